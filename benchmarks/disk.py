@@ -28,9 +28,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import Gate, compare, machine, measure_isolated, parse, publish
-from lightning_gnn.graph import DiskFeatures, RowFile, disk_reads
+from lightning_gnn.graph import DiskFeatures, disk_reads
 from lightning_gnn.graph.arrays import advise, save_arrays, write_blocks
 from lightning_gnn.graph.disk_cache import NEVER
+from lightning_gnn.graph.feature_file import FeatureFile
 from lightning_gnn.graph.folder import load_folder
 from lightning_gnn.nn import GraphSAGE
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
@@ -163,7 +164,7 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
         gate.report(seconds)
 
 
-def optimum(trace: Sequence[np.ndarray], file: RowFile, slots: int) -> int:
+def optimum(trace: Sequence[np.ndarray], file: FeatureFile, slots: int) -> int:
     """Return the blocks that a reader with so many slots must read who knows the whole trace.
 
     Of all rows at hand, those of memory and those in the blocks just read, it keeps the ones that are needed soonest.
@@ -177,8 +178,7 @@ def optimum(trace: Sequence[np.ndarray], file: RowFile, slots: int) -> int:
     for rows in trace:
         coming[rows] = after.pop()
         missing = rows[~there[rows]]
-        begin = file.offset + missing // file.rows_per_group * file.group_bytes
-        begin += missing % file.rows_per_group * file.row_bytes
+        begin = file.offset + missing * file.row_bytes
         first, last = begin // 4096, (begin + file.row_bytes - 1) // 4096
         widest = int((last - first).max(initial=0)) + 1
         read = np.unique(np.concatenate([np.minimum(first + step, last) for step in range(widest)]))
@@ -193,18 +193,13 @@ def optimum(trace: Sequence[np.ndarray], file: RowFile, slots: int) -> int:
     return blocks
 
 
-def _beside(blocks: np.ndarray, file: RowFile) -> np.ndarray:
-    """Return the rows that lie in blocks as a whole."""
-    if file.rows_per_group > 1:
-        group = blocks - file.offset // 4096
-        rows = (group[:, None] * file.rows_per_group + np.arange(file.rows_per_group)).reshape(-1)
-    else:
-        fit = 4096 // file.row_bytes + 1
-        low = -(-(blocks * 4096 - file.offset) // file.row_bytes)
-        rows = low[:, None] + np.arange(fit)
-        end = file.offset + (rows + 1) * file.row_bytes
-        rows = rows[end <= (blocks[:, None] + 1) * 4096]
-    return rows[(rows >= 0) & (rows < file.num_rows)]
+def _beside(blocks: np.ndarray, file: FeatureFile) -> np.ndarray:
+    """Return the rows that lie in blocks as a whole; one may begin in a block and end in the next."""
+    low = (blocks * 4096 - file.offset) // file.row_bytes
+    rows = np.unique(low[:, None] + np.arange(4096 // file.row_bytes + 2))
+    rows = rows[(rows >= 0) & (rows < file.num_rows)]
+    begin = file.offset + rows * file.row_bytes
+    return rows[np.isin(begin // 4096, blocks) & np.isin((begin + file.row_bytes - 1) // 4096, blocks)]
 
 
 def trace_of(spec: dict[str, Any]) -> list[np.ndarray]:
@@ -261,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         )
         for key, each in noted.items():
             if "blocks" in each and specs[key].get("queued", True):  # else it reads the same
-                best = optimum(trace, RowFile.open(specs[key]["store"]), each["cache_rows"])
+                best = optimum(trace, FeatureFile.open(specs[key]["store"]), each["cache_rows"])
                 extra[key] = {
                     "direct": each["direct"],
                     "rows asked for": each["rows"],

@@ -4,7 +4,7 @@ from typing import NoReturn
 
 from lightning_gnn.callbacks.epochs import EpochThroughput, LearningCurves, ShortProgressBar, Throughput
 from lightning_gnn.callbacks.interrupt import BestCheckpoint, StopOnSignal
-from lightning_gnn.runtime.messages import REMOVED
+from lightning_gnn.runtime.messages import removed
 
 __all__ = [
     "BestCheckpoint",
@@ -17,6 +17,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    if (instead := REMOVED.get(f"{__name__}.{name}")) is not None:
-        raise ImportError(f"{name} was removed: {instead}")
+    if (gone := removed(f"{__name__}.{name}")) is not None:
+        raise ImportError(gone)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

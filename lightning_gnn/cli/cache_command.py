@@ -7,12 +7,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.table import Table
 
 from lightning_gnn.runtime.byte_sizes import shown
-from lightning_gnn.runtime.files import read_json, read_text
 from lightning_gnn.runtime.manifest import DamagedEntry, Manifest, StaleEntry
 from lightning_gnn.runtime.store import KINDS, cache_root, entries, is_held, locked, remove, sweep
 
@@ -73,11 +71,8 @@ def _verify(root: Path, console: Console) -> int:
     found = {"whole": 0, "damaged": 0, "outdated": 0}
     for kind in KINDS:
         for path in entries(root, kind):
-            if _in_use(root, kind, path):
+            if is_held(root, kind, path.name):
                 console.print(f"in use    {kind}  {path}")
-                continue
-            if kind == "inference" and (path / "state.json").exists():
-                console.print(f"skipped   {kind}  {path}: it is verified when the interrupted run goes on")
                 continue
             with locked(root, kind, path.name):
                 title, _ = _about(path)
@@ -106,7 +101,7 @@ def _clear(root: Path, kinds: Sequence[str], console: Console) -> int:
     for kind in kinds:
         gone, size = 0, 0
         for path in entries(root, kind):
-            if _in_use(root, kind, path):
+            if is_held(root, kind, path.name):
                 console.print(f"{kind}: {path} is in use and stays")
                 continue
             taken = _size(path)
@@ -119,18 +114,6 @@ def _clear(root: Path, kinds: Sequence[str], console: Console) -> int:
     if not failed and not any(entries(root, kind) for kind in kinds):
         console.print(f"{root} holds nothing of {', '.join(kinds)} any more")
     return int(failed)
-
-
-def _in_use(root: Path, kind: str, path: Path) -> bool:
-    try:
-        if is_held(root, kind, path.name):
-            return True
-        if (path / "lock").exists():  # layer outputs, which are written as long as a run lasts
-            with FileLock(path / "lock", timeout=0):
-                pass
-        return False
-    except OSError as error:
-        return isinstance(error, Timeout)  # else the store is read-only
 
 
 def _remove(path: Path, console: Console) -> bool:
@@ -149,12 +132,7 @@ def _about(path: Path) -> tuple[str, float]:
         gone = any(not Path(name).exists() for name in manifest.sources)
         return manifest.title + " (which is gone)" * gone, manifest.made
     except (DamagedEntry, OSError):
-        made = path.lstat().st_mtime
-    try:
-        state = read_json(read_text(path / "state.json"))
-        return f"an interrupted run, in layer {int(state['layer']) + 1} of {int(state['layers'])}", made
-    except (OSError, ValueError, KeyError, TypeError):
-        return "unknown: damaged, or of another release", made
+        return "unknown: damaged, or of another release", path.lstat().st_mtime
 
 
 def _size(path: Path) -> int:

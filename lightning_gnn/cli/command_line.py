@@ -31,7 +31,7 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from lightning_gnn.cli.saved_run import Rebuilt, rebuild
 from lightning_gnn.report.console import console, say
-from lightning_gnn.runtime.messages import REMOVED, closest
+from lightning_gnn.runtime.messages import closest, removed
 
 COMMANDS = (
     "cache",
@@ -274,8 +274,8 @@ def _explain(error: Exception, typed: list[str]) -> str:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         if error.missing_cfg_file in _PLUGINS:
             return f"{group}={name} needs a package: pip install 'lightning-gnn[sweep]'"
-        if (instead := REMOVED.get(f"{group}={name}")) is not None:
-            return f"{group}={name} was removed: {instead}"
+        if (gone := removed(f"{group}={name}")) is not None:
+            return gone
         if error.options:
             hint = closest(name, error.options, aside=True)
             return f"{group}={name} is unknown{hint}: there are {', '.join(error.options)}"
@@ -323,8 +323,8 @@ def _explain_override(typed: str, reason: str) -> str:
 
 def _explain_key(error: OmegaConfBaseException) -> str:
     full, key, node = str(error.full_key), str(error.key), error.parent_node
-    if (instead := REMOVED.get(full)) is not None:
-        return f"{full} was removed: {instead}"
+    if (gone := removed(full)) is not None:
+        return gone
     root = node._get_root() if isinstance(node, DictConfig) else OmegaConf.create()
     keys = [name for name in _keys(root) if not name.startswith("hydra.")]
     beside = [str(name) for name in node] if isinstance(node, DictConfig) and not node._is_none() else []

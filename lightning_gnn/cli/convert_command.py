@@ -30,7 +30,6 @@ _SETTINGS = """settings:
   undirected=false         add the reverse of each edge, and keep each edge once
   random_features=0        draw so many features where there are none
   random_labels=0          draw labels of so many classes, and splits, where there are no labels
-  rows=false               true: features as x.rows, for training with datamodule.memory=; or float16, bfloat16, int8
 Files are text (.csv, .tsv, .txt, .edges, .edgelist, .cites, .content, .dat, .data; also .gz and .zst), .parquet,
 .arrow, or .npy of edges; a pattern as 'part-*.parquet' stands for several. The command prints how it reads a text.
 source= may also be a matrix of SciPy (.npz) or Matrix Market (.mtx), a folder with indptr.npy and indices.npy (a row
@@ -52,7 +51,6 @@ class _Settings:
     undirected: bool = False
     random_features: int = 0
     random_labels: int = 0
-    rows: Any = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
                 counts = convert_tables(
                     chosen.source, chosen.out, chosen.nodes, memory_bytes(chosen.memory, "memory"), chosen.undirected,
-                    chosen.random_features, chosen.random_labels, tell, chosen.rows,
+                    chosen.random_features, chosen.random_labels, tell,
                 )  # fmt: skip
     except UserError as error:
         say(f"error: {error}", "red")
@@ -88,7 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{'…':>15}  and {len(counts) - _SHOWN} more")
     size = sum(path.stat().st_size for path in Path(chosen.out).rglob("*") if path.is_file())
     train = f"lgnn {_task(Path(chosen.out))}data=custom data.root={chosen.out}"
-    train += " datamodule.memory=8GB" if chosen.rows else ""
     print(f"{size / 1e9:.3g} GB in {time.perf_counter() - start:.0f} s: {train}")
     return 0
 
@@ -98,7 +95,7 @@ def _task(out: Path) -> str:
     if not is_hetero_folder(out):
         y = out / "y.npy"
         return "task=link " if not y.exists() else "task=regression " if load_array(y).is_floating_point() else ""
-    data = load_hetero_folder(out, check=False, memory=0)
+    data = load_hetero_folder(out, check=False)
     labelled = [name for name in data.node_types if "y" in data[name]]
     kinds = [kind for kind in data.edge_types if not kind[1].startswith("rev_")]
     timed = [kind for kind in kinds if "time" in data[kind]]

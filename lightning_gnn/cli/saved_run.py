@@ -182,7 +182,7 @@ def _kept(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pruned(saved: _Saved, chosen: set[str], overrides: Sequence[Override]) -> dict[str, Any]:
-    """Return the saved configuration without what is chosen or added anew."""
+    """Return the saved configuration without what is chosen or added anew, and without options that are gone."""
     config: Any = OmegaConf.create(deepcopy(saved.config))
     inner = {key: group for group, key in GROUPS.items() if "." in key}
     for key in (GROUPS[group] for group in chosen):
@@ -192,6 +192,8 @@ def _pruned(saved: _Saved, chosen: set[str], overrides: Sequence[Override]) -> d
         for part, node in kept.items():
             if node is not None:
                 OmegaConf.update(config, part, node, force_add=True)
+    for key in ("data.memory", "datamodule.inference.resume"):  # of earlier releases, and changed no result
+        _remove(config, key)
     for item in overrides:
         if item.is_add():
             _remove(config, str(item.key_or_group))

@@ -8,6 +8,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_gnn.runtime.messages import removed
+
 
 def parsed(kind: type, settings: Sequence[str], command: str) -> Any:
     """Return a dataclass filled with settings.
@@ -20,6 +22,9 @@ def parsed(kind: type, settings: Sequence[str], command: str) -> Any:
     Raises:
         ValueError: A setting has no such name or value, or is missing.
     """
+    for name in (setting.partition("=")[0] for setting in settings):
+        if (gone := removed(f"{command.rpartition(' ')[2]}.{name}")) is not None:
+            raise ValueError(gone)
     try:
         found = OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.from_dotlist(list(settings)))
         missing = sorted(map(str, OmegaConf.missing_keys(found)))

@@ -169,7 +169,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         cores = cores_of_process(self.trainer)
         on_disk = self._from_disk(stage)
         loader = CollectiveLoader(
-            self.batch_data,
+            self.data,
             self.graph_sampler,
             **self._inputs(stage),
             **{**on_disk, "tables": {**self._host_tables(route), **on_disk.get("tables", {})}},
@@ -271,7 +271,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         model = None if self.trainer is None else self.trainer.lightning_module
         settings = (self.topology, self.features, self.cache_rows, self.cache_bytes, self.quantize, self.mode)
         return configuration_name(
-            self.batch_data,
+            self.data,
             self.graph_sampler,
             model,
             [

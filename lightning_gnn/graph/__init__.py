@@ -11,6 +11,8 @@ database as a graph), ``graph/convert.py`` (tables in files that are larger than
 ``graph/list_reads.py`` (topologies that do).
 """
 
+from typing import TYPE_CHECKING, Any
+
 from lightning_gnn.runtime import kernels  # noqa: F401  finds a folder for what numba compiles
 
 # isort: split
@@ -24,8 +26,8 @@ from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.hetero_folder import load_hetero_folder, save_hetero_folder
 from lightning_gnn.graph.partition import locality_aware_partition
-from lightning_gnn.graph.row_file import RowFile, write_rows
 from lightning_gnn.graph.tables import from_tables
+from lightning_gnn.runtime.messages import removed
 
 __all__ = [
     "CSCGraph",
@@ -37,7 +39,6 @@ __all__ = [
     "FeatureTable",
     "HeteroCSCGraph",
     "RowCache",
-    "RowFile",
     "convert_tables",
     "from_tables",
     "hottest",
@@ -45,5 +46,12 @@ __all__ = [
     "locality_aware_partition",
     "plan_dual_cache",
     "save_hetero_folder",
-    "write_rows",
 ]
+
+
+if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
+
+    def __getattr__(name: str) -> Any:
+        if (gone := removed(f"{__name__}.{name}")) is not None:
+            raise ImportError(gone)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
@@ -16,7 +15,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import is_sparse
 
 from lightning_gnn.graph.csc import check_ids
-from lightning_gnn.graph.features import check_finite_rows, file_of
+from lightning_gnn.graph.features import check_finite_rows
 from lightning_gnn.runtime.memory_info import total_bytes
 
 _MAPPED = 1 << 30
@@ -26,14 +25,13 @@ _MEMORY = ("/dev/", "/memfd:", "/SYSV")
 _INTEGERS = (torch.int32, torch.int64)
 
 
-def check_node_data(data: Data, check_features: bool = False, dense: bool = True, from_disk: bool = False) -> None:
+def check_node_data(data: Data, check_features: bool = False, dense: bool = True) -> None:
     """Check the attributes that training rests on; the topology is checked when it is converted.
 
     Args:
         data: A homogeneous graph.
         check_features: Look for NaN and infinity in ``x``, ``edge_attr`` and ``edge_weight``.
         dense: Refuse sparse attributes.
-        from_disk: Whether features that lie in a file alone are read from there.
 
     Raises:
         TypeError: The graph is not homogeneous, or an attribute is a list of numbers.
@@ -62,29 +60,21 @@ def check_node_data(data: Data, check_features: bool = False, dense: bool = True
             guessed = "num_nodes" not in data and data.get("x") is None
             fix = "; set data.num_nodes, which else is guessed from the edges" if guessed else ""
             raise ValueError(f"data.{key} has the shape {list(value.shape)}, but the graph has {num_nodes} nodes{fix}")
-    if (file := file_of(data.get("x"))) is not None and not from_disk:
-        raise ValueError(
-            f"data.x lies in {file.path} alone: give the DataModule memory= (mini-batches), or load the folder without "
-            "memory=, which reads it into memory"
-        )
     if check_features:
         for key, kind in (("x", "node"), ("edge_attr", "edge"), ("edge_weight", "edge")):
             value = data.get(key)
-            if file_of(value) is not None:
-                continue
             if isinstance(value, np.ndarray) and value.dtype.kind == "f":
                 value = torch.as_tensor(value)
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and not is_sparse(value):
                 _check_finite(value, f"data.{key}", kind)
 
 
-def check_hetero_data(data: HeteroData, check_features: bool = False, from_disk: bool = False) -> None:
+def check_hetero_data(data: HeteroData, check_features: bool = False) -> None:
     """Check the attributes of a graph with types as :func:`check_node_data` and :func:`check_edge_data` do.
 
     Args:
         data: The graph.
         check_features: As there.
-        from_disk: As there.
 
     Raises:
         TypeError, ValueError: As there; the type is named.
@@ -96,7 +86,7 @@ def check_hetero_data(data: HeteroData, check_features: bool = False, from_disk:
             raise ValueError(f"how many nodes of {node_type!r} there are cannot be told: set data[…].num_nodes")
         part = Data.from_dict({key: value for key, value in store.items() if key != "num_nodes"})
         part.num_nodes = count
-        _named(partial(check_node_data, from_disk=from_disk), part, check_features, f"data[{node_type!r}]")
+        _named(check_node_data, part, check_features, f"data[{node_type!r}]")
     for store in data.edge_stores:
         edge_index = store.get("edge_index")
         if not isinstance(edge_index, Tensor):

@@ -19,7 +19,6 @@ from lightning_gnn.graph.csc import index_dtype
 from lightning_gnn.graph.folder import class_numbers, load_folder
 from lightning_gnn.graph.hetero_folder import BETWEEN, TYPES, type_folders
 from lightning_gnn.graph.published_files import Published, published, read_ids, unpack
-from lightning_gnn.graph.row_file import ROW_DTYPES, RowFile, write_rows
 from lightning_gnn.graph.synthetic_labels import Labels
 from lightning_gnn.graph.table_files import Columns, TableFiles, listed, matching, quoted, text
 from lightning_gnn.graph.text_files import check_content
@@ -55,7 +54,6 @@ def convert_tables(
     random_features: int = 0,
     random_labels: int = 0,
     say: Say = lambda message: None,
-    rows: bool | str = False,
 ) -> dict[str, int]:
     """Convert tables of edges and of nodes to a folder for :func:`~lightning_gnn.graph.folder.load_folder`.
 
@@ -92,8 +90,6 @@ def convert_tables(
         random_labels: Draw one of so many classes for each node, and a tenth of the nodes for each split, where there
             are no labels.
         say: Is told what is done.
-        rows: Write features as ``x.rows`` (:func:`~lightning_gnn.graph.write_rows`), which a DataModule with
-            ``memory=`` reads from disk with the fewest blocks; the name of a dtype: in this one, such as ``"int8"``.
 
     Returns:
         The numbers of nodes by type, then of edges by type.
@@ -104,11 +100,8 @@ def convert_tables(
         ModuleNotFoundError: DuckDB is missing, or for Arrow files pyarrow.
         OSError: The disk has no room for it.
         ValueError: A file cannot be read or holds no rows, as many classes as nodes, an id that is missing or twice
-            there, an edge to no node, names of types that do not fit each other, a name that no file can have, or
-            ``rows`` that are none.
+            there, an edge to no node, names of types that do not fit each other, or a name that no file can have.
     """
-    if not isinstance(rows, bool) and rows not in ROW_DTYPES:
-        raise ValueError(f"rows={rows!r} is unknown; use true, false, or one of {', '.join(ROW_DTYPES)}")
     out = Path(out)
     folder = out.with_name(f"{out.name}.partial")
     if os.path.lexists(out):
@@ -123,7 +116,7 @@ def convert_tables(
     files = {str(path): _state(path) for path in (*of_edges, *tables.values())}
     drawn = random_features, random_labels
     given = [sorted((str(kind), str(path)) for kind, path in names.items()) for names in (edges, tables)]
-    of = [4, *given, undirected, *drawn, rows, files]
+    of = [5, *given, undirected, *drawn, files]
     database = TableFiles(folder / "database", int(memory * _OF_DATABASE), of, folder / "graph")
     if database.resumed:
         say("going on with what an earlier run has left")
@@ -132,15 +125,9 @@ def convert_tables(
         counts = work.run(undirected, *drawn)
     finally:
         database.close()
-    if rows is not False:
-        for path in (folder / "graph" / "x.npy", *(folder / "graph").glob("nodes/*/x.npy")):
-            if path.exists():
-                say(f"writing {path.parent.name}/x.rows")
-                write_rows(load_array(path), path.with_suffix(".rows"), None if rows is True else rows)
-                path.unlink()
     # Its checks run once, here.
     labels: Labels = "numbers" if work.alone and work.has_numbers else "classes"
-    load_folder(folder / "graph", labels=labels, memory=memory)
+    load_folder(folder / "graph", labels=labels)
     (folder / "graph").rename(out)
     shutil.rmtree(folder)
     return counts
@@ -390,14 +377,13 @@ class _Conversion:
     def _read_nodes(self, form: Published) -> None:
         """Make the table of nodes that a published form has, or write its arrays."""
         for name, (archive, member) in form.arrays.items():
-            if not _is_there(path := self.folder / f"{name}.npy"):
+            if not (path := self.folder / f"{name}.npy").exists():
                 self.say(f"unpacking {member} of {archive}")
                 self.folder.mkdir(parents=True, exist_ok=True)
                 unpack(archive, member, self.folder / "unpacked.npy")
                 (self.folder / "unpacked.npy").rename(path)
         if form.arrays:
-            rows = self.folder / "x.rows"
-            count = RowFile.open(rows).num_rows if rows.exists() else load_array(rows.with_suffix(".npy")).size(0)
+            count = load_array(self.folder / "x.npy").size(0)
             y = load_array(self.folder / "y.npy")
             save_arrays(self.folder, {"y": class_numbers(y, count, f"node_label of {form.arrays['y'][0]}")})
             self.rows = count
@@ -508,7 +494,7 @@ class _Conversion:
         elif "time" in columns:
             self._write_column(table, "time", columns["time"], folder / "time.npy", count, self.tables[name])
         width = sum(used.values()) or random_features
-        if _is_there(folder / "x.npy"):
+        if (folder / "x.npy").exists():
             return
         if not width and self.alone:
             raise ValueError("nodes have no features: give nodes=FILE with columns of numbers, or random_features=64")
@@ -742,11 +728,6 @@ class _Conversion:
                 f"{nodes} has no column id"
             )
         return "::BIGINT"
-
-
-def _is_there(path: Path) -> bool:
-    """Say whether an earlier run has written features, as an array or as rows that it has become since."""
-    return path.exists() or path.with_suffix(".rows").exists()
 
 
 def _table(what: str, name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_gnn.graph.disk_cache import NEVER, RowLocations, location_bytes
 from lightning_gnn.graph.disk_reads import DirectReader, Ranges, copy_rows, layout_of, reader_bytes, rows_beside
+from lightning_gnn.graph.feature_file import FeatureFile
 from lightning_gnn.graph.memory import pool
-from lightning_gnn.graph.row_file import RowFile
 from lightning_gnn.runtime.byte_sizes import memory_bytes, shown
 
 MOST_READS = 4096
@@ -43,36 +43,6 @@ class DiskCounts:
         self.__init__()  # type: ignore[misc]
 
 
-@runtime_checkable
-class Announced(Protocol):
-    """A table that is told which rows will be read when; one at a time tells it."""
-
-    @property
-    def announced(self) -> int:
-        """Reads that are announced."""
-        ...
-
-    def claim(self, by: object = None) -> bool:
-        """Begin to announce reads, unless another one does; what was left for somebody else is dropped."""
-        ...
-
-    def release(self, left_for: object = None) -> None:
-        """Let others announce; drop what was announced, unless it is left for somebody."""
-        ...
-
-    def forget(self) -> None:
-        """Drop what was announced."""
-        ...
-
-    def announce(self, n_id: Tensor) -> None:
-        """Add a read after those that were announced."""
-        ...
-
-    def advance(self) -> None:
-        """Say that the first read of those announced comes now."""
-        ...
-
-
 class DiskFeatures:
     """Features in a file of which a part is in memory: by Belady's rule, the rows that will be used soonest.
 
@@ -80,14 +50,13 @@ class DiskFeatures:
     :meth:`gather` returns. Ranges of blocks are read by threads, with direct I/O where the file system has it.
 
     Args:
-        file: A file of :func:`write_rows`, a ``.npy`` file, or where rows lie.
+        file: A ``.npy`` file of float32, float16 or bfloat16 ``[num_nodes, num_features]``.
         memory: Bytes that all of this takes, such as ``"2GB"``: 12 bytes per row of the file, buffers, and the cache.
-        verify: Compare each block that is read with its checksum.
 
     Raises:
         FileNotFoundError, OSError: There is no such file, or it cannot be read.
         TypeError: Its numbers are no features.
-        ValueError: It is damaged, or the memory does not suffice.
+        ValueError: It is no table of features, or the memory does not suffice.
 
     Examples:
         >>> import tempfile
@@ -101,35 +70,34 @@ class DiskFeatures:
         DiskCounts(rows=3, hits=0, blocks=2, reads=2)
     """
 
-    def __init__(self, file: RowFile | str | Path, memory: int | str, verify: bool = False) -> None:
-        self.file = file if isinstance(file, RowFile) else RowFile.open(file)
+    def __init__(self, file: FeatureFile | str | Path, memory: int | str) -> None:
+        self.file = file if isinstance(file, FeatureFile) else FeatureFile.open(file)
         self.memory = memory_bytes(memory, "memory")
-        self.verify = verify
         self.counts = DiskCounts()
         self._lock = threading.RLock()
         self._claimed = False
         self._left_for: object = None
         rows = self.file.num_rows
-        if self.memory < (least := self.least_bytes(self.file, verify)):
+        if self.memory < (least := self.least_bytes(self.file)):
             raise ValueError(
                 f"memory={shown(self.memory)} does not suffice to read {self.file.path} from disk: {rows} rows take "
                 f"{shown(location_bytes(rows, MOST_READS))} to keep track of, and all together at least {shown(least)}"
             )
-        self._reader = DirectReader(self.file, verify)
+        self._reader = DirectReader(self.file)
         slots = min(rows, min(rows, _LEAST_ROWS) + (self.memory - least) // self.slot_bytes(self.file))
         self._where = RowLocations(rows, slots, MOST_READS)
         self._kept = np.empty((slots, self.file.row_bytes), np.uint8)
 
     @staticmethod
-    def slot_bytes(file: RowFile) -> int:
+    def slot_bytes(file: FeatureFile) -> int:
         """Return the bytes that a row in memory takes, with what says which row it is."""
         return file.row_bytes + 16
 
     @classmethod
-    def least_bytes(cls, file: RowFile, verify: bool = False) -> int:
+    def least_bytes(cls, file: FeatureFile) -> int:
         """Return the least memory for a file: what each of its rows takes, buffers of the threads, and a few rows."""
         few = min(file.num_rows, _LEAST_ROWS) * cls.slot_bytes(file)
-        return location_bytes(file.num_rows, MOST_READS) + reader_bytes(file, verify) + few
+        return location_bytes(file.num_rows, MOST_READS) + reader_bytes(file) + few
 
     @property
     def num_nodes(self) -> int:
@@ -143,8 +111,8 @@ class DiskFeatures:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What :meth:`gather` returns: what is kept; float32 for int8."""
-        return self.file.read_dtype
+        """Of the rows."""
+        return self.file.dtype
 
     @property
     def row_bytes(self) -> int:
@@ -164,7 +132,7 @@ class DiskFeatures:
     @property
     def num_bytes(self) -> int:
         """Bytes that are taken in memory."""
-        return self._where.num_bytes + self._kept.nbytes + reader_bytes(self.file, self.verify)
+        return self._where.num_bytes + self._kept.nbytes + reader_bytes(self.file)
 
     @property
     def announced(self) -> int:
@@ -231,7 +199,7 @@ class DiskFeatures:
         Raises:
             IndexError: A node is out of range.
             OSError: The disk refuses.
-            ValueError: The file is damaged, or ``out`` does not fit.
+            ValueError: The file was cut off, or ``out`` does not fit.
         """
         shape = (n_id.numel(), self.num_features)
         ids = self._checked(n_id)
@@ -239,20 +207,12 @@ class DiskFeatures:
             out = pool.empty(shape, self.dtype)
         elif not (out.is_cpu and out.is_contiguous() and out.dtype == self.dtype and tuple(out.shape) == shape):
             raise ValueError(f"out must be {self.dtype} {list(shape)} on the CPU, one row after another")
-        raw = (
-            out.view(torch.uint8)
-            if self.file.dtype != torch.int8
-            else torch.empty((shape[0], self.row_bytes), dtype=torch.uint8)
-        )
         with self._lock:
             try:
-                self._gather(ids, raw.numpy())
+                self._gather(ids, out.view(torch.uint8).numpy())
             except BaseException:
                 self._where.clear()  # slots were given out that nobody has filled
                 raise
-        if self.file.dtype == torch.int8:
-            scales = raw[:, :4].contiguous().view(torch.float32)
-            torch.mul(raw[:, 4:].view(torch.int8), scales, out=out)
         return out if n_id.is_cpu else out.to(n_id.device)
 
     def _checked(self, n_id: Tensor) -> np.ndarray:
@@ -296,7 +256,7 @@ class DiskFeatures:
         self._reader.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.file, self.memory, self.verify)
+        return type(self), (self.file, self.memory)
 
     def __repr__(self) -> str:
         share = self.cache_rows / max(self.num_nodes, 1)

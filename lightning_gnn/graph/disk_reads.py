@@ -17,8 +17,8 @@ import numpy.typing as npt
 from numba import types
 from pytorch_lightning.utilities import rank_zero_info
 
+from lightning_gnn.graph.feature_file import BLOCK_BYTES, FeatureFile
 from lightning_gnn.graph.read_queue import DEPTH, QUEUE_BYTES, ReadQueue, ask, submit, wait
-from lightning_gnn.graph.row_file import BLOCK_BYTES, RowFile, block_sums
 from lightning_gnn.runtime.cores import num_cores
 
 AT_ONCE = 1 << 18
@@ -32,10 +32,10 @@ _pread: Any = types.ExternalFunction("pread", types.int64(types.int32, types.uin
 _memcpy: Any = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.uintp, types.uintp))
 _SHARES = 4
 """Pieces of work for each thread that waits for one read at a time, so that a slow one holds up less."""
-SHORT, REFUSED, DAMAGED = 1, -1, -2
+SHORT, REFUSED = 1, -1
 """What may become of a range."""
-Layout = tuple[int, int, int, int, int]
-"""Where a file's rows begin, how many are a group, bytes of a group and of a row, and how many rows there are."""
+Layout = tuple[int, int, int]
+"""Where a file's rows begin, the bytes of a row, and how many rows there are."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Ranges:
     rows: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, file: RowFile, rows: npt.NDArray[np.int64]) -> Ranges:
+    def of(cls, file: FeatureFile, rows: npt.NDArray[np.int64]) -> Ranges:
         """Return those of rows in ascending order, int64 ``[n]``."""
         most = max(AT_ONCE // BLOCK_BYTES, 1)
-        return cls(*_merge(rows, file.offset, file.rows_per_group, file.group_bytes, file.row_bytes, most))
+        return cls(*_merge(rows, file.offset, file.row_bytes, most))
 
 
 class _Job(NamedTuple):
@@ -74,7 +74,6 @@ class _Job(NamedTuple):
     stamp: int
     kept: npt.NDArray[np.uint8]
     layout: Layout
-    sums: npt.NDArray[np.uint32]
 
 
 class DirectReader:
@@ -85,16 +84,13 @@ class DirectReader:
 
     Args:
         file: Where its rows lie.
-        verify: Compare each block with its checksum.
 
     Raises:
         OSError: The file cannot be opened.
-        ValueError: There are no checksums to compare with.
     """
 
-    def __init__(self, file: RowFile, verify: bool = False) -> None:
+    def __init__(self, file: FeatureFile) -> None:
         self.file = file
-        self.sums = file.read_checksums() if verify else np.empty(0, np.uint32)
         self.direct, self._descriptor = _opened(file.path)
         self.blocks_read = 0
         self.reads = 0
@@ -147,7 +143,7 @@ class DirectReader:
 
         Raises:
             OSError: The disk refuses.
-            ValueError: The file has become shorter, or a block differs from its checksum.
+            ValueError: The file has become shorter.
         """
         if not ranges.first.size:
             return
@@ -159,7 +155,7 @@ class DirectReader:
         cuts = np.searchsorted(ends, np.linspace(0, ends[-1], shares + 1)[1:-1])
         bounds = [0, *np.unique(cuts).tolist(), ranges.first.size]
         where = (ranges.first, ranges.blocks, ranges.rows, rows, places)
-        job = _Job(self._descriptor, *where, out, slot, stamps, stamp, kept, layout_of(self.file), self.sums)
+        job = _Job(self._descriptor, *where, out, slot, stamps, stamp, kept, layout_of(self.file))
         jobs = [self._threads.submit(self._share, first, last, job) for first, last in pairwise(bounds) if last > first]
         failed = [error for job in jobs if (error := job.exception()) is not None]  # all are waited for
         if failed:
@@ -182,13 +178,6 @@ class DirectReader:
     def _explain(self, block: int, blocks: int, failed: int) -> None:
         """Raise what a failed read was about."""
         begin, size, path = block * BLOCK_BYTES, blocks * BLOCK_BYTES, self.file.path
-        if failed <= DAMAGED:
-            bad = block + DAMAGED - failed
-            first = max(0, (bad * BLOCK_BYTES - self.file.offset) // self.file.group_bytes) * self.file.rows_per_group
-            raise ValueError(
-                f"{path} is damaged: the block at byte {bad * BLOCK_BYTES}, with row {first} and those after it, "
-                "differs from its checksum; write the file again"
-            )
         if failed == REFUSED:  # ask again, for the reason
             try:
                 os.preadv(self._descriptor, [mmap.mmap(-1, size)], begin)
@@ -201,17 +190,17 @@ class DirectReader:
         )
 
 
-def layout_of(file: RowFile) -> Layout:
+def layout_of(file: FeatureFile) -> Layout:
     """Return where a file's rows lie, for compiled code."""
-    return file.offset, file.rows_per_group, file.group_bytes, file.row_bytes, file.num_rows
+    return file.offset, file.row_bytes, file.num_rows
 
 
-def reader_bytes(file: RowFile, verify: bool) -> int:
-    """Return what a :class:`DirectReader` takes in memory: buffers and checksums."""
-    return _all_buffers_bytes(file) + _most_queues() * QUEUE_BYTES + 4 * file.num_blocks * verify
+def reader_bytes(file: FeatureFile) -> int:
+    """Return what the buffers of a :class:`DirectReader` take in memory."""
+    return _all_buffers_bytes(file) + _most_queues() * QUEUE_BYTES
 
 
-def _all_buffers_bytes(file: RowFile) -> int:
+def _all_buffers_bytes(file: FeatureFile) -> int:
     """Return the bytes of all buffers, with room for a longest read of each thread, and two of each queue."""
     return THREADS * max(AT_ONCE, -(-file.row_bytes // BLOCK_BYTES) * BLOCK_BYTES + BLOCK_BYTES)
 
@@ -263,13 +252,13 @@ def _close(threads: ThreadPoolExecutor, queues: list[ReadQueue], descriptor: int
 
 @_njit
 def _merge(
-    rows: npt.NDArray[np.int64], offset: int, per_group: int, group_bytes: int, row_bytes: int, most: int
+    rows: npt.NDArray[np.int64], offset: int, row_bytes: int, most: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     first, blocks = np.empty(rows.size, np.int64), np.empty(rows.size, np.int64)
     begins = np.empty(rows.size + 1, np.int64)
     n = -1
     for i in range(rows.size):
-        at = offset + rows[i] // per_group * group_bytes + rows[i] % per_group * row_bytes
+        at = offset + rows[i] * row_bytes
         begin, end = at // BLOCK_BYTES, (at + row_bytes - 1) // BLOCK_BYTES + 1
         if n >= 0 and begin <= first[n] + blocks[n] and end - first[n] <= most:
             blocks[n] = max(blocks[n], end - first[n])
@@ -315,13 +304,9 @@ def rows_beside(
 @_njit
 def _whole_rows(first: int, blocks: int, layout: Layout) -> tuple[int, int]:
     """Return the first row that lies within blocks as a whole, and the one after the last."""
-    offset, per_group, group_bytes, row_bytes, num_rows = layout
+    offset, row_bytes, num_rows = layout
     begin, end = first * BLOCK_BYTES - offset, (first + blocks) * BLOCK_BYTES - offset
-    if per_group == 1:
-        low, high = -(-begin // group_bytes), (end - row_bytes) // group_bytes + 1
-    else:  # a group is a block
-        low, high = begin // group_bytes * per_group, end // group_bytes * per_group
-    return max(low, 0), min(high, num_rows)
+    return max(-(-begin // row_bytes), 0), min(end // row_bytes, num_rows)
 
 
 @_njit
@@ -399,8 +384,7 @@ def _hand_out(job: _Job, buffer: npt.NDArray[np.uint8], k: int, got: int) -> int
     """Copy the rows of a range to where they go, from its bytes; those after the first ``got`` are read first.
 
     Returns:
-        0; or :data:`SHORT` plus how many bytes came, where the file has no more; :data:`REFUSED` by the disk; or
-        :data:`DAMAGED` less the number of a block that differs from its checksum.
+        0; or :data:`SHORT` plus how many bytes came, where the file has no more; or :data:`REFUSED` by the disk.
     """
     width, address = job.out.shape[1], buffer.ctypes.data
     start, size = job.first[k] * BLOCK_BYTES, job.blocks[k] * BLOCK_BYTES
@@ -417,11 +401,6 @@ def _hand_out(job: _Job, buffer: npt.NDArray[np.uint8], k: int, got: int) -> int
         if more == 0:
             return SHORT + got
         got += more
-    if job.sums.size:
-        found = block_sums(buffer[:size].view(np.uint64), BLOCK_BYTES // 8)
-        for block in range(job.blocks[k]):
-            if found[block] != job.sums[job.first[k] + block - job.layout[0] // BLOCK_BYTES]:
-                return DAMAGED - block
     for i in range(job.begins[k], job.begins[k + 1]):
         at = _begin_of(job.rows[i], job.layout) - start
         _memcpy(job.out.ctypes.data + job.places[i] * width, address + at, width)
@@ -438,5 +417,5 @@ def _hand_out(job: _Job, buffer: npt.NDArray[np.uint8], k: int, got: int) -> int
 @_njit
 def _begin_of(row: int, layout: Layout) -> int:
     """Return where a row begins in the file."""
-    offset, per_group, group_bytes, row_bytes, _ = layout
-    return offset + row // per_group * group_bytes + row % per_group * row_bytes
+    offset, row_bytes, _ = layout
+    return offset + row * row_bytes

@@ -20,8 +20,6 @@ FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BLOCK = 1 << 16
 _NAMED = 5
 """Rows with NaN that a message names."""
-STANDS_FOR = "_lies_in"
-"""Attribute of a tensor of NaN that stands for rows which lie in a file alone: the file."""
 
 
 class FeatureTable:
@@ -231,11 +229,6 @@ class FeatureTable:
         kind = self.dtype if self.scales is None else self.values.dtype
         cache = f", cache_rows={self.cache_rows}" if self.cache is not None else ""
         return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_features={self.num_features}, {kind}{cache})"
-
-
-def file_of(values: Any) -> Any:
-    """Return the :class:`RowFile` that a tensor stands for, None if it holds its numbers itself."""
-    return getattr(values, STANDS_FOR, None)
 
 
 def in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:

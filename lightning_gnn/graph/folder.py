@@ -12,33 +12,28 @@ from torch_geometric.data import Data, HeteroData
 from lightning_gnn.graph.arrays import expect_scattered_reads, load_array, save_arrays
 from lightning_gnn.graph.checks import check_node_data, check_nodes
 from lightning_gnn.graph.csc import CSCGraph, check_integers
+from lightning_gnn.graph.feature_file import refuse_rows
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.hetero_folder import is_hetero_folder, load_hetero_folder
-from lightning_gnn.graph.row_file import load_rows
 from lightning_gnn.graph.synthetic_labels import Labels
 from lightning_gnn.graph.topology_files import TOPOLOGY, load_topology
 
 SPLITS = ("train", "val", "test")
 _EXPECTED = (
-    "x.npy (or x.rows), either indptr.npy and indices.npy or edge_index.npy, and optionally edge_ids.npy, y.npy and "
+    "x.npy, either indptr.npy and indices.npy or edge_index.npy, and optionally edge_ids.npy, y.npy and "
     "{train,val,test}_mask.npy or {train,val,test}_idx.npy"
 )
 
 
 def load_folder(
-    root: str | Path,
-    mmap: bool = True,
-    check: bool = True,
-    labels: Labels = "classes",
-    memory: int | str | None = None,
+    root: str | Path, mmap: bool = True, check: bool = True, labels: Labels = "classes"
 ) -> Data | HeteroData:
     """Read a graph from a folder of ``.npy`` files.
 
     A folder with a folder ``nodes`` holds a graph with types (:func:`~lightning_gnn.graph.load_hetero_folder`). Else
     expected are ``x.npy`` and a topology; labels and splits are optional:
 
-    - ``x.npy``: features, float32, float16 or bfloat16 ``[N, F]``; NumPy calls the last one ``V2``. Or ``x.rows``, a
-      file of :func:`~lightning_gnn.graph.write_rows`.
+    - ``x.npy``: features, float32, float16 or bfloat16 ``[N, F]``; NumPy calls the last one ``V2``.
     - ``indptr.npy``, ``indices.npy`` and optionally ``edge_ids.npy``: the topology as a :class:`CSCGraph` keeps it.
     - ``edge_index.npy``, int32 or int64 ``[2, E]``, instead of these. It is sorted by target at the first load; from a
       million edges on the result is kept in the user's cache (see ``lgnn cache``) until the file changes.
@@ -55,8 +50,6 @@ def load_folder(
             the sampler.
         labels: What ``y.npy`` holds: ``"classes"``; ``"several"``, 0 or 1 for each label, ``[N, L]``; or ``"numbers"``,
             ``[N]`` or ``[N, T]``. Of a graph with types, arrays are as they are.
-        memory: What the DataModule will be given as ``memory``: ``x.rows`` is then left on disk, and ``x`` holds NaN,
-            which other DataModules refuse. None: it is read into memory.
 
     Returns:
         ``Data`` with ``x``, ``y`` int64 ``[N]`` (several: as it is; numbers: floating), the splits under the names of
@@ -67,14 +60,14 @@ def load_folder(
         FileNotFoundError: The folder or a file that it needs is missing.
         TypeError: An array of another dtype.
         ValueError: A truncated file, a wrong shape or length, a node or edge out of range, a topology or a split that
-            is given twice, or ``x.rows`` that the memory has no room for.
+            is given twice, or an ``x.rows`` of an earlier release.
     """
     root = Path(root)
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is no folder; expected one with {_EXPECTED}")
     if is_hetero_folder(root):
-        return load_hetero_folder(root, mmap, check, memory)
-    x = _features(root, mmap, memory)
+        return load_hetero_folder(root, mmap, check)
+    x = _features(root, mmap)
     data = Data(x=x, graph=load_topology(root, x.size(0), mmap, check, f"x has {x.size(0)} rows, one per node"))
     path = root / "y.npy"
     if os.path.lexists(path):  # a link to nothing is a fault, and not the same as no file
@@ -138,10 +131,9 @@ def save_folder(data: Data, root: str | Path) -> Path:
     return root
 
 
-def _features(root: Path, mmap: bool, memory: int | str | None) -> Tensor:
+def _features(root: Path, mmap: bool) -> Tensor:
     path = root / "x.npy"
-    if (values := load_rows(path, memory)) is not None:
-        return values
+    refuse_rows(root)
     if not os.path.lexists(path):
         raise FileNotFoundError(f"{path} does not exist; expected {_EXPECTED}")
     values = load_array(path, mmap)

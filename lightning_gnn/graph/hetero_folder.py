@@ -17,8 +17,8 @@ from torch_geometric.typing import EdgeType, NodeType
 from lightning_gnn.graph.arrays import load_array, save_arrays
 from lightning_gnn.graph.checks import check_nodes
 from lightning_gnn.graph.csc import CSCGraph, check_edge_index, check_ids
+from lightning_gnn.graph.feature_file import refuse_rows
 from lightning_gnn.graph.features import FeatureTable
-from lightning_gnn.graph.row_file import load_rows
 from lightning_gnn.graph.topology_files import TOPOLOGY, is_kept, is_sorted, load_topology
 from lightning_gnn.runtime.files import read_json, read_text, write_whole
 
@@ -32,18 +32,15 @@ _NO_FILE = re.compile(r"^$|[/\x00\ud800-\udfff]")
 _SPLITS = tuple(f"{split}_{kind}" for split in ("train", "val", "test") for kind in ("mask", "idx"))
 
 
-def load_hetero_folder(
-    root: str | Path, mmap: bool = True, check: bool = True, memory: int | str | None = None
-) -> HeteroData:
+def load_hetero_folder(root: str | Path, mmap: bool = True, check: bool = True) -> HeteroData:
     """Read a graph with types from a folder of ``.npy`` files.
 
     Each array ``nodes/TYPE/NAME.npy`` becomes ``data[TYPE].NAME``, and ``edges/SOURCE__RELATION__TARGET/NAME.npy``
     becomes ``data[SOURCE, RELATION, TARGET].NAME``:
 
-    - of nodes: ``x.npy`` floating ``[N, F]``, or ``x.rows`` of :func:`~lightning_gnn.graph.write_rows`, or
-      ``num_nodes.npy``, an integer, for a type without features; optionally ``y.npy``, ``{train,val,test}_mask.npy``
-      bool ``[N]`` or ``{train,val,test}_idx.npy`` int64 ``[n]``, and any other array with a row per node, such as
-      ``time.npy``;
+    - of nodes: ``x.npy`` floating ``[N, F]``, or ``num_nodes.npy``, an integer, for a type without features; optionally
+      ``y.npy``, ``{train,val,test}_mask.npy`` bool ``[N]`` or ``{train,val,test}_idx.npy`` int64 ``[n]``, and any other
+      array with a row per node, such as ``time.npy``;
     - of edges: ``edge_index.npy``, int32 or int64 ``[2, E]``, and any array with a row per edge, such as ``time.npy``.
       From a million edges on it is sorted by target once, and kept in the user's cache (see ``lgnn cache``) until the
       file changes: ``data[SOURCE, RELATION, TARGET].graph`` is then the memory-mapped
@@ -61,7 +58,6 @@ def load_hetero_folder(
         mmap: Leave the arrays on disk and let the system page them in; writes never reach the files. An ``edge_index``
             that is not kept sorted is sorted in memory by whoever samples.
         check: Look for ids out of range; a large topology that passed is not read again until its files change.
-        memory: As for :func:`~lightning_gnn.graph.folder.load_folder`.
 
     Returns:
         ``HeteroData``.
@@ -77,7 +73,7 @@ def load_hetero_folder(
     nodes, edges = _types(root)
     data = HeteroData()
     for name, folder in nodes.items():
-        _read_nodes(data, name, folder, mmap, check, memory)
+        _read_nodes(data, name, folder, mmap, check)
     for kind, folder in edges.items():
         _read_edges(data, kind, folder, mmap, check)
     return data
@@ -251,24 +247,22 @@ def _sorted_arrays(store: BaseStorage, graph: CSCGraph) -> dict[str, Tensor | No
     return {name: getattr(graph, name) for name in TOPOLOGY}
 
 
-def _read_nodes(data: HeteroData, name: str, folder: Path, mmap: bool, check: bool, memory: int | str | None) -> None:
+def _read_nodes(data: HeteroData, name: str, folder: Path, mmap: bool, check: bool) -> None:
     store = data[name]
-    arrays, rows = _arrays(folder, mmap), load_rows(folder / "x.npy", memory)
+    arrays = _arrays(folder, mmap)
+    refuse_rows(folder)
     if "num_nodes" in arrays:
         store.num_nodes = int(arrays.pop("num_nodes"))
-    elif "x" not in arrays and rows is None:
+    elif "x" not in arrays:
         raise FileNotFoundError(f"{folder} has neither x.npy nor num_nodes.npy, which says how many nodes there are")
-    if rows is not None:
-        store.x = rows
-    elif "x" in arrays:
+    if "x" in arrays:
         try:
             store.x = FeatureTable(arrays.pop("x")).values
         except (TypeError, ValueError) as error:
             raise type(error)(f"{folder / 'x.npy'}: {error}") from None
     count = store.num_nodes
     if "x" in store and store.x.size(0) != count:
-        name_of_x = "x.npy" if rows is None else "x.rows"
-        raise ValueError(f"{folder / name_of_x} has {store.x.size(0)} rows, but num_nodes.npy says {count}")
+        raise ValueError(f"{folder / 'x.npy'} has {store.x.size(0)} rows, but num_nodes.npy says {count}")
     for key, value in arrays.items():
         if key in _SPLITS:
             value = check_nodes(value, count, str(folder / f"{key}.npy")) if check else value

@@ -38,11 +38,9 @@ class FullInference:
 
     Args:
         folder: Where the outputs of layers go that do not fit into memory, as ``.npy`` files; the last one stays there.
-            By default a folder below the user's cache directory, which is emptied in the end.
+            By default a temporary folder below the user's cache directory.
         memory_limit: Bytes of features and layer outputs to hold in memory, on the device or off it; ``"auto"``: half
             of what is free.
-        resume: Go on where an interrupted run on the same model, graph and features stopped. For that, all of them are
-            read once to compare their checksums.
         progress: Show a progress bar while outputs go to files.
 
     Raises:
@@ -63,7 +61,6 @@ class FullInference:
 
     folder: str | Path | None = None
     memory_limit: int | float | str = "auto"
-    resume: bool = True
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -151,7 +148,6 @@ def infer(
         limit=settings.limit_on(device),
         folder=settings.folder,
         in_memory=in_memory,
-        identity=(model.state_dict(), _options_of(model)) if settings.resume else None,
         bar=bar if settings.progress else False,
         stop=stop,
     )  # fmt: skip
@@ -207,19 +203,6 @@ def _run_whole(model: nn.Module, x: Tensor, graph: CompressedGraph, extra: dict[
     edges: Any = graph if ours and not layers_without_graph(model) else graph.to_edge_index()
     out: Tensor = model(x, edges, **extra)
     return out
-
-
-def _options_of(model: nn.Module) -> list[Any]:
-    """Return what decides on outputs beside the weights: classes, and options such as a slope or an activation."""
-    options: list[Any] = []
-    for name, module in model.named_modules():
-        options.append((name, type(module).__qualname__))
-        for key, value in vars(module).items():
-            if isinstance(value, (bool, int, float, str, type(None), tuple)) and key != "training":
-                options.append((key, value))
-            elif callable(value) and hasattr(value, "__qualname__"):
-                options.append((key, value.__qualname__))
-    return options
 
 
 def _output_bytes(layers: list[Layer], x: Tensor) -> int:
@@ -331,7 +314,6 @@ def _stream(
     limit: float,
     folder: str | Path | None = None,
     in_memory: bool = False,
-    identity: tuple[Any, ...] | None = None,
     bar: Any = None,
     stop: Callable[[], None] | None = None,
 ) -> Tensor:
@@ -344,9 +326,8 @@ def _stream(
         edge_weight: Weights in the order of the user's ``edge_index``.
         device: Where to compute.
         limit: Bytes that a block may take there, about; a block has at least one chunk.
-        folder: Where the files go; None: a folder in the user's cache directory, which is emptied in the end.
+        folder: Where the files go; None: a temporary folder in the user's cache directory.
         in_memory: Hold the outputs of layers in host memory instead.
-        identity: What tells the model from others, to resume an interrupted run; None starts anew.
         bar: A ``rich.progress.Progress`` on the screen already; None shows one, False none.
         stop: Called after each block; may raise.
 
@@ -359,23 +340,19 @@ def _stream(
     looped = [getattr(layer.conv, "add_self_loops", False) for layer in layers]
     graphs = [graph.with_self_loops() if loops else graph for loops in looped]
     orders = [whole.forward for whole in graphs]
-    parts = None if identity is None else (*identity, x, graph.checksum(), edge_weight)
     total = sum(order.rows.numel() for order in orders)
     with (
         read_in_order(x),
-        layer_outputs(folder, in_memory, len(layers), parts) as files,
+        layer_outputs(folder, in_memory) as files,
         _progress_shown(bar, total) as show,
     ):
-        source = files.resumed(x, [order.rows for order in orders])
         files.prepare([(x.size(0), layer.width) for layer in layers], dtype)
+        source = x
         for i, layer in enumerate(layers):
-            if i < files.layer:
-                show(i, orders[i].rows.numel())
-                continue
             target = files.layer_output(i, (x.size(0), layer.width), dtype)
             memo: dict[str, Tensor] = {}
-            show(i, files.rows)
-            for first, last in _blocks(orders[i], files.rows, limit, source.size(1), layer, dtype):
+            done = 0
+            for first, last in _blocks(orders[i], limit, source.size(1), layer, dtype):
                 block = GraphBlock(graphs[i], graph, first, last, memo).to(device)
                 read = source[block.sources].to(device, dtype)
                 if isinstance(layer.conv, GCNConv):
@@ -386,23 +363,20 @@ def _stream(
                     out = function(out)
                 target[block.targets] = out.to("cpu", target.dtype)
                 rows = int(orders[i].row_ptr[last])
-                show(i, rows - files.rows)
-                files.finished(i, rows)
+                show(i, rows - done)
+                done = rows
                 if stop is not None:
                     stop()
-            source = target
-            files.finished(i + 1, 0)
-        return files.result(source)
+            source = files.finished(i, target)
+        return source
 
 
-def _blocks(
-    order: Chunks, start: int, limit: float, width: int, layer: Layer, dtype: torch.dtype
-) -> Iterator[tuple[int, int]]:
-    """Yield ranges of chunks that fit, from the row ``start``; all rows of a vertex are in one of them."""
+def _blocks(order: Chunks, limit: float, width: int, layer: Layer, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """Yield ranges of chunks that fit; all rows of a vertex are in one of them."""
     row_ptr, column_ptr = order.row_ptr.tolist(), order.column_ptr.tolist()
     num_chunks = len(row_ptr) - 1
     widest = (width + layer.widest) * dtype.itemsize
-    first = row_ptr.index(start) if start < row_ptr[-1] else num_chunks
+    first = 0
     while first < num_chunks:
         last = first + 1
         while last < num_chunks and (

@@ -2,7 +2,7 @@
 
 All of them compete for the same bytes. What is read from host memory costs the bytes that cross the bus, as counted in
 mini-batches that were sampled first; the plan is the one that saves most. With several GPUs in a machine a table may be
-on each of them, dealt out to them, or in host memory. What of a table is on disk is read into host memory first.
+on each of them, dealt out to them, or in host memory.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ class Part:
         kept: Entries of ``hot`` that are cached there anyway, int64 ``[n]``, and no others; in ``pinned_bytes``.
         shard_bytes: What of it each GPU of the machine has where it is dealt out to them; None: it cannot be.
         gpus: How many these are.
-        host_bytes: What it takes of host memory where it does not lie on a device.
-        disk_bytes: What of it lies on disk then; 0: it is in host memory as a whole.
     """
 
     name: str
@@ -53,8 +51,6 @@ class Part:
     kept: Tensor | None = None
     shard_bytes: int | None = None
     gpus: int = 1
-    host_bytes: int = 0
-    disk_bytes: int = 0
 
     def bytes_at(self, place: str) -> int:
         """Return what it takes on each device, its cache left out."""
@@ -75,14 +71,12 @@ class Placed:
 
     Args:
         name: Its name.
-        place: ``"device"``, ``"shard"``, ``"pinned"`` or ``"disk"``.
+        place: ``"device"``, ``"shard"`` or ``"pinned"``.
         nbytes: What it takes on each device, its cache left out.
-        nodes: Whose rows or lists the device holds of what is pinned or on disk, int64 ``[n]``, the most beneficial
+        nodes: Whose rows or lists the device holds of what is pinned, int64 ``[n]``, the most beneficial
             first.
         cache_bytes: What these take, their lookup table included.
         gpus: To how many it is dealt out, where it is.
-        host_bytes: What it takes of host memory.
-        disk_bytes: What of it lies on disk.
     """
 
     name: str
@@ -91,17 +85,10 @@ class Placed:
     nodes: Tensor = _NONE
     cache_bytes: int = 0
     gpus: int = 1
-    host_bytes: int = 0
-    disk_bytes: int = 0
-
-    @property
-    def by_host(self) -> bool:
-        """Whether the device reads it by way of the host."""
-        return self.place in ("pinned", "disk")
 
     def served(self, part: Part) -> float:
         """Return what of the cost of some reads is saved."""
-        if not self.by_host:
+        if self.place != "pinned":
             return part.saved_at(self.place)
         if part.hot is None or not self.nodes.numel():
             return 0.0
@@ -153,7 +140,6 @@ class Placement:
                 "place": part.place,
                 "device_bytes": part.nbytes + part.cache_bytes,
                 "cached": part.nodes.numel(),
-                **({"host_bytes": part.host_bytes, "disk_bytes": part.disk_bytes} if part.place == "disk" else {}),
             }
             for part in self.parts
         }
@@ -167,8 +153,6 @@ class Placement:
             where = {
                 "pinned": " of it, the rest in host memory",
                 "shard": f" of it on each of {part.gpus} GPUs",
-                "disk": f" of it, the rest of {shown(part.disk_bytes)} on disk, with {shown(part.host_bytes)} of "
-                "host memory",
             }
             said.append(f"{part.name} {there}{where.get(part.place, '')}")
         said.append(f"mini-batches {shown(self.buffers)}" + (f", {self.bulk} to a launch" if self.bulk > 1 else ""))
@@ -248,11 +232,8 @@ def place_parts(
 
 
 def _pinned(part: Part) -> tuple[Placed, Part]:
-    """Return a part in host memory or on disk, without a cache but of what is kept anyway."""
-    kept = _NONE if part.kept is None else part.kept
-    place = "disk" if part.disk_bytes else "pinned"
-    placed = Placed(part.name, place, part.pinned_bytes, kept, host_bytes=part.host_bytes, disk_bytes=part.disk_bytes)
-    return placed, part
+    """Return a part in host memory, without a cache but of what is kept anyway."""
+    return Placed(part.name, "pinned", part.pinned_bytes, _NONE if part.kept is None else part.kept), part
 
 
 def _hot(part: Part) -> Cacheable:

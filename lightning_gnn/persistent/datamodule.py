@@ -24,8 +24,7 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
             of the run, which read each other's memory. Where they cannot, ``"shard"`` is refused, and ``"auto"``
             places as for one GPU.
         features: ``"device"``, ``"shard"``, ``"pinned"`` or ``"auto"`` for the features, of any graph; other attributes
-            of nodes and edges always lie on the device. With ``memory=``, ``"pinned"`` leaves ``x`` on disk, and so
-            does ``"auto"`` where it has no room on the device; caches are then in front of the disk.
+            of nodes and edges always lie on the device. With ``memory=``, what is on disk comes by way of the host.
         cache_rows: Feature rows of the nodes with most out-edges that the device holds where features are pinned.
         cache_bytes: Instead, at most so many bytes (``4 << 30``, ``"4GB"``) for hot feature rows and hot adjacency
             lists, or ``"auto"``, whatever the plan leaves. Mini-batches are sampled first to count what is read, until

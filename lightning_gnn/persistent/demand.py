@@ -18,7 +18,6 @@ from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.persistent.access_counts import Reads
 from lightning_gnn.persistent.budget import Part, Placement, place_parts
-from lightning_gnn.persistent.disk_rows import read_cost
 from lightning_gnn.persistent.shards import LIST_SHIFT, ROW_SHIFT, Dealt
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 
@@ -42,10 +41,11 @@ class Demand:
 
     Args:
         sampler: On the CPU, of the training mini-batches.
-        tables: Matrices of node and edge features, in host memory or on disk.
+        tables: Matrices of node and edge features, in host memory.
         others: Further attributes, which are always on the device.
         of_edges: Which of the attributes are those of edges.
         by_row: Which of ``others`` mini-batches have rows of.
+        on_disk: Matrices of which mini-batches alone have rows on the device.
         topology: Its place: ``"device"``, ``"shard"``, ``"pinned"`` or ``"auto"``.
         features: That of the tables.
         quantize: Whether ``x`` is stored as int8.
@@ -58,10 +58,11 @@ class Demand:
     """
 
     sampler: NeighborSampler
-    tables: Mapping[At, FeatureTable | DiskFeatures]
+    tables: Mapping[At, FeatureTable]
     others: Mapping[At, Tensor]
     of_edges: Collection[At]
     by_row: Collection[At]
+    on_disk: Mapping[At, DiskFeatures]
     topology: str = "auto"
     features: str = "auto"
     quantize: bool = False
@@ -87,7 +88,7 @@ class Demand:
         """
         seen = read(range(1))
         plan = self._plan(memory, seen)
-        if not any(part.by_host for part in plan.parts):
+        if not any(part.place == "pinned" for part in plan.parts):
             return plan
         if seen.num_batches and any(seen.rows[name].any() for name in seen.rows):
             seen, rate = seen + read(range(1, _FIRST)), -1.0
@@ -153,15 +154,9 @@ class Demand:
                 name, total, self.features, float(row_cost(width) * reads.edges[at[0]]), 0, None, None, dealt, self.gpus
             )
         counts, cost = _array(reads.rows[at[0]]), float(row_cost(width))
-        if isinstance(table, DiskFeatures):
-            cost += read_cost(table)
         sizes, lookup = np.full(table.num_nodes, width, np.int64), (4 + scale) * table.num_nodes
         hot = Cacheable(counts, sizes, cost, lookup) if self._caches or self.cache_rows else None
         part = Part(name, total, self.features, float(counts.sum() * cost), 0, hot, None, dealt, self.gpus)
-        if isinstance(table, DiskFeatures):
-            place = "auto" if self.features == "shard" else self.features
-            size = table.num_nodes * table.row_bytes
-            part = replace(part, place=place, shard_bytes=None, host_bytes=table.num_bytes, disk_bytes=size)
         if self.cache_rows:
             kept = self._rows.get(at, torch.empty(0, dtype=torch.int64))
             part = replace(part, kept=kept, pinned_bytes=lookup * bool(kept.numel()) + width * kept.numel())
@@ -188,7 +183,7 @@ class Demand:
         edges = {name: _SPREAD * number / count for name, number in reads.edges.items()}
         num_nodes, num_edges = sum(nodes.values()), sum(edges.values())
         topology, features = 8 * num_nodes + 24 * num_edges, 0.0
-        for at in [*self.tables, *self.by_row]:
+        for at in [*self.tables, *self.on_disk, *self.by_row]:
             features += (edges if at in self.of_edges else nodes)[at[0]] * self._out_bytes(at)
         graph = self.sampler.graph
         sizes = graph.sizes.values() if hasattr(graph, "sizes") else [graph.num_nodes]
@@ -227,14 +222,14 @@ class Demand:
     def _row_bytes(self, at: At) -> tuple[int, int]:
         """Return the bytes of a stored row, and of its scale."""
         table = self.tables[at]
-        if isinstance(table, DiskFeatures):
-            return table.num_features * table.dtype.itemsize, 0
         if table.scales is not None or (self.quantize and at[1] == "x"):
             return table.num_features, 4
         return table.row_bytes, 0
 
     def _out_bytes(self, at: At) -> float:
         """Return the bytes of a row in a mini-batch."""
+        if at in self.on_disk:
+            return self.on_disk[at].row_bytes
         if at not in self.tables:
             value = self.others[at]
             return value.nbytes / max(value.size(0), 1)

@@ -16,9 +16,8 @@ from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.features import FEATURE_DTYPES, FeatureTable
 from lightning_gnn.graph.memory import check_place, pinned
 from lightning_gnn.persistent.access_counts import Reads, count_reads
-from lightning_gnn.persistent.budget import Placed, Placement
+from lightning_gnn.persistent.budget import Placement
 from lightning_gnn.persistent.demand import TOPOLOGY, Demand
-from lightning_gnn.persistent.disk_rows import HotDiskRows, hot_rows, rows_on
 from lightning_gnn.persistent.loader import DeviceLinkLoader, DeviceNodeLoader
 from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, check_dealt, find_gpu
 from lightning_gnn.persistent.shards import LocalMachine, ShardedTable, meet_on_machine
@@ -87,8 +86,14 @@ class PlacedOnGPU(MiniBatchDataModule):
                 f"{type(self).__name__} samples by kernels of its own, so it cannot take the sampler "
                 f"{type(self.graph_sampler).__name__}; use {self.on_cpu} with it"
             )
-        if quantize and self._disk is not None:
-            raise ValueError("quantize=True is for tables in memory; write_rows(…, dtype='int8') keeps int8 on disk")
+        of_tables = {
+            f"features={features!r}": features in ("device", "shard"), "cache_rows": cache_rows, "quantize": quantize
+        }  # fmt: skip
+        if self._disk is not None and (asked := [option for option, given in of_tables.items() if given]):
+            raise ValueError(
+                f"{asked[0]} is for features in memory, but with memory= those on disk come by way of the host; leave "
+                "one of them out"
+            )
         self.topology, self.features = topology, features
         self.cache_rows, self.cache_bytes, self.quantize = cache_rows, caches, quantize
         self.mode, self.fetch_size, self.prefetch = mode, fetch_size, prefetch
@@ -98,7 +103,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         self._bulk = 1
         self._placed_on: torch.device | str | None = None
         self._placed_data = self.data
-        self._tables: dict[Any, FeatureTable | ShardedTable | HotDiskRows] = {}
+        self._tables: dict[Any, FeatureTable | ShardedTable | DiskFeatures] = {}
         self._samplers: dict[str, Any] = {}
         if topology == "shard":
             check_dealt(self.graph_sampler, self.eval_graph_sampler)
@@ -198,8 +203,9 @@ class PlacedOnGPU(MiniBatchDataModule):
 
     def _demand(self, gpus: int = 1, stage: str = "train") -> Demand:
         """Return what of the graph and of mini-batches wants to be on the device."""
-        data, on_disk = self.batch_data, self._disk_tables(stage)
-        tables: dict[Any, FeatureTable | DiskFeatures] = {}
+        data, on_disk = self.data, self._disk_tables(stage)
+        tables: dict[Any, FeatureTable] = {}
+        disk_tables: dict[Any, DiskFeatures] = {}
         others = {}
         of_rows = [(name, key) for name, store in stores_of(data) for key in store if of_nodes(store, key)]
         edges = {(name, key) for name, store in stores_of(data) for key in store if of_edges(store, key)}
@@ -208,7 +214,7 @@ class PlacedOnGPU(MiniBatchDataModule):
                 value = _as_tensor(store[key])
                 # What is trained stays the user's own tensor; so do attributes that are no numbers.
                 if name_of(store, key) in on_disk:
-                    tables[name, key] = on_disk[name_of(store, key)]
+                    disk_tables[name, key] = on_disk[name_of(store, key)]
                     continue
                 if key in ("num_nodes", "edge_index", "adj_t") or not isinstance(value, Tensor) or value.requires_grad:
                     continue
@@ -223,6 +229,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             others,
             edges,
             [at for at in others if at in edges or at in of_rows],
+            disk_tables,
             self.topology,
             self.features,
             self.quantize,
@@ -256,12 +263,9 @@ class PlacedOnGPU(MiniBatchDataModule):
         self._placement = plan
         self._bulk = plan.bulk
         rank_zero_info(f"persistent sampling: {plan}")
-        self._placed_data, self._tables = copy.copy(self.batch_data), {}
+        self._placed_data, self._tables = copy.copy(self.data), {**self._disk_tables(stage)}
         for at, table in demand.tables.items():
             name, attribute = demand.name_of(at), at[1] if at[0] is None else at
-            if isinstance(table, DiskFeatures):
-                self._tables[attribute] = _placed_rows(table, plan[name], device)
-                continue
             if self.quantize and at[1] == "x":
                 table = table.quantized()
             placed: FeatureTable | ShardedTable
@@ -292,13 +296,6 @@ class PlacedOnGPU(MiniBatchDataModule):
         evaluation = train.with_options(**{name: getattr(self.eval_graph_sampler, name) for name in _EVALUATION})
         self._samplers = {"train": train, "eval": evaluation}
         self._placed_on = device
-
-
-def _placed_rows(disk: DiskFeatures, placed: Placed, device: torch.device) -> FeatureTable | HotDiskRows:
-    """Return rows of a file where a plan has them: all on the device, or the hot ones."""
-    if placed.place == "device":
-        return FeatureTable(rows_on(disk, torch.arange(disk.num_nodes), device))
-    return HotDiskRows(disk, hot_rows(disk, placed.nodes, device) if placed.nodes.numel() else None)
 
 
 def _as_tensor(value: Any) -> Any:

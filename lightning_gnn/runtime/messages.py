@@ -11,14 +11,24 @@ from typing import Any
 OF_NEWER_TORCH = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 """How the warning begins that torch 2.13 has for Lightning 2.6 whenever it puts loaders together, anybody's."""
 
-
 _TRACE = "Lightning's PyTorchProfiler writes a trace in which the stages have names; see docs/how-to/profiling.md"
 REMOVED = {
     "callbacks=timeline": _TRACE,
+    "convert.rows": "features are written as x.npy, which datamodule.memory= reads from disk; leave it out",
+    "data.memory": "datamodule.memory= alone says that features stay on disk; leave it out",
+    "datamodule.inference.resume": "an interrupted inference='full' starts again; leave it out",
     "datamodule.precompute": "epochs took as long with it; leave it out, and num_neighbors samples all hops",
+    "datamodule.verify_store": "files of features have no checksums; leave it out",
     "lightning_gnn.callbacks.StageTimeline": _TRACE,
+    "lightning_gnn.graph.RowFile": "features on disk are .npy files, whose path DiskFeatures and store= take",
+    "lightning_gnn.graph.write_rows": "write features as x.npy by FeatureTable(x, dtype=…).save(path)",
 }
 """Choices, options and public names of earlier releases, and what to use instead."""
+
+
+def removed(name: str) -> str | None:
+    """Return the message for a choice, an option or a name that was removed; None for another."""
+    return f"{name} was removed: {REMOVED[name]}" if name in REMOVED else None
 
 
 def whole_number(value: Any, name: str, least: int | None = None) -> int:

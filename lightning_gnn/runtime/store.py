@@ -36,7 +36,7 @@ KINDS = {
     "first_layer": "aggregated features of an earlier release, which nothing reads",
     "plans": "plans of collective batching",
     "limits": "what this machine can do at the most",
-    "inference": "layer outputs of interrupted inference",
+    "inference": "layer outputs of inference",
     "datasets": "data sets of an earlier release, which nothing reads",
     "checks": "files whose ids were checked",
     "twin": "the compiled CPU twin of the Ascend kernels",
@@ -226,21 +226,23 @@ def scratch(kind: str) -> Iterator[Path | None]:
         return
     key = uuid.uuid4().hex
     part = _part(root / kind / key)
-    with locked(root, kind, key) as alone:
-        try:
-            if alone:
-                sweep(root, kind)
-            part.mkdir(mode=0o700, parents=True)
-        except OSError as error:
-            say_once(f"nothing can be kept in {root} ({error})")
-            yield None
-            return
-        try:
-            yield part
-        finally:
-            discard(part)
-    with suppress(OSError):
-        _lock_path(root, kind, key).unlink()
+    try:
+        with locked(root, kind, key) as alone:
+            try:
+                if alone:
+                    sweep(root, kind)
+                part.mkdir(mode=0o700, parents=True)
+            except OSError as error:
+                say_once(f"nothing can be kept in {root} ({error})")
+                yield None
+                return
+            try:
+                yield part
+            finally:
+                discard(part)
+    finally:
+        with suppress(OSError):
+            _lock_path(root, kind, key).unlink()
 
 
 @contextmanager

@@ -111,11 +111,10 @@ class MiniBatchDataModule(ResumableDataModule):
         true_or_false(replace, "replace")
         true_or_false(disjoint, "disjoint")
         true_or_false(check_features, "check_features")
-        typed, from_disk = isinstance(data, HeteroData), (on_disk or {}).get("memory") is not None
-        if typed:
-            check_hetero_data(data, check_features, from_disk=from_disk)
+        if typed := isinstance(data, HeteroData):
+            check_hetero_data(data, check_features)
         else:
-            check_node_data(data, check_features, from_disk=from_disk)
+            check_node_data(data, check_features)
         if sampler is not None:
             ignored = {"num_neighbors": num_neighbors, "replace": replace, "disjoint": disjoint, **self._sampling}
             _check_sampler(sampler, self.kind, **ignored)
@@ -132,6 +131,8 @@ class MiniBatchDataModule(ResumableDataModule):
             check_edge_data(data)
         self.data = with_feature_dtype(data, feature_dtype, check_features)
         self._disk = self._features_on_disk(feature_dtype, **(on_disk or {}))
+        if self._disk is not None:
+            self.data = self._disk.added_to(self.data)
         self.graph_sampler = sampler
         self.eval_graph_sampler = _with_overrides(sampler, self.sampler_overrides)
 
@@ -147,21 +148,15 @@ class MiniBatchDataModule(ResumableDataModule):
         if feature_dtype is not None:
             raise ValueError(
                 "feature_dtype makes a table in memory, so it does not go with memory=, which leaves features on disk; "
-                "write_rows(…, dtype=…) makes a smaller file"
+                "FeatureTable(x, dtype=…).save(path) makes a smaller file"
             )
-        disk = OnDisk(self.data, memory, **more)
-        if self.inference is not None and (left := disk.left_there(self.data)):
-            raise ValueError(
-                f"inference='full' goes over all features in memory or in a memory map, but {left[0].path} is read row "
-                "by row: load the folder with an x.npy (and give store=), or leave inference out"
-            )
-        return disk
+        return OnDisk(self.data, memory, **more)
 
     def _disk_tables(self, stage: str) -> dict[Any, DiskFeatures]:
         """Return what is gathered from disk, by attribute."""
         if self._disk is None:
             return {}
-        return self._disk.tables(lambda: self._sampled_loader(stage, self.batch_data, self._sampler_of(stage)))
+        return self._disk.tables(lambda: self._sampled_loader(stage, self.data, self._sampler_of(stage)))
 
     def plan_disk(self) -> str | None:
         """Say what of the features is read from disk, and what memory that takes; None where nothing is.
@@ -205,11 +200,6 @@ class MiniBatchDataModule(ResumableDataModule):
         if time.shape != (count,):
             raise ValueError(f"{name} has the shape {list(time.shape)}, but there are {count} {what}")
         return time
-
-    @property
-    def batch_data(self) -> Any:
-        """The graph from which mini-batches are cut: ``data``, without the rows that stay on disk."""
-        return self.data if self._disk is None else self._disk.added_to(self.data)
 
     @property
     def num_neighbors(self) -> list[int] | None:

@@ -74,9 +74,8 @@ class LinkDataModule(MiniBatchDataModule):
             each process. Mini-batches are equal to those from memory.
         lookahead: With ``memory``, how many mini-batches are sampled ahead of the one that is read, or bytes of them
             (``"500MB"``); by default an eighth of the memory.
-        store: With ``memory``, the file to read, of :func:`~lightning_gnn.graph.write_rows` or ``.npy``; with several
-            types one for each that is to be read so. By default those that ``x`` is memory-mapped from.
-        verify_store: Compare each block that is read with its checksum.
+        store: With ``memory``, the ``.npy`` file to read; with several types one for each that is to be read so.
+            By default those that ``x`` is memory-mapped from.
         eval_loader_kwargs: What the other loaders and their sampler take instead, such as another ``num_neighbors`` or
             ``neg_sampling``.
         **kwargs: Further arguments of :class:`~lightning_gnn.sampling.ThreadedLinkLoader`. What PyG takes to tune its
@@ -136,7 +135,6 @@ class LinkDataModule(MiniBatchDataModule):
         memory: int | str | None = None,
         lookahead: int | str | None = None,
         store: str | Path | Mapping[str, str | Path] | None = None,
-        verify_store: bool = False,
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Unpack[LoaderOptions],
     ) -> None:
@@ -144,7 +142,7 @@ class LinkDataModule(MiniBatchDataModule):
         super().__init__(seed, batch_size, options, eval_loader_kwargs, inference, share_memory)
         if exclude_seed_edges:
             self._sampling["exclude_seed_edges"] = exclude_seed_edges
-        disk = {"memory": memory, "lookahead": lookahead, "store": store, "verify": verify_store}
+        disk = {"memory": memory, "lookahead": lookahead, "store": store}
         self._take_graph(data, link_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, disk)
         if input_train_edges is None:
             if isinstance(data, HeteroData):
@@ -207,7 +205,7 @@ class LinkDataModule(MiniBatchDataModule):
             self.check_count(stage, edges.size(1))
             asked = {"edge_label_index": edges, **({} if labels is None else {"edge_label": labels})}
             return self.full_loader(stage, self._types[stage], **asked)
-        return self._sampled_loader(stage, self.batch_data, self._sampler_of(stage), **self._from_disk(stage))
+        return self._sampled_loader(stage, self.data, self._sampler_of(stage), **self._from_disk(stage))
 
     def _sampled_loader(
         self, stage: str, data: Any, sampler: Any, kind: Any = ThreadedLinkLoader, **options: Any

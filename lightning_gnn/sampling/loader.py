@@ -27,7 +27,7 @@ from torch_geometric.typing import TensorFrame
 
 from lightning_gnn.graph.checks import refuse_type
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.disk_features import Announced, DiskFeatures
+from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.edge_attributes import as_times
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.ops import batch_key, gather_rows
@@ -436,7 +436,7 @@ class _ThreadedLoader:
         Returns:
             It, to be closed; None where nothing is on disk, or where somebody else looks ahead already.
         """
-        on_disk = {name: table for name, table in self.tables.items() if isinstance(table, Announced)}
+        on_disk = {name: table for name, table in self.tables.items() if isinstance(table, DiskFeatures)}
         if not (on_disk and self.looks_ahead and claimed(on_disk, self._begun)):
             return None
         ahead = self.num_threads * self.prefetch_factor_threads

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.disk_features import MOST_READS, Announced
+from lightning_gnn.graph.disk_features import MOST_READS, DiskFeatures
 from lightning_gnn.runtime.pipeline import OrderedPipeline
 from lightning_gnn.sampling.packed import Packed
 
@@ -111,7 +111,7 @@ class LookAhead:
         loader: Any,
         tasks: Iterable[Any],
         first: int,
-        tables: Mapping[Any, Announced],
+        tables: Mapping[Any, DiskFeatures],
         lookahead: int | tuple[int, int],
         num_threads: int,
         ahead: int,
@@ -262,7 +262,7 @@ class ReadInTurn:
         self._look_ahead.close()
 
 
-def claimed(tables: Mapping[Any, Announced], by: object = None) -> bool:
+def claimed(tables: Mapping[Any, DiskFeatures], by: object = None) -> bool:
     """Take all tables to announce reads, or none where somebody else has one."""
     taken = [table for table in tables.values() if table.claim(by)]
     if len(taken) < len(tables):
@@ -270,7 +270,7 @@ def claimed(tables: Mapping[Any, Announced], by: object = None) -> bool:
     return len(taken) == len(tables)
 
 
-def _release(tables: list[Announced], left_for: object = None) -> None:
+def _release(tables: list[DiskFeatures], left_for: object = None) -> None:
     for table in tables:
         table.release(left_for)
 

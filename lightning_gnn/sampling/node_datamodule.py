@@ -62,9 +62,8 @@ class NeighborDataModule(MiniBatchDataModule):
             each process. Mini-batches are equal to those from memory.
         lookahead: With ``memory``, how many mini-batches are sampled ahead of the one that is read, or bytes of them
             (``"500MB"``); by default an eighth of the memory.
-        store: With ``memory``, the file to read, of :func:`~lightning_gnn.graph.write_rows` or ``.npy``; with several
-            types one for each that is to be read so. By default those that ``x`` is memory-mapped from.
-        verify_store: Compare each block that is read with its checksum.
+        store: With ``memory``, the ``.npy`` file to read; with several types one for each that is to be read so.
+            By default those that ``x`` is memory-mapped from.
         eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.
         **kwargs: Further arguments of :class:`~lightning_gnn.sampling.NeighborSampler`, such as ``time_attr``,
             ``weight_attr`` or ``sampler="labor"``, and of :class:`~lightning_gnn.sampling.ThreadedNodeLoader`, such as
@@ -118,13 +117,12 @@ class NeighborDataModule(MiniBatchDataModule):
         memory: int | str | None = None,
         lookahead: int | str | None = None,
         store: str | Path | Mapping[str, str | Path] | None = None,
-        verify_store: bool = False,
         eval_loader_kwargs: dict[str, Any] | None = None,
         **kwargs: Unpack[LoaderOptions],
     ) -> None:
         options = {"num_workers": num_workers, **kwargs}
         super().__init__(seed, batch_size, options, eval_loader_kwargs, inference, share_memory)
-        disk = {"memory": memory, "lookahead": lookahead, "store": store, "verify": verify_store}
+        disk = {"memory": memory, "lookahead": lookahead, "store": store}
         self._take_graph(data, node_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, disk)
         given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
         times = (input_train_time, input_val_time, input_test_time, input_pred_time)
@@ -182,7 +180,7 @@ class NeighborDataModule(MiniBatchDataModule):
     def _loader(self, stage: str) -> Any:
         if stage != "train" and self.inference is not None:
             return self._full_loader(stage)
-        return self._sampled_loader(stage, self.batch_data, self._sampler_of(stage), **self._from_disk(stage))
+        return self._sampled_loader(stage, self.data, self._sampler_of(stage), **self._from_disk(stage))
 
     def _sampled_loader(
         self, stage: str, data: Any, sampler: Any, kind: Any = ThreadedNodeLoader, **options: Any

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
-from lightning_gnn.graph.arrays import advise
+from lightning_gnn.graph.arrays import advise, expect_scattered_reads, load_array
 from lightning_gnn.graph.disk_features import MOST_READS, DiskFeatures
-from lightning_gnn.graph.features import file_of
-from lightning_gnn.graph.row_file import RowFile
+from lightning_gnn.graph.feature_file import FeatureFile
 from lightning_gnn.runtime.byte_sizes import memory_bytes, shown
 from lightning_gnn.runtime.messages import whole_number
 from lightning_gnn.sampling.look_ahead import Waiting
@@ -38,9 +37,8 @@ class OnDisk:
             sampled ahead, and those that are ready.
         lookahead: Mini-batches that are sampled ahead, or bytes of them (``"500MB"``); by default an eighth of the
             memory.
-        store: Files of :func:`~lightning_gnn.graph.write_rows` or ``.npy`` files, one or by type; by default those
-            from which ``x`` is memory-mapped. Where the graph has ``x`` too, some rows are compared.
-        verify: Compare what is read with checksums.
+        store: ``.npy`` files, one or by type; by default those from which ``x`` is memory-mapped. Where the graph has
+            ``x`` too, some rows are compared.
 
     Raises:
         TypeError, ValueError: An option that is none.
@@ -54,9 +52,8 @@ class OnDisk:
         memory: int | str,
         lookahead: int | str | None = None,
         store: str | Path | Mapping[str, str | Path] | None = None,
-        verify: bool = False,
     ) -> None:
-        self.memory, self.verify = memory_bytes(memory, "memory"), verify
+        self.memory = memory_bytes(memory, "memory")
         if lookahead is None:
             self.window: tuple[int, int | None] = MOST_READS - 1, self.memory // _WINDOW_SHARE
         elif isinstance(lookahead, str):
@@ -68,7 +65,7 @@ class OnDisk:
         self._shares = 0, 0
 
     def added_to(self, data: Any) -> Any:
-        """Return the graph with ``x`` for each table, NaN where it lies on disk alone."""
+        """Return the graph with ``x`` for each table, mapped from its file where the graph has none."""
         parts = {name: data if name == "x" else data[name[0]] for name in self.files}
         if all(part.get("x") is not None for part in parts.values()):
             return data
@@ -76,17 +73,8 @@ class OnDisk:
         for name, file in self.files.items():
             part = data if name == "x" else data[name[0]]
             if part.get("x") is None:
-                part.x = file.stand_in()
+                part.x = expect_scattered_reads(load_array(file.path))
         return data
-
-    def left_there(self, data: Any) -> list[RowFile]:
-        """Return the files of which the graph itself has no rows."""
-        parts = {name: data if name == "x" else data[name[0]] for name in self.files}
-        return [
-            file
-            for name, file in self.files.items()
-            if parts[name].get("x") is None or file_of(parts[name]["x"]) is not None
-        ]
 
     @property
     def lookahead(self) -> int | tuple[int, int]:
@@ -110,7 +98,7 @@ class OnDisk:
             most, size = self.window
             window = min(most * waiting, self.memory) if size is None else size
             batches = int(_MARGIN * ready * sum(rows[name] * _read_bytes(file) for name, file in self.files.items()))
-            least = {name: DiskFeatures.least_bytes(file, verify=self.verify) for name, file in self.files.items()}
+            least = {name: DiskFeatures.least_bytes(file) for name, file in self.files.items()}
             if (left := self.memory - window - batches - sum(least.values())) < 0:
                 raise ValueError(
                     f"memory={shown(self.memory)} does not suffice: {ready} mini-batches that are ready or trained on "
@@ -121,7 +109,7 @@ class OnDisk:
             sizes = {name: file.num_rows * DiskFeatures.slot_bytes(file) for name, file in self.files.items()}
             self._shares = window, batches
             self._tables = {
-                name: DiskFeatures(file, least[name] + left * sizes[name] // sum(sizes.values()), verify=self.verify)
+                name: DiskFeatures(file, least[name] + left * sizes[name] // sum(sizes.values()))
                 for name, file in self.files.items()
             }
         return self._tables
@@ -141,7 +129,7 @@ class OnDisk:
         )
 
 
-def _files(data: Any, store: Any) -> dict[Any, RowFile]:
+def _files(data: Any, store: Any) -> dict[Any, FeatureFile]:
     """Return where ``x`` lies, by the name of the attribute as loaders have it."""
     typed = isinstance(data, HeteroData)
     if store is not None:
@@ -151,16 +139,16 @@ def _files(data: Any, store: Any) -> dict[Any, RowFile]:
         if typed and (unknown := [kind for kind in store if kind not in data.node_types]):
             raise ValueError(f"store: there is no node type {unknown[0]!r}, only {', '.join(data.node_types)}")
         given: dict[Any, Any] = {(kind, "x"): path for kind, path in store.items()} if typed else {"x": store}
-        found = {name: RowFile.open(path) for name, path in given.items()}
+        found = {name: FeatureFile.open(path) for name, path in given.items()}
     else:
         parts = {(kind, "x"): data[kind] for kind in data.node_types} if typed else {"x": data}
         there = {name: part.get("x") for name, part in parts.items()}
-        mapped = {name: RowFile.behind(x) for name, x in there.items() if isinstance(x, Tensor) and not x.requires_grad}
-        found = {name: file for name, file in mapped.items() if file is not None}
+        fixed = {name: x for name, x in there.items() if isinstance(x, Tensor) and not x.requires_grad}
+        found = {name: file for name, x in fixed.items() if (file := FeatureFile.behind(x)) is not None}
         if not found:
             raise ValueError(
                 "memory= reads features from disk, but data.x is not mapped from a file of a megabyte or more: load "
-                "the folder with load_folder, or give store=, a file of write_rows"
+                "the folder with load_folder, or give store=, a .npy file"
             )
     for name, file in found.items():
         part, where = (data, "data") if name == "x" else (data[name[0]], f"data[{name[0]!r}]")
@@ -175,26 +163,23 @@ def _files(data: Any, store: Any) -> dict[Any, RowFile]:
     return found
 
 
-def _check_same(file: RowFile, x: Tensor, where: str) -> None:
+def _check_same(file: FeatureFile, x: Tensor, where: str) -> None:
     """Compare some rows of a file with those in the graph, which may have been changed after it was written.
 
     Raises:
         ValueError: They differ by more than what the coarser of both dtypes rounds.
     """
-    behind = RowFile.behind(x)
+    behind = FeatureFile.behind(x)
     if behind == file:
         return
     ids = torch.linspace(0, file.num_rows - 1, min(_COMPARED, file.num_rows), dtype=torch.float64).long()
     there = file.read_some(ids)
-    if behind is not None and file_of(x) is not None:  # the graph has no rows itself
-        given = behind.read_some(ids)
-    else:
-        if behind is not None:  # or each row would bring megabytes into the page cache
-            advise(x, "MADV_RANDOM")
-        given = x.detach()[ids.to(x.device)].cpu()
-        if behind is not None:
-            advise(x, "MADV_NORMAL")
-    wrong = ~_alike(there, given, file.dtype == torch.int8)
+    if behind is not None:  # or each row would bring megabytes into the page cache
+        advise(x, "MADV_RANDOM")
+    given = x.detach()[ids.to(x.device)].cpu()
+    if behind is not None:
+        advise(x, "MADV_NORMAL")
+    wrong = ~_alike(there, given)
     if wrong.any():
         rows = wrong.any(1)
         place, column = wrong.nonzero()[0].tolist()
@@ -206,7 +191,7 @@ def _check_same(file: RowFile, x: Tensor, where: str) -> None:
         )
 
 
-def _alike(there: Tensor, given: Tensor, int8: bool) -> Tensor:
+def _alike(there: Tensor, given: Tensor) -> Tensor:
     """Say which numbers of a file are those given, but for what the coarser of both dtypes rounds, bool ``[n, f]``."""
     a, b = there.double(), given.double()
     allowed = torch.zeros_like(b)
@@ -214,12 +199,10 @@ def _alike(there: Tensor, given: Tensor, int8: bool) -> Tensor:
     if there.dtype != given.dtype and rounding:
         coarser = max(rounding, key=lambda info: info.eps)
         allowed = coarser.eps * (b.abs() + coarser.tiny)
-    if int8:  # half a step of the row's scale
-        allowed = allowed + a.abs().amax(1, keepdim=True) * (0.5 / 127 * (1 + 1e-5))
     return (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= allowed)
 
 
-def _measured(loader: Any, files: Mapping[Any, RowFile]) -> tuple[dict[Any, int], int]:
+def _measured(loader: Any, files: Mapping[Any, FeatureFile]) -> tuple[dict[Any, int], int]:
     """Sample a mini-batch; return how many rows of each table it needs, and what it takes without them."""
     if loader.in_training_thread:  # one's own sampler is not run for this
         return dict.fromkeys(files, 0), 0
@@ -229,5 +212,5 @@ def _measured(loader: Any, files: Mapping[Any, RowFile]) -> tuple[dict[Any, int]
     return {name: drawn.nodes(kind).numel() for name, kind in kinds.items()}, Waiting((), drawn).num_bytes
 
 
-def _read_bytes(file: RowFile) -> int:
-    return file.num_columns * file.read_dtype.itemsize
+def _read_bytes(file: FeatureFile) -> int:
+    return file.row_bytes

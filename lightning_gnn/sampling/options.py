@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch_geometric.loader import LinkLoader, NodeLoader
 
-from lightning_gnn.runtime.messages import REMOVED, closest, keywords_of, true_or_false, whole_number
+from lightning_gnn.runtime.messages import closest, keywords_of, removed, true_or_false, whole_number
 
 WITHOUT_EFFECT = {
     "custom_cls": "it is for remote feature stores, not for graphs in memory",
@@ -98,11 +98,12 @@ def checked_options(
     taken = {*keywords_of(_PYG_LOADERS[kind]), *known}
     options: dict[str, Any] = {}
     for name, value in kwargs.items():
-        instead = REMOVED.get(f"datamodule.{name}")
-        if name in WITHOUT_EFFECT or (instead is not None and value is None):  # as saved configurations hold it
+        gone = removed(f"datamodule.{name}")
+        # Saved configurations hold None or False where an option of earlier releases was not used.
+        if name in WITHOUT_EFFECT or (gone is not None and (value is None or value is False)):
             continue
-        if instead is not None:
-            raise ValueError(f"{name}={value!r} was removed: {instead}")
+        if gone is not None:
+            raise ValueError(f"{name}={value!r}{gone.removeprefix(f'datamodule.{name}')}")
         if name in _REFUSED:
             asks_nothing, why = _REFUSED[name]
             if not asks_nothing(value):

@@ -53,15 +53,15 @@ def tables(tmp_path_factory):
     }
 
 
-def folder_of(tables, out, users, edges="follows", undirected=False, rows=False):
+def folder_of(tables, out, users, edges="follows", undirected=False):
     found = tables["users"][users]
     if edges == "follows":
-        convert_tables(tables["follows"], out, found, undirected=undirected, rows=rows)
+        convert_tables(tables["follows"], out, found, undirected=undirected)
     else:
         source = {"user__follows__user": tables["follows"], "user__rates__item": tables[edges]}
         source = source if edges == "rates" else {"user__rates__item": tables[edges]}
         nodes = {"user": found, "item": tables["items"]}
-        convert_tables(source, out, nodes, undirected=undirected, rows=rows)
+        convert_tables(source, out, nodes, undirected=undirected)
     return f"data.root={out}"
 
 
@@ -69,11 +69,10 @@ RATES = "task.target=user__rates__item"
 TRAINED = [
     ("bare", "follows", {}, ["task=link"]),
     ("bare", "follows", {"undirected": True}, ["task=link", "datamodule=persistent_link"]),
-    ("bare", "follows", {"rows": True}, ["task=link", "datamodule.memory=50MB"]),
     ("classes", "follows", {}, ["task=node"]),
     ("classes", "follows", {}, ["task=link"]),
     ("split", "follows", {}, ["task=node", "datamodule=full"]),
-    ("no val", "follows", {"rows": True}, ["task=node"]),
+    ("no val", "follows", {}, ["task=node"]),
     ("numbers", "follows", {}, ["task=regression"]),
     ("numbers", "follows", {}, ["task=link"]),
     ("split", "follows", {}, ["task=regression"]),
@@ -83,7 +82,7 @@ TRAINED = [
     ("numbers", "timed", {"undirected": True}, ["task=recommend"]),
     ("classes", "timed", {"undirected": True}, ["task=link", "model=hetero_sage"]),
     ("no val", "timed", {}, ["task=node", "model=rgcn"]),
-    ("classes", "rates", {"rows": True}, ["task=node", "model=rgat"]),
+    ("classes", "rates", {}, ["task=node", "model=rgat"]),
     ("numbers", "rates", {"undirected": True}, ["task=regression", "model=hgt"]),
 ]
 REFUSED = [

@@ -22,8 +22,11 @@ COMPOSED = {
     "trainer.max_epoch=3": "trainer.max_epoch is unknown: did you mean trainer.max_epochs?",
     "datamodule.precompute=first_layer": "datamodule.precompute was removed: epochs took as long with it; leave it out",
     "batch_size=3": "batch_size is unknown: did you mean datamodule.batch_size?",
-    "data=custom data.num_nodes=3": "data.num_nodes is unknown: data has _target_, root, memory, labels; "
-    "+data.num_nodes=VALUE",
+    "data=custom data.num_nodes=3": "data.num_nodes is unknown: data has _target_, root, labels; +data.num_nodes=VALUE",
+    "data=custom data.memory=8GB": "data.memory was removed: datamodule.memory= alone says that",
+    "inference=full datamodule.inference.resume=false": "datamodule.inference.resume was removed: an "
+    "interrupted inference='full' starts again; leave it out",
+    "datamodule.verify_store=true": "datamodule.verify_store was removed: files of features have no",
     "datamodule.num_neighbors=4,4": "write 'datamodule.num_neighbors=[4,4]' for a list, or put -m in front for a sweep",
     "datamodule.num_neighbors=[4,": "num_neighbors=[4, cannot be read (no viable alternative at input '[4,')",
     "hyscale": "hyscale is neither a command nor KEY=VALUE; did you mean strategy=hyscale?",

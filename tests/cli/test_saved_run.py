@@ -203,6 +203,20 @@ def test_a_choice_that_no_longer_exists_is_taken_from_its_values(trained, tmp_pa
     assert metrics_of(tmp_path / "test")["test_loss"] == metrics_of(trained)["test_loss"]
 
 
+def test_options_of_an_earlier_release_are_left_out(trained, tmp_path):
+    checkpoint = torch.load(trained / "checkpoints/best.ckpt", weights_only=True)
+    config = checkpoint[KEY]["config"]
+    config["data"]["memory"], config["datamodule"]["verify_store"] = "8GB", False
+    full = {"folder": None, "memory_limit": 0, "resume": True, "progress": False}
+    config["datamodule"]["inference"] = {"_target_": "lightning_gnn.nn.FullInference", **full}
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    assert retest(tmp_path / "test", tmp_path / "other.ckpt") == 0
+    assert metrics_of(tmp_path / "test")["test_acc"] == metrics_of(trained)["test_acc"]
+    cfg = config_of(tmp_path / "test")
+    assert "memory" not in cfg.data
+    assert [*cfg.datamodule.inference] == ["_target_", "folder", "memory_limit", "progress"]
+
+
 def test_an_option_that_was_removed_matters_only_where_it_was_used(trained, tmp_path, capfd):
     checkpoint = torch.load(trained / "checkpoints/best.ckpt", weights_only=True)
     for value in (None, "first_layer"):

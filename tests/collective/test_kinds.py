@@ -13,8 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from lightning_gnn.collective.datamodule import CollectiveDataModule, configuration_name
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.workers import THREAD_NAME
-from lightning_gnn.graph import DiskFeatures, FeatureTable, write_rows
-from lightning_gnn.persistent.disk_rows import HotDiskRows
+from lightning_gnn.graph import DiskFeatures, FeatureTable
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data
@@ -130,15 +129,19 @@ def test_every_kind_on_the_gpu_equals_the_neighbor_datamodules(case, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("places", [{}, {"features": "pinned"}, {"features": "pinned", "cache_rows": 20}], ids=str)
-def test_both_sides_may_read_from_disk(tmp_path, places):
+def test_both_sides_may_read_from_disk(tmp_path):
     pytest.importorskip("triton", reason="Triton exists on Linux only")
     data = small_data(num_nodes=60, num_edges=300)
-    given = {"device": DEVICE, "num_workers": 1, "memory": "4MB", "store": write_rows(data.x, tmp_path / "x.rows").path}
+    given = {
+        "device": DEVICE,
+        "num_workers": 1,
+        "memory": "4MB",
+        "store": FeatureTable(data.x).save(tmp_path / "x.npy"),
+    }
     options = {"num_neighbors": [3, 2], "batch_size": 8, "seed": 3}
-    loader = assert_same_batches(data, options, COLLECTIVE, **given, **places)
+    loader = assert_same_batches(data, options, COLLECTIVE, **given)
     assert isinstance(loader.tables["x"], DiskFeatures), "the CPU's"
-    assert isinstance(loader.route.tables["x"], HotDiskRows if places else FeatureTable), "the GPU's"
+    assert loader.route.tables["x"] is loader.tables["x"], "the GPU's too"
     assert loader.tables["x"].counts.rows > 0
 
 

@@ -19,7 +19,7 @@ from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes, 
 from lightning_gnn.graph import CompressedGraph, CSCGraph, topology_files
 from lightning_gnn.graph.csc import check_csc
 from lightning_gnn.graph.folder import load_folder
-from lightning_gnn.nn import FullInference, GraphSAGE, full_batch, infer
+from lightning_gnn.nn import full_batch
 from lightning_gnn.runtime import manifest
 from tests.campaigns import SLICES, campaign
 
@@ -322,39 +322,3 @@ def test_plans_of_users_that_were_cut(tmp_path):
         path.write_text(cut)
         with pytest.raises(ValueError, match=r"plan\.yaml holds no plan of collective batching: "):
             CollectivePlan.load(path)
-
-
-@pytest.mark.slow
-@campaign
-def test_layer_outputs_of_an_interrupted_run(tmp_path, cache, number):
-    torch.manual_seed(0)
-    model = GraphSAGE(6, 8, 3, 4).double().eval()
-    x, graph = torch.rand(NODES, 6, dtype=torch.double), CompressedGraph.from_edge_index(edges(), NODES, num_chunks=6)
-    truth = model(x, edges())
-    folder, whole = tmp_path / "layers", tmp_path / "whole"
-    options = FullInference(folder=folder, memory_limit=0, progress=False)
-    calls = []
-
-    def stop(*args):
-        calls.append(args)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-
-    hook = model.convs[2].register_forward_hook(stop)
-    with pytest.warns(UserWarning, match="Stopped in layer 3"), pytest.raises(KeyboardInterrupt):
-        infer(model, x, graph, settings=options)
-    hook.remove()
-    folder.rename(whole)
-
-    def files():
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(whole, folder)
-        return [path for path in sorted(folder.iterdir()) if path.name != "lock"]
-
-    assert len(files()) == 3
-
-    def load():
-        return infer(model, x, graph, settings=options)
-
-    judge = lambda out: None if torch.allclose(out, truth, rtol=1e-10, atol=1e-10) else "wrong"  # noqa: E731
-    assert damage_and_load(180, f"outputs {number}", files, load, judge) == {}

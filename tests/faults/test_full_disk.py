@@ -145,22 +145,6 @@ def test_streamed_inference_looks_at_the_disk_before_it_computes(
     assert not computed
 
 
-@pytest.mark.filterwarnings("ignore:Stopped in layer")
-def test_an_interrupted_run_needs_room_for_what_is_missing_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise InterruptedError
-
-    hook = MODEL.convs[1].register_forward_hook(interrupt)
-    with pytest.raises(InterruptedError):
-        streamed(tmp_path)
-    hook.remove()
-    usage = type("Usage", (), {"free": 4 * 4 * N + 1000})  # for the second layer, and the note
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    assert torch.allclose(streamed(tmp_path), MODEL(X, EDGE_INDEX), atol=1e-5)
-
-
 def test_outputs_of_a_run_before_count_as_room(tmp_path: Path) -> None:
     first = streamed(tmp_path)
     kept = first.clone()

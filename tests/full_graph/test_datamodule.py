@@ -3,6 +3,7 @@ import signal
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.plugins import Precision
 from torch_geometric.data import Data
 from torch_geometric.nn import models as pyg
 
@@ -129,6 +130,7 @@ def test_what_does_not_fit_a_device_stays_in_host_memory(limit, moved):
 class TwoDevices:
     world_size = 2
     lightning_module = None
+    precision_plugin = Precision()
 
     def __init__(self, name):
         self.strategy = type("Strategy", (), {"strategy_name": name})()

@@ -5,7 +5,6 @@ import errno
 import gzip
 import os
 import signal
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from torch_geometric.transforms import ToUndirected
 from torch_geometric.utils import to_undirected
 
 from lightning_gnn.cli import convert_command
-from lightning_gnn.graph import CSCGraph, convert, convert_tables, row_file, table_files
+from lightning_gnn.graph import CSCGraph, convert, convert_tables, table_files
 from lightning_gnn.graph.folder import load_folder
 from tests.full_graph.launch import observe
 
@@ -396,29 +395,11 @@ def test_the_command(tmp_path, tables, capsys):
         ([f"source={source}"], "give out="),
         ([f"source={source}", f"out={out}"], "exists already"),
         ([f"source={source}", f"out={out}", "sauce=1"], "sauce"),
+        ([f"source={source}", f"out={out}", "rows=true"], "rows was removed: features are written as x.npy"),
         ([f"source={source}", f"out={out}2", "memory=much"], "such as 4000000000, '4GB'"),
     ):
         assert convert_command.main(given_) == 2
         assert error in capsys.readouterr().err
-
-
-def test_features_as_rows(tmp_path, tables, capsys):
-    source, nodes = tables
-    convert_tables(source, tmp_path / "arrays", nodes)
-    expected = load_folder(tmp_path / "arrays").x
-    for rows, found in (("yes", expected), ("bfloat16", expected.bfloat16())):
-        out = tmp_path / rows
-        assert convert_command.main([f"source={source}", f"nodes={nodes}", f"out={out}", f"rows={rows}"]) == 0
-        assert f"data.root={out} datamodule.memory=8GB" in capsys.readouterr().out
-        assert not (out / "x.npy").exists()
-        assert torch.equal(load_folder(out).x, found)
-        assert load_folder(out, memory="8GB").x.isnan().all(), "left on disk"
-    typed = [f"source.a__to__b={source}", f"out={tmp_path / 'typed'}", "random_features=4", "rows=true"]
-    assert convert_command.main(typed) == 0
-    assert sorted(path.parent.name for path in (tmp_path / "typed").rglob("x.rows")) == ["a", "b"]
-    assert load_folder(tmp_path / "typed")["a"].x.size(1) == 4
-    assert convert_command.main([f"source={source}", f"out={tmp_path / 'no'}", "rows=float8"]) == 2
-    assert "rows='float8' is unknown; use true, false, or one of float32" in capsys.readouterr().err
 
 
 def _killed(rank, step, *arguments):
@@ -436,15 +417,11 @@ def _killed(rank, step, *arguments):
         return made
 
     setattr(where, name, vanishing)
-    convert_tables(*arguments, rows="bfloat16")
+    convert_tables(*arguments)
 
 
 STEPS = {
     "indices": (convert, "index_dtype", 1, False),
-    "the first x.rows": (row_file, "block_sums", 0, True),
-    "an x.npy beside its x.rows": (convert, "write_rows", 0, True),
-    "the second x.rows": (convert, "write_rows", 1, False),
-    "all x.rows": (convert, "write_rows", 1, True),
     "checking": (convert, "load_folder", 0, True),
 }
 """Where a conversion of two types is killed: before or after a call of a function, of which so many came before."""
@@ -456,12 +433,12 @@ def test_a_killed_conversion_goes_on(tmp_path, tables, step):
     source, nodes = {"a__to__a": source, "b__to__a": source}, {"a": nodes}
     (tmp_path / "b.csv").write_text("id,f,g\n" + "".join(f"n{n},{n / 7},1\n" for n in range(50)))
     nodes["b"] = str(tmp_path / "b.csv")
-    convert_tables(source, tmp_path / "whole", nodes, rows="bfloat16")
+    convert_tables(source, tmp_path / "whole", nodes)
     ended = observe(_killed, 1, step, source, tmp_path / "graph", nodes)
     assert ended.exit_codes == [-signal.SIGKILL], ended.errors
     assert not (tmp_path / "graph").exists()
     told = []
-    convert_tables(source, tmp_path / "graph", nodes, rows="bfloat16", say=told.append)
+    convert_tables(source, tmp_path / "graph", nodes, say=told.append)
     assert told[0] == "going on with what an earlier run has left"
     assert tree(tmp_path / "graph") == tree(tmp_path / "whole")
     assert not (tmp_path / "graph.partial").exists()
@@ -471,21 +448,14 @@ def tree(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_rows_of_a_killed_conversion_are_not_written_again(tmp_path, tables, monkeypatch):
+def test_what_is_left_of_a_conversion_of_an_existing_folder_is_named(tmp_path, tables):
     source, nodes = tables
-    monkeypatch.setattr(convert, "load_folder", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        convert_tables(source, tmp_path / "graph", nodes, rows=True)
-    monkeypatch.undo()
-    rows = tmp_path / "graph.partial/graph/x.rows"
-    os.utime(rows, (1, 1))
-    convert_tables(source, tmp_path / "graph", nodes, rows=True)
-    assert (tmp_path / "graph/x.rows").stat().st_mtime == 1
+    convert_tables(source, tmp_path / "graph", nodes)
     (tmp_path / "graph.partial").mkdir()
     with pytest.raises(
         FileExistsError, match=r"graph exists already \(.*graph\.partial, which is left of its conversion"
     ):
-        convert_tables(source, tmp_path / "graph", nodes, rows=True)
+        convert_tables(source, tmp_path / "graph", nodes)
 
 
 def test_a_full_disk_says_so(tmp_path, tables, monkeypatch):

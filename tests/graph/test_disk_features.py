@@ -8,7 +8,6 @@ import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -20,19 +19,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_gnn.ops  # noqa: F401  registers the operators
-from lightning_gnn.graph import DiskFeatures, FeatureTable, RowFile, disk_reads, read_queue, write_rows
-from lightning_gnn.graph import arrays as arrays_module
+from lightning_gnn import graph
+from lightning_gnn.graph import DiskFeatures, FeatureTable, disk_reads, read_queue
 from lightning_gnn.graph.disk_cache import NEVER, RowLocations
+from lightning_gnn.graph.feature_file import BLOCK_BYTES, FeatureFile
 from lightning_gnn.graph.features import FEATURE_DTYPES
-from lightning_gnn.graph.row_file import BLOCK_BYTES
 from tests.patience import PATIENCE
 
 
-def table_on_disk(path, slots, **options):
+def table_on_disk(path, slots):
     """Return a table with room for so many rows."""
-    file = RowFile.open(path)
-    least = DiskFeatures.least_bytes(file, **options)
-    return DiskFeatures(file, least + max(0, slots - 64) * DiskFeatures.slot_bytes(file), **options)
+    file = FeatureFile.open(path)
+    return DiskFeatures(file, DiskFeatures.least_bytes(file) + max(0, slots - 64) * DiskFeatures.slot_bytes(file))
+
+
+def saved(x, path):
+    return FeatureTable(x).save(path)
 
 
 def allocated(table):
@@ -62,9 +64,8 @@ def without_queues():
 
 
 @pytest.mark.parametrize("queued", [True, False])
-@pytest.mark.parametrize("suffix", [".npy", ".rows"])
 @given(data=st.data())
-def test_reads_equal_memory_whatever_is_announced(suffix, queued, data):
+def test_reads_equal_memory_whatever_is_announced(queued, data):
     rows, columns = data.draw(st.integers(1, 400)), data.draw(st.sampled_from([1, 3, 50, 600, 1025, 2500]))
     dtype = data.draw(st.sampled_from(FEATURE_DTYPES))
     x = numbers(rows, columns, dtype)
@@ -73,13 +74,8 @@ def test_reads_equal_memory_whatever_is_announced(suffix, queued, data):
     announced = data.draw(st.integers(0, 12))
     wrong = data.draw(some)
     with TemporaryDirectory() as folder:
-        path = Path(folder, f"x{suffix}")
-        if suffix == ".npy":
-            FeatureTable(x).save(path)
-        else:
-            write_rows(x, path)
         with nullcontext() if queued else without_queues():
-            table = table_on_disk(path, data.draw(st.integers(64, 128)), verify=suffix == ".rows")
+            table = table_on_disk(saved(x, Path(folder, "x.npy")), data.draw(st.integers(64, 128)))
         assert table.claim()
         assert not table.claim()
         for read in reads[:announced]:
@@ -97,11 +93,10 @@ def test_reads_equal_memory_whatever_is_announced(suffix, queued, data):
 
 
 @pytest.mark.parametrize("columns", [200, 1025, 40_000])
-@pytest.mark.parametrize("verify", [True, False])
-def test_more_reads_than_a_queue_holds(tmp_path, columns, verify):
+def test_more_reads_than_a_queue_holds(tmp_path, columns):
     """Ranges of one block, of two, and of 40; a queue's half holds 128, or a megabyte."""
     x = numbers(3000 if columns < 40_000 else 100, columns)
-    table = table_on_disk(write_rows(x, tmp_path / "x.rows").path, 200, verify=verify)
+    table = table_on_disk(saved(x, tmp_path / "x.npy"), 200)
     if not table.direct:
         pytest.skip("the file system has no direct reads")
     for step in (11, 2, 1):  # the second time some are there
@@ -141,14 +136,14 @@ def test_a_queue_tells_what_came_of_each_read(tmp_path):
 
 def test_a_read_that_cannot_be_queued_is_made_at_once_and_explained(tmp_path):
     x = numbers(2000, 200)
-    table = table_on_disk(write_rows(x, tmp_path / "x.rows").path, 64)
+    table = table_on_disk(saved(x, tmp_path / "x.npy"), 64)
     _, queue = table._reader._idle[0]
     if queue is None:
         pytest.skip("the system has no queues")
     queue.state[0] += 1  # as after a fork: the kernel does not know it
     assert torch.equal(table.gather(torch.arange(0, 2000, 3)), x[::3])
     queue.state[0] -= 1
-    os.truncate(tmp_path / "x.rows", table.file.offset + 3 * BLOCK_BYTES + 100)
+    os.truncate(tmp_path / "x.npy", table.file.offset + 3 * BLOCK_BYTES + 100)
     with pytest.raises(ValueError, match=r"was cut off while it was in use: \d+ bytes came at byte"):
         table.gather(torch.arange(0, 2000, 7))
 
@@ -158,7 +153,7 @@ def test_a_read_that_cannot_be_queued_is_made_at_once_and_explained(tmp_path):
 @pytest.mark.parametrize("queued", [True, False])
 def test_a_forked_process_reads_for_itself(tmp_path, queued):
     x = numbers(3000, 200)
-    path = write_rows(x, tmp_path / "x.rows").path
+    path = saved(x, tmp_path / "x.npy")
     with nullcontext() if queued else without_queues():
         table = table_on_disk(path, 64)
         n_id = torch.arange(0, 3000, 3)
@@ -184,27 +179,22 @@ def test_a_forked_process_reads_for_itself(tmp_path, queued):
 
 
 def test_where_the_system_has_no_queues_threads_read(tmp_path, monkeypatch):
-    path = write_rows(numbers(500, 200), tmp_path / "x.rows").path
+    path = saved(numbers(500, 200), tmp_path / "x.npy")
     monkeypatch.setattr(read_queue.platform, "machine", lambda: "riscv64")
     table = table_on_disk(path, 64)
     assert all(queue is None for _, queue in table._reader._idle)
     assert torch.equal(table.gather(torch.arange(0, 500, 3)), numbers(500, 200)[::3])
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".rows"])
-def test_only_blocks_with_what_is_asked_for_are_read_and_each_once(tmp_path, suffix):
-    x = numbers(5000, 200)
-    path = FeatureTable(x).save(tmp_path / "x.npy") if suffix == ".npy" else write_rows(x, tmp_path / "x.rows").path
-    table = table_on_disk(path, 64)
+def test_only_blocks_with_what_is_asked_for_are_read_and_each_once(tmp_path):
+    table = table_on_disk(saved(numbers(5000, 200), tmp_path / "x.npy"), 64)
     file = table.file
     n_id = torch.tensor([4999, 7, 0, 7, 2500, 8])
     table.gather(n_id)
-    begin = [file.offset + v // file.rows_per_group * file.group_bytes + v % file.rows_per_group * 800 for v in n_id]
+    begin = [file.offset + v * 800 for v in n_id.tolist()]
     blocks = {block for at in begin for block in range(at // BLOCK_BYTES, (at + 799) // BLOCK_BYTES + 1)}
     assert table.counts.blocks == len(blocks)
     assert table.counts.rows == 6
-    if suffix == ".rows":
-        assert len(blocks) == len({v // 5 for v in n_id.tolist()}), "no row lies across blocks"
 
 
 def plain_belady(reads, slots):
@@ -243,7 +233,7 @@ def test_what_is_kept_follows_beladys_rule(reads, slots, known):
 
 def test_rows_of_a_window_are_read_once_where_memory_suffices(tmp_path):
     x = numbers(4000, 300)
-    table = table_on_disk(write_rows(x, tmp_path / "x.rows").path, 1000)
+    table = table_on_disk(saved(x, tmp_path / "x.npy"), 1000)
     reads = [torch.randint(0, 4000, (50,), generator=torch.Generator().manual_seed(i % 7)) for i in range(14)]
     table.claim()
     for read in reads:
@@ -251,29 +241,14 @@ def test_rows_of_a_window_are_read_once_where_memory_suffices(tmp_path):
     for read in reads:
         table.advance()
         assert torch.equal(table.gather(read), x[read])
-    blocks = torch.cat(reads).unique() // table.file.rows_per_group
-    assert table.counts.blocks == blocks.unique().numel(), "what lies beside others is kept for its own turn"
-
-
-def test_int8_keeps_a_scale_with_each_row(tmp_path):
-    x = numbers(300, 33)
-    quantised = FeatureTable(x).quantized()
-    n_id = torch.tensor([299, 0, 5, 5])
-    for number, values in enumerate((x, quantised)):
-        file = write_rows(values, tmp_path / f"{number}.rows", "int8")
-        table = table_on_disk(file.path, 300, verify=True)
-        assert table.dtype == torch.float32
-        for _ in range(2):  # from the disk, and from memory
-            assert torch.equal(table.gather(n_id), quantised.gather(n_id))
-    assert RowFile.open(tmp_path / "0.rows") == replace(file, path=str(tmp_path / "0.rows"))
-    with pytest.raises(ValueError, match="NaN"):
-        write_rows(torch.tensor([[1.0, float("nan")]]), tmp_path / "bad.rows", "int8")
-    assert not (tmp_path / "bad.rows").exists()
+    begin = table.file.offset + torch.cat(reads).unique() * table.row_bytes
+    blocks = torch.cat([begin // BLOCK_BYTES, (begin + table.row_bytes - 1) // BLOCK_BYTES]).unique().numel()
+    assert table.counts.blocks < 1.5 * blocks, "what lies beside others is kept for its own turn"
 
 
 def test_a_gather_into_memory_that_is_given(tmp_path):
     x = numbers(100, 8)
-    table = table_on_disk(write_rows(x, tmp_path / "x.rows").path, 64)
+    table = table_on_disk(saved(x, tmp_path / "x.npy"), 64)
     out = torch.empty(2, 8)
     assert table.gather(torch.tensor([1, 99]), out=out) is out
     assert torch.equal(out, x[[1, 99]])
@@ -289,20 +264,20 @@ def test_a_gather_into_memory_that_is_given(tmp_path):
 
 def test_memory_is_what_was_given(tmp_path):
     x = numbers(20_000, 100)
-    path = write_rows(x, tmp_path / "x.rows").path
+    path = saved(x, tmp_path / "x.npy")
     for memory in ("3MB", "4MB", "6MB"):
-        table = DiskFeatures(path, memory, verify=True)
+        table = DiskFeatures(path, memory)
         assert table.num_bytes == sum(allocated(table)) <= table.memory
         assert table.memory - table.num_bytes < 2 * DiskFeatures.slot_bytes(table.file)
         assert 0 < table.cache_rows < 20_000
-    with pytest.raises(ValueError, match=r"memory=1 MB does not suffice to read .*x\.rows.*at least 2\.\d+ MB"):
+    with pytest.raises(ValueError, match=r"memory=1 MB does not suffice to read .*x\.npy.*at least 2\.\d+ MB"):
         DiskFeatures(path, "1MB")
     assert DiskFeatures(path, "1GB").cache_rows == 20_000
 
 
 def test_several_threads_read_at_once(tmp_path):
     x = numbers(3000, 64)
-    table = table_on_disk(write_rows(x, tmp_path / "x.rows").path, 200)
+    table = table_on_disk(saved(x, tmp_path / "x.npy"), 200)
     reads = [torch.randint(0, 3000, (200,), generator=torch.Generator().manual_seed(i)) for i in range(40)]
     with ThreadPoolExecutor(6) as threads:
         for read, rows in zip(reads, threads.map(table.gather, reads), strict=True):
@@ -311,7 +286,7 @@ def test_several_threads_read_at_once(tmp_path):
 
 def test_without_direct_reads_it_says_so_and_goes_on(tmp_path, monkeypatch):
     x = numbers(500, 100)
-    path = write_rows(x, tmp_path / "x.rows").path
+    path = saved(x, tmp_path / "x.npy")
     real = os.open
 
     def refusing(path, flags, *more):
@@ -328,72 +303,43 @@ def test_without_direct_reads_it_says_so_and_goes_on(tmp_path, monkeypatch):
     assert torch.equal(table.gather(torch.tensor([499, 3])), x[[499, 3]])
 
 
-def test_a_damaged_block_is_named(tmp_path):
-    path = Path(write_rows(numbers(100, 200), tmp_path / "x.rows").path)
-    content = bytearray(path.read_bytes())
-    content[BLOCK_BYTES * 3 + 17] ^= 4
-    path.write_bytes(content)
-    table = table_on_disk(path, 64, verify=True)
-    table.gather(torch.tensor([0, 9, 15]))
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"x\.rows is damaged: the block at byte 12288, with row 10 "):
-            table.gather(torch.tensor([0, 10, 99]))
-        assert table.gather(torch.tensor([0])).isfinite().all(), "what was kept is not taken for read"
-    with pytest.raises(ValueError, match="no checksums"):
-        table_on_disk(write_rows(numbers(9, 9), tmp_path / "y.rows", checksums=False).path, 64, verify=True)
-
-
 def test_a_file_that_was_cut_off(tmp_path):
-    path = Path(write_rows(numbers(5000, 200), tmp_path / "x.rows").path)
+    path = saved(numbers(5000, 200), tmp_path / "x.npy")
     table = table_on_disk(path, 64)
-    size = path.stat().st_size
     os.truncate(path, BLOCK_BYTES * 500)
-    with pytest.raises(ValueError, match=r"x\.rows was cut off while it was in use: \d+ bytes came at byte"):
+    with pytest.raises(ValueError, match=r"x\.npy was cut off while it was in use: \d+ bytes came at byte"):
         table.gather(torch.arange(0, 5000, 7))
     assert table.gather(torch.tensor([3])).shape == (1, 200)
-    with pytest.raises(ValueError, match=f"has {BLOCK_BYTES * 500} bytes, but its head tells of {size}"):
-        RowFile.open(path)
+    with pytest.raises(ValueError, match=r"x\.npy"):
+        FeatureFile.open(path)
 
 
-def test_another_version_and_other_files_are_refused(tmp_path):
-    path = Path(write_rows(numbers(50, 20), tmp_path / "x.rows").path)
-    content = path.read_bytes()
-    for changed, said in (
-        (content.replace(b'"version": 1', b'"version": 9'), "has version 9 of the format, but 1 is read here"),
-        (content.replace(b'"float32"', b'"float99"'), "its head is damaged"),
-        (content.replace(b'"rows": 50', b'"rows": -5'), "its head is damaged"),
-        (b"\x00" * 5000, "no file of write_rows"),
-        (b"", "no file of write_rows"),
-    ):
-        path.write_bytes(changed)
-        with pytest.raises(ValueError, match=said):
-            DiskFeatures(path, "10MB")
+def test_other_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        DiskFeatures(tmp_path / "none.rows", "10MB")
-    np.save(tmp_path / "ids.npy", np.arange(10))
-    with pytest.raises(TypeError, match="must be float32"):
-        DiskFeatures(tmp_path / "ids.npy", "10MB")
-    np.save(tmp_path / "columns.npy", np.asfortranarray(np.ones((5, 4), np.float32)))
-    with pytest.raises(ValueError, match="by column"):
-        DiskFeatures(tmp_path / "columns.npy", "10MB")
-    with pytest.raises(TypeError, match="use one of float32"):
-        write_rows(numbers(2, 2), tmp_path / "z.rows", "float64")
+        DiskFeatures(tmp_path / "none.npy", "10MB")
+    for name, array, error, said in (
+        ("ids", np.arange(10), TypeError, "must be float32"),
+        ("bytes", np.ones((5, 4), np.int8), TypeError, "must be float32"),
+        ("columns", np.asfortranarray(np.ones((5, 4), np.float32)), ValueError, "by column"),
+    ):
+        np.save(tmp_path / f"{name}.npy", array)
+        with pytest.raises(error, match=said):
+            DiskFeatures(tmp_path / f"{name}.npy", "10MB")
+    (tmp_path / "x.rows").write_bytes(b"\0" * 5000)
+    with pytest.raises(ValueError, match=r"x\.rows is a file of an earlier release.* write .* again as x\.npy"):
+        DiskFeatures(tmp_path / "x.rows", "10MB")
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
-    x = numbers(100, 20)
-    path = Path(write_rows(x, tmp_path / "x.rows").path)
-    before = path.read_bytes()
-    usage = arrays_module.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(arrays_module.shutil, "disk_usage", lambda _: usage._replace(free=100))
-    with pytest.raises(OSError, match="bytes left; make room"):
-        write_rows(x + 1, path)
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["x.rows"]
+@pytest.mark.parametrize("name", ["write_rows", "RowFile"])
+def test_names_of_an_earlier_release_say_what_to_use_instead(name):
+    with pytest.raises(ImportError, match=f"graph.{name} was removed: .*npy"):
+        getattr(graph, name)
+    with pytest.raises(AttributeError, match="has no attribute 'other'"):
+        graph.other  # noqa: B018
 
 
 def test_a_thread_that_fails_ends_the_read(tmp_path, monkeypatch):
-    table = table_on_disk(write_rows(numbers(2000, 200), tmp_path / "x.rows").path, 100)
+    table = table_on_disk(saved(numbers(2000, 200), tmp_path / "x.npy"), 100)
     failing = lambda *_: (_ for _ in ()).throw(MemoryError("of a thread"))  # noqa: E731
     monkeypatch.setattr(disk_reads, "_read_queued", failing)
     monkeypatch.setattr(disk_reads, "_read_in_turn", failing)
@@ -404,7 +350,7 @@ def test_a_thread_that_fails_ends_the_read(tmp_path, monkeypatch):
 
 
 def test_nothing_is_left_behind_and_a_copy_is_one_of_its_own(tmp_path):
-    path = write_rows(numbers(200, 20), tmp_path / "x.rows").path
+    path = saved(numbers(200, 20), tmp_path / "x.npy")
     gc.collect()
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd")) if os.path.exists("/proc") else 0
     table = table_on_disk(path, 100)
@@ -423,9 +369,9 @@ def test_a_mapped_table_tells_its_file(tmp_path):
     x = numbers(6000, 100)
     path = FeatureTable(x).save(tmp_path / "x.npy")
     mapped = FeatureTable.load(path).values
-    assert RowFile.behind(mapped) == RowFile.open(path)
-    part = RowFile.behind(mapped[100:])
+    assert FeatureFile.behind(mapped) == FeatureFile.open(path)
+    part = FeatureFile.behind(mapped[100:])
     n_id = torch.tensor([0, 5899])
     assert torch.equal(DiskFeatures(part, "4MB").gather(n_id), x[100:][n_id])
-    assert RowFile.behind(x) is None
-    assert RowFile.behind(mapped[:, :50]) is None
+    assert FeatureFile.behind(x) is None
+    assert FeatureFile.behind(mapped[:, :50]) is None

@@ -285,7 +285,7 @@ def bad_edge(value: int) -> np.ndarray:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no x": ({"x": None}, FileNotFoundError, r"x\.npy does not exist; expected x\.npy \(or x\.rows\), either"),
+    "no x": ({"x": None}, FileNotFoundError, r"x\.npy does not exist; expected x\.npy, either"),
     "no topology": ({"edge_index": None}, FileNotFoundError, r"indptr\.npy does not exist; expected indptr\.npy"),
     "half a topology": (
         {"edge_index": None, "indptr": np.zeros(N + 1, np.int64)},

@@ -359,7 +359,7 @@ def test_a_folder_that_may_hold_two_types_is_refused(tmp_path):
     [
         (lambda root: (root / "types.json").write_text("{"), "must hold"),
         (lambda root: (root / "types.json").write_text('{"nodes": ["a/b"], "edges": [["a/b", "r"]]}'), "must hold"),
-        (lambda root: (root / "types.json").write_text('{"nodes": [1], "edges": [["a/b", "r", "b"]]}'), "no text"),
+        (lambda root: (root / "types.json").write_text('{"nodes": [1], "edges": [["a/b", "r", "b"]]}'), "not a text"),
         (lambda root: (root / "types.json").write_text('{"nodes": ["b"], "edges": [["c", "r", "b"]]}'), "not listed"),
         (lambda root: (root / "nodes/2").mkdir(), "lists 2 types of nodes, but .* holds the folders 0, 1, 2; expected"),
         (lambda root: shutil.rmtree(root / "edges/1"), "lists 2 types of edges, but .* holds the folders 0; expected"),

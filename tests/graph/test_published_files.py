@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch_geometric.utils import to_undirected
 
 from lightning_gnn.cli import convert_command
-from lightning_gnn.graph import CSCGraph, convert, convert_tables
+from lightning_gnn.graph import CSCGraph, convert_tables
 from lightning_gnn.graph import published_files as module
 from lightning_gnn.graph.folder import load_folder
 
@@ -143,29 +143,6 @@ def test_a_folder_of_ogb(tmp_path, arrays, undirected):
     assert found.y.tolist() == y.tolist()
     for ours, theirs in (("train", "train"), ("val", "valid"), ("test", "test")):
         assert found[f"{ours}_mask"].nonzero()[:, 0].tolist() == parts[theirs]
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_an_archive_whose_rows_were_being_written(tmp_path, monkeypatch, after):
-    x, y, _ = ogb(tmp_path / "ogbn", arrays=True)
-    real = convert.write_rows
-
-    def interrupted(*args):
-        if after:
-            real(*args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(convert, "write_rows", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            convert_tables(tmp_path / "ogbn", tmp_path / "out", rows=True)
-    if after:
-        (tmp_path / "out.partial/graph/x.npy").unlink()
-    convert_tables(tmp_path / "ogbn", tmp_path / "out", rows=True)
-    found = load_folder(tmp_path / "out")
-    assert torch.equal(found.x, torch.from_numpy(x))
-    y[2] = -1
-    assert found.y.tolist() == y.tolist()
 
 
 def test_ones_own_nodes_for_a_published_topology(tmp_path):

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_gnn.graph import DiskFeatures, write_rows
+from lightning_gnn.graph import DiskFeatures, FeatureTable
 from lightning_gnn.hyscale.loader import PipelineSettings, SharedBatches, StagedLoader, split_seeds
 from tests.full_graph import launch
 from tests.hyscale.training import Plain, datamodule, fit, hybrid, state
@@ -15,7 +15,7 @@ F32 = {"dtype": torch.float32, "batch_size": 20, "num_neighbors": (3, 2)}
 
 @pytest.fixture
 def store(tmp_path):
-    return write_rows(datamodule(**F32).data.x, tmp_path / "x.rows").path
+    return FeatureTable(datamodule(**F32).data.x).save(tmp_path / "x.npy")
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])

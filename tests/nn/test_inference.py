@@ -1,7 +1,5 @@
-"""Exact inference: the outputs of the whole-graph forward, however little memory there is, through interruptions."""
+"""Exact inference: the outputs of the whole-graph forward, however little memory there is."""
 
-import json
-import os
 import warnings
 
 import numpy as np
@@ -14,7 +12,7 @@ from torch import nn
 from torch_geometric.nn import models as pyg
 
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.nn import GAT, GCN, FullInference, GraphSAGE, infer, layer_files
+from lightning_gnn.nn import GAT, GCN, FullInference, GraphSAGE, infer
 from lightning_gnn.nn.inference import layers_of
 from tests.strategies import edge_indices
 
@@ -91,135 +89,40 @@ class Interrupted(Exception):
 
 
 def interrupt(model, layer, calls):
-    """Let a layer raise at a call; return the number of rows of each call that was made."""
-    rows = []
+    """Let a layer raise at its call number ``calls``."""
+    seen = []
 
     def hook(module, args):
-        if module is model.convs[layer] and sum(1 for at, _ in rows if at == layer) == calls:
+        seen.append(module)
+        if len(seen) > calls:
             raise Interrupted
-        at = next(i for i, conv in enumerate(model.convs) if conv is module)
-        rows.append((at, args[1].num_targets))
 
-    handles = [conv.register_forward_pre_hook(hook) for conv in model.convs]
-    return rows, lambda: [handle.remove() for handle in handles]
+    return model.convs[layer].register_forward_pre_hook(hook)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize(("cls", "kwargs"), [MODELS[0], MODELS[4], MODELS[6]])
-def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, cls, kwargs, layer):
-    model = trained(cls, **kwargs)
-    options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
-    rows, stop = interrupt(model, layer, 3)
-    with pytest.raises(Interrupted), pytest.warns(UserWarning, match=f"Stopped in layer {layer + 1}; the same run"):
+@pytest.mark.parametrize("given", [True, False])
+def test_an_interrupted_run_leaves_no_outputs_and_starts_again(tmp_path, monkeypatch, given, layer):
+    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "layers" if given else None
+    model, options = trained(GraphSAGE), FullInference(folder=folder, memory_limit=0, progress=False)
+    handle = interrupt(model, layer, 3)
+    with pytest.raises(Interrupted):
         infer(model, X, GRAPH, settings=options)
-    stop()
-    done = sum(count for _, count in rows)
-    assert 0 < done - layer * NODES < NODES
-    assert json.loads((tmp_path / "state.json").read_text())["layer"] == layer
-
-    rows, stop = interrupt(model, 2, 10**6)
-    out = infer(model, X, GRAPH, settings=options)
-    stop()
-    assert sum(count for _, count in rows) == 3 * NODES - done
-    torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
-
-    rows, stop = interrupt(model, 2, 10**6)
-    again = infer(model, X, GRAPH, settings=options)
-    stop()
-    assert rows == []
-    assert torch.equal(again, out)
-
-
-@pytest.mark.parametrize(
-    ("damage", "said", "again"),
-    [
-        ("shorter", "outputs of layer 2 are missing or were damaged; the layer is computed again", 1),
-        ("changed", "outputs of layer 2 are missing or were damaged; the layer is computed again", 1),
-        ("the layer before", "lacks layer outputs of the interrupted run, or they were damaged; everything", 0),
-    ],
-)
-def test_damaged_outputs_are_computed_again(tmp_path, damage, said, again):
-    model = trained(GraphSAGE)
-    options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
-    _, stop = interrupt(model, 1, 3)
-    with pytest.raises(Interrupted), pytest.warns(UserWarning, match="Stopped in layer 2"):
-        infer(model, X, GRAPH, settings=options)
-    stop()
-    path = tmp_path / ("layer_0.npy" if damage == "the layer before" else "layer_1.npy")
-    content = path.read_bytes()
-    if damage == "shorter":
-        path.write_bytes(content[:200])
-        os.truncate(path, len(content))  # a file system that lost its last blocks gives zeros
-    else:
-        rows = np.load(path)
-        written = np.flatnonzero(rows.any(axis=1))[0]
-        rows[written] += 1e-9
-        np.save(path, rows)
-    rows, stop = interrupt(model, 2, 10**6)
-    with pytest.warns(UserWarning, match=said):
-        out = infer(model, X, GRAPH, settings=options)
-    stop()
-    assert sum(count for _, count in rows) == (3 - again) * NODES
-    torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
-
-
-def test_a_killed_run_goes_on_from_its_last_note(tmp_path, monkeypatch):
-    monkeypatch.setattr(layer_files, "_SECONDS", 0)
-    model = trained(GraphSAGE)
-    options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
-    notes = []
-    write = layer_files.write_whole
-    monkeypatch.setattr(layer_files, "write_whole", lambda path, text: notes.append(text) or write(path, text))
-    _, stop = interrupt(model, 1, 4)
-    with pytest.raises(Interrupted), pytest.warns(UserWarning, match="Stopped in layer 2"):
-        infer(model, X, GRAPH, settings=options)
-    stop()
-    noted = [json.loads(text) for text in notes]
-    early = next(at for at, state in enumerate(noted) if state["layer"] == 1 and state["rows"] > 0)
-    assert noted[early]["rows"] < noted[-1]["rows"]  # rows that no note tells of are in the file
-    (tmp_path / "state.json").write_text(notes[early])
-    rows, stop = interrupt(model, 2, 10**6)
+    handle.remove()
+    assert not list(tmp_path.rglob("layer_*"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         out = infer(model, X, GRAPH, settings=options)
-    stop()
-    assert sum(count for _, count in rows) < 2 * NODES
     torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("change", ["weights", "features", "graph", "activation", "resume", "lost"])
-def test_files_of_another_run_are_not_used(tmp_path, change):
-    model, x, edges = trained(GraphSAGE), X, EDGES
-    options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
-    _, stop = interrupt(model, 1, 3)
-    with pytest.raises(Interrupted):
-        infer(model, X, GRAPH, settings=options)
-    stop()
-    if change == "weights":
-        model.convs[2].lin_l.bias.data[0] += 1e-9
-    elif change == "features":
-        x = X.clone()
-        x[7, 3] += 1e-9
-    elif change == "graph":
-        edges = EDGES.clone()
-        edges[0, 5] = (edges[0, 5] + 1) % 15
-    elif change == "activation":
-        model.act = nn.ELU()
-    elif change == "resume":
-        options = FullInference(folder=tmp_path, memory_limit=0, progress=False, resume=False)
-    else:
-        (tmp_path / "layer_0.npy").unlink()
-    graph = GRAPH if edges is EDGES else CompressedGraph.from_edge_index(edges, NODES, num_chunks=7)
-    rows, stop = interrupt(model, 2, 10**6)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        out = infer(model, x, graph, settings=options)
-    stop()
-    assert sum(count for _, count in rows) == 3 * NODES
-    expected = {"resume": [], "lost": ["lacks layer outputs"]}.get(change, ["another model, graph or features"])
-    assert len(said) == len(expected)
-    assert all(text in str(warning.message) for text, warning in zip(expected, said, strict=True))
-    torch.testing.assert_close(out, model(x, edges), rtol=1e-10, atol=1e-10)
+def test_what_a_killed_run_has_left_is_not_used(tmp_path):
+    for layer in range(3):
+        np.save(tmp_path / f"layer_{layer}.npy", np.full((NODES, 12), np.nan))
+    model = trained(GraphSAGE)
+    out = infer(model, X, GRAPH, settings=FullInference(folder=tmp_path, memory_limit=0, progress=False))
+    torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
 
 
 def test_the_result_is_memory_mapped_and_only_it_is_kept(tmp_path):
@@ -229,27 +132,6 @@ def test_the_result_is_memory_mapped_and_only_it_is_kept(tmp_path):
     assert np.array_equal(np.load(path), out.numpy())
     out.zero_()  # copy on write
     assert np.abs(np.load(path)).sum() > 0
-
-
-def test_a_run_that_is_killed_leaves_nothing_wrong_behind(tmp_path, monkeypatch):
-    options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
-    first, second = trained(GraphSAGE), trained(GraphSAGE)
-    second.convs[0].lin_l.bias.data += 1
-    _, stop = interrupt(first, 1, 3)
-    with pytest.raises(Interrupted):
-        infer(first, X, GRAPH, settings=options)
-    stop()
-    notes = []
-    note = layer_files.OutputFiles.note
-    # The other run overwrites files, but cannot write its last words.
-    monkeypatch.setattr(layer_files.OutputFiles, "note", lambda self: None if notes else notes.append(note(self)))
-    _, stop = interrupt(second, 1, 3)
-    with pytest.raises(Interrupted):
-        infer(second, X, GRAPH, settings=options)
-    stop()
-    monkeypatch.undo()
-    out = infer(first, X, GRAPH, settings=options)
-    torch.testing.assert_close(out, first(X, EDGES), rtol=1e-10, atol=1e-10)
 
 
 def test_complete_outputs_of_another_model_are_replaced_without_a_word(tmp_path):

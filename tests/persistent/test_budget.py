@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.sampler import NodeSamplerInput
 
-from lightning_gnn.graph import write_rows
+from lightning_gnn.graph import FeatureTable
 from lightning_gnn.graph.cache import Cacheable
 from lightning_gnn.persistent import PersistentLinkDataModule, PersistentSamplerDataModule
 from lightning_gnn.persistent.access_counts import count_reads
 from lightning_gnn.persistent.budget import FOR_THE_MODEL, LINK, Part, place_parts
-from lightning_gnn.persistent.disk_rows import HotDiskRows, hot_rows
 from lightning_gnn.runtime.byte_sizes import memory_bytes
 from tests.batching_data import small_data
 from tests.persistent.test_link_datamodule import options_of
@@ -209,33 +208,14 @@ def test_a_bulk_takes_no_room_from_the_graph():
     assert ", 8 to a launch" in str(plans[-1])
 
 
-def test_rows_on_disk_are_in_the_plan(tmp_path):
+def test_of_rows_on_disk_those_of_mini_batches_are_in_the_plan(tmp_path):
     data = skewed()
-    file = write_rows(data.x, tmp_path / "x.rows")
-    more = {"bulk": 1, "memory": "4MB", "store": file.path}
-    module, plan = placed(data, 1_050_000, **more)
-    part, disk = plan["data.x"], module._disk_tables("train")["x"]
-    assert part.place == "disk"
-    assert 0 < part.nodes.numel() < 2000
-    assert (part.host_bytes, part.disk_bytes) == (disk.num_bytes, data.x.nbytes)
-    assert plan.nbytes <= 1_050_000 * (1 - FOR_THE_MODEL)
-    assert "kB of it, the rest of 256 kB on disk, with " in str(plan)
-    assert plan.to_dict()["placement"]["data.x"]["disk_bytes"] == data.x.nbytes
-    assert placed(data, 1_050_000, **more, cache_bytes=0)[1]["data.x"].nodes.numel() == 0
-    assert placed(data, 4_000_000, **more)[1]["data.x"].place == "device"
-    cache = hot_rows(disk, part.nodes, "cpu")
-    assert torch.equal(cache.rows, data.x[part.nodes])
-    for n_id in (torch.randint(2000, (500,)), part.nodes, torch.empty(0, dtype=torch.int64), torch.arange(2000).int()):
-        disk.counts.reset()
-        assert torch.equal(HotDiskRows(disk, cache).gather(n_id), data.x[n_id.long()])
-        assert disk.counts.rows == int((~torch.isin(n_id, part.nodes)).sum()), "no hot row comes by way of the host"
-
-
-def test_what_lies_on_disk_goes_to_the_device_first():
-    parts = [Part(f"data[{n}].x", 100, "auto", 10.0, host_bytes=5, disk_bytes=100 * n) for n in (0, 1)]
-    slower = [parts[0], replace(parts[1], reads=60.0)]  # as a read from disk costs more
-    assert [part.place for part in place_parts(slower, 140).parts] == ["pinned", "device"]
-    assert [part.place for part in place_parts(slower, 100).parts] == ["pinned", "disk"]
+    store = FeatureTable(data.x).save(tmp_path / "x.npy")
+    _, plan = placed(data, 20_000_000, bulk=1)
+    _, on_disk = placed(data, 20_000_000, bulk=1, memory="4MB", store=store)
+    assert [part.name for part in on_disk.parts] == ["topology", "data.edge_attr"]
+    assert on_disk.buffers == plan.buffers
+    assert on_disk.nbytes == plan.nbytes - data.x.nbytes
 
 
 def test_what_is_planned_is_what_new_mini_batches_find():

@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from lightning_gnn.graph import DiskFeatures, write_rows
+from lightning_gnn.graph import DiskFeatures, FeatureTable
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data
@@ -53,37 +53,32 @@ def test_batches_equal_those_of_the_cpu(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "place"),
-    [
-        ({}, "device"),
-        ({"features": "pinned"}, "disk"),
-        ({"features": "pinned", "cache_rows": 20}, "disk"),
-        ({"features": "pinned", "cache_bytes": "auto", "prefetch": 0}, "disk"),
-    ],
-    ids=str,
-)
-def test_features_may_stay_on_disk(tmp_path, options, place, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"features": "pinned"}, {"cache_bytes": "auto", "prefetch": 0}], ids=str)
+def test_features_may_stay_on_disk(tmp_path, options, dtype, monkeypatch):
     announced, real = [], DiskFeatures.announce
     monkeypatch.setattr(DiskFeatures, "announce", lambda self, n_id: announced.append(n_id.numel()) or real(self, n_id))
-    store = write_rows(data().x, tmp_path / "x.rows").path
+    store, graph = FeatureTable(data().x, dtype=dtype).save(tmp_path / "x.npy"), data()
+    graph.x = graph.x.to(dtype)
     ours = PersistentSamplerDataModule(data(), **SIZES, device=DEVICE, memory="4MB", store=store, **options)
-    theirs = NeighborDataModule(data(), **SIZES)
+    theirs = NeighborDataModule(graph, **SIZES)
     for name in ("train_dataloader", "val_dataloader"):
         for a, b in zip(getattr(ours, name)(), getattr(theirs, name)(), strict=True):
             assert_same_content(a, b)
             assert a.x.device.type == DEVICE
-    part = ours.placement["data.x"]
-    assert part.place == place
+    assert "data.x" not in [part.name for part in ours.placement.parts]
     table = ours.train_dataloader().tables["x"]
-    batches = len(theirs.train_dataloader()) + len(theirs.val_dataloader())
-    assert len(announced) >= batches if place == "disk" else not announced
-    if place == "disk":
-        assert table.disk.claim(), "nobody announces reads any more"
-    assert (0 if place == "device" or table.cache is None else table.cache.rows.size(0)) == part.nodes.numel()
-    assert bool(part.nodes.numel()) is any(name.startswith("cache") for name in options)
-    with pytest.raises(ValueError, match="quantize=True is for tables in memory"):
-        PersistentSamplerDataModule(data(), **SIZES, device=DEVICE, memory="4MB", store=store, quantize=True)
+    assert len(announced) >= len(theirs.train_dataloader()) + len(theirs.val_dataloader())
+    assert table.claim(), "nobody announces reads any more"
+
+
+@pytest.mark.parametrize(
+    "option", [{"quantize": True}, {"cache_rows": 5}, {"features": "device"}, {"features": "shard"}]
+)
+def test_what_is_for_features_in_memory_is_refused_for_those_on_disk(tmp_path, option):
+    store = FeatureTable(data().x).save(tmp_path / "x.npy")
+    with pytest.raises(ValueError, match="is for features in memory, but with memory= those on disk come by way of"):
+        PersistentSamplerDataModule(data(), **SIZES, device=DEVICE, memory="4MB", store=store, **option)
 
 
 @pytest.mark.slow
@@ -145,7 +140,7 @@ def test_features_of_types_are_quantised():
     graph, options = more("types")
     options |= {"num_neighbors": [2], "batch_size": 5, "seed": 3}
     ours = PersistentSamplerDataModule(graph, **options, device=DEVICE, quantize=True)
-    assert ours.batch_data is graph
+    assert ours.data is graph
     for a, b in zip(ours.train_dataloader(), NeighborDataModule(graph, **options).train_dataloader(), strict=True):
         for name in ("paper", "author"):
             step = b[name].x.abs().amax(dim=1, keepdim=True) / 127

@@ -2,19 +2,16 @@
 
 import copy
 import gc
-import shutil
 import threading
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch_geometric.data import Data, HeteroData
 
 from benchmarks.disk import optimum
-from lightning_gnn import CollectiveDataModule, FullGraphDataModule, LinkDataModule, NeighborDataModule, NeighborSampler
-from lightning_gnn.graph import DiskFeatures, disk_reads, write_rows
+from lightning_gnn import CollectiveDataModule, LinkDataModule, NeighborDataModule, NeighborSampler
+from lightning_gnn.graph import DiskFeatures, FeatureTable, disk_reads
 from lightning_gnn.graph.disk_cache import RowLocations
 from lightning_gnn.graph.folder import load_folder, save_folder
 from lightning_gnn.graph.hetero_folder import save_hetero_folder
@@ -39,8 +36,11 @@ def folder(tmp_path_factory):
     )
     root = tmp_path_factory.mktemp("graph") / "graph"
     save_folder(data, root)
-    write_rows(data.x, root / "x.rows")
     return root
+
+
+def saved(x, path, dtype="float32"):
+    return FeatureTable(x.to(getattr(torch, dtype))).save(path)
 
 
 def datamodule(data, kind=NeighborDataModule, **options):
@@ -66,7 +66,7 @@ def table_of(loader):
 @pytest.mark.parametrize("options", [{}, {"lookahead": 0}, {"lookahead": 2}, {"lookahead": "20kB"}, {"store": True}])
 def test_mini_batches_equal_those_from_memory(folder, workers, options):
     data = load_folder(folder)
-    options = {**options, **({"store": folder / "x.rows", "verify_store": True} if "store" in options else {})}
+    options = {**options, **({"store": folder / "x.npy"} if "store" in options else {})}
     plain = datamodule(data, num_workers=workers).train_dataloader()
     disk = datamodule(data, num_workers=workers, memory=MEMORY, **options).train_dataloader()
     for _ in range(2):
@@ -114,7 +114,7 @@ def test_types_share_one_memory(tmp_path):
     for source, target in (("author", "paper"), ("paper", "author"), ("venue", "paper"), ("paper", "paper")):
         ends = [torch.randint(0, data[kind].num_nodes, (9000,), generator=random) for kind in (source, target)]
         data[source, "to", target].edge_index = torch.stack(ends)
-    store = {kind: write_rows(data[kind].x, tmp_path / f"{kind}.rows").path for kind in ("paper", "author")}
+    store = {kind: saved(data[kind].x, tmp_path / f"{kind}.npy") for kind in ("paper", "author")}
     seeds = {"input_train_nodes": ("paper", torch.arange(0, 3000, 9)), "num_workers": 2}
     plain, disk = datamodule(data, **seeds), datamodule(data, memory="8MB", store=store, **seeds)
     for batch, expected in zip(disk.train_dataloader(), plain.train_dataloader(), strict=True):
@@ -131,40 +131,39 @@ def test_types_share_one_memory(tmp_path):
 def test_features_may_lie_in_the_store_alone(folder):
     data = load_folder(folder)
     expected = next(iter(datamodule(data).train_dataloader()))
-    x, data.x = data.x, None
+    x = data.x
     del data.x
     data.num_nodes = NODES
-    module = datamodule(data, memory=MEMORY, store=folder / "x.rows")
+    module = datamodule(data, memory=MEMORY, store=folder / "x.npy", inference="full")
     batch = next(iter(module.train_dataloader()))
     assert torch.equal(batch.x, expected.x)
-    assert module.batch_data.x.shape == x.shape
-    assert module.batch_data.x[0].isnan().all(), "nobody takes it for features"
+    assert torch.equal(next(iter(module.val_dataloader())).x, x)
+    assert "x" not in data
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_store_with_other_numbers_than_the_graph_is_refused(folder, tmp_path, dtype, mmap):
     data = load_folder(folder, mmap=mmap)
     data.x = data.x.clone() if not mmap else data.x
-    data.x[5, 1], data.x[9] = 1e-6, 0.0  # small beside the others, and a row without a scale
-    store = write_rows(data.x, tmp_path / "x.rows", dtype).path
+    data.x[5, 1], data.x[9] = 1e-6, 0.0  # small beside the others
+    store = saved(data.x, tmp_path / "x.npy", dtype)
     (batch, *_) = datamodule(data, memory=MEMORY, check_features=False, store=store).train_dataloader()
     torch.testing.assert_close(batch.x.float(), data.x[batch.n_id], rtol=0.01, atol=0.02)
-    if dtype in ("float16", "bfloat16"):  # both made from the same numbers
+    if dtype != "float32":  # both made from the same numbers
         less = copy.copy(data)
         less.x = data.x.bfloat16()
         datamodule(less, memory=MEMORY, check_features=False, store=store)
     for wrong in (data.x * 1.02, data.x.roll(1, 0), data.x.index_fill(0, torch.tensor([NODES - 1]), float("nan"))):
         other = copy.copy(data)
         other.x = wrong
-        with pytest.raises(ValueError, match=r"x\.rows holds other features than data\.x: column \d+ of row \d+ is"):
+        with pytest.raises(ValueError, match=r"x\.npy holds other features than data\.x: column \d+ of row \d+ is"):
             datamodule(other, memory=MEMORY, check_features=False, store=store)
     nan = data.x.clone()
     nan[0, 3] = float("nan")
-    if dtype != "int8":
-        both = copy.copy(data)
-        both.x = nan
-        datamodule(both, memory=MEMORY, check_features=False, store=write_rows(nan, tmp_path / "nan.rows", dtype).path)
+    both = copy.copy(data)
+    both.x = nan
+    datamodule(both, memory=MEMORY, check_features=False, store=saved(nan, tmp_path / "nan.npy", dtype))
     other.x = nan
     said = r"column 3 of row 0 is \S+ in the file and nan in data\.x \(of 258 rows that were compared 1 differ\); write"
     with pytest.raises(ValueError, match=said):
@@ -175,7 +174,7 @@ def test_a_store_with_other_numbers_than_the_graph_is_refused(folder, tmp_path, 
 def test_a_store_of_floats_stands_for_other_numbers_of_the_same_value(folder, tmp_path, dtype):
     data = load_folder(folder)
     data.x = (10 * data.x.abs()).to(dtype)
-    store = write_rows(data.x.float(), tmp_path / "x.rows").path
+    store = saved(data.x, tmp_path / "x.npy")
     (batch, *_) = datamodule(data, memory=MEMORY, store=store).train_dataloader()
     assert torch.equal(batch.x, data.x[batch.n_id].float())
     data.x[NODES - 1] = ~data.x[NODES - 1] if dtype is torch.bool else data.x[NODES - 1] + 1
@@ -183,64 +182,27 @@ def test_a_store_of_floats_stands_for_other_numbers_of_the_same_value(folder, tm
         datamodule(data, memory=MEMORY, store=store)
 
 
-def test_two_stores_with_other_numbers(folder, tmp_path):
-    root = tmp_path / "graph"
-    shutil.copytree(folder, root)
-    (root / "x.npy").unlink()
-    left_there = load_folder(root, memory=MEMORY)
-    x = load_folder(folder).x
-    datamodule(left_there, memory=MEMORY, store=write_rows(x, tmp_path / "same.rows", "bfloat16").path)
+def test_features_that_are_mapped_are_compared_with_another_store(folder, tmp_path):
+    data = load_folder(folder)
+    datamodule(data, memory=MEMORY, store=saved(data.x, tmp_path / "same.npy", "bfloat16"))
     with pytest.raises(ValueError, match="holds other features"):
-        datamodule(left_there, memory=MEMORY, store=write_rows(x - x.mean(0), tmp_path / "other.rows").path)
+        datamodule(data, memory=MEMORY, store=saved(data.x - data.x.mean(0), tmp_path / "other.npy"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_a_folder_with_rows_in_place_of_an_array(folder, tmp_path, dtype, monkeypatch):
-    root = tmp_path / "graph"
-    shutil.copytree(folder, root)
-    write_rows(load_folder(folder).x, root / "x.rows", dtype)
-    (root / "x.npy").unlink()
-    in_memory, left_there = load_folder(root), load_folder(root, memory=MEMORY)
-    assert torch.equal(in_memory.x, DiskFeatures(root / "x.rows", "8MB").gather(torch.arange(NODES)))
-    assert left_there.x.isnan().all()
-    plain, disk = datamodule(in_memory), datamodule(left_there, num_workers=2, memory=MEMORY)
-    for batch, expected in zip(disk.train_dataloader(), plain.train_dataloader(), strict=True):
-        assert_same(batch, expected)
-    for refused in (lambda: datamodule(left_there), lambda: FullGraphDataModule(left_there)):
-        with pytest.raises(ValueError, match=r"data\.x lies in .*x\.rows alone: give the DataModule memory="):
-            refused()
-    with pytest.raises(
-        ValueError, match=r"inference='full' goes over all features .* but .*x\.rows is read row by row"
-    ):
-        datamodule(left_there, memory=MEMORY, inference="full")
-    datamodule(load_folder(folder), memory=MEMORY, store=root / "x.rows", inference="full")
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    with pytest.raises(ValueError, match=r"x\.rows takes .* of which 1 kB are free: leave it on disk with"):
-        load_folder(root)
-    monkeypatch.undo()
-    damaged = bytearray((root / "x.rows").read_bytes())
-    damaged[5000] ^= 1
-    (root / "x.rows").write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"x\.rows is damaged: a checksum does not fit"):
-        load_folder(root)
-
-
-def test_a_typed_folder_with_rows_in_place_of_arrays(tmp_path):
+@pytest.mark.parametrize("typed", [False, True])
+def test_a_folder_with_rows_of_an_earlier_release_is_refused(tmp_path, typed):
     data = HeteroData()
-    data["a"].x, data["b"].x = torch.randn(900, 7), torch.randn(50, 3)
-    data["a", "to", "b"].edge_index = torch.stack([torch.randint(0, 900, (400,)), torch.randint(0, 50, (400,))])
-    save_hetero_folder(data, tmp_path / "graph")
-    for kind in ("a", "b"):
-        write_rows(data[kind].x, tmp_path / "graph/nodes" / kind / "x.rows")
-        (tmp_path / "graph/nodes" / kind / "x.npy").unlink()
-    in_memory, left_there = load_folder(tmp_path / "graph"), load_folder(tmp_path / "graph", memory="8MB")
-    assert all(torch.equal(in_memory[kind].x, data[kind].x) for kind in ("a", "b"))
-    seeds = {"input_train_nodes": ("b", torch.arange(50)), "batch_size": 20}
-    plain, disk = datamodule(in_memory, **seeds), datamodule(left_there, memory="8MB", **seeds)
-    for batch, expected in zip(disk.train_dataloader(), plain.train_dataloader(), strict=True):
-        assert_same(batch, expected)
-    with pytest.raises(ValueError, match=r"data\['a'\]\.x lies in .*x\.rows alone"):
-        datamodule(left_there, **seeds)
+    data["a"].x, data["a", "to", "a"].edge_index = torch.randn(9, 3), torch.randint(0, 9, (2, 20))
+    if typed:
+        save_hetero_folder(data, tmp_path / "graph")
+    else:
+        save_folder(Data(x=data["a"].x, edge_index=data["a", "to", "a"].edge_index), tmp_path / "graph")
+    (path,) = (tmp_path / "graph").rglob("x.npy")
+    path.with_suffix(".rows").write_bytes(b"rows")
+    load_folder(tmp_path / "graph")  # beside an x.npy nobody asks for it
+    path.unlink()
+    with pytest.raises(ValueError, match=r"x\.rows is a file of an earlier release.* again as x\.npy, with lgnn"):
+        load_folder(tmp_path / "graph")
 
 
 class OwnSampler(NeighborSampler):
@@ -403,7 +365,7 @@ def test_the_window_is_full_at_first_but_for_a_bound_and_keeps_to_its_bytes():
 
 
 def test_an_epoch_reads_as_little_as_who_knows_all_of_it(folder):
-    loader = datamodule(load_folder(folder), memory="6MB", store=folder / "x.rows").train_dataloader()
+    loader = datamodule(load_folder(folder), memory="6MB", store=folder / "x.npy").train_dataloader()
     file = table_of(loader).file
     table = DiskFeatures(file, DiskFeatures.least_bytes(file) + 256 * 600)
     loader.tables["x"] = table
@@ -423,13 +385,13 @@ def counting_announced(monkeypatch):
     return announced
 
 
-def test_comparing_a_few_rows_does_not_read_a_mapped_file_ahead(folder, monkeypatch):
+def test_comparing_a_few_rows_does_not_read_a_mapped_file_ahead(folder, tmp_path, monkeypatch):
     advice, real = [], on_disk.advise
     monkeypatch.setattr(
         on_disk, "advise", lambda rows, what: advice.append((rows.data_ptr(), what)) or real(rows, what)
     )
     data = load_folder(folder)
-    datamodule(data, memory="6MB", store=folder / "x.rows").train_dataloader()
+    datamodule(data, memory="6MB", store=saved(data.x, tmp_path / "x.npy")).train_dataloader()
     assert advice[:2] == [(data.x.data_ptr(), "MADV_RANDOM"), (data.x.data_ptr(), "MADV_NORMAL")]
 
 
@@ -552,7 +514,7 @@ def test_collective_batching_looks_ahead_as_others_do(folder, workers):
         (CollectiveDataModule, {}),
         (CollectiveDataModule, {"lookahead": 0}),
     ):
-        module = datamodule(data, kind, num_workers=workers, memory="6MB", store=folder / "x.rows", **options)
+        module = datamodule(data, kind, num_workers=workers, memory="6MB", store=folder / "x.npy", **options)
         loader = module.train_dataloader()
         file = table_of(loader).file
         table = loader.tables["x"] = DiskFeatures(file, DiskFeatures.least_bytes(file) + 256 * 600)
@@ -592,20 +554,21 @@ def test_what_cannot_work_is_refused(folder, tmp_path):
         ({"memory": "much"}, "memory must be a number of bytes"),
         ({"memory": MEMORY, "lookahead": -1}, "lookahead"),
         ({"lookahead": 3}, "give memory= too"),
-        ({"store": folder / "x.rows"}, "give memory= too"),
+        ({"store": folder / "x.npy"}, "give memory= too"),
         ({"memory": MEMORY, "feature_dtype": "bfloat16"}, "feature_dtype makes a table in memory"),
-        ({"memory": MEMORY, "verify_store": True}, "no checksums"),
     ):
         with pytest.raises(ValueError, match=said):
             datamodule(data, **options).train_dataloader()
+    with pytest.raises(ValueError, match="verify_store=True was removed: files of features have no checksums"):
+        datamodule(data, memory=MEMORY, verify_store=True)
     in_memory = load_folder(folder, mmap=False)
     with pytest.raises(ValueError, match=r"data\.x is not mapped from a file"):
         datamodule(in_memory, memory=MEMORY)
-    other = write_rows(torch.ones(NODES, 3), tmp_path / "other.rows").path
+    other = saved(torch.ones(NODES, 3), tmp_path / "other.npy")
     with pytest.raises(ValueError, match="has 60 features and the file 3"):
         datamodule(in_memory, memory=MEMORY, store=other)
-    fewer = write_rows(torch.ones(9, 60), tmp_path / "fewer.rows").path
+    fewer = saved(torch.ones(9, 60), tmp_path / "fewer.npy")
     with pytest.raises(ValueError, match=r"has 9 rows, but data has 6000 nodes"):
         datamodule(in_memory, memory=MEMORY, store=fewer)
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        datamodule(in_memory, memory=MEMORY, store=write_whole(tmp_path / "gone", "").with_name("nothing.rows"))
+        datamodule(in_memory, memory=MEMORY, store=write_whole(tmp_path / "gone", "").with_name("nothing.npy"))

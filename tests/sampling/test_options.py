@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader, NodeLoader
 from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
 
-from lightning_gnn.runtime.messages import REMOVED, keywords_of, whole_number
+from lightning_gnn.runtime.messages import keywords_of, whole_number
 from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.sampling.options import WITHOUT_EFFECT, checked_options
@@ -78,7 +78,7 @@ def test_values_that_ask_for_nothing_are_taken():
         "worker_init_fn": functools.partial(pl_worker_init_function, rank=1),
         "dataset": range(4),
         "directed": True,
-        **{name.removeprefix("datamodule."): None for name in REMOVED if name.startswith("datamodule.")},
+        **dict.fromkeys(("precompute", "verify_store")),
     }
     assert checked_options({**neutral, "drop_last": True, "own": 1}, "node", ["own"]) == {"drop_last": True, "own": 1}
 
