@@ -156,7 +156,7 @@ def _share(name: str, tensors: Sequence[Tensor], everyone: list[Any]) -> tuple[i
             offer: Any = None
             if gives := bool(others) and first == rank:
                 try:
-                    file = files.enter_context(_file_in_memory())
+                    file = files.enter_context(file_in_memory())
                     file.write(_bytes(tensors[0]).numpy().data)
                     file.flush()
                     state = os.fstat(file.fileno())
@@ -189,7 +189,8 @@ def _name_others(name: str, holders: dict[tuple[Any, int], list[int]], outcomes:
             say_once(f"not all ranks of a machine use one copy of {name}: {why}")
 
 
-def _file_in_memory() -> IO[bytes]:
+def file_in_memory() -> IO[bytes]:
+    """Open a file without a name, in memory where the system grants that."""
     try:
         return os.fdopen(os.memfd_create("lightning_gnn"), "w+b")
     except OSError:  # not allowed here

@@ -6,7 +6,8 @@ import torch
 
 from lightning_gnn.graph.arrays import expect_scattered_reads, load_array
 from lightning_gnn.runtime.mapped_files import LEAST, MappedFiles
-from lightning_gnn.runtime.parcels import Parcel
+from lightning_gnn.runtime.notebook import _pack
+from lightning_gnn.runtime.shared_arrays import file_in_memory
 
 
 @pytest.fixture
@@ -16,18 +17,18 @@ def path(tmp_path):
     return found
 
 
-def size_of(parcel):
-    with open(f"/proc/self/fd/{parcel.descriptor}", "rb") as file:
-        return file.seek(0, 2)
+def send(content):
+    """Return an object as a rank gets it, and the size of the file in memory."""
+    with file_in_memory() as file:
+        path = f"/proc/self/fd/{file.fileno()}"
+        _pack(content, path)
+        there = torch.load(path, mmap=True, weights_only=False)
+        return there, file.seek(0, 2)
 
 
 def arrives(tensor):
     """Say whether a tensor arrives as it is, from its file."""
-    parcel = Parcel()
-    parcel.pack([tensor])
-    (there,), _ = parcel.unpack()
-    there, size = there.clone(), size_of(parcel)
-    parcel.close()
+    (there,), size = send([tensor])
     assert torch.equal(there, tensor)
     assert there.dtype == tensor.dtype
     return size < LEAST
@@ -47,12 +48,9 @@ def test_what_shows_a_file_is_not_copied(path, load):
 
 def test_writes_stay_where_they_are_made(path):
     tensor = load_array(path)
-    parcel = Parcel()
-    parcel.pack(tensor)
-    there, _ = parcel.unpack()
+    there, _ = send(tensor)
     there[0] = -1
     assert torch.equal(load_array(path), tensor)
-    parcel.close()
     tensor[5] = 7
     assert not arrives(tensor)
     assert not torch.equal(load_array(path), tensor)
@@ -70,3 +68,15 @@ def test_a_file_that_is_another_or_gone_is_not_taken_for_it(path):
 def test_small_arrays_and_those_in_memory_are_not_looked_for():
     assert MappedFiles().find(torch.zeros(LEAST)) is None
     assert MappedFiles().find(torch.zeros(3)) is None
+
+
+def test_ranks_map_one_file_and_what_one_writes_is_its_own():
+    whole = torch.arange(1000.0)
+    with file_in_memory() as file:
+        path = f"/proc/self/fd/{file.fileno()}"
+        _pack({"whole": whole, "part": whole[10:20]}, path)
+        one, other = (torch.load(path, mmap=True, weights_only=False) for _ in range(2))
+    one["part"].fill_(-1)
+    assert (one["whole"][10:20] == -1).all()
+    assert torch.equal(other["whole"], whole)
+    assert torch.equal(whole, torch.arange(1000.0))
