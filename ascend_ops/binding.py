@@ -89,9 +89,6 @@ def build(progress: Callable[[str], None] | None = None) -> Path:
 
     Args:
         progress: Called with a line when a build starts and as it proceeds; None prints them to stderr.
-
-    Raises:
-        BindingError: Something is missing, or a compiler refused a source.
     """
     problems = missing()
     chip = soc_version()
@@ -113,9 +110,6 @@ def load(progress: Callable[[str], None] | None = None) -> Path:
     """Build the library where needed and register its operators for the device ``npu``; a second call does nothing.
 
     ``lightning_gnn.ops`` must be imported before: it defines the operators.
-
-    Raises:
-        BindingError: As :func:`build`, or torch refuses to load the library.
     """
     global _loaded
     with _lock:

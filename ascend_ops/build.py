@@ -47,10 +47,7 @@ def keep_folder(kind: str, key: str, make: Callable[[Path], Any], title: str) ->
     """Return a folder with what ``make`` writes into one: as long as this process lasts, unless a store takes over.
 
     Args:
-        kind: ``"twin"`` or ``"npu"``.
         key: 32 hexadecimal digits that tell what was built.
-        make: Builds into an empty folder.
-        title: What it is for people.
     """
     return _keep[0](kind, key, make, title)
 
@@ -72,11 +69,7 @@ _keep: list[Callable[[str, str, Callable[[Path], Any], str], Path]] = [_for_this
 
 @lru_cache(maxsize=4)
 def compiler(name: str | None = None) -> tuple[str, str]:
-    """Path and version of the C++ compiler (``CXX``, else g++).
-
-    Raises:
-        BuildError: No such program.
-    """
+    """Path and version of the C++ compiler (``CXX``, else g++)."""
     wanted = name or os.environ.get("CXX") or "g++"
     path = shutil.which(wanted)
     if path is None:
@@ -106,12 +99,6 @@ def build(
         sanitize: Build with the address and undefined-behaviour sanitizers. The process that loads the result must have
             the address sanitizer's library preloaded (see `sanitizer_environment`).
         progress: Called with a line when something has to be compiled; None prints it to stderr.
-
-    Returns:
-        The runtime's library and one `Built` for every source.
-
-    Raises:
-        BuildError: The compiler is missing or refused a source; the message holds its output.
     """
     if sources is None:
         sources = [s for s in sorted(CSRC.glob("*.cpp")) if kernels_in(s)]
@@ -156,11 +143,7 @@ def build(
 
 
 def build_tiling() -> Path:
-    """Builds the host's tiling (``csrc/host_*.cpp``), which needs nothing of the twin, and returns its library.
-
-    Raises:
-        BuildError: The compiler is missing or refused a source; the message holds its output.
-    """
+    """Builds the host's tiling (``csrc/host_*.cpp``), which needs nothing of the twin, and returns its library."""
     path, version = compiler()
     flags = ["-std=c++17", "-fPIC", "-O2", "-Wall", "-Wextra"]
     sources = sorted(CSRC.glob("host_*.cpp"))

@@ -50,7 +50,6 @@ class Counts:
 
     Args:
         rows: Rows that have entries.
-        entries: Entries.
         columns: Distinct columns: rows of the features that the cube kernel loads.
         runs: Runs of rows whose results lie side by side.
         column_runs: Runs of neighbours among the distinct columns.
@@ -86,12 +85,8 @@ def chunk_cycles(
 
     Args:
         kernel: ``"cube"``, whose chunks have at most 128 rows, or ``"vector"``.
-        counts: Of the chunks.
-        num_columns: D.
-        num_groups: M.
         chip: Parameters by the names of the twin's; with ``ub_to_l1_bytes`` a core is unified, without it split.
         buffers: 2 for double buffering, else 1.
-        heads: Heads with weights of their own.
     """
     width, pieces = panels(num_columns, num_groups, kernel, heads)
     unified = chip.get("ub_to_l1_bytes", 0) > 0
@@ -110,11 +105,8 @@ def row_sums_cycles(num_rows: int, num_entries: int, num_columns: int, cores: in
     """Return the cycles in which the vector cores add up the rows of a mini-batch, as aggregate_update does.
 
     Args:
-        num_rows: Rows of the result.
         num_entries: Entries, evenly spread over the rows.
-        num_columns: Columns of the features.
         cores: AI cores, of two vector cores each; each takes 64 rows of every tile of 128.
-        chip: Parameters by the names of the twin's.
     """
     width = 16 * -(-num_columns // 16)
     pieces = -(-width // PANEL["vector"])
@@ -144,11 +136,7 @@ def product_cycles(m: int, k: int, n: int, cores: int, chip: Mapping[str, float]
     """Return the cycles in which the cube cores multiply ``[m, k]`` with ``[k, n]``, as update does.
 
     Args:
-        m: Rows.
         k: Length of the products; where it alone is long, it is cut.
-        n: Columns.
-        cores: AI cores.
-        chip: Parameters by the names of the twin's.
     """
     p = chip
     down, across, steps = -(-m // 128), -(-n // 128), -(-k // 128)
@@ -178,9 +166,6 @@ def panels(num_columns: int, num_groups: int, kernel: Kernel, heads: int = 1) ->
     """Return the columns of the widest group, filled up to blocks of 16, and in how many panels they are handled.
 
     Args:
-        num_columns: D, of all heads.
-        num_groups: M.
-        kernel: Which one.
         heads: Heads with weights of their own, each of whole blocks; a panel is of one head.
     """
     blocks = heads * -(-num_columns // heads // 16)
@@ -219,15 +204,9 @@ def _sums(
     """Return the cycles of sums of so many entries for so many rows, and the wait for a list and its first rows.
 
     Args:
-        rows: Rows of the result.
-        entries: Rows of the features that are added, of one list (row_sums.h).
-        width: Columns.
-        pieces: Panels.
-        p: Parameters by the names of the twin's.
         row_byte: Cycles of a byte of a row of the features.
         buffers: 2 for double buffering, else 1.
         look_up: Cycles in which the scalar unit learns of a row of the result.
-        exposed: Part of the cycles of all but the busiest unit that nothing hides.
     """
     head, flag, latency = p["mte_head"], p["flag_cycles"], p["l2_read_latency"]
     panel = 16 * -(-width // (16 * pieces))

@@ -43,7 +43,6 @@ class CubeTables:
         runs: int32 ``[.., 4]``.
         splits: int32 ``[.., 4]``, for combine_parts: vertices whose rows lie apart.
         num_parts: Rows of the float parts.
-        num_blocks: Blocks to launch.
         workspace_bytes: Bytes of the workspace.
     """
 
@@ -65,7 +64,6 @@ class CubeTables:
 
         Args:
             weights: ``[num_edges]`` or ``[num_edges, heads]``, in the order of the entries; None for ones.
-            heads: Number of heads.
         """
         given = np.ones((self.slots.size, heads), np.float32) if weights is None else np.asarray(weights, np.float32)
         given = given.reshape(self.slots.size, heads)
@@ -122,9 +120,6 @@ class RowTables:
         columns: int32 ``[num_edges]``, the column vertex of each entry.
         range_offset: Where the ranges start in the plan.
         panel_offset: Where the panels start in the plan.
-        num_groups: M.
-        num_members: G.
-        panel_columns: The widest panel.
     """
 
     plan: npt.NDArray[np.int32]
@@ -155,17 +150,7 @@ def cube_tables(
             row of each chunk, int64 ``[num_chunks + 1]``; first entry of each row, int64 ``[R + 1]``; column of each
             entry, int32 ``[num_edges]``; vertex of each column, int32 ``[L]``; first column of each chunk, int64
             ``[num_chunks + 1]``.
-        chunk_ranges: Chunks of each of the G members of a group, ``HybridPlan.chunk_ranges``.
-        num_groups: M.
         num_columns: D, columns of the features (of one head); the kernel sees them filled up to a multiple of 16.
-        heads: Number of heads, side by side in the features, each filled up by itself.
-        tile_rows: Rows of a dense tile.
-        tile_columns: Columns of a dense tile.
-        panel: Columns of the features handled at once.
-
-    Raises:
-        BuildError: There is no C++ compiler.
-        ValueError: A tile size does not fit the local memories, ranges do not cover the chunks, there is no column.
     """
     numbers = (num_groups, num_columns, heads, tile_rows, tile_columns, panel)
     made = _make("cube tables", numbers, _CUBE_NAMES, chunks, chunk_ranges)
@@ -189,20 +174,8 @@ def gathered_tables(
     """Make what aggregate_gathered reads from one direction of a graph and a plan.
 
     Args:
-        chunks: Six arrays, as for :func:`cube_tables`.
-        waves: Chunks of each wave.
         num_members: Cube cores of a group, which share out each wave's row blocks.
-        num_groups: M.
-        num_columns: Columns of one head.
-        heads: Number of heads.
         kept: Whether dense tiles are given, and not made by the kernel.
-        tile_rows: Rows of a dense tile.
-        tile_columns: Columns of a dense tile.
-        panel: Columns of the features multiplied at once.
-
-    Raises:
-        BuildError: There is no C++ compiler.
-        ValueError: As :func:`cube_tables`; also rows or waves that are too large.
     """
     numbers = (num_members, num_groups, num_columns, heads, kept, tile_rows, tile_columns, panel)
     names = (*_CUBE_NAMES, "batches", "sources", "shapes", "cells", "places")
@@ -225,17 +198,7 @@ def row_tables(
     """Make what the vertex-by-vertex kernels read.
 
     Args:
-        chunks: Six arrays, as for :func:`cube_tables`.
         chunk_ranges: Chunks of each member; a split vertex belongs to the chunk of its first part.
-        num_members: Without ranges: into how many shares of about as many entries the vertices are cut.
-        num_groups: M.
-        num_columns: Columns of one head.
-        heads: Number of heads.
-        max_panel: Columns of the features handled at once.
-
-    Raises:
-        BuildError: There is no C++ compiler.
-        ValueError: Parts of a vertex lie apart, or ranges do not cover the chunks.
     """
     numbers = (num_members, num_groups, num_columns, heads, max_panel)
     made = _make("row tables", numbers, ("plan", "vertices", "columns", "sizes"), chunks, chunk_ranges)
@@ -258,7 +221,6 @@ def aggregate_vector_tiling(tables: RowTables, stride: int, weighted: bool) -> W
     Args:
         tables: What else the kernel reads.
         stride: Elements from row to row of x and y.
-        weighted: Whether there are weights.
     """
     of_tables = (tables.range_offset, tables.panel_offset, tables.num_groups, tables.num_members, tables.panel_columns)
     return _words("aggregate_vector", *of_tables, stride, tables.columns.size, weighted)
@@ -266,12 +228,6 @@ def aggregate_vector_tiling(tables: RowTables, stride: int, weighted: bool) -> W
 
 def cut_panels(num_columns: int, num_groups: int, heads: int, max_panel: int) -> tuple[Array, Array, int]:
     """Return the panels of columns of each group of a plan, as :func:`row_tables` has them.
-
-    Args:
-        num_columns: Columns of one head.
-        num_groups: M.
-        heads: Number of heads.
-        max_panel: Columns handled at once.
 
     Returns:
         First panel of each group, int32 ``[M + 1]``; first column, columns and head of each panel and 0, int32
@@ -294,14 +250,8 @@ def max_tiling(
     """Return ``RowsTiling`` for aggregate_max and aggregate_max_backward.
 
     Args:
-        range_offset: Where the ranges start in the plan.
-        panel_offset: Where the panels start in the plan.
-        num_groups: M.
-        num_members: G.
         panel_columns: The widest panel, ``MAX_PANEL`` at most.
         stride: Elements from row to row of features and results.
-        num_edges: Entries, weights of a head.
-        weighted: Whether there are weights.
     """
     of_tables = (range_offset, panel_offset, num_groups, num_members, panel_columns)
     return _words("aggregate_max", *of_tables, stride, num_edges, weighted)
@@ -312,7 +262,6 @@ def softmax_tiling(tables: RowTables, heads: int, slope: float = 0.0) -> Words:
 
     Args:
         tables: What else the kernel reads.
-        heads: Number of heads.
         slope: Slope of the leaky ReLU below 0.
     """
     bits = int(np.float32(slope).view(np.uint32))
@@ -324,8 +273,6 @@ def products_tiling(tables: RowTables, heads: int, num_columns: int) -> Words:
 
     Args:
         tables: What else the kernel reads.
-        heads: Number of heads.
-        num_columns: Columns of one head.
     """
     return _words("edge_products", tables.num_members, tables.range_offset, heads, num_columns)
 
@@ -334,7 +281,6 @@ def combine_tiling(num_vertices: int, num_columns: int, *, parts_per_row: int = 
     """Return ``CombineTiling``.
 
     Args:
-        num_vertices: Rows to make.
         num_columns: Columns, a multiple of 16, also the strides of parts and result.
         parts_per_row: Parts of each row, where there is no list.
         float_out: Whether the result is float32, not float16.
@@ -346,9 +292,7 @@ def gather_tiling(num_rows: int, row_bytes: int, table_rows: int, table_stride: 
     """Return ``GatherTiling``.
 
     Args:
-        num_rows: Rows to gather.
         row_bytes: Bytes of a row.
-        table_rows: Rows of the table.
         table_stride: Bytes from row to row of the table, by default those of a row.
     """
     stride = row_bytes if table_stride is None else table_stride
@@ -377,20 +321,13 @@ def update_tiling(
     """Return ``UpdateTiling``: y ``[m, n]`` = a ``[m, k]`` times b ``[k, n]``.
 
     Args:
-        m: Rows of the result.
-        k: Length of the products.
         n: Columns of the result; y has them filled up to a multiple of 16.
         lda: Elements from row to row of a as stored, a multiple of 16 (the fillers are 0).
-        ldb: The same of b.
         transpose_a: Whether a is stored ``[k, m]``.
         transpose_b: Whether b is stored ``[n, k]``.
-        bias: Whether a bias is added.
         relu: Whether negative results become 0.
         float_out: Whether y is float32; with ``split_k > 1`` it always is.
         split_k: Into how many parts k is cut at most; a part has at least 128.
-
-    Raises:
-        ValueError: A size is 0, a stride is too small or no multiple of 16, or bias or ReLU meet a cut k.
     """
     return _words("update", m, k, n, lda, ldb, transpose_a, transpose_b, bias, relu, float_out, split_k)
 
@@ -410,18 +347,11 @@ def aggregate_update_tiling(
     """Return ``AggregateUpdateTiling``.
 
     Args:
-        rows: Rows of the result.
         k: Columns of the features, whose rows lie k filled up to a multiple of 16 apart.
         n: Columns of the result; 0 for sums alone.
         ldb: Elements from row to row of b as stored, a multiple of 16 (the fillers are 0).
         own_rows: How many of the first rows have a term of their own.
-        own_offset: Columns from b to what their own features are multiplied with.
-        weighted: Whether edges have weights.
-        mean: Whether sums are divided by the number of edges.
         transpose_b: Whether b is stored ``[n, k]``.
-
-    Raises:
-        ValueError: No row or column, or a stride that does not fit.
     """
     return _words("aggregate_update", rows, k, n, up(k), ldb, own_rows, own_offset, weighted, mean, transpose_b)
 
@@ -457,12 +387,7 @@ def up(value: int, unit: int = CUBE_EDGE) -> int:
 
 
 def fields(struct: str, words: Words) -> dict[str, int]:
-    """Return a tiling struct's words by the names that csrc/tiling.h gives them.
-
-    Args:
-        struct: A struct of that file, such as ``"AggregateTiling"``.
-        words: Its words.
-    """
+    """Return a tiling struct's words by the names that csrc/tiling.h gives them."""
     return dict(zip(_field_names()[struct], words.tolist(), strict=True))
 
 

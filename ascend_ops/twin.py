@@ -75,7 +75,6 @@ class LaunchResult:
             l1_to_l0b, ub_read, ub_write, scalar_gm).
         fractals: 16x16x16 products of the cube.
         elements: Elements of vector instructions.
-        instructions: Instructions issued.
         cores: For every core: block, kind, sub, end (cycles) and the busy cycles of scalar, vector, cube, mte1, mte2,
             mte3 and fix.
         lints: Remarks that are not violations, for example a queue with a single buffer.
@@ -162,7 +161,6 @@ class Twin:
         """Runs a kernel on all blocks; arrays are changed in place.
 
         Args:
-            kernel: Name of the kernel function.
             args: One value per parameter. Pointers take C-contiguous numpy arrays or CPU tensors (read and written in
                 place), `ReadOnly` or `Scratch` around one, or a ``ctypes.Structure`` (copied, read-only). Parameters by
                 value take numbers or ``ctypes.Structure``.
@@ -171,13 +169,7 @@ class Twin:
             seed: 0 runs the cores in order; any other number draws the order of the cores.
             require_double_buffer: Make a queue with a single buffer that is used repeatedly a violation, not a lint.
             mmad_nan: False makes NaN operands of Mmad a violation.
-            parameters: Cost-model parameters by name, over the defaults in `Twin.parameters`.
-            timeline: Keep a record of every instruction.
             max_instructions: Stop a kernel that does not end.
-
-        Raises:
-            TwinViolation: The kernel broke a rule; arrays then hold what had been written so far.
-            ValueError: An argument does not fit the kernel's signature.
         """
         if kernel not in self.kernels:
             raise ValueError(f"no kernel {kernel!r}: there are {sorted(self.kernels)}")

@@ -60,10 +60,6 @@ def cut_waves(counts: Counts, number: int) -> Array:
     """Cut chunks into waves that gather about as many rows each: int64 ``[number + 1]``, fewer where some are empty.
 
     The first is a quarter of the others, for nothing is multiplied while it is gathered.
-
-    Args:
-        counts: Of the chunks.
-        number: How many waves.
     """
     ends = np.cumsum(_up(counts.columns))
     total = ends[-1] if ends.size else 0
@@ -93,13 +89,7 @@ def gathered_cycles(
 
     Args:
         counts: Of chunks of at most 128 rows.
-        num_columns: D, of all heads.
-        num_groups: M.
         num_members: G; there are M G cube cores and twice as many vector cores.
-        bounds: First chunk of each wave, and their number, as :func:`cut_waves` returns them.
-        kept: Dense tiles are given.
-        chip: Parameters by the names of the twin's.
-        heads: Heads with weights of their own.
     """
     wave = np.repeat(np.arange(bounds.size - 1), np.diff(bounds))
     waves, cores = bounds.size - 1, 2 * num_groups * num_members

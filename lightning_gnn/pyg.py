@@ -112,9 +112,7 @@ class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
         data: A graph, of one type or of several, or PyG's (feature store, graph store) of one.
         num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
         subgraph_type: ``"directional"``, ``"bidirectional"`` or ``"induced"``.
-        replace: Draw with replacement.
         disjoint: One tree per seed, told apart by ``batch``.
-        temporal_strategy: ``"uniform"`` or ``"last"``.
         time_attr: Attribute with the times of nodes or of edges.
         weight_attr: Attribute with the weights of edges. Edges of the weight 0 are never picked (pyg-lib takes them
             where a node has no more in-edges than are to be picked).
@@ -122,11 +120,6 @@ class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
         share_memory: Move the topology into shared memory, for loaders with worker processes.
         directed: PyG's deprecated way to ask for induced subgraphs.
         sample_direction: ``"forward"``: from the seeds against the edges; ``"backward"``: along them.
-
-    Raises:
-        TypeError: Fanouts or an ``edge_index`` that are no integers.
-        NotImplementedError: Temporal backward sampling, or weights of a remote graph, as in PyG.
-        ValueError: Another option that is not supported, or a graph or an attribute that is not valid.
     """
 
     def __init__(

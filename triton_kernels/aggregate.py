@@ -248,7 +248,6 @@ def aggregate_sum(
     Args:
         x: float ``[num_columns, H, C]``, the last two dimensions adjacent.
         weight: float ``[E, H]``, contiguous, or None.
-        base: Columns and degrees of the matrix.
         plan: Its parts; tiles are not looked at.
         mean: Divide by the entries of the vertex, where a part is all of a vertex.
         out: ``[num_rows, H, C]``, contiguous.
@@ -266,9 +265,6 @@ def combine_sum(base: Base, slots: Slots, mean: bool, out: Tensor, scratch: Tens
     """Add up the slots of each split vertex, in order.
 
     Args:
-        base: Columns and degrees of the matrix.
-        slots: Which slots belong to which vertex.
-        mean: Divide by the entries of the vertex.
         out: ``[num_rows, ...]``, contiguous.
         scratch: ``[num_slots, ...]`` of the accumulator's dtype, contiguous, written by all parts.
     """
@@ -285,7 +281,6 @@ def edge_sums(values: Tensor, edge_ids: Tensor | None, base: Base, plan: Plan, o
     Args:
         values: float ``[E, H]``, contiguous.
         edge_ids: int32 or int64 ``[E]``, or None.
-        base: Columns and degrees of the matrix.
         plan: Its plan without tiles.
         out: ``[num_rows, H]``, contiguous.
         scratch: ``[num_slots, H]`` of the accumulator's dtype, contiguous.
@@ -345,7 +340,6 @@ def aggregate_max(x: Tensor, weight: Tensor | None, base: Base, plan: Plan, out:
     Args:
         x: float32 or float64 ``[num_columns, H, C]``, the last two dimensions adjacent.
         weight: ``[E, H]`` of the same dtype, contiguous, or None.
-        base: Columns and degrees of the matrix.
         plan: Its plan without tiles.
         out: ``[num_rows, H, C]``, contiguous; 0 for a vertex without entries.
         ties: How many entries attain the maximum, ``[num_rows, H, C]`` of the same dtype, contiguous.

@@ -73,7 +73,6 @@ class Slots:
     Args:
         ptr: First slot of each vertex, int64 ``[S + 1]``.
         vertices: int32 ``[S]``.
-        count: Number of slots.
         covered: Every vertex is written by some part; otherwise the output must begin with zeros.
     """
 
@@ -195,12 +194,8 @@ def build_plan(matrix: Matrix, base: Base, dense: Tensor | None = None) -> Plan:
     """Cut a matrix into parts and tiles.
 
     Args:
-        matrix: The matrix.
         base: Its columns.
         dense: Chunks that go through tiles, bool ``[K]``; by default none.
-
-    Returns:
-        The plan, on the device of the matrix.
     """
     device = matrix.rows.device
     dense = torch.zeros(matrix.row_ptr.numel() - 1, dtype=torch.bool) if dense is None else dense.cpu()

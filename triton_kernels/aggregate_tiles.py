@@ -127,9 +127,6 @@ def multiply_tiles(
     Args:
         x: float32, float16 or bfloat16 ``[num_columns, H, C]``, the last two dimensions adjacent.
         weight: float ``[E, H]``, contiguous, or None; rounded to the dtype of ``x``.
-        base: Columns and degrees of the matrix.
-        tiles: The windows of its dense chunks.
-        mean: Divide by the entries of the vertex.
         tf32: float32 may be rounded to TF32.
         out: ``[num_rows, H, C]``, contiguous.
         scratch: float32 ``[num_slots, H, C]``, contiguous.

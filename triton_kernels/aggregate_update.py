@@ -167,7 +167,6 @@ def sum_rows(edges: list[Tensor], x: Tensor, mean: bool, out: Tensor) -> None:
     Args:
         edges: Sorted by row: ``indptr``, ``indices`` and, if weighted, their weights, contiguous.
         x: Floating ``[num_columns, D]``, contiguous.
-        mean: Divide by the number of edges.
         out: ``[num_rows, D]`` of the dtype of ``x``, contiguous.
     """
     indptr, indices, *weight = edges

@@ -305,8 +305,6 @@ def edge_softmax_backward(
         weight: What :func:`edge_softmax` wrote, ``[E, H]``, contiguous.
         source: Scores of the columns ``[num_columns, H]``, contiguous.
         target: Scores of the rows ``[num_rows, H]``, contiguous.
-        negative_slope: Of the leaky ReLU.
-        base: Columns of the matrix.
         plan: Its plan without tiles.
         out: ``[E, H]`` of the dtype of the scores, contiguous.
     """
@@ -374,7 +372,6 @@ def edge_products(
     Args:
         row_values: float ``[num_rows, H, C]``, the last two dimensions adjacent.
         column_values: float ``[num_columns, H, C]``, the last two dimensions adjacent.
-        base: Columns of the matrix.
         parts: Those of a plan without tiles.
         out: float ``[E, H]``, contiguous.
         match: The largest that each row received ``[num_rows, H, C]``, and the weights ``[E, H]``, contiguous: only

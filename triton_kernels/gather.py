@@ -94,9 +94,6 @@ def gather(
         shards: Where ``table`` is one of several parts, as long as each other and contiguous: their addresses, int64
             ``[n]``, on the device; the number of rows of all; and the logarithm of how many each gets in turn. They lie
             where the device reads them, as the memory of other GPUs does that is mapped there. Without a cache.
-
-    Returns:
-        ``out``.
     """
     if out.numel() == 0:
         return out

@@ -77,7 +77,6 @@ def pick_left(
         degree: Edges of each row, int32 ``[R]``.
         at: Where in ``eid`` the picks of each row begin, int32 ``[R]``.
         stream: uint64 ``[R]``.
-        number: Of the draw.
         count: Picks so far, int32 ``[R]``.
         on: Mask ``[R]``.
 
@@ -226,16 +225,11 @@ def pick_by_variate(
         indices: Lower halves of the sources, int32 ``[stride * num_edges]``.
         stride: int32, 1 if sources are int32, 2 if int64.
         parallel: How many edges before one in its list have the same source, int32 ``[num_edges]``.
-        has_parallel: Whether it is there.
         eid: Where to write, int32 or int64.
         begin: First edge of the row, int64.
         degree: Its edges, int32, more than the fanout.
         at: Where in ``eid`` its picks begin, int32.
         fanout: int32, at least 1.
-        key: As for :func:`variate`.
-        often: As there.
-        batch: As there.
-        T: How many edges are looked at side by side.
     """
     # Fewer than `fanout` variates lie below `low`, `number`, which are enough, not above `high`.
     low = key.to(tl.uint64) * 0

@@ -80,9 +80,7 @@ class DeviceSampler:
     """What samplers on a device share: scratch memory that is allocated once and reused, stamps, turns, and launches.
 
     Args:
-        device: Where to sample.
         num_programs: Programs per launch; by default as many as are resident at once.
-        num_warps: Warps per program.
     """
 
     START_EDGES = 1 << 22
@@ -224,13 +222,9 @@ class TritonNeighborSampler(DeviceSampler):
             hop by hop in one launch if it is ``persistent``.
         fetch_size: Tasks that a program claims at a time; at least 1.
         num_programs: Programs per launch; by default as many as are resident at once.
-        num_warps: Warps per program.
         device: Where to sample; by default where ``indices`` is, or the accelerator if it is in pinned memory.
         cached: Copies of hot adjacency lists on the device, read instead of ``indices``.
         shards: Where ``indices`` is this GPU's part alone, those of all; without ``cached``.
-
-    Raises:
-        ValueError: An unknown mode, a fetch size below 1, or a graph of 2^31 nodes or more.
     """
 
     MODES: tuple[str, ...] = MODES
@@ -282,16 +276,11 @@ class TritonNeighborSampler(DeviceSampler):
             seeds: Nodes of the graph, not checked, int32 or int64 ``[batch_size]``; duplicates are allowed.
             fanouts: In-edges to pick per node and hop; -1 takes all.
             key: The batch key, signed 64-bit.
-            replace: Draw with replacement.
-            disjoint: One tree per seed, which shares no node with the others.
             first_tree: Position of the first seed in the whole mini-batch, not negative; matters if disjoint.
 
         Returns:
             ``node`` ``[n]``, ``edge_index`` ``[2, m]``, ``edge`` ``[m]``, ``batch`` ``[n]`` (None unless disjoint), all
             int64 on the device; nodes per hop, seeds first, and edges per hop.
-
-        Raises:
-            ValueError: More than 30 hops, or a sample of more than 2^31 edges (2^29 if disjoint).
         """
         fanouts = [int(fanout) for fanout in fanouts]
         check_hops(fanouts)
@@ -305,7 +294,6 @@ class TritonNeighborSampler(DeviceSampler):
         """Launch a batch on the current stream, and return before it has been sampled.
 
         Args:
-            batch: Of this sampler, from :meth:`batch` or of several mini-batches.
             share: Of the GPU, how much the launch may fill.
         """
         with self.turn():
@@ -323,11 +311,7 @@ class TritonNeighborSampler(DeviceSampler):
         disjoint: bool = False,
         first_tree: int = 0,
     ) -> Batch:
-        """Return what :meth:`begin` launches; arguments as for :meth:`sample`.
-
-        Raises:
-            ValueError: More than 30 hops.
-        """
+        """Return what :meth:`begin` launches; arguments as for :meth:`sample`."""
         fanouts = [int(fanout) for fanout in fanouts]
         check_hops(fanouts)
         return self._batch(seeds.to(self.device).contiguous(), fanouts, key, replace, disjoint, first_tree)
@@ -367,7 +351,6 @@ class Pending:
 
     Args:
         sampler: Where it has been launched.
-        batch: What.
     """
 
     def __init__(self, sampler: TritonNeighborSampler, batch: Batch) -> None:
@@ -381,11 +364,7 @@ class Pending:
         return self._made is not None or self._batch.fetched.is_there()
 
     def end(self) -> list[Sample]:
-        """Return what :meth:`TritonNeighborSampler.sample` does, of each, for use on the stream where it was begun.
-
-        Raises:
-            ValueError: A sample of more than 2^31 edges (2^29 if disjoint).
-        """
+        """Return what :meth:`TritonNeighborSampler.sample` does, of each, for use on the stream where it was begun."""
         if self._made is None:
             with self._sampler.turn():
                 pass
@@ -406,8 +385,6 @@ class Batch:
         sampler: Whose graph and scratch memory it uses.
         seeds: On the sampler's device, contiguous; the rest as for :meth:`TritonNeighborSampler.sample`.
         fanouts: A fanout per hop.
-        key: The batch key.
-        replace: Draw with replacement.
         disjoint: One tree per seed.
         first_tree: Position of the first seed in the whole mini-batch.
     """
@@ -592,11 +569,7 @@ def chunk_size(K: int) -> int:
 
 
 def device_of(indices: Tensor) -> torch.device:
-    """Return where a graph is sampled: where ``indices`` is, or the accelerator if it is in pinned memory.
-
-    Raises:
-        ValueError: It is where no kernel can read it.
-    """
+    """Return where a graph is sampled: where ``indices`` is, or the accelerator if it is in pinned memory."""
     if indices.device.type != "cpu" or not isinstance(hop_kernel, JITFunction):
         return indices.device
     accelerator = torch.accelerator.current_accelerator()

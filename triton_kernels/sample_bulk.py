@@ -59,13 +59,6 @@ def sample_bulk(
             device.
         fanouts: In-edges to pick per node and hop; -1 takes all.
         keys: Of each mini-batch, signed 64-bit.
-        replace: Draw with replacement.
-
-    Returns:
-        What ``sampler.sample`` returns for each of them.
-
-    Raises:
-        ValueError: As for ``sampler.sample``.
     """
     fanouts = [int(fanout) for fanout in fanouts]
     most = most_batches(sampler)
@@ -103,7 +96,6 @@ class Bulk(Batch):  # type: ignore[misc]
     """Several mini-batches on their way through a sampler, as :class:`Batch` is one.
 
     Args:
-        keys: Of each mini-batch.
         starts: Where the seeds of each begin in ``seeds``, and where they end.
     """
 

@@ -70,7 +70,6 @@ class Picking(NamedTuple):
     """How edges are picked.
 
     Args:
-        replace: With replacement.
         disjoint: One tree per seed.
         first_tree: Position of the first seed in the whole mini-batch.
         newest: Of the edges whose time allows it, only the newest count.
@@ -103,12 +102,7 @@ class TritonRelationSampler(DeviceSampler):  # type: ignore[misc]
 
     Args:
         num_nodes: Of each node type.
-        device: Where to sample.
         num_programs: Programs per launch; by default as many as are resident at once.
-        num_warps: Warps per program.
-
-    Raises:
-        ValueError: There are 2^31 nodes or more.
     """
 
     def __init__(
@@ -132,17 +126,12 @@ class TritonRelationSampler(DeviceSampler):  # type: ignore[misc]
         Args:
             relations: The edge types, in the order of their sorted names, all with as many hops.
             seeds: Of each node type, not checked, int32 or int64 ``[batch_size]``; duplicates are allowed.
-            starts: The tree of the first seed of each node type.
             keys: Of each hop and edge type, 64-bit.
-            picking: How edges are picked.
 
         Returns:
             By node type ids ``[n]``, trees ``[n]`` (empty unless disjoint), and nodes per hop, seeds first; by edge
             type local ids of sources and targets ``[2, m]``, positions ``[m]``, and edges per hop. All int64 on the
             device.
-
-        Raises:
-            ValueError: Too many hops and edge types, or a sample of more than 2^31 edges (2^29 if disjoint).
         """
         with self.turn():
             on_device = [ids.to(self.device) for ids in seeds]

@@ -205,11 +205,7 @@ def device_module() -> ModuleType:
 
 
 def check_available() -> None:
-    """Check that there is an NPU to use.
-
-    Raises:
-        MisconfigurationException: There is none; says what is missing and how to get it.
-    """
+    """Check that there is an NPU to use."""
     if reason := why_unavailable():
         raise MisconfigurationException(f"accelerator='npu' cannot be used: {reason}")
 
@@ -283,9 +279,6 @@ def choose_npus(connector: type) -> None:
     Left alone, it answers a single-device strategy on the CPU for one device of an accelerator that it does not know,
     and trains there without a word. It has no hook for the choice, so the method that makes it is wrapped; every other
     accelerator goes to the original. Should a later Lightning lose the method, :class:`NPUAccelerator` refuses the CPU.
-
-    Args:
-        connector: Lightning's ``_AcceleratorConnector``.
     """
     original = getattr(connector, "_choose_strategy", None)
     if original is None or getattr(original, "chooses_npus", False):

@@ -49,15 +49,7 @@ _INSTEAD = {
 
 
 def check_config(cfg: DictConfig) -> None:
-    """Refuse what cannot work before anything is loaded.
-
-    Raises:
-        FileNotFoundError: There is no checkpoint at ``ckpt_path``.
-        ModuleNotFoundError: The package of the format of predictions is missing.
-        RuntimeError: The processor that was asked for is missing.
-        ValueError: An unknown mode, format or task, no checkpoint to evaluate, a graph in parts for what takes none, or
-            a model whose depth does not fit the fanouts.
-    """
+    """Refuse what cannot work before anything is loaded."""
     if cfg.mode not in MODES:
         raise ValueError(f"mode={cfg.mode!r} is unknown; use one of {', '.join(MODES)}")
     if missing := OmegaConf.missing_keys(cfg):
@@ -102,11 +94,7 @@ def check_config(cfg: DictConfig) -> None:
 
 
 def check_arguments_of(cfg: DictConfig) -> None:
-    """Hold everything that will be built against the signatures of its classes.
-
-    Raises:
-        ValueError: Names what does not fit.
-    """
+    """Hold everything that will be built against the signatures of its classes."""
     typed: list[str] = []
     experiment = None
     if HydraConfig.initialized():
@@ -143,11 +131,7 @@ def check_arguments_of(cfg: DictConfig) -> None:
 
 
 def check_accelerator(name: str) -> None:
-    """Say what is missing for a kind of processor.
-
-    Raises:
-        RuntimeError: Names it.
-    """
+    """Say what is missing for a kind of processor."""
     if name in ("gpu", "cuda") and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
         built = (
             f"torch {torch.__version__} was built with CUDA {torch.version.cuda}"
@@ -192,11 +176,7 @@ def build_node_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.Lightn
 
 
 def _partitioned(cfg: DictConfig) -> bool:
-    """Whether the graph comes in parts.
-
-    Raises:
-        ValueError: The graph and the DataModule do not go together.
-    """
+    """Whether the graph comes in parts."""
     parts = str(cfg.datamodule.get("_target_")).endswith(("PartitionedDataModule", "PartitionedLinkDataModule"))
     if parts != str(cfg.data.get("_target_")).endswith("whole.outline"):
         raise ValueError(
@@ -335,11 +315,7 @@ def _listed(kind: EdgeType) -> str:
 
 
 def build_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
-    """Build what ``task.name`` asks for.
-
-    Raises:
-        ValueError: The metric that is to pick the checkpoint is none that the module logs.
-    """
+    """Build what ``task.name`` asks for."""
     datamodule, module = TASKS[cfg.task.name](cfg, data)
     if type(module).__module__.startswith("lightning_gnn."):  # a user's own may log whatever it likes
         given = (getattr(module, "metric_name", None), *getattr(module, "metric_names", ()), "loss")
@@ -397,10 +373,6 @@ def build(node: DictConfig, name: str, **kwargs: Any) -> Any:
     """Build an object from ``_target_`` and its arguments.
 
     Hydra makes a partial of the configured arguments only: it would copy tensors that pass through it.
-
-    Raises:
-        Exception: What building has raised; a note names ``name``.
-        ValueError: The configuration sets an argument that ``kwargs`` sets.
     """
     try:
         _refuse_set(node, name, kwargs)

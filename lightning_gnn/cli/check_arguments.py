@@ -32,13 +32,8 @@ def check_arguments(
 
     Args:
         node: Holds ``_target_`` and its arguments, which may be such nodes themselves.
-        name: The node's key.
-        typed: Keys from the command line.
         experiment: The experiment that may have set the others.
         filled: Arguments that may be null, since they are filled in later.
-
-    Raises:
-        ValueError: Names key, value and what would do.
     """
     try:
         target = get_object(node._target_)

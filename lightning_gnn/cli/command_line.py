@@ -112,14 +112,6 @@ def start(job: Callable[[DictConfig], Any], config_name: str, interrupted: str) 
     """Compose what was typed and run it, once or as a sweep.
 
     With ``ckpt_path`` the configuration that was saved with the checkpoint takes the place of the defaults.
-
-    Args:
-        job: Takes the composed configuration.
-        config_name: ``"train"`` or ``"plan"``.
-        interrupted: What to say after Ctrl-C.
-
-    Raises:
-        SystemExit: With 2 after an error that a user can put right, with 130 after Ctrl-C.
     """
     try:
         with _errors_in_one_line():
@@ -169,11 +161,7 @@ def full_errors() -> bool:
 
 
 def check_writable(directory: str | Path, name: str) -> None:
-    """Say why no files can be made in a directory, which need not exist yet.
-
-    Raises:
-        ValueError: Names it.
-    """
+    """Say why no files can be made in a directory, which need not exist yet."""
     there = Path(directory).absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -216,11 +204,7 @@ def _search_also(directory: str) -> None:
 
 
 def _compose_once(config_name: str, typed: argparse.Namespace) -> Rebuilt:
-    """Compose once, and see what stands in the way of a start; return what to compose then.
-
-    Raises:
-        UserError: The configuration cannot be composed, or there is no place for its files.
-    """
+    """Compose once, and see what stands in the way of a start; return what to compose then."""
     with initialize_config_module(_CONF, version_base="1.3"):
         try:
             if typed.config_dir is not None:

@@ -62,15 +62,7 @@ def write(cfg: DictConfig, path: Path, form: str, num_seeds: int | None) -> str:
     """Write the model of ``ckpt_path``, and return what to say of it.
 
     Args:
-        cfg: A configuration composed from ``conf/train.yaml``.
-        path: Where to.
-        form: ``"torch"`` or ``"onnx"``.
         num_seeds: How many rows the program returns; None returns all.
-
-    Raises:
-        ModuleNotFoundError: The packages for ONNX are missing.
-        ValueError: The configuration cannot be run, the checkpoint does not fit it, or the model is none of graphs
-            without types.
     """
     be_quiet()
     if form == "onnx":

@@ -23,7 +23,6 @@ class Check:
     """One operator, forward and backward.
 
     Args:
-        name: Of the operator.
         error: The largest difference from float64, relative to the largest number.
         bound: What rounding explains of it.
         seconds: Of a call after the first on an NPU, forward and backward; simulated seconds would mislead.
@@ -53,9 +52,6 @@ def place() -> tuple[str, str]:
     """Return the device on which kernels are checked, and the backend.
 
     An NPU for which they can be built comes first; else their twin, which needs a C++ compiler.
-
-    Raises:
-        BindingError: Neither can be had; the message says what is missing.
     """
     problems = binding.missing()
     if not problems and hasattr(torch, "npu"):
@@ -69,15 +65,7 @@ def place() -> tuple[str, str]:
 
 
 def check_kernels(device: str, backend: str) -> list[Check]:
-    """Run each operator on a small graph and compare it with torch's own in float64 on the CPU.
-
-    Args:
-        device: Where the tensors are.
-        backend: ``"device"`` or ``"ascend_twin"``.
-
-    Raises:
-        BindingError: They cannot be built for the NPU, where torch's own operators would be compared with themselves.
-    """
+    """Run each operator on a small graph and compare it with torch's own in float64 on the CPU."""
     from lightning_gnn.graph import CompressedGraph
     from lightning_gnn.ops import aggregate, aggregate_update, edge_softmax
     from lightning_gnn.ops.gather.npu import gather_npu

@@ -59,9 +59,6 @@ def run(cfg: DictConfig) -> None:
 
     Args:
         cfg: A configuration composed from ``conf/plan.yaml``; under the compose API give ``output_dir``.
-
-    Raises:
-        UserError: There is nothing to plan, or the run could not be started.
     """
     be_quiet()
     said: list[str] = []
@@ -128,11 +125,7 @@ def run(cfg: DictConfig) -> None:
 
 
 def what_to_plan(cfg: DictConfig) -> Literal["hybrid", "collective", "placement", "cpu"]:
-    """Return which of the planners a configuration asks for; that of the CPU is for what needs none of the others.
-
-    Raises:
-        ValueError: Two of them.
-    """
+    """Return which of the planners a configuration asks for; that of the CPU is for what needs none of the others."""
     if cfg.mode != "train":
         raise ValueError(f"lgnn plan plans training, not mode={cfg.mode}; leave mode out")
     strategy = OmegaConf.select(cfg, "trainer.strategy")
@@ -167,12 +160,7 @@ def _is_a(node: Any, kind: type) -> bool:
 
 
 def _trainer(cfg: DictConfig, **more: Any) -> pl.Trainer:
-    """Build the configured Trainer, but one that leaves nothing behind.
-
-    Args:
-        cfg: The whole configuration.
-        **more: Arguments that win over it.
-    """
+    """Build the configured Trainer, but one that leaves nothing behind."""
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     arguments = {**quiet, "callbacks": None, "default_root_dir": cfg.output_dir, **more}
     kept = OmegaConf.masked_copy(cfg.trainer, [key for key in cfg.trainer if key not in arguments])
@@ -225,14 +213,7 @@ def profile(
     Plans that are kept from earlier runs do not count: it always measures, unless the DataModule was given a plan.
 
     Args:
-        datamodule: What is to be planned.
         module: What trains; a few of its steps are taken.
-        make_trainer: Takes arguments that replace the configured ones.
-        max_batches: Mini-batches after which measuring is given up.
-        progress: Shows how far it is.
-
-    Raises:
-        ValueError: Here only one processor prepares mini-batches, several processes train, or there is no plan in time.
     """
     if max_batches < 1:
         raise ValueError(f"plan.max_batches must be at least 1, but is {max_batches}")

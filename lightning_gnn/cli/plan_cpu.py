@@ -32,19 +32,7 @@ def plan_cpu(
     make_trainer: Callable[[DictConfig], MakeTrainer],
     console: Console,
 ) -> CPUForecast:
-    """Measure, print and save.
-
-    Args:
-        cfg: The whole configuration.
-        data: The graph.
-        datamodule: Of the run.
-        module: Of the run.
-        make_trainer: From a configuration to what builds its Trainer.
-        console: Where to.
-
-    Raises:
-        ValueError: The run is not on one CPU process, or there is nothing to train.
-    """
+    """Measure, print and save."""
     found = measure_run(datamodule, module, make_trainer(cfg))
     options = [thread_option(found)] if found.preparation.known else []
     for change in changes(cfg):

@@ -40,10 +40,6 @@ def given_network(bandwidth: Any, latency: Any) -> Network:
 
     Args:
         bandwidth: Bytes per second, or a text such as ``"10Gbit/s"`` or ``"1.25GB/s"``.
-        latency: Seconds.
-
-    Raises:
-        ValueError: It is none.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([KMGTkmgt]?)(bit|B)/s\s*", str(bandwidth))
     try:
@@ -57,11 +53,7 @@ def given_network(bandwidth: Any, latency: Any) -> Network:
 
 
 def checked_options(cfg: DictConfig) -> tuple[Network, list[int], int]:
-    """Return the network, the numbers of machines, ascending, and the bytes of each one's cache.
-
-    Raises:
-        ValueError: An option of the plan that cannot be.
-    """
+    """Return the network, the numbers of machines, ascending, and the bytes of each one's cache."""
     if cfg.plan.order not in ORDERS or cfg.plan.method not in METHODS:
         raise ValueError(
             f"plan.order={cfg.plan.order} must be one of {', '.join(ORDERS)}, and plan.method={cfg.plan.method} one of "
@@ -81,20 +73,7 @@ def plan_machines(
     module: pl.LightningModule,
     console: Console,
 ) -> list[str]:
-    """Predict, print and save ``machines.yaml``; return what was predicted in words.
-
-    Args:
-        cfg: The whole configuration.
-        data: The graph.
-        found: What one machine takes.
-        datamodule: Of the run, as it was measured.
-        module: Of the run.
-        console: Where to.
-
-    Raises:
-        FileNotFoundError: There is no such partition.
-        ValueError: An option that cannot be, or a run that cannot be counted.
-    """
+    """Predict, print and save ``machines.yaml``; return what was predicted in words."""
     network, counts, cache = checked_options(cfg)
     if hasattr(datamodule, "partition"):
         raise ValueError("plan.network counts on the whole graph: give datamodule=neighbor, and plan.partition=FOLDER")

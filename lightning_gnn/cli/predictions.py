@@ -24,12 +24,7 @@ _ROWS = 1 << 17
 
 
 def check_format(name: str) -> None:
-    """Say why predictions cannot be written so.
-
-    Raises:
-        ModuleNotFoundError: A package is missing.
-        ValueError: There is no such format.
-    """
+    """Say why predictions cannot be written so."""
     if name not in FORMATS:
         raise ValueError(f"predictions={name} is unknown; use one of {', '.join(FORMATS)}")
     if name == "parquet" and find_spec("pyarrow") is None:
@@ -37,11 +32,7 @@ def check_format(name: str) -> None:
 
 
 def write_npy(rows: Tensor, path: Path) -> str:
-    """Write the outputs, float32 ``[num_nodes, outputs]``, and return what to say of the file.
-
-    Raises:
-        OSError: The file cannot be written; nothing is left of it.
-    """
+    """Write the outputs, float32 ``[num_nodes, outputs]``, and return what to say of the file."""
     try:
         np.save(path, rows.numpy())
     except OSError as error:
@@ -56,12 +47,7 @@ def write_parquet(rows: Tensor, path: Path, task: str, ids: Sequence[str] | None
 
     Args:
         rows: Outputs ``[num_nodes, outputs]``; they may be memory-mapped.
-        path: Where to.
-        task: Name of the task.
         ids: What the nodes are called, if they have names.
-
-    Raises:
-        OSError: The file cannot be written; nothing is left of it.
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -82,7 +68,6 @@ def columns(rows: Tensor, task: str, begin: int = 0, ids: Sequence[str] | None =
         rows: Outputs ``[n, outputs]`` of nodes that follow one another.
         task: ``"node"``: ``class`` int64, the likeliest one, and ``p0``, ``p1``, …, the probability of each class;
             ``"multilabel"``: ``p0``, …, the probability of each label; ``"regression"``: ``value``, or ``value0``, ….
-        begin: The first node.
         ids: What all nodes of the graph are called; by default they have numbers.
 
     Returns:
@@ -111,10 +96,6 @@ def node_names(cfg: DictConfig, target: str | None, count: int) -> list[str] | N
     Args:
         cfg: The configuration of the run; ``data.root`` names the folder.
         target: The type of nodes, whose folder has the file then, or None.
-        count: How many there are.
-
-    Raises:
-        ValueError: The file has another number of lines.
     """
     root = cfg.data.get("root")
     if root is None:

@@ -72,7 +72,6 @@ class Rebuilt:
     """A configuration that Hydra can compose like one of its files.
 
     Args:
-        config_name: Its name.
         note: What was found, for the user; empty for nothing to tell.
         deletions: Overrides that delete what the saved run did not have.
     """
@@ -94,15 +93,11 @@ def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
     """Prepare the configuration that was saved with ``ckpt_path``; call it where Hydra is initialized.
 
     Args:
-        config_name: The configuration that takes it in: ``"train"`` or ``"plan"``.
         overrides: What was typed. A group's new option takes the place of what was saved of that group.
 
     Returns:
         ``config_name`` itself without ``ckpt_path``, where there is no such file, and, with a note, where nothing was
         saved with it, or another task or experiment is asked for.
-
-    Raises:
-        ValueError: The file is no checkpoint.
     """
     typed = [item for item in overrides if item.key_or_group == "ckpt_path"]
     if not typed:

@@ -16,11 +16,6 @@ def parsed(kind: type, settings: Sequence[str], command: str) -> Any:
 
     Args:
         kind: The dataclass; what is ``MISSING`` in it must be given.
-        settings: As typed.
-        command: For messages.
-
-    Raises:
-        ValueError: A setting has no such name or value, or is missing.
     """
     for name in (setting.partition("=")[0] for setting in settings):
         if (gone := removed(f"{command.rpartition(' ')[2]}.{name}")) is not None:

@@ -67,13 +67,8 @@ def split_links(
     """Split with PyG, from random streams of its own, so that each run of a sweep predicts the same edges.
 
     Args:
-        data: ``Data`` or ``HeteroData``.
-        kind: Of a heterogeneous graph, the type of the edges that are predicted.
         num_train: A number or a fraction; None: 20,000, and so of the others 2,000 and 5,000, or as many in proportion
             as are half of the links.
-        num_val: Likewise.
-        num_test: Likewise.
-        seed: Which ones.
     """
     if kind is None:
         edges = CSCGraph.from_data(data).to_edge_index() if data.edge_index is None else data.edge_index

@@ -61,13 +61,6 @@ def run(cfg: DictConfig) -> dict[str, Any]:
 
     Args:
         cfg: A configuration composed from ``conf/train.yaml``; under the compose API give ``output_dir``.
-
-    Returns:
-        What ``metrics.json`` holds.
-
-    Raises:
-        UserError: The configuration cannot be run, or the data is not what it takes.
-        SystemExit: The run was interrupted.
     """
     begin, started = time.perf_counter(), datetime.now().astimezone()
     be_quiet()

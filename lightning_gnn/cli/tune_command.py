@@ -60,18 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find(cfg: DictConfig, steps: int, least: float, most: float, plot: Path) -> float | None:
-    """Train with rising learning rates, draw the losses, and return the suggestion, if there is one.
-
-    Args:
-        cfg: A configuration composed from ``conf/train.yaml``.
-        steps: How many optimizer steps.
-        least: The first learning rate.
-        most: The last one.
-        plot: Where to draw.
-
-    Raises:
-        UserError: The configuration cannot be run.
-    """
+    """Train with rising learning rates, draw the losses, and return the suggestion, if there is one."""
     be_quiet()
     logging.getLogger("pytorch_lightning.tuner.lr_finder").setLevel(logging.ERROR)  # its advice is about other commands
     with explained():

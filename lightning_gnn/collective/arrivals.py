@@ -44,7 +44,6 @@ class Arrivals:
 
     Args:
         stream: Of the transfers, on which the memory was allocated.
-        device: Where it is.
     """
 
     def __init__(self, stream: Any, device: torch.device) -> None:
@@ -56,11 +55,7 @@ class Arrivals:
         return len(self._held)
 
     def end_steps(self, consumer: Any) -> None:
-        """Note that the steps on all that has been handed out are queued.
-
-        Args:
-            consumer: The stream on which they are.
-        """
+        """Note that the steps on all that has been handed out are queued."""
         for arrived in [arrived for arrived in self._held if arrived.done is None]:
             arrived.rounds += 1
             if not any(_is_shared(part) for part in arrived.parts):

@@ -344,7 +344,6 @@ def machine_name(device: torch.device, cores: int) -> str:
     """Return what tells machines apart on which the stages take other times: processor, cores, accelerator, its load.
 
     Args:
-        device: Where the model trains.
         cores: How many this process may use.
     """
     processor = platform.processor() or platform.machine()
@@ -366,8 +365,6 @@ def configuration_name(
     Args:
         data: The graph: the shapes of its tensors, and their content at :data:`_PLACES` places each, which tells graphs
             of one size apart and reads no large file.
-        sampler: Its fanouts and options.
-        model: Its class and the sizes of its parameters.
         settings: Anything else, by its ``repr``.
     """
     tensors = [

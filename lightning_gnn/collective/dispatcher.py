@@ -45,10 +45,6 @@ def relaxed_time(x: float, times: StageTimes) -> float:
 
     Args:
         x: Mini-batches of the GPU for every one of the CPU; infinite: the GPU prepares all.
-        times: What the stages take.
-
-    Raises:
-        ValueError: ``x`` is negative.
     """
     if not x >= 0:
         raise ValueError(f"x must be at least 0, but is {x}")
@@ -187,12 +183,7 @@ class Dispatcher:
         return plans + self._with_stocks(share, taken)
 
     def _with_stocks(self, share: float, taken: float) -> list[CollectivePlan]:
-        """Where to begin with room on the host for what the workers finish while the GPU alone comes forward.
-
-        Args:
-            share: Of mini-batches, the CPU's.
-            taken: How many are trained while a worker prepares one.
-        """
+        """Where to begin with room on the host for what the workers finish while the GPU alone comes forward."""
         limit, workers, model = self.gpu_buffer_size, self.times.cpu_workers, self.times.model.mean
         plans = []
         for on_gpu in {limit, -(-limit // 2)}:

@@ -318,9 +318,6 @@ class CollectiveEpoch:
 
     It starts at the first ``next``, since Lightning asks for the iterator before it sets the epoch, and stops its
     threads with the last mini-batch, at :meth:`close`, when dropped and when anything fails.
-
-    Args:
-        loader: Whose epoch.
     """
 
     def __init__(self, loader: CollectiveLoader) -> None:
@@ -358,11 +355,7 @@ class CollectiveEpoch:
         return batch
 
     def close(self, patience: float = 10.0) -> None:
-        """Stop preparing and join the threads.
-
-        Args:
-            patience: Seconds to wait for those that are in the middle of a mini-batch.
-        """
+        """Stop preparing and join the threads."""
         self._begun, self._left = True, 0
         workers, self._workers = self._workers, None
         if workers is not None:

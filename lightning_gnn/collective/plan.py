@@ -29,11 +29,7 @@ class Duration:
     """Mean and spread of what was measured.
 
     Args:
-        mean: Seconds.
         spread: Standard deviation in seconds.
-
-    Raises:
-        ValueError: One of them is negative or not finite.
     """
 
     mean: float
@@ -55,9 +51,6 @@ class StageTimes:
         uva: The GPU gathers its features (``T_UVA``).
         model: Forward, backward and optimizer (``T_Model``).
         cpu_workers: How many workers prepare mini-batches.
-
-    Raises:
-        ValueError: There is no worker, or the model takes no time.
     """
 
     cpu_batching: Duration

@@ -28,9 +28,6 @@ class Profiler:
         num_measurements: Of each stage, after the first few.
         cpu_workers: How many prepare mini-batches on the CPU.
         warm_up: First measurements of each stage that do not count, or half of them where there are few.
-
-    Raises:
-        ValueError: ``num_measurements`` is below 1.
     """
 
     def __init__(self, num_measurements: int = 20, cpu_workers: int = 1, warm_up: int = 3) -> None:

@@ -55,11 +55,7 @@ class HostSlot:
         return sum(block.numel() for block in self._blocks.values())
 
     def empty(self, name: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor in the buffer of that name, whose content is lost.
-
-        Raises:
-            HostMemoryError: It had to grow, and was refused.
-        """
+        """Return an uninitialised tensor in the buffer of that name, whose content is lost."""
         size = math.prod(shape) * dtype.itemsize
         block = self._blocks.get(name)
         if block is None or block.numel() < size:
@@ -179,7 +175,6 @@ class HostBatch:
     """A mini-batch that a CPU worker has prepared.
 
     Args:
-        prepared: In host memory.
         slot: The memory that it lies in; None if it is its own.
     """
 

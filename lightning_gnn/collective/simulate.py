@@ -95,8 +95,6 @@ def drawn_durations(times: StageTimes, num_batches: int, seed: int) -> Durations
 
     Args:
         times: Means and spreads of normal distributions; what is drawn below 1% of the mean counts as that.
-        num_batches: Mini-batches of the epoch.
-        seed: Of the generator.
     """
     generator = np.random.default_rng(seed)
     drawn = {}

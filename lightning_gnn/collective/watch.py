@@ -47,12 +47,7 @@ class Watch:
         return self._expected_each_s * self._num_batches
 
     def begin(self, plan: CollectivePlan, num_batches: int) -> None:
-        """Begin an epoch, which is whole.
-
-        Args:
-            plan: That it goes by.
-            num_batches: Mini-batches of the epoch.
-        """
+        """Begin an epoch, which is whole."""
         if self._plan is None or plan.decisions != self._plan.decisions:
             model = 0.0 if plan.times is None else plan.times.model.mean
             predicted = max(0.0, plan.epoch_s.get("collective", 0.0) - model)

@@ -28,8 +28,6 @@ class Workers:
         tasks: The epoch's mini-batches from the first on.
         prepare: Makes one in host memory, in a worker's thread.
         drop: Gives the memory of one back that nobody needs.
-        schedule: The decisions.
-        num_threads: How many.
         recorder: Is told what each mini-batch took.
     """
 
@@ -58,11 +56,7 @@ class Workers:
         self._crew.grow(0, num_threads)
 
     def next(self) -> Step:
-        """Return the next step of the training thread; ``"wait"`` also where memory is short.
-
-        Raises:
-            BaseException: What a worker has raised, with its traceback.
-        """
+        """Return the next step of the training thread; ``"wait"`` also where memory is short."""
         self._crew.check_process()
         with self._crew.lock:
             if self._crew.error is not None:
@@ -80,11 +74,7 @@ class Workers:
             self._crew.news.wait_for(lambda: self._news != self._seen or self._crew.error is not None)
 
     def task(self, number: int) -> Task:
-        """Return what a mini-batch is to be made of.
-
-        Raises:
-            RuntimeError: The batch sampler has no more.
-        """
+        """Return what a mini-batch is to be made of."""
         with self._crew.lock:
             return self._task(number)
 
@@ -95,11 +85,7 @@ class Workers:
             return self.device.pop(number)
 
     def resize(self, sizes: Sizes) -> None:
-        """Go on with other sizes; where host memory was short, what is ready there is freed, and prepared again.
-
-        Args:
-            sizes: As :meth:`ReorderBuffer.resize` takes them.
-        """
+        """Go on with other sizes; where host memory was short, what is ready there is freed, and prepared again."""
         with self._crew.lock:
             self.schedule.resize(*sizes)
             if self.shortage is not None:
@@ -122,11 +108,7 @@ class Workers:
             self._drop(batch)
 
     def close(self, patience: float = 10.0) -> None:
-        """Stop, join the threads and give all memory back; again and again if you like.
-
-        Args:
-            patience: Seconds to wait for threads that are in the middle of a mini-batch.
-        """
+        """Stop, join the threads and give all memory back; again and again if you like."""
         self._crew.close(patience)
         if not self._crew.can_be_joined:
             return

@@ -76,13 +76,7 @@ def agree(graph: CompressedGraph, masks: dict[str, Tensor], memory_limit: int | 
     """Check that all ranks have the same graph and splits, and return the least of their memory limits.
 
     Args:
-        graph: The whole graph.
-        masks: The splits.
         memory_limit: Bytes that this rank may use, or None.
-        rank: This rank.
-
-    Raises:
-        ValueError: Names a rank whose graph or splits differ from rank 0's.
     """
     mine = (
         f"{graph.num_targets} nodes, {graph.num_edges} edges",
@@ -113,10 +107,7 @@ def shard_batch(batch: Data, graph: RowShard, owners: Ownership, masks: dict[str
     are any, become places in them.
 
     Args:
-        batch: The whole graph's.
-        graph: The rank's part of the graph.
         owners: Who owns which rows.
-        masks: Its splits.
     """
     rows = owners.rows(graph.rank)
     num_nodes = owners.order.numel()
@@ -151,10 +142,7 @@ class BatchCache:
 
     Args:
         settings: Who executes the aggregations; with several ranks, their groups are those of the ranks.
-        rank: This rank.
-        num_ranks: N.
         local_ranks: Ranks on this machine.
-        device: Where to compute.
         memory_limit: Bytes that a rank may use, None for no limit, or ``"auto"`` for what is free.
     """
 
@@ -168,12 +156,7 @@ class BatchCache:
     _shards: dict[Any, tuple[RowShard, Any]] = field(default_factory=dict)
 
     def prepare(self, batch: Any) -> Data:
-        """Return a batch on the device; with several ranks, this rank's part of it.
-
-        Raises:
-            TypeError: It is not a full graph.
-            ValueError: As :class:`~lightning_gnn.full_graph.AscendHybridParallelStrategy` says.
-        """
+        """Return a batch on the device; with several ranks, this rank's part of it."""
         if not isinstance(batch, Data) or not isinstance(batch.get("edge_index"), CompressedGraph):
             kind = type(batch.get("edge_index") if isinstance(batch, Data) else batch).__name__
             raise TypeError(

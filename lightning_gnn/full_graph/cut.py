@@ -44,7 +44,6 @@ class RowRuns:
         """Find the runs.
 
         Args:
-            chunks: The forward direction, on the CPU.
             loops: Self-loops of each vertex, ``[V]``, for which exactly one is counted; None leaves them as they are.
         """
         rows, indptr = chunks.rows.numpy(), chunks.indptr.numpy()
@@ -69,13 +68,7 @@ class UserEdges:
     weight_ids: Tensor | None
 
     def values(self, values: Tensor, fill: float, weights: bool = False) -> Tensor:
-        """Return values of the user's edges, ``[num_user_edges, …]``, for each entry; differentiable.
-
-        Args:
-            values: In the order of the user's ``edge_index``.
-            fill: Value of the self-loops that were added.
-            weights: A self-loop that replaces some of the user's has the value of the last of them.
-        """
+        """Return values of the user's edges, ``[num_user_edges, …]``, for each entry; differentiable."""
         ids = self.weight_ids if weights else self.edge_ids
         return values[slice(*self.before)] if ids is None else pick(values, ids, fill)
 
@@ -105,9 +98,7 @@ class RowEntries:
         """Read a range.
 
         Args:
-            graph: The whole graph, on the CPU.
             rows: First forward row and the one after the last, all rows of each vertex among them.
-            looped: With exactly one self-loop per vertex.
         """
         chunks, (first, last) = graph.forward, rows
         vertices, indptr = chunks.rows[first:last].numpy(), chunks.indptr[first : last + 1].numpy()
@@ -151,13 +142,9 @@ def cut_out(
     """Cut a range out of a graph.
 
     Args:
-        graph: The whole graph, on the CPU.
         position: Position of each vertex in the order of the owners, int64 ``[V]``.
         rows: First forward row and the one after the last, all rows of each vertex among them.
-        looped: With exactly one self-loop per vertex, at the places that
-            :meth:`CompressedGraph.with_self_loops` gives them.
         all_sources: Take all vertices for sources, used or not.
-        settings: Who executes the part's aggregations.
     """
     entries = RowEntries.of(graph, rows, looped)
     targets, target_of = _numbered(position, entries.rows, False)
@@ -205,11 +192,7 @@ def in_weights(graph: CompressedGraph, edge_weight: Tensor, looped: bool, weight
     """Return the sum of the weights of each vertex's edges, ``[V]``; differentiable.
 
     Args:
-        graph: The whole graph, on the CPU.
         edge_weight: ``[num_user_edges]``.
-        looped: With exactly one self-loop per vertex.
-        weights: See :meth:`UserEdges.values`.
-        fill: Likewise.
     """
     degrees = edge_weight.new_zeros(graph.num_targets)
     # What autograd needs to keep is as large as the graph in any case.
@@ -259,11 +242,8 @@ def _find_places(
         places: Place of each entry in the forward order, ``[E]``.
         rows: Vertex of each row of the transpose, ``[R]``.
         indptr: First entry of each, ``[R + 1]``.
-        start: First place of the range.
-        stop: The place after its last.
         place_of: Where the range's entries have come to lie, -1 for those that are left out; empty: where they were.
         loop_of: Where the self-loop of each vertex lies, -1 for none, or empty. It comes last of its vertex.
-        found: The result.
     """
     first = np.empty(rows.size + 1, np.int64)
     first[0] = count = 0

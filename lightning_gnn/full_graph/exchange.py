@@ -20,7 +20,6 @@ class Exchange:
     and a set lists its rows in the order of their owners.
 
     Args:
-        rank: This rank.
         slices: Columns of each of the M groups, pairs ``(start, stop)``. They may overlap: several ranks then compute
             with the same columns, and what :meth:`collect` brings back adds up.
         own: For each of the G sets, which of this rank's rows are in it, int64, ascending; None where all are.
@@ -107,8 +106,6 @@ def all_to_all(sent: Tensor, sizes: Sequence[int], received: Sequence[int], grou
 
     Args:
         sent: ``[sum of sizes]``.
-        sizes: How many elements go to each rank.
-        received: How many come from each.
         group: Process group; None for the default one.
     """
     out = sent.new_empty(sum(received))
@@ -132,10 +129,8 @@ def tell_owners(
     """Tell the owners of rows which of them this rank's set has; all ranks call this together.
 
     Args:
-        rank: This rank, ``m + g * M``: its set is that of member g.
         positions: The set, positions in the order of the owners, ascending, int32 ``[n]``.
         offsets: Where each owner's rows begin, and the number of all.
-        num_groups: M.
         group: Process group; None for the default one.
 
     Returns:
@@ -187,7 +182,6 @@ def all_gather_rows(values: Tensor, counts: Sequence[int], group: Any = None) ->
 
     Args:
         values: This rank's, ``[counts[rank], ...]``.
-        counts: Rows of each rank.
         group: Process group; None for the default one.
     """
     values = values.detach()

@@ -207,12 +207,7 @@ def share_rows(num_rows: int, num_ranks: int, splits: Mapping[str, Tensor]) -> O
     Every rank then has some of each split: a loss over none is no number, and metrics of none are refused.
 
     Args:
-        num_rows: V.
-        num_ranks: N.
         splits: Name and mask, bool ``[V]``, of each split. One that marks nothing does not count.
-
-    Raises:
-        ValueError: A split has fewer nodes than there are ranks, or splits overlap so that a rank gets none of one.
     """
     kind: np.ndarray = np.zeros(num_rows, np.int64)
     for name, mask in splits.items():

@@ -35,7 +35,6 @@ class _Cut:
     """This rank's chunk range in one number of groups.
 
     Args:
-        num_groups: M.
         part: The range, with its graph on the rank's device.
         rows: First forward row of the range and the one after the last.
         edges: Its first edge and the one after the last, in the whole graph's forward order.
@@ -75,19 +74,13 @@ class RowShard:
     Args:
         graph: The whole graph, the same on all ranks.
         owners: Who owns which rows.
-        rank: This rank.
         num_columns: Columns of the features, for the choice of M.
         num_groups: M, which divides the number of ranks, or ``"auto"``.
         settings: Who executes this rank's aggregations.
-        device: Where to compute.
         memory_limit: Bytes that a rank may use, or None.
         element_size: Bytes of a feature.
         process_group: The ranks; None for the default group.
         looped: What :meth:`with_self_loops` returns: with exactly one self-loop per vertex.
-
-    Raises:
-        ValueError: M does not divide the number of ranks, or the graph does not fit the memory (says how many ranks
-            would do).
     """
 
     def __init__(
@@ -218,10 +211,6 @@ class RowShard:
         Args:
             x: This rank's rows, ``[num_sources, D]`` or ``[num_sources, H, C]``.
             weight: ``[num_edges]`` or ``[num_edges, H]``.
-            reduce: ``"sum"``, ``"mean"`` or ``"max"``.
-
-        Raises:
-            ValueError: A shape does not fit, or D is less than a given ``num_groups``.
         """
         self._check(x, "x", (2, 3))
         if weight is not None and (weight.dim() not in (1, 2) or weight.size(0) != self.num_edges):
@@ -259,10 +248,6 @@ class RowShard:
         Args:
             source_scores: ``[num_sources, H]``.
             target_scores: ``[num_targets, H]``.
-            negative_slope: Of the leaky ReLU.
-
-        Raises:
-            ValueError: A shape does not fit.
         """
         self._check(source_scores, "source_scores", (2,))
         self._check(target_scores, "target_scores", (2,))
@@ -291,11 +276,7 @@ class RowShard:
         return {"whole": self.whole, **ranges, **derived}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RowShard:
-        """Return this: a shard lies where its rank computes.
-
-        Raises:
-            ValueError: Another device.
-        """
+        """Return this: a shard lies where its rank computes."""
         if torch.empty(0, device=device).device != self.device:
             raise ValueError(f"the shard of rank {self.rank} lies on {self.device} and cannot move to {device}")
         return self
@@ -420,7 +401,6 @@ def head_blocks(start: int, stop: int, channels: int) -> list[tuple[int, int, in
     Args:
         start: First column.
         stop: The column after the last.
-        channels: C.
 
     Returns:
         First head, the one after the last, and columns of each of them; at most three blocks, in order.

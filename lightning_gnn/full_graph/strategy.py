@@ -432,11 +432,6 @@ def log_globally(module: pl.LightningModule, share: Callable[[], tuple[int, int]
 
     Inside the three steps, a mean becomes the mean over the split's nodes of all ranks; a sum, maximum or minimum runs
     over all ranks. Metrics of torchmetrics are left to their own synchronisation, and so are other hooks.
-
-    Args:
-        module: The module.
-        share: Returns how many nodes of the current split this rank has, and how many there are.
-        num_ranks: N.
     """
     original = type(module).log.__get__(module)
     signature = inspect.signature(original)
@@ -490,9 +485,6 @@ def refuse_norms_over_nodes(model: nn.Module) -> None:
     """Refuse layers whose statistics run over all nodes: over a rank's rows they would be other ones.
 
     ``SyncBatchNorm`` is fine: its statistics run over the ranks.
-
-    Raises:
-        ValueError: Names the layers.
     """
     found = [
         f"{name} ({type(layer).__name__})"

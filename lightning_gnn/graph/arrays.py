@@ -38,13 +38,7 @@ _scattered: set[int] = set()  # where tensors begin that are read here and there
 
 
 def check_file(path: Path) -> None:
-    """Raise unless there is a file, or a link to one: opening a FIFO would wait for ever.
-
-    Raises:
-        FileNotFoundError: There is nothing, or a link to nothing.
-        OSError: The file system refuses to look, as at a circle of links.
-        ValueError: It is a folder, a FIFO, a socket or a device.
-    """
+    """Raise unless there is a file, or a link to one: opening a FIFO would wait for ever."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -59,16 +53,9 @@ def load_array(path: str | Path, mmap: bool = True) -> Tensor:
     """Read one ``.npy`` file as a tensor; numbers of two bytes that NumPy has no name for are bfloat16.
 
     Args:
-        path: The file.
         mmap: Map it copy-on-write: pages come in as they are touched, and writes stay in memory. The file may be larger
             than memory. Where the system counts mapped files as memory and refuses so much, it is mapped read-only with
             a warning: writing to such a tensor ends the process.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        MemoryError: It does not fit into memory, and ``mmap`` is False.
-        OSError: The file cannot be opened, or the address space does not suffice to map it.
-        ValueError: It is no file, is truncated or too long, or holds what no tensor can.
     """
     path = Path(path)
     check_file(path)
@@ -160,11 +147,7 @@ def save_arrays(folder: Path, arrays: Mapping[str, Tensor | np.ndarray | None]) 
     """Write ``.npy`` files into a folder; until all of them are on the disk, none is seen under its name.
 
     Args:
-        folder: The folder, which is made.
         arrays: What to write, by the name without ``.npy``, None: nothing; the first one gets its name last.
-
-    Raises:
-        OSError: The disk has no room for them, or cannot be written to; the folder holds what it held before.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -183,11 +166,7 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def create_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.memmap:
-    """Make one ``.npy`` file of zeros with all its room on the disk reserved, mapped for writing.
-
-    Raises:
-        OSError: The disk has no room for it; no file is left.
-    """
+    """Make one ``.npy`` file of zeros with all its room on the disk reserved, mapped for writing."""
     header = _header(np.dtype(dtype), shape)
     try:
         path.unlink(missing_ok=True)  # whoever has mapped the old file keeps what is in it
@@ -201,12 +180,7 @@ def create_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.memmap:
 
 
 def write_blocks(path: Path, dtype: Any, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> None:
-    """Write one ``.npy`` file, block after block of its rows; it gets its name once it is whole.
-
-    Raises:
-        OSError: The disk has no room for it, or cannot be written to; no file is left.
-        ValueError: The blocks have another number of rows together.
-    """
+    """Write one ``.npy`` file, block after block of its rows; it gets its name once it is whole."""
     header, rows = _header(np.dtype(dtype), shape), 0
     with new_file(path, len(header) + math.prod(shape) * np.dtype(dtype).itemsize) as file:
         file.write(header)
@@ -219,11 +193,7 @@ def write_blocks(path: Path, dtype: Any, shape: tuple[int, ...], blocks: Iterabl
 
 @contextmanager
 def new_file(path: Path, size: int) -> Iterator[IO[bytes]]:
-    """Yield a file beside ``path`` to write ``size`` bytes to; on the way out it gets the name, or is removed.
-
-    Raises:
-        OSError: The disk has no room for it, or cannot be written to.
-    """
+    """Yield a file beside ``path`` to write ``size`` bytes to; on the way out it gets the name, or is removed."""
     try:
         with whole_file(path) as file:
             reserve(file, size, path)
@@ -236,11 +206,7 @@ def new_file(path: Path, size: int) -> Iterator[IO[bytes]]:
 
 
 def reserve(file: IO[bytes], size: int, path: Path) -> None:
-    """Take the room for ``size`` bytes on the disk now: a mapped file that outgrows it later kills the process.
-
-    Raises:
-        OSError: The disk has no room for it.
-    """
+    """Take the room for ``size`` bytes on the disk now: a mapped file that outgrows it later kills the process."""
     check_room(path, size)
     try:
         try:

@@ -84,10 +84,8 @@ def choose_limits(
     local_bytes: int | None,
     settings: PlanSettings | None,
 ) -> Limits:
-    """Size chunks for a local memory, of which each takes half (double buffer); see :meth:`CompressedGraph.from_graph`.
-
-    Raises:
-        ValueError: A number is out of range, or the memory too small for three rows.
+    """Size chunks for a local memory, of which each takes half (double buffer); see
+    :meth:`CompressedGraph.from_graph`.
     """
     automatic = num_chunks == "auto"
     wanted = num_chunks if isinstance(num_chunks, int) and not isinstance(num_chunks, bool) else None
@@ -161,7 +159,6 @@ def build_directions(
     Args:
         indptr: First entry of each target, int64 ``[V + 1]``.
         indices: Source of each entry, ``[E]``.
-        num_columns: Number of sources.
         order: Wanted order; ``"auto"``: what the model of a CPU's caches says.
         limits: What a chunk may hold.
         progress: Called with the name of a step and the fraction that is done.
@@ -296,14 +293,7 @@ class Redundancy:
 
 
 def measure_redundancy(chunks: Chunks, limits: Limits, order: str, seed: int = 0) -> Redundancy:
-    """Count the rows loaded by chunks, and by those of the same matrix in natural and in random order.
-
-    Args:
-        chunks: On the CPU.
-        limits: How they were cut.
-        order: What the chosen order is called.
-        seed: For the random order.
-    """
+    """Count the rows loaded by chunks, and by those of the same matrix in natural and in random order."""
     rows, indptr, columns = chunks.rows.numpy(), chunks.indptr.numpy(), chunks.entry_columns().numpy()
     # The parts of a vertex are neighbours, so the first one's begin and the last one's end are the whole vertex's.
     first, last = (np.empty(chunks.num_rows, np.int64) for _ in range(2))

@@ -218,7 +218,6 @@ class CacheOrder:
         A larger budget never gains less.
 
         Args:
-            budget: Bytes, lookup tables included.
             among: The kinds that may have a cache; by default all.
         """
         wanted = range(len(self._kinds)) if among is None else sorted(among)
@@ -248,7 +247,6 @@ def _some_subsets(numbers: Sequence[int], weight: Callable[[int], float]) -> Ite
 
     Args:
         numbers: Of what; all subsets of up to four, else the single ones, and the heaviest two, three, ... and all.
-        weight: Of each.
     """
     if len(numbers) <= 4:
         for size in range(1, len(numbers) + 1):
@@ -326,13 +324,9 @@ def plan_row_caches(counts: Mapping[Any, Tensor], row_bytes: Mapping[Any, int], 
     Args:
         counts: How often each row was read, ``[num_nodes]`` of each type.
         row_bytes: Bytes of a feature row of each type.
-        budget_bytes: Bytes on the device, lookup tables included.
 
     Returns:
         The nodes of each type that has any, int64 ``[n]``, the most beneficial first.
-
-    Raises:
-        ValueError: A negative or non-finite count.
     """
     kinds = [
         Cacheable(
@@ -352,7 +346,6 @@ def hottest_of_types(scores: Mapping[Any, Tensor], count: int) -> dict[Any, Tens
 
     Args:
         scores: Numbers ``[num_nodes]`` of each type, at least of one.
-        count: How many nodes.
 
     Returns:
         int64 ``[n]`` of each type that has any, the hottest first.

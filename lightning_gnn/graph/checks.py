@@ -26,18 +26,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def check_node_data(data: Data, check_features: bool = False, dense: bool = True) -> None:
-    """Check the attributes that training rests on; the topology is checked when it is converted.
-
-    Args:
-        data: A homogeneous graph.
-        check_features: Look for NaN and infinity in ``x``, ``edge_attr`` and ``edge_weight``.
-        dense: Refuse sparse attributes.
-
-    Raises:
-        TypeError: The graph is not homogeneous, or an attribute is a list of numbers.
-        ValueError: ``x``, ``y`` or a mask does not have one row per node; an attribute is sparse, or holds NaN or
-            infinity.
-    """
+    """Check the attributes that training rests on; the topology is checked when it is converted."""
     if not isinstance(data, Data):
         fix = "; data.to_homogeneous() makes one" if isinstance(data, HeteroData) else ""
         raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(data).__name__}{fix}")
@@ -70,15 +59,7 @@ def check_node_data(data: Data, check_features: bool = False, dense: bool = True
 
 
 def check_hetero_data(data: HeteroData, check_features: bool = False) -> None:
-    """Check the attributes of a graph with types as :func:`check_node_data` and :func:`check_edge_data` do.
-
-    Args:
-        data: The graph.
-        check_features: As there.
-
-    Raises:
-        TypeError, ValueError: As there; the type is named.
-    """
+    """Check the attributes of a graph with types as :func:`check_node_data` and :func:`check_edge_data` do."""
     for store in data.node_stores:
         node_type = store._key
         count = store.num_nodes
@@ -119,11 +100,7 @@ def _holds_numbers(value: Any) -> bool:
 
 
 def check_edge_data(data: Data) -> None:
-    """Check the attributes of edges; with another number of rows they would go into mini-batches as they are.
-
-    Raises:
-        ValueError: ``edge_attr`` or ``edge_weight`` does not have one row per edge.
-    """
+    """Check the attributes of edges; with another number of rows they would go into mini-batches as they are."""
     if data.get("edge_index") is None:
         return
     for key in ("edge_attr", "edge_weight"):
@@ -165,15 +142,10 @@ def check_nodes(nodes: Any, num_nodes: int, name: str) -> Tensor:
     Args:
         nodes: A bool mask ``[num_nodes]`` (or ``[num_nodes, 1]``), or ids, int32 or int64 ``[n]``; or a sequence of
             either.
-        num_nodes: How many nodes there are.
         name: What to call it in the message; what ends in ``mask`` must be one.
 
     Returns:
         The mask, or the ids as int64.
-
-    Raises:
-        TypeError: Neither bool nor integers.
-        ValueError: A mask of the wrong length or number of columns, or an id out of range.
     """
     refuse_type(nodes, name, "node")
     chosen = _as_tensor(nodes, name, "a bool mask or int64 ids")
@@ -201,12 +173,7 @@ def check_labels(data: Data, nodes: Tensor, name: str) -> None:
     """Refuse targets ``data.y`` that are NaN or infinite at some nodes; elsewhere that may mean unlabelled.
 
     Args:
-        data: The graph.
         nodes: A bool mask ``[num_nodes]``, or int64 ids ``[n]``.
-        name: What to call the nodes in the message.
-
-    Raises:
-        ValueError: Says at which.
     """
     y = data.get("y")
     if isinstance(y, np.ndarray) and y.dtype.kind == "f":
@@ -223,15 +190,9 @@ def check_edges(edges: Any, sizes: tuple[int, int], name: str) -> Tensor:
 
     Args:
         edges: Integers ``[2, n]``; a tensor, an array or nested lists.
-        sizes: How many nodes there are at either end.
-        name: What to call them in the message.
 
     Returns:
         The edges, int64 ``[2, n]``.
-
-    Raises:
-        TypeError: No integers.
-        ValueError: A wrong shape, or a node out of range.
     """
     refuse_type(edges, name, "edge")
     pairs = _as_tensor(edges, name, "an int64 tensor [2, n]")
@@ -250,15 +211,6 @@ def check_edge_labels(labels: Any, num_edges: int, name: str) -> Tensor:
 
     Args:
         labels: Numbers ``[n, ...]``; a tensor, an array or lists.
-        num_edges: How many edges there are.
-        name: What to call them in the message.
-
-    Returns:
-        The labels as a tensor.
-
-    Raises:
-        TypeError: No numbers.
-        ValueError: Another number of them, or NaN.
     """
     found = _as_tensor(labels, name, "numbers, one per edge")
     if found.dim() == 0 or found.size(0) != num_edges:
@@ -269,16 +221,7 @@ def check_edge_labels(labels: Any, num_edges: int, name: str) -> Tensor:
 
 
 def refuse_type(values: Any, name: str, kind: str) -> None:
-    """Refuse what PyG takes for a heterogeneous graph: a type, or a pair of a type and what is chosen of it.
-
-    Args:
-        values: What the user gave.
-        name: What to call it in the message.
-        kind: ``"node"`` or ``"edge"``.
-
-    Raises:
-        TypeError: It is one.
-    """
+    """Refuse what PyG takes for a heterogeneous graph: a type, or a pair of a type and what is chosen of it."""
     first = values[0] if isinstance(values, (tuple, list)) and values else values
     if isinstance(first, str) or (isinstance(first, tuple) and first and isinstance(first[0], str)):
         raise TypeError(f"{name} names the {kind} type {first!r}, but the graph has one type; give the {kind}s alone")

@@ -463,13 +463,7 @@ def read_compressed(folder: str | Path, mmap: bool = True, check: bool = True) -
     """Read what :meth:`CompressedGraph.save` wrote.
 
     Args:
-        folder: The folder.
-        mmap: Leave the arrays on disk.
         check: Look at the content of every array, not only at dtypes and lengths; without it, it must be known.
-
-    Raises:
-        FileNotFoundError: The folder lacks a file.
-        ValueError: A file is truncated, or no part of a compressed graph.
     """
     folder = Path(folder)
     path = folder / _META

@@ -255,11 +255,7 @@ class _Conversion:
         self.database.rename(table, dict(zip(found, (*_ENDS, "relation"), strict=False)))
 
     def _are_triples(self, kind: Kind, columns: Mapping[str, str]) -> bool:
-        """Say whether three columns without names are head, relation and tail, by which of them share values.
-
-        Raises:
-            ValueError: They may be, or not; or they are, but a type of edges is given.
-        """
+        """Say whether three columns without names are head, relation and tail, by which of them share values."""
         (a, kind_a), (b, kind_b), (c, kind_c) = columns.items()
         if kind_b != "VARCHAR" or (kind_a == "VARCHAR") != (kind_c == "VARCHAR") or kind_c in ("DOUBLE", "BOOLEAN"):
             return False
@@ -576,11 +572,7 @@ class _Conversion:
         write_blocks(folder / "y.npy", np.int64 if whole else np.float32, (count,), blocks)
 
     def _are_codes(self, table: str, name: str) -> bool:
-        """Say whether whole numbers as labels are codes, of which few values are large and stand there repeatedly.
-
-        Raises:
-            ValueError: They are neither codes nor class numbers.
-        """
+        """Say whether whole numbers as labels are codes, of which few values are large and stand there repeatedly."""
         facts = "coalesce(max(label), 0), count(label), count(DISTINCT label)"
         largest, count, distinct = self.database.query(f"SELECT {facts} FROM {quoted(table)}")[0]
         if largest >= _CODES_FROM and distinct <= _MOST_CODES and 2 * distinct <= count:
@@ -704,11 +696,7 @@ class _Conversion:
         return name
 
     def _compared(self, kind: Kind, end: str, of: str) -> str:
-        """Return as what an end of edges is compared with the ids of nodes: as it is, a number of a row, or a text.
-
-        Raises:
-            ValueError: One is no number of a row.
-        """
+        """Return as what an end of edges is compared with the ids of nodes: as it is, a number of a row, or a text."""
         table = self.names[kind]
         found = self.database.columns(table)[end], self.database.columns(_table("ids", of))["id"]
         if found[0] == found[1] or (all(name.partition("(")[0] in _NUMBERS for name in found) and not self._by_row(of)):

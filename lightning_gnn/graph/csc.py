@@ -438,7 +438,6 @@ def sort_by_target(
     Args:
         row: Sources, integer ``[E]``.
         col: Targets, integer ``[E]``, checked.
-        num_nodes: Number of nodes N.
         indices: Where the sorted sources go, ``[E]``.
         edge_ids: Where their places in ``row`` go, ``[E]``.
 
@@ -479,11 +478,7 @@ def transpose(
 
 
 def transposed_csr(adj_t: Any) -> tuple[Tensor, Tensor]:
-    """Return offsets and sources of a transposed adjacency matrix, sparse CSR or PyG's ``SparseTensor``.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Return offsets and sources of a transposed adjacency matrix, sparse CSR or PyG's ``SparseTensor``."""
     if isinstance(adj_t, Tensor) and adj_t.layout == torch.sparse_csr:
         return adj_t.crow_indices(), adj_t.col_indices()
     if hasattr(adj_t, "csr"):
@@ -501,10 +496,6 @@ def check_csc(indptr: Tensor, indices: Tensor, edge_ids: Tensor | None, num_sour
         indices: Source nodes, integer ``[num_edges]``.
         edge_ids: A permutation of the user's edges, integer ``[num_edges]``, or None.
         num_sources: Number of nodes that ``indices`` may name.
-
-    Raises:
-        TypeError: A tensor is not of an integer dtype.
-        ValueError: Offsets that do not ascend from 0 to ``num_edges``, or a node out of range.
     """
     for name, tensor in (("indptr", indptr), ("indices", indices), ("edge_ids", edge_ids)):
         if tensor is not None:

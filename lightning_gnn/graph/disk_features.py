@@ -27,10 +27,8 @@ class DiskCounts:
     """What reading has cost since it was last reset.
 
     Args:
-        rows: Rows asked for.
         hits: Of these, those that were in memory.
         blocks: Blocks of 4096 bytes read from the disk.
-        reads: Ranges of blocks.
     """
 
     rows: int = 0

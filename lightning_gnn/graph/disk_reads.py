@@ -84,9 +84,6 @@ class DirectReader:
 
     Args:
         file: Where its rows lie.
-
-    Raises:
-        OSError: The file cannot be opened.
     """
 
     def __init__(self, file: FeatureFile) -> None:
@@ -137,13 +134,8 @@ class DirectReader:
             places: Where each goes in ``out``, int64 ``[n]``.
             out: Bytes of rows, uint8 ``[m, row_bytes]``.
             slot: Slot of each row of the file, or -1.
-            stamps: Of each slot.
             stamp: Of the slots to fill, with any row that the ranges hold.
             kept: Bytes of the slots, uint8 ``[num_slots, row_bytes]``.
-
-        Raises:
-            OSError: The disk refuses.
-            ValueError: The file has become shorter.
         """
         if not ranges.first.size:
             return

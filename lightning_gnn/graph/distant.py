@@ -23,7 +23,6 @@ class DistantCSCGraph(CSCGraph):
 
     Args:
         targets: Number of nodes that edges go to.
-        edges: Number of edges.
         number: Of the edge type.
         picker: Whom to ask; of a graph with types, that of the whole graph.
     """
@@ -64,10 +63,6 @@ class DistantCSCGraph(CSCGraph):
 
 @dataclass(frozen=True, eq=False)
 class DistantHeteroCSCGraph(HeteroCSCGraph):
-    """A graph with types, whose lists lie elsewhere.
-
-    Args:
-        picker: Whom to ask.
-    """
+    """A graph with types, whose lists lie elsewhere."""
 
     picker: Picker | None = None

@@ -16,15 +16,7 @@ _Array = npt.NDArray[Any]
 
 
 def as_times(time: Any, name: str) -> Tensor:
-    """Return times that the user gave as a tensor.
-
-    Args:
-        time: Tensor, array or sequence of numbers.
-        name: For messages.
-
-    Raises:
-        TypeError: They are dates, or no numbers at all.
-    """
+    """Return times that the user gave as a tensor."""
     if isinstance(time, Tensor):
         return time
     array = np.asarray(time)
@@ -41,12 +33,6 @@ def ordered_times(time: object, name: str, floating: bool) -> Tensor:
 
     Args:
         time: Integer or floating ``[n]``.
-        name: For messages.
-        floating: Take integers as floating ones too, because others are.
-
-    Raises:
-        TypeError: It is no tensor of numbers.
-        ValueError: It does not have one dimension, or holds NaN.
     """
     if not isinstance(time, Tensor) or time.dtype == torch.bool or time.is_complex():
         kind = as_times(time, name).dtype if isinstance(time, Tensor | np.ndarray) else type(time).__name__
@@ -77,10 +63,6 @@ def time_limits(time: Tensor, window: float | None, floating: bool) -> tuple[Ten
     Args:
         time: Of the seeds, integer or floating ``[n]``.
         window: For how long before its time edges count for a seed, or None: for ever.
-        floating: Whether times of edges are floating.
-
-    Raises:
-        TypeError, ValueError: As for :func:`ordered_times`; or a window that is no positive number.
     """
     check_window(window)
     if window is not None and window == math.inf:
@@ -112,12 +94,7 @@ def _whole(time: Tensor) -> Tensor:
 
 
 def valid_weights(weight: object) -> Tensor:
-    """Return weights as float64.
-
-    Raises:
-        TypeError: It is no tensor of numbers.
-        ValueError: It does not have one dimension, or one is negative, infinite or NaN.
-    """
+    """Return weights as float64."""
     if not isinstance(weight, Tensor) or weight.dtype == torch.bool or weight.is_complex():
         kind = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
         raise TypeError(f"weights of edges must be a floating or integer tensor, but are {kind}")
@@ -179,9 +156,6 @@ def sum_weights(indptr: _Array, weight: _Array) -> _Array:
     Args:
         indptr: int64 ``[N + 1]``.
         weight: float64 ``[E]``.
-
-    Raises:
-        ValueError: A sum is too large for a float64.
     """
     prefix = _sums(indptr, weight)
     if not np.isfinite(prefix).all():

@@ -23,9 +23,7 @@ class FeatureFile:
     """Where the rows of a ``.npy`` file lie, one after another.
 
     Args:
-        path: The file.
         dtype: float32, float16 or bfloat16.
-        num_rows: Rows.
         num_columns: Features of a row.
         offset: Where the first row begins, in bytes.
     """
@@ -43,13 +41,7 @@ class FeatureFile:
 
     @classmethod
     def open(cls, path: str | Path) -> FeatureFile:
-        """Read where the rows of a file lie.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            TypeError: Its numbers are no features.
-            ValueError: It is truncated, no ``.npy`` file, or no table.
-        """
+        """Read where the rows of a file lie."""
         path = Path(path)
         check_file(path)
         if path.suffix == ".rows":
@@ -86,9 +78,6 @@ class FeatureFile:
 
         Returns:
             ``[n, num_columns]`` of ``dtype``.
-
-        Raises:
-            ValueError: The file is truncated.
         """
         raw = np.empty((ids.numel(), self.row_bytes), np.uint8)
         with open(self.path, "rb", buffering=0) as file:
@@ -100,11 +89,7 @@ class FeatureFile:
 
 
 def refuse_rows(folder: Path) -> None:
-    """Refuse a folder of an earlier release, whose features lie in ``x.rows``.
-
-    Raises:
-        ValueError: They do, and there is no ``x.npy``.
-    """
+    """Refuse a folder of an earlier release, whose features lie in ``x.rows``."""
     path = folder / "x.rows"
     if os.path.lexists(path) and not os.path.lexists(folder / "x.npy"):
         raise ValueError(rows_are_gone(path))

@@ -251,13 +251,7 @@ def with_feature_dtype(data: Any, dtype: torch.dtype | str | None, check_finite:
     """Return a graph whose ``x``, of each type that has one, is kept in another dtype; the user's own stays as it is.
 
     Args:
-        data: The graph.
         dtype: float32, float16 or bfloat16, or its name; None leaves ``data`` alone.
-        check_finite: Look for what a smaller range turned into infinity.
-
-    Raises:
-        TypeError: Another dtype, or ``data.x`` is not of one of these.
-        ValueError: There is no ``data.x``, it is trained, or a number is too large for the dtype.
     """
     if dtype is None:
         return data
@@ -300,14 +294,8 @@ def check_finite_rows(
 
     Args:
         values: Floating point or complex ``[n, ...]``.
-        name: What to call it in the message.
         kind: What a row belongs to.
-        fix: What to do.
         rows: Which nodes or edges the rows are, ``[n]``; by default the first ones.
-        block: Rows per block.
-
-    Raises:
-        ValueError: Says how many rows hold such a value, and the first of them.
     """
     values = values.detach()
     bad = []

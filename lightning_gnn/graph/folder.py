@@ -95,16 +95,6 @@ def save_folder(data: Data, root: str | Path) -> Path:
             optionally ``y`` ``[N]`` and ``{train,val,test}_mask`` bool ``[N]`` or ``{train,val,test}_idx`` int64
             ``[n]``.
         root: The folder; it must not hold a graph yet.
-
-    Returns:
-        The folder.
-
-    Raises:
-        FileExistsError: The folder holds a graph already.
-        OSError: The disk has no room for it, or cannot be written to; nothing is left in the folder.
-        TypeError: No homogeneous graph, or an array of another dtype.
-        ValueError: ``data`` has no features or no topology, a tensor of a wrong length, a node out of range, or an
-            attribute that the folder has no place for.
     """
     root = Path(root)
     check_node_data(data)
@@ -162,12 +152,7 @@ def _read_labels(path: Path, labels: Labels, num_nodes: int, mmap: bool) -> Tens
 
 
 def class_numbers(y: Tensor, num_nodes: int, name: str) -> Tensor:
-    """Return labels ``[N]`` or ``[N, 1]`` as int64 ``[N]``, NaN as -1.
-
-    Raises:
-        TypeError: They are bool or complex.
-        ValueError: Another number of them than nodes, or floats that are no class numbers; ``name`` says which.
-    """
+    """Return labels ``[N]`` or ``[N, 1]`` as int64 ``[N]``, NaN as -1."""
     if list(y.shape) not in ([num_nodes], [num_nodes, 1]):
         raise ValueError(f"{name} has the shape {list(y.shape)}, but x has {num_nodes} rows: give one label per node")
     if y.dtype == torch.bool or y.is_complex():

@@ -151,12 +151,7 @@ def _kinds(name: str, types: Sequence[NodeType]) -> list[EdgeType]:
 def type_folders(
     nodes: Sequence[NodeType], edges: Sequence[EdgeType]
 ) -> tuple[dict[NodeType | EdgeType, str], str | None]:
-    """Return the folder of each type, and what ``types.json`` must hold, None where folders have the types' names.
-
-    Args:
-        nodes: The node types.
-        edges: The edge types, between these.
-    """
+    """Return the folder of each type, and what ``types.json`` must hold, None where folders have the types' names."""
     if _are_read_back(nodes, edges):
         return _named(nodes, edges), None
     types = {NODES: [*nodes], EDGES: [*edges]}

@@ -34,9 +34,6 @@ class PlanSettings:
         bandwidth_ratio: r, how many times faster the shared cache is than global memory; at least 1.
         mode: ``"balanced"`` counts the imbalance of the chunk ranges; ``"paper"`` is algorithm 1 as published, which
             answers one group for every r.
-
-    Raises:
-        ValueError: A number is out of range, or the mode is unknown.
     """
 
     num_workers: int | None = None
@@ -63,8 +60,6 @@ class GroupingCost:
     """What one number of groups would cost.
 
     Args:
-        num_groups: M.
-        cost: What is minimised.
         terms: What it is made of, by name, in the order of the table.
         note: Why it was out of the question, or empty.
     """
@@ -84,7 +79,6 @@ class HybridPlan:
 
     Args:
         num_workers: N: cores, threads or ranks.
-        num_groups: M.
         num_columns: D, columns of the features.
         slices: Columns of each group, M pairs ``(start, stop)`` that follow one another, none empty.
         chunk_ranges: Chunks of each member, G pairs ``(start, stop)`` that follow one another; some may be empty.
@@ -119,11 +113,7 @@ class HybridPlan:
         return self.num_workers // self.num_groups
 
     def worker(self, index: int) -> tuple[int, int]:
-        """Return the group m and the member g of a worker.
-
-        Raises:
-            IndexError: There is no such worker.
-        """
+        """Return the group m and the member g of a worker."""
         if not 0 <= index < self.num_workers:
             raise IndexError(f"worker {index} of a plan for {self.num_workers} workers")
         return index % self.num_groups, index // self.num_groups
@@ -202,12 +192,6 @@ def plan_cores(
             edges * D / N, in multiply-adds of one worker.
         memory_time: T_mem, the time in which N workers load one row per edge from global memory, in the same unit; by
             default edges * D * element_size / N bytes, four bytes in the time of one multiply-add.
-        element_size: Bytes of a feature, for that default.
-
-    Raises:
-        TypeError: Loads that are no integers.
-        ValueError: No column, no worker, a negative load or time, a number of groups that does not divide the workers
-            or exceeds the columns.
     """
     settings = settings or PlanSettings()
     num_workers = settings.num_workers if num_workers is None else num_workers
@@ -265,7 +249,6 @@ def slice_columns(num_columns: int, num_groups: int) -> tuple[tuple[int, int], .
     more come last: the last block may be a part of one.
 
     Args:
-        num_columns: D.
         num_groups: M, at most D.
 
     Returns:
@@ -301,11 +284,7 @@ def max_over_mean(values: np.ndarray) -> float:
 
 
 def check_groups(num_groups: int, num_workers: int, num_columns: int) -> None:
-    """Check a number of groups that somebody asked for.
-
-    Raises:
-        ValueError: It is less than 1, does not divide the workers, or there are fewer columns than groups.
-    """
+    """Check a number of groups that somebody asked for."""
     if num_groups < 1:
         raise ValueError(f"num_groups must be at least 1, but is {num_groups}")
     if num_workers % num_groups:
@@ -321,11 +300,7 @@ def check_groups(num_groups: int, num_workers: int, num_columns: int) -> None:
 
 
 def check_sizes(num_columns: int, num_workers: int) -> None:
-    """Check the sizes of a problem.
-
-    Raises:
-        ValueError: There is no column or no worker.
-    """
+    """Check the sizes of a problem."""
     if num_columns < 1:
         raise ValueError(f"num_columns must be at least 1, but is {num_columns}: there is nothing to share out")
     if num_workers < 1:
@@ -340,15 +315,10 @@ def balance_ranges(loads: npt.ArrayLike, parts: int) -> tuple[tuple[int, int], .
 
     Args:
         loads: Work of each item, integer ``[num_items]``, none negative.
-        parts: How many ranges.
 
     Returns:
         ``parts`` pairs ``(start, stop)`` that follow one another from 0 to ``num_items``; with fewer items than parts,
         each item has a range of its own and the ranges at the end are empty.
-
-    Raises:
-        TypeError: The loads are no integers.
-        ValueError: A load is negative, the loads are not one-dimensional, or ``parts`` is less than 1.
     """
     loads = check_loads(loads)
     if parts < 1:
@@ -365,12 +335,7 @@ def balance_ranges(loads: npt.ArrayLike, parts: int) -> tuple[tuple[int, int], .
 
 
 def check_loads(loads: npt.ArrayLike) -> np.ndarray:
-    """Return loads as int64 ``[num_items]``.
-
-    Raises:
-        TypeError: They are no integers.
-        ValueError: They are not one-dimensional, or one is negative.
-    """
+    """Return loads as int64 ``[num_items]``."""
     loads = np.asarray(loads)
     if loads.ndim != 1:
         raise ValueError(f"loads must have one dimension, but have the shape {list(loads.shape)}")

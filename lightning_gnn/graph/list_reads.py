@@ -27,7 +27,6 @@ def expect_list_reads(indices: Tensor, larger_than: int | None = None) -> Tensor
     """Tell the system, and our sampler, that lists of a mapped topology will be read here and there; returns them.
 
     Args:
-        indices: The lists, one after another.
         larger_than: Bytes from which this is worth it; by default half of the memory: smaller ones come in as a whole
             sooner or later, and sooner in large pieces.
     """
@@ -49,9 +48,6 @@ def read_lists_ahead(indptr: npt.NDArray[Any], indices: npt.NDArray[Any], nodes:
         indices: The lists, int32 or int64.
         nodes: Of the frontier, int64 ``[n]``.
         fanout: Picks for each node, -1 for all.
-
-    Returns:
-        How many ranges were asked for.
     """
     if not _expected or indices.ctypes.data not in _expected or not nodes.size:
         return 0

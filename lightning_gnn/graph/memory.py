@@ -37,24 +37,13 @@ P = TypeVar("P", bound=Pinnable)
 
 
 def check_place(place: str, name: str) -> None:
-    """Check the name of a place.
-
-    Raises:
-        ValueError: It is none of ``PLACES``.
-    """
+    """Check the name of a place."""
     if place not in PLACES:
         raise ValueError(f"{name}={place!r} is unknown; use one of {', '.join(PLACES)}")
 
 
 def choose_place(place: str, num_bytes: int, device: torch.device, what: str) -> str:
-    """Return ``"device"`` or ``"pinned"``; says so where ``"auto"`` finds the device too small.
-
-    Args:
-        place: One of ``PLACES``.
-        num_bytes: Size of the data.
-        device: The GPU.
-        what: What to call the data in the message.
-    """
+    """Return ``"device"`` or ``"pinned"``; says so where ``"auto"`` finds the device too small."""
     if place != "auto":
         return place
     if device.type == "cpu":
@@ -70,17 +59,7 @@ def choose_place(place: str, num_bytes: int, device: torch.device, what: str) ->
 
 
 def pinned(data: P, num_bytes: int, device: torch.device, what: str) -> P:
-    """Return data in page-locked host memory, in place where possible; for the CPU, any memory will do.
-
-    Args:
-        data: A graph or a table.
-        num_bytes: Its size.
-        device: Who is to read it.
-        what: What to call it in the message.
-
-    Raises:
-        RuntimeError: The system refused the memory; names the size and the fix.
-    """
+    """Return data in page-locked host memory, in place where possible; for the CPU, any memory will do."""
     if device.type == "cpu":
         return data
     try:
@@ -111,7 +90,6 @@ class BufferPool:
         """Return an uninitialised contiguous tensor.
 
         Args:
-            shape: Its shape.
             dtype: One of float16, float32, float64, int32, int64; others, and small tensors, bypass the pool.
         """
         size = math.prod(shape) * dtype.itemsize

@@ -64,14 +64,6 @@ def published(path: str | Path, scratch: Path) -> Published | None:
       successors for each node.
     - A folder of OGB, or the ``raw`` in it: ``edge.csv.gz``, and where they are there ``node-feat.csv.gz``,
       ``node-label.csv.gz`` and the one split; or ``data.npz`` and ``node-label.npz``, as of ogbn-papers100M.
-
-    Args:
-        path: The file or folder.
-        scratch: A folder for what an archive holds.
-
-    Raises:
-        FileNotFoundError: A folder that holds none of them.
-        ValueError: A file is damaged.
     """
     path = Path(path)
     if path.is_dir():
@@ -91,11 +83,7 @@ def published(path: str | Path, scratch: Path) -> Published | None:
 
 
 def unpack(archive: Path, name: str, path: Path) -> None:
-    """Write one array of an ``.npz`` file as an ``.npy`` file, which is what lies in it.
-
-    Raises:
-        ValueError: The archive is damaged, or holds no such array.
-    """
+    """Write one array of an ``.npz`` file as an ``.npy`` file, which is what lies in it."""
     with explained(archive), zipfile.ZipFile(archive) as members:
         if f"{name}.npy" not in members.namelist():
             raise ValueError(f"{archive} holds no {name}, but {', '.join(members.namelist())}")
@@ -106,11 +94,7 @@ def unpack(archive: Path, name: str, path: Path) -> None:
 
 
 def read_ids(path: Path) -> npt.NDArray[np.int64]:
-    """Return the numbers in a text file, packed or not, one a line.
-
-    Raises:
-        ValueError: It is damaged.
-    """
+    """Return the numbers in a text file, packed or not, one a line."""
     try:
         return np.loadtxt(path, dtype=np.int64, ndmin=1)
     except (EOFError, OSError, ValueError, zlib.error) as error:

@@ -29,11 +29,7 @@ _syscall: Any = types.ExternalFunction("syscall", _word(_word, _word, _word, _ad
 
 
 class ReadQueue:
-    """Reads that wait for the disk together, for one thread at a time; :func:`submit` and :func:`wait` use it.
-
-    Raises:
-        OSError: The system has no such reads, or no more of them.
-    """
+    """Reads that wait for the disk together, for one thread at a time; :func:`submit` and :func:`wait` use it."""
 
     def __init__(self) -> None:
         calls = _NUMBERS.get(platform.machine())
@@ -71,11 +67,7 @@ def ask(
 def submit(
     state: npt.NDArray[np.int64], reads: npt.NDArray[np.int64], got: npt.NDArray[np.int64], first: int, count: int
 ) -> int:
-    """Begin reads that were written down one after the other; those that the kernel refuses have failed at once.
-
-    Returns:
-        How many are under way.
-    """
+    """Begin reads that were written down one after the other; those that the kernel refuses have failed at once."""
     pointers = np.empty(count, np.int64)
     for number in range(count):
         pointers[number] = reads.ctypes.data + (first + number) * _READ_BYTES
@@ -97,11 +89,7 @@ def wait(
     """Wait until all reads of a part of the queue have ended; False: the kernel no longer knows the queue.
 
     Args:
-        state: Of the queue.
-        got: What came of each read is written here.
         pending: Reads under way in each part, int64 ``[parts]``.
-        part: Which.
-        size: Reads in each part.
     """
     events = np.empty((DEPTH, _EVENT_BYTES // 8), np.int64)
     cut_short = 0

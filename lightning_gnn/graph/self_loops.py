@@ -19,8 +19,6 @@ class WithSelfLoops(NamedTuple):
     """A graph with exactly one self-loop per vertex.
 
     Args:
-        forward: Rows are targets.
-        backward: The transpose.
         edge_ids: The user's edge of each forward entry, ``[num_edges]``, -1 for a self-loop.
         weight_ids: The user's edge that gives each forward entry its weight, ``[num_edges]``: for a self-loop the last
             one that the vertex had (as in PyG's ``add_remaining_self_loops``), else -1.
@@ -71,7 +69,6 @@ class LoopedRows(NamedTuple):
         place_of: Where each entry of before has come to lie, int64, -1 for a self-loop.
         loop_of: Where the self-loop of each vertex lies, int64 ``[V]``, -1 for a vertex that has no row here.
         edge_ids: As :class:`WithSelfLoops` has them, int64.
-        weight_ids: Likewise.
     """
 
     indptr: _Array
@@ -91,7 +88,6 @@ def loop_rows(rows: _Array, indptr: _Array, columns: _Array, user_edges: _Array,
         indptr: First entry of each row, from 0, ``[R + 1]``.
         columns: Vertex of each entry on the column side, int32 ``[n]``.
         user_edges: The user's edge of each entry, ``[n]``, -1 for none.
-        num_vertices: V.
     """
     offsets, looped, kept = _insert_loops(rows, indptr, columns)
     is_loop = kept < 0
@@ -112,7 +108,6 @@ def symmetric_norm(chunks: Chunks, degrees: Tensor, values: Tensor | None = None
     """Scale values of a square graph's entries by one over the root of both vertices' sums.
 
     Args:
-        chunks: The graph.
         degrees: Sum of each vertex's values, float ``[V]``.
         values: ``[num_edges]``, or None for ones.
     """
@@ -133,7 +128,6 @@ def pick(values: Tensor, ids: Tensor, fill: float) -> Tensor:
     Args:
         values: ``[n, …]``, differentiable.
         ids: int32 or int64 ``[m]``, below n.
-        fill: The other value.
     """
     missing = ids < 0
     if not bool(missing.any()):

@@ -19,9 +19,7 @@ def planted_labels(
     """Draw labels that follow from the communities of nodes, but for some noise.
 
     Args:
-        rng: Draws.
         community: The community of each node, int64 ``[N]`` in ``[0, num_classes)``.
-        num_classes: How many there are, ``C``.
         labels: ``"classes"``: a node has the class of its community; ``"several"``: it has the label of its community
             and those of some others, the same for all of the community; ``"numbers"``: it has its community's number,
             drawn from the standard normal distribution.
@@ -30,9 +28,6 @@ def planted_labels(
 
     Returns:
         int64 ``[N]``, int64 ``[N, C]`` of 0 and 1, or float32 ``[N]``.
-
-    Raises:
-        ValueError: Other labels.
     """
     size = community.size
     if labels == "classes":

@@ -30,14 +30,9 @@ class TableFiles:
     """A database of the tables of some files, in a folder, which an interrupted conversion finds again.
 
     Args:
-        folder: Where it lies.
         memory: Bytes that it may hold; what is more lies on the disk.
         of: What identifies the conversion: if another one left its database here, it is removed.
         made: The folder of what is made of the tables, which goes with them.
-
-    Raises:
-        ModuleNotFoundError: DuckDB is missing.
-        ValueError: The memory is too little.
     """
 
     def __init__(self, folder: Path, memory: int, of: Any, made: Path) -> None:
@@ -71,12 +66,7 @@ class TableFiles:
         self.connection.close()
 
     def query(self, sql: str) -> list[tuple[Any, ...]]:
-        """Return the rows of a small result.
-
-        Raises:
-            OSError: The disk has no room for it.
-            ValueError: The database says why.
-        """
+        """Return the rows of a small result."""
         with self._explained():
             return list(self.connection.execute(sql).fetchall())
 
@@ -110,18 +100,11 @@ class TableFiles:
         """Make a table of a file, or of all files of a pattern, whose rows keep their order.
 
         Args:
-            name: The table.
-            path: The file, or a pattern.
             edges: Whether it holds edges; then a list without a header may have comments anywhere.
             header: Whether text has one; None: its rows show it.
-            then: Called once the table is there, before it is kept.
 
         Returns:
             How a text is laid out; None: it is none, or an earlier run has made the table.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            ValueError: Its ending is none that is known, or it cannot be read.
         """
         if self.has(name):
             return None
@@ -245,10 +228,8 @@ class TableFiles:
             raise
 
     def fill(self, name: str, blocks: Callable[[], Iterator[Columns]]) -> None:
-        """Make a table of edges, ``source`` and ``target``, of blocks; all of it or nothing, unless an earlier run has.
-
-        Raises:
-            OSError: The disk has no room for it.
+        """Make a table of edges, ``source`` and ``target``, of blocks; all of it or nothing,
+        unless an earlier run has.
         """
         if self.has(name):
             return
@@ -276,13 +257,7 @@ class TableFiles:
         return int(self.query(f"SELECT count(*) FROM {quoted(name)}")[0][0])
 
     def blocks(self, name: str, columns: Mapping[str, str], rows: int) -> Iterator[Columns]:
-        """Yield a table's rows, in order.
-
-        Args:
-            name: The table.
-            columns: What to select, by the name that it gets.
-            rows: How many at a time.
-        """
+        """Yield a table's rows, in order."""
         chosen = ", ".join(f"{what} AS {quoted(column)}" for column, what in columns.items())
         for start in range(0, self.count(name), rows):
             within = f"rowid BETWEEN {start} AND {start + rows - 1}"
@@ -321,11 +296,7 @@ class _HeaderError(Exception):
 
 
 def matching(path: str | Path) -> list[Path]:
-    """Return a file, or those of a pattern, in order.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
+    """Return a file, or those of a pattern, in order."""
     if Path(path).exists():
         return [Path(path)]
     if not (files := sorted(map(Path, glob.glob(str(path), recursive=True)))):

@@ -89,13 +89,8 @@ def look(path: Path, file: Path, edges: bool, header: bool | None = None) -> Lay
     """Return how a text file is laid out.
 
     Args:
-        path: The file that messages name.
-        file: Where its text is.
         edges: Whether it holds edges, which may have comments between them.
         header: Whether its first row is a header, where that is known.
-
-    Raises:
-        ValueError: It holds no row, or something else than a table.
     """
     with opened(file) as binary:
         sample = binary.read(_SAMPLE)
@@ -150,11 +145,7 @@ def look(path: Path, file: Path, edges: bool, header: bool | None = None) -> Lay
 
 
 def check_content(path: Path) -> None:
-    """Check that a file is not a pointer to itself.
-
-    Raises:
-        ValueError: It is one of Git LFS.
-    """
+    """Check that a file is not a pointer to itself."""
     if path.is_dir():
         return
     with path.open("rb") as file:
@@ -162,11 +153,7 @@ def check_content(path: Path) -> None:
 
 
 def check_line(path: Path, line: str, kinds: int | None = None) -> None:
-    """Check by the first line of a file that it may be a table.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Check by the first line of a file that it may be a table."""
     for begin, why in islice(_FOREIGN.items(), kinds):
         if line.lower().startswith(begin):
             raise ValueError(f"{path} {why} (it begins with {shortened(line)!r})")
@@ -204,9 +191,6 @@ def rewrite(layouts: Sequence[Layout], header: bool, edges: bool, out: Path) -> 
 
     Returns:
         How the files were read, if it is not as their first lines say.
-
-    Raises:
-        ValueError: A row has another number of fields than others; its line is named.
     """
     first = layouts[0]
     quotes = _QUOTES[_QUOTES.index(first.quotes) :]

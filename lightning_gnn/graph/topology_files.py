@@ -36,16 +36,10 @@ def write_csc(
 
     Args:
         edge_index: Sources and targets, int32 or int64 ``[2, E]``, memory-mapped if it is large.
-        num_nodes: Number of nodes ``N``.
         folder: Where to write ``indptr.npy``, ``indices.npy`` and, where the orders differ, ``edge_ids.npy``.
         edge_ids: Keep ``edge_ids.npy``; without it, edges are numbered in CSC order.
         num_sources: Number of nodes that edges come from, where these are of another type than the targets, of which
             there are then ``num_nodes``.
-
-    Raises:
-        OSError: The disk has no room for it.
-        TypeError: ``edge_index`` is no integer tensor.
-        ValueError: Its shape is not ``[2, E]``, or it holds a node outside ``[0, N)``.
     """
     folder = Path(folder)
     check_edge_index(edge_index)
@@ -88,17 +82,7 @@ def load_topology(
     """Read ``indptr.npy``, ``indices.npy`` and perhaps ``edge_ids.npy``, or ``edge_index.npy``, which is sorted.
 
     Args:
-        folder: Where they are.
-        num_nodes: Number of nodes that edges go to.
-        mmap: Leave what is in CSC order on disk.
-        check: Look for ids out of range.
-        counted: What tells the number of nodes, for messages.
         num_sources: Number of nodes that edges come from, where these have another type.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        TypeError: An array of another dtype.
-        ValueError: A truncated file, a wrong shape or length, a node out of range, or two topologies.
     """
     edge_index = folder / "edge_index.npy"
     if os.path.lexists(edge_index):

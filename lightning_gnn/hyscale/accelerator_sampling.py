@@ -21,7 +21,6 @@ def can_sample_on(loader: Any, device: torch.device) -> bool:
     """Tell whether a device can draw the samples that a loader draws on the CPU.
 
     Args:
-        loader: A PyG node loader.
         device: An accelerator; ``cpu`` stands for one.
     """
     if not isinstance(loader, ThreadedNodeLoader):
@@ -36,13 +35,8 @@ class AcceleratorSampling:
     """Draws samples on an accelerator, and brings them back to the memory of the CPU, where features are loaded.
 
     Args:
-        sampler: The CPU's.
         device: The accelerator. The topology lies in its memory, or in page-locked host memory where it would take more
             than half of what is free. ``cpu`` may stand for one.
-
-    Raises:
-        ValueError: Triton is missing.
-        RuntimeError: There is no memory for the topology.
 
     Source: HyScale-GNN, section III-B (Sampling).
     """
@@ -68,7 +62,6 @@ class AcceleratorSampling:
 
         Args:
             inputs: The seeds, int64 ``[batch_size]``.
-            key: The key of the mini-batch.
         """
         if self._stream is not None:
             torch.accelerator.set_device_index(self._device)

@@ -58,11 +58,7 @@ class SharedBuffers:
         return torch.stack([flag.to(small[0].device) for flag in small]).any() if small else False
 
     def join(self, seeds: Sequence[int]) -> None:
-        """Make them the same on all ranks, which all call this together.
-
-        Args:
-            seeds: Of each rank in the step.
-        """
+        """Make them the same on all ranks, which all call this together."""
         rank = dist.get_rank()
         buffers = dict(self._module.named_buffers())
         written = {name: self._difference(name, buffer) for name, buffer in buffers.items()}

@@ -19,17 +19,7 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 
 
 def check_training(loader: Any, module: pl.LightningModule) -> None:
-    """Refuse loaders and modules that cannot be shared out.
-
-    Args:
-        loader: Of training.
-        module: What is trained.
-
-    Raises:
-        TypeError: The loader's mini-batches are not made of positions in a dataset, or ``training_step`` fetches
-            batches itself.
-        ValueError: The loader plans the use of the same processors by itself, yields single samples, or has no length.
-    """
+    """Refuse loaders and modules that cannot be shared out."""
     if any(cls.__name__.startswith("Collective") for cls in type(loader).__mro__):
         raise ValueError(
             f"hyscale over a {type(loader).__name__}: both plan the use of the same cores and of the same bus; train "
@@ -65,11 +55,7 @@ def overrides_transfer(module: pl.LightningModule) -> bool:
 
 
 def check_precision(precision: Precision, trainers: Trainers) -> None:
-    """Refuse a precision that one of the devices does not have.
-
-    Raises:
-        ValueError: Names the trainer and what to do.
-    """
+    """Refuse a precision that one of the devices does not have."""
     name = str(precision.precision)
     for trainer, device in zip(trainers.names, trainers.devices, strict=True):
         reason = None

@@ -26,7 +26,6 @@ class Decision:
 
     Args:
         mapping: The mapping from now on.
-        explanation: One line.
         action: ``start``, ``hold``, ``balance_work``, ``balance_thread``, ``balance_cpu_trainers`` (work among
             themselves), ``undo`` (threads go back), ``take_out`` or ``bring_back`` (the CPU trainers).
         observation: How many observations led to it.
@@ -55,11 +54,7 @@ class Decision:
 
 
 def read_decisions(lines: Iterable[str]) -> list[Decision]:
-    """Read a decision log: the lines of :meth:`Decision.to_json`, blank ones left out.
-
-    Raises:
-        ValueError: A line is no decision, or they are not in order.
-    """
+    """Read a decision log: the lines of :meth:`Decision.to_json`, blank ones left out."""
     decisions: list[Decision] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -89,9 +84,6 @@ class ReplayedDecisions:
 
     Args:
         decisions: A log, as :func:`read_decisions` returns; the first is what the run began with.
-
-    Raises:
-        ValueError: It is empty, does not begin with the mapping of the start, or the mappings do not fit one another.
     """
 
     def __init__(self, decisions: Iterable[Decision]) -> None:

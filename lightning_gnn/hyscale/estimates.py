@@ -35,7 +35,6 @@ class Estimate:
     """What the stages take under a mapping, by the measurements.
 
     Args:
-        mapping: The mapping.
         times: Stage times under it.
         costs: Of each trainer for its seeds; None for one without.
     """
@@ -110,12 +109,7 @@ class Measurements:
         return changed
 
     def fewest(self, mapping: TaskMapping, last: IterationTimes) -> int:
-        """Return how many measurements there are of the task that has the fewest under a mapping.
-
-        Args:
-            mapping: The mapping.
-            last: The last times, which tell what tasks there are besides the trainers.
-        """
+        """Return how many measurements there are of the task that has the fewest under a mapping."""
         counts = [
             len(self._known.get(key, ()))
             for key, units, seconds in _tasks(mapping, last)
@@ -127,7 +121,6 @@ class Measurements:
         """Return what the stages take under a mapping.
 
         Args:
-            mapping: The mapping.
             last: The last times, for tasks of which nothing else is known.
         """
         times: list[float | None] = []

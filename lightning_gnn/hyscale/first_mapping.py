@@ -57,16 +57,7 @@ class FirstMapping:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any], trainers: Trainers, total: int) -> FirstMapping:
-        """Take back what :meth:`to_dict` returned.
-
-        Args:
-            state: It.
-            trainers: Who trains now.
-            total: Seeds of the node in a full iteration now.
-
-        Raises:
-            ValueError: It is for other trainers or another batch size, or of another version.
-        """
+        """Take back what :meth:`to_dict` returned."""
         try:
             sampling, loading, training = map(int, state["threads"])
             shares = check_shares(state["shares"]) or []
@@ -94,8 +85,6 @@ def resumed_mapping(
 
     Args:
         state: Of a :class:`~lightning_gnn.hyscale.work_balance.WorkBalance`; an older one has no first mapping.
-        trainers: Who trains now.
-        total: Seeds of the node in a full iteration now.
     """
     if "first" not in state:
         return None, state
@@ -118,10 +107,6 @@ def first_mapping(
     """Return the mapping that the performance model finds best, None where it cannot tell.
 
     Args:
-        trainers: CPU trainers and accelerators.
-        loader: A PyG node loader.
-        module: What is trained.
-        total: Seeds of an iteration.
         threads: CPU threads, whose sum is kept if there is at least one for every CPU trainer.
         sampling: What samples on accelerators; None if nothing does.
         transfer_dtype: What features are on their way to accelerators; None for what they are.
@@ -143,8 +128,6 @@ def describe_workload(
 
     Args:
         loader: A PyG node loader; of this package's, one mini-batch is sampled.
-        module: Its message-passing layers tell the widths.
-        total: Seeds of an iteration.
         transfer_dtype: What floating features are on their way to accelerators; None for what they are.
     """
     data = getattr(loader, "data", None)
@@ -189,15 +172,7 @@ def describe_workload(
 def first_share(
     sampling: AcceleratorSampling, loader: ThreadedNodeLoader, total: int, threads: int, num_accelerators: int = 1
 ) -> float:
-    """Return the share of the sampling with which accelerators and CPU are done at the same time, as measured.
-
-    Args:
-        sampling: What samples on accelerators.
-        loader: Samples on the CPU.
-        total: Seeds of an iteration.
-        threads: Threads of Sampling on the CPU.
-        num_accelerators: How many sample.
-    """
+    """Return the share of the sampling with which accelerators and CPU are done at the same time, as measured."""
     seeds = _first_seeds(loader, total)
     there = num_accelerators * accelerator_rate(sampling, loader, total)
     return there / (there + threads * _sampled(lambda: loader.sample(seeds, _KEY))[1])
@@ -279,10 +254,6 @@ def wanted_sampling(wanted: str | float, drm: bool | str | Path) -> str | float:
     Args:
         wanted: ``"auto"``, which is 0 where measurements decide nothing, or a share.
         drm: Whether the work is balanced while it runs, or the path of a log of decisions to replay.
-
-    Raises:
-        FileNotFoundError: There is no such log.
-        ValueError: It is none.
     """
     if not replays(drm):
         return 0.0 if wanted == "auto" and not measurements_decide() else wanted
@@ -302,14 +273,8 @@ def find_sampling(
     Args:
         wanted: A share; 0 for none. ``"auto"`` leaves out CPUs that stand for accelerators: their sampling would take
             cores that nobody has counted.
-        loader: The training loader.
-        trainers: Who trains.
         present: What there is, which is kept if it serves this loader too.
         device: The accelerator; by default the first one.
-
-    Raises:
-        ValueError: Triton is missing, where a share is given.
-        RuntimeError: An accelerator has no memory for the topology, where a share is given.
     """
     accelerators = trainers.devices[trainers.num_cpu :]
     automatic = wanted == "auto"
@@ -345,12 +310,6 @@ def begin_sampling(
     """Return the share of the sampling that accelerators do to begin with.
 
     Args:
-        wanted: A share, or ``"auto"``.
-        sampling: What samples on them.
-        loader: The training loader.
-        total: Seeds of an iteration.
-        threads: Threads of Sampling on the CPU.
-        num_accelerators: How many sample.
         modelled: What a checkpoint or the performance model says, if there is such; otherwise it is measured.
     """
     if sampling is None:

@@ -34,7 +34,6 @@ class Share:
     Args:
         number: Position of the mini-batch in the epoch.
         seeds: Of this rank; with 0 there is a mini-batch of one seed that must not count.
-        total: Of all ranks.
         seconds: Thread-seconds that each stage has spent on it.
         sampled_there: Whether an accelerator has sampled it; None where none does.
     """
@@ -57,7 +56,6 @@ def split_seeds(num_seeds: int, weights: Sequence[float]) -> list[tuple[int, int
     Each weight that is not 0 gets a seed, where there are enough.
 
     Args:
-        num_seeds: How many.
         weights: Not negative, not all zero. Integers that add up to ``num_seeds`` are met exactly.
     """
     whole = sum(weights)
@@ -88,9 +86,6 @@ class SharedBatches:
         num_batches: Tells how many there are, for an epoch that ends early, or a batch sampler that never does.
         on_epoch: Called with the number of the first mini-batch before it is yielded.
         rank: Of this process, None where it is alone.
-
-    Raises:
-        ValueError: The loader's sampler has already shared the seeds out among processes.
     """
 
     def __init__(
@@ -150,12 +145,7 @@ class SharedBatches:
         return self._slice(index, start, stop)
 
     def coming(self, epoch: int, first: int) -> Iterator[Task] | None:
-        """Give this rank's parts from a mini-batch on, as far as they are known now; None where the order is drawn.
-
-        Args:
-            epoch: Its number.
-            first: The number of the first one.
-        """
+        """Give this rank's parts from a mini-batch on, as far as they are known now; None where the order is drawn."""
         if self._drawn:
             return None
         last = self.num_batches()
@@ -192,7 +182,6 @@ class SlicedLoader:
 
     Args:
         loader: Has a batch sampler over a dataset with positions.
-        batches: Yields the slices.
         on_batch: Called with the share of each mini-batch before it is handed out.
         transfer: Brings mini-batches to a device, one ahead; None leaves that to the training thread.
         dtype: What floating attributes are converted to.
@@ -246,9 +235,7 @@ class WholeLoader:
     """A loader whose mini-batches cannot be shared out: rank 0 has all of each, the others have no seeds.
 
     Args:
-        loader: Any iterable.
         on_batch: Called with the share of each mini-batch before it is handed out.
-        rank: This one.
     """
 
     def __init__(self, loader: Any, on_batch: Callable[[Share], None], rank: int) -> None:
@@ -310,9 +297,6 @@ class StagedLoader:
     depend on which rank got it.
 
     Args:
-        loader: The loader.
-        batches: Yields the slices.
-        settings: How to run.
         on_batch: Called with the share of each mini-batch before it is handed out.
         transfer: Brings mini-batches to a device; None leaves that to the training thread.
         sampling: Samples on this rank's accelerator; the mini-batches do not depend on it.

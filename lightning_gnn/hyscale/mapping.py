@@ -26,9 +26,6 @@ class TaskMapping:
         cpu_trainers: How many of the trainers are CPU trainers.
         threads: CPU threads of Sampling, of Feature Loading and of the CPU trainers together. Their sum never changes.
         accelerator_sampling: Share of the sampling that accelerators do, 0 to 1.
-
-    Raises:
-        ValueError: A negative number, a task without a thread, no trainer, or a share that is none.
     """
 
     seeds: tuple[int, ...]
@@ -77,11 +74,7 @@ class TaskMapping:
         return text + (f", {self.accelerator_sampling:.0%} sampled there" if self.accelerator_sampling else "")
 
     def check(self, times: IterationTimes) -> None:
-        """Refuse times that are not for these trainers.
-
-        Raises:
-            ValueError: There are others, or as many as these on other sides.
-        """
+        """Refuse times that are not for these trainers."""
         if (len(times.train_cpu), len(times.trainers)) != (self.cpu_trainers, len(self.seeds)):
             raise ValueError(
                 f"times of {len(times.train_cpu)} CPU trainers and {len(times.train_accelerator)} accelerators, but "
@@ -91,11 +84,7 @@ class TaskMapping:
             raise ValueError(f"times for seeds {times.seeds}, but there are {len(self.seeds)} trainers")
 
     def check_same_work(self, saved: TaskMapping) -> None:
-        """Refuse a saved mapping that shares out other work, or among others.
-
-        Raises:
-            ValueError: It is for another batch, other trainers or another number of threads.
-        """
+        """Refuse a saved mapping that shares out other work, or among others."""
         found, expected = (
             (each.total, each.cpu_trainers, len(each.seeds), sum(each.threads), each.accelerator_sampling > 0)
             for each in (saved, self)
@@ -114,11 +103,7 @@ class TaskMapping:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> TaskMapping:
-        """Take back what :meth:`to_dict` returned.
-
-        Raises:
-            ValueError: Something is missing or impossible.
-        """
+        """Take back what :meth:`to_dict` returned."""
         try:
             sampler, loader, trainer = state["threads"]
             return cls(
@@ -141,16 +126,12 @@ class IterationTimes:
     Args:
         sample_cpu: Sampling on the CPU.
         sample_accelerator: Sampling on accelerators, the slowest.
-        load: Feature Loading.
         transfer: Data Transfer, the slowest accelerator's.
         train_cpu: Propagation of each CPU trainer; None or 0 for one without seeds.
         train_accelerator: Propagation of each accelerator.
         seeds: Seeds of each trainer with which this was measured; None means the mapping that was in force as many
             observations ago as the pipeline is deep.
         iteration: From one optimizer step to the next, by the clock. Only this shows what stages cost one another.
-
-    Raises:
-        ValueError: A time is negative or not finite.
     """
 
     sample_cpu: float | None
@@ -247,14 +228,8 @@ def split_evenly(
     """Share seeds out to trainers so that the slowest is done as early as possible.
 
     Args:
-        total: Seeds to share out.
         costs: Of each trainer; None for one that gets nothing.
-        group: Trainers that also share one resource, as accelerators share the transfer of their mini-batches.
-        group_per_seed: Seconds of that resource for a seed of any of them.
         least: Seeds that each trainer with a cost gets at least, if there are enough.
-
-    Raises:
-        ValueError: No trainer may get any.
     """
     present = {index: cost for index, cost in enumerate(costs) if cost is not None}
     if not present:

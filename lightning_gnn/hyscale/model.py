@@ -282,10 +282,7 @@ class ScalingPoint:
     """The prediction for one number of accelerators and nodes.
 
     Args:
-        accelerators: Of each node.
-        nodes: How many.
         mapping: The best one, the same on each node.
-        iteration: Seconds.
         sync: Seconds of it in which gradients are averaged, inside the node and between nodes.
         mteps: Million traversed edges per second, all nodes together.
         speedup: Against the first point.
@@ -318,14 +315,6 @@ def scaling_study(
         platform: The node; its own numbers of accelerators and nodes do not matter beyond the batch.
         workload: What is trained; its batch is that of the platform as given.
         accelerators: Numbers of accelerators of a node, at least 1.
-        nodes: Numbers of nodes.
-        cpu_trainers: CPU trainers of each node.
-
-    Returns:
-        A point for each number of nodes, and within it of accelerators.
-
-    Raises:
-        ValueError: The platform has no accelerator to multiply.
     """
     if platform.accelerator is None:
         raise ValueError("the scaling study multiplies accelerators, but the platform has none")
@@ -417,12 +406,7 @@ def paper_workload(dataset: str, trainers: int, model: Literal["gcn", "sage"] = 
     """Return a workload of section VI-A2.
 
     Args:
-        dataset: One of :data:`DATASETS`.
         trainers: How many trainers share an iteration's seeds, 1024 each.
-        model: GraphSAGE concatenates, so that its updates take in two vectors.
-
-    Raises:
-        KeyError: There is no such data set.
     """
     vertices, edges, widths = DATASETS[dataset]
     return Workload(

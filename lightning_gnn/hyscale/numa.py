@@ -9,11 +9,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def numa_cores(nodes: Path = _NODES) -> list[set[int]]:
-    """Return the cores of each NUMA node that this process may use; one node of all of them where it cannot be told.
-
-    Args:
-        nodes: Where Linux lists them.
-    """
+    """Return the cores of each NUMA node that this process may use; one node of all of them where it cannot be told."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     found = []
     for folder in sorted(nodes.glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])):
@@ -31,7 +27,6 @@ def pin_to_numa_node(trainer: int, num_cpu: int) -> None:
 
     Args:
         trainer: Which; those from ``num_cpu`` on are accelerators, which stay where they are.
-        num_cpu: CPU trainers of the machine.
     """
     nodes = numa_cores()
     if trainer < num_cpu and len(nodes) > 1 and hasattr(os, "sched_setaffinity"):

@@ -20,7 +20,6 @@ class Trainers:
     """The trainers of one node: those on the CPU first.
 
     Args:
-        devices: Of each trainer.
         num_cpu: How many are CPU trainers. An accelerator trainer may be on ``cpu`` too, where it stands for one.
     """
 
@@ -29,11 +28,7 @@ class Trainers:
 
     @classmethod
     def of(cls, cpu_trainers: int, accelerators: Sequence[torch.device]) -> Trainers:
-        """Put them together.
-
-        Raises:
-            ValueError: There are none.
-        """
+        """Put them together."""
         if cpu_trainers == 0 and not accelerators:
             raise ValueError(
                 "cpu_trainers=0 and no accelerator: nobody would train; set cpu_trainers=1 or Trainer(accelerator=...)"
@@ -83,12 +78,7 @@ def trainers_of(
     """Return the trainers of a node.
 
     Args:
-        cpu_trainers: How many CPU trainers are wanted, or ``"numa"``.
         accelerators: Devices of which those on the CPU are left out, unless they are not the Trainer's own.
-        devices: The Trainer's own. CPUs among several count as CPU trainers.
-
-    Raises:
-        ValueError: There are none, or the Trainer has another number of CPUs.
     """
     wanted = len(numa_cores()) if isinstance(cpu_trainers, str) else cpu_trainers
     on_cpu = sum(device.type == "cpu" for device in devices)
@@ -131,10 +121,8 @@ def turned_off(
     """Return the words for which choices follow from no measurement although the options ask for it, None for none.
 
     Args:
-        trainers: Who trains.
         drm: The option, which is not in force where it asks for a manager.
         shares: What the trainers have with ``cpu_share="auto"``; None with another option.
-        accelerator_sampling: The option.
     """
     off = []
     if balances(drm):
@@ -168,7 +156,6 @@ def default_threads(num_workers: int, trainers: Trainers, balanced: bool) -> tup
 
     Args:
         num_workers: Of the loader; they are shared out among the first two.
-        trainers: Who trains.
         balanced: Whether a manager moves threads, so that they must not be more than cores. Otherwise the CPU trainers
             get all cores.
     """
@@ -183,11 +170,7 @@ def default_threads(num_workers: int, trainers: Trainers, balanced: bool) -> tup
 def check_options(
     cpu_trainers: Any, drm: Any, prefetch: Any, stall_timeout: Any, transfer_dtype: Any, agree_every: Any
 ) -> None:
-    """Refuse options of :class:`~lightning_gnn.hyscale.HyScaleStrategy` that are out of range or of another kind.
-
-    Raises:
-        ValueError: Names the option, and what it may be.
-    """
+    """Refuse options of :class:`~lightning_gnn.hyscale.HyScaleStrategy` that are out of range or of another kind."""
     if cpu_trainers != "numa":
         whole_number(cpu_trainers, "cpu_trainers", 0)
     whole_number(agree_every, "agree_every", 1)
@@ -213,11 +196,7 @@ def check_devices(devices: Any) -> list[torch.device] | None:
 
 
 def check_share(cpu_share: str | float) -> str | float:
-    """Return the share.
-
-    Raises:
-        ValueError: Neither ``"auto"`` nor in (0, 1].
-    """
+    """Return the share."""
     if cpu_share == "auto":
         return cpu_share
     if not isinstance(cpu_share, (int, float)) or not 0.0 < cpu_share <= 1.0:
@@ -229,11 +208,7 @@ def check_share(cpu_share: str | float) -> str | float:
 
 
 def check_shares(shares: Sequence[float] | None, num_trainers: int | None = None) -> list[float] | None:
-    """Return the shares, which add up to one.
-
-    Raises:
-        ValueError: They do not, or there are not as many as trainers.
-    """
+    """Return the shares, which add up to one."""
     if shares is None:
         return None
     if isinstance(shares, str) or not isinstance(shares, Iterable):
@@ -249,11 +224,7 @@ def check_shares(shares: Sequence[float] | None, num_trainers: int | None = None
 
 
 def check_sampling(share: str | float) -> str | float:
-    """Return the share of the sampling that accelerators do.
-
-    Raises:
-        ValueError: Neither ``"auto"`` nor in [0, 1].
-    """
+    """Return the share of the sampling that accelerators do."""
     if share == "auto":
         return share
     if not isinstance(share, (int, float)) or not 0.0 <= share <= 1.0:
@@ -262,11 +233,7 @@ def check_sampling(share: str | float) -> str | float:
 
 
 def check_threads(threads: Sequence[int] | None) -> tuple[int, int, int] | None:
-    """Return the CPU threads of sampling, feature loading and training.
-
-    Raises:
-        ValueError: Not three positive numbers, or more than cores; one each is always allowed.
-    """
+    """Return the CPU threads of sampling, feature loading and training."""
     if threads is None:
         return None
     checked = tuple(threads) if isinstance(threads, Iterable) else (threads,)

@@ -44,14 +44,7 @@ class PublishedResourceManager:
         self._number = 0
 
     def observe(self, times: IterationTimes) -> Decision:
-        """Take in the times of one iteration and decide what to do from now on.
-
-        Args:
-            times: The iteration's times.
-
-        Raises:
-            ValueError: The times are not for these trainers.
-        """
+        """Take in the times of one iteration and decide what to do from now on."""
         self._number += 1
         self.mapping.check(times)
         stages = times.stages()
@@ -118,11 +111,7 @@ class PublishedResourceManager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state.
-
-        Raises:
-            ValueError: It belongs to other trainers or another batch size.
-        """
+        """Go on from a state."""
         mapping = TaskMapping.from_dict(state["mapping"])
         self.mapping.check_same_work(mapping)
         self.mapping, self.log, self._number = mapping, read_decisions(state["log"]), int(state["number"])

@@ -20,7 +20,6 @@ class OwnStream:
 
     Args:
         seed: Which all ranks share.
-        rank: This one.
         resumed: Where it stood when a run was interrupted, if that is known.
     """
 

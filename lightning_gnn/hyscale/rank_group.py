@@ -17,9 +17,7 @@ class RankGroup:
     first, over their own links (nccl); the first of them then speaks for all.
 
     Args:
-        devices: Of all ranks.
         accelerators: The ranks that are accelerators; a CPU may stand for one.
-        rank: This one.
     """
 
     def __init__(self, devices: Sequence[torch.device], accelerators: Sequence[int], rank: int) -> None:
@@ -73,7 +71,6 @@ class RankGroup:
         """Write a row so that the ranks' sum is :meth:`table`: each byte a number, those of other ranks zero.
 
         Args:
-            row: As for :meth:`table`.
             like: Of any floating dtype, in which integers up to 255 are exact.
         """
         mine = self._row(row).to(like.device).view(torch.uint8).to(like.dtype)
@@ -101,14 +98,7 @@ class RankGroup:
         return values
 
     def copy_from_first(self, tensors: Iterable[Tensor]) -> float:
-        """Make tensors those of rank 0.
-
-        Args:
-            tensors: In the same order, of the same shapes and dtypes on all ranks.
-
-        Returns:
-            The largest difference on this rank, relative to the largest number of the tensor that has it.
-        """
+        """Make tensors those of rank 0."""
         drift = 0.0
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:

@@ -100,19 +100,7 @@ def forecast(
     module: pl.LightningModule,
     trainer: pl.Trainer,
 ) -> HybridForecast:
-    """Measure what is not given, and ask the performance model.
-
-    Args:
-        given: Numbers of the machine, as :func:`~lightning_gnn.hyscale.report.given_numbers` returns them.
-        plan: The keys of ``conf/plan.yaml``.
-        datamodule: Whose training loader is to be shared out.
-        module: What is to be trained.
-        trainer: With a :class:`~lightning_gnn.hyscale.HyScaleStrategy`.
-
-    Raises:
-        TypeError: The loader cannot be shared out.
-        ValueError: Numbers are missing or impossible, or the loader does not tell its fanouts.
-    """
+    """Measure what is not given, and ask the performance model."""
     strategy = trainer.strategy
     assert isinstance(strategy, HyScaleStrategy)
     datamodule.prepare_data()
@@ -345,10 +333,6 @@ def given_numbers(file: str | None, keys: Mapping[str, Any]) -> Numbers:
     Args:
         file: YAML or JSON with fields of :class:`~lightning_gnn.hyscale.workload.Platform`, or None.
         keys: Such fields, nested; they win over the file's. None stands for what is not given.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: A name is unknown or a value is no number; the message tells where.
     """
     numbers: Numbers = {}
     if file is not None:
@@ -368,15 +352,8 @@ def complete(given: Numbers, measure: Callable[[], Platform], num_nodes: int = 1
     """Put given and measured numbers together.
 
     Args:
-        given: As :func:`given_numbers` returns them.
         measure: Called where something that can be measured is not given; it tells what this machine has.
         num_nodes: Where they are not given.
-
-    Returns:
-        The platform, and for each known number ``"given"``, ``"measured"`` or ``"configured"``.
-
-    Raises:
-        ValueError: Accelerators are given that this machine does not have, without all of their numbers.
     """
     count = given.get("num_accelerators")
     needed = [*OF_THE_CPU, *(OF_ACCELERATORS if count else ())]
@@ -457,11 +434,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
 
 
 def _platform(numbers: Numbers) -> Platform:
-    """Build it.
-
-    Raises:
-        ValueError: A number is out of range.
-    """
+    """Build it."""
     fields = {name: value for name, value in numbers.items() if "." not in name}
     for owner in ("cpu", "accelerator"):
         if owner == "accelerator" and not numbers["num_accelerators"]:

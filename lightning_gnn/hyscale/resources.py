@@ -42,7 +42,6 @@ class Remedy(NamedTuple):
             threads from the first for the second; ``none`` where there is no other CPU task to take them from.
         first: The first argument in the paper.
         second: The second.
-        bottleneck: The slowest stage.
     """
 
     kind: Literal["balance_work", "balance_thread", "none"]
@@ -61,9 +60,6 @@ def find_remedy(times: Mapping[Stage, float]) -> Remedy:
     Args:
         times: Seconds of each stage that exists, as returned by
             :meth:`~lightning_gnn.hyscale.mapping.IterationTimes.stages`, which does line 1.
-
-    Raises:
-        ValueError: No stage.
     """
     if not times:
         raise ValueError("there is no stage time to find a bottleneck in")
@@ -110,7 +106,6 @@ def balance_work(now: Estimate, trainers: range | None = None) -> TaskMapping:
     """Share the seeds out anew, so that all trainers that get some are done at the same time.
 
     Args:
-        now: What the stages take now.
         trainers: Who gets the seeds that these have; by default all. None of the others' seeds move.
     """
     mapping, present = now.mapping, range(len(now.mapping.seeds)) if trainers is None else trainers
@@ -173,9 +168,6 @@ class Damping:
             :attr:`IterationTimes.iteration` is known: what the trainers cost one another shows in no stage).
         trial: Measurements of a trial, and before one.
         patience: Observations until CPU trainers that were taken out, or kept, are tried again; doubles each time.
-
-    Raises:
-        ValueError: A number out of range.
     """
 
     lag: int = 2
@@ -198,9 +190,7 @@ class _Move:
     """A move that is judged by what is measured after it.
 
     Args:
-        back: The mapping before.
         seconds: Of an iteration before, or of the slowest stage.
-        stage: The slowest stage.
     """
 
     back: TaskMapping

@@ -48,7 +48,6 @@ class SharedLog:
         """Collect what is logged within.
 
         Args:
-            name: Of the step, such as ``"training_step"``.
             seeds: What a mean counts for without a ``batch_size``; with 0, nothing that is logged counts.
         """
         self._here, self._step, self._seeds = {}, name, seeds
@@ -105,7 +104,6 @@ class SharedLog:
         """Log what the ranks have told.
 
         Args:
-            step: Name of the step in which it was collected.
             rows: Of each rank, from :meth:`row`.
         """
         here, self._here = self._here, {}

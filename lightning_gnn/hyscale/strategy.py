@@ -91,11 +91,7 @@ _LOGGED = _DRIFT + 1 + len(STAGES)
 
 
 class _Rows:
-    """What the ranks tell one another of a training step, as the rider of their gradients.
-
-    Args:
-        strategy: Of this rank.
-    """
+    """What the ranks tell one another of a training step, as the rider of their gradients."""
 
     def __init__(self, strategy: HyScaleStrategy) -> None:
         self._strategy = strategy
@@ -806,9 +802,6 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     def _tell(self, step: str) -> list[list[float]]:
         """Tell the other ranks what this one has of a step, and hear what they have; all ranks come here together.
 
-        Args:
-            step: Name of the step in which values were logged.
-
         Returns:
             The rows of all ranks.
         """
@@ -911,11 +904,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         return precision.post_backward(loss, module)
 
     def _factor(self, rows: list[list[float]]) -> float:
-        """Return by what gradients are multiplied whose losses were weighted by their weights over all seeds.
-
-        Raises:
-            ValueError: Some ranks returned a weight and others none, or another kind of it; or a weight is impossible.
-        """
+        """Return by what gradients are multiplied whose losses were weighted by their weights over all seeds."""
         counts = [sum(row[kind] for row in rows) for kind in (_NONE, _NUMBER, _SUM)]
         if sum(count > 0 for count in counts) > 1:
             raise ValueError(

@@ -23,7 +23,6 @@ class PackedRows:
     Args:
         values: float16 or int8 ``[n, F]``.
         scales: float32 ``[n, 1]``, the value of 1 in each int8 row; None beside float16.
-        dtype: What they were.
     """
 
     values: Tensor
@@ -32,11 +31,7 @@ class PackedRows:
 
     @classmethod
     def pack(cls, rows: Tensor, dtype: str) -> PackedRows:
-        """Round rows to float16, or to int8 with one scale per row: an error of at most scale / 2.
-
-        Raises:
-            ValueError: A number does not fit float16, or is not finite.
-        """
+        """Round rows to float16, or to int8 with one scale per row: an error of at most scale / 2."""
         if dtype == "float16":
             values = rows.to(torch.float16)
             if not bool(values.isfinite().all()):
@@ -64,7 +59,6 @@ class Transfer:
     A call returns when the batch has arrived, so it needs no synchronisation by whoever trains on it.
 
     Args:
-        device: Where to.
         dtype: ``"float16"`` or ``"int8"``: features ``x`` travel so, and are what they were on arrival.
     """
 

@@ -85,7 +85,6 @@ class WorkBalance:
     iteration: the first that no rank can have begun to prepare when the decision is made.
 
     Args:
-        trainers: Who trains.
         weights: Shares of the trainers to begin with.
         threads: CPU threads of sampling, feature loading and CPU trainers of the node to begin with.
         total: Seeds of this node in a full iteration.
@@ -95,10 +94,6 @@ class WorkBalance:
         ahead: Iterations that a rank prepares before their turn, at most.
         sampling: Share of the sampling that accelerators do, to begin with; 0 where they cannot.
         speaks: Whether this rank tells about decisions and records them.
-
-    Raises:
-        ValueError: The recorded decisions are for other trainers or another batch size.
-        FileNotFoundError: There is no such record.
     """
 
     def __init__(
@@ -171,12 +166,7 @@ class WorkBalance:
         return self.weights if self._in_force is None else self._in_force.seeds
 
     def split(self, num_seeds: int, iteration: int) -> list[tuple[int, int]]:
-        """Cut the seeds of an iteration; calls go from one iteration to the next.
-
-        Args:
-            num_seeds: Of the node.
-            iteration: Its number in the run.
-        """
+        """Cut the seeds of an iteration; calls go from one iteration to the next."""
         if not self._planned:
             return split_seeds(num_seeds, self.weights)
         return split_seeds(
@@ -193,11 +183,7 @@ class WorkBalance:
         self.iteration += 1
 
     def observe(self, rows: Sequence[Sequence[float]]) -> Decision | None:
-        """Take what the ranks tell of the iteration before the present one, and let the manager decide.
-
-        Args:
-            rows: Of each trainer, from :func:`stage_row`.
-        """
+        """Take what the ranks tell of the iteration before the present one, and let the manager decide."""
         told = all(row[0] >= 0 for row in rows)
         if not told and self.iteration <= 1:
             return None  # nobody has anything to tell yet
@@ -220,12 +206,7 @@ class WorkBalance:
         return IterationTimes(None, None, none[:cpu], none[cpu:])
 
     def rank_threads(self, trainer: int, mapping: TaskMapping | None = None) -> tuple[int, int, int]:
-        """Return a rank's threads of sampling and feature loading, by its share of the seeds, and of its training.
-
-        Args:
-            trainer: Which.
-            mapping: By default the one in force.
-        """
+        """Return a rank's threads of sampling and feature loading, by its share of the seeds, and of its training."""
         sampling, loading, training = self.threads if mapping is None else mapping.threads
         shares = self.shares if mapping is None else mapping.seeds
         share = shares[trainer] / sum(shares)

@@ -18,9 +18,6 @@ class Processor:
         flops: Floating-point operations per second; a multiply-add is two. Twice the paper's ``N * freq``.
         memory_bandwidth: Bytes per second of its own memory, in bursts.
         pipelined: Whether aggregation and update overlap, as on an FPGA: the operator of equation 10.
-
-    Raises:
-        ValueError: A number is not positive.
     """
 
     flops: float
@@ -37,10 +34,8 @@ class Platform:
     """A node, or several that are equal.
 
     Args:
-        cpu: All sockets together.
         cores: CPU cores, one thread each.
         accelerator: One of them; None for a node without.
-        num_accelerators: How many.
         pcie_bandwidth: Bytes per second to each accelerator.
         sampling: Edges per second that one CPU thread samples, or pairs (threads, edges per second), measured and
             interpolated; infinite leaves sampling out.
@@ -50,9 +45,6 @@ class Platform:
         num_nodes: How many such nodes train together.
         network_bandwidth: Bytes per second between two nodes.
         network_latency: Seconds of a message between two nodes.
-
-    Raises:
-        ValueError: A number is out of range.
     """
 
     cpu: Processor
@@ -106,7 +98,6 @@ class BatchSizes:
     """Sizes of one mini-batch.
 
     Args:
-        seeds: Its seeds.
         vertices: ``|V^0|, ..., |V^L|``: ``V^0`` are all its vertices, ``V^L`` the seeds.
         edges: ``|E^1|, ..., |E^L|``: ``E^l`` are the edges into ``V^l``, which layer l aggregates over.
     """
@@ -126,8 +117,6 @@ class Workload:
     """A data set, a model and a batch.
 
     Args:
-        num_vertices: Of the graph.
-        num_edges: Of the graph.
         num_train: Seeds of an epoch.
         batch_size: Seeds of an iteration, of all trainers of a node together.
         fanouts: Of each hop, the seeds' first; -1 for all neighbours.
@@ -138,9 +127,6 @@ class Workload:
         measured: Sizes of a mini-batch that was measured, taken to grow with the seeds.
         transfer_dtype: What features are on their way to accelerators: ``"float16"``, ``"int8"`` with a float32 scale
             per row, or None for what they are.
-
-    Raises:
-        ValueError: A number is out of range, or fanouts, widths and measured sizes are of different depth.
     """
 
     num_vertices: int

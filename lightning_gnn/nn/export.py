@@ -92,12 +92,7 @@ def export_program(
 
 
 def _reason(error: Exception, running: list[tuple[str, nn.Module]]) -> str:
-    """Say in short why an export has failed, in which layer, and what to do.
-
-    Args:
-        error: What was raised.
-        running: The layers that were running, with their names, the innermost last.
-    """
+    """Say in short why an export has failed, in which layer, and what to do."""
     text, fix = textwrap.shorten(str(error).strip().partition("\n")[0], 200), ""
     for sign, reason in _REFUSED.items():
         if sign in text:
@@ -162,22 +157,13 @@ def export_onnx(
 
 
 def check_onnx() -> None:
-    """Say which packages ONNX needs.
-
-    Raises:
-        ModuleNotFoundError: One is missing.
-    """
+    """Say which packages ONNX needs."""
     if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
         raise ModuleNotFoundError(f"ONNX needs {' and '.join(missing)}: pip install 'lightning-gnn[onnx]'")
 
 
 class _Plain(nn.Module):
-    """A copy of a model in evaluation, with nothing of training around it.
-
-    Args:
-        model: See :func:`export_program`.
-        num_seeds: The same.
-    """
+    """A copy of a model in evaluation, with nothing of training around it."""
 
     def __init__(self, model: nn.Module, num_seeds: int | None) -> None:
         super().__init__()

@@ -77,11 +77,7 @@ class FullBatch(Data):  # type: ignore[misc]
 
 
 def typed_batch(data: HeteroData, settings: FullInference) -> HeteroData:
-    """Return a graph with types as one batch, which shares the attributes of ``data``.
-
-    Raises:
-        ValueError: The settings ask for layers that go to disk.
-    """
+    """Return a graph with types as one batch, which shares the attributes of ``data``."""
     if settings.folder is not None or settings.memory_limit != "auto":
         raise ValueError("FullInference: graphs with types run in memory; leave out folder and memory_limit")
     batch = copy.copy(data)
@@ -94,11 +90,7 @@ def typed_batch(data: HeteroData, settings: FullInference) -> HeteroData:
 
 
 def inference_settings(inference: str | FullInference | None) -> FullInference | None:
-    """Return the settings of full inference, None for sampled batches.
-
-    Raises:
-        ValueError: Neither ``"sampled"`` nor ``"full"`` nor settings.
-    """
+    """Return the settings of full inference, None for sampled batches."""
     if inference in (None, "sampled"):
         return None
     if inference == "full":
@@ -141,17 +133,12 @@ def compressed_graph(
     """Compress a graph, or read it from the cache directory if it was compressed before.
 
     Args:
-        graph: The graph.
-        num_chunks: Number of chunks, or ``"auto"``.
         order: ``"locality"``, ``"natural"`` or ``"auto"``, which is ``"locality"`` where there is an accelerator, and
             else what the model of a CPU's caches says.
         cache_dir: Where large graphs are kept; by default the user's cache directory.
 
     Returns:
         The compressed graph, and how many rows it loads.
-
-    Raises:
-        ValueError: As for :meth:`CompressedGraph.from_graph`.
     """
     if order == "auto" and torch.accelerator.is_available():
         order = "locality"

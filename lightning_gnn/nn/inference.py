@@ -234,7 +234,6 @@ class GraphBlock:
     Args:
         graph: The whole graph, with self-loops if the layer adds them.
         user_graph: The whole graph without.
-        first: The first chunk.
         last: The chunk behind the last one.
         memo: Weights that are the same for all blocks of a layer.
     """
@@ -320,20 +319,11 @@ def _stream(
     """Return the output of the last layer for all nodes ``[N, D]``, in host memory or memory-mapped.
 
     Args:
-        layers: The layers.
         x: Features ``[N, F]`` in host memory, or memory-mapped.
-        graph: The graph, in host memory.
-        edge_weight: Weights in the order of the user's ``edge_index``.
-        device: Where to compute.
         limit: Bytes that a block may take there, about; a block has at least one chunk.
         folder: Where the files go; None: a temporary folder in the user's cache directory.
-        in_memory: Hold the outputs of layers in host memory instead.
         bar: A ``rich.progress.Progress`` on the screen already; None shows one, False none.
         stop: Called after each block; may raise.
-
-    Raises:
-        OSError: The disk has no room for the outputs of two layers, which are there at a time.
-        RuntimeError: Another process writes to the folder.
     """
     x, graph, edge_weight = x.cpu(), graph.to("cpu"), None if edge_weight is None else edge_weight.cpu()
     dtype = next(parameter.dtype for layer in layers for parameter in layer.conv.parameters())

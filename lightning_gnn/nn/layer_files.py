@@ -75,11 +75,6 @@ def layer_outputs(folder: str | Path | None, in_memory: bool) -> Iterator[Output
 
     Args:
         folder: Where the files go; None: a temporary folder in the user's cache directory.
-        in_memory: Hold the outputs in host memory instead.
-
-    Raises:
-        OSError: The disk has no room for the outputs.
-        RuntimeError: Another process writes to the folder.
     """
     with ExitStack() as stack:
         chosen = None if in_memory else _place(stack, folder)

@@ -194,11 +194,7 @@ class LinkPredictor(GNNModule):
 
 
 def _metric(name: str) -> Metric:
-    """Build a metric from its name.
-
-    Raises:
-        ValueError: It is unknown.
-    """
+    """Build a metric from its name."""
     if name == "auc":
         return BinaryAUROC(validate_args=False)
     if name == "mrr":

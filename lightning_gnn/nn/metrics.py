@@ -47,15 +47,6 @@ def named_metric(name: str, kind: Kind, num_outputs: int = 1) -> Metric:
     ``exact``, the share of nodes with all labels right. Of numbers: ``mse``, ``rmse``, ``r2``. Of classes and labels
     also an evaluator of OGB by the name of its data set, such as ``ogbn-arxiv``; it keeps an epoch's outputs in memory.
 
-    Args:
-        name: The name.
-        kind: What is predicted.
-        num_outputs: Number of classes or labels.
-
-    Raises:
-        ModuleNotFoundError: An evaluator of OGB's, whose package is missing.
-        ValueError: There is no metric of this name for what is predicted.
-
     Examples:
         >>> import torch
         >>> from lightning_gnn.nn.metrics import named_metric
@@ -95,10 +86,6 @@ class OGBMetric(Metric):
 
     Args:
         name: Name of the data set, such as ``"ogbn-arxiv"``.
-
-    Raises:
-        ModuleNotFoundError: The package ogb is missing.
-        ValueError: OGB has no such data set.
     """
 
     full_state_update = False

@@ -122,9 +122,6 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         (edges sorted by hop, seeds first, one entry per hop, nodes with the seeds as entry 0) each layer computes only
         the rows that still reach a seed, unless that would change the seeds' rows; the output then has the rows of the
         seeds alone.
-
-        Raises:
-            ValueError: ``x`` has not ``in_channels`` columns.
         """
         if isinstance(self.in_channels, int) and self.in_channels > 0 and x.size(-1) != self.in_channels:
             raise ValueError(f"x has {x.size(-1)} features per node, but the model was built for {self.in_channels}")
@@ -187,13 +184,7 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         """Apply one layer to ``x`` ``[num_sources, F]``.
 
         Args:
-            conv: The layer.
-            x: Features of the sources, of the targets first.
-            part: The rest of what it reads.
             norm: What comes after the layer, before activation and dropout; None if nothing of these does.
-
-        Returns:
-            The result, and whether ``norm``, activation and dropout have been applied to it already.
         """
         extra: dict[str, Any] = {"edge_attr": part.edge_attr} if self.supports_edge_attr else {}
         out: Tensor = conv((x, x[: part.num_targets]), part.edge_index, **extra)

@@ -300,7 +300,6 @@ class GNNModule(pl.LightningModule):
         """Log ``losses``, one per node or edge, and return their mean.
 
         Args:
-            stage: For which stage.
             losses: ``[n]``, times their weights where they have some.
             weights: ``[n]``, by whose sum they are divided; None divides by their number.
         """

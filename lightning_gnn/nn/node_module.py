@@ -64,13 +64,7 @@ class NodeModule(GNNModule):
         return rows
 
     def _labels(self, y: Tensor, nodes: slice | Tensor, stage: str) -> Tensor:
-        """Return checked labels of the nodes in question.
-
-        Args:
-            y: Labels of all nodes of the batch.
-            nodes: The nodes in question.
-            stage: For which stage.
-        """
+        """Return checked labels of the nodes in question."""
         raise NotImplementedError
 
     def _losses(self, rows: Tensor, labels: Tensor) -> Tensor:

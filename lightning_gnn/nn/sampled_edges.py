@@ -46,7 +46,6 @@ def in_sampled_order(batch: Data | HeteroData, num_rows: Mapping[Any, int] | Non
     """Say whether trimming by ``num_sampled_nodes`` and ``num_sampled_edges`` leaves the seeds' rows as they are.
 
     Args:
-        batch: A mini-batch.
         num_rows: How many nodes have features, by type, or of None for a homogeneous graph; by default enough.
     """
     claims = _claims(batch, num_rows)
@@ -65,12 +64,7 @@ def remember(batch: Any) -> None:
 
 
 def moved(batch: Any, move: Callable[[Any], Any]) -> Any:
-    """Return ``move(batch)``, and remember that its edges are in order if those of ``batch`` on the CPU are.
-
-    Args:
-        batch: Anything.
-        move: Copies all tensors to another device.
-    """
+    """Return ``move(batch)``, and remember that its edges are in order if those of ``batch`` on the CPU are."""
     claims = _claims(batch) if isinstance(batch, Data | HeteroData) else None
     if claims is None or not all(tensor.is_cpu for tensor, _ in claims) or not _hold(claims):
         return move(batch)

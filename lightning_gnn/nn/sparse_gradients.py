@@ -13,9 +13,6 @@ def with_values(optimizer: torch.optim.Optimizer) -> Any:
 
     Rows that a sparse gradient lacks are zero: they count nothing in a norm, and stay zero when it is clipped.
 
-    Args:
-        optimizer: Its sparse gradients are coalesced.
-
     Returns:
         The optimizer itself if no gradient is sparse; else an object with its ``param_groups``.
     """

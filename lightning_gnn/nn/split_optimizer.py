@@ -18,9 +18,6 @@ class SplitOptimizer(Optimizer):
     Args:
         parts: Optimizers that have no parameter in common, and that need no closure.
 
-    Raises:
-        ValueError: Two have a parameter in common, or a parameter is added later.
-
     Examples:
         >>> import torch
         >>> from lightning_gnn.nn.split_optimizer import SplitOptimizer
@@ -52,11 +49,7 @@ class SplitOptimizer(Optimizer):
             start = stop
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all optimizers; return what the closure returned.
-
-        Args:
-            closure: Computes loss and gradients, for all of them.
-        """
+        """Step all optimizers; return what the closure returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -38,10 +38,6 @@ def row_dropout(x: Tensor, p: float, key: int, rows: Tensor | None = None) -> Te
         p: Probability in [0, 1].
         key: 64-bit integer.
         rows: Number of each row in the whole, int64 or int32 ``[n]``; by default 0, 1, …
-
-    Raises:
-        TypeError: ``x`` is not floating, or ``rows`` no integers.
-        ValueError: ``p`` is no probability, or ``rows`` has another length than ``x``.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p is a probability in [0, 1], but is {p}")
@@ -223,10 +219,6 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     Args:
         x: Floating ``[n, ...]``.
         p: Probability in [0, 1].
-        training: Without, nothing is dropped.
-
-    Raises:
-        ValueError: ``p`` is no probability.
     """
     if not training or p == 0.0 or not draws_by_key(x):
         return F.dropout(x, p, training)
@@ -330,10 +322,6 @@ def edge_dropout(graph: Any, weight: Tensor, p: float, training: bool = True) ->
             a part of one, which says by ``edge_places`` (int64 ``[E]``) where its edges are in the whole.
         weight: Floating ``[E]`` or ``[E, H]``, in the graph's forward order.
         p: Probability in [0, 1].
-        training: Without, nothing is dropped.
-
-    Raises:
-        ValueError: ``p`` is no probability.
     """
     # A compiler cannot look for modes; where there is a mode, it sees this call of torch's.
     modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()  # type: ignore[no-untyped-call]

@@ -69,7 +69,6 @@ def _prefetch(typingctx: Any, array: Any, index: Any) -> tuple[Any, Callable[...
     Args:
         typingctx: Numba's, not given by callers.
         array: A C-contiguous array.
-        index: An integer.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -87,9 +86,7 @@ def _copy_bytes(
     Args:
         typingctx: Numba's, not given by callers.
         target: A C-contiguous uint8 array.
-        target_at: Where to write.
         source: A C-contiguous uint8 array that does not overlap.
-        source_at: Where to read.
         count: How many bytes.
     """
 
@@ -108,7 +105,6 @@ class _Block:
     """Emits instructions for a block of columns: ``width`` of them, with ``heads`` weights per entry.
 
     Args:
-        context: Numba's.
         builder: Numba's, at the place where to emit.
         values: The arguments of the intrinsic by name.
         kinds: Their types by name; the first is what is gathered, ``x`` says the dtype.

@@ -20,7 +20,6 @@ def define(schema: str, function: Callable[..., Any] | None, fake: Callable[...,
     """Define the operator ``lightning_gnn::…`` and return it.
 
     Args:
-        schema: ``name(arguments) -> result``, as torch's dispatcher reads it.
         function: What it does, in torch's own operators, on every device that registers no kernel of its own, or None:
             nothing.
         fake: Makes results of the right shape and dtype, for compilers; without, they cannot look through it.

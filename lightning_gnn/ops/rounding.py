@@ -21,10 +21,7 @@ def _round_span(typingctx: Any, x: Any, begin: Any, out: Any, at: Any, count: An
     Args:
         typingctx: Numba's, not given by callers.
         x: float32, one dimension.
-        begin: Where to read.
         out: uint16, one dimension.
-        at: Where to write.
-        count: How many numbers.
     """
 
     def emit(block: _Block, begin: ir.Value, end: ir.Value) -> None:

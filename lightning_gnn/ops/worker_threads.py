@@ -24,9 +24,6 @@ def run_all(shares: Sequence[Callable[[], object]]) -> None:
 
     Args:
         shares: What to run; they must not wait for one another.
-
-    Raises:
-        Exception: What a share raised, after all have ended.
     """
     if len(shares) == 1:
         shares[0]()

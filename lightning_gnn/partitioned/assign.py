@@ -38,22 +38,15 @@ def assign_nodes(
     """Share out the nodes of a graph.
 
     Args:
-        graph: The topology.
         parts: How many parts, from 1 to the number of nodes.
         method: ``"metis"`` cuts few edges and has the whole graph in memory several times; ``"ldg"`` goes over the
             lists eight times, in order, and needs 18 bytes per node (for several types 8 per edge as well);
             ``"random"`` cuts all it can.
         seeds: Ids of the training seeds, by node type; that of a graph of one type is None.
-        seed: Of what is random.
 
     Returns:
         The part of each node, int16 ``[num_nodes]``, by node type; that of a graph of one type is None. No part has
         more than 5 % above its share of nodes, of edges into them or of seeds, as far as single nodes allow that.
-
-    Raises:
-        MemoryError: METIS would need more memory than there is.
-        ModuleNotFoundError: METIS is not installed.
-        ValueError: An unknown method, or a number of parts that cannot be.
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")

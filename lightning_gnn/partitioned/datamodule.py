@@ -131,13 +131,7 @@ class _OnParts(MiniBatchDataModule):
         return tables
 
     def setup(self, stage: str) -> None:
-        """Join the ranks, open this rank's parts, and fill the cache; all ranks must call it.
-
-        Raises:
-            FileNotFoundError: A part is not on this machine.
-            RuntimeError: A rank did not come.
-            ValueError: A part is damaged, or ranks have different partitions or options.
-        """
+        """Join the ranks, open this rank's parts, and fill the cache; all ranks must call it."""
         super().setup(stage)
         module = None if self.trainer is None else self.trainer.lightning_module
         if self.inference is not None and isinstance(module, GNNModule):
@@ -270,11 +264,7 @@ class _OnParts(MiniBatchDataModule):
         return first
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the interrupted run stood.
-
-        Raises:
-            ValueError: It had another number of ranks, and is not elastic, or had gradients left.
-        """
+        """Go on where the interrupted run stood."""
         ranks = len(state_dict.get("rng", []))
         if self._elastic is not None:
             self._elastic.load(state_dict.get("elastic", {}))
@@ -293,11 +283,7 @@ class _OnParts(MiniBatchDataModule):
         super().load_state_dict(state_dict)
 
     def _own_share(self, stage: str, count: int) -> Tensor:
-        """Return which seeds of a stage this rank evaluates, of exact outputs, int64 ``[n]``.
-
-        Raises:
-            ValueError: None is left for it.
-        """
+        """Return which seeds of a stage this rank evaluates, of exact outputs, int64 ``[n]``."""
         self.check_count(stage, count)
         share = torch.tensor([*self._order(stage, count, False, *self._replica)], dtype=torch.int64)
         if not share.numel():
@@ -312,8 +298,6 @@ class _OnParts(MiniBatchDataModule):
 
         Args:
             wanted: The nodes of each type, int64 ``[n]``.
-            kind: The type to which ``more`` belongs.
-            **more: What the batch holds beside the attributes of the nodes.
         """
         assert isinstance(self.inference, FullInference)
         remote, typed = self.connection.open, self.partition.typed

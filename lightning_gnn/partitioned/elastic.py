@@ -22,12 +22,6 @@ class Elastic(pl.Callback):
 
         Args:
             trainer: That trains, if one does.
-            num_seeds: How many there are.
-            batch_size: Seeds of one rank in one step.
-            **options: Of :class:`~lightning_gnn.sampling.seed_order.ElasticOrder`.
-
-        Raises:
-            ValueError: The run that is resumed has counted otherwise.
         """
         history: list[tuple[int, int]] = []
         before = None
@@ -45,10 +39,8 @@ class Elastic(pl.Callback):
         return self.order
 
     def check(self, first: int) -> None:
-        """Raise a RuntimeError unless the epoch goes on where this has counted: seeds would be left out, or come twice.
-
-        Args:
-            first: The first mini-batch, as Lightning counts.
+        """Raise a RuntimeError unless the epoch goes on where this has counted: seeds would be
+        left out, or come twice.
         """
         if self.order is not None and first != self.order.steps_before:
             raise RuntimeError(

@@ -42,9 +42,6 @@ class Exchange:
 
     Args:
         handlers: What answers, by name.
-
-    Raises:
-        RuntimeError: A rank did not come.
     """
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
@@ -81,18 +78,7 @@ class Exchange:
         return values
 
     def ask(self, name: str, questions: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Ask several ranks at once, oneself without a message; safe in any thread.
-
-        Args:
-            name: Of the handler.
-            questions: Its arguments, by rank.
-
-        Returns:
-            The answers, by rank.
-
-        Raises:
-            RuntimeError: A rank is gone, its handler failed, or this exchange is closed.
-        """
+        """Ask several ranks at once, oneself without a message; safe in any thread."""
         if not self._open:
             raise RuntimeError(
                 "the ranks have ended their exchange, and what lies in other parts cannot be read any more; read what "
@@ -138,11 +124,7 @@ class Exchange:
         return {rank: answers[rank] for rank in questions}
 
     def abort(self, why: str) -> None:
-        """End all calls under way and to come, of any thread, with an error.
-
-        Args:
-            why: The message, which names the rank that was lost.
-        """
+        """End all calls under way and to come, of any thread, with an error."""
         with self._asking:
             self._aborted = why
             for _, came in self._asked.values():
@@ -226,11 +208,7 @@ def _packed(value: Any) -> Tensor:
 
 
 def seconds_per_byte(size: int = 1 << 22) -> float:
-    """Measure what it takes here to pack a message and to unpack it, in seconds per byte.
-
-    Args:
-        size: Bytes of the messages that are tried.
-    """
+    """Measure what it takes here to pack a message and to unpack it, in seconds per byte."""
     rows, took = np.zeros(size, np.uint8), []
     for _ in range(5):
         start = time.perf_counter()

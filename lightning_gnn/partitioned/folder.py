@@ -83,20 +83,9 @@ def write_partition(
     """Write a graph as a folder of parts.
 
     Args:
-        data: The graph.
         folder: Where to; made, and must be empty.
         assignment: The part of each node, by node type (None where there is one), integer ``[num_nodes]``.
-        parts: How many.
-        method: How nodes were shared out, for the record.
-        tell: Called with what is being done.
         links: Edges to predict, by stage, int64 ``[2, n]``, their labels ``[n]``, as ``val_labels``, and times.
-        link_type: Their type, of a graph with types.
-
-    Raises:
-        FileExistsError: There is something in the folder.
-        OSError: The disk has no room.
-        TypeError: An attribute cannot be split: it is no array of numbers, or is trained.
-        ValueError: A node without a part.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -206,15 +195,8 @@ def _described(name: Any, count: int, rows: Mapping[str, Tensor]) -> Kind:
 
 
 def seeds_of(store: Any, stage: str) -> Tensor | None:
-    """Return the seeds of a stage as ids, int64 ``[n]``, None where there are none, or several splits to choose from.
-
-    Args:
-        store: Nodes of one type.
-        stage: ``"train"``, ``"val"``, ``"test"`` or ``"pred"``.
-
-    Raises:
-        TypeError: They are neither bool nor integers.
-        ValueError: A mask of the wrong length, or an id out of range.
+    """Return the seeds of a stage as ids, int64 ``[n]``, None where there are none, or several
+    splits to choose from.
     """
     name, nodes = seeds_in(store, stage)
     if nodes is None or (np.ndim(nodes) == 2 and np.shape(nodes)[1] > 1):
@@ -265,10 +247,6 @@ class Partition:
 
     Args:
         folder: What :func:`write_partition` (``lgnn partition``) made.
-
-    Raises:
-        FileNotFoundError: There is none.
-        ValueError: A file was damaged or exchanged, or another release wrote it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -314,10 +292,8 @@ class Partition:
         return (0, 0) if name is None else (self.number[name[0]], self.number[name[2]])
 
     def split(self, stage: str) -> tuple[Any, Tensor] | None:
-        """Return the type of the seeds and their mask or ids, as the graph had; None where there are none or several.
-
-        Args:
-            stage: ``"train"``, ``"val"``, ``"test"`` or ``"pred"``.
+        """Return the type of the seeds and their mask or ids, as the graph had; None where there
+        are none or several.
         """
         names = self.seeds.get(stage, [])
         if len(names) != 1:
@@ -332,11 +308,7 @@ class Partition:
         return name, mask
 
     def links(self, name: str) -> Tensor | None:
-        """Return the edges to predict in a stage, int64 ``[2, n]``, or their labels or times; None without.
-
-        Args:
-            name: Such as ``"val"`` or ``"val_labels"``.
-        """
+        """Return the edges to predict in a stage, int64 ``[2, n]``, or their labels or times; None without."""
         return load_array(self.folder / "common" / f"links.{name}.npy") if name in self.link_names else None
 
     def first_edges(self, edge_type: int) -> np.ndarray:
@@ -344,12 +316,7 @@ class Partition:
         return np.cumsum([0, *self.edges[edge_type].per_part])
 
     def open(self, part: int) -> Part:
-        """Open one part.
-
-        Raises:
-            FileNotFoundError: It is not there.
-            ValueError: It was damaged, or belongs to another partition.
-        """
+        """Open one part."""
         root = self.folder / f"part-{part:05d}"
         if not root.is_dir():
             raise FileNotFoundError(f"{root} is not on this machine, whose rank needs it; copy it here")
@@ -377,13 +344,7 @@ def _verify(root: Path, fix: str) -> None:
 
 
 class Part:
-    """One part of a graph, memory-mapped.
-
-    Args:
-        partition: The whole.
-        number: Which part.
-        root: Its folder.
-    """
+    """One part of a graph, memory-mapped."""
 
     def __init__(self, partition: Partition, number: int, root: Path) -> None:
         self.number = number
@@ -412,11 +373,7 @@ class Part:
         return CSCGraph(indptr, indices, source_count=self._partition.nodes[source].count)
 
     def places(self, node_type: int, nodes: np.ndarray) -> np.ndarray:
-        """Return where nodes are among those of the part, int64 ``[n]``.
-
-        Raises:
-            IndexError: One is not among them.
-        """
+        """Return where nodes are among those of the part, int64 ``[n]``."""
         ids = self.ids[node_type]
         places = np.searchsorted(ids, nodes)
         if nodes.size and (not ids.size or (ids[np.minimum(places, ids.size - 1)] != nodes).any()):

@@ -17,9 +17,6 @@ def count_future(loader: Any, remote: Remote, epoch: int, batches: int) -> list[
     """Sample the mini-batches that will come, without their features, and count the rows of other parts in them.
 
     Args:
-        loader: Of :mod:`lightning_gnn.sampling.loader`.
-        remote: Reads the graph.
-        epoch: Which.
         batches: How many mini-batches at most.
 
     Returns:
@@ -43,11 +40,7 @@ def keep_hottest(loader: Any, remote: Remote, epoch: int, budget: int, batches: 
     """Return the nodes whose rows are worth most to keep, ascending, by node type.
 
     Args:
-        loader: Of the training set.
-        remote: Reads the graph.
-        epoch: That begins.
         budget: Bytes for their rows.
-        batches: Mini-batches to count.
     """
     counts = count_future(loader, remote, epoch, batches)
     return hottest(counts, [remote.row_bytes(number) for number in range(len(counts))], budget)

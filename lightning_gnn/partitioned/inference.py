@@ -38,7 +38,6 @@ class Published:
 
     Args:
         parts: How many parts there are.
-        ranks: How many ranks.
     """
 
     def __init__(self, parts: int, ranks: int) -> None:
@@ -115,7 +114,6 @@ class InParts(FullInference):
     held beside them.
 
     Args:
-        remote: Reads all parts.
         published: What others ask this rank for.
         wanted: The nodes of each type whose outputs this rank returns, int64 ``[n]``; the type is None where there is
             one.
@@ -127,11 +125,7 @@ class InParts(FullInference):
 
     @classmethod
     def of(cls, settings: FullInference, **more: Any) -> InParts:
-        """Return settings with what belongs to a rank.
-
-        Raises:
-            ValueError: Files are asked for.
-        """
+        """Return settings with what belongs to a rank."""
         if settings.folder is not None:
             raise ValueError(
                 f"FullInference(folder={str(settings.folder)!r}) does not go with a partitioned graph, where each rank "
@@ -146,10 +140,6 @@ class InParts(FullInference):
         """Return the outputs of the wanted nodes, those of ``model(x, graph)`` on one machine up to rounding.
 
         All ranks must call it, with the same model; ``x``, the graph and the weights are read from the parts.
-
-        Raises:
-            RuntimeError: A rank is gone.
-            ValueError: The model does not go layer by layer, or is in training mode.
         """
         return _PlainPass(self, model, stop, edge_weight is not None).run()[None]
 
@@ -159,23 +149,13 @@ class InParts(FullInference):
         """Do so on a graph with types: return the outputs of the wanted nodes by type.
 
         Args:
-            model: Of graphs with types.
-            embeddings: Rows in place of features, of types that have none.
             stop: Called after each block of nodes; may raise.
-
-        Raises:
-            RuntimeError: As for :meth:`run`.
-            ValueError: As for :meth:`run`, or the graph lacks a type that the model reads.
         """
         return _TypedPass(self, model, stop, embeddings).run()
 
 
 def check_model(model: nn.Module, partition: Partition, embeddings: TypeEmbeddings | None = None) -> None:
-    """Say before a run what a model cannot do on a graph in parts.
-
-    Raises:
-        ValueError: As for :meth:`InParts.run` and :meth:`InParts.run_types`.
-    """
+    """Say before a run what a model cannot do on a graph in parts."""
     if partition.typed:
         typed_model(model, partition, embeddings)
     else:
@@ -183,11 +163,7 @@ def check_model(model: nn.Module, partition: Partition, embeddings: TypeEmbeddin
 
 
 def plain_layers(model: nn.Module, partition: Partition) -> list[Layer]:
-    """Return the layers of a model of graphs without types.
-
-    Raises:
-        ValueError: It does not go layer by layer, or there are no features.
-    """
+    """Return the layers of a model of graphs without types."""
     if "x" not in partition.nodes[0].attributes:
         raise ValueError("inference='full' needs features x, and the partitioned graph has none")
     model = getattr(model, "_orig_mod", model)
@@ -204,11 +180,7 @@ def plain_layers(model: nn.Module, partition: Partition) -> list[Layer]:
 
 
 def typed_model(model: nn.Module, partition: Partition, embeddings: TypeEmbeddings | None = None) -> _HeteroGNN:
-    """Return a model of graphs with types, whose layers run one after another.
-
-    Raises:
-        ValueError: It does not go layer by layer, or reads what the graph does not have.
-    """
+    """Return a model of graphs with types, whose layers run one after another."""
     model = getattr(model, "_orig_mod", model)
     lazy = any(nn.parameter.is_lazy(parameter) for parameter in model.parameters())
     if not isinstance(model, _HeteroGNN) or type(model).forward is not _HeteroGNN.forward or lazy:

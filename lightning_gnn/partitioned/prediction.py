@@ -26,9 +26,6 @@ class Network:
     Args:
         bandwidth: Bytes per second of a machine, in each direction.
         latency: Seconds of a message one way.
-
-    Raises:
-        ValueError: A number that cannot be.
     """
 
     bandwidth: float
@@ -50,7 +47,6 @@ class Work:
         step_s: Seconds of a training step.
         fixed_s: Seconds of the training thread beside it, whatever the size of the mini-batch.
         workers: Threads that prepare; 0: the training thread does.
-        cores: Of a machine.
         serial_step_s: A step with one thread, which is how much work it is; 0 where it is not known.
         nodes: Of the mini-batch; smaller ones cost proportionally less. 0: all cost the same.
         gradient_bytes: That ranks sum up after each step.
@@ -106,7 +102,6 @@ class Prediction:
     """Of one number of machines.
 
     Args:
-        ranks: How many.
         epoch_s: Seconds of an epoch.
         step_s: Seconds from one step to the next.
         bounds: What sets that: the seconds of ``training``, ``preparing``, ``network`` and ``cores``.
@@ -127,11 +122,6 @@ class Prediction:
 
 def predict(traffic: Traffic, work: Work, network: Network) -> Prediction:
     """Predict an epoch, that of the slowest rank, as all wait for each other in each step.
-
-    Args:
-        traffic: Of this number of machines.
-        work: Of one.
-        network: Between them.
 
     Examples:
         >>> import numpy as np
@@ -185,13 +175,7 @@ def machine_memory(
     """Return the bytes of one machine: of its lists, its rows, who owns what, its cache and its mini-batches.
 
     Args:
-        nodes: Of each type, how many all have together and how many the largest part has.
         edges: Likewise of edges, by type; None or a triple, whose last is the type of the nodes that have the lists.
-        row_bytes: Bytes of all attributes of one node or edge, by type.
-        ranks: How many machines.
-        batch_bytes: Of a mini-batch.
-        batches: How many there are at a time.
-        topology: ``"whole"``: each machine has all edges.
         cache: Bytes for rows of other parts.
     """
     which = 0 if topology == "whole" else 1

@@ -24,9 +24,7 @@ class Remote:
     """All parts of a graph, read from one rank.
 
     Args:
-        partition: The graph.
         shard: What this rank has of it.
-        exchange: Reaches the others.
     """
 
     def __init__(self, partition: Partition, shard: Shard, exchange: Exchange) -> None:
@@ -41,15 +39,7 @@ class Remote:
         self._kept: list[tuple[np.ndarray, dict[str, Tensor]]] = [(np.empty(0, np.int64), {}) for _ in partition.nodes]
 
     def picks(self, relations: Sequence[Relation], key: int, rule: Rule, times: Times | None, weighted: bool) -> Fetch:
-        """Return what brings the picks of each hop: one question to each rank that has some of the frontier.
-
-        Args:
-            relations: The edge types, with their fanouts.
-            key: Of the mini-batch.
-            rule: How edges are picked.
-            times: What counts for each tree.
-            weighted: Whether edges with weights are picked by them.
-        """
+        """Return what brings the picks of each hop: one question to each rank that has some of the frontier."""
 
         def fetch(hop: int, frontier: list[tuple[np.ndarray, np.ndarray]]) -> list[Picks]:
             questions: dict[int, list[Any]] = {}
@@ -80,11 +70,7 @@ class Remote:
         return fetch
 
     def node_rows(self, node_type: int, ids: np.ndarray, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Return rows of attributes of nodes, in the order of ``ids``, int64 ``[n]``.
-
-        Raises:
-            IndexError: There is no such node.
-        """
+        """Return rows of attributes of nodes, in the order of ``ids``, int64 ``[n]``."""
         kind = self.partition.nodes[node_type]
         if ids.size and not 0 <= ids.min() <= ids.max() < kind.count:
             raise IndexError(f"node ids must be in [0, {kind.count})")

@@ -26,11 +26,7 @@ class Connection:
 
     @property
     def open(self) -> Remote:
-        """What reads.
-
-        Raises:
-            RuntimeError: The ranks are not joined.
-        """
+        """What reads."""
         if self.remote is None:
             raise RuntimeError(
                 "the ranks of the partitioned graph are not joined: a Trainer does it, or datamodule.setup('fit') on "
@@ -46,15 +42,9 @@ class PartitionedSampler(NeighborSampler):
     mini-batch and the node's id in the whole graph.
 
     Args:
-        partition: The graph.
-        connection: Reaches all parts.
         num_neighbors: As there, as all others.
         time_attr: Attribute with the times of nodes or of edges.
         weight_attr: Attribute with the weights of edges.
-        **options: As there.
-
-    Raises:
-        ValueError: There is no such attribute, or as there.
     """
 
     def __init__(
@@ -148,11 +138,7 @@ class PartitionedSampler(NeighborSampler):
         return ids
 
     def places_of(self, edge_type: int, ids: Tensor) -> Tensor:
-        """Return where edges are that were sampled, or some of those that this thread has sampled last.
-
-        Raises:
-            ValueError: One was not sampled.
-        """
+        """Return where edges are that were sampled, or some of those that this thread has sampled last."""
         if (sampled := vars(ids).get("places")) is not None:
             return sampled  # type: ignore[no-any-return]
         known, places = vars(self._noted).get(str(edge_type), (ids[:0], ids[:0]))
@@ -179,9 +165,7 @@ class NodeRows:
     """An attribute of nodes as loaders gather it; those of one type cross the network together.
 
     Args:
-        connection: Reaches all parts.
         node_type: Number of the type.
-        key: The attribute.
         beside: All attributes of the type; shared by their :class:`NodeRows`, as ``memo`` is.
         memo: What each thread has read and not handed on yet.
     """
@@ -208,7 +192,6 @@ class EdgeRows:
     Args:
         sampler: Knows where those that it has sampled are.
         edge_type: Number of the type.
-        key: The attribute.
     """
 
     def __init__(self, sampler: Callable[[], PartitionedSampler], edge_type: int, key: str) -> None:

@@ -18,12 +18,7 @@ from lightning_gnn.partitioned.folder import Partition
 
 
 def holders(parts: int, ranks: int) -> list[list[int]]:
-    """Return the ranks that have each part: one, or where there are more ranks than parts several.
-
-    Args:
-        parts: How many parts there are.
-        ranks: How many ranks.
-    """
+    """Return the ranks that have each part: one, or where there are more ranks than parts several."""
     if ranks <= parts:
         return [[part * ranks // parts] for part in range(parts)]
     held: list[list[int]] = [[] for _ in range(parts)]
@@ -36,8 +31,6 @@ class Shard:
     """The parts of one rank.
 
     Args:
-        partition: The graph.
-        parts: Which parts.
         topology: Whether their lists are needed too.
     """
 
@@ -56,9 +49,6 @@ class Shard:
         """Sample from these lists from now on.
 
         Args:
-            part: Of which part they are.
-            edge_type: Of which edge type.
-            weighted: Whether they are those from which edges are picked by weight.
             graph: The lists, with times or weights; ``edge_ids`` are places among the part's edges.
         """
         tensors = describe(graph, 0, 0, [], True)
@@ -75,8 +65,6 @@ class Shard:
         Args:
             weighted: Whether by weight, where there are weights.
             questions: For each part and edge type asked: these, the nodes, their trees, the fanout and the key.
-            rule: How edges are picked.
-            times: What counts for each tree.
 
         Returns:
             The picks of each question; places are those among all edges of the type, part by part.
@@ -95,9 +83,7 @@ class Shard:
         """Answer with rows of some attributes of nodes.
 
         Args:
-            node_type: Of which type.
             questions: Each part asked, and nodes of it, int64 ``[n]``.
-            keys: The attributes.
 
         Returns:
             For each question the bytes of the rows of each attribute, uint8 ``[n, bytes]``.

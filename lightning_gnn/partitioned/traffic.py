@@ -44,18 +44,12 @@ def count_traffic(
     """Sample mini-batches of each rank, and count what would cross the network for them.
 
     Args:
-        loader: A training loader of :mod:`lightning_gnn.sampling.loader` over the whole graph.
         owner: The rank that has each node, integer ``[num_nodes]``, by node type (None where there is one).
-        ranks: How many there are.
-        order: Of the seeds: ``"global"`` or ``"local"``.
         topology: ``"parts"``, or ``"whole"`` where each rank has all edges.
         batches: About how many to sample; each rank has two at least.
         epoch: Whose mini-batches; each has others.
         cache: Bytes for rows of other parts on each rank: those that are read most often by some mini-batches of its
             own, other ones and four times as many.
-
-    Raises:
-        ValueError: A rank has no seeds, or edges do not come hop by hop.
     """
     seeds = len(loader.dataset)
     generator = torch.Generator().manual_seed(loader.seed % 2**62 + epoch)

@@ -16,11 +16,7 @@ from lightning_gnn.partitioned.folder import Kind, Partition
 
 
 def without_rows(partition: Partition) -> Data | HeteroData:
-    """Return a graph whose attributes have the right shapes and dtypes, hold zeros and take no memory.
-
-    Args:
-        partition: The graph.
-    """
+    """Return a graph whose attributes have the right shapes and dtypes, hold zeros and take no memory."""
     data: Any = HeteroData() if partition.typed else Data()
     for name in partition.stores if partition.typed else ():
         _ = data[name]  # makes them, in this order
@@ -43,18 +39,8 @@ def without_rows(partition: Partition) -> Data | HeteroData:
 
 
 def outline(root: str | Path) -> Data | HeteroData:
-    """Return what a model must know of a partitioned graph: its types, sizes and features, and how many classes it has.
-
-    Args:
-        root: The folder.
-
-    Returns:
-        A graph as :func:`without_rows` makes it, but each whole number of a node (such as a class ``y``) is the largest
-        that there is.
-
-    Raises:
-        FileNotFoundError: There is no partitioned graph.
-        ValueError: It is damaged, or another release wrote it.
+    """Return what a model must know of a partitioned graph: its types, sizes and features, and how
+    many classes it has.
     """
     partition = Partition(root)
     data: Any = without_rows(partition)
@@ -67,12 +53,7 @@ def outline(root: str | Path) -> Data | HeteroData:
 
 
 def with_topology(partition: Partition, time_attr: str | None = None) -> Data | HeteroData:
-    """Return a graph with the topology and the attributes of edges of all parts in memory, nodes without rows.
-
-    Args:
-        partition: The graph.
-        time_attr: An attribute of nodes that is read too.
-    """
+    """Return a graph with the topology and the attributes of edges of all parts in memory, nodes without rows."""
     data: Any = without_rows(partition)
     parts = [partition.open(part) for part in range(partition.parts)]
     for number, kind in enumerate(partition.edges):

@@ -85,7 +85,6 @@ class Reads:
         rows: Times that the row of each node was read, int64 ``[num_nodes]``, by type; None names the only one.
         edges: Edges of each type in these mini-batches; None names the only one.
         lists: Entries read from the adjacency list of each node, int64 ``[num_nodes]``; None in graphs with types.
-        num_batches: Mini-batches counted.
     """
 
     rows: dict[NodeType | None, Tensor]
@@ -111,12 +110,8 @@ def count_reads(
     """Sample mini-batches of shuffled seeds in any way and count what they read.
 
     Args:
-        sampler: Draws them.
         inputs: The training nodes, or edges, with their type and times; without any, nothing is read.
-        batch_size: Seeds per mini-batch.
         batches: The numbers of the mini-batches; seeds are shuffled anew when they run out.
-        seed: Start of the random stream.
-        neg_sampling: PyG's description of the negative edges, for edges.
     """
     graph = sampler.graph
     typed = not isinstance(graph, CSCGraph)

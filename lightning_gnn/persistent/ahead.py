@@ -27,7 +27,6 @@ class Ahead:
 
     Args:
         loader: Begins mini-batches, and ends them.
-        tasks: What to prepare.
         depth: How many; 0 prepares on the stream that trains.
         prepare: Makes each of ``tasks`` when it is asked for; by default the loader begins with them, where it can.
     """
@@ -94,9 +93,6 @@ class Ahead:
 
         Args:
             waits: Until something is ready, or all is done; else as far as nothing is to be waited for.
-
-        Raises:
-            StopIteration: It waits, and there is nothing more.
         """
         while True:
             try:

@@ -70,7 +70,6 @@ class Placed:
     """Where a part lies.
 
     Args:
-        name: Its name.
         place: ``"device"``, ``"shard"`` or ``"pinned"``.
         nbytes: What it takes on each device, its cache left out.
         nodes: Whose rows or lists the device holds of what is pinned, int64 ``[n]``, the most beneficial
@@ -101,7 +100,6 @@ class Placement:
 
     Args:
         memory: Bytes of the device that were free.
-        parts: Topology and tables.
         fixed: Bytes of other attributes, which are always on the device.
         buffers: Bytes of mini-batches and of what sampling needs beside the graph.
         bulk: Mini-batches that are sampled in one launch.
@@ -172,14 +170,8 @@ def place_parts(
     A quarter of the memory is left to the model, unless what the user wants on the device takes it.
 
     Args:
-        parts: Topology and tables.
         memory: Free bytes of the device.
-        buffers: Bytes for mini-batches.
-        fixed: Bytes that are on the device in any case.
         cache_bytes: Of caches, at most; None: whatever is left.
-
-    Raises:
-        ValueError: What is wanted on the device does not fit there; the message has the sizes.
 
     Source: DUCATI splits one budget between two caches by the benefit of the next hottest entry per byte; here whole
     tables, and what mini-batches take, are in the same plan.

@@ -81,10 +81,6 @@ class Demand:
 
         Args:
             memory: Free bytes.
-            read: Samples mini-batches of these numbers and counts what they read.
-
-        Raises:
-            ValueError: What is wanted on the device does not fit there.
         """
         seen = read(range(1))
         plan = self._plan(memory, seen)
@@ -172,12 +168,7 @@ class Demand:
         return hottest_of_types({at: _out_degrees(graph, at[0]) for at in names}, self.cache_rows) if names else {}
 
     def buffers(self, bulk: int, reads: Reads) -> int:
-        """Return the bytes of mini-batches and of the kernels' scratch memory.
-
-        Args:
-            bulk: Mini-batches that are sampled in one launch.
-            reads: Of mini-batches like those.
-        """
+        """Return the bytes of mini-batches and of the kernels' scratch memory."""
         count = max(reads.num_batches, 1)
         nodes = {name: _SPREAD * float(rows.sum()) / count for name, rows in reads.rows.items()}
         edges = {name: _SPREAD * number / count for name, number in reads.edges.items()}
@@ -201,7 +192,6 @@ class Demand:
 
         Args:
             memory: Free bytes.
-            reads: Of mini-batches like those.
         """
         graph = self.sampler.graph
         if not isinstance(graph, CSCGraph) or not self._is_plain or self.queue or self.sampler.disjoint:

@@ -28,7 +28,6 @@ class Begun:
 
     Args:
         samples: What the sampler has begun.
-        keys: Of each.
         ids: Of each, the positions of its seeds on the device, int64 ``[batch_size]``.
     """
 
@@ -83,12 +82,10 @@ class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
 
     Args:
         *args: The graph, and a :class:`PersistentNeighborSampler`.
-        device: The GPU.
         prefetch: Mini-batches prepared beyond the one that is trained on, on a stream of their own; 0 prepares them in
             turn with training.
         bulk: Mini-batches that are sampled in one launch, if memory and the kind of sampling allow
             (``PersistentNeighborSampler.bulk_size``); features are gathered for one at a time, when it is its turn.
-        **kwargs: What :class:`~lightning_gnn.sampling.ThreadedNodeLoader` takes.
     """
 
     def __init__(self, *args: Any, bulk: int = 8, **kwargs: Any) -> None:
@@ -153,7 +150,5 @@ class DeviceLinkLoader(_OnDevice, ThreadedLinkLoader):
 
     Args:
         *args: The graph, and a sampler on the GPU.
-        device: The GPU.
         prefetch: Not 0: they are prepared on a stream of their own, beside what has been queued for training.
-        **kwargs: What :class:`~lightning_gnn.sampling.ThreadedLinkLoader` takes.
     """

@@ -156,10 +156,6 @@ class PlacedOnGPU(MiniBatchDataModule):
 
         Args:
             device: By default that of the first loader; needed where ``device_memory`` does not say what is free.
-
-        Raises:
-            ValueError: What is asked for on the device does not fit there, or there is neither a GPU nor
-                ``device_memory``.
         """
         return self._demand(self._gpus or 1).plan(self._memory(device or self._device()), self._count_reads)
 
@@ -174,12 +170,6 @@ class PlacedOnGPU(MiniBatchDataModule):
         """Return the ranks of this machine among whose GPUs tables may be sharded; None where there is one at most.
 
         Collective: every rank must call this, also one without a GPU, as a CPU trainer of hyscale is.
-
-        Args:
-            device: This rank's GPU.
-
-        Raises:
-            ValueError: ``gpus`` is another number, or tables are to be sharded among GPUs that cannot read each other.
         """
         places = {"topology": self.topology, "features": self.features}
         sharded = [f"{name}='shard'" for name, place in places.items() if place == "shard"]

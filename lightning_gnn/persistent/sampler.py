@@ -347,11 +347,7 @@ class PersistentNeighborSampler(NeighborSampler):
 
 
 def check_dealt(*samplers: Any) -> None:
-    """Refuse what the kernels cannot do with edges that are dealt out to several GPUs.
-
-    Raises:
-        ValueError: Names it.
-    """
+    """Refuse what the kernels cannot do with edges that are dealt out to several GPUs."""
     for sampler in samplers:
         if refused := beyond_plain(sampler):
             raise ValueError(f"topology='shard' does not go with {refused[0]}; take 'device' or 'pinned'")
@@ -362,9 +358,6 @@ def find_gpu(device: torch.device | str | None = None) -> torch.device | None:
 
     Args:
         device: What the user asked for; ``"cpu"`` runs kernels only under Triton's interpreter.
-
-    Raises:
-        ValueError: There is a GPU, but no Triton.
     """
     there = torch.cuda.is_available()
     if device is None:

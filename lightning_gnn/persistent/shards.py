@@ -31,8 +31,6 @@ class Dealt:
     """Rows that are dealt out in blocks of ``2^shift``, in turn.
 
     Args:
-        num_rows: Of all.
-        num_shards: To how many.
         shift: Logarithm of a block's rows.
     """
 
@@ -59,7 +57,6 @@ class Dealt:
 
         Args:
             table: ``[num_rows, num_columns]``, on the host.
-            shard: Which.
             out: ``[size, num_columns]``, anywhere.
         """
         for start, rows in self.rows_of(shard):
@@ -71,7 +68,6 @@ class PeerShards:
     """A table in the memories of several GPUs, each of which reads all of it.
 
     Args:
-        dealt: Who has what.
         local: The own part, ``[size, num_columns]``.
         addresses: Of all parts, as this process's device knows them, int64 ``[num_shards]``, there.
         held: Whatever keeps the others' memory mapped.
@@ -97,7 +93,6 @@ class PeerShards:
 
         Args:
             index: int64 or int32 ``[n]``, on the device, not checked.
-            out: As for :func:`~lightning_gnn.ops.gather_rows`.
             scales: Of all rows of an int8 table.
         """
         gather_from_shards(self.local, self.addresses, self.num_rows, self.shift, index, out, scales)
@@ -146,12 +141,7 @@ class ShardedTable:
 
 
 class LocalMachine:
-    """The processes of a machine that share tables, each with a GPU.
-
-    Args:
-        group: These processes.
-        device: Of this one.
-    """
+    """The processes of a machine that share tables, each with a GPU."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -249,12 +239,6 @@ def symmetric(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: Any
 ) -> tuple[Tensor, list[int], Any, Any]:
     """Allocate as much on each GPU of a machine, and map all of it on each.
-
-    Args:
-        shape: Of each part.
-        dtype: Its dtype.
-        device: Of this process.
-        group: Whose processes all call it.
 
     Returns:
         The own part; where all parts lie for this process; a barrier for all, on the current stream; what must be kept

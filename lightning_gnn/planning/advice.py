@@ -29,12 +29,7 @@ class Epoch(Protocol):
 
 
 def advice(epoch: Epoch, trainer: pl.Trainer) -> str | None:
-    """Name the largest part of the training thread's time, and the option that would cut it if one is known to.
-
-    Args:
-        epoch: A typical one.
-        trainer: That has trained.
-    """
+    """Name the largest part of the training thread's time, and the option that would cut it if one is known to."""
     if not epoch.epoch_time_s:
         return None
     parts = {"Model": epoch.model_s, "Waiting": epoch.wait_s, "Other": epoch.other_s}

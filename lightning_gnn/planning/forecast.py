@@ -154,12 +154,7 @@ def measure_run(
 
 
 def batches_of_epoch(loader: Any, limit: int | float | None) -> int:
-    """Return how many mini-batches of a loader Lightning trains on in an epoch; 0 where nobody knows.
-
-    Args:
-        loader: Of the training set.
-        limit: Lightning's ``limit_train_batches``.
-    """
+    """Return how many mini-batches of a loader Lightning trains on in an epoch; 0 where nobody knows."""
     try:
         count = len(loader)
     except (TypeError, NotImplementedError):

@@ -72,11 +72,7 @@ def _read(folder: Path, check: bool) -> MachineLimits:
 
 
 def measure_limits(threads: int) -> MachineLimits:
-    """Measure the limits, the best of a few times each.
-
-    Args:
-        threads: Of torch, for copies and products.
-    """
+    """Measure the limits, the best of a few times each."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)

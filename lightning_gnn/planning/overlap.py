@@ -32,10 +32,6 @@ def rhythm(preparation_s: float, workers: int, step_s: float, serial_step_s: flo
 
     Args:
         preparation_s: Thread-seconds of preparing a mini-batch; without workers they are the training thread's.
-        workers: Threads that prepare.
-        step_s: Seconds of the training thread for a step, with torch's threads.
-        serial_step_s: The same with one thread: the work of a step.
-        cores: Cores of this process.
     """
     if not workers:
         return Rhythm(preparation_s + step_s, preparation_s + step_s, 0.0, 0.0)

@@ -28,8 +28,6 @@ class Preparation:
         training_thread_s: Seconds of the training thread: what it must do itself, all of it without workers.
         ready_s: Seconds from one mini-batch to the next where nothing trains, of a loader that is not this package's.
         workers: Threads (or processes) that prepare.
-        nodes: Its nodes.
-        edges: Its edges.
         feature_bytes: Bytes of its features ``x``.
         known: Whether the loader is this package's, which tells what its stages take.
     """
@@ -57,12 +55,6 @@ def prepare(loader: Any) -> tuple[list[Any], Preparation]:
 
     Args:
         loader: Of the training set; those of this package are asked stage by stage, others for their next mini-batch.
-
-    Returns:
-        Some mini-batches, and what one costs.
-
-    Raises:
-        ValueError: The loader is empty.
     """
     if isinstance(loader, (ThreadedNodeLoader, ThreadedLinkLoader)):
         return _ours(loader)

@@ -41,8 +41,6 @@ def rows(found: CPUForecast, limits: MachineLimits, bf16: bool) -> list[tuple[st
     """Return part, who does it, work, rate, the machine's limit and milliseconds per mini-batch.
 
     Args:
-        found: What was measured.
-        limits: Of the machine.
         bf16: Whether the products are in bfloat16.
     """
     prepared, step = found.preparation, found.step

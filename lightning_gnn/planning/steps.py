@@ -42,7 +42,6 @@ class Step:
     Args:
         seconds: From Lightning's ``on_train_batch_start`` to ``on_train_batch_end``.
         outside_s: From the end of one to the start of the next, with mini-batches that are there.
-        threads: Of torch.
         parts: Seconds of each of :data:`PARTS`, which add up to ``seconds``.
         flops: Operations of dense products in the training thread; a multiply-add is two.
     """
@@ -65,9 +64,6 @@ def time_steps(
     """Train on some mini-batches again and again; the module is another one afterwards.
 
     Args:
-        module: What trains.
-        make_trainer: Takes arguments that replace the configured ones.
-        batches: Mini-batches.
         threads: Of torch; what there was is put back.
     """
     clock = _Clock()
@@ -98,10 +94,6 @@ def time_together(
     """Train on a loader whose workers prepare at the same time; the module is another one afterwards.
 
     Args:
-        module: What trains.
-        make_trainer: Takes arguments that replace the configured ones.
-        loader: Of the training set, with workers.
-        ahead: Mini-batches that it prepares ahead, which say nothing.
         threads: Of torch; what there was is put back.
 
     Returns:
@@ -204,12 +196,7 @@ def _profiler() -> Any:
 
 
 def take_apart(events: Sequence[FunctionEvent], seconds: float) -> tuple[dict[str, float], float]:
-    """Share out the time of a step among :data:`PARTS`, and count the operations of its products.
-
-    Args:
-        events: What the profiler saw.
-        seconds: The step's.
-    """
+    """Share out the time of a step among :data:`PARTS`, and count the operations of its products."""
     parts, flops = dict.fromkeys(PARTS, 0.0), 0.0
     # Lightning's closure runs forward and backward inside the optimizer's step: what comes after is the optimizer's.
     done = max((event.time_range.end for event in events if event.name.startswith(_BACKWARD)), default=0.0)

@@ -74,12 +74,8 @@ def compare(directory: str | Path, returned: Mapping[int, float] = MappingProxyT
     """Read the runs below a sweep's directory.
 
     Args:
-        directory: The sweep's.
         returned: What runs of this process have returned, by number; NaN is a failure. Others count as failed where
             they have left no ``metrics.json``.
-
-    Returns:
-        As :func:`compare_runs`, with the runs' numbers as their names.
     """
     runs = {run.job: run for run in find_runs([directory]) if run.job is not None}
     return compare_runs(dict(sorted(runs.items())), returned)
@@ -89,10 +85,6 @@ def compare_runs(
     runs: Mapping[int, Run] | Mapping[str, Run], returned: Mapping[int, float] = MappingProxyType({})
 ) -> list[dict[str, Any]]:
     """Put runs beside one another.
-
-    Args:
-        runs: By what they are called.
-        returned: See :func:`compare`.
 
     Returns:
         One row per run, in order: ``job`` (its name), ``status`` (``ok`` or ``failed``), what was typed for one of the

@@ -48,11 +48,7 @@ def save_figure(
     """Draw loss and score over the epochs, and the split of the epoch's time.
 
     Args:
-        metrics: As :func:`~lightning_gnn.report.collect_metrics` returns them.
-        epochs: One dictionary per epoch, as :class:`~lightning_gnn.callbacks.LearningCurves` keeps them.
         metric: ``"acc"``, ``"auc"``, ``"f1"``, ``"mae"`` or ``"mrr"``; others are drawn under their own name.
-        title: Heads the figure.
-        path: The file to write.
     """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 5.6), layout="constrained")  # not pyplot, which is not safe in threads

@@ -48,7 +48,6 @@ def tag(element: str, /, *children: object, **attributes: object) -> Html:
     """Return an element.
 
     Args:
-        element: Its name.
         *children: :class:`Html` as it is, anything else as escaped text; None is left out.
         **attributes: Values are escaped; None leaves one out. A ``_`` at the end is dropped, others become ``-``.
     """

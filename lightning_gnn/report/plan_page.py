@@ -33,9 +33,7 @@ def write_plan_page(folder: str | Path, title: str = "", said: Sequence[str] = (
     """Make ``plan.html`` of what a plan has left in its folder: ``plan.yaml`` and ``platform.yaml``.
 
     Args:
-        folder: The plan's.
         title: Heads the page; by default the command.
-        said: Sentences of the planner.
     """
     folder = Path(folder)
     return write_whole(folder / "plan.html", plan_page(folder, title, said))

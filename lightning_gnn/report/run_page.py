@@ -22,11 +22,7 @@ _TRAINING = (("model", "model_s", 0), ("waiting", "wait_s", 3), ("other", "other
 
 
 def write_run_page(folder: str | Path) -> Path:
-    """Make ``report.html`` of what lies in the folder of a run; whatever is missing there is left out.
-
-    Raises:
-        FileNotFoundError: There is no run.
-    """
+    """Make ``report.html`` of what lies in the folder of a run; whatever is missing there is left out."""
     run = read_run(folder)
     return write_whole(run.folder / "report.html", run_page(run))
 

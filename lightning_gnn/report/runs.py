@@ -27,8 +27,6 @@ class Run:
         folder: Where it has left its files.
         state: ``"unfinished"`` if it has left no ``metrics.json``, because it was interrupted or still runs.
         started: When it began, or was configured.
-        overrides: What was typed.
-        metrics: What ``metrics.json`` holds.
         job: Its number in a sweep, or None.
         cwd: Where it was started; empty if that is not known.
     """
@@ -87,11 +85,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read what a run has left.
-
-    Raises:
-        FileNotFoundError: There is no run.
-    """
+    """Read what a run has left."""
     folder = Path(folder)
     if not is_run(folder):
         raise FileNotFoundError(f"{folder} is not the folder of a run: it has neither metrics.json nor .hydra")

@@ -29,11 +29,8 @@ def line_chart(
     """Draw lines over the epochs; None where there is no finite point.
 
     Args:
-        title: Heads it.
         series: Points of each line, by its name. Points that are not finite are left out.
-        rules: Further values, drawn as dashed lines across.
         bounds: Least and largest value of the axis; by default those of the points.
-        percent: Label the axis in percent.
         width: Of the drawing, whose text is 11 high.
     """
     lines = {name: [point for point in points if all(map(math.isfinite, point))] for name, points in series.items()}
@@ -83,13 +80,7 @@ def line_chart(
 
 
 def bars(title: str, rows: Mapping[str, Sequence[tuple[str, float, int]]], unit: str = "s") -> Html:
-    """Draw bars of parts that lie behind one another.
-
-    Args:
-        title: Heads it.
-        rows: Name, length and number of the colour of each part, by the name of the bar.
-        unit: Of the lengths.
-    """
+    """Draw bars of parts that lie behind one another."""
     left, width, thick = 110.0, 1080.0, 30.0
     longest = max((sum(length for _, length, _ in parts) for parts in rows.values()), default=0.0) or 1.0
     scale = (width - left - _RIGHT) / longest
@@ -116,7 +107,6 @@ def parallel_coordinates(
     Args:
         columns: The values of all runs, by column. Where all are numbers the axis is one of numbers, logarithmic where
             they span two decades or more; else each text has its place.
-        names: Of the runs.
         lowest: Whether the least value of the last column is the best.
     """
     if len(columns) < 2 or len(names) < 2:

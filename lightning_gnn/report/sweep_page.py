@@ -24,8 +24,6 @@ def write_sweep_page(folder: str | Path, rows: Sequence[dict[str, Any]], told: S
     """Make ``report.html`` in the folder of a sweep.
 
     Args:
-        folder: The sweep's.
-        rows: As :func:`~lightning_gnn.report.comparison.compare` returns them.
         told: The columns of what the runs were told differently.
     """
     runs = {run.job: run for run in find_runs([folder]) if run.job is not None}
@@ -42,11 +40,8 @@ def write_comparison_page(
     """Make the page of several runs.
 
     Args:
-        path: The page.
-        rows: As :func:`~lightning_gnn.report.comparison.compare_runs` returns them.
         told: The columns of what the runs were told differently.
         runs: By their names in the rows.
-        what: The page is.
     """
     found: dict[Any, Run] = dict(runs)
     rows = [{**row, **found[row["job"]].scores} if row["job"] in found else row for row in rows]

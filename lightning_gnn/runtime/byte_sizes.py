@@ -9,11 +9,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 
 def memory_bytes(value: Any, name: str) -> int:
-    """Return a number of bytes, given as such or with a unit: ``"80GB"``, ``"512 MiB"``.
-
-    Raises:
-        ValueError: It is none, or negative.
-    """
+    """Return a number of bytes, given as such or with a unit: ``"80GB"``, ``"512 MiB"``."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?\s*", value.upper()) if isinstance(value, str) else None

@@ -31,12 +31,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """Write a checkpoint.
 
         Args:
-            checkpoint: Anything that ``torch.save`` takes.
             path: Where to; what was there stays until all is written.
             storage_options: None; Lightning's says what to do about others.
-
-        Raises:
-            OSError: The disk is full, or otherwise refuses; names the file, and what is left.
         """
         if storage_options is not None or not _is_local_file_protocol(path):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -58,16 +54,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """Read a checkpoint.
 
         Args:
-            path: Of the file.
-            map_location: Device, or a mapping of devices, that tensors are read to, as ``torch.load`` takes it.
             weights_only: Whether to refuse all but tensors and plain types; None leaves that to torch.
-
-        Returns:
-            What was saved.
-
-        Raises:
-            FileNotFoundError: There is none.
-            ValueError: The file is cut short, damaged, or no checkpoint of Lightning's; names it, and those beside it.
         """
         if not _is_local_file_protocol(path) or not _local(path).is_file():
             return super().load_checkpoint(path, map_location, weights_only)

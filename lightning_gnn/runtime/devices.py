@@ -11,11 +11,7 @@ from torch import Tensor
 
 
 def works(attempt: Callable[[], Any]) -> bool:
-    """Whether a device has something; a backend that is new to torch may have neither streams nor pinned memory.
-
-    Args:
-        attempt: Uses it.
-    """
+    """Whether a device has something; a backend that is new to torch may have neither streams nor pinned memory."""
     try:
         attempt()
     except (NotImplementedError, RuntimeError, ValueError):
@@ -81,7 +77,6 @@ def match_device(plugin: Precision, device: torch.device) -> None:
 
     Args:
         plugin: The strategy's precision plugin; only Lightning's :class:`MixedPrecision` is changed, in place.
-        device: The strategy's ``root_device``.
     """
     if not isinstance(plugin, MixedPrecision) or plugin.device == device.type:
         return

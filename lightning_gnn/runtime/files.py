@@ -26,12 +26,7 @@ _DEEPEST = 32
 
 
 def read_text(path: str | Path, largest: int = LARGEST) -> str:
-    """Read a text file.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is no regular file, too large or not UTF-8.
-    """
+    """Read a text file."""
     path = Path(path)
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -42,11 +37,7 @@ def read_text(path: str | Path, largest: int = LARGEST) -> str:
 
 
 def read_yaml(text: str) -> Any:
-    """Read a YAML document of plain values; see :func:`check_yaml`.
-
-    Raises:
-        ValueError: It is no YAML, or too large, too deep, or has aliases.
-    """
+    """Read a YAML document of plain values; see :func:`check_yaml`."""
     check_yaml(text)
     try:
         return yaml.safe_load(text)
@@ -55,11 +46,7 @@ def read_yaml(text: str) -> Any:
 
 
 def check_yaml(text: str) -> None:
-    """Refuse a document that would grow while it is read: aliases can stand for billions of values.
-
-    Raises:
-        ValueError: It is no YAML, too large, nested too deeply, or has aliases.
-    """
+    """Refuse a document that would grow while it is read: aliases can stand for billions of values."""
     if len(text) > LARGEST:
         raise ValueError(f"{len(text)} characters of YAML, but at most {LARGEST} are read")
     depth = 0
@@ -75,11 +62,7 @@ def check_yaml(text: str) -> None:
 
 
 def read_json(text: str) -> Any:
-    """Read a JSON document.
-
-    Raises:
-        ValueError: It is no JSON, too large or nested too deeply.
-    """
+    """Read a JSON document."""
     if len(text) > LARGEST_JSON:
         raise ValueError(f"{len(text)} characters of JSON, but at most {LARGEST_JSON} are read")
     try:
@@ -93,9 +76,6 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """Yield a file beside ``path`` to write to; on the way out it gets the name, or is removed.
 
     What processes of this machine left there that were killed meanwhile goes too.
-
-    Raises:
-        OSError: The folder or the disk refuses; what was there before still is.
     """
     begin = f".{path.name}.{platform.node()}-"
     with suppress(OSError):  # a folder that cannot be listed

@@ -31,10 +31,6 @@ class GradientMean:
     A parameter without a gradient on one rank counts as zero there; without one on any rank, it stays without. Sparse
     gradients (COO) stay so; until one is seen for the first time, its parameter travels as if it were dense. One that
     is sparse on some ranks only is sparse on all from then on.
-
-    Args:
-        num_ranks: N.
-        add_up: Of the ranks.
     """
 
     def __init__(self, num_ranks: int, add_up: AddUp = dist.all_reduce) -> None:
@@ -54,9 +50,7 @@ class GradientMean:
 
         Args:
             parameters: In the same order on all ranks; those that require no gradient are left out.
-            factor: Of the mean.
             rider: Travels with the first gradients, if there are any, and then tells the factor.
-            add_up: Of the ranks, for dense gradients this time.
         """
         add_up = add_up or self._add_up
         by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

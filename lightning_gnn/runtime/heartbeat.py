@@ -42,7 +42,6 @@ class Process:
     Args:
         host: Name of the machine.
         space: What tells apart the spaces in which process ids count: the boot and the namespace; empty if unknown.
-        pid: Process id.
         started: When it started, so that another process of the same id is not taken for it.
     """
 
@@ -84,13 +83,7 @@ def meet(rank: int, num_ranks: int, timeout: timedelta) -> Store:
     """Return a store that all ranks have come to, at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Args:
-        rank: This rank.
-        num_ranks: N.
         timeout: What a call of the store may take afterwards. The meeting may take ``RENDEZVOUS``, if that is longer.
-
-    Raises:
-        DistError: A rank did not come.
-        RuntimeError: torchrun gave these ranks the store of those before them, which are looked for at their addresses.
     """
     limit = max(RENDEZVOUS, timeout)
     store: Store
@@ -122,8 +115,6 @@ class Heartbeats:
 
     Args:
         store: Where all ranks write; a connection of its own is made, since a waiting call blocks others.
-        rank: This rank.
-        num_ranks: N.
         timeout: Seconds without a sign of life after which a rank counts as lost. One whose process has gone, or that
             has failed, is noticed within a second if it is on the same machine.
         end: Called with a message to end the process; by default the message goes to stderr, and the exit code is 1.
@@ -157,11 +148,7 @@ class Heartbeats:
 
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Watch what runs within, in this thread: a rank that works on it for longer than the timeout hangs.
-
-        Args:
-            what: Is said about it.
-        """
+        """Watch what runs within, in this thread: a rank that works on it for longer than the timeout hangs."""
         before, self._work = self._work, (what, time.monotonic(), threading.get_ident())
         try:
             yield
@@ -183,11 +170,7 @@ class Heartbeats:
         return self._handled or (bool(self._threads) and self._find(self.timeout) is not None)
 
     def start(self) -> None:
-        """Begin; returns when all ranks have done so.
-
-        Raises:
-            RuntimeError: A rank did not within ``RENDEZVOUS``, or the timeout if that is longer.
-        """
+        """Begin; returns when all ranks have done so."""
         self._store.set(f"process/{self.rank}", json.dumps(asdict(self._mine)))
         self._beat()
         for other in self._others:
@@ -209,11 +192,7 @@ class Heartbeats:
         self._threads.clear()
 
     def answer(self, exception: BaseException) -> None:
-        """Say in an exception's message which rank was lost; or tell the other ranks that it is this one.
-
-        Args:
-            exception: What ends this rank's run.
-        """
+        """Say in an exception's message which rank was lost; or tell the other ranks that it is this one."""
         text = next(iter(str(exception).splitlines()), "")
         if not is_communication_error(exception):
             self.fail(f"{type(exception).__name__}: {text}")
@@ -354,10 +333,8 @@ def fails_alone() -> bool:
 
 
 def is_communication_error(exception: BaseException) -> bool:
-    """Tell whether an exception says that a rank could not be reached, which is not the fault of the one that says so.
-
-    Args:
-        exception: What ended this rank's run.
+    """Tell whether an exception says that a rank could not be reached, which is not the fault of
+    the one that says so.
     """
     if isinstance(exception, DistError):
         return True
@@ -366,11 +343,7 @@ def is_communication_error(exception: BaseException) -> bool:
 
 
 def end_process(message: str) -> None:
-    """Write a message and end this process at once.
-
-    Args:
-        message: What was wrong.
-    """
+    """Write a message and end this process at once."""
     # A thread cannot raise in another one that waits inside a backend; only the end of the process ends that.
     sys.stderr.write(f"\n{message}\n")
     sys.stderr.flush()

@@ -25,11 +25,7 @@ _count = 0
 
 
 def kernel_folder() -> Path:
-    """Return the folder in or below which numba keeps this package's kernels.
-
-    Raises:
-        RuntimeError: There is none.
-    """
+    """Return the folder in or below which numba keeps this package's kernels."""
     path = Path(str(numba.njit(cache=True)(_nothing).stats.cache_path)).absolute()
     return path.parents[1] if path.name == "__pycache__" else path.parent
 

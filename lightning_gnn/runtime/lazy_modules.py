@@ -28,16 +28,6 @@ def initialize(module: pl.LightningModule, step: Callable[[], object]) -> bool:
 
     All ranks call this together. The step ends as soon as no lazy module is left. It leaves nothing but what it drew
     from torch's random stream, which goes on as on rank 0.
-
-    Args:
-        module: On every rank the same.
-        step: Runs a step of the module on a mini-batch of this rank.
-
-    Returns:
-        Whether there were any.
-
-    Raises:
-        RuntimeError: The step uses some of them on no rank.
     """
     names = list(uninitialized(module))
     if not names:

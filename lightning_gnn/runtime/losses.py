@@ -32,12 +32,7 @@ def returned_weight(output: Any, on_host: bool = True) -> Weight | Tensor | None
     """Return the ``"weight"`` in what ``training_step`` returned, None without.
 
     Args:
-        output: What it returned.
         on_host: Wait for a device that computes it, and check the number; else the tensor is returned as it is.
-
-    Raises:
-        TypeError: It is no number, no tensor and not ``"sum"``.
-        ValueError: It is negative, not finite, or not one number.
     """
     weight = output.get("weight") if isinstance(output, Mapping) else None
     if weight is None:
@@ -82,9 +77,6 @@ class LossWeights:
 
         Args:
             weights: One for each of this process's outputs of ``training_step``; without any, nothing is counted.
-
-        Raises:
-            ValueError: Some outputs have a weight and others have none, or another kind of it.
         """
         numbers = [weight for weight in weights if isinstance(weight, float)]
         row = [weights.count(None), len(numbers), weights.count("sum"), math.fsum(numbers)]
@@ -115,7 +107,6 @@ def weighs_otherwise(loss: Tensor, count: int | None = None) -> str | None:
     pass, which frees what it looks at.
 
     Args:
-        loss: Of one number.
         count: How many seeds there are; None for unknown.
     """
     for node, scaled, summed in _losses_in(loss.grad_fn):
@@ -182,13 +173,7 @@ def _why(node: Any, scaled: bool, summed: bool, count: int | None) -> str | None
 
 
 def warning_of(why: str, who: str, what: str) -> str:
-    """Return the warning about a loss that needs a weight.
-
-    Args:
-        why: From :func:`weighs_otherwise`.
-        who: The trainers or ranks.
-        what: The seeds or nodes that they are weighted by.
-    """
+    """Return the warning about a loss that needs a weight."""
     return (
         f"the loss is no mean over {what}: {why}. The losses of {who} are weighted by their numbers of {what}, so that "
         "the gradients differ from those of one device; let training_step return {'loss': loss, 'weight': weight} "

@@ -67,18 +67,8 @@ class Manifest:
     def verify(self, folder: Path, sources: Iterable[Path] = (), everything: bool = False) -> bool:
         """Look whether files and sources are what they were; those that did not change since are not read again.
 
-        Args:
-            folder: The entry.
-            sources: What it should have been made from.
-            everything: Read all files.
-
         Returns:
             Whether anything was read: then the content may be checked further, and the manifest saved.
-
-        Raises:
-            DamagedEntry: A file is missing, there is one too many, or one has another content.
-            StaleEntry: A source has another content, or there are other sources.
-            OSError: A file cannot be read.
         """
         read = False
         for path in sources:
@@ -108,12 +98,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """Read it.
-
-        Raises:
-            DamagedEntry: There is none, or not the one that was written.
-            OSError: It cannot be read.
-        """
+        """Read it."""
         path = folder / NAME
         if not path.is_file() or path.is_symlink() or path.stat().st_size > _LARGEST:
             raise DamagedEntry(f"{NAME} is missing")
@@ -151,11 +136,7 @@ def is_settled(found: os.stat_result) -> bool:
 
 
 def hash_file(path: Path) -> str:
-    """Return a hash of a regular file, block by block.
-
-    Raises:
-        OSError: It cannot be read, or is no regular file.
-    """
+    """Return a hash of a regular file, block by block."""
     digest, block = hashlib.blake2b(digest_size=32), bytearray(_BLOCK)
     view = memoryview(block)
     if not stat.S_ISREG(path.stat().st_mode):
@@ -167,11 +148,7 @@ def hash_file(path: Path) -> str:
 
 
 def listing(folder: Path) -> list[str]:
-    """Return the files of an entry but its manifest, subfolders as ``a/b``.
-
-    Raises:
-        DamagedEntry: Something is neither a regular file nor a folder.
-    """
+    """Return the files of an entry but its manifest, subfolders as ``a/b``."""
     names = []
     for path in sorted(folder.rglob("*")):
         if path.parent == folder and (path.name == NAME or path.name.startswith((f".{NAME}.", ".nfs"))):

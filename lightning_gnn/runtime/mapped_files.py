@@ -25,9 +25,7 @@ class FilePart:
     """A part of a file.
 
     Args:
-        path: Of the file.
         offset: Where it begins, in bytes.
-        size: Bytes.
     """
 
     path: str
@@ -35,14 +33,7 @@ class FilePart:
     size: int
 
     def map(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], first: int) -> Tensor:
-        """Map it copy-on-write: pages come in as they are touched, and writes never reach the file.
-
-        Args:
-            dtype: Of the tensor.
-            shape: Of the tensor.
-            stride: Of the tensor.
-            first: Elements of the part before the tensor's first one.
-        """
+        """Map it copy-on-write: pages come in as they are touched, and writes never reach the file."""
         begin = self.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with open(self.path, "rb") as file:
             mapped = mmap.mmap(
@@ -67,11 +58,7 @@ class MappedFiles:
         self._regions = [(*(int(number, 16) for number in row[:3]), int(row[3]), row[4]) for row in found]
 
     def find(self, tensor: Tensor) -> FilePart | None:
-        """Return what a tensor's storage shows, or None if that is no part of a file, or was written to.
-
-        Args:
-            tensor: On the CPU.
-        """
+        """Return what a tensor's storage shows, or None if that is no part of a file, or was written to."""
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
         offset, at, path = 0, address, ""

@@ -23,7 +23,6 @@ def available_bytes(device: torch.device | None = None, ranks: int = 1) -> int |
 
     Args:
         device: By default the CPU, whose memory is the host's, as far as the process's control groups allow.
-        ranks: Processes of this machine that share the host's memory equally.
     """
     if device is not None and device.type != "cpu":
         module: Any = getattr(torch, device.type, None)

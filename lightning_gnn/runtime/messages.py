@@ -32,16 +32,7 @@ def removed(name: str) -> str | None:
 
 
 def whole_number(value: Any, name: str, least: int | None = None) -> int:
-    """Return a number as ``int``.
-
-    Args:
-        value: What the user gave.
-        name: What to call it in the message.
-        least: The smallest one that is allowed.
-
-    Raises:
-        ValueError: No whole number (a bool is none), or a smaller one.
-    """
+    """Return a number as ``int``."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{name} must be a whole number, but is {value!r}")
     if least is not None and value < least:
@@ -51,11 +42,7 @@ def whole_number(value: Any, name: str, least: int | None = None) -> int:
 
 
 def true_or_false(value: Any, name: str) -> bool:
-    """Return a bool as it is, and nothing else: ``"no"`` and ``"false"`` would count as true.
-
-    Raises:
-        ValueError: Another value.
-    """
+    """Return a bool as it is, and nothing else: ``"no"`` and ``"false"`` would count as true."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, but is {value!r}")
     return value

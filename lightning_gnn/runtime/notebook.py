@@ -70,9 +70,6 @@ class NotebookLauncher(_MultiProcessingLauncher):
 
     Args:
         strategy: Says how many ranks there are.
-
-    Raises:
-        ModuleNotFoundError: cloudpickle is not installed.
     """
 
     def __init__(self, strategy: ParallelStrategy) -> None:
@@ -96,15 +93,7 @@ class NotebookLauncher(_MultiProcessingLauncher):
         """Call a method of the trainer in every rank, and return what it returns in rank 0.
 
         Args:
-            function: The method.
-            *args: Of the method.
             trainer: What gets rank 0's results.
-            **kwargs: Of the method.
-
-        Raises:
-            BaseException: What a rank raised.
-            RuntimeError: A rank was lost.
-            TypeError: Something cannot be sent to the ranks.
         """
         assert trainer is not None
         # After an exception Lightning ignores Ctrl-C until its teardown, which restores these.
@@ -166,11 +155,7 @@ class NotebookLauncher(_MultiProcessingLauncher):
         self.procs.append(process)  # type: ignore[arg-type]
 
     def _wait(self) -> tuple[list[int], bool]:
-        """Wait until all ranks have ended, or too long after one has failed.
-
-        Returns:
-            The ranks in the order in which they ended, and whether the user has interrupted them.
-        """
+        """Wait until all ranks have ended, or too long after one has failed."""
         ended: list[int] = []
         deadline, interrupted = float("inf"), False
         while len(ended) < len(self.procs) and time.monotonic() < deadline:
@@ -288,14 +273,7 @@ def _pack(content: Any, to: str) -> None:
 
 
 def _run_rank(notebook: int, work: int, answer: int, environment: dict[str, str]) -> None:
-    """Do a rank's work.
-
-    Args:
-        notebook: The notebook's process.
-        work: Its descriptor of the file with the work.
-        answer: Its descriptor of the file for the answer.
-        environment: Variables to set.
-    """
+    """Do a rank's work."""
     os.setsid()  # Ctrl-C comes from the launcher alone
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     if os.getppid() != notebook:

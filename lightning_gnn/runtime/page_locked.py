@@ -40,9 +40,6 @@ def page_locked(tensor: Tensor) -> Tensor:
 
     Args:
         tensor: On the host, or anywhere else, where it stays.
-
-    Raises:
-        RuntimeError: Page-locked memory for the copy was refused.
     """
     if not tensor.is_cpu:
         return tensor

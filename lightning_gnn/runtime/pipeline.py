@@ -83,11 +83,7 @@ class Crew:
         self._calls[group].notify_all()
 
     def check_process(self) -> None:
-        """Refuse to wait for threads that another process has.
-
-        Raises:
-            RuntimeError: This process is a fork of the one that started them.
-        """
+        """Refuse to wait for threads that another process has."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"this iterator belongs to process {self._process}, whose threads prepare its mini-batches; process "
@@ -96,9 +92,6 @@ class Crew:
 
     def close(self, patience: float = inf) -> list[str]:
         """Stop, and join the threads once they are done with the jobs that they have; as often as you like.
-
-        Args:
-            patience: Seconds to wait for them.
 
         Returns:
             The names of those that have not ended by then.
@@ -264,12 +257,7 @@ class StagePipeline:
             self._admit()
 
     def take(self) -> Item:
-        """Return the first item that was submitted and not taken, once it has passed all stages.
-
-        Raises:
-            BaseException: What a step has raised for it.
-            TimeoutError: Nothing has moved for ``stall_timeout`` seconds; it shows where the threads are.
-        """
+        """Return the first item that was submitted and not taken, once it has passed all stages."""
         self._crew.check_process()
         with self._crew.lock:
             item, since = self._items[0], time.monotonic()

@@ -50,11 +50,7 @@ def _floating_as(value: Any, dtype: torch.dtype) -> Any:
 
 
 class _Conversion:
-    """A plugin's ``convert_input`` for batches of PyG as well.
-
-    Args:
-        convert: The plugin's own.
-    """
+    """A plugin's ``convert_input`` for batches of PyG as well."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert

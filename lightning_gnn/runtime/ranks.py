@@ -35,9 +35,6 @@ def _leave(process: int) -> None:
 
     After a failure they may be waiting for a rank that is lost, and so would this one; a fork has no such threads, and
     would wait for them for ever.
-
-    Args:
-        process: Which has opened it.
     """
     if os.getpid() == process and dist.is_initialized() and not WatchedRanks.any_failed:
         dist.destroy_process_group()
@@ -57,9 +54,6 @@ class WatchedRanks(ParallelStrategy, ABC):
 
     Args:
         **kwargs: Of the strategy that does the rest.
-
-    Raises:
-        TypeError: An option that nobody knows; says the closest one.
     """
 
     any_failed: ClassVar[bool] = False
@@ -107,10 +101,6 @@ class WatchedRanks(ParallelStrategy, ABC):
             backend: Of the process group, if there is none yet.
             silence: Seconds without a sign of life after which a rank counts as lost.
             timeout: How long a collective may take.
-            **options: Further ones of ``torch.distributed.init_process_group``.
-
-        Raises:
-            RuntimeError: A rank did not come.
         """
         assert self.cluster_environment is not None
         if not dist.is_initialized():
@@ -140,11 +130,6 @@ class WatchedRanks(ParallelStrategy, ABC):
 
         Args:
             step: The module's, which is called only where there are such modules.
-            *args: Of the step.
-            **kwargs: Of the step.
-
-        Returns:
-            Whether there were any.
         """
         lazy, self._lazy = self._lazy, False
         assert self.lightning_module is not None

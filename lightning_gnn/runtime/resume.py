@@ -153,7 +153,6 @@ def keyed_random(key: int, device: torch.device | None = None) -> Iterator[None]
 
     Args:
         key: 64-bit.
-        device: Whose generator is seeded too, beside the CPU's.
     """
     accelerator: Any = None if device is None or device.type == "cpu" else getattr(torch, device.type, None)
     python, array, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -202,9 +201,7 @@ def load_logged(trainer: pl.Trainer, state: dict[str, Any] | None, mid_epoch: bo
     """Go on with what was logged.
 
     Args:
-        trainer: About to train.
         state: From :func:`logged_state`; None leaves everything as it is.
-        mid_epoch: Whether the epoch goes on.
     """
     if state is None:
         return

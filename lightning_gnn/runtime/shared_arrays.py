@@ -53,9 +53,6 @@ def share_equal_arrays(held: Mapping[str, Any]) -> int:
     Args:
         held: What this rank holds, by names that are the same on all ranks: tensors, PyG's ``Data``, dataclasses, and
             mappings and tuples of these.
-
-    Returns:
-        Bytes of this rank that are shared now.
     """
     machine, mine, why = which_machine(), {}, ""
     if machine is not None and (writers := other_threads()):
@@ -77,11 +74,7 @@ def share_equal_arrays(held: Mapping[str, Any]) -> int:
 
 
 def find_tensors(held: Mapping[str, Any]) -> dict[str, list[Tensor]]:
-    """Return the tensors that can be shared, by the name of the first one on each memory.
-
-    Args:
-        held: As :func:`share_equal_arrays` takes it.
-    """
+    """Return the tensors that can be shared, by the name of the first one on each memory."""
     starts, ends = _mapped_files()
     found: dict[int, tuple[str, list[Tensor]]] = {}
     for name, tensor in _tensors(held):
@@ -100,9 +93,6 @@ def shared_view(tensor: Tensor) -> Tensor | None:
 
     A driver that locks pages counts as a writer, so that to lock the tensor itself would give each rank a copy of its
     own. What is returned must not be written to.
-
-    Args:
-        tensor: On the host.
 
     Returns:
         None where its memory is not shared, or has been written to since.

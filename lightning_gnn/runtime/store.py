@@ -156,12 +156,8 @@ def kept(
     Of several processes one makes it, and the others wait.
 
     Args:
-        kind: One of :data:`KINDS`.
         key: 32 hexadecimal digits, such as :func:`checksum` returns.
-        make: Writes the files of the entry into an empty folder.
         read: Reads them; never returns None. What it raises for wrong content counts as damage.
-        title: What the entry is for, as the user knows it.
-        sources: Files that the entry is made from: it is made anew when their content changes.
         given: The folder that the user chose to keep cached files in, or None.
 
     Returns:
@@ -283,13 +279,7 @@ def is_held(root: Path, kind: str, key: str) -> bool:
 
 
 def sweep(root: Path, kind: str, own: str = "") -> list[Path]:
-    """Remove what writers left behind that died; returns what went.
-
-    Args:
-        root: The root of the store.
-        kind: Where to look.
-        own: Key whose lock the caller holds.
-    """
+    """Remove what writers left behind that died; returns what went."""
     gone = []
     for path in (root / kind).glob(".*.part") if (root / kind).is_dir() else ():
         found = _PART.fullmatch(path.name)
@@ -306,11 +296,7 @@ def entries(root: Path, kind: str) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove an entry: at once out of sight, then its files.
-
-    Raises:
-        OSError: It cannot be removed.
-    """
+    """Remove an entry: at once out of sight, then its files."""
     away = _part(path)
     path.rename(away)
     discard(away)

@@ -105,9 +105,6 @@ class StepTimer:
     """Times an accelerator's steps by events, which are read once they are reached, so that nothing waits for them.
 
     Where a backend has no events, the time is that of the thread.
-
-    Args:
-        device: The accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -128,11 +125,7 @@ class StepTimer:
             self._end = self._clock.now()
 
     def read(self, own: float) -> float:
-        """End a step, and return the seconds of the latest one that is known to be done.
-
-        Args:
-            own: Seconds that the thread took, which are returned for as long as nothing is known.
-        """
+        """End a step, and return the seconds of the latest one that is known to be done."""
         if self._start is not None and self._end is not None:
             self._steps.append((self._start, self._end))
         self._start = self._end = None
@@ -146,7 +139,6 @@ class Interval:
     """One stage of one mini-batch.
 
     Args:
-        resource: Which it occupies.
         stage: ``"cpu_batching"``, ``"dma"``, ``"gpu_batching"``, ``"uva"`` or ``"model"``, or any other name.
         batch: Number of the mini-batch.
         start: Seconds since the beginning.
@@ -164,11 +156,7 @@ class Interval:
 
 @dataclass
 class Timeline:
-    """What each resource did when.
-
-    Args:
-        intervals: In any order.
-    """
+    """What each resource did when."""
 
     intervals: list[Interval] = field(default_factory=list)
 
@@ -193,11 +181,7 @@ class Timeline:
 
 
 class Recorder:
-    """Passes on what stages are measured to take: to a function, into a timeline, both or neither.
-
-    Args:
-        clock: The device's.
-    """
+    """Passes on what stages are measured to take: to a function, into a timeline, both or neither."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -233,12 +217,7 @@ class Recorder:
         """Note a stage of a mini-batch; may be called from any thread.
 
         Args:
-            resource: What it occupies.
-            stage: Its name.
-            number: Of the mini-batch.
             start: When it began; None where nobody wanted to know then.
-            end: When it ended.
-            lane: Which of several workers.
         """
         if start is None or end is None:
             return

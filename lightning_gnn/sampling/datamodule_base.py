@@ -52,16 +52,11 @@ class MiniBatchDataModule(ResumableDataModule):
 
     Args:
         seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.
-        batch_size: Seeds per mini-batch.
         loader_kwargs: Further arguments of the training loader; ``shuffle=False`` trains in the order of the seeds.
         eval_loader_kwargs: What the other loaders, and their sampler, take instead.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction get the whole graph as one batch, whose outputs are computed layer by layer, exactly.
         share_memory: Let the ranks of one machine use one copy of graph and features, as long as nobody writes to it.
-
-    Raises:
-        TypeError: An option that nobody knows.
-        ValueError: An argument is out of range, or an option cannot work.
     """
 
     kind: ClassVar[str] = "node"
@@ -159,11 +154,7 @@ class MiniBatchDataModule(ResumableDataModule):
         return self._disk.tables(lambda: self._sampled_loader(stage, self.data, self._sampler_of(stage)))
 
     def plan_disk(self) -> str | None:
-        """Say what of the features is read from disk, and what memory that takes; None where nothing is.
-
-        Raises:
-            ValueError: The memory does not suffice.
-        """
+        """Say what of the features is read from disk, and what memory that takes; None where nothing is."""
         if self._disk is None:
             return None
         self._disk_tables("train")
@@ -186,10 +177,7 @@ class MiniBatchDataModule(ResumableDataModule):
         """Return the times of the seeds of a stage as a tensor.
 
         Args:
-            stage: Which.
-            time: What the user gave.
             count: How many seeds the stage has, or None: none were given.
-            what: What to call the seeds.
         """
         name = f"input_{stage.removesuffix('ict')}_time"
         if not getattr(self.graph_sampler, "is_temporal", True):
@@ -247,11 +235,7 @@ class MiniBatchDataModule(ResumableDataModule):
         """Return a loader of mini-batches that a sampler draws, with features cut from ``data``.
 
         Args:
-            stage: As for :meth:`loader_arguments`.
-            data: The graph, perhaps on another device than the user's.
-            sampler: Draws neighbourhoods.
             kind: The class of the loader, by default the one that samples on the CPU.
-            **options: Other arguments of the loader than the user's.
         """
         raise NotImplementedError
 
@@ -259,15 +243,7 @@ class MiniBatchDataModule(ResumableDataModule):
         return self.graph_sampler if stage == "train" else self.eval_graph_sampler
 
     def loader_arguments(self, stage: str, num_seeds: int) -> dict[str, Any]:
-        """Return the arguments of one loader.
-
-        Args:
-            stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
-            num_seeds: How many seeds (or labelled edges) it goes over.
-
-        Raises:
-            ValueError: There are none, or in evaluation fewer than processes.
-        """
+        """Return the arguments of one loader."""
         self.check_count(stage, num_seeds)
         warnings.filterwarnings("ignore", OF_NEWER_TORCH, FutureWarning)
         warnings.filterwarnings("ignore", ".*does not have many workers.*")  # ours are threads
@@ -292,11 +268,7 @@ class MiniBatchDataModule(ResumableDataModule):
         return kwargs
 
     def check_count(self, stage: str, num_seeds: int) -> None:
-        """Refuse an empty split, and one of which ``drop_last`` leaves nothing.
-
-        Raises:
-            ValueError: Says how to fill it.
-        """
+        """Refuse an empty split, and one of which ``drop_last`` leaves nothing."""
         if num_seeds == 0:
             raise ValueError(
                 f"the {stage} split is empty; give input_{stage}_nodes (or edges), or a mask with true entries"
@@ -311,13 +283,7 @@ class MiniBatchDataModule(ResumableDataModule):
             )
 
     def full_loader(self, name: str, kind: NodeType | EdgeType | None = None, **more: Any) -> DataLoader[Any]:
-        """Return a loader of the whole graph as one batch, which loaders of the same name share.
-
-        Args:
-            name: Name of the batch.
-            kind: Of a graph with types, the one to which ``more`` belongs.
-            **more: What it holds beside the attributes of ``data``.
-        """
+        """Return a loader of the whole graph as one batch, which loaders of the same name share."""
         if name not in self._full and isinstance(self.data, HeteroData):
             assert self.inference is not None
             self._full[name] = typed_batch(self.data, self.inference)

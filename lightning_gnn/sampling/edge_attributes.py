@@ -21,16 +21,11 @@ def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTi
     """Give edges their times: their own, or those of the nodes that they come from.
 
     Args:
-        graph: The topology.
-        data: Where the attribute is.
         name: The attribute, or None: nothing is done.
 
     Returns:
         The topology, and the times of nodes, by type if there are several, on the CPU; None where edges have times of
         their own.
-
-    Raises:
-        ValueError: Neither nodes nor edges have such an attribute, or both have.
     """
     if name is None:
         return graph, None
@@ -76,12 +71,7 @@ def with_weights(graph: Graph, data: Any, name: str | None) -> Graph:
     """Give edges their weights; those of types without the attribute have none, and are picked uniformly.
 
     Args:
-        graph: The topology.
-        data: Where the attribute is.
         name: The attribute, or None: nothing is done.
-
-    Raises:
-        ValueError: No edges have such an attribute, weights are not valid, or edges have times too.
     """
     if name is None:
         return graph

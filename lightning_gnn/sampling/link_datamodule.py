@@ -226,12 +226,7 @@ class LinkDataModule(MiniBatchDataModule):
 
 
 def _typed_edges(data: Data | HeteroData, given: Any, stage: str) -> tuple[EdgeType | None, Any, tuple[int, int]]:
-    """Return the type of labelled edges, the edges, and the numbers of nodes at both ends.
-
-    Raises:
-        TypeError: Edges of a graph with several types without theirs.
-        ValueError: A type of nodes that the graph does not have.
-    """
+    """Return the type of labelled edges, the edges, and the numbers of nodes at both ends."""
     if isinstance(data, Data):
         return None, given, (data.num_nodes, data.num_nodes)
     if given is None:

@@ -56,7 +56,6 @@ class Slice(list[int]):
     """Positions of the seeds that one of several processes has of a mini-batch that they share.
 
     Args:
-        seeds: The positions.
         part: Which part of the mini-batch it is.
         first: How many seeds of the mini-batch come before these.
     """
@@ -103,7 +102,6 @@ class Prepared:
 
     Args:
         batch: Without what is in ``left``.
-        cost: What it took.
         key: The key of the mini-batch.
         left: Attributes, by the type that has them (None where there is one), whose rows are gathered when the
             mini-batch is trained on, and which rows, int64 ``[n]``.
@@ -277,8 +275,6 @@ class _ThreadedLoader:
         """Stage Sampling: from positions among the seeds to a subgraph.
 
         Args:
-            index: The positions.
-            key: The key of the mini-batch.
             part: Which part of it, where it has been shared out; for samplers that take no key.
             first: Position of the first seed in a mini-batch that has been shared out; for disjoint samples.
         """
@@ -323,8 +319,6 @@ class _ThreadedLoader:
         """Stage Feature Loading: join a subgraph with its features, as far as that can be done ahead.
 
         Args:
-            out: The subgraph.
-            key: The key of the mini-batch.
             part: Which part of it, where it has been shared out.
         """
         start = time.perf_counter()
@@ -412,12 +406,7 @@ class _ThreadedLoader:
             part[key] = self._trained_rows(self.data._store if name is None else self.data[name], key, ids)
 
     def pipeline(self, epoch: int, first: int) -> Any:
-        """Return an iterator over the mini-batches of an epoch that are left, which can be closed.
-
-        Args:
-            epoch: Its number.
-            first: The number of the first mini-batch.
-        """
+        """Return an iterator over the mini-batches of an epoch that are left, which can be closed."""
         ahead, tasks = self.num_threads * self.prefetch_factor_threads, self.tasks(epoch, first)
         look_ahead = self.look_ahead(tasks, first, self._tasks_after(epoch))
         if look_ahead is not None:
@@ -427,11 +416,6 @@ class _ThreadedLoader:
 
     def look_ahead(self, tasks: Iterable[Task], first: int, beyond: Iterable[Task] = ()) -> LookAhead | None:
         """Return what samples mini-batches ahead, so that rows on disk can be read in the best order.
-
-        Args:
-            tasks: The mini-batches.
-            first: The number of the first one.
-            beyond: Those of the next epoch.
 
         Returns:
             It, to be closed; None where nothing is on disk, or where somebody else looks ahead already.
@@ -480,12 +464,7 @@ class _ThreadedLoader:
         return batch_key(self.seed, self.rank, self.loader_id, epoch, number)
 
     def prepare(self, task: Task, stage_ends: Callable[[], None] = lambda: None) -> Prepared:
-        """Make one mini-batch, which the training thread has to :meth:`finish`; safe in any thread.
-
-        Args:
-            task: Its epoch, its number and the positions of its seeds.
-            stage_ends: Called before, between and after the stages.
-        """
+        """Make one mini-batch, which the training thread has to :meth:`finish`; safe in any thread."""
         stage_ends()
         drawn = self.draw(task)
         stage_ends()
@@ -494,11 +473,7 @@ class _ThreadedLoader:
         return prepared
 
     def draw(self, task: Task) -> Drawn:
-        """Sample a mini-batch, without its features.
-
-        Args:
-            task: Its epoch, its number and the positions of its seeds.
-        """
+        """Sample a mini-batch, without its features."""
         key, index, start = self.key_of(task), task[2], time.perf_counter()
         part = getattr(index, "part", 0)
         with deferred(self.defers_edges):
@@ -506,11 +481,7 @@ class _ThreadedLoader:
         return Drawn(out, key, part, time.perf_counter() - start)
 
     def join(self, drawn: Drawn) -> Prepared:
-        """Join what :meth:`draw` gave with its features.
-
-        Args:
-            drawn: What was sampled.
-        """
+        """Join what :meth:`draw` gave with its features."""
         start = time.perf_counter()
         prepared = self.load(drawn.out, drawn.key, drawn.part)
         if self.pin_memory and torch.accelerator.is_available():  # type: ignore[attr-defined]
@@ -541,11 +512,7 @@ class _ThreadedLoader:
         part: int,
         device: torch.device | None = None,
     ) -> Any:
-        """Call the user's own code with random numbers that follow from the key of the mini-batch.
-
-        Raises:
-            RuntimeError: It raised ``StopIteration``, which would end the epoch.
-        """
+        """Call the user's own code with random numbers that follow from the key of the mini-batch."""
         seeded = nullcontext() if self.thread_safe else keyed_random(batch_key(key, part, stage), device)
         with seeded:
             try:

@@ -36,7 +36,6 @@ class Drawn:
         out: What the sampler gave.
         key: The key of the mini-batch.
         part: Which part of a mini-batch it is, where that has been shared out.
-        seconds: What sampling took.
     """
 
     out: Any
@@ -55,7 +54,6 @@ class Waiting:
 
     Args:
         task: Its epoch, its number and the positions of its seeds.
-        drawn: What was sampled.
     """
 
     def __init__(self, task: Any, drawn: Drawn) -> None:
@@ -93,8 +91,6 @@ class LookAhead:
     when follows from the mini-batches alone, never from time.
 
     Args:
-        loader: Draws.
-        tasks: The mini-batches.
         first: The number of the first one; the others follow one by one.
         tables: Those on disk, claimed, by the name of their attribute.
         lookahead: Mini-batches beyond the one that is read, or these and the bytes that they may take.
@@ -153,12 +149,8 @@ class LookAhead:
         """Return a mini-batch, which will be read.
 
         Args:
-            number: Which.
             task: Its epoch, its number and the positions of its seeds. If they are others than it was sampled for, or
                 it has been read already, it is sampled again.
-
-        Raises:
-            BaseException: What sampling it has raised, or one before it.
         """
         self._sample_until(number)
         with self._lock:
@@ -239,7 +231,6 @@ class ReadInTurn:
     """Yields mini-batches that are sampled ahead, and read one after another.
 
     Args:
-        look_ahead: Samples.
         made: Goes over it and prepares each.
     """
 

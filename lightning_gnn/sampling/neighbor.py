@@ -461,11 +461,7 @@ def topology_of(data: Any) -> Any:
 
 
 def known_subgraph_type(value: SubgraphType | str) -> SubgraphType:
-    """Return PyG's enum; LightningNodeData hands on what the user wrote.
-
-    Raises:
-        ValueError: There is no such type.
-    """
+    """Return PyG's enum; LightningNodeData hands on what the user wrote."""
     try:
         return SubgraphType(value)
     except ValueError:
@@ -535,11 +531,7 @@ class _KeyedNegatives:
 
 
 def fanouts_in(numbers: NumNeighbors, edge_types: Sequence[EdgeType]) -> Any:
-    """Return the fanouts of each edge type that PyG's ``NumNeighbors`` holds.
-
-    Raises:
-        ValueError: They are by edge type, and two edge types have the same name there.
-    """
+    """Return the fanouts of each edge type that PyG's ``NumNeighbors`` holds."""
     joined = {"__".join(kind): kind for kind in edge_types}
     if isinstance(numbers.values, dict) and (lost := [kind for kind in edge_types if kind not in joined.values()]):
         raise ValueError(

@@ -210,12 +210,7 @@ class NeighborDataModule(MiniBatchDataModule):
 
 
 def _typed_seeds(data: HeteroData, given: Any, name: str, stage: str) -> tuple[str, NodeType | None, Any]:
-    """Return a name for messages, the type of the seeds, and which nodes of it, of a graph with several types.
-
-    Raises:
-        TypeError: Seeds without a type.
-        ValueError: There is no such type, or several have a mask.
-    """
+    """Return a name for messages, the type of the seeds, and which nodes of it, of a graph with several types."""
     if given is None:
         found = {store._key: seeds_in(store, stage) for store in data.node_stores}
         found = {key: chosen for key, chosen in found.items() if chosen[1] is not None}

@@ -32,18 +32,12 @@ class OnDisk:
     """Where ``x`` of a graph is read from, with how much memory.
 
     Args:
-        data: The graph.
         memory: Bytes for everything together, such as ``"8GB"``: what is kept of the features, mini-batches that were
             sampled ahead, and those that are ready.
         lookahead: Mini-batches that are sampled ahead, or bytes of them (``"500MB"``); by default an eighth of the
             memory.
         store: ``.npy`` files, one or by type; by default those from which ``x`` is memory-mapped. Where the graph has
             ``x`` too, some rows are compared.
-
-    Raises:
-        TypeError, ValueError: An option that is none.
-        FileNotFoundError: There is no such file.
-        ValueError: Also for a file with other numbers than the graph's ``x``.
     """
 
     def __init__(
@@ -83,14 +77,7 @@ class OnDisk:
         return most if size is None else (most, size)
 
     def tables(self, loader: Callable[[], Any]) -> dict[Any, DiskFeatures]:
-        """Return the tables, which share the memory in proportion to their sizes on disk; made once.
-
-        Args:
-            loader: Makes one that goes over the graph, by which mini-batches are measured.
-
-        Raises:
-            ValueError: The memory does not suffice; the message says for what.
-        """
+        """Return the tables, which share the memory in proportion to their sizes on disk; made once."""
         if self._tables is None:
             measured = loader()
             rows, waiting = _measured(measured, self.files)
@@ -164,11 +151,7 @@ def _files(data: Any, store: Any) -> dict[Any, FeatureFile]:
 
 
 def _check_same(file: FeatureFile, x: Tensor, where: str) -> None:
-    """Compare some rows of a file with those in the graph, which may have been changed after it was written.
-
-    Raises:
-        ValueError: They differ by more than what the coarser of both dtypes rounds.
-    """
+    """Compare some rows of a file with those in the graph, which may have been changed after it was written."""
     behind = FeatureFile.behind(x)
     if behind == file:
         return

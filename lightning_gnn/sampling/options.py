@@ -82,18 +82,8 @@ def checked_options(
 ) -> dict[str, Any]:
     """Drop the keywords that change nothing, and refuse those that would ask for what is not done.
 
-    Args:
-        kwargs: Keywords from the user for PyG's ``NodeLoader`` or ``LinkLoader``, its sampler, or a ``DataLoader``.
-        kind: ``"node"`` or ``"link"``.
-        known: Names of further keywords that the caller takes.
-        never: Names that the caller refuses, which are no help to one who mistypes another.
-
     Returns:
         The keywords that have an effect; numbers as ``int``.
-
-    Raises:
-        TypeError: A keyword that nobody knows; says the closest one. A transform that cannot be called.
-        ValueError: A value that cannot work, or an option that was removed; says what to do instead.
     """
     taken = {*keywords_of(_PYG_LOADERS[kind]), *known}
     options: dict[str, Any] = {}

@@ -18,13 +18,9 @@ def without_seed_edges(
     """Drop from a sample the edges that it was made for, in both directions; nodes stay, and counts follow.
 
     Args:
-        out: The sample.
         seeds: The edges, int64 ``[n]`` each.
         reverse: The reverse of each edge type, where it is not ``(b, "rev_rel", a)`` of ``(a, "rel", b)``, or, between
             nodes of one type without another, the same; None: it has none.
-
-    Raises:
-        ValueError: There is no such type, but others lead back.
     """
     out = copy.copy(out)
     if isinstance(out, SamplerOutput):
@@ -58,12 +54,7 @@ def check_reverse(given: object, edge_types: Sequence[EdgeType] | None) -> None:
     """Check what names reverse edge types.
 
     Args:
-        given: A boolean, or a dict.
         edge_types: Those of the graph, or None: it has one.
-
-    Raises:
-        TypeError: Neither.
-        ValueError: A type that the graph does not have, or one whose ends are not those of the other.
     """
     if isinstance(given, bool):
         return

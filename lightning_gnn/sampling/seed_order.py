@@ -41,10 +41,6 @@ class OwnSeedsOrder(DistributedSampler[Any]):
 
     Args:
         owner: Which process has each seed, integer ``[num_seeds]``.
-        **options: Of torch's ``DistributedSampler``.
-
-    Raises:
-        ValueError: A process has no seeds.
     """
 
     def __init__(self, owner: Tensor, **options: Any) -> None:
@@ -81,7 +77,6 @@ class ElasticOrder(DistributedSampler[Any]):
         num_seeds: How many there are.
         batch_size: Seeds of one process in one step.
         history: Steps of this epoch that other numbers of processes have taken, and the seeds of each of these steps.
-        **options: Of torch's ``DistributedSampler``.
 
     Examples:
         >>> from lightning_gnn.sampling.seed_order import ElasticOrder
@@ -124,11 +119,7 @@ class ElasticOrder(DistributedSampler[Any]):
         return torch.cat([torch.zeros(self.steps_before * self.batch_size, dtype=torch.int64), mine, own])
 
     def weight(self, number: int) -> float:
-        """Return what the loss of this process's mini-batch must be multiplied with, as processes count alike.
-
-        Args:
-            number: Of the step in its epoch.
-        """
+        """Return what the loss of this process's mini-batch must be multiplied with, as processes count alike."""
         if number < self.steps_before + self.whole_steps or not self.rest:
             return 1.0
         return self._share * self.num_replicas / self.rest
@@ -214,8 +205,6 @@ def mini_batches(batch_sampler: Any, first: int = 0, device: torch.device | None
     for ever, or follow from what has been trained.
 
     Args:
-        batch_sampler: Torch's ``BatchSampler``, or anything that yields positions: lists, or tensors.
-        first: Mini-batches to leave out.
         device: Where the order is to be; by default on the CPU. What is asked batch by batch stays there.
 
     Yields:

@@ -30,9 +30,6 @@ def fuses_attention(layer: Any, source: Any, target: Any, edge_index: Any) -> bo
 
     Args:
         layer: A ``GATConv`` or ``GATv2Conv``, or of a class derived from it.
-        source: What it got as features of the sources.
-        target: What it got as features of the targets.
-        edge_index: What it got as edges.
     """
     tensors = (source, target, edge_index)
     if not runs_here(tensors) or obstacle(layer) is not None:
@@ -75,7 +72,6 @@ def fused_gat(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) ->
     """Return what ``GATConv`` returns for a pair of features.
 
     Args:
-        layer: A ``GATConv``.
         source: ``[num_sources, in]``.
         target: ``[num_targets, in of the targets]``.
         edge_index: ``[2, E]``.
@@ -116,9 +112,7 @@ def aggregates_first(source: Tensor, edges: list[Tensor], weight: Tensor, heads:
 
     Args:
         source: ``[num_sources, in]``.
-        edges: Sorted by target.
         weight: ``[heads * out, in]``.
-        heads: How many.
     """
     before, after = costs(source, edges[1].numel(), edges[0].numel() - 1, weight, heads)
     return before < after
@@ -129,10 +123,7 @@ def costs(source: Tensor, num_edges: int, num_targets: int, weight: Tensor, head
 
     Args:
         source: ``[num_sources, in]``.
-        num_edges: How many edges there are.
-        num_targets: How many targets.
         weight: ``[heads * out, in]``.
-        heads: How many.
     """
     wide, narrow = weight.size(1), weight.size(0)
     grad = torch.is_grad_enabled()

@@ -44,7 +44,6 @@ class Fused:
     Args:
         base: PyG's class, whose results the layer has.
         what: What runs as one, in words.
-        reduces: Which reductions.
         products: Returns PyG's ``Linear`` modules whose product is a part of it, by name.
         node_dim: The ``node_dim`` of PyG's class.
         on_chip: Reductions that the Ascend C kernels have, too.
@@ -95,7 +94,6 @@ def runs_here(tensors: Sequence[Any], on_chip: bool = False) -> bool:
     """Say whether fused operators may run on what a layer got, in the mode that torch is in.
 
     Args:
-        tensors: What it got.
         on_chip: Ascend C kernels would execute it: they are on other devices, and take float16.
     """
     # Exact types: subclasses of tensors (PyG's EdgeIndex, those of transforms) have ways of their own.
@@ -122,15 +120,7 @@ def _has_kernels(layer: Any, device: torch.device) -> bool:
 
 
 def fuses(layer: Any, source: Any, target: Any, edge_index: Any, edge_weight: Any = None) -> bool:
-    """Say whether fused operators give what PyG's own path would, also to hooks and transforms, and give it sooner.
-
-    Args:
-        layer: A layer whose class says what is fused.
-        source: What it got as features of the sources.
-        target: What it got as features of the targets.
-        edge_index: What it got as edges.
-        edge_weight: What it got as their weights.
-    """
+    """Say whether fused operators give what PyG's own path would, also to hooks and transforms, and give it sooner."""
     tensors = [source, target, edge_index, *(() if edge_weight is None else (edge_weight,))]
     # What is no tensor, runs_here refuses.
     on_chip = isinstance(source, Tensor) and _has_kernels(layer, source.device)
@@ -163,10 +153,6 @@ def multiplied(module: nn.Module, x: Tensor) -> Tensor:
     """Return ``module(x)``, computed in float32 and rounded where autocast would have the CPU emulate bfloat16.
 
     Torch's emulated products take about ten times as long as those of float32.
-
-    Args:
-        module: A product, or a network of them.
-        x: Its input.
     """
     low = x.is_cpu and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
     widens = low and not multiplies_bfloat16()
@@ -181,13 +167,6 @@ def relu_dropout(layer: nn.Module, norm: nn.Module, act: Any, dropout: nn.Module
     """Return what follows a layer, as an operator takes it, or None where it is something else, or looked at by hooks.
 
     Draws the key of dropout.
-
-    Args:
-        layer: The layer.
-        norm: What comes after it.
-        act: What comes after that.
-        dropout: What comes after that.
-        x: Any tensor that the layer gets.
     """
     if type(norm) is not nn.Identity or type(act) is not nn.ReLU or type(dropout) is not Dropout:
         return None

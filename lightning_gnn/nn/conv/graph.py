@@ -85,11 +85,7 @@ def check_takes_graph(model: nn.Module) -> None:
 def check_inputs(
     layer: Any, graph: Graph, x: Any, edge_weight: Tensor | None = None, target: Tensor | None = None
 ) -> Reduce:
-    """Check what a layer got with a graph, and return how to reduce.
-
-    Raises:
-        ValueError: Says what is wrong.
-    """
+    """Check what a layer got with a graph, and return how to reduce."""
     name = type(layer).__name__
     if not isinstance(x, Tensor) or x.dim() != 2 or x.size(0) != graph.num_sources:
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -147,7 +143,6 @@ def keep_constant(graph: Graph, x: Any) -> None:
     """Let :func:`aggregate_input` keep what features come to on a graph that keeps what it is asked for.
 
     Args:
-        graph: The graph, which has a ``cache``.
         x: Features that are the same tensor in each epoch, or anything else, which is not kept.
     """
     if isinstance(x, Tensor) and x.is_floating_point() and not x.requires_grad:
@@ -168,10 +163,7 @@ def aggregate_input(
 
     Args:
         keeper: The graph that knows that the features are constant, or None where they are not.
-        graph: The graph over which to aggregate.
-        x: Features of the sources.
         weight: Weights of the edges, which are constant if they are the same object and nobody wrote to it.
-        reduce: How.
     """
     if keeper is None or (weight is not None and (weight.requires_grad or weight.is_inference())):
         return aggregate(graph, x, weight, reduce)  # type: ignore[arg-type]

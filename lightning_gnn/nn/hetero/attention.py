@@ -75,13 +75,7 @@ def pays(convs: Mapping[EdgeType, GATConv], rows: TypedRows, part: Part) -> bool
 
 
 def attend_types(convs: Mapping[EdgeType, GATConv], rows: TypedRows, part: Part) -> Tensor:
-    """Return the sum of what a ``GATConv`` per relation returns, for the targets of all types.
-
-    Args:
-        convs: Of one number of heads, slope and dropout.
-        rows: Features of the sources, of the targets first.
-        part: Edges, and numbers of nodes.
-    """
+    """Return the sum of what a ``GATConv`` per relation returns, for the targets of all types."""
     rows, device = in_float32(rows)
     with torch.autocast(device, enabled=False):
         x, like = rows.to_dict(), next(iter(convs.values()))
@@ -160,9 +154,6 @@ class TransformerConv(HGTConv):  # type: ignore[misc]
     Args:
         in_channels: Features of each node.
         out_channels: Features of the result.
-        node_types: The node types.
-        edge_types: The edge types.
-        heads: Heads of attention.
     """
 
     fused = Fused(HGTConv, "scores, softmax, sums and products of all relations", ("sum",), _products, node_dim=0)

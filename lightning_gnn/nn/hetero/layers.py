@@ -35,13 +35,9 @@ def update_types(
     """Return ``sum_r mean_r(x) W_r + x S_t + b_t`` for the targets of all types.
 
     Args:
-        rows: Features of the sources, of the targets first.
-        part: Edges, and numbers of nodes.
         weights: W of each edge type, ``[in, out]``.
         self_weights: S of each type that has one, ``[in, out]``.
         biases: b of each type that has one, ``[out]``.
-        mean: Divide sums by the number of edges of the relation.
-        then: ReLU and dropout.
     """
     types = list(part.sources)  # as they lie in the tables; what is computed is among them
     number = {name: at for at, name in enumerate(types)}
@@ -86,11 +82,7 @@ class RelationalConv(pyg.RGCNConv):  # type: ignore[misc]
     Args:
         in_channels: Features of each node.
         out_channels: Features of the result.
-        edge_types: The relations.
         kwargs: ``num_bases``, ``num_blocks``, ``aggr``, ``root_weight``, ``bias`` of PyG's class.
-
-    Raises:
-        ValueError: ``aggr`` is neither ``"mean"`` nor ``"sum"``.
     """
 
     fused = Fused(

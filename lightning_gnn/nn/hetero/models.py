@@ -32,14 +32,8 @@ class _HeteroGNN(nn.Module):
     Args:
         metadata: Node types and edge types, ``data.metadata()``.
         in_channels: Features of the nodes of all types, or of each type.
-        hidden_channels: Features between layers.
-        num_layers: How many layers.
-        out_channels: Outputs per node.
         dropout: Probability of dropping a number between layers.
         layer_options: Further arguments of :meth:`_conv`.
-
-    Raises:
-        ValueError: An argument is out of range, or the metadata has no edge types, or lacks a type.
     """
 
     every = True
@@ -101,15 +95,7 @@ class _HeteroGNN(nn.Module):
     def _conv(
         self, width: dict[NodeType, int], channels: int, read: list[EdgeType], last: bool, **options: Any
     ) -> nn.Module:
-        """Build a layer.
-
-        Args:
-            width: Features of each type.
-            channels: Features of the result.
-            read: The edge types.
-            last: Whether it is the last layer.
-            options: As the model got them.
-        """
+        """Build a layer."""
         raise NotImplementedError
 
     def forward(
@@ -123,9 +109,6 @@ class _HeteroGNN(nn.Module):
 
         With both ``num_sampled_*`` (edges sorted by hop, seeds first, one entry per hop, nodes with the seeds as entry
         0) each layer computes only the rows that still reach a seed, and the output has the rows of the seeds alone.
-
-        Raises:
-            ValueError: Features or edges of a type that the model reads are missing.
         """
         types = [name for name in self.node_types if name in x_dict]
         x_dict = self.before({name: x_dict[name] for name in types})

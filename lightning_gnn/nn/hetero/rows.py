@@ -77,15 +77,8 @@ def parts(
     """Say what each layer reads of a graph or, as far as a seed needs it, of a mini-batch.
 
     Args:
-        x_dict: Features of all types.
-        edge_index_dict: Edges of all types.
-        layers: The edge types that each layer reads.
-        every: Whether a layer computes all types, or those that its edges reach.
         num_nodes: Nodes of each type found in each hop, the seeds as hop 0, or None.
         num_edges: Edges of each type sampled in each hop, or None.
-
-    Raises:
-        ValueError: Features or edges of a type are missing.
     """
     read = {name: x.size(0) for name, x in x_dict.items()}
     hops = 0 if num_edges is None else min((len(numbers) for numbers in num_edges.values()), default=0)

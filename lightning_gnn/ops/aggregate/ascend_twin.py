@@ -338,11 +338,7 @@ def launch(kernel: str, blocks: int, inputs: list[Tensor], outputs: list[Tensor]
     """Launch a kernel on tensors of any device; what it does not write of its outputs is NaN or 0.
 
     Args:
-        kernel: Name of a kernel whose parameters are the inputs, the outputs and the tiling.
-        blocks: Blocks.
-        inputs: Contiguous.
         outputs: Contiguous; their contents are replaced.
-        tiling: Words, as ``ascend_ops/tiling.py`` makes them.
     """
     dtypes = [_numpy(output[:0]).dtype for output in outputs]
     arrays = [

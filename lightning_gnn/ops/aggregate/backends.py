@@ -53,11 +53,7 @@ def default_backend(name: str | None) -> Iterator[None]:
 
 
 def backend_name(backend: str | None) -> str:
-    """Return which backend is meant: the one given, or else :func:`default_backend`, or else ``"device"``.
-
-    Raises:
-        ValueError: There is no such backend.
-    """
+    """Return which backend is meant: the one given, or else :func:`default_backend`, or else ``"device"``."""
     _check_name(backend)
     return backend or _default or DEVICE
 
@@ -67,10 +63,6 @@ def operators(backend: str, device: torch.device) -> Any:
 
     Args:
         backend: What :func:`backend_name` returned; ``"device"`` is what is registered for the device.
-        device: Where the tensors are.
-
-    Raises:
-        ValueError: The backend cannot run on the device.
     """
     if backend == "reference":
         return references
@@ -123,10 +115,7 @@ def plan_of(
     """Return who computes what of an aggregation; kept as long as the chunks, for it costs more than a small one.
 
     Args:
-        chunks: One direction of a graph.
-        num_columns: D, heads times channels.
         settings: Unless they say otherwise, the workers are the NPU's cores, else torch's threads.
-        backend: What :func:`backend_name` returned.
         one_group: All workers share out the chunks, whatever the settings say: for results per edge, to which every
             column adds.
     """
@@ -157,14 +146,7 @@ def chip_plan_of(
     """Return the chunks of an aggregation on an NPU, cut as its plan wants them, and the plan, which names the kernel.
 
     Args:
-        chunks: One direction of a graph.
         shape: Vertices on its row side and on its column side.
-        num_columns: D, heads times channels.
-        settings: As for :func:`plan_of`.
-        backend: What :func:`backend_name` returned.
-        heads: Heads with weights of their own.
-        static: Weights never change, or there are none.
-        by_vertex: Only the vector cores can do it, vertex by vertex.
     """
     from lightning_gnn.ascend_ops.cost_model import atlas_a2
     from lightning_gnn.ops.aggregate.chip_plan import plan_chip

@@ -47,8 +47,6 @@ def entries_of_chunks(chunks: list[Tensor], num_groups: int, chunk_ranges: list[
     """Return one direction of a graph as the kernels read it; kept as long as the chunks.
 
     Args:
-        chunks: See ``backends.py``.
-        num_groups: Groups of the plan.
         chunk_ranges: Bounds of the chunks of each member of a group; a split vertex belongs to that of its first part.
     """
     with _lock:
@@ -73,7 +71,6 @@ def entries_of_edges(edges: list[Tensor], cores: int) -> Entries:
 
     Args:
         edges: ``indptr`` and ``indices`` by row, see ``aggregate_update/edge_order.py``.
-        cores: AI cores, of two vector cores each.
     """
     indptr, indices = edges[0], edges[1]
     num_rows, num_edges = indptr.numel() - 1, indices.numel()
@@ -89,8 +86,6 @@ def maxima(launch: Launch, entries: Entries, x: Tensor, weight: Tensor | None) -
     """Return the maxima and how many entries attain each, float32 ``[num_rows, H, C]``; 0 and 0 of no entries.
 
     Args:
-        launch: Runs a kernel, on the device of its tensors or in simulation.
-        entries: By target.
         x: float32 ``[num_columns, H, C]``.
         weight: Of each entry, float32 ``[num_edges, H]``, or None.
     """
@@ -111,10 +106,7 @@ def maxima_backward(
     """Return the gradient of ``x``, float32 ``[num_rows, H, C]``.
 
     Args:
-        launch: As for :func:`maxima`.
-        entries: By source.
         shares: Gradient of each maximum by the edges that attain it, ``[num_columns, H, C]``.
-        best: The maxima.
         x: float32 ``[num_rows, H, C]``.
         weight: Of each entry, float32 ``[num_edges, H]``, or None.
     """

@@ -60,18 +60,11 @@ def plan_chip(
         orders: The direction's chunks, by the name of the order of their rows; the heights of the chunks do not matter.
         settings: The number of groups, where it is given.
         cores: AI cores: workers of the cube kernel. Those of the vector kernel are twice as many on split cores.
-        chip: Parameters by the names of the twin's (``Twin.parameters``), optionally ``hbm_gb_s`` of the whole chip.
-        kernels: Kernels to choose from.
-        buffers: Buffers of the kernels' queues.
-        heads: Heads with weights of their own.
         static: Weights never change, or there are none: dense tiles may be kept.
 
     Returns:
         The plan with kernel, order and height; its ranges are of chunks cut to that height. ``candidates`` has the best
         of each number of groups.
-
-    Raises:
-        ValueError: No column, no core, or a number of groups that does not divide the workers.
     """
     check_sizes(num_columns, cores)
     best: dict[int, HybridPlan] = {}

@@ -137,9 +137,6 @@ def _kept_in_order(graph: CompressedGraph, x: Tensor, weight: Tensor, by_edge: T
     """Return constant weights, such as GCN's, in the order of the backward direction: they are permuted once.
 
     Args:
-        graph: The graph.
-        x: The features.
-        weight: What the caller of :func:`aggregate` gave.
         by_edge: ``[E, H]``, a view or a conversion of it.
 
     Returns:
@@ -167,12 +164,7 @@ def _kept_in_order(graph: CompressedGraph, x: Tensor, weight: Tensor, by_edge: T
 
 
 def check_features(graph: CompressedGraph, x: Tensor, weight: Tensor | None) -> None:
-    """Check features and weights as :func:`aggregate` describes them; no value is read.
-
-    Raises:
-        TypeError: A wrong dtype.
-        ValueError: A wrong shape or device.
-    """
+    """Check features and weights as :func:`aggregate` describes them; no value is read."""
     device = graph.forward.indptr.device
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor is None:

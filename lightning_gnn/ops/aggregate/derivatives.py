@@ -34,7 +34,6 @@ class GraphSum(GraphOperator):
         weight: ``[E, H]`` of the dtype of ``x``, or None; on the CPU float32 beside bfloat16 too, which makes float32.
         permuted: The same in the order of the backward direction, if they are constants that somebody keeps.
         degrees: What the sums are divided by, int64 ``[num_targets]``: makes means; None if transposed.
-        transposed: The direction.
     """
 
     by_head = 3

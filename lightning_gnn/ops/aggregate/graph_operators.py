@@ -49,10 +49,8 @@ NO_GRAPH = (None,) * 16
 
 
 def graph_arguments(graph: CompressedGraph, backend: str | None) -> Graph:
-    """Return a graph as the operators take it: both directions, places of backward entries, sizes, who executes them.
-
-    Raises:
-        ValueError: There is no such backend.
+    """Return a graph as the operators take it: both directions, places of backward entries, sizes,
+    who executes them.
     """
     settings = graph.settings
     workers = settings.num_workers or 0
@@ -72,7 +70,6 @@ class Direction:
     """A direction of a graph as a backend's functions take it.
 
     Args:
-        graph: What :func:`graph_arguments` returned.
         transposed: Rows are sources, not targets.
     """
 
@@ -207,11 +204,7 @@ Operator = TypeVar("Operator", bound=type[GraphOperator])
 
 
 def register(schema: str) -> Callable[[Operator], Operator]:
-    """Make a class's operator, ``lightning_gnn::…``.
-
-    Args:
-        schema: As :func:`define_over_graph` takes it.
-    """
+    """Make a class's operator, ``lightning_gnn::…``."""
 
     def define_for(function: Operator) -> Operator:
         operator = define_over_graph(schema, function.compute, function.fake)  # type: ignore[attr-defined]
@@ -237,13 +230,7 @@ def register(schema: str) -> Callable[[Operator], Operator]:
 
 
 def define_over_graph(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define an operator over a graph, without derivatives, and return it.
-
-    Args:
-        schema: ``name(arguments) -> result``, all arguments but the graph, which comes last.
-        compute: What it does, by calling operators of backends.
-        fake: Makes results of the right shape and dtype, for compilers.
-    """
+    """Define an operator over a graph, without derivatives, and return it."""
     arguments, _, result = schema.partition(") ->")
     return define(f"{arguments}, {_SCHEMA}) ->{result}", compute, fake)
 

@@ -42,7 +42,6 @@ def made_once(weight: Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
     """Return what ``make`` makes of weights, made on the first call for this key and kept as long as the weights.
 
     Args:
-        weight: One number per edge, and head.
         key: What else it is made of.
         make: Makes it; must not hold the weights.
     """

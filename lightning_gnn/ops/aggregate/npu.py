@@ -62,11 +62,7 @@ def launch(kernel: str, blocks: int, inputs: list[Tensor], outputs: list[Tensor]
     """Launch a kernel on an NPU's tensors, on the current stream; ``ascend_twin.launch`` does the same in simulation.
 
     Args:
-        kernel: Name of a kernel whose parameters are the inputs, the outputs and the tiling.
-        blocks: Blocks.
-        inputs: Contiguous.
         outputs: Contiguous; their contents are replaced.
-        tiling: Words, as ``ascend_ops/tiling.py`` makes them.
     """
     words = torch.from_numpy(tiling.view(np.int32)).to(outputs[0].device)
     torch.ops.lightning_gnn.launch_kernel(kernel, max(blocks, 1), inputs, outputs, words)

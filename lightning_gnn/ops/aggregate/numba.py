@@ -160,10 +160,8 @@ class _Run:
     """One execution of a plan.
 
     Args:
-        rows: The direction.
         slices: Bounds of the columns of each group, ``[M + 1]``.
         chunk_ranges: Bounds of the chunks of each member, ``[G + 1]``.
-        num_columns: D.
     """
 
     def __init__(self, rows: Rows, slices: list[int], chunk_ranges: list[int], num_columns: int) -> None:

@@ -46,15 +46,11 @@ def blocks_of(
     """Cut the columns of each slice into blocks, and lay these out in the gathered array.
 
     Args:
-        slices: Bounds of the slices.
         channels: C, columns per weight.
         heads: H, weights per entry, or 0.
         widths: Which widths a block may have, falling; with ``WIDTHS`` narrow heads share blocks besides.
         overlap: Whether the last block may overlap the one before.
         packed_rows: Rows of the packed array, or 0 where it is not packed.
-
-    Returns:
-        The table of each slice, and the elements of the packed array.
     """
     num_columns, total, tables = slices[-1], 0, []
     for start, stop in pairwise(slices):

@@ -81,7 +81,6 @@ def rows_of(chunks: list[Tensor], num_rows: int, num_columns: int) -> Rows:
     """Return the rows of one direction, derived at its first use and kept as long as its tensors.
 
     Args:
-        chunks: One direction of a graph, see ``backends.py``.
         num_rows: Vertices on the row side.
         num_columns: Vertices on the column side.
     """
@@ -165,9 +164,6 @@ def execute_by_vertex(
     Args:
         vertices: Vertex of each row; equal ones are adjacent.
         row_ptr: First row of each chunk.
-        chunk_ranges: Bounds of the chunks of each worker.
-        work: As in :func:`execute`.
-        share: What to call.
     """
     bounds = []
     for chunk in chunk_ranges:

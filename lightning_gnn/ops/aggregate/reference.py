@@ -40,13 +40,10 @@ def aggregate_chunks(
     """Reduce the weighted rows of ``x`` over the entries of each vertex.
 
     Args:
-        chunks: One direction of a graph, see ``backends.py``.
         num_rows: Vertices on the row side.
         x: ``[num_columns, H, C]``.
         weight: Of each entry, ``[num_edges, H]``, or None; for maxima, of the dtype in which numbers are added up.
-        reduce: ``"sum"``, ``"mean"`` or ``"max"``.
         slices: Bounds of the columns of each group of the plan; unused, as torch's own operators need no plan.
-        chunk_ranges: Bounds of the chunks of each member of a group.
 
     Returns:
         ``[num_rows, H, C]`` of the dtype to which ``x`` and ``weight`` promote; for maxima, which are not rounded, also

@@ -48,9 +48,6 @@ def use_tiles(mode: TileMode = "auto", threshold: float | None = None) -> Iterat
         mode: ``"auto"``: chunks whose tiles are fuller than the threshold; ``"always"``: all; ``"never"``: none.
         threshold: Entries per cell of a tile from which it is worth it, by default estimated
             (``triton_kernels.aggregate_plan.density_threshold``).
-
-    Raises:
-        ValueError: The mode is unknown.
     """
     global _choice
     if mode not in ("auto", "always", "never"):
@@ -89,7 +86,6 @@ def prepare(chunks: list[Tensor], num_rows: int) -> Prepared:
     """Return what is kept of a direction of a graph; made once.
 
     Args:
-        chunks: The six tensors of a ``Chunks``.
         num_rows: Vertices on the row side.
     """
     with _lock:
@@ -108,10 +104,8 @@ def plan_for(chunks: list[Tensor], num_rows: int, num_channels: int, dtype: torc
     """Return the parts and tiles for a sum, as :func:`use_tiles` chooses; made once.
 
     Args:
-        chunks: The six tensors of a ``Chunks``.
         num_rows: Vertices on the row side.
         num_channels: Feature columns of one head.
-        dtype: Of the features.
     """
     prepared, choice = prepare(chunks, num_rows), _choice
     # Triton's interpreter multiplies the bits of bfloat16 as integers.

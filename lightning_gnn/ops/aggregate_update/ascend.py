@@ -53,7 +53,6 @@ class Chip:
 
     Args:
         launch: Runs a kernel, on the device of its tensors or in simulation.
-        cores: AI cores.
     """
 
     launch: Launch

@@ -49,18 +49,7 @@ def plan_update(
     wants_x: bool = False,
     wants_weight: bool = False,
 ) -> UpdatePlan:
-    """Choose the order of a layer by what forward and backward pass cost together.
-
-    Args:
-        num_sources: Rows of the features.
-        num_targets: Rows of the result.
-        num_edges: Edges.
-        num_in: Columns of the features.
-        num_out: Columns of the result.
-        cores: AI cores, a cube core and two vector cores each.
-        wants_x: Whether the features want a gradient.
-        wants_weight: Whether the weights want one.
-    """
+    """Choose the order of a layer by what forward and backward pass cost together."""
     chip = atlas_a2()
     forward = row_sums_cycles(num_targets, num_edges, num_in, cores, chip)
     product = product_cycles(num_targets, num_in, num_out, cores, chip)

@@ -90,11 +90,8 @@ def update_by_edges(
     Args:
         x: Features of the sources, as all others of the dtype in which the result shall be, unless autocast says that.
         edges: As ``edge_order.py`` sorts them, one row per target.
-        weight: W.
         self_weight: S, or None.
         bias: b, or None.
-        mean: Divide sums by the number of edges.
-        then: ReLU and dropout.
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):
@@ -211,9 +208,6 @@ def aggregates_first(
     """Say whether ``(A x) W^T`` costs less than ``A (x W^T)``, forward and backward together.
 
     Args:
-        num_sources: Rows of x.
-        num_targets: Rows of the result.
-        num_edges: Edges.
         weight: W, ``[out, in]``.
         wants_x: Whether x wants a gradient: a second aggregation, and a product more.
         wants_weight: Whether W wants one: a product more, and a second aggregation if it was multiplied by first.

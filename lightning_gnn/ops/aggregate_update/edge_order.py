@@ -22,12 +22,7 @@ def edges_by_target(edge_index: Tensor, num_sources: int, num_targets: int, edge
 
     Args:
         edge_index: int64 ``[2, E]``.
-        num_sources: How many sources there are.
-        num_targets: How many targets there are.
         edge_weight: ``[E]``, or None.
-
-    Returns:
-        Rows are targets, indices sources.
     """
     source, target = edge_index
     if edge_index.size(1):
@@ -45,12 +40,7 @@ def edges_by_source(edges: list[Tensor], num_sources: int, own: bool) -> list[Te
     """Sort edges that are sorted by target by their source, with torch's own operators.
 
     Args:
-        edges: By target.
-        num_sources: How many sources there are.
         own: Give source i, for each of the ``num_targets`` targets, a last edge of weight 1 to ``num_targets + i``.
-
-    Returns:
-        Rows are sources, indices targets.
     """
     indptr, indices, *weight = edges
     num_targets, device = indptr.numel() - 1, indptr.device
@@ -96,11 +86,7 @@ def _by_target_cpu(edge_index: Tensor, num_sources: int, num_targets: int, edge_
 
 
 def check_inside(found: int, source: np.ndarray, target: np.ndarray, num_sources: int, num_targets: int) -> None:
-    """Explain what counting found: a bad edge, or none.
-
-    Raises:
-        IndexError: An edge is outside the sources or targets.
-    """
+    """Explain what counting found: a bad edge, or none."""
     if found >= 0:
         ends = (("0", source, num_sources, "sources"), ("1", target, num_targets, "targets"))
         row, ids, count, name = next(end for end in ends if not 0 <= end[1][found] < end[2])

@@ -19,10 +19,8 @@ def gcn_edges(
 
     Args:
         edge_index: int64 ``[2, E]``.
-        num_nodes: How many nodes there are: all have a degree.
         num_targets: How many of them, the first ones, get a row.
         edge_weight: Of the dtype ``dtype`` ``[E]``, or None.
-        loop_weight: What a self-loop weighs that is added to weighted edges.
         add_self_loops: Give each node exactly one self-loop, the last entry of its row; of the graph's own the last one
             keeps its weight.
         dtype: Of the weights, float32 or float64.

@@ -181,7 +181,6 @@ class _SortedEdges:
 
     Args:
         edges: ``indptr``, ``indices`` and, if there are any, weights, as ``edge_order.py`` sorts them.
-        dtype: Of the features.
         mean: Whether sums are divided by the number of edges.
     """
 
@@ -301,9 +300,7 @@ def _share_out(share: Callable[[int, int], None], work: np.ndarray, x: Tensor) -
     """Call ``share(first row, one past the last)`` for as many ranges of rows as torch has threads here.
 
     Args:
-        share: What to call.
         work: Work of the rows before each, ``[num_rows + 1]``.
-        x: What it reads.
     """
     num_rows, workers = work.size - 1, torch.get_num_threads()
     if workers == 1 or int(work[-1]) * x.size(1) <= SMALL * _EDGES_PER_ROW:

@@ -43,7 +43,6 @@ def sums(edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
     Args:
         edges: Sorted by row.
         x: ``[num_columns, D]``.
-        mean: Divide by the number of edges.
 
     Returns:
         ``[num_rows, D]`` of the dtype of ``x``, accumulated in float32 at least.
@@ -76,16 +75,13 @@ def update(
 
     Args:
         sums: Adds up rows; all is differentiable as far as this is.
-        edges: By target.
         x: ``[num_sources, in]``; the others are of its dtype and device.
         weight: ``[out, in]``.
         self_weight: ``[out, in]``, or None.
         bias: ``[out]``, or None.
-        mean: Divide the sums by the number of edges.
         aggregate_first: Aggregate x, and not the products.
         keep: Only if ``aggregate_first``.
         p: Probability of dropping a number of the result after a ReLU, or None: neither.
-        key: What dropout draws by, mixed.
     """
     aggregated = sums(edges, x, mean) if aggregate_first else None
     out = sums(edges, x @ weight.t(), mean) if aggregated is None else aggregated @ weight.t()
@@ -115,17 +111,13 @@ def update_backward(
 
     Args:
         sums: Adds up rows.
-        edges: By target.
         grad: Of the result, ``[num_targets, out]``, contiguous.
         x: ``[num_sources, in]``.
         weight: ``[out, in]``.
         self_weight: ``[out, in]``, or None.
         aggregated: What :func:`update` kept, or None.
-        mean: Whether the sums were divided by the number of edges.
         aggregate_first: Whether x was aggregated, and not the products.
-        wanted: Which of the four.
         activated: The result, if ReLU and dropout came after: positive where it lets the gradient through.
-        p: Probability with which numbers were dropped.
     """
     if activated is not None:
         grad = through_relu_dropout(grad, activated, p)

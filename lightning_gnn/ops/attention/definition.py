@@ -42,15 +42,10 @@ def attend(
         target: ``[num_targets, heads]``, or, if ``dynamic``, ``[num_targets, heads * channels]``.
         weight: ``[heads * out_channels, channels]``, or None.
         factor: What attention is multiplied with before the sums, as dropout does, ``[E, heads]``, or None.
-        negative_slope: Of the leaky ReLU.
         dynamic: Whether the leaky ReLU comes before the product; not with ``weight``.
 
     Returns:
         ``[num_targets, heads * channels]``, with ``weight`` ``[num_targets, heads * out_channels]``.
-
-    Raises:
-        TypeError: A dtype is not that of ``values``, or neither float32 nor float64.
-        ValueError: A wrong shape, or ``dynamic`` with ``weight``.
     """
     _check(edges, values, side, target, weight, factor, dynamic)
     arguments = values, side, target, weight, factor
@@ -61,12 +56,7 @@ def attend(
 
 
 def with_self_loops(edges: list[Tensor], num_sources: int) -> list[Tensor]:
-    """Return edges of the CPU sorted by target with one self-loop, the last, of each target that is a source.
-
-    Args:
-        edges: As :func:`attend` takes them.
-        num_sources: How many sources there are.
-    """
+    """Return edges of the CPU sorted by target with one self-loop, the last, of each target that is a source."""
     return numba.with_self_loops(edges, min(num_sources, edges[0].numel() - 1))
 
 

@@ -115,8 +115,6 @@ def _dots(block: _Block, line: _Line, factor: Callable[[ir.Value, ir.Value, int,
     """Emit a loop that writes, per entry and head, the product of ``side`` and what ``factor`` makes of the row.
 
     Args:
-        block: The block.
-        line: A line of it.
         factor: Of where the row begins, a column, the head and a mask.
     """
     builder, args = block.builder, block.args

@@ -50,15 +50,9 @@ def attend(
     """Return what the function of this name in ``definition.py`` does, and what backward needs.
 
     Args:
-        edges: As there, and so are the next arguments.
-        values: All of one dtype.
         side: ``[heads, channels]``.
-        target: Of each target.
         weight: Or None.
         factor: Or None.
-        slope: Of the leaky ReLU.
-        dynamic: Whether it comes before the product.
-        keep: Whether the sums are needed for the gradient of ``weight``.
 
     Returns:
         The result, the sums if ``keep``, the attention ``[E, heads]``, and the same before ``factor``, with signs.
@@ -103,16 +97,9 @@ def attend_backward(
     """Return the gradients of values, side, target and weight, or None where not wanted.
 
     Args:
-        edges: As :func:`attend` got them.
         grad: Of its result, contiguous.
-        values: As it got them, and so are the next three.
         side: ``[heads, channels]``.
-        target: Of each target.
         weight: Or None.
-        kept: What it returned besides.
-        slope: Of the leaky ReLU.
-        dynamic: Whether it comes before the product.
-        wanted: Which of the four gradients.
     """
     wants_values, wants_side, wants_target, wants_weight = wanted
     aggregated, attention, signed = kept
@@ -155,10 +142,8 @@ class _Layout:
     """The arguments as the compiled loops take them.
 
     Args:
-        edges: By target.
         values: ``[num_sources, num_columns]``.
         side: ``[heads, channels]``.
-        target: Of each target.
         weight: Or None.
         slope: Of the leaky ReLU.
         dynamic: Whether it comes before the product.
@@ -200,7 +185,6 @@ class _Layout:
 
         Args:
             indptr: First entry of each row.
-            num_columns: Numbers read per entry.
         """
         num_rows = indptr.size - 1
         starts = np.arange(0, num_rows, self.tile_rows)

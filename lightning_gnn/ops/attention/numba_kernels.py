@@ -254,7 +254,6 @@ def add_self_loops(indptr: np.ndarray, indices: np.ndarray, num_loops: int, poin
         indptr: int64 ``[num_rows + 1]``.
         indices: int32 ``[E]``.
         num_loops: How many rows get one.
-        pointers: Where the new ``indptr`` is written.
     """
     out = np.empty(indices.size + num_loops, np.int32)
     at = 0

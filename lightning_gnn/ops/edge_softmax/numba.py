@@ -103,13 +103,10 @@ def _softmax_rows(
     Args:
         source: Scores of the columns, floating ``[num_columns * heads]``.
         target: Scores of the rows' vertices, ``[num_rows * heads]``.
-        slope: Of the leaky ReLU.
         vertices: Vertex of each row; equal ones are adjacent, and none lies on both sides of ``first`` or ``last``.
         indptr: First entry of each row.
-        indices: Column of each entry.
         first: First row.
         last: One past the last row.
-        heads: H.
         out: ``[num_edges * heads]``.
     """
     largest, total = np.empty(heads, source.dtype), np.empty(heads, source.dtype)
@@ -172,15 +169,11 @@ def _softmax_backward_rows(
     Args:
         source: Scores of the columns, floating ``[num_columns * heads]``.
         target: Scores of the rows' vertices, ``[num_rows * heads]``.
-        slope: Of the leaky ReLU.
         attention: What :func:`_softmax_rows` wrote, ``[num_edges * heads]``.
-        grad: Of that.
         vertices: Vertex of each row; equal ones are adjacent, and none lies on both sides of ``first`` or ``last``.
         indptr: First entry of each row.
-        indices: Column of each entry.
         first: First row.
         last: One past the last row.
-        heads: H.
         out: ``[num_edges * heads]``.
     """
     total = np.empty(heads, source.dtype)

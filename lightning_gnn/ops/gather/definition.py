@@ -75,12 +75,7 @@ define(
 def check_arguments(
     table: Tensor, index: Tensor, out: Tensor, scales: Tensor | None, slot: Tensor | None, cache: Tensor | None
 ) -> None:
-    """Check dtypes and shapes as :func:`gather_rows` describes them; no value is read.
-
-    Raises:
-        TypeError: A wrong dtype.
-        ValueError: A wrong shape, half a cache, or a table that requires a gradient.
-    """
+    """Check dtypes and shapes as :func:`gather_rows` describes them; no value is read."""
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"index must be int64 or int32, but is {index.dtype}")
     if table.requires_grad and torch.is_grad_enabled():
@@ -113,11 +108,7 @@ def check_arguments(
 
 
 def check_index(index: Tensor, num_rows: int) -> None:
-    """Look at the values of an index that is not empty; on a device this waits for it.
-
-    Raises:
-        IndexError: One is outside ``[0, num_rows)``.
-    """
+    """Look at the values of an index that is not empty; on a device this waits for it."""
     low, high = (int(value) for value in torch.aminmax(index))
     if low < 0 or high >= num_rows:
         raise IndexError(f"index holds row {low if low < 0 else high}, but the table has {num_rows} rows")

@@ -29,13 +29,7 @@ def gather_npu(
     cache: Tensor | None = None,
     check: bool = False,
 ) -> None:
-    """Do what :func:`~lightning_gnn.ops.gather_rows` does for an index on an NPU.
-
-    Raises:
-        IndexError: ``check`` is set, and an index is out of range.
-        TypeError: A wrong dtype.
-        ValueError: A wrong shape, or a tensor is on another device.
-    """
+    """Do what :func:`~lightning_gnn.ops.gather_rows` does for an index on an NPU."""
     check_arguments(table, index, out, scales, slot, cache)
     for name, tensor in (("table", table), ("index", index), ("scales", scales), ("slot", slot), ("cache", cache)):
         if tensor is not None and tensor.device != out.device:

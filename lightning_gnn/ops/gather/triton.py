@@ -22,13 +22,7 @@ def gather_cuda(
     cache: Tensor | None = None,
     check: bool = False,
 ) -> None:
-    """Do what :func:`~lightning_gnn.ops.gather_rows` does for an index on CUDA.
-
-    Raises:
-        IndexError: ``check`` is set, and an index is out of range.
-        TypeError: A wrong dtype.
-        ValueError: A wrong shape, or a tensor is where the device cannot read it.
-    """
+    """Do what :func:`~lightning_gnn.ops.gather_rows` does for an index on CUDA."""
     check_arguments(table, index, out, scales, slot, cache)
     if index.device != out.device:
         raise ValueError(f"index is on {index.device}, but out on {out.device}; move the index there")
@@ -65,14 +59,10 @@ def gather_from_shards(
     Args:
         local: One of the parts, ``[n, num_columns]``, all as large.
         addresses: Of all, int64 ``[num_shards]``, as this device reads them.
-        num_rows: Of all.
         shift: Logarithm of how many rows each has in turn.
         index: int64 or int32 ``[m]``, on the device, not checked.
         out: ``[m, num_columns]``, there too.
         scales: float32 ``[num_rows]`` of an int8 table.
-
-    Raises:
-        ValueError: Triton is missing.
     """
     require_triton("reading the memory of other GPUs")
     from lightning_gnn.triton_kernels.gather import gather

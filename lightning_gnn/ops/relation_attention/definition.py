@@ -49,10 +49,6 @@ def attend_relations(
 
     Returns:
         ``[num_targets, heads * out]``, and the sum of attention of each row, ``[num_rows, heads]``.
-
-    Raises:
-        TypeError: A dtype is not that of ``values``, or neither float32 nor float64.
-        ValueError: A wrong shape.
     """
     _check(edges, values, side, shift, weight, layout, factor)
     given = values, side, shift, weight

@@ -69,16 +69,7 @@ def attend_backward(
     """Return the gradients of values, side, shift and weight, or None where not wanted.
 
     Args:
-        edges: As :func:`attend` got them.
         grad: Of its result, contiguous.
-        grad_mass: Of the sums of weights.
-        values: As it got them.
-        side: As it got them.
-        weight: As it got it.
-        kept: What it returned besides.
-        layout: As it got it.
-        slope: Of the leaky ReLU.
-        wanted: Which of the four gradients.
     """
     wants_values, wants_side, wants_shift, wants_weight = wanted
     sums, attention, signed = kept
@@ -176,7 +167,6 @@ def _sections(indptr: np.ndarray, num_columns: int) -> list[tuple[int, int]]:
 
     Args:
         indptr: First entry of each row.
-        num_columns: Numbers read per entry.
     """
     work = indptr + np.arange(indptr.size) * _EDGES_PER_ROW
     total, num_rows = int(work[-1]), indptr.size - 1

@@ -53,22 +53,15 @@ def relation_update(
 
     Args:
         x: Features of the nodes of all types, one type after the other, floating ``[sum(num_sources), in]``.
-        num_sources: How many nodes each type has.
         num_targets: How many of them, the first ones, are targets; of a type without sources any number, which then
             have no term of their own.
         relations: The edges, sorted by type of target.
         weight: W, of each relation, of the dtype of ``x``, ``[R, in, out]``.
         self_weight: S, of each type, ``[types, in, out]``, or None.
         bias: b, of each type, ``[types, out]``, or None.
-        mean: Divide the sums by the number of edges of the relation.
-        then: Apply ReLU and dropout to the result while it is in the cache.
 
     Returns:
         ``[sum(num_targets), out]``, one type after the other, of the dtype of ``x`` (under autocast, of that dtype).
-
-    Raises:
-        IndexError: On the CPU: an edge is outside its types. Other devices assert it when they come to it.
-        ValueError: A wrong shape, or relations that are not sorted.
     """
     _check(x, num_sources, num_targets, relations, weight, self_weight, bias)
     edges, count = sort_relations(num_sources, num_targets, relations)
@@ -83,16 +76,11 @@ def sort_relations(
     """Sort the edges of all relations by target and relation: a row of edges is a target and a relation.
 
     Args:
-        num_sources: How many nodes each type has.
-        num_targets: How many of them, the first ones, are targets.
         relations: The edges, sorted by type of target.
 
     Returns:
         ``indptr`` int64 ``[num_rows + 1]`` and ``indices`` int32 ``[E]``, rows of the table of all types' nodes; and
         how many relations reach each type, which is how many rows its targets have.
-
-    Raises:
-        IndexError: On the CPU: an edge is outside its types. Other devices assert it when they come to it.
     """
     count = [0] * len(num_targets)
     for relation in relations:

@@ -28,11 +28,8 @@ def relation_edges(
 
     Args:
         edge_indices: Of each relation, int64 ``[2, E_r]``, counted within its types.
-        num_sources: Nodes of the type that each relation comes from.
-        num_targets: Targets of each relation.
         first_source: The row of the table that holds the first of these nodes.
         first_row: The row of each relation's first target.
-        stride: Rows from one of its targets to the next.
         num_rows: How many rows there are.
 
     Returns:

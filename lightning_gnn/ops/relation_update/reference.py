@@ -57,8 +57,6 @@ def groups(targets: list[int], relations: list[int], own: list[int]) -> Iterator
     """Yield a group per type that has targets.
 
     Args:
-        targets: How many of each type.
-        relations: How many relations reach each type.
         own: The row of x that holds the first target of each type, or -1.
     """
     target = row = relation = 0
@@ -87,18 +85,13 @@ def update(
 
     Args:
         sums: Adds up rows; all is differentiable as far as this is.
-        edges: By target and relation.
         x: ``[N, in]``; the others are of its dtype and device.
         weight: ``[R, in, out]``.
         self_weight: ``[types, in, out]``, or None.
         bias: ``[types, out]``, or None.
-        targets: How many of each type.
-        relations: How many relations reach each type.
         own: The row of x that holds the first target of each type, or -1.
-        mean: Divide the sums by the number of edges of the relation.
         keep: Whether the aggregated rows are wanted.
         p: Probability of dropping a number of the result after a ReLU, or None: neither.
-        key: What dropout draws by, mixed.
     """
     aggregated = sums(edges, x, mean)
     parts = []
@@ -134,19 +127,13 @@ def update_backward(
 
     Args:
         sums: Adds up rows.
-        edges: By target and relation.
         grad: Of the result, ``[num_targets, out]``, contiguous.
         x: ``[N, in]``.
         weight: ``[R, in, out]``.
         self_weight: ``[types, in, out]``, or None.
         aggregated: What :func:`update` kept, or None.
-        targets: How many of each type.
-        relations: How many relations reach each type.
         own: The row of x that holds the first target of each type, or -1.
-        mean: Whether sums were divided.
-        wanted: Which of the four.
         activated: The result, if ReLU and dropout came after: positive where it lets the gradient through.
-        p: Probability with which numbers were dropped.
     """
     if activated is not None:
         grad = through_relu_dropout(grad, activated, p)

@@ -202,11 +202,7 @@ def run(
     times: Times | None,
     backend: str | None,
 ) -> Sampled:
-    """Sample by the backend, or by that of the device; ``graph`` is whose edges they are, the rest as for ``numba``.
-
-    Raises:
-        ValueError: The lists lie elsewhere, where another backend cannot read them.
-    """
+    """Sample by the backend, or by that of the device; ``graph`` is whose edges they are, the rest as for ``numba``."""
     picker = picker_of(graph)
     if picker is not None and backend not in (None, "numba"):
         raise ValueError(f"backend={backend!r} reads lists that are here, but those of a partitioned graph are not")
@@ -289,12 +285,7 @@ def check_rule(
     labor: Labor | None,
     weighted: bool,
 ) -> Rule:
-    """Return how edges are picked.
-
-    Raises:
-        TypeError: Flags that are no booleans, or numbers that are none.
-        ValueError: An unknown temporal strategy, a number that is out of range, or options that exclude each other.
-    """
+    """Return how edges are picked."""
     check_flags(replace=replace, disjoint=disjoint)
     first_tree = check_integer("first_tree", first_tree, 0, 2**62)
     if temporal_strategy not in ("uniform", "last"):
@@ -328,12 +319,7 @@ def check_place(backend: str | None, graphs: Sequence[CSCGraph]) -> None:
 
 
 def check_fanouts(fanouts: Sequence[int]) -> list[int]:
-    """Return the fanouts as a list of integers.
-
-    Raises:
-        TypeError: They are not a sequence of integers.
-        ValueError: There is none, or one is below -1.
-    """
+    """Return the fanouts as a list of integers."""
     if isinstance(fanouts, dict):
         raise TypeError(
             f"num_neighbors by edge type, {fanouts!r}, needs a heterogeneous graph: give one list, a fanout per hop"
@@ -360,12 +346,6 @@ def check_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
 
     Args:
         seeds: int64 or int32 ``[batch_size]``.
-        num_nodes: How many nodes the graph has.
-
-    Raises:
-        TypeError: They are no integer tensor.
-        ValueError: They do not have one dimension.
-        IndexError: One is outside ``[0, num_nodes)``.
     """
     if not isinstance(seeds, Tensor) or seeds.dtype not in (torch.int64, torch.int32):
         kind = seeds.dtype if isinstance(seeds, Tensor) else type(seeds).__name__
@@ -382,12 +362,7 @@ def check_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> int:
-    """Return an integer of Python, NumPy or torch as one of Python; ``name`` is for the message.
-
-    Raises:
-        TypeError: It is no integer.
-        ValueError: It is outside ``[low, high]``.
-    """
+    """Return an integer of Python, NumPy or torch as one of Python; ``name`` is for the message."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:

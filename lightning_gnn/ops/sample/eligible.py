@@ -77,14 +77,8 @@ def count_eligible(
     Args:
         indptr: int64 ``[num_nodes + 1]``.
         time: Of the edges, ascending in each list, int64.
-        coarse: Every sixteenth of them.
         node: Global ids, int64, up to ``high``.
         tree: Their trees, int64.
-        low: The first node.
-        high: One past the last node.
-        until: The latest time that counts, for each tree.
-        after: The latest time that no longer counts, for each tree.
-        window: Whether there is one.
         newest: How many of them count at most, the newest; below zero means all.
         first: Where to write the first edges, int64 ``[high - low]``.
         count: Where to write how many count, int64 ``[high - low]``.

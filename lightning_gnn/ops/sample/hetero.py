@@ -155,12 +155,7 @@ def sample_hetero_neighbors(
 def fanouts_by_type(
     graph: HeteroCSCGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]]
 ) -> dict[EdgeType, list[int]]:
-    """Return the fanouts of each edge type.
-
-    Raises:
-        TypeError: They are no integers.
-        ValueError: An edge type that the graph does not have, or one without fanouts, or numbers of hops that differ.
-    """
+    """Return the fanouts of each edge type."""
     if not isinstance(fanouts, Mapping):
         return dict.fromkeys(graph.relations, check_fanouts(fanouts))
     named = ", ".join(map(str, graph.relations))

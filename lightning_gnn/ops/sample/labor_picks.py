@@ -40,18 +40,12 @@ def pick_labor(
         place: Where in ``indptr`` the lists of the frontier are, int64, up to ``high``: ``node``, where it has all.
         node: Global ids of the frontier, int64, up to ``high``.
         tree: Their trees, int64, if disjoint.
-        low: The first node.
-        high: One past the last node.
-        fanout: Below zero means all.
-        disjoint: Draw for each tree by a key of its own.
         key: Of the hop, uint64.
         first_tree: Position of the first seed, uint64.
         often: In how many mini-batches a variate is renewed once, uint64.
         batch: Number of the mini-batch, uint64.
-        times: As for :func:`~lightning_gnn.ops.sample.picks.pick_edges`.
         edge: Where to write, int64.
         ends: Where to write the end of each node's edges, int64.
-        m: Where to begin.
     """
     temporal, base, eligible, counts = times
     variates = np.empty(1024, np.uint64)

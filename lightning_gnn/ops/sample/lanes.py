@@ -46,10 +46,7 @@ def _draw_lanes(
         state: uint64 ``[LANES]``: the key of each row's batch or tree, xor its node times ``NODE_STEP``.
         degree: int64 ``[LANES]``, below 2^32, and above the fanout unless ``replace``.
         fanout: int64, how many to pick.
-        replace: Boolean: draw with replacement.
         draws: uint32 ``[LANES * fanout]``, scratch.
-        moved: The same, scratch.
-        picks: The same, the result.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

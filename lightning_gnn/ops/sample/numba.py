@@ -95,7 +95,6 @@ class _Scratch(threading.local):
         bits: Of a local id in it.
         stamp: Of the last mini-batch in it.
         slots: Hash tables, by node type.
-        edges: By edge type.
         nodes: Nodes that the next mini-batch begins with room for, by node type.
         lanes: Of rows whose picks are drawn together.
     """
@@ -243,11 +242,8 @@ def sample_relations(
 
     Args:
         relations: The edge types, in the order of their sorted names.
-        num_nodes: Of each node type.
         seeds: Of each node type, int64, checked.
-        starts: The tree of the first seed of each node type.
         key: Of the mini-batch, 64-bit.
-        rule: How edges are picked.
         times: What counts for each tree, or None: everything.
         fetch: Brings the picks of a hop from where the lists are, if ``relations`` do not have them.
     """
@@ -323,9 +319,7 @@ def pick_from_lists(
         node: Ids, int64 ``[n]``.
         place: Where in ``indptr`` their lists are, int64 ``[n]``.
         tree: Their trees, int64 ``[n]`` if disjoint.
-        fanout: How many to pick.
         key: Of the hop and the edge type (:func:`~lightning_gnn.ops.sample.relation.stage_key`).
-        rule: How edges are picked.
         times: What counts for each tree, or None: everything.
 
     Returns:
@@ -513,10 +507,8 @@ def _expand(
     how: int, table: np.ndarray, own: int, bits: int, slots: np.ndarray, stamp: int, used: int, begins: np.ndarray,
     lanes: Any,
 ) -> tuple[np.ndarray, int, int, int, int]:  # fmt: skip
-    """Sample one hop of one edge type, of which the targets before t have picked their edges, those before ``picked``.
-
-    Returns:
-        The hash table, its stamp, how many nodes it holds, and the counts of sources and edges.
+    """Sample one hop of one edge type, of which the targets before t have picked their edges,
+    those before ``picked``.
     """
     tree_slots, current = slots, np.int64(-1)
     # Edges before `picked` are picked, of targets before t; those before `done` are relabelled, of targets before t0.

@@ -58,22 +58,10 @@ def pick_edges(
         place: Where in ``indptr`` the lists of the frontier are, int64, up to ``high``: ``node``, where it has all.
         node: Global ids of the frontier, int64, up to ``high``.
         tree: Their trees, int64, if disjoint.
-        t: The first node.
-        high: One past the last node.
-        fanout: Below zero means all.
-        replace: Draw with replacement.
-        disjoint: Draw for each tree by a key of its own.
         key: Of the mini-batch, uint64.
         first_tree: Position of the first seed, uint64.
-        times: Of :func:`no_times`, or what takes its place.
         edge: Where to write, int64.
         ends: Where to write the end of each node's edges, int64, one per node.
-        m: Where to begin.
-        room: About how many edges to pick.
-        scratch: Of :func:`lane_scratch`.
-
-    Returns:
-        The node and the position to go on with.
     """
     state, degrees, begins, starts, _ = scratch
     temporal, base, eligible, counts = times

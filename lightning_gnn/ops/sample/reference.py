@@ -37,11 +37,7 @@ def pick_uniform(begin: int, degree: int, fanout: int, stream: int, replace: boo
     """Pick in-edges of one node: all in CSC order if the fanout allows, else the first picks of a Fisher-Yates shuffle.
 
     Args:
-        begin: Position of the node's first in-edge.
-        degree: Its number of in-edges.
         fanout: How many to pick; below zero means all.
-        stream: The node's random stream.
-        replace: Draw with replacement.
     """
     if fanout < 0 or (degree <= fanout and not replace):
         return list(range(begin, begin + degree))
@@ -57,15 +53,7 @@ def pick_uniform(begin: int, degree: int, fanout: int, stream: int, replace: boo
 
 
 def pick_weighted(begin: int, weight: Sequence[float], fanout: int, stream: int, replace: bool) -> list[int]:
-    """Pick in-edges of one node one after the other, each in proportion to its weight among those that are left.
-
-    Args:
-        begin: Position of the node's first in-edge.
-        weight: Weights of its in-edges, all positive.
-        fanout: As for :func:`pick_uniform`, as the others.
-        stream: As there.
-        replace: As there.
-    """
+    """Pick in-edges of one node one after the other, each in proportion to its weight among those that are left."""
     degree = len(weight)
     if fanout < 0 or (degree <= fanout and not replace):
         return list(range(begin, begin + degree))
@@ -98,9 +86,6 @@ def variate(key: int, source: int, parallel: int, labor: Labor) -> int:
 
     Args:
         key: Of the hop.
-        source: The source.
-        parallel: How many edges before this one in its list have the same source.
-        labor: How variates depend on each other.
     """
     stream = node_key(key, source)
     if (often := labor.batch_dependency) > 1:
@@ -145,10 +130,6 @@ def sample_reference(
 
     Args:
         relations: The edge types, in the order of their sorted names.
-        seeds: Of each node type.
-        starts: The tree of the first seed of each node type.
-        key: Of the mini-batch.
-        rule: How edges are picked.
         times: What counts for each tree, or None: everything.
     """
     node = [list(ids) for ids in seeds]

@@ -37,9 +37,7 @@ def enter_all(table: np.ndarray, own: int, node: np.ndarray, count: int) -> None
 
     Args:
         table: uint32 ``[num_nodes]``.
-        own: The stamp, shifted to its place.
         node: Global ids, int64.
-        count: How many of them.
     """
     for t in range(count - 1, -1, -1):
         table[node[t]] = own | t
@@ -58,8 +56,6 @@ def begin_reading(indices: np.ndarray, edge: np.ndarray, row: np.ndarray, begin:
         indices: int32 or int64 ``[num_edges]``.
         edge: int64.
         row: int64.
-        begin: The first edge.
-        stop: One past the last edge that is picked.
     """
     for q in range(begin, min(begin + FAR, stop)):
         prefetch(indices, edge[q])
@@ -80,19 +76,10 @@ def relabel_by_table(
 
     Args:
         table: uint32 ``[num_nodes]``.
-        own: The stamp of this mini-batch, shifted by ``bits``.
-        bits: Of a local id.
         node: Global ids of the nodes, int64, with room for one more than there will be.
-        k: How many there are.
         indices: int32 or int64 ``[num_edges]``.
         edge: int64.
         row: int64; the next ``NEAR`` numbers are global ids.
-        begin: The first edge.
-        end: One past the last edge.
-        stop: One past the last edge that is picked.
-
-    Returns:
-        How many nodes there are then.
     """
     limit = 1 << bits
     # Unsigned places: whether a signed one counts from the end would be asked at each access.
@@ -181,16 +168,6 @@ def relabel_by_hash(
 
     Args:
         slots: int64, a power of two of them, at most half of them used.
-        stamp: Of the nodes that count.
-        used: How many nodes it holds.
-        node: As there.
-        k: As there.
-        indices: As there.
-        edge: As there.
-        row: As there.
-        begin: As there.
-        end: As there.
-        stop: As there.
 
     Returns:
         The hash table, larger if need be, how many nodes it holds, and how many nodes there are.
@@ -234,29 +211,10 @@ def relabel_trees(
     """Do the same for the edges of the targets ``[low, high)`` of a disjoint sample, tree by tree.
 
     Args:
-        table: The largest hash table so far.
         slots: That of the last tree, part of it or not.
-        stamp: Of the last tree.
-        used: How many nodes of it are entered.
         current: Which tree that was in this hop; -1 before the first.
-        node: As there.
         tree: The tree of each node, int64, with as much room.
-        k: As there.
-        indices: As there.
-        edge: As there.
-        row: As there.
-        ends: Ends of the targets' edges.
-        low: The first target.
-        high: One past the last target.
-        begin: The first edge.
-        stop: As there.
-        hop: Which one.
         begins: int64 ``[hops + 1, trees + 1]``: the first node of a tree among those that a hop found (seeds: hop 0).
-        fanout: Below zero means all.
-
-    Returns:
-        Both hash tables, the stamp, how many nodes of the last tree are entered, that tree, and how many nodes there
-        are.
     """
     t = low
     while t < high:
@@ -342,22 +300,8 @@ def relabel_forest(
 
     Args:
         slots: As there; it holds as many nodes as there are, and has room for one more per edge.
-        stamp: As there.
-        node: As there.
         tree: The tree of each node, int64, with as much room.
-        k: As there.
-        indices: As there.
-        edge: As there.
-        row: As there.
         roots: The tree of each target, int64.
-        ends: Ends of the targets' edges.
-        low: The first target.
-        high: One past the last target.
-        begin: The first edge.
-        stop: One past the last edge that is picked.
-
-    Returns:
-        How many nodes there are then.
     """
     # Unsigned places, as above.
     ahead = np.uint64(low)  # the target of the edge whose slot is asked for

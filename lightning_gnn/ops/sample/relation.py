@@ -55,7 +55,6 @@ class Rule(NamedTuple):
     """How edges are picked.
 
     Args:
-        replace: With replacement.
         disjoint: One tree per seed.
         first_tree: Position of the first seed in the whole mini-batch.
         last: Of the edges whose time allows it, only the newest count.
@@ -85,11 +84,7 @@ def stage_key(key: int, hop: int, number: int, source: int, labor: Labor | None)
     """Derive the key with which an edge type picks in one hop from that of the mini-batch (all 64-bit, unsigned).
 
     Args:
-        key: Of the mini-batch.
         hop: The hop.
-        number: Of the edge type.
-        source: Of the node type that it comes from.
-        labor: Pick by variates of the sources, which all edge types from one node type share.
     """
     if labor is None:
         return relation_key(key, number)

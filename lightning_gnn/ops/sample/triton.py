@@ -30,10 +30,6 @@ def triton_sampler(
         indptr: int64 ``[num_nodes + 1]``, on a GPU or in pinned memory.
         indices: int32 or int64 ``[num_edges]``, on a GPU or in pinned memory.
         device: Where to sample, if the graph is in pinned memory.
-        **options: Further arguments of ``TritonNeighborSampler``.
-
-    Raises:
-        ValueError: Triton is missing, or the graph is where a GPU cannot read it.
     """
     require_triton("sampling on a GPU")
     from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
@@ -76,11 +72,8 @@ def begin_samples(
     """Launch mini-batches, side by side if there are several, and return before they have been sampled.
 
     Args:
-        sampler: Of the graph.
         seeds: Of each, on the device, not checked.
         fanouts: In-edges to pick per node and hop.
-        keys: Of each.
-        replace: Draw with replacement.
         disjoint: One tree per seed; of one mini-batch alone.
         share: Of the GPU, how much the launch may fill.
     """
@@ -104,17 +97,10 @@ def sample_relations_triton(
     """Sample one mini-batch of a graph of any number of types; its scratch memory lives as long as the graph.
 
     Args:
-        graph: Whose edges these are.
         relations: The edge types, in the order of their sorted names; arrays are tensors on a GPU, or in pinned memory.
-        num_nodes: Of each node type.
         seeds: Of each node type, int64, checked.
-        starts: The tree of the first seed of each node type.
         key: Of the mini-batch, 64-bit.
-        rule: How edges are picked.
         times: What counts for each tree, int64 arrays, or None: everything.
-
-    Raises:
-        ValueError: Triton is missing, or the graph is where a GPU cannot read it, or more than it can number.
     """
     require_triton("sampling on a GPU")
     from lightning_gnn.triton_kernels.sample import device_of

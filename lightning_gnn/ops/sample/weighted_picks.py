@@ -34,16 +34,10 @@ def pick_weighted(
         place: Where in ``indptr`` the lists of the frontier are, int64, up to ``high``: ``node``, where it has all.
         node: Global ids of the frontier, int64, up to ``high``.
         tree: Their trees, int64, if disjoint.
-        low: The first node.
-        high: One past the last node.
-        fanout: Below zero means all.
-        replace: Draw with replacement.
-        disjoint: Draw for each tree by a key of its own.
         key: Of the mini-batch, uint64.
         first_tree: Position of the first seed, uint64.
         edge: Where to write, int64.
         ends: Where to write the end of each node's edges, int64.
-        m: Where to begin.
     """
     drawn, places = np.empty(_CHUNK, np.int64), np.empty(_CHUNK, np.float64)
     for t in range(low, high):
@@ -108,11 +102,6 @@ def _pick_distinct(
     """Pick without replacement: draw again what has been drawn, and go through what is left if that takes too long.
 
     Args:
-        weight: As above.
-        prefix: As above.
-        begin: The first edge of the node.
-        degree: Its number of edges.
-        stream: Its random stream.
         picks: Where to write, int64.
         drawn: Scratch, int64 ``[_CHUNK]``.
         places: Scratch, float64 ``[_CHUNK]``.
