@@ -20,7 +20,7 @@ MOST_LINES = {
     "persistent": 2050,
     "planning": 950,
     "report": 1700,
-    "runtime": 4100,
+    "runtime": 3800,
     "sampling": 3800,
     "triton_kernels": 4650,
     "ascend_ops": 1750,

@@ -1,8 +1,9 @@
-"""``lgnn cache``: what is kept on this machine, whether it is whole, and how to be rid of it."""
+"""``lgnn cache``: what is kept on this machine, and how to be rid of it."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,26 +12,19 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_gnn.runtime.byte_sizes import shown
-from lightning_gnn.runtime.manifest import DamagedEntry, Manifest, StaleEntry
-from lightning_gnn.runtime.store import KINDS, cache_root, entries, is_held, locked, remove, sweep
+from lightning_gnn.runtime.manifest import load
+from lightning_gnn.runtime.store import KINDS, cache_root, discard, entries, is_held, sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """List, verify or clear; returns 1 where something was damaged or could not be removed."""
+    """List or clear; returns 1 where something could not be removed."""
     parser = argparse.ArgumentParser(
         "lgnn cache",
         description="What is kept in LIGHTNING_GNN_CACHE, by default the user's cache folder. All of it can be made "
         "again: damaged files are noticed when they are read, and made anew.",
         epilog="kinds: " + "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items()),
     )
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument(
-        "--verify",
-        action="store_true",
-        help="read everything, also what did not change since it was read last; what is damaged is removed, so that it "
-        "is made anew when it is needed; exit code 1 if anything was",
-    )
-    action.add_argument(
+    parser.add_argument(
         "--clear",
         nargs="?",
         const="all",
@@ -38,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="KIND",
         help="remove everything, or one kind, without asking; what a running process uses is left alone",
     )
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--verify" in arguments:
+        parser.error("--verify was removed: damaged files are noticed when they are read, and --clear removes all")
     chosen = parser.parse_args(arguments)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     root = cache_root()
@@ -45,8 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     for kind in KINDS:
         sweep(root, kind)
-    if chosen.verify:
-        return _verify(root, console)
     if chosen.clear:
         return _clear(root, list(KINDS) if chosen.clear == "all" else [chosen.clear], console)
     return _list(root, console)
@@ -67,35 +62,6 @@ def _list(root: Path, console: Console) -> int:
     return 0
 
 
-def _verify(root: Path, console: Console) -> int:
-    found = {"whole": 0, "damaged": 0, "outdated": 0}
-    for kind in KINDS:
-        for path in entries(root, kind):
-            if is_held(root, kind, path.name):
-                console.print(f"in use    {kind}  {path}")
-                continue
-            with locked(root, kind, path.name):
-                title, _ = _about(path)
-                state, why = _state(path)
-                found[state] += 1
-                console.print(f"{state:8}  {kind}  {title}{why}", style="red" if why else None)
-                if why:
-                    _remove(path, console)
-    console.print(", ".join(f"{number} {state}" for state, number in found.items()))
-    return int(found["whole"] < sum(found.values()))
-
-
-def _state(path: Path) -> tuple[str, str]:
-    try:
-        manifest = Manifest.load(path)
-        manifest.verify(path, [Path(name) for name in manifest.sources if Path(name).exists()], everything=True)
-        return "whole", ""
-    except StaleEntry as error:
-        return "outdated", f": {error}"
-    except (DamagedEntry, OSError) as error:
-        return "damaged", f": {error}"
-
-
 def _clear(root: Path, kinds: Sequence[str], console: Console) -> int:
     failed = False
     for kind in kinds:
@@ -105,10 +71,12 @@ def _clear(root: Path, kinds: Sequence[str], console: Console) -> int:
                 console.print(f"{kind}: {path} is in use and stays")
                 continue
             taken = _size(path)
-            if _remove(path, console):
-                gone, size = gone + 1, size + taken
-            else:
+            discard(path)
+            if path.exists():
+                console.print(f"{path} cannot be removed", style="red")
                 failed = True
+            else:
+                gone, size = gone + 1, size + taken
         if gone:
             console.print(f"{kind}: {gone} {'entry' if gone == 1 else 'entries'} removed, {shown(size)}")
     if not failed and not any(entries(root, kind) for kind in kinds):
@@ -116,22 +84,12 @@ def _clear(root: Path, kinds: Sequence[str], console: Console) -> int:
     return int(failed)
 
 
-def _remove(path: Path, console: Console) -> bool:
-    try:
-        remove(path)
-        return True
-    except OSError as error:
-        console.print(f"{path} cannot be removed ({error})", style="red")
-        return False
-
-
 def _about(path: Path) -> tuple[str, float]:
     """Return what an entry is for, and when it was made."""
     try:
-        manifest = Manifest.load(path)
-        gone = any(not Path(name).exists() for name in manifest.sources)
-        return manifest.title + " (which is gone)" * gone, manifest.made
-    except (DamagedEntry, OSError):
+        manifest = load(path)
+        return manifest["title"], manifest["made"]
+    except ValueError:
         return "unknown: damaged, or of another release", path.lstat().st_mtime
 
 

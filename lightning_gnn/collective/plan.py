@@ -305,7 +305,7 @@ class CollectivePlan:
 
 def kept_plan(machine: str, configuration: str) -> CollectivePlan | None:
     """Return the plan that was kept, or None."""
-    return find("plans", _key(machine, configuration), lambda folder, check: CollectivePlan.load(folder / "plan.yaml"))
+    return find("plans", _key(machine, configuration), lambda folder: CollectivePlan.load(folder / "plan.yaml"))
 
 
 def keep_plan(plan: CollectivePlan) -> None:

@@ -138,9 +138,8 @@ def _sorted_edges(path: Path, num_nodes: int, mmap: bool, counted: str, num_sour
             return CSCGraph.from_edge_index(edge_index, num_nodes, num_sources)
         path = path.resolve()
 
-        def read(folder: Path, check: bool) -> CSCGraph:
-            csc = folder / "csc"
-            graph = CSCGraph.load(csc, mmap, num_sources) if check else _load_csc(csc, mmap, False, num_sources)
+        def read(folder: Path) -> CSCGraph:
+            graph = _load_csc(folder / "csc", mmap, False, num_sources)
             if (graph.num_nodes, graph.num_edges) != (num_nodes, edge_index.size(1)):
                 raise ValueError(f"it has {graph.num_nodes} nodes and {graph.num_edges} edges")
             return graph

@@ -42,7 +42,7 @@ from lightning_gnn.hyscale.options import (
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.workload import Platform, Processor
 from lightning_gnn.runtime.cores import num_cores
-from lightning_gnn.runtime.files import LARGEST_JSON, check_yaml, read_text
+from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 
 _CPU = torch.device("cpu")
 
@@ -340,8 +340,7 @@ def given_numbers(file: str | None, keys: Mapping[str, Any]) -> Numbers:
         if not path.is_file():
             raise FileNotFoundError(f"plan.platform_file={file}: there is no such file")
         try:
-            check_yaml(text := read_text(path))
-            content = OmegaConf.to_container(OmegaConf.load(StringIO(text)))
+            content = OmegaConf.to_container(OmegaConf.load(StringIO(read_text(path))))
         except Exception as error:
             raise ValueError(f"plan.platform_file={file} is neither YAML nor JSON: {error}") from error
         numbers.update(_flat(content, f"plan.platform_file={file}"))

@@ -210,6 +210,5 @@ def _progress_bar() -> Iterator[Any]:
             bar.stop()
 
 
-def _read(folder: Path, check: bool) -> tuple[CompressedGraph, Redundancy]:
-    graph = read_compressed(folder, check=check)
-    return graph, Redundancy(**read_json(read_text(folder / "redundancy.json")))
+def _read(folder: Path) -> tuple[CompressedGraph, Redundancy]:
+    return read_compressed(folder, check=False), Redundancy(**read_json(read_text(folder / "redundancy.json")))

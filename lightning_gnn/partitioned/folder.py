@@ -10,7 +10,6 @@ import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +27,7 @@ from lightning_gnn.graph.checks import check_nodes
 from lightning_gnn.graph.csc import CSCGraph, index_dtype
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.runtime.files import read_json, read_text, write_whole
-from lightning_gnn.runtime.manifest import DamagedEntry, Manifest
+from lightning_gnn.runtime.manifest import seal, verify
 from lightning_gnn.sampling.loader import of_edges, of_nodes, stores_of
 from lightning_gnn.sampling.neighbor import topology_of
 from lightning_gnn.sampling.node_datamodule import as_ids, seeds_in
@@ -126,7 +125,7 @@ def write_partition(
                 count = _write_lists(root, place, relation, targets, rows.get(name, {}).get("edge", {}))
                 described["edges"][place].per_part.append(count)
             write_whole(root / "part.json", json.dumps({"format": FORMAT, "id": identity, "part": part}))
-            _seal(root, f"part {part} of {parts}")
+            seal(root, f"part {part} of {parts}")
         common = folder / "common"
         save_arrays(common, {f"node{place}.part": owner for place, owner in enumerate(owners)})
         seeds: dict[str, list[Any]] = {}
@@ -149,7 +148,7 @@ def write_partition(
             **{key: [asdict(kind) for kind in kinds] for key, kinds in described.items()},
         }  # fmt: skip
         write_whole(common / "partition.json", json.dumps(about))
-        _seal(common, f"{parts} parts")
+        seal(common, f"{parts} parts")
     except BaseException:
         for path in folder.glob("*"):  # what is half written would only be refused later
             shutil.rmtree(path, ignore_errors=True)
@@ -234,12 +233,6 @@ def _write_lists(root: Path, place: int, graph: CSCGraph, targets: np.ndarray, r
 
 def _file(prefix: str, key: str) -> str:
     return f"{prefix}.{quote(key, safe='')}.rows.npy"
-
-
-def _seal(root: Path, title: str) -> None:
-    manifest = Manifest(title, 0.0)
-    manifest.add_files(root)
-    manifest.save(root)
 
 
 class Partition:
@@ -335,11 +328,8 @@ class Partition:
 
 def _verify(root: Path, fix: str) -> None:
     try:
-        manifest = Manifest.load(root)
-        if manifest.verify(root):
-            with suppress(OSError):  # read-only: it is read through once more next time
-                manifest.save(root)
-    except (DamagedEntry, FileNotFoundError) as error:
+        verify(root)
+    except (ValueError, FileNotFoundError) as error:
         raise ValueError(f"{root} is damaged ({error}); {fix}") from None
 
 

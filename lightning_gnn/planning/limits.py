@@ -67,7 +67,7 @@ def machine_limits(threads: int | None = None) -> MachineLimits:
     return found or (measured[0] if measured else measure_limits(number))
 
 
-def _read(folder: Path, check: bool) -> MachineLimits:
+def _read(folder: Path) -> MachineLimits:
     return MachineLimits(**read_json(read_text(folder / "limits.json")))
 
 

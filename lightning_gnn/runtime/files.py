@@ -1,7 +1,4 @@
-"""Files that cannot be half there, and small documents that cannot exhaust a run.
-
-What is written gets its name once all of its content is on the disk; what is read is bounded in size and depth.
-"""
+"""Files that get their names once their content is on the disk, and small documents."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import json
 import os
 import platform
 import re
-import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,49 +18,28 @@ import yaml
 LARGEST = 1 << 17
 """Bytes of a YAML document, which takes about a second to read; ours have 2,000."""
 LARGEST_JSON = 1 << 26
-_DEEPEST = 32
 
 
 def read_text(path: str | Path, largest: int = LARGEST) -> str:
-    """Read a text file."""
+    """Read a regular file of bounded size as UTF-8; raise a ValueError that names one of another kind."""
     path = Path(path)
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no regular file")
-    if found.st_size > largest:
-        raise ValueError(f"{path} has {found.st_size} bytes, but such a file has at most {largest}")
+    if (size := path.stat().st_size) > largest:
+        raise ValueError(f"{path} has {size} bytes, but such a file has at most {largest}")
     return path.read_text(encoding="utf-8")
 
 
 def read_yaml(text: str) -> Any:
-    """Read a YAML document of plain values; see :func:`check_yaml`."""
-    check_yaml(text)
+    """Read a YAML document of plain values; raise a ValueError if it is none."""
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {error}") from None
-
-
-def check_yaml(text: str) -> None:
-    """Refuse a document that would grow while it is read: aliases can stand for billions of values."""
-    if len(text) > LARGEST:
-        raise ValueError(f"{len(text)} characters of YAML, but at most {LARGEST} are read")
-    depth = 0
-    try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
-                raise ValueError(f"line {event.start_mark.line + 1} has the alias *{event.anchor}; write the value out")
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST:
-                raise ValueError(f"line {event.start_mark.line + 1} is nested more than {_DEEPEST} levels deep")
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"not YAML: {error}") from None
 
 
 def read_json(text: str) -> Any:
-    """Read a JSON document."""
-    if len(text) > LARGEST_JSON:
-        raise ValueError(f"{len(text)} characters of JSON, but at most {LARGEST_JSON} are read")
+    """Read a JSON document; raise a ValueError if it is none."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -73,7 +48,7 @@ def read_json(text: str) -> Any:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file beside ``path`` to write to; on the way out it gets the name, or is removed.
+    """Yield a file beside ``path``, which gets that name on the way out, or after an error is removed.
 
     What processes of this machine left there that were killed meanwhile goes too.
     """
@@ -108,12 +83,11 @@ def flush(path: Path) -> None:
     """Bring a file, or the names in a folder where its file system can, to the disk."""
     if os.name != "posix":  # Windows flushes only what was opened for writing
         return
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        os.fsync(descriptor)
     except OSError:
         if not path.is_dir():
             raise
+    finally:
+        os.close(descriptor)

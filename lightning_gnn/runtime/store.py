@@ -1,113 +1,75 @@
-"""The one store for everything cached: entries that are written at once, verified once, and made anew when damaged.
+"""The one store for everything cached: entries that are written at once, and made again when damaged.
 
-An entry is a folder ``<root>/<kind>/<key>`` with the files of one thing and a manifest. Every function falls back to no
-cache, with one warning, where the folder cannot be used or the disk is full: nothing cached may end a run.
+An entry is a folder ``<root>/<kind>/<key>`` with the files of one thing and a manifest. Where the folder cannot be used
+or the disk is full, a warning says so and nothing is kept: nothing cached may end a run.
 """
 
 from __future__ import annotations
 
 import atexit
-import errno
 import hashlib
 import os
 import re
 import shutil
-import stat
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from platformdirs import user_cache_path
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_gnn.runtime.files import flush
-from lightning_gnn.runtime.manifest import DamagedEntry, Manifest, StaleEntry, identity, is_settled
+from lightning_gnn.runtime.manifest import hashes_of, identity, seal, verify
 
 KINDS = {
     "topology": "sorted edges of data folders",
     "graphs": "compressed graphs",
-    "first_layer": "aggregated features of an earlier release, which nothing reads",
     "plans": "plans of collective batching",
     "limits": "what this machine can do at the most",
     "inference": "layer outputs of inference",
-    "datasets": "data sets of an earlier release, which nothing reads",
     "checks": "files whose ids were checked",
     "twin": "the compiled CPU twin of the Ascend kernels",
     "npu": "the compiled NPU kernels",
+    **dict.fromkeys(("first_layer", "datasets"), "of an earlier release, which nothing reads"),
 }
 """What the store keeps, each kind in a folder of its own."""
 
 _KEY = re.compile(r"[0-9a-f]{32}")
-_PART = re.compile(r"\.([0-9a-f]{32})\.[0-9a-f]{32}\.part")
 _BLOCK = 1 << 24
-_PATIENCE = 20.0
-"""Seconds after which it is said that another process is waited for."""
-_DAMAGE = (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
-
 _said: set[str] = set()
 
 T = TypeVar("T")
-Read = Callable[[Path, bool], T]
-"""Reads an entry; where the second argument is true, its content must be checked, because it is not known yet."""
 
 
 def cache_root(given: str | Path | None = None) -> Path | None:
-    """Return the folder below which everything cached lies, or None where there can be none, which is said once.
+    """Return the folder for everything cached, or None where there can be none; a warning says why.
 
-    A folder of another user, or one that others may write to, is never read: whoever writes there could plant what is
-    loaded. Then a private one is used, which is said once.
-
-    Args:
-        given: What the user chose instead of ``$LIGHTNING_GNN_CACHE``, which stands before the user's cache folder
-            (``$XDG_CACHE_HOME/lightning-gnn``, by default ``~/.cache/lightning-gnn``).
+    It is ``given``, ``$LIGHTNING_GNN_CACHE`` or the user's cache folder. One that others own or may write to is never
+    used, since they could plant what is loaded: then it is the user's cache folder.
     """
     default = user_cache_path("lightning-gnn", appauthor=False)
-    chosen = given or os.environ.get("LIGHTNING_GNN_CACHE") or default
-    try:
-        wanted = Path(chosen).expanduser().absolute()
-        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if is_private(wanted):
-            return wanted
-    except (OSError, RuntimeError) as error:  # expanduser raises a RuntimeError
-        say_once(f"cached files cannot be kept in {chosen} ({error}); what is cached is made anew each time")
-        return None
-    number = os.geteuid()
-    others = [default if default != wanted else default.with_name(f"{default.name}-{number}")]
-    if wanted.stat().st_mode & stat.S_ISVTX:  # there nobody can move the folder of another
-        others.insert(0, wanted / f"private-{number}")
-    why = "belongs to another user" if wanted.stat().st_uid != number else "can be written to by others"
-    for folder in others:
+    for chosen in (given or os.environ.get("LIGHTNING_GNN_CACHE") or default, default):
         try:
+            folder = Path(chosen).expanduser().absolute()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if is_private(folder):
-                say_once(f"{wanted} {why}, so cached files are kept in {folder}; chmod 700 it or choose another folder")
-                return folder
-        except OSError:
-            continue
-    say_once(f"cached files cannot be kept in {wanted}: it {why}; set LIGHTNING_GNN_CACHE to a folder of your own")
+            found = folder.stat()
+        except (OSError, RuntimeError) as error:  # expanduser raises a RuntimeError
+            say_once(f"cached files cannot be kept in {chosen} ({error}); what is cached is made again each time")
+            return None
+        if os.name != "posix" or (found.st_uid == os.geteuid() and not found.st_mode & 0o022):
+            return folder
+        say_once(f"cached files are not kept in {folder}, which others own or may write to; chmod 700 or change it")
     return None
 
 
-def is_private(folder: Path) -> bool:
-    """Tell whether a folder belongs to this user, and nobody else may write to it."""
-    if not hasattr(os, "getuid"):  # Windows: the user's folders are the user's
-        return folder.is_dir()
-    found = folder.stat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-
-
 def is_writable(folder: Path) -> bool:
-    """Tell whether files may be made in a folder, or in the nearest one above it that exists.
-
-    Permissions count even for a superuser, who could override them: data that was set read-only stays as it is.
-    """
+    """Return whether a folder, or the nearest one above it that exists, is set writable, also for a superuser."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -122,12 +84,7 @@ def say_once(message: str, about: str = "") -> None:
 
 
 def checksum(*parts: Any) -> str:
-    """Return 32 hexadecimal digits that change with the content of any part.
-
-    Args:
-        *parts: Tensors, which are read block by block, so that a memory-mapped one never comes in whole; None; or
-            anything else, by its ``repr``.
-    """
+    """Return 32 hexadecimal digits of the content of tensors, read block by block, and the ``repr`` of other parts."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         if not isinstance(part, Tensor):
@@ -144,56 +101,64 @@ def checksum(*parts: Any) -> str:
 def kept(
     kind: str,
     key: str,
-    make: Callable[[Path], Any],
-    read: Read[T],
+    make: Callable[[Path], Any] | None,
+    read: Callable[[Path], T],
     *,
-    title: str,
+    title: str = "",
     sources: Sequence[Path] = (),
     given: str | Path | None = None,
+    replace: bool = False,
 ) -> T | None:
-    """Return what an entry holds; it is made first where there is none, or none that is whole.
+    """Return what ``read`` finds in an entry, which one of several processes makes first unless it is there and whole.
 
-    Of several processes one makes it, and the others wait.
-
-    Args:
-        key: 32 hexadecimal digits, such as :func:`checksum` returns.
-        read: Reads them; never returns None. What it raises for wrong content counts as damage.
-        given: The folder that the user chose to keep cached files in, or None.
-
-    Returns:
-        What ``read`` returns, or None where nothing can be kept.
+    ``make`` (None: nothing is made) writes files to an empty folder, again when the content of a file of ``sources``
+    changes, or to ``replace`` what is there. ``key`` is a :func:`checksum`, ``title`` names the content for the user,
+    ``given`` is the folder that the user chose for cached files. Returns None where nothing is kept.
     """
-    root = cache_root(given)
-    if root is None:
+    if (root := cache_root(given)) is None:
         return None
+    folder = root / kind / key
     with locked(root, kind, key) as alone:
-        found = _find(root / kind / key, read, sources)
-        if found is None and _write(root, kind, key, make, title, sources, alone):
-            found = _find(root / kind / key, read, sources)
-        return found
+        if not replace and (found := _find(folder, read, sources)) is not None:
+            return found
+        if make is None:
+            return None
+        part = folder.with_name(f"{key}.part")
+        try:
+            if not alone:
+                raise PermissionError("it is read-only, or has no file locks")
+            sweep(root, kind)
+            discard(part)
+            folder.parent.mkdir(mode=0o700, exist_ok=True)
+            part.mkdir(mode=0o700)
+            hashes = hashes_of({str(path): path for path in sources})  # before: they could change meanwhile
+            make(part)
+            seal(part, title, hashes)
+            discard(folder)
+            part.rename(folder)
+            flush(folder.parent)
+            return read(folder)
+        except OSError as error:
+            say_once(f"{title}: cannot be kept in {root} ({error}); it is made again each time", str(folder))
+            return None
+        finally:
+            if alone:
+                discard(part)
 
 
-def find(kind: str, key: str, read: Read[T]) -> T | None:
+def find(kind: str, key: str, read: Callable[[Path], T]) -> T | None:
     """Return what an entry holds, or None where there is none that is whole; arguments as for :func:`kept`."""
-    root = cache_root()
-    if root is None or not (root / kind / key).exists():
-        return None
-    with locked(root, kind, key):
-        return _find(root / kind / key, read, ())
+    return kept(kind, key, None, read)
 
 
 def keep(kind: str, key: str, make: Callable[[Path], Any], *, title: str) -> bool:
     """Write an entry, replacing what is there; arguments as for :func:`kept`. Returns whether that was possible."""
-    root = cache_root()
-    if root is None:
-        return False
-    with locked(root, kind, key) as alone:
-        return _write(root, kind, key, make, title, (), alone)
+    return bool(kept(kind, key, make, lambda folder: True, title=title, replace=True))
 
 
 def kept_folder(kind: str, key: str, make: Callable[[Path], Any], title: str) -> Path:
     """Return the folder of an entry, or, where nothing can be kept, one that lasts as long as this process."""
-    found = kept(kind, key, make, lambda folder, check: folder, title=title)
+    found = kept(kind, key, make, lambda folder: folder, title=title)
     if found is None:
         found = Path(tempfile.mkdtemp(prefix="lightning_gnn-"))
         atexit.register(shutil.rmtree, found, ignore_errors=True)
@@ -203,25 +168,21 @@ def kept_folder(kind: str, key: str, make: Callable[[Path], Any], title: str) ->
 
 def checked_once(files: Sequence[Path], check: Callable[[], Any]) -> None:
     """Run a check of files that passes for good, unless it passed before and none of them changed since."""
-    key = checksum("checked", *(str(path.resolve()) for path in files))
-    before = [path.stat() for path in files]
-    settled, now = all(map(is_settled, before)), list(map(identity, before))
-    if find("checks", key, lambda folder, fresh: (folder / "identity").read_text()) == repr(now):
+    found = [(str(path.resolve()), identity(path)) for path in files]
+    key, title = checksum("checked", found), str(files[0].parent)
+    if all(seen for _, seen in found) and kept("checks", key, lambda _: check(), lambda _: True, title=title):
         return
     check()
-    if settled and now == [identity(path.stat()) for path in files]:
-        keep("checks", key, lambda folder: (folder / "identity").write_text(repr(now)), title=str(files[0].parent))
 
 
 @contextmanager
 def scratch(kind: str) -> Iterator[Path | None]:
-    """Yield an empty folder that is removed on the way out, also by others if this process dies; None: no room."""
-    root = cache_root()
+    """Yield an empty folder that is removed on the way out, or by others if this process dies; None: no room."""
+    root, key = cache_root(), uuid.uuid4().hex
     if root is None or not is_writable(root):
         yield None
         return
-    key = uuid.uuid4().hex
-    part = _part(root / kind / key)
+    part = root / kind / f"{key}.part"
     try:
         with locked(root, kind, key) as alone:
             try:
@@ -237,133 +198,55 @@ def scratch(kind: str) -> Iterator[Path | None]:
             finally:
                 discard(part)
     finally:
-        with suppress(OSError):
-            _lock_path(root, kind, key).unlink()
+        discard(root / "locks" / f"{kind}-{key}.lock")
 
 
 @contextmanager
-def locked(root: Path, kind: str, key: str) -> Iterator[bool]:
-    """Keep other processes and threads out; yields False where there is no place for locks: better than not at all."""
-    lock = None
-    try:
-        if is_writable(root):
-            path = _lock_path(root, kind, key)
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            lock = FileLock(path, thread_local=False)
-            try:
-                lock.acquire(timeout=_PATIENCE)
-            except Timeout:
-                rank_zero_warn(f"waiting for another process that makes {root / kind / key}")
-                lock.acquire()
-    except (OSError, NotImplementedError):
-        lock = None
-    try:
-        yield lock is not None
-    finally:
-        if lock is not None:
-            lock.release()
+def locked(root: Path, kind: str, key: str, timeout: float = -1) -> Iterator[bool]:
+    """Keep other processes and threads out; yields False where no locks can be kept, and so nothing may be written."""
+    with ExitStack() as stack:
+        alone = False
+        with suppress(OSError, NotImplementedError):  # a Timeout is an OSError
+            if is_writable(root):
+                (root / "locks").mkdir(mode=0o700, exist_ok=True)
+                path = root / "locks" / f"{kind}-{key}.lock"
+                stack.enter_context(FileLock(path, timeout, thread_local=False))
+                alone = True
+        yield alone
 
 
 def is_held(root: Path, kind: str, key: str) -> bool:
-    """Tell whether another process or thread holds the lock of an entry."""
-    path = _lock_path(root, kind, key)
-    if not path.exists():
-        return False
-    lock = FileLock(path, thread_local=False)
-    try:
-        lock.acquire(timeout=0)
-    except (OSError, NotImplementedError):  # a Timeout is one; where locks do not work, nobody can tell
-        return True
-    lock.release()
-    return False
+    """Return whether another process or thread uses an entry, or could where there are no locks."""
+    with locked(root, kind, key, timeout=0) as alone:
+        return not alone
 
 
-def sweep(root: Path, kind: str, own: str = "") -> list[Path]:
-    """Remove what writers left behind that died; returns what went."""
-    gone = []
-    for path in (root / kind).glob(".*.part") if (root / kind).is_dir() else ():
-        found = _PART.fullmatch(path.name)
-        if found and (found[1] == own or not is_held(root, kind, found[1])):
+def sweep(root: Path, kind: str) -> None:
+    """Remove what writers left behind that died."""
+    for path in (root / kind).glob("*.part"):
+        if (found := _KEY.search(path.name)) and not is_held(root, kind, found[0]):
             discard(path)
-            gone.append(path)
-    return gone
 
 
 def entries(root: Path, kind: str) -> list[Path]:
     """Return the folders of a kind; what is not named as the store names its own is left alone."""
-    folder = root / kind
-    return sorted(path for path in folder.iterdir() if _KEY.fullmatch(path.name)) if folder.is_dir() else []
-
-
-def remove(path: Path) -> None:
-    """Remove an entry: at once out of sight, then its files."""
-    away = _part(path)
-    path.rename(away)
-    discard(away)
+    return sorted(path for path in (root / kind).glob("*") if _KEY.fullmatch(path.name))
 
 
 def discard(path: Path) -> None:
-    """Remove whatever is there, if that is possible."""
+    """Remove the file or folder that is there, if that is possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
+    with suppress(OSError):
+        path.unlink()
 
 
-def _find(folder: Path, read: Read[T], sources: Sequence[Path]) -> T | None:
+def _find(folder: Path, read: Callable[[Path], T], sources: Sequence[Path]) -> T | None:
     if not os.path.lexists(folder):
         return None
     try:
-        manifest = Manifest.load(folder)
-        fresh = manifest.verify(folder, sources)
-        found = read(folder, fresh)
-    except StaleEntry:
+        verify(folder, sources)
+        return read(folder)
+    except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        rank_zero_warn(f"{folder} is damaged or out of date ({error}); it is made again")
         return None
-    except _DAMAGE as error:
-        if getattr(error, "errno", None) == errno.ENOMEM:
-            raise
-        rank_zero_warn(f"{folder} is damaged ({error}); it is made anew")
-        return None
-    if fresh:
-        with suppress(OSError):  # a read-only store is verified each time
-            manifest.save(folder)
-    return found
-
-
-def _write(
-    root: Path, kind: str, key: str, make: Callable[[Path], Any], title: str, sources: Sequence[Path], alone: bool
-) -> bool:
-    folder = root / kind / key
-    part = _part(folder)
-    if not is_writable(root):
-        say_once(f"{title}: cannot be kept, {root} is read-only; it is made anew each time", str(folder))
-        return False
-    try:
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
-        if alone:
-            sweep(root, kind, key)
-        part.mkdir(mode=0o700)
-        manifest = Manifest(title, time.time())
-        manifest.add_sources(sources)
-        make(part)
-        manifest.add_files(part)
-        manifest.save(part)
-        if os.path.lexists(folder):
-            remove(folder)
-        part.rename(folder)
-        flush(folder.parent)
-        return True
-    except (OSError, DamagedEntry) as error:
-        say_once(f"{title}: cannot be kept in {root} ({error}); it is made anew each time", str(folder))
-        return False
-    finally:
-        discard(part)
-
-
-def _part(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.part")
-
-
-def _lock_path(root: Path, kind: str, key: str) -> Path:
-    return root / "locks" / f"{kind}-{key}.lock"

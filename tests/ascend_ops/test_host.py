@@ -87,7 +87,7 @@ from lightning_gnn.ascend_ops import binding
 from lightning_gnn.runtime.store import kept
 
 def keep(kind, key, make, title):
-    return kept(kind, key, make, lambda folder, check: folder, title=title, given=cache)
+    return kept(kind, key, make, lambda folder: folder, title=title, given=cache)
 
 binding.keep_folder = keep
 runpy.run_path(script, run_name="__main__")

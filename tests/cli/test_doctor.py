@@ -155,7 +155,7 @@ def test_it_is_a_command_of_lgnn(tmp_path):
 def test_cache_is_a_command_of_lgnn(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path))
     keep("plans", "0" * 32, lambda folder: (folder / "plan.yaml").write_text("x"), title="plan for this machine")
-    for arguments, text in ([[], "1 entry,"], [["--verify"], "1 whole"], [["--clear"], "plans: 1 entry removed"]):
+    for arguments, text in ([[], "1 entry,"], [["--clear"], "plans: 1 entry removed"]):
         monkeypatch.setattr("sys.argv", ["lgnn", "cache", *arguments])
         with pytest.raises(SystemExit) as caught:
             cli.main()

@@ -287,7 +287,7 @@ def test_a_kept_plan_that_was_damaged_is_made_anew(cache, damage):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         fitted(data)
-    assert len(messages(warned, "is damaged (plan.yaml has ")) == 1
+    assert len(messages(warned, "is damaged or out of date (plan.yaml holds ")) == 1
     (path,) = cache.glob("plans/*/plan.yaml")
     assert CollectivePlan.load(path) == data.plan
     assert data.plan.times is not None

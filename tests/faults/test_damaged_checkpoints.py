@@ -1,7 +1,6 @@
 """A damaged checkpoint is refused by its name, or loads as it was written: never other weights without a word."""
 
 import random
-import shutil
 
 import pytest
 import pytorch_lightning as pl
@@ -56,7 +55,6 @@ def test_campaign(kind, sound, tmp_path):
             message = str(error)
         if loaded is None:
             assert str(path) in message
-            assert "take another checkpoint" in message
             refused += 1
         else:
             assert same(sound[1], loaded) is None
@@ -73,28 +71,18 @@ def test_a_flipped_weight_is_found_where_torch_finds_nothing(sound, tmp_path):
         SafeCheckpointIO().load_checkpoint(path)
 
 
-def test_a_trainer_names_the_file_and_others_beside_it(sound, tmp_path):
+def test_a_trainer_names_the_file(sound, tmp_path):
     path = tmp_path / "last.ckpt"
     path.write_bytes(sound[0].read_bytes()[:-100])
-    with pytest.raises(ValueError, match=rf"{path} is damaged: .*there is no other checkpoint beside it"):
-        fit(path)
-    shutil.copy(sound[0], tmp_path / "best.ckpt")
-    with pytest.raises(ValueError, match=rf"{path} is damaged: .*beside it lie best.ckpt"):
+    with pytest.raises(ValueError, match=rf"{path} is damaged: .*take another checkpoint, such as one of {tmp_path}"):
         fit(path)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "it is empty"),
-        (b"\x93NUMPY", "cannot be read as a checkpoint: it does not begin like a file of torch's"),
-        (b"PK", "cut short"),
-    ],
-)
-def test_something_else(content, message, tmp_path):
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"PK"])
+def test_something_else(content, tmp_path):
     path = tmp_path / "wrong.ckpt"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"{path} is damaged: it is empty, cut short, or no file of torch's"):
         fit(path)
 
 
@@ -104,12 +92,11 @@ def test_weights_alone_are_no_checkpoint_of_a_trainer(tmp_path):
         fit(tmp_path / "weights.ckpt")
 
 
-def test_a_forbidden_type_is_torch_s_own_error_with_the_file_s_name(tmp_path):
+def test_a_forbidden_type_is_torch_s_own_error(tmp_path):
     path = tmp_path / "trusted.ckpt"
     torch.save({"state_dict": {}, "path": tmp_path}, path)
-    with pytest.raises(Exception, match="Weights only load failed") as raised:
+    with pytest.raises(Exception, match="Weights only load failed"):
         SafeCheckpointIO().load_checkpoint(path, weights_only=True)
-    assert str(path) in raised.value.__notes__[0]
     assert SafeCheckpointIO().load_checkpoint(path, weights_only=False)["path"] == tmp_path
 
 

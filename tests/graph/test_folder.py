@@ -183,7 +183,7 @@ def test_sorted_edges_are_kept_until_the_edges_change(tmp_path: Path, cache: Pat
 
     indices = entry / "csc" / "indices.npy"
     indices.write_bytes(indices.read_bytes()[:-4])
-    with pytest.warns(UserWarning, match=r"is damaged \(csc/indices\.npy has \d+ bytes, but \d+ were written\)"):
+    with pytest.warns(UserWarning, match=r"is damaged or out of date \(csc/indices\.npy holds something else"):
         assert torch.equal(load_folder(tmp_path).graph.to_edge_index(), other.edge_index)
     assert [path.name for path in (cache / "topology").iterdir()] == [entry.name]
 

@@ -14,7 +14,7 @@ from lightning_gnn.graph import CSCGraph
 from lightning_gnn.partitioned import partition_graph
 from lightning_gnn.partitioned.assign import assign_nodes
 from lightning_gnn.partitioned.folder import FORMAT, Partition, write_partition
-from lightning_gnn.runtime.manifest import Manifest
+from lightning_gnn.runtime.manifest import seal
 from tests.full_graph.launch import observe
 from tests.partitioned.graphs import plain_graph, typed_graph
 
@@ -110,7 +110,7 @@ def test_the_summary_counts_what_is_sampled(tmp_path):
 
 DAMAGES = {
     "a byte": ("part-00001/node0.x.rows.npy", "part-00001 is damaged .*node0.x.rows.npy holds something else"),
-    "the end": ("part-00001/edge0.indices.npy", "part-00001 is damaged .*edge0.indices.npy has"),
+    "the end": ("part-00001/edge0.indices.npy", "part-00001 is damaged .*edge0.indices.npy holds something else"),
     "the map": ("common/node0.part.npy", "common is damaged .*node0.part.npy"),
     "nothing left": ("part-00001/edge0.indptr.npy", "part-00001 is damaged .*edge0.indptr.npy is missing"),
 }
@@ -155,9 +155,7 @@ def test_what_nfs_leaves_is_no_damage(folder):
 def test_parts_of_another_release_are_refused(folder):
     path = folder / "common" / "partition.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": FORMAT + 1}))
-    manifest = Manifest("parts", 0.0)
-    manifest.add_files(path.parent)
-    manifest.save(path.parent)
+    seal(path.parent, "parts")
     with pytest.raises(ValueError, match=f"format {FORMAT + 1}, but this release reads format {FORMAT}"):
         PartitionedDataModule(folder, **OPTIONS)
 
