@@ -9,17 +9,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from torch_geometric.sampler import NodeSamplerInput
 
 from benchmarks import sampling_baselines
 from benchmarks.device_clock import Clock, Launch, failure, rounds
 from benchmarks.sampling_baselines import MODES, BaselineSampler
-from lightning_gnn.graph.cache import plan_dual_cache
+from lightning_gnn.graph.cache import SECTOR_BYTES, Cacheable, CacheOrder, row_cost
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.graph.synthetic import power_law_graph
 from lightning_gnn.ops import batch_key, gather_rows, sample_neighbors
-from lightning_gnn.persistent import count_accesses
+from lightning_gnn.persistent.access_counts import count_reads
+from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.triton_kernels import sample as kernels
 from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
 
@@ -210,17 +213,22 @@ def caches(bench: Bench, cell: tuple[int, int, int]) -> list[dict[str, Any]]:
     node = bench.sample(next(iter(bench.samplers)), cell, 0)[0]
     host = bench.host.pin_memory() if on_gpu else bench.host
     hops, fanout, batch = cell
-    everyone = torch.arange(host.num_nodes)
-    counts = count_accesses(host, everyone, [fanout] * hops, batch, 8, backend="numba")
+    sampler = NeighborSampler(host, [fanout] * hops, seed=0, backend="numba")
+    reads = count_reads(sampler, NodeSamplerInput(None, torch.arange(host.num_nodes)), batch, range(8))
+    counts = [reads.rows[None].numpy(), reads.lists.numpy()]
+    sizes = [
+        np.full(host.num_nodes, table.row_bytes, np.int64),
+        host.in_degrees.numpy() * host.indices.element_size(),
+    ]
+    costs, lookups = (row_cost(table.row_bytes), SECTOR_BYTES), (4 * host.num_nodes, 16 * host.num_nodes + 8)
+    order = CacheOrder([Cacheable(*kind) for kind in zip(counts, sizes, costs, lookups, strict=True)])
     total = host.num_bytes + table.num_nodes * table.row_bytes
     sweep = []
     for share in BUDGETS if not bench.args.interpret else BUDGETS[::3]:
-        plan = plan_dual_cache(
-            counts.features, counts.adjacency, host.in_degrees, table.row_bytes, host.indices.element_size(),
-            int(share * total),
-        )  # fmt: skip
-        rows = table.cached(plan.feature_nodes, bench.device) if plan.feature_nodes.numel() else table
-        lists = plan.adjacency_nodes
+        chosen = order.best(int(share * total))
+        hot, lists = chosen.nodes
+        rows = table.cached(hot, bench.device) if hot.numel() else table
+        hits = [float(count[nodes].sum() / count.sum()) for count, nodes in zip(counts, chosen.nodes, strict=True)]
         cached = {"cached": host.cache_adjacency(lists, bench.device)} if lists.numel() else {}
         out = torch.empty(node.numel(), table.num_features, device=bench.device)
         try:
@@ -236,7 +244,7 @@ def caches(bench: Bench, cell: tuple[int, int, int]) -> list[dict[str, Any]]:
             bench.args.runs,
         )
         sweep.append({
-            "cache_bytes": int(share * total), "share": share, "us": us, "feature_hit_rate": plan.feature_hit_rate,
-            "adjacency_hit_rate": plan.adjacency_hit_rate, "used_bytes": plan.nbytes,
+            "cache_bytes": int(share * total), "share": share, "us": us, "feature_hit_rate": hits[0],
+            "adjacency_hit_rate": hits[1], "used_bytes": sum(chosen.nbytes),
         })  # fmt: skip
     return sweep

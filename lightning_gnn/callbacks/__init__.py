@@ -1,10 +1,10 @@
 """Lightning callbacks: throughput, curves, progress, checkpoints that outlive a run, stopping by signal."""
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from lightning_gnn.callbacks.epochs import EpochThroughput, LearningCurves, ShortProgressBar, Throughput
 from lightning_gnn.callbacks.interrupt import BestCheckpoint, StopOnSignal
-from lightning_gnn.runtime.messages import removed
+from lightning_gnn.runtime.messages import refuse_removed
 
 __all__ = [
     "BestCheckpoint",
@@ -15,8 +15,5 @@ __all__ = [
     "Throughput",
 ]
 
-
-def __getattr__(name: str) -> NoReturn:
-    if (gone := removed(f"{__name__}.{name}")) is not None:
-        raise ImportError(gone)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
+    __getattr__ = refuse_removed(__name__)

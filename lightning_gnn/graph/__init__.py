@@ -11,12 +11,12 @@ database as a graph), ``graph/convert.py`` (tables in files that are larger than
 ``graph/list_reads.py`` (topologies that do).
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_gnn.runtime import kernels  # noqa: F401  finds a folder for what numba compiles
 
 # isort: split
-from lightning_gnn.graph.cache import CachedAdjacency, DualCachePlan, RowCache, hottest, plan_dual_cache
+from lightning_gnn.graph.cache import CachedAdjacency, RowCache, hottest
 from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.convert import convert_tables
@@ -27,7 +27,7 @@ from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.hetero_folder import load_hetero_folder, save_hetero_folder
 from lightning_gnn.graph.partition import locality_aware_partition
 from lightning_gnn.graph.tables import from_tables
-from lightning_gnn.runtime.messages import removed
+from lightning_gnn.runtime.messages import refuse_removed
 
 __all__ = [
     "CSCGraph",
@@ -35,7 +35,6 @@ __all__ = [
     "Chunks",
     "CompressedGraph",
     "DiskFeatures",
-    "DualCachePlan",
     "FeatureTable",
     "HeteroCSCGraph",
     "RowCache",
@@ -44,14 +43,9 @@ __all__ = [
     "hottest",
     "load_hetero_folder",
     "locality_aware_partition",
-    "plan_dual_cache",
     "save_hetero_folder",
 ]
 
 
 if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
-
-    def __getattr__(name: str) -> Any:
-        if (gone := removed(f"{__name__}.{name}")) is not None:
-            raise ImportError(gone)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = refuse_removed(__name__)

@@ -1,5 +1,8 @@
 """What an accelerator keeps of a graph that lies in host memory: hot feature rows, hot adjacency lists, one budget.
 
+:class:`CacheOrder` fills the budget greedily by benefit per byte: against the best possible choice it loses at most the
+benefit of the first entry that does not fit.
+
 The two caches and the split of one budget between them by pre-sampling are DUCATI's (Zhang, Shen, Shao, Chen: DUCATI: A
 Dual-Cache Training System for Graph Neural Networks on Giant Graphs with the GPU, SIGMOD 2023).
 """
@@ -115,50 +118,6 @@ class CachedAdjacency:
 
 
 @dataclass(frozen=True, eq=False)
-class DualCachePlan:
-    """Which nodes' feature rows, and which nodes' adjacency lists, go to the device.
-
-    Args:
-        feature_nodes: int64 ``[n]``, the most beneficial first.
-        adjacency_nodes: int64 ``[m]``, the most beneficial first.
-        feature_bytes: What the cache of rows takes on the device, its lookup table included.
-        adjacency_bytes: What the cache of lists takes, its lookup tables included.
-        feature_gain: The cost of the counted row reads that it saves, in the units of the costs given.
-        adjacency_gain: The cost of the counted index reads that it saves, in the same units.
-        feature_hit_rate: The share of the counted row reads that it serves.
-        adjacency_hit_rate: The share of the counted index reads that it serves.
-    """
-
-    feature_nodes: Tensor
-    adjacency_nodes: Tensor
-    feature_bytes: int
-    adjacency_bytes: int
-    feature_gain: float
-    adjacency_gain: float
-    feature_hit_rate: float
-    adjacency_hit_rate: float
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both caches; never more than the budget."""
-        return self.feature_bytes + self.adjacency_bytes
-
-    @property
-    def gain(self) -> float:
-        """The cost of the counted accesses that both caches save."""
-        return self.feature_gain + self.adjacency_gain
-
-    def __str__(self) -> str:
-        lines = [f"{'cache':<10}{'nodes':>12}{'MiB':>12}{'hits':>8}"]
-        for name, nodes, size, hits in (
-            ("features", self.feature_nodes, self.feature_bytes, self.feature_hit_rate),
-            ("adjacency", self.adjacency_nodes, self.adjacency_bytes, self.adjacency_hit_rate),
-        ):
-            lines.append(f"{name:<10}{nodes.numel():>12,}{size / 2**20:>12,.1f}{hits:>8.1%}")
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True, eq=False)
 class Cacheable:
     """What a device may keep single entries of: the rows of a table, the lists of a graph.
 
@@ -262,85 +221,6 @@ def row_cost(row_bytes: int) -> int:
     return math.ceil(row_bytes / SECTOR_BYTES) * SECTOR_BYTES
 
 
-def plan_dual_cache(
-    feature_counts: Tensor,
-    adjacency_counts: Tensor,
-    degrees: Tensor,
-    feature_row_bytes: int,
-    index_bytes: int,
-    budget_bytes: int,
-    *,
-    feature_cost: float | None = None,
-    adjacency_cost: float = SECTOR_BYTES,
-    lookup_bytes: tuple[int, int] | None = None,
-) -> DualCachePlan:
-    """Split one budget between feature rows and adjacency lists, greedily by benefit per byte.
-
-    Entries of both kinds compete in one order; one that does not fit is passed over for smaller ones. Ties go to
-    feature rows, then to lower ids. A cache whose lookup table costs more than it is worth stays empty. Against the
-    best possible plan, at most the benefit of the first entry that does not fit is lost.
-
-    Args:
-        feature_counts: How often each row was read, ``[num_nodes]``; see
-            :func:`~lightning_gnn.persistent.count_accesses`, or take degrees.
-        adjacency_counts: How many entries of each adjacency list were read, ``[num_nodes]``.
-        degrees: In-degrees, ``[num_nodes]``.
-        feature_row_bytes: Bytes of a feature row.
-        index_bytes: Bytes of an entry of an adjacency list.
-        budget_bytes: Bytes on the device for both caches, lookup tables included.
-        feature_cost: What it costs to read one row from host memory, in measured seconds or in any unit shared with
-            ``adjacency_cost``; by default the bytes of the sectors that it covers.
-        adjacency_cost: What it costs to read one entry of a list from host memory; by default the bytes of a sector.
-        lookup_bytes: Bytes of the lookup tables of the two caches, paid by a cache that is not empty; by default
-            ``4 * num_nodes`` (``slot``) and ``16 * num_nodes + 8`` (``offset`` and ``indptr``).
-
-    Raises:
-        ValueError: Tensors that differ in length, a negative or non-finite count, cost or size.
-
-    Source: the allocator of DUCATI; here lookup tables count too, and costs may be measured.
-    """
-    num_nodes = degrees.numel()
-    counts = [_checked_counts(feature_counts, num_nodes), _checked_counts(adjacency_counts, num_nodes)]
-    sizes = [np.full(num_nodes, feature_row_bytes, np.int64), _as_array(degrees).astype(np.int64) * index_bytes]
-    costs = (row_cost(feature_row_bytes) if feature_cost is None else feature_cost, adjacency_cost)
-    tables = (4 * num_nodes, 16 * num_nodes + 8) if lookup_bytes is None else lookup_bytes
-    for number in (*costs, *tables, feature_row_bytes, index_bytes, budget_bytes):
-        if not (math.isfinite(number) and number >= 0):
-            raise ValueError(f"costs, sizes and the budget must be finite and not negative, but one is {number}")
-    if num_nodes and int(degrees.min()) < 0:
-        raise ValueError("degrees must not be negative")
-    kinds = [Cacheable(*kind) for kind in zip(counts, sizes, costs, tables, strict=True)]
-    best = CacheOrder(kinds).best(budget_bytes)
-    served = [float(count[n.numpy()].sum() / (count.sum() or 1.0)) for count, n in zip(counts, best.nodes, strict=True)]
-    (rows, lists), (row_bytes, list_bytes), (row_gain, list_gain) = best.nodes, best.nbytes, best.gains
-    return DualCachePlan(rows, lists, row_bytes, list_bytes, row_gain, list_gain, served[0], served[1])
-
-
-def plan_row_caches(counts: Mapping[Any, Tensor], row_bytes: Mapping[Any, int], budget_bytes: int) -> dict[Any, Tensor]:
-    """Split one budget between the feature rows of several types, greedily by benefit per byte.
-
-    As :func:`plan_dual_cache` does it; types have a cache if they are worth its lookup table.
-
-    Args:
-        counts: How often each row was read, ``[num_nodes]`` of each type.
-        row_bytes: Bytes of a feature row of each type.
-
-    Returns:
-        The nodes of each type that has any, int64 ``[n]``, the most beneficial first.
-    """
-    kinds = [
-        Cacheable(
-            _checked_counts(reads, reads.numel()),
-            np.full(reads.numel(), row_bytes[name], np.int64),
-            row_cost(row_bytes[name]),
-            4 * reads.numel(),
-        )
-        for name, reads in counts.items()
-    ]
-    best = CacheOrder(kinds).best(budget_bytes)
-    return {name: nodes for name, nodes in zip(counts, best.nodes, strict=True) if nodes.numel()}
-
-
 def hottest_of_types(scores: Mapping[Any, Tensor], count: int) -> dict[Any, Tensor]:
     """Return the nodes with the highest scores of all types together, by type; ties go to earlier types.
 
@@ -398,16 +278,3 @@ def _checked(nodes: Tensor, num_nodes: int) -> Tensor:
     if int(seen.sum()) != nodes.numel():
         raise ValueError("a node to cache is given twice")
     return nodes
-
-
-def _checked_counts(counts: Tensor, num_nodes: int) -> _Array:
-    array = _as_array(counts).astype(np.float64)
-    if array.shape != (num_nodes,):
-        raise ValueError(f"expected one count per node, {num_nodes}, but got the shape {list(array.shape)}")
-    if not bool((np.isfinite(array) & (array >= 0)).all()):
-        raise ValueError("counts must be finite and not negative")
-    return array
-
-
-def _as_array(tensor: Tensor) -> _Array:
-    return tensor.detach().cpu().numpy()

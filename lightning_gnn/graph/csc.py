@@ -299,8 +299,7 @@ class CSCGraph:
         """Copy the adjacency lists of some nodes to a device, so that sampling reads them there.
 
         Args:
-            nodes: Whose lists, int64 or int32 ``[n]``, none of them twice; see
-                :func:`~lightning_gnn.graph.cache.plan_dual_cache`.
+            nodes: Whose lists, int64 or int32 ``[n]``, none of them twice.
             device: Where to.
 
         Raises:

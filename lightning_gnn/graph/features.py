@@ -158,9 +158,8 @@ class FeatureTable:
         """Return the table with the rows of some nodes, and all scales, copied to a device.
 
         Args:
-            nodes: Whose rows, int64 or int32 ``[cache_rows]``, none of them twice:
-                ``hottest(graph.out_degrees, cache_rows)``, ``hottest(count_accesses(…).features, cache_rows)``, or the
-                ``feature_nodes`` of :func:`~lightning_gnn.graph.cache.plan_dual_cache`.
+            nodes: Whose rows, int64 or int32 ``[cache_rows]``, none of them twice, such as
+                ``hottest(graph.out_degrees, cache_rows)``.
             device: Where gathered rows are wanted. For an accelerator, pin the table too.
 
         Raises:

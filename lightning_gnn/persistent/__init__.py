@@ -10,15 +10,18 @@ edges), ``triton_kernels/queue.py`` (the task queue and its end test), ``triton_
 ``persistent/budget.py``, one plan for the memory, and ``persistent/shards.py``, tables dealt out to several GPUs.
 """
 
-from lightning_gnn.persistent.access_counts import AccessCounts, count_accesses
+from typing import TYPE_CHECKING
+
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
 from lightning_gnn.persistent.link_datamodule import PersistentLinkDataModule
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler
+from lightning_gnn.runtime.messages import refuse_removed
 
 __all__ = [
-    "AccessCounts",
     "PersistentLinkDataModule",
     "PersistentNeighborSampler",
     "PersistentSamplerDataModule",
-    "count_accesses",
 ]
+
+if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
+    __getattr__ = refuse_removed(__name__)

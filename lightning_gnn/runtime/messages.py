@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Integral
 from typing import Any
 
@@ -12,6 +12,7 @@ OF_NEWER_TORCH = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 """How the warning begins that torch 2.13 has for Lightning 2.6 whenever it puts loaders together, anybody's."""
 
 _TRACE = "Lightning's PyTorchProfiler writes a trace in which the stages have names; see docs/how-to/profiling.md"
+_CACHES = "PersistentSamplerDataModule(cache_bytes=…) counts and plans; .plan_placement() returns what it would cache"
 REMOVED = {
     "callbacks=timeline": _TRACE,
     "convert.rows": "features are written as x.npy, which datamodule.memory= reads from disk; leave it out",
@@ -21,6 +22,10 @@ REMOVED = {
     "datamodule.verify_store": "files of features have no checksums; leave it out",
     "lightning_gnn.callbacks.StageTimeline": _TRACE,
     "lightning_gnn.graph.RowFile": "features on disk are .npy files, whose path DiskFeatures and store= take",
+    "lightning_gnn.graph.DualCachePlan": _CACHES,
+    "lightning_gnn.graph.plan_dual_cache": _CACHES,
+    "lightning_gnn.persistent.AccessCounts": _CACHES,
+    "lightning_gnn.persistent.count_accesses": _CACHES,
     "lightning_gnn.graph.write_rows": "write features as x.npy by FeatureTable(x, dtype=…).save(path)",
 }
 """Choices, options and public names of earlier releases, and what to use instead."""
@@ -29,6 +34,17 @@ REMOVED = {
 def removed(name: str) -> str | None:
     """Return the message for a choice, an option or a name that was removed; None for another."""
     return f"{name} was removed: {REMOVED[name]}" if name in REMOVED else None
+
+
+def refuse_removed(module: str) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package that names what replaces a removed name."""
+
+    def refuse(name: str) -> Any:
+        if (gone := removed(f"{module}.{name}")) is not None:
+            raise ImportError(gone)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return refuse
 
 
 def whole_number(value: Any, name: str, least: int | None = None) -> int:

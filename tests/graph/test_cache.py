@@ -10,15 +10,15 @@ from torch_geometric.sampler import NodeSamplerInput
 from lightning_gnn.graph import CSCGraph, FeatureTable
 from lightning_gnn.graph.cache import (
     SECTOR_BYTES,
+    Cacheable,
+    CacheOrder,
     RowCache,
     hottest,
     hottest_of_types,
-    plan_dual_cache,
-    plan_row_caches,
+    row_cost,
 )
 from lightning_gnn.graph.synthetic import power_law_graph
 from lightning_gnn.ops import batch_key, sample_neighbors
-from lightning_gnn.persistent import count_accesses
 from lightning_gnn.persistent.access_counts import count_reads
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.strategies import graphs
@@ -39,35 +39,15 @@ def sources(cached, targets, positions):
 
 @st.composite
 def workloads(draw):
-    """Draw (feature_counts, adjacency_counts, degrees, row_bytes, index_bytes, budget, costs, lookup_bytes)."""
-    nodes = draw(st.integers(0, 5))
-    numbers = st.lists(st.integers(0, 9), min_size=nodes, max_size=nodes).map(torch.tensor)
-    return (
-        *(draw(numbers).to(torch.int64) for _ in range(3)),
-        draw(st.sampled_from([0, 4, 10])),
-        draw(st.sampled_from([4, 8])),
-        draw(st.integers(0, 150)),
-        {
-            "feature_cost": draw(st.sampled_from([0.5, 3.0])),
-            "adjacency_cost": draw(st.sampled_from([0.0, 1.0])),
-            "lookup_bytes": draw(st.sampled_from([(0, 0), (7, 20), (1000, 0)])),
-        },
-    )
-
-
-def entries(feature_counts, adjacency_counts, degrees, row_bytes, index_bytes, options):
-    """List (kind, node, bytes, gain) of what may be cached."""
-    found = []
-    for node, (reads, picks, degree) in enumerate(
-        zip(feature_counts.tolist(), adjacency_counts.tolist(), degrees.tolist(), strict=True)
-    ):
-        for kind, size, gain in (
-            (0, row_bytes, reads * options["feature_cost"]),
-            (1, degree * index_bytes, picks * options["adjacency_cost"]),
-        ):
-            if size and gain:
-                found.append((kind, node, size, gain))
-    return found
+    """Draw up to three kinds of entries, of which the sizes are small, and a budget."""
+    kinds = []
+    for _ in range(draw(st.integers(0, 3))):
+        entries = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=4))
+        reads, sizes = np.array(entries, dtype=np.int64).reshape(-1, 2).T
+        kinds.append(
+            Cacheable(reads, sizes, draw(st.sampled_from([0.0, 0.5, 3.0])), draw(st.sampled_from([0, 7, 1000])))
+        )
+    return kinds, draw(st.integers(0, 150))
 
 
 def best_gain(found, budget, lookup_bytes):
@@ -82,82 +62,43 @@ def best_gain(found, budget, lookup_bytes):
 
 @settings(max_examples=300)
 @given(workloads())
-def test_plan_against_all_plans(workload):
-    *arguments, options = workload
-    budget = arguments[-1]
-    plan = plan_dual_cache(*arguments, **options)
-    found = entries(*arguments[:-1], options)
-    by_place = {(kind, node): (size, gain) for kind, node, size, gain in found}
-    chosen = [
-        (kind, node) for kind, nodes in enumerate((plan.feature_nodes, plan.adjacency_nodes)) for node in nodes.tolist()
+def test_chosen_entries_against_all_choices(workload):
+    kinds, budget = workload
+    choice = CacheOrder(kinds).best(budget)
+    found = [
+        (number, node, int(size), float(reads * kind.cost))
+        for number, kind in enumerate(kinds)
+        for node, (reads, size) in enumerate(zip(kind.reads, kind.sizes, strict=True))
+        if size and reads * kind.cost
     ]
-    assert len(set(chosen)) == len(chosen)
-    for kind, total in enumerate((plan.feature_bytes, plan.adjacency_bytes)):
-        sizes = [by_place[place][0] for place in chosen if place[0] == kind]
-        assert total == sum(sizes) + (options["lookup_bytes"][kind] if sizes else 0)
-    assert plan.nbytes <= budget
-    assert plan.gain == pytest.approx(sum(by_place[place][1] for place in chosen))
-    best = best_gain(found, budget, options["lookup_bytes"])
+    entries = {(number, node): (size, gain) for number, node, size, gain in found}
+    for number, (nodes, nbytes, gain) in enumerate(zip(choice.nodes, choice.nbytes, choice.gains, strict=True)):
+        chosen = [entries[number, node] for node in nodes.tolist()]
+        assert nodes.unique().numel() == nodes.numel()
+        assert nbytes == sum(size for size, _ in chosen) + (kinds[number].lookup_bytes if chosen else 0)
+        assert gain == pytest.approx(sum(gain for _, gain in chosen))
+    assert sum(choice.nbytes) <= budget
+    best = best_gain(found, budget, [kind.lookup_bytes for kind in kinds])
     largest = max((gain for *_, gain in found), default=0.0)
-    assert best - largest <= plan.gain <= best
+    assert best - largest <= sum(choice.gains) <= best
     if len({size for _, _, size, _ in found}) <= 1:
-        assert plan.gain == pytest.approx(best)  # entries of one size: greedy is exact
-    again = plan_dual_cache(*arguments, **options)
-    assert torch.equal(again.feature_nodes, plan.feature_nodes)
-    assert torch.equal(again.adjacency_nodes, plan.adjacency_nodes)
+        assert sum(choice.gains) == pytest.approx(best)  # entries of one size: greedy is exact
+    again = CacheOrder(kinds).best(budget)
+    assert all(torch.equal(one, other) for one, other in zip(choice.nodes, again.nodes, strict=True))
 
 
 def counts(*numbers):
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def test_ties_budgets_and_lookup_tables():
-    same = counts(1, 1, 1)
-    free = {"feature_cost": 1, "adjacency_cost": 1, "lookup_bytes": (0, 0)}
-    plan = plan_dual_cache(same, same, same, 8, 8, 4 * 8, **free)
-    assert plan.feature_nodes.tolist() == [0, 1, 2]  # rows before lists, then lower ids
-    assert plan.adjacency_nodes.tolist() == [0]
-    assert plan_dual_cache(same, same, same, 8, 8, 6 * 8, **free).nbytes == 48
-    assert plan_dual_cache(same, same, same, 8, 8, 7, **free).nbytes == 0
-    # By default the lookup tables count: 4 bytes a node for rows, 16 and 8 more for lists.
-    assert plan_dual_cache(same, 0 * same, same, 8, 8, 4 * 3 + 7).nbytes == 0
-    assert plan_dual_cache(same, 0 * same, same, 8, 8, 4 * 3 + 8).feature_nodes.tolist() == [0]
-    assert plan_dual_cache(0 * same, same, same, 8, 8, 16 * 3 + 8 + 8).adjacency_nodes.tolist() == [0]
-    # A node that was never touched is not cached, however large the budget.
-    plan = plan_dual_cache(counts(0, 5, 0), counts(0, 0, 2), counts(3, 0, 3), 8, 4, 10**9)
-    assert (plan.feature_nodes.tolist(), plan.adjacency_nodes.tolist()) == ([1], [2])
-    assert (plan.feature_hit_rate, plan.adjacency_hit_rate) == (1.0, 1.0)
-    assert "100.0%" in str(plan)
-
-
-@settings(max_examples=200)
-@given(
-    st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=4), st.integers(1, 100)), max_size=3), st.integers(0, 600)
-)
-def test_rows_of_types_against_all_plans(types, budget):
-    reads = {number: counts(*read) for number, (read, _) in enumerate(types)}
-    widths = {number: width for number, (_, width) in enumerate(types)}
-    chosen = plan_row_caches(reads, widths, budget)
-    assert all(nodes.numel() and nodes.unique().numel() == nodes.numel() for nodes in chosen.values())
-    assert sum(nodes.numel() * widths[name] + 4 * reads[name].numel() for name, nodes in chosen.items()) <= budget
-
-    def gain(name, node):
-        return int(reads[name][node]) * -(-widths[name] // SECTOR_BYTES) * SECTOR_BYTES
-
-    found = [
-        (name, node, widths[name], gain(name, node))
-        for name, read in reads.items()
-        for node in range(read.numel())
-        if read[node]
-    ]
-    total = sum(gain(name, node) for name, nodes in chosen.items() for node in nodes.tolist())
-    best = best_gain(found, budget, {name: 4 * read.numel() for name, read in reads.items()})
-    assert total <= best
-    if len(types) == 1:
-        alone = plan_dual_cache(reads[0], 0 * reads[0], reads[0], widths[0], 8, budget)
-        assert chosen.get(0, counts()).tolist() == alone.feature_nodes.tolist()
-    if budget >= sum(4 * read.numel() + widths[name] * read.numel() for name, read in reads.items()):
-        assert total == best  # there is room for all
+def test_ties_go_to_earlier_kinds_and_lower_ids():
+    same, size = np.ones(3, np.int64), np.full(3, 8)
+    choice = CacheOrder([Cacheable(same, size, 1.0, 0), Cacheable(same, size, 1.0, 0)]).best(4 * 8)
+    assert [nodes.tolist() for nodes in choice.nodes] == [[0, 1, 2], [0]]
+    # A lookup table counts, and an entry that was never read is not kept, however large the budget.
+    one = CacheOrder([Cacheable(np.array([0, 5, 0]), size, 1.0, 12)])
+    assert [one.best(budget).nbytes for budget in (19, 20, 10**9)] == [[0], [20], [20]]
+    assert row_cost(80) == 96  # three sectors of 32 bytes
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=3), st.integers(0, 16))
@@ -167,30 +108,6 @@ def test_the_hottest_of_all_types(scores, count):
     assert sorted((name, node) for name, nodes in chosen.items() for node in nodes.tolist()) == sorted(
         entry[1:] for entry in order[:count]
     )
-
-
-def test_measured_costs_move_the_split():
-    reads, picks, degrees = counts(*range(1, 101)), counts(*range(100, 0, -1)), counts(*[20] * 100)
-    budget = 12_000
-    for cost, rows_win in ((1e-9, False), (1e-3, True)):
-        plan = plan_dual_cache(reads, picks, degrees, 80, 4, budget, feature_cost=cost, adjacency_cost=1e-6)
-        assert (plan.feature_nodes.numel() > plan.adjacency_nodes.numel()) is rows_win
-        assert plan.nbytes <= budget
-    default = plan_dual_cache(reads, 0 * picks, degrees, 80, 4, budget)
-    assert default.gain == reads[default.feature_nodes].sum() * 96  # 80 bytes touch three sectors of 32
-    assert SECTOR_BYTES == 32
-
-
-def test_bad_workloads():
-    same = counts(1, 1)
-    with pytest.raises(ValueError, match=r"one count per node, 2, but got the shape \[3\]"):
-        plan_dual_cache(counts(1, 1, 1), same, same, 8, 8, 100)
-    with pytest.raises(ValueError, match="counts must be finite"):
-        plan_dual_cache(same, torch.tensor([1.0, float("nan")]), same, 8, 8, 100)
-    with pytest.raises(ValueError, match="the budget must be finite and not negative, but one is -1"):
-        plan_dual_cache(same, same, same, 8, 8, -1)
-    with pytest.raises(ValueError, match="degrees must not be negative"):
-        plan_dual_cache(same, same, -same, 8, 8, 100)
 
 
 def test_hottest_nodes():
@@ -229,66 +146,46 @@ def test_bad_nodes_to_cache(tmp_path):
     assert mapped.cache_adjacency(counts(2), "cpu").cached_indices.tolist() == [1]
 
 
-def test_counts_are_those_of_the_mini_batches():
+@pytest.mark.parametrize("options", [{}, {"replace": True}, {"disjoint": True}], ids=["uniform", "replace", "disjoint"])
+def test_counts_are_those_of_the_mini_batches(options):
     graph = CSCGraph.from_csc(*power_law_graph(300, 3000, seed=1))
-    seeds = torch.arange(0, 300, 3)
-    result = count_accesses(graph, seeds, [4, 3], batch_size=40, num_batches=5, seed=7)
-    features, adjacency = np.zeros(300, int), np.zeros(300, int)
+    seeds, sampler = torch.arange(0, 300, 3), NeighborSampler(graph, [4, 3], **options)
+    rows, lists, edges = np.zeros(300, int), np.zeros(300, int), 0
     generator = torch.Generator().manual_seed(7)
     for epoch, batches in ((0, 3), (1, 2)):
         order = seeds[torch.randperm(100, generator=generator)]
         for batch in range(batches):
             key = batch_key(7, epoch=epoch, batch=batch)
-            out = sample_neighbors(graph, order[batch * 40 : batch * 40 + 40], [4, 3], key)
-            for node in out.node.tolist():
-                features[node] += 1
-            for target in out.node[out.edge_index[1]].tolist():
-                adjacency[target] += 1
-    assert result.features.tolist() == features.tolist()
-    assert result.adjacency.tolist() == adjacency.tolist()
-    assert result.num_batches == 5
-    for arguments in ((seeds[:0], [2], 1, 1), (seeds, [2], 0, 1), (seeds, [2], 1, 0)):
-        with pytest.raises(ValueError, match="pre-sampling needs"):
-            count_accesses(graph, *arguments)
-
-
-def test_rows_that_any_sampler_reads_are_counted():
-    graph = CSCGraph.from_csc(*power_law_graph(300, 2000))
-    seeds = torch.arange(0, 300, 2)
-    for options in ({}, {"replace": True}, {"disjoint": True}):
-        expected = count_accesses(graph, seeds, [4, 3], batch_size=40, num_batches=5, seed=7, **options)
-        sampler = NeighborSampler(graph, [4, 3], **options)
-        inputs = NodeSamplerInput(None, seeds)
-        found = count_reads(sampler, inputs, 40, range(2), seed=7) + count_reads(
-            sampler, inputs, 40, range(2, 5), seed=7
-        )
-        assert list(found.rows) == list(found.edges) == [None]
-        assert torch.equal(found.rows[None], expected.features)
-        assert torch.equal(found.lists, expected.adjacency)
-        assert (found.edges[None], found.num_batches) == (int(expected.adjacency.sum()), 5)
+            out = sample_neighbors(graph, order[batch * 40 : batch * 40 + 40], [4, 3], key, **options)
+            np.add.at(rows, out.node.numpy(), 1)
+            np.add.at(lists, out.node[out.edge_index[1]].numpy(), 1)
+            edges += out.edge_index.size(1)
+    inputs = NodeSamplerInput(None, seeds)
+    found = count_reads(sampler, inputs, 40, range(2), seed=7) + count_reads(sampler, inputs, 40, range(2, 5), seed=7)
+    assert found.rows[None].tolist() == rows.tolist()
+    assert found.lists.tolist() == lists.tolist()
+    assert (found.edges, found.num_batches) == ({None: edges}, 5)
 
 
 def test_from_counts_to_caches_within_the_budget():
     graph = CSCGraph.from_csc(*power_law_graph(2000, 30_000))
     table = FeatureTable(torch.randn(2000, 16))
-    seen = count_accesses(graph, torch.arange(0, 2000, 5), [10, 5], batch_size=50, num_batches=8)
-    index_bytes = graph.indices.element_size()
-    for quantised in (False, True):
-        table = table.quantized() if quantised else table
-        lookup = (4 * 2000 + (4 * 2000 if quantised else 0), 16 * 2000 + 8)
-        budget = 200_000
-        plan = plan_dual_cache(
-            seen.features, seen.adjacency, graph.in_degrees, table.row_bytes, index_bytes, budget, lookup_bytes=lookup
-        )
-        assert plan.feature_nodes.numel()
-        assert plan.adjacency_nodes.numel()
-        rows, lists = table.cached(plan.feature_nodes, "cpu"), graph.cache_adjacency(plan.adjacency_nodes, "cpu")
-        scales = table.scales.nbytes if quantised else 0
-        assert rows.cache.nbytes + scales == plan.feature_bytes
-        assert lists.nbytes == plan.adjacency_bytes
-        assert plan.nbytes <= budget
+    inputs = NodeSamplerInput(None, torch.arange(0, 2000, 5))
+    seen = count_reads(NeighborSampler(graph, [10, 5]), inputs, 50, range(8))
+    sizes = graph.in_degrees.numpy() * graph.indices.element_size()
+    of_lists = Cacheable(seen.lists.numpy(), sizes, SECTOR_BYTES, 16 * 2000 + 8)
+    for quantized in (False, True):
+        table = table.quantized() if quantized else table
+        width = np.full(2000, table.row_bytes)
+        of_rows = Cacheable(seen.rows[None].numpy(), width, row_cost(table.row_bytes), (8 if quantized else 4) * 2000)
+        choice = CacheOrder([of_rows, of_lists]).best(200_000)
+        rows, lists = table.cached(choice.nodes[0], "cpu"), graph.cache_adjacency(choice.nodes[1], "cpu")
+        scales = table.scales.nbytes if quantized else 0
+        assert [rows.cache.nbytes + scales, lists.nbytes] == choice.nbytes
+        assert sum(choice.nbytes) <= 200_000
         # Skewed access: the cache serves more than its share of the edges.
-        assert plan.adjacency_hit_rate > 1.2 * lists.cached_indices.numel() / graph.num_edges
+        hits = seen.lists[choice.nodes[1]].sum() / seen.lists.sum()
+        assert hits > 1.2 * lists.cached_indices.numel() / graph.num_edges
         n_id = torch.randint(2000, (500,))
         assert torch.equal(rows.gather(n_id), table.gather(n_id))
 
