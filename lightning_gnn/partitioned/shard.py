@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,8 +116,3 @@ def _bytes_of(rows: Tensor, places: Tensor) -> np.ndarray:
     if not picked.numel():
         return np.empty((places.numel(), width), np.uint8)
     return picked.view(torch.uint8).numpy()
-
-
-def without_ids(graph: CSCGraph) -> CSCGraph:
-    """Return lists whose edges are numbered as they stand."""
-    return replace(graph, edge_ids=None)

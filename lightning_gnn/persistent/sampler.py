@@ -11,7 +11,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput, SamplerOutput
+from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, SamplerOutput
 from torch_geometric.sampler.base import NumNeighbors, SubgraphType
 
 from lightning_gnn.graph.csc import CSCGraph
@@ -24,7 +24,6 @@ from lightning_gnn.ops.sample.triton import (
     begin_samples,
     most_batches,
     runs_on,
-    sample_bulk,
     triton_sampler,
 )
 from lightning_gnn.persistent.shards import LIST_SHIFT, LocalMachine, PeerShards
@@ -284,7 +283,7 @@ class PersistentNeighborSampler(NeighborSampler):
         return [self.as_output(NeighborSample(*sample)) for sample in begun.end()]
 
     def bulk_size(self, wanted: int = 8) -> int:
-        """Return how many mini-batches :meth:`sample_many` had best be given at a time.
+        """Return how many mini-batches :meth:`begin` had best be given at a time.
 
         One, where each takes a launch of its own: in graphs with several types, times or weights, with LABOR, in
         disjoint and in induced samples, and by the queue. Else so many that the words of their nodes, 8 bytes each per
@@ -301,39 +300,6 @@ class PersistentNeighborSampler(NeighborSampler):
             free = torch.cuda.mem_get_info(self._kernel.device)[0]
             most = min(most, free // 8 // (8 * max(self.graph.num_nodes, 1)))
         return int(max(1, most))
-
-    def sample_many(self, inputs: Sequence[NodeSamplerInput], keys: Sequence[int]) -> list[Output]:
-        """Sample several mini-batches, in one launch where that can be (:meth:`bulk_size`).
-
-        Args:
-            inputs: The seeds of each.
-            keys: The key of each.
-
-        Returns:
-            What :meth:`sample_from_nodes` returns for each of them, bit for bit.
-
-        Raises:
-            TypeError: As for :meth:`sample_from_nodes`, and so are the following.
-            IndexError: A seed outside the graph.
-            ValueError: Seeds with a type.
-            RuntimeError: A worker process of a loader asks; it cannot use its parent's GPU.
-        """
-        self._check_process()
-        if (
-            self.device is None
-            or len(inputs) < 2
-            or self.bulk_size() < 2
-            or any(own.time is not None for own in inputs)
-        ):
-            return [self.sample_from_nodes(own, key) for own, key in zip(inputs, keys, strict=True)]
-        seeds = [sent(check_seeds(own.node, self.graph.num_nodes), self.device) for own in inputs]
-        drawn = sample_bulk(self._kernel, seeds, self.num_neighbors, keys, self.replace)
-        made = []
-        for own, sample in zip(inputs, drawn, strict=True):
-            out = self.as_output(NeighborSample(*sample))
-            out.metadata = (own.input_id, own.time)
-            made.append(self._both_ways(out))
-        return made
 
     def original_positions(self, graph: CSCGraph, edge: Tensor) -> Tensor:
         """Turn positions in CSC order into positions in the user's ``edge_index``, on the device."""

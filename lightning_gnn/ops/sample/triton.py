@@ -44,20 +44,10 @@ def triton_sampler(
 
 
 def most_batches(sampler: TritonNeighborSampler) -> int:
-    """Return how many mini-batches :func:`sample_bulk` draws in one launch at most."""
+    """Return how many mini-batches one launch samples at most."""
     from lightning_gnn.triton_kernels import sample_bulk as kernels
 
     return int(kernels.most_batches(sampler))
-
-
-def sample_bulk(
-    sampler: TritonNeighborSampler, seeds: Sequence[Tensor], fanouts: Sequence[int], keys: Sequence[int], replace: bool
-) -> list[Any]:
-    """Sample several mini-batches side by side; arguments as for ``triton_kernels.sample_bulk.sample_bulk``."""
-    from lightning_gnn.triton_kernels import sample_bulk as kernels
-
-    made: list[Any] = kernels.sample_bulk(sampler, seeds, fanouts, keys, replace)
-    return made
 
 
 def begin_samples(
