@@ -47,8 +47,3 @@ def test_a_chrome_trace_of_lightnings_profiler_names_the_stages(tmp_path, kind, 
     (path,) = tmp_path.glob("*.pt.trace.json")
     found = {event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"}
     assert stages <= found
-
-
-def test_the_callback_that_is_gone_says_what_takes_its_place():
-    with pytest.raises(ImportError, match=r"StageTimeline was removed: Lightning's PyTorchProfiler writes a trace"):
-        from lightning_gnn.callbacks import StageTimeline  # noqa: F401

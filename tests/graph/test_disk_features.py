@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_gnn.ops  # noqa: F401  registers the operators
-from lightning_gnn import graph
 from lightning_gnn.graph import DiskFeatures, FeatureTable, disk_reads, read_queue
 from lightning_gnn.graph.disk_cache import NEVER, RowLocations
 from lightning_gnn.graph.feature_file import BLOCK_BYTES, FeatureFile
@@ -328,14 +327,6 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "x.rows").write_bytes(b"\0" * 5000)
     with pytest.raises(ValueError, match=r"x\.rows is a file of an earlier release.* write .* again as x\.npy"):
         DiskFeatures(tmp_path / "x.rows", "10MB")
-
-
-@pytest.mark.parametrize("name", ["write_rows", "RowFile"])
-def test_names_of_an_earlier_release_say_what_to_use_instead(name):
-    with pytest.raises(ImportError, match=f"graph.{name} was removed: .*npy"):
-        getattr(graph, name)
-    with pytest.raises(AttributeError, match="has no attribute 'other'"):
-        graph.other  # noqa: B018
 
 
 def test_a_thread_that_fails_ends_the_read(tmp_path, monkeypatch):
