@@ -29,11 +29,6 @@ def check_arguments(
 
     Only plain values and lists of them are judged, and only by annotations that are understood. What is null without
     having been typed asks for nothing, and :func:`without_null` leaves it out.
-
-    Args:
-        node: Holds ``_target_`` and its arguments, which may be such nodes themselves.
-        experiment: The experiment that may have set the others.
-        filled: Arguments that may be null, since they are filled in later.
     """
     try:
         target = get_object(node._target_)

@@ -68,12 +68,7 @@ class UserError(Exception):
 
 @contextmanager
 def explained(only_ours: bool = False) -> Iterator[None]:
-    """Turn errors that a user can put right into a :class:`UserError`.
-
-    Args:
-        only_ours: Leave alone what was not raised by this package's checks or by Lightning's: it may be a bug, whose
-            traceback is wanted.
-    """
+    """Turn errors that a user can put right into a :class:`UserError`."""
     try:
         yield
     except _USER_ERRORS as error:

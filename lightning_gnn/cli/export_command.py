@@ -59,11 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write(cfg: DictConfig, path: Path, form: str, num_seeds: int | None) -> str:
-    """Write the model of ``ckpt_path``, and return what to say of it.
-
-    Args:
-        num_seeds: How many rows the program returns; None returns all.
-    """
+    """Write the model of ``ckpt_path``, and return what to say of it."""
     be_quiet()
     if form == "onnx":
         check_onnx()

@@ -55,11 +55,7 @@ def main() -> None:
 
 
 def run(cfg: DictConfig) -> None:
-    """Plan the run that a composed configuration describes, print the plan and save it.
-
-    Args:
-        cfg: A configuration composed from ``conf/plan.yaml``; under the compose API give ``output_dir``.
-    """
+    """Plan the run that a composed configuration describes, print the plan and save it."""
     be_quiet()
     said: list[str] = []
     with explained():
@@ -171,12 +167,7 @@ def _trainer(cfg: DictConfig, **more: Any) -> pl.Trainer:
 
 @dataclass(frozen=True)
 class CollectiveForecast:
-    """A plan, and what it predicts.
-
-    Args:
-        plan: The measured one, or the one given with ``datamodule.plan``.
-        on_cpu: Whether the CPU has played the GPU's part.
-    """
+    """A plan, and what it predicts."""
 
     plan: CollectivePlan
     on_cpu: bool = False
@@ -211,9 +202,6 @@ def profile(
     """Train until the DataModule has a plan.
 
     Plans that are kept from earlier runs do not count: it always measures, unless the DataModule was given a plan.
-
-    Args:
-        module: What trains; a few of its steps are taken.
     """
     if max_batches < 1:
         raise ValueError(f"plan.max_batches must be at least 1, but is {max_batches}")

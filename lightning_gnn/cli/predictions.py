@@ -91,12 +91,7 @@ def columns(rows: Tensor, task: str, begin: int = 0, ids: Sequence[str] | None =
 
 
 def node_names(cfg: DictConfig, target: str | None, count: int) -> list[str] | None:
-    """Read what nodes are called: ``ids.txt`` in the folder of a graph, one line for each; None where there is none.
-
-    Args:
-        cfg: The configuration of the run; ``data.root`` names the folder.
-        target: The type of nodes, whose folder has the file then, or None.
-    """
+    """Read what nodes are called: ``ids.txt`` in the folder of a graph, one line for each; None where there is none."""
     root = cfg.data.get("root")
     if root is None:
         return None

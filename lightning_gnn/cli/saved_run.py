@@ -44,11 +44,7 @@ _NOT_KEPT = ("mode", "ckpt_path", "output_dir", "plan", "predictions")
 
 
 class KeepConfig(pl.Callback):
-    """Puts the configuration of a run into its checkpoints, as plain dictionaries under :data:`KEY`.
-
-    Args:
-        cfg: The whole configuration of the run.
-    """
+    """Puts the configuration of a run into its checkpoints, as plain dictionaries under :data:`KEY`."""
 
     def __init__(self, cfg: DictConfig) -> None:
         initialized = HydraConfig.initialized()

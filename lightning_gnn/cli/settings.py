@@ -12,11 +12,7 @@ from lightning_gnn.runtime.messages import removed
 
 
 def parsed(kind: type, settings: Sequence[str], command: str) -> Any:
-    """Return a dataclass filled with settings.
-
-    Args:
-        kind: The dataclass; what is ``MISSING`` in it must be given.
-    """
+    """Return a dataclass filled with settings."""
     for name in (setting.partition("=")[0] for setting in settings):
         if (gone := removed(f"{command.rpartition(' ')[2]}.{name}")) is not None:
             raise ValueError(gone)

@@ -21,11 +21,7 @@ _LINKS = {"num_train": 20000, "num_val": 2000, "num_test": 5000}
 
 
 def fill_splits(part: Any) -> str:
-    """Draw the splits that labelled nodes lack, always the same ones, and leave out an empty one; return a note of it.
-
-    Args:
-        part: Has ``y``, and perhaps masks or ids of splits; gets masks.
-    """
+    """Draw the splits that labelled nodes lack, always the same ones, and drop an empty one; return a note of it."""
     if (y := part.get("y")) is None:
         return ""
     given = {stage: seeds_in(part, stage) for stage in ("train", "val", "test")}

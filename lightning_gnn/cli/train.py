@@ -57,11 +57,7 @@ def _run_one(cfg: DictConfig) -> float | None:
 
 
 def run(cfg: DictConfig) -> dict[str, Any]:
-    """Do what a composed configuration says: train and test, test, or predict.
-
-    Args:
-        cfg: A configuration composed from ``conf/train.yaml``; under the compose API give ``output_dir``.
-    """
+    """Do what a composed configuration says: train and test, test, or predict."""
     begin, started = time.perf_counter(), datetime.now().astimezone()
     be_quiet()
     with explained():

@@ -155,11 +155,7 @@ class CacheChoice:
 
 
 class CacheOrder:
-    """Entries of several kinds in one order, by benefit per byte; ties go to earlier kinds, then to lower ids.
-
-    Args:
-        kinds: What may be kept.
-    """
+    """Entries of several kinds in one order, by benefit per byte; ties go to earlier kinds, then to lower ids."""
 
     def __init__(self, kinds: Sequence[Cacheable]) -> None:
         self._kinds = kinds
@@ -175,9 +171,6 @@ class CacheOrder:
         """Fill a budget greedily: an entry that does not fit is passed over for smaller ones.
 
         A larger budget never gains less.
-
-        Args:
-            among: The kinds that may have a cache; by default all.
         """
         wanted = range(len(self._kinds)) if among is None else sorted(among)
         best, best_gain = np.empty(0, np.int64), 0.0

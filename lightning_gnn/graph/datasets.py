@@ -110,10 +110,7 @@ def reddit(root: str | Path = "data/reddit", trust: bool = False) -> Data:
     Returns:
         ``Data`` like that of :func:`planetoid`.
 
-    Raises:
-        FileNotFoundError: It is not processed yet, and the folder is read-only.
-        RuntimeError: Files are missing, and the download failed.
-        ValueError: A file is damaged or asks for code to be run.
+    Raises: As :func:`planetoid`.
     """
     return _load(Reddit, root, trust)
 
@@ -129,10 +126,7 @@ def flickr(root: str | Path = "data/flickr", trust: bool = False) -> Data:
     Returns:
         ``Data`` like that of :func:`planetoid`.
 
-    Raises:
-        FileNotFoundError: It is not processed yet, and the folder is read-only.
-        RuntimeError: Files are missing, and the download failed.
-        ValueError: A file is damaged or asks for code to be run.
+    Raises: As :func:`planetoid`.
     """
     return _load(Flickr, root, trust)
 
@@ -148,10 +142,7 @@ def yelp(root: str | Path = "data/yelp", trust: bool = False) -> Data:
     Returns:
         ``Data`` like that of :func:`planetoid`, but ``y`` float32 ``[N, 100]``: 0 or 1 for each label.
 
-    Raises:
-        FileNotFoundError: It is not processed yet, and the folder is read-only.
-        RuntimeError: Files are missing, and the download failed.
-        ValueError: A file is damaged or asks for code to be run.
+    Raises: As :func:`planetoid`.
     """
     data = _load(Yelp, root, trust)
     data.y = data.y.float()

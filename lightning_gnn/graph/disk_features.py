@@ -24,12 +24,7 @@ _LEAST_ROWS = 64
 
 @dataclass
 class DiskCounts:
-    """What reading has cost since it was last reset.
-
-    Args:
-        hits: Of these, those that were in memory.
-        blocks: Blocks of 4096 bytes read from the disk.
-    """
+    """What reading has cost since it was last reset."""
 
     rows: int = 0
     hits: int = 0

@@ -81,9 +81,6 @@ class DirectReader:
 
     Where the system lets reads be queued, one thread keeps up to 256 of them under way, two where there are cores
     enough, and that takes a third of the processor's time; elsewhere each of eight threads waits for one.
-
-    Args:
-        file: Where its rows lie.
     """
 
     def __init__(self, file: FeatureFile) -> None:

@@ -86,12 +86,7 @@ class Layout:
 
 
 def look(path: Path, file: Path, edges: bool, header: bool | None = None) -> Layout:
-    """Return how a text file is laid out.
-
-    Args:
-        edges: Whether it holds edges, which may have comments between them.
-        header: Whether its first row is a header, where that is known.
-    """
+    """Return how a text file is laid out."""
     with opened(file) as binary:
         sample = binary.read(_SAMPLE)
         while sample.count(b"\n") < 3 and (more := binary.read(_SAMPLE)):

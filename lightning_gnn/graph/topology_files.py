@@ -79,11 +79,7 @@ def is_kept(edge_index: Tensor | None) -> bool:
 def load_topology(
     folder: Path, num_nodes: int, mmap: bool, check: bool, counted: str, num_sources: int | None = None
 ) -> CSCGraph:
-    """Read ``indptr.npy``, ``indices.npy`` and perhaps ``edge_ids.npy``, or ``edge_index.npy``, which is sorted.
-
-    Args:
-        num_sources: Number of nodes that edges come from, where these have another type.
-    """
+    """Read ``indptr.npy``, ``indices.npy`` and perhaps ``edge_ids.npy``, or ``edge_index.npy``, which is sorted."""
     edge_index = folder / "edge_index.npy"
     if os.path.lexists(edge_index):
         present = [name for name in TOPOLOGY[:2] if os.path.lexists(folder / f"{name}.npy")]

@@ -18,11 +18,7 @@ class Elastic(pl.Callback):
         self._before: dict[str, Any] | None = None
 
     def begin(self, trainer: pl.Trainer | None, num_seeds: int, batch_size: int, **options: Any) -> ElasticOrder:
-        """Return the order of the epoch that begins, or goes on.
-
-        Args:
-            trainer: That trains, if one does.
-        """
+        """Return the order of the epoch that begins, or goes on."""
         history: list[tuple[int, int]] = []
         before = None
         if trainer is not None:
@@ -49,11 +45,7 @@ class Elastic(pl.Callback):
             )
 
     def state(self, trainer: pl.Trainer | None) -> dict[str, Any]:
-        """Return what a resumed run of any number of ranks needs.
-
-        Args:
-            trainer: That trains, if one does.
-        """
+        """Return what a resumed run of any number of ranks needs."""
         order = self.order
         if order is None or trainer is None:
             return {}

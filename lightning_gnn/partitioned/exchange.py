@@ -39,9 +39,6 @@ class Exchange:
     What several ranks answer is taken as it comes: one that is slow keeps nobody else's answer or question back. (gloo
     receives from whoever is first, too, but waits for ever when a rank is gone.) All ranks must make it, and close it,
     together.
-
-    Args:
-        handlers: What answers, by name.
     """
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:

@@ -236,11 +236,7 @@ def _file(prefix: str, key: str) -> str:
 
 
 class Partition:
-    """A partitioned graph, of which what all machines have is open.
-
-    Args:
-        folder: What :func:`write_partition` (``lgnn partition``) made.
-    """
+    """A partitioned graph, of which what all machines have is open."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)

@@ -16,9 +16,6 @@ from lightning_gnn.sampling.seed_order import mini_batches
 def count_future(loader: Any, remote: Remote, epoch: int, batches: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Sample the mini-batches that will come, without their features, and count the rows of other parts in them.
 
-    Args:
-        batches: How many mini-batches at most.
-
     Returns:
         The nodes and how often each is read, int64 ``[n]``, by node type.
     """
@@ -37,11 +34,7 @@ def count_future(loader: Any, remote: Remote, epoch: int, batches: int) -> list[
 
 
 def keep_hottest(loader: Any, remote: Remote, epoch: int, budget: int, batches: int) -> list[np.ndarray]:
-    """Return the nodes whose rows are worth most to keep, ascending, by node type.
-
-    Args:
-        budget: Bytes for their rows.
-    """
+    """Return the nodes whose rows are worth most to keep, ascending, by node type."""
     counts = count_future(loader, remote, epoch, batches)
     return hottest(counts, [remote.row_bytes(number) for number in range(len(counts))], budget)
 

@@ -35,9 +35,6 @@ class Published:
     """Numbers of this rank's nodes that others ask for while layers are computed: their outputs, and sums of weights.
 
     Each part's nodes are shared out over the ranks that have it, by their ids.
-
-    Args:
-        parts: How many parts there are.
     """
 
     def __init__(self, parts: int, ranks: int) -> None:
@@ -146,11 +143,7 @@ class InParts(FullInference):
     def run_types(
         self, model: nn.Module, embeddings: TypeEmbeddings | None = None, stop: Callable[[], None] | None = None
     ) -> dict[NodeType, Tensor]:
-        """Do so on a graph with types: return the outputs of the wanted nodes by type.
-
-        Args:
-            stop: Called after each block of nodes; may raise.
-        """
+        """Do so on a graph with types: return the outputs of the wanted nodes by type."""
         return _TypedPass(self, model, stop, embeddings).run()
 
 

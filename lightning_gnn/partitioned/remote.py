@@ -21,11 +21,7 @@ _NO_EDGES = Picks(*(np.empty(0, np.int64) for _ in range(3)))
 
 
 class Remote:
-    """All parts of a graph, read from one rank.
-
-    Args:
-        shard: What this rank has of it.
-    """
+    """All parts of a graph, read from one rank."""
 
     def __init__(self, partition: Partition, shard: Shard, exchange: Exchange) -> None:
         self.partition, self.shard, self.exchange = partition, shard, exchange

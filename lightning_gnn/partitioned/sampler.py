@@ -187,12 +187,7 @@ class NodeRows:
 
 
 class EdgeRows:
-    """An attribute of edges as loaders gather it, by their ids.
-
-    Args:
-        sampler: Knows where those that it has sampled are.
-        edge_type: Number of the type.
-    """
+    """An attribute of edges as loaders gather it, by their ids."""
 
     def __init__(self, sampler: Callable[[], PartitionedSampler], edge_type: int, key: str) -> None:
         self._sampler, self._edge_type, self._key = sampler, edge_type, key

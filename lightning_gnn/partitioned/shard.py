@@ -27,11 +27,7 @@ def holders(parts: int, ranks: int) -> list[list[int]]:
 
 
 class Shard:
-    """The parts of one rank.
-
-    Args:
-        topology: Whether their lists are needed too.
-    """
+    """The parts of one rank."""
 
     def __init__(self, partition: Partition, parts: Sequence[int], topology: bool = True) -> None:
         self.partition = partition

@@ -89,11 +89,7 @@ class Ahead:
         return self._sampled.popleft()()
 
     def _go_on(self, waits: bool = False) -> None:
-        """Gather what has been sampled, and begin with what is next.
-
-        Args:
-            waits: Until something is ready, or all is done; else as far as nothing is to be waited for.
-        """
+        """Gather what has been sampled, and begin with what is next."""
         while True:
             try:
                 while self._sampled and len(self._ready) < self._depth:

@@ -78,9 +78,6 @@ class Demand:
 
         Where all fits, one mini-batch tells how large they are. Else more are sampled, twice as many each time, until
         what is planned by the earlier half serves the later half hardly better than the plan before did.
-
-        Args:
-            memory: Free bytes.
         """
         seen = read(range(1))
         plan = self._plan(memory, seen)
@@ -189,9 +186,6 @@ class Demand:
     def bulk_size(self, memory: int, reads: Reads) -> int:
         """Return how many mini-batches are sampled in one launch: all buffers take a quarter of the memory at most, or
         it is one; the words of nodes, which grow with the graph, take an eighth.
-
-        Args:
-            memory: Free bytes.
         """
         graph = self.sampler.graph
         if not isinstance(graph, CSCGraph) or not self._is_plain or self.queue or self.sampler.disjoint:

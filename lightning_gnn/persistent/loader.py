@@ -104,12 +104,7 @@ class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
         return int(self.node_sampler.bulk_size(self.bulk))
 
     def begin(self, tasks: Sequence[Task], share: float = 1.0) -> Begun:
-        """Launch the sampling of mini-batches on the current stream; nobody waits.
-
-        Args:
-            tasks: Epoch, number and the positions of the seeds of each, on the device or on the host.
-            share: Of the GPU, how much the launch may fill.
-        """
+        """Launch the sampling of mini-batches on the current stream; nobody waits."""
         seeds, ids = zip(*(self._on_device(index) for _, _, index in tasks), strict=True)
         keys = [self.key_of(task) for task in tasks]
         return Begun(self.node_sampler.begin(seeds, keys, share), keys, list(ids))
@@ -146,9 +141,4 @@ class DeviceNodeLoader(_OnDevice, ThreadedNodeLoader):
 
 
 class DeviceLinkLoader(_OnDevice, ThreadedLinkLoader):
-    """The mini-batches of :class:`~lightning_gnn.sampling.ThreadedLinkLoader`, sampled and gathered by a GPU.
-
-    Args:
-        *args: The graph, and a sampler on the GPU.
-        prefetch: Not 0: they are prepared on a stream of their own, beside what has been queued for training.
-    """
+    """The mini-batches of :class:`~lightning_gnn.sampling.ThreadedLinkLoader`, sampled and gathered by a GPU."""

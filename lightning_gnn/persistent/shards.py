@@ -28,11 +28,7 @@ _BLOCK = 1 << 18
 
 @dataclass(frozen=True)
 class Dealt:
-    """Rows that are dealt out in blocks of ``2^shift``, in turn.
-
-    Args:
-        shift: Logarithm of a block's rows.
-    """
+    """Rows that are dealt out in blocks of ``2^shift``, in turn."""
 
     num_rows: int
     num_shards: int

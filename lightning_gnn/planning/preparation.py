@@ -51,11 +51,7 @@ class Preparation:
 
 
 def prepare(loader: Any) -> tuple[list[Any], Preparation]:
-    """Prepare a few mini-batches of the first epoch, and time it.
-
-    Args:
-        loader: Of the training set; those of this package are asked stage by stage, others for their next mini-batch.
-    """
+    """Prepare a few mini-batches of the first epoch, and time it."""
     if isinstance(loader, (ThreadedNodeLoader, ThreadedLinkLoader)):
         return _ours(loader)
     return _others(loader)

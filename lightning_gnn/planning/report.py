@@ -38,11 +38,7 @@ class Option:
 
 
 def rows(found: CPUForecast, limits: MachineLimits, bf16: bool) -> list[tuple[str, str, str, str, str, float]]:
-    """Return part, who does it, work, rate, the machine's limit and milliseconds per mini-batch.
-
-    Args:
-        bf16: Whether the products are in bfloat16.
-    """
+    """Return part, who does it, work, rate, the machine's limit and milliseconds per mini-batch."""
     prepared, step = found.preparation, found.step
     bandwidth = f"{limits.gather_bandwidth / 1e9:.3g} GB/s"
     reads = f"{1e9 * limits.random_read_s:.3g} ns a random read"

@@ -61,11 +61,7 @@ class Step:
 def time_steps(
     module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], batches: Sequence[Any], threads: int
 ) -> Step:
-    """Train on some mini-batches again and again; the module is another one afterwards.
-
-    Args:
-        threads: Of torch; what there was is put back.
-    """
+    """Train on some mini-batches again and again; the module is another one afterwards."""
     clock = _Clock()
     trainer = make_trainer(
         max_epochs=1, max_steps=-1, limit_train_batches=1.0, limit_val_batches=0, num_sanity_val_steps=0,
@@ -92,9 +88,6 @@ def time_together(
     module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], loader: Any, ahead: int, threads: int
 ) -> float | None:
     """Train on a loader whose workers prepare at the same time; the module is another one afterwards.
-
-    Args:
-        threads: Of torch; what there was is put back.
 
     Returns:
         Seconds from one mini-batch to the next, None where an epoch has too few of them.

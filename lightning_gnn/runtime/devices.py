@@ -74,9 +74,6 @@ def match_device(plugin: Precision, device: torch.device) -> None:
 
     Lightning's connector gives ``16-mixed`` and ``bf16-mixed`` the device ``"cuda"`` for every accelerator that it does
     not know by name; autocast would then do nothing on another device. Call it in a strategy's ``setup_environment``.
-
-    Args:
-        plugin: The strategy's precision plugin; only Lightning's :class:`MixedPrecision` is changed, in place.
     """
     if not isinstance(plugin, MixedPrecision) or plugin.device == device.type:
         return

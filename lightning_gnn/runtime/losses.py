@@ -61,10 +61,6 @@ class LossWeights:
     """Adds up the weights of an iteration's losses over all processes, which must agree on whether there are any.
 
     Weights that are not returned cost one message per run, from which all processes know.
-
-    Args:
-        num_processes: Which all call :meth:`total` in every iteration.
-        device: Through which they exchange numbers.
     """
 
     def __init__(self, num_processes: int, device: torch.device) -> None:
@@ -105,9 +101,6 @@ def weighs_otherwise(loss: Tensor, count: int | None = None) -> str | None:
     Only losses of ``torch.nn.functional`` that autograd knows as such are recognised, and only where nothing that
     could turn them into such a mean comes after: a sum that is divided may be one. This must come before the backward
     pass, which frees what it looks at.
-
-    Args:
-        count: How many seeds there are; None for unknown.
     """
     for node, scaled, summed in _losses_in(loss.grad_fn):
         try:

@@ -22,11 +22,7 @@ _REGION = re.compile(
 
 @dataclass(frozen=True)
 class FilePart:
-    """A part of a file.
-
-    Args:
-        offset: Where it begins, in bytes.
-    """
+    """A part of a file."""
 
     path: str
     offset: int

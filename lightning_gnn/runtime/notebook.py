@@ -67,9 +67,6 @@ class NotebookLauncher(_MultiProcessingLauncher):
     ``state_dict`` of each callback, and what the method of the trainer returns. What a rank raises is raised in the
     cell, caused by a :class:`RankError`. Ctrl-C goes to the ranks, which stop as scripts do; pressed again, it kills
     them.
-
-    Args:
-        strategy: Says how many ranks there are.
     """
 
     def __init__(self, strategy: ParallelStrategy) -> None:
@@ -90,11 +87,7 @@ class NotebookLauncher(_MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """Call a method of the trainer in every rank, and return what it returns in rank 0.
-
-        Args:
-            trainer: What gets rank 0's results.
-        """
+        """Call a method of the trainer in every rank, and return what it returns in rank 0."""
         assert trainer is not None
         # After an exception Lightning ignores Ctrl-C until its teardown, which restores these.
         trainer._signal_connector._original_handlers = _SignalConnector._get_current_signal_handlers()

@@ -37,9 +37,6 @@ def page_locked(tensor: Tensor) -> Tensor:
     Its pages are unlocked when what is returned, and all views of it, are gone; until then the original stays too.
     Arrays that have pages in common, or are given twice, share them. What is written to the one is seen in the other,
     unless the ranks of the machine share the array (``shared_arrays.py``): then it stays as it was.
-
-    Args:
-        tensor: On the host, or anywhere else, where it stays.
     """
     if not tensor.is_cpu:
         return tensor

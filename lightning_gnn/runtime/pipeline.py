@@ -297,11 +297,7 @@ class StagePipeline:
         return item
 
     def close(self, patience: float | None = None) -> list[str]:
-        """Stop, drop what is under way, and return the names of threads that have not ended in time.
-
-        Args:
-            patience: Seconds to wait for them; by default the pipeline's.
-        """
+        """Stop, drop what is under way, and return the names of threads that have not ended in time."""
         left = self._crew.close(self.patience if patience is None else patience)
         self._items.clear()
         return left

@@ -29,12 +29,7 @@ def input_dtype(precision: Any) -> torch.dtype | None:
 
 
 def converted(batch: Any, dtype: torch.dtype | None) -> Any:
-    """Return a copy of a batch with floating attributes of another dtype.
-
-    Args:
-        batch: Anything; anything but a batch of PyG is returned as it is.
-        dtype: None changes nothing.
-    """
+    """Return a copy of a batch with floating attributes of another dtype."""
     if dtype is None or not isinstance(batch, BaseData):
         return batch
     batch = copy.copy(batch)

@@ -90,11 +90,7 @@ class ResumableDataModule(pl.LightningDataModule):
             self._draws_again = True
 
     def draw_order(self, first: int) -> None:
-        """Prepare torch's generator for the order of an epoch, which is drawn next.
-
-        Args:
-            first: Where the epoch begins; a resumed epoch's order is drawn as it was before.
-        """
+        """Prepare torch's generator for the order of an epoch, which is drawn next."""
         if self._draws_again and first and self._order_state is not None:
             self._after_order = torch.get_rng_state()
             torch.set_rng_state(self._order_state)
@@ -150,9 +146,6 @@ def keyed_random(key: int, device: torch.device | None = None) -> Iterator[None]
     """Seed torch, NumPy and Python's ``random`` within a block, and put them back afterwards as they were.
 
     These generators are the process's: nobody else may draw from them meanwhile, so this is for the training thread.
-
-    Args:
-        key: 64-bit.
     """
     accelerator: Any = None if device is None or device.type == "cpu" else getattr(torch, device.type, None)
     python, array, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -198,11 +191,7 @@ def logged_state(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def load_logged(trainer: pl.Trainer, state: dict[str, Any] | None, mid_epoch: bool) -> None:
-    """Go on with what was logged.
-
-    Args:
-        state: From :func:`logged_state`; None leaves everything as it is.
-    """
+    """Go on with what was logged."""
     if state is None:
         return
     module, connector = trainer.lightning_module, trainer._logger_connector

@@ -41,11 +41,7 @@ def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 class Clock:
-    """Tells when work that has been queued on a device begins and ends; on the CPU it is ``time.perf_counter()``.
-
-    Args:
-        device: Whose clock. One without timed events is waited for at each timestamp.
-    """
+    """Tells when work that has been queued on a device begins and ends; on the CPU it is ``time.perf_counter()``."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -214,11 +210,7 @@ class Recorder:
         end: Timestamp | None,
         lane: int = 0,
     ) -> None:
-        """Note a stage of a mini-batch; may be called from any thread.
-
-        Args:
-            start: When it began; None where nobody wanted to know then.
-        """
+        """Note a stage of a mini-batch; may be called from any thread."""
         if start is None or end is None:
             return
         on_stage = self.on_stage  # the training thread may take it away in between

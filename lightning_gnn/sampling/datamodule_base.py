@@ -174,11 +174,7 @@ class MiniBatchDataModule(ResumableDataModule):
         return most is not None and 0 <= most <= epoch + 1
 
     def _checked_times(self, stage: str, time: Any, count: int | None, what: str) -> Any:
-        """Return the times of the seeds of a stage as a tensor.
-
-        Args:
-            count: How many seeds the stage has, or None: none were given.
-        """
+        """Return the times of the seeds of a stage as a tensor."""
         name = f"input_{stage.removesuffix('ict')}_time"
         if not getattr(self.graph_sampler, "is_temporal", True):
             raise ValueError(f"{name} is given, but edges have no times: give time_attr")
@@ -232,11 +228,7 @@ class MiniBatchDataModule(ResumableDataModule):
         raise NotImplementedError
 
     def _sampled_loader(self, stage: str, data: Any, sampler: Any, kind: Any = None, **options: Any) -> Any:
-        """Return a loader of mini-batches that a sampler draws, with features cut from ``data``.
-
-        Args:
-            kind: The class of the loader, by default the one that samples on the CPU.
-        """
+        """Return a loader of mini-batches that a sampler draws, with features cut from ``data``."""
         raise NotImplementedError
 
     def _sampler_of(self, stage: str) -> Any:

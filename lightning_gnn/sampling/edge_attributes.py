@@ -20,9 +20,6 @@ NodeTime = Tensor | dict[NodeType, Tensor] | None
 def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTime]:
     """Give edges their times: their own, or those of the nodes that they come from.
 
-    Args:
-        name: The attribute, or None: nothing is done.
-
     Returns:
         The topology, and the times of nodes, by type if there are several, on the CPU; None where edges have times of
         their own.
@@ -68,11 +65,7 @@ def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTi
 
 
 def with_weights(graph: Graph, data: Any, name: str | None) -> Graph:
-    """Give edges their weights; those of types without the attribute have none, and are picked uniformly.
-
-    Args:
-        name: The attribute, or None: nothing is done.
-    """
+    """Give edges their weights; those of types without the attribute have none, and are picked uniformly."""
     if name is None:
         return graph
     if graph.is_temporal:

@@ -316,11 +316,7 @@ class _ThreadedLoader:
 
     @profiled("feature_loading")
     def load(self, out: SamplerOutput, key: int, part: int = 0) -> Prepared:
-        """Stage Feature Loading: join a subgraph with its features, as far as that can be done ahead.
-
-        Args:
-            part: Which part of it, where it has been shared out.
-        """
+        """Stage Feature Loading: join a subgraph with its features, as far as that can be done ahead."""
         start = time.perf_counter()
         left: dict[tuple[Any, str], Tensor] = {}
         if not self._joins_features:
@@ -490,11 +486,7 @@ class _ThreadedLoader:
         return prepared
 
     def finish(self, prepared: Prepared) -> Data:
-        """Do what is left of a mini-batch, in the training thread, just before it is trained on.
-
-        Args:
-            prepared: The mini-batch; its cost goes on.
-        """
+        """Do what is left of a mini-batch, in the training thread, just before it is trained on."""
         batch, start = prepared.batch, time.perf_counter()
         self._gather_trained(batch, prepared.left)
         if self._joins_features and self.transform is not None and not (self.thread_safe and not prepared.left):

@@ -50,11 +50,7 @@ class Drawn:
 
 
 class Waiting:
-    """A mini-batch that has been sampled and waits to be read, in few bytes.
-
-    Args:
-        task: Its epoch, its number and the positions of its seeds.
-    """
+    """A mini-batch that has been sampled and waits to be read, in few bytes."""
 
     def __init__(self, task: Any, drawn: Drawn) -> None:
         self.task = task
@@ -163,11 +159,7 @@ class LookAhead:
         return again
 
     def read(self, number: int) -> None:
-        """Say that the rows of a mini-batch are read now: call it just before.
-
-        Args:
-            number: Which; a second time changes nothing.
-        """
+        """Say that the rows of a mini-batch are read now: call it just before."""
         self._sample_until(number)
         with self._lock:
             if self._held.pop(number, None) is None:
@@ -228,11 +220,7 @@ class LookAhead:
 
 
 class ReadInTurn:
-    """Yields mini-batches that are sampled ahead, and read one after another.
-
-    Args:
-        made: Goes over it and prepares each.
-    """
+    """Yields mini-batches that are sampled ahead, and read one after another."""
 
     def __init__(self, look_ahead: LookAhead, made: Any) -> None:
         self._look_ahead, self._made = look_ahead, made

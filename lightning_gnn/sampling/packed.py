@@ -54,11 +54,7 @@ class _Positions:
 
 
 class Packed:
-    """What a sampler gave, in few bytes.
-
-    Args:
-        out: Its output, which stays as it is.
-    """
+    """What a sampler gave, in few bytes."""
 
     def __init__(self, out: Any) -> None:
         self._out = copy.copy(out)

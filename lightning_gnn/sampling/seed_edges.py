@@ -51,11 +51,7 @@ def without_seed_edges(
 
 
 def check_reverse(given: object, edge_types: Sequence[EdgeType] | None) -> None:
-    """Check what names reverse edge types.
-
-    Args:
-        edge_types: Those of the graph, or None: it has one.
-    """
+    """Check what names reverse edge types."""
     if isinstance(given, bool):
         return
     if not isinstance(given, Mapping):

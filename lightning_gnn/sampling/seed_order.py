@@ -147,9 +147,6 @@ class UnshardedOrder(Sampler[Any]):
 
     They leave a ``DistributedSampler`` as it is, so this is a plain sampler. What they wrap it in is replaced by
     :meth:`sharded`, so that mini-batches equal those of a Trainer that has the DataModule.
-
-    Args:
-        make: Returns the order of one rank, from the number of ranks and the rank.
     """
 
     def __init__(self, make: Callable[[int, int], DistributedSampler[Any]]) -> None:
@@ -225,11 +222,7 @@ def mini_batches(batch_sampler: Any, first: int = 0, device: torch.device | None
 
 
 def as_positions(index: Any) -> Any:
-    """Return a copy of positions that a sampler may go on to change, int64 ``[n]``.
-
-    Args:
-        index: A list or a tuple of integers, or a tensor; anything else is returned as it is.
-    """
+    """Return a copy of positions that a sampler may go on to change, int64 ``[n]``."""
     if isinstance(index, Tensor):
         return index.clone()
     if type(index) not in (list, tuple):
