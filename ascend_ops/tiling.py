@@ -76,41 +76,6 @@ class CubeTables:
 
 
 @dataclass(frozen=True, eq=False)
-class GatheredTables(CubeTables):
-    """What aggregate_gathered reads: the same, cut into waves, and the rows that each wave gathers.
-
-    Behind the words of ``AggregateTiling`` those of ``WaveTiling`` follow.
-
-    Args:
-        batches: int32 ``[.., 4]``.
-        sources: int32 ``[.., 2]``, runs of neighbouring rows of the features.
-        shapes: int32 ``[numTiles, 2]``.
-        cells: uint16, the tables of tiles whose values are picked.
-        places: int64 ``[num_values]``, the place of each value in the kept tiles of a head, ``dense_halves`` for
-            fillers; empty where tiles are not kept.
-        dense_halves: Numbers of the kept tiles of a head.
-    """
-
-    batches: npt.NDArray[np.int32]
-    sources: npt.NDArray[np.int32]
-    shapes: npt.NDArray[np.int32]
-    cells: npt.NDArray[np.uint16]
-    places: npt.NDArray[np.int64]
-    dense_halves: int
-
-    def dense(self, values: npt.NDArray[np.float16]) -> tuple[npt.NDArray[np.float16], bool]:
-        """Return the tiles to be kept, ``[heads, dense_halves]``, and whether some value was not finite: 0 is there.
-
-        Args:
-            values: What :meth:`values` returned, ``[heads, num_values]``.
-        """
-        tiles = np.zeros((len(values), self.dense_halves + 1), np.float16)
-        finite = np.isfinite(values)
-        tiles[:, self.places] = np.where(finite, values, 0)
-        return np.ascontiguousarray(tiles[:, :-1]), not finite.all()
-
-
-@dataclass(frozen=True, eq=False)
 class RowTables:
     """What the vertex-by-vertex kernels read.
 
@@ -155,34 +120,8 @@ def cube_tables(
     numbers = (num_groups, num_columns, heads, tile_rows, tile_columns, panel)
     made = _make("cube tables", numbers, _CUBE_NAMES, chunks, chunk_ranges)
     num_parts, num_blocks, workspace_bytes = made.pop("sizes").tolist()
-    return CubeTables(**_shaped(made), num_parts=num_parts, num_blocks=num_blocks, workspace_bytes=workspace_bytes)
-
-
-def gathered_tables(
-    chunks: Sequence[Array],
-    waves: Ranges,
-    num_members: int,
-    num_groups: int,
-    num_columns: int,
-    *,
-    heads: int = 1,
-    kept: bool = False,
-    tile_rows: int = 128,
-    tile_columns: int = 128,
-    panel: int = 256,
-) -> GatheredTables:
-    """Make what aggregate_gathered reads from one direction of a graph and a plan.
-
-    Args:
-        num_members: Cube cores of a group, which share out each wave's row blocks.
-        kept: Whether dense tiles are given, and not made by the kernel.
-    """
-    numbers = (num_members, num_groups, num_columns, heads, kept, tile_rows, tile_columns, panel)
-    names = (*_CUBE_NAMES, "batches", "sources", "shapes", "cells", "places")
-    made = _make("gathered tables", numbers, names, chunks, waves)
-    num_parts, num_blocks, workspace_bytes, dense_halves = made.pop("sizes").tolist()
-    sizes = {"num_parts": num_parts, "num_blocks": num_blocks, "workspace_bytes": workspace_bytes}
-    return GatheredTables(**_shaped(made), **sizes, dense_halves=dense_halves)
+    shaped = {name: array.reshape(-1, _WIDTHS[name]) if name in _WIDTHS else array for name, array in made.items()}
+    return CubeTables(**shaped, num_parts=num_parts, num_blocks=num_blocks, workspace_bytes=workspace_bytes)
 
 
 def row_tables(
@@ -405,21 +344,11 @@ class _ChunksView(ctypes.Structure):
 
 
 _CUBE_NAMES = ("tiling", "plan", "row_blocks", "tiles", "columns", "positions", "slots", "runs", "splits", "sizes")
-_WIDTHS = {"row_blocks": 8, "tiles": 8, "runs": 4, "splits": 4, "batches": 4, "sources": 2, "shapes": 2}
-
-
-def _shaped(arrays: dict[str, Array]) -> dict[str, Any]:
-    return {name: array.reshape(-1, _WIDTHS[name]) if name in _WIDTHS else array for name, array in arrays.items()}
+_WIDTHS = {"row_blocks": 8, "tiles": 8, "runs": 4, "splits": 4}
 
 
 _CHUNK_DTYPES = (np.int32, np.int64, np.int64, np.int32, np.int32, np.int64)
-_DTYPES = {
-    "tiling": np.uint32,
-    "positions": np.uint16,
-    "cells": np.uint16,
-    "places": np.int64,
-    "sizes": np.uint64,
-}
+_DTYPES = {"tiling": np.uint32, "positions": np.uint16, "sizes": np.uint64}
 
 
 @cache

@@ -15,7 +15,7 @@ MOST_LINES = {
     "graph": 9350,
     "hyscale": 5500,
     "nn": 4800,
-    "ops": 11850,
+    "ops": 11550,
     "partitioned": 3100,
     "persistent": 2050,
     "planning": 950,
@@ -23,8 +23,8 @@ MOST_LINES = {
     "runtime": 3800,
     "sampling": 3800,
     "triton_kernels": 4650,
-    "ascend_ops": 1750,
-    "tests": 54800,
+    "ascend_ops": 1150,
+    "tests": 54550,
     "benchmarks": 9000,
 }
 """By room, rounded up to 50 lines. Lower a number when a room has shrunk; raise one together with the reason."""

@@ -1,5 +1,5 @@
-// What the cube core does in aggregate_cube and aggregate_gathered: tiles -> L1 -> L0A and L0B -> product, summed up in
-// L0C over the tiles of a row block, and out by one Fixpipe per run of consecutive rows.
+// What the cube core does in aggregate_cube: tiles -> L1 -> L0A and L0B -> product, summed up in L0C over the tiles of a
+// row block, and out by one Fixpipe per run of consecutive rows.
 //
 // Rows of a chunk are arbitrary vertices. Sending them out run by run costs one instruction a run, once per row block
 // and panel, and needs no second pass over the results; graphs in an order with locality have long runs.
@@ -11,46 +11,16 @@
 
 namespace lightning_gnn {
 
-// The tiles of aggregate_cube, which the vector cores of the block put into one of two workspace slots.
-class SlotTiles {
-public:
-    __aicore__ inline SlotTiles() {}
-
-    __aicore__ inline void Init(const AscendC::GlobalTensor<half>& workspace, const AggregateTiling& tiling)
-    {
-        wsGm = workspace;
-        slotHalves = tiling.slotHalves;
-        rowsAt = tiling.tileRows * tiling.tileColumns;
-    }
-
-    __aicore__ inline void Load(const AggregateWalk& walk, const AscendC::LocalTensor<half>& a1,
-                                const AscendC::LocalTensor<half>& b1)
-    {
-        const uint32_t slot = walk.step & 1U;
-        const uint64_t base = static_cast<uint64_t>(slot) * slotHalves;
-        const uint32_t m = Up16(walk.rows), k = Up16(walk.columns);
-        // Both vector cores have written the slot. The rows of the tile lie row by row; the copy to L1 makes fractals
-        // of them.
-        AscendC::CrossCoreWaitFlag(FLAG_READY + slot);
-        LoadNz(a1, wsGm[base], m, k, k, m);
-        LoadNz(b1, wsGm[base + rowsAt], k, walk.width, walk.width, k);
-        // Raised by MTE2, so after the copies: from L1 on, nobody needs the slot.
-        AscendC::CrossCoreSetFlag<0x2, PIPE_MTE2>(FLAG_FREE + slot);
-    }
-
-private:
-    AscendC::GlobalTensor<half> wsGm;
-    uint32_t slotHalves, rowsAt;
-};
-
-template <typename Tiles>
 class AggregateConsumer {
 public:
     __aicore__ inline AggregateConsumer() {}
 
-    __aicore__ inline void Init(AscendC::TPipe& pipe, GM_ADDR runs, GM_ADDR y, GM_ADDR parts, const AggregateTiling& t)
+    // workspace: two slots, which the vector cores of the block fill.
+    __aicore__ inline void Init(AscendC::TPipe& pipe, GM_ADDR runs, GM_ADDR y, GM_ADDR parts,
+                                const AscendC::GlobalTensor<half>& workspace, const AggregateTiling& t)
     {
         tiling = t;
+        wsGm = workspace;
         runsGm.SetGlobalBuffer((__gm__ int32_t*)runs);
         yGm.SetGlobalBuffer((__gm__ half*)y);
         partsGm.SetGlobalBuffer((__gm__ float*)parts);
@@ -89,14 +59,21 @@ public:
     // Every result of this block is in global memory.
     __aicore__ inline void Finish() { AscendC::CrossCoreSetFlag<0x2, PIPE_FIX>(FLAG_DONE); }
 
-    Tiles tiles;
-
 private:
     __aicore__ inline void Load(const AggregateWalk& walk)
     {
+        const uint32_t slot = walk.step & 1U;
+        const uint64_t base = static_cast<uint64_t>(slot) * tiling.slotHalves;
+        const uint32_t m = Up16(walk.rows), k = Up16(walk.columns);
         AscendC::LocalTensor<half> a1 = a1Queue.AllocTensor<half>();
         AscendC::LocalTensor<half> b1 = b1Queue.AllocTensor<half>();
-        tiles.Load(walk, a1, b1);
+        // Both vector cores have written the slot. The rows of the tile lie row by row; the copy to L1 makes fractals
+        // of them.
+        AscendC::CrossCoreWaitFlag(FLAG_READY + slot);
+        LoadNz(a1, wsGm[base], m, k, k, m);
+        LoadNz(b1, wsGm[base + tiling.tileRows * tiling.tileColumns], k, walk.width, walk.width, k);
+        // Raised by MTE2, so after the copies: from L1 on, nobody needs the slot.
+        AscendC::CrossCoreSetFlag<0x2, PIPE_MTE2>(FLAG_FREE + slot);
         a1Queue.EnQue(a1);
         b1Queue.EnQue(b1);
     }
@@ -150,7 +127,7 @@ private:
     AscendC::TQue<AscendC::TPosition::A2, 1> a2Queue;
     AscendC::TQue<AscendC::TPosition::B2, 1> b2Queue;
     AscendC::TQue<AscendC::TPosition::CO1, 1> sumQueue;
-    AscendC::GlobalTensor<half> yGm;
+    AscendC::GlobalTensor<half> wsGm, yGm;
     AscendC::GlobalTensor<float> partsGm;
     AscendC::GlobalTensor<int32_t> runsGm;
     AggregateTiling tiling;

@@ -33,9 +33,8 @@ extern "C" __global__ __aicore__ void aggregate_cube(GM_ADDR x, GM_ADDR plan, GM
     slotsGm.SetGlobalBuffer((__gm__ half*)workspace + block * slots, slots);
     TPipe pipe;
     if ASCEND_IS_AIC {
-        AggregateConsumer<SlotTiles> consumer;
-        consumer.Init(pipe, runs, y, parts, tiling);
-        consumer.tiles.Init(slotsGm, tiling);
+        AggregateConsumer consumer;
+        consumer.Init(pipe, runs, y, parts, slotsGm, tiling);
         consumer.Run(walk);
         consumer.Finish();
     }

@@ -7,6 +7,7 @@
 
 #include "aggregate_walk.h"
 #include "dense_tile.h"
+#include "finite_filter.h"
 
 namespace lightning_gnn {
 
@@ -62,7 +63,7 @@ private:
         CopyRows(walk, valid);
         // The lists came with the index, which CopyRows waited for. Waiting here as well would mean waiting for the rows.
         AscendC::LocalTensor<half> dense =
-            tile.Scatter(walk.entryBegin[sub], walk.entryCount[sub], walk.head, cells, true);
+            tile.Scatter(walk.entryBegin[sub], walk.entryCount[sub], walk.head, cells);
         walk.Next();
         if (walk.Valid()) {
             Fetch(walk);

@@ -18,7 +18,6 @@ public:
         rowBlocksGm.SetGlobalBuffer((__gm__ int32_t*)rowBlocks);
         tilesGm.SetGlobalBuffer((__gm__ int32_t*)tiles);
         panelOffset = tiling.panelOffset;
-        gathers = tiling.waves > 0;
         step = 0;
         rowBlock = rowBlockEnd = panelBegin = panelEnd = 0;
         if (block >= tiling.groups * tiling.members) {
@@ -28,17 +27,10 @@ public:
         const uint32_t group = block / tiling.members;
         panelBegin = planGm.GetValue(group);
         panelEnd = planGm.GetValue(group + 1);
-        if (!gathers) {
-            Open(tiling.rangeOffset + block % tiling.members);
-        }
-    }
-
-    // Go on with the row blocks of a member, whose bounds are at this place of the plan.
-    __aicore__ inline void Open(uint32_t at)
-    {
         if (panelBegin == panelEnd) {
             return;  // more groups than blocks of 16 columns: this one has none
         }
+        const uint32_t at = tiling.rangeOffset + block % tiling.members;
         rowBlock = planGm.GetValue(at);
         rowBlockEnd = planGm.GetValue(at + 1);
         if (Valid()) {
@@ -68,7 +60,6 @@ public:
     uint32_t column, width, head;     // of the panel
     uint32_t columnBegin, columns;    // of the tile
     uint32_t entryBegin[2], entryCount[2];
-    uint32_t firstRow, firstFractal;  // in aggregate_gathered
 
 private:
     __aicore__ inline void OpenRowBlock()
@@ -102,15 +93,10 @@ private:
         entryCount[0] = tilesGm.GetValue(at + 3);
         entryBegin[1] = tilesGm.GetValue(at + 4);
         entryCount[1] = tilesGm.GetValue(at + 5);
-        if (gathers) {
-            firstRow = tilesGm.GetValue(at + 6);
-            firstFractal = tilesGm.GetValue(at + 7);
-        }
     }
 
     AscendC::GlobalTensor<int32_t> planGm, rowBlocksGm, tilesGm;
     uint32_t panelOffset, panelBegin, panelEnd, rowBlock, rowBlockEnd, panel, tile, tileBegin, tileEnd;
-    bool gathers;
 };
 
 // Flags between the cores of a block; 11 to 14 belong to SyncAll. READY and FREE have one per workspace slot.

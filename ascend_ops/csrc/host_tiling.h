@@ -20,10 +20,6 @@ constexpr uint32_t ROWS_AT_ONCE = 16;     // that they ask for at once, where UB
 constexpr uint32_t PRODUCTS_PANEL = 1024;
 constexpr uint32_t MAX_KERNEL_PANEL = 512;
 constexpr uint32_t MAX_KERNEL_FLOATS = 4096;  // of a batch of rows
-constexpr uint32_t BATCH_HALVES = 8192;   // of a batch of gathered rows, unless a single one is longer
-constexpr uint32_t BATCH_ROWS = 256;
-constexpr uint32_t MOST_BATCH_HALVES = 16384;
-constexpr uint32_t PICK_FILL = 8;         // a tile is picked, not scattered, if at least this part of it holds entries
 constexpr uint32_t HEADS_AT_ONCE = 64;
 constexpr uint32_t HEAD_FLOATS = 6144;
 
@@ -52,16 +48,6 @@ struct CubeTables {
     uint64_t numParts, numBlocks, workspaceBytes;
 };
 
-// CubeTables for aggregate_gathered, and what that reads besides.
-struct GatheredTables {
-    CubeTables cube;
-    WaveTiling waves;
-    std::vector<int32_t> batches, sources, shapes;
-    std::vector<uint16_t> cells;
-    std::vector<int64_t> places;  // of each value in the kept tiles of a head, denseHalves for fillers; empty: not kept
-    uint64_t denseHalves;         // of the kept tiles of a head
-};
-
 struct RowTables {
     std::vector<int32_t> plan, vertices, columns;
     uint32_t rangeOffset, panelOffset, groups, members, panelColumns;
@@ -83,12 +69,6 @@ void CheckSizes(uint32_t tileRows, uint32_t tileColumns, uint32_t panel, const L
 CubeTables MakeCubeTables(const ChunksView& chunks, const Ranges& ranges, uint32_t groups, uint32_t numColumns,
                           uint32_t heads = 1, uint32_t tileRows = 128, uint32_t tileColumns = 128,
                           uint32_t panel = MAX_PANEL, const Limits& limits = DAV_C220);
-
-// waves: chunks of each wave, one after the other. members: cube cores that share out each wave's row blocks.
-GatheredTables MakeGatheredTables(const ChunksView& chunks, const Ranges& waves, uint32_t members, uint32_t groups,
-                                  uint32_t numColumns, uint32_t heads, bool kept, uint32_t tileRows = 128,
-                                  uint32_t tileColumns = 128, uint32_t panel = MAX_PANEL,
-                                  const Limits& limits = DAV_C220);
 
 // ranges null: shares of about as many entries each.
 RowTables MakeRowTables(const ChunksView& chunks, const Ranges* ranges, uint32_t members, uint32_t groups = 1,

@@ -26,38 +26,21 @@ Arrays Words(const Struct& tiling)
     return {{"tiling", std::string(reinterpret_cast<const char*>(&tiling), sizeof(tiling))}};
 }
 
-Arrays CubeArrays(const CubeTables& t)
-{
-    Arrays arrays = Words(t.tiling);
-    arrays.insert({{"plan", Copy(t.plan)},
-                   {"row_blocks", Copy(t.rowBlocks)},
-                   {"tiles", Copy(t.tiles)},
-                   {"columns", Copy(t.columns)},
-                   {"positions", Copy(t.positions)},
-                   {"slots", Copy(t.slots)},
-                   {"runs", Copy(t.runs)},
-                   {"splits", Copy(t.splits)},
-                   {"sizes", Copy<uint64_t>({t.numParts, t.numBlocks, t.workspaceBytes})}});
-    return arrays;
-}
-
 // a: the numbers of `what`, in the order in which ascend_ops/tiling.py gives them.
 Arrays Make(const std::string& what, const ChunksView* chunks, const Ranges* ranges, const uint32_t* a)
 {
     if (what == "cube tables") {
-        return CubeArrays(MakeCubeTables(*chunks, *ranges, a[0], a[1], a[2], a[3], a[4], a[5]));
-    }
-    if (what == "gathered tables") {
-        const GatheredTables t =
-            MakeGatheredTables(*chunks, *ranges, a[0], a[1], a[2], a[3], a[4] != 0, a[5], a[6], a[7]);
-        Arrays arrays = CubeArrays(t.cube);
-        arrays["tiling"] += Words(t.waves)["tiling"];
-        arrays.insert({{"batches", Copy(t.batches)},
-                       {"shapes", Copy(t.shapes)},
-                       {"sources", Copy(t.sources)},
-                       {"cells", Copy(t.cells)},
-                       {"places", Copy(t.places)}});
-        arrays["sizes"] += Copy<uint64_t>({t.denseHalves});
+        const CubeTables t = MakeCubeTables(*chunks, *ranges, a[0], a[1], a[2], a[3], a[4], a[5]);
+        Arrays arrays = Words(t.tiling);
+        arrays.insert({{"plan", Copy(t.plan)},
+                       {"row_blocks", Copy(t.rowBlocks)},
+                       {"tiles", Copy(t.tiles)},
+                       {"columns", Copy(t.columns)},
+                       {"positions", Copy(t.positions)},
+                       {"slots", Copy(t.slots)},
+                       {"runs", Copy(t.runs)},
+                       {"splits", Copy(t.splits)},
+                       {"sizes", Copy<uint64_t>({t.numParts, t.numBlocks, t.workspaceBytes})}});
         return arrays;
     }
     if (what == "row tables") {

@@ -13,15 +13,9 @@ constexpr uint32_t CUBE_EDGE = 16;        // rows and columns of a fractal
 constexpr uint32_t CUBE_COLUMNS = 128;    // columns of one cube instruction at most: two such tiles fill L0B
 constexpr uint32_t ENTRY_ALIGN = 16;      // entries in a 32-byte block of positions or values
 constexpr uint32_t ROW_BLOCK_FIELDS = 8;  // tile begin, tile end, rows, run begin, run end, 0, 0, 0
-constexpr uint32_t TILE_FIELDS = 8;       // column begin, columns, entry begin and count of half 0, of half 1, and for
-                                          // aggregate_gathered: first row, first fractal
+constexpr uint32_t TILE_FIELDS = 8;       // column begin, columns, entry begin and count of half 0, of half 1, 0, 0
 constexpr uint32_t RUN_FIELDS = 4;        // first row in the row block, rows, destination, 0
 constexpr uint32_t PANEL_FIELDS = 4;      // first column, columns, head, 0
-constexpr uint32_t WAVE_FIELDS = 2;       // first tile, last tile + 1
-constexpr uint32_t BATCH_FIELDS = 4;      // first run of x's rows, runs, first row in the wave, rows
-constexpr uint32_t SOURCE_FIELDS = 2;     // first vertex of a run of x's rows (-1: zeros), rows
-constexpr uint32_t SHAPE_FIELDS = 2;      // rows of a tile, filled up; cell table
-constexpr uint32_t CELL_BASE = 32;        // bytes of zeros before the values that a cell table points to
 constexpr uint32_t VERTEX_FIELDS = 4;     // vertex, first entry, last entry + 1, 0
 constexpr uint32_t SPLIT_FIELDS = 4;      // vertex, first part, last part + 1, 0
 
@@ -40,21 +34,6 @@ constexpr uint32_t SPLIT_FIELDS = 4;      // vertex, first part, last part + 1, 
 //   runs       int32 [.., RUN_FIELDS]: consecutive rows with consecutive destinations, which leave L0C together.
 //              Destination d >= 0 is row d of y; d < 0 is row -1 - d of the float parts, for a vertex whose rows lie
 //              in several chunks (combine_parts adds them up, in a fixed order)
-//
-// aggregate_gathered reads the same, and goes wave by wave: the vector cores of all blocks gather the rows of all tiles
-// of a wave into one buffer, each whole and once, while the cube cores multiply the wave before.
-//   plan       further waves (at waveOffset), each: WAVE_FIELDS; member -> first row block [members + 1]; vector core ->
-//              first batch of rows [2 * blocks + 1]; vector core -> first part of a tile [2 * blocks + 1], see below
-//   batches    int32 [.., BATCH_FIELDS]: rows of the wave, one after the other, that a vector core copies at once
-//   sources    int32 [.., SOURCE_FIELDS]: the batches' rows as runs of neighbouring vertices
-//   tiles      first row: of its columns in the wave; first fractal: of its dense tile in the wave or, where dense tiles
-//              are kept, in `dense`
-//   shapes     int32 [numTiles, SHAPE_FIELDS]; cell table: where it starts in `cells` in units of 16, plus 1, or 0
-//   dense      half [heads, denseStride fractals]: tiles row by row, where they are kept
-//   cells      uint16 [rows, columns] of a tile: byte of each cell's value in the values of its half, CELL_BASE before
-//              the first; 0 for zero. Tiles have one where a gathering of all cells costs less than storing the entries
-//              one by one.
-// Where tiles are not kept, part p of a wave is half p % 2 of tile (p / 2) % tiles, of head p / 2 / tiles.
 struct AggregateTiling {
     uint32_t groups;         // M
     uint32_t members;        // G
@@ -70,20 +49,8 @@ struct AggregateTiling {
     uint32_t slotHalves;     // fp16 elements in one of the two workspace slots of a block
     uint32_t rangeOffset;    // where the tables start in plan
     uint32_t panelOffset;
-    uint32_t waves;          // of aggregate_gathered, else 0
     uint32_t reserved0;
-};
-
-// Behind it, for aggregate_gathered.
-struct WaveTiling {
-    uint32_t waveOffset;     // where the waves start in plan
-    uint32_t kept;           // dense tiles are given
-    uint32_t denseStride;    // fractals of a head, in `dense` or in a wave's buffer
-    uint32_t rowHalves;      // fp16 elements of a wave's rows, in front of its dense tiles
-    uint32_t batchHalves;    // fp16 elements of a batch of rows, a multiple of 128
-    uint32_t batchRows;      // runs of a batch at most
-    uint32_t noteOffset;     // fp16 elements before the blocks' notes in the workspace
-    uint32_t reserved0;
+    uint32_t reserved1;
 };
 
 // The vector-core kernels that go vertex by vertex: aggregate_vector, edge_softmax and its backward, edge_products,

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "aclrtlaunch_aggregate_cube.h"
-#include "aclrtlaunch_aggregate_gathered.h"
 #include "aclrtlaunch_aggregate_vector.h"
 #include "aclrtlaunch_combine_parts.h"
 #include "device_tables.h"
@@ -31,44 +30,10 @@ std::pair<Scaling, Scaling> ScalingsFor(int sumExponent, bool weighted, bool mea
 // Weights are kept per head: those of one would be read beyond their end.
 void CheckHeads(const at::Tensor& x, const std::optional<at::Tensor>& weight)
 {
-    TORCH_CHECK_VALUE(weight.has_value() || x.size(1) == 1, "the kernels of dense tiles have weights per head, but there ",
+    TORCH_CHECK_VALUE(weight.has_value() || x.size(1) == 1, "the kernel of dense tiles has weights per head, but there ",
                       "are none for the ", x.size(1), " heads of x ", x.sizes(), "; without weights give them as one, ",
                       "x.reshape(", x.size(0), ", 1, ", x.size(1) * x.size(2), ")");
 }
-
-// What the kernels of dense tiles take and give, and what comes after them.
-struct Cubes {
-    Cubes(const CubeOnDevice& tablesOfCube, int64_t numRows, const at::Tensor& features,
-          const std::optional<at::Tensor>& weight, bool makesMean)
-        : tables(tablesOfCube), x(features), mean(makesMean)
-    {
-        const auto [forRows, scaling] = ScalingsFor(tables.sumExponent, weight.has_value(), mean);
-        forWeights = scaling;
-        rows = HalfRows(x, forRows);
-        values = LaidOut(tables, weight.value_or(at::Tensor()), forWeights);
-        const int64_t wide = rows.values.size(2), heads = x.size(1);
-        y = at::zeros({numRows, heads, wide}, rows.values.options());
-        parts = at::empty({std::max<int64_t>(tables.numParts, 1), heads * wide}, x.options().dtype(at::kFloat));
-        workspace = at::empty({tables.workspaceBytes}, x.options().dtype(at::kByte));
-    }
-
-    at::Tensor Finish() const
-    {
-        if (tables.numSplits > 0) {
-            Launch("combine_parts", aclrtlaunch_combine_parts, std::min(2 * tables.numBlocks, tables.numSplits), parts,
-                   tables.splits, y, tables.combineTiling);
-        }
-        const at::Tensor divisor = mean ? tables.degrees : at::Tensor();
-        return Result(y, x.size(2), rows.scale, values.scale, divisor, x.scalar_type());
-    }
-
-    const CubeOnDevice& tables;
-    const at::Tensor& x;
-    const bool mean;
-    Scaling forWeights;
-    Half rows, values;
-    at::Tensor y, parts, workspace;
-};
 
 }  // namespace
 
@@ -85,36 +50,23 @@ std::tuple<at::Tensor, at::Tensor> AggregateChunks(at::TensorList chunks, int64_
     }
     CheckHeads(x, weight);
     const auto tables = CubeTablesOf(chunks, numRows, heads, columns, slices, chunkRanges);
-    const Cubes given(*tables, numRows, x, weight, reduce == "mean");
-    Launch("aggregate_cube", aclrtlaunch_aggregate_cube, tables->numBlocks, given.rows.values, tables->plan,
-           tables->rowBlocks, tables->tiles, tables->columns, tables->positions, given.values.values, tables->runs,
-           given.y, given.parts, given.workspace, tables->tiling);
-    return {given.Finish(), none};
-}
-
-std::tuple<at::Tensor, at::Tensor> AggregateGathered(at::TensorList chunks, int64_t numRows, const at::Tensor& x,
-                                                     const std::optional<at::Tensor>& weight, std::string_view reduce,
-                                                     at::IntArrayRef slices, at::IntArrayRef waves, int64_t numMembers,
-                                                     bool kept)
-{
-    TORCH_CHECK_NOT_IMPLEMENTED(reduce == "sum" || reduce == "mean", "the NPU has no kernel for reduce=", reduce);
-    const c10::OptionalDeviceGuard guard(x.device());
-    const int64_t heads = x.size(1), columns = x.size(2);
-    const at::Tensor none = at::empty({0}, x.options());
-    if (chunks[3].numel() == 0 || x.numel() == 0) {
-        return {at::zeros({numRows, heads, columns}, x.options()), none};
+    const bool mean = reduce == "mean";
+    const auto [forRows, forWeights] = ScalingsFor(tables->sumExponent, weight.has_value(), mean);
+    const Half rows = HalfRows(x, forRows), values = LaidOut(*tables, weight.value_or(at::Tensor()), forWeights);
+    const int64_t wide = rows.values.size(2);
+    const at::Tensor y = at::zeros({numRows, heads, wide}, rows.values.options());
+    const at::Tensor parts = at::empty({std::max<int64_t>(tables->numParts, 1), heads * wide},
+                                       x.options().dtype(at::kFloat));
+    const at::Tensor workspace = at::empty({tables->workspaceBytes}, x.options().dtype(at::kByte));
+    Launch("aggregate_cube", aclrtlaunch_aggregate_cube, tables->numBlocks, rows.values, tables->plan,
+           tables->rowBlocks, tables->tiles, tables->columns, tables->positions, values.values, tables->runs, y, parts,
+           workspace, tables->tiling);
+    if (tables->numSplits > 0) {
+        Launch("combine_parts", aclrtlaunch_combine_parts, std::min(2 * tables->numBlocks, tables->numSplits), parts,
+               tables->splits, y, tables->combineTiling);
     }
-    CheckHeads(x, weight);
-    const auto tables = GatheredTablesOf(chunks, numRows, heads, columns, slices, waves, numMembers, kept);
-    const CubeOnDevice& cube = tables->cube;
-    const Cubes given(cube, numRows, x, weight, reduce == "mean");
-    const Tiles tiles = kept ? LaidOutTiles(*tables, weight.value_or(at::Tensor()), given.forWeights, given.values)
-                             : Tiles{cube.ones, at::zeros({8}, x.options().dtype(at::kInt))};
-    Launch("aggregate_gathered", aclrtlaunch_aggregate_gathered, cube.numBlocks, given.rows.values, cube.plan,
-           cube.rowBlocks, cube.tiles, cube.columns, cube.positions, given.values.values, cube.runs, tables->batches,
-           tables->sources, tiles.dense, tables->shapes, tables->cells, tiles.note, given.y, given.parts,
-           given.workspace, cube.tiling);
-    return {given.Finish(), none};
+    const at::Tensor divisor = mean ? tables->degrees : at::Tensor();
+    return {Result(y, columns, rows.scale, values.scale, divisor, x.scalar_type()), none};
 }
 
 std::tuple<at::Tensor, at::Tensor> AggregateVector(at::TensorList chunks, int64_t numRows, const at::Tensor& x,

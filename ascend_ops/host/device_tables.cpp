@@ -100,8 +100,13 @@ void SetDegrees(const HostChunks& host, int64_t numRows, const at::Tensor& like,
     }
 }
 
-CubeOnDevice Uploaded(const CubeTables& tables, const HostChunks& host, int64_t numRows, const at::Tensor& like)
+CubeOnDevice MakeCube(at::TensorList chunks, int64_t numRows, int64_t heads, int64_t columns, int64_t groups,
+                      at::IntArrayRef ranges)
 {
+    const HostChunks host(chunks);
+    const CubeTables tables = MakeCubeTables(host.View(), Pairs(ranges), static_cast<uint32_t>(groups),
+                                             static_cast<uint32_t>(columns), static_cast<uint32_t>(heads));
+    const at::Tensor& like = chunks[3];
     CubeOnDevice device{};
     device.tiling = UploadWords(tables.tiling, like);
     device.plan = Upload(tables.plan, at::kInt, like);
@@ -127,34 +132,6 @@ CubeOnDevice Uploaded(const CubeTables& tables, const HostChunks& host, int64_t 
     const CombineTiling combine = MakeCombineTiling(static_cast<uint32_t>(device.numSplits), tables.tiling.ldy, 0,
                                                     false);
     device.combineTiling = UploadWords(combine, like);
-    return device;
-}
-
-CubeOnDevice MakeCube(at::TensorList chunks, int64_t numRows, int64_t heads, int64_t columns, int64_t groups,
-                      at::IntArrayRef ranges)
-{
-    const HostChunks host(chunks);
-    const CubeTables tables = MakeCubeTables(host.View(), Pairs(ranges), static_cast<uint32_t>(groups),
-                                             static_cast<uint32_t>(columns), static_cast<uint32_t>(heads));
-    return Uploaded(tables, host, numRows, chunks[3]);
-}
-
-GatheredOnDevice MakeGathered(at::TensorList chunks, int64_t numRows, int64_t heads, int64_t columns, int64_t groups,
-                              at::IntArrayRef waves, int64_t members, bool kept)
-{
-    const HostChunks host(chunks);
-    const at::Tensor& like = chunks[3];
-    const GatheredTables tables = MakeGatheredTables(
-        host.View(), Pairs(waves), static_cast<uint32_t>(members), static_cast<uint32_t>(groups),
-        static_cast<uint32_t>(columns), static_cast<uint32_t>(heads), kept);
-    GatheredOnDevice device{Uploaded(tables.cube, host, numRows, like),
-                            Upload(tables.batches, at::kInt, like),
-                            Upload(tables.sources, at::kInt, like),
-                            Upload(tables.shapes, at::kInt, like),
-                            Upload(tables.cells, at::kShort, like),  // uint16, by its bits
-                            kept ? Upload(tables.places, at::kLong, like) : at::Tensor(),
-                            static_cast<int64_t>(tables.denseHalves)};
-    device.cube.tiling = at::cat({device.cube.tiling, UploadWords(tables.waves, like)});
     return device;
 }
 
@@ -208,18 +185,6 @@ std::shared_ptr<const CubeOnDevice> CubeTablesOf(at::TensorList chunks, int64_t 
     key.insert(key.end(), ranges.begin(), ranges.end());
     return OfGraphs<CubeOnDevice>().Get(Owner(chunks[3]), 0, key, [&] {
         return Checked([&] { return MakeCube(chunks, numRows, heads, columns, groups, ranges); });
-    });
-}
-
-std::shared_ptr<const GatheredOnDevice> GatheredTablesOf(at::TensorList chunks, int64_t numRows, int64_t heads,
-                                                         int64_t columns, at::IntArrayRef slices, at::IntArrayRef waves,
-                                                         int64_t members, bool kept)
-{
-    const int64_t groups = static_cast<int64_t>(slices.size()) - 1;
-    Key key = {numRows, heads, columns, groups, members, kept};
-    key.insert(key.end(), waves.begin(), waves.end());
-    return OfGraphs<GatheredOnDevice>().Get(Owner(chunks[3]), 0, key, [&] {
-        return Checked([&] { return MakeGathered(chunks, numRows, heads, columns, groups, waves, members, kept); });
     });
 }
 

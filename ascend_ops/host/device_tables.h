@@ -19,14 +19,6 @@ struct CubeOnDevice {
     int sumExponent;     // k such that no vertex has more than 2^k entries
 };
 
-// aggregate_gathered's.
-struct GatheredOnDevice {
-    CubeOnDevice cube;
-    at::Tensor batches, sources, shapes, cells;
-    at::Tensor places;  // of each value in the kept tiles of a head, int64; empty where tiles are not kept
-    int64_t denseHalves;
-};
-
 // aggregate_vector's tables.
 struct VectorOnDevice {
     at::Tensor plan, vertices, columns, weighted, unweighted;  // the last two: tilings with and without weights
@@ -44,11 +36,6 @@ struct RowsOnDevice {
 // chunks are the six tensors of lightning_gnn/graph/chunks.py; slices and ranges are the bounds of a HybridPlan.
 std::shared_ptr<const CubeOnDevice> CubeTablesOf(at::TensorList chunks, int64_t numRows, int64_t heads,
                                                  int64_t columns, at::IntArrayRef slices, at::IntArrayRef ranges);
-
-// waves: bounds of the chunks of each wave.
-std::shared_ptr<const GatheredOnDevice> GatheredTablesOf(at::TensorList chunks, int64_t numRows, int64_t heads,
-                                                         int64_t columns, at::IntArrayRef slices, at::IntArrayRef waves,
-                                                         int64_t members, bool kept);
 
 std::shared_ptr<const VectorOnDevice> VectorTablesOf(at::TensorList chunks, int64_t numRows, int64_t heads,
                                                      int64_t columns, at::IntArrayRef slices, at::IntArrayRef ranges);

@@ -7,7 +7,6 @@
 TORCH_LIBRARY_IMPL(lightning_gnn, PrivateUse1, m)
 {
     m.impl("aggregate_chunks", TORCH_FN(lightning_gnn::AggregateChunks));
-    m.impl("aggregate_gathered", TORCH_FN(lightning_gnn::AggregateGathered));
     m.impl("aggregate_vector", TORCH_FN(lightning_gnn::AggregateVector));
     m.impl("edge_products", TORCH_FN(lightning_gnn::EdgeProducts));
     m.impl("edge_softmax", TORCH_FN(lightning_gnn::EdgeSoftmax));

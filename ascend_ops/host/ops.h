@@ -16,13 +16,6 @@ std::tuple<at::Tensor, at::Tensor> AggregateChunks(at::TensorList chunks, int64_
                                                    const std::optional<at::Tensor>& weight, std::string_view reduce,
                                                    at::IntArrayRef slices, at::IntArrayRef chunkRanges);
 
-// The same wave by wave, from rows that are gathered once; members: cube cores of each group; kept: dense tiles are made
-// once of weights that come again.
-std::tuple<at::Tensor, at::Tensor> AggregateGathered(at::TensorList chunks, int64_t numRows, const at::Tensor& x,
-                                                     const std::optional<at::Tensor>& weight, std::string_view reduce,
-                                                     at::IntArrayRef slices, at::IntArrayRef waves, int64_t numMembers,
-                                                     bool kept);
-
 // The same by the vector cores alone, which a plan may prefer.
 std::tuple<at::Tensor, at::Tensor> AggregateVector(at::TensorList chunks, int64_t numRows, const at::Tensor& x,
                                                    const std::optional<at::Tensor>& weight, std::string_view reduce,

@@ -220,23 +220,6 @@ def count_columns(
 
 
 @numba.njit(nogil=True, cache=True)
-def count_column_runs(
-    indices: _Array, first: _Array, last: _Array, row_ptr: _Array, num_columns: int
-) -> npt.NDArray[np.int64]:
-    """Count the runs of neighbours among the distinct columns of each chunk, int64 ``[k]``; arguments as above."""
-    stamps = np.full(num_columns + 2, -1, np.int32)  # with a place before the first and after the last column
-    runs = np.zeros(row_ptr.size - 1, np.int64)
-    for chunk in range(row_ptr.size - 1):
-        for row in range(row_ptr[chunk], row_ptr[chunk + 1]):
-            for e in range(first[row], last[row]):
-                place = indices[e] + 1
-                if stamps[place] != chunk:
-                    stamps[place] = chunk
-                    runs[chunk] += 1 - (stamps[place - 1] == chunk) - (stamps[place + 1] == chunk)
-    return runs
-
-
-@numba.njit(nogil=True, cache=True)
 def _count_loops(
     rows: _Array, row_ptr: _Array, indptr: _Array, local: _Array, columns: _Array, column_ptr: _Array, counts: _Array
 ) -> None:

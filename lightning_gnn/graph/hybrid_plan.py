@@ -85,12 +85,7 @@ class HybridPlan:
         loads: Edges of each member's chunks, ``[G]``.
         candidates: What each number of groups would cost, in ascending order of M.
         unit: What the candidates' costs are measured in.
-        kernel: ``"cube"``, ``"gathered"`` or ``"vector"`` on an NPU, whose kernel executes the plan; empty elsewhere.
-        height: Rows of a chunk where the plan cuts them anew (:meth:`~lightning_gnn.graph.chunks.Chunks.recut`).
-        order: Which of the orders that were offered the plan is for.
-        waves: First chunk of each wave, and their number, where the kernel is ``"gathered"``: members share out every
-            wave anew, so that their ``chunk_ranges`` only say about how much each does.
-        kept: Dense tiles of weights that never change are made once.
+        kernel: ``"cube"`` or ``"vector"`` on an NPU, whose kernel executes the plan; empty elsewhere.
     """
 
     num_workers: int
@@ -102,10 +97,6 @@ class HybridPlan:
     candidates: tuple[GroupingCost, ...] = ()
     unit: str = ""
     kernel: str = ""
-    height: int | None = None
-    order: str = ""
-    waves: tuple[int, ...] = ()
-    kept: bool = False
 
     @property
     def group_size(self) -> int:

@@ -68,41 +68,6 @@ def aggregate_cube(chunks, x, num_rows, ranges, groups=1, weights=None, heads=1,
     return unpadded(y, columns, heads)
 
 
-def aggregate_gathered(
-    chunks, x, num_rows, waves, groups=1, weights=None, heads=1, sizes=None, members=2, kept=False, **options
-):
-    """Waves take the place of ranges; groups * members blocks."""
-    columns = x.shape[1] // heads
-    tables = tiling.gathered_tables(
-        chunks.tables, waves, members, groups, columns, heads=heads, kept=kept, **(sizes or {})
-    )
-    wide = heads * tiling.up(columns)
-    y = np.zeros((num_rows, wide), np.float16)
-    parts = np.full((max(tables.num_parts, 1), wide), np.nan, np.float32)
-    values = tables.values(weights, heads)
-    dense, strange = tables.dense(values) if kept else (np.zeros(0, np.float16), False)
-    cube = (tables.plan, tables.row_blocks, tables.tiles, tables.columns, tables.positions, values, tables.runs)
-    inputs = (*cube, tables.batches, tables.sources, dense, tables.shapes, tables.cells, np.full(8, strange, np.int32))
-    args = [
-        given(padded(x, heads)),
-        *map(given, inputs),
-        y,
-        Scratch(parts),
-        Scratch(np.zeros(tables.workspace_bytes // 2, np.float16)),
-        given(tables.tiling),
-    ]
-    launch("aggregate_gathered", args, options.pop("blocks", tables.num_blocks), **options)
-    if len(tables.splits):
-        combine = tiling.combine_tiling(len(tables.splits), wide)
-        launch("combine_parts", [given(parts), given(tables.splits), y, given(combine)], 3, **options)
-    return unpadded(y, columns, heads)
-
-
-def aggregate_kept(*args, **options):
-    """aggregate_gathered with dense tiles that are given."""
-    return aggregate_gathered(*args, kept=True, **options)
-
-
 def aggregate_vector(chunks, x, num_rows, ranges, groups=1, weights=None, heads=1, panel=2048, **options):
     columns = x.shape[1] // heads
     tables = tiling.row_tables(

@@ -14,7 +14,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch_geometric.datasets import Planetoid
 
-from lightning_gnn.ascend_ops import tiling
 from lightning_gnn.graph import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.nn import GAT, GCN
@@ -166,13 +165,13 @@ def test_nan_and_infinity_reach_the_rows_that_read_them_and_no_others():
     torch.testing.assert_close(got[finite].double(), expected[finite], rtol=0, atol=HALF * 200)
 
 
-@pytest.mark.parametrize("kernel", ["aggregate_chunks", "aggregate_gathered"])
-def test_heads_without_weights_are_refused_where_they_would_be_read(kernel):
+def test_heads_without_weights_are_refused_where_they_would_be_read():
     graph = random_graph(6, 40, 200, 2)
-    cut = ([0, 32], [0, graph.forward.num_chunks], *((1, False) if kernel == "aggregate_gathered" else ()))
-    operator = getattr(aggregate_ascend_twin, kernel)
+    cut = [0, 32], [0, graph.forward.num_chunks]
     with pytest.raises(ValueError, match=r"none for the 2 heads of x \[40, 2, 16\]; .* x\.reshape\(40, 1, 32\)"):
-        operator(chunk_tensors(graph.forward), 40, torch.ones(40, 2, 16), None, "sum", *cut)
+        aggregate_ascend_twin.aggregate_chunks(
+            chunk_tensors(graph.forward), 40, torch.ones(40, 2, 16), None, "sum", *cut
+        )
 
 
 def test_no_columns_and_no_edges():
@@ -214,11 +213,12 @@ def test_workers_of_the_plan_are_the_blocks():
     assert launches[0].kernel == f"aggregate_{plan.kernel}"
 
 
-@pytest.mark.parametrize("kernel", ["cube", "gathered", "vector"])
+@pytest.mark.parametrize("kernel", ["cube", "vector"])
 @pytest.mark.parametrize(("seed", "heads", "columns", "groups"), [(0, 1, 41, 1), (1, 3, 16, 3), (2, 1, 300, "auto")])
 def test_each_kernel_equals_float64_on_the_plans_own_chunks(monkeypatch, kernel, seed, heads, columns, groups):
-    heights = {"cube": (16, 48), "gathered": (16, 48), "vector": (8,)}
-    monkeypatch.setattr(chip_plan, "HEIGHTS", {name: heights[name] if name == kernel else () for name in heights})
+    plan = chip_plan.plan_chip
+    monkeypatch.setattr(chip_plan, "plan_chip", lambda *args, **how: plan(*args, **how | {"kernels": (kernel,)}))
+    monkeypatch.setattr(chip_plan, "HEIGHT", {"cube": 48, "vector": 8})
     graph = random_graph(seed, 120, 900, 3, groups)
     draw = torch.Generator().manual_seed(seed)
     x, weight = torch.randn(120, heads, columns, generator=draw), torch.randn(900, heads, generator=draw)
@@ -230,50 +230,6 @@ def test_each_kernel_equals_float64_on_the_plans_own_chunks(monkeypatch, kernel,
         plain = aggregate(graph, x, None, reduce, "ascend_twin")
         exact = aggregate(graph, x.double(), None, reduce, "reference")
         torch.testing.assert_close(plain.double(), exact, rtol=0.01, atol=0.02)
-
-
-def test_weights_that_come_again_are_laid_out_once_and_changed_ones_anew(monkeypatch):
-    monkeypatch.setattr(chip_plan, "HEIGHTS", {"cube": (), "gathered": (128,), "vector": ()})
-    graph, made = random_graph(5, 120, 4000, 2, 1), []
-    for name in ("cube_tables", "gathered_tables"):
-        monkeypatch.setattr(aggregate_ascend_twin, name, counted(made, name, getattr(aggregate_ascend_twin, name)))
-    for cls in (tiling.CubeTables, tiling.GatheredTables):
-        for name in ("values", "dense"):
-            if name in vars(cls):
-                monkeypatch.setattr(cls, name, counted(made, name, vars(cls)[name]))
-    x, weight = torch.randn(120, 32, requires_grad=True), torch.rand(4000)
-    kept = []
-
-    def train():
-        made.clear()
-        y = aggregate(graph, x, weight, backend="ascend_twin")
-        (grad,) = torch.autograd.grad(y.sum(), x)
-        exact = aggregate(graph, x, weight, backend="reference")
-        for got, expected in ((y, exact), (grad, torch.autograd.grad(exact.sum(), x)[0])):
-            torch.testing.assert_close(got, expected, rtol=0.01, atol=0.02)
-        kept.append(made.count("dense"))
-        return made.count("values")
-
-    for _ in range(2):
-        assert train() > 0
-        train()
-        assert train() == kept[-1] == 0  # laid out, and dense where the plan wants it so
-        with torch.no_grad():
-            weight *= 2
-    attention = torch.rand(4000, requires_grad=True)
-    for _ in range(2):
-        made.clear()
-        aggregate(graph, x.detach(), attention * 2, backend="ascend_twin")
-        assert made.count("values") == 1
-        assert made.count("dense") == 0  # new weights each time: their tiles are not kept
-
-
-def counted(made, name, function):
-    def call(*args, **options):
-        made.append(name)
-        return function(*args, **options)
-
-    return call
 
 
 def test_default_backend_is_for_those_who_name_none():

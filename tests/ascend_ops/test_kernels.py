@@ -15,8 +15,7 @@ from tests.ascend_ops import run_kernels as run
 from tests.ascend_ops.chunk_arrays import chunked, random_chunks
 
 HALF = 2.0**-11  # relative error of rounding to float16
-AGGREGATIONS = ["aggregate_cube", "aggregate_gathered", "aggregate_kept", "aggregate_vector"]
-"""In the second and third the ranges are waves; the third is the second with tiles that are given."""
+AGGREGATIONS = ["aggregate_cube", "aggregate_vector"]
 
 
 def rounded(array):
@@ -95,23 +94,11 @@ def test_the_number_of_blocks_does_not_change_a_bit(blocks):
     check(y, expected, size)
 
 
-@pytest.mark.parametrize(("waves", "members", "groups"), [(1, 1, 1), (2, 3, 1), (12, 5, 1), (5, 8, 3), (3, 24, 1)])
-@pytest.mark.parametrize("kept", [False, True])
-def test_waves_and_blocks_do_not_change_a_bit(kept, waves, members, groups):
-    chunks = random_chunks(9, 300, 900, 12, most_entries=25)
-    x, weights = features(3, 300, 48), weights_of(4, chunks)
-    alone = run.aggregate_cube(chunks, x, 300, [(0, 12)], 1, weights)
-    options = {"members": members, "kept": kept, "seed": waves}
-    y = run.aggregate_gathered(chunks, x, 300, chunks.even_ranges(waves), groups, weights, **options)
-    assert np.array_equal(y, alone)
-
-
-@pytest.mark.parametrize("kernel", ["aggregate_cube", "aggregate_gathered", "aggregate_kept"])
-def test_blocks_beyond_the_plan_idle(kernel):
+def test_blocks_beyond_the_plan_idle():
     chunks = random_chunks(1, 40, 100, 2)
     x = features(1, 40, 16)
     expected, size = aggregated(chunks, x, 40)
-    check(getattr(run, kernel)(chunks, x, 40, [(0, 1), (1, 2)], blocks=7), expected, size)
+    check(run.aggregate_cube(chunks, x, 40, [(0, 1), (1, 2)], blocks=7), expected, size)
 
 
 @pytest.mark.parametrize(
@@ -123,12 +110,11 @@ def test_blocks_beyond_the_plan_idle(kernel):
         {"tile_rows": 64, "tile_columns": 64, "panel": 256},
     ],
 )
-@pytest.mark.parametrize("kernel", ["aggregate_cube", "aggregate_gathered"])
-def test_any_tile_size_gives_the_result(kernel, sizes):
+def test_any_tile_size_gives_the_result(sizes):
     chunks = random_chunks(11, 130, 700, 3)
     x, weights = features(2, 130, 200), weights_of(1, chunks)
     expected, size = aggregated(chunks, x, 130, weights)
-    check(getattr(run, kernel)(chunks, x, 130, [(0, 2), (2, 3)], 1, weights, sizes=sizes), expected, size)
+    check(run.aggregate_cube(chunks, x, 130, [(0, 2), (2, 3)], 1, weights, sizes=sizes), expected, size)
 
 
 @pytest.mark.parametrize("kernel", AGGREGATIONS)
@@ -143,29 +129,12 @@ def test_a_hub_with_more_columns_and_entries_than_any_buffer_holds(kernel):
         check(getattr(run, kernel)(chunks, x, 20, chunks.even_ranges(3)), expected, size)
 
 
-@pytest.mark.parametrize("kernel", ["aggregate_cube", "aggregate_gathered", "aggregate_kept"])
-def test_a_full_tile_takes_several_batches_of_entries(kernel):
+def test_a_full_tile_takes_several_batches_of_entries():
     target, source = np.divmod(np.arange(128 * 128), 128)
     chunks = chunked(target, source, 128, 1)
     x, weights = features(0, 128, 32), weights_of(0, chunks)
     expected, size = aggregated(chunks, x, 128, weights)
-    check(getattr(run, kernel)(chunks, x, 128, [(0, 1)], 1, weights), expected, size)
-
-
-def test_a_gathered_tile_is_picked_where_it_is_full_and_scattered_where_it_is_not():
-    full, thin = np.divmod(np.arange(128 * 128), 128), np.divmod(np.arange(0, 128 * 128, 97), 128)
-    for (target, source), picked in ((full, True), (thin, False)):
-        tables = tiling.gathered_tables(chunked(target, source, 128, 1).tables, [(0, 1)], 1, 1, 32)
-        assert (tables.cells.size > 0) == picked
-        assert tables.batches[:, 3].sum() == tiling.up(tables.columns.size)
-        # Neighbouring rows come by one copy, as far as a batch goes.
-        assert len(tables.sources) == len(tables.batches)
-
-
-def test_rows_longer_than_a_batch_are_refused_by_name():
-    chunks = random_chunks(0, 20, 60, 1)
-    with pytest.raises(ValueError, match=r"rows of 20000 columns, .* use aggregate_cube"):
-        tiling.gathered_tables(chunks.tables, [(0, 1)], 1, 1, 20000)
+    check(run.aggregate_cube(chunks, x, 128, [(0, 1)], 1, weights), expected, size)
 
 
 @pytest.mark.parametrize("kernel", AGGREGATIONS)
@@ -187,12 +156,11 @@ def test_each_head_has_its_own_weights(kernel, heads, columns, groups):
     check(y, expected, size)
 
 
-@pytest.mark.parametrize("kernel", ["aggregate_cube", "aggregate_gathered", "aggregate_kept"])
-def test_parallel_edges_add_up(kernel):
+def test_parallel_edges_add_up():
     chunks = chunked(np.zeros(900, np.int64), np.arange(900) % 2, 1, 1)
     x = features(0, 2, 16)
     expected, size = aggregated(chunks, x, 1)
-    check(getattr(run, kernel)(chunks, x, 1, [(0, 1)]), expected, size)
+    check(run.aggregate_cube(chunks, x, 1, [(0, 1)]), expected, size)
 
 
 @pytest.mark.parametrize("kernel", AGGREGATIONS)

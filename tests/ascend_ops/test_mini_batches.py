@@ -2,7 +2,6 @@
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +9,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.ascend_ops.cost_model import atlas_a2, product_cycles, row_sums_cycles
 from lightning_gnn.nn.conv import GCNConv, SAGEConv
 from lightning_gnn.nn.conv.fused import fuses
 from lightning_gnn.ops import aggregate_update, default_backend
 from lightning_gnn.ops.aggregate.ascend_twin import record_launches
-from lightning_gnn.ops.aggregate_update import ascend, chip_plan, definition
+from lightning_gnn.ops.aggregate_update import definition
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from tests.ascend_ops import run_kernels as run
 
@@ -222,60 +220,3 @@ def test_second_derivatives_are_torchs():
             (grad,) = torch.autograd.grad((out**3).sum(), x, create_graph=True)
             found.append(torch.autograd.grad((grad**2).sum(), x)[0])
     torch.testing.assert_close(*found, rtol=0.05, atol=0.01 * found[1].abs().max().item())
-
-
-@pytest.mark.parametrize(
-    ("rows", "edges", "columns", "cores"),
-    [(1024, 9000, 128, 8), (600, 6000, 602, 4), (2000, 20000, 32, 4), (300, 4000, 256, 1)],
-)
-def test_the_model_agrees_with_the_twin_on_sums(rows, edges, columns, cores):
-    draw = np.random.default_rng(0)
-    target = np.sort(draw.integers(0, rows, edges))
-    indptr, indices = np.searchsorted(target, np.arange(rows + 1)), draw.permutation(edges * 4)[:edges]
-    x = np.zeros((4 * edges, columns), np.float16)  # rows from HBM, as those of a fresh batch
-    run.aggregate_update(x, indptr, indices, None, blocks=cores)
-    expected = row_sums_cycles(rows, edges, columns, cores, atlas_a2())
-    assert expected == pytest.approx(run.LOG[-1].makespan, rel=0.10)
-
-
-@pytest.mark.parametrize(
-    ("m", "k", "n", "cores"), [(1024, 128, 128, 4), (1000, 602, 256, 3), (300, 32, 64, 1), (512, 256, 47, 4)]
-)
-def test_the_model_agrees_with_the_twin_on_products(m, k, n, cores):
-    a, b = np.zeros((m, k), np.float16), np.zeros((k, n), np.float16)
-    run.update(a, b, transpose_b=True, full=True, blocks=cores)
-    assert product_cycles(m, k, n, cores, atlas_a2()) == pytest.approx(run.LOG[-1].makespan, rel=0.15)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "columns"),
-    [
-        ((900, 200, 1500), (256, 16)),
-        ((900, 200, 1500), (16, 256)),
-        ((900, 800, 3000), (64, 32)),
-        ((300, 200, 2000), (128, 128)),
-    ],
-)
-def test_the_plan_takes_the_faster_order(monkeypatch, sizes, columns):
-    """Both orders are run; the plan's is never more than a tenth slower than the other."""
-    (num_nodes, num_targets, num_edges), (k, n) = sizes, columns
-    torch.manual_seed(0)
-    x, weight = torch.randn(num_nodes, k, requires_grad=True), torch.randn(n, k, requires_grad=True)
-    edge_index = torch.stack([torch.randint(num_nodes, (num_edges,)), torch.randint(num_targets, (num_edges,))])
-    plan, taken = chip_plan.plan_update, {}
-    for forced in (None, True, False):
-        monkeypatch.setattr(ascend, "plan_update", plan if forced is None else choose_order(plan, forced))
-        with default_backend("ascend_twin"), record_launches() as launches:
-            aggregate_update(x, edge_index, weight, None, None, num_targets).sum().backward()
-        taken[forced] = sum(launch.makespan for launch in launches)
-    assert taken[None] <= 1.1 * min(taken[True], taken[False])
-
-
-def choose_order(plan, aggregate_first):
-    return lambda *arguments: replace(plan(*arguments), aggregate_first=aggregate_first)
-
-
-def test_the_plan_says_what_runs_where():
-    said = str(chip_plan.plan_update(10_000, 1_000, 15_000, 128, 256, 24))
-    assert "sums on the vector cores beside the product on the cube cores, in one kernel" in said
-    assert "the product on the cube cores, then sums" in str(chip_plan.plan_update(2_000, 1_900, 60_000, 2_000, 16, 24))

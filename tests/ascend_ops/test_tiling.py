@@ -152,74 +152,11 @@ def test_cube_tables_describe_the_graph_and_share_it_out(case, sizes, groups, me
         "slotHalves": slot,
         "rangeOffset": groups + 1,
         "panelOffset": groups + 1 + members + 1,
-        "waves": 0,
         "reserved0": 0,
+        "reserved1": 0,
     }
     assert tables.num_blocks == groups * members
     assert tables.workspace_bytes == groups * members * 2 * 2 * slot  # two slots of float16
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    case=cases,
-    sizes=st.tuples(st.sampled_from([16, 128]), st.sampled_from([16, 48, 128])),
-    waves=st.integers(1, 5),
-    groups=st.integers(1, 3),
-    members=st.integers(1, 6),
-    columns=st.sampled_from([1, 41, 602]),
-    heads=st.integers(1, 2),
-    kept=st.booleans(),
-)
-def test_gathered_tables_share_out_the_rows_of_each_wave(case, sizes, waves, groups, members, columns, heads, kept):
-    seed, num_vertices, num_edges, num_chunks, most, shuffled = case
-    chunks = random_chunks(seed, num_vertices, num_edges, num_chunks, most_entries=most, shuffled=shuffled)
-    ranges, (rows, width) = chunks.even_ranges(waves), sizes
-    options = {"heads": heads, "tile_rows": rows, "tile_columns": width}
-    tables = tiling.gathered_tables(chunks.tables, ranges, members, groups, columns, kept=kept, **options)
-    plain = tiling.cube_tables(chunks.tables, ranges, groups, columns, **options)
-    for name in ("row_blocks", "columns", "positions", "slots", "runs", "splits"):
-        assert np.array_equal(getattr(tables, name), getattr(plain, name))
-    field = tiling.fields("AggregateTiling", tables.tiling[:16]) | tiling.fields("WaveTiling", tables.tiling[16:])
-    assert tables.num_blocks == groups * members
-    check_panels(tables.plan[: field["waveOffset"]], field["panelOffset"], heads, columns, groups, 256)
-    cores, bounds = 2 * groups * members, tiling.fields("AggregateTiling", plain.tiling)["rangeOffset"]
-    described = tables.plan[field["waveOffset"] :].reshape(waves, -1)
-    for wave, (first, last, *rest) in enumerate(described):
-        blocks, batches, parts = np.split(np.array(rest), [members + 1, members + cores + 2])
-        assert blocks[[0, -1]].tolist() == plain.plan[bounds + wave : bounds + wave + 2].tolist()
-        assert all((np.diff(shares) >= 0).all() for shares in (blocks, batches, parts))
-        tiles = tables.tiles[first:last]
-        assert parts[[0, -1]].tolist() == [0, 0 if kept else 2 * heads * len(tiles)]
-        # the batches' runs, written out, are the columns of the tiles, fillers -1
-        gathered = []
-        for run, runs, row, count in tables.batches[batches[0] : batches[-1]]:
-            assert row == len(gathered)
-            assert count * field["ldx"] <= field["batchHalves"]
-            for vertex, length in tables.sources[run : run + runs]:
-                gathered += [-1] * length if vertex < 0 else range(vertex, vertex + length)
-            assert len(gathered) == row + count
-        assert len(gathered) * field["ldx"] <= field["rowHalves"]
-        for (column, count, _, in_first, _, in_second, row, fractal), (height, table) in zip(
-            tiles, tables.shapes[first:last], strict=True
-        ):
-            k = tiling.up(count)
-            assert gathered[row : row + k] == tables.columns[column : column + k].tolist()
-            assert kept or fractal + height * k // 256 <= field["denseStride"]
-            assert kept or (table > 0) == (8 * (in_first + in_second) >= height * k)
-    if kept:
-        values = tables.values(None, heads)
-        tiles, strange = tables.dense(values)
-        assert not strange
-        assert tiles.sum() == heads * num_edges
-        for (_, count, *halves, _, fractal), (height, _) in zip(tables.tiles, tables.shapes, strict=True):
-            k = tiling.up(count)
-            tile = tiles[:, fractal * 256 :][:, : height * k].reshape(heads, height, k)
-            for half in range(2):
-                begin, entries = halves[2 * half : 2 * half + 2]
-                place = tables.positions[begin : begin + entries].astype(int)
-                inside = place < height // 2 * k
-                part = tile[:, half * (height // 2) : (half + 1) * (height // 2)].reshape(heads, -1)
-                assert np.array_equal(part[:, place[inside]], values[:, begin : begin + entries][:, inside])
 
 
 @settings(max_examples=60, deadline=None)

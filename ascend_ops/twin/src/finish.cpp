@@ -52,9 +52,6 @@ void SetAtomic(AtomicOp op, Element element, Loc loc)
 int64_t BlockIdx() { return Current().blockIndex; }
 int64_t BlockNum() { return launch->options.blocks; }
 int64_t SubBlockIdx() { return Current().sub; }
-int64_t SubBlockNum() { return launch->type == KERNEL_TYPE_MIX_AIC_1_2 && Current().kind == CoreKind::Vector ? 2 : 1; }
-int64_t TaskRation() { return SubBlockNum(); }
-int64_t SystemCycle() { return static_cast<int64_t>(Current().time[0]); }
 bool MmadNanAllowed() { return launch->options.nanAllowed; }
 bool IsCube() { return Current().kind != CoreKind::Vector; }
 bool IsVector() { return Current().kind != CoreKind::Cube; }

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,12 +23,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gnn.ascend_ops.tiling import (
     CubeTables,
-    GatheredTables,
     RowTables,
     aggregate_vector_tiling,
     combine_tiling,
     cube_tables,
-    gathered_tables,
     products_tiling,
     row_tables,
     softmax_tiling,
@@ -37,7 +35,6 @@ from lightning_gnn.ascend_ops.tiling import (
 from lightning_gnn.ascend_ops.twin import LaunchResult, ReadOnly, Scratch, default_twin
 from lightning_gnn.ops.aggregate import reference as aggregate_reference
 from lightning_gnn.ops.aggregate.chip_max import entries_of_chunks, maxima, maxima_backward
-from lightning_gnn.ops.aggregate.known_weights import made_once
 
 HALF_EXPONENT = 15
 """2^15 is the last power of two that float16 has."""
@@ -60,11 +57,8 @@ class _Half(NamedTuple):
     exponent: int
 
 
-Tables = TypeVar("Tables", bound=CubeTables)
-
-
-class _Cube(NamedTuple, Generic[Tables]):
-    tables: Tables
+class _Cube(NamedTuple):
+    tables: CubeTables
     ones: Array
     degrees: Tensor
     sum_exponent: int
@@ -109,87 +103,35 @@ def aggregate_chunks(
         return x.new_zeros((num_rows, *x.shape[1:])), x.new_empty(0)
     _check_heads(x, weight)
     cube = _cube(chunks, num_rows, x.size(1), x.size(2), len(slices) - 1, chunk_ranges)
-    return _on_cubes("aggregate_cube", cube, num_rows, x, weight, reduce == "mean", lambda values: []), x.new_empty(0)
-
-
-def aggregate_gathered(
-    chunks: list[Tensor],
-    num_rows: int,
-    x: Tensor,
-    weight: Tensor | None,
-    reduce: str,
-    slices: list[int],
-    waves: list[int],
-    num_members: int,
-    kept: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute sums or means wave by wave, from rows that all cores gather once; ``kept``: dense tiles as well."""
-    if chunks[3].numel() == 0 or x.numel() == 0:
-        return x.new_zeros((num_rows, *x.shape[1:])), x.new_empty(0)
-    _check_heads(x, weight)
-    key = ("gathered", num_rows, x.size(1), x.size(2), len(slices) - 1, num_members, kept, *waves)
-
-    def make() -> _Cube[GatheredTables]:
-        arrays, pairs = [_numpy(tensor) for tensor in chunks], list(pairwise(waves))
-        tables = gathered_tables(arrays, pairs, num_members, len(slices) - 1, x.size(2), heads=x.size(1), kept=kept)
-        return _Cube(tables, tables.values(None), *_degrees(arrays, num_rows))
-
-    made = _made(chunks, key, make)
-    tables = made.tables
-
-    def more(values: Array) -> list[Array]:
-        def tiles() -> tuple[GatheredTables, Array, bool]:
-            return (tables, *tables.dense(values))
-
-        if not kept:
-            dense, strange = np.zeros(0, np.float16), False
-        elif weight is None:
-            _, dense, strange = _made(chunks, ("dense", id(tables)), tiles)
-        else:
-            _, dense, strange = made_once(weight, ("dense", id(tables), reduce), tiles)
-        return [tables.batches, tables.sources, dense, tables.shapes, tables.cells, np.full(8, strange, np.int32)]
-
-    return _on_cubes("aggregate_gathered", made, num_rows, x, weight, reduce == "mean", more), x.new_empty(0)
+    return _on_cubes(cube, num_rows, x, weight, reduce == "mean"), x.new_empty(0)
 
 
 def _check_heads(x: Tensor, weight: Tensor | None) -> None:
     if weight is None and x.size(1) > 1:
         raise ValueError(
-            f"the kernels of dense tiles have weights per head, but there are none for the {x.size(1)} heads of x "
+            f"the kernel of dense tiles has weights per head, but there are none for the {x.size(1)} heads of x "
             f"{list(x.shape)}; without weights give them as one, x.reshape({x.size(0)}, 1, {x.size(1) * x.size(2)})"
         )
 
 
-def _on_cubes(
-    kernel: str,
-    made: _Cube[Any],
-    num_rows: int,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: bool,
-    more: Callable[[Array], list[Array]],
-) -> Tensor:
-    """Launch a kernel of dense tiles, and what adds split rows up; ``more`` makes its further inputs of the weights."""
+def _on_cubes(made: _Cube, num_rows: int, x: Tensor, weight: Tensor | None, mean: bool) -> Tensor:
+    """Launch the kernel of dense tiles, and what adds split rows up."""
     tables = made.tables
     left = HALF_EXPONENT - made.sum_exponent
     share = 0 if weight is None else left // 2 if left >= 0 else left
     rows = _half_rows(x, left - share, mean)
     values = _Half(made.ones, 0)
     if weight is not None:
-        # Laid out once where weights come again: what is kept beside holds its tables.
-        def lay_out() -> tuple[CubeTables, _Half]:
-            given, exponent = _scaled(weight, share, mean)
-            return tables, _Half(tables.values(given.numpy(), x.size(1)), exponent)
-
-        _, values = made_once(weight, ("values", id(tables), share, mean), lay_out)
+        given, exponent = _scaled(weight, share, mean)
+        values = _Half(tables.values(given.numpy(), x.size(1)), exponent)
     wide = rows.values.shape[1]
     y = np.zeros((num_rows, wide), np.float16)
     # Filled with NaN for combine_parts, which must find no part that nobody wrote.
     parts = np.full((max(tables.num_parts, 1), wide), np.nan, np.float32)
     workspace = np.zeros(tables.workspace_bytes // 2, np.float16)
-    inputs = (rows.values, tables.plan, tables.row_blocks, tables.tiles, tables.columns, tables.positions)
-    _launch(kernel, tables.num_blocks, [*inputs, values.values, tables.runs, *more(values.values)],
-            [y], [parts, workspace], [tables.tiling])  # fmt: skip
+    inputs = [rows.values, tables.plan, tables.row_blocks, tables.tiles, tables.columns, tables.positions]
+    inputs += values.values, tables.runs
+    _launch("aggregate_cube", tables.num_blocks, inputs, [y], [parts, workspace], [tables.tiling])
     if len(tables.splits):
         blocks = min(2 * tables.num_blocks, len(tables.splits))
         combine = combine_tiling(len(tables.splits), wide)
@@ -355,8 +297,8 @@ def launch(kernel: str, blocks: int, inputs: list[Tensor], outputs: list[Tensor]
 
 def _cube(
     chunks: list[Tensor], num_rows: int, heads: int, columns: int, num_groups: int, chunk_ranges: list[int]
-) -> _Cube[CubeTables]:
-    def make() -> _Cube[CubeTables]:
+) -> _Cube:
+    def make() -> _Cube:
         arrays, pairs = [_numpy(tensor) for tensor in chunks], list(pairwise(chunk_ranges))
         tables = cube_tables(arrays, pairs, num_groups, columns, heads=heads)
         return _Cube(tables, tables.values(None), *_degrees(arrays, num_rows))

@@ -22,8 +22,6 @@ from lightning_gnn.ops.aggregate import reference as aggregate_reference  # noqa
 from lightning_gnn.ops.edge_softmax import reference as softmax_reference  # noqa: F401  defines the operators
 from lightning_gnn.ops.library import references
 
-TWIN_CORES = 24
-"""AI cores of the chip that is simulated, an Atlas A2."""
 BACKENDS = ("numba", "triton", "reference", "ascend_twin")
 DEVICE = "device"
 """In place of a backend's name: what is registered for the device."""
@@ -140,7 +138,6 @@ def chip_plan_of(
     settings: PlanSettings,
     backend: str,
     heads: int = 1,
-    static: bool = False,
     by_vertex: bool = False,
 ) -> tuple[list[torch.Tensor], HybridPlan]:
     """Return the chunks of an aggregation on an NPU, cut as its plan wants them, and the plan, which names the kernel.
@@ -148,8 +145,7 @@ def chip_plan_of(
     Args:
         shape: Vertices on its row side and on its column side.
     """
-    from lightning_gnn.ascend_ops.cost_model import atlas_a2
-    from lightning_gnn.ops.aggregate.chip_plan import plan_chip
+    from lightning_gnn.ops.aggregate.chip_plan import HEIGHT, plan_chip
 
     known = _cuts.setdefault(chunks[2], {})
     if "whole" not in known:
@@ -157,18 +153,14 @@ def chip_plan_of(
         indptr = indptr.clone()  # what is kept must not keep its key alive
         known["whole"] = Chunks(rows, row_ptr, indptr, local, columns, column_ptr, None, *shape)
     cores = settings.num_workers or _num_workers(chunks[2].device, backend)
-    key = num_columns, cores, settings, heads, static, by_vertex
+    key = num_columns, cores, settings, heads, by_vertex
     if key not in known:
-        # Cores that wait for all others must all run at once.
-        together = cores <= (TWIN_CORES if backend == "ascend_twin" else _num_workers(chunks[2].device, backend))
-        kernels: tuple[Any, ...] = ("cube", "gathered", "vector") if together else ("cube", "vector")
-        kernels = ("vector",) if by_vertex else kernels
-        how: dict[str, Any] = {"kernels": kernels, "heads": heads, "static": static}
-        known[key] = plan_chip(num_columns, {"": known["whole"]}, settings, cores, atlas_a2(), **how)
+        kernels: tuple[Any, ...] = ("vector",) if by_vertex else ("cube", "vector")
+        known[key] = plan_chip(num_columns, known["whole"], settings, cores, kernels=kernels, heads=heads)
     plan: HybridPlan = known[key]
-    if plan.height not in known:
-        known[plan.height] = chunk_tensors(known["whole"].recut(plan.height))
-    return known[plan.height], plan
+    if plan.kernel not in known:
+        known[plan.kernel] = chunk_tensors(known["whole"].recut(HEIGHT[plan.kernel]))
+    return known[plan.kernel], plan
 
 
 def runs_on_chip(device: torch.device, backend: str) -> bool:

@@ -1,23 +1,21 @@
-"""Who computes what of an aggregation on an Ascend chip: order, height of the chunks, groups and kernel, by one model.
+"""Who computes what of an aggregation on an Ascend chip: kernel, groups of columns and ranges of chunks, by one rule.
 
-Every group of columns gathers every row again, so a plan is judged by the rows that it loads and the copies that it
-issues (:mod:`lightning_gnn.ascend_ops.cost_model`): ranges of chunks take equally many modelled cycles, and of all
-combinations the one whose slowest worker is done first is taken. One group is always among them.
+The cube kernel is worth its dense tiles where many entries share a column, else the vector kernel is faster. What a
+chunk costs either of them is estimated from its counts; ranges of chunks cost about the same, and of all kernels and
+numbers of groups the one whose slowest worker is done first is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gnn.ascend_ops.cost_model import Counts, Kernel, chunk_cycles, hbm_bytes, panels, rows_copied
-from lightning_gnn.ascend_ops.wave_model import MOST_HALVES, cut_waves, gathered_cycles, slot_bytes
-from lightning_gnn.graph.chunks import Chunks, count_column_runs, count_columns
+from lightning_gnn.graph.chunks import Chunks, count_columns
 from lightning_gnn.graph.hybrid_plan import (
     BLOCK,
     GroupingCost,
@@ -32,122 +30,102 @@ from lightning_gnn.graph.hybrid_plan import (
 )
 
 Array = npt.NDArray[Any]
+Kernel = Literal["cube", "vector"]
 
-HEIGHTS: dict[Kernel, tuple[int, ...]] = {"cube": (16, 32, 64, 128), "gathered": (16, 32, 64, 128), "vector": (8,)}
+HEIGHT: dict[str, int] = {"cube": 128, "vector": 8}
 """Rows of a chunk. To the cube they are rows of its tiles; to the vector kernel chunks are but where ranges may end."""
-WAVES = 6
-"""How many numbers of waves are considered, each twice the one before."""
-KEPT_BYTES = 2**32
-"""Dense tiles that are kept may take so much of an NPU's memory."""
+PANEL = {"cube": 256, "vector": 2048}
+"""Columns of the features that a kernel handles at once (host_tiling.h)."""
+TILE_COLUMNS = 128
+"""Columns of a dense tile."""
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """What the chunks of one direction of a graph hold, each array ``[num_chunks]``.
+
+    Args:
+        rows: Rows that have entries.
+        columns: Distinct columns: rows of the features that the cube kernel loads.
+        runs: Runs of rows whose results lie side by side.
+    """
+
+    rows: Array
+    entries: Array
+    columns: Array
+    runs: Array
 
 
 def plan_chip(
     num_columns: int,
-    orders: Mapping[str, Chunks],
+    chunks: Chunks,
     settings: PlanSettings,
     cores: int,
-    chip: Mapping[str, float],
     *,
     kernels: Sequence[Kernel] = ("cube", "vector"),
-    buffers: int = 2,
     heads: int = 1,
-    static: bool = False,
 ) -> HybridPlan:
     """Plan one aggregation on the cores of an Ascend chip, for one layer and direction.
 
     Args:
         num_columns: D, columns of the features.
-        orders: The direction's chunks, by the name of the order of their rows; the heights of the chunks do not matter.
+        chunks: The direction; the heights of its chunks do not matter.
         settings: The number of groups, where it is given.
-        cores: AI cores: workers of the cube kernel. Those of the vector kernel are twice as many on split cores.
-        static: Weights never change, or there are none: dense tiles may be kept.
+        cores: AI cores: workers of the cube kernel. Those of the vector kernel are twice as many.
 
     Returns:
-        The plan with kernel, order and height; its ranges are of chunks cut to that height. ``candidates`` has the best
-        of each number of groups.
+        The plan with its kernel; its ranges are of chunks cut to ``HEIGHT[kernel]``. ``candidates`` has the best of
+        each number of groups.
     """
     check_sizes(num_columns, cores)
     best: dict[int, HybridPlan] = {}
     costs: dict[int, GroupingCost] = {}
-    for kernel, order, height, counts in _cuts(orders, kernels):
-        workers = cores * (2 if kernel == "vector" and not chip.get("ub_to_l1_bytes") else 1)
-        supply = hbm_bytes(kernel, counts, num_columns, chip) / hbm_rate(chip)
+    for kernel in kernels:
+        counts = count_chunks(chunks, HEIGHT[kernel])
+        workers = cores * (2 if kernel == "vector" else 1)
         for num_groups in _groups(num_columns, workers, settings):
-            if kernel == "gathered":
-                found = _in_waves(num_columns, num_groups, workers, counts, chip, heads, static, supply)
-            else:
-                found = _in_ranges(kernel, num_columns, num_groups, workers, counts, chip, heads, buffers, supply)
-            for cost, terms, ranges, how in found:
-                if num_groups in costs and cost >= costs[num_groups].cost:
-                    continue
-                notes = [kernel, f"{height} rows a chunk", *([order] if order else [])]
-                if how:
-                    notes += [f"{len(how['waves']) - 1} waves", *(["tiles kept"] if how["kept"] else [])]
-                costs[num_groups] = GroupingCost(num_groups, cost, terms, ", ".join(notes))
-                best[num_groups] = HybridPlan(
-                    num_workers=workers,
-                    num_groups=num_groups,
-                    num_columns=num_columns,
-                    slices=slice_columns(num_columns, num_groups),
-                    chunk_ranges=ranges,
-                    loads=tuple(int(counts.entries[first:stop].sum()) for first, stop in ranges),
-                    unit="cycles, modelled",
-                    kernel=kernel,
-                    height=height,
-                    order=order,
-                    **how,
-                )
+            cycles = estimate_cycles(kernel, counts, num_columns, num_groups, heads)
+            ranges = balance_ranges(cycles, workers // num_groups)
+            by_range = np.array([cycles[first:stop].sum() for first, stop in ranges])
+            cost = float(by_range.max())
+            if num_groups in costs and cost >= costs[num_groups].cost:
+                continue
+            loaded = float((counts.entries if kernel == "vector" else counts.columns).sum() * num_groups)
+            terms = {"rows loaded": loaded, "imbalance": max_over_mean(by_range)}
+            costs[num_groups] = GroupingCost(num_groups, cost, terms, kernel)
+            best[num_groups] = HybridPlan(
+                num_workers=workers,
+                num_groups=num_groups,
+                num_columns=num_columns,
+                slices=slice_columns(num_columns, num_groups),
+                chunk_ranges=ranges,
+                loads=tuple(int(counts.entries[first:stop].sum()) for first, stop in ranges),
+                unit="cycles, estimated",
+                kernel=kernel,
+            )
     chosen = min(costs.values(), key=lambda candidate: (candidate.cost, candidate.num_groups))
-    listed = tuple(costs[num_groups] for num_groups in sorted(costs))
-    return replace(best[chosen.num_groups], candidates=listed)
+    return replace(best[chosen.num_groups], candidates=tuple(costs[num_groups] for num_groups in sorted(costs)))
 
 
-Found = tuple[float, dict[str, float], tuple[tuple[int, int], ...], dict[str, Any]]
-"""Cost, its terms, ranges of chunks, and what else the plan says."""
+def estimate_cycles(kernel: Kernel, counts: Counts, num_columns: int, num_groups: int, heads: int = 1) -> Array:
+    """Return about how many cycles a worker of the widest group takes for each chunk, int64 ``[num_chunks]``.
 
-
-def _in_ranges(
-    kernel: Kernel, num_columns: int, num_groups: int, workers: int, counts: Counts, chip: Mapping[str, float],
-    heads: int, buffers: int, supply: float,
-) -> Iterator[Found]:  # fmt: skip
-    cycles, start = chunk_cycles(kernel, counts, num_columns, num_groups, chip, buffers, heads)
-    loads = np.ceil(cycles).astype(np.int64)
-    ranges = balance_ranges(loads, workers // num_groups)
-    by_range = np.array([loads[first:stop].sum() for first, stop in ranges])
-    loaded = int(rows_copied(kernel, counts).sum()) * num_groups
-    _, pieces = panels(num_columns, num_groups, kernel, heads)
-    terms = {"rows loaded": float(loaded), "copies": float(loaded * pieces), "imbalance": max_over_mean(by_range)}
-    yield max(float(by_range.max()) + start, supply), terms, ranges, {}
-
-
-def _in_waves(
-    num_columns: int, num_groups: int, workers: int, counts: Counts, chip: Mapping[str, float], heads: int,
-    static: bool, supply: float,
-) -> Iterator[Found]:  # fmt: skip
-    if counts.rows.size == 0 or heads * 16 * -(-num_columns // heads // 16) > MOST_HALVES:
-        return
-    members = workers // num_groups
-    for kept in (False, True) if static else (False,):
-        whole = slot_bytes(counts, num_columns, np.array([0, counts.rows.size]), heads, kept)
-        # Both buffers together in half of L2.
-        fewest = max(1, -(-4 * whole // int(chip["l2_bytes"])))
-        for number in dict.fromkeys(min(fewest << step, counts.rows.size) for step in range(WAVES)):
-            bounds = cut_waves(counts, number)
-            found = gathered_cycles(counts, num_columns, num_groups, members, bounds, kept, chip, heads)
-            if found.dense_bytes > KEPT_BYTES:
-                return
-            more = found.dense_bytes / hbm_rate(chip)
-            terms = {
-                "rows loaded": float(counts.columns.sum()), "copies": found.copies, "imbalance": found.imbalance,
-            }  # fmt: skip
-            ranges = balance_ranges(counts.columns, members)
-            how = {"waves": tuple(map(int, bounds)), "kept": kept}
-            yield max(found.cycles, supply + more), terms, ranges, how
-
-
-def hbm_rate(chip: Mapping[str, float]) -> float:
-    """Return the bytes a cycle that HBM delivers to all cores together."""
-    return chip["hbm_gb_s"] * 1e3 / chip["clock_mhz"] if "hbm_gb_s" in chip else float("inf")
+    The numbers follow from the twin's costs of copies, instructions and latencies (``twin/include/twin/cost.h``).
+    """
+    # Heads have weights of their own, each of whole blocks of columns; a panel is of one head.
+    blocks = heads * -(-num_columns // heads // BLOCK)
+    width = BLOCK * -(-blocks // num_groups)
+    panels = max(-(-width // PANEL[kernel]), -(-heads // num_groups))
+    rows, entries, columns = counts.rows, counts.entries, counts.columns
+    if kernel == "vector":
+        # The scalar unit looks up rows and asks for entries, while the vector unit opens sums and adds entries to them.
+        busiest = np.maximum(116 * rows + 5 * entries, 47 * rows + 26 * entries)
+        return np.asarray(panels * busiest + width * (3 * entries + 2 * rows) // 64)
+    tiles = np.maximum(-(-columns // TILE_COLUMNS), 1)
+    gather = panels * (10 * columns + 300 * tiles) + width * columns // 100
+    # Results are sent away run by run, while the next two tiles are gathered: there is room for no more.
+    store = counts.runs * (64 * panels + 64)
+    return np.asarray(np.maximum(gather, gather * np.maximum(tiles - 2, 0) // tiles + store))
 
 
 _counted: WeakKeyDictionary[Chunks, dict[int, Counts]] = WeakKeyDictionary()
@@ -175,22 +153,13 @@ def _count(chunks: Chunks, height: int) -> Counts:
     def per_chunk(values: Array) -> Array:
         return np.add.reduceat(values.astype(np.int64), starts) if starts.size else np.zeros(0, np.int64)
 
-    cut = columns, offsets[:-1], offsets[1:], np.append(starts, rows.size), chunks.num_columns
+    ends = np.append(starts, rows.size)
     return Counts(
         rows=per_chunk(used),
         entries=per_chunk(degrees),
-        columns=np.diff(count_columns(*cut)),
+        columns=np.diff(count_columns(columns, offsets[:-1], offsets[1:], ends, chunks.num_columns)),
         runs=per_chunk(begins),
-        column_runs=count_column_runs(*cut),
-        num_sources=int(np.unique(columns).size),
     )
-
-
-def _cuts(orders: Mapping[str, Chunks], kernels: Sequence[Kernel]) -> Iterator[tuple[Kernel, str, int, Counts]]:
-    for order, chunks in orders.items():
-        for kernel in kernels:
-            for height in HEIGHTS[kernel]:
-                yield kernel, order, height, count_chunks(chunks, height)
 
 
 def _groups(num_columns: int, workers: int, settings: PlanSettings) -> list[int]:

@@ -129,7 +129,7 @@ def hybrid_plan(graph: CompressedGraph, num_columns: int) -> HybridPlan:
     chunks, backend = chunk_tensors(graph.forward), backend_name(None)
     if runs_on_chip(chunks[2].device, backend) and graph.settings.mode == "balanced":
         shape = graph.num_targets, graph.num_sources
-        return chip_plan_of(chunks, shape, num_columns, graph.settings, backend, static=True)[1]
+        return chip_plan_of(chunks, shape, num_columns, graph.settings, backend)[1]
     return plan_of(chunks, num_columns, graph.settings, backend)
 
 

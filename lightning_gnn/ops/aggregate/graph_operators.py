@@ -27,7 +27,6 @@ from lightning_gnn.ops.aggregate.backends import (
     plan_of,
     runs_on_chip,
 )
-from lightning_gnn.ops.aggregate.known_weights import come_again
 from lightning_gnn.ops.library import define, library
 
 if TYPE_CHECKING:
@@ -93,11 +92,7 @@ class Direction:
         if runs_on_chip(chunks[2].device, self._backend) and self._settings.mode == "balanced":
             shape = self.num_rows, x.size(0)
             asked = num_columns, self._settings, self._backend
-            chunks, plan = chip_plan_of(chunks, shape, *asked, heads=x.size(1), static=come_again(weight))
-            if plan.kernel == "gathered":
-                cut = bounds(plan.slices), list(plan.waves), plan.group_size, plan.kept
-                summed: Tensor = self.functions.aggregate_gathered(chunks, self.num_rows, x, weight, reduce, *cut)[0]
-                return summed
+            chunks, plan = chip_plan_of(chunks, shape, *asked, heads=x.size(1))
             if plan.kernel == "vector":
                 function = self.functions.aggregate_vector
         else:

@@ -25,7 +25,6 @@ define(
     "launch_kernel(str kernel, int blocks, Tensor[] inputs, Tensor(a!)[] outputs, Tensor tiling) -> ()",
     None,
 )
-aggregate_gathered = torch.ops.lightning_gnn.aggregate_gathered
 aggregate_vector = torch.ops.lightning_gnn.aggregate_vector
 edge_softmax = torch.ops.lightning_gnn.edge_softmax
 edge_softmax_backward = torch.ops.lightning_gnn.edge_softmax_backward

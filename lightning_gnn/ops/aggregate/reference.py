@@ -72,21 +72,6 @@ def aggregate_chunks(
     return out, ties
 
 
-def aggregate_gathered(
-    chunks: list[Tensor],
-    num_rows: int,
-    x: Tensor,
-    weight: Tensor | None,
-    reduce: str,
-    slices: list[int],
-    waves: list[int],
-    num_members: int,
-    kept: bool,
-) -> tuple[Tensor, Tensor]:
-    """Do as :func:`aggregate_chunks`; a device may do it wave by wave, and keep what it makes of the weights."""
-    return aggregate_chunks(chunks, num_rows, x, weight, reduce, slices, waves)
-
-
 def aggregate_max_backward(
     chunks: list[Tensor],
     num_rows: int,
@@ -162,16 +147,11 @@ define(
     " int[] chunk_ranges) -> (Tensor, Tensor)",
     aggregate_chunks,
 )
-# The same sums and means by other kernels, where a device has several; the plan says which (chip_plan.py).
+# The same sums and means by another kernel, where a device has two; the plan says which (chip_plan.py).
 define(
     "aggregate_vector(Tensor[] chunks, int num_rows, Tensor x, Tensor? weight, str reduce, int[] slices,"
     " int[] chunk_ranges) -> (Tensor, Tensor)",
     aggregate_chunks,
-)
-define(
-    "aggregate_gathered(Tensor[] chunks, int num_rows, Tensor x, Tensor? weight, str reduce, int[] slices, int[] waves,"
-    " int num_members, bool kept) -> (Tensor, Tensor)",
-    aggregate_gathered,
 )
 define(
     "aggregate_max_backward(Tensor[] chunks, int num_rows, Tensor grad, Tensor best, Tensor x, Tensor? weight,"

@@ -18,7 +18,6 @@ from lightning_gnn.ascend_ops.tiling import aggregate_update_tiling, combine_til
 from lightning_gnn.ops.aggregate.ascend_twin import say_converted
 from lightning_gnn.ops.aggregate.chip_max import entries_of_edges, maxima, maxima_backward
 from lightning_gnn.ops.aggregate_update import reference
-from lightning_gnn.ops.aggregate_update.chip_plan import UpdatePlan, plan_update
 from lightning_gnn.ops.dropout import row_dropout_torch
 
 HALF_EXPONENT = 15
@@ -51,19 +50,14 @@ class Half:
 class Chip:
     """The operators of ``reference.py``, executed by the kernels; ``launch`` runs them.
 
+    A layer is aggregated first: then sums and product are one kernel, and the product is nearly free.
+
     Args:
         launch: Runs a kernel, on the device of its tensors or in simulation.
     """
 
     launch: Launch
     cores: int
-
-    def plan(
-        self, num_sources: int, num_targets: int, num_edges: int, weight: Tensor, wants_x: bool, wants_weight: bool
-    ) -> UpdatePlan:
-        """Return in which order a layer is computed, as :func:`~chip_plan.plan_update` does."""
-        num_out, num_in = weight.shape
-        return plan_update(num_sources, num_targets, num_edges, num_in, num_out, self.cores, wants_x, wants_weight)
 
     def update(
         self,
@@ -73,7 +67,6 @@ class Chip:
         self_weight: Tensor | None,
         bias: Tensor | None,
         mean: bool,
-        aggregate_first: bool,
         keep: bool,
         p: float | None,
         key: int,
@@ -81,21 +74,11 @@ class Chip:
         """Return what ``reference.update`` does, and what :meth:`backward` needs."""
         num_targets, num_out, num_in = edges[0].numel() - 1, *weight.shape
         laid = _laid_out(weight, self_weight)
-        sums = scale = None
-        if aggregate_first:
-            own = 0 if self_weight is None else num_targets
-            table, values = _prepared(edges, x, mean, own > 0)
-            sums, y = self._fused(edges, table, values.values, laid, (num_in, num_out), own, mean, transpose_b=True)
-            scale = _times(table.scale, values.scale)
-            out = _unscaled(y, _times(scale, laid.scale))
-        else:
-            rows = half_rows(x)
-            columns = laid.values.size(1) // (1 if self_weight is None else 2)
-            products = self._product(rows.values, laid.values[:, :columns], num_in, num_out)
-            out = self.sums(edges, _unscaled(products, _times(rows.scale, laid.scale)), mean)
-            if self_weight is not None:
-                own_term = self._product(rows.values[:num_targets], laid.values[:, columns:], num_in, num_out)
-                out = out + _unscaled(own_term, _times(rows.scale, laid.scale))
+        own = 0 if self_weight is None else num_targets
+        table, values = _prepared(edges, x, mean, own > 0)
+        sums, y = self._fused(edges, table, values.values, laid, (num_in, num_out), own, mean, transpose_b=True)
+        scale = _times(table.scale, values.scale)
+        out = _unscaled(y, _times(scale, laid.scale))
         out = (out if bias is None else out + bias).to(x.dtype)
         if p is not None:
             out = row_dropout_torch(out.relu(), p, key, None)
@@ -110,7 +93,6 @@ class Chip:
         self_weight: Tensor | None,
         kept: Kept,
         mean: bool,
-        aggregate_first: bool,
         wanted: list[bool],
         activated: Tensor | None,
         p: float,
@@ -125,21 +107,14 @@ class Chip:
         sums, sums_scale, stored, stored_scale = kept
         assert stored is not None
         rows = half_rows(grad)
-        if wants_x or (wants_weight and not aggregate_first):
+        if wants_x:
             back = _backward_edges(edges, x.size(0), mean)
-            own = 0 if self_weight is None or not wants_x else num_targets
+            own = 0 if self_weight is None else num_targets
             table, values = _prepared(back, grad, False, own > 0)
-            layout = Half(stored, stored_scale)
-            sizes = (num_out, num_in if wants_x else 0)
-            received, y = self._fused(back, table, values.values, layout, sizes, own, False, transpose_b=False)
-            scale = _times(table.scale, values.scale)
-            if wants_x:
-                grad_x = _unscaled(y, _times(scale, stored_scale)).to(x.dtype)
-            if wants_weight and not aggregate_first:
-                features = half_rows(x)
-                product = self._product_of_rows(received, features.values, num_out, num_in)
-                grad_weight = _unscaled(product, _times(scale, features.scale)).to(x.dtype)
-        if wants_weight and aggregate_first:
+            layout, sizes = Half(stored, stored_scale), (num_out, num_in)
+            _, y = self._fused(back, table, values.values, layout, sizes, own, False, transpose_b=False)
+            grad_x = _unscaled(y, _times(_times(table.scale, values.scale), stored_scale)).to(x.dtype)
+        if wants_weight:
             assert sums is not None
             product = self._product_of_rows(rows.values, sums, num_out, num_in)
             grad_weight = _unscaled(product, _times(rows.scale, sums_scale)).to(x.dtype)
@@ -203,16 +178,6 @@ class Chip:
         inputs = [x, indptr, indices, weights, stored, _constants(x.device)]
         self.launch("aggregate_update", min(self.cores, -(-num_rows // TILE)), inputs, [sums, y], tiling)
         return sums, y[:, :n]
-
-    def _product(self, a: Tensor, stored: Tensor, k: int, n: int) -> Tensor:
-        """Multiply rows with weights stored ``[n, k]``; float32 ``[m, n]``."""
-        m = a.size(0)
-        y = a.new_empty(m, up(n), dtype=torch.float32)
-        b = stored.contiguous()
-        tiling = update_tiling(m, k, n, a.size(1), b.size(1), transpose_b=True, float_out=True)
-        no_bias = a.new_zeros(1)
-        self.launch("update", min(self.cores, -(-m // TILE)), [a, b, no_bias, _constants(a.device)], [y], tiling)
-        return y[:, :n]
 
     def _product_of_rows(self, a: Tensor, b: Tensor, m: int, n: int) -> Tensor:
         """Multiply the transpose of a with b, float32 ``[m, n]``; k, their rows, is cut so that all cores have some."""

@@ -136,9 +136,8 @@ class _AggregateUpdate(torch.autograd.Function):
             )
             kept = [aggregated if keep else None]
         else:
-            first = ctx.chip.plan(*sizes, weight, wants_x, wants_weight).aggregate_first
-            keep = first and wants_weight
-            out, kept = ctx.chip.update(edges, x, weight, self_weight, bias, mean, first, keep, p, key)
+            first = True
+            out, kept = ctx.chip.update(edges, x, weight, self_weight, bias, mean, wants_weight, p, key)
         ctx.mean, ctx.first, ctx.then, ctx.num_edge_tensors = mean, first, then, len(edges)
         ctx.save_for_backward(x, weight, self_weight, bias, None if then is None else out, *edges, *kept)
         result: Tensor = out
@@ -155,7 +154,7 @@ class _AggregateUpdate(torch.autograd.Function):
         p = 0.0 if ctx.then is None else ctx.then.p
         arguments = (edges, grad.contiguous(), x, weight, self_weight)
         if ctx.chip is not None:
-            grads = ctx.chip.backward(*arguments, kept, ctx.mean, ctx.first, wanted, activated, p)
+            grads = ctx.chip.backward(*arguments, kept, ctx.mean, wanted, activated, p)
         else:
             grads = torch.ops.lightning_gnn.aggregate_update_backward(
                 *arguments, kept[0], ctx.mean, ctx.first, wanted, activated, p

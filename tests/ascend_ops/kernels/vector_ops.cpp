@@ -5,7 +5,7 @@ using namespace AscendC;
 
 enum Operation : uint32_t {
     ADD, SUB, MUL, DIV, MAXIMUM, MINIMUM, ADDS, MULS, MAXS, MINS, EXP, LN, SQRT, ABS, RELU, RECIPROCAL, LEAKY, AXPY, MUL_ADD_DST,
-    REDUCE_MAX, REDUCE_MIN, REDUCE_SUM, SELECT_GREATER, SELECT_SCALAR, GATHER, ROW_ADD, ROW_SUM, BLOCK_MAX, BRCB,
+    REDUCE_MAX, REDUCE_MIN, REDUCE_SUM, SELECT_GREATER, SELECT_SCALAR, ROW_ADD, ROW_SUM, BLOCK_MAX, BRCB,
     BIT_MASK,
 };
 
@@ -22,7 +22,6 @@ public:
         pipe_.InitBuffer(y_, 1, n * sizeof(T));
         pipe_.InitBuffer(work_, n * sizeof(T));
         pipe_.InitBuffer(bits_, n);
-        pipe_.InitBuffer(offsets_, n * sizeof(uint32_t));
         LocalTensor<T> x = a_.template AllocTensor<T>(), z = b_.template AllocTensor<T>();
         DataCopy(x, aGm, n);
         DataCopy(z, bGm, n);
@@ -81,7 +80,6 @@ private:
                 PipeBarrier<PIPE_V>();
                 Select(y, bits, a, s, SELMODE::VSEL_TENSOR_SCALAR_MODE, n);
                 break;
-            case GATHER: Reverse(y, a, n); break;
             // rows of 256 bytes; the first row of b is added to each
             case ROW_ADD: Add(y, a, b, lanes, repeats, BinaryRepeatParams(1, 1, 1, 8, 8, 0)); break;
             case ROW_SUM: WholeReduceSum(y, a, static_cast<int32_t>(lanes), repeats, 1, 1, 8); break;
@@ -96,22 +94,10 @@ private:
         }
     }
 
-    __aicore__ inline void Reverse(LocalTensor<T>& y, LocalTensor<T>& a, uint32_t n)
-    {
-        LocalTensor<uint32_t> offsets = offsets_.template Get<uint32_t>();
-        for (uint32_t i = 0; i < n; ++i) {
-            offsets.SetValue(i, (n - 1 - i) * sizeof(T));
-        }
-        const event_t id = static_cast<event_t>(GetTPipePtr()->FetchEventID(HardEvent::S_V));
-        SetFlag<HardEvent::S_V>(id);
-        WaitFlag<HardEvent::S_V>(id);
-        Gather(y, a, offsets, 0U, n);
-    }
-
     TPipe pipe_;
     TQue<TPosition::VECIN, 1> a_, b_;
     TQue<TPosition::VECOUT, 1> y_;
-    TBuf<TPosition::VECCALC> work_, bits_, offsets_;
+    TBuf<TPosition::VECCALC> work_, bits_;
 };
 
 extern "C" __global__ __aicore__ void vector_half(GM_ADDR a, GM_ADDR b, GM_ADDR y, uint32_t n, float scalar, uint32_t operation)

@@ -14,16 +14,6 @@ template <typename T> inline void CheckAtomicType(Instr& in)
     }
 }
 
-template <typename T> inline T Combine(AtomicOp op, T old, T value)
-{
-    switch (op) {
-        case AtomicOp::Add: return static_cast<T>(old + value);
-        case AtomicOp::Max: return static_cast<float>(old) > static_cast<float>(value) ? old : value;
-        case AtomicOp::Min: return static_cast<float>(old) < static_cast<float>(value) ? old : value;
-        default: return value;
-    }
-}
-
 // A run of bytes to global memory, combined with what is there if the core's stores are atomic.
 template <typename T>
 inline void Store(Instr& in, const GlobalRef& target, int64_t offset, const uint8_t* bytes, int64_t count)
@@ -38,7 +28,7 @@ inline void Store(Instr& in, const GlobalRef& target, int64_t offset, const uint
         T old, value;
         std::memcpy(&old, data + i, sizeof(T));
         std::memcpy(&value, bytes + i, sizeof(T));
-        value = Combine(mode.op, old, value);
+        value = static_cast<T>(old + value);
         std::memcpy(data + i, &value, sizeof(T));
     }
 }

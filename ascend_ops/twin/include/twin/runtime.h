@@ -81,7 +81,7 @@ private:
 };
 
 // Atomic mode of the stores of this core.
-enum class AtomicOp { None, Add, Max, Min };
+enum class AtomicOp { None, Add };
 enum class Element : uint8_t { Other, F32, F16, S32, S16, S8, BF16 };
 struct AtomicMode {
     AtomicOp op = AtomicOp::None;
@@ -105,9 +105,6 @@ TWIN_API void SyncAllImpl(bool vectorOnly, Loc loc);
 TWIN_API int64_t BlockIdx();
 TWIN_API int64_t BlockNum();
 TWIN_API int64_t SubBlockIdx();
-TWIN_API int64_t SubBlockNum();
-TWIN_API int64_t TaskRation();
-TWIN_API int64_t SystemCycle();
 TWIN_API bool MmadNanAllowed();
 
 // Where the fractals of L0A and L0B came from, so that Mmad can tell a wrong stride. Addresses are in L1.

@@ -36,22 +36,11 @@ template <bool isAIVOnly = true> inline void SyncAll(twin::Loc loc = twin::Loc::
 inline int64_t GetBlockIdx() { return twin::BlockIdx(); }
 inline int64_t GetBlockNum() { return twin::BlockNum(); }
 inline int64_t GetSubBlockIdx() { return twin::SubBlockIdx(); }
-inline int64_t GetSubBlockNum() { return twin::SubBlockNum(); }
-inline int64_t GetTaskRation() { return twin::TaskRation(); }
-inline int64_t GetSystemCycle() { return twin::SystemCycle(); }
 
 template <typename T> inline void SetAtomicAdd(twin::Loc loc = twin::Loc::Here())
 {
     static_assert(twin::ElementOf<T>() != twin::Element::Other, "SetAtomicAdd takes int8, int16, half, int32 or float");
     twin::SetAtomic(twin::AtomicOp::Add, twin::ElementOf<T>(), loc);
-}
-template <typename T> inline void SetAtomicMax(twin::Loc loc = twin::Loc::Here())
-{
-    twin::SetAtomic(twin::AtomicOp::Max, twin::ElementOf<T>(), loc);
-}
-template <typename T> inline void SetAtomicMin(twin::Loc loc = twin::Loc::Here())
-{
-    twin::SetAtomic(twin::AtomicOp::Min, twin::ElementOf<T>(), loc);
 }
 inline void SetAtomicNone(twin::Loc loc = twin::Loc::Here())
 {
@@ -66,10 +55,6 @@ template <typename T, CacheLine entire, DcciDst target> inline void DataCacheCle
 template <typename T, CacheLine entire> inline void DataCacheCleanAndInvalid(const GlobalTensor<T>& dst)
 {
     twin::CleanDataCache(dst.ref(), entire == CacheLine::ENTIRE_DATA_CACHE);
-}
-template <MemDsbT mode> inline void DataSyncBarrier(twin::Loc loc = twin::Loc::Here())
-{
-    twin::PipeBarrierImpl(PIPE_ALL, loc);
 }
 } // namespace AscendC
 #endif

@@ -86,14 +86,11 @@ template <typename C> inline C OpMul(C a, C b) { return static_cast<C>(a * b); }
 template <typename C> inline C OpDiv(C a, C b) { return static_cast<C>(a / b); }
 template <typename C> inline C OpAnd(C a, C b) { return static_cast<C>(a & b); }
 template <typename C> inline C OpOr(C a, C b) { return static_cast<C>(a | b); }
-template <typename C> inline C OpAddRelu(C a, C b) { return Larger<C>(static_cast<C>(a + b), C(0)); }
-template <typename C> inline C OpSubRelu(C a, C b) { return Larger<C>(static_cast<C>(a - b), C(0)); }
 
 template <typename C> inline C OpExp(C a) { return std::exp(a); }
 template <typename C> inline C OpLn(C a) { return std::log(a); }
 template <typename C> inline C OpAbs(C a) { return std::fabs(a); }
 template <typename C> inline C OpSqrt(C a) { return std::sqrt(a); }
-template <typename C> inline C OpRsqrt(C a) { return C(1) / std::sqrt(a); }
 template <typename C> inline C OpReciprocal(C a) { return C(1) / a; }
 template <typename C> inline C OpRelu(C a) { return Larger<C>(a, C(0)); }
 template <typename C> inline C OpLeaky(C a, C slope) { return a >= C(0) ? a : static_cast<C>(a * slope); }
@@ -152,39 +149,9 @@ template <> struct Caster<half, float> {
 template <> struct Caster<float, float> {
     static float Do(float v, RoundMode mode) { return RoundTo(v, mode); }
 };
-template <typename I> struct IntegerCaster {
-    static I Do(float v, RoundMode mode) { return Saturate<I>(RoundTo(v, mode)); }
+template <> struct Caster<int32_t, float> {
+    static int32_t Do(float v, RoundMode mode) { return Saturate<int32_t>(RoundTo(v, mode)); }
 };
-template <> struct Caster<int32_t, float> : IntegerCaster<int32_t> {};
-template <> struct Caster<int16_t, float> : IntegerCaster<int16_t> {};
-template <> struct Caster<int32_t, half> : IntegerCaster<int32_t> {};
-template <> struct Caster<int16_t, half> : IntegerCaster<int16_t> {};
-template <> struct Caster<int8_t, half> : IntegerCaster<int8_t> {};
-template <> struct Caster<uint8_t, half> : IntegerCaster<uint8_t> {};
-template <> struct Caster<float, int32_t> {
-    static float Do(int32_t v, RoundMode) { return static_cast<float>(v); }
-};
-template <> struct Caster<float, int16_t> {
-    static float Do(int16_t v, RoundMode) { return static_cast<float>(v); }
-};
-template <> struct Caster<half, int16_t> {
-    static half Do(int16_t v, RoundMode) { return half(static_cast<float>(v)); }
-};
-template <> struct Caster<half, int8_t> {
-    static half Do(int8_t v, RoundMode) { return half(static_cast<float>(v)); }
-};
-template <> struct Caster<half, uint8_t> {
-    static half Do(uint8_t v, RoundMode) { return half(static_cast<float>(v)); }
-};
-template <> struct Caster<int16_t, int32_t> {
-    static int16_t Do(int32_t v, RoundMode) { return static_cast<int16_t>(std::min(std::max(v, -32768), 32767)); }
-};
-template <typename T> inline void CheckRound(Instr& in, RoundMode mode, bool widening)
-{
-    if (widening && mode != RoundMode::CAST_NONE) {
-        in.Fail("round mode", "a cast that cannot round takes RoundMode::CAST_NONE");
-    }
-}
 } // namespace twin
 
 template <typename T>
@@ -214,7 +181,6 @@ inline void Cast(const LocalTensor<D>& dst, const LocalTensor<S>& src, const Rou
     Make(Exp, twin::Kind::Exp)                                                                                         \
     Make(Ln, twin::Kind::Exp)                                                                                          \
     Make(Sqrt, twin::Kind::Exp)                                                                                        \
-    Make(Rsqrt, twin::Kind::Exp)                                                                                       \
     Make(Reciprocal, twin::Kind::Exp)                                                                                  \
     Make(Abs, twin::Kind::Vector)                                                                                      \
     Make(Relu, twin::Kind::Vector)
@@ -259,8 +225,6 @@ TWIN_EACH_UNARY(TWIN_UNARY)
         });                                                                                                            \
     }
 TWIN_EACH_BINARY(TWIN_BINARY)
-TWIN_BINARY(AddRelu, twin::Kind::Vector, OpAddRelu)
-TWIN_BINARY(SubRelu, twin::Kind::Vector, OpSubRelu)
 #undef TWIN_BINARY
 
 #define TWIN_SCALAR(Name, Function)                                                                                    \

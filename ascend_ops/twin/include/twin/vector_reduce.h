@@ -207,14 +207,6 @@ inline void ReduceBlocks(const char* name, const LocalTensor<T>& dst, const Loca
 } // namespace twin
 
 template <typename T, bool isSetMask = true>
-inline void BlockReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, twin::U8 repeat, const int32_t mask,
-    const int32_t dstRepStride, const int32_t srcBlkStride, const int32_t srcRepStride, twin::Loc loc = twin::Loc::Here())
-{
-    twin::ReduceBlocks("BlockReduceSum", dst, src, repeat, mask, dstRepStride, srcBlkStride, srcRepStride, loc,
-        [](const T* v, int64_t n) { return static_cast<T>(twin::TreeSum(v, n)); });
-}
-
-template <typename T, bool isSetMask = true>
 inline void BlockReduceMax(const LocalTensor<T>& dst, const LocalTensor<T>& src, twin::U8 repeat, const int32_t mask,
     const int32_t dstRepStride, const int32_t srcBlkStride, const int32_t srcRepStride, twin::Loc loc = twin::Loc::Here())
 {

@@ -1,4 +1,4 @@
-// Comparisons to bit masks, selection by a bit mask, gathering inside UB, index vectors.
+// Comparisons to bit masks, selection by a bit mask.
 #ifndef TWIN_VECTOR_SELECT_H
 #define TWIN_VECTOR_SELECT_H
 #include "twin/vector.h"
@@ -106,43 +106,5 @@ inline void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, con
         [src1](T) { return src1; });
 }
 
-// dst[i] = the element of src at byte offset srcOffset[i] + srcBaseAddr.
-template <typename T>
-inline void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<uint32_t>& srcOffset,
-    const uint32_t srcBaseAddr, const uint32_t count, twin::Loc loc = twin::Loc::Here())
-{
-    static_assert(sizeof(T) == 2 || sizeof(T) == 4, "Gather takes elements of 16 or 32 bits on c220");
-    twin::Instr in(PIPE_V, "Gather", loc);
-    if (twin::Empty(in, count)) {
-        return;
-    }
-    const int64_t size = sizeof(T);
-    const uint32_t* offsets = reinterpret_cast<const uint32_t*>(in.Read(srcOffset.ref(), 0, count * int64_t(4)));
-    if (dst.ref().address == src.ref().address) {
-        in.Fail("operand overlap", "Gather cannot work in place");
-    }
-    T* d = reinterpret_cast<T*>(in.Write(dst.ref(), 0, count * size));
-    for (uint32_t i = 0; i < count; ++i) {
-        const int64_t at = int64_t(offsets[i]) + srcBaseAddr;
-        if (at % size != 0) {
-            in.Fail("alignment", "Gather: offset %lld of element %u is not a multiple of %lld", static_cast<long long>(at), i,
-                static_cast<long long>(size));
-        }
-        d[i] = *reinterpret_cast<const T*>(in.Read(src.ref(), at, size, size));
-    }
-    twin::Book(in, twin::Kind::Vector, count, 32, count * (size + 4), count * size); // one block of UB for each element
-}
-
-template <typename T>
-inline void CreateVecIndex(LocalTensor<T> dst, const T& firstValue, uint32_t calCount, twin::Loc loc = twin::Loc::Here())
-{
-    twin::Instr in(PIPE_V, "CreateVecIndex", loc);
-    if (twin::Empty(in, calCount)) {
-        return;
-    }
-    T* d = reinterpret_cast<T*>(in.Write(dst.ref(), 0, calCount * int64_t(sizeof(T))));
-    for (uint32_t i = 0; i < calCount; ++i) d[i] = static_cast<T>(static_cast<float>(firstValue) + static_cast<float>(i));
-    twin::Book(in, twin::Kind::Vector, calCount, sizeof(T), 0, calCount * int64_t(sizeof(T)));
-}
 } // namespace AscendC
 #endif
