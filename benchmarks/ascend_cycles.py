@@ -22,7 +22,7 @@ from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.ops.aggregate import ascend_twin
 from lightning_gnn.ops.aggregate.ascend_twin import launch, record_launches
-from lightning_gnn.ops.aggregate.backends import bounds, chunk_tensors
+from lightning_gnn.ops.aggregate.chip import bounds
 from lightning_gnn.ops.aggregate.chip_plan import HEIGHT, Kernel, plan_chip
 from lightning_gnn.ops.aggregate_update.ascend import Chip
 
@@ -46,9 +46,10 @@ def aggregation(args: Any, name: str, what: str, kernels: tuple[Kernel, ...], se
     data = planted_power_law(vertices, edges, 4, 1, exponent=exponent, homophily=0.8, seed=seed)
     graph = CompressedGraph.from_edge_index(data.edge_index, vertices)
     heads, width = {"features": (1, features), "hidden": (1, 256), "attention": (8, 8)}[what]
-    plan = plan_chip(heads * width, graph.forward, PlanSettings(), args.cores, kernels=kernels, heads=heads)
+    whole = graph.chunked().chunks
+    plan = plan_chip(heads * width, whole, PlanSettings(), args.cores, kernels=kernels, heads=heads)
     x, weight = torch.randn(vertices, heads, width).half(), torch.rand(graph.num_edges, heads).half()
-    chunks = chunk_tensors(graph.forward.recut(HEIGHT[plan.kernel]))
+    chunks = whole.recut(HEIGHT[plan.kernel]).tensors()
     kernel = ascend_twin.aggregate_vector if plan.kernel == "vector" else ascend_twin.aggregate_chunks
     with record_launches() as launches:
         kernel(chunks, vertices, x, weight, "sum", bounds(plan.slices), bounds(plan.chunk_ranges))

@@ -48,16 +48,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         return found[name][-1]["megabytes"]
 
     contestants = {}
-    with tempfile.TemporaryDirectory() as cache:
-        for kind, strategy in KINDS.items():
-            for ranks in (ranks for ranks in (1, 2, 4) if ranks <= args.most_ranks):
-                for shared in (True, False) if ranks > 1 else (True,):
-                    how = "" if ranks == 1 else ", one copy" if shared else ", a copy each"
-                    name = f"ours, {kind}, {ranks} rank{'s'[: ranks > 1]}{how}"
-                    spec = {**args.sizes, "strategy": strategy, "ranks": ranks, "shared": shared, "cache": cache}
-                    if args.only in name:
-                        contestants[name] = lambda name=name, spec=spec: contestant(name, spec)
-        rows = measure(contestants, args.runs, warmup=0)
+    for kind, strategy in KINDS.items():
+        for ranks in (ranks for ranks in (1, 2, 4) if ranks <= args.most_ranks):
+            for shared in (True, False) if ranks > 1 else (True,):
+                how = "" if ranks == 1 else ", one copy" if shared else ", a copy each"
+                name = f"ours, {kind}, {ranks} rank{'s'[: ranks > 1]}{how}"
+                spec = {**args.sizes, "strategy": strategy, "ranks": ranks, "shared": shared}
+                if args.only in name:
+                    contestants[name] = lambda name=name, spec=spec: contestant(name, spec)
+    rows = measure(contestants, args.runs, warmup=0)
     result = {
         "benchmark": "shared_memory",
         "title": f"Memory of all ranks, {args.nodes:,} nodes, {args.edges:,} edges, {args.features} features",

@@ -64,9 +64,7 @@ def main() -> None:
     data.train_mask = torch.arange(spec["nodes"]) % 10 == 0
     full = spec["strategy"] == "ascend_hybrid"
     if full:
-        datamodule: Any = FullGraphDataModule(
-            data, order="natural", cache_dir=spec["cache"], share_memory=spec["shared"]
-        )
+        datamodule: Any = FullGraphDataModule(data, share_memory=spec["shared"])
     else:
         datamodule = NeighborDataModule(data, num_neighbors=[10, 5], batch_size=256, share_memory=spec["shared"])
     setup, setup_s = datamodule.setup, []

@@ -1,4 +1,4 @@
-"""Train on the whole graph: compressed chunks, the hybrid plan, and several processes that share the columns out.
+"""Train on the whole graph, also in several processes that share the columns out.
 
 python examples/full_graph.py
 python examples/full_graph.py --model gat --devices 2
@@ -13,13 +13,12 @@ from lightning_gnn import FullGraphDataModule
 from lightning_gnn.callbacks import Throughput
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
-from lightning_gnn.ops import hybrid_plan
 
 MODELS = {"gcn": GCN, "sage": GraphSAGE, "gat": GAT}
 
 
 def main() -> None:
-    """Train, then say what was planned and how fast it went."""
+    """Train, then say how fast it went."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="gcn")
     parser.add_argument("--num-nodes", type=int, default=20_000)
@@ -48,10 +47,6 @@ def main() -> None:
     trainer.fit(module, datamodule)
     accuracy = trainer.test(module, datamodule, verbose=False)[0]["test_acc"]
     if trainer.is_global_zero:
-        graph = datamodule.data.edge_index
-        print(graph.redundancy())
-        if args.devices == 1:
-            print(hybrid_plan(graph, args.hidden))
         print(f"{args.model}: {throughput.summary().epoch_time_s * 1e3:.0f} ms per epoch, test accuracy {accuracy:.3f}")
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gnn.triton_kernels.aggregate_plan import Base, Parts, Plan, Slots
+from lightning_gnn.triton_kernels.row_parts import RowParts
 
 TILE = 1024  # values that a program has in flight; a quarter of that in float64, which takes twice the registers
 MAX_ENTRIES = 32
@@ -236,133 +236,126 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
 def aggregate_sum(
     x: Tensor,
     weight: Tensor | None,
-    base: Base,
-    plan: Plan,
+    rows: RowParts,
     mean: bool,
     out: Tensor,
-    scratch: Tensor,
     match: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write the sums of the parts of a plan.
+    """Write the sums over the entries of each row.
 
     Args:
         x: float ``[num_columns, H, C]``, the last two dimensions adjacent.
         weight: float ``[E, H]``, contiguous, or None.
-        plan: Its parts; tiles are not looked at.
-        mean: Divide by the entries of the vertex, where a part is all of a vertex.
+        mean: Divide by the entries of the row.
         out: ``[num_rows, H, C]``, contiguous.
-        scratch: ``[num_slots, H, C]`` of the accumulator's dtype, contiguous.
         match: What the rows send and the largest that the columns received, ``[num_rows, H, C]`` and ``[num_columns, H,
             C]``, contiguous: only entries count that attain it.
     """
     block = block_shape(x.size(0), x.size(1), x.size(2), x.dtype, cache_bytes(x.device))
     if match is not None:
         block = block._replace(entries=max(1, block.entries // 2))  # two tables are gathered
-    _launch_sum(x, base.indices, weight, plan.parts, base, mean, out, scratch, block, match)
+    _sum_parts(x, rows.indices, weight, rows, mean, out, block, match)
 
 
-def combine_sum(base: Base, slots: Slots, mean: bool, out: Tensor, scratch: Tensor) -> None:
-    """Add up the slots of each split vertex, in order.
-
-    Args:
-        out: ``[num_rows, ...]``, contiguous.
-        scratch: ``[num_slots, ...]`` of the accumulator's dtype, contiguous, written by all parts.
-    """
-    if slots.count == 0:
-        return
-    flat = scratch.view(slots.count, 1, -1)
-    block = block_shape(0, 1, flat.size(2), flat.dtype, cache_bytes(out.device))
-    _launch_sum(flat, None, None, slot_parts(slots), base, mean, out, flat, block)
-
-
-def edge_sums(values: Tensor, edge_ids: Tensor | None, base: Base, plan: Plan, out: Tensor, scratch: Tensor) -> None:
-    """Write the sums over the entries of each vertex of ``values[edge_ids[e]]``, or of ``values[e]``.
+def edge_sums(values: Tensor, edge_ids: Tensor | None, rows: RowParts, out: Tensor) -> None:
+    """Write the sums over the entries of each row of ``values[edge_ids[e]]``, or of ``values[e]``.
 
     Args:
         values: float ``[E, H]``, contiguous.
         edge_ids: int32 or int64 ``[E]``, or None.
-        plan: Its plan without tiles.
         out: ``[num_rows, H]``, contiguous.
-        scratch: ``[num_slots, H]`` of the accumulator's dtype, contiguous.
     """
     block = block_shape(0, 1, values.size(1), values.dtype, cache_bytes(values.device))
-    _launch_sum(values.unsqueeze(1), edge_ids, None, plan.parts, base, False, out, scratch, block)
-    combine_sum(base, plan.slots, False, out, scratch)
+    _sum_parts(values.unsqueeze(1), edge_ids, None, rows, False, out, block)
 
 
-def _launch_sum(
+def _sum_parts(
     x: Tensor,
     indices: Tensor | None,
     weight: Tensor | None,
-    parts: Parts,
-    base: Base,
+    rows: RowParts,
     mean: bool,
     out: Tensor,
-    scratch: Tensor,
     block: Block,
     match: tuple[Tensor, Tensor] | None = None,
 ) -> None:
+    """Sum up the parts, then the slots of each split row, in order."""
     heads, channels = x.shape[1:]
-    if parts.starts.numel() == 0 or heads * channels == 0:
+    if rows.num_parts == 0 or heads * channels == 0:
         return
     own, best = (x, x) if match is None else match
-    rows_kernel[parts.starts.numel(), block.grid(heads, channels)](
-        out,
-        scratch,
-        x,
-        parts.starts if indices is None else indices,
-        x if weight is None else weight,
-        parts.starts,
-        parts.stops,
-        parts.places,
-        base.degrees,
-        parts.vertices,
-        own,
-        best,
-        x_stride=x.stride(0),
-        HEADS=heads,
-        CHANNELS=channels,
-        GATHER=indices is not None,
-        WEIGHTED=weight is not None,
-        MEAN=mean,
-        MATCH=match is not None,
-        ACC=accumulator(scratch.dtype),
-        ENTRIES=block.entries,
-        HEAD_TILE=block.heads,
-        WIDTH=block.width,
-        num_warps=NUM_WARPS,
-    )
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    scratch = torch.empty((rows.num_slots, 1, heads * channels), dtype=dtype, device=x.device)
+
+    def launch(
+        x: Tensor, indices: Tensor | None, weight: Tensor | None, parts: tuple[Tensor, Tensor, Tensor, Tensor],
+        block: Block, matches: bool,
+    ) -> None:  # fmt: skip
+        heads, channels = x.shape[1:]
+        starts, stops, places, vertices = parts
+        rows_kernel[starts.numel(), block.grid(heads, channels)](
+            out,
+            scratch,
+            x,
+            starts if indices is None else indices,
+            x if weight is None else weight,
+            starts,
+            stops,
+            places,
+            rows.degrees,
+            vertices,
+            own,
+            best,
+            x_stride=x.stride(0),
+            HEADS=heads,
+            CHANNELS=channels,
+            GATHER=indices is not None,
+            WEIGHTED=weight is not None,
+            MEAN=mean,
+            MATCH=matches,
+            ACC=accumulator(scratch.dtype),
+            ENTRIES=block.entries,
+            HEAD_TILE=block.heads,
+            WIDTH=block.width,
+            num_warps=NUM_WARPS,
+        )
+
+    launch(x, indices, weight, (rows.starts, rows.stops, rows.places, rows.vertices), block, match is not None)
+    if rows.num_slots:
+        narrow = block_shape(0, 1, heads * channels, dtype, cache_bytes(out.device))
+        launch(scratch, None, None, slot_parts(rows), narrow, False)
 
 
-def aggregate_max(x: Tensor, weight: Tensor | None, base: Base, plan: Plan, out: Tensor, ties: Tensor) -> None:
-    """Write the maxima over the entries of each vertex.
+def aggregate_max(x: Tensor, weight: Tensor | None, rows: RowParts, out: Tensor, ties: Tensor) -> None:
+    """Write the maxima over the entries of each row.
 
     Args:
         x: float32 or float64 ``[num_columns, H, C]``, the last two dimensions adjacent.
         weight: ``[E, H]`` of the same dtype, contiguous, or None.
-        plan: Its plan without tiles.
-        out: ``[num_rows, H, C]``, contiguous; 0 for a vertex without entries.
+        out: ``[num_rows, H, C]``, contiguous; 0 for a row without entries.
         ties: How many entries attain the maximum, ``[num_rows, H, C]`` of the same dtype, contiguous.
     """
     heads, channels = x.shape[1:]
-    if plan.parts.starts.numel() == 0 or heads * channels == 0:
+    if rows.num_parts == 0 or heads * channels == 0:
         return
     block = block_shape(x.size(0), heads, channels, x.dtype, cache_bytes(x.device))
     block = block._replace(entries=max(1, block.entries // 2))  # two numbers are kept of each value
-    scratch = torch.empty((2, plan.slots.count, heads, channels), dtype=x.dtype, device=x.device)
+    scratch = torch.empty((2, rows.num_slots, heads, channels), dtype=x.dtype, device=x.device)
 
-    def launch(x: Tensor, indices: Tensor | None, weight: Tensor | None, parts: Parts) -> None:
-        max_kernel[parts.starts.numel(), block.grid(heads, channels)](
+    def launch(
+        x: Tensor, indices: Tensor | None, weight: Tensor | None, starts: Tensor, stops: Tensor, places: Tensor
+    ) -> None:
+        max_kernel[starts.numel(), block.grid(heads, channels)](
             out,
             ties,
             scratch[0],
             scratch[1],
             x,
-            parts.starts if indices is None else indices,
+            starts if indices is None else indices,
             x if weight is None else weight,
-            parts.starts,
-            parts.stops,
-            parts.places,
+            starts,
+            stops,
+            places,
             x_stride=x.stride(0),
             HEADS=heads,
             CHANNELS=channels,
@@ -374,14 +367,14 @@ def aggregate_max(x: Tensor, weight: Tensor | None, base: Base, plan: Plan, out:
             num_warps=NUM_WARPS,
         )
 
-    launch(x, base.indices, weight, plan.parts)
-    if plan.slots.count:
-        launch(scratch[0], None, None, slot_parts(plan.slots))
+    launch(x, rows.indices, weight, rows.starts, rows.stops, rows.places)
+    if rows.num_slots:
+        launch(scratch[0], None, None, *slot_parts(rows)[:3])
 
 
-def slot_parts(slots: Slots) -> Parts:
-    """View the slots of each split vertex as one part, whose entries are rows of the scratch table."""
-    return Parts(slots.ptr[:-1], slots.ptr[1:], slots.vertices, slots.vertices, slots.vertices[:0])
+def slot_parts(rows: RowParts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """View the slots of each split row as one part: first and last row of the scratch table, place, and row."""
+    return rows.slot_ptr[:-1], rows.slot_ptr[1:], rows.slot_vertices, rows.slot_vertices
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gnn.triton_kernels.aggregate import MAX_ENTRIES, NUM_WARPS, TILE, Block, accumulator, load_weight, same
-from lightning_gnn.triton_kernels.aggregate_plan import Base, Parts, Plan
+from lightning_gnn.triton_kernels.row_parts import RowParts
 
 _SCORES = 256  # of a program
 _SCORE_ENTRIES = 64  # at most
@@ -274,18 +274,16 @@ def product_block(heads: int, channels: int, dtype: torch.dtype) -> Block:
     return Block(max(1, min(MAX_ENTRIES, tile // (width * together))), together, width)
 
 
-def edge_softmax(source: Tensor, target: Tensor, negative_slope: float, base: Base, plan: Plan, out: Tensor) -> None:
+def edge_softmax(source: Tensor, target: Tensor, negative_slope: float, rows: RowParts, out: Tensor) -> None:
     """Write ``softmax(leaky_relu(source[column] + target[row]))`` over the entries of each row, heads apart.
 
     Args:
         source: float ``[num_columns, H]``, contiguous.
         target: ``[num_rows, H]`` of the same dtype, contiguous.
         negative_slope: Of the leaky ReLU.
-        base: Columns of the matrix.
-        plan: Its plan without tiles.
         out: ``[E, H]`` of the same dtype, contiguous.
     """
-    _finish(softmax_kernel, True, (source, target), negative_slope, base, plan, out)
+    _finish(softmax_kernel, True, (source, target), negative_slope, rows, out)
 
 
 def edge_softmax_backward(
@@ -294,8 +292,7 @@ def edge_softmax_backward(
     source: Tensor,
     target: Tensor,
     negative_slope: float,
-    base: Base,
-    plan: Plan,
+    rows: RowParts,
     out: Tensor,
 ) -> None:
     """Write the gradient of the sum of both scores, per entry; that of a score is the sum of its entries.
@@ -305,28 +302,20 @@ def edge_softmax_backward(
         weight: What :func:`edge_softmax` wrote, ``[E, H]``, contiguous.
         source: Scores of the columns ``[num_columns, H]``, contiguous.
         target: Scores of the rows ``[num_rows, H]``, contiguous.
-        plan: Its plan without tiles.
         out: ``[E, H]`` of the dtype of the scores, contiguous.
     """
-    _finish(softmax_backward_kernel, False, (weight, grad, source, target), negative_slope, base, plan, out)
+    _finish(softmax_backward_kernel, False, (weight, grad, source, target), negative_slope, rows, out)
 
 
 def _finish(
-    kernel: Any,
-    softmax: bool,
-    arrays: tuple[Tensor, ...],
-    negative_slope: float,
-    base: Base,
-    plan: Plan,
-    out: Tensor,
+    kernel: Any, softmax: bool, arrays: tuple[Tensor, ...], negative_slope: float, rows: RowParts, out: Tensor
 ) -> None:
     """Launch a kernel over all parts, put the statistics of split rows together, and finish their parts."""
-    parts, slots = plan.parts, plan.slots
-    num_parts, heads = parts.starts.numel(), out.size(1)
-    if num_parts == 0 or out.numel() == 0:
+    heads = out.size(1)
+    if rows.num_parts == 0 or out.numel() == 0:
         return
     acc = torch.float64 if out.dtype == torch.float64 else torch.float32
-    stats = torch.empty((slots.count, 2 if softmax else 1, heads), dtype=acc, device=out.device)
+    stats = torch.empty((rows.num_slots, 2 if softmax else 1, heads), dtype=acc, device=out.device)
     block = score_block(heads)
     groups = triton.cdiv(heads, block.heads)
     kind = accumulator(acc)
@@ -336,12 +325,12 @@ def _finish(
             out,
             stats,
             *arrays,
-            base.indices,
-            parts.starts,
-            parts.stops,
-            parts.vertices,
-            parts.places,
-            parts.shared,
+            rows.indices,
+            rows.starts,
+            rows.stops,
+            rows.vertices,
+            rows.places,
+            rows.shared,
             negative_slope,
             HEADS=heads,
             FINISH=finish,
@@ -351,19 +340,18 @@ def _finish(
             num_warps=NUM_WARPS,
         )
 
-    launch(num_parts, False)
-    if slots.count:
-        combine_kernel[slots.vertices.numel(), groups](
-            stats, slots.ptr, HEADS=heads, SOFTMAX=softmax, ACC=kind, HEAD_TILE=block.heads, num_warps=NUM_WARPS
+    launch(rows.num_parts, False)
+    if rows.num_slots:
+        combine_kernel[rows.slot_vertices.numel(), groups](
+            stats, rows.slot_ptr, HEADS=heads, SOFTMAX=softmax, ACC=kind, HEAD_TILE=block.heads, num_warps=NUM_WARPS
         )
-        launch(parts.shared.numel(), True)
+        launch(rows.num_slots, True)
 
 
 def edge_products(
     row_values: Tensor,
     column_values: Tensor,
-    base: Base,
-    parts: Parts,
+    rows: RowParts,
     out: Tensor,
     match: tuple[Tensor, Tensor] | None = None,
 ) -> None:
@@ -372,7 +360,6 @@ def edge_products(
     Args:
         row_values: float ``[num_rows, H, C]``, the last two dimensions adjacent.
         column_values: float ``[num_columns, H, C]``, the last two dimensions adjacent.
-        parts: Those of a plan without tiles.
         out: float ``[E, H]``, contiguous.
         match: The largest that each row received ``[num_rows, H, C]``, and the weights ``[E, H]``, contiguous: only
             channels count that attain it.
@@ -386,16 +373,16 @@ def edge_products(
     double = torch.float64 in (row_values.dtype, column_values.dtype)
     block = product_block(heads, channels, torch.float64 if double else torch.float32)
     best, weight = (row_values, row_values) if match is None else match
-    products_kernel[parts.starts.numel(), triton.cdiv(heads, block.heads)](
+    products_kernel[rows.num_parts, triton.cdiv(heads, block.heads)](
         out,
         row_values,
         column_values,
-        base.indices,
+        rows.indices,
         best,
         weight,
-        parts.starts,
-        parts.stops,
-        parts.vertices,
+        rows.starts,
+        rows.stops,
+        rows.vertices,
         row_stride=row_values.stride(0),
         column_stride=column_values.stride(0),
         HEADS=heads,

@@ -1,12 +1,13 @@
 """NeutronAscend: full-graph training by tensor-data hybrid parallelism.
 
-Source: "NeutronAscend: Optimizing GNN Training with Ascend AI Processors". The graph is compressed into chunks; groups
-of workers share out the feature columns, the members of a group the chunks; ranks exchange rows and slices.
+Source: "NeutronAscend: Optimizing GNN Training with Ascend AI Processors". Groups of ranks share out the feature
+columns, the members of a group the rows of the graph; ranks exchange rows and slices. On an NPU groups of cores do the
+same with chunks of the rows.
 
-Reading order: ``graph/compress.py`` (the graph in chunks), ``graph/hybrid_plan.py`` (who computes what),
-``full_graph/plan.py`` (the same for ranks, and who owns which rows), ``full_graph/shard.py`` and
-``full_graph/exchange.py`` (an aggregation over several ranks), ``ops/aggregate/definition.py`` (one operator for all
-plans; on an NPU ``ops/aggregate/npu.py`` and ``ascend_ops/binding.py``), ``full_graph/strategy.py`` and
+Reading order: ``graph/compress.py`` (the graph), ``full_graph/plan.py`` (which ranks do what, and own which rows),
+``full_graph/cut.py`` (a rank's range), ``full_graph/shard.py`` and ``full_graph/exchange.py`` (an aggregation over
+several ranks), ``ops/aggregate/definition.py`` (one operator for all devices; on an NPU ``graph/build.py``,
+``graph/hybrid_plan.py``, ``ops/aggregate/chip.py`` and ``ascend_ops/binding.py``), ``full_graph/strategy.py`` and
 ``full_graph/datamodule.py`` (the plug-ins).
 """
 

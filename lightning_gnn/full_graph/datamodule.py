@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import weakref
-from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import numpy as np
 import torch
-from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
@@ -23,9 +20,9 @@ from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.features import with_feature_dtype
 from lightning_gnn.nn.conv import check_takes_graph
 from lightning_gnn.nn.conv.graph import keep_constant
-from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch, summary
+from lightning_gnn.nn.full_batch import FullBatch, inference_settings, only_batch
 from lightning_gnn.nn.inference import FullInference
-from lightning_gnn.runtime.messages import closest, keywords_of, true_or_false
+from lightning_gnn.runtime.messages import closest, keywords_of, removed, true_or_false
 from lightning_gnn.runtime.resume import ResumableDataModule
 
 STRATEGY = "ascend_hybrid"
@@ -34,19 +31,14 @@ STRATEGY = "ascend_hybrid"
 class FullGraphDataModule(ResumableDataModule):
     """One batch per epoch, the graph itself; the module picks the split by ``train_mask``, ``val_mask``, ``test_mask``.
 
-    The batch's ``edge_index`` is a :class:`~lightning_gnn.graph.compress.CompressedGraph` (NeutronAscend, section 6.2),
-    which the layers of :mod:`lightning_gnn.nn` take in place of the tensor. On several devices it needs the strategy
-    ``"ascend_hybrid"``, which shares out the graph. A first layer that sums or averages its neighbours' features does
-    so once for all epochs, as long as the batch's ``x`` is the same tensor, to which nobody writes (through numpy or
-    ``.data`` unseen), and keeps the result, as large as ``x``.
+    The batch's ``edge_index`` is a :class:`~lightning_gnn.graph.compress.CompressedGraph`, which the layers of
+    :mod:`lightning_gnn.nn` take in place of the tensor. On several devices it needs the strategy ``"ascend_hybrid"``,
+    which shares out the graph. A first layer that sums or averages its neighbours' features does so once for all
+    epochs, as long as the batch's ``x`` is the same tensor, to which nobody writes (through numpy or ``.data`` unseen),
+    and keeps the result, as large as ``x``.
 
     Args:
         data: The graph, with a topology and the masks, bool ``[num_nodes]``; only ``train_mask`` must be there.
-        num_chunks: Chunks to cut the vertices into, or ``"auto"``: as many as make a chunk fit the local memory.
-        order: ``"locality"``: vertices that share in-neighbours lie in one chunk (algorithm 2); ``"natural"``: as they
-            are numbered; ``"auto"``: the former where there is an accelerator, and else the one that takes a CPU less
-            time by a model of its caches (:mod:`lightning_gnn.graph.cache_model`). A log line says which, and why.
-        cache_dir: Where compressed graphs of a million edges and more are kept; by default the user's cache directory.
         inference: ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: evaluate layer by layer, from file to file
             where outputs do not fit into memory; by default as in training.
         compress: Without, the batch holds the ``edge_index`` tensor, for models with layers of PyG's own.
@@ -71,20 +63,17 @@ class FullGraphDataModule(ResumableDataModule):
         >>> edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
         >>> train_mask = torch.tensor([True, True, False, False])
         >>> data = Data(torch.eye(4), edge_index, y=torch.tensor([0, 1, 0, 1]), train_mask=train_mask)
-        >>> datamodule = FullGraphDataModule(data, num_chunks=2)
+        >>> datamodule = FullGraphDataModule(data)
         >>> loader = datamodule.train_dataloader()
         >>> len(loader)
         1
         >>> next(iter(loader)).edge_index
-        CompressedGraph(num_sources=4, num_targets=4, num_edges=4, num_chunks=2, order='natural')
+        CompressedGraph(num_sources=4, num_targets=4, num_edges=4)
     """
 
     def __init__(
         self,
         data: Data,
-        num_chunks: int | str = "auto",
-        order: str = "auto",
-        cache_dir: str | Path | None = None,
         inference: str | FullInference | None = None,
         compress: bool = True,
         check_features: bool = True,
@@ -94,13 +83,13 @@ class FullGraphDataModule(ResumableDataModule):
     ) -> None:
         super().__init__()
         for name in kwargs:
+            if (gone := removed(f"datamodule.{name}")) is not None:
+                raise TypeError(gone)
             known = name in keywords_of(LightningNodeData) | keywords_of(NeighborLoader)
             why = ": the whole graph is the only batch, and the masks of data tell the splits"
             raise TypeError(f"there is no option {name}{why if known else closest(name, keywords_of(type(self)))}")
         true_or_false(compress, "compress")
         self.share_memory = true_or_false(share_memory, "share_memory")
-        if not isinstance(cache_dir, (str, Path, NoneType)):
-            raise TypeError(f"cache_dir must be a path, but is {cache_dir!r}")
         check_node_data(data, true_or_false(check_features, "check_features"), dense=compress)
         self._given: weakref.ref[Data] | None = weakref.ref(data)  # whose edge_index the batch has not
         topology = CSCGraph.from_data(data)
@@ -131,11 +120,8 @@ class FullGraphDataModule(ResumableDataModule):
             )
         settings = inference_settings(inference)
         self.graph: CompressedGraph | None = None
-        self.summary: str | None = None
         if compress:
-            self.graph, redundancy = compressed_graph(topology, num_chunks, order, cache_dir)
-            self.summary = summary(redundancy)
-            rank_zero_info(self.summary)
+            self.graph = CompressedGraph.from_graph(topology)
             if settings is None:  # else memory may be what is short
                 keep_constant(self.graph, data.get("x"))
             data = FullBatch.from_data(data, self.graph, **({} if settings is None else {"inference": settings}))

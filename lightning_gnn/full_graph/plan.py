@@ -41,7 +41,7 @@ def plan_devices(
     element_size: int = 4,
     edge_bytes: int = 28,
 ) -> HybridPlan:
-    """Plan one layer on several devices: a rank owns V / N rows for the dense parts, and one slice of one chunk range.
+    """Plan one layer on several devices: a rank owns V / N rows for the dense parts, and one slice of one range.
 
     An aggregation brings rows to slices, multiplies, and brings slices back to rows, both by all-to-all; backward runs
     the adjoints of both, of the same volume. Rank (m, g) needs its D_m columns of the C_g vertices with an edge into
@@ -65,8 +65,8 @@ def plan_devices(
         num_groups: M, which divides N, or ``"auto"``.
         memory_limit: Bytes that a rank may use for all this; None sets no limit.
         element_size: Bytes of a feature.
-        edge_bytes: Bytes that a rank keeps per edge: in either direction a column in its chunk, the column that
-            compiled loops read, and a weight; and the place of the edge in the other.
+        edge_bytes: Bytes that a rank keeps per edge: in either direction a column, the one that compiled loops read
+            where rows are packed, and a weight; and the place of the edge in the other.
 
     Raises:
         TypeError: Loads that are no integers.
@@ -165,7 +165,7 @@ def _too_large(
     elif num_groups != "auto":
         advice = "with num_groups='auto' fewer ranks may do"
     else:
-        advice = f"not even {_MOST_RANKS} ranks would do: cut the graph into more chunks or use narrower features"
+        advice = f"not even {_MOST_RANKS} ranks would do: use narrower features"
     return (
         f"{int(layer.loads.sum())} edges, {layer.num_rows} rows and {layer.num_columns} columns on {num_ranks} "
         f"ranks{asked} need {least / 1e9:.4g} GB per rank, but {limit / 1e9:.4g} GB are there; {advice}"

@@ -1,4 +1,4 @@
-"""One rank's part of a graph: it owns some rows, and aggregates one feature slice of one chunk range."""
+"""One rank's part of a graph: it owns some rows, and aggregates one feature slice of a range of the graph's rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.full_graph.cut import Part, RowEntries, RowRuns, UserEdges, cut_out, in_weights
+from lightning_gnn.full_graph.cut import Part, RowEntries, UserEdges, count_self_loops, cut_out, in_weights
 from lightning_gnn.full_graph.exchange import Exchange, all_gather_rows, rows_to_slice, slice_to_rows, tell_owners
 from lightning_gnn.full_graph.plan import Ownership, plan_devices
-from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import (
     HybridPlan,
@@ -32,7 +31,7 @@ Made = TypeVar("Made")
 
 @dataclass(eq=False)
 class _Cut:
-    """This rank's chunk range in one number of groups.
+    """This rank's range of rows in one number of groups.
 
     Args:
         part: The range, with its graph on the rank's device.
@@ -58,17 +57,17 @@ class RowShard:
     """What a rank sees in place of a :class:`~lightning_gnn.graph.compress.CompressedGraph`.
 
     Every tensor of vertices holds the rows that the rank owns. An aggregation brings rows to slices by all-to-all,
-    aggregates this rank's slice over its chunk range, and brings the slices back to rows; backward runs the adjoints
+    aggregates this rank's slice over its range of rows, and brings the slices back to rows; backward runs the adjoints
     (NeutronAscend, section 5; between devices M is chosen by volume and memory). So all ranks must call the same
     operations in the same order.
 
-    Weights of edges are those of the rank's chunk range, the same on its M ranks, each of which holds a part of their
+    Weights of edges are those of the rank's range, the same on its M ranks, each of which holds a part of their
     gradient: the gradients of all ranks add up, for weights as for parameters.
 
-    Of the graph's edges, a rank brings those of its chunk ranges to memory and no others: the whole graph is read, not
+    Of the graph's edges, a rank brings those of its ranges to memory and no others: the whole graph is read, not
     copied, and may lie on disk, mapped. Beside them, it holds arrays with an entry per vertex.
 
-    A layer with fewer columns than groups runs in fewer groups, whose chunk ranges subdivide those of the others;
+    A layer with fewer columns than groups runs in fewer groups, whose ranges subdivide those of the others;
     if ``num_groups`` was given, it is an error.
 
     Args:
@@ -112,12 +111,12 @@ class RowShard:
         """Vertices that this rank owns, ascending, int64 ``[n]``."""
         self._forced = num_groups
         self._looped = looped
-        self._loops = self.whole.forward.self_loops() if looped else None
+        self._loops = count_self_loops(self.whole.forward) if looped else None
         # A layer that is narrower than the ranks takes fewer groups later: other layers need not.
         self.plan: HybridPlan = plan_devices(
             num_columns if num_groups != "auto" else max(num_columns, owners.num_ranks),
             owners.order.numel(),
-            self._runs().loads,
+            self._loads(),
             owners.num_ranks,
             num_groups,
             memory_limit,
@@ -141,7 +140,7 @@ class RowShard:
 
     @property
     def num_edges(self) -> int:
-        """Edges of this rank's chunk range: the length of weights."""
+        """Edges of this rank's range of rows: the length of weights."""
         start, stop = self._base.edges
         return stop - start
 
@@ -153,12 +152,12 @@ class RowShard:
     @property
     def in_degrees(self) -> Tensor:
         """Edges into each row that this rank owns, int64."""
-        return self._once("in_degrees", lambda: self._own(self._degrees(self.whole.forward)))
+        return self._once("in_degrees", lambda: self._own(self._looped_degrees(self.whole.in_degrees)))
 
     @property
     def out_degrees(self) -> Tensor:
         """Edges out of each row that this rank owns, int64."""
-        return self._once("out_degrees", lambda: self._own(self._degrees(self.whole.backward)))
+        return self._once("out_degrees", lambda: self._own(self._looped_degrees(self.whole.out_degrees)))
 
     def with_self_loops(self) -> RowShard:
         """Return the shard of the graph with exactly one self-loop per vertex, rows owned as here."""
@@ -237,12 +236,12 @@ class RowShard:
             part = aggregate(cut.graph, columns, weight, reduce)
         else:
             part = self._by_head(cut, columns, weight, reduce, x.size(2))
-        return slice_to_rows(part, to_rows).view(x.shape)
+        return slice_to_rows(part.index_select(0, cut.part.row_of), to_rows).view(x.shape)
 
     def edge_softmax(self, source_scores: Tensor, target_scores: Tensor, negative_slope: float = 0.2) -> Tensor:
-        """Turn scores into attention weights of this rank's chunk range, for all heads; all ranks call this together.
+        """Turn scores into attention weights of this rank's range, for all heads; all ranks call this together.
 
-        The M ranks of a chunk range compute the same weights. Their gradients, which are those of a slice each, add up
+        The M ranks of a range compute the same weights. Their gradients, which are those of a slice each, add up
         in the exchange of the scores' gradients.
 
         Args:
@@ -253,12 +252,9 @@ class RowShard:
         self._check(target_scores, "target_scores", (2,))
         heads = source_scores.size(1)
         of_sources, of_targets = self._exchange(self._base, ((0, heads),) * self._base.num_groups)
-        return edge_softmax(
-            self._base.graph,
-            rows_to_slice(source_scores, of_sources),
-            rows_to_slice(target_scores, of_targets),
-            negative_slope,
-        )
+        of_owners = rows_to_slice(target_scores, of_targets)
+        by_row = torch.zeros_like(of_owners).index_copy(0, self._base.part.row_of, of_owners)
+        return edge_softmax(self._base.graph, rows_to_slice(source_scores, of_sources), by_row, negative_slope)
 
     def gather(self, values: Tensor) -> Tensor:
         """Return rows of all ranks in the order of the vertices, on every rank; all ranks call this together.
@@ -271,7 +267,10 @@ class RowShard:
 
     def large_arrays(self) -> dict[str, Any]:
         """Return the graph and what has been made of it, by names that ranks which hold the same have in common."""
-        ranges = {f"range {self.rank // groups} of {groups} groups": cut.graph for groups, cut in self._cuts.items()}
+        ranges = {
+            f"range {self.rank // groups} of {groups} groups": (cut.graph, cut.graph.forward.known_transpose())
+            for groups, cut in self._cuts.items()
+        }
         derived = {str(key): made.large_arrays() for key, made in self.cache.items() if isinstance(made, RowShard)}
         return {"whole": self.whole, **ranges, **derived}
 
@@ -291,7 +290,7 @@ class RowShard:
 
     @property
     def _base(self) -> _Cut:
-        """The chunk range that weights belong to."""
+        """The range that weights belong to."""
         return self._cut(self.plan.num_groups)
 
     def _groups(self, num_columns: int) -> int:
@@ -309,15 +308,14 @@ class RowShard:
     def _make_cut(self, num_groups: int) -> _Cut:
         # Rank m + g * M is member g * (M / M') + m div M' of M' groups: of its own range, it takes a part.
         finer, member = self.plan.num_groups // num_groups, self.rank // num_groups
-        runs = self._runs()
+        loads = self._loads()
         start, stop = self.plan.chunk_ranges[member // finer]
-        first, last = (start + run for run in balance_ranges(runs.loads[start:stop], finer)[member % finer])
-        rows = int(runs.starts[first]), int(runs.starts[last])
-        before = int(runs.loads[:first].sum())
+        first, last = (start + row for row in balance_ranges(loads[start:stop], finer)[member % finer])
+        before = int(loads[:first].sum())
         position, every = self.owners.position.numpy(), num_groups == self.owners.num_ranks
-        part = cut_out(self.whole, position, rows, self._looped, every, self.settings)
-        part = replace(part, graph=part.graph.to(self.device))
-        return _Cut(num_groups, part, rows, (before, before + part.graph.num_edges))
+        part = cut_out(self.whole, position, (first, last), self._looped, every, self.settings)
+        part = replace(part, graph=part.graph.to(self.device), row_of=part.row_of.to(self.device))
+        return _Cut(num_groups, part, (first, last), (before, before + part.graph.num_edges))
 
     def _sides(self, cut: _Cut) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return who owns the rows of each range; the first time, all ranks call this together."""
@@ -334,28 +332,28 @@ class RowShard:
             own, counts = tell_owners(self.rank, mine, self.owners.offsets, cut.num_groups, self.process_group)
         return {"own": own, "counts": counts, "num_rows": self.num_targets, "group": self.process_group}
 
-    def _runs(self) -> RowRuns:
-        """Return where the forward rows may be cut; as large as the vertices, so nobody keeps it."""
-        return RowRuns.of(self.whole.forward, self._loops)
+    def _loads(self) -> np.ndarray:
+        """Return the edges of each forward row; as large as the vertices, so nobody keeps it."""
+        return self._looped_degrees(self.whole.forward.degrees()).numpy()
 
     def _user_edges(self) -> UserEdges:
-        """Return which of the user's edges are in this rank's chunk range."""
+        """Return which of the user's edges are in this rank's range."""
         return self._once("user_edges", lambda: RowEntries.of(self.whole, self._base.rows, self._looped).user)
 
-    def _degrees(self, chunks: Chunks) -> Tensor:
-        return chunks.degrees() if self._loops is None else chunks.degrees().add_(1).sub_(self._loops)
+    def _looped_degrees(self, degrees: Tensor) -> Tensor:
+        """Count exactly one self-loop per vertex where the shard has them."""
+        return degrees if self._loops is None else degrees + 1 - self._loops
 
     def _normalised(self, dtype: torch.dtype) -> Tensor:
         """Return the weights of GCN where all edges weigh 1."""
-        return self._scaled(self._degrees(self.whole.forward).to(dtype), None)
+        return self._scaled(self._looped_degrees(self.whole.forward.degrees()).to(dtype), None)
 
     def _scaled(self, degrees: Tensor, values: Tensor | None) -> Tensor:
         """Scale the values of this rank's edges by one over the root of both vertices' sums."""
-        scale = inverse_root(degrees)[self.owners.order]
-        part = self._base.part
-        chunks = part.graph.forward
-        from_source = scale[torch.from_numpy(part.sources)].to(self.device)[chunks.entry_columns()]
-        to_target = scale[torch.from_numpy(part.targets)].to(self.device)[chunks.entry_rows()]
+        scale, base = inverse_root(degrees), self._base
+        of_sources = scale[self.owners.order][torch.from_numpy(base.part.sources)].to(self.device)
+        from_source = of_sources[base.graph.forward.indices]
+        to_target = scale[slice(*base.rows)].to(self.device)[base.graph.forward.entry_rows()]
         return from_source * to_target if values is None else from_source * values.to(self.device) * to_target
 
     def _exchange(self, cut: _Cut, slices: tuple[tuple[int, int], ...]) -> tuple[Exchange, Exchange]:

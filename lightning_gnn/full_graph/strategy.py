@@ -117,7 +117,7 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
         ... )
         >>> _ = torch.manual_seed(0)
         >>> model = GCN(in_channels=2, hidden_channels=8, num_layers=2, out_channels=2)
-        >>> trainer.fit(NodeClassifier(model, num_classes=2, lr=0.1), FullGraphDataModule(data, num_chunks=4))
+        >>> trainer.fit(NodeClassifier(model, num_classes=2, lr=0.1), FullGraphDataModule(data))
         >>> trainer.callback_metrics["val_acc"].item()
         1.0
     """

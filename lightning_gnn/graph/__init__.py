@@ -2,9 +2,9 @@
 
 Reading order: ``graph/csc.py`` (the topology), ``graph/hetero.py`` (with types), ``graph/edge_attributes.py`` (times
 and weights), ``graph/features.py`` (one row per node), ``graph/cache.py`` (what a device keeps of both),
-``graph/compress.py`` (the graph that full-graph training aggregates over), ``graph/chunks.py``
-(one direction of it), ``graph/partition.py`` (the order of its rows, algorithm 2 of NeutronAscend),
-``graph/hybrid_plan.py`` (who computes which of its chunks and columns, algorithm 1), ``graph/folder.py`` and
+``graph/compress.py`` (the graph that full-graph training aggregates over) and ``graph/csr.py`` (one direction of it),
+for NPUs ``graph/build.py`` and ``graph/chunks.py`` (its chunks), ``graph/partition.py`` (the order of their rows,
+algorithm 2 of NeutronAscend) and ``graph/hybrid_plan.py`` (who computes which, algorithm 1), ``graph/folder.py`` and
 ``graph/hetero_folder.py`` (graphs on disk), ``graph/topology_files.py`` (their topologies), ``graph/tables.py`` (a
 database as a graph), ``graph/convert.py`` (tables in files that are larger than memory, by way of
 ``graph/table_files.py`` and ``graph/text_files.py``), ``graph/disk_features.py`` (features that stay on disk),

@@ -1,32 +1,28 @@
-"""Choose the order and the chunks of both directions of a graph, and count the rows that they load."""
+"""The layout of a graph for an Ascend chip: an order of its rows, cut into chunks, and how many rows these load."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import MutableMapping
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_gnn.graph.cache_model import GAIN, least_cost, order_cost
 from lightning_gnn.graph.chunks import Chunks, compress_columns, count_columns, cut_rows
-from lightning_gnn.graph.csc import index_dtype, transpose
-from lightning_gnn.graph.hybrid_plan import PlanSettings
+from lightning_gnn.graph.csr import CSR
 from lightning_gnn.graph.partition import Progress, even_bounds, partition_rows
 
 Order = Literal["locality", "natural"]
-Wanted = Literal["auto", "locality", "natural"]
 
-NATURAL: Order = "natural"
 _Array = npt.NDArray[Any]
-_Transpose = tuple[_Array, _Array, _Array]
 LOCAL_BYTES = 1 << 20
-"""Local memory of a worker that chunks are sized for by default: the level-2 cache of a core."""
+"""Local memory of a core that chunks are sized for by default."""
 _CHUNKS_FOR_BALANCE = 1024
-_ROWS_ON_CPU = 2048
-"""Rows of a chunk that is made for a CPU, on which only the order of the rows counts."""
 _log = logging.getLogger(__name__)
 
 
@@ -38,12 +34,32 @@ class Limits:
         num_chunks: Chunks of equally many vertices, or None: as few as fit.
         max_vertices: Rows and columns of a chunk together, at least 3, or None for no limit. With a limit, a chunk also
             takes at most twice as many edges, or a 1024th of all if that is more, so that ranges can be balanced.
-        multiple: Number that the number of chunks is to be a multiple of, where there are enough rows.
     """
 
     num_chunks: int | None
     max_vertices: int | None
-    multiple: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class ChipLayout:
+    """One direction of a graph in chunks.
+
+    Args:
+        chunks: The chunks.
+        places: Which entry of the rows each entry of the chunks is, int64 ``[num_edges]``; None: the same one.
+        order: ``"locality"`` where the rows are in the order of algorithm 2; ``"natural"`` where they are in the order
+            of their ids, be it that this was asked for or that it loads fewer rows.
+        limits: How the rows were cut into chunks.
+    """
+
+    chunks: Chunks
+    places: Tensor | None
+    order: Order
+    limits: Limits
+
+    def redundancy(self) -> Redundancy:
+        """Count the rows that an aggregation loads, against the natural order and a random one; prints as a table."""
+        return measure_redundancy(self.chunks, self.limits, self.order)
 
 
 class ChunkedRows(NamedTuple):
@@ -65,27 +81,18 @@ class ChunkedRows(NamedTuple):
 
     @property
     def rows_loaded(self) -> int:
-        """Distinct columns, summed over the chunks."""
+        """Distinct columns of each chunk, summed."""
         return int(self.column_ptr[-1])
 
 
-class Direction(NamedTuple):
-    """One direction of a graph, and for each entry its place in the arrays that it was built from."""
-
-    chunks: Chunks
-    places: _Array
-    order: Order
-
-
 def choose_limits(
-    num_chunks: int | Literal["auto"],
-    num_columns_hint: int,
-    element_size: int,
-    local_bytes: int | None,
-    settings: PlanSettings | None,
+    num_chunks: int | Literal["auto"] = "auto",
+    num_columns_hint: int = 64,
+    element_size: int = 4,
+    local_bytes: int | None = None,
 ) -> Limits:
     """Size chunks for a local memory, of which each takes half (double buffer); see
-    :meth:`CompressedGraph.from_graph`.
+    :meth:`CompressedGraph.chunked`.
     """
     automatic = num_chunks == "auto"
     wanted = num_chunks if isinstance(num_chunks, int) and not isinstance(num_chunks, bool) else None
@@ -93,9 +100,8 @@ def choose_limits(
         raise ValueError(f"num_chunks must be 'auto' or a number of at least 1, but is {num_chunks!r}")
     if num_columns_hint < 1 or element_size < 1:
         raise ValueError(f"num_columns_hint={num_columns_hint} and element_size={element_size} must be at least 1")
-    multiple = settings.num_workers or 1 if settings is not None and automatic else 1
     if local_bytes is None and not automatic:
-        return Limits(wanted, None, multiple)
+        return Limits(wanted, None)
     row_bytes = num_columns_hint * element_size
     local_bytes = LOCAL_BYTES if local_bytes is None else local_bytes
     if (max_vertices := local_bytes // 2 // row_bytes) < 3:
@@ -103,7 +109,7 @@ def choose_limits(
             f"local_bytes={local_bytes} is too small: half of it must hold 3 rows of {num_columns_hint} columns, so "
             f"give at least {6 * row_bytes} or a smaller num_columns_hint"
         )
-    return Limits(wanted, max_vertices, multiple)
+    return Limits(wanted, max_vertices)
 
 
 def chunk_rows(
@@ -126,128 +132,61 @@ def chunk_rows(
         rows, first, last, row_ptr = cut_rows(
             indices, rows, first, last, row_ptr, num_columns, limits.max_vertices, max_entries
         )
-    if limits.multiple > 1:
-        row_ptr = _cut_to_multiple(first, last, row_ptr, limits.multiple)
     return ChunkedRows(rows, first, last, row_ptr, count_columns(indices, first, last, row_ptr, num_columns))
 
 
-def _cut_to_multiple(first: _Array, last: _Array, row_ptr: _Array, multiple: int) -> _Array:
-    """Halve the chunks with the most entries, so that each worker can have equally many; a small graph stays as is."""
-    missing = -(row_ptr.size - 1) % multiple
-    entries = np.concatenate([[0], np.cumsum(last - first)])
-    loads = np.where(np.diff(row_ptr) > 1, np.diff(entries[row_ptr]), -1)
-    heaviest = np.argsort(-loads, kind="stable")[:missing]
-    if not missing or heaviest.size < missing or loads[heaviest[-1]] < 0:
-        return row_ptr
-    begin, end = row_ptr[heaviest], row_ptr[heaviest + 1]
-    middle = np.searchsorted(entries, (entries[begin] + entries[end]) // 2)
-    return np.sort(np.concatenate([row_ptr, np.clip(middle, begin + 1, end - 1)]))
+_layouts: MutableMapping[Tensor, ChipLayout] = WeakIdKeyDictionary()
+"""By ``indices``; what is kept holds none of the arrays that it was made of."""
 
 
-def build_directions(
-    indptr: _Array,
-    indices: _Array,
-    num_columns: int,
-    order: Wanted,
-    limits: Limits,
-    progress: Progress | None = None,
-) -> tuple[Direction, Direction]:
-    """Build both directions of a graph in CSC form; the second one's ``edge_ids`` name places in the first one.
+def layout_of(matrix: CSR) -> ChipLayout:
+    """Return the layout that NPUs read; made at the first call and kept as long as the rows."""
+    known = _layouts.get(matrix.indices)
+    if known is None:
+        with torch.inference_mode(False), torch.no_grad():
+            known = _layouts[matrix.indices] = build_layout(matrix)
+    return known
 
-    A symmetric graph has one set of chunks for both, as the transpose of a partition would be the partition again.
+
+def build_layout(
+    matrix: CSR, order: Order = "locality", limits: Limits | None = None, progress: Progress | None = None
+) -> ChipLayout:
+    """Choose an order of the rows, cut them into chunks, and compress their columns.
 
     Args:
-        indptr: First entry of each target, int64 ``[V + 1]``.
-        indices: Source of each entry, ``[E]``.
-        order: Wanted order; ``"auto"``: what the model of a CPU's caches says.
-        limits: What a chunk may hold.
+        order: Wanted order.
+        limits: What a chunk may hold; by default as many vertices as half the local memory has room for.
         progress: Called with the name of a step and the fraction that is done.
     """
+    if order not in ("locality", "natural"):
+        raise ValueError(f"order must be 'locality' or 'natural', but is {order!r}")
+    limits = limits or choose_limits()
     report = progress or (lambda step, fraction: None)
-    report("transpose", 0.0)
-    by_source: _Transpose = transpose(indptr, indices, num_columns)
-    offsets, targets, entries = by_source
-    by_target: _Transpose = transpose(offsets, targets, indptr.size - 1)  # as given, but sorted
-    reverse = _reverse_edges(indptr, by_source, by_target)
-    report("transpose", 1.0)
-    if reverse is not None:
-        forward = backward = _direction(indptr, indices, by_source, "both directions", order, limits, report)
-        back = reverse[forward.places]
-    else:
-        forward = _direction(indptr, indices, by_source, "the forward direction", order, limits, report)
-        backward = _direction(offsets, targets, by_target, "the backward direction", order, limits, report)
-        back = entries[backward.places]
-    dtype = index_dtype(indices.size)
-    place_of: _Array = np.empty(indices.size, dtype)
-    place_of[forward.places] = np.arange(indices.size, dtype=dtype)
-    edge_ids = torch.from_numpy(place_of[back])
-    return forward, backward._replace(chunks=replace(backward.chunks, edge_ids=edge_ids))
-
-
-def _direction(
-    indptr: _Array,
-    indices: _Array,
-    by_column: _Transpose,
-    name: str,
-    order: Wanted,
-    limits: Limits,
-    report: Progress,
-) -> Direction:
-    num_columns = by_column[0].size - 1
+    here = matrix.to("cpu")
+    indptr, indices, num_columns = here.indptr.numpy(), here.indices.numpy(), here.num_columns
     rows = np.arange(indptr.size - 1, dtype=np.int32)
-    chosen, chosen_order = chunk_rows(rows, indptr[:-1], indptr[1:], indices, num_columns, limits), NATURAL
-    parts, before = 1, 0.0
+    chosen, chosen_order = chunk_rows(rows, indptr[:-1], indptr[1:], indices, num_columns, limits), "natural"
+    parts = 1
     if order == "locality":
         parts = min(chosen.row_ptr.size - 1 if limits.num_chunks is None else limits.num_chunks, rows.size)
-    elif order == "auto" and rows.size >= 2 * _ROWS_ON_CPU:
-        before = order_cost(rows, indptr, indices, by_column[0])
-        if least_cost(by_column[0], rows.size) <= GAIN * before:
-            parts = rows.size // _ROWS_ON_CPU
     if parts > 1:
-        rows = partition_rows(
-            indptr,
-            indices,
-            by_column[0],
-            by_column[1],
-            even_bounds(rows.size, parts),
-            lambda step, done: report(f"{step} {name}", done),
-        )
+        by_column = here.transposed()
+        offsets, targets = by_column.indptr.numpy(), by_column.indices.numpy()
+        rows = partition_rows(indptr, indices, offsets, targets, even_bounds(rows.size, parts), report)
         local = chunk_rows(rows, indptr[rows], indptr[rows + 1], indices, num_columns, limits)
-        after = order_cost(rows, indptr, indices, by_column[0]) if order == "auto" else 0.0
-        if after <= GAIN * before if order == "auto" else local.rows_loaded < chosen.rows_loaded:
+        if local.rows_loaded < chosen.rows_loaded:
             chosen, chosen_order = local, "locality"
-        if order == "auto":
-            _log.info(
-                "compressed graph, %s: %s order of the vertices, for a CPU: 64 columns are predicted to take %.3g ms "
-                "of a core in the natural order, %.3g ms in the locality-aware one",
-                *(name, chosen_order, before, after),
-            )
-        elif chosen_order == NATURAL:
-            _log.log(
-                logging.WARNING if local.rows_loaded > chosen.rows_loaded else logging.INFO,
-                "compressed graph, %s: keeps the natural order of the vertices, which loads %d rows per aggregation; "
-                "the locality-aware order would load %d",
-                name,
-                chosen.rows_loaded,
-                local.rows_loaded,
-            )
-    report(f"compress {name}", 0.0)
-    chunks, places = compress_columns(indices, *chosen, indptr.size - 1, num_columns)
-    report(f"compress {name}", 1.0)
-    return Direction(chunks, places, chosen_order)
-
-
-def _reverse_edges(indptr: _Array, by_source: _Transpose, by_target: _Transpose) -> _Array | None:
-    """Return, for each edge (u, v) in CSC order, the place of (v, u), or None if the graph is not symmetric.
-
-    Both sorted forms of a symmetric graph hold the same numbers, so an edge and its reverse have the same place there.
-    """
-    offsets, targets, entries = by_source
-    if not (np.array_equal(offsets, indptr) and np.array_equal(targets, by_target[1])):
-        return None
-    reverse = np.empty_like(entries)
-    reverse[entries[by_target[2]]] = entries
-    return reverse
+        _log.info(
+            "the chunks of the graph are in %s order, which loads %d rows per aggregation",
+            chosen_order,
+            chosen.rows_loaded,
+        )
+    report("compress", 0.0)
+    chunks, places = compress_columns(indices, *chosen, here.num_rows, num_columns)
+    report("compress", 1.0)
+    device = matrix.indices.device
+    moved = None if chosen_order == "natural" else torch.from_numpy(places).to(device)
+    return ChipLayout(chunks.to(device), moved, chosen_order, limits)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

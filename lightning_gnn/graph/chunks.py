@@ -1,9 +1,8 @@
-"""One direction of a compressed graph: rows cut into chunks that fit, each with the columns that it uses."""
+"""One direction of a graph for an Ascend chip: rows cut into chunks that fit, each with the columns that it uses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -12,16 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.csc import INT32_MAX
-
-_DTYPES = {
-    "rows": torch.int32,
-    "row_ptr": torch.int64,
-    "indptr": torch.int64,
-    "local": torch.int32,
-    "columns": torch.int32,
-    "column_ptr": torch.int64,
-}
 _Array = npt.NDArray[Any]
 
 
@@ -40,8 +29,6 @@ class Chunks:
         local: Column of each entry inside its chunk, int32 ``[num_edges]``.
         columns: Vertex of each column, int32 ``[L]``, chunk by chunk, ascending inside a chunk.
         column_ptr: First column of each chunk, int64 ``[num_chunks + 1]``.
-        edge_ids: Place of each entry in the order of the forward direction, int32 or int64 ``[num_edges]``, or None
-            where this is the forward direction.
         num_rows: Number of vertices on the row side (targets forward, sources backward).
         num_columns: Number of vertices on the column side.
     """
@@ -52,50 +39,8 @@ class Chunks:
     local: Tensor
     columns: Tensor
     column_ptr: Tensor
-    edge_ids: Tensor | None
     num_rows: int
     num_columns: int
-
-    @classmethod
-    def from_arrays(
-        cls, arrays: Mapping[str, Tensor], prefix: str, num_rows: int, num_columns: int, check: bool = True
-    ) -> Chunks:
-        """Take arrays that were in a file.
-
-        Args:
-            arrays: What :meth:`tensors` gave, by the names there behind a prefix.
-            prefix: What the names begin with.
-            num_rows: Number of vertices on the row side.
-            num_columns: Number of vertices on the column side.
-            check: Look at the content too, not only at dtypes and dimensions; without it, it must be known.
-
-        Raises:
-            ValueError: An array is missing, of another dtype, or its content does not fit to that of the others.
-        """
-        for name, dtype in _DTYPES.items():
-            array = arrays.get(prefix + name)
-            valid = array is not None and array.dtype == dtype and array.dim() == 1
-            _require(valid, f"{prefix}{name} is missing or not {dtype} [n]")
-        found: dict[str, Any] = {name: arrays.get(prefix + name) for name in (*_DTYPES, "edge_ids")}
-        chunks = cls(**found, num_rows=num_rows, num_columns=num_columns)
-        if check:
-            chunks._check(prefix)
-        return chunks
-
-    def _check(self, prefix: str) -> None:
-        for name, of in (("row_ptr", "rows"), ("column_ptr", "columns"), ("indptr", "local")):
-            offsets, end = getattr(self, name), getattr(self, of).numel()
-            valid = offsets.numel() > 0 and int(offsets[0]) == 0 and int(offsets[-1]) == end
-            valid = valid and not bool((offsets.diff() < 0).any())
-            _require(valid, f"{prefix}{name} does not ascend from 0 to {end}")
-        _require(self.row_ptr.numel() == self.column_ptr.numel(), f"{prefix}row_ptr and _column_ptr differ in length")
-        _require(self.indptr.numel() == self.rows.numel() + 1, f"{prefix}indptr has not one offset per row")
-        check_places(self.rows, self.rows.numel(), 0, self.num_rows, f"{prefix}rows")
-        check_places(self.columns, self.columns.numel(), 0, self.num_columns, f"{prefix}columns")
-        widths = torch.repeat_interleave(self.column_ptr.diff(), self.loads)
-        fits = bool(((self.local >= 0) & (self.local < widths)).all())
-        _require(fits, f"{prefix}local exceeds a chunk's columns")
-        _require(int(torch.unique(self.rows).numel()) == self.num_rows, f"{prefix}rows does not name every vertex")
 
     @property
     def num_chunks(self) -> int:
@@ -108,46 +53,14 @@ class Chunks:
         return self.local.numel()
 
     @property
-    def edge_dtype(self) -> torch.dtype:
-        """The dtype of places of edges: int32 where they fit."""
-        return torch.int32 if self.num_edges <= INT32_MAX else torch.int64
-
-    @property
     def loads(self) -> Tensor:
         """Entries of each chunk, int64 ``[num_chunks]``: what its execution costs."""
         return self.indptr[self.row_ptr].diff()
 
-    def degrees(self) -> Tensor:
-        """Return the number of entries of each vertex of the row side, over all its parts, int64 ``[num_rows]``."""
-        degrees = torch.zeros(self.num_rows, dtype=torch.int64, device=self.indptr.device)
-        return degrees.index_add_(0, self.rows, self.indptr.diff())
-
-    def entry_rows(self) -> Tensor:
-        """Return the vertex on the row side of each entry, int32 ``[num_edges]``."""
-        return torch.repeat_interleave(self.rows, self.indptr.diff(), output_size=self.num_edges)
-
     def entry_columns(self) -> Tensor:
         """Return the vertex on the column side of each entry, int32 ``[num_edges]``."""
-        return self.row_columns(0, self.rows.numel())
-
-    def row_columns(self, first: int, last: int) -> Tensor:
-        """Return the vertex on the column side of each entry of some rows, int32; nothing else is read.
-
-        Args:
-            first: The first row.
-            last: The row after the last.
-        """
-        start, stop = int(self.indptr[first]), int(self.indptr[last])
-        of_chunk = self.indptr[self.row_ptr].clamp_(start, stop).diff()
-        begin = torch.repeat_interleave(self.column_ptr[:-1], of_chunk, output_size=stop - start)
-        return self.columns[begin.add_(self.local[start:stop])]
-
-    def self_loops(self) -> Tensor:
-        """Return how many self-loops each vertex has, int32 ``[num_rows]``; for a square matrix, on the CPU."""
-        counts = torch.zeros(self.num_rows, dtype=torch.int32)
-        arrays = (self.rows, self.row_ptr, self.indptr, self.local, self.columns, self.column_ptr, counts)
-        _count_loops(*(array.numpy() for array in arrays))
-        return counts
+        of_chunk = torch.repeat_interleave(self.column_ptr[:-1], self.loads, output_size=self.num_edges)
+        return self.columns[of_chunk.add_(self.local)]
 
     def recut(self, height: int) -> Chunks:
         """Return the same rows and entries in the same order, in chunks of ``height`` rows, the last of the rest.
@@ -161,36 +74,19 @@ class Chunks:
         counted = count_columns(columns, *spans, self.num_columns)
         rows = self.rows.cpu().numpy()
         cut, _ = compress_columns(columns, rows, *spans, counted, self.num_rows, self.num_columns)
-        return replace(cut, edge_ids=self.edge_ids).to(self.local.device)
+        return cut.to(self.local.device)
 
-    def tensors(self) -> dict[str, Tensor | None]:
-        """Return the arrays by name."""
-        return {name: getattr(self, name) for name in (*_DTYPES, "edge_ids")}
+    def tensors(self) -> list[Tensor]:
+        """Return the arrays as the operators of a chip take them."""
+        return [self.rows, self.row_ptr, self.indptr, self.local, self.columns, self.column_ptr]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Chunks:
         """Return a copy on a device, or this where it is there already."""
         if self.local.device == torch.device(device):
             return self
-        moved: dict[str, Any] = {
-            name: None if tensor is None else tensor.to(device, non_blocking=non_blocking)
-            for name, tensor in self.tensors().items()
-        }
-        return replace(self, **moved)
-
-
-def check_places(places: Tensor, count: int, low: int, high: int, name: str) -> None:
-    """Raise a ValueError unless these are ``count`` integers in ``[low, high)``; ``name`` is for the message."""
-    valid = places.dtype in (torch.int32, torch.int64) and list(places.shape) == [count]
-    _require(valid, f"{name} is not integer [{count}]")
-    if count:
-        least, most = (int(value) for value in torch.aminmax(places))
-        message = f"{name} holds {least if least < low else most}, outside [{low}, {high})"
-        _require(least >= low and most < high, message)
-
-
-def _require(valid: bool, message: str) -> None:
-    if not valid:
-        raise ValueError(message)
+        moved = [tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors()]
+        fields: Any = (*moved, self.num_rows, self.num_columns)
+        return Chunks(*fields)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -217,19 +113,6 @@ def count_columns(
                     count += 1
         column_ptr[chunk + 1] = column_ptr[chunk] + count
     return column_ptr
-
-
-@numba.njit(nogil=True, cache=True)
-def _count_loops(
-    rows: _Array, row_ptr: _Array, indptr: _Array, local: _Array, columns: _Array, column_ptr: _Array, counts: _Array
-) -> None:
-    for chunk in range(row_ptr.size - 1):
-        used = columns[column_ptr[chunk] : column_ptr[chunk + 1]]
-        for row in range(row_ptr[chunk], row_ptr[chunk + 1]):
-            slot = np.searchsorted(used, rows[row])
-            if slot < used.size and used[slot] == rows[row]:
-                for e in range(indptr[row], indptr[row + 1]):
-                    counts[rows[row]] += local[e] == slot
 
 
 @numba.njit(nogil=True, cache=True)
@@ -385,7 +268,7 @@ def compress_columns(
         num_columns: Number of vertices on the column side.
 
     Returns:
-        The chunks, without ``edge_ids``, and for each of their entries its place in ``indices``, int64 ``[E]``.
+        The chunks, and for each of their entries its place in ``indices``, int64 ``[E]``.
     """
     indptr, local, columns, places = _compress(indices, first, last, row_ptr, column_ptr, num_columns)
     chunks = Chunks(
@@ -395,7 +278,6 @@ def compress_columns(
         local=torch.from_numpy(local),
         columns=torch.from_numpy(columns),
         column_ptr=torch.from_numpy(column_ptr),
-        edge_ids=None,
         num_rows=num_rows,
         num_columns=num_columns,
     )

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numba
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -19,8 +21,8 @@ from torch import Tensor, nn
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from lightning_gnn.graph.arrays import read_in_order
-from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.csr import CSR
 from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv, layers_without_graph
 from lightning_gnn.nn.layer_files import layer_outputs
 from lightning_gnn.nn.models import _InputDropoutGNN
@@ -28,6 +30,8 @@ from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from lightning_gnn.runtime.memory_info import available_bytes
 
+LEAST = 2048
+"""Vertices, targets and sources together, that a block may always have."""
 _SHARE = 0.5
 """Of the free memory, how much ``memory_limit="auto"`` takes."""
 
@@ -229,39 +233,26 @@ def _reads_rows_alone(norm: nn.Module) -> bool:
 
 
 class GraphBlock:
-    """Some chunks of a graph as a bipartite graph of their own, for the layers of :mod:`lightning_gnn.nn.conv`.
+    """Some targets of a graph as a bipartite graph of their own, for the layers of :mod:`lightning_gnn.nn.conv`.
 
     Args:
         graph: The whole graph, with self-loops if the layer adds them.
         user_graph: The whole graph without.
-        last: The chunk behind the last one.
+        last: The target behind the last one.
         memo: Weights that are the same for all blocks of a layer.
     """
 
     def __init__(
         self, graph: CompressedGraph, user_graph: CompressedGraph, first: int, last: int, memo: dict[str, Tensor]
     ) -> None:
-        chunks = graph.forward
-        r0, r1 = int(chunks.row_ptr[first]), int(chunks.row_ptr[last])
-        c0, c1 = int(chunks.column_ptr[first]), int(chunks.column_ptr[last])
-        self._edges = slice(int(chunks.indptr[r0]), int(chunks.indptr[r1]))
-        self.sources, columns = torch.unique(chunks.columns[c0:c1], return_inverse=True)
-        self.targets, rows = torch.unique(chunks.rows[r0:r1], return_inverse=True)
-        self.num_sources, self.num_targets = self.sources.numel(), self.targets.numel()
+        rows = graph.forward
+        self._edges = slice(int(rows.indptr[first]), int(rows.indptr[last]))
+        self.sources, columns = torch.unique(rows.indices[self._edges], return_inverse=True)
+        self.targets = slice(first, last)
+        self.num_sources, self.num_targets = self.sources.numel(), last - first
         self.num_edges = self._edges.stop - self._edges.start
-        part = Chunks(
-            rows.to(chunks.rows.dtype),
-            chunks.row_ptr[first : last + 1] - r0,
-            chunks.indptr[r0 : r1 + 1] - self._edges.start,
-            chunks.local[self._edges],
-            columns.to(chunks.columns.dtype),
-            chunks.column_ptr[first : last + 1] - c0,
-            None,
-            self.num_targets,
-            self.num_sources,
-        )
-        # Nothing is differentiated here, so the other direction is never read.
-        self._graph = replace(graph, forward=part, backward=part, edge_ids=None, cache={})
+        indptr = rows.indptr[first : last + 1] - self._edges.start
+        self._graph = CompressedGraph(CSR(indptr, columns.to(torch.int32), self.num_sources), settings=graph.settings)
         self._user_graph, self._memo = user_graph, memo
 
     def to(self, device: torch.device) -> GraphBlock:
@@ -300,7 +291,7 @@ class GraphBlock:
         return edge_softmax(self._graph, source, target, negative_slope, **kwargs)
 
     def _of_block(self, values: Tensor) -> Tensor:
-        return values[self._edges].to(self._graph.forward.local.device)
+        return values[self._edges].to(self._graph.device)
 
 
 def _stream(
@@ -320,7 +311,7 @@ def _stream(
 
     Args:
         x: Features ``[N, F]`` in host memory, or memory-mapped.
-        limit: Bytes that a block may take there, about; a block has at least one chunk.
+        limit: Bytes that a block may take there, about.
         folder: Where the files go; None: a temporary folder in the user's cache directory.
         bar: A ``rich.progress.Progress`` on the screen already; None shows one, False none.
         stop: Called after each block; may raise.
@@ -329,8 +320,7 @@ def _stream(
     dtype = next(parameter.dtype for layer in layers for parameter in layer.conv.parameters())
     looped = [getattr(layer.conv, "add_self_loops", False) for layer in layers]
     graphs = [graph.with_self_loops() if loops else graph for loops in looped]
-    orders = [whole.forward for whole in graphs]
-    total = sum(order.rows.numel() for order in orders)
+    total = len(layers) * x.size(0)
     with (
         read_in_order(x),
         layer_outputs(folder, in_memory) as files,
@@ -341,8 +331,8 @@ def _stream(
         for i, layer in enumerate(layers):
             target = files.layer_output(i, (x.size(0), layer.width), dtype)
             memo: dict[str, Tensor] = {}
-            done = 0
-            for first, last in _blocks(orders[i], limit, source.size(1), layer, dtype):
+            widest = (source.size(1) + layer.widest) * dtype.itemsize
+            for first, last in _blocks(graphs[i].forward, max(LEAST, int(limit // max(widest, 1)))):
                 block = GraphBlock(graphs[i], graph, first, last, memo).to(device)
                 read = source[block.sources].to(device, dtype)
                 if isinstance(layer.conv, GCNConv):
@@ -352,32 +342,37 @@ def _stream(
                 for function in layer.after:
                     out = function(out)
                 target[block.targets] = out.to("cpu", target.dtype)
-                rows = int(orders[i].row_ptr[last])
-                show(i, rows - done)
-                done = rows
+                show(i, last - first)
                 if stop is not None:
                     stop()
             source = files.finished(i, target)
         return source
 
 
-def _blocks(order: Chunks, limit: float, width: int, layer: Layer, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """Yield ranges of chunks that fit; all rows of a vertex are in one of them."""
-    row_ptr, column_ptr = order.row_ptr.tolist(), order.column_ptr.tolist()
-    num_chunks = len(row_ptr) - 1
-    widest = (width + layer.widest) * dtype.itemsize
+def _blocks(rows: CSR, most: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of rows that have, with their distinct columns, at most ``most`` vertices, but at least one row."""
+    indptr, indices = rows.indptr.numpy(), rows.indices.numpy()
+    stamps = np.full(rows.num_columns, -1, np.int64)
     first = 0
-    while first < num_chunks:
-        last = first + 1
-        while last < num_chunks and (
-            (column_ptr[last + 1] - column_ptr[first] + row_ptr[last + 1] - row_ptr[first]) * widest <= limit
-            or row_ptr[last] == row_ptr[last - 1]
-            or row_ptr[last] == row_ptr[last + 1]
-            or order.rows[row_ptr[last]] == order.rows[row_ptr[last] - 1]
-        ):
-            last += 1
+    while first < rows.num_rows:
+        last = fitting_rows(indptr, indices, first, most, stamps)
         yield first, last
         first = last
+
+
+@numba.njit(nogil=True, cache=True)
+def fitting_rows(indptr: np.ndarray, indices: np.ndarray, first: int, most: int, stamps: np.ndarray) -> int:
+    """Return the row behind the last that fits; ``stamps`` ``[num_columns]`` says which range met a column last."""
+    vertices = 0
+    for row in range(first, indptr.size - 1):
+        vertices += 1
+        for e in range(indptr[row], indptr[row + 1]):
+            if stamps[indices[e]] != first:
+                stamps[indices[e]] = first
+                vertices += 1
+        if vertices > most:
+            return max(row, first + 1)
+    return indptr.size - 1
 
 
 @contextmanager

@@ -8,12 +8,9 @@ the random stream, ``intrinsics`` and ``worker_threads`` are what compiled loops
 from lightning_gnn.runtime import kernels  # noqa: F401  finds a folder for what numba compiles
 
 # isort: split
-from lightning_gnn.ops.aggregate import numba as aggregate_numba  # noqa: F401  registers the backends
-from lightning_gnn.ops.aggregate import triton as aggregate_triton  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate.backends import default_backend
 from lightning_gnn.ops.aggregate.definition import aggregate, hybrid_plan
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
-from lightning_gnn.ops.edge_softmax import numba as edge_softmax_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from lightning_gnn.ops.gather import npu as gather_npu  # noqa: F401  registers the backends
 from lightning_gnn.ops.gather import numba as gather_numba  # noqa: F401  registers the backends

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.typing import NodeType
 
-from lightning_gnn.graph.chunks import Chunks
 from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.graph.csr import CSR
 from lightning_gnn.graph.self_loops import inverse_root
 from lightning_gnn.nn.conv import GCNConv
 from lightning_gnn.nn.embeddings import TypeEmbeddings
@@ -83,14 +83,10 @@ class PartBlock(GraphBlock):
         self.source_ids, local = np.unique(source, return_inverse=True)
         self.target_ids, self.weight = targets, weight
         self.num_sources, self.num_targets, self.num_edges = self.source_ids.size, targets.size, source.size
-        rows, columns = (torch.arange(size, dtype=torch.int32) for size in (targets.size, self.source_ids.size))
         indptr = torch.zeros(targets.size + 1, dtype=torch.int64)
         torch.cumsum(torch.from_numpy(counts), 0, out=indptr[1:])
-        part = Chunks(
-            rows, torch.tensor([0, targets.size]), indptr, torch.from_numpy(local.astype(np.int32)), columns,
-            torch.tensor([0, self.source_ids.size]), None, targets.size, self.source_ids.size,
-        )  # fmt: skip
-        self._graph = CompressedGraph(part, part)
+        rows = CSR(indptr, torch.from_numpy(local.astype(np.int32)), self.source_ids.size)
+        self._graph = CompressedGraph(rows)
 
     def gcn_weight(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the normalisation, which came with the block."""

@@ -13,11 +13,25 @@ OF_NEWER_TORCH = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 
 _TRACE = "Lightning's PyTorchProfiler writes a trace in which the stages have names; see docs/how-to/profiling.md"
 _CACHES = "PersistentSamplerDataModule(cache_bytes=…) counts and plans; .plan_placement() returns what it would cache"
+_ROWS = "a graph is kept as plain rows, and chunks are made by themselves where an NPU aggregates; leave it out"
+_CHUNKED = "a graph is kept as plain rows; the chunks of an NPU are in graph.chunked()"
 REMOVED = {
+    "CompressedGraph.backward_order": _CHUNKED,
+    "CompressedGraph.element_size": _ROWS,
+    "CompressedGraph.limits": _CHUNKED,
+    "CompressedGraph.local_bytes": _ROWS,
+    "CompressedGraph.num_chunks": _ROWS,
+    "CompressedGraph.num_columns_hint": _ROWS,
+    "CompressedGraph.order": _ROWS,
+    "CompressedGraph.progress": _ROWS,
+    "CompressedGraph.redundancy": "the rows that an NPU loads are counted by graph.chunked().redundancy()",
     "callbacks=timeline": _TRACE,
     "convert.rows": "features are written as x.npy, which datamodule.memory= reads from disk; leave it out",
     "data.memory": "datamodule.memory= alone says that features stay on disk; leave it out",
+    "datamodule.cache_dir": "a whole graph takes no time to prepare, so nothing is kept; leave it out",
     "datamodule.inference.resume": "an interrupted inference='full' starts again; leave it out",
+    "datamodule.num_chunks": _ROWS,
+    "datamodule.order": _ROWS,
     "datamodule.precompute": "epochs took as long with it; leave it out, and num_neighbors samples all hops",
     "datamodule.verify_store": "files of features have no checksums; leave it out",
     "lightning_gnn.callbacks.StageTimeline": _TRACE,

@@ -29,7 +29,7 @@ from lightning_gnn.runtime.manifest import hashes_of, identity, seal, verify
 
 KINDS = {
     "topology": "sorted edges of data folders",
-    "graphs": "compressed graphs",
+    "graphs": "compressed graphs of earlier releases",
     "plans": "plans of collective batching",
     "limits": "what this machine can do at the most",
     "inference": "layer outputs of inference",

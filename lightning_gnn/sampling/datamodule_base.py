@@ -21,7 +21,7 @@ from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.edge_attributes import as_times
 from lightning_gnn.graph.features import with_feature_dtype
-from lightning_gnn.nn.full_batch import FullBatch, compressed_graph, inference_settings, only_batch, typed_batch
+from lightning_gnn.nn.full_batch import FullBatch, inference_settings, only_batch, typed_batch
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import OF_NEWER_TORCH, keywords_of, true_or_false, whole_number
 from lightning_gnn.runtime.resume import ResumableDataModule
@@ -284,7 +284,7 @@ class MiniBatchDataModule(ResumableDataModule):
             if self._graph is None:
                 topology = getattr(self.graph_sampler, "whole_graph", getattr(self.graph_sampler, "graph", None))
                 topology = topology if isinstance(topology, CSCGraph) else CSCGraph.from_data(self.data)
-                self._graph, _ = compressed_graph(topology)
+                self._graph = CompressedGraph.from_graph(topology)
             self._full[name] = FullBatch.from_data(self.data, self._graph, inference=self.inference, **more)
         return only_batch(self._full[name])
 

@@ -16,13 +16,12 @@ import torch
 
 from lightning_gnn.ascend_ops import binding
 from lightning_gnn.ascend_ops.twin import default_twin
-from lightning_gnn.graph import CompressedGraph
+from lightning_gnn.graph import CompressedGraph, build
 from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.ops import aggregate, edge_softmax
 from lightning_gnn.ops.aggregate import ascend_twin as aggregate_ascend_twin
-from lightning_gnn.ops.aggregate import graph_operators
+from lightning_gnn.ops.aggregate import chip, derivatives
 from lightning_gnn.ops.aggregate import npu as aggregate_npu
-from lightning_gnn.ops.aggregate.backends import chunk_tensors
 from lightning_gnn.ops.aggregate_update.ascend import Chip
 from lightning_gnn.ops.gather import npu as gather_npu
 
@@ -79,16 +78,16 @@ def results(functions, seed, heads, columns, dtype, reduce):
     edge_index = torch.randint(0, nodes - 4, (2, edges))
     edge_index[1, : edges // 4] = 3
     settings = PlanSettings(num_workers=6, num_groups=2 if heads * columns >= 32 else 1)
-    graph = CompressedGraph.from_edge_index(edge_index, nodes, settings=settings, local_bytes=1 << 15)
+    graph = CompressedGraph.from_edge_index(edge_index, nodes, settings=settings)
     x = torch.randn(nodes, heads, columns, dtype=dtype, requires_grad=True)
     source, target = (torch.randn(nodes, heads, dtype=dtype, requires_grad=True) for _ in range(2))
     weight = torch.rand(edges, heads, dtype=dtype, requires_grad=True)
-    with patch.object(graph_operators, "operators", lambda *_: functions):
+    executor = chip.Chip(functions, 6)
+    with patch.object(build, "LOCAL_BYTES", 1 << 15), patch.object(derivatives, "functions_of", lambda *_: executor):
         attention = edge_softmax(graph, source, target)
         out = aggregate(graph, x, weight, reduce)
         plain = aggregate(graph, x, None, reduce)
-        # The plan of a CPU never takes the vector kernel.
-        chunks, last = chunk_tensors(graph.forward), graph.forward.num_chunks
+        chunks, last = graph.chunked().chunks.tensors(), graph.chunked().chunks.num_chunks
         vector = [
             functions.aggregate_vector(chunks, nodes, x.detach(), given, reduce, [0, 16, heads * columns], [0, 1, last])
             for given in (weight.detach(), None)
@@ -146,8 +145,8 @@ def on_streams(library):
     """Two threads, each with a stream of its own, aggregate with the same weights, twice; name what is wrong."""
     torch.manual_seed(0)
     graph = CompressedGraph.from_edge_index(torch.randint(0, 60, (2, 700)), 60, settings=PlanSettings(num_workers=2))
-    chunks, x, weight = chunk_tensors(graph.forward), torch.randn(60, 1, 40), torch.rand(700, 1)
-    cut, last = [0, 40], graph.forward.num_chunks
+    chunks, x, weight = graph.chunked("auto", "natural").chunks, torch.randn(60, 1, 40), torch.rand(700, 1)
+    cut, last, chunks = [0, 40], chunks.num_chunks, chunks.tensors()
     exact = aggregate(graph, x, weight, backend="reference")
     found, begun = [], threading.Barrier(2)
 

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch_geometric.datasets import Planetoid
 
-from lightning_gnn.graph import CompressedGraph
+from lightning_gnn.graph import CompressedGraph, build
 from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.nn import GAT, GCN
 from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
@@ -22,7 +22,6 @@ from lightning_gnn.ops import aggregate, default_backend, edge_softmax, hybrid_p
 from lightning_gnn.ops.aggregate import ascend_twin as aggregate_ascend_twin
 from lightning_gnn.ops.aggregate import chip_plan
 from lightning_gnn.ops.aggregate.ascend_twin import record_launches
-from lightning_gnn.ops.aggregate.backends import chunk_tensors
 
 RAW = Path(__file__).parents[2].parent / "shared" / "data" / "planetoid"
 HALF = 2.0**-11  # relative error of rounding to float16
@@ -33,13 +32,19 @@ pytestmark = [
 ]
 
 
-def random_graph(seed, nodes, edges, num_workers=4, num_groups="auto", local_bytes=1 << 14):
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Hubs are split over chunks, and vertices that share neighbours brought together, as in a large graph."""
+    monkeypatch.setattr(build, "LOCAL_BYTES", 1 << 14)
+
+
+def random_graph(seed, nodes, edges, num_workers=4, num_groups="auto"):
     """A graph with a hub that is split over chunks, vertices without edges, parallel edges and self-loops."""
     draw = torch.Generator().manual_seed(seed)
     edge_index = (nodes * torch.rand(2, edges, generator=draw) ** 2).long()
     edge_index[1, : edges // 4] = nodes // 2
     plan = PlanSettings(num_workers=num_workers, num_groups=num_groups)
-    return CompressedGraph.from_edge_index(edge_index, nodes, settings=plan, local_bytes=local_bytes)
+    return CompressedGraph.from_edge_index(edge_index, nodes, settings=plan)
 
 
 def both(graph, tensors, call, grad_scale=1.0):
@@ -167,11 +172,10 @@ def test_nan_and_infinity_reach_the_rows_that_read_them_and_no_others():
 
 def test_heads_without_weights_are_refused_where_they_would_be_read():
     graph = random_graph(6, 40, 200, 2)
-    cut = [0, 32], [0, graph.forward.num_chunks]
+    chunks = graph.chunked().chunks
+    cut = [0, 32], [0, chunks.num_chunks]
     with pytest.raises(ValueError, match=r"none for the 2 heads of x \[40, 2, 16\]; .* x\.reshape\(40, 1, 32\)"):
-        aggregate_ascend_twin.aggregate_chunks(
-            chunk_tensors(graph.forward), 40, torch.ones(40, 2, 16), None, "sum", *cut
-        )
+        aggregate_ascend_twin.aggregate_chunks(chunks.tensors(), 40, torch.ones(40, 2, 16), None, "sum", *cut)
 
 
 def test_no_columns_and_no_edges():

@@ -166,27 +166,10 @@ def test_an_npu_without_the_kernels_uses_torch_and_says_why_once(monkeypatch):
     aggregate_npu.num_cores.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"(?s)without torch_npu.*CANN.*torch's own operators") as caught:
-            functions = [aggregate_backends.operators(aggregate_backends.DEVICE, npu) for _ in range(2)]
+            functions = [aggregate_backends.functions_of(aggregate_backends.DEVICE, npu) for _ in range(2)]
         assert len(caught) == 1
         assert aggregate_npu.num_cores(0) == torch.get_num_threads()
-        assert functions[1].edge_softmax is torch.ops.lightning_gnn.edge_softmax
+        assert functions[1] is aggregate_backends.REFERENCE
     finally:
         aggregate_npu.available.cache_clear()
         aggregate_npu.num_cores.cache_clear()
-
-
-def test_what_of_a_maximum_has_no_kernel_is_torchs(monkeypatch):
-    reached = []
-    monkeypatch.setattr(aggregate_npu, "available", lambda: True)
-    for name in ("aggregate_chunks", "aggregate_max_backward", "edge_products"):
-        monkeypatch.setattr(aggregate_npu.aggregate_reference, name, lambda *args, name=name: reached.append(name))
-    one = torch.ones(1, dtype=torch.float64)
-    aggregate_npu.aggregate_chunks([], 0, one, None, "max", [], [])
-    aggregate_npu.aggregate_max_backward([], 0, one, one, one, None, [], [])
-    aggregate_npu.edge_products([], one, one, one, one, [], [])
-    assert reached == ["aggregate_chunks", "aggregate_max_backward", "edge_products"]
-    for name in ("entries_of_chunks", "maxima", "maxima_backward"):
-        monkeypatch.setattr(aggregate_npu, name, lambda *args, name=name: reached.append(name))
-    aggregate_npu.aggregate_chunks([], 0, one.float(), None, "max", [], [])
-    aggregate_npu.aggregate_max_backward([], 0, one, one, one.float(), None, [], [])
-    assert reached[3:] == ["entries_of_chunks", "maxima", "entries_of_chunks", "maxima_backward"]

@@ -31,12 +31,12 @@ def whole_numbers(draw, *shape):
 
 
 def drawn(seed, nodes, edges, heads, columns, weighted, strange, workers=4, groups="auto"):
-    """A graph with a split hub, vertices without edges and parallel edges; features and weights with ties."""
+    """A graph with a hub, vertices without edges and parallel edges; features and weights with ties."""
     draw = torch.Generator().manual_seed(seed)
     edge_index = (nodes * torch.rand(2, edges, generator=draw) ** 2).long()
     edge_index[1, : edges // 4] = nodes // 2
     plan = PlanSettings(num_workers=workers, num_groups=groups)
-    graph = CompressedGraph.from_edge_index(edge_index, nodes, settings=plan, local_bytes=1 << 14)
+    graph = CompressedGraph.from_edge_index(edge_index, nodes, settings=plan)
     x = whole_numbers(draw, nodes, heads, columns)
     weight = whole_numbers(draw, edges, heads) if weighted else None
     if strange:
@@ -96,8 +96,7 @@ def maxima(seeds=(0, 3), weighted=(False, True)):
                 run.launch_tensors(kernel, blocks, inputs, outputs, tiling, seed=seed)
 
             sides = [
-                chip_max.entries_of_chunks(side, 1, [0, 2, len(side[1]) - 1])
-                for side in map(list_of, (graph.forward, graph.backward))
+                chip_max.entries_of_edges([side.indptr, side.indices], 2) for side in (graph.forward, graph.backward)
             ]
             best, ties = chip_max.maxima(launch, sides[0], x, weight)
             expected = reference(graph, x, weight)
@@ -115,15 +114,9 @@ def maxima(seeds=(0, 3), weighted=(False, True)):
             assert torch.equal(grad.nan_to_num(99), wanted.nan_to_num(99)), "gradient"
 
 
-def list_of(side):
-    return [side.rows, side.row_ptr, side.indptr, side.local, side.columns, side.column_ptr]
-
-
 def ends(graph):
     """Source and target of each edge, in the forward order."""
-    side = graph.forward
-    target = torch.repeat_interleave(side.rows.long(), side.indptr.diff())
-    return side.entry_columns().long(), target
+    return graph.forward.indices.long(), graph.forward.entry_rows().long()
 
 
 def reference(graph, x, weight):

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes, keep_plan, kept_plan
-from lightning_gnn.graph import CompressedGraph, CSCGraph, topology_files
+from lightning_gnn.graph import CSCGraph, topology_files
 from lightning_gnn.graph.csc import check_csc
 from lightning_gnn.graph.folder import load_folder
-from lightning_gnn.nn import full_batch
 from lightning_gnn.runtime import manifest
 from tests.campaigns import SLICES, campaign
 
@@ -27,7 +26,6 @@ TICK = {"seconds": 0.0}
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(topology_files, "KEPT_FROM", 0)
-    monkeypatch.setattr(full_batch, "KEPT_FROM", 0)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power fails here
     return tmp_path / "cache"
 
@@ -170,34 +168,6 @@ def test_edges_replaced_by_files_with_the_old_time(tmp_path, cache, monkeypatch)
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
         found[judge_topology(load_folder(root).graph, CSCGraph.from_edge_index(edges(seed + 1), NODES))] += 1
     assert found == {None: 60}
-
-
-def arrays(graph):
-    sides = [side.tensors() for side in (graph.forward, graph.backward)]
-    return [graph.edge_ids, *(tensor for side in sides for tensor in side.values())]
-
-
-@campaign
-@pytest.mark.parametrize("remembered", [False, True])
-def test_compressed_graphs(cache, monkeypatch, remembered, number):
-    if remembered:
-        as_after_two_seconds(monkeypatch)
-    graph = CSCGraph.from_edge_index(edges(), NODES)
-    truth = CompressedGraph.from_graph(graph, num_chunks=4)
-    expected = (truth.num_user_edges, truth.settings, truth.order, truth.limits, truth.redundancy())
-    monkeypatch.setattr(CompressedGraph, "from_graph", classmethod(lambda cls, *args, **kwargs: truth))
-
-    def judge(found):
-        got, redundancy = found
-        fields = (got.num_user_edges, got.settings, got.order, got.limits, redundancy)
-        whole = all(same(a, b) for a, b in zip(arrays(got), arrays(truth), strict=True))
-        return None if whole and fields == expected else "wrong"
-
-    def load():
-        return full_batch.compressed_graph(graph, num_chunks=4)
-
-    assert judge(load()) is None
-    assert damage_and_load(120, f"graphs {remembered} {number}", entry_files(cache, "graphs"), load, judge) == {}
 
 
 TIMES = StageTimes(Duration(0.08, 0.004), Duration(0.002), Duration(0.004), Duration(0.003), Duration(0.005), 8)

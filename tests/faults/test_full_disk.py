@@ -65,7 +65,7 @@ SAVES: dict[str, Callable[[Path], object]] = {
     "int8 table": lambda folder: FeatureTable(torch.rand(N, 64)).quantized().save(folder / "x.npy"),
     "graph": lambda folder: GRAPH.save(folder),
     "folder": lambda folder: save_folder(data(), folder),
-    "compressed graph": lambda folder: CompressedGraph.from_edge_index(EDGE_INDEX, N, num_chunks=4).save(folder),
+    "compressed graph": lambda folder: CompressedGraph.from_edge_index(EDGE_INDEX, N).save(folder),
     "sorted edges": lambda folder: write_csc(EDGE_INDEX, N, folder / "csc"),
 }
 
@@ -116,7 +116,7 @@ X = torch.rand(N, 8)
 
 
 def streamed(folder: Path | None, **options: object) -> torch.Tensor:
-    graph = CompressedGraph.from_edge_index(EDGE_INDEX, N, num_chunks=4)
+    graph = CompressedGraph.from_edge_index(EDGE_INDEX, N)
     settings = FullInference(folder=folder, memory_limit=0, progress=False, **options)  # type: ignore[arg-type]
     return infer(MODEL.eval(), X, graph, settings=settings)
 
@@ -166,7 +166,7 @@ from lightning_gnn.nn.inference import infer
 n = 20_000
 edge_index = torch.randint(n, (2, n))
 settings = FullInference(folder=Path(sys.argv[1]), memory_limit=0, progress=False)
-graph = CompressedGraph.from_edge_index(edge_index, n, num_chunks=4)
+graph = CompressedGraph.from_edge_index(edge_index, n)
 infer(GraphSAGE(8, 64, num_layers=2, out_channels=4).eval(), torch.rand(n, 8), graph, settings=settings)
 """
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.full_graph.cut import RowEntries, RowRuns, cut_out, in_weights, row_blocks
+from lightning_gnn.full_graph.cut import RowEntries, count_self_loops, cut_out, in_weights, row_blocks
 from lightning_gnn.full_graph.plan import share_rows
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import PlanSettings, balance_ranges
@@ -24,16 +24,13 @@ def graphs(draw):
     edge_index = torch.tensor(edges, dtype=torch.int64).reshape(-1, 2).t()
     if draw(st.booleans()):  # symmetric: both directions share their arrays
         edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)
-    options = draw(st.sampled_from([{"num_chunks": 3}, {"local_bytes": 2 * 4 * 64 * 4}, {"order": "natural"}]))
-    return CompressedGraph.from_edge_index(edge_index, num_nodes, **options)
+    return CompressedGraph.from_edge_index(edge_index, num_nodes)
 
 
-def dense(graph, sources, targets, places):
-    """The edges of a bipartite graph as (source, target, place), in its own order, forward and backward."""
-    forward = [sources[graph.forward.entry_columns()], targets[graph.forward.entry_rows()], places]
-    backward = [sources[graph.backward.entry_rows()], targets[graph.backward.entry_columns()]]
-    backward.append(places[graph.backward.edge_ids.long()])
-    return [torch.stack([part.long() for part in way]) for way in (forward, backward)]
+def entries(direction, ends, starts, places):
+    """The entries of a direction as (row, column, place), in its own order."""
+    columns = [ends[direction.entry_rows()], starts[direction.indices], places]
+    return torch.stack([part.long() for part in columns])
 
 
 @given(graph=graphs(), num_ranks=st.integers(1, 4), members=st.integers(1, 4), looped=st.booleans(), seed=st.integers())
@@ -41,27 +38,32 @@ def test_a_part_is_that_of_the_whole_graph_in_order(graph, num_ranks, members, l
     num_nodes = graph.num_targets
     owners = share_rows(num_nodes, num_ranks, {})
     whole = graph.with_self_loops() if looped else graph
-    runs = RowRuns.of(graph.forward, graph.forward.self_loops() if looped else None)
-    assert runs.loads.tolist() == RowRuns.of(whole.forward).loads.tolist()
+    loops = count_self_loops(graph.forward)
+    sources, targets = graph.to_edge_index()
+    assert torch.equal(loops.long(), torch.bincount(targets[sources == targets], minlength=num_nodes))
+    loads = graph.in_degrees + 1 - loops if looped else graph.in_degrees
+    assert torch.equal(loads, whole.in_degrees)
     everything = torch.arange(num_nodes)
-    forward, backward = dense(whole, everything, everything, torch.arange(whole.num_edges))
+    forward = entries(whole.forward, everything, everything, torch.arange(whole.num_edges))
+    backward = entries(whole.backward, everything, everything, whole.backward.edge_ids)
     weight = torch.rand(graph.num_user_edges, generator=torch.Generator().manual_seed(seed % 1000))
     ids = torch.arange(whole.num_edges) if whole.edge_ids is None else whole.edge_ids
     start = 0
-    for first, last in balance_ranges(runs.loads, members):
-        rows = int(runs.starts[first]), int(runs.starts[last])
-        part = cut_out(graph, owners.position.numpy(), rows, looped, members == 1, PlanSettings())
+    for first, last in balance_ranges(loads.numpy(), members):
+        part = cut_out(graph, owners.position.numpy(), (first, last), looped, members == 1, PlanSettings())
         stop = start + part.graph.num_edges
-        assert stop - start == runs.loads[first:last].sum()
+        assert stop - start == loads[first:last].sum()
         sources, targets = (owners.order[torch.from_numpy(side)] for side in (part.sources, part.targets))
-        mine = dense(part.graph, sources, targets, torch.arange(start, stop))
-        assert torch.equal(mine[0], forward[:, start:stop])
-        assert torch.equal(mine[1], backward[:, (backward[2] >= start) & (backward[2] < stop)])
-        assert sources.numel() == num_nodes if members == 1 else set(sources.tolist()) == set(mine[0][0].tolist())
-        # Nothing that a later reader of the arrays relies on is missing.
-        part.graph.forward._check("forward ")
-        part.graph.backward._check("backward ")
-        user = RowEntries.of(graph, rows, looped).user
+        rows = torch.arange(first, last)
+        assert torch.equal(targets, rows[part.row_of])
+        mine = entries(part.graph.forward, rows, sources, torch.arange(start, stop))
+        assert torch.equal(mine, forward[:, start:stop])
+        back = part.graph.backward
+        mine = entries(back, sources, rows, start + back.edge_ids)
+        by_source = mine[:, mine[0].argsort(stable=True)]
+        assert torch.equal(by_source, backward[:, (backward[2] >= start) & (backward[2] < stop)])
+        assert sources.numel() == num_nodes if members == 1 else set(sources.tolist()) == set(mine[0].tolist())
+        user = RowEntries.of(graph, (first, last), looped).user
         assert torch.equal(user.values(weight, 0.5), pick(weight, ids, 0.5)[start:stop])
         if looped:
             of_whole = pick(weight, whole.cache["weight_ids"], 2.0)[start:stop]
@@ -75,7 +77,7 @@ def test_a_part_is_that_of_the_whole_graph_in_order(graph, num_ranks, members, l
 def test_weights_are_added_up_block_by_block_as_at_once(looped, graph, size, monkeypatch_module):
     blocks = list(row_blocks(graph.forward, size))
     assert [start for start, _ in blocks[1:]] == [stop for _, stop in blocks[:-1]]
-    assert sum(stop - start for start, stop in blocks) == graph.forward.rows.numel()
+    assert sum(stop - start for start, stop in blocks) == graph.num_targets
     monkeypatch_module.setattr("lightning_gnn.full_graph.cut._BLOCK", size)
     weight = torch.rand(graph.num_user_edges, generator=torch.Generator().manual_seed(size))
     whole = graph.with_self_loops() if looped else graph
@@ -95,23 +97,22 @@ def test_a_part_of_n_takes_an_nth_of_the_memory(looped, tmp_path):
     """The graph is mapped; at the peak and afterwards, a part takes what its edges take, and some for each vertex."""
     num_nodes, num_edges = 2_000, 400_000
     edge_index = torch.randint(num_nodes, (2, num_edges), generator=torch.Generator().manual_seed(0))
-    made = CompressedGraph.from_edge_index(edge_index, num_nodes, num_chunks=4, order="natural")
-    graph = CompressedGraph.load(made.save(tmp_path))
-    position = np.arange(num_nodes)
-    runs = RowRuns.of(graph.forward, graph.forward.self_loops() if looped else None)
+    graph = CompressedGraph.load(CompressedGraph.from_edge_index(edge_index, num_nodes).save(tmp_path))
+    position, loads = np.arange(num_nodes), graph.in_degrees.numpy()
     kept, peaks = {}, {}
     for members in (1, 2, 4, 8):
-        rows = [int(runs.starts[run]) for run in balance_ranges(runs.loads, members)[-1]]
+        rows = balance_ranges(loads, members)[-1]
         cut_out(graph, position, (0, rows[0] or 1), looped, False, PlanSettings())  # compiled
         tracemalloc.start()
-        part = cut_out(graph, position, tuple(rows), looped, False, PlanSettings())
-        kept[members] = part.graph.num_bytes + part.sources.nbytes + part.targets.nbytes
+        part = cut_out(graph, position, rows, looped, False, PlanSettings())
         # NumPy tells tracemalloc of its arrays; torch's, temporary here, are of the edges of the range.
         peaks[members] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    # In either direction a local column, and the place of the edge in the other: 12 bytes an edge. Per vertex and
-    # direction at the most a row with its offset, and for each chunk its columns (int32).
-    per_edge, per_vertex = 12, 2 * (4 + 8 + 4 * 4) + 8
+        part.graph.backward.degrees()  # made when a gradient asks for it
+        kept[members] = part.graph.num_bytes + part.sources.nbytes + part.targets.nbytes
+    # In either direction a column, and the place of the edge in the other: 12 bytes an edge. Per vertex and direction
+    # at the most the offset of a row, and its position.
+    per_edge, per_vertex = 12, 2 * (8 + 4)
     for members in kept:
         edges = per_edge * num_edges / members
         assert abs(kept[members] - edges) < 0.15 * edges + per_vertex * num_nodes

@@ -10,9 +10,8 @@ from torch_geometric.nn import models as pyg
 from lightning_gnn.callbacks import StopOnSignal
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.graph import CSCGraph
-from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.nn import GAT, GCN, FullInference, GraphSAGE, LinkPredictor, NodeClassifier, full_batch
-from lightning_gnn.nn.full_batch import FullBatch, compressed_graph
+from lightning_gnn.nn import GAT, GCN, FullInference, GraphSAGE, LinkPredictor, NodeClassifier, inference
+from lightning_gnn.nn.full_batch import FullBatch
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data
@@ -31,7 +30,7 @@ def module(model=GraphSAGE, seed=0, **kwargs):
 def test_the_graph_is_the_batch():
     data = small_data()
     edge_index = data.edge_index
-    whole = FullGraphDataModule(data, num_chunks=5)
+    whole = FullGraphDataModule(data)
     for loader in (whole.train_dataloader(), whole.val_dataloader(), whole.test_dataloader()):
         (batch,) = loader
         assert batch.edge_index is whole.graph
@@ -39,7 +38,6 @@ def test_the_graph_is_the_batch():
         assert batch.num_edges == edge_index.size(1)
         assert batch.num_nodes == 400
         assert "inference" not in batch
-    assert whole.graph.num_chunks == 5
     assert torch.equal(whole.graph.to_edge_index(), edge_index)
     assert data.edge_index is edge_index  # the user's data stays as it is
 
@@ -74,7 +72,7 @@ def test_training_equals_training_on_the_edge_index(model, kwargs):
         trained = module(model, **kwargs).double()
         data = small_data()
         data.x, data.edge_weight = data.x.double(), data.edge_weight.double()
-        whole = FullGraphDataModule(data, num_chunks=4, compress=compress)
+        whole = FullGraphDataModule(data, compress=compress)
         run = trainer(max_epochs=5, num_sanity_val_steps=2)  # the check before training is in inference mode
         run.fit(trained, whole)
         scores.append(run.test(trained, whole, verbose=False)[0])
@@ -169,8 +167,6 @@ def test_bad_input_is_named(key, value, message):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"num_chunks": 0}, "num_chunks"),
-        ({"order": "random"}, "order"),
         ({"inference": "sampled"}, "needs a DataModule that samples"),
         ({"inference": "exact"}, "inference='exact' is unknown"),
         ({"inference": "full", "compress": False}, "leave compress=True"),
@@ -181,57 +177,7 @@ def test_bad_options_are_named(kwargs, message):
         FullGraphDataModule(small_data(), **kwargs)
 
 
-@pytest.fixture
-def keeps_all(monkeypatch):
-    monkeypatch.setattr(full_batch, "KEPT_FROM", 0)
-
-
-def arrays(graph):
-    both = (graph.forward, graph.backward)
-    return [graph.edge_ids, *(getattr(side, name) for side in both for name in ("rows", "indptr", "local", "columns"))]
-
-
-def same(one, other):
-    pairs = zip(arrays(one), arrays(other), strict=True)
-    return all(torch.equal(a, b) if a is not None and b is not None else a is b for a, b in pairs)
-
-
-def test_a_large_graph_is_compressed_once(tmp_path, keeps_all, monkeypatch):
-    graph = CSCGraph.from_data(small_data())
-    first, redundancy = compressed_graph(graph, num_chunks=3, cache_dir=tmp_path)
-    assert same(first, CompressedGraph.from_graph(graph, num_chunks=3, order="auto"))
-    made = []
-    build = CompressedGraph.from_graph.__func__
-    monkeypatch.setattr(
-        CompressedGraph, "from_graph", classmethod(lambda cls, *args, **kw: made.append(kw) or build(cls, *args, **kw))
-    )
-    again, figures = compressed_graph(graph, num_chunks=3, cache_dir=tmp_path)
-    assert made == []
-    assert figures == redundancy
-    assert same(first, again)
-    compressed_graph(graph, num_chunks=4, cache_dir=tmp_path)
-    compressed_graph(graph, num_chunks=3, order="natural", cache_dir=tmp_path)
-    compressed_graph(CSCGraph.from_data(small_data(seed=1)), num_chunks=3, cache_dir=tmp_path)
-    assert len(made) == 3
-    assert len([path for path in (tmp_path / "graphs").iterdir() if path.is_dir()]) == 4
-
-
-def test_a_damaged_or_forbidden_cache_does_no_harm(tmp_path, keeps_all):
-    graph = CSCGraph.from_data(small_data())
-    first = CompressedGraph.from_graph(graph)
-    assert same(compressed_graph(graph, cache_dir=tmp_path)[0], first)
-    (folder,) = (path for path in (tmp_path / "graphs").iterdir() if path.is_dir())
-    victim = max(folder.glob("*.npy"), key=lambda path: path.stat().st_size)
-    victim.write_bytes(victim.read_bytes()[:100])
-    with pytest.warns(UserWarning, match="damaged"):
-        assert same(compressed_graph(graph, cache_dir=tmp_path)[0], first)
-    assert same(compressed_graph(graph, cache_dir=tmp_path)[0], first)
-    (tmp_path / "file").write_text("in the way")
-    with pytest.warns(UserWarning, match="cannot be kept"):
-        assert same(compressed_graph(graph, cache_dir=tmp_path / "file")[0], first)
-
-
-def test_small_graphs_leave_no_files(tmp_path, monkeypatch):
+def test_graphs_leave_no_files(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path))
     FullGraphDataModule(small_data())
     assert list(tmp_path.iterdir()) == []
@@ -287,10 +233,9 @@ def test_splits_by_ids_and_sampled_data_without_edge_index():
     assert whole.test_dataloader is None
 
 
-def test_a_full_graph_may_be_evaluated_from_files(tmp_path):
-    whole = FullGraphDataModule(
-        small_data(), num_chunks=6, inference=FullInference(folder=tmp_path, memory_limit=0, progress=False)
-    )
+def test_a_full_graph_may_be_evaluated_from_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(inference, "LEAST", 50)
+    whole = FullGraphDataModule(small_data(), inference=FullInference(folder=tmp_path, memory_limit=0, progress=False))
     trained = module(GAT, heads=2)
     trainer(max_epochs=1).fit(trained, whole)
     score = trainer().test(trained, whole, verbose=False)[0]
@@ -300,10 +245,11 @@ def test_a_full_graph_may_be_evaluated_from_files(tmp_path):
     )
 
 
-def test_a_signal_interrupts_a_long_prediction_between_blocks(tmp_path):
+def test_a_signal_interrupts_a_long_prediction_between_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(inference, "LEAST", 50)
     options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
     trained = module()
-    whole = FullGraphDataModule(small_data(), num_chunks=8, inference=options)
+    whole = FullGraphDataModule(small_data(), inference=options)
     stop = StopOnSignal()
 
     def signal_at_third_block(layer, args):

@@ -36,7 +36,7 @@ def test_the_plan_s_settings_reach_the_graph_once():
 def test_without_dropout_it_trains_as_lightning_s_own_strategy_does():
     module, other = (SideBySide((("gcn", 0.0), ("gat", 0.0))) for _ in range(2))
     train(1, module=module, max_epochs=3)
-    trainer_of("auto", 1, max_epochs=3).fit(other, datamodule=FullGraphDataModule(small_data(), num_chunks=7))
+    trainer_of("auto", 1, max_epochs=3).fit(other, datamodule=FullGraphDataModule(small_data()))
     for a, b in zip(module.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 

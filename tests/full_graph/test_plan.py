@@ -69,7 +69,7 @@ def test_too_large_a_graph_says_how_many_ranks_would_do(num_groups):
 
 
 def test_one_chunk_that_fits_nowhere_is_said_to():
-    with pytest.raises(ValueError, match="not even 1024 ranks would do: cut the graph into more chunks"):
+    with pytest.raises(ValueError, match="not even 1024 ranks would do: use narrower features"):
         plan_devices(64, 1000, [10**9], 2, memory_limit=10**9)
 
 

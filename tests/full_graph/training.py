@@ -156,7 +156,7 @@ def train(devices, groups="auto", module=None, data=None, batches=FullGraphDataM
     strategy = AscendHybridParallelStrategy(num_groups=groups, timeout=NEVER)
     trainer = trainer_of(strategy, devices, callbacks=[recorder], **options)
     module = SideBySide() if module is None else module
-    datamodule = batches(small_data() if data is None else data, num_chunks=7)
+    datamodule = batches(small_data() if data is None else data)
     trainer.fit(module, datamodule=datamodule)
     test = trainer.test(module, datamodule=datamodule, verbose=False)[0]
     return {

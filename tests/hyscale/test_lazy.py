@@ -73,7 +73,7 @@ def train(rank, kind, several):
     module, data, strategy = kind(), datamodule(), hybrid() if several else "auto"
     options = {"limit_val_batches": 1}
     if kind is OverNodes:
-        data = FullGraphDataModule(graph(), num_chunks=2)
+        data = FullGraphDataModule(graph())
         strategy, options = AscendHybridParallelStrategy(), {"devices": 2 if several else 1}
     elif not kind.normalizes:
         module.norm = None  # which would have no size

@@ -22,7 +22,7 @@ def make(seed=0):
     generator = torch.Generator().manual_seed(seed)
     edge_index = torch.randint(30, (2, 150), generator=generator)
     x = torch.randn(30, 6, dtype=torch.float64, generator=generator)
-    return edge_index, CompressedGraph.from_edge_index(edge_index, 30, num_chunks=3), x
+    return edge_index, CompressedGraph.from_edge_index(edge_index, 30), x
 
 
 MODELS = [(GCN, {}), (GCN, {"normalize": False}), (GraphSAGE, {}), (GraphSAGE, {"aggr": "max"})]

@@ -25,7 +25,7 @@ EDGES = torch.cat(
 )
 X = torch.randn(NODES, 6, dtype=torch.double, generator=GENERATOR)
 WEIGHT = torch.rand(EDGES.size(1), dtype=torch.double, generator=GENERATOR)
-GRAPH = CompressedGraph.from_edge_index(EDGES, NODES, num_chunks=4)
+GRAPH = CompressedGraph.from_edge_index(EDGES, NODES)
 
 LAYERS = [
     (GCNConv, pyg.GCNConv, {}),
@@ -79,11 +79,11 @@ def test_a_graph_gives_what_its_edge_index_gives(ours, theirs, kwargs, needs_gra
 
 
 @settings(max_examples=40)
-@given(drawn=edge_indices(), chunks=st.integers(1, 5), which=st.sampled_from([0, 3, 7, 10, 12, 13]))
-def test_on_any_graph(drawn, chunks, which):
+@given(drawn=edge_indices(), which=st.sampled_from([0, 3, 7, 10, 12, 13]))
+def test_on_any_graph(drawn, which):
     num_nodes, edges = drawn
     ours, theirs, kwargs = LAYERS[which]
-    graph = CompressedGraph.from_edge_index(edges, num_nodes, num_chunks=min(chunks, num_nodes))
+    graph = CompressedGraph.from_edge_index(edges, num_nodes)
     x = torch.randn(num_nodes, 3, dtype=torch.double, generator=torch.Generator().manual_seed(0)).requires_grad_()
     assert_equal(
         *pair(ours, theirs, (3, 4), **kwargs), [x], lambda layer: layer(x, graph), lambda layer: layer(x, edges)
@@ -94,7 +94,7 @@ def test_on_any_graph(drawn, chunks, which):
 def test_edge_weights_are_in_the_users_order(kwargs):
     # Of two self-loops the last one counts, but PyG's gradient goes to both: leave the first one out.
     edges, weight = EDGES[:, torch.arange(165) != 160], WEIGHT[torch.arange(165) != 160].requires_grad_()
-    graph = CompressedGraph.from_edge_index(edges, NODES, num_chunks=4)
+    graph = CompressedGraph.from_edge_index(edges, NODES)
     x = X.clone().requires_grad_()
     a, b = pair(GCNConv, pyg.GCNConv, (6, 4), **kwargs)
     assert_equal(a, b, [x, weight], lambda layer: layer(x, graph, weight), lambda layer: layer(x, edges, weight))
@@ -111,7 +111,7 @@ def test_the_last_of_two_self_loops_counts():
 
 
 def test_constant_edge_weights_are_normalised_once_and_anew_after_a_change(monkeypatch):
-    graph = CompressedGraph.from_edge_index(EDGES, NODES, num_chunks=4)
+    graph = CompressedGraph.from_edge_index(EDGES, NODES)
     a, b = pair(GCNConv, pyg.GCNConv, (6, 4))
     weight = WEIGHT.clone()
     calls = []
@@ -144,7 +144,7 @@ def test_bipartite_sage(kwargs, sizes):
     edges = torch.stack([torch.randint(25, (90,), generator=generator), torch.randint(12, (90,), generator=generator)])
     edges = edges[:, edges[1].argsort(stable=True)]
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(edges[1], minlength=14).cumsum(0)])
-    graph = CompressedGraph.from_csc(indptr, edges[0], 25, num_chunks=3)
+    graph = CompressedGraph.from_csc(indptr, edges[0], 25)
     source = torch.randn(25, 6, dtype=torch.double, generator=generator).requires_grad_()
     target = torch.randn(14, 5, dtype=torch.double, generator=generator).requires_grad_()
     a, b = pair(SAGEConv, pyg.SAGEConv, sizes, **kwargs)
@@ -210,7 +210,7 @@ def test_models_on_a_graph(ours, theirs, kwargs):
 
 
 def test_a_validation_loop_before_training_leaves_nothing_behind():
-    graph = CompressedGraph.from_edge_index(EDGES, NODES, num_chunks=4)
+    graph = CompressedGraph.from_edge_index(EDGES, NODES)
     x = X.float().requires_grad_()
     for model in (GCN(6, 8, 2, 3), GraphSAGE(6, 8, 2, 3), GAT(6, 8, 2, 3, heads=2)):
         with torch.inference_mode():

@@ -12,7 +12,7 @@ from torch import nn
 from torch_geometric.nn import models as pyg
 
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.nn import GAT, GCN, FullInference, GraphSAGE, infer
+from lightning_gnn.nn import GAT, GCN, FullInference, GraphSAGE, infer, inference
 from lightning_gnn.nn.inference import layers_of
 from tests.strategies import edge_indices
 
@@ -28,8 +28,7 @@ EDGES = torch.cat(
 )
 X = torch.randn(NODES, 8, dtype=torch.double, generator=GENERATOR)
 WEIGHT = torch.rand(EDGES.size(1), dtype=torch.double, generator=GENERATOR)
-GRAPH = CompressedGraph.from_edge_index(EDGES, NODES, num_chunks=7)
-SPLIT = CompressedGraph.from_edge_index(EDGES, NODES, local_bytes=2 * 64 * 4 * 12)  # hubs have several rows
+GRAPH = CompressedGraph.from_edge_index(EDGES, NODES)
 
 MODELS = [
     (GCN, {}),
@@ -47,6 +46,7 @@ MODELS = [
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(inference, "LEAST", 8)  # several blocks of a small graph
         yield
 
 
@@ -59,26 +59,25 @@ def trained(cls, **kwargs):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("graph", [GRAPH, SPLIT], ids=["chunks", "split hubs"])
 @pytest.mark.parametrize("limit", ["auto", 3000, 0])
 @pytest.mark.parametrize(("cls", "kwargs"), MODELS)
-def test_equals_the_forward_of_the_whole_graph(tmp_path, cls, kwargs, limit, graph):
+def test_equals_the_forward_of_the_whole_graph(tmp_path, cls, kwargs, limit):
     model = trained(cls, **kwargs)
     extra = {"edge_weight": WEIGHT} if cls is GCN else {}
     options = FullInference(folder=tmp_path, memory_limit=limit, progress=False)
-    out = infer(model, X, graph, settings=options, **extra)
+    out = infer(model, X, GRAPH, settings=options, **extra)
     torch.testing.assert_close(out, model(X, EDGES, **extra), rtol=1e-10, atol=1e-10)
     assert not out.requires_grad
     assert any(tmp_path.iterdir()) == (limit != "auto")
 
 
 @settings(max_examples=30)
-@given(drawn=edge_indices(), chunks=st.integers(1, 6), which=st.integers(0, len(MODELS) - 1))
-def test_on_any_graph(drawn, chunks, which):
+@given(drawn=edge_indices(), which=st.integers(0, len(MODELS) - 1))
+def test_on_any_graph(drawn, which):
     num_nodes, edges = drawn
     cls, kwargs = MODELS[which]
     model = trained(cls, **kwargs)
-    graph = CompressedGraph.from_edge_index(edges, num_nodes, num_chunks=min(chunks, num_nodes))
+    graph = CompressedGraph.from_edge_index(edges, num_nodes)
     x = torch.randn(num_nodes, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     out = infer(model, x, graph, settings=FullInference(memory_limit=0, progress=False))
     torch.testing.assert_close(out, model(x, edges), rtol=1e-10, atol=1e-10)

@@ -11,13 +11,12 @@ from lightning_gnn import CompressedGraph, aggregate
 from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.ops import hybrid_plan, intrinsics
 from lightning_gnn.ops.aggregate import numba_kernels, numba_rows
-from lightning_gnn.ops.aggregate.graph_operators import in_order
+from lightning_gnn.ops.aggregate.derivatives import in_order
+from lightning_gnn.ops.aggregate.matrix import Matrix
 from tests.patience import PATIENCE
 from tests.strategies import edge_indices
 
 REDUCES = ("sum", "mean", "max")
-SPLIT = 2 * 64 * 4 * 6
-"""Bytes of local memory that hold six vertices per chunk, so that a row of more edges is split."""
 
 
 @pytest.fixture(params=["as they are", "packed"])
@@ -64,13 +63,8 @@ def hub_graph(num_nodes=30, num_edges=400, seed=0, **options):
 def problems(draw):
     num_nodes, edge_index = draw(edge_indices())
     workers = draw(st.integers(1, 6))
-    groups = draw(st.sampled_from(["auto", *(m for m in range(1, workers + 1) if workers % m == 0)]))
     shape = draw(st.sampled_from([(6,), (7,), (41,), (70,), (3, 2), (3, 5), (2, 8), (3, 8), (5, 16), (2, 40)]))
-    if groups != "auto" and groups > torch.Size(shape).numel():
-        groups = "auto"
-    plan = PlanSettings(num_workers=workers, num_groups=groups)
-    options = draw(st.sampled_from([{"num_chunks": k} for k in (1, 2, 5)] + [{"local_bytes": SPLIT}]))
-    graph = CompressedGraph.from_edge_index(edge_index, num_nodes, settings=plan, **options)
+    graph = CompressedGraph.from_edge_index(edge_index, num_nodes, settings=PlanSettings(num_workers=workers))
     weighted = draw(st.sampled_from(["no", "edge", "head"] if len(shape) == 2 else ["no", "edge"]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     x = torch.randn(num_nodes, *shape, generator=generator, dtype=torch.float64)
@@ -111,11 +105,10 @@ def test_result_and_gradients_are_those_of_a_dense_float64_aggregation(problem, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_any_number_of_columns(storage, dtype, groups):
-    edge_index, graph = hub_graph(local_bytes=SPLIT, settings=PlanSettings(num_workers=4, num_groups=groups))
+def test_any_number_of_columns(storage, dtype):
+    edge_index, graph = hub_graph(settings=PlanSettings(num_workers=4))
     weight = torch.randn(graph.num_edges, dtype=dtype)
-    for num_columns in [*range(groups, 36), 47, 63, 64, 65, 100, 127, 130, 256]:
+    for num_columns in [*range(1, 36), 47, 63, 64, 65, 100, 127, 130, 256]:
         x = torch.randn(graph.num_sources, num_columns, dtype=dtype)
         for reduce in REDUCES:
             for weights in (None, weight):
@@ -137,25 +130,20 @@ def test_any_shape_of_heads(storage, heads):
 
 
 @pytest.mark.parametrize("reduce", REDUCES)
-def test_the_same_bits_for_any_plan(storage, reduce):
-    _, graph = hub_graph(num_nodes=200, num_edges=3000, local_bytes=8 * SPLIT)
-    assert graph.forward.rows.numel() > graph.num_targets  # hubs are split
+def test_the_same_bits_for_any_number_of_workers(storage, reduce):
+    _, graph = hub_graph(num_nodes=200, num_edges=3000)
     inputs = [torch.randn(200, 48, requires_grad=True), torch.randn(3000, requires_grad=True)]
     results = []
-    for workers in (1, 2, 3, 4, 6):
-        for groups in (m for m in (1, 2, 3, 4, 6) if workers % m == 0):
-            planned = graph.replace_settings(PlanSettings(num_workers=workers, num_groups=groups))
-            assert hybrid_plan(planned, 48).num_groups == groups
-            out = aggregate(planned, *inputs, reduce)
-            results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    assert len(results) == 12
+    for workers in (1, 2, 3, 4, 6, 300):
+        out = aggregate(graph.replace_settings(PlanSettings(num_workers=workers)), *inputs, reduce)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
 @pytest.mark.parametrize("reduce", REDUCES)
 def test_gradcheck(storage, reduce):
-    _, graph = hub_graph(num_nodes=9, num_edges=30, num_chunks=3, settings=PlanSettings(num_workers=2))
+    _, graph = hub_graph(num_nodes=9, num_edges=30, settings=PlanSettings(num_workers=2))
     x = torch.randn(9, 2, 3, dtype=torch.float64, requires_grad=True)
     for shape in ((30,), (30, 2)):
         weight = torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -193,7 +181,7 @@ def test_dtypes_promote_as_in_pyg():
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("reduce", REDUCES)
 def test_nan_and_infinity_come_out(storage, reduce, backend):
-    edge_index, graph = hub_graph(local_bytes=SPLIT)
+    edge_index, graph = hub_graph()
     x = torch.randn(30, 18, dtype=torch.float64)
     x[5, 3] = torch.nan
     x[6, 4] = torch.inf
@@ -227,7 +215,7 @@ def test_strided_features_and_expanded_gradients():
 
 def test_two_kinds_of_vertices():
     indptr, indices = torch.tensor([0, 3, 3, 5]), torch.tensor([4, 0, 4, 2, 1])
-    graph = CompressedGraph.from_csc(indptr, indices, 6, num_chunks=2)
+    graph = CompressedGraph.from_csc(indptr, indices, 6)
     x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     expected = torch.stack([x[4] + x[0] + x[4], x[0] * 0, x[2] + x[1]])
     out = aggregate(graph, x)
@@ -334,35 +322,44 @@ def test_a_workers_error_is_the_callers():
     assert sorted(done) == list(range(9))
 
 
-@given(st.integers(1, 200), st.integers(0, 9), st.integers(1, 6), st.booleans(), st.sampled_from([0, 5]))
-def test_columns_are_cut_into_blocks_that_have_a_loop(channels, heads, groups, overlap, packed_rows):
+@given(st.integers(1, 200), st.integers(0, 9), st.booleans(), st.sampled_from([0, 5]))
+def test_columns_are_cut_into_blocks_that_have_a_loop(channels, heads, overlap, packed_rows):
     num_columns = channels * max(heads, 1)
-    slices = tuple(num_columns * i // groups for i in range(groups + 1))
     for widths, kinds in ((intrinsics.WIDTHS, intrinsics.SUMS), (intrinsics.MAX_WIDTHS, intrinsics.MAXIMA)):
-        tables, count = numba_kernels.blocks_of(slices, channels, heads, widths, overlap, packed_rows)
+        table, count = numba_kernels.blocks_of(num_columns, channels, heads, widths, overlap, packed_rows)
         written, covered = 0, set()
-        for table, first, last in zip(tables, slices, slices[1:], strict=False):
-            for column, width, base, stride, head, shared, _ in table.tolist():
-                assert (width, shared) in kinds
-                assert shared == 0 or (width, shared) in intrinsics.PRODUCTS
-                assert first <= column
-                assert column + width <= last
-                # Each weight of a block stands for as many columns, which are those of its head.
-                each = width // max(shared, 1)
-                assert heads <= 1 or all((column + i) // channels == head + i // each for i in range(width))
-                assert (base, stride) == ((written, width) if packed_rows else (column, num_columns))
-                written += width * packed_rows
-                covered |= set(range(column, column + width))
+        for column, width, base, stride, head, shared, _ in table.tolist():
+            assert (width, shared) in kinds
+            assert shared == 0 or (width, shared) in intrinsics.PRODUCTS
+            assert column + width <= num_columns
+            # Each weight of a block stands for as many columns, which are those of its head.
+            each = width // max(shared, 1)
+            assert heads <= 1 or all((column + i) // channels == head + i // each for i in range(width))
+            assert (base, stride) == ((written, width) if packed_rows else (column, num_columns))
+            written += width * packed_rows
+            covered |= set(range(column, column + width))
         assert count == written
         assert covered == set(range(num_columns))
 
 
-def test_the_work_of_the_plan_is_all_there_is():
-    _, graph = hub_graph(settings=PlanSettings(num_workers=4), num_chunks=8)
-    plan = hybrid_plan(graph, 50)
-    assert plan.num_workers == 4
-    assert plan.work.sum() == graph.num_edges * 50
-    assert hybrid_plan(graph, 50) is plan
+@given(edge_indices(max_edges=300), st.integers(1, 9))
+def test_workers_take_ranges_of_equal_work(drawn, workers):
+    num_nodes, edge_index = drawn
+    graph = CompressedGraph.from_edge_index(edge_index, num_nodes)
+    matrix = Matrix(graph.forward.indptr, graph.forward.indices, num_nodes, PlanSettings(num_workers=workers))
+    work = graph.in_degrees + 1  # a row takes about as long as an entry
+    ranges = numba_rows.row_ranges(matrix, 2**62)
+    assert [row for first, last in ranges for row in range(first, last)] == list(range(num_nodes))
+    assert len(ranges) <= workers
+    for first, last in ranges:
+        assert int(work[first:last].sum()) <= int(work.sum()) / workers + int(work.max()) + 1
+    assert numba_rows.row_ranges(matrix, 1) == [(0, num_nodes)] if num_nodes else not ranges
+
+
+def test_a_plan_is_that_of_an_npu():
+    _, graph = hub_graph()
+    with pytest.raises(ValueError, match=r"on cpu workers share out the rows, without a plan.*ascend_twin"):
+        hybrid_plan(graph, 50)
 
 
 def test_a_sharded_graph_aggregates_itself():
@@ -411,12 +408,6 @@ def test_a_sharded_graph_aggregates_itself():
 def test_errors_say_what_is_wrong(error, message, call):
     with pytest.raises(error, match=message):
         call(hub_graph()[1])
-
-
-def test_more_groups_than_columns():
-    _, graph = hub_graph(settings=PlanSettings(num_workers=4, num_groups=4))
-    with pytest.raises(ValueError, match="features narrower than the groups"):
-        aggregate(graph, torch.randn(30, 3))
 
 
 def test_it_is_at_the_top():

@@ -184,7 +184,7 @@ def test_outside_of_a_context_and_in_other_threads_torch_draws():
 
 def test_weights_of_edges_are_dropped_by_their_place():
     edge_index = torch.randint(12, (2, 50), generator=torch.Generator().manual_seed(0))
-    graph = CompressedGraph.from_edge_index(edge_index, 12, num_chunks=3)
+    graph = CompressedGraph.from_edge_index(edge_index, 12)
     weight = torch.rand(50, 4) + 1
 
     class Part:

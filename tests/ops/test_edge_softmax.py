@@ -7,7 +7,7 @@ from torch_geometric.utils import softmax
 from lightning_gnn import CompressedGraph, aggregate, edge_softmax
 from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.ops.aggregate import numba_rows
-from tests.ops.test_aggregate import SPLIT, hub_graph, use
+from tests.ops.test_aggregate import hub_graph, use
 from tests.strategies import edge_indices
 
 
@@ -21,15 +21,13 @@ def pyg(edge_index, source, target, slope=0.2):
     st.integers(1, 9),
     st.integers(1, 4),
     st.sampled_from([torch.float32, torch.float64]),
-    st.sampled_from([{"num_chunks": 1}, {"num_chunks": 4}, {"local_bytes": SPLIT}]),
     st.booleans(),
     st.sampled_from([None, "reference"]),
 )
 @settings(max_examples=100, deadline=None)
-def test_weights_and_gradients_are_pygs(graph, heads, workers, dtype, options, packed, backend):
+def test_weights_and_gradients_are_pygs(graph, heads, workers, dtype, packed, backend):
     num_nodes, edge_index = graph
-    plan = PlanSettings(num_workers=workers, num_groups=workers)  # groups do not apply to scores
-    compressed = CompressedGraph.from_edge_index(edge_index, num_nodes, settings=plan, **options)
+    compressed = CompressedGraph.from_edge_index(edge_index, num_nodes, settings=PlanSettings(num_workers=workers))
     scores = [torch.randn(num_nodes, heads).to(dtype).requires_grad_() for _ in range(2)]
     exact = [tensor.detach().double().requires_grad_() for tensor in scores]
     expected = pyg(edge_index, *exact)
@@ -48,7 +46,7 @@ def test_weights_and_gradients_are_pygs(graph, heads, workers, dtype, options, p
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradcheck(monkeypatch, packed):
     use(monkeypatch, packed)
-    _, graph = hub_graph(num_nodes=9, num_edges=30, settings=PlanSettings(num_workers=2), num_chunks=3)
+    _, graph = hub_graph(num_nodes=9, num_edges=30, settings=PlanSettings(num_workers=2))
     scores = tuple(torch.randn(9, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(lambda a, b: edge_softmax(graph, a, b, 0.3), scores)
     x = torch.randn(9, 2, 3, dtype=torch.float64, requires_grad=True)
@@ -57,8 +55,7 @@ def test_gradcheck(monkeypatch, packed):
 
 def test_the_same_bits_for_any_number_of_workers(monkeypatch):
     monkeypatch.setattr(numba_rows, "SMALL", 0)
-    _, graph = hub_graph(num_nodes=200, num_edges=3000, local_bytes=8 * SPLIT)
-    assert graph.forward.rows.numel() > graph.num_targets  # hubs are split
+    _, graph = hub_graph(num_nodes=200, num_edges=3000)
     scores = [torch.randn(200, 3, requires_grad=True) for _ in range(2)]
     results = []
     for workers in (1, 2, 3, 7):
@@ -87,7 +84,7 @@ def test_exp_is_exact_over_its_whole_range(dtype):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30])
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_extreme_scores_do_what_they_do_in_pyg(value, backend):
-    edge_index, graph = hub_graph(local_bytes=SPLIT)
+    edge_index, graph = hub_graph()
     source, target = torch.randn(30, 2), torch.randn(30, 2)
     source[5] = value
     target[4] = value

@@ -402,7 +402,7 @@ def trained(rank, num_ranks, kinds):
                 graph = datamodule.graph_sampler.graph
                 arrays += [graph.indices, graph.edge_ids]
             else:
-                arrays += [datamodule.graph.forward.local, datamodule.graph.backward.local]
+                arrays += [datamodule.graph.forward.indices, datamodule.graph.edge_ids]
             wanted = [share and num_ranks > 1] * len(arrays)
             assert [mapped_bytes(one) >= one.nbytes for one in arrays] == wanted
             assert any(wanted) or not any(map(mapped_bytes, arrays))
@@ -451,7 +451,9 @@ class Derived(pl.Callback):
             looped = batch.edge_index.with_self_loops()
             graphs = [looped.whole, looped._base.graph]
             self.shared = [
-                mapped_bytes(getattr(graph, way).local) for graph in graphs for way in ("forward", "backward")
+                mapped_bytes(getattr(graph, way).indices)
+                for graph, ways in zip(graphs, (("forward",), ("forward", "backward")), strict=True)
+                for way in ways
             ]
             self.groups = batch.edge_index.plan.num_groups
 
@@ -461,7 +463,7 @@ def derived(rank, num_ranks, num_groups):
     for share in (False, True):
         pl.seed_everything(1, verbose=False)
         data = large_graph(num_edges=600_000)  # also of half of the edges, arrays are more than a megabyte
-        datamodule = FullGraphDataModule(data, num_chunks=16, order="natural", share_memory=share)
+        datamodule = FullGraphDataModule(data, share_memory=share)
         module = NodeClassifier(GCN(64, 8, 2, 4), num_classes=4)
         callback = Derived()
         strategy = AscendHybridParallelStrategy(num_groups=num_groups)
@@ -546,7 +548,7 @@ def found_of_datamodules(rank):
     data = large_graph(30_000, 600_000)
     datamodule = FullGraphDataModule(data)
     found = set(find_tensors(datamodule.large_arrays()))
-    assert {"batch.x", "batch.edge_index.forward.local", "data.edge_index"} <= found
+    assert {"batch.x", "batch.edge_index.forward.indices", "data.edge_index"} <= found
     del data
     assert "data.edge_index" not in find_tensors(datamodule.large_arrays())
 

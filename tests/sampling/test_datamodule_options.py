@@ -265,11 +265,12 @@ def test_samplers_of_ones_own_are_copied_for_evaluation_and_may_refuse():
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"num_chunk": 3}, TypeError, "no option num_chunk; did you mean num_chunks"),
+        ({"compres": True}, TypeError, "no option compres; did you mean compress"),
+        ({"num_chunks": 3}, TypeError, "datamodule.num_chunks was removed: a graph is kept as plain rows"),
         ({"batch_size": 3}, TypeError, "no option batch_size: the whole graph is the only batch"),
         ({"input_train_nodes": [1]}, TypeError, "the masks of data tell the splits"),
         ({"compress": "no"}, ValueError, "compress must be True or False, but is 'no'"),
-        ({"cache_dir": 3}, TypeError, "cache_dir must be a path, but is 3"),
+        ({"cache_dir": "here"}, TypeError, "datamodule.cache_dir was removed: .* nothing is kept"),
     ],
 )
 def test_mistakes_with_full_graphs_are_told_at_once(kwargs, error, message):

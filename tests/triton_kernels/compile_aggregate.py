@@ -7,13 +7,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_gnn.triton_kernels import aggregate, aggregate_tiles, edge_softmax
-from lightning_gnn.triton_kernels.aggregate_plan import HEIGHT, TILE_COLUMNS
+from lightning_gnn.triton_kernels import aggregate, edge_softmax
 from tests.triton_kernels.compiling import targets, usage
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
-LONG = ("starts", "stops", "slot_ptr", "tile_ptr", "cells", "cell_ptr")
-INTS = ("indices", "places", "vertices", "degrees", "shared", "entries", "columns")
+LONG = ("starts", "stops", "slot_ptr")
+INTS = ("indices", "places", "vertices", "degrees", "shared")
 SCRATCH = ("scratch", "stats")
 BIG = 10**6  # rows of x
 
@@ -31,12 +30,6 @@ def maxima(kind, heads, channels, gather):
     blocks = {"ENTRIES": block.entries // 2, "HEAD_TILE": block.heads, "WIDTH": block.width}
     sizes = {"x_stride": heads * channels, "HEADS": heads, "CHANNELS": channels}
     return aggregate.max_kernel, kind, {**sizes, "GATHER": gather, "WEIGHTED": gather, **blocks}
-
-
-def dots(kind, heads, channels, precision="ieee"):
-    sizes = {"x_stride": heads * channels, "HEADS": heads, "CHANNELS": channels, "MEAN": True, "PRECISION": precision}
-    tile = {"HEIGHT": HEIGHT, "TILE_COLUMNS": TILE_COLUMNS, "WIDTH": aggregate_tiles.tile_width(channels)}
-    return aggregate_tiles.tiles_kernel, kind, {**sizes, **tile}
 
 
 def scores(kernel, kind, heads, **flags):
@@ -64,15 +57,6 @@ VARIANTS = [
     sums("fp32", 1, 128, WEIGHTED=True, MATCH=True),
     maxima("fp32", 1, 128, True),
     maxima("fp32", 1, 128, False),
-    dots("fp16", 1, 256),
-    dots("bf16", 8, 16),
-    dots("fp32", 1, 128),
-    dots("fp32", 1, 128, "tf32"),
-    (
-        aggregate_tiles.densify_kernel,
-        "bf16",
-        {"HEADS": 8, "WEIGHTED": True, "TILE_CELLS": HEIGHT * TILE_COLUMNS, "CELLS": aggregate_tiles._CELLS},
-    ),
     scores(edge_softmax.softmax_kernel, "fp32", 8, FINISH=False),
     scores(edge_softmax.softmax_kernel, "fp64", 1, FINISH=True),
     scores(edge_softmax.softmax_backward_kernel, "fp16", 8, FINISH=False),
@@ -87,7 +71,7 @@ def compiled(kernel, kind, constants, capability):
         constants = {**constants, "ACC": triton.language.float64 if kind == "fp64" else triton.language.float32}
     wide = "fp64" if kind == "fp64" else "fp32"
     pointers = dict.fromkeys(LONG, "*i64") | dict.fromkeys(INTS, "*i32") | dict.fromkeys(SCRATCH, f"*{wide}")
-    numbers = {"negative_slope": "fp32", "num_cells": "i32", "num_tiles": "i32"}
+    numbers = {"negative_slope": "fp32"}
     signature = {
         name: "constexpr" if name in constants else numbers.get(name) or pointers.get(name, f"*{kind}")
         for name in kernel.arg_names
@@ -96,8 +80,6 @@ def compiled(kernel, kind, constants, capability):
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
     }
     options = {"num_warps": aggregate.NUM_WARPS}
-    if kernel in (aggregate_tiles.tiles_kernel, aggregate_tiles.densify_kernel):
-        options = {"num_warps": aggregate_tiles.NUM_WARPS, "num_stages": aggregate_tiles.NUM_STAGES}
     source = ASTSource(kernel, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
@@ -106,15 +88,12 @@ def rows(number):
     """Yield what each variant of a slice needs of a GPU, and its instructions."""
     for capability, (kernel, kind, constants) in targets(VARIANTS, number):
         made = compiled(kernel, kind, constants, capability)
-        found = sorted(
-            set(re.findall(r"ld\.global[.\w]*|mma\.[.\w]*|wgmma[.\w]*|atom[.\w]*|cp\.async\.c[.\w]*", made.asm["ptx"]))
-        )
+        found = sorted(set(re.findall(r"ld\.global[.\w]*|atom[.\w]*", made.asm["ptx"])))
         row = dict(
             kernel=kernel.fn.__name__,
             sm=capability,
             kind=kind,
-            tf32=constants.get("PRECISION") == "tf32",
             **usage(made),
         )
         row |= {name: value for name, value in constants.items() if isinstance(value, int)}
-        yield row | {"shared": made.metadata.shared, "instructions": found}
+        yield row | {"instructions": found}

@@ -33,8 +33,6 @@ from lightning_gnn.ascend_ops.tiling import (
     up,
 )
 from lightning_gnn.ascend_ops.twin import LaunchResult, ReadOnly, Scratch, default_twin
-from lightning_gnn.ops.aggregate import reference as aggregate_reference
-from lightning_gnn.ops.aggregate.chip_max import entries_of_chunks, maxima, maxima_backward
 
 HALF_EXPONENT = 15
 """2^15 is the last power of two that float16 has."""
@@ -90,15 +88,11 @@ def aggregate_chunks(
     slices: list[int],
     chunk_ranges: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Reduce the weighted rows of ``x`` over the entries of each vertex; ``definition.py`` defines it.
+    """Sum the weighted rows of ``x`` over the entries of each vertex, or take their mean.
 
     Numbers are float16 inside, sums float32, the result float16 again. Wider numbers are brought into the range of
     float16 by a power of two per tensor, so that neither a vertex's sum overflows nor small gradients vanish.
     """
-    if reduce == "max":
-        if x.dtype != torch.float32:
-            return aggregate_reference.aggregate_chunks(chunks, num_rows, x, weight, reduce, slices, chunk_ranges)
-        return maxima(launch, entries_of_chunks(chunks, len(slices) - 1, chunk_ranges), x, weight)
     if chunks[3].numel() == 0 or x.numel() == 0:
         return x.new_zeros((num_rows, *x.shape[1:])), x.new_empty(0)
     _check_heads(x, weight)
@@ -172,22 +166,6 @@ def aggregate_vector(
     return out.to(x.device, x.dtype).contiguous(), none
 
 
-def aggregate_max_backward(
-    chunks: list[Tensor],
-    num_rows: int,
-    grad: Tensor,
-    best: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    slices: list[int],
-    chunk_ranges: list[int],
-) -> Tensor:
-    """Send the gradient of a maximum to the rows of ``x`` that attain it."""
-    if x.dtype != torch.float32:
-        return aggregate_reference.aggregate_max_backward(chunks, num_rows, grad, best, x, weight, slices, chunk_ranges)
-    return maxima_backward(launch, entries_of_chunks(chunks, len(slices) - 1, chunk_ranges), grad, best, x, weight)
-
-
 def edge_products(
     chunks: list[Tensor],
     row_side: Tensor,
@@ -198,8 +176,6 @@ def edge_products(
     chunk_ranges: list[int],
 ) -> Tensor:
     """Take the dot product of both ends of each entry, per head."""
-    if best is not None:
-        return aggregate_reference.edge_products(chunks, row_side, column_side, best, weight, slices, chunk_ranges)
     num_edges, heads, columns = chunks[3].numel(), row_side.size(1), row_side.size(2)
     if num_edges == 0 or columns == 0:
         return column_side.new_zeros((num_edges, heads))

@@ -6,7 +6,6 @@ float32 (float64) is not theirs.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -14,16 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gnn.ascend_ops.tiling import MAX_PANEL, cut_panels, max_tiling, up
-from lightning_gnn.ops.aggregate.reference import entry_columns
 
 Launch = Callable[[str, int, list[Tensor], list[Tensor], Any], None]
 """Kernel, blocks, inputs, outputs and tiling."""
-
-_tables = WeakIdKeyDictionary()
-_lock = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,31 +37,8 @@ class Entries:
     num_groups: int
 
 
-def entries_of_chunks(chunks: list[Tensor], num_groups: int, chunk_ranges: list[int]) -> Entries:
-    """Return one direction of a graph as the kernels read it; kept as long as the chunks.
-
-    Args:
-        chunk_ranges: Bounds of the chunks of each member of a group; a split vertex belongs to that of its first part.
-    """
-    with _lock:
-        known: dict[Any, Entries] = _tables.setdefault(chunks[3], {})  # type: ignore[no-untyped-call]
-        key = (num_groups, *chunk_ranges)
-        if key not in known:
-            rows, row_ptr, indptr, local = chunks[:4]
-            first = torch.ones_like(rows, dtype=torch.bool)
-            first[1:] = rows[1:] != rows[:-1]
-            begin = indptr[:-1][first]
-            end = torch.cat([begin[1:], begin.new_tensor([local.numel()])])
-            before = torch.cat([indptr.new_zeros(1), first.cumsum(0)])
-            bounds = before[row_ptr[torch.tensor(chunk_ranges, device=row_ptr.device)]].to(torch.int32)
-            vertices = torch.stack([rows[first].to(torch.int64), begin, end, torch.zeros_like(begin)], 1)
-            columns = entry_columns(chunks).to(torch.int32)
-            known[key] = Entries(vertices.to(torch.int32).contiguous(), columns, bounds, num_groups)
-        return known[key]
-
-
 def entries_of_edges(edges: list[Tensor], cores: int) -> Entries:
-    """Return edges of a mini-batch, in ranges of about as many edges and vertices; nothing waits for the device.
+    """Return edges by row, in ranges of about as many edges and vertices; nothing waits for the device.
 
     Args:
         edges: ``indptr`` and ``indices`` by row, see ``aggregate_update/edge_order.py``.

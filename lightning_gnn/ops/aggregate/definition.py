@@ -7,20 +7,12 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import HybridPlan
-from lightning_gnn.ops.aggregate.backends import (
-    DEVICE,
-    backend_name,
-    chip_plan_of,
-    chunk_tensors,
-    plan_of,
-    runs_on_chip,
-)
-from lightning_gnn.ops.aggregate.derivatives import GraphMax, GraphSum
-from lightning_gnn.ops.aggregate.graph_operators import graph_arguments, in_order
+from lightning_gnn.ops.aggregate.backends import DEVICE, backend_name, functions_of, runs_on_chip
+from lightning_gnn.ops.aggregate.derivatives import Graph, GraphMax, GraphSum, in_order
+from lightning_gnn.ops.aggregate.matrix import Matrix
 from lightning_gnn.ops.aggregate.reference import accumulator
 
 Reduce = Literal["sum", "mean", "max"]
@@ -49,10 +41,10 @@ def aggregate(
 ) -> Tensor:
     """Reduce the features of the in-neighbours of every target, ``y[i] = reduce of weight[e] * x[j] over e = (j, i)``.
 
-    Executed by the hybrid plan of NeutronAscend (section 5): groups of workers share out the columns, the members of a
-    group share out the chunks. Each number of the result is added up in one fixed order, so that on the CPU it is the
-    same to the last bit for any number of workers and groups. Differentiable with respect to ``x`` and ``weight``: sums
-    and means any number of times, also by ``torch.func`` and in forward mode, a maximum once, in reverse mode.
+    On a CPU workers share out the rows; on an NPU cores share out columns and chunks by the hybrid plan of
+    NeutronAscend (section 5). Each number of the result is added up in one fixed order, on a CPU that of the row's
+    edges, so that there it is the same to the last bit for any number of workers. Differentiable with respect to ``x``
+    and ``weight`` in reverse mode: sums and means any number of times, a maximum once.
 
     Args:
         graph: The graph, on the device of ``x``, or what stands for it (:class:`ShardedGraph`).
@@ -95,7 +87,7 @@ def aggregate(
         if not isinstance(graph, ShardedGraph):
             raise TypeError(f"graph must be a CompressedGraph, or aggregate itself, but is {type(graph).__name__}")
         return graph.aggregate(x, weight, reduce)
-    arguments = graph_arguments(graph, backend)
+    arguments = Graph.of(graph, backend)
     check_features(graph, x, weight)
     shape = (graph.num_targets, *x.shape[1:])
     dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
@@ -109,8 +101,7 @@ def aggregate(
         out: Tensor = GraphMax.call(by_head, by_edge, *arguments)[0]
     else:
         permuted = None if weight is None or by_edge is None else _kept_in_order(graph, x, weight, by_edge)
-        degrees = graph.in_degrees if reduce == "mean" else None
-        out = GraphSum.call(by_head, by_edge, permuted, degrees, False, *arguments)
+        out = GraphSum.call(by_head, by_edge, permuted, reduce == "mean", False, *arguments)
     return out.view(shape).to(dtype)
 
 
@@ -120,17 +111,24 @@ def _reads_bfloat16(x: Tensor, backend: str | None) -> bool:
 
 
 def hybrid_plan(graph: CompressedGraph, num_columns: int) -> HybridPlan:
-    """Return the plan by which :func:`aggregate` executes a forward aggregation; it prints as a table.
+    """Return the plan by which an NPU, or its twin, executes a forward aggregation; it prints as a table.
 
     Args:
         graph: The graph.
         num_columns: D, columns of the features, heads times channels.
+
+    Raises:
+        ValueError: The graph is where rows are shared out without a plan: on a CPU or a GPU.
     """
-    chunks, backend = chunk_tensors(graph.forward), backend_name(None)
-    if runs_on_chip(chunks[2].device, backend) and graph.settings.mode == "balanced":
-        shape = graph.num_targets, graph.num_sources
-        return chip_plan_of(chunks, shape, num_columns, graph.settings, backend)[1]
-    return plan_of(chunks, num_columns, graph.settings, backend)
+    backend, forward = backend_name(None), graph.forward
+    if not runs_on_chip(graph.device, backend):
+        raise ValueError(
+            f"on {graph.device.type} workers share out the rows, without a plan; inside "
+            "default_backend('ascend_twin') the plan is that of an NPU"
+        )
+    matrix = Matrix(forward.indptr, forward.indices, forward.num_columns, graph.settings)
+    plan: HybridPlan = functions_of(backend, graph.device).plan(matrix, num_columns)[1]
+    return plan
 
 
 def _kept_in_order(graph: CompressedGraph, x: Tensor, weight: Tensor, by_edge: Tensor) -> Tensor | None:
@@ -140,13 +138,12 @@ def _kept_in_order(graph: CompressedGraph, x: Tensor, weight: Tensor, by_edge: T
         by_edge: ``[E, H]``, a view or a conversion of it.
 
     Returns:
-        None where they are not constant, not needed, or in order already.
+        None where they are not constant, or not needed.
     """
-    edge_ids = graph.backward.edge_ids
-    if edge_ids is None or not (torch.is_grad_enabled() and x.requires_grad):
+    if not (torch.is_grad_enabled() and x.requires_grad):
         return None
     # Inside a compiler or a transform a tensor stands for others.
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return None
     if type(weight) not in (Tensor, torch.nn.Parameter) or weight.requires_grad or weight.is_inference():
         return None
@@ -158,6 +155,8 @@ def _kept_in_order(graph: CompressedGraph, x: Tensor, weight: Tensor, by_edge: T
     if known is not None and known[0]() is owner and known[1] == key:
         kept: Tensor | None = known[2]
         return kept
+    edge_ids = graph.backward.edge_ids
+    assert edge_ids is not None
     permuted = in_order(by_edge, edge_ids)
     graph.cache["backward_weight"] = (ref(owner), key, permuted)
     return permuted
@@ -165,7 +164,7 @@ def _kept_in_order(graph: CompressedGraph, x: Tensor, weight: Tensor, by_edge: T
 
 def check_features(graph: CompressedGraph, x: Tensor, weight: Tensor | None) -> None:
     """Check features and weights as :func:`aggregate` describes them; no value is read."""
-    device = graph.forward.indptr.device
+    device = graph.device
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor is None:
             continue

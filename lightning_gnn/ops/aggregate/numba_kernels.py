@@ -3,8 +3,7 @@
 A share is a range of rows and a table of column blocks, int64 ``[num_blocks, 7]``: first column, width, where its
 elements begin in the gathered array, elements from one row to the next there, first weight of an entry, weights per
 entry (0: none), and whether results per entry are added to what an earlier block wrote. Blocks are of the kinds for
-which ``intrinsics.py`` has loops; the last block of a slice may overlap the one before, which then writes the same
-numbers twice.
+which ``intrinsics.py`` has loops; the last block may overlap the one before, which then writes the same numbers twice.
 
 Arguments that all have in common:
 
@@ -12,7 +11,6 @@ Arguments that all have in common:
   uint16, which is added up in float32; results (``out``, ``ties``) are of the dtype in which is added up;
 - ``indptr`` int64 ``[R + 1]``, ``indices`` int32 ``[E]``: entries of each row, and the column of each entry;
 - ``weight`` ``[E * weight_stride]``: weights of each entry, ``x`` and 0 where there are none;
-- ``vertices`` int32 ``[R]``, ``places`` int64 ``[R]``: where a row's own features are, and where its result goes;
 - ``first``, ``last``: the share's rows, one past the last; ``num_columns``: D, elements of a row of ``out``.
 
 Numba's cache on disk follows changes of this file only: after one in ``intrinsics.py`` or ``rounding.py``, touch it.
@@ -20,7 +18,6 @@ Numba's cache on disk follows changes of this file only: after one in ``intrinsi
 
 import functools
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numba
 import numpy as np
@@ -41,9 +38,9 @@ COLUMN, WIDTH, BASE, STRIDE, WEIGHT, HEADS, ADD = range(7)
 
 @functools.lru_cache(maxsize=256)
 def blocks_of(
-    slices: tuple[int, ...], channels: int, heads: int, widths: tuple[int, ...], overlap: bool, packed_rows: int
-) -> tuple[tuple[np.ndarray, ...], int]:
-    """Cut the columns of each slice into blocks, and lay these out in the gathered array.
+    num_columns: int, channels: int, heads: int, widths: tuple[int, ...], overlap: bool, packed_rows: int
+) -> tuple[np.ndarray, int]:
+    """Cut the columns into blocks, lay these out in the gathered array, and return the table and the array's size.
 
     Args:
         channels: C, columns per weight.
@@ -52,32 +49,29 @@ def blocks_of(
         overlap: Whether the last block may overlap the one before.
         packed_rows: Rows of the packed array, or 0 where it is not packed.
     """
-    num_columns, total, tables = slices[-1], 0, []
-    for start, stop in pairwise(slices):
-        table: list[tuple[int, ...]] = []
-        for column, width, head, count in _cut_by_head(start, stop, channels, heads, widths, overlap):
-            base, stride = (total, width) if packed_rows else (column, num_columns)
-            total += width * packed_rows
-            fresh = head not in {row[WEIGHT] for row in table}
-            table.append((column, width, base, stride, head, count, 0 if fresh else 1))
-        tables.append(np.array(table, np.int64).reshape(-1, 7))
-    return tuple(tables), total
+    total = 0
+    table: list[tuple[int, ...]] = []
+    for column, width, head, count in _cut_by_head(num_columns, channels, heads, widths, overlap):
+        base, stride = (total, width) if packed_rows else (column, num_columns)
+        total += width * packed_rows
+        fresh = head not in {row[WEIGHT] for row in table}
+        table.append((column, width, base, stride, head, count, 0 if fresh else 1))
+    return np.array(table, np.int64).reshape(-1, 7), total
 
 
 def _cut_by_head(
-    start: int, stop: int, channels: int, heads: int, widths: tuple[int, ...], overlap: bool
+    num_columns: int, channels: int, heads: int, widths: tuple[int, ...], overlap: bool
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield first column, width, first head and number of heads (0: no weights) of each block."""
     if heads <= 1:
-        yield from ((at, width, 0, heads) for at, width in _cut(start, stop, widths, overlap))
-        return
-    if channels in HEAD_WIDTHS and widths is WIDTHS and start % channels == 0 and stop % channels == 0:
-        for at, width in _cut(start, stop, tuple(w for w in WIDTHS if w >= channels), False):
+        yield from ((at, width, 0, heads) for at, width in _cut(0, num_columns, widths, overlap))
+    elif channels in HEAD_WIDTHS and widths is WIDTHS:
+        for at, width in _cut(0, num_columns, tuple(w for w in WIDTHS if w >= channels), False):
             yield at, width, at // channels, width // channels
-        return
-    for head in range(start // channels, -(-stop // channels)):
-        first, last = max(start, head * channels), min(stop, (head + 1) * channels)
-        yield from ((at, width, head, 1) for at, width in _cut(first, last, widths, overlap))
+    else:
+        for head in range(heads):
+            blocks = _cut(head * channels, (head + 1) * channels, widths, overlap)
+            yield from ((at, width, head, 1) for at, width in blocks)
 
 
 def _cut(start: int, stop: int, widths: tuple[int, ...], overlap: bool) -> Iterator[tuple[int, int]]:
@@ -110,37 +104,35 @@ def pack_rows(
 @numba.njit(nogil=True, cache=True)
 def sum_rows(
     x: np.ndarray, blocks: np.ndarray, indptr: np.ndarray, indices: np.ndarray, weight: np.ndarray, weight_stride: int,
-    places: np.ndarray, degrees: np.ndarray, first: int, last: int, out: np.ndarray, num_columns: int,
-    rounded: np.ndarray | None = None, spare: int = 0,
+    degrees: np.ndarray, first: int, last: int, out: np.ndarray, num_columns: int, spare: int,
+    rounded: np.ndarray | None = None,
 ) -> None:  # fmt: skip
     """Sum of the gathered rows times the entry's weight; divided by ``degrees`` of the row where that is not empty.
 
-    Rows whose places lie in ``rounded``, which takes bfloat16, are rounded into it, by way of ``out[spare:]``, of the
-    width of a block; ``out`` then begins with the places behind these.
+    With ``rounded``, which takes bfloat16, sums are rounded into it by way of ``out[spare:]``, which a block fits.
     """
     end = indices.size - 1
     one = out.dtype.type(1)
-    behind = 0 if rounded is None else rounded.size // num_columns
     # Blocks outside, rows inside: the gathered pieces of one block stay in the level-2 cache.
     for b in range(blocks.shape[0]):
         column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]
         head, heads = blocks[b, WEIGHT], blocks[b, HEADS]
         for r in range(first, last):
-            p, q, place = indptr[r], indptr[r + 1], places[r]
-            at = spare if place < behind else (place - behind) * num_columns + column
+            p, q, own = indptr[r], indptr[r + 1], r * num_columns + column
+            at = own if rounded is None else spare
             by = out.dtype.type(degrees[r]) if degrees.size else one
             add_entries(
                 x, base, stride, indices, weight, weight_stride, head, p, q, end, by, out, at, width, heads
             )  # fmt: skip
             if rounded is not None:  # noqa: SIM102  Numba drops what follows such a test alone
-                if place < behind:
-                    round_span(out, spare, rounded, place * num_columns + column, width)
+                if width:
+                    round_span(out, spare, rounded, own, width)
 
 
 @numba.njit(nogil=True, cache=True)
 def max_rows(
     x: np.ndarray, blocks: np.ndarray, indptr: np.ndarray, indices: np.ndarray, weight: np.ndarray, weight_stride: int,
-    places: np.ndarray, first: int, last: int, out: np.ndarray, ties: np.ndarray, num_columns: int,
+    first: int, last: int, out: np.ndarray, ties: np.ndarray, num_columns: int,
 ) -> None:  # fmt: skip
     """Largest message and how many attain it."""
     end = indices.size - 1
@@ -148,15 +140,14 @@ def max_rows(
         column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]
         head, heads = blocks[b, WEIGHT], blocks[b, HEADS]
         for r in range(first, last):
-            p, q, at = indptr[r], indptr[r + 1], places[r] * num_columns + column
+            p, q, at = indptr[r], indptr[r + 1], r * num_columns + column
             max_entries(x, base, stride, indices, weight, weight_stride, head, p, q, end, out, ties, at, width, heads)
 
 
 @numba.njit(nogil=True, cache=True)
 def route_rows(
     grad: np.ndarray, best: np.ndarray, blocks: np.ndarray, indptr: np.ndarray, indices: np.ndarray,
-    weight: np.ndarray, weight_stride: int, vertices: np.ndarray, places: np.ndarray, first: int, last: int,
-    x: np.ndarray, out: np.ndarray, num_columns: int,
+    weight: np.ndarray, weight_stride: int, first: int, last: int, x: np.ndarray, out: np.ndarray, num_columns: int,
 ) -> None:  # fmt: skip
     """Gradient of the maxima, for the rows that were gathered.
 
@@ -167,18 +158,16 @@ def route_rows(
         column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]
         head, heads = blocks[b, WEIGHT], blocks[b, HEADS]
         for r in range(first, last):
-            p, q, at = indptr[r], indptr[r + 1], places[r] * num_columns + column
-            # Pieces of a split row have places of their own for their sums, but share the features of their vertex.
-            own = vertices[r] * num_columns + column
+            p, q, at = indptr[r], indptr[r + 1], r * num_columns + column
             route_entries(
-                grad, best, base, stride, indices, weight, weight_stride, head, p, q, end, x, own, out, at, width, heads
+                grad, best, base, stride, indices, weight, weight_stride, head, p, q, end, x, at, out, at, width, heads
             )
 
 
 @numba.njit(nogil=True, cache=True)
 def dot_rows(
-    x: np.ndarray, blocks: np.ndarray, indptr: np.ndarray, indices: np.ndarray, vertices: np.ndarray, first: int,
-    last: int, side: np.ndarray, out: np.ndarray, num_heads: int, num_columns: int,
+    x: np.ndarray, blocks: np.ndarray, indptr: np.ndarray, indices: np.ndarray, first: int, last: int,
+    side: np.ndarray, out: np.ndarray, num_heads: int, num_columns: int,
 ) -> None:  # fmt: skip
     """Dot products of each row's own features and the gathered ones, into ``out`` ``[E * num_heads]``."""
     end = indices.size - 1
@@ -186,64 +175,8 @@ def dot_rows(
         column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]
         head, heads, add = blocks[b, WEIGHT], blocks[b, HEADS], blocks[b, ADD] != 0
         for r in range(first, last):
-            p, q, own = indptr[r], indptr[r + 1], vertices[r] * num_columns + column
+            p, q, own = indptr[r], indptr[r + 1], r * num_columns + column
             dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, width, heads)
-
-
-@numba.njit(nogil=True, cache=True)
-def join_rows(
-    vertices: np.ndarray, places: np.ndarray, split: np.ndarray, num_columns: int, degrees: np.ndarray, out: np.ndarray,
-    rounded: np.ndarray | None = None,
-) -> None:  # fmt: skip
-    """Add up the pieces of each split row, in order, into its row of ``out``, or of ``rounded``.
-
-    The pieces are in ``out``, behind the rows; with ``rounded``, which has the rows, they are alone there.
-    """
-    behind = 0 if rounded is None else rounded.size // num_columns
-    whole = 0
-    for i in range(split.size):
-        r = split[i]
-        source = (places[r] - behind) * num_columns
-        # The first piece takes in the others. The division of a mean is the last step.
-        fresh = i == 0 or vertices[split[i - 1]] != vertices[r]
-        final = i + 1 == split.size or vertices[split[i + 1]] != vertices[r]
-        if fresh:
-            whole = source
-        else:
-            for d in range(num_columns):
-                out[whole + d] += out[source + d]
-        if not final:
-            continue
-        if degrees.size:
-            for d in range(num_columns):
-                out[whole + d] /= degrees[r]
-        target = np.int64(vertices[r]) * num_columns
-        if rounded is not None:
-            round_span(out, whole, rounded, target, num_columns)
-        else:
-            out[target : target + num_columns] = out[whole : whole + num_columns]
-
-
-@numba.njit(nogil=True, cache=True)
-def join_max_rows(
-    vertices: np.ndarray, places: np.ndarray, split: np.ndarray, num_columns: int, out: np.ndarray, ties: np.ndarray
-) -> None:
-    """The same for maxima and how many entries attain them."""
-    for i in range(split.size):
-        r = split[i]
-        target, source = np.int64(vertices[r]) * num_columns, places[r] * num_columns
-        fresh = i == 0 or vertices[split[i - 1]] != vertices[r]
-        for d in range(num_columns):
-            value, count = out[source + d], ties[source + d]
-            if not fresh:
-                best, known = out[target + d], ties[target + d]
-                # Equal maxima (two NaN are) share the gradient among all that attain them; a NaN beats any number.
-                if value == best or (np.isnan(value) and np.isnan(best)):
-                    count += known
-                elif not (value > best or np.isnan(value)) or np.isnan(best):
-                    value, count = best, known
-            out[target + d] = value
-            ties[target + d] = count
 
 
 @numba.njit(nogil=True, cache=True)

@@ -1,21 +1,22 @@
-"""What compiled loops on the CPU read and run on: the rows of a graph's chunks, large pages, shares of a plan."""
+"""What compiled loops on the CPU read and run on: the rows of a matrix, large pages, shares of equal work."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_gnn.ops.aggregate.matrix import Matrix
 from lightning_gnn.ops.worker_threads import run_all
 
 SMALL = 1 << 19
@@ -30,20 +31,13 @@ HUGE_PAGE = 1 << 21
 
 @dataclass
 class Rows:
-    """One direction of a graph, as the compiled loops read it: rows of entries, several for a vertex that is split.
+    """A matrix as the compiled loops read it.
 
     Args:
         indptr: First entry of each row, int64 ``[R + 1]``.
         indices: Column of each entry, in the order of ``order`` if that is given, int32 ``[num_edges]``.
-        vertices: Vertex of each row, int32 ``[R]``.
-        row_ptr: First row of each chunk, int64 ``[num_chunks + 1]``.
-        places: Where the result of each row goes, int64 ``[R]``: its vertex, or, for a piece of a split row, a row of
-            its own behind those of the vertices.
-        split: The rows that are pieces, int64 ``[S]``; ``places`` counts them.
-        degrees: Entries of each row, at least 1, and 1 for pieces, int64 ``[R]``.
-        split_degrees: Entries of the whole vertex for each row, int64 ``[R]``.
-        empty: Vertices without entries, int64.
-        uncovered: Those among them that no row names, int64.
+        degrees: Entries of each row, at least 1, int64 ``[R]``.
+        empty: Rows without entries, int64.
         order: Columns by falling degree, int64 ``[num_columns]``, where feature rows are packed: what is read most
             then lies together; else None.
         scratch: Packed features of earlier calls, to be used again.
@@ -51,14 +45,8 @@ class Rows:
 
     indptr: np.ndarray
     indices: np.ndarray
-    vertices: np.ndarray
-    row_ptr: np.ndarray
-    places: np.ndarray
-    split: np.ndarray
     degrees: np.ndarray
-    split_degrees: np.ndarray
     empty: np.ndarray
-    uncovered: np.ndarray
     order: np.ndarray | None
     scratch: list[Tensor] = field(default_factory=list)
 
@@ -77,101 +65,45 @@ class Rows:
 _rows: MutableMapping[Tensor, Rows] = WeakIdKeyDictionary()
 
 
-def rows_of(chunks: list[Tensor], num_rows: int, num_columns: int) -> Rows:
-    """Return the rows of one direction, derived at its first use and kept as long as its tensors.
-
-    Args:
-        num_rows: Vertices on the row side.
-        num_columns: Vertices on the column side.
-    """
-    rows = _rows.get(chunks[3])
+def rows_of(matrix: Matrix) -> Rows:
+    """Return the rows of a matrix, derived at its first use and kept as long as its ``indices``."""
+    rows = _rows.get(matrix.indices)
     if rows is None:
-        rows = _rows[chunks[3]] = _derive(chunks, num_rows, num_columns)
+        rows = _rows[matrix.indices] = _derive(matrix)
     return rows
 
 
-def _derive(chunks: list[Tensor], num_rows: int, num_columns: int) -> Rows:
-    vertices, row_ptr, indptr, local, columns, column_ptr = (tensor.detach().numpy() for tensor in chunks)
-    degrees = np.zeros(num_rows, np.int64)
-    np.add.at(degrees, vertices, np.diff(indptr))
-    rows_per_vertex = np.bincount(vertices, minlength=num_rows)
-    pieces = rows_per_vertex[vertices] > 1
-    places = vertices.astype(np.int64)
-    split = np.flatnonzero(pieces)
-    places[split] = num_rows + np.arange(split.size)
-    order, rank = None, np.empty(0, np.int32)
-    if num_columns >= PACK_FROM and local.size >= PACK_DEGREE * num_columns:
-        # Which columns are read most is known from the chunks' lists and entries alone.
-        popularity = np.zeros(num_columns, np.int64)
-        _count_columns(indptr, row_ptr, local, columns, column_ptr, popularity)
-        order = np.argsort(-popularity, kind="stable")
-        rank = np.empty(num_columns, np.int32)
-        rank[order] = np.arange(num_columns, dtype=np.int32)
-    indices = np.empty(local.size, np.int32)
-    _global_columns(indptr, row_ptr, local, columns, column_ptr, rank, indices)
-    total = degrees[vertices]
-    return Rows(
-        indptr=indptr,
-        indices=indices,
-        vertices=vertices,
-        row_ptr=row_ptr,
-        places=places,
-        split=split,
-        degrees=np.where(pieces, 1, np.maximum(total, 1)),
-        split_degrees=np.maximum(total, 1),
-        empty=np.flatnonzero(degrees == 0),
-        uncovered=np.flatnonzero(rows_per_vertex == 0),
-        order=order,
-    )
+def _derive(matrix: Matrix) -> Rows:
+    # Detached: the array must not hold the tensor object by which it is known.
+    indptr, indices = matrix.indptr.detach().numpy(), matrix.indices.detach().numpy()
+    degrees, order = np.diff(indptr), None
+    if matrix.num_columns >= PACK_FROM and indices.size >= PACK_DEGREE * matrix.num_columns:
+        order = np.argsort(-np.bincount(indices, minlength=matrix.num_columns), kind="stable")
+        rank = np.empty(matrix.num_columns, np.int32)
+        rank[order] = np.arange(matrix.num_columns, dtype=np.int32)
+        indices = rank[indices]
+    return Rows(indptr, indices, np.maximum(degrees, 1), np.flatnonzero(degrees == 0), order)
 
 
-@numba.njit(nogil=True, cache=True)
-def _count_columns(
-    indptr: np.ndarray, row_ptr: np.ndarray, local: np.ndarray, columns: np.ndarray, column_ptr: np.ndarray,
-    popularity: np.ndarray,
-) -> None:  # fmt: skip
-    for c in range(row_ptr.size - 1):
-        for e in range(indptr[row_ptr[c]], indptr[row_ptr[c + 1]]):
-            popularity[columns[column_ptr[c] + local[e]]] += 1
-
-
-@numba.njit(nogil=True, cache=True)
-def _global_columns(
-    indptr: np.ndarray, row_ptr: np.ndarray, local: np.ndarray, columns: np.ndarray, column_ptr: np.ndarray,
-    rank: np.ndarray, indices: np.ndarray,
-) -> None:  # fmt: skip
-    for c in range(row_ptr.size - 1):
-        for e in range(indptr[row_ptr[c]], indptr[row_ptr[c + 1]]):
-            # From the chunk's list of columns to the graph's, and on to where packed features lie.
-            column = columns[column_ptr[c] + local[e]]
-            indices[e] = rank[column] if rank.size else column
-
-
-def execute(shares: list[Callable[[], object]], work: int) -> None:
-    """Run every share, side by side unless ``work``, edges times columns, is little."""
-    if work <= SMALL:
-        for share in shares:
-            share()
-    elif shares:
-        run_all(shares)
-
-
-def execute_by_vertex(
-    vertices: np.ndarray, row_ptr: np.ndarray, chunk_ranges: list[int], work: int, share: Callable[[int, int], None]
-) -> None:
-    """Call ``share(first row, one past the last)`` for ranges of chunks, moved so that no vertex is in two of them.
+def row_ranges(matrix: Matrix, work: int) -> list[tuple[int, int]]:
+    """Cut the rows into one range per worker, of about as many entries and rows each; a little work into one.
 
     Args:
-        vertices: Vertex of each row; equal ones are adjacent.
-        row_ptr: First row of each chunk.
+        work: Edges times columns.
     """
-    bounds = []
-    for chunk in chunk_ranges:
-        row = int(row_ptr[chunk])
-        while 0 < row < vertices.size and vertices[row] == vertices[row - 1]:
-            row += 1
-        bounds.append(row)
-    execute([partial(share, first, last) for first, last in pairwise(bounds) if last > first], work)
+    num_rows = matrix.num_rows
+    parts = 1 if work <= SMALL else matrix.settings.num_workers or torch.get_num_threads()
+    indptr = matrix.indptr.numpy()
+    total = num_rows + matrix.num_edges
+    bounds = [bisect_left(range(num_rows), total * part // parts, key=lambda row: indptr[row] + row)
+              for part in range(parts)]  # fmt: skip
+    return [(first, last) for first, last in pairwise([*bounds, num_rows]) if last > first]
+
+
+def execute(matrix: Matrix, work: int, share: Callable[[int, int, int], object]) -> None:
+    """Call ``share(worker, first row, one past the last)`` for ranges of rows of equal work, side by side."""
+    if shares := [partial(share, worker, *rows) for worker, rows in enumerate(row_ranges(matrix, work))]:
+        run_all(shares)
 
 
 def wide(tensor: Tensor) -> Tensor:

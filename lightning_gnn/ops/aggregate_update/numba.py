@@ -188,7 +188,6 @@ class _SortedEdges:
         self.indptr, self.indices = edges[0].numpy(), edges[1].numpy()
         self.weight = edges[2].to(dtype).numpy() if len(edges) > 2 else None
         self.count = self.indptr.size - 1
-        self.places = np.arange(self.count)
         self.degrees = np.maximum(np.diff(self.indptr), 1) if mean else _NO_DEGREES
         self.work = self.indptr + np.arange(self.count + 1) * _EDGES_PER_ROW
 
@@ -199,16 +198,15 @@ class _SortedEdges:
         source, target = flat(x), out.view(-1).numpy()
         weight, stride = (source, 0) if self.weight is None else (self.weight, 1)
         kernels.sum_rows(
-            source, blocks, indptr, self.indices, weight, stride, self.places, degrees, 0, stop - start, target,
-            num_columns,
-        )  # fmt: skip
+            source, blocks, indptr, self.indices, weight, stride, degrees, 0, stop - start, target, num_columns, 0
+        )
 
     def maxima(self, x: Tensor, start: int, stop: int, out: Tensor, ties: Tensor) -> None:
         """Write the maxima of rows ``[start, stop)``, -inf without edges, and how many edges attain each."""
         source = flat(x)
         kernels.max_rows(
-            source, self._blocks(x, MAX_WIDTHS), self.indptr[start : stop + 1], self.indices, source, 0, self.places,
-            0, stop - start, out.view(-1).numpy(), ties.view(-1).numpy(), x.size(1),
+            source, self._blocks(x, MAX_WIDTHS), self.indptr[start : stop + 1], self.indices, source, 0, 0,
+            stop - start, out.view(-1).numpy(), ties.view(-1).numpy(), x.size(1),
         )  # fmt: skip
 
     def routed(self, grad: Tensor, best: Tensor, x: Tensor, start: int, stop: int, out: Tensor) -> None:
@@ -216,12 +214,12 @@ class _SortedEdges:
         own = x[start:stop].view(-1).numpy()
         kernels.route_rows(
             grad.view(-1).numpy(), best.view(-1).numpy(), self._blocks(x, MAX_WIDTHS), self.indptr[start : stop + 1],
-            self.indices, own, 0, self.places, self.places, 0, stop - start, own, out.view(-1).numpy(), x.size(1),
+            self.indices, own, 0, 0, stop - start, own, out.view(-1).numpy(), x.size(1),
         )  # fmt: skip
 
     def _blocks(self, x: Tensor, widths: tuple[int, ...]) -> np.ndarray:
         heads = 0 if self.weight is None else 1
-        return kernels.blocks_of((0, x.size(1)), x.size(1), heads, widths, True, 0)[0][0]
+        return kernels.blocks_of(x.size(1), x.size(1), heads, widths, True, 0)[0]
 
 
 class _Parts:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate.triton import _on, _tf32
+from lightning_gnn.ops.aggregate.triton import _on
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.library import library, triton_installed
 
@@ -79,3 +79,10 @@ def _update_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
 @torch.library.impl(library, "aggregate_update_backward", "CUDA")
 def _backward_cuda(*arguments: Any) -> list[Tensor]:
     return (aggregate_update_backward if triton_installed() else reference.aggregate_update_backward)(*arguments)
+
+
+def _tf32() -> bool:
+    """Tell whether the user lets torch round float32 to TF32 in matrix products."""
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)  # reading the older name fails where the newer was written
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"

@@ -1,6 +1,6 @@
-"""Edge softmax on the CPU: a worker normalises the entries of whole vertices, outside the GIL.
+"""Edge softmax on the CPU: a worker normalises the entries of whole rows, outside the GIL.
 
-The entries of a vertex are gone through a few times, in one fixed order, so that the result is the same to the last bit
+The entries of a row are gone through a few times, in one fixed order, so that the result is the same to the last bit
 for any number of workers; after the first time they are in the cache.
 """
 
@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate.numba_rows import Rows, execute_by_vertex, flat, huge_pages, rows_of, wide
-from lightning_gnn.ops.edge_softmax import reference as softmax_reference  # noqa: F401  defines the operators
+from lightning_gnn.ops.aggregate.matrix import Matrix
+from lightning_gnn.ops.aggregate.numba_rows import Rows, execute, flat, huge_pages, rows_of, wide
 from lightning_gnn.ops.intrinsics import exp_span, prefetch
-from lightning_gnn.ops.library import library
 
 _AHEAD = 24
 """How many entries ahead the scores of columns are asked for."""
@@ -22,69 +21,58 @@ _WORK = 8
 """A score takes about as long as so many features that are added up."""
 
 
-@torch.library.impl(library, "edge_softmax", "CPU")
-def edge_softmax(
-    chunks: list[Tensor], row_scores: Tensor, column_scores: Tensor, negative_slope: float, chunk_ranges: list[int]
-) -> Tensor:
+def edge_softmax(matrix: Matrix, row_scores: Tensor, column_scores: Tensor, negative_slope: float) -> Tensor:
     """Do what the function of this name in ``reference.py`` does."""
     dtype, row_scores, column_scores = row_scores.dtype, wide(row_scores), wide(column_scores)
-    rows = rows_of(chunks, row_scores.size(0), column_scores.size(0))
-    heads = row_scores.size(1)
-    out = huge_pages(torch.empty((rows.indices.size, heads), dtype=row_scores.dtype))
+    rows, heads = rows_of(matrix), row_scores.size(1)
+    out = huge_pages(torch.empty((matrix.num_edges, heads), dtype=row_scores.dtype))
     source, target, result = _ordered(rows, column_scores), flat(row_scores), flat(out)
     slope = result.dtype.type(negative_slope)
 
-    def share(first: int, last: int) -> None:
-        _softmax_rows(source, target, slope, rows.vertices, rows.indptr, rows.indices, first, last, heads, result)
+    def share(_: int, first: int, last: int) -> None:
+        _softmax_rows(source, target, slope, rows.indptr, rows.indices, first, last, heads, result)
 
-    execute_by_vertex(rows.vertices, rows.row_ptr, chunk_ranges, _WORK * result.size, share)
+    execute(matrix, _WORK * result.size, share)
     return out.to(dtype)
 
 
-@torch.library.impl(library, "edge_softmax_backward", "CPU")
 def edge_softmax_backward(
-    chunks: list[Tensor],
+    matrix: Matrix,
     row_scores: Tensor,
     column_scores: Tensor,
     negative_slope: float,
     attention: Tensor,
     grad: Tensor,
-    chunk_ranges: list[int],
 ) -> Tensor:
     """Do what the function of this name in ``reference.py`` does."""
     dtype, row_scores, column_scores = row_scores.dtype, wide(row_scores), wide(column_scores)
-    rows = rows_of(chunks, row_scores.size(0), column_scores.size(0))
-    heads = row_scores.size(1)
-    out = huge_pages(torch.empty((rows.indices.size, heads), dtype=row_scores.dtype))
+    rows, heads = rows_of(matrix), row_scores.size(1)
+    out = huge_pages(torch.empty((matrix.num_edges, heads), dtype=row_scores.dtype))
     source, target, result = _ordered(rows, column_scores), flat(row_scores), flat(out)
     weights, grads = flat(wide(attention)), flat(wide(grad))
     slope = result.dtype.type(negative_slope)
 
-    def share(first: int, last: int) -> None:
+    def share(_: int, first: int, last: int) -> None:
         _softmax_backward_rows(
-            source, target, slope, weights, grads, rows.vertices, rows.indptr, rows.indices, first, last, heads, result
+            source, target, slope, weights, grads, rows.indptr, rows.indices, first, last, heads, result
         )
 
-    execute_by_vertex(rows.vertices, rows.row_ptr, chunk_ranges, _WORK * result.size, share)
+    execute(matrix, _WORK * result.size, share)
     return out.to(dtype)
 
 
-@torch.library.impl(library, "edge_sums", "CPU")
-def edge_sums(
-    chunks: list[Tensor], num_rows: int, edge_ids: Tensor | None, values: Tensor, chunk_ranges: list[int]
-) -> Tensor:
+def edge_sums(matrix: Matrix, edge_ids: Tensor | None, values: Tensor) -> Tensor:
     """Do what the function of this name in ``reference.py`` does."""
     dtype, values = values.dtype, wide(values)
-    heads = values.size(1)
-    vertices, row_ptr, indptr = (tensor.numpy() for tensor in chunks[:3])
-    out = torch.zeros((num_rows, heads), dtype=values.dtype)
+    heads, indptr = values.size(1), matrix.indptr.numpy()
+    out = torch.zeros((matrix.num_rows, heads), dtype=values.dtype)
     ids = np.empty(0, np.int32) if edge_ids is None else edge_ids.numpy()
     given, result = flat(values), flat(out)
 
-    def share(first: int, last: int) -> None:
-        _sum_edges(given, ids, vertices, indptr, first, last, heads, result)
+    def share(_: int, first: int, last: int) -> None:
+        _sum_edges(given, ids, indptr, first, last, heads, result)
 
-    execute_by_vertex(vertices, row_ptr, chunk_ranges, _WORK * given.size, share)
+    execute(matrix, _WORK * given.size, share)
     return out.to(dtype)
 
 
@@ -95,15 +83,14 @@ def _ordered(rows: Rows, scores: Tensor) -> np.ndarray:
 
 @numba.njit(nogil=True, cache=True)
 def _softmax_rows(
-    source: np.ndarray, target: np.ndarray, slope: float, vertices: np.ndarray, indptr: np.ndarray,
-    indices: np.ndarray, first: int, last: int, heads: int, out: np.ndarray,
+    source: np.ndarray, target: np.ndarray, slope: float, indptr: np.ndarray, indices: np.ndarray, first: int,
+    last: int, heads: int, out: np.ndarray,
 ) -> None:  # fmt: skip
     """Write the attention weights of the entries of some rows.
 
     Args:
         source: Scores of the columns, floating ``[num_columns * heads]``.
-        target: Scores of the rows' vertices, ``[num_rows * heads]``.
-        vertices: Vertex of each row; equal ones are adjacent, and none lies on both sides of ``first`` or ``last``.
+        target: Scores of the rows, ``[num_rows * heads]``.
         indptr: First entry of each row.
         first: First row.
         last: One past the last row.
@@ -111,13 +98,8 @@ def _softmax_rows(
     """
     largest, total = np.empty(heads, source.dtype), np.empty(heads, source.dtype)
     zero, tiny = source.dtype.type(0), source.dtype.type(1e-16)
-    r = first
-    while r < last:
-        # All pieces of a split vertex are normalised together: their entries lie one after another.
-        stop = r + 1
-        while stop < last and vertices[stop] == vertices[r]:
-            stop += 1
-        begin, end, own = indptr[r], indptr[stop], np.int64(vertices[r]) * heads
+    for r in range(first, last):
+        begin, end, own = indptr[r], indptr[r + 1], r * heads
         largest[:] = -np.inf
         total[:] = 0
         # 1. Scores and the largest per head. "Not less or equal", so that a NaN, once met, is the largest, as in torch.
@@ -145,7 +127,6 @@ def _softmax_rows(
         for e in range(begin, end):
             for h in range(heads):
                 out[e * heads + h] /= total[h]
-        r = stop
 
 
 @numba.njit(nogil=True, cache=True)
@@ -162,15 +143,14 @@ def exp_all(values: np.ndarray, begin: int, end: int) -> None:
 @numba.njit(nogil=True, cache=True)
 def _softmax_backward_rows(
     source: np.ndarray, target: np.ndarray, slope: float, attention: np.ndarray, grad: np.ndarray,
-    vertices: np.ndarray, indptr: np.ndarray, indices: np.ndarray, first: int, last: int, heads: int, out: np.ndarray,
+    indptr: np.ndarray, indices: np.ndarray, first: int, last: int, heads: int, out: np.ndarray,
 ) -> None:  # fmt: skip
     """Write the gradient of ``source + target`` of each entry.
 
     Args:
         source: Scores of the columns, floating ``[num_columns * heads]``.
-        target: Scores of the rows' vertices, ``[num_rows * heads]``.
+        target: Scores of the rows, ``[num_rows * heads]``.
         attention: What :func:`_softmax_rows` wrote, ``[num_edges * heads]``.
-        vertices: Vertex of each row; equal ones are adjacent, and none lies on both sides of ``first`` or ``last``.
         indptr: First entry of each row.
         first: First row.
         last: One past the last row.
@@ -178,13 +158,9 @@ def _softmax_backward_rows(
     """
     total = np.empty(heads, source.dtype)
     zero = source.dtype.type(0)
-    r = first
-    while r < last:
-        stop = r + 1
-        while stop < last and vertices[stop] == vertices[r]:
-            stop += 1
-        begin, end, own = indptr[r], indptr[stop], np.int64(vertices[r]) * heads
-        # The softmax's gradient is attention * (grad - sum of attention * grad over the vertex) ...
+    for r in range(first, last):
+        begin, end, own = indptr[r], indptr[r + 1], r * heads
+        # The softmax's gradient is attention * (grad - sum of attention * grad over the row) ...
         total[:] = 0
         for e in range(begin, end):
             for h in range(heads):
@@ -197,17 +173,15 @@ def _softmax_backward_rows(
                 i = e * heads + h
                 value = attention[i] * (grad[i] - total[h])
                 out[i] = value if source[column + h] + target[own + h] > zero else value * slope
-        r = stop
 
 
 @numba.njit(nogil=True, cache=True)
 def _sum_edges(
-    values: np.ndarray, edge_ids: np.ndarray, vertices: np.ndarray, indptr: np.ndarray, first: int, last: int,
-    heads: int, out: np.ndarray,
+    values: np.ndarray, edge_ids: np.ndarray, indptr: np.ndarray, first: int, last: int, heads: int, out: np.ndarray,
 ) -> None:  # fmt: skip
     """Add ``values[edge_ids[e]]``, or ``values[e]`` where there are no ids, of each row's entries into ``out``."""
     for r in range(first, last):
-        own = np.int64(vertices[r]) * heads
+        own = r * heads
         for e in range(indptr[r], indptr[r + 1]):
             # Only where there are ids do values lie far apart.
             if edge_ids.size:

@@ -1,24 +1,18 @@
-"""Attention over chunks with torch's own operators: for the tests, and for devices that have no kernel of their own."""
+"""Attention with torch's own operators: for the tests, and for devices that have no kernel of their own."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate.reference import accumulator, entry_columns, entry_rows
-from lightning_gnn.ops.library import define
+from lightning_gnn.ops.aggregate.matrix import Matrix
+from lightning_gnn.ops.aggregate.reference import accumulator
 
 
-def edge_softmax(
-    chunks: list[Tensor],
-    row_scores: Tensor,
-    column_scores: Tensor,
-    negative_slope: float,
-    chunk_ranges: list[int],
-) -> Tensor:
-    """Normalise ``exp(leaky_relu(row + column))`` over the entries of each vertex."""
+def edge_softmax(matrix: Matrix, row_scores: Tensor, column_scores: Tensor, negative_slope: float) -> Tensor:
+    """Normalise ``exp(leaky_relu(row + column))`` over the entries of each row, ``[num_edges, H]``."""
     wide = accumulator(row_scores.dtype)
-    row, column = entry_rows(chunks), entry_columns(chunks)
+    row, column = matrix.entry_rows(), matrix.indices
     score = row_scores[row].to(wide) + column_scores[column].to(wide)
     score = torch.nn.functional.leaky_relu(score, negative_slope)
     largest = torch.full(row_scores.shape, -torch.inf, dtype=wide, device=row.device)
@@ -29,17 +23,16 @@ def edge_softmax(
 
 
 def edge_softmax_backward(
-    chunks: list[Tensor],
+    matrix: Matrix,
     row_scores: Tensor,
     column_scores: Tensor,
     negative_slope: float,
     attention: Tensor,
     grad: Tensor,
-    chunk_ranges: list[int],
 ) -> Tensor:
     """Return the gradient of ``row + column`` of each entry from that of its normalised weight."""
     wide = accumulator(row_scores.dtype)
-    row, column = entry_rows(chunks), entry_columns(chunks)
+    row, column = matrix.entry_rows(), matrix.indices
     product = attention.to(wide) * grad.to(wide)
     total = torch.zeros(row_scores.shape, dtype=wide, device=row.device).index_add_(0, row, product)
     out = product - attention.to(wide) * total[row]
@@ -47,27 +40,13 @@ def edge_softmax_backward(
     return torch.where(score > 0, out, out * negative_slope).to(row_scores.dtype)
 
 
-def edge_sums(
-    chunks: list[Tensor], num_rows: int, edge_ids: Tensor | None, values: Tensor, chunk_ranges: list[int]
-) -> Tensor:
-    """Add up numbers of the edges over the entries of each vertex."""
+def edge_sums(matrix: Matrix, edge_ids: Tensor | None, values: Tensor) -> Tensor:
+    """Add up numbers of the edges ``[num_edges, H]`` over the entries of each row.
+
+    Args:
+        edge_ids: Which of the numbers each entry has; None: those in order.
+    """
     wide = accumulator(values.dtype)
-    out = torch.zeros((num_rows, values.size(1)), dtype=wide, device=values.device)
+    out = torch.zeros((matrix.num_rows, values.size(1)), dtype=wide, device=values.device)
     ordered = values if edge_ids is None else values[edge_ids]
-    return out.index_add_(0, entry_rows(chunks), ordered.to(wide)).to(values.dtype)
-
-
-define(
-    "edge_softmax(Tensor[] chunks, Tensor row_scores, Tensor column_scores, float negative_slope, int[] chunk_ranges)"
-    " -> Tensor",
-    edge_softmax,
-)
-define(
-    "edge_softmax_backward(Tensor[] chunks, Tensor row_scores, Tensor column_scores, float negative_slope,"
-    " Tensor attention, Tensor grad, int[] chunk_ranges) -> Tensor",
-    edge_softmax_backward,
-)
-define(
-    "edge_sums(Tensor[] chunks, int num_rows, Tensor? edge_ids, Tensor values, int[] chunk_ranges) -> Tensor",
-    edge_sums,
-)
+    return out.index_add_(0, matrix.entry_rows(), ordered.to(wide)).to(values.dtype)

@@ -154,7 +154,7 @@ class Run:
     def data(self, **options):
         """Return a new DataModule: three batches of training, two of validation, two of testing, some of prediction."""
         if self.full:
-            return Repeated(graph(), num_chunks=3)
+            return Repeated(graph())
         return NeighborDataModule(
             graph(), **{"num_neighbors": [-1, -1], "batch_size": BATCH_SIZE, "seed": 5, **options}
         )

@@ -1,0 +1,47 @@
+"""One direction of a graph, as the functions of every backend take it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_gnn.graph.csr import CSR
+from lightning_gnn.graph.hybrid_plan import PlanSettings
+
+
+class Matrix(NamedTuple):
+    """A sparse matrix in compressed rows, and who executes what is computed with it.
+
+    Args:
+        indptr: First entry of each row, int64 ``[num_rows + 1]``.
+        indices: Column of each entry, int32 ``[num_edges]``. What is derived of the graph is known by this object.
+        num_columns: Vertices on the column side.
+        settings: Who executes.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    num_columns: int
+    settings: PlanSettings = PlanSettings()
+
+    @property
+    def num_rows(self) -> int:
+        """Vertices on the row side."""
+        return self.indptr.numel() - 1
+
+    @property
+    def num_edges(self) -> int:
+        """Number of entries."""
+        return self.indices.numel()
+
+    @property
+    def csr(self) -> CSR:
+        """The same arrays as a direction of a graph."""
+        return CSR(self.indptr, self.indices, self.num_columns)
+
+    def entry_rows(self) -> Tensor:
+        """Return the row of each entry, int64 ``[num_edges]``."""
+        rows = torch.arange(self.num_rows, device=self.indptr.device)
+        return torch.repeat_interleave(rows, self.indptr.diff(), output_size=self.num_edges)

@@ -1,0 +1,81 @@
+"""What the kernels of whole graphs run over, built once per graph: rows of a sparse matrix, in parts.
+
+A row is read in parts of bounded length, one program each, so that a hub does not keep one program busy while the
+others wait. A row of one part goes straight to the output; parts of others go to slots of a scratch table, which are
+added up in order. So no atomic is needed, and the same call gives the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_ENTRIES = 512  # of one part: a program reads them one block after the other
+
+
+@dataclass(frozen=True, eq=False)
+class RowParts:
+    """A sparse matrix in parts, each of one row and for one program.
+
+    Args:
+        indices: Column of each entry, int32 ``[E]``.
+        degrees: Entries of each row, int32 ``[R]``.
+        starts: First entry of each part, int64 ``[P]``.
+        stops: Last entry, exclusive, int64 ``[P]``.
+        vertices: Its row, int32 ``[P]``.
+        places: Where the sum goes: the row, or ``-1 - slot`` of the scratch table, int32 ``[P]``.
+        shared: The parts that go to slots, int32.
+        slot_ptr: First slot of each row that has some, int64 ``[S + 1]``.
+        slot_vertices: These rows, int32 ``[S]``.
+    """
+
+    indices: Tensor
+    degrees: Tensor
+    starts: Tensor
+    stops: Tensor
+    vertices: Tensor
+    places: Tensor
+    shared: Tensor
+    slot_ptr: Tensor
+    slot_vertices: Tensor
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts."""
+        return self.starts.numel()
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the scratch table."""
+        return self.shared.numel()
+
+
+def build_parts(indptr: Tensor, indices: Tensor) -> RowParts:
+    """Cut rows into parts of at most ``MAX_ENTRIES`` entries, at least one each.
+
+    Args:
+        indptr: First entry of each row, int64 ``[R + 1]``.
+        indices: Column of each entry, int32 ``[E]``.
+    """
+    degrees = indptr.diff()
+    pieces = ((degrees + MAX_ENTRIES - 1) // MAX_ENTRIES).clamp(min=1)
+    row = torch.repeat_interleave(pieces)
+    before = pieces.cumsum(0) - pieces
+    starts = indptr[row] + (torch.arange(row.numel(), device=row.device) - before[row]) * MAX_ENTRIES
+    vertices, split = row.int(), pieces > 1
+    shared = torch.nonzero(split[row]).flatten()
+    places = vertices.clone()
+    places[shared] = -1 - torch.arange(shared.numel(), dtype=torch.int32, device=row.device)
+    return RowParts(
+        indices=indices,
+        degrees=degrees.int(),
+        starts=starts,
+        stops=torch.minimum(starts + MAX_ENTRIES, indptr[row + 1]),
+        vertices=vertices,
+        places=places,
+        shared=shared.int(),
+        slot_ptr=torch.nn.functional.pad(pieces[split].cumsum(0), (1, 0)),
+        slot_vertices=torch.nonzero(split).flatten().int(),
+    )
