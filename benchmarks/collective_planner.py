@@ -1,22 +1,15 @@
-"""What the planner of collective batching is worth: against the authors', each processor alone, and trying everything.
+"""What the planner of collective batching is worth: against the authors', each processor alone, and another commit's.
 
 Settings are drawn: stage times over one and a half decades each, 1 to 31 CPU workers, spreads of 0 to 30 %, epochs of
 100 to 400 mini-batches. Every plan is judged by its mean makespan over epochs that no planner has seen, the same for
-all, in a discrete-event simulation of its own: processes that hand events to a queue, not the library's clock. "Brute
-force" is the best of a grid over both buffers, with three leads, chosen on other epochs than it is judged on, else the
-best of many would be luck. The authors' planner and schedule train mini-batches as they are ready; ours keeps their
-order. "Without turns" is our planner as it would be without rows and a beginning of their own, "without cover" with
-transfers that set out at any time, "without backup" with a GPU that waits for a late worker, "without stocks" with no
-plans to begin with that let the CPU prepare far ahead; these in the first few settings, and in hard ones among ten
-times as many: spreads of 20 % and more, and 7 workers and more. There all are judged on more epochs.
-Where another comes within half a percent of ours, or is better, both are judged again, on more epochs and on those
-alone. Where more than a percent remains, a search of ten times as many plans tells what order costs, and what a short
-search. Nothing is timed but the planning itself, by the processor's clock.
+all, in a discrete-event simulation of its own: processes that hand events to a queue, not the library's clock. The
+authors' planner and schedule train mini-batches as they are ready; ours keeps their order. In hard settings, spreads of
+20 % and more and 7 workers and more, all are judged on more epochs. Nothing is timed but the planning itself, by the
+processor's clock.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
@@ -24,36 +17,25 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
-from unittest.mock import patch
 
 from benchmarks.collective_published import DualBuffer, published_plan
 from benchmarks.harness import machine, parse, publish
-from lightning_gnn.collective import dispatcher
-from lightning_gnn.collective.dispatcher import Dispatcher, initial_ratio, relaxed_time
+from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.plan import STAGES, CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.reorder_buffer import Step
-from lightning_gnn.collective.simulate import drawn_durations, makespan
+from lightning_gnn.collective.simulate import drawn_durations
 
-SIZES = {
-    "settings": (1000, 3),
-    "ablated": (200, 20),
-    "processes": (2, 1),
-    "judged": (6, 1),
-    "again": (16, 2),
-    "shown": (2, 1),
-}
+SIZES = {"settings": (1000, 3), "processes": (2, 1), "judged": (6, 1), "hard": (16, 2)}
 SPREADS = (0.0, 0.05, 0.1, 0.2, 0.3)
 WORKERS = (1, 2, 3, 4, 7, 11, 15, 31)
 GPU_BUFFER = 10
-GRID = {"gbs": (1, 2, 5, 10), "cbs": (1, 2, 4, 8, 16, 32)}
-NEAR, OVER = 0.995, 1.01
-OURS, AUTHORS, BEST = "ours", "the authors'", "the best of them"
+OURS, AUTHORS, BEST, BEFORE = "ours", "the authors'", "the best of them", "the planner before"
 
 Wait = float | str
 """Seconds, or the name of what has to happen."""
@@ -169,8 +151,6 @@ class Node:
             else:
                 while step.route == "cpu" and step.number not in self._arrived:
                     yield "arrival"
-                while self._working and getattr(self.schedule, "over", False):
-                    yield "ready"  # the last one waits for workers that are still at what nobody needs
                 yield self.seconds("model", step.number)
 
 
@@ -192,11 +172,6 @@ class Setting:
     def hard(self) -> bool:
         """Whether many workers vary much, so that one is often late."""
         return self.spread >= 0.2 and self.times.cpu_workers >= 7
-
-    @property
-    def bound(self) -> float:
-        """Seconds that no schedule falls below in a long epoch (equation 6)."""
-        return self.num_batches * relaxed_time(initial_ratio(self.times), self.times)
 
 
 def draw(source: random.Random) -> Setting:
@@ -220,66 +195,8 @@ def judged(setting: Setting, schedule: Callable[[], Schedule], seeds: range) -> 
     )
 
 
-class WithoutTurns(Dispatcher):
-    """Plans without rows, and without a beginning of their own."""
-
-    def _plan(self, *sizes: Any, **others: Any) -> CollectivePlan:
-        return replace(super()._plan(*sizes, **others), row=0, begin=0)
-
-
-class WithoutCover(Dispatcher):
-    """Plans with transfers that set out at any time."""
-
-    def _plan(self, *sizes: Any, **others: Any) -> CollectivePlan:
-        return replace(super()._plan(*sizes, **others), cover=1)
-
-
-class WithoutBackup(Dispatcher):
-    """Plans with a GPU that waits for a late worker."""
-
-    def _plan(self, *sizes: Any, **others: Any) -> CollectivePlan:
-        return replace(super()._plan(*sizes, **others), backup=False)
-
-
-class WithoutStocks(Dispatcher):
-    """Begins with no plans that have room for what the CPU prepares far ahead."""
-
-    def _with_stocks(self, share: float, taken: float) -> list[CollectivePlan]:
-        return []
-
-
-WITHOUT: dict[str, type[Dispatcher]] = {
-    "without stocks": WithoutStocks,
-    "without turns": WithoutTurns,
-    "without cover": WithoutCover,
-    "without backup": WithoutBackup,
-}
-
-
-def more_thorough(setting: Setting) -> CollectivePlan:
-    """Return the plan of a search of ten times as many plans, compared on twice as many epochs."""
-    names = {"ROUNDS": 10 * dispatcher.ROUNDS, "CANDIDATES": 40, "FINALISTS": 12, "LEADERS": 12}
-    names |= {"DRAWN": 8, "DRAWN_AGAIN": 8, "DRAWN_AT_LAST": 32}
-    with patch.multiple(dispatcher, **names):
-        return Dispatcher(setting.times, GPU_BUFFER, num_batches=setting.num_batches).plan()
-
-
-def brute_force(setting: Setting, shown: range) -> CollectivePlan:
-    """Return the best plan of the grid in the epochs that are shown."""
-    times, number, workers = setting.times, setting.num_batches, setting.times.cpu_workers
-    taken, share = times.cpu_batching.mean / (setting.bound / number), 1 / (1 + initial_ratio(times))
-    plans = {CollectivePlan("cpu", 1, max(GPU_BUFFER, 2 * workers), times=times), CollectivePlan("gpu", 1, 0)}
-    for gbs, cbs in itertools.product(*GRID.values()):
-        for lead in (gbs + cbs, taken + 1, (cbs + workers) / share):
-            plans.add(CollectivePlan("collective", gbs, cbs, lead=max(1, min(number, math.ceil(lead)))))
-    epochs = [drawn_durations(times, number, seed) for seed in shown]
-    return min(plans, key=lambda plan: sum(makespan(times, plan, number, epoch) for epoch in epochs))
-
-
-def contestants(
-    setting: Setting, ablated: bool, judge: range, again: range, shown: range
-) -> tuple[dict[str, float], Any]:
-    """Return the mean makespan of each planner's plan in the epochs to be judged by, and what ours did."""
+def contestants(setting: Setting, judge: range, hard: range) -> tuple[dict[str, float], CollectivePlan, float]:
+    """Return the mean makespan of each planner's plan in the epochs to be judged by, our plan and its seconds."""
     times, number, workers = setting.times, setting.num_batches, setting.times.cpu_workers
     start = time.process_time()
     plan = Dispatcher(times, GPU_BUFFER, num_batches=number).plan()
@@ -300,25 +217,9 @@ def contestants(
         AUTHORS: lambda: DualBuffer(number, *published, workers),
         "the CPU alone": planned(CollectivePlan("cpu", 1, max(GPU_BUFFER, 2 * workers), times=times)),
         "the GPU alone": planned(CollectivePlan("gpu", 1, 0)),
-        "brute force": planned(brute_force(setting, shown)),
     }
-    peers = [name for name in schedules if name != OURS]
-    if ablated:
-        schedules |= {
-            name: planned(planner(times, GPU_BUFFER, num_batches=number).plan()) for name, planner in WITHOUT.items()
-        }
-    found = {name: judged(setting, schedule, again if ablated else judge) for name, schedule in schedules.items()}
-    ratios = {name: found[OURS] / seconds for name, seconds in found.items() if name != OURS}
-    about = {"rounds": plan.rounds, "planning_s": planning, "mode": plan.mode, "seconds": dict(found)}
-    if near := [name for name in peers if ratios[name] > NEAR] if setting.spread and not ablated else []:
-        found |= {name: judged(setting, schedules[name], again) for name in (OURS, *near)}
-        ratios |= {name: found[OURS] / found[name] for name in near}
-    if setting.spread and max(ratios[name] for name in peers) > OVER:
-        least = min(judged(setting, schedules[name], again) for name in peers)
-        about["thorough"] = judged(setting, planned(more_thorough(setting)), again) / least
-    if ablated:
-        about["without"] = {name: found[name] / min(found[peer] for peer in peers) for name in (OURS, *WITHOUT)}
-    return ratios, about
+    epochs = hard if setting.hard else judge
+    return {name: judged(setting, schedule, epochs) for name, schedule in schedules.items()}, plan, planning
 
 
 def summary(ratios: list[float]) -> dict[str, float]:
@@ -337,58 +238,41 @@ def summary(ratios: list[float]) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     paths = {
-        "resume": "a file with what each setting came to, to go on from where it ends",
-        "numbers": "of the settings to look at, such as 477,832, in place of all; each is ablated",
+        "epochs": "a file to write our epoch in each setting to, a JSON object a line",
+        "before": "such a file of another commit, to compare with; only the settings that it has are looked at",
     }
     args = parse("collective_planner", __doc__, SIZES, argv, paths=paths)
-    described = machine()
-    sizes, source = args.sizes, random.Random(0)
-    judge, shown = range(10_000, 10_000 + sizes["judged"]), range(20_000, 20_000 + sizes["shown"])
-    again = range(30_000, 30_000 + sizes["again"])
-    ratios: dict[str, list[float]] = {}
-    by_spread: dict[float, list[float]] = {}
-    without: dict[str, list[float]] = {}
-    planned, over = [], []
-    settings = [draw(source) for _ in range(sizes["settings"])]
-    numbers = range(len(settings)) if args.numbers is None else [int(number) for number in args.numbers.split(",")]
-    settings = [settings[number] for number in numbers]
-    ablated = [
-        args.numbers is not None or 10 * number < sizes["ablated"] or (number < sizes["ablated"] and setting.hard)
-        for number, setting in enumerate(settings)
-    ]
-    results: list[tuple[dict[str, float], Any]] = []
-    if args.resume is not None and Path(args.resume).exists():
-        results = [tuple(json.loads(line)) for line in Path(args.resume).read_text().splitlines()][: len(settings)]
+    described, sizes, source = machine(), args.sizes, random.Random(0)
+    settings = dict(enumerate(draw(source) for _ in range(sizes["settings"])))
+    before = {}
+    if args.before is not None:
+        lines = map(json.loads, Path(args.before).read_text().splitlines())
+        before = {line["setting"]: line["seconds"] for line in lines}
+        settings = {number: setting for number, setting in settings.items() if number in before}
+    judge, hard = range(10_000, 10_000 + sizes["judged"]), range(30_000, 30_000 + sizes["hard"])
+    ratios: dict[str, dict[int, float]] = {}
+    plans, planning, own = [], [], []
     with ProcessPoolExecutor(sizes["processes"], get_context("fork")) as processes:
-        each = partial(contestants, judge=judge, again=again, shown=shown)
-        done, kept = processes.map(each, settings[len(results) :], ablated[len(results) :]), args.resume
-        for one in done:
-            results.append(one)
-            if kept is not None:
-                with Path(kept).open("a") as file:
-                    file.write(json.dumps(one) + "\n")
-    for number, setting, (found, about) in zip(numbers, settings, results, strict=True):
-        planned.append(about)
-        found[BEST] = max(ratio for name, ratio in found.items() if name not in WITHOUT)
-        for name, ratio in found.items():
-            ratios.setdefault(name, []).append(ratio)
-        by_spread.setdefault(setting.spread, []).append(found[BEST])
-        for name, ratio in about.get("without", {}).items():
-            without.setdefault(f"{name}, {'hard' if setting.hard else 'other'} settings", []).append(ratio)
-        if found[BEST] > OVER:
-            over.append({
-                "setting": number, "spread": setting.spread, "workers": setting.times.cpu_workers,
-                "num_batches": setting.num_batches, "mode": about["mode"], "ours": round(found[BEST], 4),
-                "thorough": round(about.get("thorough", 1), 4),
-                "seconds": {name: round(seconds, 4) for name, seconds in about["seconds"].items()},
-            })  # fmt: skip
+        found = processes.map(partial(contestants, judge=judge, hard=hard), settings.values())
+        for number, (seconds, plan, planning_s) in zip(settings, found, strict=True):
+            ours = seconds.pop(OURS)
+            peers = seconds | ({BEFORE: before[number]} if before else {}) | {BEST: min(seconds.values())}
+            for name, peer in peers.items():
+                ratios.setdefault(name, {})[number] = ours / peer
+            plans.append(plan)
+            planning.append(planning_s)
+            own.append(json.dumps({"setting": number, "seconds": ours}) + "\n")
+            if args.epochs is not None:
+                Path(args.epochs).write_text("".join(own))
+    ordered = {name: sorted(values.items(), key=lambda item: -item[1]) for name, values in ratios.items()}
     result = {
         "benchmark": "collective_planner",
         "title": "Planned epochs of collective batching against other planners, simulated",
         "unit": "makespan of ours over the peer's",
         "settings": {
             **sizes,
-            "numbers": args.numbers or "all",
+            "settings": len(settings),
+            "numbers": list(settings) if before else "all",
             "spreads": SPREADS,
             "workers": WORKERS,
             "gpu_buffer_size": GPU_BUFFER,
@@ -397,19 +281,23 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "rows": [],
         "comparisons": [],
         "extra": {
-            "against": {name: summary(values) for name, values in ratios.items()},
-            "against the best of them by spread": {f"{key:g}": summary(by_spread[key]) for key in sorted(by_spread)},
-            "more than 1 % slower, and with a search ten times as long": over,
-            "against the best of them, without": {name: summary(values) for name, values in without.items()},
-            "rounds": {
-                "median": statistics.median(a["rounds"] for a in planned),
-                "most": max(a["rounds"] for a in planned),
+            "against": {name: summary(list(values.values())) for name, values in ratios.items()},
+            **{
+                f"against, in {kind} settings": {
+                    name: summary([value for number, value in values.items() if settings[number].hard == is_hard])
+                    for name, values in ratios.items()
+                }
+                for kind, is_hard in (("hard", True), ("other", False))
+                if any(setting.hard == is_hard for setting in settings.values())
             },
+            "worst settings": {name: {n: round(value, 4) for n, value in each[:5]} for name, each in ordered.items()},
+            "rounds": {"most": max(plan.rounds for plan in plans)},
+            "turns": sum(plan.row > 0 for plan in plans),
             "planning_s": {
-                "median": round(statistics.median(a["planning_s"] for a in planned), 4),
-                "most": round(max(a["planning_s"] for a in planned), 4),
+                "median": round(statistics.median(planning), 4),
+                "most": round(max(planning), 4),
             },
-            "modes": {mode: sum(a["mode"] == mode for a in planned) for mode in ("collective", "cpu", "gpu")},
+            "modes": {mode: sum(plan.mode == mode for plan in plans) for mode in ("collective", "cpu", "gpu")},
         },
     }
     return publish(result, args.out)

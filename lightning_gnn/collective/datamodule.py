@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -20,7 +19,6 @@ from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan, keep_plan, kept_plan
-from lightning_gnn.collective.rank_waits import RankWaits
 from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
 from lightning_gnn.runtime.cores import is_busy, num_cores
@@ -184,16 +182,8 @@ class CollectiveDataModule(PersistentSamplerDataModule):
             replan=self.replan and (plan is None or plan is not self._given),
             **{**self.loader_arguments(stage, self._count(stage)), "pin_memory": False},
         )
-        waits = RankWaits(loader.routes.recorder)
-        loader.first_batch = partial(self._begin_epoch, waits)
         self._loaders.add(loader)
         return loader
-
-    def _begin_epoch(self, waits: RankWaits) -> int:
-        """Called when an epoch begins, by which the model has all of its parameters."""
-        if self.trainer is not None and self.trainer.training:
-            waits.watch(self.trainer.lightning_module.parameters())
-        return self._first_batch()
 
     def _device(self) -> torch.device | None:
         return None if self.gpu_route == "cpu" else super()._device()

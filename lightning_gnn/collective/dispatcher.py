@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from math import ceil, exp, inf, isfinite, sqrt
-from random import Random
+from math import ceil, inf, isfinite, sqrt
 from statistics import fmean, pstdev
 
-from lightning_gnn.collective.plan import STAGES, CollectivePlan, Mode, StageTimes
+from lightning_gnn.collective.plan import STAGES, CollectivePlan, StageTimes
 from lightning_gnn.collective.simulate import Durations, drawn_durations, makespan, simulate_dual_buffer
 
 SIMULATED_BATCHES = 400
 """Of a longer epoch only so many are simulated: the others would go on like them."""
-ROUNDS = 200
-"""So many plans are tried near the best ones, beside a few to begin with."""
-LEADERS = 6
-"""So many of the best plans are tried to improve on."""
-STEP = 0.25
-"""Standard deviation of the logarithm by which a size is changed."""
-CHANGED = 0.2
-"""Probability that a backup is taken away or added."""
-HOPELESS = 0.01
-"""A plan that takes so much longer than the leaders in one epoch, or half as much in two, is not tried in others."""
-CANDIDATES, FINALISTS = 12, 6
-"""So many of the best plans are compared on new epochs at last, and so many of those on more of them."""
-DRAWN, DRAWN_AGAIN, DRAWN_AT_LAST = 4, 4, 32
-"""Epochs that each plan is tried on while looking for one, and others for the candidates and for the finalists."""
+GPU_BUFFERS = (1, 2, 5)
+"""Mini-batches in a row that are tried for the GPU, beside the most that it may prepare."""
+CPU_BUFFERS = (1, 2, 4, 8, 16, 32)
+"""Mini-batches in host memory that are tried where the processors take no turns."""
 HOST_PER_WORKER = 4
 """The host holds at most so many mini-batches for each worker, or twice as many as the device, if that is more: what
 more could gain is little, and all of it is page-locked."""
+HOPELESS = 0.03
+"""A plan that takes so much longer than the best one in one epoch is not tried in others."""
+FINALISTS = 8
+"""So many of the plans that are best in :data:`DRAWN` epochs are compared on new epochs at last."""
+DRAWN, DRAWN_AT_LAST = 2, 16
 LEAST_GAIN = 0.003
 """A plan for both processors must promise so much over the better one alone, and twice the standard error of that."""
-
 WORTH_CHANGING = 0.05
 """A plan must promise so much over the one in force, measured anew, to take its place."""
 
@@ -69,14 +63,13 @@ def initial_ratio(times: StageTimes) -> float:
 
 
 class Dispatcher:
-    """Looks for the plan with the shortest simulated epoch.
+    """Chooses the plan with the shortest simulated epoch, of a grid over both buffers, the CPU's lead and turns.
 
     Equation 6 tells the best that any schedule could reach, and with it how long a CPU worker takes in mini-batches
-    trained: so far ahead the CPU has to begin, and a little more where durations vary. From there it goes on to plans
-    nearby, with other buffers and another lead, from the best so far, on epochs whose durations are drawn with the
-    measured spreads, the same for all plans. The best few and each processor alone are compared on further draws, for
-    of many plans one is best by luck; one for both processors must win by more than such luck explains. What is tried
-    is drawn, but the same each time.
+    trained: so far ahead the CPU has to begin, and a little more where durations vary; and the CPU's share. Plans are
+    compared on epochs whose durations are drawn with the measured spreads, the same for all plans. The best few and
+    each processor alone are compared on further draws, for of many plans one is best by luck; one for both processors
+    must win by more than such luck explains.
 
     Args:
         times: What the stages take.
@@ -98,9 +91,7 @@ class Dispatcher:
         self.num_batches = num_batches
         self._simulated = min(num_batches, SIMULATED_BATCHES)
         self._varies = any(getattr(times, stage).spread for stage in STAGES)
-        self._seen: dict[CollectivePlan, float] = {}
         self._drawn: dict[int, Durations] = {}
-        self._makespans_of: dict[tuple[CollectivePlan, int], float] = {}
 
     def plan(self, kept: CollectivePlan | None = None) -> CollectivePlan:
         """Return the plan with the shortest predicted epoch.
@@ -108,19 +99,17 @@ class Dispatcher:
         Args:
             kept: The plan in force, which stays, with new predictions, unless another one is clearly better.
         """
-        self._seen = {}
         ratio = initial_ratio(self.times)
-        alone = {"cpu": self._plan("cpu", self._depth), "gpu": self._plan("gpu", 0)}
-        for plan in alone.values():
-            self._try(plan)
-        if self.num_batches > 1:
-            self._search(ratio)
-        again = {plan: fmean(self._makespans(plan, 1 + DRAWN, DRAWN_AGAIN)) for plan in self._best(CANDIDATES)}
-        candidates = [*sorted(again, key=lambda plan: again[plan])[:FINALISTS], *alone.values()]
+        on_host = max(self.gpu_buffer_size, 2 * self.times.cpu_workers)
+        alone = {
+            "cpu": CollectivePlan("cpu", 1, on_host, times=self.times),
+            "gpu": CollectivePlan("gpu", 1, 0, times=self.times),
+        }
+        grid = list(dict.fromkeys(self._grid(ratio)))
+        tried = {plan: self._makespans(plan, 1 + DRAWN, DRAWN_AT_LAST) for plan in [*self._best(grid), *alone.values()]}
         if kept is not None:
             kept = replace(kept.decisions, times=self.times)
-            candidates.append(kept)
-        tried = {plan: self._makespans(plan, 1 + DRAWN, DRAWN_AT_LAST) for plan in candidates}
+            tried[kept] = self._makespans(kept, 1 + DRAWN, DRAWN_AT_LAST)
         means = {plan: fmean(makespans) for plan, makespans in tried.items()}
         simple = min(alone.values(), key=lambda plan: means[plan])
         chosen = min(means, key=lambda plan: means[plan])
@@ -140,145 +129,54 @@ class Dispatcher:
                 "collective": means[chosen] * scale,
                 **{mode: means[plan] * scale for mode, plan in alone.items()},
             },
-            rounds=len(self._seen),
+            rounds=len(grid) + len(alone),
         )
 
     def _cpu_part(self, plan: CollectivePlan) -> float:
         simulation = simulate_dual_buffer(self.times, plan, self._simulated, durations=self._durations(0))
         return simulation.on_cpu / self._simulated
 
-    @property
-    def _depth(self) -> int:
-        return max(self.gpu_buffer_size, 2 * self.times.cpu_workers)
-
-    def _search(self, ratio: float) -> None:
-        """Try beginnings, and then plans near the best so far, by chance but the same each time."""
-        source = Random(0)
-        for plan in self._beginnings(ratio):
-            self._try(plan)
-        for _ in range(ROUNDS):
-            self._try(self._near(source.choice(self._best(LEADERS)), source))
-
-    def _beginnings(self, ratio: float) -> list[CollectivePlan]:
-        """Where to begin: by how long a worker takes, and, where the CPU must not prepare all it could, by shares."""
-        limit, workers = self.gpu_buffer_size, self.times.cpu_workers
-        working = self.times.cpu_batching
-        taken = (working.mean + 2 * working.spread) / relaxed_time(ratio, self.times)  # in mini-batches trained
-        plans = [
-            self._plan("collective", 2 + workers // 4, min(limit, 2), 2 + taken),
-            self._plan("collective", 1 + workers, limit, 2 + taken),
-        ]
-        share = 1 / (1 + ratio)
-        lead = max(limit / max(1e-3, 1 - share), workers / share)
-        plans.append(self._plan("collective", lead * share - workers + 1, limit, lead))
-        # In turns: the CPU begins where the GPU alone will be once the first workers are ready.
+    def _grid(self, ratio: float) -> Iterator[CollectivePlan]:
+        """Give plans whose leads follow from how long a worker takes, and whose turns from the CPU's share."""
+        limit, workers, working = self.gpu_buffer_size, self.times.cpu_workers, self.times.cpu_batching
+        most_on_host = max(2 * limit, HOST_PER_WORKER * workers)
+        trained_s = relaxed_time(ratio, self.times)
+        taken, varying = working.mean / trained_s, working.spread / trained_s  # in mini-batches trained
+        # So far comes the GPU alone, until the first workers are ready.
         alone = (working.mean + working.spread) / (self.times.gpu + self.times.model.mean)
-        # The CPU prepares all but the first: the GPU helps until then, and where a worker is late.
-        for begin, backup in product((alone, 0.7 * alone), (True, False)):
-            plans.append(self._plan("collective", self._depth, limit, 1, begin=begin, backup=backup))
-        for on_gpu in {limit, -(-limit // 2)}:
-            row = on_gpu * share / max(1e-3, 1 - share)
-            for lead in (alone, taken):
-                plans += [self._plan("collective", row, on_gpu, 2 + lead, row, begin) for begin in (0, 1.5 * lead)]
-        return plans + self._with_stocks(share, taken)
+        share = 1 / (1 + ratio)
+        for on_gpu in sorted({min(limit, size) for size in (*GPU_BUFFERS, limit)}):
+            for on_cpu in CPU_BUFFERS:
+                for lead in (1, taken + 1, taken + 2 + 2 * varying, 1.4 * taken + 2, (on_cpu + workers) / share):
+                    yield self._plan(on_gpu, min(on_cpu, most_on_host), lead)
+            turn = on_gpu * share / max(1e-3, 1 - share)
+            for row in (turn, 1.25 * turn) if turn >= 1 else ():
+                sizes, leads = (row, max(row, workers), most_on_host), (1, alone, taken + 1, 1.3 * taken + 2)
+                for size, lead in product(sizes, leads):
+                    yield self._plan(on_gpu, min(size, most_on_host), lead, row)
 
-    def _with_stocks(self, share: float, taken: float) -> list[CollectivePlan]:
-        """Where to begin with room on the host for what the workers finish while the GPU alone comes forward."""
-        limit, workers, model = self.gpu_buffer_size, self.times.cpu_workers, self.times.model.mean
-        plans = []
-        for on_gpu in {limit, -(-limit // 2)}:
-            row = on_gpu * share / max(1e-3, 1 - share)
-            plans.append(self._plan("collective", max(2 * workers, row), on_gpu, taken, row, 1.1 * taken))
-        behind = self.times.cpu - model
-        if behind > 0 and self._simulated == self.num_batches:
-            # The epoch as one turn: the GPU begins, and what the CPU has prepared by then, and later, is trained last.
-            first = self.num_batches * behind / (behind + self.times.gpu + model)
-            rest = self.num_batches - first
-            plans += [self._plan("collective", rest, limit, taken, rest, part * first) for part in (0.9, 1.1)]
-        return plans
+    def _plan(self, on_gpu: int, on_cpu: float, lead: float, row: float = 0) -> CollectivePlan:
+        def whole(size: float) -> int:
+            return max(1, min(self._simulated, ceil(size)))
 
-    def _near(self, plan: CollectivePlan, source: Random) -> CollectivePlan:
-        """Return a plan some of whose sizes differ."""
+        sizes = on_gpu, whole(round(on_cpu))
+        turns = whole(round(row)) if row else 0
+        return CollectivePlan("collective", *sizes, lead=whole(lead), row=turns, times=self.times)
 
-        def near(size: float) -> float:
-            return size if source.random() < 0.5 else size * exp(source.gauss(0, STEP)) + source.choice((-1, 0, 1))
-
-        begin = max(plan.begin, plan.ahead)
-        sizes = plan.cpu_buffer_size, plan.gpu_buffer_size, plan.ahead, plan.row, begin
-        cover = plan.cover + source.choice((-1, 0, 0, 1)) if self._cover > 1 else 1
-        backup = plan.backup != (source.random() < CHANGED)
-        return self._plan("collective", *(near(size) if size else 0 for size in sizes), cover=cover, backup=backup)
-
-    @property
-    def _cover(self) -> int:
-        """Trainings that a transfer takes, and one where they are of one length: no transfer is longer than that."""
-        return ceil(self.times.dma.mean / self.times.model.mean - 1e-9) or 1
-
-    def _plan(
-        self,
-        mode: Mode,
-        on_cpu: float,
-        on_gpu: float = 1,
-        lead: float = 0,
-        row: float = 0,
-        begin: float = 0,
-        *,
-        cover: int | None = None,
-        backup: bool = True,
-    ) -> CollectivePlan:
-        def whole(size: float, most: int = self._simulated) -> int:
-            return int(max(1, min(most, round(size))))
-
-        if mode != "collective":
-            return CollectivePlan(mode, whole(on_gpu), int(on_cpu), times=self.times)
-        ahead, first = whole(lead), whole(begin)
-        most_on_host = max(2 * self.gpu_buffer_size, HOST_PER_WORKER * self.times.cpu_workers)
-        return CollectivePlan(
-            mode,
-            whole(on_gpu, self.gpu_buffer_size),
-            whole(on_cpu, min(self._simulated, most_on_host)),
-            lead=ahead,
-            row=whole(row) if row else 0,
-            cover=max(1, self._cover if cover is None else cover),
-            backup=backup,
-            begin=first if first > ahead else 0,
-            times=self.times,
-        )
-
-    def _try(self, plan: CollectivePlan) -> None:
-        if plan in self._seen:
-            return
-        leaders = self._best(LEADERS)
-        took = to_beat = 0.0
-        for number, seed in enumerate(self._seeds(1, DRAWN), 1):
-            took += self._makespan(plan, seed)
-            if len(leaders) == LEADERS:
-                to_beat += self._makespan(leaders[-1], seed)
-                if took > (1 + HOPELESS / number) * to_beat:
-                    self._seen[plan] = inf
-                    return
-        self._seen[plan] = took / number
-
-    def _best(self, count: int) -> list[CollectivePlan]:
+    def _best(self, grid: list[CollectivePlan]) -> list[CollectivePlan]:
         """Return the best plans; of those that come to the same epochs the one with the smallest host buffer."""
+        first = {plan: self._makespans(plan, 1, 1)[0] for plan in grid}
+        limit = (1 + HOPELESS) * min(first.values())
+        means = {plan: fmean(self._makespans(plan, 1, DRAWN)) for plan in grid if first[plan] <= limit}
         best: dict[float, CollectivePlan] = {}
-        for plan in sorted(self._seen, key=lambda plan: (self._seen[plan], plan.cpu_buffer_size)):
-            best.setdefault(self._seen[plan], plan)
-            if len(best) == count:
-                break
-        return list(best.values())
+        for plan in sorted(means, key=lambda plan: (means[plan], plan.cpu_buffer_size)):
+            best.setdefault(means[plan], plan)
+        return list(best.values())[:FINALISTS]
 
     def _makespans(self, plan: CollectivePlan, first: int, count: int) -> list[float]:
-        return [self._makespan(plan, seed) for seed in self._seeds(first, count)]
-
-    def _seeds(self, first: int, count: int) -> range:
-        return range(first, first + (count if self._varies else 1))
-
-    def _makespan(self, plan: CollectivePlan, seed: int) -> float:
-        if (plan, seed) not in self._makespans_of:
-            seconds = makespan(self.times, plan, self._simulated, self._durations(seed))
-            self._makespans_of[plan, seed] = seconds
-        return self._makespans_of[plan, seed]
+        """Return the seconds of epochs, of one where all are the same."""
+        seeds = range(first, first + (count if self._varies else 1))
+        return [makespan(self.times, plan, self._simulated, self._durations(seed)) for seed in seeds]
 
     def _durations(self, seed: int) -> Durations:
         if seed not in self._drawn:

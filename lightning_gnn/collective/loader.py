@@ -18,16 +18,20 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_gnn.collective.dispatcher import Dispatcher
-from lightning_gnn.collective.plan import CollectivePlan, StageTimes
+from lightning_gnn.collective.plan import STAGES, CollectivePlan, StageTimes
 from lightning_gnn.collective.profile import Profiler
 from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Sizes
 from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing
-from lightning_gnn.collective.watch import Watch
 from lightning_gnn.collective.workers import Workers
 from lightning_gnn.ops import gather_rows
 from lightning_gnn.runtime.timeline import Timeline
 from lightning_gnn.sampling.loader import Prepared, Task, ThreadedNodeLoader, name_of
 from lightning_gnn.sampling.look_ahead import LookAhead
+
+PARTED = 0.1
+"""Of what was expected of an epoch: if it takes so much more or less, it is planned anew."""
+SHORTEST_S = 1.0
+"""Of an epoch: to plan for a shorter one again takes longer than it could gain."""
 
 
 class CollectiveLoader(ThreadedNodeLoader):
@@ -80,9 +84,8 @@ class CollectiveLoader(ThreadedNodeLoader):
             raise ValueError(f"gpu_buffer_size must be at least 1, but is {gpu_buffer_size}")
         super().__init__(*args, **kwargs)
         if route is not None:
-            route.rank = (
-                self.rank
-            )  # both prepare mini-batches of the same keys, also where Lightning sharded this loader
+            # Both prepare mini-batches of the same keys, also where Lightning sharded this loader.
+            route.rank = self.rank
         self.route = route
         self.device = torch.device(device)
         self.plan = plan
@@ -96,8 +99,11 @@ class CollectiveLoader(ThreadedNodeLoader):
         self._why = ""
         moves = route is not None or self.device.type != "cpu"
         self.ring = HostRing(self.device) if moves and self.num_threads else None
-        watches = replan and route is not None and self.num_threads
-        self.watch = Watch(profile_batches, self.num_threads) if watches else None
+        self.replan = replan and route is not None and self.num_threads > 0
+        self.expected_s = 0.0 if plan is None else _promised(plan)
+        """Seconds per mini-batch that are expected of an epoch; 0: nothing is."""
+        self.last_epoch: tuple[float, int] | None = None
+        """Seconds and mini-batches of an epoch that was whole, and of one plan."""
         in_thread = self if route is None and not self.num_threads else route
         self.routes = DeviceRoutes(self.device, in_thread, self.ring)
         self.buffer_limit: tuple[int, int] | None = None
@@ -131,38 +137,23 @@ class CollectiveLoader(ThreadedNodeLoader):
         """Whether there is something to plan, and no plan yet."""
         return self.plan is None and self.route is not None and self.num_threads > 0
 
-    def buffers(self, num_batches: int) -> tuple[int, int, int, int, int, bool]:
-        """Return ``gbs``, ``cbs``, and the CPU's lead, row, cover and backup for the rest of an epoch.
-
-        Args:
-            num_batches: Mini-batches of the epoch.
-        """
-        lead, row, cover, backup = 0, 0, 1, False
+    def buffers(self, num_batches: int) -> tuple[int, int, int, int]:
+        """Return ``gbs``, ``cbs``, and the CPU's lead and row for the rest of an epoch of so many mini-batches."""
+        lead = row = 0
         if not self.num_threads:
             on_gpu, on_cpu = (1 if self.plan is None else max(1, self.plan.buffers[0])), 0
         elif self.route is None:
             ahead = self.num_threads * self.prefetch_factor_threads
             on_gpu, on_cpu = 0, ahead if self.plan is None else max(1, self.plan.buffers[1])
         elif self.plan is not None:
-            plan = self.plan
-            (on_gpu, on_cpu), lead, row, cover, backup = plan.buffers, plan.ahead, plan.row, plan.cover, plan.backup
+            (on_gpu, on_cpu), lead, row = self.plan.buffers, self.plan.ahead, self.plan.row
         else:
             lead = on_gpu = on_cpu = max(1, min(self.gpu_buffer_size, num_batches // 4))
         most = self.buffer_limit or (on_gpu, on_cpu)
-        return min(on_gpu, most[0]), min(on_cpu, most[1]), lead, row, cover, backup
-
-    @property
-    def begin(self) -> int:
-        """The first mini-batch of an epoch that the CPU takes, as the plan says."""
-        return 0 if self.plan is None else self.plan.begin
+        return min(on_gpu, most[0]), min(on_cpu, most[1]), lead, row
 
     def plan_from(self, times: StageTimes | None, num_batches: int) -> CollectivePlan:
-        """Return the best plan for what has been measured.
-
-        Args:
-            times: What the stages take; None: epochs are too short to tell.
-            num_batches: Mini-batches of an epoch.
-        """
+        """Return the best plan for what has been measured; None where epochs are too short to tell."""
         if times is not None:
             return Dispatcher(times, self.gpu_buffer_size, num_batches=num_batches).plan(kept=self.plan)
         rank_zero_warn(
@@ -172,13 +163,7 @@ class CollectiveLoader(ThreadedNodeLoader):
         return CollectivePlan("cpu", self.gpu_buffer_size, max(self.gpu_buffer_size, self.num_threads))
 
     def start_planning(self, times: StageTimes, num_batches: int, why: str = "") -> None:
-        """Have a plan made in a thread.
-
-        Args:
-            times: What the stages take.
-            num_batches: Mini-batches of an epoch.
-            why: For the user, if it is not the first one.
-        """
+        """Have a plan made in a thread; ``why`` is for the user, if it is not the first one."""
         self._why = why
         thread = ThreadPoolExecutor(1, "lightning-gnn-dispatcher")
         self.planning = thread.submit(self.plan_from, times, num_batches)
@@ -187,32 +172,44 @@ class CollectiveLoader(ThreadedNodeLoader):
     def adopt(self, plan: CollectivePlan) -> None:
         """Make a plan the one in force."""
         self.planning = None
+        if self.plan is None or plan.decisions != self.plan.decisions:
+            self.expected_s = _promised(plan)
         self.plan = plan if self.on_plan is None else self.on_plan(plan, self._why or "measured and planned")
         self._why = ""
 
     def end_model(self) -> None:
         """Note that what comes now, such as a validation, is not the model's time."""
         self.routes.recorder.end_model()
-        if self.watch is not None:
-            self.watch.pause()
+        epoch = None if self._epoch is None else self._epoch()
+        if epoch is not None:
+            epoch.pause()
+
+    def watch(self, plan: CollectivePlan, num_batches: int) -> None:
+        """Measure the epoch that begins, and plan anew if the one before took another time than was expected of it.
+
+        What it took is expected from then on, unless the new plan promises something else: epochs that cannot be told
+        beforehand come to rest so. A stage that was measured too seldom is as it was.
+        """
+        took, self.last_epoch, expected = self.last_epoch, None, self.expected_s
+        if took is not None and plan.times is not None:
+            self.expected_s = each = took[0] / took[1]
+            parted = expected and took[0] >= SHORTEST_S and abs(each - expected) > PARTED * expected
+            if parted and self.planning is None and self.buffer_limit is None:
+                enough = [stage for stage in STAGES if self.profiler.count(stage) >= self.profiler.num_measurements]
+                found: dict[str, Any] = {stage: self.profiler.duration(stage) for stage in enough}
+                times = replace(plan.times, **found)
+                why = f"planned anew, as an epoch took {took[0]:.3g} s instead of {expected * took[1]:.3g}"
+                self.start_planning(times, num_batches, why)
+        self.profiler = Profiler(self.profiler.num_measurements, self.num_threads)
+        self.routes.recorder.on_stage = self.profiler.add
 
     def shrink(
         self, buffers: tuple[int, int], on_device: bool, hopeless: bool, held: int, error: BaseException
     ) -> None:
-        """Halve the buffers, for which memory does not suffice.
+        """Halve the buffers ``gbs`` and ``cbs``, for which memory is short; raise an error where that is hopeless.
 
-        A buffer that could never be filled gets no larger than what it held: halving a number out of reach would run
-        out of memory again and again.
-
-        Args:
-            buffers: ``gbs`` and ``cbs`` as they are.
-            on_device: Whether it is the device's memory.
-            hopeless: Whether there was nothing to make room.
-            held: Mini-batches for which that memory did suffice.
-            error: What has been raised.
-
-        Raises:
-            RuntimeError: It is hopeless; the message has the advice.
+        A buffer that could never be filled gets no larger than what it ``held``: halving a number out of reach would
+        run out of memory again and again.
         """
         where = f"memory of {self.device}" if on_device else "page-locked host memory"
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -232,8 +229,6 @@ class CollectiveLoader(ThreadedNodeLoader):
             )
         self.buffer_limit = on_gpu, on_cpu
         self.gpu_buffer_size = max(1, on_gpu)
-        if self.watch is not None:
-            self.watch.forget()
         if self.plan is not None:
             self.plan = replace(self.plan, gpu_buffer_size=max(1, on_gpu), cpu_buffer_size=on_cpu)
 
@@ -246,12 +241,7 @@ class CollectiveLoader(ThreadedNodeLoader):
         return prepared
 
     def begin_look_ahead(self, epoch: int, first: int) -> None:
-        """Sample an epoch ahead where rows are on disk, unless the device prepares a part of it, by samples of its own.
-
-        Args:
-            epoch: Its number.
-            first: The number of its first mini-batch.
-        """
+        """Sample an epoch ahead where rows are on disk, unless the device prepares a part of it."""
         if self.route is None:
             self._look_ahead = self.look_ahead(self.tasks(epoch, first), first, self._tasks_after(epoch))
 
@@ -309,6 +299,12 @@ class CollectiveLoader(ThreadedNodeLoader):
         return gather_rows(value, ids, out=slot.empty(name, (ids.numel(), *value.shape[1:]), value.dtype))
 
 
+def _promised(plan: CollectivePlan) -> float:
+    """Return the seconds per mini-batch that a plan promises, without the last training, whose end is not seen."""
+    model = 0.0 if plan.times is None else plan.times.model.mean
+    return max(0.0, plan.epoch_s.get("collective", 0.0) - model) / max(1, plan.num_batches)
+
+
 _PATIENCE_S = 1.0
 """After an error, for which nobody should wait long."""
 
@@ -327,6 +323,8 @@ class CollectiveEpoch:
         self._num_batches = 0
         self._left = 0
         self._buffers = (0, 0)
+        self._took_s, self._since = 0.0, inf
+        self._watched = False
         self._torch_threads: int | None = None
 
     def __iter__(self) -> Iterator[Data]:
@@ -335,10 +333,9 @@ class CollectiveEpoch:
     def __next__(self) -> Data:
         start = time.perf_counter()
         recorder = self._loader.routes.recorder
+        self._since = min(self._since, start)
         if self._begun:
             recorder.end_model()  # the user is back
-            if self._loader.watch is not None and self._left:
-                self._loader.watch.go()
         else:
             recorder.forget_model()  # the epoch before ended without a last call, and much may have been done since
         try:
@@ -354,12 +351,16 @@ class CollectiveEpoch:
         self._loader.times.wait_s += time.perf_counter() - start
         return batch
 
+    def pause(self) -> None:
+        """Note that the time until the next mini-batch is asked for is not the epoch's."""
+        self._took_s += max(0.0, time.perf_counter() - self._since)
+        self._since = inf
+
     def close(self, patience: float = 10.0) -> None:
         """Stop preparing and join the threads."""
         self._begun, self._left = True, 0
         workers, self._workers = self._workers, None
         if workers is not None:
-            self._loader.routes.leave()
             workers.close(patience)
             self._loader.end_look_ahead()
         threads, self._torch_threads = self._torch_threads, None
@@ -388,35 +389,24 @@ class CollectiveEpoch:
             elif loader.profiler.exhausted() or (loader.profiler.epochs > 1 and loader.profiler.enough()):
                 loader.adopt(loader.plan_from(loader.profiler.stage_times(), self._num_batches))
         recorder.on_stage = loader.profiler.add if loader.measures else None
-        if loader.watch is not None and loader.plan is not None and loader.plan.times is not None:
-            self._watch(loader.watch, loader.plan, whole=not first)  # one without times promises nothing
+        if loader.replan and loader.plan is not None and loader.plan.times is not None:
+            loader.watch(loader.plan, self._num_batches)
+            self._watched = not first
         recorder.begin()
         if loader.torch_threads is not None:
             self._torch_threads = torch.get_num_threads()
             torch.set_num_threads(loader.torch_threads)
-        schedule = ReorderBuffer(self._num_batches, *self._sizes(), begin=self._loader.begin, first=first)
+        schedule = ReorderBuffer(self._num_batches, *self._sizes(), first=first)
         loader.begin_look_ahead(epoch, first)
         threads = loader.num_threads if self._buffers[1] else 0
         self._workers = Workers(
             loader.tasks(epoch, first), loader.prepare_on_host, loader.drop, schedule, threads, recorder
         )
 
-    def _watch(self, watch: Watch, plan: CollectivePlan, whole: bool) -> None:
-        """Plan anew if the epoch before was not as its plan said, and watch this one."""
-        loader = self._loader
-        times = watch.parted()
-        if times is not None and loader.planning is None and loader.buffer_limit is None:
-            took = f"planned anew, as an epoch took {watch.took_s:.3g} s instead of {watch.expected_s:.3g}"
-            loader.start_planning(times, self._num_batches, took)
-        watch.begin(plan, self._num_batches)
-        loader.routes.recorder.on_stage = watch.add
-        if not whole:
-            watch.forget()
-
     def _sizes(self) -> Sizes:
         """Return what the schedule needs to know."""
         loader = self._loader
-        on_gpu, on_cpu, lead, row, cover, backup = loader.buffers(self._num_batches)
+        on_gpu, on_cpu, lead, row = loader.buffers(self._num_batches)
         self._buffers = on_gpu, on_cpu
         workers = max(1, loader.num_threads)
         if loader.buffer_limit is not None:
@@ -424,7 +414,7 @@ class CollectiveEpoch:
         if loader.ring is not None:
             # Those in the buffer, those that workers are busy with, and one that is on its way.
             loader.ring.capacity = on_cpu + workers
-        return on_gpu, on_cpu, workers, lead, row, cover, backup
+        return on_gpu, on_cpu, workers, lead, row
 
     def _advance(self, workers: Workers) -> Data:
         """Take steps until there is a mini-batch to train."""
@@ -453,8 +443,7 @@ class CollectiveEpoch:
         if loader.planning is not None and loader.planning.done():
             loader.adopt(loader.planning.result())
             workers.resize(self._sizes())
-            if loader.watch is not None:
-                loader.watch.forget()
+            self._watched = False
 
     def _bring(self, workers: Workers, number: int) -> None:
         """Let a mini-batch come to be on the device."""
@@ -471,13 +460,13 @@ class CollectiveEpoch:
     def _shrink(self, workers: Workers, error: BaseException, number: int) -> None:
         """Go on with smaller buffers, once what is on the device has been trained."""
         on_device = isinstance(error, torch.OutOfMemoryError)
+        self._watched = False
         held, ring, schedule = len(workers.device), self._loader.ring, workers.schedule
         hopeless = not held if on_device else self._buffers[1] <= 1
         self._loader.shrink(
             self._buffers, on_device, hopeless, held if on_device or ring is None else ring.num_slots, error
         )
         if on_device:
-            self._loader.routes.leave()
             workers.give_up(number)
             if schedule.head not in workers.device:  # what comes after it must make room
                 for later in list(workers.device):
@@ -492,9 +481,11 @@ class CollectiveEpoch:
         batch = loader.finish(prepared)
         self._left -= 1
         loader.times.add(prepared.cost)
-        if loader.watch is not None:
-            loader.watch.trained()
+        if self._watched:
+            loader.profiler.collect()
         if not self._left:
+            self.pause()
+            loader.last_epoch = (self._took_s, self._num_batches) if self._watched else None
             self.close()
         loader.routes.recorder.begin_model(number)
         return batch

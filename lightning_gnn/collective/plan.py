@@ -5,8 +5,8 @@ from __future__ import annotations
 import reprlib
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from math import isfinite
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, get_args
@@ -15,13 +15,15 @@ import yaml
 
 from lightning_gnn.collective.reorder_buffer import ReorderBuffer
 from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
-from lightning_gnn.runtime.messages import aligned
+from lightning_gnn.runtime.messages import aligned, removed
 from lightning_gnn.runtime.store import checksum, find, keep
 
 Mode = Literal["collective", "cpu", "gpu"]
 _BEGIN = "# Plan of collective batching. It is complete where it ends with the line '...'.\n"
 _END = "..."
 STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
+_REMOVED = {"cover", "backup", "begin"}
+"""Fields of plans of earlier releases, which are read over."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Duration:
     spread: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.mean) and isfinite(self.spread) and self.mean >= 0 and self.spread >= 0):
-            raise ValueError(f"seconds must be finite and not negative: {self}")
+        _check_number("mean", self.mean)
+        _check_number("spread", self.spread)
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,7 @@ class StageTimes:
     cpu_workers: int = 1
 
     def __post_init__(self) -> None:
-        if self.cpu_workers < 1:
-            raise ValueError(f"cpu_workers must be at least 1, but is {self.cpu_workers}")
+        _check_whole("cpu_workers", self.cpu_workers, 1)
         if self.model.mean <= 0:
             raise ValueError("the model must take some time")
 
@@ -87,22 +88,19 @@ class CollectivePlan:
         cpu_buffer_size: ``cbs``, mini-batches in host memory.
         lead: So many mini-batches before its turn comes does the CPU begin one; None: as many as both buffers hold.
         row: So many mini-batches does the CPU take one after the other, and then leaves ``gbs`` out; 0: it leaves none.
-        cover: A mini-batch of the CPU's next row sets out only where training has so many left before the GPU's row;
-            1: always.
-        backup: The GPU prepares what a late worker still has, rather than wait for it.
-        begin: The first mini-batch of an epoch that the CPU takes, where that is later than its lead says.
         cpu_part: Predicted part of the mini-batches that the CPU prepares, between 0 and 1; None: not known.
         num_batches: Mini-batches of the epoch that it was made for; 0 if it was given by hand.
         ratio: ``x``, mini-batches of the GPU for every one of the CPU, with which planning began.
         times: What the stages take.
         epoch_s: Predicted seconds of an epoch with this plan (``"collective"``, whatever its mode), with the CPU alone
             (``"cpu"``) and with the GPU alone (``"gpu"``).
-        rounds: How many plans were simulated before this one was chosen.
+        rounds: How many plans it was chosen from.
         machine: Fingerprint of the machine that it was made for.
         configuration: Fingerprint of the data, sampling and model that it was made for.
 
     Raises:
         ValueError: A field is no plan: the message names it.
+        TypeError: A field is that of an earlier release; the message says what to do.
     """
 
     mode: Mode
@@ -110,9 +108,6 @@ class CollectivePlan:
     cpu_buffer_size: int
     lead: int | None = field(default=None, kw_only=True)
     row: int = field(default=0, kw_only=True)
-    cover: int = field(default=1, kw_only=True)
-    backup: bool = field(default=False, kw_only=True)
-    begin: int = field(default=0, kw_only=True)
     cpu_part: float | None = field(default=None, kw_only=True)
     num_batches: int = 0
     ratio: float | None = None
@@ -122,31 +117,29 @@ class CollectivePlan:
     machine: str = ""
     configuration: str = ""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> CollectivePlan:
+        """Refuse fields of earlier releases."""
+        for name in _REMOVED & kwargs.keys():
+            raise TypeError(removed(f"CollectivePlan.{name}"))
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, but is {reprlib.repr(self.mode)}")
-        least = {"gpu_buffer_size": 1, "cpu_buffer_size": int(self.mode == "collective"), "row": 0, "cover": 1}
-        least |= {"begin": 0, "num_batches": 0, "rounds": 0}
+        least = {"gpu_buffer_size": 1, "cpu_buffer_size": int(self.mode == "collective"), "row": 0}
+        least |= {"num_batches": 0, "rounds": 0} | ({} if self.lead is None else {"lead": 0})
         for name, minimum in least.items():
-            number = getattr(self, name)
-            if not isinstance(number, int) or isinstance(number, bool) or number < minimum:
-                raise ValueError(f"{name} must be a whole number of at least {minimum}, but is {reprlib.repr(number)}")
-        if not isinstance(self.backup, bool):
-            raise ValueError(f"backup must be true or false, but is {reprlib.repr(self.backup)}")
-        if self.lead is not None and (not isinstance(self.lead, int) or isinstance(self.lead, bool) or self.lead < 0):
-            raise ValueError(f"lead must be a whole number of at least 0, but is {reprlib.repr(self.lead)}")
-        for name in ("ratio", "cpu_part"):
-            if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name))
-        if not isinstance(self.epoch_s, Mapping):
+            _check_whole(name, getattr(self, name), minimum)
+        numbers = {name: getattr(self, name) for name in ("ratio", "cpu_part")}
+        if not isinstance(self.epoch_s, Mapping) or not self.epoch_s.keys() <= set(get_args(Mode)):
             raise ValueError(
                 f"epoch_s must map collective, cpu and gpu to seconds, but is {reprlib.repr(self.epoch_s)}"
             )
-        for name, seconds in self.epoch_s.items():
-            if name not in get_args(Mode):
-                raise ValueError(f"epoch_s has no place for {reprlib.repr(name)}, only for {', '.join(get_args(Mode))}")
-            _check_number(f"epoch_s[{name!r}]", seconds)
-        if self.times is not None and not isinstance(self.times, StageTimes):
+        numbers |= {f"epoch_s[{name!r}]": seconds for name, seconds in self.epoch_s.items()}
+        for name, number in numbers.items():
+            if number is not None or name.startswith("epoch_s"):
+                _check_number(name, number)
+        if not isinstance(self.times, StageTimes | None):
             raise ValueError(f"times must be StageTimes, but is {reprlib.repr(self.times)}")
         for name in ("machine", "configuration"):
             if not isinstance(getattr(self, name), str):
@@ -175,16 +168,7 @@ class CollectivePlan:
     @property
     def decisions(self) -> CollectivePlan:
         """The plan with nothing but what its schedule depends on."""
-        return CollectivePlan(
-            self.mode,
-            self.gpu_buffer_size,
-            self.cpu_buffer_size,
-            lead=self.lead,
-            row=self.row,
-            cover=self.cover,
-            backup=self.backup,
-            begin=self.begin,
-        )
+        return CollectivePlan(self.mode, self.gpu_buffer_size, self.cpu_buffer_size, lead=self.lead, row=self.row)
 
     def schedule(self, num_batches: int, cpu_workers: int) -> ReorderBuffer:
         """Return what decides by this plan in an epoch.
@@ -193,9 +177,7 @@ class CollectivePlan:
             num_batches: Mini-batches of the epoch.
             cpu_workers: That prepare mini-batches.
         """
-        on_gpu, on_cpu = self.buffers
-        sizes = num_batches, on_gpu, on_cpu, cpu_workers, self.ahead, self.row, self.cover, self.backup
-        return ReorderBuffer(*sizes, begin=self.begin)
+        return ReorderBuffer(num_batches, *self.buffers, cpu_workers, self.ahead, self.row)
 
     @property
     def cpu_share(self) -> float:
@@ -213,7 +195,9 @@ class CollectivePlan:
             "cpu": "collective batching: the CPU prepares all mini-batches",
             "gpu": "collective batching: the GPU prepares all mini-batches",
         }
-        lines = [heading[self.mode], *self._in_words()]
+        lines = [heading[self.mode]]
+        if self.mode == "collective" and self.row:
+            lines.append(f"  row {self.row}: the CPU takes so many one after the other, and leaves {on_gpu} to the GPU")
         if self.times is not None:
             rows = [["stage", "mean", "spread"]]
             for name in STAGES:
@@ -225,7 +209,7 @@ class CollectivePlan:
         ratio = "" if self.ratio is None else f"{self.ratio:.3g}"
         columns: dict[str, object] = {"gpu_buffer_size": on_gpu, "cpu_buffer_size": on_cpu, "lead": self.ahead}
         if self.mode == "collective":
-            columns |= {"row": self.row, "cover": self.cover, "backup": self.backup, "begin": self.begin}
+            columns["row"] = self.row
         columns |= {"initial ratio x": ratio, "rounds": self.rounds}
         rows = [list(columns), [str(value) for value in columns.values()]]
         lines += ["", *aligned(rows)]
@@ -242,27 +226,13 @@ class CollectivePlan:
                 lines.append(f"an epoch of {self.num_batches} mini-batches")
         return "\n".join(lines)
 
-    def _in_words(self) -> list[str]:
-        """Return what else the schedule goes by, a line each, as far as it does."""
-        if self.mode != "collective":
-            return []
-        said = {
-            f"row {self.row}: the CPU takes so many one after the other, and leaves the next "
-            f"{self.gpu_buffer_size} to the GPU": self.row,
-            f"cover {self.cover}: one of a later row is transferred only while so many are left to train before the "
-            "GPU prepares again": self.cover > 1,
-            "backup: the GPU prepares itself what a late worker still has, rather than wait": self.backup,
-            f"begin {self.begin}: the first of an epoch that the CPU takes": self.begin,
-        }
-        return [f"  {line}" for line, applies in said.items() if applies]
-
     def to_yaml(self) -> str:
         """Return the plan as YAML that people can read and change."""
         return f"{_BEGIN}{yaml.safe_dump(_plain(asdict(self)), sort_keys=False)}{_END}\n"
 
     @classmethod
     def from_yaml(cls, text: str) -> CollectivePlan:
-        """Read a plan from YAML; only ``mode`` and the buffer sizes must be there.
+        """Read a plan from YAML, also of an earlier release; only ``mode`` and the buffer sizes must be there.
 
         Raises:
             ValueError: It is no YAML, no plan, or one of :meth:`to_yaml` that was cut off.
@@ -272,17 +242,12 @@ class CollectivePlan:
                 f"it is incomplete: the line {_END!r} that ends a plan is missing; write the plan again, or remove its "
                 "first line if you wrote it by hand"
             )
-        state = read_yaml(text)
         required = {"mode", "gpu_buffer_size", "cpu_buffer_size"}
-        state = _fields(state, {item.name for item in fields(cls)}, required, "a plan")
-        for name in ("ratio", "cpu_part"):
-            if isinstance(state.get(name), str):
-                state[name] = _number(name, state[name])
+        state = _fields(read_yaml(text), {item.name for item in fields(cls)} | _REMOVED, required, "a plan")
+        state = {name: value for name, value in state.items() if name not in _REMOVED}
+        state |= {name: _numbers(state[name]) for name in ("ratio", "cpu_part", "times", "epoch_s") if name in state}
         if state.get("times") is not None:
             state["times"] = _stage_times(state["times"])
-        if isinstance(state.get("epoch_s"), dict):
-            epochs = state["epoch_s"].items()
-            state["epoch_s"] = {name: _number(f"epoch_s[{name!r}]", seconds) for name, seconds in epochs}
         return cls(**state)
 
     def save(self, path: str | Path) -> None:
@@ -327,15 +292,13 @@ def _plain(value: Any) -> Any:
 
 def _stage_times(state: Any) -> StageTimes:
     state = _fields(state, {*STAGES, "cpu_workers"}, set(STAGES), "times")
-    durations = {}
     for name in STAGES:
         numbers = state[name] if isinstance(state[name], dict) else {"mean": state[name]}
-        numbers = _fields(numbers, {"mean", "spread"}, {"mean"}, f"times: {name}")
-        durations[name] = Duration(**{key: _number(f"times: {name}: {key}", item) for key, item in numbers.items()})
-    workers = state.get("cpu_workers", 1)
-    if not isinstance(workers, int) or isinstance(workers, bool):
-        raise ValueError(f"times: cpu_workers must be a whole number, but is {reprlib.repr(workers)}")
-    return StageTimes(**durations, cpu_workers=workers)
+        try:
+            state[name] = Duration(**_fields(numbers, {"mean", "spread"}, {"mean"}, "a stage"))
+        except ValueError as error:
+            raise ValueError(f"times: {name}: {error}") from None
+    return StageTimes(**state)
 
 
 def _fields(state: Any, known: set[str], required: set[str], what: str) -> dict[str, Any]:
@@ -352,17 +315,20 @@ def _fields(state: Any, known: set[str], required: set[str], what: str) -> dict[
     return dict(state)
 
 
-def _number(name: str, value: Any) -> float:
-    """Return a number of a YAML file; YAML 1.1 reads ``1e-3`` as text, so text is tried too."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            raise ValueError(f"{name} must be a number, but is {reprlib.repr(value)}") from None
-    _check_number(name, value)
-    return float(value)
+def _numbers(value: Any) -> Any:
+    """Return what was read from YAML, with text that is a number as one: YAML 1.1 reads ``1e-3`` as text."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    with suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
 
 
 def _check_number(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{name} must be a finite number of at least 0, but is {reprlib.repr(value)}")
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, but is {reprlib.repr(value)}")

@@ -6,7 +6,6 @@ from collections import deque
 from statistics import fmean, median, pstdev
 
 from lightning_gnn.collective.plan import STAGES, Duration, StageTimes
-from lightning_gnn.collective.rank_waits import EXCHANGE
 from lightning_gnn.runtime.timeline import Timestamp, is_reached, seconds_between
 
 _OUTLIER = 3.0
@@ -20,9 +19,8 @@ _RECENT = 256
 class Profiler:
     """Collects the durations of the five stages, until there are enough of each to plan with.
 
-    Durations of a device are read when it has come so far, so nothing waits for it. Of a step of several ranks, what
-    this one waits for the others is no part: from the time between its last gradient and the end of its backward pass,
-    the least that there was is what gradients take to travel, and the rest waiting.
+    Durations of a device are read when it has come so far, so nothing waits for it. Of several ranks, a step includes
+    what this one waits for the others.
 
     Args:
         num_measurements: Of each stage, after the first few.
@@ -41,8 +39,6 @@ class Profiler:
         kept = max(_RECENT, 2 * (num_measurements + warm_up + cpu_workers))
         self._seconds: dict[str, deque[float]] = {stage: deque(maxlen=kept) for stage in STAGES}
         self._queued: deque[tuple[str, Timestamp, Timestamp]] = deque()
-        self._exchanged_s = 0.0
-        self._exchanges: deque[float] = deque(maxlen=kept)
 
     def add(self, stage: str, start: Timestamp, end: Timestamp) -> None:
         """Note when a stage began and ended; may be called from any thread."""
@@ -54,9 +50,6 @@ class Profiler:
         values = list(self._seconds[stage])
         first = max(self.warm_up, self.cpu_workers) if stage == "cpu_batching" else self.warm_up
         values = values[min(first, len(values) // 2) :]
-        if stage == "model" and self._exchanges:
-            travel = min(self._exchanges)
-            values = [value + travel for value in values]
         limit = _OUTLIER * median(values) if values else 0.0
         return [value for value in values if value <= limit]
 
@@ -88,12 +81,4 @@ class Profiler:
         """Read what the device has done by now; to be called now and then, for what is not read stays there."""
         while self._queued and is_reached(self._queued[0][2]):
             stage, start, end = self._queued.popleft()
-            seconds = seconds_between(start, end)
-            if stage == EXCHANGE:  # of the step whose end comes next
-                self._exchanged_s += seconds
-                continue
-            if stage == "model":
-                if self._exchanged_s:
-                    self._exchanges.append(self._exchanged_s)
-                seconds, self._exchanged_s = max(0.0, seconds - self._exchanged_s), 0.0
-            self._seconds[stage].append(seconds)
+            self._seconds[stage].append(seconds_between(start, end))

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 Route = Literal["cpu", "gpu"]
 Phase = Literal["filling", "blocking", "flushing"]
 Kind = Literal["batch", "transfer", "train", "wait", "end"]
-Sizes = tuple[int, int, int, int, int, int, bool]
+Sizes = tuple[int, int, int, int, int]
 """What :meth:`ReorderBuffer.resize` takes."""
 
 
@@ -48,10 +48,7 @@ class ReorderBuffer:
 
     Where PCIe is what limits, the two should take turns: a transfer that is longer than a training step then hides
     behind those of the GPU's row as well. So after ``row`` mini-batches, one after the other, the CPU leaves as many as
-    the GPU prepares in a row. And none of a later row sets out when training has less than ``cover`` left to do before
-    the GPU is to prepare again: the GPU, which reads over PCIe itself, would wait for what is left of the transfer.
-    With ``backup`` the GPU itself prepares what a late worker still has once there is nothing else to do, rather than
-    wait; what that worker brings afterwards is dropped. Training is that of a plain loader.
+    the GPU prepares in a row. Training is that of a plain loader.
 
     Args:
         num_batches: Mini-batches of the epoch.
@@ -60,11 +57,7 @@ class ReorderBuffer:
         cpu_workers: So many more may be under way on the CPU, less one.
         lead: How far ahead of training the CPU begins; of no effect where the GPU prepares none.
         row: Mini-batches that the CPU takes one after the other; 0: any number, and it leaves none out.
-        cover: Mini-batches to train that a transfer sets out behind, if the GPU is to prepare others before it.
-        backup: Whether the GPU prepares what all others wait for, though a worker is at it.
-        begin: The first mini-batch that the CPU takes, where that is later: at the beginning of an epoch all workers
-            begin at once, and the GPU alone comes forward more slowly.
-        first: Mini-batches of the epoch that were trained before, from which ``begin`` counts.
+        first: Mini-batches of the epoch that were trained before.
 
     Raises:
         ValueError: Both buffers have no place, or a number is negative.
@@ -81,40 +74,25 @@ class ReorderBuffer:
         cpu_workers: int = 1,
         lead: int = 0,
         row: int = 0,
-        cover: int = 1,
-        backup: bool = False,
         *,
-        begin: int = 0,
         first: int = 0,
     ) -> None:
-        if min(num_batches, first, begin) < 0 or cpu_workers < 1:
+        if min(num_batches, first) < 0 or cpu_workers < 1:
             raise ValueError(
-                f"num_batches={num_batches}, first={first} and begin={begin} must not be negative, and "
-                f"cpu_workers={cpu_workers} not 0"
+                f"num_batches={num_batches} and first={first} must not be negative, and cpu_workers={cpu_workers} not 0"
             )
         self.num_batches, self.head = num_batches, first
-        self.resize(gpu_buffer_size, cpu_buffer_size, cpu_workers, lead, row, cover, backup)
-        self._next_claim = first + begin if gpu_buffer_size else 0
+        self.resize(gpu_buffer_size, cpu_buffer_size, cpu_workers, lead, row)
         self.cpu_buffer: list[int] = []
         """Mini-batches in host memory, in the order of the epoch."""
         self.gpu_buffer: dict[int, Route] = {}
         """Mini-batches in device memory, or on their way there, and who prepared them."""
         self._working: set[int] = set()
         self._taken: set[int] = set()  # by anybody, and not trained
-        self._overtaken = 0  # so many the workers are still at in vain
         self._run = 0  # so many more the GPU prepares in this row
         self._train_now = False
 
-    def resize(
-        self,
-        gpu_buffer_size: int,
-        cpu_buffer_size: int,
-        cpu_workers: int,
-        lead: int = 0,
-        row: int = 0,
-        cover: int = 1,
-        backup: bool = False,
-    ) -> None:
+    def resize(self, gpu_buffer_size: int, cpu_buffer_size: int, cpu_workers: int, lead: int = 0, row: int = 0) -> None:
         """Go on with other sizes; what is prepared stays so.
 
         Raises:
@@ -127,20 +105,14 @@ class ReorderBuffer:
             )
         self.gpu_buffer_size, self.cpu_buffer_size = gpu_buffer_size, cpu_buffer_size
         self.lead, self.row = (lead, row) if gpu_buffer_size else (0, 0)
-        self.cover, self.backup = cover, backup
         self._next_claim = self._claimed = 0
         self._room = cpu_buffer_size + cpu_workers - 1 if cpu_buffer_size else 0
-
-    @property
-    def over(self) -> bool:
-        """Whether the last mini-batch is trained, or about to be."""
-        return self.head == self.num_batches
 
     # -- the CPU's side
 
     def claim(self) -> int | None:
         """Give a CPU worker its next mini-batch; None while the buffer has no room, or when nothing is left for it."""
-        if not self._has_room():
+        if len(self.cpu_buffer) + len(self._working) >= self._room:
             return None
         number = self._free_from(max(self.head + self.lead, self._next_claim))
         if number == self.num_batches:
@@ -154,25 +126,10 @@ class ReorderBuffer:
         self._taken.add(number)
         return number
 
-    def ready(self, number: int) -> bool:
-        """Take a mini-batch that a CPU worker has finished; False: it was :meth:`overtaken`, and nobody needs it."""
-        if self.overtaken(number):
-            self._overtaken -= 1
-            return False
+    def ready(self, number: int) -> None:
+        """Take a mini-batch that a CPU worker has finished."""
         self._working.remove(number)
         insort(self.cpu_buffer, number)
-        return True
-
-    def overtaken(self, number: int) -> bool:
-        """Return whether the GPU has prepared what a CPU worker is at."""
-        return number not in self._working
-
-    def refused(self, number: int) -> None:
-        """Take a mini-batch back from a CPU worker, for memory did not suffice; train what is on the device first."""
-        if self.overtaken(number):
-            self._overtaken -= 1
-        else:
-            self.give_up(number)
 
     def give_up(self, number: int) -> None:
         """Take a mini-batch back from whoever has it, for memory did not suffice; train what is on the device first."""
@@ -188,7 +145,7 @@ class ReorderBuffer:
     def next(self) -> Step:
         """Decide the next step; it counts as taken, unless it is to wait."""
         head = self.head
-        if self.over:
+        if head == self.num_batches:
             return Step("end", phase="flushing")
         if self._run:
             self._run -= 1
@@ -198,7 +155,7 @@ class ReorderBuffer:
             self._run = 0
         if head in self.gpu_buffer:
             reach = head + self.gpu_buffer_size + self.AHEAD
-            if not self._train_now and self.cpu_buffer and self.cpu_buffer[0] < reach and self._is_covered():
+            if not self._train_now and self.cpu_buffer and self.cpu_buffer[0] < reach:
                 return self._transfer()
             return self._train()
         if self.cpu_buffer and self.cpu_buffer[0] == head:
@@ -210,18 +167,7 @@ class ReorderBuffer:
             number = self._free_from(head)
             if number < min(head + self.gpu_buffer_size, self.num_batches):
                 return self._batch(number, "blocking")
-            if self.backup:
-                self._working.remove(head)
-                self._overtaken += 1
-                return self._batch(head, "blocking")
         return Step("wait", phase="blocking")
-
-    def _is_covered(self) -> bool:
-        """Return whether training has enough to do before the GPU is to prepare what comes before the next transfer."""
-        if self.cover <= 1 or not self.gpu_buffer_size:
-            return True
-        free = self._free_from(self.head)
-        return self.cpu_buffer[0] < free or free - self.head >= self.cover
 
     def _batch(self, number: int, phase: Phase) -> Step:
         self.gpu_buffer[number] = "gpu"
@@ -241,9 +187,6 @@ class ReorderBuffer:
         self.head += 1
         self._taken.remove(number)
         return Step("train", number, self.gpu_buffer.pop(number), "flushing")
-
-    def _has_room(self) -> bool:
-        return len(self.cpu_buffer) + len(self._working) + self._overtaken < self._room
 
     def _free_from(self, number: int) -> int:
         """Return the first mini-batch from one on that nobody has taken, or ``num_batches``."""

@@ -22,14 +22,16 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.data import BaseData
 
-from lightning_gnn.collective.arrivals import Arrivals
 from lightning_gnn.nn.sampled_edges import moved
-from lightning_gnn.runtime.devices import works
+from lightning_gnn.runtime.devices import used_on, works
 from lightning_gnn.runtime.timeline import Clock, Recorder, Timestamp, profiled
 from lightning_gnn.sampling.loader import Prepared, Task, ThreadedNodeLoader
 
 _SPARE = 8
 """Buffers are so many parts larger by one than what they are made for: mini-batches differ a little in size."""
+_STEPS_AHEAD = 2
+"""Steps that the host may queue before the device has trained: torch's allocator keeps the memory of a mini-batch until
+the host has seen its step end, so that a host which runs ahead takes new memory for as many as it is ahead."""
 
 
 class HostMemoryError(RuntimeError):
@@ -215,7 +217,7 @@ class DeviceRoutes:
         self._stream: Any = None
         if device.type != "cpu" and works(lambda: torch.Stream(device).record_event().synchronize()):
             self._stream = torch.Stream(device)
-        self._arrivals = None if self._stream is None else Arrivals(self._stream, device)
+        self._steps: deque[Any] = deque()
         self._last_read: Any = None
         self._last_transfer: Any = None
 
@@ -254,8 +256,6 @@ class DeviceRoutes:
         if self._last_read is not None:
             self._stream.wait_event(self._last_read)
             self._last_read = None
-        if self._arrivals is not None:
-            self._arrivals.reuse()
         with self._stream:
             start = self.recorder.now(self._stream)
             batch = self._moved(batch, slot, non_blocking=True)
@@ -267,19 +267,16 @@ class DeviceRoutes:
 
     def arrive(self, entry: DeviceBatch) -> Prepared:
         """Return a mini-batch for use on the current stream, when the steps on those before it have been queued."""
-        if self._arrivals is None:
+        if self._stream is None:
             return entry.prepared
         consumer = self._current()
-        self._arrivals.end_steps(consumer)
+        self._steps.append(consumer.record_event())
+        if len(self._steps) > _STEPS_AHEAD:
+            self._steps.popleft().synchronize()
         if entry.arrival is not None:
             consumer.wait_event(entry.arrival)
-            self._arrivals.hand_out(entry.prepared.batch, consumer)
+            entry.prepared.batch.apply(lambda value: used_on(value, consumer))
         return entry.prepared
-
-    def leave(self) -> None:
-        """Leave the memory of what has been handed out to the allocator: there may be no further transfer."""
-        if self._arrivals is not None:
-            self._arrivals.leave_all(self._current())
 
     def _moved(self, batch: Data, slot: HostSlot, non_blocking: bool) -> Data:
         if self.device.type == "cpu":

@@ -25,20 +25,14 @@ class Simulation:
 
     Args:
         makespan: Seconds until the last mini-batch is trained.
-        busy: Seconds in which each resource works; for the CPU the mean over its workers.
-        idle: The rest of the makespan.
         timeline: Every stage of every mini-batch, the lane of a CPU stage being its worker. The GPU's batching is
             there twice, for it occupies the GPU and PCIe (equation 1).
-        phases: Name, start and end of each phase of the training thread.
         steps: What the training thread did, in order.
         on_cpu: Mini-batches that the CPU prepared.
     """
 
     makespan: float
-    busy: dict[Resource, float]
-    idle: dict[Resource, float]
     timeline: Timeline
-    phases: list[tuple[str, float, float]]
     steps: list[Step]
     on_cpu: int
 
@@ -74,9 +68,7 @@ def simulate_dual_buffer(
     clock = _clock(times, plan, num_batches, source)
     clock.recorded = True
     clock.run()
-    clock.busy["CPU"] /= times.cpu_workers
-    idle: dict[Resource, float] = {name: max(0.0, clock.now - seconds) for name, seconds in clock.busy.items()}
-    return Simulation(clock.now, clock.busy, idle, Timeline(clock.intervals), clock.phases, clock.steps, clock.on_cpu)
+    return Simulation(clock.now, Timeline(clock.intervals), clock.steps, clock.on_cpu)
 
 
 def makespan(times: StageTimes, plan: CollectivePlan, num_batches: int, durations: Durations) -> float:
@@ -131,14 +123,12 @@ class _VirtualClock:
     now: float = 0.0
     pcie_free: float = 0.0
     on_cpu: int = 0
-    busy: dict[Resource, float] = field(default_factory=lambda: {"CPU": 0.0, "PCIe": 0.0, "GPU": 0.0})
     working: list[tuple[float, int, int]] = field(default_factory=list)
     """A heap of when, what number and which worker."""
     idle: list[tuple[int, float]] = field(default_factory=list)
     """Workers that found nothing to claim, and since when."""
     arrival: dict[int, float] = field(default_factory=dict)
     intervals: list[Interval] = field(default_factory=list)
-    phases: list[tuple[str, float, float]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
     def run(self) -> None:
@@ -147,12 +137,9 @@ class _VirtualClock:
         self._until(0.0)
         take = {"batch": self._batch, "transfer": self._transfer, "train": self._train, "wait": self._wait}
         while (step := self._step()).kind != "end":
-            begin = self.now
             take[step.kind](step)
             if self.working and self.working[0][0] <= self.now:
                 self._until(self.now)
-            if self.recorded:
-                self._note_phase(step, begin)
 
     def _step(self) -> Step:
         step = self.buffer.next()
@@ -208,8 +195,6 @@ class _VirtualClock:
 
     def _train(self, step: Step) -> None:
         start = max(self.now, self.arrival.pop(step.number, 0.0))
-        if self.buffer.over:  # workers are joined, and some may still work in vain
-            start = max(start, *(end for end, _, _ in self.working), 0.0)
         self.now = start + self.durations("model", step.number)
         if self.recorded:
             self._occupy("GPU", "model", step.number, start, self.now)
@@ -217,10 +202,4 @@ class _VirtualClock:
     # -- records
 
     def _occupy(self, resource: Resource, stage: str, number: int, start: float, end: float, lane: int = 0) -> None:
-        self.busy[resource] += end - start
         self.intervals.append(Interval(resource, stage, number, start, end, lane))
-
-    def _note_phase(self, step: Step, begin: float) -> None:
-        if self.phases and self.phases[-1][0] == step.phase:
-            begin = self.phases.pop()[1]
-        self.phases.append((step.phase, begin, self.now))

@@ -138,14 +138,7 @@ class Workers:
 
     def _claim(self, group: int, lane: int) -> Job | None:
         self._assign()
-        while self._assigned:
-            number = self._assigned.popleft()
-            if not self.schedule.overtaken(number):
-                return partial(self._work, lane, self._task(number))
-            self._busy -= 1
-            self.schedule.ready(number)
-            self._assign()
-        return None
+        return partial(self._work, lane, self._task(self._assigned.popleft())) if self._assigned else None
 
     def _assign(self) -> None:
         """Give mini-batches to the workers that are free at this moment, before the training thread goes on."""
@@ -164,7 +157,7 @@ class Workers:
             with self._crew.lock:  # the workers wait for smaller buffers
                 self.shortage = HostMemoryError(*error.args)  # without the traceback, which holds memory
                 for each in (number, *self._assigned):
-                    self.schedule.refused(each)
+                    self.schedule.give_up(each)
                 self._busy -= 1 + len(self._assigned)
                 self._assigned.clear()
                 self._tell()
@@ -172,11 +165,11 @@ class Workers:
         self._recorder.add("CPU", "cpu_batching", number, start, time.perf_counter(), lane)
         with self._crew.lock:
             self._busy -= 1
-            if self._crew.stopped or not self.schedule.ready(number):
+            if self._crew.stopped:
                 self._drop(batch)
             else:
+                self.schedule.ready(number)
                 self.host[number] = batch
-            if not self._crew.stopped:
                 self._assign()
             self._tell()
 

@@ -15,6 +15,7 @@ _TRACE = "Lightning's PyTorchProfiler writes a trace in which the stages have na
 _CACHES = "PersistentSamplerDataModule(cache_bytes=…) counts and plans; .plan_placement() returns what it would cache"
 _ROWS = "a graph is kept as plain rows, and chunks are made by themselves where an NPU aggregates; leave it out"
 _CHUNKED = "a graph is kept as plain rows; the chunks of an NPU are in graph.chunked()"
+_NO_FIELD = "plans go by gpu_buffer_size, cpu_buffer_size, lead and row alone; leave it out"
 REMOVED = {
     "CompressedGraph.backward_order": _CHUNKED,
     "CompressedGraph.element_size": _ROWS,
@@ -25,6 +26,9 @@ REMOVED = {
     "CompressedGraph.order": _ROWS,
     "CompressedGraph.progress": _ROWS,
     "CompressedGraph.redundancy": "the rows that an NPU loads are counted by graph.chunked().redundancy()",
+    "CollectivePlan.backup": _NO_FIELD,
+    "CollectivePlan.begin": _NO_FIELD,
+    "CollectivePlan.cover": _NO_FIELD,
     "callbacks=timeline": _TRACE,
     "convert.rows": "features are written as x.npy, which datamodule.memory= reads from disk; leave it out",
     "data.memory": "datamodule.memory= alone says that features stay on disk; leave it out",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.collective.dispatcher import ROUNDS, SIMULATED_BATCHES, Dispatcher, initial_ratio, relaxed_time
+from lightning_gnn.collective.dispatcher import SIMULATED_BATCHES, Dispatcher, initial_ratio, relaxed_time
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import drawn_durations, simulate_dual_buffer
 from tests.campaigns import campaign, one_slice
@@ -112,7 +112,7 @@ def test_never_worse_than_one_processor_alone(source, size, num_batches):
     assert (plan.num_batches, plan.times) == (num_batches, times)
     assert plan.gpu_buffer_size <= size
     assert plan.ratio == initial_ratio(times)
-    assert plan.rounds <= ROUNDS + 20  # of which so many to begin with
+    assert 1 < plan.rounds <= 220
     for mode, places in (("cpu", max(size, 2 * times.cpu_workers)), ("gpu", 0)):
         alone = CollectivePlan(mode, size, places, times=times)
         makespan = simulate_dual_buffer(times, alone, num_batches).makespan
@@ -151,34 +151,19 @@ def test_a_gain_within_the_noise_is_no_reason_for_both():
     assert Dispatcher(times, num_batches=400).plan().mode == "cpu"
 
 
-def test_transfers_that_are_longer_than_a_training_step_do_not_hold_up_the_gpu():
-    """Eleven workers whose mini-batches take 18 ms to come over, while one is trained in 10 ms."""
-    seconds = (0.489, 0.0179, 0.0024, 0.0036, 0.01)
-    times = StageTimes(*(Duration(each, 0.2 * each) for each in seconds), cpu_workers=11)
-    plan = Dispatcher(times, num_batches=354).plan()
-    bound = 354 * relaxed_time(initial_ratio(times), times)
-    unseen = [drawn_durations(times, 354, 100 + seed) for seed in range(8)]
+def test_transfers_that_are_longer_than_a_training_step_are_hidden_by_turns():
+    """Fifteen workers whose mini-batches take 17 ms to come over, while one is trained in 10 ms."""
+    seconds = (0.0345, 0.0171, 0.004, 0.0056, 0.01)
+    times = StageTimes(*(Duration(each, 0.2 * each) for each in seconds), cpu_workers=15)
+    plan = Dispatcher(times, num_batches=255).plan()
+    unseen = [drawn_durations(times, 255, 100 + seed) for seed in range(8)]
 
     def took(plan):
-        return np.mean([simulate_dual_buffer(times, plan, 354, durations=each).makespan for each in unseen])
+        return np.mean([simulate_dual_buffer(times, plan, 255, durations=each).makespan for each in unseen])
 
-    assert plan.cover > 1
-    assert took(plan) < 1.03 * bound
-    assert took(replace(plan, cover=1)) > 1.01 * took(plan)
-
-
-def test_a_late_worker_does_not_hold_up_the_gpu():
-    """Eleven workers of which each takes as long as the GPU for 40 mini-batches, by half more or less."""
-    seconds = (0.65, 0.0006, 0.0024, 0.0036, 0.01)
-    times = StageTimes(*(Duration(each, 0.3 * each) for each in seconds), cpu_workers=11)
-    plan = Dispatcher(times, num_batches=200).plan()
-    unseen = [drawn_durations(times, 200, 100 + seed) for seed in range(8)]
-
-    def took(plan):
-        return np.mean([simulate_dual_buffer(times, plan, 200, durations=each).makespan for each in unseen])
-
-    assert plan.backup
-    assert took(replace(plan, backup=False)) > 1.01 * took(plan)
+    assert plan.row
+    assert took(plan) < 1.06 * 255 * relaxed_time(initial_ratio(times), times)
+    assert took(replace(plan, row=0)) > 1.05 * took(plan)
 
 
 def test_a_balanced_node_is_shared():

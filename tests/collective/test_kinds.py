@@ -152,20 +152,6 @@ def test_types_share_no_buffer():
     assert_same_batches(data, options, CollectivePlan("cpu", 1, 3), gpu_route="cpu", num_workers=2)
 
 
-@pytest.mark.slow
-def test_what_the_gpu_stores_in_int8_is_the_same_on_the_cpu():
-    pytest.importorskip("triton", reason="Triton exists on Linux only")
-    options = {"input_train_nodes": ("paper", torch.arange(4)), "num_neighbors": [2], "batch_size": 2, "seed": 3}
-    kinds = []
-    for plan in (CollectivePlan("cpu", 1, 2), CollectivePlan("gpu", 1, 0)):
-        module = CollectiveDataModule(typed_data(), plan=plan, num_workers=1, quantize=True, device=DEVICE, **options)
-        kinds.append(list(module.train_dataloader()))
-    plain = NeighborDataModule(typed_data(), **options).train_dataloader()
-    for a, b, c in zip(*kinds, plain, strict=True):
-        assert contents(a) == contents(b)
-        assert not torch.equal(a["author"].x.cpu(), c["author"].x)
-
-
 @pytest.mark.parametrize("thread_safe", [False, True])
 @pytest.mark.parametrize("plan", [COLLECTIVE, CollectivePlan("cpu", 1, 2)], ids=lambda plan: plan.mode)
 def test_transforms_of_the_users_own(plan, thread_safe):

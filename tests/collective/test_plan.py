@@ -28,9 +28,6 @@ plans = st.builds(
     configuration=st.text(st.characters(codec="ascii"), max_size=20),
     lead=st.none() | st.integers(0, 10**6),
     row=st.integers(0, 10**6),
-    cover=st.integers(1, 10**6),
-    backup=st.booleans(),
-    begin=st.integers(0, 10**6),
     cpu_part=st.none() | st.floats(0, 1),
 )
 
@@ -59,6 +56,13 @@ def test_a_plan_by_hand_needs_three_lines():
     assert plan.times == StageTimes(Duration(1e-3), Duration(0), Duration(2e-3), Duration(1), Duration(1.5, 0.01))
 
 
+def test_a_plan_of_an_earlier_release_is_read_over_what_is_gone():
+    text = "{mode: collective, gpu_buffer_size: 6, cpu_buffer_size: 2, row: 3, cover: 2, backup: true, begin: 9}"
+    assert CollectivePlan.from_yaml(text) == CollectivePlan("collective", 6, 2, row=3)
+    with pytest.raises(TypeError, match=r"CollectivePlan\.cover was removed: plans go by gpu_buffer_size"):
+        CollectivePlan("collective", 6, 2, cover=2)
+
+
 def test_buffers_of_each_mode():
     assert CollectivePlan("collective", 10, 8).buffers == (10, 8)
     assert CollectivePlan("gpu", 10, 8).buffers == (1, 0)
@@ -71,25 +75,18 @@ def test_buffers_of_each_mode():
     ("changes", "message"),
     [
         ({"mode": "both"}, "mode must be one of collective, cpu, gpu, but is 'both'"),
-        ({"mode": None}, "mode must be one of"),
         ({"gpu_buffer_size": 0}, "gpu_buffer_size must be a whole number of at least 1, but is 0"),
         ({"gpu_buffer_size": 2.5}, "gpu_buffer_size must be a whole number"),
-        ({"gpu_buffer_size": True}, "gpu_buffer_size must be a whole number"),
         ({"lead": -1}, "lead must be a whole number of at least 0, but is -1"),
-        ({"lead": 2.5}, "lead must be a whole number"),
         ({"row": -1}, "row must be a whole number of at least 0, but is -1"),
-        ({"cover": 0}, "cover must be a whole number of at least 1, but is 0"),
-        ({"backup": 1}, "backup must be true or false, but is 1"),
-        ({"begin": True}, "begin must be a whole number"),
         ({"cpu_part": -0.5}, "cpu_part must be a finite number of at least 0"),
         ({"cpu_buffer_size": 0}, "cpu_buffer_size must be a whole number of at least 1, but is 0"),
         ({"mode": "gpu", "cpu_buffer_size": -1}, "cpu_buffer_size must be a whole number of at least 0, but is -1"),
         ({"num_batches": -3}, "num_batches must be a whole number of at least 0"),
         ({"rounds": None}, "rounds must be a whole number of at least 0, but is None"),
         ({"ratio": -1.0}, "ratio must be a finite number of at least 0, but is -1.0"),
-        ({"ratio": float("nan")}, "ratio must be a finite number"),
         ({"ratio": 10**400}, "ratio must be a finite number"),
-        ({"epoch_s": {"npu": 1.0}}, "epoch_s has no place for 'npu'"),
+        ({"epoch_s": {"npu": 1.0}}, "epoch_s must map collective, cpu and gpu to seconds, but is {'npu': 1.0}"),
         ({"epoch_s": {"cpu": float("inf")}}, r"epoch_s\['cpu'\] must be a finite number"),
         ({"epoch_s": [1.0]}, "epoch_s must map"),
         ({"times": 3}, "times must be StageTimes, but is 3"),
@@ -105,22 +102,19 @@ def test_nonsense_is_refused(changes, message):
     ("text", "message"),
     [
         ("", "a plan must be a mapping of .*, but is None"),
-        ("- 1\n- 2", "a plan must be a mapping"),
         ("mode: [", "not YAML"),
         ("!!python/object/apply:os.system ['true']", "not YAML"),
         ("mode: gpu\ngpu_buffer_size: 1", "a plan lacks cpu_buffer_size"),
         ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, gbs: 3}", "a plan has no place for gbs"),
         ("{mode: gpu, gpu_buffer_size: x, cpu_buffer_size: 0}", "gpu_buffer_size must be a whole number"),
-        ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, ratio: much}", "ratio must be a number, but is 'much'"),
-        ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, ratio: [1]}", "ratio must be a finite number"),
+        ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, ratio: much}", "ratio must be a finite .* 'much'"),
         ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, epoch_s: {cpu: .inf}}", "epoch_s.* finite"),
-        ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, epoch_s: 3}", "epoch_s must map"),
         ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, times: {dma: 1}}", "times lacks cpu_batching"),
         ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, times: {tea: 1}}", "times has no place for tea"),
         (
             "{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, "
             "times: {cpu_batching: 1, dma: {avg: 1}, gpu_batching: 1, uva: 1, model: 1}}",
-            "times: dma has no place for avg",
+            "times: dma: a stage has no place for avg",
         ),
         (
             "{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, "
@@ -135,7 +129,7 @@ def test_nonsense_is_refused(changes, message):
         (
             "{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, "
             "times: {cpu_batching: 1, dma: 1, gpu_batching: 1, uva: 1, model: 1, cpu_workers: 1.5}}",
-            "times: cpu_workers must be a whole number, but is 1.5",
+            "cpu_workers must be a whole number of at least 1, but is 1.5",
         ),
     ],
 )
@@ -164,7 +158,7 @@ def test_prints_as_a_table():
         "cpu_batching 80 ms 4 ms",
         "dma 2 ms 0.01 ms",
         "cpu_batching / 8 workers 10 ms",
-        "10 8 18 0 1 False 0 1.2 4",
+        "10 8 18 0 1.2 4",
         "this plan 2 1.00x",
         "CPU only 3 1.50x",
         "GPU only 2.5 1.25x",
@@ -173,10 +167,9 @@ def test_prints_as_a_table():
     stages = [line for line in table.splitlines() if line.endswith(" ms")]
     assert len({len(line) for line in stages if not line.strip().startswith("cpu_batching /")}) == 1
     assert "row" not in lines[1]  # it does not go by one
-    said = str(CollectivePlan("collective", 10, 8, lead=44, row=5, cover=3, backup=True, begin=46)).splitlines()
-    assert [line.split()[0].strip(":") for line in said[1:5]] == ["row", "cover", "backup", "begin"]
-    assert "leaves the next 10 to the GPU" in said[1]
-    assert ["10", "8", "44", "5", "3", "True", "46", "0"] in [line.split() for line in said]
+    said = str(CollectivePlan("collective", 10, 8, lead=44, row=5)).splitlines()
+    assert said[1] == "  row 5: the CPU takes so many one after the other, and leaves 10 to the GPU"
+    assert ["10", "8", "44", "5", "0"] in [line.split() for line in said]
     assert "the CPU prepares all" in str(CollectivePlan("cpu", 10, 8))
     assert "the GPU prepares all" in str(CollectivePlan("gpu", 10, 0))
 

@@ -55,18 +55,6 @@ def test_warming_up_and_what_else_happened_do_not_count():
     assert profiler.seconds("uva") == []
 
 
-def test_what_a_rank_waits_for_the_others_is_no_part_of_a_step():
-    profiler = Profiler(5, warm_up=0)
-    for waited in (4.0, 0.5, 9.0, 0.75):  # of which gradients take half a second to travel
-        profiler.add("exchange", 2.0, 2.0 + waited / 2)  # twice backward in a step
-        profiler.add("exchange", 3.0, 3.0 + waited / 2)
-        profiler.add("model", 1.0, 2.0 + waited)
-    assert profiler.seconds("model") == pytest.approx([1.5] * 4)
-    alone = Profiler(5, warm_up=0)
-    alone.add("model", 1.0, 2.0)
-    assert alone.seconds("model") == [1.0]
-
-
 def test_when_to_plan():
     assert not filled(7, num_measurements=5).enough()
     assert filled(8, num_measurements=5).enough()

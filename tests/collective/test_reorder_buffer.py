@@ -11,13 +11,11 @@ def cases(draw):
     cpu_buffer_size = draw(st.integers(0 if gpu_buffer_size else 1, 7))
     num_batches = draw(st.integers(0, 40))
     sizes = gpu_buffer_size, cpu_buffer_size, draw(st.integers(1, 5)), draw(st.integers(0, 20)), draw(st.integers(0, 6))
-    sizes = *sizes, draw(st.integers(1, 4)), draw(st.booleans())
-    first = draw(st.integers(0, num_batches) | st.just(0))
-    return num_batches, *sizes, first, draw(st.integers(0, 30))
+    return num_batches, *sizes, draw(st.integers(0, num_batches) | st.just(0))
 
 
 def make(case):
-    return ReorderBuffer(*case[:8], first=case[8], begin=case[9])
+    return ReorderBuffer(*case[:6], first=case[6])
 
 
 def drive(buffer, workers, source, between=lambda: None):
@@ -40,8 +38,7 @@ def drive(buffer, workers, source, between=lambda: None):
         step = buffer.next()
         yield step
         if step.kind == "end":
-            while under_way:
-                assert not buffer.ready(under_way.pop()), "a worker is at what nobody has trained"
+            assert not under_way, "a worker is at what nobody has trained"
             assert buffer.next().kind == "end"
             assert buffer.claim() is None
             return
@@ -55,7 +52,7 @@ def drive(buffer, workers, source, between=lambda: None):
 @settings(max_examples=200)
 @given(cases(), st.randoms(use_true_random=False))
 def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
-    num_batches, gpu_buffer_size, cpu_buffer_size, workers, *_, first, _ = case
+    num_batches, gpu_buffer_size, cpu_buffer_size, workers, *_, first = case
     buffer = make(case)
     trained, on_device = [], {}
     for step in drive(buffer, workers, source):
@@ -69,8 +66,7 @@ def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
         assert on_device == buffer.gpu_buffer
         assert len(on_device) <= gpu_buffer_size + ReorderBuffer.AHEAD
         assert buffer.cpu_buffer == sorted(set(buffer.cpu_buffer))
-        in_vain = buffer._overtaken
-        assert len(buffer.cpu_buffer) + len(buffer._working) + in_vain <= max(0, cpu_buffer_size + workers - 1)
+        assert len(buffer.cpu_buffer) + len(buffer._working) <= max(0, cpu_buffer_size + workers - 1)
         assert not set(buffer.cpu_buffer) & set(on_device)
     assert not on_device
     assert not buffer.cpu_buffer
@@ -80,7 +76,7 @@ def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
 @settings(max_examples=60)
 @given(cases(), st.randoms(use_true_random=False))
 def test_the_cpu_begins_ahead_of_training(case, source):
-    num_batches, gpu_buffer_size, _, workers, lead, row, _, _, first, begin = case
+    num_batches, gpu_buffer_size, _, workers, lead, row, first = case
     buffer = make(case)
     taken = []
     claim = buffer.claim
@@ -89,13 +85,12 @@ def test_the_cpu_begins_ahead_of_training(case, source):
         number = claim()
         if number is not None:
             assert number >= buffer.head + (lead if gpu_buffer_size else 0)
-            assert number >= (first + begin if gpu_buffer_size else 0)
             taken.append(number)
         return number
 
     buffer.claim = claimed
     routes = {step.number: step.route for step in drive(buffer, workers, source) if step.kind == "train"}
-    if gpu_buffer_size and max(lead, first + begin) >= num_batches:
+    if gpu_buffer_size and first + lead >= num_batches:
         assert set(routes.values()) <= {"gpu"}
     if gpu_buffer_size and row:
         assert taken == sorted(taken)
@@ -107,9 +102,9 @@ def test_the_cpu_begins_ahead_of_training(case, source):
 @given(cases(), cases(), st.randoms(use_true_random=False))
 def test_sizes_may_change_and_mini_batches_be_given_up_at_any_time(case, other, source):
     """What had no room is prepared again, and still all are trained once, in order."""
-    num_batches, _, _, workers, *_, first, _ = case
+    num_batches, _, _, workers, *_, first = case
     buffer = make(case)
-    sizes = [(max(1, each[1]), *each[2:8]) for each in (case, other)]  # the GPU's part stays, or nobody fills a gap
+    sizes = [(max(1, each[1]), *each[2:6]) for each in (case, other)]  # the GPU's part stays, or nobody fills a gap
 
     def between():
         if source.random() < 0.1:
@@ -151,42 +146,7 @@ def test_by_hand():
     ]
 
 
-@pytest.mark.parametrize(
-    ("cover", "sent"), [(1, {5: 0, 6: 1}), (3, {5: 0, 6: 1}), (4, {5: 0, 6: 4}), (5, {5: 4, 6: 5})]
-)
-def test_a_transfer_sets_out_only_where_training_covers_it(cover, sent):
-    """The GPU has 0 to 3, the CPU 5 and 6, and 4 is free: four are left to train before the GPU prepares again."""
-    buffer = ReorderBuffer(20, 4, 9, 2, 5, 2, cover)
-    for number in (buffer.claim(), buffer.claim()):
-        buffer.ready(number)
-    found = {}
-    while len(found) < 2:
-        step = buffer.next()
-        if step.kind == "transfer":
-            found[step.number] = buffer.head
-    assert found == sent
-
-
-def test_the_gpu_prepares_what_a_late_worker_still_has():
-    """Once the window is taken there is nothing else to do; what the worker brings is dropped, and its room is kept."""
-    buffer = ReorderBuffer(4, 1, 1, 2, lead=1, backup=True)
-    assert [buffer.claim(), buffer.claim(), buffer.claim()] == [1, 2, None]
-    assert [buffer.next()[:2] for _ in range(2)] == [("batch", 0), ("train", 0)]
-    assert not buffer.overtaken(1)
-    assert buffer.next()[:2] == ("batch", 1)
-    assert buffer.overtaken(1)
-    assert buffer.claim() is None  # its worker's memory is not free before it is done
-    assert not buffer.ready(1)
-    assert buffer.claim() == 3
-    assert buffer.next()[:2] == ("train", 1)
-    buffer.refused(2)  # by its worker, for which there was no memory
-    assert buffer.next()[:2] == ("batch", 2)
-    assert buffer.ready(3)
-    assert [buffer.next()[:2] for _ in range(3)] == [("train", 2), ("transfer", 3), ("train", 3)]
-    assert buffer.over
-
-
-def test_without_a_backup_it_waits():
+def test_it_waits_for_a_late_worker_where_there_is_nothing_else_to_do():
     buffer = ReorderBuffer(4, 1, 1, 2, lead=1)
     assert buffer.claim() == 1
     assert [buffer.next().kind for _ in range(3)] == ["batch", "train", "wait"]
@@ -226,13 +186,7 @@ def test_impossible_buffers_are_refused(sizes):
         ReorderBuffer(*sizes)
 
 
-@pytest.mark.parametrize("begin", [{"begin": -1}, {"first": -1}])
-def test_no_epoch_begins_before_its_beginning(begin):
-    with pytest.raises(ValueError, match="must not be negative"):
-        ReorderBuffer(5, 1, 1, **begin)
-
-
-@pytest.mark.parametrize("sizes", [(-1, 1, 1), (5, 1, 1, 0)])
-def test_there_must_be_a_worker_and_mini_batches(sizes):
+@pytest.mark.parametrize(("sizes", "first"), [((-1, 1, 1), 0), ((5, 1, 1, 0), 0), ((5, 1, 1), -1)])
+def test_there_must_be_a_worker_and_mini_batches(sizes, first):
     with pytest.raises(ValueError, match=r"must not be negative, and cpu_workers=-?\d not 0"):
-        ReorderBuffer(*sizes)
+        ReorderBuffer(*sizes, first=first)

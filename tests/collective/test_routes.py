@@ -5,7 +5,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lightning_gnn.collective.arrivals import Arrivals
 from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing
 from lightning_gnn.runtime.devices import used_on
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
@@ -17,10 +16,15 @@ CPU = torch.device("cpu")
 
 
 class Event(str):
-    """Never comes."""
+    """Never comes, unless it is waited for."""
+
+    log = None
 
     def query(self):
         return False
+
+    def synchronize(self):
+        self.log.append(("host", "waits for", self))
 
 
 class Stream:
@@ -32,7 +36,9 @@ class Stream:
     def record_event(self):
         self.events += 1
         self.log.append((self.name, "records", f"{self.name} {self.events}"))
-        return Event(f"{self.name} {self.events}")
+        event = Event(f"{self.name} {self.events}")
+        event.log = self.log
+        return event
 
     def wait_event(self, event):
         self.log.append((self.name, "waits for", event))
@@ -57,7 +63,6 @@ def noted(loader):
     routes = DeviceRoutes(CPU, loader, ring)
     main = Stream("main", log)
     routes._stream, routes._current = Stream("bus", log), lambda: main
-    routes._arrivals = Arrivals(routes._stream, CPU)
     yield routes, ring, log
 
 
@@ -86,18 +91,23 @@ def test_reads_and_transfers_wait_for_one_another_and_nothing_else(loader):
         assert log == [("bus", "begins"), ("bus", "records", "bus 2"), ("bus", "ends")]
         log.clear()
         routes.arrive(first)
-        assert log == [("main", "waits for", "bus 1")]
+        assert log == [("main", "records", "main 3"), ("main", "waits for", "bus 1")]
         log.clear()
         gathered = routes.prepare((0, 4, [4, 5]))
-        assert log == [("main", "waits for", "bus 2"), ("main", "records", "main 3")]
+        assert log == [("main", "waits for", "bus 2"), ("main", "records", "main 4")]
         log.clear()
         routes.arrive(gathered)  # made on the stream that trains
-        assert log == []
-        routes.arrive(second)
-        assert log == [("main", "waits for", "bus 2")]
+        assert log == [("main", "records", "main 5")]
+        log.clear()
+        routes.arrive(second)  # the host is two steps ahead
+        assert log == [
+            ("main", "records", "main 6"),
+            ("host", "waits for", "main 3"),
+            ("main", "waits for", "bus 2"),
+        ]
         log.clear()
         routes.prepare((0, 5, [6, 7]))
-        assert log == [("main", "records", "main 4")]
+        assert log == [("main", "records", "main 7")]
 
 
 def test_the_memory_of_a_transfer_goes_back_with_its_event(loader):
