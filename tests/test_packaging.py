@@ -49,6 +49,7 @@ def test_the_wheel_holds_one_package(wheel):
         modules = {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
         assert modules <= set(names)
     assert "lightning_gnn/conf/train.yaml" in names
+    assert "lightning_gnn/report/templates/base.html.j2" in names
     assert "lightning_gnn/py.typed" in names
     project = ROOT / "lightning_gnn/cli/project"
     files = {path.relative_to(ROOT).as_posix() for path in project.rglob("*.*") if "__pycache__" not in path.parts}

@@ -42,7 +42,7 @@ from lightning_gnn.persistent.placement import PlacedOnGPU
 from lightning_gnn.planning.report import sentences
 from lightning_gnn.report import reporting
 from lightning_gnn.report.console import be_quiet, console, describe, warn
-from lightning_gnn.report.plan_page import write_plan_page
+from lightning_gnn.report.pages import write_plan_page
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 
 _WITHOUT_GPU = "This is the plan without a GPU; datamodule.device_memory=80GB plans the memory of one."

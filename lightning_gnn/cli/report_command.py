@@ -12,12 +12,16 @@ from pathlib import Path
 from rich.console import Console
 
 from lightning_gnn.cli.runs_command import FOLDERS
-from lightning_gnn.report.comparison import compare, compare_runs, print_comparison, told_differently
+from lightning_gnn.report.comparison import (
+    compare,
+    compare_runs,
+    print_comparison,
+    write_comparison_page,
+    write_sweep_page,
+)
 from lightning_gnn.report.metrics import print_table
-from lightning_gnn.report.plan_page import write_plan_page
-from lightning_gnn.report.run_page import write_run_page
+from lightning_gnn.report.pages import write_plan_page, write_run_page
 from lightning_gnn.report.runs import find_runs, is_run, read_run
-from lightning_gnn.report.sweep_page import write_comparison_page, write_sweep_page
 
 COMPARISON = "comparison.html"
 """The page of runs that no sweep has started, in the folder where it is asked for."""
@@ -77,7 +81,7 @@ def _several(folders: Sequence[Path], path: Path) -> Path:
     runs = {str(run.folder.absolute().relative_to(above)): run for run in found}
     rows = compare_runs(runs)
     print_comparison(rows, path)
-    return write_comparison_page(path, rows, told_differently(rows), runs)
+    return write_comparison_page(path, rows, runs)
 
 
 def _run(folder: Path, console: Console, path: Path) -> Path:
@@ -98,4 +102,4 @@ def _run(folder: Path, console: Console, path: Path) -> Path:
 def _sweep(folder: Path, path: Path) -> Path:
     rows = compare(folder)
     print_comparison(rows, folder / "comparison.csv")
-    return path if path.is_file() else write_sweep_page(folder, rows, told_differently(rows))
+    return path if path.is_file() else write_sweep_page(folder, rows)

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_gnn.report.runs import Run, find_runs, shown_score, shown_seconds
+from lightning_gnn.report.metrics import shown, shown_seconds
+from lightning_gnn.report.runs import Run, find_runs
 
 FOLDERS = ("outputs", "multirun")
 _STYLES = {"failed": "red", "unfinished": "yellow", "plan": "dim"}
@@ -33,11 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.number < 0:
         parser.error(f"--number={chosen.number} must not be negative")
     runs = find_runs(folders)
-    shown = runs[: chosen.number] if chosen.number else runs
+    latest = runs[: chosen.number] if chosen.number else runs
     if chosen.json:
-        print(json.dumps([_plain(run) for run in shown], indent=2))
+        print(json.dumps([_plain(run) for run in latest], indent=2))
     elif runs:
-        _print(shown, len(runs))
+        _print(latest, len(runs))
     else:
         print(f"There are no runs in {' or '.join(folders)}; `lgnn` makes one, `lgnn runs FOLDER` looks elsewhere.")
     return int(not runs)
@@ -49,7 +50,7 @@ def _print(runs: Sequence[Run], total: int) -> None:
     for name in ("started", "folder", "told", "scores", "time", ""):
         table.add_column(name, overflow="fold", justify="right" if name == "time" else "left")
     for run in runs:
-        scores = "\n".join(f"{name} {shown_score(name, value)}" for name, value in run.scores.items())
+        scores = "\n".join(f"{name} {shown(name, value)}" for name, value in run.scores.items())
         state = "" if run.state == "done" else run.state
         cells = [f"{run.started:%Y-%m-%d %H:%M}", str(run.folder), " ".join(run.overrides), scores]
         table.add_row(*map(escape, [*cells, shown_seconds(run.seconds), state]), style=_STYLES.get(run.state))

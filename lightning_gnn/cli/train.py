@@ -33,7 +33,7 @@ from lightning_gnn.persistent.budget import Placement
 from lightning_gnn.planning.advice import advice
 from lightning_gnn.report import collect_metrics, print_table, reporting, write_metrics
 from lightning_gnn.report.console import be_quiet, console, describe, say, warn
-from lightning_gnn.report.run_page import write_run_page
+from lightning_gnn.report.pages import write_run_page
 from lightning_gnn.report.runs import write_curves
 
 
@@ -135,7 +135,7 @@ def _report(metrics: dict[str, Any], epochs: list[dict[str, float]], title: str,
         with reporting(directory / "curves.csv", warn):
             write_curves(epochs, directory)
         with reporting(directory / "report.png", warn):
-            from lightning_gnn.report.figure import save_figure  # matplotlib may be missing or broken
+            from lightning_gnn.report.charts import save_figure  # matplotlib takes time
 
             save_figure(metrics, epochs, cfg.task.metric, title, directory / "report.png")
     with reporting(directory / "report.html", warn):

@@ -1,6 +1,6 @@
-"""What a run leaves behind: metrics.json, a table on the screen, report.png.
+"""What a run leaves behind: metrics.json, a table on the screen, report.html and report.png.
 
-The pictures, which need matplotlib, are in :mod:`~lightning_gnn.report.figure`; the comparison of a sweep, which needs
+The pictures, which need matplotlib, are in :mod:`~lightning_gnn.report.charts`; the comparison of a sweep, which needs
 Hydra, is in :mod:`~lightning_gnn.report.comparison`.
 """
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning_gnn.runtime.files import write_whole
 
@@ -27,27 +27,18 @@ STAGES = {"test": "Test", "val": "Validation"}
 BOUNDED = ("acc", "auc", "mrr")
 """Scores from 0 to 1."""
 LOWER_IS_BETTER = ("mae", "mse", "rmse", "ece")
+SPEEDS = ("epoch_time_s", "sampled_edges_per_s", "mteps")
+SPLIT = ("sampling_s", "features_s", "model_s", "wait_s", "other_s")
+"""Parts of an epoch's time: of the preparing threads, then of the training thread."""
+Row = tuple[str, str, str]
 
 
-class MeasuredEpoch(Protocol):
-    """An epoch as :class:`~lightning_gnn.callbacks.Throughput` measures it, which this package does not depend on."""
-
-    @property
-    def epoch_time_s(self) -> float: ...  # noqa: D102
-    @property
-    def sampled_edges_per_s(self) -> float | None: ...  # noqa: D102
-    @property
-    def mteps(self) -> float: ...  # noqa: D102
-
-
-def collect_metrics(
-    scores: dict[str, float], throughput: MeasuredEpoch | None, num_epochs: int, **more: Any
-) -> dict[str, Any]:
+def collect_metrics(scores: dict[str, float], throughput: Any, num_epochs: int, **more: Any) -> dict[str, Any]:
     """Put together what metrics.json holds.
 
     Args:
         scores: Figures such as ``test_acc`` and ``val_acc``.
-        throughput: The typical epoch; None if none was measured.
+        throughput: The typical epoch, an :class:`~lightning_gnn.callbacks.EpochThroughput`; None if none was measured.
         num_epochs: How many epochs were trained.
         **more: Further entries, as they are.
 
@@ -56,19 +47,8 @@ def collect_metrics(
         epoch: ``sampling_s`` and ``features_s`` of the preparing threads, ``model_s``, ``wait_s`` and ``other_s`` of
         the training thread) and ``more``; None for what was not measured.
     """
-    measured = throughput is not None
-    return {
-        **scores,
-        "epochs": num_epochs,
-        "epoch_time_s": throughput.epoch_time_s if throughput else None,
-        "sampled_edges_per_s": throughput.sampled_edges_per_s if throughput else None,
-        "mteps": throughput.mteps if throughput else None,
-        "time_split": {
-            name: getattr(throughput, name) if measured else None
-            for name in ("sampling_s", "features_s", "model_s", "wait_s", "other_s")
-        },
-        **more,
-    }
+    speeds, split = ({name: getattr(throughput, name, None) for name in names} for names in (SPEEDS, SPLIT))
+    return {**scores, "epochs": num_epochs, **speeds, "time_split": split, **more}
 
 
 def write_metrics(metrics: dict[str, Any], directory: str | Path) -> Path:
@@ -83,6 +63,74 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def number(value: Any) -> float | None:
+    """Return a finite number as it is; None for anything else that a file may hold."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if known else None
+
+
+def shown(name: str, value: Any) -> str:
+    """Return a score or a speed as people read it, accuracy in percent; empty for what is no number."""
+    if not isinstance(value, (int, float)):
+        return ""
+    if name in SPEEDS:
+        return f"{value:.3g}" if value < 1e5 else f"{value / 1e6:.3g} M"
+    return f"{value:.2%}" if name.endswith("_acc") else f"{value:.4f}"
+
+
+def shown_seconds(seconds: Any) -> str:
+    """Return a duration in seconds, minutes or hours; empty for what is none."""
+    if number(seconds) is None:
+        return ""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def tested(metrics: dict[str, Any]) -> str:
+    """Return which weights were tested."""
+    trained = metrics.get("mode", "train") == "train"
+    return "best checkpoint" if metrics.get("checkpoint") and trained else "last weights" if trained else "checkpoint"
+
+
+def score_rows(metrics: dict[str, Any]) -> list[Row]:
+    """Return name, figure and a note for each score."""
+    note = f"of the {tested(metrics)}"
+    parts = [(name.partition("_"), shown(name, value)) for name, value in metrics.items()]
+    return [
+        (f"{STAGES[stage]} {NAMES.get(kind, kind)}", value, note)
+        for (stage, _, kind), value in parts
+        if stage in STAGES and value
+    ]
+
+
+def speed_rows(metrics: dict[str, Any]) -> list[Row]:
+    """Return name, figure and a note for each speed that was measured."""
+    if not (epoch := number(metrics.get("epoch_time_s"))):
+        return []
+    rows = [("Epoch time", shown_seconds(epoch), "training only, median")]
+    if (edges := number(metrics.get("sampled_edges_per_s"))) is not None:
+        rows.append(("Sampled edges/s", f"{edges / 1e6:.3g} M", "per sampling thread"))
+    if mteps := shown("mteps", metrics.get("mteps")):
+        rows.append(("MTEPS", mteps, "million edges trained on per second"))
+    return rows
+
+
+def split_rows(metrics: dict[str, Any]) -> dict[Row, float]:
+    """Return name, figure, note and share for each part of an epoch's time that was measured."""
+    epoch, split = number(metrics.get("epoch_time_s")), metrics.get("time_split")
+    known = {name: number(split.get(name)) for name in SPLIT} if epoch and isinstance(split, dict) else {}
+    preparing = (known.get("sampling_s") or 0.0) + (known.get("features_s") or 0.0)
+    beside = "beside training" if preparing > (known.get("wait_s") or 0.0) else "training thread waits"
+    rows = {}
+    for label, name in zip(("Sampling", "Features", "Model", "Waiting", "Other"), SPLIT, strict=True):
+        if epoch and (seconds := known.get(name)) is not None:
+            note = f"preparing, {beside}" if name in SPLIT[:2] else "of the training thread"
+            rows[label, f"{seconds:.3g} s", f"{seconds / epoch:4.0%} {note}"] = seconds / epoch
+    return rows
+
+
 def print_table(metrics: dict[str, Any], title: str, console: Console) -> None:
     """Print the figures of :func:`~lightning_gnn.report.collect_metrics`, leaving out what was not measured."""
     from rich import box
@@ -93,51 +141,15 @@ def print_table(metrics: dict[str, Any], title: str, console: Console) -> None:
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
-    for name, value in metrics.items():
-        stage, _, kind = name.partition("_")
-        if stage in STAGES and isinstance(value, (int, float)):
-            shown = f"{value:.2%}" if kind == "acc" else f"{value:.4f}"
-            title, style = f"{STAGES[stage]} {NAMES.get(kind, kind)}", "bold" if kind != "loss" else None
-            table.add_row(title, shown, f"of the {tested(metrics)}", style=style)
-    if metrics.get("epoch_time_s") is not None:
+    for row in score_rows(metrics):
+        table.add_row(*row, style=None if row[0].endswith(" loss") else "bold")
+    for rows in (speed_rows(metrics), split_rows(metrics)):
         table.add_section()
-        for row in _speed(metrics):
-            table.add_row(*row)
-        table.add_section()
-        for row in split_rows(metrics["time_split"], metrics["epoch_time_s"]):
+        for row in rows:
             table.add_row(*row)
     console.print(table)
     if metrics.get("advice"):
         console.print(metrics["advice"], soft_wrap=True, highlight=False, markup=False)
-
-
-def tested(metrics: dict[str, Any]) -> str:
-    """Return which weights were tested."""
-    trained = metrics.get("mode", "train") == "train"
-    return "best checkpoint" if metrics.get("checkpoint") and trained else "last weights" if trained else "checkpoint"
-
-
-def _speed(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
-    rows = [("Epoch time", f"{metrics['epoch_time_s']:.3g} s", "training only, median")]
-    if metrics["sampled_edges_per_s"] is not None:
-        rows.append(("Sampled edges/s", f"{metrics['sampled_edges_per_s'] / 1e6:.3g} M", "per sampling thread"))
-    rows.append(("MTEPS", f"{metrics['mteps']:.3g}", "million edges trained on per second"))
-    return rows
-
-
-def split_rows(split: dict[str, float | None], epoch: float) -> list[tuple[str, str, str]]:
-    """Return name, seconds and a note for each part of an epoch's time that was measured."""
-    threads, main = "preparing, beside training", "of the training thread"
-    if split["sampling_s"] is not None and split["sampling_s"] + (split["features_s"] or 0) <= (split["wait_s"] or 0):
-        threads = "preparing, training thread waits"
-    rows = [
-        ("Sampling", split["sampling_s"], threads),
-        ("Features", split["features_s"], threads),
-        ("Model", split["model_s"], main),
-        ("Waiting", split["wait_s"], main),
-        ("Other", split["other_s"], main),
-    ]
-    return [(name, f"{time:.3g} s", f"{time / epoch:4.0%} {note}") for name, time, note in rows if time is not None]
 
 
 @contextmanager

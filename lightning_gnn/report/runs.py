@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import os
 import shlex
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_gnn.report.metrics import number
 from lightning_gnn.runtime.files import LARGEST_JSON, read_json, read_text, read_yaml, write_whole
 
 State = Literal["done", "failed", "unfinished", "plan"]
@@ -42,23 +42,20 @@ class Run:
     @property
     def seconds(self) -> float | None:
         """Duration; None if it did not end."""
-        value = self.metrics.get("total_time_s")
-        return float(value) if isinstance(value, (int, float)) else None
+        return number(self.metrics.get("total_time_s"))
 
     @property
     def scores(self) -> dict[str, float]:
         """Its figures of validation and test, but losses."""
         found = {name: value for name, value in self.metrics.items() if name.startswith(("test_", "val_"))}
-        return {
-            name: value for name, value in found.items() if name[-5:] != "_loss" and isinstance(value, (int, float))
-        }
+        return {name: value for name, value in found.items() if name[-5:] != "_loss" and number(value) is not None}
 
     def settings(self, keys: Iterable[str]) -> dict[str, str]:
         """Return what was in force under some keys or groups, typed or not, as it is typed; empty where none was."""
         typed = dict(item.lstrip("+").partition("=")[::2] for item in self.overrides)
         typed |= {item: "yes" for item in typed if item.startswith("~")}
         config, hydra = (_yaml(self.folder / ".hydra" / name) for name in ("config.yaml", "hydra.yaml"))
-        chosen = _inside(_inside(_inside(hydra, "hydra"), "runtime"), "choices")
+        chosen = _below(hydra, "hydra.runtime.choices") or {}
         return {key: typed[key] if key in typed else _typed(chosen.get(key, _below(config, key))) for key in keys}
 
     @property
@@ -90,28 +87,32 @@ def read_run(folder: str | Path) -> Run:
     if not is_run(folder):
         raise FileNotFoundError(f"{folder} is not the folder of a run: it has neither metrics.json nor .hydra")
     metrics, settings = _metrics(folder / "metrics.json"), _yaml(folder / ".hydra/hydra.yaml")
-    hydra = _inside(settings, "hydra")
-    job, runtime = _inside(hydra, "job"), _inside(hydra, "runtime")
-    overrides = _yaml(folder / ".hydra/overrides.yaml")
+    overrides, job = _yaml(folder / ".hydra/overrides.yaml"), _below(settings, "hydra.job.num")
+    planned = str(_below(settings, "hydra.job.config_name")).startswith("plan")
+    state: State = "plan" if planned else "unfinished"
     return Run(
         folder,
-        _state(folder, metrics, str(job.get("config_name"))),
+        ("failed" if metrics.get("error") else "done") if metrics else state,
         _started(folder, metrics),
         [str(item) for item in overrides] if isinstance(overrides, list) else [],
         metrics,
-        job["num"] if isinstance(job.get("num"), int) else None,
-        str(runtime.get("cwd", "")),
+        job if isinstance(job, int) else None,
+        str(_below(settings, "hydra.runtime.cwd") or ""),
     )
+
+
+def write_csv(rows: Sequence[dict[str, Any]], path: Path, columns: Sequence[str] = ()) -> Path:
+    """Write rows as a table, by default with all their columns."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns or [*dict.fromkeys(name for row in rows for name in row)], restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    return write_whole(path, text.getvalue())
 
 
 def write_curves(epochs: Sequence[dict[str, float]], folder: str | Path) -> Path:
     """Write ``curves.csv``: one row per epoch, one column per figure."""
-    columns = list(dict.fromkeys(name for row in epochs for name in row))
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns, restval="")
-    writer.writeheader()
-    writer.writerows(epochs)
-    return write_whole(Path(folder) / _CURVES, text.getvalue())
+    return write_csv(epochs, Path(folder) / _CURVES)
 
 
 def read_curves(folder: str | Path) -> list[dict[str, float]]:
@@ -121,21 +122,6 @@ def read_curves(folder: str | Path) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items() if name and value} for row in rows]
     except (OSError, ValueError, csv.Error):
         return []
-
-
-def shown_score(name: str, value: float) -> str:
-    """Return a score as people read it: accuracy in percent."""
-    return f"{value:.2%}" if name.endswith("_acc") else f"{value:.4f}"
-
-
-def shown_seconds(seconds: float | None) -> str:
-    """Return a duration in seconds, minutes or hours."""
-    if seconds is None or not math.isfinite(seconds):
-        return ""
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def _metrics(path: Path) -> dict[str, Any]:
@@ -155,12 +141,8 @@ def _yaml(path: Path) -> Any:
         return None
 
 
-def _inside(value: Any, key: str) -> dict[str, Any]:
-    found = value.get(key) if isinstance(value, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
 def _below(value: Any, key: str) -> Any:
+    """Return what is in nested mappings; None if there is nothing."""
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
@@ -173,12 +155,6 @@ def _typed(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_typed, value))}]"
     return "" if value is None or isinstance(value, dict) else str(value)
-
-
-def _state(folder: Path, metrics: dict[str, Any], config_name: str) -> State:
-    if metrics:
-        return "failed" if metrics.get("error") else "done"
-    return "plan" if config_name.startswith("plan") else "unfinished"
 
 
 def _started(folder: Path, metrics: dict[str, Any]) -> datetime:

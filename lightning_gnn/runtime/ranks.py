@@ -20,14 +20,45 @@ from lightning_fabric.utilities.distributed import _init_dist_connection, _sync_
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in its __all__
+from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
-from lightning_gnn.runtime.heartbeat import RENDEZVOUS, Heartbeats, fails_alone, meet
+from lightning_gnn.runtime.heartbeat import RENDEZVOUS, Heartbeats, fails_alone
 from lightning_gnn.runtime.lazy_modules import initialize, uninitialized
 from lightning_gnn.runtime.messages import closest, keywords_of
 from lightning_gnn.runtime.notebook import NotebookLauncher
 
 _RUNS = itertools.count()
+_MEETINGS = itertools.count()
+"""Of this process, which may join its ranks again after it has left them."""
+
+
+def meet(rank: int, num_ranks: int, timeout: timedelta) -> Store:
+    """Return a store that all ranks have come to, at ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    Args:
+        timeout: What a call of the store may take afterwards. The meeting may take ``RENDEZVOUS``, if that is longer.
+    """
+    limit = max(RENDEZVOUS, timeout)
+    store: Store
+    store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=limit))
+    store.set_timeout(limit)
+    # torchrun's own store outlives a restart (pytorch/pytorch#135712). Its number tells the starts apart where there is
+    # one agent; several count each for itself.
+    if os.environ.get("GROUP_WORLD_SIZE") == "1" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    if store.add(f"lightning_gnn/came/{next(_MEETINGS)}/{rank}", 1) > 1:
+        raise RuntimeError(
+            f"rank {rank} was given the store of the ranks before it, and would look for the others where those were: "
+            "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, so that each start has a "
+            "store of its own"
+        )
+    # Of torchrun's store nobody waits for the others.
+    store.set(f"lightning_gnn/met/{rank}", "")
+    store.wait([f"lightning_gnn/met/{other}" for other in range(num_ranks)])
+    store.set_timeout(timeout)
+    return store
 
 
 def _leave(process: int) -> None:
@@ -112,7 +143,7 @@ class WatchedRanks(ParallelStrategy, ABC):
         if self._heartbeats is None:
             # Of each run its own: what was said in the last one may still be there.
             default = dist.distributed_c10d._get_default_store()
-            store = dist.PrefixStore(f"heartbeats {next(_RUNS)}", default)  # type: ignore[attr-defined]
+            store = PrefixStore(f"heartbeats {next(_RUNS)}", default)
             self._heartbeats = Heartbeats(store, self.global_rank, self.world_size, silence)
             self._heartbeats.start()
 

@@ -36,12 +36,14 @@ def test_a_file_that_cannot_be_written(tmp_path, capfd, name):
 
 
 def test_a_matplotlib_that_cannot_be_imported(tmp_path, capfd, monkeypatch):
-    monkeypatch.delitem(sys.modules, "lightning_gnn.report.figure", raising=False)
+    monkeypatch.delitem(sys.modules, "lightning_gnn.report.charts", raising=False)
+    monkeypatch.delattr("lightning_gnn.report.charts", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert lgnn(tmp_path, *FAST) == 0
     out, err = capfd.readouterr()
     assert "Test accuracy" in out
-    one_warning(err, tmp_path / "report.png")
+    for line, name in zip(err.splitlines(keepends=True), ("report.png", "report.html"), strict=True):
+        one_warning(line, tmp_path / name)
     assert metrics_of(tmp_path)["test_acc"] >= 0
 
 

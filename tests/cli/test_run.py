@@ -428,7 +428,7 @@ def test_sweep_with_optuna(tmp_path):
     assert [row["status"] for row in rows] == ["ok"] * 3
     assert len({row["task.lr"] for row in rows}) == 3
     assert all(0.001 <= float(row["task.lr"]) <= 0.1 for row in rows)
-    assert "settings and scores" in (tmp_path / "report.html").read_text()
+    assert "Settings and scores" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

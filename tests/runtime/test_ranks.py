@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, TCPStore
 
-from lightning_gnn.runtime import heartbeat
+from lightning_gnn.runtime import ranks
 from lightning_gnn.runtime.heartbeat import is_communication_error
 from tests.full_graph.launch import observe, run
 from tests.patience import PATIENCE
@@ -80,8 +80,8 @@ def torchruns_store(monkeypatch):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(agents))
         if fresh:
-            monkeypatch.setattr(heartbeat, "_MEETINGS", count())
-        return heartbeat.meet(0, 1, SOON)
+            monkeypatch.setattr(ranks, "_MEETINGS", count())
+        return ranks.meet(0, 1, SOON)
 
     yield join
     del store
