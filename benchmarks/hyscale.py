@@ -51,7 +51,6 @@ from benchmarks.hyscale_model import (
 from benchmarks.scripts import Script
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.work_balance import split_seeds
 from lightning_gnn.runtime.cores import num_cores
 
@@ -93,19 +92,6 @@ Found = dict[str, Any]
 """Of a part: ``rows`` and ``comparisons``, as they are published, and figures of its own."""
 
 
-def able(spec: dict[str, Any]) -> bool:
-    """Tell whether a contestant can run here."""
-    if spec["library"] == "pyg":
-        return peers.can_sample()
-    if spec["options"].get("drm") != "paper":
-        return True
-    try:
-        HyScaleStrategy(drm="paper")
-    except ValueError:
-        return False
-    return True
-
-
 def compete(
     common: dict[str, Any], contestants: dict[str, dict[str, Any]], runs: int, kinds: Sequence[str | None] = (None,)
 ) -> list[tuple[Rows, Notes]]:
@@ -125,7 +111,11 @@ def compete(
                     {**fit, "notes": f"{notes[name]} {index}"} for index, fit in enumerate(spec.get("fits", [{}]))
                 ]
                 count = len(spec["fits"])
-                scripts[name] = Script(MODULE, spec, folder, str(number)) if able(spec) else None
+                scripts[name] = (
+                    Script(MODULE, spec, folder, str(number))
+                    if spec["library"] != "pyg" or peers.can_sample()
+                    else None
+                )
             found = []
             for index in range(count):
                 turns: dict[str, Callable[[], float] | None] = {}

@@ -205,10 +205,10 @@ def noted(strategy: HyScaleStrategy, iterations: int) -> dict[str, Any]:
     balance = strategy.balance
     if balance is None:
         return {}
-    last = [times.to_dict() for times, _ in list(balance.history)[-iterations:]]
+    last = [vars(times) for times, _ in list(balance.history)[-iterations:]]
     stages = {
         stage: median(seconds)
-        for stage in ("sample_cpu", "load", "transfer", "iteration")
+        for stage in ("sample_cpu", "load", "transfer")
         if (seconds := [times[stage] for times in last if times[stage] is not None])
     }
     for stage in ("train_cpu", "train_accelerator"):

@@ -19,17 +19,18 @@ from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.harness import shortened
-from benchmarks.hyscale_model import predicted
-from lightning_gnn.hyscale.mapping import TaskMapping
-from lightning_gnn.hyscale.model import (
+from benchmarks.hyscale_model import (
     BATCH_SIZE,
     DATASETS,
-    PerformanceModel,
     cpu_fpga,
     cpu_gpu,
+    loading_limits,
     paper_workload,
-    scaling_study,
+    peak_flops,
+    predicted,
 )
+from lightning_gnn.hyscale.mapping import TaskMapping
+from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.workload import Platform, Workload
 
 Kind = Literal["gcn", "sage"]
@@ -135,7 +136,7 @@ RIVALS = {
 def tables() -> list[Cell]:
     """Return the cells of tables VI and VII that are this work's, and their mean speed-ups."""
     cells = []
-    teraflops = cpu_fpga(ACCELERATORS).peak_flops / 1e12
+    teraflops = peak_flops(cpu_fpga(ACCELERATORS)) / 1e12
 
     def epoch(rival: Rival, place: tuple[str, Kind], factor: float) -> float:
         return factor * case(cpu_fpga(ACCELERATORS), *place, rival.fanouts, rival.hidden).epoch()
@@ -186,12 +187,9 @@ def figures() -> list[Cell]:
 
     def limited() -> float:
         found = case(fpgas, "MAG240M (homo)", "gcn")
-        each = replace(found.workload, batch_size=ACCELERATORS * BATCH_SIZE)
+        each = replace(found.workload, batch_size=BATCH_SIZE)
         counts = range(1, 32)
-        limits = (scaling_study(found.platform, each, [count])[0].limit for count in counts)
-        return next(
-            (float(count) for count, limit in zip(counts, limits, strict=False) if limit == "Feature Loading"), 32.0
-        )
+        return next((float(count) for count in counts if loading_limits(found.platform, each, count)), 32.0)
 
     def model_error() -> float:
         found = [cell for cell in tables() if cell.where == "table VI" and cell.unit == "s"]

@@ -20,7 +20,7 @@ from benchmarks.harness import machine, parse
 from lightning_gnn.hyscale import estimates, resources
 from lightning_gnn.hyscale.mapping import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.published import PublishedResourceManager
-from lightning_gnn.hyscale.resources import Damping, DynamicResourceManager
+from lightning_gnn.hyscale.resources import DynamicResourceManager
 from tests.hyscale.closed_loop import Node
 
 BATCH, LAG, NOISE = 1024, 2, 0.1
@@ -62,7 +62,7 @@ def _slow_accelerator(node: Node) -> Node:
     return replace(node, speeds=[*node.speeds[:-1], node.speeds[-1] * 0.4])
 
 
-_NODE = Node([400, 1000, 1000], sampling=0.8, loading=0.6, reference_threads=4, noise=NOISE, timed=True)
+_NODE = Node([400, 1000, 1000], sampling=0.8, loading=0.6, reference_threads=4, noise=NOISE)
 _GOOD, _BAD = TaskMapping((170, 427, 427), 1, (2, 2, 4)), TaskMapping((700, 200, 124), 1, (1, 1, 6))
 
 SCENARIOS = {
@@ -173,25 +173,13 @@ def excess(make: Callable[[TaskMapping], Manager], scenario: Scenario, iteration
 
 
 class Static:
-    """No manager at all.
-
-    Args:
-        mapping: The mapping, for good.
-    """
+    """No manager at all."""
 
     def __init__(self, mapping: TaskMapping) -> None:
         self.mapping = mapping
 
     def observe(self, times: IterationTimes) -> None:
         """Change nothing."""
-
-
-def _damped(**damping: Any) -> Callable[[TaskMapping], Manager]:
-    return lambda mapping: DynamicResourceManager(mapping, damping=Damping(**damping))
-
-
-def _without(name: str, found: Any = None) -> tuple[Any, str, Any]:
-    return (DynamicResourceManager, name, lambda *_: found)
 
 
 def _threads_alone(now: Any, donor: Any, receiver: Any) -> Any:
@@ -209,20 +197,16 @@ WAYS: dict[str, tuple[Callable[[TaskMapping], Manager], list[tuple[Any, str, Any
     "no manager": (Static, []),
     "algorithm 1 as published": (PublishedResourceManager, []),
     "ours": (DynamicResourceManager, []),
-    "ours, no change of speed is told": (DynamicResourceManager, [(estimates, "ALARM", float("inf"))]),
-    "ours, the last 20 measurements": (_damped(history=20), []),
     "ours, times are proportional to work": (DynamicResourceManager, [(estimates, "RIDGE", 1e9)]),
-    "ours, acts on a single measurement": (_damped(window=1), []),
-    "ours, no dead band": (DynamicResourceManager, [(resources, "SURE", 0.0), (resources, "LEAST_GAIN", 0.0)]),
+    "ours, the last 100 measurements": (DynamicResourceManager, [(estimates, "HISTORY", 100)]),
+    "ours, no dead band": (DynamicResourceManager, [(resources, "SURE", 0.0)]),
     "ours, threads move without work": (DynamicResourceManager, [(resources, "balance_thread", _threads_alone)]),
-    "ours, threads never go back": (DynamicResourceManager, [_without("_undo")]),
-    "ours, no trials of the CPU trainers": (DynamicResourceManager, [_without("_try_out")]),
+    "ours, threads never go back": (DynamicResourceManager, [(DynamicResourceManager, "_undo", lambda *_: None)]),
     "ours, only the paper's remedy": (DynamicResourceManager, [(DynamicResourceManager, "_remedies", _first_remedy)]),
     "ours, the link counts as no resource": (
         DynamicResourceManager,
         [(estimates.Estimate, "transfer_per_seed", 0.0)],
     ),
-    "ours, looks every time": (DynamicResourceManager, [(resources, "LOOK", 1)]),
 }
 """Each manager, and what is replaced by what while it is at work."""
 

@@ -36,7 +36,7 @@ from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import STAGES, CollectivePlan
 from lightning_gnn.graph.csc import count_edges
-from lightning_gnn.hyscale.report import forecast, given_numbers, print_forecast
+from lightning_gnn.hyscale.report import forecast, print_forecast
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.persistent.placement import PlacedOnGPU
 from lightning_gnn.planning.report import sentences
@@ -73,7 +73,6 @@ def run(cfg: DictConfig) -> None:
         check_config(cfg)
         if cfg.torch_threads is not None:
             torch.set_num_threads(cfg.torch_threads)
-        given = given_numbers(cfg.plan.platform_file, OmegaConf.to_container(cfg.plan.platform))  # type: ignore[arg-type]
         pl.seed_everything(cfg.seed, workers=True, verbose=False)
         data = build_data(cfg)
         datamodule, module = build_task(cfg, data)
@@ -81,7 +80,7 @@ def run(cfg: DictConfig) -> None:
         size = f"{data.num_nodes:,} nodes, {count_edges(data):,} edges"
         console().print(title, size, sep=" · ", style="bold", highlight=False)
         if kind == "hybrid":
-            hybrid = forecast(given, cfg.plan, datamodule, module, _trainer(cfg))
+            hybrid = forecast(datamodule, module, _trainer(cfg))
             print_forecast(hybrid, console())
             hybrid.save(cfg.output_dir)
     with explained(only_ours=True):

@@ -18,7 +18,6 @@ from lightning_fabric.utilities.seed import reset_seed
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.plugins import Precision
-from pytorch_lightning.strategies import DDPStrategy, Strategy
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch_geometric.nn import norm as pyg
@@ -29,23 +28,15 @@ from lightning_gnn.full_graph.batches import BatchCache, ShardedBatch
 from lightning_gnn.graph.hybrid_plan import PlanSettings, divisors
 from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
-from lightning_gnn.runtime.devices import match_device
 from lightning_gnn.runtime.gradients import GradientMean
-from lightning_gnn.runtime.losses import (
-    LossWeights,
-    Weight,
-    returned_loss,
-    returned_weight,
-    warning_of,
-    weighs_otherwise,
-)
-from lightning_gnn.runtime.ranks import WatchedRanks
+from lightning_gnn.runtime.losses import LossWeights, returned_loss, warning_of, weighs_otherwise
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
+from lightning_gnn.runtime.weighted_ddp import WeightedDDPStrategy
 
 _STAGES = {"train": 0, "val": 1, "test": 2, "predict": 3}
 
 
-class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
+class AscendHybridParallelStrategy(WeightedDDPStrategy):
     """Trains on full graphs: ``Trainer(accelerator="cpu" | "cuda" | "npu", devices=N, strategy="ascend_hybrid")``.
 
     The batches are those of :class:`~lightning_gnn.full_graph.FullGraphDataModule`, and the model is built from the
@@ -170,23 +161,11 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
 
     # Processes.
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Let every rank's loader yield the one graph."""
-        return {"num_replicas": 1, "rank": 0}
-
-    @override
-    def setup_environment(self) -> None:
-        """Make the device the current one, that of mixed precision too, and find the other ranks."""
-        match_device(self.precision_plugin, self.root_device)
-        super().setup_environment()
-
     @override
     def setup_distributed(self) -> None:
         """Connect the ranks; one alone needs no process group."""
         self.set_world_ranks()
-        if self.world_size == 1:
+        if self._alone:
             return
         reset_seed()
         num_groups = self.settings.num_groups
@@ -195,10 +174,8 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
                 f"num_groups={num_groups} does not divide the {self.world_size} devices; use 'auto' or one of "
                 f"{', '.join(map(str, divisors(self.world_size)))}"
             )
-        self._process_group_backend = self._get_process_group_backend()
         assert self._timeout is not None
-        options = {"device_id": self.root_device} if self.root_device.type == "cuda" else {}
-        self.join_ranks(self._process_group_backend, self._timeout.total_seconds(), self._timeout, **options)
+        self._join(self._timeout.total_seconds())
 
     @override
     def _get_process_group_backend(self) -> str:
@@ -219,17 +196,16 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         """Move the model to the device, make it the same on all ranks, and set up the optimizers."""
-        assert self.lightning_module is not None
-        if self.world_size == 1:
-            Strategy.setup(self, trainer)  # DDP's would ask for a process group
-        else:
-            super().setup(trainer)
-            for parameter in self._parameters()[len(list(self.lightning_module.parameters())) :]:
-                dist.broadcast(parameter.data, 0)
+        super().setup(trainer)
+        if not self._alone:
+            own = set(map(id, self._module.parameters()))
+            for parameter in self._trained():
+                if id(parameter) not in own:
+                    dist.broadcast(parameter.data, 0)
             if trainer.state.fn == "fit":
-                refuse_norms_over_nodes(self.lightning_module)
-            log_globally(self.lightning_module, self._share, self.world_size)
-            self._loss_weights, self._looked = LossWeights(self.world_size, self.root_device), False
+                refuse_norms_over_nodes(self._module)
+            log_globally(self._module, self._share, self.world_size)
+            self._loss_weights, self._looked = LossWeights(self.root_device), False
             self._num_steps = 0
             self._gradients = GradientMean(self.world_size)
         if self._seed is None:
@@ -237,14 +213,9 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
             self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
 
     @override
-    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
-        return model  # DDP's wrapper would average the gradients of unequal shares evenly
-
-    @override
     def configure_ddp(self) -> None:
         """Make parameters and buffers those of rank 0."""
-        assert self.lightning_module is not None
-        _sync_module_states(self.lightning_module)
+        _sync_module_states(self._module)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -284,26 +255,21 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let the ranks of one machine use one copy of what the first step has derived from the graph."""
-        assert self.lightning_module is not None
         self._num_steps += 1
-        datamodule = getattr(self.lightning_module.trainer, "datamodule", None)
+        datamodule = getattr(self._module.trainer, "datamodule", None)
         if self._num_steps == 2 and self.world_size > 1 and getattr(datamodule, "share_memory", False):
             share_equal_arrays(self._prepared.large_arrays())
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step on this rank's rows."""
-        assert self.lightning_module is not None
-        number = self.lightning_module.trainer.fit_loop.epoch_loop.total_batch_idx
+        number = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
         output = self._run_step("train", super().training_step, args, kwargs, number)
         self._weight = None
-        if self._loss_weights is not None and self.lightning_module.automatic_optimization:
-            own = returned_weight(output)
-            total = self._loss_weights.total([] if output is None else [own])
-            if total is None:
+        if self._loss_weights is not None and self._module.automatic_optimization:
+            self._weight = self._loss_weights.part(output)
+            if self._weight is None:
                 self._look(returned_loss(output))
-            else:
-                self._weight = _part(own, total)
         return output
 
     def _look(self, loss: Tensor | None) -> None:
@@ -362,43 +328,34 @@ class AscendHybridParallelStrategy(WatchedRanks, DDPStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute gradients of the mean over all ranks' nodes, or of what the weights of ``training_step`` make."""
-        assert self.lightning_module is not None
-        automatic = self.lightning_module.automatic_optimization
+        automatic = self._module.automatic_optimization
         # Gradient checkpointing runs parts of the step again, with the masks that they had; by hand, it is not over.
         with self._dropout if automatic and self._dropout is not None else nullcontext():
             return self._backward(closure_loss, optimizer, *args, **kwargs)
 
     def _backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if self.world_size == 1:
+        if self._alone:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
+        if not self._module.automatic_optimization:
             self._look(closure_loss)
         # The mean over ranks of N * n_r / n times a rank's mean is the mean over nodes.
         loss = closure_loss * (self._part_of_loss() * self.world_size)
-        loss = self.precision_plugin.pre_backward(loss, self.lightning_module)
-        self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
+        loss = self.precision_plugin.pre_backward(loss, self._module)
+        self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
         if self.sync_gradients:
             assert self._gradients is not None
-            self._gradients.take(self._parameters())
-        return self.precision_plugin.post_backward(loss, self.lightning_module)
+            self._gradients.take(self._trained())
+        return self.precision_plugin.post_backward(loss, self._module)
 
     def _part_of_loss(self) -> float:
         """Return by what this rank's loss is multiplied in the sum of all ranks' losses."""
         here, everywhere = self._share()
         return here / everywhere if self._weight is None else self._weight
 
-    def _parameters(self) -> list[nn.Parameter]:
-        """Return the module's parameters, and those that only an optimizer knows: of networks in plain objects."""
-        assert self.lightning_module is not None
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        held = (parameter for group in groups for parameter in group["params"])
-        return list(dict.fromkeys([*self.lightning_module.parameters(), *held]))
-
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step; an optimizer that reads the loss, as a line search does, gets that of all ranks."""
-        if self.world_size > 1 and _reads_the_loss(optimizer):
+        if not self._alone and _reads_the_loss(optimizer):
             closure = partial(self._of_all_ranks, closure)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -415,13 +372,6 @@ def _reads_the_loss(optimizer: Any) -> bool:
     """Say whether an optimizer may decide by the loss; those of torch, one aside, hand it on as it is."""
     kind = type(optimizer)
     return issubclass(kind, torch.optim.LBFGS) or not kind.__module__.startswith("torch.optim")
-
-
-def _part(weight: Weight | None, total: Weight) -> float:
-    """Return by what a rank's loss is multiplied in the sum of all ranks' losses."""
-    if total == "sum":
-        return 1.0
-    return weight / total if isinstance(weight, float) and isinstance(total, float) and total else 0.0
 
 
 _STEPS = ("training_step", "validation_step", "test_step")

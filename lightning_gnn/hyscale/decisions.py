@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,7 @@ class Decision:
 
     Args:
         mapping: The mapping from now on.
-        action: ``start``, ``hold``, ``balance_work``, ``balance_thread``, ``balance_cpu_trainers`` (work among
-            themselves), ``undo`` (threads go back), ``take_out`` or ``bring_back`` (the CPU trainers).
+        action: ``start``, ``hold``, ``balance_work``, ``balance_thread`` or ``undo`` (threads go back).
         observation: How many observations led to it.
         changed: Whether the mapping is another one than before.
     """
@@ -77,6 +76,48 @@ def read_decisions(lines: Iterable[str]) -> list[Decision]:
             )
         decisions.append(decision)
     return decisions
+
+
+class Recorder:
+    """What resource managers share: the mapping in force, and a log of the decisions that changed it.
+
+    Args:
+        mapping: The mapping to begin with.
+    """
+
+    def __init__(self, mapping: TaskMapping) -> None:
+        self.mapping = mapping
+        self.log: list[Decision] = [Decision(mapping, f"start with {mapping}", "start", 0, True)]
+        """The decisions that changed the mapping, the start first."""
+        self._number = 0
+
+    def _hold(self, explanation: str) -> Decision:
+        """Decide that all stays as it is."""
+        return Decision(self.mapping, explanation, "hold", self._number)
+
+    def _change(self, mapping: TaskMapping, action: str, explanation: str) -> Decision:
+        """Decide on another mapping."""
+        self.mapping = mapping
+        self.log.append(Decision(mapping, explanation, action, self._number, True))
+        return self.log[-1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that its next decisions depend on, and its log, as plain lists, dicts and numbers."""
+        return {
+            "mapping": self.mapping.to_dict(),
+            "log": [decision.to_json() for decision in self.log],
+            "number": self._number,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            ValueError: It belongs to other trainers or another batch size.
+        """
+        mapping = TaskMapping.from_dict(state["mapping"])
+        self.mapping.check_same_work(mapping)
+        self.mapping, self.log, self._number = mapping, read_decisions(state["log"]), int(state["number"])
 
 
 class ReplayedDecisions:

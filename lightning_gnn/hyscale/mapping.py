@@ -131,7 +131,6 @@ class IterationTimes:
         train_accelerator: Propagation of each accelerator.
         seeds: Seeds of each trainer with which this was measured; None means the mapping that was in force as many
             observations ago as the pipeline is deep.
-        iteration: From one optimizer step to the next, by the clock. Only this shows what stages cost one another.
     """
 
     sample_cpu: float | None
@@ -141,11 +140,9 @@ class IterationTimes:
     transfer: float | None = None
     sample_accelerator: float | None = None
     seeds: tuple[int, ...] | None = None
-    iteration: float | None = None
 
     def __post_init__(self) -> None:
-        single = (self.sample_cpu, self.load, self.transfer, self.sample_accelerator, self.iteration)
-        for seconds in (*single, *self.train_cpu, *self.train_accelerator):
+        for seconds in (self.sample_cpu, self.load, self.transfer, self.sample_accelerator, *self.trainers):
             if seconds is not None and not 0 <= seconds < float("inf"):
                 raise ValueError(f"stage times must be finite and not negative: {self}")
 
@@ -189,21 +186,7 @@ class IterationTimes:
             times(self.transfer),
             times(self.sample_accelerator),
             self.seeds,
-            times(self.iteration),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain lists and numbers."""
-        return {
-            "sample_cpu": self.sample_cpu,
-            "load": self.load,
-            "train_cpu": list(self.train_cpu),
-            "train_accelerator": list(self.train_accelerator),
-            "transfer": self.transfer,
-            "sample_accelerator": self.sample_accelerator,
-            "seeds": None if self.seeds is None else list(self.seeds),
-            "iteration": self.iteration,
-        }
 
 
 def _slowest(times: Sequence[float | None]) -> float | None:
@@ -220,6 +203,10 @@ class Cost(NamedTuple):
     def seconds(self, units: float) -> float:
         """Return the time for some units of work."""
         return self.overhead + self.per_unit * units if units else 0.0
+
+    def scaled(self, factor: float) -> Cost:
+        """Return it with the time multiplied."""
+        return Cost(self.overhead * factor, self.per_unit * factor)
 
 
 def split_evenly(
@@ -242,8 +229,8 @@ def split_evenly(
             found.update({index: found[index] * seconds / together for index in group if index in found})
         return found
 
-    low, high = 0.0, max(cost.seconds(total) for cost in present.values()) + group_per_seed * total
-    for _ in range(50):
+    low, high = 0.0, min(cost.seconds(total) for cost in present.values()) + group_per_seed * total
+    for _ in range(32):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(done(middle).values()) >= total else (middle, high)
     seeds = {index: max(least, int(number + 1e-6)) for index, number in done(high).items()}

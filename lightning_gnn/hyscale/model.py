@@ -1,19 +1,12 @@
-"""The performance model of HyScale-GNN (section V): from platform and workload to stage times and a first mapping.
-
-Then how it scales (section VI-D), and the paper's own machines and data sets (tables II and III) as its input:
-``PerformanceModel(cpu_fpga(4), paper_workload("ogbn-products", trainers=5)).table()``.
-"""
+"""The performance model of HyScale-GNN (section V): from platform and workload to stage times and a first mapping."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, inf
-from typing import Literal
 
 from lightning_gnn.hyscale.mapping import Cost, IterationTimes, TaskMapping, split_evenly
 from lightning_gnn.hyscale.workload import Platform, Processor, Workload
-from lightning_gnn.runtime.messages import aligned
 
 _ROUNDS = 4
 _TURNS = 16
@@ -26,7 +19,7 @@ class PerformanceModel:
     The paper's equations with these corrections: layer l aggregates ``|E^l| * f^(l-1)`` numbers and multiplies
     ``|V^l| * f^(l-1) * f^l`` times (11 and 12 are off by one); sums over trainers have n terms; the backward pass of an
     update is two products, except in layer 1, where nobody asks for the gradient of the features; a transfer carries
-    the topology too. Between nodes an all-reduce is added; more CPU threads than cores take turns.
+    the topology too; more CPU threads than cores take turns.
 
     Args:
         platform: What it runs on.
@@ -75,20 +68,12 @@ class PerformanceModel:
         return (features + topology) / self.platform.pcie_bandwidth
 
     def sync_time(self) -> float:
-        """Return the seconds in which gradients are averaged and sent back: equation 13, and between nodes.
-
-        Nodes add a ring all-reduce: ``2 (k - 1) / k`` times the model through the network, in ``2 (k - 1)`` messages.
-        """
-        nodes, size, platform = self.platform.num_nodes, self.workload.model_bytes, self.platform
-        inside = 2 * size / platform.pcie_bandwidth if platform.num_accelerators else 0.0
-        ring = 2 * (nodes - 1) * (size / nodes / platform.network_bandwidth + platform.network_latency)
-        return inside + ring
+        """Return the seconds in which gradients are averaged and sent back: equation 13."""
+        platform = self.platform
+        return 2 * self.workload.model_bytes / platform.pcie_bandwidth if platform.num_accelerators else 0.0
 
     def stage_times(self, mapping: TaskMapping) -> IterationTimes:
-        """Return the time of each stage, and of an iteration: equations 6 to 12.
-
-        Args:
-            mapping: Who does what. Training times are without :meth:`sync_time`; the iteration counts it.
+        """Return the time of each stage, training without :meth:`sync_time`: equations 7 to 12.
 
         Raises:
             ValueError: It has other accelerators than the platform.
@@ -109,8 +94,8 @@ class PerformanceModel:
         train_there: tuple[float, ...] = ()
         if platform.accelerator is not None:
             train_there = tuple(self.trainer_time(platform.accelerator, seeds) for seeds in on_accelerators)
-        times = IterationTimes(
-            sample_cpu=sampled * (1 - share) / platform.sampled_edges(mapping.threads[0]),
+        return IterationTimes(
+            sample_cpu=sampled * (1 - share) / (platform.sampling * mapping.threads[0]),
             load=self.load_time(mapping),
             train_cpu=train_cpu,
             train_accelerator=train_there,
@@ -118,10 +103,6 @@ class PerformanceModel:
             sample_accelerator=sampled * share / there if share else None,
             seeds=mapping.seeds,
         )
-        propagation = max(*train_cpu, *train_there, 0.0) + self.sync_time()
-        others = (times.sample_cpu, times.sample_accelerator, times.load, times.transfer)
-        busy = self._taking_turns(times, mapping.threads)
-        return replace(times, iteration=max(propagation, busy, *(seconds for seconds in others if seconds is not None)))
 
     def turns_time(self, mapping: TaskMapping) -> float:
         """Return the seconds in which the cores get all CPU tasks done, 0 where each thread has a core of its own."""
@@ -145,8 +126,11 @@ class PerformanceModel:
         return Processor(cpu.flops * part, bandwidth, cpu.pipelined)
 
     def iteration_time(self, mapping: TaskMapping) -> float:
-        """Return ``T_execution``, the seconds of an iteration: equation 6."""
-        return self.stage_times(mapping).iteration or 0.0
+        """Return ``T_execution``, the seconds of an iteration, :meth:`sync_time` included: equation 6."""
+        times = self.stage_times(mapping)
+        propagation = max(seconds or 0.0 for seconds in times.trainers) + self.sync_time()
+        others = (times.sample_cpu, times.sample_accelerator, times.load, times.transfer)
+        return max(propagation, self._taking_turns(times, mapping.threads), *(seconds or 0.0 for seconds in others))
 
     def epoch_time(self, mapping: TaskMapping) -> float:
         """Return the seconds of an epoch, without filling the pipeline."""
@@ -191,28 +175,6 @@ class PerformanceModel:
         assert best is not None
         return best
 
-    def table(self, mapping: TaskMapping | None = None) -> str:
-        """Return the prediction as a table, by default for :meth:`best_mapping`."""
-        mapping = self.best_mapping() if mapping is None else mapping
-        times, work = self.stage_times(mapping), self.workload
-        cpu = max((seconds or 0.0 for seconds in times.train_cpu), default=None)
-        there = max((seconds or 0.0 for seconds in times.train_accelerator), default=None)
-        stages = {
-            "Sampling, CPU": times.sample_cpu,
-            "Sampling, accelerators": times.sample_accelerator,
-            "Feature Loading": times.load,
-            "Data Transfer": times.transfer,
-            "Propagation, CPU": cpu,
-            "Propagation, accelerators": there,
-            "Synchronisation": self.sync_time(),
-            "Iteration": times.iteration,
-        }
-        rows = [["stage", "ms"], *([name, f"{1e3 * t:.4g}"] for name, t in stages.items() if t is not None)]
-        rows += [["Epoch", f"{1e3 * self.epoch_time(mapping):.4g}"], ["MTEPS", f"{self.mteps(mapping):.4g}"]]
-        size = work.sizes(mapping.total)
-        batch = f"{mapping.total} seeds, {size.vertices[0]:.4g} vertices and {size.edges[0]:.4g} edges an iteration"
-        return "\n".join([str(mapping), batch, "", *aligned(rows)])
-
     @staticmethod
     def _joined(processor: Processor, aggregate: float, update: float) -> float:
         return max(aggregate, update) if processor.pipelined else aggregate + update
@@ -253,14 +215,14 @@ class PerformanceModel:
         there = platform.accelerator_sampling * platform.num_accelerators
 
         def mapping(sampler: int) -> TaskMapping:
-            share = there / (there + platform.sampled_edges(sampler)) if there else 0.0
+            share = there / (there + platform.sampling * sampler) if there else 0.0
             return TaskMapping(seeds, cpu_trainers, (sampler, left - sampler, trainer), share)
 
         sampled = sum(self.workload.sizes(n).edges[0] for n in seeds if n)
         loaded = self.load_time(mapping(1)) * platform.read_bandwidth(left - 1)
 
         def slower(sampler: int) -> float:
-            sampling = sampled / (platform.sampled_edges(sampler) + there)
+            sampling = sampled / (platform.sampling * sampler + there)
             return max(sampling, loaded / platform.read_bandwidth(left - sampler))
 
         low, high = 1, left - 1
@@ -275,146 +237,3 @@ class PerformanceModel:
         most, least = (self._taking_turns(times, mapping.threads) for times in (here, there))
         share = most / (most - least + (there.sample_accelerator or 0.0))
         return replace(mapping, accelerator_sampling=max(mapping.accelerator_sampling, min(share, 1.0)))
-
-
-@dataclass(frozen=True)
-class ScalingPoint:
-    """The prediction for one number of accelerators and nodes.
-
-    Args:
-        mapping: The best one, the same on each node.
-        sync: Seconds of it in which gradients are averaged, inside the node and between nodes.
-        mteps: Million traversed edges per second, all nodes together.
-        speedup: Against the first point.
-        limit: The stage that takes longest.
-    """
-
-    accelerators: int
-    nodes: int
-    mapping: TaskMapping
-    iteration: float
-    sync: float
-    mteps: float
-    speedup: float
-    limit: str
-
-
-def scaling_study(
-    platform: Platform,
-    workload: Workload,
-    accelerators: Sequence[int] = (1, 2, 4, 8, 12, 16),
-    nodes: Sequence[int] = (1,),
-    cpu_trainers: int = 1,
-) -> list[ScalingPoint]:
-    """Predict the throughput for numbers of accelerators and nodes.
-
-    The batch grows with the accelerators, as in the paper: each brings the seeds that one of the platform's has in the
-    workload. Between nodes only the gradients' all-reduce is added, since each has the graph and its own seeds.
-
-    Args:
-        platform: The node; its own numbers of accelerators and nodes do not matter beyond the batch.
-        workload: What is trained; its batch is that of the platform as given.
-        accelerators: Numbers of accelerators of a node, at least 1.
-    """
-    if platform.accelerator is None:
-        raise ValueError("the scaling study multiplies accelerators, but the platform has none")
-    each = workload.batch_size / platform.num_accelerators
-    points: list[ScalingPoint] = []
-    for count in nodes:
-        for number in accelerators:
-            here = replace(platform, num_accelerators=number, num_nodes=count)
-            model = PerformanceModel(here, replace(workload, batch_size=max(1, round(each * number))))
-            mapping = model.best_mapping(cpu_trainers)
-            mteps = model.mteps(mapping)
-            points.append(
-                ScalingPoint(
-                    number,
-                    count,
-                    mapping,
-                    model.iteration_time(mapping),
-                    model.sync_time(),
-                    mteps,
-                    mteps / points[0].mteps if points else 1.0,
-                    _limit(model, mapping),
-                )
-            )
-    return points
-
-
-def scaling_table(points: Sequence[ScalingPoint]) -> str:
-    """Return a scaling study as a table."""
-    rows = [["nodes", "accelerators", "seeds on the CPU", "iteration ms", "sync ms", "MTEPS", "speedup", "limit"]]
-    for point in points:
-        share = f"{point.mapping.cpu_seeds / point.mapping.total:.1%}"
-        times = [f"{1e3 * point.iteration:.4g}", f"{1e3 * point.sync:.3g}"]
-        speed = [f"{point.mteps:.4g}", f"{point.speedup:.2f}"]
-        rows.append([str(point.nodes), str(point.accelerators), share, *times, *speed, point.limit])
-    return "\n".join(aligned(rows))
-
-
-def _limit(model: PerformanceModel, mapping: TaskMapping) -> str:
-    times = model.stage_times(mapping)
-    propagation = max(seconds or 0.0 for seconds in times.trainers) + model.sync_time()
-    stages = {
-        "Sampling": max(times.sample_cpu or 0.0, times.sample_accelerator or 0.0),
-        "Feature Loading": times.load or 0.0,
-        "Data Transfer": times.transfer or 0.0,
-        "Propagation": propagation,
-        "CPU cores": model.turns_time(mapping),
-    }
-    return max(stages, key=stages.__getitem__)
-
-
-EPYC_7763 = Processor(flops=3.6e12, memory_bandwidth=205e9)
-RTX_A5000 = Processor(flops=27.8e12, memory_bandwidth=768e9)
-ALVEO_U250 = Processor(flops=0.6e12, memory_bandwidth=77e9, pipelined=True)
-"""Table II."""
-
-DUAL_EPYC_7763 = Processor(flops=2 * EPYC_7763.flops, memory_bandwidth=EPYC_7763.memory_bandwidth)
-"""Both sockets, features in the memory of one: so Feature Loading saturates at 12 accelerators, as in the paper."""
-
-CORES = 2 * 64
-PCIE_3, PCIE_4 = 16e9, 32e9
-"""Bytes per second of 16 lanes, which the U250 and the A5000 have; the paper leaves them out."""
-
-DATASETS = {
-    "ogbn-products": (2_449_029, 61_859_140, (100, 256, 47)),
-    "ogbn-papers100M": (111_059_956, 1_615_685_872, (128, 256, 172)),
-    "MAG240M (homo)": (121_751_666, 1_297_748_926, (756, 256, 153)),
-}
-"""Table III: vertices, edges, and f0, f1, f2."""
-
-NUM_TRAIN = {"ogbn-products": 196_615, "ogbn-papers100M": 1_207_179, "MAG240M (homo)": 1_112_392}
-"""Training vertices of the data sets' own splits, which the paper leaves out."""
-
-FANOUTS = (25, 10)
-BATCH_SIZE = 1024
-"""Of each trainer (section VI-A2)."""
-
-
-def cpu_gpu(num_accelerators: int = 4) -> Platform:
-    """Return two EPYC 7763 and some A5000. Sampling is left out: the paper measured it, and does not say how long."""
-    return Platform(DUAL_EPYC_7763, CORES, RTX_A5000, num_accelerators, PCIE_4)
-
-
-def cpu_fpga(num_accelerators: int = 4) -> Platform:
-    """Return two EPYC 7763 and some Alveo U250. Sampling is left out."""
-    return Platform(DUAL_EPYC_7763, CORES, ALVEO_U250, num_accelerators, PCIE_3)
-
-
-def paper_workload(dataset: str, trainers: int, model: Literal["gcn", "sage"] = "gcn") -> Workload:
-    """Return a workload of section VI-A2.
-
-    Args:
-        trainers: How many trainers share an iteration's seeds, 1024 each.
-    """
-    vertices, edges, widths = DATASETS[dataset]
-    return Workload(
-        vertices,
-        edges,
-        NUM_TRAIN[dataset],
-        BATCH_SIZE * trainers,
-        FANOUTS,
-        widths,
-        update_inputs=2 if model == "sage" else 1,
-    )

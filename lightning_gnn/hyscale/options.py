@@ -60,16 +60,17 @@ class Trainers:
         """The share of each trainer where all have the same."""
         return [1 / len(self.devices)] * len(self.devices)
 
-    def weights(self, cpu_share: float) -> list[float]:
+    def weights(self, cpu_share: str | float) -> list[float]:
         """Return each trainer's share; CPU trainers have equal ones, accelerators too.
 
         Args:
-            cpu_share: Of all CPU trainers together; without accelerators they have everything anyway.
+            cpu_share: Of all CPU trainers together, ``"auto"`` for half; without accelerators they have everything.
         """
         if not self.num_accelerators or not self.num_cpu:
             return self.equal_weights
-        cpu = [cpu_share / self.num_cpu] * self.num_cpu
-        return cpu + [(1 - cpu_share) / self.num_accelerators] * self.num_accelerators
+        share = 0.5 if isinstance(cpu_share, str) else cpu_share
+        cpu = [share / self.num_cpu] * self.num_cpu
+        return cpu + [(1 - share) / self.num_accelerators] * self.num_accelerators
 
 
 def trainers_of(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from lightning_gnn.hyscale.decisions import STAGE_NAMES, Decision, difference, milliseconds, read_decisions
+from lightning_gnn.hyscale.decisions import STAGE_NAMES, Decision, Recorder, difference, milliseconds
 from lightning_gnn.hyscale.mapping import CPU_TASKS, IterationTimes, Stage, TaskMapping
 from lightning_gnn.hyscale.resources import LEAST_SHARE, find_remedy
 
@@ -13,7 +12,7 @@ STEP = 1 / 32
 """Part of an iteration's seeds, or of the sampling, that one ``balance_work`` moves."""
 
 
-class PublishedResourceManager:
+class PublishedResourceManager(Recorder):
     """Ease the slowest stage of the last iteration by one step: algorithm 1, lines 1 to 32, and nothing besides.
 
     A pure state machine with the interface of :class:`~lightning_gnn.hyscale.resources.DynamicResourceManager`. The
@@ -37,19 +36,13 @@ class PublishedResourceManager:
         mapping: The mapping to begin with.
     """
 
-    def __init__(self, mapping: TaskMapping) -> None:
-        self.mapping = mapping
-        self.log: list[Decision] = [Decision(mapping, f"start with {mapping}", "start", 0, True)]
-        """The decisions that changed the mapping, the start first."""
-        self._number = 0
-
     def observe(self, times: IterationTimes) -> Decision:
         """Take in the times of one iteration and decide what to do from now on."""
         self._number += 1
         self.mapping.check(times)
         stages = times.stages()
         if not stages:
-            return Decision(self.mapping, "no times", "hold", self._number)
+            return self._hold("no times")
         remedy = find_remedy(stages)
         target = self.mapping
         if remedy.kind == "balance_thread":
@@ -60,12 +53,8 @@ class PublishedResourceManager:
             target = self._balance_work(times, remedy.bottleneck)
         cause = f"{STAGE_NAMES[remedy.bottleneck]} is the slowest stage, {milliseconds(stages[remedy.bottleneck])}"
         if target == self.mapping:
-            return Decision(target, f"{cause}; there is nothing to move", "hold", self._number)
-        text = f"{cause}; {difference(self.mapping, target)}"
-        decision = Decision(target, text, remedy.kind, self._number, True)
-        self.mapping = target
-        self.log.append(decision)
-        return decision
+            return self._hold(f"{cause}; there is nothing to move")
+        return self._change(target, remedy.kind, f"{cause}; {difference(self.mapping, target)}")
 
     def _balance_work(self, times: IterationTimes, bottleneck: Stage) -> TaskMapping:
         """Move seeds from the slowest trainer of the bottleneck's kind to the fastest of the other kind."""
@@ -101,17 +90,3 @@ class PublishedResourceManager:
         threads[CPU_TASKS.index(donor)] -= 1
         threads[CPU_TASKS.index(receiver)] += 1
         return replace(mapping, threads=(threads[0], threads[1], threads[2]))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that its next decisions depend on, and its log, as plain lists, dicts and numbers."""
-        return {
-            "mapping": self.mapping.to_dict(),
-            "log": [decision.to_json() for decision in self.log],
-            "number": self._number,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        mapping = TaskMapping.from_dict(state["mapping"])
-        self.mapping.check_same_work(mapping)
-        self.mapping, self.log, self._number = mapping, read_decisions(state["log"]), int(state["number"])

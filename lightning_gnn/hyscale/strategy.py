@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,9 @@ from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
 from pytorch_lightning.accelerators import CPUAccelerator
 from pytorch_lightning.core.optimizer import do_nothing_closure
 from pytorch_lightning.plugins import Precision
-from pytorch_lightning.strategies import DDPStrategy, Strategy
 from pytorch_lightning.trainer.states import RunningStage
 from pytorch_lightning.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -69,25 +69,62 @@ from lightning_gnn.hyscale.shared_log import SharedLog
 from lightning_gnn.hyscale.transfer import Transfer
 from lightning_gnn.hyscale.work_balance import STAGES, StageClock, WorkBalance
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
-from lightning_gnn.runtime.devices import match_device
 from lightning_gnn.runtime.gradients import GradientMean
 from lightning_gnn.runtime.heartbeat import fails_alone
 from lightning_gnn.runtime.lazy_modules import uncounted
-from lightning_gnn.runtime.losses import Weight, returned_loss, returned_weight, warning_of, weighs_otherwise
+from lightning_gnn.runtime.losses import (
+    LOOKS,
+    Weight,
+    agree_on_kind,
+    returned_loss,
+    returned_weight,
+    warning_of,
+    weighs_otherwise,
+)
 from lightning_gnn.runtime.messages import closest, keywords_of
 from lightning_gnn.runtime.precision import convert_batches, input_dtype
-from lightning_gnn.runtime.ranks import WatchedRanks
+from lightning_gnn.runtime.weighted_ddp import WeightedDDPStrategy
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 
 _KEY = "hyscale"
 _LONGEST = 1e8
 """Seconds: nothing that waits takes infinity."""
-_LOOKS = 16
-"""In how many mini-batches to look for losses that need a weight."""
-_NONE, _NUMBER, _SUM, _WEIGHT, _LOSS, _SEEDS, _BUFFERS, _NEW, _DRIFT = range(9)
-"""What a rank tells first in each step: of which kind its loss's weight is, the weight, the loss, its seeds, whether it
-wrote to buffers and logged new names, and by how much it had drifted. Then come its stage times, and what it logged."""
-_LOGGED = _DRIFT + 1 + len(STAGES)
+
+
+@dataclass
+class _Told:
+    """What a rank tells of a step.
+
+    Args:
+        new: Whether it logged new names.
+        kind: Of its loss's weight: 1 where none was returned, 2 a number, 3 ``"sum"``; 0 for no loss that counts.
+        weight: Of its loss; its seeds where none was returned, 1 for ``"sum"``.
+        wrote: Whether it wrote to buffers.
+        drift: By how much it had drifted.
+        stages: Its stage times of the iteration before.
+        logged: What it logged.
+    """
+
+    seeds: float
+    new: float
+    kind: float = 0.0
+    weight: Any = 0.0
+    loss: Any = 0.0
+    wrote: Any = 0.0
+    drift: float = 0.0
+    stages: Sequence[float] = (0.0,) * len(STAGES)
+    logged: list[Any] = field(default_factory=list)
+
+    def row(self) -> list[Any]:
+        """Return it as numbers, some of which may lie on the device."""
+        *numbers, stages, logged = vars(self).values()
+        return [*numbers, *stages, *logged]
+
+    @classmethod
+    def of(cls, row: list[float]) -> _Told:
+        """Take back what :meth:`row` returned."""
+        seeds, new, kind, weight, loss, wrote, drift, *rest = row
+        return cls(seeds, new, kind, weight, loss, wrote, drift, rest[: len(STAGES)], rest[len(STAGES) :])
 
 
 class _Rows:
@@ -101,22 +138,22 @@ class _Rows:
     def write(self, like: Tensor) -> Tensor:
         """Return what this rank tells."""
         assert self._strategy._group is not None
-        return self._strategy._group.written(self._strategy._row("training_step"), like)
+        return self._strategy._group.written(self._strategy._told_of("training_step").row(), like)
 
     def read(self, sums: Tensor) -> float:
         """Hear what all tell."""
         assert self._strategy._group is not None
-        rows = self._strategy._group.read(sums)
+        told = list(map(_Told.of, self._strategy._group.read(sums)))
         if self._strategy._only is not None:  # nobody else was asked, nor has logged anything that counts
-            for rank, row in enumerate(rows):
+            for rank, one in enumerate(told):
                 if rank != self._strategy._only:
-                    row[_LOGGED + 1 :: 2] = [math.nan] * ((len(row) - _LOGGED) // 2)
-        self._strategy._hear("training_step", rows)
-        self.factor = self._strategy._factor(rows)
+                    one.logged[1::2] = [math.nan] * (len(one.logged) // 2)
+        self._strategy._hear("training_step", told)
+        self.factor = self._strategy._factor(told)
         return self.factor
 
 
-class HyScaleStrategy(WatchedRanks, DDPStrategy):
+class HyScaleStrategy(WeightedDDPStrategy):
     """Synchronous SGD of CPU trainers and accelerators (HyScale-GNN, sections III and V), each a process of its own.
 
     Each iteration's seeds, a mini-batch of the user's loader, are shared out: every rank makes and trains on a
@@ -248,7 +285,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         self.stall_timeout = min(stall_timeout, _LONGEST)
         self.transfer_dtype = transfer_dtype
         self.agree_every = agree_every
-        self.trainers: Trainers | None = None
+        self.trainers = Trainers((), 0)
         """Who trains on this node, once it is known."""
         self.balance: WorkBalance | None = None
         """Who gets how much of the work, and the times of the last iterations, once training has begun."""
@@ -308,21 +345,15 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     @property
     def trainer_index(self) -> int:
         """Which of this node's trainers this rank is, CPU trainers first."""
-        assert self.trainers is not None
         return self.trainers.of_rank(self.local_rank)
 
     @property
     def accelerators(self) -> list[torch.device]:
         """The accelerators that train on this node."""
-        return [] if self.trainers is None else list(self.trainers.devices[self.trainers.num_cpu :])
-
-    @property
-    def _alone(self) -> bool:
-        return self.world_size == 1
+        return list(self.trainers.devices[self.trainers.num_cpu :])
 
     @override
     def _configure_launcher(self) -> None:
-        assert self.trainers is not None
         processes = self.num_nodes * self.num_processes
         if self.world_size != processes:  # what Lightning would say of it has no word of cpu_trainers
             raise ValueError(
@@ -333,19 +364,11 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             )
         super()._configure_launcher()
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Let all ranks go through one order of seeds, of which each cuts its part out of every mini-batch."""
-        return {"num_replicas": 1, "rank": 0}
-
     @override
     def setup_environment(self) -> None:
-        assert self.trainers is not None
-        assert self.lightning_module is not None
         check_shares(self.shares, len(self.trainers.devices))
         self.loader, self._restored, self._clock = None, {}, None
-        if self.lightning_module.trainer.state.fn == "fit":
+        if self._module.trainer.state.fn == "fit":
             self.balance = None  # else evaluation goes on with the shares of training
         if self.cpu_share != "auto" and not (self.trainers.num_cpu and self.trainers.num_accelerators):
             rank_zero_warn(f"cpu_share={self.cpu_share} changes nothing: there are only {self.trainers.names}")
@@ -353,8 +376,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             rank_zero_warn("sync_batchnorm=True changes nothing: hyscale's trainers normalise their own mini-batches")
             self._layer_sync = None
         # One order for all; a random one is drawn by rank 0, as a plain Trainer would draw it.
-        self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
-        match_device(self.precision_plugin, self.root_device)
+        self._module.trainer._accelerator_connector.use_distributed_sampler = False
         check_precision(self.precision_plugin, self.trainers)
         if self.root_device.type == "cpu" and not isinstance(self.accelerator, CPUAccelerator):
             self.accelerator = CPUAccelerator()
@@ -369,12 +391,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         self.set_world_ranks()
         if self._alone:
             return
-        assert self.trainers is not None
-        assert self._timeout is not None
-        mixed = any(device.type == "cpu" for device in self.trainers.devices)
-        options = {"device_id": self.root_device} if self.root_device.type == "cuda" and not mixed else {}
-        self._process_group_backend = self._get_process_group_backend()
-        self.join_ranks(self._process_group_backend, self.stall_timeout, self._timeout, **options)
+        self._join(self.stall_timeout)
         if self._group is None:
             nodes = range(self.num_nodes)
             on_node = [rank for rank, device in enumerate(self.parallel_devices or []) if rank < len(self.accelerators)]
@@ -396,43 +413,27 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         """Move the model to the device, make it the same on all ranks, and set up the optimizers."""
-        assert self.lightning_module is not None
         convert_batches(trainer)  # of any loader
-        if self._alone:
-            Strategy.setup(self, trainer)  # DDP's would ask for a process group
-            return
-        if getattr(getattr(trainer, "datamodule", None), "needs_all_ranks", False):
+        if not self._alone and getattr(getattr(trainer, "datamodule", None), "needs_all_ranks", False):
             raise ValueError(
                 "inference='full' on a partitioned graph needs all ranks, and hyscale evaluates what it cannot share "
                 "out on one: leave inference out, or evaluate with strategy='ddp'"
             )
         super().setup(trainer)
+        if self._alone:
+            return
         if self._log is not None:
             self._log.remove()
-        self._log = SharedLog(self.lightning_module)
+        self._log = SharedLog(self._module)
         # What steps log is reduced already, without Lightning's knowing.
         warnings.filterwarnings("ignore", r"It is recommended to use .self\.log\(.*sync_dist=True")
 
     @override
-    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
-        return model  # DDP's wrapper would average the gradients of unequal shares evenly
-
-    @override
     def configure_ddp(self) -> None:
         """Make parameters and buffers those of rank 0."""
-        assert self.lightning_module is not None
         assert self._group is not None
-        held = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
+        held = [*self._module.parameters(), *self._module.buffers()]
         self._group.copy_from_first([tensor for tensor in held if not is_lazy(tensor)])
-
-    def _trained(self) -> list[Tensor]:
-        """Return all parameters that have a size: the module's, and what the optimizers have from elsewhere."""
-        assert self.lightning_module is not None
-        found = {id(parameter): parameter for parameter in self.lightning_module.parameters()}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                found.update({id(parameter): parameter for parameter in group["params"]})
-        return [parameter for parameter in found.values() if not is_lazy(parameter)]
 
     def _agree(self) -> None:
         """Make parameters and states of optimizers those of rank 0."""
@@ -449,9 +450,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        module = self.lightning_module
-        assert module is not None
-        assert self.trainers is not None
+        module = self._module
         if self._sets_up_training:
             # A lone trainer shares nothing; what cannot be prefetched in stages either is left as it is.
             if self._alone and (not self.trainers.num_accelerators or not can_be_cut(dataloader)):
@@ -482,9 +481,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         return SharedBatches(dataloader, split, self.global_rank, **more)
 
     def _training_loader(self, dataloader: Any) -> StagedLoader | SlicedLoader:
-        module = self.lightning_module
-        assert module is not None
-        assert self.trainers is not None
+        module = self._module
         if self.loader is not None:
             self.loader.close()
         own_hooks = overrides_transfer(module)
@@ -519,8 +516,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         return self.loader
 
     def _training_batches(self, dataloader: Any) -> SharedBatches:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         progress = trainer.fit_loop.epoch_loop.batch_progress
         own = getattr(dataloader, "first_batch", None)
         if own is None and self._alone:
@@ -562,14 +558,13 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
 
     def _evaluation_shares(self) -> Sequence[float]:
         """Return the shares of this node's trainers in evaluation: those of training, or else a safe guess."""
-        assert self.trainers is not None
         if self.balance is not None:
             return self.balance.shares
         if self.shares is not None:
             return self.shares
         if self.cpu_share == "auto" and self.trainers.num_accelerators:
             return [0.0] * self.trainers.num_cpu + [1.0] * self.trainers.num_accelerators
-        return self.trainers.weights(0.5 if self.cpu_share == "auto" else float(self.cpu_share))
+        return self.trainers.weights(self.cpu_share)
 
     def _own_sampling(self) -> float:
         assert self.balance is not None
@@ -581,7 +576,6 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
 
     def _begin_balance(self, dataloader: Any, wanted: str | float, total: int) -> WorkBalance:
         """Share the work out: as the user says, else as a checkpoint does, else by measurements, where these decide."""
-        assert self.trainers is not None
         drm = allowed_drm(self.drm)
         if self._alone:
             drm = False  # there is nobody to share with
@@ -631,7 +625,6 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         The first rank of the node measures alone while the others wait: measurements at the same time would disturb
         each other, and lead to mappings that differ.
         """
-        assert self.trainers is not None
         found: Any = None
         if self.local_rank == 0:
             sampling, modelled, weights = self._sampling, None, self.shares
@@ -645,14 +638,13 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
             if weights is None and automatic and not measurements_decide():
                 weights = self.trainers.equal_weights
             if weights is None and automatic:
-                assert self.lightning_module is not None
-                dtype = None if overrides_transfer(self.lightning_module) else self.transfer_dtype
-                best = first_mapping(self.trainers, dataloader, self.lightning_module, total, threads, sampling, dtype)
+                dtype = None if overrides_transfer(self._module) else self.transfer_dtype
+                best = first_mapping(self.trainers, dataloader, self._module, total, threads, sampling, dtype)
                 if best is not None:
                     modelled = best.accelerator_sampling
                     weights, threads = list(best.shares), self.threads or best.threads
             if weights is None:
-                weights = self.trainers.weights(0.5 if self.cpu_share == "auto" else float(self.cpu_share))
+                weights = self.trainers.weights(self.cpu_share)
             there = begin_sampling(
                 wanted, sampling, dataloader, total, threads[0], self.trainers.num_accelerators, modelled
             )
@@ -665,14 +657,12 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         if self._alone:
             return
         if len(getattr(module.trainer.fit_loop._combined_loader, "flattened", ())) > 1:
             raise ValueError("hyscale trains with one loader, but the DataModule returns several")
         assert self._group is not None
-        assert self.trainers is not None
         self._own_threads = torch.get_num_threads()
         seed, common = self._group.objects((torch.initial_seed(), torch.get_rng_state()))[0]
         batches = None if self.loader is None else self.loader.batches
@@ -686,7 +676,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
         self._parameters = self._trained()
         self._group.copy_from_first(self._parameters)  # also those that only optimizers have
         self._known = set(map(id, self._parameters))
-        self._looks, self._only_now = _LOOKS, None
+        self._looks, self._only_now = LOOKS, None
         if self.trainers.num_cpu and self.cpu_trainers == "numa":
             pin_to_numa_node(self.trainer_index, self.trainers.num_cpu)
         self._resize()
@@ -725,7 +715,6 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
 
     def _only_rank(self) -> int | None:
         """Return the rank that has all seeds of this iteration, None if there are several."""
-        assert self.trainers is not None
         assert self.balance is not None
         parts = self.balance.split(self._share.total, self.balance.iteration - 1)
         having = [trainer for trainer, (start, stop) in enumerate(parts) if stop > start]
@@ -735,8 +724,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._alone or self._clock is None:
             return super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
-        automatic = self.lightning_module.automatic_optimization
+        automatic = self._module.automatic_optimization
         if self.initialize_lazy(super().training_step, *args, **kwargs):
             assert self._buffers is not None
             self._buffers.note()
@@ -766,16 +754,14 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
 
     @property
     def _name(self) -> str:
-        assert self.trainers is not None
         return self.trainers.names[self.trainer_index]
 
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
         """Run a step of the module: what it logs is collected, and leaves no trace where this rank has no seeds."""
         assert self._log is not None
-        assert self.lightning_module is not None
         seeds = self._share.seeds
-        trace = nullcontext() if seeds else uncounted(self.lightning_module)
+        trace = nullcontext() if seeds else uncounted(self._module)
         with self._running(name), self._log.step(name, seeds), trace:
             yield
 
@@ -799,68 +785,61 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
                 self._looks = 0
                 warnings.warn(warning_of(why, "hyscale's trainers", "seeds"), stacklevel=2)
 
-    def _tell(self, step: str) -> list[list[float]]:
-        """Tell the other ranks what this one has of a step, and hear what they have; all ranks come here together.
-
-        Returns:
-            The rows of all ranks.
-        """
+    def _tell(self, step: str) -> list[_Told]:
+        """Tell the other ranks what this one has of a step, and hear what they have; all ranks come here together."""
         assert self._group is not None
         with self._waiting():
-            rows = self._group.table(self._row(step))
-            self._hear(step, rows)
-        return rows
+            told = list(map(_Told.of, self._group.table(self._told_of(step).row())))
+            self._hear(step, told)
+        return told
 
-    def _row(self, step: str) -> list[Any]:
+    def _told_of(self, step: str) -> _Told:
         """Return what this rank tells of a step."""
         assert self._log is not None
-        row: list[Any] = [0.0] * _LOGGED
+        told = _Told(float(self._share.seeds), float(self._log.is_new), logged=self._log.row())
         if step == "training_step":
             assert self._clock is not None
             assert self._buffers is not None
             if self._counts:
-                row[_NONE], row[_SUM] = float(self._weight is None), float(isinstance(self._weight, str))
-                row[_NUMBER] = 1.0 - row[_NONE] - row[_SUM]
-                row[_WEIGHT] = self._weight if row[_NUMBER] else 0.0
-                row[_LOSS] = 0.0 if self._loss is None else self._loss
-            row[_BUFFERS], row[_DRIFT] = self._buffers.changed(), self._drifted
-            row[_DRIFT + 1 : _LOGGED] = self._clock.row
-        row[_SEEDS], row[_NEW] = float(self._share.seeds), float(self._log.is_new)
-        return [*row, *self._log.row()]
+                weight = self._weight
+                told.kind, told.weight = (1.0, told.seeds) if weight is None else (2.0, weight)
+                if isinstance(weight, str):
+                    told.kind, told.weight = 3.0, 1.0
+                told.loss = 0.0 if self._loss is None else self._loss
+            told.wrote, told.drift, told.stages = self._buffers.changed(), self._drifted, self._clock.row
+        return told
 
-    def _hear(self, step: str, rows: list[list[float]]) -> None:
+    def _hear(self, step: str, told: list[_Told]) -> None:
         """Take what all ranks have told of a step; all come here together."""
         assert self._group is not None
         assert self._log is not None
-        logged = [row[_LOGGED:] for row in rows]
-        if any(row[_NEW] for row in rows):
+        logged = [one.logged for one in told]
+        if any(one.new for one in told):
             self._log.learn()
             logged = self._group.table(self._log.row())
         self._log.flush(step, logged)
         if step != "training_step":
             return
-        if any(row[_BUFFERS] for row in rows):
+        if any(one.wrote for one in told):
             assert self._buffers is not None
-            self._buffers.join([int(row[_SEEDS]) for row in rows])
-        self._observe(rows)
+            self._buffers.join([int(one.seeds) for one in told])
+        self._observe(told)
 
-    def _observe(self, rows: list[list[float]]) -> None:
+    def _observe(self, told: list[_Told]) -> None:
         """Let the balance take what the ranks of this node tell of the iteration before, once per iteration."""
-        assert self.trainers is not None
-        self.drift = max(self.drift, *(row[_DRIFT] for row in rows))
+        self.drift = max(self.drift, *(one.drift for one in told))
         if self.balance is not None and not self._told:
             self._told = True
             node = self.global_rank - self.local_rank
             places = [node + self.trainers.rank_of(trainer) for trainer in range(self.num_processes)]
-            self.balance.observe([rows[place][_DRIFT + 1 : _LOGGED] for place in places])
+            self.balance.observe([told[place].stages for place in places])
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute gradients of the undivided mini-batch's loss: the sum of the ranks' losses, by their weights."""
         if self._alone or self._clock is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        module, precision = self.lightning_module, self.precision_plugin
-        assert module is not None
+        module, precision = self._module, self.precision_plugin
         assert self._group is not None
         assert self._gradients is not None
         parameters = self._parameters
@@ -903,24 +882,19 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         return precision.post_backward(loss, module)
 
-    def _factor(self, rows: list[list[float]]) -> float:
+    def _factor(self, told: list[_Told]) -> float:
         """Return by what gradients are multiplied whose losses were weighted by their weights over all seeds."""
-        counts = [sum(row[kind] for row in rows) for kind in (_NONE, _NUMBER, _SUM)]
-        if sum(count > 0 for count in counts) > 1:
-            raise ValueError(
-                "training_step must return a weight always or never, and of one kind, but of the trainers of an "
-                f"iteration {counts[1]:g} returned a number, {counts[2]:g} 'sum' and {counts[0]:g} none"
-            )
-        weights = [row[_WEIGHT] if row[_NUMBER] else row[_SUM] or row[_NONE] * row[_SEEDS] for row in rows]
-        for weight in weights:
-            if not (math.isfinite(weight) and weight >= 0):
+        none, numbers, sums = (sum(one.kind == kind for one in told) for kind in (1, 2, 3))
+        agree_on_kind(none, numbers, sums)
+        for one in told:
+            if not (math.isfinite(one.weight) and one.weight >= 0):
                 raise ValueError(
-                    f"the weight that training_step returns must be finite and not negative, but is {weight:g}"
+                    f"the weight that training_step returns must be finite and not negative, but is {one.weight:g}"
                 )
-        whole = math.fsum(weights)
-        losses = [row[_LOSS] * weight for row, weight in zip(rows, weights, strict=True) if weight]
-        self._whole_loss = math.fsum(losses) / (whole if whole and not counts[2] else 1.0)
-        if not counts[1]:
+        whole = math.fsum(one.weight for one in told)
+        losses = [one.loss * one.weight for one in told if one.weight]
+        self._whole_loss = math.fsum(losses) / (whole if whole and not sums else 1.0)
+        if not numbers:
             return 1.0
         return self._share.total / whole if whole else 0.0
 
@@ -928,7 +902,7 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         if self._alone or self._clock is None or self.lightning_module is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        if not self.lightning_module.automatic_optimization:
+        if not self._module.automatic_optimization:
             held = any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
             if held and not self._synced and closure is do_nothing_closure:
                 raise RuntimeError("with hyscale, call self.manual_backward(loss) instead of loss.backward()")
@@ -971,11 +945,6 @@ class HyScaleStrategy(WatchedRanks, DDPStrategy):
                 output = super().predict_step(*args, **kwargs)
         with self._waiting():
             return self.broadcast(output)
-
-    @override
-    def on_validation_start(self) -> None:
-        if self._clock is not None:
-            self._clock.pause()
 
     # -- the end
 

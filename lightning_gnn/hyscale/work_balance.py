@@ -19,23 +19,21 @@ from lightning_gnn.hyscale.loader import Share, split_seeds
 from lightning_gnn.hyscale.mapping import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.options import Trainers, balances, replays
 from lightning_gnn.hyscale.published import PublishedResourceManager
-from lightning_gnn.hyscale.resources import Damping, DynamicResourceManager
+from lightning_gnn.hyscale.resources import LEAST_SHARE, DynamicResourceManager
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 from lightning_gnn.runtime.timeline import StepTimer
 
-_LEAST_SHARE = 0.01
-"""Of the sampling, on either side, while it may move."""
-STAGES = ("seeds", "sampled_there", "sample", "sample_accelerator", "load", "transfer", "train", "iteration")
+STAGES = ("seeds", "sampled_there", "sample", "sample_accelerator", "load", "transfer", "train")
 """What a rank tells the others of its last iteration: seeds, whether its accelerator sampled, then thread-seconds."""
 
 
-def stage_row(share: Share | None, train: float, iteration: float) -> list[float]:
+def stage_row(share: Share | None, train: float = 0.0) -> list[float]:
     """Return what a rank tells of its last iteration, in the order of :data:`STAGES`; -1 for what there was not."""
     if share is None:
         return [-1.0] * len(STAGES)
     there = -1.0 if share.sampled_there is None else float(share.sampled_there)
     stages = [share.seconds.get(name, -1.0) for name in STAGES[2:6]]
-    return [float(share.seeds), there, *stages, train, iteration]
+    return [float(share.seeds), there, *stages, train]
 
 
 class StageClock:
@@ -49,8 +47,7 @@ class StageClock:
         self._timer = None if device.type == "cpu" else StepTimer(device)
         self._share: Share | None = None
         self._seconds = 0.0
-        self._mark: float | None = None
-        self.row = stage_row(None, 0.0, -1.0)
+        self.row = stage_row(None)
         """What this rank tells of the last iteration."""
 
     @contextmanager
@@ -68,14 +65,8 @@ class StageClock:
 
     def next_iteration(self, share: Share) -> None:
         """End an iteration, and begin one with this share."""
-        now = time.perf_counter()
-        train = self._seconds if self._timer is None else self._timer.read(self._seconds)
-        self.row = stage_row(self._share, train, -1.0 if self._mark is None else now - self._mark)
-        self._share, self._seconds, self._mark = share, 0.0, now
-
-    def pause(self) -> None:
-        """Something else than training comes between two iterations."""
-        self._mark = None
+        self.row = stage_row(self._share, self._seconds if self._timer is None else self._timer.read(self._seconds))
+        self._share, self._seconds = share, 0.0
 
 
 class WorkBalance:
@@ -133,12 +124,12 @@ class WorkBalance:
         if balances(drm):
             seeds = tuple(stop - start for start, stop in split_seeds(total, weights))
             if sampling:  # both kinds of sampling must be seen for work to move from one to the other
-                sampling = min(max(sampling, _LEAST_SHARE), 1 - _LEAST_SHARE)
+                sampling = min(max(sampling, LEAST_SHARE), 1 - LEAST_SHARE)
             begin = TaskMapping(seeds, trainers.num_cpu, threads, sampling)
             if drm == "paper":
                 self.manager = PublishedResourceManager(begin)
             else:
-                self.manager = DynamicResourceManager(begin, damping=Damping(lag=ahead + 1))
+                self.manager = DynamicResourceManager(begin, lag=ahead + 1)
         else:
             assert replays(drm)
             self.manager = ReplayedDecisions(read_decisions(read_text(drm, LARGEST_JSON).splitlines()))
@@ -241,7 +232,6 @@ class WorkBalance:
             if row["load"] >= 0:
                 load.append(row["load"] / threads[1])
         transfer = [row["transfer"] for row in named[cpu:] if row["transfer"] >= 0 and row["seeds"] > 0]
-        iteration = max(row["iteration"] for row in named)
         return IterationTimes(
             sample_cpu=max(sample, default=None),
             sample_accelerator=max(on_accelerator, default=None),
@@ -250,7 +240,6 @@ class WorkBalance:
             train_accelerator=train[cpu:],
             transfer=max(transfer, default=None),
             seeds=seeds,
-            iteration=iteration if iteration >= 0 else None,
         )
 
     def state_dict(self) -> dict[str, Any]:

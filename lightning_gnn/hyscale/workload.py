@@ -37,14 +37,11 @@ class Platform:
         cores: CPU cores, one thread each.
         accelerator: One of them; None for a node without.
         pcie_bandwidth: Bytes per second to each accelerator.
-        sampling: Edges per second that one CPU thread samples, or pairs (threads, edges per second), measured and
-            interpolated; infinite leaves sampling out.
+        sampling: Edges per second that one CPU thread samples; infinite leaves sampling out.
         accelerator_sampling: Edges per second that one accelerator samples; 0 if it does not.
         core_bandwidth: Bytes per second that one thread gathers or reads; by default one core is enough for all of the
             CPU's memory bandwidth, as in the paper.
         num_nodes: How many such nodes train together.
-        network_bandwidth: Bytes per second between two nodes.
-        network_latency: Seconds of a message between two nodes.
     """
 
     cpu: Processor
@@ -52,41 +49,20 @@ class Platform:
     accelerator: Processor | None = None
     num_accelerators: int = 0
     pcie_bandwidth: float = inf
-    sampling: float | tuple[tuple[int, float], ...] = inf
+    sampling: float = inf
     accelerator_sampling: float = 0.0
     core_bandwidth: float = inf
     num_nodes: int = 1
-    network_bandwidth: float = inf
-    network_latency: float = 0.0
 
     def __post_init__(self) -> None:
         if (self.accelerator is None) != (self.num_accelerators == 0) or self.num_accelerators < 0:
             raise ValueError(
                 f"num_accelerators={self.num_accelerators} with accelerator={self.accelerator}: give both or neither"
             )
-        points = self.sampling if isinstance(self.sampling, tuple) else ((1, self.sampling),)
-        rates = (self.pcie_bandwidth, self.core_bandwidth, self.network_bandwidth, *(rate for _, rate in points))
-        if self.cores < 1 or self.num_nodes < 1 or not points or min(rates) <= 0:
+        if self.cores < 1 or self.num_nodes < 1 or min(self.pcie_bandwidth, self.core_bandwidth, self.sampling) <= 0:
             raise ValueError(f"cores, nodes, bandwidths and sampling rates must be positive: {self}")
-        if list(points) != sorted(set(points)) or points[0][0] < 1:
-            raise ValueError(f"sampling must be pairs (threads, edges per second) by ascending threads: {points}")
-        if self.accelerator_sampling < 0 or self.network_latency < 0:
-            raise ValueError(f"accelerator_sampling and network_latency must not be negative: {self}")
-
-    @property
-    def peak_flops(self) -> float:
-        """Floating-point operations per second of all processors of a node."""
-        return self.cpu.flops + (self.accelerator.flops * self.num_accelerators if self.accelerator else 0.0)
-
-    def sampled_edges(self, threads: int) -> float:
-        """Return the edges per second that some CPU threads sample together."""
-        if not isinstance(self.sampling, tuple):
-            return self.sampling * threads
-        points = ((0, 0.0), *self.sampling)
-        for (below, low), (above, high) in pairwise(points):
-            if threads <= above:
-                return low + (high - low) * (threads - below) / (above - below)
-        return points[-1][1]
+        if self.accelerator_sampling < 0:
+            raise ValueError(f"accelerator_sampling must not be negative: {self}")
 
     def read_bandwidth(self, threads: float) -> float:
         """Return the bytes per second that some CPU threads read from the CPU's memory."""

@@ -46,7 +46,7 @@ def write_run_page(folder: str | Path) -> Path:
 
 
 def write_plan_page(folder: str | Path, title: str = "", said: Sequence[str] = ()) -> Path:
-    """Make ``plan.html`` of what a plan has left in its folder: ``plan.yaml`` and ``platform.yaml``.
+    """Make ``plan.html`` of what a plan has left in its folder: ``plan.yaml``.
 
     Args:
         title: Heads the page; by default the command.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from numbers import Real
 from typing import Any, Literal, overload
 
@@ -15,7 +15,6 @@ Weight = float | Literal["sum"]
 """What a loss weighs among those of the other trainers; ``"sum"``: losses are sums, which are added as they are."""
 LOOKS = 16
 """In how many mini-batches to look for losses that need a weight."""
-_KINDS = (None, "number", "sum")
 
 
 def returned_loss(output: Any) -> Tensor | None:
@@ -57,42 +56,48 @@ def returned_weight(output: Any, on_host: bool = True) -> Weight | Tensor | None
     return number
 
 
+def agree_on_kind(none: float, numbers: float, sums: float, more: str = "") -> None:
+    """Refuse weights of several kinds among so many losses that came without, with a number, and with ``"sum"``."""
+    if (none > 0) + (numbers > 0) + (sums > 0) > 1:
+        raise ValueError(
+            "training_step must return a weight always or never, and of one kind, but of the trainers of an "
+            f"iteration {numbers:g} returned a number, {sums:g} 'sum' and {none:g} none{more}"
+        )
+
+
 class LossWeights:
     """Adds up the weights of an iteration's losses over all processes, which must agree on whether there are any.
 
     Weights that are not returned cost one message per run, from which all processes know.
     """
 
-    def __init__(self, num_processes: int, device: torch.device) -> None:
-        self._num_processes = num_processes
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: list[str | None] = []
+        self._known: list[bool] | None = None
 
-    def total(self, weights: Sequence[Weight | None]) -> Weight | None:
-        """Return the sum of the weights, ``"sum"`` for losses to be added, None where nobody returned weights.
+    def part(self, output: Any) -> float | None:
+        """Return by what this process's loss is multiplied in the sum of all, None where nobody returned weights.
 
         Args:
-            weights: One for each of this process's outputs of ``training_step``; without any, nothing is counted.
+            output: What ``training_step`` returned; None has no loss. All processes call this in every iteration.
         """
-        numbers = [weight for weight in weights if isinstance(weight, float)]
-        row = [weights.count(None), len(numbers), weights.count("sum"), math.fsum(numbers)]
-        if self._num_processes > 1 and self._known in ([], ["number"]):
+        own = returned_weight(output)
+        number = own if isinstance(own, float) else 0.0
+        row = [float(output is not None and own is None), float(isinstance(own, float)), float(own == "sum"), number]
+        if self._known in (None, [False, True, False]):
             dtype = torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32
             everywhere = torch.tensor(row, dtype=dtype, device=self._device)
             dist.all_reduce(everywhere)
             row = everywhere.tolist()
-        kinds = {kind for kind, count in zip(_KINDS, row, strict=False) if count}
-        if self._num_processes > 1:
-            kinds.update(self._known)
-            self._known = list(kinds)
-        if len(kinds) > 1:
-            raise ValueError(
-                "training_step must return a weight always or never, and of one kind, but of the trainers of an "
-                f"iteration {row[1]:g} returned a number, {row[2]:g} 'sum' and {row[0]:g} none"
-                + (" (or earlier iterations were of another kind)" if self._num_processes > 1 else "")
-            )
-        kind = next(iter(kinds), None)
-        return None if kind is None else row[3] if kind == "number" else "sum"
+        *counts, total = row
+        before = self._known or [False] * 3
+        kinds = [bool(count) or known for count, known in zip(counts, before, strict=True)]
+        none, numbers, sums = (max(count, known) for count, known in zip(counts, before, strict=True))
+        agree_on_kind(none, numbers, sums, " (or earlier iterations were of another kind)")
+        self._known = kinds if any(kinds) else None
+        if kinds[1]:
+            return number / total if total else 0.0
+        return 1.0 if kinds[2] else None
 
 
 def weighs_otherwise(loss: Tensor, count: int | None = None) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 OF_NEWER_TORCH = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 """How the warning begins that torch 2.13 has for Lightning 2.6 whenever it puts loaders together, anybody's."""
 
+_HERE = "lgnn plan strategy=hyscale measures the machine that it runs on; leave it out, and plan there"
 _TRACE = "Lightning's PyTorchProfiler writes a trace in which the stages have names; see docs/how-to/profiling.md"
 _CACHES = "PersistentSamplerDataModule(cache_bytes=…) counts and plans; .plan_placement() returns what it would cache"
 _ROWS = "a graph is kept as plain rows, and chunks are made by themselves where an NPU aggregates; leave it out"
@@ -45,6 +46,9 @@ REMOVED = {
     "lightning_gnn.persistent.AccessCounts": _CACHES,
     "lightning_gnn.persistent.count_accesses": _CACHES,
     "lightning_gnn.graph.write_rows": "write features as x.npy by FeatureTable(x, dtype=…).save(path)",
+    "plan.accelerators": _HERE,
+    "plan.platform": _HERE,
+    "plan.platform_file": _HERE,
 }
 """Choices, options and public names of earlier releases, and what to use instead."""
 

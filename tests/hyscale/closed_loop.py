@@ -31,7 +31,6 @@ class Node:
     warm_up: int = 0
     """How many of the first iterations take six times as long in the trainers."""
     known: bool = True
-    timed: bool = False
     source: random.Random = field(default_factory=lambda: random.Random(0))
 
     def train(self, index, seeds, mapping):
@@ -79,7 +78,6 @@ class Node:
             noisy(ideal.transfer),
             noisy(ideal.sample_accelerator),
             seeds=mapping.seeds if self.known else None,
-            iteration=noisy(self.seconds(mapping)) if self.timed else None,
         )
 
 

@@ -5,14 +5,14 @@ from math import inf
 import pytest
 import pytorch_lightning as pl
 import torch
-from omegaconf import OmegaConf
 
 from lightning_gnn import CSCGraph, NeighborDataModule
-from lightning_gnn.hyscale import options
+from lightning_gnn.hyscale import options, report
 from lightning_gnn.hyscale.first_mapping import describe_workload, first_mapping, measure_platform
 from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.options import Trainers, default_threads, seeds_of_iteration
 from lightning_gnn.hyscale.report import forecast, stages
+from lightning_gnn.hyscale.workload import Platform, Processor
 from lightning_gnn.runtime.cores import num_cores
 from tests.full_graph import launch
 from tests.hyscale.training import SILENT, Plain, datamodule, fit, graph, hybrid, state
@@ -73,18 +73,15 @@ def test_the_edges_of_a_graph_in_csc_order_are_in_the_workload():
     assert workload.num_edges == edges > 0
 
 
-ACCELERATOR = {"accelerator.flops": 1e12, "accelerator.memory_bandwidth": 1e11, "pcie_bandwidth": 1e9}
-SCALING = OmegaConf.create({"accelerators": [1, 2], "nodes": [1]})
-
-
-def test_a_plan_for_one_core_and_features_in_fewer_bits():
+def test_a_plan_for_one_core_and_features_in_fewer_bits(monkeypatch):
+    there = Platform(Processor(1e12, 1e11), 1, Processor(1e12, 1e11), 1, 1e9, 1e6)
+    monkeypatch.setattr(report, "measure_platform", lambda *given: there)
     found = []
     for dtype in (None, "int8"):
         data, run = datamodule(batch_size=1000), trainer(hybrid(1, transfer_dtype=dtype))
-        found.append(forecast({"cores": 1, **ACCELERATOR}, SCALING, data, Plain(), run))
+        found.append(forecast(data, Plain(), run))
     rows = [{name: (seconds, bound) for name, seconds, bound in stages(each.model, each.best)} for each in found]
     assert [each.best.total for each in found] == [200, 200]
-    assert all(len(each.scaling) == 2 for each in found)
     assert all(row["CPU cores"][1] == "3 threads take turns on 1" for row in rows)
     assert "features as int8" in rows[1]["Data Transfer"][1]
     work = found[1].model.workload
@@ -93,9 +90,8 @@ def test_a_plan_for_one_core_and_features_in_fewer_bits():
 
 
 def test_a_plan_for_a_machine_without_accelerators():
-    found = forecast({}, SCALING, datamodule(batch_size=20), Plain(), trainer(hybrid(2)))
+    found = forecast(datamodule(batch_size=20), Plain(), trainer(hybrid(2)))
     assert found.model.platform.num_accelerators == 0
-    assert not found.scaling
     assert sum(found.best.seeds) == 20
     assert "Data Transfer" not in {name for name, *_ in stages(found.model, found.best)}
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from omegaconf import OmegaConf
 
 from lightning_gnn.hyscale import first_mapping, report, strategy
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
@@ -36,7 +35,7 @@ def measure_another(found):
 
 def unsteady():
     """Return methods of a balance with which in each run another trainer seems to be slow."""
-    number, train_time, iteration = count(), STAGES.index("train"), STAGES.index("iteration")
+    number, train_time = count(), STAGES.index("train")
     begin, times = WorkBalance.__init__, WorkBalance._times
 
     def __init__(self, *args, **kwargs):
@@ -47,7 +46,6 @@ def unsteady():
         rows = [list(row) for row in rows]
         for trainer, row in enumerate(rows):
             row[train_time] = 1e-3 * row[0] * (5 if (trainer + self.number) % 2 else 1)
-            row[iteration] = 0.05
         return times(self, rows)
 
     return {"__init__": __init__, "_times": _times}
@@ -335,11 +333,10 @@ def test_a_forecast_begins_as_the_run_would(deterministic, monkeypatch):
     measured = []
     for place in (first_mapping, report):
         monkeypatch.setattr(place, "measure_platform", measure_another(measured))
-    plan = OmegaConf.create({"accelerators": [1], "nodes": [1]})
     options = {"devices": ["cpu"], "drm": True, "threads": [1, 1, 1]}
     run_with = pl.Trainer(**SILENT, strategy=HyScaleStrategy(**options), deterministic=deterministic)
     try:
-        begin = report.forecast({}, plan, datamodule([3], batch_size=20), Plain(), run_with).begin
+        begin = report.forecast(datamodule([3], batch_size=20), Plain(), run_with).begin
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(measured) == 1

@@ -1,7 +1,7 @@
 import json
 import random
 from collections import deque
-from itertools import permutations
+from itertools import pairwise, permutations
 from statistics import mean
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_gnn.hyscale.decisions import Decision, ReplayedDecisions, read_decisions
 from lightning_gnn.hyscale.estimates import Measurements
 from lightning_gnn.hyscale.mapping import IterationTimes, TaskMapping
-from lightning_gnn.hyscale.resources import Damping, DynamicResourceManager, find_remedy
+from lightning_gnn.hyscale.resources import DynamicResourceManager, find_remedy
 from tests.hyscale.closed_loop import Node, run
 
 FIVE = ("sample_cpu", "sample_accelerator", "load", "train_cpu", "accelerator")
@@ -57,30 +57,6 @@ def test_algorithm_1_for_every_ordering(missing):
         assert found.bottleneck == max(times, key=times.get)
 
 
-@pytest.mark.parametrize(
-    ("slowest_first", "expected"),
-    [
-        # Lines 11 to 16 do not ask who is the fastest.
-        (("sample_accelerator", "load", "train_cpu", "accelerator", "sample_cpu"), "work sample_cpu"),
-        (("accelerator", "load", "sample_cpu", "train_cpu", "sample_accelerator"), "work train_cpu"),
-        (("load", "sample_cpu", "train_cpu", "accelerator", "sample_accelerator"), "thread train_cpu"),
-        # Lines 17 to 24.
-        (("sample_cpu", "load", "train_cpu", "accelerator", "sample_accelerator"), "work sample_cpu"),
-        (("sample_cpu", "load", "train_cpu", "sample_accelerator", "accelerator"), "work sample_cpu"),
-        (("sample_cpu", "sample_accelerator", "train_cpu", "load", "accelerator"), "thread load"),
-        (("sample_cpu", "sample_accelerator", "accelerator", "load", "train_cpu"), "thread train_cpu"),
-        # Lines 25 to 32.
-        (("train_cpu", "load", "sample_cpu", "sample_accelerator", "accelerator"), "work train_cpu"),
-        (("train_cpu", "load", "sample_cpu", "accelerator", "sample_accelerator"), "work train_cpu"),
-        (("train_cpu", "accelerator", "sample_cpu", "load", "sample_accelerator"), "thread load"),
-        (("train_cpu", "accelerator", "sample_accelerator", "load", "sample_cpu"), "thread sample_cpu"),
-    ],
-)
-def test_cases_of_algorithm_1_by_hand(slowest_first, expected):
-    found = find_remedy({stage: 5.0 - rank for rank, stage in enumerate(slowest_first)})
-    assert f"{found.kind.removeprefix('balance_')} {found.first}" == expected
-
-
 def test_transfer_and_training_on_accelerators_are_one_stage():
     times = IterationTimes(1.0, 2.0, (3.0, 4.0), (5.0, None), transfer=6.0)
     assert times.stages() == {"sample_cpu": 1.0, "load": 2.0, "train_cpu": 4.0, "accelerator": 6.0}
@@ -124,7 +100,7 @@ def test_reaches_the_best_split_in_30_iterations(speeds, seed, known, lag):
     assume(min(speeds) > 0.02 * sum(speeds))  # a slower CPU trainer may rightly be taken out
     total, source = 1024, random.Random(seed)
     mapping = TaskMapping(cut(total, len(speeds), source), 1, (2, 2, 2))
-    manager = DynamicResourceManager(mapping, damping=Damping(lag=lag))
+    manager = DynamicResourceManager(mapping, lag=lag)
     node = Node(speeds, known=known)
     _, in_flight = run(manager, node, 30, lag)
     held, _ = run(manager, node, 60, in_flight=in_flight)
@@ -165,113 +141,35 @@ def test_holds_the_best_split_under_noise(first, second, seed):
     assert len(manager.log) - before < 20  # it does not swing
 
 
-def drawn(parts, seed, **settings):
-    """A node of random speeds and a random first mapping: a simulation that depends on nothing but its arguments."""
-    source = random.Random(f"{parts} {seed}")
-    speeds = [0.0]
-    while min(speeds) <= 0.03 * sum(speeds):
-        speeds = [10 ** source.uniform(1.5, 4) for _ in range(parts)]
-    if settings.pop("overheads", False):
-        settings["overheads"] = [source.uniform(0, 0.4) * 1024 / sum(speeds) for _ in speeds]
-    threads = settings.pop("threads", (1, 1, 1))
-    node = Node(speeds, noise=0.1, source=source, **settings)
-    return node, DynamicResourceManager(TaskMapping(cut(1024, parts, source), 1, threads))
-
-
 def beyond(node, made):
     """Part of the iterations that take, without the noise, over 5 % longer than the best split."""
     best = optimum(node.speeds, 1024, node.overheads)
     return mean(node.seconds(mapping) > 1.05 * best for mapping in made)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", [2, 3, 4, 5])
-@pytest.mark.parametrize("settings", [{}, {"overheads": True}, {"threads": (2, 2, 2)}], ids=str)
-def test_noise_is_held_by_all_runs(parts, settings):
-    """After 30 iterations, less than 1 % of all iterations are beyond 5 %, and less than a quarter of any run's.
-
-    With four trainers that have overheads 1.5 % and a third: a single one of those 40 runs long stays at 5.1 %.
-    """
-    found, changes = [], 0
-    for seed in range(40):
-        node, manager = drawn(parts, seed, **settings)
-        _, in_flight = run(manager, node, 30)
-        before = len(manager.log)
-        made, _ = run(manager, node, 200, in_flight=in_flight)
-        changes += len(manager.log) - before
-        found.append(beyond(node, made))
-    all_runs, any_run = (0.015, 0.33) if "overheads" in settings and parts == 4 else (0.01, 0.25)
-    assert mean(found) < all_runs
-    assert max(found) < any_run
-    assert changes / 40 < 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", [2, 3, 4, 5])
-def test_noise_is_held_again_30_iterations_after_a_change(parts):
-    found = []
-    for seed in range(40):
-        node, manager = drawn(parts, seed)
-        _, in_flight = run(manager, node, 100)
-        node.speeds[seed % parts] *= node.source.choice([0.4, 0.6, 0.75, 1.3, 1.7, 2.5])
-        _, in_flight = run(manager, node, 30, in_flight=in_flight)
-        made, _ = run(manager, node, 100, in_flight=in_flight)
-        found.append(beyond(node, made))
-    assert mean(found) < 0.01
-    assert max(found) < 0.4
-
-
-@pytest.mark.parametrize("disturbance", [{"warm_up": 1}, {"outliers": 0.02}], ids=str)
-def test_outliers_decide_nothing(disturbance):
-    found = []
-    for seed in range(40):
-        node, manager = drawn(3, seed, **disturbance)
-        _, in_flight = run(manager, node, 60)
-        found.append(beyond(node, run(manager, node, 100, in_flight=in_flight)[0]))
-    assert mean(found) < 0.01
-
-
-def test_while_nothing_changes_little_is_computed(monkeypatch):
-    node, manager = drawn(5, 0)
-    _, in_flight = run(manager, node, 100)
-    looks = []
-    look = Measurements.estimate
-    monkeypatch.setattr(Measurements, "estimate", lambda *arguments: looks.append(None) or look(*arguments))
-    run(manager, node, 160, in_flight=in_flight)
-    assert 160 / 8 <= len(looks) <= 40
-
-
 def trained(known, seeds, seconds):
-    """Add an iteration of a lone trainer; return whether it is found to run at another speed."""
-    return known.add(TaskMapping((seeds,)), IterationTimes(None, None, (), (seconds,))) is not None
+    """Add an iteration of a lone trainer."""
+    known.add(TaskMapping((seeds,)), IterationTimes(None, None, (), (seconds,)))
 
 
 def cost_of(known, seeds):
     return known.estimate(TaskMapping((seeds,)), IterationTimes(None, None, (), (1.0,))).costs[0]
 
 
-def told_after(known, source, seconds, count, noise=0.1):
-    """Return after how many measurements a change is told, None if it is not."""
-    for number in range(1, count + 1):
-        if trained(known, 100, seconds * source.gauss(1, noise)):
-            return number
-    return None
-
-
 def test_a_cost_is_told_from_its_overhead():
-    known = Measurements(100)
+    known = Measurements()
     for seeds in [500, 500, 100, 100, 300] * 4:
-        assert not trained(known, seeds, 2.0 + 0.01 * seeds)
+        trained(known, seeds, 2.0 + 0.01 * seeds)
     cost = cost_of(known, 200)
     assert (cost.overhead, cost.per_unit) == (pytest.approx(2.0, rel=0.02), pytest.approx(0.01, rel=0.02))
-    alone = Measurements(100)
+    alone = Measurements()
     trained(alone, 500, 5.0)  # a single time tells no overhead
     assert cost_of(alone, 100).seconds(100) == pytest.approx(1.0)
 
 
 @given(st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-6, 1e3)), min_size=1, max_size=60))
 def test_any_measurements_give_a_cost(measurements):
-    known = Measurements(20)
+    known = Measurements()
     for seeds, seconds in measurements:
         trained(known, seeds, seconds)
         cost = cost_of(known, seeds)
@@ -281,7 +179,7 @@ def test_any_measurements_give_a_cost(measurements):
 
 def test_one_of_the_first_measurements_may_be_odd():
     for odd in range(3):
-        known = Measurements(100)
+        known = Measurements()
         for number in range(3):
             trained(known, 100, 6.0 if number == odd else 1.0)
         assert cost_of(known, 100).seconds(100) == pytest.approx(1.0, rel=0.1)
@@ -289,10 +187,10 @@ def test_one_of_the_first_measurements_may_be_odd():
 
 def test_a_cost_gets_surer():
     errors = []
-    for count in (1, 4, 16, 64):
+    for count in (1, 4, 20):
         found = []
         for seed in range(50):
-            known = Measurements(1000)
+            known = Measurements()
             source = random.Random(seed)
             for _ in range(count):
                 trained(known, 100, source.gauss(1, 0.1))
@@ -300,18 +198,6 @@ def test_a_cost_gets_surer():
         errors.append(mean(found) ** 0.5)
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.03  # 0.1 by a single one
-
-
-@pytest.mark.parametrize(("factor", "most"), [(0.5, 6), (0.75, 15), (1.3, 12), (3.0, 5)])
-def test_a_change_of_cost_is_told(factor, most):
-    for seed in range(20):
-        source, known = random.Random(seed), Measurements(100)
-        assert told_after(known, source, 1.0, 200) is None
-        since = told_after(known, source, factor, 60)
-        assert since is not None
-        assert since <= most
-        told_after(known, source, factor, 20)
-        assert cost_of(known, 100).seconds(100) == pytest.approx(factor, rel=0.15)
 
 
 def test_overheads_are_told_from_the_cost_of_a_seed():
@@ -333,7 +219,7 @@ def test_cpu_trainers_alone_are_balanced():
     manager = DynamicResourceManager(TaskMapping((300, 300, 300), 3, (1, 1, 3)))
     run(manager, node, 15)
     assert manager.mapping.seeds == (150, 450, 300)
-    assert [decision.action for decision in manager.log] == ["start", "balance_cpu_trainers"]
+    assert [decision.action for decision in manager.log] == ["start", "balance_work"]
 
 
 def test_a_few_seeds_do_not_flutter():
@@ -364,7 +250,7 @@ def test_threads_go_where_they_are_needed(threads, sampling, loading):
 
 
 def test_threads_that_do_not_help_come_back():
-    """A sampler that gets slower with threads: they go back, and are not moved again."""
+    """A sampler that gets slower with threads: they go back, and are tried again ever more rarely."""
     manager = DynamicResourceManager(TaskMapping((512, 512), 1, (1, 1, 6)))
     node = Node([4000, 4000], sampling=0.5, loading=0.1)
     ideal = node.ideal
@@ -373,13 +259,15 @@ def test_threads_that_do_not_help_come_back():
     )
     run(manager, node, 120)
     assert manager.mapping.threads == (1, 1, 6)
-    assert [decision.action for decision in manager.log[1:]].count("undo") == 1
+    undone = [decision.observation for decision in manager.log if decision.action == "undo"]
+    assert undone
+    assert all(later >= 2 * earlier for earlier, later in pairwise(undone))
     assert all(min(decision.mapping.threads) >= 1 for decision in manager.log)
 
 
 def test_every_task_keeps_a_thread():
     node = Node([1000, 1000], sampling=50.0, loading=1.0, reference_threads=2)
-    manager = DynamicResourceManager(TaskMapping((512, 512), 1, (1, 2, 4)), num_threads=7)
+    manager = DynamicResourceManager(TaskMapping((512, 512), 1, (1, 2, 4)))
     run(manager, node, 60)
     assert manager.mapping.threads == (5, 1, 1)
 
@@ -412,50 +300,13 @@ def test_a_cpu_that_takes_longer_for_nothing_is_taken_out():
     manager = DynamicResourceManager(TaskMapping((512, 512), 1))
     run(manager, node, 30)
     assert manager.mapping.seeds == (0, 1024)
-    assert manager.log[-1].action == "take_out"
 
 
-def test_a_cpu_that_slows_the_accelerators_down_is_found_by_a_trial():
-    node = Node([100, 1000], drag=1.3, timed=True, noise=0.05)
-    manager = DynamicResourceManager(TaskMapping((93, 931), 1))
-    made, _ = run(manager, node, 600)
-    assert manager.mapping.seeds == (0, 1024)
-    back = [decision for decision in manager.log if decision.action == "bring_back"]
-    assert len(back) == 1  # on probation once, after 200; then the patience has doubled
-    assert mean(node.seconds(mapping) for mapping in made[50:]) < 1.02 * node.seconds(manager.mapping)
-
-
-def test_a_cpu_that_helps_stays_after_a_trial():
-    node = Node([100, 1000], timed=True, noise=0.05)
-    manager = DynamicResourceManager(TaskMapping((93, 931), 1))
-    made, _ = run(manager, node, 600)
-    assert manager.mapping.cpu_seeds > 70
-    assert [decision.action for decision in manager.log].count("bring_back") == 2
-    assert mean(node.seconds(mapping) for mapping in made) < 1.03 * 1024 / 1100
-
-
-def test_a_large_share_of_the_cpu_needs_no_trial():
-    node = Node([1000, 1000], timed=True, drag=1.5)
-    manager = DynamicResourceManager(TaskMapping((512, 512), 1))
-    run(manager, node, 300)
-    assert len(manager.log) == 1
-
-
-def test_a_cpu_that_has_become_useful_comes_back():
+def test_a_cpu_comes_back_when_the_accelerator_gets_slower():
     node = Node([1000, 1000], overheads=[1.5, 0.1])
-    manager = DynamicResourceManager(TaskMapping((512, 512), 1), damping=Damping(patience=40))
+    manager = DynamicResourceManager(TaskMapping((512, 512), 1))
     _, in_flight = run(manager, node, 30)
-    assert manager.mapping.cpu_seeds == 0
-    node.overheads = [0.0, 0.1]
-    run(manager, node, 100, in_flight=in_flight)
-    assert manager.mapping.cpu_seeds > 400
-
-
-def test_the_cpu_is_tried_at_once_when_the_accelerator_gets_slower():
-    node = Node([1000, 1000], overheads=[0.9, 0.0])
-    manager = DynamicResourceManager(TaskMapping((512, 512), 1), damping=Damping(patience=10_000))
-    _, in_flight = run(manager, node, 60)
-    assert manager.mapping.cpu_seeds == 0 or node.seconds(manager.mapping) <= 1.02
+    assert manager.mapping.seeds == (0, 1024)
     node.speeds[1] = 200
     run(manager, node, 60, in_flight=in_flight)
     assert manager.mapping.cpu_seeds > 500
@@ -465,7 +316,7 @@ def test_the_cpu_is_tried_at_once_when_the_accelerator_gets_slower():
 
 
 def noisy_run(iterations=150):
-    node = Node([200, 900, 1500], noise=0.1, timed=True, sampling=1.0, loading=0.5, reference_threads=4)
+    node = Node([200, 900, 1500], noise=0.1, sampling=1.0, loading=0.5, reference_threads=4)
     manager = DynamicResourceManager(TaskMapping((400, 400, 224), 1, (1, 1, 4)))
     return manager, node, run(manager, node, iterations)
 
@@ -496,11 +347,41 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been(at):
     other = DynamicResourceManager(TaskMapping((1, 1, 1022), 1, (2, 2, 2)))
     other.load_state_dict(state)
     assert other.mapping == manager.mapping
-    again = Node(node.speeds, noise=0.1, timed=True, sampling=1.0, loading=0.5, reference_threads=4)
+    again = Node(node.speeds, noise=0.1, sampling=1.0, loading=0.5, reference_threads=4)
     again.source.setstate(node.source.getstate())
     assert run(manager, node, 100, in_flight=deque(in_flight)) == run(other, again, 100, in_flight=deque(in_flight))
     assert manager.log == other.log
     assert manager.state_dict() == other.state_dict()
+
+
+def test_a_state_of_an_older_version_is_read():
+    """With what had been measured, by threads and by whether CPU trainers had seeds, and what has gone since."""
+    mapping = {"seeds": [93, 931], "cpu_trainers": 1, "threads": [1, 1, 1], "accelerator_sampling": 0.0}
+    known = [["trainer 0", 1, True, [[512.0, 5.12]] * 3 + [[93.0, 0.93]]], ["trainer 1", 0, True, [[931.0, 0.931]] * 9]]
+    state = {
+        "mapping": mapping,
+        "hybrid": mapping,
+        "in_flight": [mapping] * 3,
+        "history": [["Feature Loading", 1, True, [[1.0, 0.1]] * 30], *known],
+        "iterations": [1.0],
+        "log": [Decision(TaskMapping((93, 931), 1), "", "take_out").to_json()],
+        "number": 40,
+        "act_from": 12,
+        "look_from": 44,
+        "finding": "",
+        "next_trial": 50,
+        "patience": 200,
+        "moved": [mapping, 1.0, "load"],
+        "blocked": ["load"],
+        "trial": None,
+    }
+    manager = DynamicResourceManager(TaskMapping((512, 512), 1))
+    manager.load_state_dict(json.loads(json.dumps(state)))
+    assert manager.mapping.seeds == (93, 931)
+    assert manager._measured.state()["trainer 0"] == [[1, 512.0, 5.12]] * 3 + [[1, 93.0, 0.93]]
+    assert manager.state_dict()["blocked"] == {"load": 80}
+    run(manager, Node([100, 1000], loading=0.1), 30)
+    assert manager.mapping.seeds == (93, 931)
 
 
 def test_a_state_of_other_trainers_is_refused():
@@ -513,11 +394,11 @@ def test_a_state_of_other_trainers_is_refused():
 def test_every_decision_is_explained():
     manager = DynamicResourceManager(TaskMapping((512, 512), 1))
     node = Node([100, 1000])
-    texts = [str(manager.observe(node.measured(manager.mapping))) for _ in range(12)]
+    texts = [str(manager.observe(node.measured(manager.mapping))) for _ in range(4)]
     assert all(texts)
-    assert "training on the CPU is the slowest stage, 5.12e+03 ms" in texts[2]
-    assert "seeds 512/512 -> 93/931" in texts[2]
-    assert "wait" in texts[3]
+    assert "training on the CPU is the slowest stage, 5.12e+03 ms" in texts[0]
+    assert "seeds 512/512 -> 93/931" in texts[0]
+    assert "wait" in texts[1]
 
 
 @pytest.mark.parametrize(
@@ -574,12 +455,9 @@ def test_stages_without_time_do_no_harm():
         (lambda: TaskMapping((3, 1), 1, (1, 1, 1), 1.5), "accelerator_sampling"),
         (lambda: IterationTimes(float("nan"), 1.0), "finite"),
         (lambda: IterationTimes(1.0, 1.0, (-1.0,)), "negative"),
-        (lambda: DynamicResourceManager(TaskMapping((3, 1), 1), 9), "num_threads=9"),
         (lambda: DynamicResourceManager(TaskMapping((3, 1), 1)).observe(IterationTimes(1.0, 1.0, (1.0, 1.0))), "2 CPU"),
         (lambda: DynamicResourceManager(TaskMapping((3, 1), 1)).observe(_for_seeds((4,))), "2 trainers"),
-        (lambda: Damping(window=5, history=3), "window"),
-        (lambda: Damping(worth=-0.1), "worth"),
-        (lambda: Damping(lag=-1), "lag"),
+        (lambda: DynamicResourceManager(TaskMapping((3, 1), 1), lag=-1), "lag"),
     ],
 )
 def test_bad_input_says_what_is_wrong(make, message):

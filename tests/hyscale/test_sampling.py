@@ -120,15 +120,13 @@ def train(rank, share, record=None, replay=None, times=None):
 def seeming(times):
     """Sampling seems to take these milliseconds per seed on the CPU and there, anything else less."""
 
-    def row(share, train, iteration):
-        if share is None or share.sampled_there is None:
-            return (
-                stage_row(share, train, iteration)
-                if share is None
-                else [share.seeds, -1, 1e-3 * times[0] * share.seeds, -1, 1e-5, -1, 1e-5 * share.seeds, -1]
-            )
+    def row(share, train=0.0):
+        if share is None:
+            return stage_row(share)
+        if share.sampled_there is None:
+            return [share.seeds, -1, 1e-3 * times[0] * share.seeds, -1, 1e-5, -1, 1e-5 * share.seeds]
         cpu, there = (-1, 1e-3 * times[1] * share.seeds) if share.sampled_there else (1e-3 * times[0] * share.seeds, -1)
-        return [share.seeds, float(share.sampled_there), cpu, there, 1e-5, -1, 1e-5 * share.seeds, -1]
+        return [share.seeds, float(share.sampled_there), cpu, there, 1e-5, -1, 1e-5 * share.seeds]
 
     return row
 

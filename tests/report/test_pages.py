@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from lightning_gnn.cli import report_command, runs_command
 from lightning_gnn.cli.plan import CollectiveForecast
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
-from lightning_gnn.hyscale.report import save_numbers
 from lightning_gnn.report.comparison import (
     ComparisonTable,
     compare,
@@ -28,7 +27,7 @@ from lightning_gnn.report.pages import write_plan_page, write_run_page
 from lightning_gnn.report.runs import find_runs, read_curves, read_run
 from lightning_gnn.runtime.files import read_yaml
 from tests.cli.command import NODE, lgnn, metrics_of
-from tests.cli.test_plan import HYBRID, SERVER, plan
+from tests.cli.test_plan import HYBRID, plan
 from tests.report.reading import Page
 
 NASTY = '</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;"'
@@ -178,17 +177,14 @@ def test_the_page_of_a_collective_plan(tmp_path):
 
 
 def test_the_page_of_a_hybrid_plan(tmp_path):
-    save_numbers(SERVER, tmp_path / "server.yaml")
-    given = [f"plan.platform_file={tmp_path}/server.yaml", "plan.nodes=[1,2]", "plan.accelerators=[1,16]"]
-    assert plan(tmp_path / "one", HYBRID, *given) == 0
+    assert plan(tmp_path / "one", HYBRID) == 0
     page, state = page_of(tmp_path / "one", "plan.html"), read_yaml((tmp_path / "one/plan.yaml").read_text())
     cells = page.text("td").splitlines()
     assert " / ".join(map(str, state["best"]["seeds"])) in cells
     assert {*state["stages_of_best"]} <= {*cells}
-    assert [f"{point['speedup']:.2f}x" for point in state["scaling"]] == [cell for cell in cells if cell[-1:] == "x"]
     run, again = (shlex.split(line) for line in page.text("pre").splitlines() if line.startswith("lgnn "))
     assert run == ["lgnn", *NODE, HYBRID]
-    assert again == ["lgnn", "plan", *NODE, HYBRID, *given]
+    assert again == ["lgnn", "plan", *NODE, HYBRID]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "collective", "hybrid"])
@@ -200,9 +196,7 @@ def test_whatever_is_in_a_plan_is_text(kind, bad, tmp_path):
         "options": [{"change": "a=1", "epoch_s": 1.0, "note": "slower", "helps": True}],
     }  # fmt: skip
     times = {"seeds": [1, 2], "threads": [1, 1, 1], "iteration_s": 1.0, "epoch_s": 2.0, "mteps": 3.0}
-    point = {"nodes": 1, "accelerators": 2, "iteration_s": 1.0, "mteps": 2.0, "speedup": 1.5, "limit": "PCIe"}
-    hybrid = {"best": times, "begin": times, "stages_of_best": {"Sampling": {"seconds": 1.0, "bound_by": "threads"}},
-              "scaling": [point]}  # fmt: skip
+    hybrid = {"best": times, "begin": times, "stages_of_best": {"Sampling": {"seconds": 1.0, "bound_by": "threads"}}}
     whole = {"cpu": cpu, "hybrid": hybrid, "collective": read_yaml(COLLECTIVE.to_yaml())}[kind]
     for path in paths_of(whole):
         state = json.loads(json.dumps(whole))

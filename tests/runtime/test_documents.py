@@ -6,7 +6,6 @@ import pytest
 
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.hyscale.decisions import read_decisions
-from lightning_gnn.hyscale.report import given_numbers
 from lightning_gnn.runtime.files import LARGEST, read_json, read_text, read_yaml, write_whole
 
 REFUSED = [
@@ -27,9 +26,6 @@ def test_yaml(tmp_path, text, message):
         ValueError, match=rf"(?s)plan\.yaml holds no plan of collective batching: .*{message}"
     ) as caught:
         CollectivePlan.load(path)
-    assert len(str(caught.value)) < 1000
-    with pytest.raises(ValueError, match=r"plan\.platform_file=.* is neither YAML nor JSON") as caught:
-        given_numbers(str(path), {})
     assert len(str(caught.value)) < 1000
 
 
