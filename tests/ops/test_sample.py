@@ -1,10 +1,8 @@
 import gc
 import hashlib
 import itertools
-import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import numba
 import numpy as np
@@ -13,7 +11,6 @@ import torch
 import torch_geometric.typing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chi2
 
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import batch_key, sample_neighbors
@@ -21,44 +18,10 @@ from lightning_gnn.ops.hashing import NODE_STEP, draw, node_key
 from lightning_gnn.ops.sample import numba as sample_numba
 from lightning_gnn.ops.sample.lanes import LANES, draw_lanes
 from lightning_gnn.ops.sample.relabel import LAST_STAMP
+from tests.batch_checks import assert_equal
+from tests.ops.sample_cases import COPIES, chi_square_passes, hashing, picks_of, side_by_side
 from tests.patience import PATIENCE
 from tests.strategies import fanouts, graphs, keys, seeds_of
-
-
-def assert_equal(sample, expected):
-    for got, want in zip(sample, expected, strict=True):
-        if isinstance(want, torch.Tensor):
-            assert torch.equal(got, want)
-        else:
-            assert got == want
-
-
-@settings(max_examples=400, deadline=None)
-@given(st.data(), graphs(), fanouts, keys, st.booleans(), st.booleans())
-def test_numba_equals_reference(data, graph, fanouts, key, replace, disjoint):
-    seeds = data.draw(seeds_of(graph.num_nodes))
-    options = {"replace": replace, "disjoint": disjoint, "first_tree": data.draw(st.sampled_from([0, 1, 977, 2**62]))}
-    expected = sample_neighbors(graph, seeds, fanouts, key, backend="reference", **options)
-    assert_equal(sample_neighbors(graph, seeds, fanouts, key, **options), expected)
-
-
-@contextmanager
-def hashing():
-    """Every graph counts as too large for a table of its nodes."""
-    kept, sample_numba.TABLE_LIMIT = sample_numba.TABLE_LIMIT, 0
-    try:
-        yield
-    finally:
-        sample_numba.TABLE_LIMIT = kept
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data(), graphs(), fanouts, keys, st.booleans())
-def test_hashing_equals_the_reference(data, graph, fanouts, key, replace):
-    seeds = data.draw(seeds_of(graph.num_nodes))
-    expected = sample_neighbors(graph, seeds, fanouts, key, replace=replace, backend="reference")
-    with hashing():
-        assert_equal(sample_neighbors(graph, seeds, fanouts, key, replace=replace), expected)
 
 
 def test_hashing_grows_with_the_batch():
@@ -114,14 +77,6 @@ def test_large_fanouts(fanout):
     for key in range(5):
         expected = sample_neighbors(graph, torch.tensor([0]), [fanout], key, backend="reference")
         assert_equal(sample_neighbors(graph, torch.tensor([0]), [fanout], key), expected)
-
-
-def test_int64_indices_give_the_same_sample():
-    graph = CSCGraph.from_edge_index(torch.randint(100, (2, 2000)), 100)
-    wide = CSCGraph.from_csc(graph.indptr, graph.indices.long())
-    assert_equal(
-        sample_neighbors(wide, torch.arange(9), [5, 5], 1), sample_neighbors(graph, torch.arange(9), [5, 5], 1)
-    )
 
 
 def test_threads_give_the_same_samples():
@@ -208,53 +163,24 @@ def test_a_batch_that_is_kept_is_not_overwritten(disjoint):
         assert torch.equal(part, again[number % 3])
 
 
-COPIES = 1000
-
-
-def side_by_side(edge_index, num_nodes):
-    """COPIES of a graph as one, so that a mini-batch makes as many trials: each node draws for itself.
-
-    Returns the graph and the number of the first node of each copy; edges of each copy are in the order of CSC.
-    """
-    first = num_nodes * torch.arange(COPIES)
-    edges = (edge_index[:, None] + first[:, None]).reshape(2, -1)
-    return CSCGraph.from_edge_index(edges, num_nodes * COPIES), first
-
-
-def picks_of(out, num_edges):
-    """The picks of each copy in a mini-batch of one hop, as edges of the copy."""
-    picks = out.edge.view(COPIES, -1) - num_edges * torch.arange(COPIES)[:, None]
-    return map(tuple, picks.tolist())
-
-
 @pytest.mark.parametrize("replace", [False, True])
 def test_picks_are_uniform_over_subsets(replace):
-    degree, fanout, trials = 6, 3, 30_000
     graph, centres = side_by_side(torch.stack([torch.arange(1, 7), torch.zeros(6, dtype=torch.int64)]), 7)
-    counts = Counter()
+    counts, trials = Counter(), 30_000
     for batch in range(trials // COPIES):
-        out = sample_neighbors(graph, centres, [fanout], batch_key(5, batch=batch), replace=replace)
-        counts.update(picks_of(out, degree))  # ordered: stronger than subsets
-    cells = math.perm(degree, fanout) if not replace else degree**fanout
-    expected = trials / cells
-    statistic = sum((count - expected) ** 2 / expected for count in counts.values())
-    statistic += (cells - len(counts)) * expected
-    assert statistic < chi2.ppf(0.9999, cells - 1)
+        out = sample_neighbors(graph, centres, [3], batch_key(5, batch=batch), replace=replace)
+        counts.update(picks_of(out, 6))  # ordered: stronger than subsets
+    cells = [*(itertools.product(range(6), repeat=3) if replace else itertools.permutations(range(6), 3))]
+    chi_square_passes(counts, dict.fromkeys(cells, trials / len(cells)))
 
 
 def test_joint_picks_of_two_nodes_are_uniform():
-    edges = torch.tensor([[2, 3, 4, 5] * 2, [0] * 4 + [1] * 4])
-    graph, first = side_by_side(edges, 6)
+    graph, first = side_by_side(torch.tensor([[2, 3, 4, 5] * 2, [0] * 4 + [1] * 4]), 6)
     seeds = torch.stack([first, first + 1], dim=1).flatten()
-    counts = Counter()
-    trials = 30_000
+    counts, trials = Counter(), 30_000
     for epoch in range(trials // COPIES):
         counts.update(picks_of(sample_neighbors(graph, seeds, [1], batch_key(1, epoch=epoch)), 8))
-    cells = 16
-    statistic = sum(
-        (counts[c] - trials / cells) ** 2 / (trials / cells) for c in itertools.product(range(4), range(4, 8))
-    )
-    assert statistic < chi2.ppf(0.9999, cells - 1)
+    chi_square_passes(counts, dict.fromkeys(itertools.product(range(4), range(4, 8)), trials / 16))
 
 
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 20), keys)
@@ -309,22 +235,18 @@ def test_trees_of_one_seed_are_independent_and_each_uniform(nested):
     if nested:  # 0 <- 1 <- the others
         edges = torch.cat([torch.tensor([[1], [0]]), edges], dim=1)
     graph, first = side_by_side(edges, 6)
-    joint = Counter()
+    joint, twice, hops = Counter(), first.repeat_interleave(2), [1, 1] if nested else [1]
     for batch in range(trials // COPIES):
-        out = sample_neighbors(
-            graph, first.repeat_interleave(2), [1, 1] if nested else [1], batch_key(2, batch=batch), disjoint=True
-        )
+        out = sample_neighbors(graph, twice, hops, batch_key(2, batch=batch), disjoint=True)
         picks = out.edge[-2 * COPIES :].view(COPIES, 2) - edges.shape[1] * torch.arange(COPIES)[:, None]
         joint.update(map(tuple, picks.tolist()))
-    cells = list(itertools.product(sorted({edge for pair in joint for edge in pair}), repeat=2))
-    assert len(cells) == degree**2
-    for counts, freedom in (
-        ([joint[cell] for cell in cells], degree**2 - 1),  # independence: each pair as often as any other
-        ([sum(joint[cell] for cell in cells if cell[0] == edge) for edge, _ in cells[::degree]], degree - 1),
-        ([sum(joint[cell] for cell in cells if cell[1] == edge) for edge, _ in cells[::degree]], degree - 1),
-    ):
-        expected = trials / len(counts)
-        assert sum((count - expected) ** 2 / expected for count in counts) < chi2.ppf(0.9999, freedom)
+    picked = sorted({edge for pair in joint for edge in pair})
+    assert len(picked) == degree
+    # Independence: each pair as often as any other.
+    chi_square_passes(joint, dict.fromkeys(itertools.product(picked, repeat=2), trials / degree**2))
+    for tree in (0, 1):
+        counts = Counter({edge: sum(n for pair, n in joint.items() if pair[tree] == edge) for edge in picked})
+        chi_square_passes(counts, dict.fromkeys(picked, trials / degree))
 
 
 @pytest.mark.parametrize("backend", ["numba", "reference"])
@@ -340,21 +262,6 @@ def test_batches_that_are_not_disjoint_stay_what_they_have_always_been(backend, 
         for ids in (out.node, out.edge_index, out.edge):
             found.update(ids.numpy().tobytes())
     assert found.hexdigest()[:16] == digest
-
-
-@given(st.data(), graphs(), keys)
-def test_all_neighbours_give_every_in_edge_of_every_expanded_node(data, graph, key):
-    seeds = data.draw(seeds_of(graph.num_nodes))
-    out = sample_neighbors(graph, seeds, [-1, -1], key)
-    assert torch.equal(out.node[: seeds.numel()], seeds)
-    degrees = graph.indptr.diff()[out.node]
-    expanded = sum(out.num_sampled_nodes[:2])
-    assert out.edge.numel() == int(degrees[:expanded].sum())
-    sources, targets = out.node[out.edge_index]
-    assert torch.equal(sources, graph.indices[out.edge].long())
-    assert bool(((graph.indptr[targets] <= out.edge) & (out.edge < graph.indptr[targets + 1])).all())
-    assert sum(out.num_sampled_nodes) == out.node.numel()
-    assert sum(out.num_sampled_edges) == out.edge.numel()
 
 
 def test_a_duplicate_seed_keeps_both_places_with_the_same_picks():

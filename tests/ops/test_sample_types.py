@@ -1,4 +1,4 @@
-"""Sampling in graphs with types, times and weights, and LABOR: every backend against the reference."""
+"""Times, weights and LABOR: chances of picks, which times may be given, and what is refused."""
 
 import itertools
 import math
@@ -7,142 +7,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy.stats import chi2
 
 from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
 from lightning_gnn.ops import Labor, batch_key, sample_hetero_neighbors, sample_neighbors
 from lightning_gnn.ops.sample.eligible import count_eligible
-from tests.ops.test_sample import COPIES, hashing, picks_of, side_by_side
-from tests.strategies import fanouts, graphs, keys, seeds_of, typed_graphs, typed_seeds
-
-labors = st.builds(Labor, st.booleans(), st.sampled_from([1, 2, 7]), st.integers(0, 20))
-
-
-def assert_equal(sample, expected):
-    assert type(sample) is type(expected)
-    for got, want in zip(sample, expected, strict=True):
-        if isinstance(want, dict):
-            assert list(got) == list(want)
-            assert_equal(tuple(got.values()), tuple(want.values()))
-        elif isinstance(want, torch.Tensor):
-            assert got.dtype == want.dtype == torch.int64
-            assert torch.equal(got, want)
-        else:
-            assert got == want
-
-
-def fanouts_for(data, graph):
-    """One list, or one for each edge type."""
-    if not graph.relations or data.draw(st.booleans()):
-        return data.draw(fanouts)
-    hops = data.draw(st.integers(1, 4))
-    one = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 5]), min_size=hops, max_size=hops)
-    return {name: data.draw(one) for name in graph.relations}
-
-
-def times_of(data, seeds):
-    return {name: torch.tensor([data.draw(st.integers(-5, 10)) for _ in ids]).long() for name, ids in seeds.items()}
-
-
-@pytest.mark.parametrize("large", [False, True], ids=["table", "hash"])
-@settings(max_examples=150, deadline=None)
-@given(st.data(), typed_graphs(), keys, st.booleans(), st.booleans())
-def test_types_equal_the_reference(large, data, graph, key, replace, disjoint):
-    seeds, hops = data.draw(typed_seeds(graph)), fanouts_for(data, graph)
-    options = {"replace": replace, "disjoint": disjoint, "first_tree": data.draw(st.sampled_from([0, 977]))}
-    expected = sample_hetero_neighbors(graph, seeds, hops, key, backend="reference", **options)
-    if large:
-        with hashing():
-            assert_equal(sample_hetero_neighbors(graph, seeds, hops, key, **options), expected)
-    else:
-        assert_equal(sample_hetero_neighbors(graph, seeds, hops, key, **options), expected)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data(), typed_graphs(temporal=True), keys, st.booleans(), st.sampled_from(["uniform", "last"]))
-def test_times_equal_the_reference_and_nothing_is_seen_of_the_future(data, graph, key, replace, strategy):
-    seeds, hops = data.draw(typed_seeds(graph)), fanouts_for(data, graph)
-    options = {"replace": replace, "temporal_strategy": strategy, "first_tree": data.draw(st.sampled_from([0, 977]))}
-    if graph.is_temporal:
-        options["seed_time"] = times_of(data, seeds)
-        options["time_window"] = data.draw(st.sampled_from([None, 1, 4]))
-    expected = sample_hetero_neighbors(graph, seeds, hops, key, backend="reference", **options)
-    sample = sample_hetero_neighbors(graph, seeds, hops, key, **options)
-    assert_equal(sample, expected)
-    if not graph.is_temporal:
-        return
-    until = torch.cat([*options["seed_time"].values(), torch.empty(0).long()])
-    for name, relation in graph.relations.items():
-        if relation.time is not None:
-            found = relation.time[sample.edge[name]]
-            limit = until[sample.batch[name[2]][sample.edge_index[name][1]]]
-            assert bool((found <= limit).all())
-            if (window := options["time_window"]) is not None:
-                assert bool((found > limit - window).all())
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data(), typed_graphs(weighted=True), keys, st.booleans(), st.booleans())
-def test_weights_equal_the_reference(data, graph, key, replace, disjoint):
-    seeds, hops = data.draw(typed_seeds(graph)), fanouts_for(data, graph)
-    options = {"replace": replace, "disjoint": disjoint}
-    expected = sample_hetero_neighbors(graph, seeds, hops, key, backend="reference", **options)
-    assert_equal(sample_hetero_neighbors(graph, seeds, hops, key, **options), expected)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data(), typed_graphs(temporal=True), keys, st.booleans(), labors)
-def test_labor_equals_the_reference(data, graph, key, disjoint, labor):
-    seeds, hops = data.draw(typed_seeds(graph)), fanouts_for(data, graph)
-    options = {"disjoint": disjoint, "labor": labor}
-    if graph.is_temporal:
-        options["seed_time"] = times_of(data, seeds)
-    expected = sample_hetero_neighbors(graph, seeds, hops, key, backend="reference", **options)
-    assert_equal(sample_hetero_neighbors(graph, seeds, hops, key, **options), expected)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data(), graphs(), fanouts, keys, st.sampled_from(["plain", "disjoint", "time", "weight", "labor"]))
-def test_a_graph_of_one_type_gives_the_untyped_sample(data, graph, hops, key, kind):
-    generator = torch.Generator().manual_seed(3)
-    seeds, options = data.draw(seeds_of(graph.num_nodes)), {}
-    if kind == "time":
-        graph = graph.with_time(torch.randint(9, (graph.num_edges,), generator=generator))
-        options["seed_time"] = torch.randint(9, seeds.shape, generator=generator)
-    elif kind == "weight":
-        graph = graph.with_weight(torch.rand(graph.num_edges, generator=generator))
-    elif kind == "labor":
-        options["labor"] = Labor()
-    elif kind == "disjoint":
-        options["disjoint"] = True
-    untyped = sample_neighbors(graph, seeds, hops, key, **options)
-    if kind == "time":
-        options["seed_time"] = {"n": options["seed_time"]}
-    typed = HeteroCSCGraph.build({"n": graph.num_nodes}, {("n", "e", "n"): graph})
-    out = sample_hetero_neighbors(typed, {"n": seeds}, hops, key, **options)
-    for whole, by_type in zip(untyped, out, strict=True):
-        assert (whole is None) == (by_type is None)
-        if whole is not None:
-            (part,) = by_type.values()
-            assert torch.equal(part, whole) if isinstance(part, torch.Tensor) else part == whole
-
-
-@pytest.mark.parametrize("fanout", [1, 5, 64, 65, 200])
-@pytest.mark.parametrize("replace", [False, True])
-def test_weights_of_long_lists(fanout, replace):
-    # Lists in which a few edges have nearly all of the weight, so that most picks come out of what is left.
-    generator = torch.Generator().manual_seed(fanout)
-    sources = torch.randint(50, (6 * 300,), generator=generator)
-    graph = CSCGraph.from_edge_index(torch.stack([sources, torch.arange(6).repeat_interleave(300)]), 50)
-    weight = 10.0 ** (24 * torch.rand(1800, generator=generator, dtype=torch.float64) - 12)
-    graph = graph.with_weight(weight)
-    for key in range(3):
-        expected = sample_neighbors(graph, torch.arange(6), [fanout], key, replace=replace, backend="reference")
-        assert_equal(sample_neighbors(graph, torch.arange(6), [fanout], key, replace=replace), expected)
-        if not replace:
-            assert all(part.unique().numel() == fanout for part in expected.edge.view(6, -1))
+from tests.ops.sample_cases import COPIES, chi_square_passes, hub, picks_of, side_by_side
 
 
 @pytest.mark.parametrize("degrees", [[], [0, 3, 0, 1], [15, 16, 17, 1, 31, 0, 33], [5000, 1, 300, 257, 256, 40] * 20])
@@ -168,36 +37,6 @@ def test_times_are_searched_in_lists_of_any_length(degrees, newest):
             begin = min(np.searchsorted(lists[v], after[t], side="right") if window else 0, end)
             begin = max(begin, end - newest) if newest >= 0 else begin
             assert (first[t] - indptr[v], count[t]) == (begin, end - begin)
-
-
-def test_forests_outgrow_their_hash_table():
-    generator = torch.Generator().manual_seed(0)
-    sizes = {"a": 4000, "b": 3000}
-    relations = {
-        (s, "x", t): CSCGraph.from_edge_index(
-            torch.stack([torch.randint(sizes[k], (40_000,), generator=generator) for k in (s, t)]), sizes[t], sizes[s]
-        )
-        for s, t in itertools.product("ab", repeat=2)
-    }
-    graph = HeteroCSCGraph.build(sizes, relations)
-    seeds = {"a": torch.randint(4000, (70,), generator=generator)}
-    for disjoint in (False, True):
-        expected = sample_hetero_neighbors(graph, seeds, [5, 5, 5], 1, disjoint=disjoint, backend="reference")
-        assert expected.node["a"].numel() > 4000 or not disjoint
-        assert_equal(sample_hetero_neighbors(graph, seeds, [5, 5, 5], 1, disjoint=disjoint), expected)
-        with hashing():
-            assert_equal(sample_hetero_neighbors(graph, seeds, [5, 5, 5], 1, disjoint=disjoint), expected)
-
-
-def chi_square_passes(counts, expected):
-    """Compare observed counts with expected ones, both by cell; cells of few are one."""
-    rare = [cell for cell, count in expected.items() if count < 5]
-    cells = {cell: (counts[cell], count) for cell, count in expected.items() if count >= 5}
-    if sum(expected[cell] for cell in rare) >= 5:
-        cells["rare"] = sum(counts[cell] for cell in rare), sum(expected[cell] for cell in rare)
-    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells.values())
-    assert set(counts) <= set(expected)
-    assert statistic < chi2.ppf(0.9999, len(cells) - 1)
 
 
 @pytest.mark.parametrize("fanout", [1, 2, 3, 4])
@@ -254,7 +93,7 @@ def test_picks_by_time_are_uniform_in_their_range():
 
 def test_the_last_edges_are_the_newest():
     times = torch.tensor([5, 1, 3, 2, 9, 3, 7])
-    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(1, 8), torch.zeros(7).long()]), 8).with_time(times)
+    graph = hub(7).with_time(times)
     options = {"seed_time": torch.tensor([8]), "temporal_strategy": "last"}
     out = sample_neighbors(graph, torch.tensor([0]), [4], **options)
     assert graph.edge_ids[out.edge].tolist() == [2, 5, 0, 6]  # of equal times in the user's order
@@ -303,22 +142,12 @@ def test_a_batch_renews_a_fraction_of_the_variates(often):
         assert math.isclose(kept, 1 - step / often, abs_tol=0.05)
 
 
-def test_labor_finds_fewer_nodes():
-    generator = torch.Generator().manual_seed(5)
-    graph = CSCGraph.from_edge_index(torch.randint(2000, (2, 200_000), generator=generator), 2000)
-    nodes = {}
-    for labor in (None, Labor(), Labor(layer_dependency=True)):
-        sizes = [sample_neighbors(graph, torch.arange(64), [10, 10], key, labor=labor).node.numel() for key in range(5)]
-        nodes[labor] = sum(sizes)
-    assert nodes[Labor(layer_dependency=True)] < nodes[Labor()] < nodes[None]
-
-
 @pytest.mark.parametrize("seed_dtype", [torch.int32, torch.int64, torch.float32, torch.float64])
 @pytest.mark.parametrize("edge_dtype", [torch.int32, torch.int64, torch.float32, torch.float64])
 @pytest.mark.parametrize("window", [None, 2, 1.5])
 def test_times_of_any_dtype(seed_dtype, edge_dtype, window):
     times = torch.tensor([-3.0, -1.0, -0.0, 0.0, 1.0, 2.0, 4.0]).to(edge_dtype)
-    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(1, 8), torch.zeros(7).long()]), 8).with_time(times)
+    graph = hub(7).with_time(times)
     for seed_time in (-4, -2.5, -1, 0, 0.5, 1.5, 2, 9):
         now = torch.tensor([seed_time]).to(seed_dtype)
         out = sample_neighbors(graph, torch.tensor([0]), [-1], seed_time=now, time_window=window)
@@ -329,7 +158,7 @@ def test_times_of_any_dtype(seed_dtype, edge_dtype, window):
 
 def test_nanoseconds_are_exact():
     times = 1_700_000_000_000_000_000 + torch.arange(5)
-    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(1, 6), torch.zeros(5).long()]), 6).with_time(times)
+    graph = hub(5).with_time(times)
     out = sample_neighbors(graph, torch.tensor([0]), [-1], seed_time=times[3:4], time_window=2)
     assert out.edge.tolist() == [2, 3]
 
@@ -337,25 +166,17 @@ def test_nanoseconds_are_exact():
 HUGE = torch.tensor([1e308, 1e308], dtype=torch.float64)
 
 
-def star(count):
-    return CSCGraph.from_edge_index(torch.stack([torch.arange(1, count + 1), torch.zeros(count).long()]), count + 1)
-
-
 @pytest.mark.parametrize(
     ("action", "kind", "message"),
     [
-        (lambda: star(3).with_time(torch.tensor([0.0, math.nan, 1.0])), ValueError, "times of edges hold NaN, at 1"),
-        (lambda: star(3).with_time(torch.tensor([1, 2])), ValueError, "there are 2 times, but 3 edges"),
-        (lambda: star(3).with_time([1, 2, 3]), TypeError, "must be an integer or floating tensor, but are list"),
-        (lambda: star(3).with_weight(torch.tensor([1.0, -1, 2])), ValueError, "that of edge 1 is -1.0"),
-        (lambda: star(3).with_weight(torch.tensor([1.0, math.nan, 2])), ValueError, "that of edge 1 is nan"),
-        (
-            lambda: star(2).with_weight(HUGE),
-            ValueError,
-            "add up to infinity",
-        ),
-        (lambda: star(1).with_weight(torch.ones(1)).with_time(torch.ones(1)), ValueError, "no weighted temporal"),
-        (lambda: star(1).with_time(torch.ones(1)).with_weight(torch.ones(1)), ValueError, "no weighted temporal"),
+        (lambda: hub(3).with_time(torch.tensor([0.0, math.nan, 1.0])), ValueError, "times of edges hold NaN, at 1"),
+        (lambda: hub(3).with_time(torch.tensor([1, 2])), ValueError, "there are 2 times, but 3 edges"),
+        (lambda: hub(3).with_time([1, 2, 3]), TypeError, "must be an integer or floating tensor, but are list"),
+        (lambda: hub(3).with_weight(torch.tensor([1.0, -1, 2])), ValueError, "that of edge 1 is -1.0"),
+        (lambda: hub(3).with_weight(torch.tensor([1.0, math.nan, 2])), ValueError, "that of edge 1 is nan"),
+        (lambda: hub(2).with_weight(HUGE), ValueError, "add up to infinity"),
+        (lambda: hub(1).with_weight(torch.ones(1)).with_time(torch.ones(1)), ValueError, "no weighted temporal"),
+        (lambda: hub(1).with_time(torch.ones(1)).with_weight(torch.ones(1)), ValueError, "no weighted temporal"),
     ],
 )
 def test_bad_attributes(action, kind, message):
@@ -394,12 +215,12 @@ def test_bad_arguments(change, kind, message):
 def test_bad_windows(window):
     with pytest.raises(ValueError, match="time_window must be a number above 0"):
         sample_neighbors(
-            star(2).with_time(torch.arange(2)), torch.tensor([0]), [1], seed_time=torch.ones(1), time_window=window
+            hub(2).with_time(torch.arange(2)), torch.tensor([0]), [1], seed_time=torch.ones(1), time_window=window
         )
 
 
 def test_seeds_need_times_where_edges_have_them():
-    graph = star(2).with_time(torch.arange(2))
+    graph = hub(2).with_time(torch.arange(2))
     with pytest.raises(ValueError, match="seeds need times too"):
         sample_neighbors(graph, torch.tensor([0]), [1])
     with pytest.raises(ValueError, match="1 times of seeds, but 2 seeds"):
@@ -409,7 +230,7 @@ def test_seeds_need_times_where_edges_have_them():
 
 
 def test_edges_of_the_weight_0_are_never_picked():
-    graph = star(5).with_weight(torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0]))
+    graph = hub(5).with_weight(torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0]))
     for fanout, replace in itertools.product((-1, 1, 2, 5, 9), (False, True)):
         out = sample_neighbors(graph, torch.tensor([0]), [fanout], replace=replace)
         assert set(graph.edge_ids[out.edge].tolist()) <= {1, 3}

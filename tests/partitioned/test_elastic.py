@@ -16,7 +16,7 @@ from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.partitioned import partition_graph
 from lightning_gnn.sampling.seed_order import ElasticOrder, TrainingOrder
 from tests.full_graph.launch import observe, run
-from tests.partitioned.graphs import plain_graph
+from tests.sampling.cases import plain_graph
 
 runs = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=4)
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from lightning_gnn import NeighborDataModule, PartitionedDataModule, PartitionedLinkDataModule
+from lightning_gnn import FullInference, NeighborDataModule, PartitionedDataModule, PartitionedLinkDataModule
 from lightning_gnn.cli import partition_command as command
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.partitioned import partition_graph
 from lightning_gnn.partitioned.assign import assign_nodes
 from lightning_gnn.partitioned.folder import FORMAT, Partition, write_partition
 from lightning_gnn.runtime.manifest import seal
+from lightning_gnn.sampling.neighbor import topology_of
 from tests.full_graph.launch import observe
-from tests.partitioned.graphs import plain_graph, typed_graph
+from tests.sampling.cases import plain_graph, typed_graph
 
 OPTIONS = {"num_neighbors": [2], "batch_size": 8, "seed": 1}
 
@@ -62,16 +63,10 @@ def test_parts_are_even_and_cut_few_edges(method):
 
 def test_types_are_shared_out_together():
     data = typed_graph()
-    parts = assign_nodes(partition_topology(data), 3, "ldg", {"paper": data["paper"].train_mask.nonzero().view(-1)})
+    parts = assign_nodes(topology_of(data), 3, "ldg", {"paper": data["paper"].train_mask.nonzero().view(-1)})
     assert {name: part.numel() for name, part in parts.items()} == {"author": 30, "paper": 40, "venue": 0}
     everyone = torch.cat(list(parts.values())).long()
     assert torch.bincount(everyone, minlength=3).max() <= 25
-
-
-def partition_topology(data):
-    from lightning_gnn.sampling.neighbor import topology_of
-
-    return topology_of(data)
 
 
 def test_more_parts_than_anything_else():
@@ -108,64 +103,57 @@ def test_the_summary_counts_what_is_sampled(tmp_path):
     assert 0 < summary.elsewhere < summary.rows
 
 
+def flip(path):
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+
+
+def swap(folder):
+    (folder / "part-00002").rename(folder / "kept")
+    (folder / "part-00001").rename(folder / "part-00002")
+    (folder / "kept").rename(folder / "part-00001")
+
+
+def mix(folder):
+    partition_graph(plain_graph(), folder / "other", 3, "ldg", batches=0)
+    shutil.rmtree(folder / "part-00002")
+    (folder / "other" / "part-00002").rename(folder / "part-00002")
+
+
+def renumber(folder):
+    path = folder / "common" / "partition.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": FORMAT + 1}))
+    seal(path.parent, "parts")
+
+
+INDICES, OFFSETS = "part-00001/edge0.indices.npy", "part-00001/edge0.indptr.npy"
 DAMAGES = {
-    "a byte": ("part-00001/node0.x.rows.npy", "part-00001 is damaged .*node0.x.rows.npy holds something else"),
-    "the end": ("part-00001/edge0.indices.npy", "part-00001 is damaged .*edge0.indices.npy holds something else"),
-    "the map": ("common/node0.part.npy", "common is damaged .*node0.part.npy"),
-    "nothing left": ("part-00001/edge0.indptr.npy", "part-00001 is damaged .*edge0.indptr.npy is missing"),
-}
+    "a byte": (lambda folder: flip(folder / "part-00001/node0.x.rows.npy"),
+               "part-00001 is damaged .*node0.x.rows.npy holds something else"),
+    "the end": (lambda folder: (folder / INDICES).write_bytes((folder / INDICES).read_bytes()[:-1]),
+                "part-00001 is damaged .*edge0.indices.npy holds something else"),
+    "the map": (lambda folder: flip(folder / "common/node0.part.npy"), "common is damaged .*node0.part.npy"),
+    "nothing left": (lambda folder: (folder / OFFSETS).unlink(),
+                     "part-00001 is damaged .*edge0.indptr.npy is missing"),
+    "two partitions": (mix, r"part-00002 is part 2 of the partition \w+, but .* different partitions"),
+    "changed places": (swap, "part-00001 holds part 2; copy part 1 here"),
+    "another release": (renumber, f"format {FORMAT + 1}, but this release reads format {FORMAT}"),
+    "a missing part": (lambda folder: shutil.rmtree(folder / "part-00000"), "part-00000 is not on this machine"),
+    "nothing": (lambda folder: shutil.rmtree(folder), "holds no partitioned graph"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_parts_are_refused(folder, damage):
-    name, said = DAMAGES[damage]
-    path = folder / name
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    if damage == "the end":
-        del content[-1]
-    path.write_bytes(bytes(content))
-    if damage == "nothing left":
-        path.unlink()
-    with pytest.raises(ValueError, match=said):
-        PartitionedDataModule(folder, **OPTIONS).setup("fit")
-
-
-def test_parts_of_two_partitions_are_refused(folder, tmp_path):
-    partition_graph(plain_graph(), tmp_path / "other", 3, "ldg", batches=0)
-    shutil.rmtree(folder / "part-00002")
-    shutil.copytree(tmp_path / "other" / "part-00002", folder / "part-00002")
-    with pytest.raises(ValueError, match=r"part-00002 is part 2 of the partition \w+, but .* different partitions"):
-        PartitionedDataModule(folder, **OPTIONS).setup("fit")
-
-
-def test_parts_that_changed_places_are_refused(folder, tmp_path):
-    (folder / "part-00002").rename(tmp_path / "kept")
-    (folder / "part-00001").rename(folder / "part-00002")
-    (tmp_path / "kept").rename(folder / "part-00001")
-    with pytest.raises(ValueError, match="part-00001 holds part 2; copy part 1 here"):
+def test_parts_that_are_not_whole_are_refused(folder, damage):
+    harm, said = DAMAGES[damage]
+    harm(folder)
+    error = FileNotFoundError if damage in ("a missing part", "nothing") else ValueError
+    with pytest.raises(error, match=said):
         PartitionedDataModule(folder, **OPTIONS).setup("fit")
 
 
 def test_what_nfs_leaves_is_no_damage(folder):
     (folder / "part-00001" / ".nfs0000000000000001").touch()
     PartitionedDataModule(folder, **OPTIONS).setup("fit")
-
-
-def test_parts_of_another_release_are_refused(folder):
-    path = folder / "common" / "partition.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": FORMAT + 1}))
-    seal(path.parent, "parts")
-    with pytest.raises(ValueError, match=f"format {FORMAT + 1}, but this release reads format {FORMAT}"):
-        PartitionedDataModule(folder, **OPTIONS)
-
-
-def test_a_missing_part_is_named(folder, tmp_path):
-    shutil.rmtree(folder / "part-00000")
-    with pytest.raises(FileNotFoundError, match="part-00000 is not on this machine"):
-        PartitionedDataModule(folder, **OPTIONS).setup("fit")
-    with pytest.raises(FileNotFoundError, match="holds no partitioned graph"):
-        PartitionedDataModule(tmp_path / "nowhere", **OPTIONS)
 
 
 def _join(rank, ranks, folders):
@@ -189,33 +177,39 @@ def test_what_is_wrong_on_one_rank_is_said_on_all(folder, original, tmp_path):
     assert all("copy all parts of one partition" in error for error in errors)
 
 
-def test_what_cannot_be_split_is_refused(tmp_path):
-    edge_index = torch.tensor([[0, 1], [1, 0]])
-    for wrong, said in (
-        (Data(x=torch.eye(2).requires_grad_(), edge_index=edge_index), "data.x is trained"),
-        (Data(x=torch.eye(2), names=["a", "b"], edge_index=edge_index), "data.names has a row per node, but is list"),
-        (Data(x=torch.full((2, 1), torch.nan), edge_index=edge_index), "data.x holds NaN"),
-        (Data(x=torch.eye(2), edge_index=edge_index, train_idx=torch.tensor([2])), "data.train_idx holds node 2"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=said):
-            partition_graph(wrong, tmp_path / "parts", 2, "ldg", batches=0)
-        assert not list(tmp_path.glob("parts/*"))
-    data = plain_graph()
-    with pytest.raises(ValueError, match="parts=61 must be a whole number from 1 to 60"):
-        partition_graph(data, tmp_path / "parts", 61, "ldg")
-    with pytest.raises(ValueError, match="method='spectral' is unknown; use one of metis, ldg, random"):
-        partition_graph(data, tmp_path / "parts", 2, "spectral")
+EDGES = torch.tensor([[0, 1], [1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("data", "parts", "method", "said"),
+    [
+        (Data(x=torch.eye(2).requires_grad_(), edge_index=EDGES), 2, "ldg", "data.x is trained"),
+        (Data(x=torch.eye(2), names=["a", "b"], edge_index=EDGES), 2, "ldg", "names has a row per node, but is list"),
+        (Data(x=torch.full((2, 1), torch.nan), edge_index=EDGES), 2, "ldg", "data.x holds NaN"),
+        (Data(x=torch.eye(2), edge_index=EDGES, train_idx=torch.tensor([2])), 2, "ldg", "train_idx holds node 2"),
+        (plain_graph(), 61, "ldg", "parts=61 must be a whole number from 1 to 60"),
+        (plain_graph(), 2, "spectral", "method='spectral' is unknown; use one of metis, ldg, random"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(data, parts, method, said, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=said):
+        partition_graph(data, tmp_path / "parts", parts, method, batches=0)
+    assert not list(tmp_path.glob("parts/*"))
+
+
+def test_a_part_that_is_none_and_a_folder_in_use_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a part below 2 to each of the 60 nodes"):
-        write_partition(data, tmp_path / "parts", {None: torch.full((60,), 2)}, 2)
+        write_partition(plain_graph(), tmp_path / "parts", {None: torch.full((60,), 2)}, 2)
     (tmp_path / "parts").mkdir(exist_ok=True)
     (tmp_path / "parts" / "mine").touch()
     with pytest.raises(FileExistsError, match="is not empty"):
-        partition_graph(data, tmp_path / "parts", 2, "ldg", batches=0)
+        partition_graph(plain_graph(), tmp_path / "parts", 2, "ldg", batches=0)
     assert (tmp_path / "parts" / "mine").exists()
 
 
-def test_options_that_cannot_work_are_refused(original):
-    for options, said in (
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
         ({"order": "mine"}, "order='mine' is unknown; use one of 'global', 'local'"),
         ({"topology": "half"}, "topology='half' is unknown"),
         ({"inference": "fully"}, "inference='fully' is unknown"),
@@ -226,9 +220,15 @@ def test_options_that_cannot_work_are_refused(original):
         ({"silence": 0}, "silence must be more than 0 seconds, but is 0"),
         ({"time_attr": "when"}, "neither nodes nor edges have times called 'when'"),
         ({"weight_attr": "x"}, "no edges have weights called 'x'"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            PartitionedDataModule(original, **OPTIONS, **options)
+        ({"inference": FullInference("layers")}, r"FullInference\(folder='layers'\) does not go with a partitioned"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(original, options, said):
+    with pytest.raises(ValueError, match=said):
+        PartitionedDataModule(original, **OPTIONS, **options)
+
+
+def test_what_else_is_missing_is_named(original):
     with pytest.raises(TypeError, match="root is Data; give the folder that lgnn partition has made of it"):
         PartitionedDataModule(plain_graph(), **OPTIONS)
     with pytest.raises(ValueError, match="input_train_edges is missing"):

@@ -1,25 +1,46 @@
-"""Exact outputs of a graph in parts: those of one machine, whoever has which nodes."""
+"""Exact outputs of a graph in parts, of one type and of several: those of one machine, whoever has which nodes."""
+
+import tempfile
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
+from torch_geometric.data import HeteroData
+from torch_geometric.nn import GraphSAGE as PyGGraphSAGE
+from torch_geometric.nn import to_hetero
 
-from lightning_gnn import (
-    FullInference,
-    LinkDataModule,
-    NeighborDataModule,
-    PartitionedDataModule,
-    PartitionedLinkDataModule,
+from lightning_gnn import FullInference, NeighborDataModule, PartitionedDataModule, PartitionedLinkDataModule
+from lightning_gnn.nn import (
+    GAT,
+    GCN,
+    HGT,
+    RGAT,
+    RGCN,
+    GraphSAGE,
+    HeteroGraphSAGE,
+    LinkPredictor,
+    NodeClassifier,
+    TypeEmbeddings,
 )
-from lightning_gnn.nn import GAT, GCN, GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.partitioned import partition_graph
+from lightning_gnn.partitioned.folder import write_partition
 from tests.full_graph.launch import observe, run
-from tests.partitioned.graphs import plain_graph
 from tests.partitioned.test_training import trainer_of
+from tests.sampling.cases import plain_graph
 
 SIZES = {"in_channels": 3, "hidden_channels": 8, "num_layers": 3, "out_channels": 3}
-MODELS = {
+WIDTHS = {"user": 3, "item": 4, "tag": 3, "shop": 2}
+RATES, RATED, FOLLOWS, MARKS, SELLS = TYPES = [
+    ("user", "rates", "item"),
+    ("item", "rev_rates", "user"),
+    ("user", "follows", "user"),
+    ("tag", "marks", "item"),  # no edges lead to tags
+    ("shop", "sells", "item"),  # of which there are none
+]
+PLAIN = {
     "gcn": lambda: GCN(**SIZES),
     "gcn improved": lambda: GCN(**SIZES, improved=True, norm="batch", jk="last"),
     "gcn without loops": lambda: GCN(**SIZES, add_self_loops=False),
@@ -28,10 +49,19 @@ MODELS = {
     "sage max": lambda: GraphSAGE(**SIZES, aggr="max"),
     "gat": lambda: GAT(**SIZES, heads=2),
 }
-OPTIONS = {"num_neighbors": [2, 2, 2], "batch_size": 8, "seed": 1}
+TYPED = {
+    "sage": lambda data: HeteroGraphSAGE(data.metadata(), WIDTHS, 8, 3, 5),
+    "sage max": lambda data: HeteroGraphSAGE(data.metadata(), WIDTHS, 8, 2, 5, aggr="max"),
+    "rgcn": lambda data: RGCN(data.metadata(), WIDTHS, 8, 3, 5),
+    "rgcn without roots": lambda data: RGCN(data.metadata(), WIDTHS, 8, 2, 5, root_weight=False),
+    "rgat": lambda data: RGAT(data.metadata(), WIDTHS, 8, 2, 5, heads=2),
+    "rgat concatenated": lambda data: RGAT(data.metadata(), WIDTHS, 8, 2, 5, heads=2, concat=True),
+    "hgt": lambda data: HGT(data.metadata(), WIDTHS, 8, 2, 5, heads=2),
+}
+OPTIONS = {"num_neighbors": [2, 2], "batch_size": 4, "seed": 1, "inference": "full"}
 
 
-def graph(weighted):
+def plain(weighted):
     """A graph of double precision, with several self-loops of a node, which weigh what the last one does."""
     data = plain_graph()
     data.edge_index[:, 7:50:6] = data.edge_index[:1, 7:50:6]
@@ -43,153 +73,242 @@ def graph(weighted):
     return data
 
 
-def module_of(name):
-    pl.seed_everything(3, verbose=False)
-    return NodeClassifier(MODELS[name]().double(), num_classes=3).eval()
+def typed(seed=0, users=17, items=9, tags=4, num_edges=40):
+    """Double precision, duplicate edges, self-loops, isolated nodes, a type without nodes and one without in-edges."""
+    generator = torch.Generator().manual_seed(seed)
+    data = HeteroData()
+    for name, size in {"user": users, "item": items, "tag": tags, "shop": 0}.items():
+        data[name].x = torch.randn(size, WIDTHS[name], generator=generator).double()
+    for source, name, target in TYPES:
+        sizes = [data[end].num_nodes for end in (source, target)]
+        count = num_edges if min(sizes) else 0
+        reached = [max(size // 2, 1) for size in sizes]  # the others are isolated
+        ends = [torch.randint(size, (count,), generator=generator) for size in reached]
+        data[source, name, target].edge_index = torch.stack(ends)
+    data["user"].y = torch.arange(users) % 5
+    data["user"].train_mask = torch.ones(users, dtype=torch.bool)
+    data["user"].val_mask = torch.arange(users) % 2 == 0
+    return data
+
+
+def partition(data, folder, parts, seed=0):
+    """Cut it; no user is in part 1, and all tags are in part 0."""
+    generator = torch.Generator().manual_seed(seed)
+    owner = {name: torch.randint(parts, (data[name].num_nodes,), generator=generator) for name in data.node_types}
+    owner["user"][owner["user"] == 1] = 0
+    owner["tag"][:] = 0
+    write_partition(data, folder, owner, parts)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inference")
     for weighted in (False, True):
-        partition_graph(graph(weighted), folder / str(weighted), 3, "ldg", batches=0)
+        partition_graph(plain(weighted), folder / str(weighted), 3, "ldg", batches=0)
     return folder
 
 
-def _outputs(module, datamodule, ranks, strategy="auto"):
+def model_of(name, data=None):
+    pl.seed_everything(3, verbose=False)
+    return (PLAIN[name]() if data is None else TYPED[name](data)).double().eval()
+
+
+def classifier_of(name, data=None):
+    if data is None:
+        return NodeClassifier(model_of(name), num_classes=3).eval()
+    return NodeClassifier(model_of(name, data), num_classes=10 if "concat" in name else 5, target="user")
+
+
+def one_machine(module, data):
+    """Outputs for the whole graph, by type if there are several, without a Trainer beside ranks that are joined."""
+    with torch.no_grad():
+        if isinstance(data, HeteroData):
+            return module.model(data.x_dict, data.edge_index_dict)
+        (batch,) = NeighborDataModule(data, **OPTIONS).val_dataloader()
+        return NodeClassifier(module.model, num_classes=3).eval()(batch)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def outputs(module, datamodule, ranks, strategy):
     trainer = trainer_of(ranks, strategy, inference_mode=True)
     (scores,) = trainer.validate(module, datamodule=datamodule, verbose=False)
     (rows,) = trainer.predict(module, datamodule=datamodule)
     return scores, rows
 
 
-def _same(found, expected, ranks=1, rank=0):
-    (scores, rows), (true_scores, true_rows) = found, expected
-    torch.testing.assert_close(rows, true_rows[rank::ranks], rtol=1e-12, atol=1e-12)
-    assert scores.keys() == true_scores.keys() > set()
-    for name, value in scores.items():
-        assert value == pytest.approx(true_scores[name], rel=1e-6), name
+def check_nodes(name, data, folder, ranks=1, rank=0, strategy="auto", **options):
+    """Compare outputs and scores with those of one machine; returns the scores."""
+    several = isinstance(data, HeteroData)
+    module, nodes = classifier_of(name, data if several else None), data["user"] if several else data
+    scores, rows = outputs(module, PartitionedDataModule(folder, **OPTIONS | options), ranks, strategy)
+    expected = one_machine(module, data)
+    expected = expected["user"] if several else expected
+    close(rows, expected[rank::ranks])
+    chosen, labels = expected[nodes.val_mask], nodes.y[nodes.val_mask]
+    assert scores["val_loss"] == pytest.approx(float(nn.functional.cross_entropy(chosen, labels)), rel=1e-6)
+    assert scores["val_acc"] == pytest.approx(float((chosen.argmax(1) == labels).double().mean()), rel=1e-6)
+    return scores
 
 
-def _expected(name, weighted):
-    return _outputs(module_of(name), NeighborDataModule(graph(weighted), **OPTIONS, inference="full"), 1)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_all_parts_on_one_rank(folder, name, weighted):
-    # A limit of nothing: blocks of as few nodes as may be.
-    datamodule = PartitionedDataModule(folder / str(weighted), **OPTIONS, inference=FullInference(memory_limit=0))
-    _same(_outputs(module_of(name), datamodule, 1), _expected(name, weighted))
-
-
-def test_blocks_of_few_nodes(folder, monkeypatch):
-    monkeypatch.setattr("lightning_gnn.partitioned.inference._MOST_EDGES", 30)  # fewer than a hub has
-    datamodule = PartitionedDataModule(folder / "True", **OPTIONS, inference="full")
-    _same(_outputs(module_of("gcn improved"), datamodule, 1), _expected("gcn improved", True))
-
-
-def _several(rank, ranks, folder):
-    torch.set_num_threads(1)
-    found = []
-    for name, weighted in (("gcn improved", True), ("sage", False), ("gat", True)):
-        datamodule = PartitionedDataModule(
-            folder / str(weighted), **OPTIONS, inference="full", topology="whole" if name == "sage" else "parts"
-        )
-        found.append(_outputs(module_of(name), datamodule, ranks, "ddp"))
-        expected = _expected_alone(name, weighted)
-        _same(found[-1], expected, ranks, rank)
-    torch.distributed.destroy_process_group()
-    return [scores for scores, _ in found]
-
-
-def _expected_alone(name, weighted):
-    """Outputs of the whole graph, made without a Trainer beside the ranks that are joined."""
-    module, data = module_of(name), NeighborDataModule(graph(weighted), **OPTIONS, inference="full")
-    (batch,) = data.val_dataloader()
-    with torch.no_grad():
-        rows = module(batch)
-    nodes = batch.val_mask
-    accuracy = (rows[nodes].argmax(1) == batch.y[nodes]).double().mean()
-    loss = nn.functional.cross_entropy(rows[nodes], batch.y[nodes])
-    return {"val_acc": float(accuracy), "val_loss": float(loss)}, rows
-
-
-@pytest.mark.slow
-@pytest.mark.campaign(parts=4)
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_several_ranks(folder, ranks):
-    # With three parts, one of two ranks has two, and of five ranks several have the same.
-    results = run(_several, ranks, ranks, folder, nodes=ranks)
-    assert all(result == results[0] for result in results)
-
-
-def link_options(data):
-    """Edges of the graph and others, with labels, to validate; more of them, some twice, to score."""
-    edges = torch.cat([data.edge_index[:, 10:17], torch.stack([torch.arange(8), torch.arange(8).flip(0)])], dim=1)
-    labels = torch.tensor([1.0] * 7 + [0.0] * 8)
-    scored = torch.cat([edges.flip(0), edges[:, :4]], dim=1)
-    given = {"input_val_edges": edges, "input_val_labels": labels, "input_pred_edges": scored}
-    return data.edge_index, {**OPTIONS, **given, "inference": "full"}
-
-
-def predictor_of(name):
-    pl.seed_everything(3, verbose=False)
-    return LinkPredictor(MODELS[name]().double()).eval()
-
-
-def _same_links(name, weighted, folder, ranks, rank, strategy="auto"):
-    train, options = link_options(graph(weighted))
-    datamodule = PartitionedLinkDataModule(folder / str(weighted), train, **options)
-    scores, rows = _outputs(predictor_of(name), datamodule, ranks, strategy)
-    module, whole = predictor_of(name), LinkDataModule(graph(weighted), train, **options)
-    with torch.no_grad():
-        (batch,) = whole.predict_dataloader()
-        true_rows = module.predict_step(batch, 0)
-        (batch,) = whole.val_dataloader()
-        true_scores = module.predict_step(batch, 0)
-    torch.testing.assert_close(rows, true_rows[rank::ranks], rtol=1e-12, atol=1e-12)
-    loss = nn.functional.binary_cross_entropy_with_logits(true_scores, batch.edge_label.double())
+def check_links(name, data, folder, ranks=1, rank=0, strategy="auto"):
+    """Do so for links: edges of the graph and others, with labels, to validate; more of them, some twice, to score."""
+    several, number = isinstance(data, HeteroData), torch.arange(12)
+    if several:
+        edges = torch.stack([number * 5 % data["user"].num_nodes, number * 3 % data["item"].num_nodes])
+        labels, train = (number % 3 == 0).float(), (RATES, data[RATES].edge_index)
+        module = LinkPredictor(model_of(name, data), target=RATES)
+    else:
+        edges = torch.cat([data.edge_index[:, 10:17], torch.stack([torch.arange(8), torch.arange(8).flip(0)])], dim=1)
+        labels, train = torch.tensor([1.0] * 7 + [0.0] * 8), data.edge_index
+        module = LinkPredictor(model_of(name)).eval()
+    scored = torch.cat([edges, edges[:, :4]], dim=1)
+    val, predicted = ((RATES, edges), (RATES, scored)) if several else (edges, scored)
+    datamodule = PartitionedLinkDataModule(
+        folder, train, input_val_edges=val, input_val_labels=labels, input_pred_edges=predicted, **OPTIONS
+    )  # fmt: skip
+    scores, rows = outputs(module, datamodule, ranks, strategy)
+    nodes = one_machine(module, data)
+    sources, targets = (nodes["user"], nodes["item"]) if several else (nodes, nodes)
+    close(rows, (sources[scored[0]] * targets[scored[1]]).sum(1)[rank::ranks])
+    expected = (sources[edges[0]] * targets[edges[1]]).sum(1)
+    loss = nn.functional.binary_cross_entropy_with_logits(expected, labels.double())
     assert scores["val_loss"] == pytest.approx(float(loss), rel=1e-6)
-    places = true_scores.argsort().argsort().double()[batch.edge_label == 1]  # area under the curve, by ranks
-    area = (places.sum() - 7 * 6 / 2) / (7 * 8)
+    above = expected[labels == 1][:, None] - expected[labels == 0]
+    area = ((above > 0) + 0.5 * (above == 0)).double().mean()
     assert scores["val_auc"] == pytest.approx(float(area), rel=1e-6)
     return scores
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_all_parts_on_one_rank(folder, name, weighted):
+    # A limit of nothing: blocks of as few nodes as may be.
+    check_nodes(name, plain(weighted), folder / str(weighted), inference=FullInference(memory_limit=0))
+
+
+def test_blocks_of_few_nodes(folder, monkeypatch):
+    monkeypatch.setattr("lightning_gnn.partitioned.inference._MOST_EDGES", 30)  # fewer than a hub has
+    check_nodes("gcn improved", plain(True), folder / "True")
+
+
 @pytest.mark.parametrize(("name", "weighted"), [("gcn improved", True), ("sage", False), ("gat", False)])
 def test_links_of_all_parts_on_one_rank(folder, name, weighted):
-    _same_links(name, weighted, folder, 1, 0)
+    check_links(name, plain(weighted), folder / str(weighted))
 
 
-def _links(rank, ranks, folder):
+@pytest.mark.parametrize("name", TYPED)
+def test_types_and_their_links_on_one_rank(tmp_path, name):
+    data = typed()
+    folder = partition(data, tmp_path / "parts", 3)
+    check_nodes(name, data, folder)
+    check_links(name, data, folder)
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from(sorted(TYPED)), st.integers(0, 2**20), st.integers(1, 20), st.integers(1, 12), st.integers(0, 5),
+    st.integers(0, 60), st.integers(1, 4), st.sampled_from([1, 7, 1 << 24]),
+)  # fmt: skip
+def test_any_types_in_any_parts(name, seed, users, items, tags, num_edges, parts, most):
+    data = typed(seed, users, items, tags, num_edges)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_gnn.partitioned.inference._MOST_EDGES", most)
+        partition(data, f"{folder}/parts", parts, seed)
+        for target in ("user", "item"):
+            nodes = torch.arange(data[target].num_nodes).flip(0)
+            close(*predicted_of(name, data, f"{folder}/parts", (target, nodes), target, nodes))
+
+
+def predicted_of(name, data, folder, nodes, target, order):
+    """What a DataModule alone predicts for a type, and what one machine does."""
+    datamodule = PartitionedDataModule(folder, input_pred_nodes=nodes, **OPTIONS)
+    datamodule.setup("predict")
+    (batch,) = datamodule.predict_dataloader()
+    module = NodeClassifier(model_of(name, data), num_classes=5, target=target).eval()
+    found = module.predict_step(batch, 0)
+    datamodule.teardown("predict")
+    return found, one_machine(module, data)[target][order]
+
+
+@pytest.mark.parametrize("name", ["rgcn", "rgcn without roots"])
+def test_types_that_nothing_reaches(tmp_path, name):
+    # R-GCN computes them too.
+    data = typed()
+    close(*predicted_of(name, data, partition(data, tmp_path / "parts", 3), "tag", "tag", slice(None)))
+
+
+def test_links_within_a_type(tmp_path):
+    data = typed()
+    datamodule = PartitionedLinkDataModule(
+        partition(data, tmp_path / "parts", 3), (FOLLOWS, data[FOLLOWS].edge_index),
+        input_pred_edges=(FOLLOWS, data[FOLLOWS].edge_index[:, :9]), **OPTIONS,
+    )  # fmt: skip
+    module = LinkPredictor(model_of("sage", data), target=FOLLOWS)
+    (found,) = trainer_of(1, "auto").predict(module, datamodule=datamodule)
+    source, target = one_machine(module, data)["user"][data[FOLLOWS].edge_index[:, :9]]
+    close(found, (source * target).sum(1))
+
+
+def test_embeddings_in_place_of_features(tmp_path):
+    data = typed()
+    for name in ("item", "shop"):
+        data[name].num_nodes = data[name].num_nodes
+        del data[name].x
+    folder = partition(data, tmp_path / "parts", 3)
+    embeddings = TypeEmbeddings({"item": 9}, 6).double()
+    kinds = [kind for kind in TYPES if "shop" not in kind]
+    pl.seed_everything(3, verbose=False)
+    model = HeteroGraphSAGE((["user", "item", "tag"], kinds), WIDTHS | {"item": 6}, 8, 2, 5).double().eval()
+    module = NodeClassifier(model, num_classes=5, target="user", embeddings=embeddings)
+    (rows,) = trainer_of(1, "auto").predict(module, datamodule=PartitionedDataModule(folder, **OPTIONS))
+    with torch.no_grad():
+        x_dict = {"user": data["user"].x, "item": embeddings.tables["item"].weight, "tag": data["tag"].x}
+        close(rows, model(x_dict, data.edge_index_dict)["user"])
+
+
+def _several(rank, ranks, folder, types):
     torch.set_num_threads(1)
-    scores = _same_links("gcn improved", True, folder, ranks, rank, "ddp")
+    place, found = (ranks, rank, "ddp"), []
+    if types:
+        for name in ("sage", "rgcn", "rgat", "hgt"):
+            topology = "whole" if name == "sage" else "parts"
+            found.append(check_nodes(name, typed(), folder, *place, topology=topology))
+        found.append(check_links("hgt", typed(), folder, *place))
+    else:
+        for name, weighted in (("gcn improved", True), ("sage", False), ("gat", True)):
+            topology = "whole" if name == "sage" else "parts"
+            found.append(check_nodes(name, plain(weighted), folder / str(weighted), *place, topology=topology))
+        found.append(check_links("gcn improved", plain(True), folder / "True", *place))
     torch.distributed.destroy_process_group()
-    return scores
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.campaign(parts=4)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_links_of_several_ranks(folder, ranks):
-    results = run(_links, ranks, ranks, folder, nodes=ranks)
+@pytest.mark.parametrize(("ranks", "types"), [(2, False), (3, False), (5, False), (2, True), (3, True), (4, True)])
+def test_several_ranks(folder, tmp_path, ranks, types):
+    # With three parts, one of two ranks has two, and of four or five ranks several have the same.
+    source = partition(typed(), tmp_path / "parts", 3) if types else folder
+    results = run(_several, ranks, ranks, source, types, nodes=ranks)
     assert all(result == results[0] for result in results)
 
 
 def _hybrid(rank, folder):
-    datamodule = PartitionedDataModule(folder / "False", **OPTIONS, inference="full")
+    datamodule = PartitionedDataModule(folder / "False", **OPTIONS)
     trainer = trainer_of(2, "hyscale", num_sanity_val_steps=0)
     try:
-        trainer.fit(module_of("sage"), datamodule=datamodule)
+        trainer.fit(classifier_of("sage"), datamodule=datamodule)
     finally:
         assert trainer.global_step == 0
 
 
 @pytest.mark.slow
 def test_hybrid_training_is_refused_before_it_begins(folder):
-    outcome = observe(_hybrid, 2, folder, nodes=2)
-    for error in outcome.errors:
+    for error in observe(_hybrid, 2, folder, nodes=2).errors:
         assert "inference='full' on a partitioned graph needs all ranks, and hyscale" in error
 
 
@@ -200,17 +319,59 @@ def one_rank():
     torch.distributed.destroy_process_group()
 
 
-def test_what_cannot_work_is_refused(folder, one_rank):
-    def inferring(model, **options):
-        datamodule = PartitionedDataModule(folder / "False", **OPTIONS, inference="full", **options)
-        trainer_of(1).validate(NodeClassifier(model.double(), num_classes=3), datamodule=datamodule, verbose=False)
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: GCN(**SIZES, jk="cat"), r"goes layer by layer, which GCN does not: use GCN, .* jk=None or 'last'"),
+        (lambda: GCN(**SIZES, norm="GraphNorm"), "GraphNorm averages over all nodes, of which no rank has the outputs"),
+    ],
+    ids=["jk", "norm"],
+)
+def test_models_that_cannot_work_are_refused(folder, one_rank, model, message):
+    module = NodeClassifier(model().double(), num_classes=3)
+    with pytest.raises(ValueError, match=message):
+        trainer_of(1).validate(module, datamodule=PartitionedDataModule(folder / "False", **OPTIONS), verbose=False)
 
-    with pytest.raises(ValueError, match=r"goes layer by layer, which GCN does not: use GCN, .* jk=None or 'last'"):
-        inferring(GCN(**SIZES, jk="cat"))
-    with pytest.raises(ValueError, match="GraphNorm averages over all nodes, of which no rank has the outputs"):
-        inferring(GCN(**SIZES, norm="GraphNorm"))
-    with pytest.raises(ValueError, match=r"FullInference\(folder='layers'\) does not go with a partitioned graph"):
-        PartitionedDataModule(folder / "False", **OPTIONS, inference=FullInference("layers"))
-    few = PartitionedDataModule(folder / "False", input_val_nodes=torch.arange(0), **OPTIONS, inference="full")
+
+def test_an_empty_split_is_refused(folder, one_rank):
+    few = PartitionedDataModule(folder / "False", input_val_nodes=torch.arange(0), **OPTIONS)
     with pytest.raises(ValueError, match="the val split is empty"):
-        trainer_of(1).validate(module_of("gcn"), datamodule=few, verbose=False)
+        trainer_of(1).validate(classifier_of("gcn"), datamodule=few, verbose=False)
+
+
+class Own(HeteroGraphSAGE):
+    def forward(self, x_dict, edge_index_dict):
+        return super().forward(x_dict, edge_index_dict)
+
+
+REFUSED = [
+    (lambda data: (to_hetero(PyGGraphSAGE((-1, -1), 8, 2, 5), (["user", "item"], [RATES, RATED])), None),
+     r"goes layer by layer, which GraphModule does not: use HeteroGraphSAGE, RGCN"),
+    (lambda data: (Own(data.metadata(), WIDTHS, 8, 2, 5), None), "which Own does not"),
+    (lambda data: (HGT((data.node_types, [*TYPES, ("item", "near", "shop")]), WIDTHS, 8, 2, 5), None),
+     r"no edges of \('item', 'near', 'shop'\), which the model reads"),
+    (lambda data: (model_of("sage", data), TypeEmbeddings({"tag": 4}, 3)),
+     "nodes of 'tag' have features x and embeddings; leave one of them out"),
+    (lambda data: (model_of("sage", without_features(data)), TypeEmbeddings({"tag": 5}, 3)),
+     "there are 4 nodes of 'tag', but embeddings of 5"),
+    (lambda data: (model_of("sage", without_features(data)), None),
+     "nodes of 'tag' have no features x: give some, or embeddings"),
+]  # fmt: skip
+
+
+def without_features(data):
+    del data["tag"].x
+    data["tag"].num_nodes = 4
+    return data
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_cannot_work_with_types_is_refused_before_training(tmp_path, make, message):
+    data = typed()
+    model, embeddings = make(data)
+    module = NodeClassifier(model, num_classes=5, target="user", embeddings=embeddings)
+    trainer = trainer_of(1, "auto", num_sanity_val_steps=0)
+    datamodule = PartitionedDataModule(partition(data, tmp_path / "parts", 2), **OPTIONS)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, datamodule=datamodule)
+    assert trainer.global_step == 0

@@ -18,9 +18,9 @@ from lightning_gnn.partitioned.folder import Partition
 from lightning_gnn.partitioned.inference import Published
 from lightning_gnn.partitioned.shard import Shard
 from tests.full_graph.launch import observe, run
-from tests.partitioned.graphs import plain_graph
 from tests.partitioned.test_training import module_of, trainer_of
 from tests.patience import NEVER
+from tests.sampling.cases import plain_graph
 
 LOST, RANKS = 1, 3
 

@@ -13,7 +13,7 @@ from lightning_gnn.partitioned.prediction import Network, Traffic, Work, machine
 from lightning_gnn.partitioned.traffic import ENVELOPE, count_traffic, row_bytes
 from lightning_gnn.sampling.neighbor import topology_of
 from tests.full_graph.launch import run
-from tests.partitioned.graphs import GRAPHS, NODE_CASES, options_of
+from tests.sampling.cases import GRAPHS, NODE_CASES, options_of
 
 TRAFFIC = Traffic(
     asked=np.array([[1e3, 2e3], [3e3, 4e3]]), answered=np.array([[10e3, 20e3], [30e3, 40e3]]),
@@ -91,9 +91,7 @@ def _parted(data, folder, parts):
 def _loader(case, data):
     from lightning_gnn import NeighborDataModule
 
-    whole = NeighborDataModule(data, **options_of(case, data), num_workers=0)
-    whole.setup("fit")
-    return whole.train_dataloader()
+    return NeighborDataModule(data, **options_of(case, data)).train_dataloader()
 
 
 @pytest.mark.slow

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from lightning_gnn.persistent import PersistentLinkDataModule, PersistentSamplerDataModule, shards
 from lightning_gnn.sampling import LinkDataModule, NeighborDataModule
+from tests.batch_checks import assert_same_batches
 from tests.batching_data import small_data
 from tests.sampling.test_node_datamodule import Model
-from tests.sampling.test_typed import contents, typed_data
+from tests.sampling.test_typed import typed_data
 
 ALL = {"topology": "shard", "features": "shard"}
 KINDS = {
@@ -100,15 +101,12 @@ def batches_of(rank, folder, kinds):
         ours, theirs = datamodules(kind, rank, KINDS[kind])
         counts = []
         for stage in ("train",) if kind == "links" else ("train", "val"):
-            loaders = [getattr(made, f"{stage}_dataloader")() for made in (ours, theirs)]
-            counts.append(0)
-            for a, b in itertools.zip_longest(*loaders):
-                if kind == "quantised":
-                    step = b.x.abs().amax(dim=1, keepdim=True) / 127
-                    assert bool(((a.x - b.x).abs() <= 0.501 * step).all())
-                    a.x = b.x
-                assert contents(a) == contents(b), (kind, stage, counts)
-                counts[-1] += 1
+            made, plain = (list(getattr(made, f"{stage}_dataloader")()) for made in (ours, theirs))
+            for a, b in zip(made, plain, strict=True) if kind == "quantised" else ():
+                step = b.x.abs().amax(dim=1, keepdim=True) / 127
+                assert bool(((a.x - b.x).abs() <= 0.501 * step).all())
+                a.x = b.x
+            counts.append(assert_same_batches(made, plain))
         found[kind] = counts, {part.name: part.place for part in ours.placement.parts}
     dist.barrier()
     return found
@@ -132,7 +130,7 @@ def apart(rank, folder, fails):
         except ValueError as error:
             refused[kind] = str(error)
     ours, theirs = datamodules("both", rank, {"device_memory": DEVICE_BYTES})
-    assert [contents(a) for a in ours.train_dataloader()] == [contents(b) for b in theirs.train_dataloader()]
+    assert_same_batches(ours.train_dataloader(), theirs.train_dataloader())
     assert str(ours.placement) == str(ours.plan_placement())  # of one GPU
     dist.barrier()
     return refused, {part.name: part.place for part in ours.placement.parts}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from lightning_gnn.persistent import PersistentNeighborSampler, PersistentSamplerDataModule
+from lightning_gnn.persistent import PersistentSamplerDataModule
 from lightning_gnn.persistent.shards import Dealt, find_obstacle
 from tests.batching_data import small_data
 from tests.full_graph.launch import run
@@ -78,26 +78,6 @@ def test_it_is_said_why_gpus_do_not_read_each_other(monkeypatch, devices, reads,
 @pytest.mark.slow
 def test_ddp_with_a_validation_in_the_middle_is_that_of_the_cpu():
     assert run(shard_rank.fitted, 2, True) == run(shard_rank.fitted, 2, False)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"topology": "shard", "sampler": "labor"}, "topology='shard' does not go with sampler='labor'"),
-        ({"topology": "shard", "eval_loader_kwargs": {"subgraph_type": "induced"}}, "does not go with subgraph_type"),
-        ({"features": "shard", "cache_rows": 5}, "every row is at hand"),
-        ({"gpus": 0}, "gpus must be at least 1"),
-    ],
-    ids=str,
-)
-def test_bad_arguments_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        PersistentSamplerDataModule(small_data(), num_neighbors=[2], **options)
-
-
-def test_a_sampler_alone_has_nobody_to_share_with():
-    with pytest.raises(ValueError, match="use PersistentSamplerDataModule"):
-        PersistentNeighborSampler(small_data(), [2], device="cpu", topology="shard")
 
 
 def test_a_single_process_has_all_of_it():

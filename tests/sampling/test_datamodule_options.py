@@ -22,10 +22,10 @@ from lightning_gnn.runtime.messages import keywords_of
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from tests.batch_checks import assert_same, assert_same_batches
 from tests.batching_data import small_data
 from tests.cli.command import NODE, lgnn
-from tests.sampling.test_link_datamodule import Fixed
-from tests.sampling.test_loader import assert_same
+from tests.sampling.test_loader import Fixed
 
 SAMPLED = [
     NeighborDataModule, PersistentSamplerDataModule, CollectiveDataModule, LinkDataModule, PersistentLinkDataModule
@@ -36,6 +36,139 @@ EDGES = small_data().edge_index[:, :40]
 def build(kind, data=None, **kwargs):
     sizes = {} if kind is FullGraphDataModule else {"num_neighbors": [2], "batch_size": 8, "num_workers": 0}
     return kind(small_data() if data is None else data, **{**sizes, **kwargs})
+
+
+def changed(**attributes):
+    """A graph with other attributes."""
+    data = small_data()
+    data.update(attributes)
+    return data
+
+
+def weighted(weight):
+    """Negatives whose targets are drawn by weights."""
+    return {"neg_sampling": NegativeSampling("triplet", 1, dst_weight=weight)}
+
+
+MISTAKES = {
+    tuple(SAMPLED): [
+        ({"batchsize": 4}, TypeError, "no option batchsize; did you mean batch_size"),
+        ({"num_neighbours": [4]}, TypeError, "did you mean num_neighbors"),
+        ({"eval_loader_kwarg": {}}, TypeError, "did you mean eval_loader_kwargs"),
+        ({"batch_size": None}, ValueError, "batch_size must be a whole number, but is None"),
+        ({"num_workers": True}, ValueError, "num_workers must be a whole number, but is True"),
+        ({"num_workers": -1}, ValueError, "num_workers must not be negative"),
+        ({"seed": "a"}, ValueError, "seed must be a whole number, but is 'a'"),
+        ({"shuffle": "no"}, ValueError, "shuffle must be True or False"),
+        ({"shuffle": True, "sampler": [1]}, ValueError, "exclude each other"),
+        ({"batch_sampler": [[1]], "drop_last": True}, ValueError, "exclude each other; leave drop_last out"),
+        ({"replace": "no"}, ValueError, "replace must be True or False, but is 'no'"),
+        ({"check_features": "no"}, ValueError, "check_features must be True or False"),
+        ({"generator": torch.Generator()}, ValueError, "generator is not supported: the order follows seed="),
+        ({"collate_fn": print}, ValueError, "collate_fn: .*change it by transform="),
+        ({"precompute": "first_layer"}, ValueError, "precompute='first_layer' was removed: .* leave it out"),
+        ({"rank": 1}, TypeError, "sets it for its loaders"),
+        ({"num_neighbors": None}, ValueError, "num_neighbors is missing"),
+        ({"input_train_time": torch.arange(3)}, ValueError, "input_train_time is given, but edges.* have no times"),
+        ({"loader": "full"}, ValueError, "FullGraphDataModule"),
+        ({"eval_loader_kwargs": [1]}, TypeError, r"eval_loader_kwargs must be a dictionary, but is \[1\]"),
+        ({"eval_loader_kwargs": {"seed": 1}}, ValueError, "eval_loader_kwargs: seed is the DataModule's"),
+        ({"eval_loader_kwargs": {"shuffle": True}}, ValueError, "evaluation goes in order"),
+        ({"eval_loader_kwargs": {"batchsize": 1}}, TypeError, "eval_loader_kwargs: there is no option batchsize; did"),
+        ({"eval_loader_kwargs": {"num_neighbours": [1]}}, TypeError, "did you mean num_neighbors"),
+        ({"eval_loader_kwargs": {"check_features": True}}, TypeError, "no option check_features"),
+        ({"eval_loader_kwargs": {"disjoint": 1}}, ValueError, "eval_loader_kwargs: disjoint must be True or False"),
+        ({"eval_loader_kwargs": {"time_attr": "t"}}, TypeError, "eval_loader_kwargs: .*time_attr.* belongs to"),
+        ({"eval_loader_kwargs": {"rank": 1}}, TypeError, "eval_loader_kwargs: there is no option rank"),
+    ],
+    (NeighborDataModule,): [
+        # No name is proposed that would be refused.
+        ({"eval_loader_kwargs": {"sed": 1}}, TypeError, "there is no option sed$"),
+        ({"eval_loader_kwargs": {"neg_samplng": 1}}, TypeError, "there is no option neg_samplng$"),
+        ({"data": [1]}, TypeError, "homogeneous"),
+        ({"data": Data(edge_index=EDGES, num_nodes=400.0)}, TypeError, "must be a whole number, but is 400.0"),
+        ({"data": changed(z=torch.eye(400).to_sparse())}, ValueError, "data.z is sparse, but rows are read one by one"),
+        ({"data": changed(edge_z=torch.eye(4000).to_sparse())}, ValueError, "data.edge_z is sparse, but rows are read"),
+        ({"data": changed(train_mask=torch.ones(7).bool())}, ValueError, r"data.train_mask has the shape \[7\]"),
+        ({"data": changed(train_mask=torch.zeros(400).bool())}, ValueError, "training split is empty"),
+        ({"data": changed(edge_index=torch.tensor([[0, 5000], [1, 2]]))}, ValueError, r"\[0\] holds node 5000"),
+        ({"data": changed(edge_index=torch.rand(2, 5))}, TypeError, "must be int32 or int64"),
+        ({"data": changed(x=torch.full((400, 2), math.nan))}, ValueError, r"400 of 400 rows \(nodes 0, 1, 2, 3, 4, …"),
+        ({"data": changed(y=torch.zeros(3))}, ValueError, r"data.y has the shape \[3\]"),
+        ({"input_train_nodes": torch.tensor([400])}, ValueError, "input_train_nodes holds node 400"),
+        ({"input_val_nodes": torch.tensor([-1])}, ValueError, "input_val_nodes holds node -1"),
+        ({"input_test_nodes": torch.ones(3, dtype=torch.bool)}, ValueError, "mask of 3 entries"),
+        ({"input_train_nodes": torch.rand(5)}, TypeError, "bool mask or int64"),
+        ({"num_neighbors": [-7]}, ValueError, "num_neighbors holds -7"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1"),
+        ({"time_attr": "t"}, ValueError, "data has no attribute 't'; it has edge_attr, edge_index"),
+        ({"weight_attr": "w"}, ValueError, "data has no attribute 'w'; it has edge_attr, edge_index"),
+        ({"subgraph_type": "both"}, ValueError, "unknown subgraph_type 'both'"),
+        ({"sampler": "labour"}, ValueError, "unknown sampler 'labour'; choose one of uniform, labor"),
+        ({"batch_dependency": 2}, ValueError, "need sampler='labor'"),
+        ({"time_window": 4}, ValueError, "time_window needs times: give time_attr"),
+        ({"sampler": "labor", "eval_loader_kwargs": {"replace": True}}, ValueError, "no LABOR sampling with replace"),
+        ({"subgraph_type": "induced", "eval_loader_kwargs": {"disjoint": True}}, ValueError, "no induced subgraphs"),
+        ({"eval_loader_kwargs": {"sampler": "labor"}}, TypeError, "sampler must give positions among the seeds"),
+        ({"data": changed(time=torch.arange(400)), "time_attr": "time", "inference": "full"}, ValueError,
+         "goes over all edges at once, which does not go with time_attr"),
+    ],
+    (LinkDataModule,): [
+        (weighted(-torch.ones(400)), ValueError, "dst_weight .* must not be negative, but is -1 at node 0"),
+        (weighted(torch.full((400,), math.nan)), ValueError, "must not be negative, but is nan at node 0"),
+        (weighted(torch.zeros(400)), ValueError, "zero at every node"),
+        (weighted(torch.ones(3)), ValueError, r"one entry per node, 400, but has the shape \[3\]"),
+        ({"neg_sampling": "foo"}, ValueError, "neg_sampling='foo' is none.*use 'binary' or 'triplet'"),
+        ({"neg_sampling": {"mode": "binary", "amount": -1}}, ValueError, "needs to be positive"),
+        ({"neg_sampling_ratio": -1}, ValueError, "neg_sampling_ratio must not be negative, but is -1"),
+        ({"neg_sampling_ratio": "1"}, TypeError, "neg_sampling_ratio must be a number, but is '1'"),
+        ({"neg_sampling_ratio": 1, "neg_sampling": "binary"}, ValueError, "not both"),
+        ({"input_val_labels": [1]}, ValueError, "input_val_labels are given without input_val_edges"),
+        ({"input_train_edges": EDGES, "input_train_labels": [math.nan] * 40}, ValueError, "labels holds NaN"),
+        ({"input_train_edges": EDGES, "input_train_labels": [1] * 40, "neg_sampling": "triplet"}, ValueError,
+         "input_train_labels has no place in triplets"),
+        ({"input_val_edges": EDGES, "input_val_labels": [1] * 40, "eval_loader_kwargs": {"neg_sampling_ratio": 1}},
+         ValueError, "neg_sampling_ratio has no effect: to labelled edges no negatives are added"),
+        ({"link_sampler": 3}, TypeError, "link_sampler must be a PyG sampler with sample_from_edges, but is 3"),
+        ({"node_sampler": 3}, TypeError, "no option node_sampler"),
+        ({"input_train_edges": torch.tensor([[0], [400]])}, ValueError, "input_train_edges holds node 400"),
+        ({"input_val_edges": torch.tensor([0, 1])}, ValueError, r"input_val_edges must have the shape \[2, n\]"),
+        ({"input_val_edges": torch.rand(2, 2)}, TypeError, "input_val_edges must be an int64"),
+        ({"input_test_edges": EDGES[:, :1], "input_test_labels": torch.ones(3)}, ValueError, r"has the shape \[3\]"),
+        ({"input_train_edges": torch.empty(2, 0, dtype=torch.int64)}, ValueError, "training split is empty"),
+    ],
+    (FullGraphDataModule,): [
+        ({"compres": True}, TypeError, "no option compres; did you mean compress"),
+        ({"num_chunks": 3}, TypeError, "datamodule.num_chunks was removed: a graph is kept as plain rows"),
+        ({"batch_size": 3}, TypeError, "no option batch_size: the whole graph is the only batch"),
+        ({"input_train_nodes": [1]}, TypeError, "the masks of data tell the splits"),
+        ({"compress": "no"}, ValueError, "compress must be True or False, but is 'no'"),
+        ({"cache_dir": "here"}, TypeError, "datamodule.cache_dir was removed: .* nothing is kept"),
+    ],
+    (PersistentSamplerDataModule,): [
+        ({"mode": "foo"}, ValueError, "mode='foo' is unknown; use one of fused, persistent"),
+        ({"device": "foo"}, ValueError, "device='foo' is none"),
+        ({"cache_rows": "3"}, ValueError, "cache_rows must be a whole number, but is '3'"),
+        ({"quantize": "no"}, ValueError, "quantize must be True or False, but is 'no'"),
+    ],
+    (CollectiveDataModule,): [
+        ({"gpu_buffer_size": True}, ValueError, "gpu_buffer_size must be a whole number, but is True"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs", "error", "message"),
+    [(kind, *row) for kinds, rows in MISTAKES.items() for kind in kinds for row in rows],
+)
+def test_mistakes_are_told_at_once(kind, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        build(kind, **kwargs)
+
+
+def test_missing_splits_are_named():
+    with pytest.raises(ValueError, match="no training nodes"):
+        build(NeighborDataModule, Data(x=torch.ones(4, 1), edge_index=torch.tensor([[0], [1]]))).train_dataloader()
 
 
 def links(**kwargs):
@@ -80,10 +213,22 @@ def test_evaluation_of_links_may_sample_otherwise_as_in_pyg(change):
         neg_sampling=options["neg_sampling"],
         batch_size=16,
     )
-    for a, b in zip(module.val_dataloader(), theirs, strict=True):
-        assert_same(a, b)
+    assert_same_batches(module.val_dataloader(), theirs)
     assert next(iter(module.train_dataloader())).edge_label.numel() == 32
     assert sampler.num_neighbors == [3, 2]
+
+
+def test_every_training_edge_comes_once_with_fresh_negatives():
+    data = small_data()
+    module = LinkDataModule(data, num_neighbors=[2], neg_sampling="binary", batch_size=500, num_workers=1, seed=1)
+    loader = module.train_dataloader()
+    first = list(loader)
+    assert sorted(torch.cat([batch.input_id for batch in first]).tolist()) == list(range(4000))
+    fresh = list(loader)
+    assert sorted(torch.cat([batch.input_id for batch in fresh]).tolist()) == list(range(4000))
+    assert fresh[0].n_id.tolist() != first[0].n_id.tolist()
+    again = LinkDataModule(data, num_neighbors=[2], neg_sampling="binary", batch_size=500, seed=1).train_dataloader()
+    assert_same_batches(first + fresh, [*again, *again])
 
 
 def test_a_ratio_means_binary_negatives_for_unlabelled_edges_alone():
@@ -107,87 +252,11 @@ def test_edges_and_labels_in_any_form():
             assert_same(next(iter(module.val_dataloader())), expected)
 
 
-WEIGHTS = {
-    "negative": (-torch.ones(400), r"dst_weight of the negative sampling must not be negative, but is -1 at node 0"),
-    "nan": (torch.full((400,), math.nan), "must not be negative, but is nan at node 0"),
-    "zero": (torch.zeros(400), "zero at every node"),
-    "short": (torch.ones(3), r"one entry per node, 400, but has the shape \[3\]"),
-}
-
-
-@pytest.mark.parametrize("case", WEIGHTS)
-def test_weights_of_negatives_are_checked_at_once(case):
-    weight, message = WEIGHTS[case]
-    with pytest.raises(ValueError, match=message):
-        links(neg_sampling=NegativeSampling("triplet", 1, dst_weight=weight))
-
-
 def test_whole_weights_of_negatives_are_weights():
     weight = torch.zeros(400, dtype=torch.int64)
     weight[7] = 3
     batch = next(iter(links(neg_sampling=NegativeSampling("triplet", 1, dst_weight=weight)).train_dataloader()))
     assert batch.n_id[batch.dst_neg_index].tolist() == [7] * 8
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"neg_sampling": "foo"}, ValueError, "neg_sampling='foo' is none.*use 'binary' or 'triplet'"),
-        ({"neg_sampling": {"mode": "binary", "amount": -1}}, ValueError, "needs to be positive"),
-        ({"neg_sampling_ratio": -1}, ValueError, "neg_sampling_ratio must not be negative, but is -1"),
-        ({"neg_sampling_ratio": "1"}, TypeError, "neg_sampling_ratio must be a number, but is '1'"),
-        ({"neg_sampling_ratio": 1, "neg_sampling": "binary"}, ValueError, "not both"),
-        ({"input_val_labels": [1]}, ValueError, "input_val_labels are given without input_val_edges"),
-        ({"input_train_edges": EDGES, "input_train_labels": [math.nan] * 40}, ValueError, "labels holds NaN"),
-        ({"input_train_edges": EDGES, "input_train_labels": [1] * 40, "neg_sampling": "triplet"}, ValueError,
-         "input_train_labels has no place in triplets"),
-        ({"input_val_edges": EDGES, "input_val_labels": [1] * 40, "eval_loader_kwargs": {"neg_sampling_ratio": 1}},
-         ValueError, "neg_sampling_ratio has no effect: to labelled edges no negatives are added"),
-        ({"link_sampler": 3}, TypeError, "link_sampler must be a PyG sampler with sample_from_edges, but is 3"),
-        ({"node_sampler": 3}, TypeError, "no option node_sampler"),
-    ],
-)  # fmt: skip
-def test_mistakes_with_links_are_told_at_once(kwargs, error, message):
-    with pytest.raises(error, match=message):
-        links(**kwargs)
-
-
-@pytest.mark.parametrize("kind", SAMPLED)
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"batchsize": 4}, TypeError, "no option batchsize; did you mean batch_size"),
-        ({"num_neighbours": [4]}, TypeError, "did you mean num_neighbors"),
-        ({"eval_loader_kwarg": {}}, TypeError, "did you mean eval_loader_kwargs"),
-        ({"batch_size": None}, ValueError, "batch_size must be a whole number, but is None"),
-        ({"num_workers": True}, ValueError, "num_workers must be a whole number, but is True"),
-        ({"num_workers": -1}, ValueError, "num_workers must not be negative"),
-        ({"seed": "a"}, ValueError, "seed must be a whole number, but is 'a'"),
-        ({"shuffle": "no"}, ValueError, "shuffle must be True or False"),
-        ({"shuffle": True, "sampler": [1]}, ValueError, "exclude each other"),
-        ({"batch_sampler": [[1]], "drop_last": True}, ValueError, "exclude each other; leave drop_last out"),
-        ({"replace": "no"}, ValueError, "replace must be True or False, but is 'no'"),
-        ({"check_features": "no"}, ValueError, "check_features must be True or False"),
-        ({"generator": torch.Generator()}, ValueError, "generator is not supported: the order follows seed="),
-        ({"collate_fn": print}, ValueError, "collate_fn: .*change it by transform="),
-        ({"precompute": "first_layer"}, ValueError, "precompute='first_layer' was removed: .* leave it out"),
-        ({"rank": 1}, TypeError, "sets it for its loaders"),
-        ({"input_train_time": torch.arange(3)}, ValueError, "input_train_time is given, but edges.* have no times"),
-        ({"loader": "full"}, ValueError, "FullGraphDataModule"),
-        ({"eval_loader_kwargs": [1]}, TypeError, r"eval_loader_kwargs must be a dictionary, but is \[1\]"),
-        ({"eval_loader_kwargs": {"seed": 1}}, ValueError, "eval_loader_kwargs: seed is the DataModule's"),
-        ({"eval_loader_kwargs": {"shuffle": True}}, ValueError, "evaluation goes in order"),
-        ({"eval_loader_kwargs": {"batchsize": 1}}, TypeError, "eval_loader_kwargs: there is no option batchsize; did"),
-        ({"eval_loader_kwargs": {"num_neighbours": [1]}}, TypeError, "did you mean num_neighbors"),
-        ({"eval_loader_kwargs": {"check_features": True}}, TypeError, "no option check_features"),
-        ({"eval_loader_kwargs": {"disjoint": 1}}, ValueError, "eval_loader_kwargs: disjoint must be True or False"),
-        ({"eval_loader_kwargs": {"time_attr": "t"}}, TypeError, "eval_loader_kwargs: .*time_attr.* belongs to"),
-        ({"eval_loader_kwargs": {"rank": 1}}, TypeError, "eval_loader_kwargs: there is no option rank"),
-    ],
-)  # fmt: skip
-def test_mistakes_with_options_are_told_at_once(kind, kwargs, error, message):
-    with pytest.raises(error, match=message):
-        build(kind, **kwargs)
 
 
 @pytest.mark.parametrize("kind", [*SAMPLED, FullGraphDataModule])
@@ -262,22 +331,6 @@ def test_samplers_of_ones_own_are_copied_for_evaluation_and_may_refuse():
         build(NeighborDataModule, data, node_sampler=Bare())
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"compres": True}, TypeError, "no option compres; did you mean compress"),
-        ({"num_chunks": 3}, TypeError, "datamodule.num_chunks was removed: a graph is kept as plain rows"),
-        ({"batch_size": 3}, TypeError, "no option batch_size: the whole graph is the only batch"),
-        ({"input_train_nodes": [1]}, TypeError, "the masks of data tell the splits"),
-        ({"compress": "no"}, ValueError, "compress must be True or False, but is 'no'"),
-        ({"cache_dir": "here"}, TypeError, "datamodule.cache_dir was removed: .* nothing is kept"),
-    ],
-)
-def test_mistakes_with_full_graphs_are_told_at_once(kwargs, error, message):
-    with pytest.raises(error, match=message):
-        build(FullGraphDataModule, **kwargs)
-
-
 def test_sparse_features_are_for_layers_of_pygs_own():
     data = small_data()
     data.x = data.x.to_sparse()
@@ -287,35 +340,6 @@ def test_sparse_features_are_for_layers_of_pygs_own():
             ValueError, match=r"data.x is sparse, but rows are read one by one; use data.x.to_dense\(\)"
         ):
             build(kind, data)
-
-
-@pytest.mark.parametrize("name", ["z", "edge_z"])
-def test_no_attribute_of_nodes_or_edges_may_be_sparse(name):
-    data = small_data()
-    data[name] = torch.eye(data.num_edges if name == "edge_z" else data.num_nodes).to_sparse()
-    with pytest.raises(ValueError, match=f"data.{name} is sparse, but rows are read one by one"):
-        build(NeighborDataModule, data)
-
-
-@pytest.mark.parametrize("typo", ["sed", "neg_samplng"])
-def test_no_name_is_proposed_that_would_be_refused(typo):
-    with pytest.raises(TypeError, match=f"there is no option {typo}$"):
-        build(NeighborDataModule, eval_loader_kwargs={typo: 1})
-
-
-@pytest.mark.parametrize(
-    ("kind", "kwargs", "message"),
-    [
-        (PersistentSamplerDataModule, {"mode": "foo"}, "mode='foo' is unknown; use one of fused, persistent"),
-        (PersistentSamplerDataModule, {"device": "foo"}, "device='foo' is none"),
-        (PersistentSamplerDataModule, {"cache_rows": "3"}, "cache_rows must be a whole number, but is '3'"),
-        (PersistentSamplerDataModule, {"quantize": "no"}, "quantize must be True or False, but is 'no'"),
-        (CollectiveDataModule, {"gpu_buffer_size": True}, "gpu_buffer_size must be a whole number, but is True"),
-    ],
-)
-def test_mistakes_with_devices_are_told_at_once(kind, kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        build(kind, **kwargs)
 
 
 def test_masks_of_several_splits_matter_only_where_they_are_used():
@@ -416,8 +440,3 @@ def test_links_of_a_graph_without_edge_index():
     assert sorted(torch.cat([b.input_id for b in build(LinkDataModule, stored).train_dataloader()]).tolist()) == list(
         range(4000)
     )
-
-
-def test_a_number_of_nodes_that_is_none_is_named():
-    with pytest.raises(TypeError, match=r"data.num_nodes must be a whole number, but is 400.0"):
-        build(NeighborDataModule, Data(edge_index=EDGES, num_nodes=400.0))

@@ -9,6 +9,8 @@ from torch_geometric.utils import k_hop_subgraph
 from lightning_gnn.ops import batch_key
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
+from tests.batch_checks import assert_same as assert_same
+from tests.batch_checks import assert_same_batches, check, check_hops
 from tests.batching_data import small_data
 from tests.strategies import edge_indices
 
@@ -19,41 +21,18 @@ class Fixed(NeighborSampler):
     def sample_from_nodes(self, inputs, key=None):
         return super().sample_from_nodes(inputs, key=5)
 
-
-def assert_same(a, b):
-    assert sorted(a.keys()) == sorted(b.keys())
-    for key in a.keys():  # noqa: SIM118  a Data iterates over pairs
-        if isinstance(a[key], torch.Tensor):
-            assert torch.equal(a[key], b[key]), key
-            assert a[key].dtype == b[key].dtype
-        else:
-            assert a[key] == b[key], key
+    def sample_from_edges(self, inputs, neg_sampling=None, key=None):
+        return super().sample_from_edges(inputs, neg_sampling, key=5)
 
 
-@pytest.mark.parametrize("disjoint", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_equal_pygs_attribute_by_attribute(disjoint, num_workers):
+def test_what_is_neither_of_nodes_nor_of_edges_stays_as_it_is_as_in_pyg():
     data = small_data()
-    data.names = [f"node {v}" for v in range(5)]  # neither of nodes nor of edges: stays as it is
-    data.num_nodes = 400
-    sampler = Fixed(data, [4, 3], disjoint=disjoint)
+    data.names, data.num_nodes = [f"node {v}" for v in range(5)], 400
+    sampler = Fixed(data, [4, 3])
     theirs = NodeLoader(data, sampler, input_nodes=data.val_mask, batch_size=17)
-    ours = ThreadedNodeLoader(data, sampler, input_nodes=data.val_mask, batch_size=17, num_workers=num_workers)
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
-        assert_same(a, b)
-        assert a.edge_index.is_contiguous()
-
-
-def test_threads_do_not_change_the_batches():
-    data = small_data()
-    runs = []
-    for num_workers in (0, 1, 4):
-        loader = ThreadedNodeLoader(data, NeighborSampler(data, [5, 5]), num_workers=num_workers, batch_size=30, seed=3)
-        runs.append(list(loader))
-    for other in runs[1:]:
-        for a, b in zip(runs[0], other, strict=True):
-            assert_same(a, b)
+    ours = ThreadedNodeLoader(data, sampler, input_nodes=data.val_mask, batch_size=17, num_workers=2)
+    assert assert_same_batches(ours, theirs) == len(ours) == len(theirs)
+    assert all(batch.edge_index.is_contiguous() for batch in ours)
 
 
 def test_a_batch_depends_on_seed_rank_loader_epoch_and_number():
@@ -83,6 +62,8 @@ def test_all_neighbours_equal_pygs_k_hop_subgraph(graph, hops, batch_size):
     for batch in ThreadedNodeLoader(data, NeighborSampler(data, [-1] * hops), batch_size=batch_size):
         nodes, _, _, _ = k_hop_subgraph(batch.input_id, hops, edge_index, num_nodes=num_nodes)
         assert sorted(batch.n_id.tolist()) == nodes.tolist()
+        check(batch, data)
+        check_hops(batch, hops)
         expanded = batch.n_id[: sum(batch.num_sampled_nodes[:-1])]
         assert sorted(batch.e_id.tolist()) == torch.isin(edge_index[1], expanded).nonzero().view(-1).tolist()
 

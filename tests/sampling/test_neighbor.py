@@ -1,38 +1,19 @@
 import pytest
 import pytorch_lightning as pl
 import torch
-from torch_geometric.data.lightning import LightningNodeData
-from torch_geometric.loader import LinkLoader, NodeLoader
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_geometric.data import Data
+from torch_geometric.loader import NodeLoader
 from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
 from torch_geometric.sampler.base import NumNeighbors
+from torch_geometric.utils import subgraph
 
 from lightning_gnn.ops import sample_neighbors
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
-
-
-def check(batch, data):
-    """A batch must hold edges of the graph, with the attributes of their own nodes and edges."""
-    assert torch.equal(batch.n_id[batch.edge_index], data.edge_index[:, batch.e_id])
-    assert torch.equal(batch.x, data.x[batch.n_id])
-    assert torch.equal(batch.edge_attr, data.edge_attr[batch.e_id])
-    assert sum(batch.num_sampled_nodes) == batch.num_nodes
-    assert sum(batch.num_sampled_edges) == batch.num_edges
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_in_pygs_node_loader(num_workers):
-    data = small_data()
-    loader = NodeLoader(
-        data, NeighborSampler(data, [4, 3], seed=1), input_nodes=data.train_mask, batch_size=32, num_workers=num_workers
-    )
-    seen = []
-    for batch in loader:
-        check(batch, data)
-        assert torch.equal(batch.n_id[: batch.batch_size], batch.input_id)
-        seen.append(batch.input_id)
-    assert torch.equal(torch.cat(seen), data.train_mask.nonzero().view(-1))
+from tests.strategies import edge_indices
 
 
 def test_pygs_worker_processes_sample_anew_in_each_epoch():
@@ -41,39 +22,6 @@ def test_pygs_worker_processes_sample_anew_in_each_epoch():
     loader = NodeLoader(data, NeighborSampler(data, [2]), input_nodes=torch.arange(64), batch_size=16, num_workers=2)
     first, second = ([batch.e_id for batch in loader] for _ in range(2))
     assert not all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_in_pygs_lightning_node_data():
-    data = small_data()
-    datamodule = LightningNodeData(data, node_sampler=NeighborSampler(data, [4, 3]), batch_size=50)
-    for batch in datamodule.train_dataloader():
-        check(batch, data)
-
-
-@pytest.mark.parametrize("disjoint", [False, True])
-@pytest.mark.parametrize("negatives", [None, "binary", "triplet"])
-def test_in_pygs_link_loader(disjoint, negatives):
-    data = small_data()
-    loader = LinkLoader(
-        data,
-        NeighborSampler(data, [4, 3], disjoint=disjoint),
-        edge_label_index=data.edge_index[:, :200],
-        batch_size=25,
-        neg_sampling=negatives,
-    )
-    for number, batch in enumerate(loader):
-        check(batch, data)
-        positives = data.edge_index[:, 25 * number : 25 * number + 25]
-        if negatives == "triplet":
-            found = torch.stack([batch.n_id[batch.src_index], batch.n_id[batch.dst_pos_index]])
-            assert batch.dst_neg_index.shape == (25,)
-        else:
-            found = batch.n_id[batch.edge_label_index[:, :25]]
-            if negatives == "binary":
-                assert batch.edge_label.tolist() == [1.0] * 25 + [0.0] * 25
-        assert torch.equal(found, positives)
-        if disjoint:
-            assert torch.equal(batch.batch[batch.edge_index[0]], batch.batch[batch.edge_index[1]])
 
 
 def test_a_key_fixes_negatives_and_neighbours():
@@ -148,26 +96,64 @@ def test_bad_options_are_named_when_the_sampler_is_made(kind, options, error, me
         kind(small_data(), **{"num_neighbors": [2], **options})
 
 
+NODES, EDGES = NodeSamplerInput(None, torch.arange(3)), EdgeSamplerInput(None, torch.arange(3), torch.arange(3))
+TIMED = EdgeSamplerInput(None, torch.arange(3), torch.arange(3), time=torch.arange(3))
+
+
 @pytest.mark.parametrize("kind", [NeighborSampler, PersistentNeighborSampler])
-def test_bad_inputs_are_named(kind):
-    sampler = kind(small_data(), [2])
-    with pytest.raises(TypeError, match=r"expected NodeSamplerInput\(None, seeds\), got Tensor"):
-        sampler.sample_from_nodes(torch.arange(3))
-    with pytest.raises(TypeError, match=r"expected EdgeSamplerInput\(None, sources, targets\), got NodeSamplerInput"):
-        sampler.sample_from_edges(NodeSamplerInput(None, torch.arange(3)))
-    with pytest.raises(ValueError, match="must lie between"):
-        sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(3)), key=2**64)
-    edges = EdgeSamplerInput(None, torch.arange(3), torch.arange(3))
-    with pytest.raises(ValueError, match="must lie between"):
-        sampler.sample_from_edges(edges, NegativeSampling("binary"), key=2**64)
-    with pytest.raises(IndexError, match="seeds hold node 4611686018427387904, but the graph has 400 nodes"):
-        sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor([2**62])))
+@pytest.mark.parametrize(
+    ("sample", "error", "message"),
+    [
+        (lambda sampler: sampler.sample_from_nodes(torch.arange(3)), TypeError,
+         r"expected NodeSamplerInput\(None, seeds\), got Tensor"),
+        (lambda sampler: sampler.sample_from_edges(NODES), TypeError,
+         r"expected EdgeSamplerInput\(None, sources, targets\), got NodeSamplerInput"),
+        (lambda sampler: sampler.sample_from_nodes(NODES, key=2**64), ValueError, "must lie between"),
+        (lambda sampler: sampler.sample_from_edges(EDGES, NegativeSampling("binary"), key=2**64), ValueError,
+         "must lie between"),
+        (lambda sampler: sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor([2**62]))), IndexError,
+         "seeds hold node 4611686018427387904, but the graph has 400 nodes"),
+        (lambda sampler: sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(3), time=torch.arange(3))),
+         ValueError, "edges have no times: give time_attr"),
+        (lambda sampler: sampler.sample_from_edges(TIMED), ValueError,
+         "edge_label_time is given, but edges of the graph have no times"),
+        (lambda sampler: sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(3), input_type="paper")),
+         ValueError, "type 'paper' were given, but the graph is homogeneous"),
+    ],
+)  # fmt: skip
+def test_bad_inputs_are_named(kind, sample, error, message):
+    with pytest.raises(error, match=message):
+        sample(kind(small_data(), [2]))
 
 
-def test_times_of_seeds_need_times_of_edges():
-    data = small_data()
-    sampler = NeighborSampler(data, [2])
-    with pytest.raises(ValueError, match="edges have no times: give time_attr"):
-        sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(3), time=torch.arange(3)))
-    with pytest.raises(ValueError, match="edge_label_time is given, but edges of the graph have no times"):
-        sampler.sample_from_edges(EdgeSamplerInput(None, torch.arange(3), torch.arange(3), time=torch.arange(3)))
+@settings(max_examples=25)
+@given(edge_indices(max_nodes=12), st.integers(1, 9), st.integers(0, 99))
+def test_of_several_edges_between_two_nodes_a_bidirectional_subgraph_has_the_first(graph, num_seeds, seed):
+    num_nodes, edge_index = graph
+    data = Data(edge_index=edge_index, num_nodes=num_nodes)
+    seeds = torch.arange(min(num_seeds, num_nodes))
+    plain, both = (
+        NeighborSampler(data, [3, 2], subgraph_type=kind).sample_from_nodes(NodeSamplerInput(None, seeds), key=seed)
+        for kind in ("directional", "bidirectional")
+    )
+    expected = {}
+    ends = [*zip(plain.row.tolist(), plain.col.tolist(), strict=True)]
+    edges = plain.edge.tolist()
+    for (row, col), edge in zip([*ends, *((b, a) for a, b in ends)], edges + edges, strict=True):
+        expected.setdefault((col, row), edge)
+    found = zip(both.col.tolist(), both.row.tolist(), strict=True)
+    assert dict(zip(found, both.edge.tolist(), strict=True)) == expected
+    assert sorted(expected) == [*zip(both.col.tolist(), both.row.tolist(), strict=True)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(edge_indices(), st.integers(1, 9), st.integers(0, 99))
+def test_an_induced_subgraph_has_what_the_graph_has_between_the_sampled_nodes(graph, num_seeds, seed):
+    num_nodes, edge_index = graph
+    data = Data(edge_index=edge_index, num_nodes=num_nodes)
+    seeds = torch.arange(min(num_seeds, num_nodes))
+    sampler = NeighborSampler(data, [1, 2], subgraph_type="induced")
+    out = sampler.sample_from_nodes(NodeSamplerInput(None, seeds), key=seed)
+    _, _, mask = subgraph(out.node, edge_index, num_nodes=num_nodes, return_edge_mask=True)
+    assert out.edge.sort().values.tolist() == mask.nonzero().view(-1).tolist()
+    assert torch.equal(torch.stack([out.node[out.row], out.node[out.col]]), edge_index[:, out.edge])

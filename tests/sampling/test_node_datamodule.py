@@ -5,7 +5,6 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.tuner import Tuner
-from torch_geometric.data import Data
 from torch_geometric.nn import GraphSAGE
 
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
@@ -166,51 +165,6 @@ def test_resuming_with_another_batch_size_warns_in_mid_epoch_only(tmp_path):
             trainer().fit(Model(), resumed, ckpt_path=tmp_path / f"step={step}.ckpt")
         assert any(re.search(said, str(warning.message)) for warning in found) == warned, step
         assert any("in the middle of an epoch" in str(warning.message) for warning in found) == warned, step
-
-
-@pytest.mark.parametrize(
-    ("change", "kwargs", "error", "message"),
-    [
-        ({"train_mask": torch.ones(7, dtype=torch.bool)}, {}, ValueError, r"data.train_mask has the shape \[7\]"),
-        ({"train_mask": torch.zeros(400, dtype=torch.bool)}, {}, ValueError, "training split is empty"),
-        ({"edge_index": torch.tensor([[0, 5000], [1, 2]])}, {}, ValueError, r"edge_index\[0\] holds node 5000"),
-        ({"edge_index": torch.rand(2, 5)}, {}, TypeError, "must be int32 or int64"),
-        (
-            {"x": torch.full((400, 2), float("nan"))},
-            {},
-            ValueError,
-            r"x holds NaN or infinity in 400 of 400 rows \(nodes 0, 1, 2, 3, 4, …\)",
-        ),
-        ({"y": torch.zeros(3)}, {}, ValueError, r"data.y has the shape \[3\]"),
-        ({}, {"input_train_nodes": torch.tensor([400])}, ValueError, "input_train_nodes holds node 400"),
-        ({}, {"input_val_nodes": torch.tensor([-1])}, ValueError, "input_val_nodes holds node -1"),
-        ({}, {"input_test_nodes": torch.ones(3, dtype=torch.bool)}, ValueError, "mask of 3 entries"),
-        ({}, {"input_train_nodes": torch.rand(5)}, TypeError, "bool mask or int64"),
-        ({}, {"num_neighbors": None}, ValueError, "num_neighbors is missing"),
-        ({}, {"num_neighbors": [-7]}, ValueError, "num_neighbors holds -7"),
-        ({}, {"batch_size": 0}, ValueError, "batch_size must be at least 1"),
-        ({}, {"time_attr": "t"}, ValueError, "data has no attribute 't'; it has edge_attr, edge_index"),
-        ({}, {"weight_attr": "w"}, ValueError, "data has no attribute 'w'; it has edge_attr, edge_index"),
-        ({}, {"subgraph_type": "both"}, ValueError, "unknown subgraph_type 'both'"),
-        ({}, {"sampler": "labour"}, ValueError, "unknown sampler 'labour'; choose one of uniform, labor"),
-        ({}, {"batch_dependency": 2}, ValueError, "need sampler='labor'"),
-        ({}, {"loader": "full"}, ValueError, "FullGraphDataModule"),
-    ],
-)
-def test_bad_input_is_named_before_training(change, kwargs, error, message):
-    data = small_data()
-    for key, value in change.items():
-        data[key] = value
-    with pytest.raises(error, match=message):
-        NeighborDataModule(data, **{"num_neighbors": [2], "batch_size": 8, **kwargs})
-
-
-def test_what_is_no_graph_and_missing_splits_are_named():
-    with pytest.raises(TypeError, match="homogeneous"):
-        NeighborDataModule([1], num_neighbors=[2])
-    data = Data(x=torch.ones(4, 1), edge_index=torch.tensor([[0], [1]]))
-    with pytest.raises(ValueError, match="no training nodes"):
-        NeighborDataModule(data, num_neighbors=[2]).train_dataloader()
 
 
 def test_evaluation_sees_the_same_batches_in_each_epoch():

@@ -10,7 +10,7 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from benchmarks.disk import optimum
-from lightning_gnn import CollectiveDataModule, LinkDataModule, NeighborDataModule, NeighborSampler
+from lightning_gnn import CollectiveDataModule, NeighborDataModule, NeighborSampler
 from lightning_gnn.graph import DiskFeatures, FeatureTable, disk_reads
 from lightning_gnn.graph.disk_cache import RowLocations
 from lightning_gnn.graph.folder import load_folder, save_folder
@@ -18,6 +18,8 @@ from lightning_gnn.graph.hetero_folder import save_hetero_folder
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.runtime.files import write_whole
 from lightning_gnn.sampling import look_ahead, on_disk
+from tests.batch_checks import assert_same_batches
+from tests.sampling.cases import GRAPHS
 
 NODES = 6000
 MEMORY = "4MB"
@@ -48,17 +50,15 @@ def datamodule(data, kind=NeighborDataModule, **options):
     return kind(data, **{**more, **options})
 
 
-def assert_same(batch, expected):
-    """Compare two mini-batches attribute by attribute, in the order of these."""
-    for store, other in zip(batch.stores, expected.stores, strict=True):
-        assert list(store) == list(other)
-        for name, value in store.items():
-            same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
-            assert same, name
-
-
 def table_of(loader):
     (table,) = loader.tables.values()
+    return table
+
+
+def with_room(loader, blocks):
+    """Give a loader a table that keeps so many blocks beside what it cannot do without; returns it."""
+    file = table_of(loader).file
+    table = loader.tables["x"] = DiskFeatures(file, DiskFeatures.least_bytes(file) + 256 * blocks)
     return table
 
 
@@ -70,8 +70,7 @@ def test_mini_batches_equal_those_from_memory(folder, workers, options):
     plain = datamodule(data, num_workers=workers).train_dataloader()
     disk = datamodule(data, num_workers=workers, memory=MEMORY, **options).train_dataloader()
     for _ in range(2):
-        for batch, expected in zip(disk, plain, strict=True):
-            assert_same(batch, expected)
+        assert_same_batches(disk, plain)
     counts = table_of(disk).counts
     assert 0 < counts.hits < counts.rows
     assert table_of(disk).num_bytes < 4_000_000
@@ -81,10 +80,7 @@ def test_looking_ahead_reads_less_and_the_same_each_time(folder):
     data, blocks = load_folder(folder), {}
     for lookahead, workers in ((0, 0), (3, 0), (11, 0), (11, 2), (11, 3)):
         loader = datamodule(data, num_workers=workers, memory="6MB", lookahead=lookahead).train_dataloader()
-        table = DiskFeatures(
-            table_of(loader).file, DiskFeatures.least_bytes(table_of(loader).file) + 256 * 400
-        )  # as much for each of them
-        loader.tables["x"] = table
+        table = with_room(loader, 400)  # as much for each of them
         for _ in loader:
             pass
         blocks[lookahead, workers] = table.counts.blocks
@@ -94,38 +90,15 @@ def test_looking_ahead_reads_less_and_the_same_each_time(folder):
     assert blocks[11, 0] < blocks[3, 0] < blocks[0, 0]
 
 
-def test_links_and_their_negatives(folder):
-    data = load_folder(folder)
-    edges = data.graph.to_edge_index()[:, :500]
-    loaders = [
-        datamodule(data, LinkDataModule, input_train_edges=edges, neg_sampling="triplet", num_workers=2, **options)
-        for options in ({}, {"memory": MEMORY})
-    ]
-    for batch, expected in zip(loaders[1].train_dataloader(), loaders[0].train_dataloader(), strict=True):
-        assert_same(batch, expected)
-
-
 def test_types_share_one_memory(tmp_path):
-    random = torch.Generator().manual_seed(1)
-    data = HeteroData()
-    for kind, count, width in (("paper", 3000, 40), ("author", 2000, 9), ("venue", 10, 3)):
-        data[kind].x = torch.randn(count, width, generator=random)
-    data["paper"].y = torch.randint(0, 3, (3000,), generator=random)
-    for source, target in (("author", "paper"), ("paper", "author"), ("venue", "paper"), ("paper", "paper")):
-        ends = [torch.randint(0, data[kind].num_nodes, (9000,), generator=random) for kind in (source, target)]
-        data[source, "to", target].edge_index = torch.stack(ends)
+    data = GRAPHS["typed"]()
     store = {kind: saved(data[kind].x, tmp_path / f"{kind}.npy") for kind in ("paper", "author")}
-    seeds = {"input_train_nodes": ("paper", torch.arange(0, 3000, 9)), "num_workers": 2}
-    plain, disk = datamodule(data, **seeds), datamodule(data, memory="8MB", store=store, **seeds)
-    for batch, expected in zip(disk.train_dataloader(), plain.train_dataloader(), strict=True):
-        assert_same(batch, expected)
-    tables = disk.train_dataloader().tables
+    tables = datamodule(data, memory="8MB", store=store).train_dataloader().tables
     assert {*tables} == {("paper", "x"), ("author", "x")}
-    assert all(table.counts.rows for table in tables.values())
-    with pytest.raises(ValueError, match="no node type 'editor', only paper, author, venue"):
-        datamodule(data, memory="8MB", store={"editor": store["paper"]}, **seeds)
+    with pytest.raises(ValueError, match="no node type 'editor', only author, paper, venue"):
+        datamodule(data, memory="8MB", store={"editor": store["paper"]})
     with pytest.raises(TypeError, match="with types needs one file for each type"):
-        datamodule(data, memory="8MB", store=store["paper"], **seeds)
+        datamodule(data, memory="8MB", store=store["paper"])
 
 
 def test_features_may_lie_in_the_store_alone(folder):
@@ -182,13 +155,6 @@ def test_a_store_of_floats_stands_for_other_numbers_of_the_same_value(folder, tm
         datamodule(data, memory=MEMORY, store=store)
 
 
-def test_features_that_are_mapped_are_compared_with_another_store(folder, tmp_path):
-    data = load_folder(folder)
-    datamodule(data, memory=MEMORY, store=saved(data.x, tmp_path / "same.npy", "bfloat16"))
-    with pytest.raises(ValueError, match="holds other features"):
-        datamodule(data, memory=MEMORY, store=saved(data.x - data.x.mean(0), tmp_path / "other.npy"))
-
-
 @pytest.mark.parametrize("typed", [False, True])
 def test_a_folder_with_rows_of_an_earlier_release_is_refused(tmp_path, typed):
     data = HeteroData()
@@ -223,21 +189,6 @@ def test_a_sampler_of_the_users_own_is_not_run_ahead(folder):
     for number, batch in enumerate(loader, 1):
         assert own.calls == number
         assert torch.equal(batch.x, data.x[batch.n_id])
-
-
-def test_transforms_and_samplers_with_random_numbers(folder):
-    data = load_folder(folder)
-
-    def noisy(batch):
-        batch.x = batch.x + torch.randn_like(batch.x)
-        return batch
-
-    plain, disk = (
-        datamodule(data, num_workers=2, transform=noisy, **options).train_dataloader()
-        for options in ({}, {"memory": MEMORY})
-    )
-    for batch, expected in zip(disk, plain, strict=True):
-        assert_same(batch, expected)
 
 
 def trained(data, epochs=2, resume=None, root=None, **options):
@@ -338,8 +289,7 @@ def test_a_slow_disk_changes_nothing(folder, monkeypatch):
     monkeypatch.setattr(disk_reads.DirectReader, "_share", throttled)
     plain = datamodule(data).train_dataloader()
     disk = datamodule(data, num_workers=2, memory=MEMORY, lookahead=4).train_dataloader()
-    for batch, expected in zip(disk, plain, strict=True):
-        assert_same(batch, expected)
+    assert_same_batches(disk, plain)
 
 
 def test_the_window_is_full_at_first_but_for_a_bound_and_keeps_to_its_bytes():
@@ -366,11 +316,9 @@ def test_the_window_is_full_at_first_but_for_a_bound_and_keeps_to_its_bytes():
 
 def test_an_epoch_reads_as_little_as_who_knows_all_of_it(folder):
     loader = datamodule(load_folder(folder), memory="6MB", store=folder / "x.npy").train_dataloader()
-    file = table_of(loader).file
-    table = DiskFeatures(file, DiskFeatures.least_bytes(file) + 256 * 600)
-    loader.tables["x"] = table
+    table = with_room(loader, 600)
     trace = [batch.n_id.numpy() for batch in loader]
-    assert table.counts.blocks <= 1.01 * optimum(trace, file, table.cache_rows)
+    assert table.counts.blocks <= 1.01 * optimum(trace, table.file, table.cache_rows)
 
 
 def counting_draws(loader, monkeypatch):
@@ -423,8 +371,7 @@ def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_be
             one.sampler.set_epoch(5)
     known = len(loader._begun) if between == "nothing" else 0
     announced = counting_announced(monkeypatch)
-    for batch, expected in zip(loader, plain, strict=True):
-        assert_same(batch, expected)
+    assert_same_batches(loader, plain)
     assert table.announced == len(loader._begun)
     assert len(announced) == len(loader) - known + len(loader._begun)
 
@@ -445,8 +392,7 @@ def test_an_epoch_ends_with_what_the_next_one_begins_with(tmp_path, workers, mon
     blocks = {}
     for alone in (True, False):
         loader = datamodule(data, num_workers=workers, batch_size=25, memory="9MB").train_dataloader()
-        file = table_of(loader).file
-        table = loader.tables["x"] = DiskFeatures(file, DiskFeatures.least_bytes(file) + 256 * 1500)
+        table = with_room(loader, 1500)
         loader.is_last = (lambda epoch: True) if alone else None
         with monkeypatch.context() as patch:
             drawn, announced = counting_draws(loader, patch), counting_announced(patch)
@@ -457,7 +403,7 @@ def test_an_epoch_ends_with_what_the_next_one_begins_with(tmp_path, workers, mon
         assert len(set(drawn)) == len(drawn), "each is sampled once, also if the epoch before has sampled it"
         assert len(announced) == len(drawn), "and announced once"
         blocks[alone] = table.counts.blocks
-    best = optimum([n_id.numpy() for epoch in expected for n_id in epoch], file, table.cache_rows)
+    best = optimum([n_id.numpy() for epoch in expected for n_id in epoch], table.file, table.cache_rows)
     assert blocks[False] <= 1.01 * best < 0.9 * blocks[True]
 
 
@@ -468,8 +414,7 @@ def test_what_was_sampled_for_other_mini_batches_is_not_used(folder, monkeypatch
     for change in (lambda loader: None, lambda loader: setattr(loader, "seed", 9)):
         for loader in loaders:
             change(loader)
-        for batch, expected in zip(*loaders, strict=True):
-            assert_same(batch, expected)
+        assert_same_batches(*loaders)
     disk, plain = loaders
     assert disk._begun
     seeds = disk._begun[0].task
@@ -482,8 +427,7 @@ def test_what_was_sampled_for_other_mini_batches_is_not_used(folder, monkeypatch
         return real(self, task)
 
     monkeypatch.setattr(type(disk), "draw", failing)  # of the epoch after
-    for batch, expected in zip(disk, plain, strict=True):
-        assert_same(batch, expected)
+    assert_same_batches(disk, plain)
     with pytest.raises(RuntimeError, match="no neighbours today"):
         next(iter(disk))
 
@@ -493,17 +437,6 @@ def test_the_last_epoch_samples_no_other(folder, monkeypatch):
     drawn = counting_draws(loader, monkeypatch)
     trained(load_folder(folder), memory=MEMORY)
     assert {epoch for epoch, _ in drawn} == {0, 1}
-
-
-def test_collective_batches_from_disk(folder):
-    data = load_folder(folder)
-    plain, disk = (
-        datamodule(data, CollectiveDataModule, num_workers=2, **options).train_dataloader()
-        for options in ({}, {"memory": MEMORY})
-    )
-    for batch, expected in zip(disk, plain, strict=True):
-        assert_same(batch, expected)
-    assert table_of(disk).counts.rows
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -516,8 +449,7 @@ def test_collective_batching_looks_ahead_as_others_do(folder, workers):
     ):
         module = datamodule(data, kind, num_workers=workers, memory="6MB", store=folder / "x.npy", **options)
         loader = module.train_dataloader()
-        file = table_of(loader).file
-        table = loader.tables["x"] = DiskFeatures(file, DiskFeatures.least_bytes(file) + 256 * 600)
+        table = with_room(loader, 600)
         for _ in range(2):
             for batch in loader:
                 assert torch.equal(batch.x, data.x[batch.n_id])

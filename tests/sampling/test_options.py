@@ -45,18 +45,6 @@ def test_what_would_be_another_batch_is_refused(name):
         checked_options({name: OTHER[name]}, "node")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sampler": 3}, "sampler must give positions among the seeds, as torch's samplers do, but is 3"),
-        ({"batch_sampler": 3}, "batch_sampler must give positions among the seeds"),
-    ],
-)
-def test_values_of_another_kind_are_told_at_once(options, message):
-    with pytest.raises(TypeError, match=message):
-        checked_options(options, "node")
-
-
 def test_seeds_of_a_type_are_refused_where_there_is_one():
     data = small_data()
     with pytest.raises(TypeError, match="input_nodes names the node type 'paper'"):
@@ -101,6 +89,8 @@ def test_values_that_ask_for_nothing_are_taken():
         ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be at least 1"),
         ({"drop_last": "no"}, ValueError, "drop_last must be True or False, but is 'no'"),
         ({"shuffle": 1}, ValueError, "shuffle must be True or False, but is 1"),
+        ({"sampler": 3}, TypeError, "sampler must give positions among the seeds, as torch's samplers do, but is 3"),
+        ({"batch_sampler": 3}, TypeError, "batch_sampler must give positions among the seeds"),
         ({"transform": 3}, TypeError, "transform must be a function of one argument, but is 3"),
     ],
 )

@@ -5,8 +5,6 @@ import datetime
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn import (
@@ -133,13 +131,3 @@ def test_times_of_nodes_and_edges_at_once_are_refused_with_the_column_to_rename(
         made = NeighborDataModule(data, "a", time_attr="time", **times, **SIZES)
         batch = next(iter(made.train_dataloader()))
         assert batch["a"].num_nodes
-
-
-@given(st.integers(-5, 5), st.sampled_from([1, 2, 2.5, 4]), st.booleans())
-def test_a_window_is_half_open(seed_time, window, floating):
-    times = torch.arange(-12, 12).to(torch.float64 if floating else torch.int64)
-    edges = torch.stack([torch.arange(1, 25), torch.zeros(24, dtype=torch.int64)])
-    graph = CSCGraph.from_edge_index(edges, 25).with_time(times)
-    drawn = sample_neighbors(graph, torch.tensor([0]), [-1], seed_time=torch.tensor([seed_time]), time_window=window)
-    found = times[drawn.node[1:] - 1]
-    assert sorted(found.tolist()) == [t for t in times.tolist() if seed_time - window < t <= seed_time]

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.data import HeteroData
-from torch_geometric.loader import ImbalancedSampler, LinkNeighborLoader, NeighborLoader, NodeLoader
+from torch_geometric.loader import NodeLoader
 from torch_geometric.nn import SAGEConv, to_hetero
 from torch_geometric.sampler import EdgeSamplerInput, NodeSamplerInput
 from torch_geometric.sampler.base import SubgraphType
-from torch_geometric.utils import subgraph, trim_to_layer
 
 from lightning_gnn import (
     CSCGraph,
@@ -22,7 +21,6 @@ from lightning_gnn import (
     NeighborDataModule,
     NeighborSampler,
     PersistentSamplerDataModule,
-    enable_pyg_sampling,
     sample_neighbors,
 )
 from lightning_gnn.hyscale.accelerator_sampling import can_sample_on
@@ -30,6 +28,7 @@ from lightning_gnn.nn import FullInference, HeteroGraphSAGE, LinkPredictor, Node
 from lightning_gnn.ops import batch_key
 from lightning_gnn.sampling import ThreadedNodeLoader
 from lightning_gnn.sampling.loader import ThreadedLinkLoader
+from tests.batch_checks import check
 from tests.batching_data import small_data
 
 CITES, WRITES, REVERSE = ("paper", "cites", "paper"), ("author", "writes", "paper"), ("paper", "rev_writes", "author")
@@ -63,22 +62,6 @@ def typed_data(seed=0):
     return data
 
 
-def check(batch, data):
-    """A mini-batch holds rows and edges of the graph."""
-    for name in data.node_types:
-        ids = batch[name].n_id
-        assert batch[name].num_nodes == ids.numel() == sum(batch[name].num_sampled_nodes)
-        for key in ("x", "y", "time"):
-            if key in data[name]:
-                assert torch.equal(batch[name][key], data[name][key][ids])
-    for name in data.edge_types:
-        own = batch[name]
-        ends = torch.stack([batch[name[0]].n_id[own.edge_index[0]], batch[name[2]].n_id[own.edge_index[1]]])
-        assert torch.equal(ends, data[name].edge_index[:, own.e_id])
-        if "edge_attr" in data[name]:
-            assert torch.equal(own.edge_attr, own.e_id)
-
-
 def contents(batch):
     """All that a mini-batch holds, for comparison."""
     out = {}
@@ -86,40 +69,6 @@ def contents(batch):
         for key, value in store.items():
             out[store._key, key] = value.tolist() if isinstance(value, torch.Tensor) else value
     return out
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("disjoint", [False, True])
-def test_batches_equal_pygs(disjoint, num_workers):
-    data = typed_data()
-    sampler = NeighborSampler(data, [4, 3], disjoint=disjoint, seed=1)
-    loader = ThreadedNodeLoader(
-        data, sampler, input_nodes=("paper", data["paper"].train_mask), batch_size=40, num_workers=num_workers, seed=5
-    )
-    pygs = NodeLoader(data, sampler, input_nodes=("paper", data["paper"].train_mask), batch_size=40)
-    seeds = data["paper"].train_mask.nonzero().view(-1).split(40)
-    for number, batch in enumerate(loader):
-        check(batch, data)
-        key = batch_key(5, 0, 0, 0, number)
-        out = sampler.sample_from_nodes(NodeSamplerInput(seeds[number], seeds[number], None, "paper"), key=key)
-        assert contents(batch) == contents(pygs.filter_fn(out))
-        assert torch.equal(batch["paper"].n_id[: batch["paper"].batch_size], seeds[number])
-    assert number == len(seeds) - 1
-
-
-def test_typed_graphs_of_pygs_loaders():
-    data = typed_data()
-    with enable_pyg_sampling():
-        kinds = [
-            {"num_neighbors": {name: [3, 2] for name in data.edge_types}},
-            {"num_neighbors": [3, 2], "weight_attr": "weight"},
-            {"num_neighbors": [3, 2], "time_attr": "time"},
-            {"num_neighbors": [3, 2], "sampler": ImbalancedSampler(data["paper"].y, data["paper"].train_mask)},
-        ]
-        for kwargs in kinds:
-            loader = NeighborLoader(data, input_nodes=("paper", data["paper"].train_mask), batch_size=30, **kwargs)
-            for batch in loader:
-                check(batch, data)
 
 
 def test_induced_and_bidirectional_subgraphs():
@@ -139,14 +88,6 @@ def test_induced_and_bidirectional_subgraphs():
     forward = set(zip(directed.row[WRITES].tolist(), directed.col[WRITES].tolist(), strict=True))
     backward = set(zip(directed.col[REVERSE].tolist(), directed.row[REVERSE].tolist(), strict=True))
     assert set(zip(undirected.row[WRITES].tolist(), undirected.col[WRITES].tolist(), strict=True)) == forward | backward
-
-
-def test_induced_subgraphs_of_one_type():
-    data = small_data()
-    batch = next(
-        iter(NeighborDataModule(data, num_neighbors=[2, 2], subgraph_type="induced", batch_size=20).train_dataloader())
-    )
-    assert int(subgraph(batch.n_id, data.edge_index)[0].size(1)) == batch.num_edges
 
 
 class Typed(pl.LightningModule):
@@ -180,41 +121,6 @@ class Typed(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit(data, tmp_path, num_workers=0, **kwargs):
-    pl.seed_everything(3, verbose=False)
-    datamodule = NeighborDataModule(data, num_neighbors=[4, 3], batch_size=50, num_workers=num_workers, **kwargs)
-    module = Typed(data)
-    with torch.no_grad():
-        module(next(iter(datamodule.val_dataloader())))  # sizes of lazy layers
-    trainer = pl.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(module, datamodule=datamodule)
-    return module
-
-
-def test_training_is_the_same_for_any_number_of_workers(tmp_path):
-    data = typed_data()
-    alone, together = (fit(data, tmp_path, num_workers=count) for count in (0, 2))
-    for a, b in zip(alone.parameters(), together.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert set(torch.cat(alone.seen).tolist()) == set(range(300))
-
-
-def test_layers_can_be_trimmed():
-    data = typed_data()
-    batch = next(iter(NeighborDataModule(data, num_neighbors=[3, 2], batch_size=20).train_dataloader()))
-    x, edges, _ = trim_to_layer(
-        1, batch.collect("num_sampled_nodes"), batch.collect("num_sampled_edges"),
-        {name: torch.empty(batch[name].num_nodes, 1) for name in data.node_types}, batch.edge_index_dict,
-    )  # fmt: skip
-    assert all(edges[name].numel() == 0 or int(edges[name][1].max()) < x[name[2]].size(0) for name in edges)
-    assert sum(edge.size(1) for edge in edges.values()) == sum(
-        sum(counts[:-1]) for counts in batch.collect("num_sampled_edges").values()
-    )
 
 
 @pytest.mark.parametrize("strategy", ["uniform", "last"])
@@ -306,31 +212,6 @@ def test_edges_of_one_type_are_taken_out_of_the_messages_too():
         assert sum(batch.num_sampled_edges) == batch.num_edges
 
 
-@pytest.mark.parametrize("negatives", ["binary", "triplet"])
-@pytest.mark.parametrize("name", [CITES, WRITES])
-def test_typed_links(name, negatives):
-    data = typed_data()
-    module = LinkDataModule(
-        data, (name, data[name].edge_index), num_neighbors=[3, 2], neg_sampling=negatives, batch_size=50
-    )
-    with enable_pyg_sampling():
-        pygs = LinkNeighborLoader(
-            data, [3, 2], edge_label_index=(name, data[name].edge_index), neg_sampling=negatives, batch_size=50
-        )
-    pyg_batch = next(iter(pygs))
-    for batch in module.train_dataloader():
-        check(batch, data)
-        if negatives == "binary":
-            row, col = batch[name].edge_label_index[:, batch[name].edge_label == 1]
-        else:
-            row, col = batch[name[0]].src_index, batch[name[2]].dst_pos_index
-        ends = torch.stack([batch[name[0]].n_id[row], batch[name[2]].n_id[col]])
-        assert torch.equal(ends, data[name].edge_index[:, batch[name].input_id])
-        assert {key: sorted(store) for key, store in pyg_batch._node_store_dict.items()} == {
-            key: sorted(store) for key, store in batch._node_store_dict.items()
-        }
-
-
 def test_a_transposed_adjacency_is_kept_as_narrow_as_an_edge_list():
     data = typed_data()
     edges = data[WRITES].edge_index
@@ -355,49 +236,81 @@ def test_links_of_a_type_that_is_not_among_the_messages():
         LinkDataModule(data, WRITES, num_neighbors=[3])
 
 
-def test_embeddings_of_a_type_without_features(tmp_path):
+def with_mistakes():
     data = typed_data()
-    data["venue"].x = torch.nn.Parameter(torch.randn(7, 4))
-    module = NeighborDataModule(data, num_neighbors=[4, 3], batch_size=50, sparse_grad=True)
-    batch = next(iter(module.train_dataloader()))
-    batch["venue"].x.sum().backward()
-    grad = data["venue"].x.grad
-    assert grad.is_sparse
-    assert grad.to_dense().sum(1).nonzero().view(-1).tolist() == sorted(batch["venue"].n_id.tolist())
+    data["paper"].bad, data["author"].float_time = data["paper"].time.float(), torch.rand(120)
+    data["paper"].bad[4] = torch.nan
+    data["paper"].float_time = 1_700_000_000_000_000_000 + torch.arange(300)
+    data[CITES].bad_weight = torch.ones(2500)
+    data[CITES].bad_weight[2] = -1
+    return data
+
+
+def made_of(kind, **kwargs):
+    """Make a sampler, a DataModule or a loader, and its first mini-batch."""
+    data = with_mistakes()
+    if kind is ThreadedNodeLoader:
+        return kind(data, NeighborSampler(data, [2]), input_nodes="paper", tables={"x": FeatureTable(data["paper"].x)})
+    if kind is LinkDataModule:
+        data["author"].time = torch.randint(1000, (120,))
+        kwargs["input_train_edges"] = (WRITES, data[WRITES].edge_index)
+    made = kind(data, **{"num_neighbors": [2], **kwargs})
+    return made if kind is NeighborSampler else next(iter(made.train_dataloader()))
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
+    ("kind", "kwargs", "error", "message"),
     [
-        ({"input_train_nodes": torch.arange(3)}, TypeError, r"give input_train_nodes=\(type, nodes\)"),
-        ({"input_train_nodes": ("editor", [1])}, ValueError, "there is no node type 'editor'"),
-        ({"input_train_nodes": ("venue", torch.tensor([7]))}, ValueError, "holds node 7, but the graph has 7 nodes"),
-        ({"time_attr": "when"}, ValueError, "no node type and no edge type has times called 'when'"),
-        ({"weight_attr": "when"}, ValueError, "no edge type has weights called 'when'"),
-        ({"time_attr": "time", "weight_attr": "weight"}, ValueError, "no weighted temporal sampling"),
-        ({"time_attr": "bad"}, ValueError, "'bad' of paper: times of nodes hold NaN, at 4"),
-        ({"weight_attr": "bad_weight"}, ValueError, "that of edge 2 is -1"),
-        ({"input_train_time": torch.arange(3)}, ValueError, "input_train_time is given, but edges have no times"),
-        ({"time_attr": "time", "input_train_time": torch.arange(3)}, ValueError, "there are .* seeds"),
-        ({"num_neighbors": {CITES: [1]}}, ValueError, "no fanouts for"),
-        ({"time_attr": "time", "subgraph_type": "induced"}, ValueError, "no induced subgraphs"),
+        *((NeighborDataModule, *row) for row in (
+            ({"input_train_nodes": torch.arange(3)}, TypeError, r"give input_train_nodes=\(type, nodes\)"),
+            ({"input_train_nodes": ("editor", [1])}, ValueError, "there is no node type 'editor'"),
+            ({"input_train_nodes": ("venue", torch.tensor([7]))}, ValueError, "holds node 7, but the graph has 7 node"),
+            ({"time_attr": "when"}, ValueError, "no node type and no edge type has times called 'when'"),
+            ({"weight_attr": "when"}, ValueError, "no edge type has weights called 'when'"),
+            ({"time_attr": "time", "weight_attr": "weight"}, ValueError, "no weighted temporal sampling"),
+            ({"time_attr": "bad"}, ValueError, "'bad' of paper: times of nodes hold NaN, at 4"),
+            ({"weight_attr": "bad_weight"}, ValueError, "that of edge 2 is -1"),
+            ({"input_train_time": torch.arange(3)}, ValueError, "input_train_time is given, but edges have no times"),
+            ({"time_attr": "time", "input_train_time": torch.arange(3)}, ValueError, "there are .* seeds"),
+            ({"num_neighbors": {CITES: [1]}}, ValueError, "no fanouts for"),
+            ({"time_attr": "time", "subgraph_type": "induced"}, ValueError, "no induced subgraphs"),
+        )),
+        *((NeighborSampler, *row) for row in (
+            ({"exclude_seed_edges": "no"}, TypeError, "must be True, False or a dict of reverse edge types, but is 'n"),
+            ({"exclude_seed_edges": {WRITES: ("paper", "rev-writes", "author")}}, ValueError,
+             "names .*rev-writes.*, but the edge types are"),
+            ({"exclude_seed_edges": {WRITES: CITES}}, ValueError, "does not lead back where"),
+            ({"time_attr": "float_time"}, ValueError,
+             "'float_time' of paper: times of nodes are integers that no floating number"),
+        )),
+        (ThreadedNodeLoader, {}, ValueError, "tables are by attribute, so they cannot tell types apart"),
+        (LinkDataModule, {"time_attr": "time", "neg_sampling": "binary"}, ValueError,
+         r"negative edges need times .* give edge_label_time \(input_train_time\)"),
     ],
-)
-def test_mistakes_are_named(kwargs, error, message):
-    data = typed_data()
-    data["paper"].bad = data["paper"].time.float()
-    data["paper"].bad[4] = torch.nan
-    data[CITES].bad_weight = torch.ones(2500)
-    data[CITES].bad_weight[2] = -1
+)  # fmt: skip
+def test_mistakes_are_named(kind, kwargs, error, message):
     with pytest.raises(error, match=message):
-        NeighborDataModule(data, **{"num_neighbors": [2], **kwargs})
+        made_of(kind, **kwargs)
 
 
-def test_whole_graphs_leak_what_times_hide():
-    data = small_data()
-    data.time = torch.arange(400)
-    with pytest.raises(ValueError, match="goes over all edges at once, which does not go with time_attr"):
-        NeighborDataModule(data, num_neighbors=[2, 2], time_attr="time", inference="full")
+def test_what_is_not_there_is_named():
+    data = typed_data()
+    data["paper", "of", "nowhere"].edge_index = torch.tensor([[0], [0]])
+    with pytest.raises(ValueError, match="are of a node type 'nowhere' that data does not have"):
+        NeighborSampler(data, [2])
+    data = typed_data()
+    for name in SIZES:
+        data[name].pop("x", None)
+    with pytest.raises(ValueError, match="no type has an x"):
+        NeighborDataModule(data, num_neighbors=[2], feature_dtype="bfloat16")
+    data["paper"].x = np.ones((300, 4), np.float32)
+    module = NeighborDataModule(data, num_neighbors=[2], feature_dtype="bfloat16", batch_size=8)
+    assert next(iter(module.train_dataloader()))["paper"].x.dtype == torch.bfloat16
+    datamodule = NeighborDataModule(data, num_neighbors=[2], inference=FullInference(memory_limit=0))
+    with pytest.raises(ValueError, match="graphs with types run in memory; leave out folder and memory_limit"):
+        datamodule.val_dataloader()
+    with pytest.raises(ValueError, match="too large for int64"):
+        CSCGraph.from_edge_index(torch.tensor([[0], [0]])).with_time(torch.tensor([2**63], dtype=torch.uint64))
 
 
 @pytest.mark.parametrize(
@@ -425,42 +338,6 @@ def test_what_asks_for_nothing_is_taken_everywhere():
     assert can_sample_on(ThreadedNodeLoader(small_data(), NeighborSampler(small_data(), [2])), torch.device("cpu"))
 
 
-def test_options_of_evaluation_exclude_each_other_too():
-    data = small_data()
-    with pytest.raises(ValueError, match="no induced subgraphs"):
-        NeighborDataModule(
-            data, num_neighbors=[2], subgraph_type="induced", eval_loader_kwargs={"disjoint": True}
-        )  # fmt: skip
-    with pytest.raises(ValueError, match="no LABOR sampling with replacement"):
-        NeighborDataModule(data, num_neighbors=[2], sampler="labor", eval_loader_kwargs={"replace": True})
-    with pytest.raises(TypeError, match="sampler must give positions among the seeds"):
-        NeighborDataModule(data, num_neighbors=[2], eval_loader_kwargs={"sampler": "labor"})
-    module = NeighborDataModule(data, num_neighbors=[2], eval_loader_kwargs={"subgraph_type": "induced"})
-    batch = next(iter(module.val_dataloader()))
-    assert int(subgraph(batch.n_id, data.edge_index)[0].size(1)) == batch.num_edges
-
-
-def test_tables_do_not_know_types():
-    data = typed_data()
-    with pytest.raises(ValueError, match="tables are by attribute, so they cannot tell types apart"):
-        ThreadedNodeLoader(
-            data, NeighborSampler(data, [2]), input_nodes="paper", tables={"x": FeatureTable(data["paper"].x)}
-        )
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ("no", TypeError, "must be True, False or a dict of reverse edge types, but is 'no'"),
-        ({WRITES: ("paper", "rev-writes", "author")}, ValueError, "names .*rev-writes.*, but the edge types are"),
-        ({WRITES: CITES}, ValueError, "does not lead back where"),
-    ],
-)
-def test_reverse_types_that_are_none(given, error, message):
-    with pytest.raises(error, match=message):
-        NeighborSampler(typed_data(), [2], exclude_seed_edges=given)
-
-
 def test_a_reverse_type_of_another_name_is_asked_for():
     data = typed_data()
     data["paper", "written_by", "author"].edge_index = data[REVERSE].edge_index
@@ -482,26 +359,6 @@ def test_a_reverse_type_of_another_name_is_asked_for():
     assert not found & set(zip(row.tolist(), col.tolist(), strict=True))
 
 
-def test_times_that_floating_numbers_cannot_tell_apart_are_refused():
-    data = typed_data()
-    data["paper"].time = 1_700_000_000_000_000_000 + torch.arange(300)
-    data["author"].time = torch.rand(120)
-    with pytest.raises(ValueError, match="'time' of paper: times of nodes are integers that no floating number"):
-        NeighborSampler(data, [2], time_attr="time")
-    with pytest.raises(ValueError, match="too large for int64"):
-        CSCGraph.from_edge_index(torch.tensor([[0], [0]])).with_time(torch.tensor([2**63], dtype=torch.uint64))
-
-
-def test_negative_edges_need_times_too():
-    data = typed_data()
-    data["author"].time = torch.randint(1000, (120,))
-    module = LinkDataModule(
-        data, (WRITES, data[WRITES].edge_index), num_neighbors=[2], time_attr="time", neg_sampling="binary"
-    )
-    with pytest.raises(ValueError, match=r"negative edges need times .* give edge_label_time \(input_train_time\)"):
-        next(iter(module.train_dataloader()))
-
-
 def test_times_of_a_type_that_no_edge_comes_from():
     data = typed_data()
     del data[CITES], data["paper", "in", "venue"], data[REVERSE]  # papers are targets alone
@@ -520,23 +377,6 @@ def test_parts_of_a_mini_batch_keep_its_number():
         out = loader.sample(list(range(32, 64)), batch_key(1, 0, 0, 0, number), 1, 32)
         picks.append(set(out.edge.tolist()))
     assert len(picks[0] & picks[1]) > 0.8 * len(picks[0])
-
-
-def test_what_is_not_there_is_named():
-    data = typed_data()
-    data["paper", "of", "nowhere"].edge_index = torch.tensor([[0], [0]])
-    with pytest.raises(ValueError, match="are of a node type 'nowhere' that data does not have"):
-        NeighborSampler(data, [2])
-    data = typed_data()
-    for name in SIZES:
-        data[name].pop("x", None)
-    with pytest.raises(ValueError, match="no type has an x"):
-        NeighborDataModule(data, num_neighbors=[2], feature_dtype="bfloat16")
-    data["paper"].x = np.ones((300, 4), np.float32)
-    module = NeighborDataModule(data, num_neighbors=[2], feature_dtype="bfloat16", batch_size=8)
-    assert next(iter(module.train_dataloader()))["paper"].x.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="time_window needs times: give time_attr"):
-        NeighborDataModule(data, num_neighbors=[2], time_window=4)
 
 
 def test_edges_of_the_weight_0_are_left_out_of_the_edge_list():
@@ -591,10 +431,3 @@ def test_full_inference_is_the_model_on_the_whole_graph(kind, tmp_path):
         assert trainer.test(module, datamodule, verbose=False)[0]["test_loss"] > 0
     assert "val_mask" in data["paper"]
     assert "pred_nodes" not in data["paper"]
-
-
-def test_full_inference_of_types_stays_in_memory():
-    data = typed_data()
-    datamodule = NeighborDataModule(data, num_neighbors=[2], inference=FullInference(memory_limit=0))
-    with pytest.raises(ValueError, match="graphs with types run in memory; leave out folder and memory_limit"):
-        datamodule.val_dataloader()

@@ -13,14 +13,15 @@ from torch_geometric.data import Data
 from torch_geometric.loader import NodeLoader
 from torch_geometric.sampler import BaseSampler, SamplerOutput
 
-from lightning_gnn import CollectiveDataModule, LinkDataModule, NeighborDataModule
+from lightning_gnn import LinkDataModule, NeighborDataModule
 from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
+from tests.batch_checks import assert_same_batches
 from tests.batching_data import small_data
 from tests.patience import PATIENCE
-from tests.sampling.test_loader import Fixed, assert_same
+from tests.sampling.test_loader import Fixed
 
 DATA = small_data()
 SAMPLER = NeighborSampler(DATA, [3, 2])
@@ -99,11 +100,9 @@ def test_passes_outside_a_trainer_go_on_in_order_and_samples():
         assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
         again = NeighborDataModule(DATA, num_neighbors=[2], batch_size=40, seed=5).train_dataloader()
         for one, other in zip(passes, ([*again] for _ in range(3)), strict=True):
-            for a, b in zip(one, other, strict=True):
-                assert_same(a, b)
+            assert_same_batches(one, other)
         evaluation = module.val_dataloader()
-        for a, b in zip(list(evaluation), list(evaluation), strict=True):
-            assert_same(a, b)
+        assert_same_batches(list(evaluation), list(evaluation))
 
 
 def test_a_bare_loader_goes_on_and_starts_anew_where_told():
@@ -118,41 +117,10 @@ def test_a_bare_loader_goes_on_and_starts_anew_where_told():
     told.set_epoch(8)
     list(ours)
     told.set_epoch(7)
-    for a, b in zip(seventh, list(ours), strict=True):
-        assert_same(a, b)
-
-
-def test_collective_passes_go_on_too():
-    module = CollectiveDataModule(DATA, num_neighbors=[2], batch_size=40, num_workers=1, gpu_route="cpu", seed=5)
-    plain = NeighborDataModule(DATA, num_neighbors=[2], batch_size=40, seed=5).train_dataloader()
-    made = module.train_dataloader()
-    assert isinstance(made, CollectiveLoader)
-    for _ in range(2):
-        for a, b in zip(list(made), list(plain), strict=True):
-            assert_same(a, b)
-    module.teardown("fit")
+    assert_same_batches(seventh, list(ours))
 
 
 # -- attributes
-
-
-def test_own_n_id_and_e_id_are_kept_so_that_a_batch_can_be_sampled_from():
-    outer = next(iter(loader(shuffle=False)))
-    for make in (ThreadedNodeLoader, NodeLoader):
-        sampler = Fixed(outer, [2])
-        inner = next(iter(make(outer, sampler, input_nodes=torch.arange(9), batch_size=9)))
-        assert torch.equal(inner.x, DATA.x[inner.n_id])
-        assert torch.equal(inner.edge_attr, DATA.edge_attr[inner.e_id])
-
-
-def test_numpy_attributes_come_as_tensors_as_in_pyg():
-    data = small_data()
-    data.heights, data.lengths = np.arange(400.0).reshape(200, 2).repeat(2, axis=0), np.arange(4000)
-    sampler = Fixed(data, [3, 2])
-    theirs, ours = NodeLoader(data, sampler, batch_size=50), ThreadedNodeLoader(data, sampler, batch_size=50)
-    for a, b in zip(ours, theirs, strict=True):
-        assert_same(a, b)
-        assert a.heights.dtype == torch.float64
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -192,13 +160,41 @@ class Permuted(BaseSampler):
         raise NotImplementedError
 
 
+def arrays():
+    data = small_data()
+    data.heights, data.lengths = np.arange(400.0).reshape(200, 2).repeat(2, axis=0), np.arange(4000)
+    return data
+
+
+def without_edges(out: SamplerOutput) -> SamplerOutput:
+    out.edge = None
+    return out
+
+
+def outer():
+    """A mini-batch, which has n_id and e_id of its own, to be sampled from."""
+    return next(iter(loader(shuffle=False)))
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_sampler_without_keys_and_with_an_edge_permutation_equals_pygs(num_workers):
-    sampler = Permuted(DATA)
-    theirs = NodeLoader(DATA, sampler, batch_size=50)
-    ours = ThreadedNodeLoader(DATA, sampler, batch_size=50, num_workers=num_workers, thread_safe=True)
-    for a, b in zip(ours, theirs, strict=True):
-        assert_same(a, b)
+@pytest.mark.parametrize(
+    ("graph", "sampler_of", "options", "holds"),
+    [
+        (lambda: DATA, Permuted, {}, lambda batch: True),
+        (lambda: DATA, Fixed, {"transform_sampler_output": without_edges}, lambda batch: batch.edge_attr is None),
+        (arrays, Fixed, {}, lambda batch: batch.heights.dtype == torch.float64),
+        (outer, Fixed, {}, lambda batch: torch.equal(batch.x, DATA.x[batch.n_id])
+         and torch.equal(batch.edge_attr, DATA.edge_attr[batch.e_id])),
+    ],
+    ids=["a sampler without keys, of edges in another order", "no edge ids", "arrays of numpy", "a mini-batch"],
+)  # fmt: skip
+def test_what_users_bring_gives_pygs_mini_batches(graph, sampler_of, options, holds, num_workers):
+    data = graph()
+    sampler = sampler_of(data) if sampler_of is Permuted else sampler_of(data, [3, 2])
+    own = {"num_workers": num_workers, "thread_safe": sampler_of is Permuted}
+    ours = list(ThreadedNodeLoader(data, sampler, batch_size=50, **own, **options))
+    assert_same_batches(ours, NodeLoader(data, sampler, batch_size=50, **options))
+    assert all(holds(batch) for batch in ours)
 
 
 class Passing(NeighborSampler):
@@ -213,23 +209,8 @@ class Passing(NeighborSampler):
 def test_a_sampler_that_passes_the_key_on_gives_the_same_samples_and_disturbs_nothing(num_workers):
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    for a, b in zip(loader(sampler=Passing(DATA, [3, 2]), num_workers=num_workers), loader(), strict=True):
-        assert_same(a, b)
+    assert_same_batches(loader(sampler=Passing(DATA, [3, 2]), num_workers=num_workers), loader())
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_transform_sampler_output_may_drop_the_edge_ids(num_workers):
-    def without(out: SamplerOutput) -> SamplerOutput:
-        out.edge = None
-        return out
-
-    sampler = Fixed(DATA, [3, 2])
-    kwargs = {"batch_size": 50, "transform_sampler_output": without}
-    ours = ThreadedNodeLoader(DATA, sampler, num_workers=num_workers, **kwargs)
-    for a, b in zip(ours, NodeLoader(DATA, sampler, **kwargs), strict=True):
-        assert_same(a, b)
-        assert a.edge_attr is None
 
 
 # -- random numbers
@@ -283,30 +264,10 @@ def test_what_the_users_code_draws_follows_from_the_key_alone(options):
     sampler = options.get("sampler", SAMPLER)
     first, *others = runs(lambda n: ThreadedNodeLoader(DATA, sampler, batch_size=50, num_workers=n, seed=4, **own))
     for other in others:
-        for a, b in zip(first, other, strict=True):
-            assert_same(a, b)
+        assert_same_batches(first, other)
     noises = [tuple(batch.noise.tolist()) for batch in first]
     assert len(set(noises)) == len(noises) == 16
     assert len({batch.numpy_noise for batch in first}) == len({batch.python_noise for batch in first}) == 16
-
-
-def test_so_it_does_in_collective_batching_under_any_plan():
-    plain, *_ = runs(lambda n: loader(transform=noisy, num_workers=n), passes=1)
-    for plan in (CollectivePlan("cpu", 2, 3), CollectivePlan("gpu", 2, 0), CollectivePlan("collective", 2, 3)):
-        route = loader(transform=noisy)
-        for _ in range(2):
-            ours = CollectiveLoader(
-                DATA,
-                SAMPLER,
-                batch_size=50,
-                num_workers=2,
-                route=route,
-                plan=plan,
-                transform=noisy,
-                epoch=lambda number: 0,
-            )
-            for a, b in zip(ours, plain, strict=True):
-                assert_same(a, b)
 
 
 def test_links_with_a_random_transform_do_not_share_its_stream_with_the_negatives():
@@ -317,20 +278,11 @@ def test_links_with_a_random_transform_do_not_share_its_stream_with_the_negative
             transform=noisy, num_workers=num_workers,
         )  # fmt: skip
         made.append(list(ours))
-    for a, b in zip(*made, strict=True):
-        assert_same(a, b)
+    assert_same_batches(*made)
 
 
-@pytest.mark.parametrize("where", ["transform", "transform_sampler_output"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("thread_safe", [False, True])
-def test_stop_iteration_does_not_end_the_epoch(where, num_workers, thread_safe):
-    def stops(batch):
-        raise StopIteration
-
-    ours = loader(num_workers=num_workers, thread_safe=thread_safe, **{where: stops})
-    with pytest.raises(RuntimeError, match=r"stops raised StopIteration"):
-        list(ours)
+def stops(*args, **kwargs):
+    raise StopIteration
 
 
 class Stops(NeighborSampler):
@@ -340,11 +292,18 @@ class Stops(NeighborSampler):
         raise StopIteration
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({where: stops, "thread_safe": safe}, "stops raised StopIteration")
+          for where in ("transform", "transform_sampler_output") for safe in (False, True)),
+        ({"sampler": Stops(DATA, [2])}, "the sampler Stops raised StopIteration"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_sampler_s_stop_iteration_does_not_either(num_workers):
-    ours = ThreadedNodeLoader(DATA, Stops(DATA, [2]), input_nodes=DATA.train_mask, num_workers=num_workers)
-    with pytest.raises(RuntimeError, match="the sampler Stops raised StopIteration"):
-        list(ours)
+def test_stop_iteration_does_not_end_the_epoch(options, message, num_workers):
+    with pytest.raises(RuntimeError, match=message):
+        list(loader(num_workers=num_workers, **options))
 
 
 def noted(base):
@@ -371,8 +330,7 @@ def test_a_filter_fn_of_the_users_own_is_called_as_pyg_calls_it(thread_safe):
     if not thread_safe:
         first, *others = runs(lambda n: noted(ThreadedNodeLoader)(DATA, SAMPLER, batch_size=50, num_workers=n))
         for other in others:
-            for a, b in zip(first, other, strict=True):
-                assert_same(a, b)
+            assert_same_batches(first, other)
 
 
 def test_a_collate_fn_of_the_users_own_is_refused_since_nobody_would_call_it():
@@ -399,11 +357,19 @@ def seen_in_three_steps(loader, name):
     return seen
 
 
-@pytest.mark.parametrize("thread_safe", [False, True])
-def test_so_it_is_with_features_that_are_trained(thread_safe):
+@pytest.mark.parametrize(
+    ("make", "name", "options"),
+    [
+        (ThreadedNodeLoader, "x", {}),
+        (noted(ThreadedNodeLoader), "sums", {}),
+        (noted(ThreadedNodeLoader), "sums", {"thread_safe": True}),
+    ],
+    ids=["plain", "own filter_fn", "own filter_fn, thread-safe"],
+)
+def test_rows_are_those_after_the_step_before(make, name, options):
     data = Data(x=nn.Parameter(torch.zeros(4, 1)), edge_index=torch.empty(2, 0, dtype=torch.int64))
-    options = {"batch_size": 1, "num_workers": 2, "sampler": [0, 0, 0], "thread_safe": thread_safe}
-    assert seen_in_three_steps(noted(ThreadedNodeLoader)(data, NeighborSampler(data, [1]), **options), "sums") == STEPS
+    options = {"batch_size": 1, "num_workers": 2, "sampler": [0, 0, 0], **options}
+    assert seen_in_three_steps(make(data, NeighborSampler(data, [1]), **options), name) == STEPS
 
 
 # -- features that are trained
@@ -453,12 +419,6 @@ def test_trained_features_equal_plain_indexing_with_any_number_of_workers(sparse
         assert torch.equal(a, b)
 
 
-def test_rows_are_those_after_the_step_before():
-    data = Data(x=nn.Parameter(torch.zeros(4, 1)), edge_index=torch.empty(2, 0, dtype=torch.int64))
-    ours = ThreadedNodeLoader(data, NeighborSampler(data, [1]), batch_size=1, num_workers=2, sampler=[0, 0, 0])
-    assert seen_in_three_steps(ours, "x") == STEPS
-
-
 def test_a_transform_sees_trained_rows_and_keeps_their_gradient():
     def doubled(batch):
         batch.x = 2 * batch.x
@@ -472,6 +432,14 @@ def test_a_transform_sees_trained_rows_and_keeps_their_gradient():
         for batch in loader(data, num_workers=0):
             expected.index_add_(0, batch.n_id, torch.full((batch.num_nodes,), 2.0))
         assert torch.equal(data.x.grad[:, 0], expected)
+
+
+def test_links_train_features_too():
+    data = embedded()
+    made = LinkDataModule(data, num_neighbors=[2], batch_size=200, neg_sampling="binary", num_workers=2, seed=1)
+    for batch in made.train_dataloader():
+        batch.x.sum().backward()
+    assert (data.x.grad > 0).all()
 
 
 def test_trained_features_that_cannot_be_right_are_refused():
@@ -517,11 +485,3 @@ def test_an_iterator_does_not_hang_in_a_fork(kind):
     finally:
         process.kill()
     assert len(list(iterator)) == 7
-
-
-def test_link_modules_train_features_too():
-    data = embedded()
-    made = LinkDataModule(data, num_neighbors=[2], batch_size=200, neg_sampling="binary", num_workers=2, seed=1)
-    for batch in made.train_dataloader():
-        batch.x.sum().backward()
-    assert (data.x.grad > 0).all()

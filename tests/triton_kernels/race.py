@@ -28,7 +28,7 @@ from lightning_gnn.ops.sample import triton as operator
 from lightning_gnn.triton_kernels import sample as module
 from lightning_gnn.triton_kernels import sample_relations
 from lightning_gnn.triton_kernels.sample_bulk import sample_bulk
-from tests.ops.test_sample_types import assert_equal
+from tests.batch_checks import assert_equal
 from tests.patience import PATIENCE
 from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference, dealt_out
 

@@ -40,24 +40,21 @@ GRAPHS = {
 }
 
 
-def sampled(sampler, seeds, fanouts, key=1, replace=False, disjoint=False, first_tree=0, dtype=torch.int64):
-    """Sample and return what the reference returns."""
-    out = sampler.sample(torch.tensor(seeds, dtype=dtype), fanouts, key, replace, disjoint, first_tree)
-    node, edge_index, edge, batch, node_counts, edge_counts = out
-    for ids in (node, edge_index, edge) if batch is None else (node, edge_index, edge, batch):
-        assert ids.dtype == torch.int64
-    row, col = edge_index.tolist()
-    return node.tolist(), row, col, edge.tolist(), None if batch is None else batch.tolist(), node_counts, edge_counts
-
-
-def assert_equal_to_reference(sampler, graph, seeds, fanouts, key=1, replace=False, disjoint=False, first_tree=0):
+def assert_equal_to_reference(
+    sampler, graph, seeds, fanouts, key=1, replace=False, disjoint=False, first_tree=0, dtype=torch.int64
+):
     """Compare a Triton sample with the reference, exactly."""
     relation, rule = Relation(0, 0, fanouts, *graph), Rule(replace, disjoint, first_tree)
-    node, tree, row, col, edge, node_counts, edge_counts = (
-        by_type[0] for by_type in sample_reference([relation], [seeds], [0], key, rule)
+    wanted = [by_type[0] for by_type in sample_reference([relation], [seeds], [0], key, rule)]
+    node, edge_index, edge, batch, *counts = sampler.sample(
+        torch.tensor(seeds, dtype=dtype), fanouts, key, replace, disjoint, first_tree
     )
-    wanted = node, row, col, edge, tree if disjoint else None, node_counts, edge_counts
-    assert sampled(sampler, seeds, fanouts, key, replace, disjoint, first_tree) == wanted
+    tree = [] if batch is None else [batch]
+    assert all(ids.dtype == torch.int64 for ids in (node, edge_index, edge, *tree))
+    assert (batch is None) != disjoint
+    if not disjoint:
+        del wanted[1]
+    assert [*(ids.tolist() for ids in (node, *tree, *edge_index, edge)), *counts] == wanted
 
 
 def dealt_out(table, num_shards, shift, own=0, place=lambda part: part):
