@@ -8,9 +8,7 @@ slice may take none of it: one without cases is in one slice of the eight.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from zlib import crc32
 
 import hypothesis
@@ -22,7 +20,7 @@ _PLACE = pytest.StashKey[tuple[int, int, int]]()
 """Place among the cases, how many there are, and a number of the test."""
 
 
-def slice_of_commit(folder: Path) -> int:
+def slice_of_commit(folder):
     """Return the number of the slice that the hash of the checked-out commit chooses; 0 outside of git."""
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
@@ -31,19 +29,19 @@ def slice_of_commit(folder: Path) -> int:
     return int(head.stdout, 16) % SLICES
 
 
-def campaign(test: Callable[..., Any]) -> Any:
+def campaign(test):
     """Mark a test that is run once per slice, with the slice's number as its argument ``number``."""
     return pytest.mark.campaign(pytest.mark.parametrize("number", range(SLICES))(test))
 
 
-def place_cases(items: Sequence[pytest.Item]) -> None:
+def place_cases(items):
     """Give the cases of one parametrised test their places among each other, in which neighbours are not alike."""
     mixed = sorted(items, key=lambda item: crc32(item.name.encode()))
     for place, item in enumerate(mixed):
         item.stash[_PLACE] = place, len(mixed), crc32(item.nodeid.partition("[")[0].encode())
 
 
-def is_of_slice(item: pytest.Item, chosen: int) -> bool:
+def is_of_slice(item, chosen):
     """Say whether a slice takes a test, as each does with one that is neither slow nor a campaign."""
     slow, campaign = item.get_closest_marker("slow"), item.get_closest_marker("campaign")
     if not slow and not campaign:
@@ -55,27 +53,27 @@ def is_of_slice(item: pytest.Item, chosen: int) -> bool:
     return (place + test) % parts == chosen % parts
 
 
-def cases_of(session: pytest.Session, test: Callable[..., Any]) -> list[dict[str, Any]]:
+def cases_of(session, test):
     """Return the parameters of all cases of a test that are run: what a fixture for all of them has to make."""
     return [item.callspec.params for item in session.items if getattr(item, "function", None) is test]
 
 
-def one_slice(cases: Sequence[T], number: int) -> Sequence[T]:
+def one_slice(cases, number):
     """Return a slice's share of the cases: every eighth, as neighbours are alike."""
     return cases[number::SLICES]
 
 
-def drawn(count: int) -> Callable[[Callable[..., Any]], Any]:
+def drawn(count):
     """Make a campaign of a hypothesis test without other arguments: each slice draws its share from its own seed.
 
     Args:
         count: Examples of all slices together.
     """
 
-    def decorate(test: Callable[..., Any]) -> Any:
+    def decorate(test):
         test = hypothesis.settings(max_examples=count // SLICES)(test)
 
-        def run(number: int) -> None:
+        def run(number):
             hypothesis.seed(number)(test)()
 
         run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
@@ -84,7 +82,7 @@ def drawn(count: int) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def fewer_examples(test: Callable[..., Any]) -> Callable[..., Any]:
+def fewer_examples(test):
     """Let a test that asks hypothesis for a number of examples have the profile's share of them.
 
     A profile with a tenth of hypothesis' usual 100 examples gives it a tenth. Tests that ask for none follow the
@@ -92,7 +90,7 @@ def fewer_examples(test: Callable[..., Any]) -> Callable[..., Any]:
     """
     share = hypothesis.settings().max_examples / 100
     if share < 1 and hasattr(test, "_hypothesis_internal_settings_applied"):
-        asked = test._hypothesis_internal_use_settings  # type: ignore[attr-defined]
+        asked = test._hypothesis_internal_use_settings
         most = max(1, round(asked.max_examples * share))
-        test._hypothesis_internal_use_settings = hypothesis.settings(asked, max_examples=most)  # type: ignore[attr-defined]
+        test._hypothesis_internal_use_settings = hypothesis.settings(asked, max_examples=most)
     return test

@@ -1,14 +1,12 @@
 """What is made once in a run of the tests, whichever of its processes needs it first."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from filelock import FileLock
 
 
-def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+def once(factory, name, make):
     """Return a folder that the first process to ask for it fills, while others that ask wait.
 
     Args:

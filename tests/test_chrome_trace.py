@@ -18,16 +18,15 @@ PLAN = CollectivePlan("collective", 2, 1)
 STAGES = {"lightning_gnn::sampling", "lightning_gnn::feature_loading"}
 
 
+ROUTE = {"gpu_route": "cpu", "plan": PLAN, "cache_plan": False}
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "stages"),
     [
         (NeighborDataModule, {}, STAGES),
         (NeighborDataModule, {"num_workers": 0}, STAGES),
-        (
-            CollectiveDataModule,
-            {"gpu_route": "cpu", "plan": PLAN, "cache_plan": False},
-            STAGES | {"lightning_gnn::transfer"},
-        ),
+        (CollectiveDataModule, ROUTE, STAGES | {"lightning_gnn::transfer"}),
     ],
     ids=["a worker", "no worker", "collective"],
 )

@@ -94,7 +94,6 @@ def test_the_readme_is_short():
     assert len(lines) <= 150
     figures = lines[lines.index("<!-- benchmarks:start -->") : lines.index("<!-- benchmarks:end -->")]
     assert 1 <= sum(line.startswith("| ") for line in figures) - 1 <= 10
-    assert sum(line.startswith("![") for line in lines) == 1
 
 
 def test_every_page_has_its_place_in_the_site():

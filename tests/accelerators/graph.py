@@ -13,22 +13,22 @@ from torch_geometric.datasets import Planetoid
 RAW = Path(__file__).parents[2].parent / "shared" / "data" / "planetoid"
 
 
-def training_graph() -> Data:
+def training_graph():
     return copy(_read())  # a batch is moved to its device in place
 
 
 @cache
-def _read() -> Data:
+def _read():
     if not RAW.is_dir():
         return _drawn()
     with TemporaryDirectory() as folder:
         (Path(folder) / "Cora").mkdir()
         (Path(folder) / "Cora" / "raw").symlink_to(RAW / "Cora" / "raw")
-        data: Data = Planetoid(folder, "Cora", transform=T.NormalizeFeatures())[0]
+        data = Planetoid(folder, "Cora", transform=T.NormalizeFeatures())[0]
     return data
 
 
-def _drawn(num_nodes: int = 500, num_classes: int = 4) -> Data:
+def _drawn(num_nodes=500, num_classes=4):
     generator = torch.Generator().manual_seed(0)
     y = torch.randint(num_classes, (num_nodes,), generator=generator)
     x = torch.nn.functional.one_hot(y, 32).float() + torch.rand(num_nodes, 32, generator=generator)

@@ -1,14 +1,10 @@
 """Run by test_npu.py in a process of its own, whose torch has a simulated NPU."""
 
-import copy
 import functools
-import io
 
 import pytest
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from pytorch_lightning.callbacks import DeviceStatsMonitor, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.plugins import MixedPrecision
@@ -21,6 +17,7 @@ from lightning_gnn.ops import gather_rows
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.accelerators import simulated_npu
 from tests.accelerators.graph import training_graph
+from tests.refusals import refuses
 
 simulated_npu.install()
 
@@ -110,69 +107,54 @@ def test_the_named_device_becomes_the_current_one(devices):
         assert trainer.strategy.root_device == torch.device("npu:2")
         trainer.strategy.setup_environment()
         assert torch.npu.current_device() == 2
-    trainer = pl.Trainer(accelerator="npu", devices=1, strategy=SingleNPUStrategy("npu:1"), **QUIET)
-    assert trainer.strategy.root_device == torch.device("npu:1")
-    assert trainer.num_devices == 1
+    trainer = pl.Trainer(accelerator=NPUAccelerator(), devices=1, strategy=SingleNPUStrategy("npu:1"), **QUIET)
+    assert (trainer.strategy.root_device, trainer.num_devices) == (torch.device("npu:1"), 1)
 
 
 def test_an_instance_of_the_accelerator_is_understood_like_its_name():
     assert isinstance(pl.Trainer(accelerator=NPUAccelerator(), devices=1, **QUIET).strategy, SingleNPUStrategy)
 
 
-@pytest.mark.parametrize(
-    ("devices", "expected"),
-    [
-        (1, [0]),
-        (3, [0, 1, 2]),
-        ("2", [0, 1]),
-        ("auto", [0, 1, 2, 3]),
-        (-1, [0, 1, 2, 3]),
-        ("-1", [0, 1, 2, 3]),
-        ([1, 3], [1, 3]),
-        ((1,), [1]),
-        ("0, 1", [0, 1]),
-        ("1,", [1]),
-    ],
-)
+ALL = [0, 1, 2, 3]
+PARSED = [(1, [0]), (3, [0, 1, 2]), ("2", [0, 1]), ("auto", ALL), (-1, ALL), ("-1", ALL), ([1, 3], [1, 3]), ((1,), [1])]
+
+
+@pytest.mark.parametrize(("devices", "expected"), [*PARSED, ("0, 1", [0, 1]), ("1,", [1])])
 def test_devices_are_parsed(devices, expected):
     assert NPUAccelerator.parse_devices(devices) == expected
     assert NPUAccelerator.get_parallel_devices(expected) == [torch.device("npu", index) for index in expected]
 
 
+REFUSED = {
+    "has 4 NPUs": [0, 5, -2],
+    "names NPU 4, but this machine has 4": [[4]],
+    "names NPU -1": [[-1]],
+    "names an NPU twice": [[0, 0]],
+    "names no NPU": [[]],
+    "neither a number of NPUs nor a list": ["two"],
+    "must be a number, a string or a list": [True, [0.5], None],
+}
+
+
+@pytest.mark.parametrize(("devices", "message"), [(given, said) for said in REFUSED for given in REFUSED[said]])
+def test_devices_that_are_not_there_are_refused(devices, message):
+    refuses(MisconfigurationException, message, NPUAccelerator.parse_devices, devices)
+
+
 @pytest.mark.parametrize(
-    ("devices", "message"),
+    ("accelerator", "devices", "strategy", "said"),
     [
-        (0, "has 4 NPUs"),
-        (5, "has 4 NPUs"),
-        (-2, "has 4 NPUs"),
-        ([4], "names NPU 4, but this machine has 4"),
-        ([-1], "names NPU -1"),
-        ([0, 0], "names an NPU twice"),
-        ([], "names no NPU"),
-        ("two", "neither a number of NPUs nor a list"),
-        (True, "must be a number, a string or a list"),
-        ([0.5], "must be a number, a string or a list"),
-        (None, "must be a number, a string or a list"),
+        ("npu", 2, "auto", "strategy='ascend_hybrid'"),
+        ("npu", 2, "single_npu", "trains on one NPU, but the trainer has 2"),
+        ("cpu", 1, "single_npu", "the device is cpu"),
     ],
 )
-def test_devices_that_are_not_there_are_refused(devices, message):
-    with pytest.raises(MisconfigurationException, match=message):
-        NPUAccelerator.parse_devices(devices)
-
-
-def test_nothing_trains_elsewhere_without_a_word():
-    with pytest.raises(MisconfigurationException, match="strategy='ascend_hybrid'"):
-        pl.Trainer(accelerator="npu", devices=2, **QUIET)
-    with pytest.raises(MisconfigurationException, match="trains on one NPU, but the trainer has 2"):
-        pl.Trainer(accelerator="npu", devices=2, strategy="single_npu", **QUIET)
-    with pytest.raises(MisconfigurationException, match="the device is cpu"):
-        pl.Trainer(accelerator="cpu", devices=1, strategy="single_npu", **QUIET)
-    with pytest.raises(MisconfigurationException, match="the device is cpu"):
-        SingleNPUStrategy("cpu")
+def test_nothing_trains_elsewhere_without_a_word(accelerator, devices, strategy, said):
+    options = {"accelerator": accelerator, "devices": devices, "strategy": strategy, **QUIET}
+    refuses(MisconfigurationException, said, pl.Trainer, **options)
+    refuses(MisconfigurationException, "the device is cpu", SingleNPUStrategy, "cpu")
     strategy = pl.strategies.SingleDeviceStrategy("cpu")  # what Lightning itself would choose
-    with pytest.raises(MisconfigurationException, match="but the strategy trains on cpu"):
-        trained("npu", strategy=strategy)
-    assert type(pl.Trainer(accelerator="cpu", devices=1, **QUIET).strategy) is pl.strategies.SingleDeviceStrategy
+    refuses(MisconfigurationException, "but the strategy trains on cpu", trained, "npu", strategy=strategy)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)])
@@ -244,118 +226,9 @@ def test_device_statistics_are_logged(tmp_path):
     assert after["memory.free"] == simulated_npu.MEMORY - before - 4000
 
 
-# The simulation itself: what it promises is what the tests above rest on.
-
-
 def test_our_operators_pass_through():
     table = torch.randn(20, 3)
     index = torch.tensor([3, 3, 19])
     rows = gather_rows(table.to("npu"), index.to("npu"))
     assert rows.device.type == "npu"
     assert torch.equal(rows.cpu(), table[index])
-
-
-def test_views_in_place_operators_and_out_share_memory():
-    x = torch.zeros(4, 3, device="npu")
-    row = x[1]
-    assert row.add_(1) is row
-    assert x.sum().item() == 3
-    x.view(-1)[0] = 7
-    assert x.tolist()[0] == [7, 0, 0]
-    out = torch.empty(4, 3, device="npu")
-    assert torch.add(x, 1, out=out) is out
-    assert out.tolist()[0] == [8, 1, 1]
-    empty = torch.empty(0, device="npu")
-    torch.add(x, 1, out=empty)
-    assert empty.shape == (4, 3)
-    assert empty.tolist() == out.tolist()
-    assert torch.arange(6, device="npu").view(2, 3).t().stride() == (1, 3)
-
-
-def test_gradients_through_views_in_place_operators_and_leaves():
-    x = torch.arange(6.0, device="npu").view(2, 3).requires_grad_()
-    y = x * 2
-    y[0].mul_(3)
-    y.relu_().sum().backward()
-    assert x.grad.device.type == "npu"
-    raw = torch.arange(6.0).view(2, 3).requires_grad_()
-    z = raw * 2
-    z[0].mul_(3)
-    z.relu_().sum().backward()
-    assert torch.equal(x.grad.cpu(), raw.grad)
-
-
-def test_copies_cross_the_border_and_nothing_else_does():
-    x = torch.arange(3.0)
-    there = x.to("npu", non_blocking=True)
-    assert type(there.cpu()) is torch.Tensor
-    assert there.to(torch.float64).device.type == "npu"
-    assert there.to("npu:1").device.type == "npu"
-    x.copy_(there * 2)
-    assert x.tolist() == [0, 2, 4]
-    assert torch.empty_like(there, device="cpu").device.type == "cpu"
-    assert (there + torch.tensor(1.0)).tolist() == [1, 2, 3]
-    with pytest.raises(RuntimeError, match="same device"):
-        there + x
-    with pytest.raises(RuntimeError, match="same device"):
-        F.linear(there, torch.ones(2, 3))
-    with pytest.raises(TypeError, match="numpy"):
-        there.numpy()
-
-
-def test_copies_in_inference_mode():
-    with torch.inference_mode():
-        x = torch.arange(4, device="npu")
-        assert x.diff().cpu().numpy().tolist() == [1, 1, 1]
-        assert x.to(torch.ones(1)).device.type == "cpu"
-        assert torch.ones(1).to(x).device.type == "npu"
-        assert x.to(torch.float64).device.type == "npu"
-        assert x.to("npu") is x
-        assert (x[1:] + x.view(2, 2)[0, 0]).tolist() == [1, 2, 3]
-
-
-def test_collectives_pass_through_gloo():
-    dist.init_process_group("cpu:gloo,npu:gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        x = torch.arange(4.0, device="npu")
-        out = torch.empty(4, device="npu")
-        dist.all_to_all_single(out, x, [4], [4])
-        assert out.tolist() == [0, 1, 2, 3]
-        gathered = [torch.zeros(4, device="npu")]
-        dist.all_gather(gathered, x)
-        assert gathered[0].tolist() == [0, 1, 2, 3]
-        work = dist.all_reduce(x, async_op=True)
-        work.wait()
-        dist.broadcast(x, 0)
-        assert x.tolist() == [0, 1, 2, 3]
-    finally:
-        dist.destroy_process_group()
-
-
-def test_tensors_and_modules_are_copied_and_stored():
-    module = torch.nn.Linear(3, 2).to("npu")
-    twin = copy.deepcopy(module)
-    assert isinstance(twin.weight, torch.nn.Parameter)
-    with torch.no_grad():
-        twin.weight.zero_()
-    assert module.weight.abs().sum().item() > 0
-    buffer = io.BytesIO()
-    torch.save(module.state_dict(), buffer)
-    buffer.seek(0)
-    twin.load_state_dict(torch.load(buffer, weights_only=True))
-    assert torch.equal(twin.weight.cpu(), module.weight.cpu())
-    assert next(module.cpu().parameters()).device.type == "cpu"
-
-
-def test_torch_knows_the_accelerator():
-    assert torch.accelerator.current_accelerator().type == "npu"
-    assert torch.accelerator.device_count() == simulated_npu.DEVICES
-    torch.accelerator.synchronize()
-    torch.manual_seed(3)
-    on_npu = torch.randn(5, device="npu")
-    torch.manual_seed(3)
-    assert torch.equal(on_npu.cpu(), torch.randn(5))
-    with torch.random.fork_rng(devices=[0], device_type="npu"):
-        torch.randn(5, device="npu")
-    with torch.autocast("npu", dtype=torch.bfloat16):
-        assert torch.is_autocast_enabled("npu")

@@ -131,15 +131,8 @@ def run(func, args, kwargs):
 
 def _check_mixed(func, flat, inside):
     """Refuse what a device refuses: CPU tensors among those of the NPU, but for numbers, copies and indices."""
-    free = (
-        "copy_",
-        "_copy_from",
-        "index",
-        "index_put",
-        "_index_put_impl_",
-        "set_",
-        "_has_compatible_shallow_copy_type",
-    )
+    free = ("copy_", "_copy_from", "index", "index_put", "_index_put_impl_", "set_")
+    free = (*free, "_has_compatible_shallow_copy_type")
     if func.namespace != "aten" or not inside or func.overloadpacket.__name__ in free:
         return
     for value in flat:

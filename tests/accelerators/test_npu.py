@@ -14,6 +14,7 @@ from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from lightning_gnn.accelerators import NPUAccelerator, SingleNPUStrategy, npu, why_unavailable
+from tests.refusals import refuses
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,20 +26,9 @@ def test_training_on_a_simulated_npu():
     """In a process of its own: the backend is renamed for good."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "--tb=short",
-            "tests/accelerators/on_simulated_npu.py",
-        ],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
+        [*command, "tests/accelerators/on_simulated_npu.py"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
@@ -115,18 +105,10 @@ def test_without_cann_torch_npu_is_not_imported(parts, tmp_path):
 
 
 @without_npu
-def test_a_driver_without_devices_is_no_npu(monkeypatch):
+def test_a_driver_without_devices_is_no_npu_and_others_choose_as_before(monkeypatch):
     monkeypatch.setattr(torch, "npu", SimpleNamespace(device_count=lambda: 0), raising=False)
     assert not NPUAccelerator.is_available()
-    with pytest.raises(MisconfigurationException, match="finds no NPU; see what npu-smi info lists"):
-        NPUAccelerator()
-
-
-@without_npu
-def test_other_accelerators_choose_as_before():
+    refuses(MisconfigurationException, "finds no NPU; see what npu-smi info lists", NPUAccelerator)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    assert type(pl.Trainer(accelerator="cpu", devices=1, **quiet).strategy) is pl.strategies.SingleDeviceStrategy
-    assert isinstance(pl.Trainer(accelerator="cpu", devices=2, **quiet).strategy, pl.strategies.DDPStrategy)
-    if not torch.cuda.is_available():
-        with pytest.raises(MisconfigurationException, match="CUDAAccelerator"):
-            pl.Trainer(accelerator="cuda", devices=1, **quiet)
+    for devices, kind in ((1, pl.strategies.SingleDeviceStrategy), (2, pl.strategies.DDPStrategy)):
+        assert type(pl.Trainer(accelerator="cpu", devices=devices, **quiet).strategy) is kind

@@ -59,18 +59,12 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, variant, step, w
 
 
 @pytest.mark.slow
-def test_interrupted_in_validation(tmp_path, whole):
-    assert lgnn(tmp_path / "cut", *signal_at(5, signal.SIGINT, hook="on_validation_start")) == 130
+@pytest.mark.parametrize("step", [5, 10])
+def test_interrupted_in_validation(tmp_path, whole, step):
+    assert lgnn(tmp_path / "cut", *signal_at(step, signal.SIGINT, hook="on_validation_start")) == 130
     assert lgnn(tmp_path / "resumed", f"ckpt_path={tmp_path}/cut/checkpoints/interrupted.ckpt") == 0
-    assert_same_weights(whole(), tmp_path / "resumed")
-
-
-@pytest.mark.slow
-def test_interrupted_in_the_last_validation(tmp_path, whole):
-    assert lgnn(tmp_path / "cut", *signal_at(10, signal.SIGINT, hook="on_validation_start")) == 130
-    # All steps were done: what is resumed only tests.
-    assert_same_weights(whole(), tmp_path / "cut")
-    assert lgnn(tmp_path / "resumed", f"ckpt_path={tmp_path}/cut/checkpoints/interrupted.ckpt") == 0
+    # After the last step, what is resumed only tests.
+    assert_same_weights(whole(), tmp_path / ("cut" if step == 10 else "resumed"))
     assert metrics_of(whole())["test_acc"] == metrics_of(tmp_path / "resumed")["test_acc"]
 
 
@@ -92,21 +86,18 @@ def test_message_and_command_to_resume(tmp_path, capfd):
     assert lgnn(tmp_path / "resumed", command[-1]) == 0
 
 
-def test_second_signal_stops_at_once_and_names_the_last_checkpoint(tmp_path, capfd):
-    assert lgnn(tmp_path, *signal_at(8, signal.SIGINT, times=2)) == 130
-    shown = capfd.readouterr().err
-    assert f"ckpt_path={tmp_path}/checkpoints/" in shown
+@pytest.mark.parametrize(
+    ("step", "more", "said"),
+    [
+        (8, {"times": 2}, "ckpt_path={}/checkpoints/"),  # the second signal stops at once
+        (2, {"times": 2}, "there is no checkpoint"),
+        (0, {"hook": "on_test_start"}, "checkpoints/"),
+    ],
+)
+def test_a_second_signal_and_one_in_the_test_name_the_last_checkpoint(tmp_path, capfd, step, more, said):
+    assert lgnn(tmp_path, *signal_at(step, signal.SIGINT, **more)) == 130
+    assert said.format(tmp_path) in capfd.readouterr().err
     assert not (tmp_path / "checkpoints/interrupted.ckpt").exists()
-
-
-def test_second_signal_before_any_checkpoint(tmp_path, capfd):
-    assert lgnn(tmp_path, *signal_at(2, signal.SIGINT, times=2)) == 130
-    assert "there is no checkpoint" in capfd.readouterr().err
-
-
-def test_interrupted_in_the_test(tmp_path, capfd):
-    assert lgnn(tmp_path, *signal_at(0, signal.SIGINT, hook="on_test_start")) == 130
-    assert "checkpoints/" in capfd.readouterr().err
 
 
 @pytest.mark.slow

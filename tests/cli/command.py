@@ -18,23 +18,13 @@ from tests.full_graph.launch import run_script
 
 ROOT = Path(__file__).parents[2]
 TINY = [
-    "data.num_nodes=600",
-    "data.num_edges=4000",
-    "data.num_classes=3",
-    "data.num_features=8",
-    "data.split=[0.5,0.1,0.2]",
-    "model.hidden_channels=16",
-    "datamodule.num_workers=0",
-    "torch_threads=1",
+    "data.num_nodes=600", "data.num_edges=4000", "data.num_classes=3", "data.num_features=8",
+    "data.split=[0.5,0.1,0.2]", "model.hidden_channels=16", "datamodule.num_workers=0", "torch_threads=1",
     "trainer.enable_progress_bar=false",
-]
+]  # fmt: skip
 NODE = [
-    *TINY,
-    "model.num_layers=2",
-    "datamodule.num_neighbors=[4,4]",
-    "datamodule.batch_size=64",
-    "trainer.max_epochs=2",
-]
+    *TINY, "model.num_layers=2", "datamodule.num_neighbors=[4,4]", "datamodule.batch_size=64", "trainer.max_epochs=2",
+]  # fmt: skip
 """Five optimizer steps per epoch."""
 
 

@@ -22,33 +22,35 @@ def test_a_missing_package_is_named_with_its_extra(name, tmp_path, capfd):
     assert f"pip install 'lightning-gnn[{name}]'" in capfd.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not installed("tensorboard"), reason="tensorboard is not installed")
-def test_tensorboard_has_the_scores(tmp_path):
-    assert lgnn(tmp_path, "logger=tensorboard", *FAST) == 0
+def scores_of_tensorboard(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    assert {"val_acc", "test_acc"} <= {*events.Tags()["scalars"]}
+    return events.Tags()["scalars"]
+
+
+def scores_of_mlflow(folder):
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("lightning-gnn").experiment_id])
+    return run.data.metrics
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed("wandb"), reason="wandb is not installed")
+@pytest.mark.parametrize("scores", [scores_of_tensorboard, scores_of_mlflow])
+def test_a_logger_has_the_scores(tmp_path, monkeypatch, scores):
+    name = scores.__name__.rpartition("_")[2]
+    pytest.importorskip(name)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    assert lgnn(tmp_path, f"logger={name}", *FAST) == 0
+    assert {"val_acc", "test_acc"} <= {*scores(tmp_path)}
+
+
+@pytest.mark.slow
 def test_weights_and_biases_writes_a_run_that_can_be_sent_later(tmp_path):
+    pytest.importorskip("wandb")
     assert lgnn(tmp_path, "logger=wandb", "logger.wandb.offline=true", *FAST) == 0
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     assert [path for path in run.glob("*.wandb") if path.stat().st_size]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not installed("mlflow"), reason="mlflow is not installed")
-def test_mlflow_has_the_scores(tmp_path, monkeypatch):
-    store = f"sqlite:///{tmp_path}/mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
-    assert lgnn(tmp_path, "logger=mlflow", *FAST) == 0
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(store)
-    (run,) = client.search_runs([client.get_experiment_by_name("lightning-gnn").experiment_id])
-    assert {"val_acc", "test_acc"} <= {*run.data.metrics}

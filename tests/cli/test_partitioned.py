@@ -17,21 +17,25 @@ def parts(tmp_path_factory):
     return out
 
 
-def scores(directory):
-    return {name: value for name, value in metrics_of(directory).items() if name.startswith(("val_", "test_"))}
+def assert_same_runs(folder):
+    """Compare a run on the whole graph with one on its parts: weights bit for bit, and all scores."""
+    weights, scores = [], []
+    for name in ("whole", "parts"):
+        weights.append(weights_of(folder / name / "checkpoints" / "last.ckpt"))
+        metrics = metrics_of(folder / name).items()
+        scores.append({score: value for score, value in metrics if score.startswith(("val_", "test_"))})
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+    return scores
 
 
 def test_trains_as_on_the_whole_graph(parts, tmp_path, capfd, monkeypatch):
     assert lgnn(tmp_path / "whole") == 0
-    whole = metrics_of(tmp_path / "whole")
     monkeypatch.chdir(parts.parent)
     of_parts = ["datamodule=partitioned", "datamodule.root=parts", "datamodule.cache=1MB"]
     assert lgnn(tmp_path / "parts", *of_parts, base=SAMPLED) == 0
     assert "GraphSAGE on partitioned · fanouts [4, 4], batch 64 · 600 nodes, 4,000 edges" in capfd.readouterr().out
-    weights = [weights_of(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("whole", "parts")]
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name]), name
-    trained = metrics_of(tmp_path / "parts")
+    whole, trained = assert_same_runs(tmp_path)
     assert trained["test_acc"] == whole["test_acc"]
     best = tmp_path / "parts" / "checkpoints" / "best.ckpt"
     monkeypatch.chdir(tmp_path)
@@ -43,32 +47,11 @@ def test_exact_inference_in_parts(parts, tmp_path):
     given = ["datamodule=partitioned", f"datamodule.root={parts}", "inference=full", "trainer.max_epochs=1"]
     assert lgnn(tmp_path / "parts", *given, base=SAMPLED) == 0
     assert lgnn(tmp_path / "whole", "inference=full", "trainer.max_epochs=1") == 0
-    assert scores(tmp_path / "parts") == pytest.approx(scores(tmp_path / "whole"), rel=1e-6)
+    whole, in_parts = assert_same_runs(tmp_path)
+    assert in_parts == pytest.approx(whole, rel=1e-6)
 
 
 RATINGS = ["data.num_users=200", "data.num_items=80", "data.num_ratings=4000", "data.num_classes=4"]
-
-
-@pytest.mark.parametrize("typed", [False, True])
-def test_links_train_as_on_the_whole_graph(tmp_path, capfd, typed):
-    split = ["task=link", "task.split.num_train=400", "task.split.num_val=60", "task.split.num_test=60"]
-    drawn = ["data=ratings_synthetic", *RATINGS] if typed else GRAPH
-    parts, sampled = tmp_path / "cut", [item for item in SAMPLED if not item.startswith("datamodule=")]
-    assert partition_command.main([*drawn, *split, "parts=3", "method=ldg", "batches=0", f"out={parts}"]) == 0
-    split.append("task.lr=0.01")  # which follows from the data set where nothing is said
-    split += ["model=hetero_sage", "model.hidden_channels=8"] * typed
-    assert lgnn(tmp_path / "whole", *split, base=[*drawn, *sampled]) == 0
-    of_parts = [*["data=partitioned"] * typed, "datamodule=partitioned_link", f"datamodule.root={parts}"]
-    assert lgnn(tmp_path / "parts", *split, *of_parts, base=sampled) == 0
-    weights = [weights_of(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("whole", "parts")]
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name]), name
-    assert scores(tmp_path / "parts") == scores(tmp_path / "whole")
-    if typed:
-        return
-    capfd.readouterr()
-    assert lgnn(tmp_path / "nodes", *of_parts, base=sampled) == 2
-    assert "use one with labels, or task=link" in capfd.readouterr().err
 
 
 def test_recommends_as_on_the_whole_graph(tmp_path, capfd):
@@ -84,11 +67,9 @@ def test_recommends_as_on_the_whole_graph(tmp_path, capfd):
     assert lgnn(tmp_path / "whole", *split, base=[*drawn, *sampled]) == 0
     of_parts = ["data=partitioned", "datamodule=partitioned_link", f"datamodule.root={parts}"]
     assert lgnn(tmp_path / "parts", *split, *of_parts, base=sampled) == 0
-    weights = [weights_of(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("whole", "parts")]
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name]), name
-    assert scores(tmp_path / "parts") == scores(tmp_path / "whole")
-    assert "test_mrr" in scores(tmp_path / "parts")
+    whole, in_parts = assert_same_runs(tmp_path)
+    assert in_parts == whole
+    assert "test_mrr" in whole
     capfd.readouterr()
     assert lgnn(tmp_path / "exact", *split, *of_parts, "inference=full", base=sampled) == 2
     assert "inference='full' goes over all edges at once, which does not go with time_attr" in capfd.readouterr().err
@@ -97,34 +78,25 @@ def test_recommends_as_on_the_whole_graph(tmp_path, capfd):
         assert "but the folder was partitioned to predict user__rates__item: leave it out" in capfd.readouterr().err
 
 
-def test_parts_without_links_are_refused(parts, tmp_path, capfd):
-    sampled = [item for item in SAMPLED if not item.startswith("datamodule=")]
-    given = ["task=link", "datamodule=partitioned_link", f"datamodule.root={parts}"]
-    assert lgnn(tmp_path, *given, base=sampled) == 2
-    assert (
-        "so give those to train on, or partition with some (lgnn partition task=link, or task=recommend)"
-        in capfd.readouterr().err
-    )
+PARTS = "datamodule=partitioned datamodule.root=nowhere "
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["datamodule=partitioned"], "datamodule.root is missing; give datamodule.root=VALUE"),
-        (["datamodule=partitioned", "datamodule.root=nowhere"], "nowhere holds no partitioned graph; make one with"),
+        ("datamodule=partitioned", "datamodule.root is missing; give datamodule.root=VALUE"),
+        (PARTS, "nowhere holds no partitioned graph; make one with"),
+        (PARTS + "data=synthetic", "and no other: give data=part"),
+        ("data=partitioned", "data=partitioned is the graph of datamodule=partitioned, and of no other"),
+        (PARTS + "inference=full", "holds no partitioned graph"),
+        (PARTS + "datamodule.order=3", "datamodule.order=3 must be text"),
         (
-            ["datamodule=partitioned", "datamodule.root=nowhere", "data=synthetic"],
-            "and no other: give data=part",
-        ),
-        (["data=partitioned"], "data=partitioned is the graph of datamodule=partitioned, and of no other"),
-        (["datamodule=partitioned", "datamodule.root=nowhere", "inference=full"], "holds no partitioned graph"),
-        (
-            ["datamodule=partitioned", "datamodule.root=nowhere", "datamodule.order=3"],
-            "datamodule.order=3 must be text",
+            "task=link datamodule=partitioned_link datamodule.root=PARTS",
+            "so give those to train on, or partition with some (lgnn partition task=link, or task=recommend)",
         ),
     ],
-    ids=str,
 )
-def test_what_does_not_go_together_is_said(overrides, said, tmp_path, capfd):
-    assert lgnn(tmp_path, *overrides, base=SAMPLED) == 2
+def test_what_does_not_go_together_is_said(overrides, said, parts, tmp_path, capfd):
+    base = [item for item in SAMPLED if not item.startswith("datamodule=")]
+    assert lgnn(tmp_path, *overrides.replace("PARTS", str(parts)).split(), base=base) == 2
     assert said in capfd.readouterr().err

@@ -14,6 +14,7 @@ from lightning_gnn.cli.predictions import check_format, columns, node_names, wri
 from lightning_gnn.graph.folder import save_folder
 from lightning_gnn.graph.synthetic import planted_power_law
 from tests.cli.command import NODE, lgnn
+from tests.refusals import refuses
 
 
 def rows(outputs, count=7):
@@ -42,26 +43,20 @@ def test_labels_and_values():
     assert [*columns(rows(2), "regression")] == ["id", "value0", "value1"]
 
 
-def test_names_of_nodes(tmp_path):
+def test_names_of_nodes_and_formats_that_there_are(tmp_path, monkeypatch):
     cfg = OmegaConf.create({"data": {"root": str(tmp_path)}})
     assert node_names(cfg, None, 2) is None
     assert node_names(OmegaConf.create({"data": {}}), None, 2) is None
     (tmp_path / "ids.txt").write_text("Ann\nBob Ü.\n", encoding="utf-8")
     assert node_names(cfg, None, 2) == ["Ann", "Bob Ü."]
-    with pytest.raises(ValueError, match="has 2 lines, but there are 3 nodes; give it one line for each"):
-        node_names(cfg, None, 3)
+    refuses(ValueError, "has 2 lines, but there are 3 nodes; give it one line for each", node_names, cfg, None, 3)
     (tmp_path / "nodes/user").mkdir(parents=True)
     (tmp_path / "nodes/user/ids.txt").write_text("x")
     assert node_names(cfg, "user", 1) == ["x"]
-
-
-def test_formats_that_there_are(monkeypatch):
     check_format("npy")
-    with pytest.raises(ValueError, match="predictions=csv is unknown; use one of npy, parquet"):
-        check_format("csv")
+    refuses(ValueError, "predictions=csv is unknown; use one of npy, parquet", check_format, "csv")
     monkeypatch.setattr(predictions, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-gnn\[parquet\]'"):
-        check_format("parquet")
+    refuses(ModuleNotFoundError, r"pip install 'lightning-gnn\[parquet\]'", check_format, "parquet")
 
 
 def test_predict_is_a_mode(monkeypatch):

@@ -32,24 +32,13 @@ FULL = [item for item in TINY if not item.startswith("datamodule")]
 def test_what_a_run_leaves_and_says(tmp_path, capfd):
     assert lgnn(tmp_path) == 0
     out, err = capfd.readouterr()
-    for name in (
-        "Test accuracy",
-        "Validation accuracy",
-        "Epoch time",
-        "Sampled edges/s",
-        "MTEPS",
-        "Sampling",
-        "Waiting",
-        "Largest part: ",
-    ):
-        assert name in out
+    shown = "Test accuracy,Validation accuracy,Epoch time,Sampled edges/s,MTEPS,Sampling,Waiting,Largest part: "
+    assert all(name in out for name in shown.split(","))
     assert err == ""
     metrics = metrics_of(tmp_path)
-    assert 0 <= metrics["test_acc"] <= 1
-    assert 0 <= metrics["val_acc"] <= 1
+    assert 0 <= min(metrics["test_acc"], metrics["val_acc"]) <= max(metrics["test_acc"], metrics["val_acc"]) <= 1
     assert metrics["epochs"] == 2
-    assert metrics["mteps"] > 0
-    assert metrics["sampled_edges_per_s"] > 0
+    assert min(metrics["mteps"], metrics["sampled_edges_per_s"]) > 0
     assert metrics["advice"] in out
     assert set(metrics["time_split"]) == {"sampling_s", "features_s", "model_s", "wait_s", "other_s"}
     assert sum(metrics["time_split"][name] for name in ("model_s", "wait_s", "other_s")) == pytest.approx(
@@ -71,16 +60,7 @@ def test_learns_more_than_chance_and_equal_seeds_give_equal_runs(tmp_path):
     assert metrics_of(tmp_path / "one")["test_loss"] == metrics_of(tmp_path / "two")["test_loss"]
 
 
-def test_link_prediction(tmp_path, capfd):
-    assert lgnn(tmp_path, base=LINK) == 0
-    assert "Test AUC" in capfd.readouterr().out
-    metrics = metrics_of(tmp_path)
-    assert 0 <= metrics["test_auc"] <= 1
-    assert 0 <= metrics["val_auc"] <= 1
-    assert metrics["task"] == "link"
-
-
-def test_each_mini_batch_of_links_that_is_tested_has_both_kinds(tmp_path):
+def test_each_mini_batch_of_links_that_is_tested_has_both_kinds(tmp_path, capfd):
     with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
         cfg = compose("train", overrides=[*LINK, "task.split.num_test=100", "datamodule.batch_size=10"])
     datamodule, _ = build_task(cfg, build_data(cfg))
@@ -93,7 +73,11 @@ def test_each_mini_batch_of_links_that_is_tested_has_both_kinds(tmp_path):
         *zip(*test.edge_label_index.tolist(), test.edge_label.tolist(), strict=True)
     }  # the same edges with the same labels
     assert lgnn(tmp_path, "trainer.limit_test_batches=1", "datamodule.batch_size=20", base=LINK) == 0
-    assert 0 < metrics_of(tmp_path)["test_auc"] <= 1
+    assert "Test AUC" in capfd.readouterr().out
+    metrics = metrics_of(tmp_path)
+    assert 0 < metrics["test_auc"] <= 1
+    assert 0 <= metrics["val_auc"] <= 1
+    assert metrics["task"] == "link"
 
 
 def test_what_is_given_to_the_trainer_itself_counts_too(tmp_path, capfd):
@@ -141,27 +125,16 @@ def test_graphs_with_types(tmp_path, model):
     assert metrics_of(tmp_path)["test_acc"] > 0.5
 
 
-def test_a_folder_with_types_is_trained_and_evaluated(tmp_path):
-    sizes = {"num_papers": 300, "num_authors": 90, "num_topics": 20, "num_classes": 3, "num_features": 8}
-    save_hetero_folder(planted_papers(**sizes, split=(0.4, 0.2, 0.2)), tmp_path / "graph")
-    base = ["data=custom", f"data.root={tmp_path}/graph", *(item for item in TYPED if not item.startswith("data"))]
-    base += [item for item in TYPED if item.startswith("datamodule")] + ["model=rgcn"]
-    assert lgnn(tmp_path / "train", "model.num_bases=2", "task.target=paper", base=base) == 0
-    checkpoint = f"ckpt_path={tmp_path}/train/checkpoints/best.ckpt"
-    assert lgnn(tmp_path / "predict", "mode=predict", checkpoint, base=[]) == 0
-    assert np.load(tmp_path / "predict/predictions.npy").shape == (300, 3)
-
-
 @pytest.mark.campaign
 @pytest.mark.parametrize("model", ["rgcn", "hetero_sage"])
-def test_types_without_features_get_embeddings(tmp_path, capfd, model):
+def test_a_folder_with_types_of_which_some_have_no_features_is_trained_and_evaluated(tmp_path, capfd, model):
     data = planted_papers(300, 90, 20, 3, 8, split=(0.4, 0.2, 0.2))
     for name in ("author", "topic"):
         data[name].num_nodes = data[name].num_nodes
         del data[name].x
     save_hetero_folder(data, tmp_path / "graph")
     base = ["data=custom", f"data.root={tmp_path}/graph", *(item for item in TYPED if not item.startswith("data"))]
-    base += [item for item in TYPED if item.startswith("datamodule")] + [f"model={model}"]
+    base += [item for item in TYPED if item.startswith("datamodule")] + [f"model={model}", "task.target=paper"]
     assert lgnn(tmp_path / "train", "task.embeddings=5", "trainer.gradient_clip_val=1", base=base) == 0
     assert metrics_of(tmp_path / "train")["test_acc"] > 0.5
     checkpoint = tmp_path / "train/checkpoints/best.ckpt"
@@ -170,6 +143,8 @@ def test_types_without_features_get_embeddings(tmp_path, capfd, model):
         given = ["mode=test", f"inference={inference}", f"ckpt_path={checkpoint}"]
         assert lgnn(tmp_path / inference, *given, base=[]) == 0
         assert metrics_of(tmp_path / inference)["test_acc"] > 0.5
+    assert lgnn(tmp_path / "predict", "mode=predict", f"ckpt_path={checkpoint}", base=[]) == 0
+    assert np.load(tmp_path / "predict/predictions.npy").shape == (300, 3)
     capfd.readouterr()
     assert lgnn(tmp_path / "none", "task.embeddings=null", base=base) == 2
     assert "no node features x of 'author', which the models need; task.embeddings=64 trains" in capfd.readouterr().err
@@ -195,29 +170,23 @@ def scores_of(directory, name):
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
-def test_several_labels_per_node(tmp_path, capfd):
-    overrides = ["task=multilabel", "data.feature_noise=0.1", "task.lr=0.03", "trainer.max_epochs=6"]
-    assert lgnn(tmp_path, *overrides, "task.class_weights=[1,1.5,2]") == 0
-    assert "Test F1 score" in capfd.readouterr().out
-    metrics = metrics_of(tmp_path)
-    assert metrics["test_f1"] > 0.8
-    assert metrics["val_f1"] == pytest.approx(max(scores_of(tmp_path, "val_f1")))
-    (tmp_path / "predict").mkdir()
-    assert lgnn(tmp_path / "predict", "mode=predict", f"ckpt_path={tmp_path}/checkpoints/best.ckpt", base=[]) == 0
-    assert np.load(tmp_path / "predict/predictions.npy").shape == (600, 3)
-
-
-def test_numbers_of_nodes(tmp_path, capfd):
-    overrides = ["task=regression", "data.feature_noise=0.1", "task.lr=0.03", "trainer.max_epochs=6"]
+@pytest.mark.parametrize(
+    ("task", "more", "score", "best", "shown", "width"),
+    [
+        ("multilabel", ["task.class_weights=[1,1.5,2]"], "f1", max, "Test F1 score", 3),
+        ("regression", [], "mae", min, "Test mean absolute error", 1),  # the best checkpoint has the least error
+    ],
+)
+def test_several_labels_and_numbers_per_node(tmp_path, capfd, task, more, score, best, shown, width):
+    overrides = [f"task={task}", "data.feature_noise=0.1", "task.lr=0.03", "trainer.max_epochs=6", *more]
     assert lgnn(tmp_path, *overrides) == 0
-    assert "Test mean absolute error" in capfd.readouterr().out
-    metrics = metrics_of(tmp_path)
-    errors = scores_of(tmp_path, "val_mae")
-    assert metrics["test_mae"] < 0.5 * errors[0]
-    # The best checkpoint is the one with the least error.
-    assert metrics["val_mae"] == pytest.approx(min(errors))
+    assert shown in capfd.readouterr().out
+    metrics, scores = metrics_of(tmp_path), scores_of(tmp_path, f"val_{score}")
+    assert metrics.get("test_f1", 1) > 0.8
+    assert metrics.get("test_mae", 0) < 0.5 * scores[0]
+    assert metrics[f"val_{score}"] == pytest.approx(best(scores))
     assert lgnn(tmp_path / "predict", "mode=predict", f"ckpt_path={tmp_path}/checkpoints/best.ckpt", base=[]) == 0
-    assert np.load(tmp_path / "predict/predictions.npy").shape == (600, 1)
+    assert np.load(tmp_path / "predict/predictions.npy").shape == (600, width)
 
 
 @pytest.mark.parametrize(("task", "labels"), [("multilabel", "several"), ("regression", "numbers")])
@@ -227,21 +196,6 @@ def test_labels_and_numbers_of_a_type(tmp_path, task, labels):
     metrics = metrics_of(tmp_path)
     assert metrics.get("test_f1", 1.0) > 0.5
     assert metrics.get("test_mae", 0.0) < 1.0
-
-
-def test_numbers_of_a_folder(tmp_path):
-    generator = np.random.default_rng(0)
-    x = generator.standard_normal((200, 8), dtype=np.float32)
-    arrays = {
-        "x": x, "edge_index": generator.integers(200, size=(2, 900)), "y": generator.integers(50, size=(200, 2)),
-        **{f"{name}_mask": np.arange(200) % 3 == part for part, name in enumerate(("train", "val", "test"))},
-    }  # fmt: skip
-    (tmp_path / "graph").mkdir()
-    for name, array in arrays.items():
-        np.save(tmp_path / f"graph/{name}.npy", array)
-    base = ["data=custom", f"data.root={tmp_path}/graph", *(item for item in NODE if not item.startswith("data."))]
-    assert lgnn(tmp_path / "out", "task=regression", "data.labels=numbers", base=base) == 0
-    assert metrics_of(tmp_path / "out")["test_mae"] > 0
 
 
 @pytest.mark.slow
@@ -284,29 +238,12 @@ def test_choices(tmp_path, choice):
 
 
 @pytest.mark.slow
-def test_evaluate_and_predict_from_a_checkpoint(tmp_path, capfd):
-    exact = "datamodule.num_neighbors=[-1,-1]"  # the neighbours sampled for a test depend on the epoch
-    assert lgnn(tmp_path / "train", exact) == 0
-    checkpoint = f"ckpt_path={tmp_path}/train/checkpoints/best.ckpt"
-    assert lgnn(tmp_path / "test", "mode=test", checkpoint, exact) == 0
-    assert metrics_of(tmp_path / "test")["test_acc"] == metrics_of(tmp_path / "train")["test_acc"]
-    assert lgnn(tmp_path / "predict", "mode=predict", checkpoint) == 0
-    assert np.load(tmp_path / "predict/predictions.npy").shape == (600, 3)
-    capfd.readouterr()
-    assert lgnn(tmp_path / "other", "mode=test", checkpoint, "model.hidden_channels=8") == 2
-    assert "does not fit the configured model" in capfd.readouterr().err
-
-
-@pytest.mark.slow
 def test_exact_inference_from_a_checkpoint(tmp_path):
     assert lgnn(tmp_path / "train") == 0
     checkpoint = f"ckpt_path={tmp_path}/train/checkpoints/best.ckpt"
     exact = "datamodule.num_neighbors=[-1,-1]"
-    streamed = [
-        "inference=full",
-        f"datamodule.inference.folder={tmp_path}/layers",
-        "datamodule.inference.memory_limit=0",
-    ]
+    streamed = ["inference=full", f"datamodule.inference.folder={tmp_path}/layers"]
+    streamed.append("datamodule.inference.memory_limit=0")
     for mode in ("test", "predict"):
         for name, overrides in (("sampled", [exact]), ("full", ["inference=full"]), ("streamed", streamed)):
             assert lgnn(tmp_path / mode / name, f"mode={mode}", checkpoint, *overrides) == 0
@@ -320,50 +257,9 @@ def test_exact_inference_from_a_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_validation_by_exact_inference(tmp_path):
-    assert lgnn(tmp_path / "node", "inference=full") == 0
-    assert lgnn(tmp_path / "link", "inference=full", base=LINK) == 0
-    assert 0 <= metrics_of(tmp_path / "link")["test_auc"] <= 1
-
-
-ERRORS = {
-    "mode=tset": "mode='tset' is unknown; use one of train, test, predict",
-    "mode=test": "mode=test needs a checkpoint; give ckpt_path=PATH",
-    "ckpt_path=nowhere.ckpt": "ckpt_path=nowhere.ckpt: there is no such file",
-    "model.num_layers=3": "model.num_layers=3, but datamodule.num_neighbors=[4,4] has 2 fanouts",
-    "datamodule.num_neighbors=[4,-2]": "num_neighbors holds -2",
-    "datamodule.batch_size=0": "datamodule: batch_size must be at least 1, but is 0",
-    "datamodule.num_workers=-1": "num_workers must not be negative",
-    "data.num_edges=10000000": "data: num_edges=10000000 is too dense",
-    "data._target_=no.such.function": "data: Error loading 'no.such.function'",
-    "+data.colour=red": "data: planted_power_law does not take colour='red'; leave it out",
-    "model.dropout=1.5": "model: dropout is a probability in [0, 1), got 1.5",
-    "task.lr=-1": "task: lr must be positive, got -1",
-    "task.name=both": "task.name='both' is unknown",
-    "trainer.precision=7": "trainer.precision=7 must be 64 or 32",
-    "trainer=npu": "torch_npu is not installed",
-    "data=custom": "data.root is missing; give data.root=VALUE",
-    "data=planetoid data.name=Corra": "name='Corra' is no Planetoid dataset",
-    "inference=full datamodule.inference.memory_limit=much": "memory_limit must be a number of bytes",
-    "datamodule=persistent_link": "datamodule=link (persistent_link) makes batches of edges",
-    "model=rgcn": "model: RGCN is for graphs with types; use model=sage, gcn, gin or gat",
-    "task.target=paper": "task.target=paper, but the graph has no types; leave it out",
-    "data=hetero_synthetic": "model: GraphSAGE is for graphs without types, but this one has paper, author, topic; use",
-    "data=hetero_synthetic model=rgcn task.target=author": "task.target=author is not a node type with labels",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overrides", ERRORS)
-def test_wrong_configurations_are_one_line(tmp_path, capfd, overrides):
-    given = overrides.split()
-    base = [item for item in NODE if not (item.startswith("data.") and any(o.startswith("data=") for o in given))]
-    assert lgnn(tmp_path, *given, base=base) == 2
-    err = capfd.readouterr().err
-    assert ERRORS[overrides] in err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1, err
-    assert not (tmp_path / "metrics.json").exists()
+def test_validation_of_links_by_exact_inference(tmp_path):
+    assert lgnn(tmp_path, "inference=full", base=LINK) == 0
+    assert 0 <= metrics_of(tmp_path)["test_auc"] <= 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -382,12 +278,6 @@ def test_the_persistent_sampler_says_that_there_is_no_gpu_and_trains_the_same(tm
     with pytest.warns(UserWarning, match=told):
         assert lgnn(tmp_path / "links", "datamodule=persistent_link", base=LINK) == 0
     assert metrics_of(tmp_path / "persistent")["test_loss"] == metrics_of(tmp_path / "neighbor")["test_loss"]
-
-
-def test_full_error_on_request(tmp_path, monkeypatch):
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(Exception, match="is unknown"):
-        lgnn(tmp_path, "mode=tset")
 
 
 @pytest.mark.slow
@@ -449,17 +339,7 @@ def test_two_processes(tmp_path):
     assert metrics_of(tmp_path)["mteps"] > 0
 
 
-@pytest.mark.slow
-def test_help_and_relative_paths_from_another_directory(tmp_path, monkeypatch, capfd):
-    shown = spawn("--help-all", cwd=tmp_path)
-    assert shown.returncode == 0
-    for text in (
-        "usage: lgnn",
-        "model: gat, gcn, gin, hetero_sage, hgt, rgat, rgcn, sage",
-        "datamodule.num_neighbors",
-        "Examples",
-    ):
-        assert text in shown.stdout
+def test_relative_paths_are_of_the_directory_where_they_are_typed(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert lgnn(tmp_path / "out", "data=custom", "data.root=here", base=[]) == 2
     assert f"{tmp_path}/here" in capfd.readouterr().err.replace("\n", "")
@@ -470,24 +350,18 @@ RAW = ROOT.parent / "shared/data/planetoid"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not RAW.is_dir(), reason=f"no Planetoid files at {RAW}")
-def test_relative_root_and_published_settings(tmp_path):
-    (tmp_path / "data" / "Cora").mkdir(parents=True)
-    (tmp_path / "data" / "Cora" / "raw").symlink_to(RAW / "Cora" / "raw")
-    root = f"data.root={os.path.relpath(tmp_path / 'data', ROOT)}"
-    run = fork(
-        root, "data=planetoid", "model=gcn", "datamodule=full", "trainer.max_epochs=60", f"hydra.run.dir={tmp_path}"
-    )
+@pytest.mark.parametrize(
+    ("name", "given", "least"),
+    [
+        ("Cora", ["data=planetoid", "model=gcn", "datamodule=full", "trainer.max_epochs=60"], 0.75),
+        # With rows scaled to the sum 1, the weight decay of wide settings leaves them at chance, 17 %.
+        ("CiteSeer", ["experiment=citeseer_gcn_tuned", "model.hidden_channels=64", "trainer.max_epochs=30"], 0.5),
+    ],
+)
+def test_relative_root_and_published_settings(tmp_path, name, given, least):
+    (tmp_path / "data" / name).mkdir(parents=True)
+    (tmp_path / "data" / name / "raw").symlink_to(RAW / name / "raw")
+    given = [*given, f"data.root={os.path.relpath(tmp_path / 'data', ROOT)}", f"hydra.run.dir={tmp_path}"]
+    run = fork(*given, *["task.lr=0.005"] * (name == "CiteSeer"))
     assert run.returncode == 0, run.stderr
-    assert metrics_of(tmp_path)["test_acc"] > 0.75
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not RAW.is_dir(), reason=f"no Planetoid files at {RAW}")
-def test_wide_settings_learn(tmp_path):
-    """With rows scaled to the sum 1, their weight decay leaves it at chance, 17 %."""
-    (tmp_path / "data" / "CiteSeer").mkdir(parents=True)
-    (tmp_path / "data" / "CiteSeer" / "raw").symlink_to(RAW / "CiteSeer" / "raw")
-    root = f"data.root={tmp_path / 'data'}"
-    given = ["experiment=citeseer_gcn_tuned", root, "model.hidden_channels=64", "task.lr=0.005"]
-    assert lgnn(tmp_path, *given, "trainer.max_epochs=30", base=["trainer.enable_progress_bar=false"]) == 0
-    assert metrics_of(tmp_path)["test_acc"] > 0.5
+    assert metrics_of(tmp_path)["test_acc"] > least

@@ -46,17 +46,52 @@ def test_a_checkpoint_alone_is_enough(trained, tmp_path, capfd):
     assert now == then
 
 
-def test_a_callback_that_is_gone_does_not_keep_a_checkpoint_from_loading(trained, tmp_path):
+def with_lost_callback(config, choices):
+    config["callbacks"]["timeline"] = {"_target_": "lightning_gnn.callbacks.StageTimeline", "epoch": 1}
+    choices["callbacks"] = "timeline"
+
+
+def with_lost_choice(config, choices):
+    choices["model"] = "of_another_version"
+
+
+def with_lost_options(config, choices):
+    config["data"]["memory"], config["datamodule"]["verify_store"] = "8GB", False
+    full = {"folder": None, "memory_limit": 0, "resume": True, "progress": False}
+    config["datamodule"]["inference"] = {"_target_": "lightning_gnn.nn.FullInference", **full}
+
+
+def with_removed_option(config, choices):
+    config["datamodule"]["precompute"] = None
+
+
+def changed(trained, path, change):
+    """Write a checkpoint whose configuration is of another release."""
     checkpoint = torch.load(trained / "checkpoints/best.ckpt", weights_only=True)
-    checkpoint[KEY]["config"]["callbacks"]["timeline"] = {
-        "_target_": "lightning_gnn.callbacks.StageTimeline",
-        "epoch": 1,
-    }
-    checkpoint[KEY]["choices"]["callbacks"] = "timeline"
-    torch.save(checkpoint, tmp_path / "old.ckpt")
-    assert retest(tmp_path / "test", tmp_path / "old.ckpt") == 0
+    change(checkpoint[KEY]["config"], checkpoint[KEY]["choices"])
+    torch.save(checkpoint, path)
+    return path
+
+
+@pytest.mark.parametrize("change", [with_lost_callback, with_lost_choice, with_lost_options, with_removed_option])
+def test_checkpoints_of_other_releases_are_rebuilt(trained, tmp_path, change):
+    assert retest(tmp_path / "test", changed(trained, tmp_path / "other.ckpt", change)) == 0
     assert metrics_of(tmp_path / "test")["test_acc"] == metrics_of(trained)["test_acc"]
-    assert "timeline" not in config_of(tmp_path / "test").callbacks
+    if change is not with_lost_options:
+        assert metrics_of(tmp_path / "test")["test_loss"] == metrics_of(trained)["test_loss"]
+    cfg = config_of(tmp_path / "test")
+    assert "timeline" not in cfg.callbacks
+    assert "memory" not in cfg.data
+    if change is with_lost_options:
+        assert [*cfg.datamodule.inference] == ["_target_", "folder", "memory_limit", "progress"]
+
+
+def test_an_option_that_was_removed_matters_where_it_was_used(trained, tmp_path, capfd):
+    used = changed(trained, tmp_path / "used.ckpt", lambda c, _: c["datamodule"].update(precompute="first_layer"))
+    assert retest(tmp_path / "used", used) == 2
+    assert "precompute='first_layer' was removed: epochs took as long with it; leave it out" in capfd.readouterr().err
+    assert retest(tmp_path / "left_out", used, "datamodule.precompute=null") == 0
+    assert metrics_of(tmp_path / "left_out")["test_loss"] == metrics_of(trained)["test_loss"]
 
 
 def test_the_folder_of_a_run_is_answered_with_its_best_checkpoint(trained, tmp_path, capfd):
@@ -82,6 +117,8 @@ def test_what_is_typed_wins(trained, tmp_path, capfd):
     assert metrics_of(tmp_path / "inference")["test_acc"] == metrics_of(trained)["test_acc"]
     assert retest(tmp_path / "model", best, "model=gcn", "model.num_layers=2") == 2
     assert "does not fit the configured model" in capfd.readouterr().err
+    assert retest(tmp_path / "task", best, "experiment=smoke") == 2
+    assert "experiment=smoke makes another run than the one saved" in capfd.readouterr().out
 
 
 def test_flags_may_come_last(trained, monkeypatch, capfd):
@@ -94,18 +131,13 @@ def test_flags_may_come_last(trained, monkeypatch, capfd):
     assert "LearningCurves" not in out
 
 
-def test_the_same_overrides_again_change_nothing(trained, tmp_path):
-    again = OmegaConf.load(trained / ".hydra/overrides.yaml")
-    assert retest(tmp_path, trained / "checkpoints/best.ckpt", *again) == 0
-    assert metrics_of(tmp_path)["test_loss"] == metrics_of(trained)["test_loss"]
-
-
 @pytest.mark.slow
 def test_a_moved_folder_and_a_copied_checkpoint(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "moved")
     shutil.copy(trained / "checkpoints/best.ckpt", tmp_path / "copy.ckpt")
-    for name, checkpoint in (("a", "moved/checkpoints/best.ckpt"), ("b", "copy.ckpt")):
-        assert retest(tmp_path / name, tmp_path / checkpoint) == 0
+    again = OmegaConf.load(trained / ".hydra/overrides.yaml")  # the same ones change nothing
+    for name, checkpoint, more in (("a", "moved/checkpoints/best.ckpt", []), ("b", "copy.ckpt", again)):
+        assert retest(tmp_path / name, tmp_path / checkpoint, *more) == 0
         assert metrics_of(tmp_path / name)["test_loss"] == metrics_of(trained)["test_loss"]
 
 
@@ -187,62 +219,10 @@ def test_relative_data_is_found_from_elsewhere(tmp_path, monkeypatch):
     assert metrics_of(tmp_path / "test")["test_loss"] == metrics_of(tmp_path / "train")["test_loss"]
 
 
-def test_another_task_or_experiment_is_another_run(trained, tmp_path, capfd):
-    best = trained / "checkpoints/best.ckpt"
-    assert retest(tmp_path / "task", best, "experiment=smoke") == 2
-    out, err = capfd.readouterr()
-    assert "experiment=smoke makes another run than the one saved" in out
-    assert "does not fit the configured model" in err
-
-
-def test_a_choice_that_no_longer_exists_is_taken_from_its_values(trained, tmp_path):
-    checkpoint = torch.load(trained / "checkpoints/best.ckpt", weights_only=True)
-    checkpoint[KEY]["choices"]["model"] = "of_another_version"
-    torch.save(checkpoint, tmp_path / "other.ckpt")
-    assert retest(tmp_path / "test", tmp_path / "other.ckpt") == 0
-    assert metrics_of(tmp_path / "test")["test_loss"] == metrics_of(trained)["test_loss"]
-
-
-def test_options_of_an_earlier_release_are_left_out(trained, tmp_path):
-    checkpoint = torch.load(trained / "checkpoints/best.ckpt", weights_only=True)
-    config = checkpoint[KEY]["config"]
-    config["data"]["memory"], config["datamodule"]["verify_store"] = "8GB", False
-    full = {"folder": None, "memory_limit": 0, "resume": True, "progress": False}
-    config["datamodule"]["inference"] = {"_target_": "lightning_gnn.nn.FullInference", **full}
-    torch.save(checkpoint, tmp_path / "other.ckpt")
-    assert retest(tmp_path / "test", tmp_path / "other.ckpt") == 0
-    assert metrics_of(tmp_path / "test")["test_acc"] == metrics_of(trained)["test_acc"]
-    cfg = config_of(tmp_path / "test")
-    assert "memory" not in cfg.data
-    assert [*cfg.datamodule.inference] == ["_target_", "folder", "memory_limit", "progress"]
-
-
-def test_an_option_that_was_removed_matters_only_where_it_was_used(trained, tmp_path, capfd):
-    checkpoint = torch.load(trained / "checkpoints/best.ckpt", weights_only=True)
-    for value in (None, "first_layer"):
-        checkpoint[KEY]["config"]["datamodule"]["precompute"] = value
-        torch.save(checkpoint, tmp_path / f"{value}.ckpt")
-    assert retest(tmp_path / "unused", tmp_path / "None.ckpt") == 0
-    assert metrics_of(tmp_path / "unused")["test_loss"] == metrics_of(trained)["test_loss"]
-    capfd.readouterr()
-    assert retest(tmp_path / "used", tmp_path / "first_layer.ckpt") == 2
-    assert "precompute='first_layer' was removed: epochs took as long with it; leave it out" in capfd.readouterr().err
-    assert retest(tmp_path / "left_out", tmp_path / "first_layer.ckpt", "datamodule.precompute=null") == 0
-    assert metrics_of(tmp_path / "left_out")["test_loss"] == metrics_of(trained)["test_loss"]
-
-
-@pytest.mark.parametrize(
-    ("content", "wrong"),
-    [
-        (b"", "is damaged: it is empty"),
-        (b"vt100 is no checkpoint", "is damaged: it is empty, cut short, or no file of torch's"),
-        ("cut", "is damaged: it is empty, cut short"),
-    ],
-)
-def test_a_file_that_is_no_checkpoint_is_named(trained, tmp_path, capfd, content, wrong):
-    whole = (trained / "checkpoints/best.ckpt").read_bytes()
-    (tmp_path / "bad.ckpt").write_bytes(whole[: len(whole) // 2] if content == "cut" else content)
+@pytest.mark.parametrize("size", [0, 20, 5000])
+def test_a_file_that_is_no_checkpoint_is_named(trained, tmp_path, capfd, size):
+    (tmp_path / "bad.ckpt").write_bytes((trained / "checkpoints/best.ckpt").read_bytes()[:size])
     assert retest(tmp_path / "out", tmp_path / "bad.ckpt") == 2
     err = capfd.readouterr().err
-    assert f"{tmp_path}/bad.ckpt {wrong}" in err
+    assert f"{tmp_path}/bad.ckpt is damaged: it is empty, cut short, or no file of torch's" in err
     assert err.count("\n") == 1

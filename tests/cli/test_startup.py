@@ -45,20 +45,12 @@ def start(tmp_path, module, *command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["torch", "lightning_gnn.cli.train"])
+@pytest.mark.parametrize("module", ["torch", "lightning_gnn.cli.train", "numba"])
 def test_interrupted_while_importing(module, tmp_path):
-    ended = start(tmp_path, module, "-m", "lightning_gnn")
-    assert ended.returncode == 130
-    assert ended.stderr.strip() == "Interrupted before training began."
+    (tmp_path / "lgnn").write_text("from lightning_gnn.cli.main import main\nmain()\n")  # the installed script
+    ended = start(tmp_path, module, *([str(tmp_path / "lgnn")] if module == "numba" else ["-m", "lightning_gnn"]))
+    assert (ended.returncode, ended.stderr.strip()) == (130, "Interrupted before training began.")
     assert not ended.stdout
-
-
-@pytest.mark.slow
-def test_the_installed_script(tmp_path):
-    (tmp_path / "lgnn").write_text("from lightning_gnn.cli.main import main\nmain()\n")
-    ended = start(tmp_path, "numba", str(tmp_path / "lgnn"))
-    assert ended.returncode == 130
-    assert ended.stderr.strip() == "Interrupted before training began."
 
 
 def last_line_of(code, *arguments):
@@ -94,9 +86,14 @@ print((brought, "npu" in AcceleratorRegistry,
     }
 
 
+HEAVY = {"torch", "pytorch_lightning", "torch_geometric", "numpy", "numba", "matplotlib"}
+
+
 @pytest.mark.campaign
-@pytest.mark.parametrize("arguments", [["--help"], ["--help-all"], ["plan", "-h"], ["-sc", "query=bash"]], ids=" ".join)
-def test_help_imports_no_library_but_hydra(arguments, monkeypatch):
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--help-all"], ["plan", "-h"], ["-sc", "query=bash"], ["runs"], ["report"]], ids=" ".join
+)
+def test_help_and_what_reads_files_import_no_heavy_library(arguments, monkeypatch, tmp_path):
     code = """
 import sys
 sys.argv[0] = "/opt/bin/lgnn"
@@ -109,28 +106,11 @@ print({name.partition(".")[0] for name in sys.modules})
 """
     monkeypatch.setenv("COMP_LINE", "lgnn da")
     monkeypatch.setenv("COMP_POINT", "7")
-    imported = last_line_of(code, *arguments)
-    assert imported.isdisjoint(
-        {"torch", "pytorch_lightning", "torch_geometric", "numpy", "numba", "scipy", "matplotlib", "rich"}
-    )
-    assert "hydra" in imported
-
-
-@pytest.mark.parametrize("command", ["runs", "report"])
-def test_what_reads_files_imports_no_heavy_library(command, tmp_path):
     (tmp_path / "metrics.json").write_text('{"test_acc": 0.5}')
-    code = """
-import sys
-sys.argv[0] = "/opt/bin/lgnn"
-from lightning_gnn.cli.main import main
-try:
-    main()
-except SystemExit as ended:
-    assert not ended.code
-print({name.partition(".")[0] for name in sys.modules})
-"""
-    imported = last_line_of(code, command, str(tmp_path))
-    assert imported.isdisjoint({"torch", "pytorch_lightning", "torch_geometric", "numpy", "numba", "matplotlib"})
+    reads = arguments[0] in ("runs", "report")
+    imported = last_line_of(code, *arguments, *([str(tmp_path)] if reads else []))
+    assert imported.isdisjoint(HEAVY if reads else HEAVY | {"scipy", "rich"})
+    assert reads or "hydra" in imported
 
 
 def test_public_names_are_found_where_they_are():

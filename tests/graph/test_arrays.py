@@ -1,28 +1,29 @@
 """Files of arrays: larger than memory, no address space, scattered reads, writes in place, links, saving again."""
 
 import errno
+import io
 import os
 import re
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
 
+from lightning_gnn import NeighborDataModule
 from lightning_gnn.graph import CSCGraph, FeatureTable
 from lightning_gnn.graph.arrays import create_array, expect_scattered_reads, load_array, read_in_order, save_arrays
 from lightning_gnn.graph.folder import load_folder
+from tests.refusals import refuses
 
 WIDTH = 1 << 18
 on_linux = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads the system's account of mappings")
 
 
-def sparse_table(path: Path, num_bytes: int) -> int:
+def sparse_table(path, num_bytes):
     """Write a file of zeros that takes no room on the disk; returns its number of rows."""
     rows = num_bytes // (4 * WIDTH)
     with path.open("wb") as file:
@@ -32,7 +33,7 @@ def sparse_table(path: Path, num_bytes: int) -> int:
 
 
 @pytest.fixture
-def huge(tmp_path: Path) -> tuple[Path, int]:
+def huge(tmp_path):
     """A table of twice the memory."""
     overcommit = Path("/proc/sys/vm/overcommit_memory")
     if overcommit.exists() and overcommit.read_text().strip() == "2":
@@ -41,7 +42,7 @@ def huge(tmp_path: Path) -> tuple[Path, int]:
     return path, sparse_table(path, 2 * psutil.virtual_memory().total)
 
 
-def test_features_larger_than_memory_load_and_take_writes_in_place(huge: tuple[Path, int]) -> None:
+def test_features_larger_than_memory_load_and_take_writes_in_place(huge):
     path, rows = huge
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -51,15 +52,17 @@ def test_features_larger_than_memory_load_and_take_writes_in_place(huge: tuple[P
     assert FeatureTable.load(path).values[rows - 1, 0] == 0  # the file is as it was
 
 
-def test_a_folder_with_features_larger_than_memory(huge: tuple[Path, int]) -> None:
+def test_a_folder_with_features_larger_than_memory(huge):
     path, rows = huge
     np.save(path.parent / "edge_index.npy", np.array([[0, 1], [rows - 1, 0]]))
     data = load_folder(path.parent)
     assert data.num_nodes == rows
     assert data.x[data.graph.indices.long()].abs().sum() == 0
+    batches = NeighborDataModule(data, torch.tensor([0]), num_neighbors=[1], check_features=True).train_dataloader()
+    assert next(iter(batches)).x.shape == (2, WIDTH)
 
 
-def flags(tensor: torch.Tensor) -> set[str]:
+def flags(tensor):
     """What the system notes of the mapping in which a tensor lies."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -71,7 +74,7 @@ def flags(tensor: torch.Tensor) -> set[str]:
 
 
 @on_linux
-def test_no_read_ahead_around_the_rows_of_a_table_larger_than_memory(huge: tuple[Path, int], tmp_path: Path) -> None:
+def test_no_read_ahead_around_the_rows_of_a_table_larger_than_memory(huge, tmp_path):
     table = FeatureTable.load(huge[0])
     assert "rr" in flags(table.values)  # random reads
     with read_in_order(table.values):
@@ -83,7 +86,7 @@ def test_no_read_ahead_around_the_rows_of_a_table_larger_than_memory(huge: tuple
 
 
 @contextmanager
-def limited(kind: str, more: int) -> Iterator[None]:
+def limited(kind, more):
     """Let this process take only so many bytes more of something."""
     import resource
 
@@ -101,7 +104,7 @@ def limited(kind: str, more: int) -> Iterator[None]:
 
 
 @on_linux
-def test_where_mappings_count_as_memory_a_large_one_is_read_only(tmp_path: Path) -> None:
+def test_where_mappings_count_as_memory_a_large_one_is_read_only(tmp_path):
     rows = sparse_table(tmp_path / "x.npy", 2 << 30)
     with limited("RLIMIT_DATA", 1 << 30), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -113,7 +116,7 @@ def test_where_mappings_count_as_memory_a_large_one_is_read_only(tmp_path: Path)
 
 
 @on_linux
-def test_no_address_space_is_not_a_damaged_file(tmp_path: Path) -> None:
+def test_no_address_space_is_not_a_damaged_file(tmp_path):
     sparse_table(tmp_path / "x.npy", 8 << 30)
     with limited("RLIMIT_AS", 1 << 30):
         with pytest.raises(OSError, match=r"x\.npy is whole, but .*address space.*ulimit -v") as caught:
@@ -139,7 +142,7 @@ def test_no_address_space_is_not_a_damaged_file(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_arrays_come_back_as_they_were(tmp_path: Path, array: np.ndarray, mmap: bool) -> None:
+def test_arrays_come_back_as_they_were(tmp_path, array, mmap):
     np.save(tmp_path / "a.npy", array)
     save_arrays(tmp_path / "b", {"a": array})
     assert (tmp_path / "b" / "a.npy").read_bytes() == (tmp_path / "a.npy").read_bytes()
@@ -149,7 +152,7 @@ def test_arrays_come_back_as_they_were(tmp_path: Path, array: np.ndarray, mmap: 
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_arrays_behind_an_odd_header_are_aligned(tmp_path: Path, mmap: bool) -> None:
+def test_arrays_behind_an_odd_header_are_aligned(tmp_path, mmap):
     header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (2,), }\n"
     start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
     (tmp_path / "a.npy").write_bytes(start + np.array([1.5, 2.5]).tobytes())
@@ -158,51 +161,46 @@ def test_arrays_behind_an_odd_header_are_aligned(tmp_path: Path, mmap: bool) -> 
     assert loaded.data_ptr() % 8 == 0
 
 
-def test_messages_of_damaged_files(tmp_path: Path) -> None:
-    path = tmp_path / "a.npy"
-
-    def message() -> str:
-        with pytest.raises(ValueError, match=r"a\.npy") as caught:
-            load_array(path)
-        return str(caught.value)
-
-    np.save(path, np.arange(4, dtype=">i4"))
-    assert "byte order of other machines: array.astype('i4')" in message()
-    np.save(path, np.array([{}], dtype=object))
-    assert "is not a complete .npy file of numbers" in message()
-    np.save(path, np.arange(4, dtype=np.int32))
-    whole = path.read_bytes()
-    path.write_bytes(whole + b"more")
-    assert "its header tells of int32 [4] and so of 144 bytes, but it has 148" in message()
-    path.write_bytes(whole[:20])
-    assert "is not a complete .npy file of numbers" in message()
-    path.write_bytes(whole.replace(b"'shape': (4,)", b"'shape': ((((").replace(b"}", b" "))
-    assert "is not a complete .npy file of numbers" in message()
-    np.save(path, np.array([True, False]))
-    path.write_bytes(path.read_bytes()[:-1] + b"A")
-    assert "neither true nor false" in message()
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+WHOLE = npy(np.arange(4, dtype=np.int32))
+NO_NUMBERS = "is not a complete .npy file of numbers"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (npy(np.arange(4, dtype=">i4")), r"byte order of other machines: array.astype\('i4'\)"),
+        (npy(np.array([{}], dtype=object)), NO_NUMBERS),
+        (WHOLE + b"more", r"its header tells of int32 \[4\] and so of 144 bytes, but it has 148"),
+        (WHOLE[:20], NO_NUMBERS),
+        (WHOLE.replace(b"'shape': (4,)", b"'shape': ((((").replace(b"}", b" "), NO_NUMBERS),
+        (npy(np.array([True, False]))[:-1] + b"A", "neither true nor false"),
+    ],
+)
+def test_messages_of_damaged_files(tmp_path, content, said):
+    (tmp_path / "a.npy").write_bytes(content)
+    refuses(ValueError, rf"a\.npy.*{said}", load_array, tmp_path / "a.npy")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
     path = tmp_path / "x.npy"
-    with pytest.raises(FileNotFoundError, match=r"x\.npy does not exist$"):
-        load_array(path)
+    refuses(FileNotFoundError, r"x\.npy does not exist$", load_array, path)
     path.mkdir()
-    with pytest.raises(ValueError, match=r"x\.npy is a folder, but must be a file"):
-        load_array(path)
+    refuses(ValueError, r"x\.npy is a folder, but must be a file", load_array, path)
     path.rmdir()
     path.symlink_to(tmp_path / "gone.npy")
-    with pytest.raises(
-        FileNotFoundError, match=r"x\.npy does not exist: it is a link to .*gone\.npy, where nothing is"
-    ):
-        load_array(path)
+    refuses(FileNotFoundError, r"x\.npy does not exist: it is a link to .*gone\.npy, where not", load_array, path)
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "gone.npy")
-        with pytest.raises(ValueError, match=r"x\.npy is a FIFO"):
-            load_array(path)
+        refuses(ValueError, r"x\.npy is a FIFO", load_array, path)
 
 
-def test_a_link_to_nothing_is_not_the_same_as_no_labels(tmp_path: Path) -> None:
+def test_a_link_to_nothing_is_not_the_same_as_no_labels(tmp_path):
     np.save(tmp_path / "x.npy", np.zeros((3, 2), np.float32))
     np.save(tmp_path / "edge_index.npy", np.array([[0, 1], [1, 2]]))
     assert "y" not in load_folder(tmp_path)
@@ -210,12 +208,11 @@ def test_a_link_to_nothing_is_not_the_same_as_no_labels(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.npy"
         path.unlink(missing_ok=True)
         path.symlink_to(tmp_path / "unmounted" / "a.npy")
-        with pytest.raises(FileNotFoundError, match=rf"{name}\.npy does not exist: it is a link"):
-            load_folder(tmp_path)
+        refuses(FileNotFoundError, rf"{name}\.npy does not exist: it is a link", load_folder, tmp_path)
         path.unlink()
 
 
-def test_saving_over_a_graph_leaves_nothing_of_it(tmp_path: Path) -> None:
+def test_saving_over_a_graph_leaves_nothing_of_it(tmp_path):
     unsorted = CSCGraph.from_edge_index(torch.tensor([[0, 1, 2], [2, 1, 0]]))
     in_order = CSCGraph.from_edge_index(torch.tensor([[0, 1, 2], [0, 1, 2]]))
     unsorted.save(tmp_path)
@@ -225,7 +222,7 @@ def test_saving_over_a_graph_leaves_nothing_of_it(tmp_path: Path) -> None:
     assert torch.equal(held.to_edge_index(), unsorted.to_edge_index())  # it maps the files of before
 
 
-def test_making_a_file_again_leaves_the_mapped_one_alone(tmp_path: Path) -> None:
+def test_making_a_file_again_leaves_the_mapped_one_alone(tmp_path):
     create_array(tmp_path / "a.npy", "float32", (3,))[:] = 1
     held = load_array(tmp_path / "a.npy")
     create_array(tmp_path / "a.npy", "float32", (3,))[:] = 2
@@ -233,13 +230,12 @@ def test_making_a_file_again_leaves_the_mapped_one_alone(tmp_path: Path) -> None
     assert load_array(tmp_path / "a.npy").tolist() == [2, 2, 2]
 
 
-def test_a_table_says_where_it_went(tmp_path: Path) -> None:
+def test_a_table_says_where_it_went(tmp_path):
     table = FeatureTable(torch.rand(3, 2)).quantized()
-    path: Any = table.save(tmp_path / "deeper" / "features")
+    path = table.save(tmp_path / "deeper" / "features")
     assert path == tmp_path / "deeper" / "features.npy"
     loaded = FeatureTable.load(path)
     assert torch.equal(loaded.values, table.values)
-    assert torch.equal(loaded.scales, table.scales)  # type: ignore[arg-type]
+    assert torch.equal(loaded.scales, table.scales)
     np.save(tmp_path / "deeper" / "features.scales.npy", np.ones(2, np.float32))
-    with pytest.raises(ValueError, match=r"features\.npy: scales must have the shape \[3\]"):
-        FeatureTable.load(path)
+    refuses(ValueError, r"features\.npy: scales must have the shape \[3\]", FeatureTable.load, path)

@@ -13,6 +13,7 @@ from lightning_gnn.graph.features import check_finite_rows
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data
+from tests.refusals import refuses
 
 MASK = torch.tensor([True, False, True, False])
 
@@ -62,16 +63,14 @@ def test_large_mapped_tables_are_left_out_with_a_note(monkeypatch, tmp_path):
     shared = data.x.clone().share_memory_()
     for in_memory in (data.x.clone(), shared):
         data.x = in_memory
-        with pytest.raises(ValueError, match=r"data\.x holds NaN"):
-            check_node_data(data, check_features=True)
+        refuses(ValueError, r"data\.x holds NaN", check_node_data, data, check_features=True)
     assert not notes
     np.save(tmp_path / "x.npy", data.x.numpy())
     data.x = torch.from_numpy(np.load(tmp_path / "x.npy", mmap_mode="c"))
     check_node_data(data, check_features=True)
     assert notes == ["data.x is memory-mapped and takes 0.0 GiB: it is not searched for NaN and infinity"]
     monkeypatch.setattr("lightning_gnn.graph.checks._MAPPED", data.x.nbytes)
-    with pytest.raises(ValueError, match=r"data\.x holds NaN"):
-        check_node_data(data, check_features=True)
+    refuses(ValueError, r"data\.x holds NaN", check_node_data, data, check_features=True)
 
 
 def test_without_a_list_of_mappings_the_size_decides(monkeypatch):
@@ -79,8 +78,7 @@ def test_without_a_list_of_mappings_the_size_decides(monkeypatch):
     data.x[7] = math.nan
     monkeypatch.setattr("lightning_gnn.graph.checks._MAPPED", 0)
     monkeypatch.setattr("lightning_gnn.graph.checks.Path", lambda name: Path("/nowhere"))
-    with pytest.raises(ValueError, match=r"data\.x holds NaN"):
-        check_node_data(data, check_features=True)
+    refuses(ValueError, r"data\.x holds NaN", check_node_data, data, check_features=True)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": data.edge_weight.nbytes})())
     check_node_data(data, check_features=True)
 
@@ -91,8 +89,7 @@ def test_labels_count_at_the_seeds_alone():
     check_labels(data, torch.tensor([0]), "n")
     with pytest.raises(ValueError, match=r"data.y at n holds NaN or infinity in 1 of 2 rows \(node 3\); leave these"):
         check_labels(data, torch.tensor([0, 3]), "n")
-    with pytest.raises(ValueError, match=r"2 of 2 rows \(nodes 1, 3\)"):
-        check_labels(data, ~MASK, "n")
+    refuses(ValueError, r"2 of 2 rows \(nodes 1, 3\)", check_labels, data, ~MASK, "n")
     check_labels(Data(), MASK, "n")
     check_labels(Data(y=torch.tensor([0, -1, 0, -1])), ~MASK, "n")
 
@@ -108,29 +105,27 @@ def test_nodes_in_any_form():
     assert check_nodes([0, 1], 2, "n").tolist() == [0, 1]
 
 
+NO_MASK = r"n is torch.uint8, but a mask must be torch.bool; use n.bool\(\)"
+MANY = torch.stack([MASK] * 10, 1)
+BOOL_OR_IDS = "n must be a bool mask or int64 ids"
+
+
 @pytest.mark.parametrize(
     ("nodes", "error", "message"),
     [
-        (MASK.to(torch.uint8), TypeError, r"n is torch.uint8, but a mask must be torch.bool; use n.bool\(\)"),
-        (MASK.float(), TypeError, r"n is torch.float32, but a mask must be torch.bool; use n.bool\(\)"),
-        (MASK.long(), TypeError, r"n is torch.int64, but a mask must be torch.bool; use n.bool\(\)"),
-        (
-            torch.stack([MASK] * 10, 1),
-            ValueError,
-            r"\[4, 10\]: it holds 10 splits; choose one of its columns.*n\[:, 0\]",
-        ),
+        (MASK.to(torch.uint8), TypeError, NO_MASK),
+        (MANY, ValueError, r"\[4, 10\]: it holds 10 splits; choose one of its columns.*n\[:, 0\]"),
         (torch.tensor(3), ValueError, "one dimension"),
         (("paper", MASK), TypeError, "n names the node type 'paper'.*give the nodes alone"),
         ("paper", TypeError, "n names the node type 'paper'"),
         (torch.tensor([2**62]), ValueError, "n holds node 4611686018427387904, but the graph has 4 nodes"),
-        ([2**70], TypeError, "n must be a bool mask or int64 ids"),
-        ({1, 2}, TypeError, r"n must be a bool mask or int64 ids, but is \{1, 2\}"),
+        ([2**70], TypeError, BOOL_OR_IDS),
+        ({1, 2}, TypeError, rf"{BOOL_OR_IDS}, but is \{{1, 2\}}"),
         (torch.tensor([1.5]), TypeError, "but is torch.float32"),
     ],
 )
 def test_wrong_nodes_are_named(nodes, error, message):
-    with pytest.raises(error, match=message):
-        check_nodes(nodes, 4, "n")
+    refuses(error, message, check_nodes, nodes, 4, "n")
 
 
 def test_a_mask_by_name_must_be_one():
@@ -150,8 +145,7 @@ def test_a_mask_by_name_must_be_one():
     ],
 )
 def test_wrong_edges_are_named(edges, error, message):
-    with pytest.raises(error, match=message):
-        check_edges(edges, (4, 4), "e")
+    refuses(error, message, check_edges, edges, (4, 4), "e")
 
 
 @pytest.mark.parametrize(
@@ -165,8 +159,7 @@ def test_wrong_edges_are_named(edges, error, message):
     ],
 )  # fmt: skip
 def test_wrong_graphs_are_named(data, error, message):
-    with pytest.raises(error, match=message):
-        check_node_data(data)
+    refuses(error, message, check_node_data, data)
 
 
 @pytest.mark.parametrize("key", ["edge_attr", "edge_weight"])
@@ -174,10 +167,7 @@ def test_attributes_of_other_edges_are_named(key):
     data = small_data()
     check_edge_data(data)
     data[key] = data[key][:-1]
-    with pytest.raises(ValueError, match=rf"data.{key} has the shape \[3999.*but the graph has 4000 edges"):
-        check_edge_data(data)
+    refuses(ValueError, rf"data.{key} has the shape \[3999.*but the graph has 4000 edges", check_edge_data, data)
     for kind in (NeighborDataModule, LinkDataModule):
-        with pytest.raises(ValueError, match=rf"data.{key} has the shape"):
-            kind(data, num_neighbors=[2])
-    with pytest.raises(ValueError, match=rf"data.{key} has the shape"):
-        FullGraphDataModule(data)
+        refuses(ValueError, rf"data.{key} has the shape", kind, data, num_neighbors=[2])
+    refuses(ValueError, rf"data.{key} has the shape", FullGraphDataModule, data)

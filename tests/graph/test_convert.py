@@ -19,6 +19,7 @@ from lightning_gnn.cli import convert_command
 from lightning_gnn.graph import CSCGraph, convert, convert_tables, table_files
 from lightning_gnn.graph.folder import load_folder
 from tests.full_graph.launch import observe
+from tests.refusals import refuses
 
 duckdb = pytest.importorskip("duckdb", reason="lgnn convert needs it")
 
@@ -176,8 +177,8 @@ def tables(tmp_path):
     return source, nodes
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+def tree(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("step", range(4))
@@ -197,7 +198,7 @@ def test_an_interrupted_conversion_goes_on(tmp_path, tables, step):
     told = []
     convert_tables(source, tmp_path / "graph", nodes, say=told.append)
     assert told[0] == "going on with what an earlier run has left"
-    assert contents(tmp_path / "graph") == contents(tmp_path / "whole")
+    assert tree(tmp_path / "graph") == tree(tmp_path / "whole")
 
 
 def test_files_that_changed_are_read_anew(tmp_path, tables):
@@ -215,35 +216,6 @@ def test_files_that_changed_are_read_anew(tmp_path, tables):
     found = load_folder(tmp_path / "graph")
     assert found.x.tolist() == [[8], [9]]
     assert found.graph.num_edges == 1
-
-
-@pytest.mark.parametrize(
-    ("edges", "nodes", "error"),
-    [
-        ([("a", "z")], [("a", 1), ("b", 2)], r"edges\.csv: the target of row 0, 'z', is no node of .*nodes\.csv"),
-        ([("a", "b"), ("", "b")], [("a", 1), ("b", 2)], r"the source of row 1, None, is no node"),
-        ([("a", "b")], [("a", 1), ("b", 2), ("a", 3)], r"nodes\.csv: id 'a' is there twice"),
-        ([("a", "b")], [("a", 1), ("", 2)], r"row 1 has no id"),
-    ],
-)
-def test_what_is_wrong_is_named(tmp_path, edges, nodes, error):
-    source = write(tmp_path / "edges.csv", ["source", "target"], edges)
-    given_nodes = write(tmp_path / "nodes.csv", ["id", "a"], nodes)
-    with pytest.raises(ValueError, match=error):
-        convert_tables(source, tmp_path / "graph", given_nodes)
-    assert not (tmp_path / "graph").exists()
-
-
-def test_numbers_of_rows_that_there_are_not(tmp_path):
-    nodes = write(tmp_path / "nodes.csv", ["a", "split"], [(1, "train"), (2, "test")])
-    for edge, error in (((0, 2), "target of row 0, 2, is no node"), ((-1, 1), "source of row 0, -1, is no node")):
-        source = write(tmp_path / "edges.csv", ["source", "target"], [edge])
-        with pytest.raises(ValueError, match=error):
-            convert_tables(source, tmp_path / "graph", nodes)
-    source = write(tmp_path / "edges.csv", ["source", "target"], [(0, 1)])
-    nodes = write(tmp_path / "nodes.csv", ["a", "split"], [(1, "train"), (2, "holdout")])
-    with pytest.raises(ValueError, match=r"split is 'holdout' in .*nodes\.csv; it may be train, val"):
-        convert_tables(source, tmp_path / "graph", nodes)
 
 
 def stored(path, sql):
@@ -291,10 +263,6 @@ def test_ids_that_are_numbers_here_and_texts_there(tmp_path):
     found = load_folder(tmp_path / "graph")
     assert found["a", "r", "b"].graph.indices.tolist() == [0, 1]
     assert found["a", "s", "b"].graph.indices.tolist() == [2, 0]
-    nodes = write(tmp_path / "nodes.csv", ["id", "f"], [("1", 0), ("y", 1)])
-    source = write(tmp_path / "edges.csv", ["source", "target"], [(1, 1), (1, 2)])
-    with pytest.raises(ValueError, match=r"edges\.csv: the target of row 1, 2, is no node of .*nodes\.csv"):
-        convert_tables(source, tmp_path / "refused", nodes)
 
 
 def test_lists_of_parquet(tmp_path):
@@ -307,47 +275,43 @@ def test_lists_of_parquet(tmp_path):
     assert "left out, as they are no numbers: d, e" in told
 
 
-@pytest.mark.parametrize(
-    ("source", "nodes", "error"),
-    [
-        ("(0.5, 1, 2)) t(weight, source, dst)", None, r"has the columns weight, source, dst; edges need source and t"),
-        (
-            "('a', 1)) t(source, target)",
-            "(1)) t(f)",
-            r"edges\.parquet: the source of row 0, 'a', is no number of a row",
-        ),
-        ("(0, 0.5)) t(source, target)", "(1)) t(f)", r"edges\.parquet: the target of row 0, .*0\.5.*, is no number"),
-        ("(0, 0)) t(source, target)", "(1, [0, 1])) t(f, label)", r"nodes\.parquet: label is INTEGER\[\]"),
-        (
-            "(0, 0)) t(source, target)",
-            "([1]), ([1, 2])) t(f)",
-            r"nodes\.parquet: the lists of f have different lengths",
-        ),
-    ],
-)
-def test_columns_that_cannot_be(tmp_path, source, nodes, error):
-    edges = stored(tmp_path / "edges.parquet", source)
-    given_nodes = None if nodes is None else stored(tmp_path / "nodes.parquet", nodes)
-    with pytest.raises(ValueError, match=error):
-        convert_tables(edges, tmp_path / "graph", given_nodes)
+def given(folder, name, text):
+    """Write a table: values for Parquet, or lines of a CSV file between blanks."""
+    if text is None or text.startswith("("):
+        return None if text is None else stored(folder / f"{name}.parquet", text)
+    (folder / f"{name}.csv").write_text(text.replace(" ", "\n") + "\n")
+    return folder / f"{name}.csv"
+
+
+ZEROS, ENDS, AB, TWO = "(0, 0)) t(source, target)", "source,target a,b", "id,a a,1 b,2", "a,split 1,train 2,test"
 
 
 @pytest.mark.parametrize(
-    ("kind", "columns", "error"),
+    ("kind", "edges", "nodes", "said"),
     [
-        ("a__to__a", "(0, 0, NULL), (0, 0, 1)) t(source, target, w)", r"edges\.parquet: w is missing in some row"),
-        ("a__to__a", "(0, 0, 1)) t(source, target, indptr)", r"edges\.parquet: 'indptr' cannot be the name of an attr"),
-        (
-            "a__to__a",
-            '(0, 0, 1)) t(source, target, "a/b")',
-            r"'a/b' cannot be the name of an attribute; rename the col",
-        ),
+        ("", "source,target a,z", AB, r"edges\.csv: the target of row 0, 'z', is no node of .*nodes\.csv"),
+        ("", "source,target a,b ,b", AB, "the source of row 1, None, is no node"),
+        ("", ENDS, "id,a a,1 b,2 a,3", r"nodes\.csv: id 'a' is there twice"),
+        ("", ENDS, "id,a a,1 ,2", "row 1 has no id"),
+        ("", "source,target 0,2", TWO, "target of row 0, 2, is no node"),
+        ("", "source,target -1,1", TWO, "source of row 0, -1, is no node"),
+        ("", "source,target 0,1", TWO.replace("test", "hold"), r"split is 'hold' in .*nodes\.csv; it may be train"),
+        ("", "source,target 1,1 1,2", "id,f 1,0 y,1", "the target of row 1, 2, is no node of .*nodes"),
+        ("", "(0.5, 1, 2)) t(w, source, dst)", None, "has the columns w, source, dst; edges need source and t"),
+        ("", "('a', 1)) t(source, target)", "(1)) t(f)", "the source of row 0, 'a', is no number of a row"),
+        ("", "(0, 0.5)) t(source, target)", "(1)) t(f)", r"the target of row 0, .*0\.5.*, is no number"),
+        ("", ZEROS, "(1, [0, 1])) t(f, label)", r"nodes\.parquet: label is INTEGER\[\]"),
+        ("", ZEROS, "([1]), ([1, 2])) t(f)", r"nodes\.parquet: the lists of f have different lengths"),
+        ("a__to__a", "(0, 0, NULL), (0, 0, 1)) t(source, target, w)", None, "w is missing in some row"),
+        ("a__to__a", "(0, 0, 1)) t(source, target, indptr)", None, "'indptr' cannot be the name of an attr"),
+        ("a__to__a", '(0, 0, 1)) t(source, target, "a/b")', None, "'a/b' cannot be the name of an attribute; rename"),
     ],
 )
-def test_names_that_cannot_be(tmp_path, kind, columns, error):
-    edges = stored(tmp_path / "edges.parquet", columns)
-    with pytest.raises(ValueError, match=error):
-        convert_tables({kind: edges}, tmp_path / "graph")
+def test_tables_that_cannot_be(tmp_path, kind, edges, nodes, said):
+    source = given(tmp_path, "edges", edges)
+    source = {kind: source} if kind else source
+    refuses(ValueError, said, convert_tables, source, tmp_path / "graph", given(tmp_path, "nodes", nodes))
+    assert not (tmp_path / "graph").exists()
 
 
 def test_names_that_are_no_folders_are_read_back(tmp_path):
@@ -366,18 +330,15 @@ def test_mistakes_of_the_call(tmp_path, tables):
         convert_tables(tmp_path / "absent.csv", tmp_path / "graph")
     with pytest.raises(ValueError, match="what is in it"):
         convert_tables(write(tmp_path / "edges.xlsx", ["a", "b"], []), tmp_path / "graph")
-    with pytest.raises(FileExistsError, match="exists already"):
-        convert_tables(source, tmp_path)
-    with pytest.raises(ValueError, match="give at least 100 MB"):
-        convert_tables(source, tmp_path / "graph", nodes, memory=1000)
+    refuses(FileExistsError, "exists already", convert_tables, source, tmp_path)
+    refuses(ValueError, "give at least 100 MB", convert_tables, source, tmp_path / "graph", nodes, memory=1000)
     for edges, of, error in (
         ({"a__to": source}, None, "names no type of edges; write SOURCE__RELATION__TARGET"),
         ({"a__to__a": source}, {"b": nodes}, "nodes.b is the end of no edges; their types are a"),
         ({"a__to__a": source}, nodes, "nodes have none: name them"),
         (source, {"a": nodes}, "edges have none: name them"),
     ):
-        with pytest.raises(ValueError, match=error):
-            convert_tables(edges, tmp_path / "graph", of)
+        refuses(ValueError, error, convert_tables, edges, tmp_path / "graph", of)
 
 
 def test_the_command(tmp_path, tables, capsys):
@@ -444,18 +405,12 @@ def test_a_killed_conversion_goes_on(tmp_path, tables, step):
     assert not (tmp_path / "graph.partial").exists()
 
 
-def tree(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_what_is_left_of_a_conversion_of_an_existing_folder_is_named(tmp_path, tables):
     source, nodes = tables
     convert_tables(source, tmp_path / "graph", nodes)
     (tmp_path / "graph.partial").mkdir()
-    with pytest.raises(
-        FileExistsError, match=r"graph exists already \(.*graph\.partial, which is left of its conversion"
-    ):
-        convert_tables(source, tmp_path / "graph", nodes)
+    said = r"graph exists already \(.*graph\.partial, which is left of its conversion"
+    refuses(FileExistsError, said, convert_tables, source, tmp_path / "graph", nodes)
 
 
 def test_a_full_disk_says_so(tmp_path, tables, monkeypatch):
@@ -466,8 +421,7 @@ def test_a_full_disk_says_so(tmp_path, tables, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(convert, "write_blocks", full)
-    with pytest.raises(OSError, match="No space left on device"):
-        convert_tables(source, tmp_path / "graph", nodes)
+    refuses(OSError, "No space left on device", convert_tables, source, tmp_path / "graph", nodes)
     monkeypatch.undo()
     convert_tables(source, tmp_path / "graph", nodes)
     assert load_folder(tmp_path / "graph").num_nodes == 50

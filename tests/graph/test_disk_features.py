@@ -24,6 +24,7 @@ from lightning_gnn.graph.disk_cache import NEVER, RowLocations
 from lightning_gnn.graph.feature_file import BLOCK_BYTES, FeatureFile
 from lightning_gnn.graph.features import FEATURE_DTYPES
 from tests.patience import PATIENCE
+from tests.refusals import refuses
 
 
 def table_on_disk(path, slots):
@@ -145,6 +146,7 @@ def test_a_read_that_cannot_be_queued_is_made_at_once_and_explained(tmp_path):
     os.truncate(tmp_path / "x.npy", table.file.offset + 3 * BLOCK_BYTES + 100)
     with pytest.raises(ValueError, match=r"was cut off while it was in use: \d+ bytes came at byte"):
         table.gather(torch.arange(0, 2000, 7))
+    refuses(ValueError, r"x\.npy", FeatureFile.open, tmp_path / "x.npy")
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="processes cannot be forked here")
@@ -177,12 +179,26 @@ def test_a_forked_process_reads_for_itself(tmp_path, queued):
     assert equal.value
 
 
-def test_where_the_system_has_no_queues_threads_read(tmp_path, monkeypatch):
-    path = saved(numbers(500, 200), tmp_path / "x.npy")
-    monkeypatch.setattr(read_queue.platform, "machine", lambda: "riscv64")
-    table = table_on_disk(path, 64)
-    assert all(queue is None for _, queue in table._reader._idle)
-    assert torch.equal(table.gather(torch.arange(0, 500, 3)), numbers(500, 200)[::3])
+def test_where_the_system_has_no_queues_or_no_direct_reads_it_goes_on(tmp_path, monkeypatch):
+    x, real, said = numbers(500, 200), os.open, []
+    path = saved(x, tmp_path / "x.npy")
+
+    def refusing(path, flags, *more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct reads")
+        return real(path, flags, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(read_queue.platform, "machine", lambda: "riscv64")
+        table = table_on_disk(path, 64)
+        assert all(queue is None for _, queue in table._reader._idle)
+        assert torch.equal(table.gather(torch.arange(0, 500, 3)), x[::3])
+    monkeypatch.setattr(os, "open", refusing)
+    monkeypatch.setattr(disk_reads, "rank_zero_info", said.append)
+    table = table_on_disk(path, 100)
+    assert not table.direct
+    assert [f"{path} is read through the page cache, as its file system has no direct reads"] == said
+    assert torch.equal(table.gather(torch.tensor([499, 3])), x[[499, 3]])
 
 
 def test_only_blocks_with_what_is_asked_for_are_read_and_each_once(tmp_path):
@@ -252,13 +268,10 @@ def test_a_gather_into_memory_that_is_given(tmp_path):
     assert table.gather(torch.tensor([1, 99]), out=out) is out
     assert torch.equal(out, x[[1, 99]])
     assert table.gather(torch.tensor([], dtype=torch.int64)).shape == (0, 8)
-    with pytest.raises(ValueError, match="out must be"):
-        table.gather(torch.tensor([1]), out=out)
+    refuses(ValueError, "out must be", table.gather, torch.tensor([1]), out=out)
     for wrong in (-1, 100):
-        with pytest.raises(IndexError, match=f"node {wrong} is out of range"):
-            table.gather(torch.tensor([3, wrong]))
-    with pytest.raises(TypeError, match="int64 or int32"):
-        table.gather(torch.tensor([1.0]))
+        refuses(IndexError, f"node {wrong} is out of range", table.gather, torch.tensor([3, wrong]))
+    refuses(TypeError, "int64 or int32", table.gather, torch.tensor([1.0]))
 
 
 def test_memory_is_what_was_given(tmp_path):
@@ -269,8 +282,7 @@ def test_memory_is_what_was_given(tmp_path):
         assert table.num_bytes == sum(allocated(table)) <= table.memory
         assert table.memory - table.num_bytes < 2 * DiskFeatures.slot_bytes(table.file)
         assert 0 < table.cache_rows < 20_000
-    with pytest.raises(ValueError, match=r"memory=1 MB does not suffice to read .*x\.npy.*at least 2\.\d+ MB"):
-        DiskFeatures(path, "1MB")
+    refuses(ValueError, r"memory=1 MB does not suffice to read .*x\.npy.*at least 2\.\d+ MB", DiskFeatures, path, "1MB")
     assert DiskFeatures(path, "1GB").cache_rows == 20_000
 
 
@@ -283,47 +295,15 @@ def test_several_threads_read_at_once(tmp_path):
             assert torch.equal(rows, x[read])
 
 
-def test_without_direct_reads_it_says_so_and_goes_on(tmp_path, monkeypatch):
-    x = numbers(500, 100)
-    path = saved(x, tmp_path / "x.npy")
-    real = os.open
-
-    def refusing(path, flags, *more):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "no direct reads")
-        return real(path, flags, *more)
-
-    monkeypatch.setattr(os, "open", refusing)
-    said: list[str] = []
-    monkeypatch.setattr(disk_reads, "rank_zero_info", said.append)
-    table = table_on_disk(path, 100)
-    assert not table.direct
-    assert [f"{path} is read through the page cache, as its file system has no direct reads"] == said
-    assert torch.equal(table.gather(torch.tensor([499, 3])), x[[499, 3]])
-
-
-def test_a_file_that_was_cut_off(tmp_path):
-    path = saved(numbers(5000, 200), tmp_path / "x.npy")
-    table = table_on_disk(path, 64)
-    os.truncate(path, BLOCK_BYTES * 500)
-    with pytest.raises(ValueError, match=r"x\.npy was cut off while it was in use: \d+ bytes came at byte"):
-        table.gather(torch.arange(0, 5000, 7))
-    assert table.gather(torch.tensor([3])).shape == (1, 200)
-    with pytest.raises(ValueError, match=r"x\.npy"):
-        FeatureFile.open(path)
-
-
 def test_other_files_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        DiskFeatures(tmp_path / "none.npy", "10MB")
+    refuses(FileNotFoundError, "does not exist", DiskFeatures, tmp_path / "none.npy", "10MB")
     for name, array, error, said in (
         ("ids", np.arange(10), TypeError, "must be float32"),
         ("bytes", np.ones((5, 4), np.int8), TypeError, "must be float32"),
         ("columns", np.asfortranarray(np.ones((5, 4), np.float32)), ValueError, "by column"),
     ):
         np.save(tmp_path / f"{name}.npy", array)
-        with pytest.raises(error, match=said):
-            DiskFeatures(tmp_path / f"{name}.npy", "10MB")
+        refuses(error, said, DiskFeatures, tmp_path / f"{name}.npy", "10MB")
     (tmp_path / "x.rows").write_bytes(b"\0" * 5000)
     with pytest.raises(ValueError, match=r"x\.rows is a file of an earlier release.* write .* again as x\.npy"):
         DiskFeatures(tmp_path / "x.rows", "10MB")
@@ -334,8 +314,7 @@ def test_a_thread_that_fails_ends_the_read(tmp_path, monkeypatch):
     failing = lambda *_: (_ for _ in ()).throw(MemoryError("of a thread"))  # noqa: E731
     monkeypatch.setattr(disk_reads, "_read_queued", failing)
     monkeypatch.setattr(disk_reads, "_read_in_turn", failing)
-    with pytest.raises(MemoryError, match="of a thread"):
-        table.gather(torch.arange(0, 2000, 3))
+    refuses(MemoryError, "of a thread", table.gather, torch.arange(0, 2000, 3))
     monkeypatch.undo()
     assert torch.equal(table.gather(torch.arange(5)), numbers(2000, 200)[:5])
 

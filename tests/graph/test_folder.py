@@ -2,9 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -18,11 +16,12 @@ from lightning_gnn.graph.folder import load_folder, save_folder
 from lightning_gnn.runtime import manifest
 from lightning_gnn.runtime.store import is_writable
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from tests.refusals import refuses
 
 N, F, E = 50, 4, 300
 
 
-def graph(num_nodes: int = N, num_edges: int = E, seed: int = 0) -> Data:
+def graph(num_nodes=N, num_edges=E, seed=0):
     generator = torch.Generator().manual_seed(seed)
     data = Data(
         x=torch.rand(num_nodes, F, generator=generator),
@@ -35,18 +34,18 @@ def graph(num_nodes: int = N, num_edges: int = E, seed: int = 0) -> Data:
     return data
 
 
-def write(root: Path, **arrays: Any) -> Path:
+def write(root, **arrays):
     root.mkdir(parents=True, exist_ok=True)
     for name, array in arrays.items():
         np.save(root / f"{name}.npy", array)
     return root
 
 
-def raw(data: Data) -> dict[str, np.ndarray]:
+def raw(data):
     return {key: data[key].numpy() for key in data.keys()}  # noqa: SIM118 (iterating over Data gives pairs)
 
 
-def assert_same(loaded: Data, data: Data) -> None:
+def assert_same(loaded, data):
     assert loaded.num_nodes == data.num_nodes
     assert set(loaded.keys()) - {"graph"} == set(data.keys()) - {"edge_index"}
     for key in loaded.keys():  # noqa: SIM118
@@ -61,7 +60,7 @@ def assert_same(loaded: Data, data: Data) -> None:
 
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("check", [True, False])
-def test_round_trip(tmp_path: Path, mmap: bool, check: bool, recwarn: pytest.WarningsRecorder) -> None:
+def test_round_trip(tmp_path, mmap, check, recwarn):
     data = graph()
     assert_same(load_folder(save_folder(data, tmp_path / "g"), mmap, check), data)
     assert not [w for w in recwarn if "num_nodes" in str(w.message)]
@@ -76,15 +75,7 @@ def test_round_trip(tmp_path: Path, mmap: bool, check: bool, recwarn: pytest.War
     as_ids=st.booleans(),
     as_edges=st.booleans(),
 )
-def test_round_trip_of_any_graph(
-    tmp_path_factory: pytest.TempPathFactory,
-    num_nodes: int,
-    num_edges: int,
-    seed: int,
-    half: bool,
-    as_ids: bool,
-    as_edges: bool,
-) -> None:
+def test_round_trip_of_any_graph(tmp_path_factory, num_nodes, num_edges, seed, half, as_ids, as_edges):
     data = graph(num_nodes, num_edges, seed)
     if half:
         data.x = data.x.half()
@@ -102,14 +93,14 @@ def test_round_trip_of_any_graph(
 
 
 @pytest.mark.parametrize("form", ["csc", "edge_index"])
-def test_batches_equal_those_of_the_graph_in_memory(tmp_path: Path, form: str) -> None:
+def test_batches_equal_those_of_the_graph_in_memory(tmp_path, form):
     data = graph(200, 3000)
     root = tmp_path / "g"
     if form == "csc":
         save_folder(data, root)
     else:
         write(root, **raw(data))
-    options: dict[str, Any] = {"num_neighbors": [3, 2], "batch_size": 16, "seed": 7}
+    options = {"num_neighbors": [3, 2], "batch_size": 16, "seed": 7}
     memory = NeighborDataModule(data, **options)
     disk = NeighborDataModule(load_folder(root), **options)
     for stage in ("train_dataloader", "val_dataloader", "test_dataloader"):
@@ -121,7 +112,7 @@ def test_batches_equal_those_of_the_graph_in_memory(tmp_path: Path, form: str) -
                 assert torch.equal(a[key], b[key]), key
 
 
-def test_split_ids_are_the_seeds(tmp_path: Path) -> None:
+def test_split_ids_are_the_seeds(tmp_path):
     data = graph()
     arrays = raw(data)
     ids = {}
@@ -137,24 +128,20 @@ def test_split_ids_are_the_seeds(tmp_path: Path) -> None:
         assert sorted(seeds.tolist()) == ids[split].tolist()
 
 
-def test_float_labels_with_nan(tmp_path: Path) -> None:
+def test_float_labels_with_nan_and_no_labels_and_splits(tmp_path):
+    data = graph()
     y = np.arange(N, dtype=np.float32)[:, None]
     y[3] = np.nan
-    arrays = {**raw(graph()), "y": y}
-    loaded = load_folder(write(tmp_path, **arrays))
+    loaded = load_folder(write(tmp_path / "nan", **{**raw(data), "y": y}))
     assert loaded.y.dtype == torch.int64
     assert loaded.y.tolist() == [-1 if v == 3 else v for v in range(N)]
-
-
-def test_labels_and_splits_are_optional(tmp_path: Path) -> None:
-    data = graph()
-    loaded = load_folder(write(tmp_path, x=data.x.numpy(), edge_index=data.edge_index.numpy()))
+    loaded = load_folder(write(tmp_path / "none", x=data.x.numpy(), edge_index=data.edge_index.numpy()))
     assert set(loaded.keys()) == {"x", "graph"}
     assert loaded.num_nodes == N
 
 
 @pytest.fixture
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path_factory, monkeypatch):
     """A cache of its own, in which graphs of any size are kept."""
     root = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(root))
@@ -162,7 +149,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return root
 
 
-def test_sorted_edges_are_kept_until_the_edges_change(tmp_path: Path, cache: Path) -> None:
+def test_sorted_edges_are_kept_until_the_edges_change(tmp_path, cache):
     data = graph()
     write(tmp_path, **raw(data))
     files = sorted(path.name for path in tmp_path.iterdir())
@@ -188,7 +175,7 @@ def test_sorted_edges_are_kept_until_the_edges_change(tmp_path: Path, cache: Pat
     assert [path.name for path in (cache / "topology").iterdir()] == [entry.name]
 
 
-def test_a_copy_of_the_same_edges_keeps_what_was_sorted(tmp_path: Path, cache: Path) -> None:
+def test_a_copy_of_the_same_edges_keeps_what_was_sorted(tmp_path, cache):
     write(tmp_path, **raw(graph()))
     load_folder(tmp_path)
     (entry,) = (cache / "topology").iterdir()
@@ -201,17 +188,17 @@ def test_a_copy_of_the_same_edges_keeps_what_was_sorted(tmp_path: Path, cache: P
     assert entry.stat().st_ino == before
 
 
-def test_small_graphs_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_graphs_are_not_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
     load_folder(write(tmp_path / "g", **raw(graph())))
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_large_topology_is_checked_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_topology_is_checked_once(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(topology_files, "CHECKED_ONCE", 0)
     monkeypatch.setattr(manifest, "_SETTLED_NS", 0)
     passes = []
-    check = CSCGraph.from_csc.__func__  # type: ignore[attr-defined]
+    check = CSCGraph.from_csc.__func__
     monkeypatch.setattr(CSCGraph, "from_csc", classmethod(lambda cls, *args: passes.append(1) or check(cls, *args)))
     save_folder(graph(), tmp_path / "g")
     passes.clear()
@@ -225,11 +212,10 @@ def test_a_large_topology_is_checked_once(tmp_path: Path, cache: Path, monkeypat
     np.save(indices, damaged)
     os.utime(indices, ns=(before.st_atime_ns, before.st_mtime_ns))
     for _ in range(2):
-        with pytest.raises(ValueError, match="indices holds node 77"):
-            load_folder(tmp_path / "g")
+        refuses(ValueError, "indices holds node 77", load_folder, tmp_path / "g")
 
 
-def test_edges_in_csc_order_need_no_ids(tmp_path: Path) -> None:
+def test_edges_in_csc_order_need_no_ids(tmp_path):
     data = graph()
     data.edge_index = data.edge_index[:, data.edge_index[1].sort(stable=True).indices]
     loaded = load_folder(write(tmp_path, **raw(data)))
@@ -237,7 +223,7 @@ def test_edges_in_csc_order_need_no_ids(tmp_path: Path) -> None:
     assert_same(loaded, data)
 
 
-def test_read_only_folder(tmp_path: Path) -> None:
+def test_read_only_folder(tmp_path):
     data = graph()
     write(tmp_path / "g", **raw(data))
     (tmp_path / "g").chmod(0o555)
@@ -249,7 +235,7 @@ def test_read_only_folder(tmp_path: Path) -> None:
         (tmp_path / "g").chmod(0o755)
 
 
-def test_full_disk(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk(tmp_path, cache, monkeypatch):
     data = graph()
     write(tmp_path, **raw(data))
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
@@ -258,7 +244,7 @@ def test_full_disk(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch)
     assert list((cache / "topology").iterdir()) == []
 
 
-def test_writes_do_not_reach_the_files(tmp_path: Path) -> None:
+def test_writes_do_not_reach_the_files(tmp_path):
     data = graph()
     save_folder(data, tmp_path / "g")
     loaded = load_folder(tmp_path / "g")
@@ -267,171 +253,98 @@ def test_writes_do_not_reach_the_files(tmp_path: Path) -> None:
     assert_same(load_folder(tmp_path / "g"), data)
 
 
-def cut(root: Path, name: str) -> None:
-    path = root / f"{name}.npy"
-    path.write_bytes(path.read_bytes()[:-8])
-
-
-def csc_arrays() -> dict[str, np.ndarray]:
+def csc_arrays():
     csc = CSCGraph.from_data(graph())
     assert csc.edge_ids is not None
     return {"indptr": csc.indptr.numpy(), "indices": csc.indices.numpy(), "edge_ids": csc.edge_ids.numpy()}
 
 
-def bad_edge(value: int) -> np.ndarray:
+def bad_edge(value):
     edge_index = graph().edge_index.numpy().copy()
     edge_index[1, 7] = value
     return edge_index
 
 
-WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no x": ({"x": None}, FileNotFoundError, r"x\.npy does not exist; expected x\.npy, either"),
-    "no topology": ({"edge_index": None}, FileNotFoundError, r"indptr\.npy does not exist; expected indptr\.npy"),
-    "half a topology": (
-        {"edge_index": None, "indptr": np.zeros(N + 1, np.int64)},
-        FileNotFoundError,
-        r"indices\.npy does not exist",
-    ),
-    "two topologies": (csc_arrays(), ValueError, r"edge_index\.npy and indptr\.npy both give .* remove one"),
-    "double x": ({"x": np.zeros((N, F))}, TypeError, r"x\.npy: .*float64; convert it with"),
-    "flat x": ({"x": np.zeros(N, np.float32)}, ValueError, r"x\.npy: .*\[50\]"),
-    "edge too high": (
-        {"edge_index": bad_edge(N)},
-        ValueError,
-        r"edge_index\.npy: edge_index\[1\] holds node 50, .* 50",
-    ),
-    "edge negative": ({"edge_index": bad_edge(-1)}, ValueError, r"edge_index\.npy: edge_index\[1\] holds node -1"),
-    "float edges": ({"edge_index": np.zeros((2, 3), np.float32)}, TypeError, r"edge_index\.npy: .*float32"),
-    "turned edges": ({"edge_index": np.zeros((3, 2), np.int64)}, ValueError, r"edge_index\.npy: .*\[3, 2\]"),
-    "short y": ({"y": np.zeros(N - 1, np.int64)}, ValueError, r"y\.npy has the shape \[49\].* 50 rows"),
-    "wide y": ({"y": np.zeros((N, 3), np.int64)}, ValueError, r"y\.npy has the shape \[50, 3\]"),
-    "real y": ({"y": np.full(N, 0.5)}, ValueError, r"y\.npy holds 0\.5 for node 0"),
-    "infinite y": ({"y": np.full(N, np.inf)}, ValueError, r"y\.npy holds inf for node 0"),
-    "bool y": ({"y": np.zeros(N, bool)}, TypeError, r"y\.npy must be int64"),
-    "short mask": ({"val_mask": np.zeros(N - 2, bool)}, ValueError, r"val_mask\.npy is a mask of 48 .* 50 rows"),
-    "byte mask": ({"val_mask": np.zeros(N, np.uint8)}, TypeError, r"val_mask\.npy is torch\.uint8, but must be bool"),
-    "mask as ids": ({"val_mask": None, "val_idx": np.zeros(N, bool)}, TypeError, r"val_idx\.npy is torch\.bool"),
-    "id too high": ({"val_mask": None, "val_idx": np.array([3, 99])}, ValueError, r"val_idx\.npy holds node 99"),
-    "float ids": ({"val_mask": None, "val_idx": np.array([3.0])}, TypeError, r"val_idx\.npy .*float64"),
-    "two splits": ({"val_idx": np.array([3])}, ValueError, r"val_mask\.npy and val_idx\.npy both give the val split"),
-    "strings": ({"y": np.array(["a"] * N)}, ValueError, r"y\.npy is not a complete \.npy file"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-@pytest.mark.parametrize("mmap", [True, False])
-def test_wrong_files(tmp_path: Path, case: str, mmap: bool) -> None:
-    changes, error, message = WRONG[case]
-    arrays = {key: value for key, value in {**raw(graph()), **changes}.items() if value is not None}
-    write(tmp_path, **arrays)
-    with pytest.raises(error, match=message) as caught:
-        load_folder(tmp_path, mmap)
-    assert str(tmp_path) in str(caught.value)
-
-
-def replaced(name: str, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, np.ndarray]:
+def but(name, at=None, value=None, change=None):
+    """Return sorted edges, of which one array is something else, and no list of edges."""
     arrays = csc_arrays()
-    arrays[name] = change(arrays[name].copy())
-    return arrays
+    if change is None:
+        arrays[name][at] = value
+    else:
+        arrays[name] = change(arrays[name])
+    return {"edge_index": None, **arrays}
 
 
-def with_value(array: np.ndarray, at: int, value: int) -> np.ndarray:
-    array[at] = value
-    return array
+ONES = np.ones(N, np.int64)
+WRONG = [
+    ({"x": None}, FileNotFoundError, r"x\.npy does not exist; expected x\.npy, either"),
+    ({"edge_index": None}, FileNotFoundError, r"indptr\.npy does not exist; expected indptr\.npy"),
+    ({"edge_index": None, "indptr": np.zeros(N + 1, int)}, FileNotFoundError, r"indices\.npy does not exist"),
+    (csc_arrays(), ValueError, r"edge_index\.npy and indptr\.npy both give .* remove one"),
+    ({"x": np.zeros((N, F))}, TypeError, r"x\.npy: .*float64; convert it with"),
+    ({"edge_index": bad_edge(N)}, ValueError, r"edge_index\.npy: edge_index\[1\] holds node 50, .* 50"),
+    ({"y": ONES[1:]}, ValueError, r"y\.npy has the shape \[49\].* 50 rows"),
+    ({"y": np.full(N, 0.5)}, ValueError, r"y\.npy holds 0\.5 for node 0"),
+    ({"y": np.full(N, np.inf)}, ValueError, r"y\.npy holds inf for node 0"),
+    ({"y": np.zeros(N, bool)}, TypeError, r"y\.npy must be int64"),
+    ({"y": np.array(["a"] * N)}, ValueError, r"y\.npy is not a complete \.npy file.*write it again"),
+    ({"y": ONES, "labels": "several"}, ValueError, r"is torch.int64 \[50\], but labels='several' needs \[N, L\], .*50"),
+    ({"y": ONES[1:], "labels": "numbers"}, ValueError, r"\[49\], but labels='numbers' needs \[N\] or \[N, T\]"),
+    ({"labels": "some"}, ValueError, "labels='some' is unknown; use classes, several or numbers"),
+    ({"val_mask": np.zeros(N - 2, bool)}, ValueError, r"val_mask\.npy is a mask of 48 .* 50 rows"),
+    ({"val_mask": np.zeros(N, np.uint8)}, TypeError, r"val_mask\.npy is torch\.uint8, but must be bool"),
+    ({"val_mask": None, "val_idx": np.zeros(N, bool)}, TypeError, r"val_idx\.npy is torch\.bool"),
+    ({"val_mask": None, "val_idx": np.array([3, 99])}, ValueError, r"val_idx\.npy holds node 99"),
+    ({"val_idx": np.array([3])}, ValueError, r"val_mask\.npy and val_idx\.npy both give the val split"),
+    (but("indptr", change=lambda a: a[:-1]), ValueError, "indptr"),
+    (but("indptr", change=lambda a: np.append(a, a[-1])), ValueError, r"indptr\.npy has 52 entries.*needs 51"),
+    (but("indices", change=lambda a: a[:-1]), ValueError, "indptr must .* 299"),
+    (but("edge_ids", change=lambda a: a[:-1]), ValueError, "edge_ids must hold one"),
+    (but("indptr", 1, 10**6) | {"check": False}, ValueError, "indptr must not descend"),
+    (but("indices", 5, 77) | {"check": False}, ValueError, "indices holds node 77, .* 50 nodes"),
+    (but("edge_ids", 5, E) | {"check": False}, ValueError, "edge_ids holds edge 300"),
+]
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize(("changes", "error", "said"), WRONG)
+def test_wrong_files(tmp_path, changes, error, said, mmap):
+    arrays = {**raw(graph()), **changes}
+    labels, finds = arrays.pop("labels", "classes"), arrays.pop("check", True)
+    write(tmp_path, **{name: array for name, array in arrays.items() if array is not None})
+    with pytest.raises(error, match=said) as caught:
+        load_folder(tmp_path, mmap, labels=labels)
+    assert labels == "some" or str(tmp_path) in str(caught.value)
+    if "indptr" in arrays:  # these are found by a check alone, which can be left out
+        with pytest.raises(error) if finds else nullcontext():
+            load_folder(tmp_path, mmap, check=False)
+
+
+def test_missing_folder(tmp_path):
+    refuses(FileNotFoundError, re.escape(f"{tmp_path / 'none'} is no folder; expected"), load_folder, tmp_path / "none")
+
+
+GRAPH = graph()
+X, EDGES = GRAPH.x, GRAPH.edge_index
 
 
 @pytest.mark.parametrize(
-    ("arrays", "error", "message", "always"),
+    ("data", "error", "said"),
     [
-        (replaced("indptr", lambda a: a[:-1]), ValueError, "indptr", True),
-        (replaced("indptr", lambda a: np.append(a, a[-1])), ValueError, r"indptr\.npy has 52 entries.*needs 51", True),
-        (replaced("indptr", lambda a: a.astype(np.float32)), TypeError, "indptr must be int32 or int64", True),
-        (replaced("indptr", lambda a: with_value(a, 1, 10**6)), ValueError, "indptr must not descend", False),
-        (replaced("indices", lambda a: with_value(a, 5, 77)), ValueError, "indices holds node 77, .* 50 nodes", False),
-        (replaced("indices", lambda a: a[:-1]), ValueError, "indptr must .* 299", True),
-        (replaced("edge_ids", lambda a: a[:-1]), ValueError, "edge_ids must hold one", True),
-        (replaced("edge_ids", lambda a: with_value(a, 5, E)), ValueError, "edge_ids holds edge 300", False),
+        (Data(x=X, edge_index=EDGES, edge_attr=torch.rand(E)), ValueError, r"no place for data\.edge_attr"),
+        (Data(edge_index=EDGES, num_nodes=N), ValueError, "data has no x"),
+        (Data(x=X), ValueError, "no topology"),
+        (Data(x=X.double(), edge_index=EDGES), TypeError, "float64"),
+        (Data(x=X, edge_index=EDGES, train_idx=torch.tensor([99])), ValueError, r"data\.train_idx holds node 99"),
+        (Data(x=X[:7], graph=CSCGraph.from_data(GRAPH)), ValueError, r"data\.graph has 50 nodes, but data\.x has 7 r"),
+        (HeteroData(), TypeError, "homogeneous"),
     ],
 )
-def test_wrong_topology(
-    tmp_path: Path, arrays: dict[str, np.ndarray], error: type[Exception], message: str, always: bool
-) -> None:
-    write(tmp_path, x=graph().x.numpy(), **arrays)
-    with pytest.raises(error, match=message) as caught:
-        load_folder(tmp_path)
-    assert str(tmp_path) in str(caught.value)
-    if always:
-        with pytest.raises(error):
-            load_folder(tmp_path, check=False)
-    else:
-        load_folder(tmp_path, check=False)
-
-
-@pytest.mark.parametrize("name", ["x", "y", "edge_index", "train_mask"])
-@pytest.mark.parametrize("mmap", [True, False])
-def test_truncated_files(tmp_path: Path, name: str, mmap: bool) -> None:
-    write(tmp_path, **raw(graph()))
-    cut(tmp_path, name)
-    with pytest.raises(ValueError, match=rf"{name}\.npy is not a complete .npy file.*write it again"):
-        load_folder(tmp_path, mmap)
-
-
-def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path / 'none'} is no folder; expected")):
-        load_folder(tmp_path / "none")
-
-
-def test_saving_refuses(tmp_path: Path) -> None:
-    data = graph()
-    save_folder(data, tmp_path / "g")
-    with pytest.raises(FileExistsError, match=r"holds x\.npy already"):
-        save_folder(data, tmp_path / "g")
-    data.edge_attr = torch.rand(E)
-    with pytest.raises(ValueError, match=r"no place for data\.edge_attr"):
-        save_folder(data, tmp_path / "h")
-    with pytest.raises(ValueError, match="data has no x"):
-        save_folder(Data(edge_index=data.edge_index, num_nodes=N), tmp_path / "h")
-    with pytest.raises(ValueError, match="no topology"):
-        save_folder(Data(x=data.x), tmp_path / "h")
-    with pytest.raises(TypeError, match="float64"):
-        save_folder(Data(x=data.x.double(), edge_index=data.edge_index), tmp_path / "h")
-    with pytest.raises(ValueError, match=r"data\.train_idx holds node 99"):
-        save_folder(Data(x=data.x, edge_index=data.edge_index, train_idx=torch.tensor([99])), tmp_path / "h")
-    with pytest.raises(ValueError, match=r"data\.graph has 50 nodes, but data\.x has 7 rows"):
-        save_folder(Data(x=data.x[:7], graph=CSCGraph.from_data(data)), tmp_path / "h")
-    with pytest.raises(TypeError, match="homogeneous"):
-        save_folder(HeteroData(), tmp_path / "h")  # type: ignore[arg-type]
+def test_saving_refuses(tmp_path, data, error, said):
+    refuses(error, said, save_folder, data, tmp_path / "h")
     assert not (tmp_path / "h").exists()
-
-
-def resident() -> int:
-    """Bytes of this process in memory, mapped files included."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-def test_features_stay_on_disk(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"num_neighbors": [3, 3], "batch_size": 8, "seed": 0, "check_features": False}
-    next(iter(NeighborDataModule(graph(), **options).train_dataloader()))  # compiles, which takes memory too
-
-    num_nodes, num_features = 100_000, 512
-    size = num_nodes * num_features * 4
-    edge_index = torch.randint(num_nodes, (2, 5 * num_nodes), generator=torch.Generator().manual_seed(0))
-    write(tmp_path, edge_index=edge_index.numpy(), train_idx=np.arange(1000))
-    np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (num_nodes, num_features))  # a sparse file of zeros
-    load_folder(tmp_path)
-
-    before = resident()
-    data = load_folder(tmp_path)
-    batch = next(iter(NeighborDataModule(data, **options).train_dataloader()))
-    assert batch.x.shape == (batch.num_nodes, num_features)
-    assert batch.num_nodes > 50
-    assert resident() - before < size // 5
-
-    whole = load_folder(tmp_path, mmap=False)
-    assert resident() - before > size * 0.9  # the measure sees what it should
-    assert whole.num_nodes == num_nodes
+    save_folder(GRAPH, tmp_path / "g")
+    refuses(FileExistsError, r"holds x\.npy already", save_folder, GRAPH, tmp_path / "g")
 
 
 @pytest.mark.parametrize(
@@ -443,26 +356,8 @@ def test_features_stay_on_disk(tmp_path: Path) -> None:
         ("numbers", np.ones((N, 2), np.float64), torch.float64),
     ],
 )
-def test_labels_of_other_kinds(tmp_path: Path, labels: Any, y: Any, expected: torch.dtype) -> None:
+def test_labels_of_other_kinds(tmp_path, labels, y, expected):
     write(tmp_path, **{**raw(graph()), "y": y})
     loaded = load_folder(tmp_path, labels=labels)
     assert loaded.y.dtype == expected
     assert loaded.y.tolist() == y.tolist()
-
-
-@pytest.mark.parametrize(
-    ("labels", "y", "message"),
-    [
-        (
-            "several",
-            np.ones(N, np.int64),
-            r"is torch.int64 \[50\], but labels='several' needs \[N, L\], and x has 50",
-        ),
-        ("numbers", np.ones(N - 1), r"is torch.float64 \[49\], but labels='numbers' needs \[N\] or \[N, T\]"),
-        ("some", np.ones(N), "labels='some' is unknown; use classes, several or numbers"),
-    ],
-)
-def test_labels_that_are_of_another_kind(tmp_path: Path, labels: Any, y: Any, message: str) -> None:
-    write(tmp_path, **{**raw(graph()), "y": y})
-    with pytest.raises(ValueError, match=message):
-        load_folder(tmp_path, labels=labels)

@@ -1,150 +1,100 @@
 """Files from elsewhere that are pickles: no code in them is run, unless the user says so."""
 
 import ast
-import gzip
 import os
-import pickle
 import shutil
-import sys
 import warnings
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
-import scipy.sparse
 import torch
-from torch_geometric.data import Data, InMemoryDataset
+from torch_geometric.data import Data
 from torch_geometric.datasets import Planetoid
 
 import lightning_gnn
-from lightning_gnn.graph.datasets import flickr, ogbn, planetoid, reddit
-
-N, KNOWN, TRAIN = 620, 580, 20
-PICKLED = ("x", "tx", "allx", "y", "ty", "ally", "graph")
-SHARED = Path(__file__).parents[3] / "shared" / "data" / "planetoid"
+from lightning_gnn.graph.datasets import flickr, ogbn, reddit
+from tests.graph.published import (
+    PICKLED,
+    FakeOGB,
+    assert_same,
+    cora,
+    install_ogb,
+    planetoid_parts,
+    write_cora,
+    write_flickr,
+    write_reddit,
+)
+from tests.refusals import refuses
 
 
 class Evil:
     """Makes a folder when it is unpickled."""
 
-    def __init__(self, marker: Path) -> None:
+    def __init__(self, marker):
         self.marker = marker
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return exec, (f"import os; os.mkdir({str(self.marker)!r})",)
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture
-def marker(tmp_path: Path) -> Path:
+def marker(tmp_path):
     return tmp_path / "code was run"
 
 
-def parts() -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    x = scipy.sparse.csr_matrix((rng.random((N, 8)) < 0.3).astype(np.float32))
-    y = np.eye(3, dtype=np.int32)[rng.integers(3, size=N)]
-    graph = defaultdict(list, {v: rng.integers(N, size=3).tolist() for v in range(N)})
-    return {"x": x[:TRAIN], "tx": x[KNOWN:], "allx": x[:KNOWN], "graph": graph} | {
-        "y": y[:TRAIN],
-        "ty": y[KNOWN:],
-        "ally": y[:KNOWN],
-    }
-
-
-def write_planetoid(root: Path, protocol: int = 2, **changes: Any) -> Path:
-    raw = root / "Cora" / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    for suffix, part in {**parts(), **changes}.items():
-        (raw / f"ind.cora.{suffix}").write_bytes(pickle.dumps(part, protocol))
-    order = np.random.default_rng(1).permutation(np.arange(KNOWN, N))
-    np.savetxt(raw / "ind.cora.test.index", order, fmt="%d")
-    return root
-
-
-def assert_same(a: Data, b: Data) -> None:
-    assert set(a.keys()) == set(b.keys())
-    for key in a.keys():  # noqa: SIM118 (iterating over Data gives pairs)
-        assert a[key].dtype == b[key].dtype, key
-        assert torch.equal(a[key], b[key]), key
-
-
 @pytest.mark.parametrize("protocol", [2, 3, 4])
-def test_raw_planetoid_files_are_read_as_pyg_reads_them(tmp_path: Path, protocol: int) -> None:
-    write_planetoid(tmp_path, protocol)
-    ours = planetoid(tmp_path, "Cora", normalize_features=False)
+def test_raw_planetoid_files_are_read_as_pyg_reads_them(tmp_path, protocol):
+    write_cora(tmp_path, protocol)
+    ours = cora(tmp_path, normalize_features=False)
     shutil.rmtree(tmp_path / "Cora" / "processed")
     assert_same(ours, Planetoid(str(tmp_path), "Cora")[0])
 
 
-@pytest.mark.skipif(not (SHARED / "Cora" / "raw").exists(), reason=f"no Planetoid files in {SHARED}")
-@pytest.mark.parametrize("name", ["Cora", "CiteSeer"])
-def test_real_planetoid_files_are_read_as_pyg_reads_them(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "raw").symlink_to((SHARED / name / "raw").resolve())
-    ours = planetoid(tmp_path, name, normalize_features=False)
-    shutil.rmtree(tmp_path / name / "processed")
-    theirs = Planetoid(str(tmp_path), name)[0]
-    assert_same(ours, theirs)
-    assert_same(planetoid(tmp_path, name, normalize_features=False), theirs)  # processed by PyG
-
-
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("suffix", PICKLED)
-def test_a_raw_planetoid_file_runs_no_code(tmp_path: Path, marker: Path, suffix: str, trust: bool) -> None:
-    write_planetoid(tmp_path, **{suffix: Evil(marker)})
+def test_a_raw_planetoid_file_runs_no_code(tmp_path, marker, suffix, trust):
+    write_cora(tmp_path, **{suffix: Evil(marker)})
     with pytest.raises(ValueError, match=rf"again: .*ind\.cora\.{suffix} \(.*asks for \w+\.exec, which no file of num"):
-        planetoid(tmp_path, "Cora", trust=trust)
+        cora(tmp_path, trust=trust)
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        "builtins\neval",
-        "builtins\ngetattr",
-        "numpy\nload",
-        "numpy.lib._npyio_impl\nload",
-        "scipy.sparse\nload_npz",
-        "numpy._core.multiarray\nfromstring",
-    ],
-)
-def test_names_of_numpy_and_the_builtins_are_refused_too(tmp_path: Path, wanted: str) -> None:
-    write_planetoid(tmp_path)
+FORBIDDEN = ["builtins\neval", "builtins\ngetattr", "numpy\nload", "numpy.lib._npyio_impl\nload"]
+FORBIDDEN += ["scipy.sparse\nload_npz", "numpy._core.multiarray\nfromstring"]
+
+
+@pytest.mark.parametrize("wanted", FORBIDDEN)
+def test_names_of_numpy_and_the_builtins_are_refused_too(tmp_path, wanted):
+    write_cora(tmp_path)
     (tmp_path / "Cora" / "raw" / "ind.cora.x").write_bytes(f"c{wanted}\n.".encode())
-    with pytest.raises(ValueError, match=r"again: .*ind\.cora\.x \(.*asks for"):
-        planetoid(tmp_path, "Cora")
+    refuses(ValueError, r"again: .*ind\.cora\.x \(.*asks for", cora, tmp_path)
 
 
-def test_a_pickle_changes_no_class(tmp_path: Path) -> None:
-    write_planetoid(tmp_path)
+def test_a_pickle_changes_no_class(tmp_path):
+    write_cora(tmp_path)
     # BUILD with (None, {"data": []}) sets attributes of what lies below: here of a class.
     for kind in (b"scipy.sparse._csr\ncsr_matrix", b"_codecs\nencode", b"builtins\nlist", b"collections\nOrderedDict"):
         content = b"c" + kind + b"\n(N}U\x04data]stb."
         (tmp_path / "Cora" / "raw" / "ind.cora.x").write_bytes(content)
-        with pytest.raises(ValueError, match=r"again: .*ind\.cora\.x \((Type|Attribute)Error"):
-            planetoid(tmp_path, "Cora")
+        refuses(ValueError, r"again: .*ind\.cora\.x \((Type|Attribute)Error", cora, tmp_path)
 
 
-def test_an_index_out_of_a_sparse_matrix_writes_nowhere(tmp_path: Path) -> None:
-    x = parts()["x"]
+def test_an_index_out_of_a_sparse_matrix_writes_nowhere(tmp_path):
+    x = planetoid_parts()["x"]
     x.indices[3] = 2**30
-    write_planetoid(tmp_path, x=x)
-    with pytest.raises(ValueError, match=r"again: .*ind\.cora\.x \(.*indices"):
-        planetoid(tmp_path, "Cora")
+    write_cora(tmp_path, x=x)
+    refuses(ValueError, r"again: .*ind\.cora\.x \(.*indices", cora, tmp_path)
 
 
 @pytest.mark.parametrize("suffix", [*PICKLED, "test.index"])
-def test_a_damaged_raw_file_is_an_error_or_leaves_a_graph_that_is_valid(tmp_path: Path, suffix: str) -> None:
-    write_planetoid(tmp_path)
+def test_a_damaged_raw_file_is_an_error_or_leaves_a_graph_that_is_valid(tmp_path, suffix):
+    write_cora(tmp_path)
     path = tmp_path / "Cora" / "raw" / f"ind.cora.{suffix}"
     whole, rng, refused = path.read_bytes(), np.random.default_rng(len(suffix)), []
     for case in range(24):
@@ -154,38 +104,19 @@ def test_a_damaged_raw_file_is_an_error_or_leaves_a_graph_that_is_valid(tmp_path
         path.write_bytes(damaged if case % 3 else damaged[: rng.integers(len(whole))])
         shutil.rmtree(tmp_path / "Cora" / "processed", ignore_errors=True)
         try:
-            assert planetoid(tmp_path, "Cora").validate()
+            assert cora(tmp_path).validate()
         except ValueError as error:
             refused.append(str(error))
     assert len(refused) >= 8
     assert all(message.startswith(f"delete and load again: {path.parent}") for message in refused)
 
 
-def load_planetoid(root: Path, **options: Any) -> Data:
-    return planetoid(root, "Cora", **options)
-
-
-def write_reddit(root: Path) -> None:
-    (root / "raw").mkdir(parents=True)
-    types = np.array([1, 1, 2, 3])
-    np.savez(root / "raw" / "reddit_data.npz", feature=np.eye(4), label=np.arange(4) % 3, node_types=types)
-    scipy.sparse.save_npz(root / "raw" / "reddit_graph.npz", scipy.sparse.coo_matrix(np.eye(4)))
-
-
-def write_flickr(root: Path) -> None:
-    (root / "raw").mkdir(parents=True)
-    for name in ("adj_full.npz", "feats.npy", "class_map.json", "role.json"):
-        (root / "raw" / name).touch()
-
-
 @pytest.mark.parametrize("file", ["data.pt", "pre_transform.pt", "pre_filter.pt"])
 @pytest.mark.parametrize(
     ("write", "load", "folder"),
-    [(write_planetoid, load_planetoid, "Cora"), (write_reddit, reddit, "."), (write_flickr, flickr, ".")],
+    [(write_cora, cora, "Cora"), (write_reddit, reddit, "."), (write_flickr, flickr, ".")],
 )
-def test_a_processed_file_runs_no_code_unless_it_is_trusted(
-    tmp_path: Path, marker: Path, write: Callable, load: Callable, folder: str, file: str
-) -> None:
+def test_a_processed_file_runs_no_code_unless_it_is_trusted(tmp_path, marker, write, load, folder, file):
     write(tmp_path)
     data = Data(x=torch.eye(3), edge_index=torch.tensor([[0], [1]]), y=torch.arange(3))
     processed = tmp_path / folder / "processed"
@@ -209,80 +140,37 @@ def test_a_processed_file_runs_no_code_unless_it_is_trusted(
     assert marker.is_dir()
 
 
-def test_what_torch_blocks_stays_closed_without_advice_in_circles(tmp_path: Path, marker: Path) -> None:
+def test_what_torch_blocks_stays_closed_without_advice_in_circles(tmp_path, marker, monkeypatch):
     class Blocked(Evil):
-        def __reduce__(self) -> tuple[Any, ...]:
+        def __reduce__(self):
             return os.mkdir, (str(self.marker),)
 
-    write_planetoid(tmp_path)
-    planetoid(tmp_path, "Cora")
-    torch.save(Blocked(marker), tmp_path / "Cora" / "processed" / "data.pt")
-    with pytest.raises(ValueError, match=r"data\.pt \(it holds more .*mkdir[^)]*\)$"):
-        planetoid(tmp_path, "Cora", trust=True)
-    assert not marker.exists()
-
-
-def test_a_users_own_switch_does_not_open_foreign_files(
-    tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    write_planetoid(tmp_path)
-    planetoid(tmp_path, "Cora")
-    torch.save(Evil(marker), tmp_path / "Cora" / "processed" / "data.pt")
-    with pytest.raises(ValueError, match="trust=True"):
-        planetoid(tmp_path, "Cora")
+    write_cora(tmp_path)
+    cora(tmp_path)
+    path = tmp_path / "Cora" / "processed" / "data.pt"
+    torch.save(Blocked(marker), path)
+    refuses(ValueError, r"data\.pt \(it holds more .*mkdir[^)]*\)$", cora, tmp_path, trust=True)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # a user's own switch opens no foreign files
+    torch.save(Evil(marker), path)
+    refuses(ValueError, "trust=True", cora, tmp_path)
     assert not marker.exists()
     assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
 
 
-class FakeOGB(InMemoryDataset):
-    """Loads its files the way ogb does; a version of it may ask for anything in them."""
-
-    asks: dict[str, Any] = {}  # noqa: RUF012
-
-    def __init__(self, name: str, root: str) -> None:
-        super().__init__(str(Path(root) / name.replace("-", "_")))
-        self.data, self.slices = torch.load(self.processed_paths[0], **self.asks)[:2]
-
-    raw_file_names = ("edge.csv.gz", "node-feat.csv.gz")
-    processed_file_names = "geometric_data_processed.pt"
-
-    def download(self) -> None:
-        for path in self.raw_paths:
-            with gzip.open(path, "wt") as file:
-                file.write("0,1\n")
-
-    def process(self) -> None:
-        data = Data(x=torch.eye(4), edge_index=torch.tensor([[0, 1], [1, 0]]), y=torch.arange(4)[:, None])
-        torch.save(self.collate([data]), self.processed_paths[0])
-
-    def get_idx_split(self) -> dict[str, torch.Tensor]:
-        path = Path(self.root) / "split" / "time" / "split_dict.pt"
-        if path.exists():
-            return torch.load(path, **self.asks)
-        return {name: torch.tensor([i]) for i, name in enumerate(("train", "valid", "test"))}
-
-
 @pytest.mark.parametrize("asks", [{}, {"weights_only": False}], ids=["for the default", "for anything"])
 @pytest.mark.parametrize("file", ["processed/geometric_data_processed.pt", "split/time/split_dict.pt"])
-def test_ogbs_files_run_no_code_unless_they_are_trusted(
-    tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch, asks: dict[str, Any], file: str
-) -> None:
-    module = ModuleType("ogb.nodeproppred")
-    module.PygNodePropPredDataset = FakeOGB  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ogb", ModuleType("ogb"))
-    monkeypatch.setitem(sys.modules, "ogb.nodeproppred", module)
+def test_ogbs_files_run_no_code_unless_they_are_trusted(tmp_path, marker, monkeypatch, asks, file):
+    install_ogb(monkeypatch)
     monkeypatch.setattr(FakeOGB, "asks", asks)
     first = ogbn(tmp_path, "ogbn-arxiv")
     path = tmp_path / "ogbn_arxiv" / file
     path.parent.mkdir(parents=True, exist_ok=True)
     if file.startswith("split"):
-        stored: Any = {name: torch.tensor([0]) for name in ("train", "valid", "test")} | {"more": Evil(marker)}
+        stored = {name: torch.tensor([0]) for name in ("train", "valid", "test")} | {"more": Evil(marker)}
     else:
         stored = (*torch.load(path, weights_only=False), Evil(marker))
     torch.save(stored, path)
-    with pytest.raises(ValueError, match=rf"{file} \(it holds more than tensors .*exec.*trust=True"):
-        ogbn(tmp_path, "ogbn-arxiv")
+    refuses(ValueError, rf"{file} \(it holds more than tensors .*exec.*trust=True", ogbn, tmp_path, "ogbn-arxiv")
     assert not marker.exists()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -292,17 +180,16 @@ def test_ogbs_files_run_no_code_unless_they_are_trusted(
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
 @pytest.mark.parametrize("file", ["raw/ind.cora.tx", "processed/data.pt"])
-def test_a_fifo_is_not_waited_for(tmp_path: Path, file: str) -> None:
-    write_planetoid(tmp_path)
-    planetoid(tmp_path, "Cora")
+def test_a_fifo_is_not_waited_for(tmp_path, file):
+    write_cora(tmp_path)
+    cora(tmp_path)
     path = tmp_path / "Cora" / file
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(ValueError, match=rf"{path.name} is a FIFO, but must be a file"):
-        planetoid(tmp_path, "Cora")
+    refuses(ValueError, rf"{path.name} is a FIFO, but must be a file", cora, tmp_path)
 
 
-def test_nothing_of_ours_unpickles_anything() -> None:
+def test_nothing_of_ours_unpickles_anything():
     root = Path(lightning_gnn.__file__).parent
     found = set()
     for path in root.rglob("*.py"):

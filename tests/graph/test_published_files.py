@@ -15,6 +15,7 @@ from lightning_gnn.cli import convert_command
 from lightning_gnn.graph import CSCGraph, convert_tables
 from lightning_gnn.graph import published_files as module
 from lightning_gnn.graph.folder import load_folder
+from tests.refusals import refuses
 
 pytest.importorskip("duckdb", reason="lgnn convert needs it")
 
@@ -152,8 +153,7 @@ def test_ones_own_nodes_for_a_published_topology(tmp_path):
     convert_tables(source, tmp_path / "out", nodes)
     assert load_folder(tmp_path / "out").y.tolist() == [0, 1, 0, 1, 0, 1]
     nodes.write_text("a,label\n1,0\n2,1\n3,0\n")
-    with pytest.raises(ValueError, match=r"nodes\.csv has 3 nodes, but .*graph-txt 6"):
-        convert_tables(source, tmp_path / "other", nodes)
+    refuses(ValueError, r"nodes\.csv has 3 nodes, but .*graph-txt 6", convert_tables, source, tmp_path / "other", nodes)
 
 
 def test_an_interrupted_reading_begins_anew(tmp_path, monkeypatch):
@@ -176,65 +176,69 @@ def test_an_interrupted_reading_begins_anew(tmp_path, monkeypatch):
     same_topology(load_folder(tmp_path / "out").graph, EDGES, NODES)
 
 
+def cut(folder, form, size):
+    path = write(folder, form, EDGES, NODES)
+    path.write_bytes(path.read_bytes()[:-size])
+    return path
+
+
+def text(folder, content, name="graph.graph-txt"):
+    (folder / name).write_bytes(content)
+    return folder / name
+
+
+def matrix(folder, kind):
+    scipy.sparse.save_npz(folder / f"{kind.format}.npz", kind)
+    return folder / f"{kind.format}.npz"
+
+
+def other(folder):
+    np.savez(folder / "other.npz", a=np.ones(3))
+    return folder / "other.npz"
+
+
+def arrays(folder, indptr):
+    np.save(folder / "indptr.npy", np.array(indptr))
+    np.save(folder / "indices.npy", np.arange(5) % 3)
+    return folder
+
+
+MARKET = b"%%MatrixMarket matrix coordinate real general\n3 3 2\n1 2 1.0\n"
+DAMAGES = [
+    (lambda folder: text(folder, b"six\n\n"), "begins with b'six', not with the number of nodes"),
+    (lambda folder: text(folder, b"3\n1 2\n0\n"), "has lines for 2 nodes, but begins with 3; it is cut off or damaged"),
+    (lambda folder: text(folder, b"2\n1\n0 x\n"), "line 3 holds something else than numbers"),
+    (lambda folder: text(folder, b"2\n1\n0 2\n"), "the target of row 2, 2, is no node"),
+    (lambda folder: cut(folder, "webgraph.gz", 9), r"graph\.graph-txt\.gz is damaged"),
+    (lambda folder: cut(folder, "csr", 30), r"graph\.npz is damaged"),
+    (other, r"other\.npz is no sparse matrix of SciPy: it holds a"),
+    (lambda folder: matrix(folder, scipy.sparse.dia_matrix(np.eye(3))), r"dia\.npz is .* in dia; save it in csr"),
+    (lambda folder: matrix(folder, scipy.sparse.coo_matrix((3, 3))), r"coo\.npz holds no edges"),
+    (lambda folder: text(folder, MARKET, "cut.mtx"), r"cut\.mtx is not a Matrix Market file: "),
+    (lambda folder: arrays(folder, [0, 2, 1, 5]), "indptr falls at row 1"),
+    (lambda folder: arrays(folder, [0, 2, 3, 4]), "to the number of edges, 5"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGES)
+def test_damaged_files_are_named(tmp_path, damage, said):
+    source = damage(tmp_path)
+    refuses(ValueError, said, convert_tables, source, tmp_path / "out", random_features=1)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "none").mkdir()
+    said = r"holds neither indptr\.npy and indices\.npy, nor OGB's"
+    refuses(FileNotFoundError, said, convert_tables, tmp_path / "none", tmp_path / "out")
+
+
 @pytest.mark.parametrize(
-    ("damage", "error"),
+    ("name", "content", "said"),
     [
-        (b"six\n\n", "begins with b'six', not with the number of nodes"),
-        (b"3\n1 2\n0\n", "has lines for 2 nodes, but begins with 3; it is cut off or damaged"),
-        (b"2\n1\n0 x\n", "line 3 holds something else than numbers"),
-        (b"2\n1\n0 2\n", "the target of row 2, 2, is no node"),
+        ("node-feat", gzip.compress(b"1,2\n3,4\n"), r"has 2 rows, but there are 6 nodes"),
+        ("node-feat", gzip.compress(b"1,2\n" * 6, mtime=0)[:-20], "cannot be read"),
+        ("node-label", gzip.compress(b"1\n2\n"), r"has 2 rows, but .*node-feat\.csv\.gz has 6"),
     ],
 )
-def test_damaged_text_is_named(tmp_path, damage, error):
-    path = tmp_path / "graph.graph-txt"
-    path.write_bytes(damage)
-    with pytest.raises(ValueError, match=error):
-        convert_tables(path, tmp_path / "out", random_features=1)
-    assert not (tmp_path / "out").exists()
-
-
-def test_damaged_files_are_named(tmp_path):
-    whole = write(tmp_path, "webgraph.gz", EDGES, NODES).read_bytes()
-    path = tmp_path / "cut.graph-txt.gz"
-    path.write_bytes(whole[:-9])
-    with pytest.raises(ValueError, match=r"cut\.graph-txt\.gz is damaged"):
-        convert_tables(path, tmp_path / "out", random_features=1)
-    path = write(tmp_path, "csr", EDGES, NODES)
-    path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(ValueError, match=r"graph\.npz is damaged"):
-        convert_tables(path, tmp_path / "out", random_features=1)
-    np.savez(tmp_path / "other.npz", a=np.ones(3))
-    with pytest.raises(ValueError, match=r"other\.npz is no sparse matrix of SciPy: it holds a"):
-        convert_tables(tmp_path / "other.npz", tmp_path / "out")
-    scipy.sparse.save_npz(tmp_path / "dia.npz", scipy.sparse.dia_matrix(np.eye(3)))
-    with pytest.raises(ValueError, match=r"dia\.npz is a matrix in dia; save it in csr, csc or coo"):
-        convert_tables(tmp_path / "dia.npz", tmp_path / "out")
-    (tmp_path / "cut.mtx").write_text("%%MatrixMarket matrix coordinate real general\n3 3 2\n1 2 1.0\n")
-    with pytest.raises(ValueError, match=r"cut\.mtx is not a Matrix Market file: "):
-        convert_tables(tmp_path / "cut.mtx", tmp_path / "out")
-    scipy.sparse.save_npz(tmp_path / "empty.npz", scipy.sparse.coo_matrix((3, 3)))
-    with pytest.raises(ValueError, match=r"empty\.npz holds no edges"):
-        convert_tables(tmp_path / "empty.npz", tmp_path / "out")
-    for indptr, error in (([0, 2, 1, 5], "indptr falls at row 1"), ([0, 2, 3, 4], "to the number of edges, 5")):
-        np.save(tmp_path / "indptr.npy", np.array(indptr))
-        np.save(tmp_path / "indices.npy", np.arange(5) % 3)
-        with pytest.raises(ValueError, match=error):
-            convert_tables(tmp_path, tmp_path / "out", random_features=1)
-    with pytest.raises(FileNotFoundError, match=r"holds neither indptr\.npy and indices\.npy, nor OGB's"):
-        convert_tables((tmp_path / "empty").mkdir() or tmp_path / "empty", tmp_path / "out")
-
-
-def test_damaged_folders_of_ogb_are_named(tmp_path):
+def test_damaged_folders_of_ogb_are_named(tmp_path, name, content, said):
     ogb(tmp_path / "ogbn")
-    raw = tmp_path / "ogbn/raw"
-    features = (raw / "node-feat.csv.gz").read_bytes()
-    (raw / "node-feat.csv.gz").write_bytes(gzip.compress(b"1,2\n3,4\n"))
-    with pytest.raises(ValueError, match=r"node-feat\.csv\.gz has 2 rows, but there are 6 nodes"):
-        convert_tables(raw, tmp_path / "out")
-    (raw / "node-feat.csv.gz").write_bytes(features[:-20])
-    with pytest.raises(ValueError, match=r"node-feat\.csv\.gz cannot be read"):
-        convert_tables(raw, tmp_path / "out")
-    (raw / "node-feat.csv.gz").write_bytes(features)
-    (raw / "node-label.csv.gz").write_bytes(gzip.compress(b"1\n2\n"))
-    with pytest.raises(ValueError, match=r"node-label\.csv\.gz has 2 rows, but .*node-feat\.csv\.gz has 6"):
-        convert_tables(raw, tmp_path / "out")
+    (tmp_path / f"ogbn/raw/{name}.csv.gz").write_bytes(content)
+    refuses(ValueError, rf"{name}\.csv\.gz {said}", convert_tables, tmp_path / "ogbn/raw", tmp_path / "out")

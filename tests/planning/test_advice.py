@@ -56,21 +56,12 @@ def test_nothing_is_promised_that_is_not_known(trainer):
     assert advice(MODEL, trainer) == "Largest part: Model, 90% of an epoch"
 
 
-def test_idle_cores_come_first(machine):
-    machine.setattr(torch, "get_num_threads", lambda: 1)
-    assert "torch_threads=4" in advice(MODEL, run())
-
-
-def test_bfloat16_is_named_only_where_it_is_faster_here(machine):
-    machine.setattr(module, "product_rate", lambda dtype: 1.0)
-    assert "bf16" not in advice(MODEL, run())
-
-
-def test_logging_is_named_where_there_is_some():
+def test_what_this_run_has_and_could_have_counts(machine):
     trainer = run()
     trainer.loggers = [object()]
     assert "trainer.log_every_n_steps (now 10)" in advice(OTHER, trainer)
-
-
-def test_no_epoch_no_advice():
     assert advice(EpochThroughput(), run()) is None
+    machine.setattr(module, "product_rate", lambda dtype: 1.0)  # bfloat16 is no faster here
+    assert "bf16" not in advice(MODEL, run())
+    machine.setattr(torch, "get_num_threads", lambda: 1)
+    assert "torch_threads=4" in advice(MODEL, run())

@@ -5,7 +5,6 @@ import torch
 
 from lightning_gnn.planning import limits
 from lightning_gnn.planning.limits import MachineLimits, machine_limits
-from lightning_gnn.runtime.store import entries
 
 
 @pytest.fixture(autouse=True)
@@ -38,17 +37,6 @@ def test_what_a_busy_machine_reaches_is_not_kept(monkeypatch, cache):
     assert machine_limits(1).copy_bandwidth == 2.0
     monkeypatch.setattr(limits, "is_busy", lambda: True)
     assert machine_limits(1).copy_bandwidth == 2.0
-
-
-def test_what_is_damaged_is_measured_again(monkeypatch, cache):
-    made = MachineLimits(1, 2.0, 3.0, 4.0, 5.0, 6.0)
-    monkeypatch.setattr(limits, "measure_limits", lambda threads: made)
-    assert machine_limits(1) == made
-    (folder,) = entries(cache, "limits")
-    (folder / "limits.json").write_text("{")
-    with pytest.warns(UserWarning, match="is damaged"):
-        assert machine_limits(1) == made
-    assert machine_limits(1) == made
 
 
 def test_without_a_place_it_is_measured_each_time(monkeypatch, tmp_path):

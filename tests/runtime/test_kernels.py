@@ -45,6 +45,10 @@ def test_the_first_run_says_that_it_compiles_and_the_next_does_not(tmp_path):
     kept = {"NUMBA_CACHE_DIR": str(tmp_path)}
     assert sampled(kept, on_a_screen=True) == ("[1, 0, 2] True", "compiling kernels (once)…\n")
     assert sampled(kept, on_a_screen=True) == ("[1, 0, 2] False", "")
+    (tmp_path / "file").write_text("")
+    given = {"NUMBA_CACHE_DIR": str(tmp_path / "file")}  # in vain, and so it is named
+    _, said = sampled(given, on_a_screen=False, script="import lightning_gnn.ops")
+    assert f"NUMBA_CACHE_DIR={tmp_path / 'file'} cannot be written to; compiled kernels are kept in" in said
     shutil.rmtree(tmp_path)
     assert sampled(kept, on_a_screen=False) == ("[1, 0, 2] True", "")  # nobody waits for a file
 
@@ -75,14 +79,6 @@ def test_without_any_folder_each_process_compiles_for_itself_and_says_so(tmp_pat
     given = {**environment, "NUMBA_CACHE_DIR": str(tmp_path / "no_folder")}
     _, said = sampled(given, on_a_screen=False, script="import lightning_gnn.ops")
     assert f"neither {tmp_path / 'no_folder'}, {package} nor" in said
-
-
-@pytest.mark.slow
-def test_a_folder_that_was_given_in_vain_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    given = {"NUMBA_CACHE_DIR": str(tmp_path / "file")}
-    _, said = sampled(given, on_a_screen=False, script="import lightning_gnn.ops")
-    assert f"NUMBA_CACHE_DIR={tmp_path / 'file'} cannot be written to; compiled kernels are kept in" in said
 
 
 def test_only_kernels_of_ours_that_are_kept_count():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_gnn.graph.arrays import expect_scattered_reads, load_array
-from lightning_gnn.runtime.mapped_files import LEAST, MappedFiles
+from lightning_gnn.runtime.mapped_files import LEAST
 from lightning_gnn.runtime.notebook import _pack
 from lightning_gnn.runtime.shared_arrays import file_in_memory
 
@@ -63,11 +63,6 @@ def test_a_file_that_is_another_or_gone_is_not_taken_for_it(path):
     np.save(path, np.zeros(2 * LEAST, np.float32))
     path.with_suffix(".old").unlink()
     assert not arrives(tensor)
-
-
-def test_small_arrays_and_those_in_memory_are_not_looked_for():
-    assert MappedFiles().find(torch.zeros(LEAST)) is None
-    assert MappedFiles().find(torch.zeros(3)) is None
 
 
 def test_ranks_map_one_file_and_what_one_writes_is_its_own():

@@ -58,12 +58,9 @@ def test_the_tightest_group_around_the_process_counts(limited):
     assert available_bytes() == 0
 
 
-def test_page_cache_counts_as_free(limited):
+def test_page_cache_counts_as_free_and_within_a_container_the_root_is_the_own_group(limited):
     limited("job/step", 20 * GB, 18 * GB, (10 * GB, 3 * GB))
     assert available_bytes() == 15 * GB
-
-
-def test_within_a_container_the_root_is_the_own_group(limited):
     limited("", 6 * GB, 2 * GB)
     assert (total_bytes(), available_bytes()) == (6 * GB, 4 * GB)
 

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_gnn.runtime.pipeline import Item, OrderedPipeline, StagePipeline
 from tests.patience import PATIENCE
+from tests.refusals import refuses
 
 
 def our_threads():
@@ -48,6 +49,7 @@ def test_no_more_than_ahead_items_are_under_way():
     time.sleep(0.2)
     assert len(started) <= 6
     pipeline.close()
+    refuses(StopIteration, "", next, pipeline)
 
 
 def test_dropping_the_iterator_ends_the_threads():
@@ -93,8 +95,7 @@ def test_what_follows_an_error_still_comes_through_all_stages():
     for number in range(8):
         pipeline.submit(Item([0, 0], number))
     assert pipeline.take().note == 0
-    with pytest.raises(ValueError, match="odd"):
-        pipeline.take()
+    refuses(ValueError, "odd", pipeline.take)
     assert [pipeline.take().note for _ in range(6)] == list(range(2, 8))
     assert pipeline.close() == []
 
@@ -107,8 +108,7 @@ def test_a_stall_shows_where_the_threads_are():
 
     pipeline = StagePipeline([[("first", waits_for_a_gate)]], [1], stall_timeout=0.2, name="stalled")
     pipeline.submit(Item([0]))
-    with pytest.raises(TimeoutError, match=r"(?s)no progress for 0.2 s; thread stalled-first-0:.*in waits_for_a_gate"):
-        pipeline.take()
+    refuses(TimeoutError, r"(?s)no progress for 0.2 s; thread stalled-first-0:.*in waits_for_a_gate", pipeline.take)
     assert pipeline.close(patience=0.0) == ["stalled-first-0"]
     gate.set()
     assert pipeline.close() == []
@@ -130,11 +130,3 @@ print(next(left), next(left))
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=PATIENCE
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 1\n", "")
-
-
-def test_closing_ends_iteration():
-    pipeline = OrderedPipeline(iter(range(100)), lambda task: task, 2)
-    next(pipeline)
-    pipeline.close()
-    with pytest.raises(StopIteration):
-        next(pipeline)

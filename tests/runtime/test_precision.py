@@ -11,20 +11,8 @@ from torch_geometric.data import HeteroData
 from torch_geometric.data.data import BaseData
 from torch_geometric.loader import NeighborLoader
 
-from lightning_gnn import LinkDataModule, NeighborDataModule
-from lightning_gnn.nn import (
-    GAT,
-    GCN,
-    GIN,
-    HGT,
-    RGAT,
-    RGCN,
-    GraphSAGE,
-    HeteroGraphSAGE,
-    LinkPredictor,
-    NodeClassifier,
-    NodeRegressor,
-)
+from lightning_gnn import LinkDataModule, NeighborDataModule, nn
+from lightning_gnn.nn import GCN, RGCN, GraphSAGE, LinkPredictor, NodeClassifier, NodeRegressor
 from lightning_gnn.pyg import enable_pyg_sampling
 from lightning_gnn.runtime.precision import convert_batches, converted
 from tests.faults.chains import DATA, DATA_MODULES
@@ -32,8 +20,8 @@ from tests.faults.chains import DATA, DATA_MODULES
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 WIDTH = DATA.num_features
 SGD = functools.partial(torch.optim.SGD, lr=0.05)
-MODELS = {"GCN": GCN, "GraphSAGE": GraphSAGE, "GIN": GIN, "GAT": GAT}
-TYPED_MODELS = {"RGCN": RGCN, "HeteroGraphSAGE": HeteroGraphSAGE, "RGAT": RGAT, "HGT": HGT}
+MODELS = ("GCN", "GraphSAGE", "GIN", "GAT")
+TYPED_MODELS = ("RGCN", "HeteroGraphSAGE", "RGAT", "HGT")
 SIZES = {"num_neighbors": [3, 2], "batch_size": 10, "seed": 3}
 
 
@@ -92,12 +80,10 @@ def assert_trains_as_by_hand(make_module, make_data, precision):
 @pytest.mark.parametrize("data", DATA_MODULES)
 def test_each_data_module_trains_each_model_as_by_hand(data, model, precision):
     def make():
-        built = MODELS[model](WIDTH, 8, 2, 4)
-        return (
-            LinkPredictor(built, optimizer=SGD)
-            if "link" in data
-            else NodeClassifier(built, num_classes=4, optimizer=SGD)
-        )
+        built = getattr(nn, model)(WIDTH, 8, 2, 4)
+        if "link" in data:
+            return LinkPredictor(built, optimizer=SGD)
+        return NodeClassifier(built, num_classes=4, optimizer=SGD)
 
     assert_trains_as_by_hand(make, DATA_MODULES[data], precision)
 
@@ -109,11 +95,21 @@ def test_models_of_heterogeneous_graphs_train_as_by_hand(model, precision):
     data = typed_graph()
 
     def make():
-        return NodeClassifier(
-            TYPED_MODELS[model](data.metadata(), 6, 8, 2, 4), num_classes=4, optimizer=SGD, target="a"
-        )
+        network = getattr(nn, model)(data.metadata(), 6, 8, 2, 4)
+        return NodeClassifier(network, num_classes=4, optimizer=SGD, target="a")
 
     assert_trains_as_by_hand(make, lambda: NeighborDataModule(data, "a", **SIZES), precision)
+
+
+def keeps_batches(kind):
+    """Return a module of a kind that keeps the batches that it is trained on."""
+
+    class Module(kind):
+        def training_step(self, batch, batch_idx):
+            self.seen = [*getattr(self, "seen", []), batch]
+            return super().training_step(batch, batch_idx)
+
+    return Module
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -121,33 +117,18 @@ def test_models_of_heterogeneous_graphs_train_as_by_hand(model, precision):
 def test_each_strategy_converts(strategy, precision):
     if strategy == "hyscale" and precision == "16-true":
         pytest.skip("refused: CPUs do not train in it")
-    seen = []
-
-    class Module(NodeClassifier):
-        def training_step(self, batch, batch_idx):
-            seen.append(batch.x.dtype)
-            return super().training_step(batch, batch_idx)
-
     data = DATA_MODULES["full" if strategy == "ascend_hybrid" else "neighbor"]()
-    trainer(precision, strategy=strategy, devices=1).fit(
-        Module(GCN(WIDTH, 8, 2, 4), num_classes=4, optimizer=SGD), data
-    )
-    assert {*seen} == {DTYPES[precision]}
+    module = keeps_batches(NodeClassifier)(GCN(WIDTH, 8, 2, 4), num_classes=4, optimizer=SGD)
+    trainer(precision, strategy=strategy, devices=1).fit(module, data)
+    assert {batch.x.dtype for batch in module.seen} == {DTYPES[precision]}
 
 
 def test_floating_labels_are_converted_and_integers_are_not():
-    seen = []
-
-    class Module(NodeRegressor):
-        def training_step(self, batch, batch_idx):
-            seen.append(batch)
-            return super().training_step(batch, batch_idx)
-
     data = copy.copy(DATA)
     data.y = torch.randn(data.num_nodes)
-    module = Module(GraphSAGE(WIDTH, 8, 2, 1))
+    module = keeps_batches(NodeRegressor)(GraphSAGE(WIDTH, 8, 2, 1))
     trainer("64-true").fit(module, NeighborDataModule(data, **SIZES))
-    for batch in seen:
+    for batch in module.seen:
         assert batch.x.dtype == batch.y.dtype == batch.edge_weight.dtype == torch.float64
         assert batch.n_id.dtype == batch.edge_index.dtype == batch.e_id.dtype == torch.int64
         assert torch.equal(batch.x, data.x[batch.n_id].double())
@@ -226,34 +207,23 @@ def test_features_of_64_bits_in_32_bits_are_refused_with_what_to_do(typed):
 
 
 def test_the_full_graph_is_converted_once_and_stays_what_it_was():
-    made, seen = DATA_MODULES["full"](), []
-
-    class Module(NodeClassifier):
-        def training_step(self, batch, batch_idx):
-            seen.append(batch)
-            return super().training_step(batch, batch_idx)
-
-    run = trainer("bf16-true")
+    made, run = DATA_MODULES["full"](), trainer("bf16-true")
+    module = keeps_batches(NodeClassifier)(GCN(WIDTH, 8, 2, 4), num_classes=4, optimizer=SGD)
     run.fit_loop.max_epochs = 3
-    run.fit(Module(GCN(WIDTH, 8, 2, 4), num_classes=4, optimizer=SGD), made)
-    assert len({id(batch) for batch in seen}) == 1
+    run.fit(module, made)
+    assert len({id(batch) for batch in module.seen}) == 1
     assert made.data.x.dtype == torch.float32
     assert torch.equal(made.data.x, DATA.x)
 
 
-def test_a_trainer_that_converts_can_be_pickled():
-    run = trainer("64-true")
-    convert_batches(run)
-    convert_batches(run)
+def test_a_trainer_that_converts_can_be_pickled_and_one_of_32_bits_is_left_alone():
+    run, other = trainer("64-true"), trainer("32-true")
+    for one in (run, run, other):
+        convert_batches(one)
     plugin = pickle.loads(pickle.dumps(run.precision_plugin))
     assert plugin.convert_input({"a": DATA})["a"].x.dtype == torch.float64
     assert DATA.x.dtype == torch.float32
-
-
-def test_a_trainer_of_32_bits_is_left_alone():
-    run = trainer("32-true")
-    convert_batches(run)
-    assert "convert_input" not in vars(run.precision_plugin)
+    assert "convert_input" not in vars(other.precision_plugin)
 
 
 def test_edges_are_not_looked_up_to_be_converted():

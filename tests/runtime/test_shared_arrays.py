@@ -224,11 +224,36 @@ def test_a_rank_that_holds_something_else_keeps_it_and_is_named_once():
 # -- what can fail
 
 
+def refusing(error):
+    def refuse(*_):
+        raise error
+
+    return refuse
+
+
+WHOLE = (1 << 23) + (1 << 22)
+NO_FILE = (os, "memfd_create", PermissionError(errno.EPERM, "memfd_create is not allowed"))
+READ_ONLY = (tempfile, "TemporaryFile", OSError(errno.EROFS, "Read-only file system"))
+FULL = (shared_arrays, "_bytes", OSError(errno.ENOSPC, "No space left on device"))
+NO_MAPPING = (shared_arrays, "_mapped", RuntimeError("unable to mmap 8388608 bytes: Cannot allocate memory"))
+NO_LIST = (shared_arrays, "_mapped_files", PermissionError(errno.EACCES, "/proc/self/maps cannot be read"))
+FAULTS = {
+    "no file in memory": ([NO_FILE], 0, WHOLE, []),
+    "no room": ([FULL], 0, 0, ["x: .*No space", "y: .*No space"]),
+    "no file at all": ([NO_FILE, READ_ONLY], 0, 0, ["x: .*Read-only", "y: .*Read-only"]),
+    "no mapping": ([NO_MAPPING], 1, 0, ["x: .*Cannot allocate", "y: .*Cannot allocate"]),
+    "no list of mappings": ([NO_LIST], 1, 0, ["rank 1 has a copy .*cannot be read"]),
+}
+"""What the system refuses, from which rank on, how many bytes are shared all the same, and what is said."""
+
+
 def failing(rank, fault):
     join(rank, 2)
     x, y = numbers(1 << 21), numbers(1 << 20, seed=2)
     before = x.clone(), y.clone()
-    fault(rank)
+    refused, first, _, _ = FAULTS[fault]
+    for module, name, error in refused if rank >= first else ():
+        setattr(module, name, refusing(error))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         shared = share_equal_arrays({"x": x, "y": y})
@@ -243,66 +268,14 @@ def failing(rank, fault):
     return shared, [str(one.message) for one in caught]
 
 
-def no_file_in_memory(rank):
-    def refuse(*_):
-        raise PermissionError(errno.EPERM, "memfd_create is not allowed")
-
-    os.memfd_create = refuse
-
-
-def no_room(rank):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    shared_arrays._bytes = full
-
-
-def no_file_at_all(rank):
-    no_file_in_memory(rank)
-
-    def refuse():
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    tempfile.TemporaryFile = refuse
-
-
-def no_mapping(rank):
-    def refuse(*_):
-        raise RuntimeError("unable to mmap 8388608 bytes: Cannot allocate memory")
-
-    if rank:
-        shared_arrays._mapped = refuse
-
-
-def no_list_of_mappings(rank):
-    def refuse():
-        raise PermissionError(errno.EACCES, "/proc/self/maps cannot be read")
-
-    if rank:
-        shared_arrays._mapped_files = refuse
-
-
-WHOLE = (1 << 23) + (1 << 22)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "least", "said"),
-    [
-        (no_file_in_memory, WHOLE, []),
-        (no_room, 0, ["x: .*No space", "y: .*No space"]),
-        (no_file_at_all, 0, ["x: .*Read-only", "y: .*Read-only"]),
-        (no_mapping, 0, ["x: .*Cannot allocate", "y: .*Cannot allocate"]),
-        (no_list_of_mappings, 0, ["rank 1 has a copy .*cannot be read"]),
-    ],
-)
-def test_what_the_system_refuses_costs_memory_alone(fault, least, said):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_the_system_refuses_costs_memory_alone(fault):
     outcomes = run(failing, 2, fault)
+    _, _, least, said = FAULTS[fault]
     assert all(shared >= least for shared, _ in outcomes)
-    words = outcomes[0][1]
-    assert len(words) == len(said)
-    for word, pattern in zip(words, said, strict=True):
-        assert re.search(pattern, word), words
+    for word, pattern in zip(outcomes[0][1], said, strict=True):
+        assert re.search(pattern, word), word
 
 
 def killed(rank, folder):
@@ -485,25 +458,6 @@ def test_what_layers_derive_from_a_full_graph_is_shared_after_the_first_step(num
     assert len(set(run(derived, 4, 4, num_groups))) == 1
 
 
-def trained_features(rank):
-    data = large_graph()
-    data.x = torch.nn.Parameter(data.x)
-    module = NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4)
-    module.table = data.x
-    before = data.x.detach().clone()
-    datamodule = NeighborDataModule(data, **SAMPLED)
-    pl.seed_everything(1, verbose=False)
-    fit(2, module, datamodule, "ddp")
-    assert not mapped_bytes(data.x.detach())
-    assert mapped_bytes(data.edge_index)
-    assert not torch.equal(data.x, before)
-
-
-@pytest.mark.slow
-def test_trained_features_are_not_shared():
-    run(trained_features, 2)
-
-
 class Normalising(NeighborDataModule):
     """Writes to what it was given, before and after the ranks share it."""
 
@@ -513,19 +467,28 @@ class Normalising(NeighborDataModule):
         self.data.x /= self.data.x.std(dim=0)
 
 
-def normalised(rank):
+def written(rank, who):
+    """Train features, or let a DataModule write to its graph in setup: what is written is not shared, all else is."""
     data = large_graph()
-    expected = data.x - data.x.mean(dim=0)
-    expected = expected / expected.std(dim=0)
-    datamodule = Normalising(data, **SAMPLED)
-    fit(2, NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4), datamodule, "ddp")
-    assert torch.equal(data.x, expected)
+    before = data.x.clone()
+    module = NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4)
+    if who == "module":
+        module.table = data.x = torch.nn.Parameter(data.x)
+    pl.seed_everything(1, verbose=False)
+    fit(2, module, (Normalising if who == "datamodule" else NeighborDataModule)(data, **SAMPLED), "ddp")
     assert mapped_bytes(data.edge_index)
+    if who == "module":
+        assert not mapped_bytes(data.x.detach())
+        assert not torch.equal(data.x, before)
+    else:
+        expected = before - before.mean(dim=0)
+        assert torch.equal(data.x, expected / expected.std(dim=0))
 
 
 @pytest.mark.slow
-def test_a_datamodule_may_write_to_its_graph_in_setup():
-    run(normalised, 2)
+@pytest.mark.parametrize("who", ["module", "datamodule"])
+def test_what_is_written_while_training_or_in_setup_is_not_shared(who):
+    run(written, 2, who)
 
 
 def test_one_process_does_nothing_of_it(monkeypatch):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_gnn.collective.plan import Duration, StageTimes
 from lightning_gnn.runtime.timeline import Interval, StepTimer, Timeline
+from tests.refusals import refuses
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8), st.integers(0, 3)), max_size=12))
@@ -15,27 +16,21 @@ def test_busy_counts_overlapping_lanes_once(spans):
     moments = {moment for start, length, _ in spans for moment in range(start, start + length)}
     assert timeline.busy("CPU") == len(moments)
     assert timeline.busy("GPU") == 0
-
-
-def test_an_empty_timeline_takes_no_time():
     timeline = Timeline()
     assert (timeline.start, timeline.end, timeline.makespan, timeline.busy("GPU")) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("numbers", [(-1.0, 0.0), (1.0, -1.0), (float("nan"), 0.0), (1.0, float("inf"))])
 def test_durations_are_finite_and_not_negative(numbers):
-    with pytest.raises(ValueError, match="seconds must be finite and not negative"):
-        Duration(*numbers)
+    refuses(ValueError, "seconds must be finite and not negative", Duration, *numbers)
 
 
 def test_stage_times_of_all_workers_and_of_the_gpu():
     one = Duration(1.0)
     times = StageTimes(Duration(8.0), one, Duration(2.0), Duration(3.0), one, cpu_workers=4)
     assert (times.cpu, times.gpu) == (2.0, 5.0)
-    with pytest.raises(ValueError, match="cpu_workers must be at least 1, but is 0"):
-        StageTimes(one, one, one, one, one, 0)
-    with pytest.raises(ValueError, match="the model must take some time"):
-        StageTimes(one, one, one, one, Duration(0.0))
+    refuses(ValueError, "cpu_workers must be at least 1, but is 0", StageTimes, one, one, one, one, one, 0)
+    refuses(ValueError, "the model must take some time", StageTimes, one, one, one, one, Duration(0.0))
 
 
 def test_a_step_timer_reads_what_a_device_is_done_with_and_waits_for_nothing():
@@ -64,17 +59,11 @@ def test_a_step_timer_reads_what_a_device_is_done_with_and_waits_for_nothing():
     assert len(timer._steps) == 1
 
 
-def test_parts_of_a_step_are_timed_from_the_first_to_the_last():
+def test_parts_of_a_step_are_timed_from_the_first_to_the_last_and_without_events_by_the_thread():
     timer, seconds = StepTimer(torch.device("meta")), count(step=10)
-    timer._clock.has_events, timer._clock.now = True, lambda: float(next(seconds))
-    for _ in range(2):
-        timer.start()
-        timer.stop()
-    assert timer.read(3.0) == 20.0
-
-
-def test_a_device_without_events_has_the_time_of_the_thread():
-    timer = StepTimer(torch.device("meta"))
-    timer.start()
-    timer.stop()
-    assert timer.read(3.0) == 3.0
+    for has_events in (False, True):
+        timer._clock.has_events, timer._clock.now = has_events, lambda: float(next(seconds))
+        for _ in range(1 + has_events):
+            timer.start()
+            timer.stop()
+        assert timer.read(3.0) == (20.0 if has_events else 3.0)
