@@ -69,6 +69,7 @@ def check_kernels(device: str, backend: str) -> list[Check]:
     from lightning_gnn.graph import CompressedGraph
     from lightning_gnn.ops import aggregate, aggregate_update, edge_softmax
     from lightning_gnn.ops.gather.npu import gather_npu
+    from lightning_gnn.ops.gather.reference import Gather
 
     if device == "npu":
         binding.load()
@@ -94,7 +95,7 @@ def check_kernels(device: str, backend: str) -> list[Check]:
         if x.dtype == torch.float64:
             return x[index]
         out = x.new_empty(index.numel(), x.size(1))
-        gather_npu(x.detach(), index, out)
+        gather_npu(Gather(x.detach(), index, out))
         return out
 
     return [

@@ -23,6 +23,7 @@ from lightning_gnn.ops.aggregate import ascend_twin as aggregate_ascend_twin
 from lightning_gnn.ops.aggregate import chip, derivatives
 from lightning_gnn.ops.aggregate import npu as aggregate_npu
 from lightning_gnn.ops.aggregate_update.ascend import Chip
+from lightning_gnn.ops.aggregate_update.reference import Update
 from lightning_gnn.ops.gather import npu as gather_npu
 
 NAMES = (
@@ -122,15 +123,16 @@ def mini_batch(launch):
     x, weight, own = torch.randn(300, 40), torch.randn(150, 40), torch.randn(150, 40)
     edge_index = torch.stack([torch.randint(300, (900,)), torch.randint(200, (900,))])
     edges = torch.ops.lightning_gnn.edges_by_target(edge_index, 300, 200, torch.rand(900))
-    out, kept = chip.update(edges, x, weight, own, torch.ones(150), True, True, None, 0)
-    found += [out, *chip.backward(edges, torch.ones_like(out), x, weight, own, kept, True, [True] * 4, None, 0.0)]
+    call = Update(edges, x, weight[None], own[None], torch.ones(1, 150), [200], [1], [0], True, True)
+    out, kept = chip.update(call, True)
+    found += [out, *chip.backward(call, torch.ones_like(out), kept, None, [True] * 4)]
     executor = SimpleNamespace(launch=launch), 3
     with (
         patch.object(gather_npu, "chip_executor", lambda *_: executor),
         patch.object(gather_npu, "runs_on_chip", lambda *_: True),
     ):
         rows = torch.empty(4, 40)
-        gather_npu.gather_npu(x, torch.tensor([5, 299, 0, 7]), rows)
+        gather_npu.gather_npu(gather_npu.Gather(x, torch.tensor([5, 299, 0, 7]), rows))
     best, ties = chip.maxima(edges[:2], x)
     found += [best, ties, chip.maxima_backward(edges[:2], torch.ones_like(best), best, x)]
     return [*found, rows, x[[5, 299, 0, 7]] - rows]

@@ -10,7 +10,6 @@ from torch_geometric.nn.conv import MessagePassing
 
 from lightning_gnn.nn import GAT, GCN, GIN, GATConv, GATv2Conv, GCNConv, GINConv, GraphSAGE, SAGEConv
 from lightning_gnn.nn.conv import attention, fused
-from lightning_gnn.ops.aggregate_update import products
 
 LAYERS = {
     "mean": lambda: SAGEConv(12, 10),
@@ -52,11 +51,9 @@ def refuse_pygs_path(monkeypatch):
     monkeypatch.setattr(MessagePassing, "aggregate", refuse)
 
 
-@pytest.fixture(params=[False, True], ids=["float32 products", "bfloat16 products"])
-def always(monkeypatch, request):
-    """Fuse batches of any size, and refuse PyG's path, on processors of both kinds."""
-    for module in (products, fused):
-        monkeypatch.setattr(module, "multiplies_bfloat16", lambda: request.param)
+@pytest.fixture
+def always(monkeypatch):
+    """Fuse batches of any size, and refuse PyG's path."""
     for module in (attention, fused):
         monkeypatch.setattr(module, "UNFUSED_UP_TO", 0)
 
@@ -118,9 +115,7 @@ def test_attention_under_autocast_is_nearer_float32_than_pygs(monkeypatch, layer
 
 
 @pytest.mark.parametrize("kind", ["max", "projected", "GIN"])
-@pytest.mark.parametrize(("has_instructions", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
-def test_autocast_multiplies_in_bfloat16_where_the_processor_can(monkeypatch, kind, has_instructions, dtype):
-    monkeypatch.setattr(fused, "multiplies_bfloat16", lambda: has_instructions)
+def test_autocast_multiplies_in_float32_and_rounds(monkeypatch, kind):
     monkeypatch.setattr(fused, "UNFUSED_UP_TO", 0)
     layer, seen = LAYERS[kind](), []
     lin = {"max": "lin_r", "projected": "lin", "GIN": "nn"}[kind]
@@ -128,7 +123,7 @@ def test_autocast_multiplies_in_bfloat16_where_the_processor_can(monkeypatch, ki
     monkeypatch.setattr(fused, "obstacle", lambda _: None)  # the hook
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(torch.randn(50, 12), torch.randint(50, (2, 400)))
-    assert seen == [dtype]
+    assert seen == [torch.float32]
     assert out.dtype == torch.bfloat16
 
 

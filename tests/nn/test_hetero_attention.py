@@ -8,7 +8,7 @@ from torch_geometric.nn import GATConv, HGTConv
 
 from lightning_gnn.nn import HGT, RGAT, HeteroGraphSAGE
 from lightning_gnn.nn.hetero import attention, layers
-from lightning_gnn.ops.relation_attention.definition import attend_relations
+from lightning_gnn.ops.attention.definition import attend_relations
 from tests.nn.test_hetero import TYPES, Plain, channels, graph, same
 
 WIDTHS = [(5, 5, 5), (5, 3, 5), (2, 3, 4)]

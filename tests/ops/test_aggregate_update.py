@@ -11,6 +11,7 @@ from torch_geometric.nn import conv as pyg
 from lightning_gnn.ops.aggregate_update import numba as aggregate_update_numba
 from lightning_gnn.ops.aggregate_update import reference as aggregate_update_reference
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
+from lightning_gnn.ops.aggregate_update.reference import Update
 from tests.patience import PATIENCE
 from tests.strategies import edge_indices
 
@@ -265,22 +266,17 @@ def test_the_cheaper_order_is_taken():
     assert first(60_000, 10_000, 60_000, torch.empty(200, 256), False, True)
 
 
-@pytest.mark.parametrize("own", [True, False])
 @given(batches(), st.booleans())
 @settings(max_examples=25)
-def test_edges_sorted_on_the_cpu_are_those_sorted_by_torch(own, batch, weighted):
+def test_edges_sorted_on_the_cpu_are_those_sorted_by_torch(batch, weighted):
     num_sources, num_targets, edge_index = batch
     order = importlib.import_module("lightning_gnn.ops.aggregate_update.edge_order")
     weight = normal(edge_index.size(1), dtype=torch.float16) if weighted else None
     arguments = (edge_index, num_sources, num_targets, weight)
     by_target = torch.ops.lightning_gnn.edges_by_target(*arguments)
-    for ours, theirs in zip(by_target, order.edges_by_target(*arguments), strict=True):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours, theirs)
-    arguments = (by_target, num_sources, own)
-    for ours, theirs in zip(
-        torch.ops.lightning_gnn.edges_by_source(*arguments), order.edges_by_source(*arguments), strict=True
-    ):
+    by_source = torch.ops.lightning_gnn.edges_by_source(by_target, num_sources)
+    expected = order.edges_by_target(*arguments), order.edges_by_source(by_target, num_sources)
+    for ours, theirs in zip([*by_target, *by_source], [*expected[0], *expected[1]], strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
 
@@ -291,14 +287,17 @@ def test_the_operators_of_other_devices(batch, size, mean, first, wanted):
     """The implementation with torch's own operators, which no public call reaches on this device."""
     num_sources, num_targets, edge_index = batch
     edges = torch.ops.lightning_gnn.edges_by_target(edge_index, num_sources, num_targets, None)
-    x, weight, self_weight = normal(num_sources, size[0]), normal(*size[::-1], seed=1), normal(*size[::-1], seed=2)
-    bias, grad = normal(size[1], seed=3), normal(num_targets, size[1], seed=4)
+    x, weight, self_weight = (
+        normal(num_sources, size[0]),
+        normal(1, *size[::-1], seed=1),
+        normal(1, *size[::-1], seed=2),
+    )
+    bias, grad = normal(1, size[1], seed=3), normal(num_targets, size[1], seed=4)
+    call = Update(edges, x, weight, self_weight, bias, [num_targets], [1], [0], mean, first)
     results = []
     for backend in (aggregate_update_reference, aggregate_update_numba):
-        out, kept = backend.aggregate_update(edges, x, weight, self_weight, bias, mean, first, first)
-        kept = kept if first else None
-        grads = backend.aggregate_update_backward(edges, grad, x, weight, self_weight, kept, mean, first, wanted)
-        results.append([out, *grads])
+        out, kept = backend.aggregate_update(call, first)
+        results.append([out, *backend.aggregate_update_backward(call, grad, kept if first else None, None, wanted)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -331,17 +330,3 @@ X, EDGES, WEIGHT = torch.ones(4, 3), torch.tensor([[0, 3], [1, 0]]), torch.ones(
 def test_bad_input_is_named(error, message, changed):
     with pytest.raises(error, match=message):
         aggregate_update(**({"x": X, "edge_index": EDGES, "weight": WEIGHT} | changed))
-
-
-def test_edges_by_source_of_a_weighted_graph_without_edges_hold_the_ones_of_the_targets_themselves():
-    from lightning_gnn.ops.aggregate_update.edge_order import edges_by_source as with_torch
-
-    edges = [torch.zeros(5, dtype=torch.int64), torch.empty(0, dtype=torch.int32), torch.empty(0)]
-    for function in (torch.ops.lightning_gnn.edges_by_source, with_torch):
-        for _ in range(20):
-            dirty = torch.full((4,), float("nan"))
-            del dirty  # its memory comes back
-            pointers, targets, weight = function(edges, 6, True)
-            assert weight.tolist() == [1.0] * 4
-            assert targets.tolist() == [4, 5, 6, 7]
-            assert pointers.tolist() == [0, 1, 2, 3, 4, 4, 4]

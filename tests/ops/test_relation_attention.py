@@ -1,32 +1,17 @@
 """Attention over the edges of all relations equals a plain loop over edges, in values and in all derivatives."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.ops.relation_attention import numba as relation_attention_numba
-from lightning_gnn.ops.relation_attention import reference
-from lightning_gnn.ops.relation_attention.definition import attend_relations
-from lightning_gnn.ops.relation_attention.reference import Layout
-from lightning_gnn.ops.relation_update.definition import sort_relations
+from lightning_gnn.ops.aggregate_update.definition import sort_relations
+from lightning_gnn.ops.attention import reference
+from lightning_gnn.ops.attention.definition import attend_relations
+from lightning_gnn.ops.attention.reference import Attend, Layout
+from tests.ops.test_attention import execution
 from tests.ops.test_relation_update import RELATIONS, SOURCES, TARGETS, batches, normal
-
-
-@contextmanager
-def execution(threads):
-    """Use this many workers on graphs of any size."""
-    before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relation_attention_numba, "SECTION_WORK", 1)
-        torch.set_num_threads(threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
 
 def drawn(batch, across, heads, channels, dtype=torch.float64, wanted=(True,) * 4, dropped=False):
@@ -109,7 +94,7 @@ def test_result_and_gradients_are_those_of_a_plain_loop(batch, across, heads, ch
 def test_dropped_attention_is_that_of_the_reference(batch, across, dtype, threads):
     edges, layout, given, factor = drawn(batch, across, 3, 20, dtype, dropped=True)
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
-    expected = reference.attend(edges, *exact, factor.double(), layout, 0.2)
+    expected = reference.attend(Attend(edges, *exact, factor.double(), layout, 0.2))
     with execution(threads):
         outs = attend_relations(edges, *given, layout, factor, 0.2)
         grads = gradients(outs, given)
@@ -145,7 +130,7 @@ def test_a_nan_stays_in_its_softmax():
     edges, layout, given, _ = drawn((SOURCES, TARGETS, RELATIONS), True, 2, 3, wanted=(False,) * 4)
     given[0][1] = torch.nan
     out, _ = attend_relations(edges, *given, layout)
-    expected, _ = reference.attend(edges, *given, None, layout, 1.0)
+    expected, _ = reference.attend(Attend(edges, *given, None, layout, 1.0))
     assert out.isnan().any()
     torch.testing.assert_close(out, expected, equal_nan=True)
 

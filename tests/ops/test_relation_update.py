@@ -1,34 +1,17 @@
 """Aggregation by relation and products against dense matrices, with gradients."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn.ops.aggregate_update import numba as aggregate_update_numba
-from lightning_gnn.ops.aggregate_update.reference import ReluDropout
+from lightning_gnn.ops.aggregate_update import triton as aggregate_update_triton
+from lightning_gnn.ops.aggregate_update.definition import Relation, relation_update
+from lightning_gnn.ops.aggregate_update.reference import ReluDropout, Update
 from lightning_gnn.ops.dropout import row_dropout
 from lightning_gnn.ops.library import triton_installed
-from lightning_gnn.ops.relation_update import numba as relation_update_numba
-from lightning_gnn.ops.relation_update import triton as relation_update_triton
-from lightning_gnn.ops.relation_update.definition import Relation, relation_update
-
-
-@contextmanager
-def execution(threads=1, tile=3):
-    """Use this many workers on tiles of few rows, for graphs of any size."""
-    before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aggregate_update_numba, "SMALL", 0)
-        for module in (aggregate_update_numba, relation_update_numba):
-            patch.setattr(module, "_tile_rows", lambda x: tile)
-        torch.set_num_threads(threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+from tests.ops.test_aggregate_update import execution
 
 
 @st.composite
@@ -60,7 +43,7 @@ def dense(x, sources, targets, relations, weight, self_weight, bias, mean):
     """Do the same with a dense matrix per relation, type by type."""
     tables, parts = torch.split(x, sources), []
     for kind, count in enumerate(targets):
-        out = x.new_zeros(count, weight.size(2))
+        out = x.new_zeros(count, weight.size(1))
         for relation, w in zip(relations, weight, strict=True):
             if relation.target != kind:
                 continue
@@ -69,17 +52,17 @@ def dense(x, sources, targets, relations, weight, self_weight, bias, mean):
             matrix.index_put_((target, source), x.new_ones(source.numel()), accumulate=True)
             if mean:
                 matrix = matrix / matrix.sum(1, keepdim=True).clamp(min=1)
-            out = out + matrix @ tables[relation.source] @ w
+            out = out + matrix @ tables[relation.source] @ w.t()
         if self_weight is not None and sources[kind]:
-            out = out + tables[kind][:count] @ self_weight[kind]
+            out = out + tables[kind][:count] @ self_weight[kind].t()
         parts.append(out if bias is None else out + bias[kind])
     return torch.cat(parts)
 
 
 def inputs_of(sources, relations, shape, dtype, has_self, has_bias, grad):
     wide, narrow = shape
-    given = [normal(sum(sources), wide, dtype=dtype), normal(len(relations), wide, narrow, seed=1, dtype=dtype)]
-    given.append(normal(len(sources), wide, narrow, seed=2, dtype=dtype) if has_self else None)
+    given = [normal(sum(sources), wide, dtype=dtype), normal(len(relations), narrow, wide, seed=1, dtype=dtype)]
+    given.append(normal(len(sources), narrow, wide, seed=2, dtype=dtype) if has_self else None)
     given.append(normal(len(sources), narrow, seed=3, dtype=dtype) if has_bias else None)
     return [t if t is None else t.requires_grad_(wants) for t, wants in zip(given, grad, strict=True)]
 
@@ -100,7 +83,7 @@ def test_result_and_gradients_are_those_of_dense_matrices(
     expected = dense(x, sources, targets, relations, *weights, mean)
     if then is not None:
         expected = row_dropout(expected.relu(), then.p, then.key)
-    with execution(threads, tile):
+    with execution(threads, tile=tile):
         x, *weights = given
         out = relation_update(x, sources, targets, relations, *weights, mean, then)
         wanted = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
@@ -176,18 +159,16 @@ def test_the_kernel_of_a_gpu_gives_the_same(mean, monkeypatch):
     """On the CPU in Triton's interpreter, on a GPU as it is."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results = []
-    for backend in (relation_update_numba, relation_update_triton):
-        place = "cpu" if backend is relation_update_numba else device
+    for backend in (aggregate_update_numba, aggregate_update_triton):
+        place = "cpu" if backend is aggregate_update_numba else device
         given = [t.to(place) for t in inputs_of(SOURCES, RELATIONS, (16, 8), torch.float32, True, True, [False] * 4)]
         edges = torch.ops.lightning_gnn.relation_edges(
             [relation.edge_index.to(place) for relation in RELATIONS], [6, 4, 3], [3, 3, 2], [0, 6, 10], [0, 1, 6],
             [2, 2, 1], 8,
         )  # fmt: skip
-        layout = [TARGETS, [2, 1, 0], [0, 6, 10]]
-        out, kept = backend.relation_update(edges, *given, *layout, mean, True)
-        grads = backend.relation_update_backward(
-            edges, torch.ones_like(out), given[0], *given[1:3], kept, *layout, mean, [True] * 4
-        )
+        call = Update(edges, *given, TARGETS, [2, 1, 0], [0, 6, 10], mean, True)
+        out, kept = backend.aggregate_update(call, True)
+        grads = backend.aggregate_update_backward(call, torch.ones_like(out), kept, None, [True] * 4)
         results.append([tensor.cpu() for tensor in (out, kept, *grads)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -197,8 +178,8 @@ def test_the_kernel_of_a_gpu_gives_the_same(mean, monkeypatch):
     ("change", "error", "message"),
     [
         ({"x": torch.ones(12, 3)}, ValueError, r"x must be \[13, in\], a row per node, but is \[12, 3\]"),
-        ({"weight": torch.ones(2, 3, 2)}, ValueError, r"weight must be \[3, 3, out\], but is \[2, 3, 2\]"),
-        ({"self_weight": torch.ones(2, 3, 2)}, ValueError, r"self_weight must be \[3, 3, 2\], but is \[2, 3, 2\]"),
+        ({"weight": torch.ones(2, 2, 3)}, ValueError, r"weight must be \[3, out, 3\], but is \[2, 2, 3\]"),
+        ({"self_weight": torch.ones(2, 2, 3)}, ValueError, r"self_weight must be \[3, 2, 3\], but is \[2, 2, 3\]"),
         ({"bias": torch.ones(2)}, ValueError, r"bias must be \[3, 2\], but is \[2\]"),
         ({"relations": RELATIONS[::-1]}, ValueError, "relations must be sorted by the type of their targets"),
         ({"num_targets": [7, 2, 0]}, ValueError, "self_weight reads the rows of 7 targets, but there are 6"),
@@ -217,7 +198,7 @@ def test_the_kernel_of_a_gpu_gives_the_same(mean, monkeypatch):
 def test_mistakes_are_named(change, error, message):
     arguments = {
         "x": torch.ones(13, 3), "num_sources": SOURCES, "num_targets": TARGETS, "relations": RELATIONS,
-        "weight": torch.ones(3, 3, 2), "self_weight": torch.ones(3, 3, 2), "bias": torch.ones(3, 2),
+        "weight": torch.ones(3, 2, 3), "self_weight": torch.ones(3, 2, 3), "bias": torch.ones(3, 2),
     }  # fmt: skip
     with pytest.raises(error, match=message):
         relation_update(**(arguments | change))

@@ -13,6 +13,7 @@ from lightning_gnn.ops.aggregate_update import reference as aggregate_update_ref
 from lightning_gnn.ops.aggregate_update import triton as aggregate_update_triton
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from lightning_gnn.ops.aggregate_update.edge_order import edges_by_target
+from lightning_gnn.ops.aggregate_update.reference import Update
 from tests.strategies import edge_indices
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,19 +48,18 @@ def test_results_and_gradients_equal_the_reference(drawn, num_targets, size, dty
     edge_weight = normal(edge_index.size(1), dtype=dtype, seed=0) if weighted else None
     edges = edges_by_target(edge_index, num_sources, num_targets, edge_weight)
     scale = size[0] ** -0.5
-    x, weight = normal(num_sources, size[0], dtype=dtype, seed=1), normal(*size[::-1], dtype=dtype, seed=2) * scale
-    self_weight = normal(*size[::-1], dtype=dtype, seed=3) * scale if own else None
-    bias = normal(size[1], dtype=dtype, seed=4) if biased else None
-    arguments = [edges, x, weight, self_weight, bias, mean, first, first]
-    ours, kept = aggregate_update_triton.aggregate_update(*arguments)
-    exact, exact_kept = aggregate_update_reference.aggregate_update(*(wide(value) for value in arguments))
+    x, weight = normal(num_sources, size[0], dtype=dtype, seed=1), normal(1, *size[::-1], dtype=dtype, seed=2) * scale
+    self_weight = normal(1, *size[::-1], dtype=dtype, seed=3) * scale if own else None
+    bias = normal(1, size[1], dtype=dtype, seed=4) if biased else None
+    call = Update(edges, x, weight, self_weight, bias, [num_targets], [1], [0], mean, first)
+    exact_call = Update(*(wide(value) for value in call))
+    ours, kept = aggregate_update_triton.aggregate_update(call, first)
+    exact, exact_kept = aggregate_update_reference.aggregate_update(exact_call, first)
     wanted = [wanted[0], wanted[1], wanted[2] and own, wanted[3] and biased]
     grad = normal(num_targets, size[1], dtype=dtype, seed=5) * size[1] ** -0.5
-    grads = aggregate_update_triton.aggregate_update_backward(
-        edges, grad, x, weight, self_weight, kept if first else None, mean, first, wanted
-    )
+    grads = aggregate_update_triton.aggregate_update_backward(call, grad, kept if first else None, None, wanted)
     exact_grads = aggregate_update_reference.aggregate_update_backward(
-        wide(edges), grad.double(), x.double(), weight.double(), wide(self_weight), exact_kept, mean, first, wanted
+        exact_call, grad.double(), exact_kept, None, wanted
     )
     for got, want in zip([ours, kept, *grads], [exact, exact_kept, *exact_grads], strict=True):
         assert got.dtype == dtype
@@ -75,10 +75,11 @@ def test_several_tiles_of_targets_and_of_columns():
         [torch.randint(200, (600,), generator=generator), torch.randint(100, (600,), generator=generator)]
     ).to(DEVICE)
     edges = edges_by_target(edge_index, 200, 100, None)
-    x, weight = normal(200, 150, dtype=torch.float32, seed=0), normal(600, 150, dtype=torch.float32, seed=1)
+    x, weight = normal(200, 150, dtype=torch.float32, seed=0), normal(1, 600, 150, dtype=torch.float32, seed=1)
     weight = weight / 12
-    out, kept = aggregate_update_triton.aggregate_update(edges, x, weight, weight, None, True, True, True)
-    exact, exact_kept = aggregate_update_reference.aggregate_update(edges, x, weight, weight, None, True, True, True)
+    call = Update(edges, x, weight, weight, None, [100], [1], [0], True, True)
+    out, kept = aggregate_update_triton.aggregate_update(call, True)
+    exact, exact_kept = aggregate_update_reference.aggregate_update(call, True)
     torch.testing.assert_close(out, exact, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(kept, exact_kept, rtol=1e-5, atol=1e-5)
 

@@ -15,6 +15,7 @@ from lightning_gnn.graph import FeatureTable
 from lightning_gnn.graph.cache import RowCache, hottest
 from lightning_gnn.ops import gather_rows
 from lightning_gnn.ops.gather import triton as gather_triton
+from lightning_gnn.ops.gather.reference import Gather
 from lightning_gnn.ops.gather.triton import gather_cuda
 from lightning_gnn.triton_kernels.gather import block_shape, gather
 from tests.triton_kernels.sampling_cases import dealt_out
@@ -183,7 +184,7 @@ def test_the_operator_on_cuda_equals_the_one_on_the_cpu(shape, with_kernel, monk
     table = torch.randn(shape)
     index = torch.randint(30, (17,), dtype=torch.int32)
     out = torch.empty(17, *shape[1:])
-    gather_cuda(*(tensors := on_device(table, index, out)))
+    gather_cuda(Gather(*(tensors := on_device(table, index, out))))
     assert torch.equal(tensors[2].cpu(), gather_rows(table, index))
 
 
@@ -200,31 +201,31 @@ def test_a_cached_table_gathers_the_same(kind, cache_rows, with_kernel, monkeypa
     assert torch.equal(cached.gather(index), table.gather(index))
     out = torch.empty(50, 12, dtype=table.dtype)
     if DEVICE == "cpu":  # the operator of CUDA, on tensors that the interpreter can read
-        gather_cuda(cached.values, index, out, cached.scales, cached.cache.slot, cached.cache.rows)
+        gather_cuda(Gather(cached.values, index, out, cached.scales, cached.cache.slot, cached.cache.rows))
         assert torch.equal(out, table.gather(index))
 
 
 def test_cuda_arguments_are_checked():
     table, index, out = torch.randn(5, 2), torch.tensor([0, 5]), torch.empty(2, 2)
     with pytest.raises(IndexError, match="index holds row 5, but the table has 5 rows"):
-        gather_cuda(table, index, out, check=True)
+        gather_cuda(Gather(table, index, out), check=True)
     with pytest.raises(TypeError, match="out must be"):
-        gather_cuda(table, index, out.half())
+        gather_cuda(Gather(table, index, out.half()))
     with pytest.raises(ValueError, match="index is on meta, but out on cpu"):
-        gather_cuda(table, index.to("meta"), out)
+        gather_cuda(Gather(table, index.to("meta"), out))
     with pytest.raises(ValueError, match="cannot read the table: it is on meta"):
-        gather_cuda(table.to("meta"), index, out)
+        gather_cuda(Gather(table.to("meta"), index, out))
     with pytest.raises(ValueError, match="must lie together"):
-        gather_cuda(torch.randn(2, 5).t(), index, out)
+        gather_cuda(Gather(torch.randn(2, 5).t(), index, out))
     with pytest.raises(ValueError, match="only one of them is given"):
-        gather_cuda(table, index, out, None, torch.zeros(5, dtype=torch.int32))
+        gather_cuda(Gather(table, index, out, None, torch.zeros(5, dtype=torch.int32)))
 
 
 @pytest.mark.slow
 def test_without_triton_torch_gathers():
     code = (
         "import sys; sys.modules['triton'] = None; import torch; from lightning_gnn.ops import gather_triton as g;"
-        "out = torch.empty(2, 3); g.gather_cuda(torch.arange(12.0).view(4, 3), torch.tensor([3, 0]), out);"
+        "out = torch.empty(2, 3); g.gather_cuda(g.Gather(torch.arange(12.0).view(4, 3), torch.tensor([3, 0]), out));"
         "print(out.int().tolist())"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[[9, 10, 11], [0, 1, 2]]"

@@ -15,7 +15,6 @@ from torch_geometric.nn.dense.linear import Linear
 from lightning_gnn.nn.conv.graph import REDUCE
 from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.ops.aggregate.backends import backend_name, runs_on_chip
-from lightning_gnn.ops.aggregate_update.products import multiplies_bfloat16
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from lightning_gnn.ops.dropout import draw_key, draws_by_key
 
@@ -150,13 +149,12 @@ def fuses(layer: Any, source: Any, target: Any, edge_index: Any, edge_weight: An
 
 
 def multiplied(module: nn.Module, x: Tensor) -> Tensor:
-    """Return ``module(x)``, computed in float32 and rounded where autocast would have the CPU emulate bfloat16.
+    """Return ``module(x)``, under autocast on the CPU computed in float32 and rounded, as its fused operators are.
 
-    Torch's emulated products take about ten times as long as those of float32.
+    Products of bfloat16, which most CPUs emulate, take about ten times as long.
     """
     low = x.is_cpu and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-    widens = low and not multiplies_bfloat16()
-    if not widens or any(parameter.dtype != torch.float32 for parameter in module.parameters()):
+    if not low or any(parameter.dtype != torch.float32 for parameter in module.parameters()):
         out: Tensor = module(x)
         return out
     with torch.autocast("cpu", enabled=False):

@@ -17,10 +17,10 @@ from lightning_gnn.nn.conv.fused import AUTOCAST_DTYPES, Fused, has_hooks, obsta
 from lightning_gnn.nn.conv.gat import GATConv
 from lightning_gnn.nn.hetero.rows import Part, TypedRows
 from lightning_gnn.nn.type_modules import type_key
+from lightning_gnn.ops.aggregate_update.definition import Relation, sort_relations
+from lightning_gnn.ops.attention.definition import attend_relations
+from lightning_gnn.ops.attention.reference import Layout
 from lightning_gnn.ops.dropout import dropout
-from lightning_gnn.ops.relation_attention.definition import attend_relations
-from lightning_gnn.ops.relation_attention.reference import Layout
-from lightning_gnn.ops.relation_update.definition import Relation, sort_relations
 
 
 def in_float32(rows: TypedRows) -> tuple[TypedRows, str]:

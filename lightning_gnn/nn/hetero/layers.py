@@ -19,8 +19,8 @@ from lightning_gnn.nn.conv.sage import SAGEConv
 from lightning_gnn.nn.hetero.attention import attend_types, pays
 from lightning_gnn.nn.hetero.rows import Part, TypedRows
 from lightning_gnn.nn.type_modules import TypeModules
+from lightning_gnn.ops.aggregate_update.definition import Relation, relation_update
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout, activated
-from lightning_gnn.ops.relation_update.definition import Relation, relation_update
 
 
 def update_types(
@@ -32,11 +32,11 @@ def update_types(
     mean: bool,
     then: ReluDropout | None,
 ) -> TypedRows:
-    """Return ``sum_r mean_r(x) W_r + x S_t + b_t`` for the targets of all types.
+    """Return ``sum_r mean_r(x) W_r^T + x S_t^T + b_t`` for the targets of all types.
 
     Args:
-        weights: W of each edge type, ``[in, out]``.
-        self_weights: S of each type that has one, ``[in, out]``.
+        weights: W of each edge type, ``[out, in]``.
+        self_weights: S of each type that has one, ``[out, in]``.
         biases: b of each type that has one, ``[out]``.
     """
     types = list(part.sources)  # as they lie in the tables; what is computed is among them
@@ -47,7 +47,7 @@ def update_types(
         if len(rows.tables) > 1 and not read and not any(name in counts for name in self_weights):
             continue
         given = [self_weights.get(name) if name in counts else None for name in types]
-        like = next((w for w in (*given, *weights.values()) if w is not None and w.size(0) == table.size(1)), None)
+        like = next((w for w in (*given, *weights.values()) if w is not None and w.size(1) == table.size(1)), None)
         assert like is not None
         shift = biases if out is None else {}
         result = relation_update(
@@ -57,7 +57,7 @@ def update_types(
             [Relation(number[kind[0]], number[kind[2]], part.edges[kind]) for kind in read],
             torch.stack([weights[kind] for kind in read]) if read else like.new_zeros(0, *like.shape),
             _stacked(given, like),
-            _stacked([shift.get(name) for name in types], like[0]),
+            _stacked([shift.get(name) for name in types], like[:, 0]),
             mean,
             then if len(rows.tables) == 1 else None,
         )
@@ -106,8 +106,8 @@ class RelationalConv(pyg.RGCNConv):  # type: ignore[misc]
             weight = (self.comp @ weight.flatten(1)).view(-1, *weight.shape[1:])
         elif self.num_blocks is not None:
             weight = torch.stack([torch.block_diag(*blocks) for blocks in weight])  # type: ignore[no-untyped-call]
-        weights = dict(zip(self.edge_types, weight, strict=True))
-        own: dict[NodeType, Any] = {} if self.root is None else dict.fromkeys(part.targets, self.root)
+        weights = dict(zip(self.edge_types, weight.transpose(1, 2), strict=True))
+        own: dict[NodeType, Any] = {} if self.root is None else dict.fromkeys(part.targets, self.root.t())
         shift: dict[NodeType, Any] = {} if self.bias is None else dict.fromkeys(part.targets, self.bias)
         return update_types(rows, part, weights, own, shift, self.aggr == "mean", then)
 
@@ -183,12 +183,12 @@ def _plain(conv: SAGEConv | GATConv) -> bool:
 
 
 def _sage(convs: dict[EdgeType, Any], rows: TypedRows, part: Part, then: ReluDropout | None) -> TypedRows:
-    weights = {kind: conv.lin_l.weight.t() for kind, conv in convs.items()}
+    weights = {kind: conv.lin_l.weight for kind, conv in convs.items()}
     own: dict[NodeType, Any] = {}
     shift: dict[NodeType, Any] = {}
     for (_, _, name), conv in convs.items():
         if conv.root_weight:
-            own[name] = own.get(name, 0) + conv.lin_r.weight.t()
+            own[name] = own.get(name, 0) + conv.lin_r.weight
         if conv.lin_l.bias is not None:
             shift[name] = shift.get(name, 0) + conv.lin_l.bias
     aggr = next(iter(convs.values())).aggr

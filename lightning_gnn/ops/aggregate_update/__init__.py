@@ -1,5 +1,7 @@
 """A layer's aggregation and its matrix product in one pass over a mini-batch's edges (HyScale-GNN, section III).
 
-Reading order: ``edge_order`` (edges by target and by source), ``reference``, ``definition``, then ``numba`` and
+Of a graph with types all relations are aggregated and multiplied in one pass; a layer without types is one relation.
+
+Reading order: ``edge_order`` (edges by target, relation and source), ``reference``, ``definition``, then ``numba`` and
 ``triton``.
 """

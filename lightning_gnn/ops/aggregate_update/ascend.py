@@ -18,6 +18,7 @@ from lightning_gnn.ascend_ops.tiling import aggregate_update_tiling, combine_til
 from lightning_gnn.ops.aggregate.ascend_twin import say_converted
 from lightning_gnn.ops.aggregate.chip_max import entries_of_edges, maxima, maxima_backward
 from lightning_gnn.ops.aggregate_update import reference
+from lightning_gnn.ops.aggregate_update.reference import Update
 from lightning_gnn.ops.dropout import row_dropout_torch
 
 HALF_EXPONENT = 15
@@ -59,47 +60,28 @@ class Chip:
     launch: Launch
     cores: int
 
-    def update(
-        self,
-        edges: list[Tensor],
-        x: Tensor,
-        weight: Tensor,
-        self_weight: Tensor | None,
-        bias: Tensor | None,
-        mean: bool,
-        keep: bool,
-        p: float | None,
-        key: int,
-    ) -> tuple[Tensor, Kept]:
-        """Return what ``reference.update`` does, and what :meth:`backward` needs."""
+    def update(self, call: Update, keep: bool) -> tuple[Tensor, Kept]:
+        """Return what ``reference.update`` does for one relation, and what :meth:`backward` needs."""
+        edges, x, weight, self_weight, bias = call.edges, call.x, *_of_one(call)
         num_targets, num_out, num_in = edges[0].numel() - 1, *weight.shape
         laid = _laid_out(weight, self_weight)
         own = 0 if self_weight is None else num_targets
-        table, values = _prepared(edges, x, mean, own > 0)
-        sums, y = self._fused(edges, table, values.values, laid, (num_in, num_out), own, mean, transpose_b=True)
+        table, values = _prepared(edges, x, call.mean, own > 0)
+        sums, y = self._fused(edges, table, values.values, laid, (num_in, num_out), own, call.mean, transpose_b=True)
         scale = _times(table.scale, values.scale)
         out = _unscaled(y, _times(scale, laid.scale))
         out = (out if bias is None else out + bias).to(x.dtype)
-        if p is not None:
-            out = row_dropout_torch(out.relu(), p, key, None)
+        if call.p is not None:
+            out = row_dropout_torch(out.relu(), call.p, call.key, None)
         return out, [sums if keep else None, scale, laid.values, laid.scale]
 
     def backward(
-        self,
-        edges: list[Tensor],
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        self_weight: Tensor | None,
-        kept: Kept,
-        mean: bool,
-        wanted: list[bool],
-        activated: Tensor | None,
-        p: float,
+        self, call: Update, grad: Tensor, kept: Kept, result: Tensor | None, wanted: list[bool]
     ) -> list[Tensor]:
-        """Return what ``reference.update_backward`` does."""
-        if activated is not None:
-            grad = reference.through_relu_dropout(grad, activated, p)
+        """Return what ``reference.update_backward`` does for one relation."""
+        edges, x, weight, self_weight, _ = call.edges, call.x, *_of_one(call)
+        if result is not None:
+            grad = reference.through_relu_dropout(grad, result, call.p or 0.0)
         wants_x, wants_weight, wants_self, wants_bias = wanted
         num_targets, (num_out, num_in) = grad.size(0), weight.shape
         none = x.new_empty(0)
@@ -108,7 +90,7 @@ class Chip:
         assert stored is not None
         rows = half_rows(grad)
         if wants_x:
-            back = _backward_edges(edges, x.size(0), mean)
+            back = _backward_edges(edges, x.size(0), call.mean)
             own = 0 if self_weight is None else num_targets
             table, values = _prepared(back, grad, False, own > 0)
             layout, sizes = Half(stored, stored_scale), (num_out, num_in)
@@ -122,7 +104,8 @@ class Chip:
             features = half_rows(x[:num_targets])
             product = self._product_of_rows(rows.values, features.values, num_out, num_in)
             grad_self = _unscaled(product, _times(rows.scale, features.scale)).to(x.dtype)
-        return [grad_x, grad_weight, grad_self, grad.sum(0) if wants_bias else none]
+        of_parameters = grad_weight, grad_self, grad.sum(0) if wants_bias else none
+        return [grad_x, *(gradient.unsqueeze(0) for gradient in of_parameters)]
 
     def sums(self, edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
         """Add up rows as ``reference.sums`` does, in float32, without autograd."""
@@ -141,7 +124,7 @@ class Chip:
 
     def maxima_backward(self, edges: list[Tensor], shares: Tensor, best: Tensor, x: Tensor) -> Tensor:
         """Return the gradient of the rows that :meth:`maxima` compares, in float32."""
-        back = entries_of_edges(torch.ops.lightning_gnn.edges_by_source(edges, x.size(0), False), self.cores)
+        back = entries_of_edges(torch.ops.lightning_gnn.edges_by_source(edges, x.size(0)), self.cores)
         shares, best, x = (rows.float().unsqueeze(1) for rows in (shares, best, x))
         return maxima_backward(self.launch, back, shares, best, x, None).squeeze(1)
 
@@ -215,6 +198,12 @@ def half_rows(x: Tensor, exponent: Tensor | int = HALF_EXPONENT) -> Half:
     return Half(values, scale)
 
 
+def _of_one(call: Update) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return weight, self_weight and bias of the only relation."""
+    self_weight, bias = (None if tensor is None else tensor[0] for tensor in (call.self_weight, call.bias))
+    return call.weight[0], self_weight, bias
+
+
 @dataclass(frozen=True)
 class _Values:
     values: Tensor | None
@@ -247,7 +236,7 @@ def _prepared(edges: list[Tensor], x: Tensor, mean: bool, own: bool) -> tuple[Ha
 
 def _backward_edges(edges: list[Tensor], num_sources: int, mean: bool) -> list[Tensor]:
     """Return edges by source, whose weights are divided by the number of edges of their target if ``mean``."""
-    back: list[Tensor] = torch.ops.lightning_gnn.edges_by_source(edges, num_sources, False)
+    back: list[Tensor] = torch.ops.lightning_gnn.edges_by_source(edges, num_sources)
     if not mean:
         return back
     indptr, indices, *weight = back

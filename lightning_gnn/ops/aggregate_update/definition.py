@@ -1,11 +1,12 @@
-"""Aggregate and update in one operator, for mini-batches: a GraphSAGE layer without the way through memory."""
+"""Aggregate and update in one operator: a layer of a mini-batch, with types or without, not through memory."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update import rows as aggregate_update_rows  # noqa: F401  registers the operators
 from lightning_gnn.ops.aggregate_update import triton as aggregate_update_triton  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate_update.on_chip import chip_of
-from lightning_gnn.ops.aggregate_update.reference import ReluDropout
+from lightning_gnn.ops.aggregate_update.reference import ReluDropout, Update
 from lightning_gnn.ops.dropout import mixed_key
 
 REDUCES = ("sum", "mean")
@@ -85,31 +86,123 @@ def update_by_edges(
     mean: bool,
     then: ReluDropout | None = None,
 ) -> Tensor:
-    """Do what :func:`aggregate_update` does with edges that are sorted by target, and checked, already.
+    """Do what :func:`aggregate_update` does with edges that are sorted by target, and checked, already."""
+    self_weight, bias = (None if tensor is None else tensor.unsqueeze(0) for tensor in (self_weight, bias))
+    layout = [edges[0].numel() - 1], [1], [0]
+    return _run(Update(edges, x, weight.unsqueeze(0), self_weight, bias, *layout, mean, True), then)
+
+
+class Relation(NamedTuple):
+    """The edges of one type in a mini-batch.
 
     Args:
-        x: Features of the sources, as all others of the dtype in which the result shall be, unless autocast says that.
-        edges: As ``edge_order.py`` sorts them, one row per target.
-        self_weight: S, or None.
-        bias: b, or None.
+        source: The number of the type that they come from.
+        target: The number of the type that they reach.
+        edge_index: int64 ``[2, E]``, counted within the types.
     """
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        low = torch.get_autocast_dtype(device)
-        self_weight = None if self_weight is None else self_weight.to(low)
-        bias = None if bias is None else bias.to(low)
+
+    source: int
+    target: int
+    edge_index: Tensor
+
+
+def relation_update(
+    x: Tensor,
+    num_sources: Sequence[int],
+    num_targets: Sequence[int],
+    relations: Sequence[Relation],
+    weight: Tensor,
+    self_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    mean: bool = True,
+    then: ReluDropout | None = None,
+) -> Tensor:
+    """Return ``sum_r (A_r x) W_r^T + x_t S_t^T + b_t`` for the targets of all types.
+
+    This is R-GCN's layer (arXiv:1703.06103, eq. 2).
+    A tile of targets is aggregated by relation while it is in the cache, and what its relations bring is multiplied in
+    one product. Differentiable with respect to x, weights and bias, any number of times; a second derivative is
+    computed by torch's own operators.
+
+    Args:
+        x: Features of the nodes of all types, one type after the other, floating ``[sum(num_sources), in]``.
+        num_targets: How many of them, the first ones, are targets; of a type without sources any number, which then
+            have no term of their own.
+        relations: The edges, sorted by type of target.
+        weight: W, of each relation, of the dtype of ``x``, ``[R, out, in]``.
+        self_weight: S, of each type, ``[types, out, in]``, or None.
+        bias: b, of each type, ``[types, out]``, or None.
+
+    Returns:
+        ``[sum(num_targets), out]``, one type after the other, of the dtype of ``x`` (under autocast, of that dtype).
+    """
+    _check_relations(x, num_sources, num_targets, relations, weight, self_weight, bias)
+    edges, count = sort_relations(num_sources, num_targets, relations)
+    own = [first if sources else -1 for first, sources in zip(_starts(num_sources), num_sources, strict=True)]
+    return _run(Update(edges, x, weight, self_weight, bias, list(num_targets), count, own, mean, True), then)
+
+
+def sort_relations(
+    num_sources: Sequence[int], num_targets: Sequence[int], relations: Sequence[Relation]
+) -> tuple[list[Tensor], list[int]]:
+    """Sort the edges of all relations by target and relation: a row of edges is a target and a relation.
+
+    Args:
+        relations: The edges, sorted by type of target.
+
+    Returns:
+        ``indptr`` int64 ``[num_rows + 1]`` and ``indices`` int32 ``[E]``, rows of the table of all types' nodes; and
+        how many relations reach each type, which is how many rows its targets have.
+    """
+    count = [0] * len(num_targets)
+    for relation in relations:
+        count[relation.target] += 1
+    first_row, row = [], 0
+    for targets, rows in zip(num_targets, count, strict=True):
+        first_row.append(row)
+        row += targets * rows
+    slots, rows_of = [0] * len(count), []
+    for relation in relations:
+        rows_of.append(first_row[relation.target] + slots[relation.target])
+        slots[relation.target] += 1
+    first_source = _starts(num_sources)
+    edges = torch.ops.lightning_gnn.relation_edges(
+        [relation.edge_index for relation in relations],
+        [num_sources[relation.source] for relation in relations],
+        [num_targets[relation.target] for relation in relations],
+        [first_source[relation.source] for relation in relations],
+        rows_of,
+        [count[relation.target] for relation in relations],
+        row,
+    )
+    return edges, count
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[:kind]) for kind in range(len(sizes))]
+
+
+def _run(call: Update, then: ReluDropout | None) -> Tensor:
+    device = call.x.device.type
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else call.x.dtype
+    if autocast or (device == "cpu" and dtype.itemsize < 4):
+        # CPUs multiply and add in float32: 16 bits were measured to take longer.
+        computed_in = torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
+        given: list[Any] = [None if tensor is None else tensor.to(computed_in) for tensor in call[1:5]]
         with torch.autocast(device, enabled=False):
-            return update_by_edges(x.to(low), edges, weight.to(low), self_weight, bias, mean, then)
+            return _run(_with_inputs(call, given), then).to(dtype)
+    if then is not None:
+        call = call._replace(p=then.p, key=mixed_key(then.key))
+    x, weight = call.x, call.weight
     # Forward mode and torch.func go through torch's own operators.
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if transformed or edges[1].numel() == 0 or x.numel() == 0 or (edges[0].numel() - 1) * weight.size(0) == 0:
-        out = reference.update(reference.sums, edges, x, weight, self_weight, bias, mean, True)[0]
-        return reference.activated(out, then)
-    arguments = (x, weight, self_weight, bias, edges, mean, then)
-    if runs_on_chip(x.device, backend_name(None)):
-        computed: Tensor = _outside_compilers(torch.compiler.is_compiling(), *arguments)
+    if transformed or call.edges[1].numel() == 0 or x.numel() == 0 or sum(call.targets) * weight.size(1) == 0:
+        return reference.aggregate_update(call, False)[0]
+    if _is_one(call) and runs_on_chip(x.device, backend_name(None)):
+        computed: Tensor = _outside_compilers(torch.compiler.is_compiling(), call)
         return computed
-    return _with_autograd(*arguments)
+    return _with_autograd(*call[1:5], call.edges, call[5:])
 
 
 class _AggregateUpdate(torch.autograd.Function):
@@ -121,56 +214,56 @@ class _AggregateUpdate(torch.autograd.Function):
         self_weight: Tensor | None,
         bias: Tensor | None,
         edges: list[Tensor],
-        mean: bool,
-        then: ReluDropout | None,
+        rest: tuple[Any, ...],
     ) -> Tensor:
-        sizes = x.size(0), edges[0].numel() - 1, edges[1].numel()
+        call = Update(edges, x, weight, self_weight, bias, *rest)
         wants_x, wants_weight = ctx.needs_input_grad[:2]
-        p, key = (None, 0) if then is None else (then.p, mixed_key(then.key))
-        ctx.chip = chip_of(x.device)
+        ctx.chip = None
+        if _is_one(call):
+            ctx.chip = chip_of(x.device)
+        if _is_one(call) and ctx.chip is None:
+            sizes = x.size(0), edges[0].numel() - 1, edges[1].numel()
+            call = call._replace(aggregate_first=aggregates_first(*sizes, weight[0], wants_x, wants_weight))
+        keep = call.aggregate_first and wants_weight
         if ctx.chip is None:
-            first = aggregates_first(*sizes, weight, wants_x, wants_weight)
-            keep = first and wants_weight
-            out, aggregated = torch.ops.lightning_gnn.aggregate_update(
-                edges, x, weight, self_weight, bias, mean, first, keep, p, key
-            )
+            out, aggregated = torch.ops.lightning_gnn.aggregate_update(*call, keep)
             kept = [aggregated if keep else None]
         else:
-            first = True
-            out, kept = ctx.chip.update(edges, x, weight, self_weight, bias, mean, wants_weight, p, key)
-        ctx.mean, ctx.first, ctx.then, ctx.num_edge_tensors = mean, first, then, len(edges)
-        ctx.save_for_backward(x, weight, self_weight, bias, None if then is None else out, *edges, *kept)
+            out, kept = ctx.chip.update(call, keep)
+        ctx.rest, ctx.num_edge_tensors = call[5:], len(edges)
+        ctx.save_for_backward(*call[1:5], None if call.p is None else out, *edges, *kept)
         result: Tensor = out
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, self_weight, bias, activated, *others = ctx.saved_tensors
+        x, weight, self_weight, bias, result, *others = ctx.saved_tensors
         edges, kept = others[: ctx.num_edge_tensors], others[ctx.num_edge_tensors :]
-        wanted = list(ctx.needs_input_grad[:4])
-        given = (x, weight, self_weight, bias)
+        call, wanted = Update(edges, x, weight, self_weight, bias, *ctx.rest), list(ctx.needs_input_grad[:4])
         if torch.is_grad_enabled():  # create_graph=True
-            return *_differentiable(edges, grad, given, ctx.mean, ctx.first, ctx.then, wanted), None, None, None
-        p = 0.0 if ctx.then is None else ctx.then.p
-        arguments = (edges, grad.contiguous(), x, weight, self_weight)
+            return *_differentiable(call, grad, wanted), None, None
         if ctx.chip is not None:
-            grads = ctx.chip.backward(*arguments, kept, ctx.mean, wanted, activated, p)
+            grads = ctx.chip.backward(call, grad.contiguous(), kept, result, wanted)
         else:
-            grads = torch.ops.lightning_gnn.aggregate_update_backward(
-                *arguments, kept[0], ctx.mean, ctx.first, wanted, activated, p
-            )
-        return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None, None, None
+            backward = torch.ops.lightning_gnn.aggregate_update_backward
+            grads = backward(*call, grad.contiguous(), kept[0], result, wanted)
+        return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None, None
 
 
 _with_autograd: Callable[..., Tensor] = _AggregateUpdate.apply
 
 
+def _is_one(call: Update) -> bool:
+    """Say whether this is a layer of one relation, which may multiply first."""
+    return call.relations == [1]
+
+
 @torch.compiler.disable(reason="its kernels are launched from Python")  # type: ignore[no-untyped-call]
-def _outside_compilers(compiling: bool, *arguments: Any) -> Tensor:
+def _outside_compilers(compiling: bool, call: Update) -> Tensor:
     """Run on a chip; a compiler's graph ends before and goes on after, which is said once."""
     if compiling:
         _say_graph_break()
-    return _with_autograd(*arguments)
+    return _with_autograd(*call[1:5], call.edges, call[5:])
 
 
 @cache
@@ -182,20 +275,16 @@ def _say_graph_break() -> None:
     )
 
 
-def _differentiable(
-    edges: list[Tensor],
-    grad: Tensor,
-    given: tuple[Tensor | None, ...],
-    mean: bool,
-    first: bool,
-    then: ReluDropout | None,
-    wanted: list[bool],
-) -> list[Tensor | None]:
-    # Views, so that a tensor that is two of the inputs gets the gradient of each of them apart.
-    inputs: list[Any] = [None if tensor is None else tensor.view_as(tensor) for tensor in given]
+def _with_inputs(call: Update, inputs: list[Any]) -> Update:
+    """Return the same with other x, weight, self_weight and bias."""
     x, weight, self_weight, bias = inputs
-    out, _ = reference.update(reference.sums, edges, x, weight, self_weight, bias, mean, first)
-    out = reference.activated(out, then)
+    return call._replace(x=x, weight=weight, self_weight=self_weight, bias=bias)
+
+
+def _differentiable(call: Update, grad: Tensor, wanted: list[bool]) -> list[Tensor | None]:
+    # Views, so that a tensor that is two of the inputs gets the gradient of each of them apart.
+    inputs: list[Any] = [None if tensor is None else tensor.view_as(tensor) for tensor in call[1:5]]
+    out, _ = reference.aggregate_update(_with_inputs(call, inputs), False)
     some = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want]
     grads = iter(torch.autograd.grad(out, some, grad, create_graph=True))
     return [next(grads) if want else None for want in wanted]
@@ -271,3 +360,29 @@ def _check(
             "edge_weight wants a gradient, which aggregate_update does not give; detach() it, or multiply the result "
             "of lightning_gnn.aggregate, which does, with the weight"
         )
+
+
+def _check_relations(
+    x: Tensor,
+    num_sources: Sequence[int],
+    num_targets: Sequence[int],
+    relations: Sequence[Relation],
+    weight: Tensor,
+    self_weight: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    if x.dim() != 2 or x.size(0) != sum(num_sources):
+        raise ValueError(f"x must be [{sum(num_sources)}, in], a row per node, but is {list(x.shape)}")
+    if weight.dim() != 3 or weight.size(0) != len(relations) or weight.size(2) != x.size(1):
+        raise ValueError(f"weight must be [{len(relations)}, out, {x.size(1)}], but is {list(weight.shape)}")
+    width, kinds = weight.size(1), len(num_targets)
+    if self_weight is not None and list(self_weight.shape) != [kinds, width, x.size(1)]:
+        raise ValueError(f"self_weight must be [{kinds}, {width}, {x.size(1)}], but is {list(self_weight.shape)}")
+    if bias is not None and list(bias.shape) != [kinds, width]:
+        raise ValueError(f"bias must be [{kinds}, {width}], but is {list(bias.shape)}")
+    if any(one.target > other.target for one, other in pairwise(relations)):
+        raise ValueError("relations must be sorted by the type of their targets")
+    if self_weight is not None:
+        for sources, targets in zip(num_sources, num_targets, strict=True):
+            if 0 < sources < targets:
+                raise ValueError(f"self_weight reads the rows of {targets} targets, but there are {sources}")

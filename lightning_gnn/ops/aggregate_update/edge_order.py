@@ -2,6 +2,9 @@
 
 Sorted edges are a list: ``indptr`` int64 ``[num_rows + 1]``, ``indices`` int32 ``[E]``, and, if edges are weighted,
 their weights ``[E]``. The order within a row is that in which the edges were given.
+
+In a graph with types the nodes of all types stand in one table. A target that R relations reach has R rows, one after
+the other, one per relation: with the rows' sums side by side, the products of all relations are one.
 """
 
 from __future__ import annotations
@@ -36,22 +39,45 @@ def edges_by_target(edge_index: Tensor, num_sources: int, num_targets: int, edge
     ]
 
 
-def edges_by_source(edges: list[Tensor], num_sources: int, own: bool) -> list[Tensor]:
-    """Sort edges that are sorted by target by their source, with torch's own operators.
+def relation_edges(
+    edge_indices: list[Tensor],
+    num_sources: list[int],
+    num_targets: list[int],
+    first_source: list[int],
+    first_row: list[int],
+    stride: list[int],
+    num_rows: int,
+) -> list[Tensor]:
+    """Sort the edges of all relations by target and relation, with torch's own operators.
 
     Args:
-        own: Give source i, for each of the ``num_targets`` targets, a last edge of weight 1 to ``num_targets + i``.
+        edge_indices: Of each relation, int64 ``[2, E_r]``, counted within its types.
+        first_source: The row of the table that holds the first of these nodes.
+        first_row: The row of each relation's first target; ``stride`` rows on is that of the next one.
+        num_rows: How many rows there are.
+
+    Returns:
+        ``indptr`` int64 ``[num_rows + 1]`` and ``indices`` int32 ``[E]``, rows of the table.
     """
+    moved = [edge_indices[0].new_empty(2, 0)] if edge_indices else [torch.empty(2, 0, dtype=torch.int64)]
+    for edges, sources, targets, source, row, step in zip(
+        edge_indices, num_sources, num_targets, first_source, first_row, stride, strict=True
+    ):
+        if edges.size(1):
+            inside = (edges >= 0).all() & (edges[0] < sources).all() & (edges[1] < targets).all()
+            torch._assert_async(inside, "edge_index holds a node that the batch does not have")
+        moved.append(torch.stack([edges[0] + source, edges[1] * step + row]))
+    size = max((source + count for source, count in zip(first_source, num_sources, strict=True)), default=0)
+    return edges_by_target(torch.cat(moved, 1), size, num_rows, None)
+
+
+def edges_by_source(edges: list[Tensor], num_sources: int) -> list[Tensor]:
+    """Sort edges that are sorted by target by their source, with torch's own operators."""
     indptr, indices, *weight = edges
-    num_targets, device = indptr.numel() - 1, indptr.device
     target = torch.repeat_interleave(indptr.diff(), output_size=indices.numel())
-    if own:
-        each = torch.arange(num_targets, device=device)
-        indices, target = torch.cat([indices, each.to(torch.int32)]), torch.cat([target, each + num_targets])
-        weight = [torch.cat([values, values.new_ones(num_targets)]) for values in weight]
     source, order = torch.sort(indices, stable=True)
     return [
-        torch.searchsorted(source, torch.arange(num_sources + 1, device=device, dtype=source.dtype)),
+        torch.searchsorted(source, torch.arange(num_sources + 1, device=indptr.device, dtype=source.dtype)),
         target[order].to(torch.int32),
         *(values[order] for values in weight),
     ]
@@ -68,21 +94,55 @@ define(
     "edges_by_target(Tensor edge_index, int num_sources, int num_targets, Tensor? edge_weight) -> Tensor[]",
     edges_by_target,
 )
-define("edges_by_source(Tensor[] edges, int num_sources, bool own) -> Tensor[]", edges_by_source)
+define(
+    "relation_edges(Tensor[] edge_indices, int[] num_sources, int[] num_targets, int[] first_source, int[] first_row,"
+    " int[] stride, int num_rows) -> Tensor[]",
+    relation_edges,
+)
+define("edges_by_source(Tensor[] edges, int num_sources) -> Tensor[]", edges_by_source)
 
 
 @torch.library.impl(library, "edges_by_target", "CPU")
 def _by_target_cpu(edge_index: Tensor, num_sources: int, num_targets: int, edge_weight: Tensor | None) -> list[Tensor]:
-    source, target = (part.contiguous().numpy() for part in edge_index)
+    source, target = _ends(edge_index)
     indptr, indices = np.zeros(num_targets + 1, np.int64), np.empty(source.size, np.int32)
-    found = _count(source, target, num_sources, indptr, indices)
+    found = _count(source, target, num_sources, num_targets, 0, 1, indptr, indices)
     check_inside(found, source, target, num_sources, num_targets)
+    free = _add_up(indptr)
     if found == UNSORTED:
         order = np.empty(source.size, np.int64)
-        _place(source, target, indptr, indices, order)
+        _place(source, target, 0, 0, 1, free, indices, order)
         edge_weight = None if edge_weight is None else edge_weight[torch.from_numpy(order)]
     edges = [torch.from_numpy(indptr), torch.from_numpy(indices)]
     return edges if edge_weight is None else [*edges, edge_weight.contiguous().clone()]
+
+
+@torch.library.impl(library, "relation_edges", "CPU")
+def _relation_edges_cpu(
+    edge_indices: list[Tensor],
+    num_sources: list[int],
+    num_targets: list[int],
+    first_source: list[int],
+    first_row: list[int],
+    stride: list[int],
+    num_rows: int,
+) -> list[Tensor]:
+    indptr, none = np.zeros(num_rows + 1, np.int64), np.empty(0, np.int32)
+    ends = [_ends(edges) for edges in edge_indices]
+    for (source, target), sources, targets, row, step in zip(
+        ends, num_sources, num_targets, first_row, stride, strict=True
+    ):
+        found = _count(source, target, sources, targets, row, step, indptr, none)
+        check_inside(found, source, target, sources, targets)
+    free, indices = _add_up(indptr), np.empty(int(indptr[-1]), np.int32)
+    for (source, target), first, row, step in zip(ends, first_source, first_row, stride, strict=True):
+        _place(source, target, first, row, step, free, indices, none.astype(np.int64))
+    return [torch.from_numpy(indptr), torch.from_numpy(indices)]
+
+
+def _ends(edge_index: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    source, target = (part.contiguous().numpy() for part in edge_index)
+    return source, target
 
 
 def check_inside(found: int, source: np.ndarray, target: np.ndarray, num_sources: int, num_targets: int) -> None:
@@ -94,25 +154,27 @@ def check_inside(found: int, source: np.ndarray, target: np.ndarray, num_sources
 
 
 @torch.library.impl(library, "edges_by_source", "CPU")
-def _by_source_cpu(edges: list[Tensor], num_sources: int, own: bool) -> list[Tensor]:
+def _by_source_cpu(edges: list[Tensor], num_sources: int) -> list[Tensor]:
     indptr, indices = edges[0].numpy(), edges[1].numpy()
-    count = indices.size + (indptr.size - 1 if own else 0)
-    pointers, targets = np.zeros(num_sources + 1, np.int64), np.empty(count, np.int32)
-    given = edges[2] if len(edges) > 2 else torch.empty(0)
-    weight = given.new_empty(count if len(edges) > 2 else 0)
+    pointers, targets = np.zeros(num_sources + 1, np.int64), np.empty(indices.size, np.int32)
+    given = edges[2].contiguous() if len(edges) > 2 else torch.empty(0)
+    weight = torch.empty_like(given)
     # float16 and bfloat16 are moved as the bits that they are.
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[given.element_size()]
-    one = given.new_ones(1).view(bits).numpy()
-    _transpose(indptr, indices, given.contiguous().view(bits).numpy(), own, one, pointers, targets,
-               weight.view(bits).numpy())  # fmt: skip
+    _transpose(indptr, indices, given.view(bits).numpy(), pointers, targets, weight.view(bits).numpy())
     result = [torch.from_numpy(pointers), torch.from_numpy(targets)]
     return [*result, weight] if len(edges) > 2 else result
 
 
 @numba.njit(nogil=True, cache=True)
-def _count(source: np.ndarray, target: np.ndarray, num_sources: int, indptr: np.ndarray, indices: np.ndarray) -> int:
-    """Count the edges of each target and copy the sources; return a bad edge, or whether they are sorted."""
-    num_targets = indptr.size - 1
+def _count(
+    source: np.ndarray, target: np.ndarray, num_sources: int, num_targets: int, first: int, stride: int,
+    indptr: np.ndarray, indices: np.ndarray,
+) -> int:  # fmt: skip
+    """Count the edges of each row and copy the sources; return a bad edge, or whether they are sorted.
+
+    Of sorted edges this copy is the answer already; of others it is overwritten. An empty ``indices`` takes none.
+    """
     previous, answer = np.int64(0), SORTED
     for e in range(source.size):
         s, t = source[e], target[e]
@@ -121,51 +183,50 @@ def _count(source: np.ndarray, target: np.ndarray, num_sources: int, indptr: np.
         if t < previous:
             answer = UNSORTED
         previous = t
-        # Of sorted edges this copy is the answer already; of others it is overwritten.
-        indptr[t + 1] += 1
-        indices[e] = s
-    for t in range(num_targets):
-        indptr[t + 1] += indptr[t]
+        indptr[first + t * stride + 1] += 1
+        if indices.size:
+            indices[e] = s
     return answer
 
 
 @numba.njit(nogil=True, cache=True)
-def _place(source: np.ndarray, target: np.ndarray, indptr: np.ndarray, indices: np.ndarray, order: np.ndarray) -> None:
-    """Write each edge's source to the next free place of its target: a stable counting sort's second pass."""
-    free = indptr[:-1].copy()
+def _add_up(indptr: np.ndarray) -> np.ndarray:
+    """Turn counts into where each row begins, and return the rows' beginnings."""
+    for row in range(indptr.size - 1):
+        indptr[row + 1] += indptr[row]
+    free: np.ndarray = indptr[:-1].copy()
+    return free
+
+
+@numba.njit(nogil=True, cache=True)
+def _place(
+    source: np.ndarray, target: np.ndarray, first_source: int, first: int, stride: int, free: np.ndarray,
+    indices: np.ndarray, order: np.ndarray,
+) -> None:  # fmt: skip
+    """Write each edge's source, and number, to the next free place of its row: a counting sort's second pass."""
     for e in range(source.size):
-        at = free[target[e]]
-        free[target[e]] = at + 1
-        indices[at], order[at] = source[e], e
+        row = first + target[e] * stride
+        at = free[row]
+        free[row] = at + 1
+        indices[at] = first_source + source[e]
+        if order.size:
+            order[at] = e
 
 
 @numba.njit(nogil=True, cache=True)
 def _transpose(
-    indptr: np.ndarray, indices: np.ndarray, weight: np.ndarray, own: bool, one: np.ndarray, pointers: np.ndarray,
-    targets: np.ndarray, weights: np.ndarray,
+    indptr: np.ndarray, indices: np.ndarray, weight: np.ndarray, pointers: np.ndarray, targets: np.ndarray,
+    weights: np.ndarray,
 ) -> None:  # fmt: skip
-    """Sort edges by source, in two passes of counting; with ``own``, each target's own edge comes last."""
-    num_targets = indptr.size - 1
-    # 1. Edges per source, added up to where each source's edges begin.
+    """Sort edges by source, in two passes of counting."""
     for e in range(indices.size):
         pointers[indices[e] + 1] += 1
-    if own:
-        for t in range(num_targets):
-            pointers[t + 1] += 1
-    for s in range(pointers.size - 1):
-        pointers[s + 1] += pointers[s]
-    # 2. Each edge to the next free place of its source; targets come in order, so theirs is kept.
-    free = pointers[:-1].copy()
-    for t in range(num_targets):
+    free = _add_up(pointers)
+    # Targets come in order, so theirs is kept.
+    for t in range(indptr.size - 1):
         for e in range(indptr[t], indptr[t + 1]):
             at = free[indices[e]]
             free[indices[e]] = at + 1
             targets[at] = t
             if weights.size:
                 weights[at] = weight[e]
-    if own:
-        for t in range(num_targets):
-            at = free[t]
-            targets[at] = num_targets + t
-            if weights.size:
-                weights[at] = one[0]

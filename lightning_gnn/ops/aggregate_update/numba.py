@@ -2,6 +2,7 @@
 
 A worker takes a range of targets (or sources), tile by tile: compiled loops add up the rows of the tile's edges, and
 torch's BLAS multiplies the tile. In backward the gradient's rows, too, are read once, for all products they are in.
+Features are float32 or float64.
 """
 
 from __future__ import annotations
@@ -15,12 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate import numba_kernels as kernels
-from lightning_gnn.ops.aggregate.numba_rows import flat, huge_pages, loadable, wide
-from lightning_gnn.ops.aggregate_update import reference as aggregate_update_reference  # noqa: F401  defines the operators
-from lightning_gnn.ops.aggregate_update.products import Products
+from lightning_gnn.ops.aggregate.numba_rows import flat, huge_pages, wide
+from lightning_gnn.ops.aggregate_update.reference import Group, Update, apart, register
 from lightning_gnn.ops.dropout import drawn, relu_drop_rows
 from lightning_gnn.ops.intrinsics import MAX_WIDTHS, WIDTHS
-from lightning_gnn.ops.library import library
 from lightning_gnn.ops.worker_threads import run_all
 
 SMALL = 1 << 19
@@ -34,146 +33,141 @@ _thread = threading.local()
 _becoming_alone = threading.Lock()
 
 
-@torch.library.impl(library, "aggregate_update", "CPU")
-def aggregate_update(
-    edges: list[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    self_weight: Tensor | None,
-    bias: Tensor | None,
-    mean: bool,
-    aggregate_first: bool,
-    keep: bool,
-    p: float | None = None,
-    key: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Do what the function of this name in ``reference.py`` does."""
-    dtype, multiply = x.dtype, Products(x.dtype)
-    x, weight = loadable(x), wide(weight)
-    by_self = None if self_weight is None else wide(self_weight)
-    plus = None if bias is None else wide(bias)
-    rows = _SortedEdges(edges, weight.dtype, mean)
-    out = huge_pages(weight.new_empty((rows.count, weight.size(0))))
-    kept = huge_pages(weight.new_empty((rows.count, x.size(1)))) if keep else weight.new_empty(0)
-    if aggregate_first:
+def aggregate_update(call: Update, keep: bool) -> tuple[Tensor, Tensor]:
+    """Do what :func:`reference.update` does."""
+    x, weight, self_weight, bias = _contiguous(call)
+    rows, groups = _SortedEdges(call.edges, x.dtype, call.mean), call.groups
+    by_group = [group.side_by_side(weight) for group in groups]
+    out = huge_pages(x.new_empty((sum(call.targets), weight.size(1))))
+    kept = huge_pages(x.new_empty((rows.count, x.size(1)))) if keep else x.new_empty(0)
+    table = x if call.aggregate_first else huge_pages(x.new_empty((x.size(0), weight.size(1))))
 
-        def update(first: int, last: int) -> None:
-            buffer = _buffer(x, weight.dtype)
-            for start, stop in _tiles(first, last, x):
-                tile = kept[start:stop] if keep else buffer[: stop - start]
-                rows.sums(x, start, stop, tile)
-                _product(multiply, tile, weight, plus, out[start:stop])
-                if by_self is not None:
-                    multiply.add(x[start:stop], by_self.t(), out[start:stop])
-                _activate(out[start:stop], start, p, key)
+    def multiply(first: int, last: int) -> None:
+        for start, stop in _tiles(first, last, x):
+            torch.mm(x[start:stop], weight[0].t(), out=table[start:stop])
 
-    else:
-        products = huge_pages(_new(multiply, x, weight).new_empty((x.size(0), weight.size(0))))
+    def update(first: int, last: int) -> None:
+        most = max([_tile_rows(x), *(group.num_relations for group in groups)])
+        buffer = x.new_empty((0 if keep or not call.aggregate_first else most, x.size(1)))
+        for group, weights in zip(groups, by_group, strict=True):
+            shift = None if bias is None else bias[group.kind]
+            for tile in _tiles_of(group, first, last, x):
+                span, result = group.rows(tile), out[tile]
+                if call.aggregate_first:
+                    sums = kept[span] if keep else buffer[: span.stop - span.start]
+                    rows.sums(x, span.start, span.stop, sums)
+                    sums = sums.view(tile.stop - tile.start, weights.size(1))
+                    if shift is None:
+                        torch.mm(sums, weights.t(), out=result)
+                    else:
+                        torch.addmm(shift, sums, weights.t(), out=result)
+                else:
+                    rows.sums(table, span.start, span.stop, result)
+                    if shift is not None:
+                        result.add_(shift)
+                if self_weight is not None and group.own >= 0:
+                    result.addmm_(x[group.own_rows(tile)], self_weight[group.kind].t())
+                _activate(result, tile.start, call.p, call.key)
 
-        def multiply_all(first: int, last: int) -> None:
-            for start, stop in _tiles(first, last, x):
-                multiply.write(x[start:stop], weight.t(), products[start:stop])
-
-        def update(first: int, last: int) -> None:
-            for start, stop in _tiles(first, last, x):
-                tile = out[start:stop]
-                rows.sums(products, start, stop, tile)
-                if by_self is not None:
-                    multiply.add(x[start:stop], by_self.t(), tile)
-                if plus is not None:
-                    tile.add_(plus)
-                _activate(tile, start, p, key)
-
-        _share_out(multiply_all, np.arange(x.size(0) + 1), x)
-    _share_out(update, rows.work, x)
-    return out.to(dtype), kept
+    if not call.aggregate_first:
+        _share_out(multiply, np.arange(x.size(0) + 1), x)
+    _share_out(update, rows.work_of(groups), x)
+    return out, kept
 
 
-@torch.library.impl(library, "aggregate_update_backward", "CPU")
 def aggregate_update_backward(
-    edges: list[Tensor],
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    self_weight: Tensor | None,
-    aggregated: Tensor | None,
-    mean: bool,
-    aggregate_first: bool,
-    wanted: list[bool],
-    activated: Tensor | None = None,
-    p: float = 0.0,
+    call: Update, grad: Tensor, aggregated: Tensor | None, result: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
-    """Do what the function of this name in ``reference.py`` does."""
-    dtype, multiply = x.dtype, Products(x.dtype)
+    """Do what :func:`reference.update_backward` does."""
+    x, weight, self_weight, _ = _contiguous(call)
+    groups, by_first, num_targets = call.groups, call.aggregate_first, grad.size(0)
+    by_group = [group.side_by_side(weight) for group in groups]
     wants_x, wants_weight, wants_self, wants_bias = wanted
-    grad, x, weight = wide(grad), loadable(x), wide(weight)
-    by_self = None if self_weight is None else wide(self_weight)
-    num_targets, num_sources = grad.size(0), x.size(0)
-    received = wants_x or (wants_weight and not aggregate_first)  # whether the gradient goes back along the edges
-    own = aggregate_first and by_self is not None
-    degrees = edges[0].diff().clamp_(min=1).to(weight.dtype).unsqueeze(1) if mean else None
+    received = wants_x or (wants_weight and not by_first)  # whether the gradient goes back along the edges
+    degrees = call.edges[0].diff().clamp_(min=1).to(x.dtype).unsqueeze(1) if call.mean else None
     # What goes back along the edges; below it, if x was aggregated, what each target sends to its own row.
-    table = grad
-    if received and aggregate_first:
-        table = huge_pages(_new(multiply, x, weight).new_empty(((1 + own) * num_targets, x.size(1))))
-    elif received and mean:
+    table, num_rows = grad, call.edges[0].numel() - 1
+    if received and by_first:
+        own_rows = 0 if self_weight is None else num_targets
+        table = huge_pages(x.new_empty((num_rows + own_rows, x.size(1))))
+    elif received and call.mean:
         table = huge_pages(torch.empty_like(grad))
-    sent = _Parts(weight, {"weight": wants_weight and aggregate_first, "self": wants_self, "bias": wants_bias})
-    got = _Parts(weight, {"weight": wants_weight and not aggregate_first})
-
-    activated = None if activated is None else wide(activated)
     # The gradient before ReLU and dropout: tile by tile, whole only where it is read again after.
-    whole = torch.empty_like(grad) if activated is not None and received and not aggregate_first else None
+    whole = torch.empty_like(grad) if result is not None and received and not by_first else None
+    parts = _Parts()
 
     def send(first: int, last: int) -> None:
-        part = sent.of(first)
-        buffer = None if activated is None or whole is not None else grad.new_empty((_tile_rows(x), grad.size(1)))
-        for start, stop in _tiles(first, last, x):
-            tile, to = grad[start:stop], table[start:stop]
-            if activated is not None:
-                before = whole[start:stop] if whole is not None else buffer[: stop - start]  # type: ignore[index]
-                tile = _deactivate(tile, activated[start:stop], p, before)
-            if received and aggregate_first:
-                multiply.write(tile, weight, to)
-                if own and by_self is not None:
-                    multiply.write(tile, by_self, table[num_targets + start : num_targets + stop])
-            if received and degrees is not None:
-                torch.div(to if aggregate_first else tile, degrees[start:stop], out=to)
-            if wants_weight and aggregated is not None:
-                multiply.add(tile.t(), aggregated[start:stop], part["weight"])
-            if wants_self:
-                multiply.add(tile.t(), x[start:stop], part["self"])
-            if wants_bias:
-                part["bias"].add_(tile.sum(0))
+        of_weight = [torch.zeros_like(weights) for weights in by_group] if wants_weight and by_first else []
+        of_self = torch.zeros_like(self_weight) if wants_self and self_weight is not None else x.new_empty(0)
+        of_bias = x.new_zeros((len(call.targets), grad.size(1)) if wants_bias else 0)
+        parts.add(first, [of_self, of_bias, *of_weight])
+        buffer = None if result is None or whole is not None else grad.new_empty((_tile_rows(x), grad.size(1)))
+        for number, (group, weights) in enumerate(zip(groups, by_group, strict=True)):
+            for tile in _tiles_of(group, first, last, x):
+                count, span, given = tile.stop - tile.start, group.rows(tile), grad[tile]
+                if result is not None:
+                    before = whole[tile] if whole is not None else buffer[:count]  # type: ignore[index]
+                    given = _deactivate(given, result[tile], call.p or 0.0, before)
+                if received and by_first:
+                    torch.mm(given, weights, out=table[span].view(count, weights.size(1)))
+                    if self_weight is not None and group.own >= 0:
+                        torch.mm(
+                            given, self_weight[group.kind], out=table[num_rows + tile.start : num_rows + tile.stop]
+                        )
+                if received and degrees is not None:
+                    torch.div(table[span] if by_first else given, degrees[span], out=table[span])
+                if of_weight and aggregated is not None:
+                    of_weight[number].addmm_(given.t(), aggregated[span].view(count, weights.size(1)))
+                if of_self.numel() and group.own >= 0:
+                    of_self[group.kind].addmm_(given.t(), x[group.own_rows(tile)])
+                if wants_bias:
+                    of_bias[group.kind].add_(given.sum(0))
 
-    if received or any(sent.wanted.values()):
-        _share_out(send, np.arange(num_targets + 1) * _EDGES_PER_ROW, x)
+    _share_out(send, np.arange(num_targets + 1) * _EDGES_PER_ROW, x)
     if whole is not None:
-        grad, table = whole, table if mean else whole
-    grad_x = huge_pages(weight.new_empty((num_sources, x.size(1)))) if wants_x else weight.new_empty(0)
+        grad, table = whole, table if call.mean else whole
+    grad_x = huge_pages(x.new_empty(x.shape if wants_x else 0))
+    by_source = _Parts()
     if received:
-        rows = _SortedEdges(
-            torch.ops.lightning_gnn.edges_by_source(_wide_edges(edges), num_sources, own), weight.dtype, False
-        )
+        edges = torch.ops.lightning_gnn.edges_by_source(call.edges, x.size(0))
+        rows = _SortedEdges(edges, x.dtype, False)
 
         def receive(first: int, last: int) -> None:
-            buffer, part = _buffer(table, weight.dtype), got.of(first)
+            buffer = x.new_empty((0 if by_first else _tile_rows(x), table.size(1)))
+            part = x.new_zeros(0 if by_first or not wants_weight else weight.shape[1:])
+            by_source.add(first, [part])
             for start, stop in _tiles(first, last, x):
-                tile = grad_x[start:stop] if aggregate_first else buffer[: stop - start]
+                tile = grad_x[start:stop] if by_first else buffer[: stop - start]
                 rows.sums(table, start, stop, tile)
-                if aggregate_first:
-                    continue
-                if wants_weight:
-                    multiply.add(tile.t(), x[start:stop], part["weight"])
-                if wants_x:
-                    multiply.write(tile, weight, grad_x[start:stop])
-                    if by_self is not None and start < num_targets:
-                        stop = min(stop, num_targets)
-                        multiply.add(grad[start:stop], by_self, grad_x[start:stop])
+                if part.numel():
+                    part.addmm_(tile.t(), x[start:stop])
+                if not by_first and wants_x:
+                    torch.mm(tile, weight[0], out=grad_x[start:stop])
+                for group in groups if wants_x and self_weight is not None else ():
+                    low, high = max(start, group.own), min(stop, group.own + group.num_targets)
+                    if self_weight is None or group.own < 0 or low >= high:
+                        continue
+                    move = group.first_target - group.own
+                    if by_first:
+                        grad_x[low:high].add_(table[num_rows + low + move : num_rows + high + move])
+                    else:
+                        grad_x[low:high].addmm_(grad[low + move : high + move], self_weight[group.kind])
 
         _share_out(receive, rows.work, x)
-    grad_weight = (sent if aggregate_first else got).sum("weight")
-    return [gradient.to(dtype) for gradient in (grad_x, grad_weight, sent.sum("self"), sent.sum("bias"))]
+    grad_self, grad_bias, *of_groups = parts.sums()
+    grad_weight = apart(groups, of_groups, weight) if of_groups else x.new_empty(0)
+    if wants_weight and not by_first:
+        grad_weight = by_source.sums()[0].unsqueeze(0)
+    return [grad_x, grad_weight, grad_self, grad_bias]
+
+
+register("CPU", aggregate_update, aggregate_update_backward)
+
+
+def _contiguous(call: Update) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return features that the loops read, and weights and bias as they are."""
+    self_weight = None if call.self_weight is None else call.self_weight.detach()
+    return wide(call.x), call.weight.detach(), self_weight, None if call.bias is None else call.bias.detach()
 
 
 class _SortedEdges:
@@ -190,6 +184,14 @@ class _SortedEdges:
         self.count = self.indptr.size - 1
         self.degrees = np.maximum(np.diff(self.indptr), 1) if mean else _NO_DEGREES
         self.work = self.indptr + np.arange(self.count + 1) * _EDGES_PER_ROW
+
+    def work_of(self, groups: list[Group]) -> np.ndarray:
+        """Return the work before each target, int64 ``[num_targets + 1]``."""
+        if len(groups) == 1 and groups[0].num_relations == 1:
+            return self.work
+        first_rows = [group.first_row + np.arange(group.num_targets) * group.num_relations for group in groups]
+        work: np.ndarray = self.work[np.concatenate([*first_rows, [self.count]])]
+        return work
 
     def sums(self, x: Tensor, start: int, stop: int, out: Tensor) -> None:
         """Write the sums of rows ``[start, stop)``; ``x`` and ``out`` are contiguous."""
@@ -223,46 +225,19 @@ class _SortedEdges:
 
 
 class _Parts:
-    """Gradients of parameters: a part per worker, added up in the order of the workers.
+    """Gradients of parameters: those of each worker, added up in the order of the workers."""
 
-    Args:
-        weight: ``[out, in]``.
-        wanted: Which of ``weight``, ``self`` and ``bias``.
-    """
+    def __init__(self) -> None:
+        self.parts: dict[int, list[Tensor]] = {}
 
-    def __init__(self, weight: Tensor, wanted: dict[str, bool]) -> None:
-        self.weight, self.wanted = weight, wanted
-        self.parts: dict[int, dict[str, Tensor]] = {}
+    def add(self, first: int, gradients: list[Tensor]) -> None:
+        """Take what a worker adds to, whose rows begin there."""
+        self.parts[first] = gradients
 
-    def of(self, first: int) -> dict[str, Tensor]:
-        """Return zeros for the worker whose rows begin there."""
-        part = self.parts[first] = {
-            name: self.weight.new_zeros(self.weight.shape[: 1 if name == "bias" else 2])
-            for name, want in self.wanted.items()
-            if want
-        }
-        return part
-
-    def sum(self, name: str) -> Tensor:
-        """Return the gradient of that name, empty where it is not wanted."""
-        if not self.wanted[name]:
-            return self.weight.new_empty(0)
-        parts = [part[name] for _, part in sorted(self.parts.items())]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-
-def _product(multiply: Products, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None or multiply.low:
-        multiply.write(x, weight.t(), out)
-        if bias is not None:
-            out.add_(bias)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _new(multiply: Products, x: Tensor, weight: Tensor) -> Tensor:
-    """Return of whose dtype a table is that products are written to and rows are read from."""
-    return x if multiply.low else weight
+    def sums(self) -> list[Tensor]:
+        """Return the gradients."""
+        of_workers = zip(*(part for _, part in sorted(self.parts.items())), strict=True)
+        return [found[0] if len(found) == 1 else torch.stack(found).sum(0) for found in of_workers]
 
 
 def _activate(tile: Tensor, first_row: int, p: float | None, key: int) -> None:
@@ -281,7 +256,7 @@ def _deactivate(grad: Tensor, activated: Tensor, p: float, out: Tensor) -> Tenso
 
 
 def _tile_rows(x: Tensor) -> int:
-    return min(max(TILE_BYTES // (x.size(1) * max(x.element_size(), 4)), 64), 1024)
+    return min(max(TILE_BYTES // (x.size(1) * x.element_size()), 64), 1024)
 
 
 def _tiles(first: int, last: int, x: Tensor) -> Iterator[tuple[int, int]]:
@@ -290,8 +265,12 @@ def _tiles(first: int, last: int, x: Tensor) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, last)
 
 
-def _buffer(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty((_tile_rows(x), x.size(1)), dtype=dtype)
+def _tiles_of(group: Group, first: int, last: int, x: Tensor) -> Iterator[slice]:
+    """Yield the tiles of a group's targets among ``[first, last)``."""
+    size = _tile_rows(x) // max(group.num_relations, 1) or 1
+    end = min(last, group.targets.stop)
+    for start in range(max(first, group.first_target), end, size):
+        yield slice(start, min(start + size, end))
 
 
 def _share_out(share: Callable[[int, int], None], work: np.ndarray, x: Tensor) -> None:
@@ -328,7 +307,3 @@ def _alone(share: Callable[[int, int], None], first: int, last: int) -> None:
 
 def _nothing() -> None:
     pass
-
-
-def _wide_edges(edges: list[Tensor]) -> list[Tensor]:
-    return [*edges[:2], *(wide(weight) for weight in edges[2:])]

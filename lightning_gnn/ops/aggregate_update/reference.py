@@ -1,20 +1,20 @@
 """Aggregate and update with torch's own operators: for the tests, and for devices that have no kernel of their own.
 
-Parts that a backend replaces are arguments: how it sums up rows. ``edges`` are those of ``edge_order.py``.
+How rows are added up is an argument, which a backend replaces. ``edges`` are those of ``edge_order.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate_update import edge_order  # noqa: F401  defines the operators that sort edges
 from lightning_gnn.ops.dropout import row_dropout, row_dropout_torch
-from lightning_gnn.ops.library import define
+from lightning_gnn.ops.library import define, library
 
 Sums = Callable[[list[Tensor], Tensor, bool], Tensor]
 """Edges, x and whether to divide by the number of edges, to the aggregated rows of x."""
@@ -37,6 +37,113 @@ def activated(out: Tensor, then: ReluDropout | None) -> Tensor:
     return out if then is None else row_dropout(out.relu(), then.p, then.key)
 
 
+class Group(NamedTuple):
+    """The targets of one node type.
+
+    Args:
+        kind: Which type that is.
+        first_target: Row of the result that holds the first.
+        num_targets: How many there are.
+        first_row: Row of the edges that holds the first relation of the first.
+        first_relation: The first of the relations that reach them.
+        num_relations: How many relations reach them: rows per target.
+        own: Row of x that holds the features of the first, or -1: they have no term of their own.
+    """
+
+    kind: int
+    first_target: int
+    num_targets: int
+    first_row: int
+    first_relation: int
+    num_relations: int
+    own: int
+
+    @property
+    def targets(self) -> slice:
+        """The rows of the result."""
+        return slice(self.first_target, self.first_target + self.num_targets)
+
+    @property
+    def relations(self) -> slice:
+        """The relations that reach them."""
+        return slice(self.first_relation, self.first_relation + self.num_relations)
+
+    def rows(self, targets: slice) -> slice:
+        """Return the rows of the edges that belong to some of the targets."""
+        first = self.first_row - self.first_target * self.num_relations
+        return slice(first + targets.start * self.num_relations, first + targets.stop * self.num_relations)
+
+    def own_rows(self, targets: slice) -> slice:
+        """Return the rows of x that are some of the targets themselves."""
+        return slice(self.own + targets.start - self.first_target, self.own + targets.stop - self.first_target)
+
+    def side_by_side(self, weight: Tensor) -> Tensor:
+        """Return the weights ``[R, out, in]`` of the relations that reach them as one, ``[out, relations * in]``."""
+        if self.num_relations == 1:
+            return weight[self.first_relation]
+        return weight[self.relations].transpose(0, 1).reshape(weight.size(1), self.num_relations * weight.size(2))
+
+
+def apart(groups: list[Group], gradients: list[Tensor], weight: Tensor) -> Tensor:
+    """Return gradients of what :meth:`Group.side_by_side` gave, by relation: as ``weight``, ``[R, out, in]``."""
+    parts = [
+        gradient.unsqueeze(0)
+        if group.num_relations == 1
+        else gradient.view(weight.size(1), group.num_relations, weight.size(2)).transpose(0, 1)
+        for group, gradient in zip(groups, gradients, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def groups(targets: list[int], relations: list[int], own: list[int]) -> Iterator[Group]:
+    """Yield a group per type.
+
+    Args:
+        targets: How many targets of each type.
+        relations: How many relations reach each type.
+        own: The row of x that holds the first target of each type, or -1.
+    """
+    target = row = relation = 0
+    for kind, (count, rows, first) in enumerate(zip(targets, relations, own, strict=True)):
+        yield Group(kind, target, count, row, relation, rows, first)
+        target, row, relation = target + count, row + count * rows, relation + rows
+
+
+class Update(NamedTuple):
+    """What the operator is given, in the order of its schema; a layer without types is one relation of one type.
+
+    Args:
+        edges: Sorted by target and relation.
+        x: ``[N, in]``; the other floating tensors are of its dtype and device.
+        weight: ``[R, out, in]``, of each relation.
+        self_weight: ``[types, out, in]``, or None.
+        bias: ``[types, out]``, or None.
+        targets: How many targets of each type, relations that reach it, and the row of x with its first target, or -1.
+        mean: Divide sums by the number of edges.
+        aggregate_first: Aggregate x, and not the products; else there is one relation.
+        p: Probability of dropping a number of the result after a ReLU, or None: neither.
+        key: Of the dropout, mixed.
+    """
+
+    edges: list[Tensor]
+    x: Tensor
+    weight: Tensor
+    self_weight: Tensor | None
+    bias: Tensor | None
+    targets: list[int]
+    relations: list[int]
+    own: list[int]
+    mean: bool
+    aggregate_first: bool
+    p: float | None = None
+    key: int = 0
+
+    @property
+    def groups(self) -> list[Group]:
+        """The targets of each type."""
+        return list(groups(self.targets, self.relations, self.own))
+
+
 def sums(edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
     """Add up ``weight[e] * x[indices[e]]`` over the edges of each row; differentiable.
 
@@ -55,127 +162,106 @@ def sums(edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
     if weight:
         messages = messages * weight[0].to(wide).unsqueeze(1)
     out = messages.new_zeros(degrees.numel(), x.size(1)).index_add(0, rows, messages)
-    return (out / _divisors(edges, wide) if mean else out).to(x.dtype)
+    return divided(edges, out, mean).to(x.dtype)
 
 
-def update(
-    sums: Sums,
-    edges: list[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    self_weight: Tensor | None,
-    bias: Tensor | None,
-    mean: bool,
-    aggregate_first: bool,
-    keep: bool = False,
-    p: float | None = None,
-    key: int = 0,
-) -> tuple[Tensor, Tensor]:
+def update(sums: Sums, call: Update, keep: bool) -> tuple[Tensor, Tensor]:
     """Return the result and, if ``keep``, the aggregated rows of x, for the gradient of ``weight``, else nothing.
 
     Args:
         sums: Adds up rows; all is differentiable as far as this is.
-        x: ``[num_sources, in]``; the others are of its dtype and device.
-        weight: ``[out, in]``.
-        self_weight: ``[out, in]``, or None.
-        bias: ``[out]``, or None.
-        aggregate_first: Aggregate x, and not the products.
-        keep: Only if ``aggregate_first``.
-        p: Probability of dropping a number of the result after a ReLU, or None: neither.
+        keep: Only if x is aggregated first.
     """
-    aggregated = sums(edges, x, mean) if aggregate_first else None
-    out = sums(edges, x @ weight.t(), mean) if aggregated is None else aggregated @ weight.t()
-    if self_weight is not None:
-        out = out + x[: out.size(0)] @ self_weight.t()
-    out = out if bias is None else out + bias
-    if p is not None:
-        out = row_dropout_torch(out.relu(), p, key, None)
-    return out, aggregated if keep and aggregated is not None else x.new_empty(0)
+    x = call.x
+    rows = sums(call.edges, x if call.aggregate_first else x @ call.weight[0].t(), call.mean)
+    parts = []
+    for group in call.groups:
+        part = rows[group.rows(group.targets)]
+        if call.aggregate_first:
+            part = (
+                part.reshape(group.num_targets, group.num_relations * x.size(1)) @ group.side_by_side(call.weight).t()
+            )
+        if call.self_weight is not None and group.own >= 0:
+            part = part + x[group.own_rows(group.targets)] @ call.self_weight[group.kind].t()
+        parts.append(part if call.bias is None else part + call.bias[group.kind])
+    out = torch.cat(parts)
+    if call.p is not None:
+        out = row_dropout_torch(out.relu(), call.p, call.key, None)
+    return out, rows if keep else x.new_empty(0)
 
 
 def update_backward(
-    sums: Sums,
-    edges: list[Tensor],
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    self_weight: Tensor | None,
-    aggregated: Tensor | None,
-    mean: bool,
-    aggregate_first: bool,
-    wanted: list[bool],
-    activated: Tensor | None = None,
-    p: float = 0.0,
+    sums: Sums, call: Update, grad: Tensor, aggregated: Tensor | None, result: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
     """Return the gradients of x, weight, self_weight and bias, empty where not wanted.
 
     Args:
         sums: Adds up rows.
         grad: Of the result, ``[num_targets, out]``, contiguous.
-        x: ``[num_sources, in]``.
-        weight: ``[out, in]``.
-        self_weight: ``[out, in]``, or None.
         aggregated: What :func:`update` kept, or None.
-        aggregate_first: Whether x was aggregated, and not the products.
-        activated: The result, if ReLU and dropout came after: positive where it lets the gradient through.
+        result: If ReLU and dropout came after: positive where it lets the gradient through.
     """
-    if activated is not None:
-        grad = through_relu_dropout(grad, activated, p)
+    x, weight, self_weight = call.x, call.weight, call.self_weight
+    if result is not None:
+        grad = through_relu_dropout(grad, result, call.p or 0.0)
     wants_x, wants_weight, wants_self, wants_bias = wanted
     none = x.new_empty(0)
-    grad_x, grad_weight = none, none
-    num_targets = grad.size(0)
-    own = self_weight is not None
-    if aggregate_first:
-        if wants_weight:
+    grad_x, of_groups = none, []
+    grad_self = torch.zeros_like(self_weight) if wants_self and self_weight is not None else none
+    grad_bias = weight.new_zeros(len(call.targets), weight.size(1)) if wants_bias else none
+    table = x.new_empty(call.edges[0].numel() - 1, x.size(1)) if call.aggregate_first and wants_x else grad
+    for group in call.groups:
+        part, rows = grad[group.targets], group.rows(group.targets)
+        if call.aggregate_first and wants_x:
+            table[rows] = (part @ group.side_by_side(weight)).view(-1, x.size(1))
+        if call.aggregate_first and wants_weight:
             assert aggregated is not None
-            grad_weight = grad.t() @ aggregated
-        if wants_x:
-            table = divided(edges, grad @ weight, mean)
-            if self_weight is not None:
-                table = torch.cat([table, grad @ self_weight])
-            grad_x = sums(_by_source(edges, x.size(0), own), table, False)
-    elif wants_x or wants_weight:
-        received = sums(_by_source(edges, x.size(0), False), divided(edges, grad, mean), False)
-        if wants_weight:
-            grad_weight = received.t() @ x
-        if wants_x:
-            grad_x = received @ weight
-            if self_weight is not None:
-                grad_x[:num_targets] += grad @ self_weight
-    grad_self = grad.t() @ x[:num_targets] if wants_self else none
-    return [grad_x, grad_weight, grad_self, grad.sum(0) if wants_bias else none]
+            sides = aggregated[rows].reshape(group.num_targets, group.num_relations * x.size(1))
+            of_groups.append(part.t() @ sides)
+        if grad_self.numel() and group.own >= 0:
+            grad_self[group.kind] = part.t() @ x[group.own_rows(group.targets)]
+        if wants_bias:
+            grad_bias[group.kind] = part.sum(0)
+    grad_weight = apart(call.groups, of_groups, weight) if of_groups else none
+    if wants_x or (wants_weight and not call.aggregate_first):
+        by_source = torch.ops.lightning_gnn.edges_by_source(call.edges, x.size(0))
+        grad_x = sums(by_source, divided(call.edges, table, call.mean), False)
+        if not call.aggregate_first:
+            grad_weight = (grad_x.t() @ x).unsqueeze(0) if wants_weight else none
+            grad_x = grad_x @ weight[0] if wants_x else none
+    if wants_x and self_weight is not None:
+        for group in call.groups:
+            if group.own >= 0:
+                grad_x[group.own_rows(group.targets)] += grad[group.targets] @ self_weight[group.kind]
+    return [grad_x, grad_weight, grad_self, grad_bias]
 
 
-def through_relu_dropout(grad: Tensor, activated: Tensor, p: float) -> Tensor:
+def through_relu_dropout(grad: Tensor, result: Tensor, p: float) -> Tensor:
     """Return the gradient before ReLU and dropout."""
-    return torch.where(activated <= 0, 0, grad * (1.0 / (1.0 - p))).to(grad.dtype)
+    return torch.where(result <= 0, 0, grad * (1.0 / (1.0 - p))).to(grad.dtype)
 
 
 def divided(edges: list[Tensor], rows: Tensor, mean: bool) -> Tensor:
-    """Divide a row per target by the number of its edges, if ``mean``."""
-    return rows / _divisors(edges, rows.dtype) if mean else rows
+    """Divide rows by the number of their edges, if ``mean``."""
+    return rows / edges[0].diff().clamp(min=1).to(rows.dtype).unsqueeze(1) if mean else rows
 
 
-def _divisors(edges: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return edges[0].diff().clamp(min=1).to(dtype).unsqueeze(1)
-
-
-def _by_source(edges: list[Tensor], num_sources: int, own: bool) -> list[Tensor]:
-    by_source: list[Tensor] = torch.ops.lightning_gnn.edges_by_source(edges, num_sources, own)
-    return by_source
+def register(device: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    """Let a device execute the operators by functions of an :class:`Update` and what each takes besides."""
+    size = len(Update._fields)
+    for name, function in (("aggregate_update", forward), ("aggregate_update_backward", backward)):
+        library.impl(name, lambda *given, run=function: run(Update(*given[:size]), *given[size:]), device)  # type: ignore[no-untyped-call]
 
 
 aggregate_update = partial(update, sums)
 aggregate_update_backward = partial(update_backward, sums)
-define(
-    "aggregate_update(Tensor[] edges, Tensor x, Tensor weight, Tensor? self_weight, Tensor? bias, bool mean,"
-    " bool aggregate_first, bool keep, float? p=None, int key=0) -> (Tensor, Tensor)",
-    aggregate_update,
+_UPDATE = (
+    "Tensor[] edges, Tensor x, Tensor weight, Tensor? self_weight, Tensor? bias, int[] targets, int[] relations,"
+    " int[] own, bool mean, bool aggregate_first, float? p, int key"
 )
+define(f"aggregate_update({_UPDATE}, bool keep) -> (Tensor, Tensor)", None)
 define(
-    "aggregate_update_backward(Tensor[] edges, Tensor grad, Tensor x, Tensor weight, Tensor? self_weight,"
-    " Tensor? aggregated, bool mean, bool aggregate_first, bool[] wanted, Tensor? activated=None, float p=0.0)"
-    " -> Tensor[]",
-    aggregate_update_backward,
+    f"aggregate_update_backward({_UPDATE}, Tensor grad, Tensor? aggregated, Tensor? result, bool[] wanted) -> Tensor[]",
+    None,
 )
+register("CompositeExplicitAutograd", aggregate_update, aggregate_update_backward)

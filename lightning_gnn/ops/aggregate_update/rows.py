@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lightning_gnn.ops.aggregate import numba_kernels as kernels
-from lightning_gnn.ops.aggregate.numba_rows import huge_pages, loadable, wide
+from lightning_gnn.ops.aggregate.numba_rows import huge_pages, wide
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update.numba import _share_out, _SortedEdges, _tiles
 from lightning_gnn.ops.aggregate_update.on_chip import chip_of
@@ -33,6 +33,8 @@ def aggregate_rows(x: Tensor, edges: list[Tensor], reduce: Literal["sum", "mean"
         ``[num_targets, D]``.
     """
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if x.is_cpu and x.dtype.itemsize < 4:  # as CPUs add up
+        return aggregate_rows(x.float(), edges, reduce).to(x.dtype)
     no_kernel = not x.is_cpu and _chip(x, reduce) is None
     if transformed or no_kernel or edges[1].numel() == 0 or x.numel() == 0:
         return _by_torch(edges, x, reduce)
@@ -98,9 +100,9 @@ define(
 
 @torch.library.impl(library, "aggregate_rows", "CPU")
 def _aggregate_rows_cpu(edges: list[Tensor], x: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
-    dtype, x, added_in = x.dtype, loadable(x), torch.promote_types(x.dtype, torch.float32)
-    rows = _SortedEdges(edges, added_in, reduce == "mean")
-    out = huge_pages(x.new_empty((rows.count, x.size(1)), dtype=added_in))
+    x = wide(x)
+    rows = _SortedEdges(edges, x.dtype, reduce == "mean")
+    out = huge_pages(x.new_empty((rows.count, x.size(1))))
     ties = huge_pages(torch.empty_like(out)) if reduce == "max" else out.new_empty(0)
 
     def share(first: int, last: int) -> None:
@@ -114,19 +116,19 @@ def _aggregate_rows_cpu(edges: list[Tensor], x: Tensor, reduce: str) -> tuple[Te
     if reduce == "max":
         empty = np.flatnonzero(np.diff(rows.indptr) == 0)
         kernels.clear_rows(empty, x.size(1), out.view(-1).numpy())
-    return out.to(dtype), ties
+    return out, ties
 
 
 @torch.library.impl(library, "aggregate_rows_backward", "CPU")
 def _aggregate_rows_backward_cpu(
     edges: list[Tensor], grad: Tensor, x: Tensor, out: Tensor | None, ties: Tensor | None, reduce: str
 ) -> Tensor:
-    dtype, x, grad = x.dtype, wide(x), wide(grad)
+    x, grad = wide(x), wide(grad)
     if reduce == "mean":
         grad = grad / edges[0].diff().clamp_(min=1).to(grad.dtype).unsqueeze(1)
     elif out is not None and ties is not None:
-        grad, out = grad / ties, wide(out)
-    by_source = torch.ops.lightning_gnn.edges_by_source(edges, x.size(0), False)
+        grad = grad / ties
+    by_source = torch.ops.lightning_gnn.edges_by_source(edges, x.size(0))
     rows = _SortedEdges(by_source, x.dtype, False)
     grad_x = huge_pages(torch.empty_like(x))
 
@@ -138,4 +140,4 @@ def _aggregate_rows_backward_cpu(
                 rows.sums(grad, start, stop, grad_x[start:stop])
 
     _share_out(share, rows.work, x)
-    return grad_x.to(dtype)
+    return grad_x

@@ -7,6 +7,7 @@ and the exact float32, whose products in a fused kernel do not fit into register
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,40 +16,24 @@ from torch import Tensor
 
 from lightning_gnn.ops.aggregate.triton import _on
 from lightning_gnn.ops.aggregate_update import reference
-from lightning_gnn.ops.library import library, triton_installed
+from lightning_gnn.ops.aggregate_update.reference import Update, register
+from lightning_gnn.ops.library import triton_installed
 
 
-def aggregate_update(
-    edges: list[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    self_weight: Tensor | None,
-    bias: Tensor | None,
-    mean: bool,
-    aggregate_first: bool,
-    keep: bool,
-    p: float | None = None,
-    key: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Do what the function of this name in ``reference.py`` does."""
-    if not aggregate_first or not _fused(x) or p is not None:
-        return reference.update(sums, edges, x, weight, self_weight, bias, mean, aggregate_first, keep, p, key)
+def aggregate_update(call: Update, keep: bool) -> tuple[Tensor, Tensor]:
+    """Do what :func:`reference.update` does."""
+    x, self_weight, bias = call.x, call.self_weight, call.bias
+    one = call.relations == [1] and (self_weight is None or call.own == [0])
+    if not one or not call.aggregate_first or not _fused(x) or call.p is not None:
+        return reference.update(sums, call, keep)
     from lightning_gnn.triton_kernels import aggregate_update as kernels
 
+    weight, edges = call.weight[0].contiguous(), call.edges
     out = x.new_empty((edges[0].numel() - 1, weight.size(0)))
     kept = x.new_empty((out.size(0), x.size(1))) if keep else None
+    own, shift = (None if tensor is None else tensor[0].contiguous() for tensor in (self_weight, bias))
     with _on(x.device):
-        kernels.aggregate_update(
-            edges,
-            x.contiguous(),
-            weight.contiguous(),
-            None if self_weight is None else self_weight.contiguous(),
-            None if bias is None else bias.contiguous(),
-            mean,
-            _tf32(),
-            out,
-            kept,
-        )
+        kernels.aggregate_update(edges, x.contiguous(), weight, own, shift, call.mean, _tf32(), out, kept)
     return out, x.new_empty(0) if kept is None else kept
 
 
@@ -71,14 +56,16 @@ def _fused(x: Tensor) -> bool:
     return x.dtype in (torch.float16, torch.bfloat16) or (x.dtype == torch.float32 and _tf32())
 
 
-@torch.library.impl(library, "aggregate_update", "CUDA")
-def _update_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return (aggregate_update if triton_installed() else reference.aggregate_update)(*arguments)
+def _on_gpu(function: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs, once it is called, by Triton's kernels if Triton is there."""
+    return lambda *given: (function if triton_installed() else otherwise)(*given)
 
 
-@torch.library.impl(library, "aggregate_update_backward", "CUDA")
-def _backward_cuda(*arguments: Any) -> list[Tensor]:
-    return (aggregate_update_backward if triton_installed() else reference.aggregate_update_backward)(*arguments)
+register(
+    "CUDA",
+    _on_gpu(aggregate_update, reference.aggregate_update),
+    _on_gpu(aggregate_update_backward, reference.aggregate_update_backward),
+)
 
 
 def _tf32() -> bool:

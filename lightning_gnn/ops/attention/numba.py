@@ -6,9 +6,10 @@ section by section, so that results are the same for any number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from lightning_gnn.ops.aggregate.numba_rows import flat, huge_pages
 from lightning_gnn.ops.aggregate_update.numba import _alone, _nothing
+from lightning_gnn.ops.aggregate_update.reference import Group
 from lightning_gnn.ops.attention import numba_kernels as kernels
+from lightning_gnn.ops.attention.reference import Attend
 from lightning_gnn.ops.worker_threads import run_all
 
 TILE_BYTES = 1 << 19
@@ -25,6 +28,8 @@ MAX_SECTIONS = 32
 """So many threads can take part; each more has a gradient of its own of the parameters, which have to be added up."""
 SECTION_WORK = 1 << 17
 """Numbers read below which a thread would take longer to wake up than to finish."""
+_NO_SIDES = np.empty(0, np.int32)
+T = TypeVar("T")
 _EDGES_PER_ROW = 16
 """How many edges take as long as the products of a row, about: for sections of equal work."""
 
@@ -36,207 +41,215 @@ def with_self_loops(edges: list[Tensor], num_loops: int) -> list[Tensor]:
     return [torch.from_numpy(pointers), torch.from_numpy(indices)]
 
 
-def attend(
-    edges: list[Tensor],
-    values: Tensor,
-    side: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    factor: Tensor | None,
-    slope: float,
-    dynamic: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Return what the function of this name in ``definition.py`` does, and what backward needs.
+def attend(call: Attend, keep: bool, with_mass: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """Return what the function of this name in ``reference.py`` does, and what backward needs.
+
+    The latter is the sums if ``keep``, the attention ``[E, heads]``, and the same before ``factor``, with signs.
 
     Args:
-        side: ``[heads, channels]``.
-        weight: Or None.
-        factor: Or None.
-
-    Returns:
-        The result, the sums if ``keep``, the attention ``[E, heads]``, and the same before ``factor``, with signs.
+        with_mass: Whether the sum of attention of each row is wanted; else there is an empty one.
     """
-    layout = _Layout(edges, values, side, target, weight, slope, dynamic)
-    attention = huge_pages(values.new_empty((edges[1].numel(), layout.heads)))
+    plan, weight, values = _Plan(call), call.weight, call.values
+    attention = huge_pages(values.new_empty((call.edges[1].numel(), plan.heads)))
     signed = huge_pages(torch.empty_like(attention))
-    width = layout.heads * layout.channels
+    mass = values.new_empty((plan.num_rows, plan.heads) if with_mass else 0)
     # Without a product the sums are the result.
-    whole = huge_pages(values.new_empty((layout.num_targets, width))) if weight is None or keep else None
-    out = values.new_empty((layout.num_targets, weight.size(0))) if weight is not None else whole
+    whole = huge_pages(values.new_empty((plan.num_rows, plan.width))) if weight is None or keep else None
+    num_targets = sum(call.layout.targets)
+    out = whole if weight is None else values.new_empty((num_targets, plan.heads * weight.size(2)))
     assert out is not None
-    factors = flat(values.new_empty(0) if factor is None else factor)
+    factors = flat(values.new_empty(0) if call.factor is None else call.factor)
+    results = tuple(flat(tensor) for tensor in (mass, attention, signed))
 
-    def run(tiles: list[tuple[int, int]], section: int) -> None:
-        buffer = values.new_empty((layout.tile_rows, width)) if whole is None else None
-        for first, last in tiles:
-            tile = whole[first:last] if whole is not None else buffer[: last - first]  # type: ignore[index]
-            kernels.attend_rows(
-                *layout.arguments, layout.indptr, layout.indices, factors, first, last, flat(tile), flat(attention),
-                flat(signed),
-            )  # fmt: skip
-            if weight is not None:
-                layout.multiply(tile, layout.by_head, out[first:last])
+    def run(tiles: list[_Tile], section: int) -> None:
+        buffer = None if whole is not None else values.new_empty((plan.most_rows(tiles), plan.width))
+        for tile in tiles:
+            sums = whole[tile.rows] if whole is not None else buffer[: tile.num_rows]  # type: ignore[index]
+            kernels.attend_rows(*plan.arguments, *plan.of_tile(tile), factors, flat(sums), *results)
+            if weight is None:
+                continue
+            result = plan.by_head(out[tile.targets])
+            if not tile.group.num_relations:
+                result.zero_()
+            for number, (product, r, h) in enumerate(plan.products(tile, sums)):
+                if number < plan.heads:
+                    torch.mm(product, weight[r, h].t(), out=result[:, h])
+                else:
+                    result[:, h].addmm_(product, weight[r, h].t())
 
-    _run(layout.sections(layout.indptr, values.size(1)), run)
-    return out, whole if keep else None, attention, signed
+    _run(plan.sections(), run)
+    return out, mass, whole if keep else None, attention, signed
 
 
 def attend_backward(
-    edges: list[Tensor],
+    call: Attend,
     grad: Tensor,
-    values: Tensor,
-    side: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
+    grad_mass: Tensor,
     kept: tuple[Tensor | None, Tensor, Tensor],
-    slope: float,
-    dynamic: bool,
     wanted: list[bool],
 ) -> list[Tensor | None]:
-    """Return the gradients of values, side, target and weight, or None where not wanted.
+    """Return the gradients of values, side, shift and weight, or None where not wanted.
 
     Args:
         grad: Of its result, contiguous.
-        side: ``[heads, channels]``.
-        weight: Or None.
+        grad_mass: Of the sum of attention of each row, contiguous, or empty.
+        kept: What :func:`attend` returned for this.
     """
-    wants_values, wants_side, wants_target, wants_weight = wanted
+    wants_values, wants_side, wants_shift, wants_weight = wanted
     aggregated, attention, signed = kept
-    layout = _Layout(edges, values, side, target, weight, slope, dynamic)
-    width = layout.heads * layout.channels
+    plan, weight, values = _Plan(call), call.weight, call.values
     # The gradient of the sums: of all of them where it goes on to the sources, else tile by tile.
     whole = grad if weight is None else None
     if weight is not None and wants_values:
-        whole = huge_pages(values.new_empty((layout.num_targets, width)))
+        whole = huge_pages(values.new_empty((plan.num_rows, plan.width)))
     grad_scores = huge_pages(torch.empty_like(attention))
-    grad_target = values.new_empty(target.shape)
-    sections = layout.sections(layout.indptr, values.size(1))
-    sides = values.new_zeros((len(sections), *side.shape))
+    grad_shift = values.new_empty(call.shift.shape)
+    sections = plan.sections()
+    # A side per row is that of one section; else each has a gradient in each section, to be added up.
+    sides = values.new_zeros((1 if call.layout.across else len(sections), *call.side.shape))
     weights = values.new_zeros((len(sections), *(weight.shape if weight is not None and wants_weight else (0,))))
+    before = tuple(flat(tensor) for tensor in (grad_mass, attention, signed, grad_scores, grad_shift))
 
-    def run(tiles: list[tuple[int, int]], section: int) -> None:
-        buffer = values.new_empty((layout.tile_rows, width)) if whole is None else None
-        for first, last in tiles:
-            tile = whole[first:last] if whole is not None else buffer[: last - first]  # type: ignore[index]
-            if weight is not None:
-                layout.multiply(grad[first:last], layout.by_head.transpose(1, 2), tile)
-            if aggregated is not None and wants_weight:
-                layout.add_products(grad[first:last], aggregated[first:last], weights[section])
-            kernels.scores_backward(
-                *layout.arguments, layout.indptr, layout.indices, first, last, flat(tile), flat(attention),
-                flat(signed), flat(grad_scores), flat(grad_target), flat(sides[section]),
-            )  # fmt: skip
+    def run(tiles: list[_Tile], section: int) -> None:
+        buffer = None if whole is not None else values.new_empty((plan.most_rows(tiles), plan.width))
+        of_side = flat(sides[0 if call.layout.across else section])
+        for tile in tiles:
+            sums = whole[tile.rows] if whole is not None else buffer[: tile.num_rows]  # type: ignore[index]
+            given = None if weight is None else plan.by_head(grad[tile.targets])
+            if given is not None and weight is not None:
+                for product, r, h in plan.products(tile, sums):
+                    torch.mm(given[:, h], weight[r, h], out=product)
+            if given is not None and aggregated is not None and wants_weight:
+                for product, r, h in plan.products(tile, aggregated[tile.rows]):
+                    weights[section, r, h].addmm_(given[:, h].t(), product)
+            arguments: tuple[Any, ...] = *plan.arguments, *plan.of_tile(tile), flat(sums), *before, of_side
+            kernels.scores_backward(*arguments)
 
     _run(sections, run)
-    grads = [
-        layout.values_backward(edges, whole, attention, grad_scores) if wants_values and whole is not None else None,
+    return [
+        plan.values_backward(whole, attention, grad_scores) if wants_values and whole is not None else None,
         _total(sides) if wants_side else None,
-        grad_target if wants_target else None,
+        grad_shift if wants_shift else None,
         _total(weights) if wants_weight else None,
     ]
-    return grads
 
 
-class _Layout:
-    """The arguments as the compiled loops take them.
+class _Tile(NamedTuple):
+    """Some targets of one type, and their rows."""
 
-    Args:
-        values: ``[num_sources, num_columns]``.
-        side: ``[heads, channels]``.
-        weight: Or None.
-        slope: Of the leaky ReLU.
-        dynamic: Whether it comes before the product.
-    """
+    group: Group
+    targets: slice
+    rows: slice
 
-    def __init__(
-        self,
-        edges: list[Tensor],
-        values: Tensor,
-        side: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        slope: float,
-        dynamic: bool,
-    ) -> None:
-        values = values.detach()
-        self.heads, self.channels = side.shape
-        self.indptr, self.indices = edges[0].numpy(), edges[1].numpy()
-        self.num_targets, self.num_sources = self.indptr.size - 1, values.size(0)
-        self.values = values
-        self.by_head = values.new_empty(0) if weight is None else weight.detach().reshape(self.heads, -1, self.channels)
-        self.tile_rows = _tile_rows(self.heads * self.channels * values.element_size())
+    @property
+    def num_rows(self) -> int:
+        count: int = self.rows.stop - self.rows.start
+        return count
+
+
+class _Plan:
+    """The arguments as the compiled loops take them, and who computes what of them."""
+
+    def __init__(self, call: Attend) -> None:
+        values = call.values.detach()
+        self.call, self.values, self.num_rows = call, values, call.layout.num_rows
+        _, self.heads, self.channels = call.side.shape
+        self.width = self.heads * self.channels
+        self.indptr, self.indices = call.edges[0].numpy(), call.edges[1].numpy()
         of_values = flat(values)
         # Where the heads share their columns they lie no step apart.
-        self.arguments = (
+        self.of_values = (
             of_values,
             values.size(1),
-            self.channels if weight is None else 0,
+            self.channels if call.weight is None else 0,
             self.heads,
             self.channels,
-            flat(side.detach()),
-            flat(target.detach()),
-            dynamic,
-            of_values.dtype.type(slope),
+            flat(call.side.detach()),
+            flat(call.shift.detach()),
+            call.dynamic,
+            of_values.dtype.type(call.slope),
         )
+        self.arguments = *self.of_values, self.indptr, self.indices
 
-    def sections(self, indptr: np.ndarray, num_columns: int) -> list[list[tuple[int, int]]]:
-        """Cut rows into tiles, and tiles into sections of about the same work.
+    def of_tile(self, tile: _Tile) -> tuple[int, int, int, int, int]:
+        """Return a tile's rows, how many of them a softmax goes over, the first of their sides, and how many."""
+        rows, group = tile.rows, tile.group
+        if self.call.layout.across:
+            return rows.start, rows.stop, max(group.num_relations, 1), rows.start, max(tile.num_rows, 1)
+        return rows.start, rows.stop, 1, group.first_relation, max(group.num_relations, 1)
 
-        Args:
-            indptr: First entry of each row.
-        """
-        num_rows = indptr.size - 1
-        starts = np.arange(0, num_rows, self.tile_rows)
-        work = indptr[starts] + starts * _EDGES_PER_ROW
-        total = int(indptr[-1]) + num_rows * _EDGES_PER_ROW
-        count = max(1, min(MAX_SECTIONS, starts.size, total * num_columns // SECTION_WORK))
-        bounds = np.searchsorted(work, np.arange(1, count) * total // count)
-        tiles = [(int(first), min(int(first) + self.tile_rows, num_rows)) for first in starts]
-        return [tiles[a:b] for a, b in pairwise([0, *map(int, bounds), len(tiles)]) if b > a]
+    def most_rows(self, tiles: list[_Tile]) -> int:
+        """Return how many rows one of the tiles has at most."""
+        return max(tile.num_rows for tile in tiles)
 
-    def multiply(self, rows: Tensor, by: Tensor, out: Tensor) -> None:
-        """Multiply each head's part of the rows with its matrix, transposed.
+    def by_head(self, rows: Tensor) -> Tensor:
+        """View rows as ``[n, heads, a head's columns]``."""
+        return rows.view(rows.size(0), self.heads, rows.size(1) // self.heads)
 
-        Args:
-            rows: ``[n, heads * a]``.
-            by: ``[heads, b, a]``.
-            out: ``[n, heads * b]``.
-        """
-        given, result = (tensor.view(tensor.size(0), self.heads, -1) for tensor in (rows, out))
-        for h in range(self.heads):
-            torch.mm(given[:, h], by[h].t(), out=result[:, h])
+    def products(self, tile: _Tile, sums: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+        """Yield what of a tile's sums each relation and head has, ``[num_targets, channels]``, and these numbers."""
+        group = tile.group
+        parts = sums.view(tile.targets.stop - tile.targets.start, group.num_relations, self.heads, self.channels)
+        for r in range(group.num_relations):
+            for h in range(self.heads):
+                yield parts[:, r, h], group.first_relation + r, h
 
-    def add_products(self, grad: Tensor, rows: Tensor, out: Tensor) -> None:
-        """Add each head's ``grad^T rows`` to the gradient of the weight."""
-        left, right = (tensor.view(tensor.size(0), self.heads, -1) for tensor in (grad, rows))
-        parts = out.view(self.heads, -1, out.size(1))
-        for h in range(self.heads):
-            parts[h].addmm_(left[:, h].t(), right[:, h])
+    def sections(self) -> list[list[_Tile]]:
+        """Cut targets into tiles, and tiles into sections."""
+        tiles = []
+        for group in self.call.layout.groups:
+            size = _tile_rows(max(group.num_relations, 1) * self.width * self.values.element_size())
+            for first in range(group.first_target, group.targets.stop, size):
+                targets = slice(first, min(first + size, group.targets.stop))
+                tiles.append(_Tile(group, targets, group.rows(targets)))
+        # Gradients of weights have to be added up, section by section.
+        least = 0 if self.call.weight is None else 4 * self.call.weight.numel()
+        return _cut(tiles, [tile.rows.start for tile in tiles], self.indptr, self.values.size(1), least)
 
-    def values_backward(self, edges: list[Tensor], grad: Tensor, attention: Tensor, grad_scores: Tensor) -> Tensor:
+    def values_backward(self, grad: Tensor, attention: Tensor, grad_scores: Tensor) -> Tensor:
         """Return the gradient of the values from that of the sums and of the scores."""
-        numbers = torch.arange(edges[1].numel(), dtype=torch.int32)
-        by_source = torch.ops.lightning_gnn.edges_by_source([*edges, numbers], self.num_sources, False)
+        numbers = torch.arange(self.indices.size, dtype=torch.int32)
+        by_source = torch.ops.lightning_gnn.edges_by_source([*self.call.edges, numbers], self.values.size(0))
         indptr, indices = by_source[0].numpy(), by_source[1].numpy()
         weights, scores = (flat(of_edges.index_select(0, by_source[2])) for of_edges in (attention, grad_scores))
+        sides = self.call.layout.sides()[indices] if self.call.side.size(0) > 1 else _NO_SIDES
         out = huge_pages(torch.empty_like(self.values, memory_format=torch.contiguous_format))
+        size = _tile_rows(self.width * self.values.element_size())
+        tiles = [slice(first, min(first + size, indptr.size - 1)) for first in range(0, indptr.size - 1, size)]
 
-        def run(tiles: list[tuple[int, int]], section: int) -> None:
-            for first, last in tiles:
+        def run(tiles: list[slice], section: int) -> None:
+            for tile in tiles:
                 kernels.values_backward(
-                    *self.arguments, indptr, indices, first, last, flat(grad), weights, scores, flat(out)
-                )
+                    *self.of_values, indptr, indices, sides, tile.start, tile.stop, flat(grad), weights, scores,
+                    flat(out),
+                )  # fmt: skip
 
-        _run(self.sections(indptr, grad.size(1)), run)
+        _run(_cut(tiles, [tile.start for tile in tiles], indptr, self.width), run)
         return out
+
+
+def _cut(tiles: list[T], first_rows: list[int], indptr: np.ndarray, num_columns: int, least: int = 0) -> list[list[T]]:
+    """Cut tiles into sections of about the same work, as many as pay.
+
+    Args:
+        first_rows: The first row of each tile.
+        indptr: First entry of each row.
+        num_columns: What is read for an entry.
+        least: Numbers that a section must read.
+    """
+    starts = np.array(first_rows, np.int64)
+    work = indptr[starts] + starts * _EDGES_PER_ROW
+    total = int(indptr[-1]) + (indptr.size - 1) * _EDGES_PER_ROW
+    count = max(1, min(MAX_SECTIONS, len(tiles), total * num_columns // max(SECTION_WORK, least)))
+    bounds = np.searchsorted(work, np.arange(1, count) * total // count)
+    return [tiles[a:b] for a, b in pairwise([0, *map(int, bounds), len(tiles)]) if b > a]
 
 
 def _tile_rows(row_bytes: int) -> int:
     return min(max(TILE_BYTES // row_bytes, 64), 1024)
 
 
-def _run(sections: list[list[tuple[int, int]]], run: Callable[[list[tuple[int, int]], int], None]) -> None:
+def _run(sections: list[list[T]], run: Callable[[list[T], int], None]) -> None:
     """Call ``run(tiles, number of the section)`` for each section, on as many threads as torch has here."""
     workers = min(torch.get_num_threads(), len(sections))
 

@@ -1,17 +1,19 @@
 """Compiled loops of attention over a mini-batch's edges: one call is one tile of targets, or of sources.
 
-Arguments that all have in common, flat arrays of one floating dtype if nothing else is said:
+A row is a target and a relation that reaches it; without types there is one relation. Arguments that all have in
+common, flat arrays of one floating dtype if nothing else is said:
 
 - ``values`` ``[num_sources * num_columns]``: what is attended to; head h reads columns ``h * step`` to
   ``h * step + channels``: ``step`` is 0 where all heads read the same columns, else ``channels``;
-- ``side`` ``[heads * channels]``: what a head's columns are multiplied with to make a score;
-- ``target``: of each target, ``[num_targets * heads]`` to be added to the scores, or, if ``dynamic``,
-  ``[num_targets * heads * channels]`` to be added to the values before the leaky ReLU and the product;
+- ``side`` ``[num_sides * heads * channels]``: what a head's columns are multiplied with to make a score;
+- ``shift``: of each row, ``[num_rows * heads]`` to be added to the scores, or, if ``dynamic``,
+  ``[num_rows * heads * channels]`` to be added to the values before the leaky ReLU and the product, of one side;
 - ``slope``: of the leaky ReLU;
 - ``indptr`` int64 ``[num_rows + 1]``, ``indices`` int32 ``[E]``: entries of each row, and the column of each entry;
 - ``attention`` ``[E * heads]``: the weights of the sums; ``signed``: the same before dropout, negative where the leaky
   ReLU's slope counts;
-- ``first``, ``last``: the tile's rows, one past the last.
+- ``first``, ``last``: the tile's rows, one past the last; ``each``: how many of them a softmax goes over;
+- ``first_side``, ``num_sides``: the sides of the tile's rows, in turn.
 
 Numba's cache on disk follows changes of this file only: after a change in ``head_loops.py``, change (or touch) it.
 """
@@ -95,41 +97,45 @@ def _add_sums(
 
 @numba.njit(nogil=True, cache=True)
 def attend_rows(
-    values: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray, target: np.ndarray,
-    dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, factor: np.ndarray, first: int, last: int,
-    out: np.ndarray, attention: np.ndarray, signed: np.ndarray,
+    values: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray, shift: np.ndarray,
+    dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, first: int, last: int, each: int,
+    first_side: int, num_sides: int, factor: np.ndarray, out: np.ndarray, mass: np.ndarray, attention: np.ndarray,
+    signed: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the weights of the tile's entries, and the weighted sums of their values.
+    """Write the weights of the tile's entries, and per row the weighted sum of their values and that of the weights.
 
     ``factor`` is what weights are multiplied with after the softmax, ``[E * heads]``, or empty; ``out`` is
-    ``[(last - first) * heads * channels]``.
+    ``[(last - first) * heads * channels]``; ``mass`` ``[num_rows * heads]``, or empty: it is not wanted.
     """
     largest, total = np.empty(heads, values.dtype), np.empty(heads, values.dtype)
     zero, tiny = values.dtype.type(0), values.dtype.type(1e-16)
     width = heads * channels
     out[:] = zero
-    for t in range(first, last):
-        begin, end = indptr[t], indptr[t + 1]
-        # 1. Products, for which the rows come into the cache.
-        if dynamic:
-            _write_leaky_dots(values, step, indices, target, t * width, slope, side, begin, end, heads, signed)
-        else:
-            _write_dots(values, num_columns, step, indices, side, 0, begin, end, heads, channels, signed)
-        # 2. Scores and the largest per head. "Not less or equal", so that a NaN, once met, is the largest, as in torch.
+    for row0 in range(first, last, each):
         largest[:] = -np.inf
         total[:] = zero
-        for e in range(begin, end):
-            for h in range(heads):
-                i = e * heads + h
-                score = signed[i]
-                if not dynamic:
-                    score += target[t * heads + h]
-                    signed[i] = score
-                    score = score if score > zero else score * slope
-                attention[i] = score
-                if not score <= largest[h]:
-                    largest[h] = score
+        for row in range(row0, row0 + each):
+            begin, end = indptr[row], indptr[row + 1]
+            # 1. Products, for which the rows of values come into the cache.
+            if dynamic:
+                _write_leaky_dots(values, step, indices, shift, row * width, slope, side, begin, end, heads, signed)
+            else:
+                at = (first_side + (row - first) % num_sides) * width
+                _write_dots(values, num_columns, step, indices, side, at, begin, end, heads, channels, signed)
+            # 2. Scores and the largest per head. "Not less or equal", so that a NaN, once met, is the largest.
+            for e in range(begin, end):
+                for h in range(heads):
+                    i = e * heads + h
+                    score = signed[i]
+                    if not dynamic:
+                        score += shift[row * heads + h]
+                        signed[i] = score
+                        score = score if score > zero else score * slope
+                    attention[i] = score
+                    if not score <= largest[h]:
+                        largest[h] = score
         # 3. The softmax, with PyG's guard against a sum of 0.
+        begin, end = indptr[row0], indptr[row0 + each]
         for e in range(begin, end):
             for h in range(heads):
                 attention[e * heads + h] -= largest[h]
@@ -146,74 +152,93 @@ def attend_rows(
                 signed[i] = weight if dynamic or signed[i] > zero else -weight
                 attention[i] = weight * factor[i] if factor.size else weight
         # 4. The sums.
-        _add_sums(values, num_columns, step, indices, attention, begin, end, heads, channels, out, (t - first) * width)
+        for row in range(row0, row0 + each):
+            begin, end = indptr[row], indptr[row + 1]
+            at = (row - first) * width
+            _add_sums(values, num_columns, step, indices, attention, begin, end, heads, channels, out, at)
+            if mass.size:
+                mass[row * heads : (row + 1) * heads] = zero
+                for e in range(begin, end):
+                    for h in range(heads):
+                        mass[row * heads + h] += attention[e * heads + h]
 
 
 @numba.njit(nogil=True, cache=True)
 def scores_backward(
-    values: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray, target: np.ndarray,
-    dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, first: int, last: int, grad: np.ndarray,
-    attention: np.ndarray, signed: np.ndarray, grad_scores: np.ndarray, grad_target: np.ndarray, grad_side: np.ndarray,
+    values: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray, shift: np.ndarray,
+    dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, first: int, last: int, each: int,
+    first_side: int, num_sides: int, grad: np.ndarray, grad_mass: np.ndarray, attention: np.ndarray,
+    signed: np.ndarray, grad_scores: np.ndarray, grad_shift: np.ndarray, grad_side: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the gradients of the tile's scores and targets, and add to that of ``side``.
+    """Write the gradients of the tile's scores and shifts, and add to that of ``side``.
 
-    ``grad`` is that of the weighted sums, ``[(last - first) * heads * channels]``; ``grad_scores`` that of each entry's
-    score, after the leaky ReLU if ``dynamic``, else before it, ``[E * heads]``.
+    ``grad`` is that of the weighted sums, ``[(last - first) * heads * channels]``; ``grad_mass`` that of the sums of
+    weights, or empty; ``grad_scores`` that of each entry's score, after the leaky ReLU if ``dynamic``, else before it,
+    ``[E * heads]``.
     """
     total, whole = np.empty(heads, values.dtype), np.empty(heads, values.dtype)
     zero, width, lanes = values.dtype.type(0), heads * channels, _LINE // values.itemsize
-    for t in range(first, last):
-        begin, end = indptr[t], indptr[t + 1]
-        # 1. The gradient of a weight is the product of its row with that of the sum.
-        _write_dots(
-            values, num_columns, step, indices, grad, (t - first) * width, begin, end, heads, channels, grad_scores
-        )
-        # 2. The softmax's is weight * (that - their weighted mean).
+    for row0 in range(first, last, each):
         total[:] = zero
-        whole[:] = zero
-        for e in range(begin, end):
-            for h in range(heads):
-                total[h] += attention[e * heads + h] * grad_scores[e * heads + h]
-        for e in range(begin, end):
-            for h in range(heads):
-                i = e * heads + h
-                change = attention[i] * grad_scores[i] - abs(signed[i]) * total[h]
-                change = change * slope if signed[i] < zero else change
-                grad_scores[i] = change
-                whole[h] += change
-        # 3. What comes before.
-        if not dynamic:
-            for h in range(heads):
-                grad_target[t * heads + h] = whole[h]
-            _add_sums(values, num_columns, step, indices, grad_scores, begin, end, heads, channels, grad_side, 0)
-            continue
-        grad_target[t * width : (t + 1) * width] = zero
-        for h in range(heads):
-            column = 0
-            while column < channels:
-                count = min(LINES * lanes, channels - column)
-                at = t * width + h * channels + column
-                add_leaky(
-                    values, h * channels + column, num_columns, indices, target, at, slope, grad_scores, heads, h, side,
-                    h * channels + column, begin, end, indices.size - 1, count, grad_target, at, grad_side,
-                    h * channels + column, (count + lanes - 1) // lanes, 2,
+        # 1. The gradient of a weight is the product of its value with that of the sum.
+        for row in range(row0, row0 + each):
+            begin, end = indptr[row], indptr[row + 1]
+            at = (row - first) * width
+            _write_dots(values, num_columns, step, indices, grad, at, begin, end, heads, channels, grad_scores)
+            for e in range(begin, end):
+                for h in range(heads):
+                    i = e * heads + h
+                    if grad_mass.size:
+                        grad_scores[i] += grad_mass[row * heads + h]
+                    total[h] += attention[i] * grad_scores[i]
+        for row in range(row0, row0 + each):
+            begin, end = indptr[row], indptr[row + 1]
+            # 2. The softmax's is weight * (that - their weighted mean).
+            whole[:] = zero
+            for e in range(begin, end):
+                for h in range(heads):
+                    i = e * heads + h
+                    change = attention[i] * grad_scores[i] - abs(signed[i]) * total[h]
+                    change = change * slope if signed[i] < zero else change
+                    grad_scores[i] = change
+                    whole[h] += change
+            # 3. What comes before.
+            if not dynamic:
+                for h in range(heads):
+                    grad_shift[row * heads + h] = whole[h]
+                at = (first_side + (row - first) % num_sides) * width
+                _add_sums(
+                    values, num_columns, step, indices, grad_scores, begin, end, heads, channels, grad_side, at
                 )  # fmt: skip
-                column += count
+                continue
+            grad_shift[row * width : (row + 1) * width] = zero
+            for h in range(heads):
+                column = 0
+                while column < channels:
+                    count = min(LINES * lanes, channels - column)
+                    at = row * width + h * channels + column
+                    add_leaky(
+                        values, h * channels + column, num_columns, indices, shift, at, slope, grad_scores, heads, h,
+                        side, h * channels + column, begin, end, indices.size - 1, count, grad_shift, at, grad_side,
+                        h * channels + column, (count + lanes - 1) // lanes, 2,
+                    )  # fmt: skip
+                    column += count
 
 
 @numba.njit(nogil=True, cache=True)
 def values_backward(
-    values: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray, target: np.ndarray,
-    dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, first: int, last: int, grad: np.ndarray,
-    attention: np.ndarray, grad_scores: np.ndarray, out: np.ndarray,
+    values: np.ndarray, num_columns: int, step: int, heads: int, channels: int, side: np.ndarray, shift: np.ndarray,
+    dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, sides: np.ndarray, first: int, last: int,
+    grad: np.ndarray, attention: np.ndarray, grad_scores: np.ndarray, out: np.ndarray,
 ) -> None:  # fmt: skip
     """Write the gradient of the values of a tile of sources, ``out`` ``[num_sources * num_columns]``.
 
-    Rows are sources here, and entries and what belongs to them are in their order. ``grad`` is that of the weighted
-    sums of all targets, ``[num_targets * heads * channels]``; ``grad_scores`` is what :func:`scores_backward` wrote.
+    Rows are sources here, ``indices`` the rows that read them, and entries and what belongs to them are in their order;
+    ``sides`` int32 ``[E]`` is the side of each entry, or empty: there is one. ``grad`` is that of the weighted sums of
+    all rows, ``[num_rows * heads * channels]``; ``grad_scores`` is what :func:`scores_backward` wrote.
     """
     zero, width, lanes = values.dtype.type(0), heads * channels, _LINE // values.itemsize
-    end_entry, each, whole = indices.size - 1, np.arange(heads).astype(np.int32), np.empty(heads, values.dtype)
+    end_entry, numbers, whole = indices.size - 1, np.arange(heads).astype(np.int32), np.empty(heads, values.dtype)
     for s in range(first, last):
         begin, end = indptr[s], indptr[s + 1]
         out[s * num_columns : (s + 1) * num_columns] = zero
@@ -228,20 +253,25 @@ def values_backward(
             while column < channels:
                 count = min(LINES * lanes, channels - column)
                 lines, at = (count + lanes - 1) // lanes, s * num_columns + h * step + column
+                base = h * channels + column
                 # By the sums ...
                 add_heads(
-                    grad, h * channels + column, width, indices, attention, heads, h, begin, end, end_entry, count, out,
-                    at, 0, lines, 1,
+                    grad, base, width, indices, attention, heads, h, begin, end, end_entry, count, out, at, 0, lines, 1
                 )  # fmt: skip
                 # ... and by the scores.
                 if dynamic:
                     add_leaky(
-                        target, h * channels + column, width, indices, values, at, slope, grad_scores, heads, h, side,
-                        h * channels + column, begin, end, end_entry, count, out, at, out, at, lines, 1,
+                        shift, base, width, indices, values, at, slope, grad_scores, heads, h, side, base, begin, end,
+                        end_entry, count, out, at, out, at, lines, 1,
+                    )  # fmt: skip
+                elif sides.size:
+                    add_heads(
+                        side, base, width, sides, grad_scores, heads, h, begin, end, end_entry, count, out, at, 0,
+                        lines, 1,
                     )  # fmt: skip
                 else:
                     add_heads(
-                        side, column, channels, each, whole, 1, 0, h, h + 1, h, count, out, at, 0, lines, 1
+                        side, column, channels, numbers, whole, 1, 0, h, h + 1, h, count, out, at, 0, lines, 1
                     )  # fmt: skip
                 column += count
 

@@ -2,42 +2,109 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_gnn.ops.aggregate_update.reference import Group, groups
 
-def attend(
-    edges: list[Tensor],
-    values: Tensor,
-    side: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    factor: Tensor | None,
-    slope: float,
-    dynamic: bool,
-) -> Tensor:
-    """Do what the function of this name in ``definition.py`` does; differentiable any number of times."""
-    indptr, indices = edges
-    heads, channels = side.shape
-    num_targets = indptr.numel() - 1
+
+class Layout(NamedTuple):
+    """How the rows of sorted edges lie, and over which of them a softmax goes.
+
+    Args:
+        targets: How many targets of each type.
+        relations: How many relations reach each type.
+        across: Whether a softmax goes over all rows of a target, each with a side of its own, or over one row, with the
+            side of its relation.
+    """
+
+    targets: list[int]
+    relations: list[int]
+    across: bool
+
+    @property
+    def groups(self) -> list[Group]:
+        """The targets of each type."""
+        return list(groups(self.targets, self.relations, [-1] * len(self.targets)))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of sorted edges."""
+        return sum(count * rows for count, rows in zip(self.targets, self.relations, strict=True))
+
+    def sides(self) -> np.ndarray:
+        """Return which side belongs to each row, int32 ``[num_rows]``."""
+        if self.across:
+            return np.arange(self.num_rows, dtype=np.int32)
+        parts = [np.tile(np.arange(*group.relations.indices(2**31)), group.num_targets) for group in self.groups]
+        return np.concatenate([np.empty(0), *parts]).astype(np.int32)
+
+    def softmaxes(self) -> np.ndarray:
+        """Return the number of the softmax that each row belongs to, int64 ``[num_rows]``."""
+        if not self.across:
+            return np.arange(self.num_rows)
+        each = np.concatenate([np.full(group.num_targets, group.num_relations) for group in self.groups])
+        return np.repeat(np.arange(each.size), each)
+
+
+class Attend(NamedTuple):
+    """What the operator is given; attention without types is one relation with one side.
+
+    Args:
+        edges: ``indptr`` and ``indices``, sorted by target and relation.
+        values: ``[num_sources, channels]``, without ``weight`` ``[num_sources, heads * channels]``.
+        side: ``[sides, heads, channels]``.
+        shift: ``[num_rows, heads]``, if ``dynamic`` ``[num_rows, heads * channels]``.
+        weight: ``[R, heads, out, channels]``, or None: the sums are the result, of one relation.
+        factor: ``[E, heads]``, or None.
+        layout: How rows lie.
+        slope: Of the leaky ReLU.
+        dynamic: Whether it comes before the product with the side.
+    """
+
+    edges: list[Tensor]
+    values: Tensor
+    side: Tensor
+    shift: Tensor
+    weight: Tensor | None
+    factor: Tensor | None
+    layout: Layout
+    slope: float
+    dynamic: bool = False
+
+
+def attend(call: Attend) -> tuple[Tensor, Tensor]:
+    """Return sums by target, and the sum of attention of each row; differentiable any number of times."""
+    indptr, indices = call.edges
+    device, (_, heads, channels), layout = call.values.device, call.side.shape, call.layout
+    num_rows = layout.num_rows
     rows = torch.repeat_interleave(indptr.diff(), output_size=indices.numel())
+    own = torch.from_numpy(layout.softmaxes()).to(device)[rows]
+    side = call.side if call.side.size(0) == 1 else call.side[torch.from_numpy(layout.sides()).to(device)[rows]]
     # [E, heads, channels], or, where heads read the same columns, [E, 1, channels].
-    read = values.index_select(0, indices)
-    read = read.view(indices.numel(), 1 if weight is not None else heads, channels)
-    if dynamic:
-        score = (F.leaky_relu(read + target.reshape(num_targets, heads, channels)[rows], slope) * side).sum(2)
+    read = call.values.index_select(0, indices)
+    read = read.view(indices.numel(), 1 if call.weight is not None else heads, channels)
+    if call.dynamic:
+        score = (F.leaky_relu(read + call.shift.reshape(num_rows, heads, channels)[rows], call.slope) * side).sum(2)
     else:
-        score = F.leaky_relu((read * side).sum(2) + target[rows], slope)
-    largest = score.new_full((num_targets, heads), -torch.inf)
-    largest.scatter_reduce_(0, rows.unsqueeze(1).expand_as(score), score.detach(), "amax")
-    score = (score - largest[rows]).exp()
-    total = score.new_zeros(num_targets, heads).index_add(0, rows, score)
-    attention = score / (total + 1e-16)[rows]
-    if factor is not None:
-        attention = attention * factor
-    sums = read.new_zeros(num_targets, heads, channels).index_add(0, rows, attention.unsqueeze(2) * read)
-    if weight is not None:
-        sums = torch.einsum("thd,hcd->thc", sums, weight.reshape(heads, weight.size(0) // heads, channels))
-    out: Tensor = sums.flatten(1)
-    return out
+        score = F.leaky_relu((read * side).sum(2) + call.shift[rows], call.slope)
+    largest = score.new_full((num_rows, heads), -torch.inf)  # no more softmaxes than rows
+    largest.scatter_reduce_(0, own.unsqueeze(1).expand_as(score), score.detach(), "amax")
+    score = (score - largest[own]).exp()
+    total = score.new_zeros(num_rows, heads).index_add(0, own, score)
+    attention = score / (total + 1e-16)[own]
+    if call.factor is not None:
+        attention = attention * call.factor
+    mass = score.new_zeros(num_rows, heads).index_add(0, rows, attention)
+    sums = read.new_zeros(num_rows, heads, channels).index_add(0, rows, attention.unsqueeze(2) * read)
+    if call.weight is None:
+        return sums.flatten(1), mass
+    parts = []
+    for group in layout.groups:
+        part = sums[group.rows(group.targets)].view(group.num_targets, group.num_relations, heads, channels)
+        parts.append(torch.einsum("nrhc,rhoc->nho", part, call.weight[group.relations]).flatten(1))
+    return torch.cat(parts), mass

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_gnn.graph.cache import RowCache
 from lightning_gnn.graph.memory import pool
+from lightning_gnn.ops.gather.reference import Gather
 from lightning_gnn.ops.library import define
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -66,16 +67,15 @@ def gather_rows(
 
 
 define(
-    "gather_rows(Tensor table, Tensor index, Tensor(a!) out, Tensor? scales=None, Tensor? slot=None,"
-    " Tensor? cache=None, bool check=False) -> ()",
+    "gather_rows(Tensor table, Tensor index, Tensor(a!) out, Tensor? scales, Tensor? slot, Tensor? cache, bool check)"
+    " -> ()",
     None,
 )
 
 
-def check_arguments(
-    table: Tensor, index: Tensor, out: Tensor, scales: Tensor | None, slot: Tensor | None, cache: Tensor | None
-) -> None:
+def check_arguments(call: Gather) -> None:
     """Check dtypes and shapes as :func:`gather_rows` describes them; no value is read."""
+    table, index, out, scales, slot, cache = call
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"index must be int64 or int32, but is {index.dtype}")
     if table.requires_grad and torch.is_grad_enabled():

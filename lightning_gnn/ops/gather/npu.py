@@ -7,30 +7,20 @@ one by one can take much less.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from lightning_gnn.ascend_ops.tiling import gather_missing, gather_tiling
 from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor, runs_on_chip
 from lightning_gnn.ops.gather.definition import check_arguments, check_index
-from lightning_gnn.ops.gather.reference import gather_torch
-from lightning_gnn.ops.library import library
+from lightning_gnn.ops.gather.reference import Gather, gather_torch, register
 
 _BITS = 32
 """Sizes of the kernel are counted so."""
 
 
-@torch.library.impl(library, "gather_rows", "PrivateUse1")
-def gather_npu(
-    table: Tensor,
-    index: Tensor,
-    out: Tensor,
-    scales: Tensor | None = None,
-    slot: Tensor | None = None,
-    cache: Tensor | None = None,
-    check: bool = False,
-) -> None:
+def gather_npu(call: Gather, check: bool = False) -> None:
     """Do what :func:`~lightning_gnn.ops.gather_rows` does for an index on an NPU."""
-    check_arguments(table, index, out, scales, slot, cache)
+    check_arguments(call)
+    table, index, out, scales, slot, cache = call
     for name, tensor in (("table", table), ("index", index), ("scales", scales), ("slot", slot), ("cache", cache)):
         if tensor is not None and tensor.device != out.device:
             raise ValueError(f"rows are wanted on {out.device}, but the {name} is on {tensor.device}; move it there")
@@ -42,7 +32,7 @@ def gather_npu(
     whole = scales is None and slot is None and out.dtype == table.dtype and table.is_contiguous()
     small = max(table.size(0), index.numel(), row_bytes) < 1 << (_BITS - 1)
     if not (whole and small and runs_on_chip(out.device, backend)):
-        gather_torch(table, index, out, scales, slot, cache)
+        gather_torch(call)
         return
     executor, cores = chip_executor(out.device, backend)
     given, rows = (tensor.view(tensor.size(0), -1).view(torch.uint8) for tensor in (table.detach(), out))
@@ -51,3 +41,6 @@ def gather_npu(
     places = index if index.dtype == torch.int32 else index.clamp(-1, table.size(0)).to(torch.int32)
     tiling = gather_tiling(index.numel(), row_bytes, table.size(0))
     executor.launch("gather_rows", 2 * cores, [given, places.contiguous(), missing], [rows], tiling)
+
+
+register("PrivateUse1", gather_npu)

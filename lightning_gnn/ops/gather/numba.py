@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops.gather.definition import check_arguments, check_index
-from lightning_gnn.ops.gather.reference import gather_torch
+from lightning_gnn.ops.gather.reference import Gather, gather_torch, register
 from lightning_gnn.ops.intrinsics import copy_bytes, prefetch
-from lightning_gnn.ops.library import library
 
 _AHEAD = 4
 """How many rows ahead are asked for."""
@@ -23,24 +22,17 @@ _MOST_BYTES = 1024
 _WORDS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
-@torch.library.impl(library, "gather_rows", "CPU")
-def _gather_cpu(
-    table: Tensor,
-    index: Tensor,
-    out: Tensor,
-    scales: Tensor | None = None,
-    slot: Tensor | None = None,
-    cache: Tensor | None = None,
-    check: bool = True,
-) -> None:
-    check_arguments(table, index, out, scales, slot, cache)
+def gather_cpu(call: Gather, check: bool = True) -> None:
+    """Do what :func:`~lightning_gnn.ops.gather_rows` does for an index on the CPU, whose values it always looks at."""
+    check_arguments(call)
+    table, index, out, scales, slot, _ = call
     if index.numel() == 0:
         return
     check_index(index, table.size(0))
     if out.numel() == 0:
         return
     if slot is not None:
-        gather_torch(table, index, out, scales, slot, cache)
+        gather_torch(call)
     elif scales is not None:
         rows = out if out.dtype == torch.float32 else pool.empty(out.shape, torch.float32)
         shape = (-1, rows[0].numel())
@@ -50,7 +42,7 @@ def _gather_cpu(
             out.copy_(rows)
     elif out.dtype != table.dtype:
         rows = pool.empty(out.shape, table.dtype)
-        _gather_cpu(table, index, rows)
+        gather_cpu(Gather(table, index, rows))
         out.copy_(rows)
     # torch spreads the copy over its threads. In a worker thread the batches are the parallelism, and a team of threads
     # per worker would only fight the others.
@@ -58,6 +50,9 @@ def _gather_cpu(
         torch.index_select(table, 0, index, out=out)
     else:
         _copy(table, index.contiguous().numpy(), out)
+
+
+register("CPU", gather_cpu)
 
 
 def _in_main_thread() -> bool:

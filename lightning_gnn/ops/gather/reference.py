@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from lightning_gnn.ops.library import library
 
-def gather_torch(
-    table: Tensor, index: Tensor, out: Tensor, scales: Tensor | None, slot: Tensor | None, cache: Tensor | None
-) -> None:
-    """Gather with torch's own operators, for devices without a kernel; the arguments are checked already.
+
+class Gather(NamedTuple):
+    """What the operator is given, in the order of its schema.
 
     Args:
         table: ``[num_rows, ...]``, anywhere.
-        index: int64 or int32 ``[n]``.
+        indices: int64 or int32 ``[n]``.
         out: ``[n, ...]``, on the device of the index.
         scales: float32 ``[num_rows]``, anywhere, or None.
         slot: int32 ``[num_rows]``, anywhere, or None.
         cache: ``[cache_rows, ...]`` of the table's dtype, anywhere; given if ``slot`` is.
     """
+
+    table: Tensor
+    indices: Tensor
+    out: Tensor
+    scales: Tensor | None = None
+    slot: Tensor | None = None
+    cache: Tensor | None = None
+
+
+def register(device: str, function: Callable[[Gather, bool], None]) -> None:
+    """Let a device gather by a function of what is given, and of whether to look at the values of the index."""
+    library.impl("gather_rows", lambda *given: function(Gather(*given[:-1]), given[-1]), device)  # type: ignore[no-untyped-call]
+
+
+def gather_torch(call: Gather) -> None:
+    """Gather with torch's own operators, for devices without a kernel; the arguments are checked already."""
+    table, index, out, scales, slot, cache = call
 
     def taken(source: Tensor, which: Tensor) -> Tensor:
         return source.index_select(0, which.to(source.device)).to(out.device)

@@ -6,24 +6,16 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.gather.definition import check_arguments, check_index
-from lightning_gnn.ops.gather.reference import gather_torch
-from lightning_gnn.ops.library import library, require_triton, triton_installed
+from lightning_gnn.ops.gather.reference import Gather, gather_torch, register
+from lightning_gnn.ops.library import require_triton, triton_installed
 
 
 # A call with a pinned table and a CUDA index comes here too: among the devices of its tensors, the dispatcher takes the
 # accelerator.
-@torch.library.impl(library, "gather_rows", "CUDA")
-def gather_cuda(
-    table: Tensor,
-    index: Tensor,
-    out: Tensor,
-    scales: Tensor | None = None,
-    slot: Tensor | None = None,
-    cache: Tensor | None = None,
-    check: bool = False,
-) -> None:
+def gather_cuda(call: Gather, check: bool = False) -> None:
     """Do what :func:`~lightning_gnn.ops.gather_rows` does for an index on CUDA."""
-    check_arguments(table, index, out, scales, slot, cache)
+    check_arguments(call)
+    table, index, out, scales, slot, cache = call
     if index.device != out.device:
         raise ValueError(f"index is on {index.device}, but out on {out.device}; move the index there")
     for name, tensor in (("table", table), ("scales", scales), ("slot", slot), ("cache", cache)):
@@ -35,7 +27,7 @@ def gather_cuda(
     if check:
         check_index(index, table.size(0))
     if not triton_installed():
-        gather_torch(table, index, out, scales, slot, cache)
+        gather_torch(call)
         return
     from lightning_gnn.triton_kernels.gather import gather
 
@@ -49,6 +41,9 @@ def gather_cuda(
             None if slot is None else slot.contiguous(),
             None if cache is None else _as_matrix(cache),
         )
+
+
+register("CUDA", gather_cuda)
 
 
 def gather_from_shards(

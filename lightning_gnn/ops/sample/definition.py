@@ -38,8 +38,7 @@ from torch import Tensor
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.distant import DistantCSCGraph, DistantHeteroCSCGraph, Picker
 from lightning_gnn.graph.edge_attributes import time_limits
-from lightning_gnn.ops.library import define
-from lightning_gnn.ops.sample.numba import sample_relations
+from lightning_gnn.ops.sample.numba import Sampled, sample_relations
 from lightning_gnn.ops.sample.reference import sample_reference
 from lightning_gnn.ops.sample.relation import Labor, Relation, Rule, Times
 from lightning_gnn.ops.sample.triton import runs_on, sample_relations_triton, triton_sampler
@@ -138,30 +137,17 @@ def sample_neighbors(
     plain = times is None and labor is None and graph.weight is None and picker_of(graph) is None
     if not plain:
         check_place(backend, [graph])
-    if backend == "reference" or not plain:
-        relation = describe(graph, 0, 0, fanouts, labor is not None)
-        out = run(graph, [relation], [graph.num_nodes], [seeds], [0], key, rule, times, backend)
-        (node,), (tree,), (node_counts,), (edge_index,), (edge,), (edge_counts,) = out
-        return NeighborSample(node, edge_index, edge, tree if rule.disjoint else None, node_counts, edge_counts)
-    if backend == "pyg_lib":
+    if plain and backend == "pyg_lib":
         return _sample_pyg_lib(graph, seeds, fanouts, replace, disjoint)
-    if backend == "triton":
-        sampler = triton_sampler(graph.indptr, graph.indices)
-        return NeighborSample(*sampler.sample(seeds, fanouts, key, replace, disjoint, rule.first_tree))
-    if graph.indptr.device.type != "cpu":
-        seeds = seeds.to(graph.indptr.device)
-    node, edge_index, edge, tree, node_counts, edge_counts = torch.ops.lightning_gnn.sample_neighbors(
-        graph.indptr, graph.indices, seeds, fanouts, key, replace, disjoint, rule.first_tree
-    )
-    return NeighborSample(node, edge_index, edge, tree if disjoint else None, node_counts, edge_counts)
-
-
-define(
-    "sample_neighbors(Tensor indptr, Tensor indices, Tensor seeds, int[] fanouts, int key, bool replace, bool disjoint,"
-    " int first_tree) -> (Tensor node, Tensor edge_index, Tensor edge, Tensor batch, int[] num_sampled_nodes, int[]"
-    " num_sampled_edges)",
-    None,
-)
+    device = seeds.device if graph.indptr.is_cpu else graph.indptr.device
+    if plain and (backend == "triton" or (backend != "reference" and device.type != "cpu")):
+        sampler = triton_sampler(graph.indptr, graph.indices, None if backend == "triton" else device)
+        given = seeds if backend == "triton" else seeds.to(device)
+        return NeighborSample(*sampler.sample(given, fanouts, key, replace, disjoint, rule.first_tree))
+    relation = describe(graph, 0, 0, fanouts, labor is not None)
+    out = run(graph, [relation], [graph.num_nodes], [seeds], [0], key, rule, times, backend)
+    (node,), (tree,), (node_counts,), (edge_index,), (edge,), (edge_counts,) = out
+    return NeighborSample(node, edge_index, edge, tree if rule.disjoint else None, node_counts, edge_counts)
 
 
 def describe(graph: CSCGraph, source: int, target: int, fanouts: list[int], labor: bool) -> Relation:
@@ -169,26 +155,6 @@ def describe(graph: CSCGraph, source: int, target: int, fanouts: list[int], labo
     names = ["indptr", "indices", "time", "weight", "prefix"]
     names += ["parallel"] * labor + ["coarse_time"] * (graph.indptr.device.type == "cpu")
     return Relation(source, target, fanouts, **{name: getattr(graph, name) for name in names})
-
-
-class Sampled(NamedTuple):
-    """A mini-batch by number of the node type, then of the edge type, as tensors.
-
-    Args:
-        node: Ids, int64 ``[n]``.
-        tree: Trees, int64 ``[n]`` if disjoint, else ``[0]``.
-        num_sampled_nodes: Seeds, then new nodes per hop.
-        edge_index: Local ids of sources and targets, int64 ``[2, m]``.
-        edge: Positions, int64 ``[m]``.
-        num_sampled_edges: Per hop.
-    """
-
-    node: list[Tensor]
-    tree: list[Tensor]
-    num_sampled_nodes: list[list[int]]
-    edge_index: list[Tensor]
-    edge: list[Tensor]
-    num_sampled_edges: list[list[int]]
 
 
 def run(

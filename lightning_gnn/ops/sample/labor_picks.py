@@ -3,13 +3,12 @@
 All sources of a list are hashed, one after the other in memory; few of the hashes are looked at a second time.
 """
 
-from typing import Any
-
 import numba
 import numpy as np
 
 from lightning_gnn.ops.hashing import GOLDEN, Word, mix_compiled, node_key_compiled, tree_key_compiled
 from lightning_gnn.ops.intrinsics import prefetch
+from lightning_gnn.ops.sample.relation import Frontier
 
 _AHEAD = 8
 """How many rows ahead ``indices`` is asked for; ``indptr`` twice as many."""
@@ -27,26 +26,21 @@ def _variate(key: Word, source: int, often: Word, batch: Word) -> Word:
 
 @numba.njit(nogil=True, cache=True)
 def pick_labor(
-    indptr: np.ndarray, indices: np.ndarray, parallel: np.ndarray, place: np.ndarray, node: np.ndarray,
-    tree: np.ndarray, low: int, high: int, fanout: int, disjoint: bool, key: Word, first_tree: Word, often: Word,
-    batch: Word, times: Any, edge: np.ndarray, ends: np.ndarray, m: int,
+    indptr: np.ndarray, indices: np.ndarray, parallel: np.ndarray, often: Word, batch: Word, frontier: Frontier,
+    edge: np.ndarray, ends: np.ndarray, m: int,
 ) -> int:  # fmt: skip
-    """Write the edges that the nodes ``[low, high)`` pick, from position m on; return the position behind them.
+    """Write the edges that the nodes of the frontier pick, from position m on; return the position behind them.
 
     Args:
         indptr: int64 ``[num_nodes + 1]``.
         indices: int32 or int64 ``[num_edges]``.
         parallel: How many edges before one in its list have the same source, int32 ``[num_edges]``, or none.
-        place: Where in ``indptr`` the lists of the frontier are, int64, up to ``high``: ``node``, where it has all.
-        node: Global ids of the frontier, int64, up to ``high``.
-        tree: Their trees, int64, if disjoint.
-        key: Of the hop, uint64.
-        first_tree: Position of the first seed, uint64.
         often: In how many mini-batches a variate is renewed once, uint64.
         batch: Number of the mini-batch, uint64.
         edge: Where to write, int64.
         ends: Where to write the end of each node's edges, int64.
     """
+    place, _, tree, low, high, fanout, _, disjoint, key, first_tree, times = frontier
     temporal, base, eligible, counts = times
     variates = np.empty(1024, np.uint64)
     most = min(max(fanout, 0), indices.size)

@@ -15,12 +15,9 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import torch
-from torch import Tensor
 
 from lightning_gnn.graph.list_reads import read_lists_ahead
 from lightning_gnn.graph.memory import pool
-from lightning_gnn.ops.hashing import Word
-from lightning_gnn.ops.library import library
 from lightning_gnn.ops.sample.eligible import count_eligible, no_times
 from lightning_gnn.ops.sample.labor_picks import pick_labor
 from lightning_gnn.ops.sample.picks import hop_size, lane_scratch, pick_edges
@@ -38,7 +35,7 @@ from lightning_gnn.ops.sample.relabel import (
     relabel_forest,
     relabel_trees,
 )
-from lightning_gnn.ops.sample.relation import Relation, Rule, Times, stage_key
+from lightning_gnn.ops.sample.relation import Frontier, Relation, Rule, Times, stage_key
 from lightning_gnn.ops.sample.weighted_picks import pick_weighted
 
 TABLE_LIMIT = 1 << 29
@@ -209,22 +206,22 @@ Fetch = Callable[[int, list[tuple[np.ndarray, np.ndarray]]], list[Picks]]
 
 
 class Sampled(NamedTuple):
-    """A mini-batch, by number of the node type, then by number of the edge type.
+    """A mini-batch, by number of the node type, then by number of the edge type, in arrays or tensors.
 
     Args:
         node: Ids, int64 ``[n]``.
-        tree: Trees, int64 ``[n]`` if disjoint.
+        tree: Trees, int64 ``[n]`` if disjoint, else ``[0]``.
         num_sampled_nodes: Seeds, then new nodes per hop.
         edge_index: Local ids of sources and targets, int64 ``[2, m]``.
         edge: Positions, int64 ``[m]``.
         num_sampled_edges: Per hop.
     """
 
-    node: list[np.ndarray]
-    tree: list[np.ndarray]
+    node: list[Any]
+    tree: list[Any]
     num_sampled_nodes: list[list[int]]
-    edge_index: list[np.ndarray]
-    edge: list[np.ndarray]
+    edge_index: list[Any]
+    edge: list[Any]
     num_sampled_edges: list[list[int]]
 
 
@@ -282,7 +279,7 @@ def sample_relations(
                     _widen(scratch, found, most + 1, True)
                 if here is None:
                     read_lists_ahead(relation.indptr, relation.indices, target.new, relation.fanouts[hop])
-                edges.expand(scratch, source, target, hop, np.uint64(own_key), rule, times, begins, here)
+                edges.expand(scratch, source, target, hop, own_key, rule, times, begins, here)
             edges.counts.append(edges.count - begin)
         for nodes in found:
             nodes.counts.append(nodes.count - nodes.high)
@@ -325,38 +322,51 @@ def pick_from_lists(
     Returns:
         The picks; their places are those in ``relation.indices``.
     """
-    size, limits = node.size, _NO_TIMES
-    indptr, own_key, first_tree = relation.indptr, np.uint64(key & (2**64 - 1)), np.uint64(rule.first_tree)
+    room = hop_size(relation.indptr, place, 0, node.size, fanout, rule.replace)
+    edge, ends = np.empty(room, np.int64), np.empty(node.size, np.int64)
+    frontier = _frontier(relation, place, node, tree, (0, node.size), fanout, key, rule, times)
+    if rule.labor is not None or relation.weight is not None:
+        total = _pick_all(relation, frontier, rule, edge, ends, 0)
+    else:
+        _, total = pick_edges(relation.indptr, frontier, 0, edge, ends, 0, room + 1, _scratch.lanes)
+    edge = edge[:total]
+    return Picks(np.diff(ends, prepend=0), relation.indices[edge].astype(np.int64), edge)
+
+
+def _frontier(
+    relation: Relation,
+    place: np.ndarray,
+    node: np.ndarray,
+    tree: np.ndarray,
+    span: tuple[int, int],
+    fanout: int,
+    key: int,
+    rule: Rule,
+    times: Times | None,
+) -> Frontier:
+    """Return who picks, with the in-edges that the times of their trees allow, where both have times."""
+    (low, high), limits = span, _NO_TIMES
     if relation.time is not None and times is not None:
-        eligible, counts = np.empty((2, size), np.int64)
+        eligible, counts = np.empty((2, high - low), np.int64)
         count_eligible(
-            indptr, relation.time, relation.coarse_time, place, tree, 0, size, times.until,
+            relation.indptr, relation.time, relation.coarse_time, place, tree, low, high, times.until,
             _NONE if times.after is None else times.after, times.after is not None, fanout if rule.last else -1,
             eligible, counts,
         )  # fmt: skip
-        limits = True, 0, eligible, counts
-    edge = np.empty(hop_size(indptr, place, 0, size, fanout, rule.replace), np.int64)
-    ends = np.empty(size, np.int64)
-    frontier = place, node, tree, 0, size, fanout
-    if rule.labor is not None:
-        _, often, batch = rule.labor
-        parallel = _NO_PARALLEL if relation.parallel is None else relation.parallel
-        total = pick_labor(
-            indptr, relation.indices, parallel, *frontier, rule.disjoint, own_key, first_tree, np.uint64(often),
-            np.uint64(batch), limits, edge, ends, 0,
-        )  # fmt: skip
-    elif relation.weight is not None:
-        total = pick_weighted(
-            indptr, relation.weight, relation.prefix, *frontier, rule.replace, rule.disjoint, own_key, first_tree,
-            edge, ends, 0,
-        )  # fmt: skip
-    else:
-        _, total = pick_edges(
-            indptr, *frontier, rule.replace, rule.disjoint, own_key, first_tree, limits, edge, ends, 0,
-            edge.size + 1, _scratch.lanes,
-        )  # fmt: skip
-    edge = edge[:total]
-    return Picks(np.diff(ends, prepend=0), relation.indices[edge].astype(np.int64), edge)
+        limits = True, low, eligible, counts
+    own_key, first_tree = np.uint64(key & (2**64 - 1)), np.uint64(rule.first_tree)
+    return Frontier(place, node, tree, low, high, fanout, rule.replace, rule.disjoint, own_key, first_tree, limits)
+
+
+def _pick_all(relation: Relation, frontier: Frontier, rule: Rule, edge: np.ndarray, ends: np.ndarray, m: int) -> int:
+    """Write what all nodes pick by variates of the sources, or by weight; return the position behind it."""
+    if rule.labor is None:
+        by_weight: int = pick_weighted(relation.indptr, relation.weight, relation.prefix, frontier, edge, ends, m)
+        return by_weight
+    parallel = _NO_PARALLEL if relation.parallel is None else relation.parallel
+    renewed = np.uint64(rule.labor.batch_dependency), np.uint64(rule.labor.batch)
+    by_variate: int = pick_labor(relation.indptr, relation.indices, parallel, *renewed, frontier, edge, ends, m)
+    return by_variate
 
 
 class _Picked:
@@ -391,54 +401,31 @@ class _Picked:
         source: _Found,
         target: _Found,
         hop: int,
-        key: Any,
+        key: int,
         rule: Rule,
         times: Times | None,
         begins: np.ndarray,
         brought: Picks | None,
     ) -> None:
         """Sample one hop."""
-        relation, kept = self.relation, self.kept
-        fanout, first_tree, first, m = relation.fanouts[hop], np.uint64(rule.first_tree), target.low, self.count
-        limits, indices = _NO_TIMES, relation.indices
+        relation, ends, first, m = self.relation, self.kept.ends, target.low, self.count
+        given, indices = None if brought is not None else times, relation.indices
+        frontier = _frontier(
+            relation, target.node, target.node, target.tree, (target.low, target.high), relation.fanouts[hop], key,
+            rule, given,
+        )  # fmt: skip
         if brought is not None:
             first, indices, start = target.high, brought.source, m
             m += indices.size
-            kept.ends[target.low : target.high] = start + np.cumsum(brought.counts)
+            ends[target.low : target.high] = start + np.cumsum(brought.counts)
             self.edge[start:m] = np.arange(indices.size)  # for the time being, places among what was brought
-        elif relation.time is not None and times is not None:
-            eligible, counts = np.empty((2, target.high - target.low), np.int64)
-            count_eligible(
-                relation.indptr, relation.time, relation.coarse_time, target.node, target.tree, target.low,
-                target.high, times.until, _NONE if times.after is None else times.after, times.after is not None,
-                fanout if rule.last else -1, eligible, counts,
-            )  # fmt: skip
-            limits = True, target.low, eligible, counts
-        frontier = target.node, target.node, target.tree, target.low, target.high, fanout
-        if brought is not None:
-            pass
-        elif rule.labor is not None:
-            _, often, batch = rule.labor
-            parallel = _NO_PARALLEL if relation.parallel is None else relation.parallel
-            first = target.high
-            m = pick_labor(
-                relation.indptr, relation.indices, parallel, *frontier, rule.disjoint, key, first_tree,
-                np.uint64(often), np.uint64(batch), limits, self.edge, kept.ends, m,
-            )  # fmt: skip
-        elif relation.weight is not None:
-            first = target.high
-            m = pick_weighted(
-                relation.indptr, relation.weight, relation.prefix, *frontier, rule.replace, rule.disjoint, key,
-                first_tree, self.edge, kept.ends, m,
-            )  # fmt: skip
-        number = relation.source
-        slots = scratch.slots[number]
+        elif rule.labor is not None or relation.weight is not None:
+            first, m = target.high, _pick_all(relation, frontier, rule, self.edge, ends, m)
+        slots = scratch.slots[relation.source]
         slots.words, slots.stamp, source.used, source.count, self.count = _expand(
-            relation.indptr, indices, target.node, target.tree, target.low, target.high, source.node,
-            source.tree, source.count, hop, fanout, rule.replace, rule.disjoint, key, first_tree, limits, self.row,
-            self.edge, kept.ends, self.count, first, m, source.how,
-            source.entries(scratch) if source.how == _TABLE else scratch.table, scratch.own, scratch.bits,
-            slots.words, slots.stamp, source.used, begins, scratch.lanes,
+            relation.indptr, indices, frontier, source.node, source.tree, source.count, hop, self.row, self.edge, ends,
+            self.count, first, m, source.how, source.entries(scratch) if source.how == _TABLE else scratch.table,
+            scratch.own, scratch.bits, slots.words, slots.stamp, source.used, begins, scratch.lanes,
         )  # fmt: skip
         if brought is not None:
             self.edge[start:m] = brought.place
@@ -453,26 +440,6 @@ def _widen(scratch: _Scratch, found: Sequence[_Found], count: int, entered: bool
         if entered:
             for nodes in found:
                 enter_all(nodes.entries(scratch), scratch.own, nodes.node, nodes.count)
-
-
-@torch.library.impl(library, "sample_neighbors", "CPU")
-def _sample_cpu(
-    indptr: Tensor,
-    indices: Tensor,
-    seeds: Tensor,
-    fanouts: list[int],
-    key: int,
-    replace: bool,
-    disjoint: bool,
-    first_tree: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int], list[int]]:
-    relation = Relation(0, 0, fanouts, indptr.numpy(), indices.numpy())
-    rule = Rule(replace, disjoint, first_tree)
-    out = sample_relations([relation], [indptr.numel() - 1], [seeds.numpy()], [0], key, rule)
-    node, tree, edge_index, edge = (
-        torch.from_numpy(array[0]) for array in (out.node, out.tree, out.edge_index, out.edge)
-    )
-    return node, edge_index, edge, tree, out.num_sampled_nodes[0], out.num_sampled_edges[0]
 
 
 def _room(size: int) -> np.ndarray:
@@ -501,24 +468,20 @@ def write_targets(ends: np.ndarray, count: int, col: np.ndarray) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _expand(
-    indptr: np.ndarray, indices: np.ndarray, node: np.ndarray, tree: np.ndarray, low: int, high: int,
-    found: np.ndarray, found_tree: np.ndarray, k: int, hop: int, fanout: int, replace: bool, disjoint: bool, key: Word,
-    first_tree: Word, times: Any, row: np.ndarray, edge: np.ndarray, ends: np.ndarray, m: int, t: int, picked: int,
-    how: int, table: np.ndarray, own: int, bits: int, slots: np.ndarray, stamp: int, used: int, begins: np.ndarray,
-    lanes: Any,
+    indptr: np.ndarray, indices: np.ndarray, frontier: Frontier, found: np.ndarray, found_tree: np.ndarray, k: int,
+    hop: int, row: np.ndarray, edge: np.ndarray, ends: np.ndarray, m: int, t: int, picked: int, how: int,
+    table: np.ndarray, own: int, bits: int, slots: np.ndarray, stamp: int, used: int, begins: np.ndarray, lanes: Any,
 ) -> tuple[np.ndarray, int, int, int, int]:  # fmt: skip
     """Sample one hop of one edge type, of which the targets before t have picked their edges,
     those before ``picked``.
     """
+    tree, low, high, fanout = frontier.tree, frontier.low, frontier.high, frontier.fanout
     tree_slots, current = slots, np.int64(-1)
     # Edges before `picked` are picked, of targets before t; those before `done` are relabelled, of targets before t0.
     done, t0 = m, low
     while t < high or done < picked:
         if t < high:
-            t, picked = pick_edges(
-                indptr, node, node, tree, t, high, fanout, replace, disjoint, key, first_tree, times, edge, ends,
-                picked, _BLOCK, lanes,
-            )  # fmt: skip
+            t, picked = pick_edges(indptr, frontier, t, edge, ends, picked, _BLOCK, lanes)
         if done == m:
             if t < high and picked - m < FAR:
                 continue

@@ -11,6 +11,7 @@ import numpy as np
 from lightning_gnn.ops.hashing import NODE_STEP, Word, draw_compiled, node_key_compiled, tree_key_compiled
 from lightning_gnn.ops.intrinsics import prefetch
 from lightning_gnn.ops.sample.lanes import LANES, draw_lanes
+from lightning_gnn.ops.sample.relation import Frontier
 
 SMALL_FANOUT = 64
 """Up to which rows draw in lanes; above, comparing all draws of a row costs more than shuffling all of its edges."""
@@ -47,23 +48,17 @@ def lane_scratch() -> tuple[np.ndarray, ...]:
 
 @numba.njit(nogil=True, cache=True)
 def pick_edges(
-    indptr: np.ndarray, place: np.ndarray, node: np.ndarray, tree: np.ndarray, t: int, high: int, fanout: int,
-    replace: bool, disjoint: bool, key: Word, first_tree: Word, times: Any, edge: np.ndarray, ends: np.ndarray, m: int,
-    room: int, scratch: Any,
-) -> tuple[int, int]:  # fmt: skip
+    indptr: np.ndarray, frontier: Frontier, t: int, edge: np.ndarray, ends: np.ndarray, m: int, room: int, scratch: Any
+) -> tuple[int, int]:
     """Write the edges that nodes from t on pick, from position m on, until there are ``room`` of them or no more nodes.
 
     Args:
         indptr: int64 ``[num_nodes + 1]``.
-        place: Where in ``indptr`` the lists of the frontier are, int64, up to ``high``: ``node``, where it has all.
-        node: Global ids of the frontier, int64, up to ``high``.
-        tree: Their trees, int64, if disjoint.
-        key: Of the mini-batch, uint64.
-        first_tree: Position of the first seed, uint64.
         edge: Where to write, int64.
         ends: Where to write the end of each node's edges, int64, one per node.
     """
     state, degrees, begins, starts, _ = scratch
+    place, node, tree, _, high, fanout, replace, disjoint, key, first_tree, times = frontier
     temporal, base, eligible, counts = times
     lane, stop = 0, m + room
     while t < high and m < stop:

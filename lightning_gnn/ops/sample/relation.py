@@ -80,6 +80,36 @@ class Times(NamedTuple):
     after: Any = None
 
 
+class Frontier(NamedTuple):
+    """The nodes that pick in-edges of one type in a hop, and how they do, as compiled code takes it.
+
+    Args:
+        place: Where in ``indptr`` the lists are, int64, up to ``high``: ``node``, where it has all.
+        node: Global ids, int64, up to ``high``.
+        tree: Their trees, int64, if disjoint.
+        low: The first node that picks.
+        high: One past the last.
+        fanout: In-edges to pick per node; below zero means all.
+        replace: With replacement.
+        disjoint: Trees draw independently.
+        key: Of the hop, uint64.
+        first_tree: Position of the first seed, uint64.
+        times: Which in-edges count (:func:`~lightning_gnn.ops.sample.eligible.no_times`).
+    """
+
+    place: Any
+    node: Any
+    tree: Any
+    low: int
+    high: int
+    fanout: int
+    replace: bool
+    disjoint: bool
+    key: Any
+    first_tree: Any
+    times: Any
+
+
 def stage_key(key: int, hop: int, number: int, source: int, labor: Labor | None) -> int:
     """Derive the key with which an edge type picks in one hop from that of the mini-batch (all 64-bit, unsigned).
 

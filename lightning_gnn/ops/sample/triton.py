@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_gnn.ops.library import library, require_triton, triton_installed
+from lightning_gnn.ops.library import require_triton, triton_installed
 from lightning_gnn.ops.sample.relation import Relation, Rule, Times, stage_key
 
 if TYPE_CHECKING:
@@ -123,21 +123,3 @@ def runs_on(device: torch.device) -> bool:
     from lightning_gnn.triton_kernels.sample import INTERPRETED
 
     return bool(INTERPRETED)
-
-
-@torch.library.impl(library, "sample_neighbors", "CUDA")
-def _sample_cuda(
-    indptr: Tensor,
-    indices: Tensor,
-    seeds: Tensor,
-    fanouts: list[int],
-    key: int,
-    replace: bool,
-    disjoint: bool,
-    first_tree: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int], list[int]]:
-    sampler = triton_sampler(indptr, indices, seeds.device)
-    node, edge_index, edge, batch, node_counts, edge_counts = sampler.sample(
-        seeds, fanouts, key, replace, disjoint, first_tree
-    )
-    return node, edge_index, edge, edge.new_empty(0) if batch is None else batch, node_counts, edge_counts

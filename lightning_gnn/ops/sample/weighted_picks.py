@@ -7,7 +7,7 @@ import numpy as np
 
 from lightning_gnn.ops.hashing import Word, draw_fraction_compiled, node_key_compiled, tree_key_compiled
 from lightning_gnn.ops.intrinsics import prefetch
-from lightning_gnn.ops.sample.relation import most_draws
+from lightning_gnn.ops.sample.relation import Frontier, most_draws
 
 _AHEAD = 8
 """How many rows ahead the sums are asked for; ``indptr`` twice as many."""
@@ -21,24 +21,19 @@ _most_draws: Any = numba.njit(most_draws)
 
 @numba.njit(nogil=True, cache=True)
 def pick_weighted(
-    indptr: np.ndarray, weight: np.ndarray, prefix: np.ndarray, place: np.ndarray, node: np.ndarray,
-    tree: np.ndarray, low: int, high: int, fanout: int, replace: bool, disjoint: bool, key: Word, first_tree: Word,
-    edge: np.ndarray, ends: np.ndarray, m: int,
+    indptr: np.ndarray, weight: np.ndarray, prefix: np.ndarray, frontier: Frontier, edge: np.ndarray, ends: np.ndarray,
+    m: int,
 ) -> int:  # fmt: skip
-    """Write the edges that the nodes ``[low, high)`` pick, from position m on; return the position behind them.
+    """Write the edges that the nodes of the frontier pick, from position m on; return the position behind them.
 
     Args:
         indptr: int64 ``[num_nodes + 1]``.
         weight: Of the edges, float64, all positive.
         prefix: Sums of each list's weights, float64.
-        place: Where in ``indptr`` the lists of the frontier are, int64, up to ``high``: ``node``, where it has all.
-        node: Global ids of the frontier, int64, up to ``high``.
-        tree: Their trees, int64, if disjoint.
-        key: Of the mini-batch, uint64.
-        first_tree: Position of the first seed, uint64.
         edge: Where to write, int64.
         ends: Where to write the end of each node's edges, int64.
     """
+    place, node, tree, low, high, fanout, replace, disjoint, key, first_tree, _ = frontier
     drawn, places = np.empty(_CHUNK, np.int64), np.empty(_CHUNK, np.float64)
     for t in range(low, high):
         if t + 2 * _AHEAD < high:
