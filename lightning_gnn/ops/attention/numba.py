@@ -198,7 +198,8 @@ class _Plan:
         """Cut targets into tiles, and tiles into sections."""
         tiles = []
         for group in self.call.layout.groups:
-            size = _tile_rows(max(group.num_relations, 1) * self.width * self.values.element_size())
+            # Products of several relations, whose rows do not lie together, are few and large: tiles of most rows.
+            size = _tile_rows(self.width * self.values.element_size() if group.num_relations == 1 else 1)
             for first in range(group.first_target, group.targets.stop, size):
                 targets = slice(first, min(first + size, group.targets.stop))
                 tiles.append(_Tile(group, targets, group.rows(targets)))

@@ -185,12 +185,13 @@ def scores_backward(
             begin, end = indptr[row], indptr[row + 1]
             at = (row - first) * width
             _write_dots(values, num_columns, step, indices, grad, at, begin, end, heads, channels, grad_scores)
+            if grad_mass.size:
+                for e in range(begin, end):
+                    for h in range(heads):
+                        grad_scores[e * heads + h] += grad_mass[row * heads + h]
             for e in range(begin, end):
                 for h in range(heads):
-                    i = e * heads + h
-                    if grad_mass.size:
-                        grad_scores[i] += grad_mass[row * heads + h]
-                    total[h] += attention[i] * grad_scores[i]
+                    total[h] += attention[e * heads + h] * grad_scores[e * heads + h]
         for row in range(row0, row0 + each):
             begin, end = indptr[row], indptr[row + 1]
             # 2. The softmax's is weight * (that - their weighted mean).
