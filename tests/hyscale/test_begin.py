@@ -78,7 +78,7 @@ def test_a_plan_for_one_core_and_features_in_fewer_bits(monkeypatch):
     monkeypatch.setattr(report, "measure_platform", lambda *given: there)
     found = []
     for dtype in (None, "int8"):
-        data, run = datamodule(batch_size=1000), trainer(hybrid(1, transfer_dtype=dtype))
+        data, run = datamodule(batch_size=1000), trainer(hybrid(1, transfer_dtype=dtype, threads=(1, 1, 1)))
         found.append(forecast(data, Plain(), run))
     rows = [{name: (seconds, bound) for name, seconds, bound in stages(each.model, each.best)} for each in found]
     assert [each.best.total for each in found] == [200, 200]
