@@ -59,10 +59,11 @@ def changes(cfg: DictConfig) -> list[str]:
     """Return the overrides that could shorten an epoch, of those that the configuration has not yet."""
     options = inspect.signature(get_class(cfg.datamodule._target_)).parameters
     found = []
-    if str(cfg.trainer.get("precision", "32-true")) in ("32-true", "32"):
+    fanouts = cfg.datamodule.get("num_neighbors")
+    # Layers on mini-batches compute in float32 whatever the precision.
+    if fanouts is None and str(cfg.trainer.get("precision", "32-true")) in ("32-true", "32"):
         narrow = "feature_dtype" in options and not cfg.datamodule.get("feature_dtype")
         found.append("trainer.precision=bf16-mixed" + " datamodule.feature_dtype=bfloat16" * narrow)
-    fanouts = cfg.datamodule.get("num_neighbors")
     if fanouts is not None:
         halves = [fanout if fanout < 2 else (fanout + 1) // 2 for fanout in fanouts]
         if halves != list(fanouts):

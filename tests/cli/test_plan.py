@@ -107,8 +107,7 @@ def test_a_run_on_the_cpu_is_predicted(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert err == ""
     for text in ("A mini-batch", "sampling", "features", "products", "aggregation", "ns an edge", "Predicted:",
-                 "5 mini-batches", "Bottleneck:", "Other settings", "trainer.precision=bf16-mixed",
-                 "datamodule.num_neighbors=[2,2]"):  # fmt: skip
+                 "5 mini-batches", "Bottleneck:", "Other settings", "datamodule.num_neighbors=[2,2]"):  # fmt: skip
         assert text in out, text
     state = loaded(tmp_path / "plan.yaml")
     assert state["batches"] == 5
@@ -118,7 +117,8 @@ def test_a_run_on_the_cpu_is_predicted(tmp_path, capfd):
         5 * state["batch_s"]["seconds"] + state["preparation"]["sampling_s"] + state["preparation"]["features_s"]
     )
     tried = {option["change"] for option in state["options"]}
-    assert {"trainer.precision=bf16-mixed datamodule.feature_dtype=bfloat16", "datamodule.num_neighbors=[2,2]"} <= tried
+    assert "datamodule.num_neighbors=[2,2]" in tried
+    assert not any("bf16" in change for change in tried)  # layers on mini-batches compute in float32
     assert not list(tmp_path.glob("**/*.ckpt"))
 
 
@@ -127,7 +127,10 @@ def test_a_full_graph_on_the_cpu_is_predicted(tmp_path, capfd):
     base = [item for item in NODE if not item.startswith("datamodule")]
     assert plan(tmp_path, "datamodule=full", "model=gcn", base=base) == 0
     assert "1 mini-batches" in capfd.readouterr().out
-    assert loaded(tmp_path / "plan.yaml")["batches"] == 1
+    state = loaded(tmp_path / "plan.yaml")
+    assert state["batches"] == 1
+    changes = [option["change"] for option in state["options"]]
+    assert "trainer.precision=bf16-mixed datamodule.feature_dtype=bfloat16" in changes
 
 
 def test_what_a_setting_refuses_is_noted(tmp_path, capfd, monkeypatch):
