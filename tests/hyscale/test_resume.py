@@ -270,7 +270,7 @@ def of_other_threads(state):
 
 def of_another_version(state):
     state["history"] = [[state["mapping"], {}]]  # as it once was
-    del state["iterations"]
+    del state["act_from"]
 
 
 def continued(rank, folder):
