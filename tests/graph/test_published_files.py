@@ -233,10 +233,11 @@ def test_damaged_files_are_named(tmp_path, damage, said):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("node-feat", gzip.compress(b"1,2\n3,4\n"), r"has 2 rows, but there are 6 nodes"),
+        ("node-feat", gzip.compress(b"1,2\n3,4\n", mtime=0), r"has 2 rows, but there are 6 nodes"),
         ("node-feat", gzip.compress(b"1,2\n" * 6, mtime=0)[:-20], "cannot be read"),
-        ("node-label", gzip.compress(b"1\n2\n"), r"has 2 rows, but .*node-feat\.csv\.gz has 6"),
+        ("node-label", gzip.compress(b"1\n2\n", mtime=0), r"has 2 rows, but .*node-feat\.csv\.gz has 6"),
     ],
+    ids=["too few features", "cut", "too few labels"],
 )
 def test_damaged_folders_of_ogb_are_named(tmp_path, name, content, said):
     ogb(tmp_path / "ogbn")
