@@ -3,6 +3,8 @@ from itertools import product
 from math import inf
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.hyscale_model import DATASETS, cpu_fpga, cpu_gpu, loading_limits, paper_workload, peak_flops
 from lightning_gnn.hyscale.mapping import TaskMapping
@@ -130,6 +132,15 @@ def test_few_cores(cores, cpus):
         assert many.iteration_time(mapping) == pytest.approx(many.turns_time(mapping))
 
 
+@given(
+    st.sampled_from([1, 2, 3, 8]),
+    st.integers(1, 6),
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.floats(0.05, 20),
+    st.floats(1e4, 1e7),
+    st.sampled_from([0.0, 1e5]),
+)
 def test_best_mapping_is_the_best_of_all(cores, spare, accelerators, cpus, factor, sampling, there):
     if cpus + accelerators == 0:
         return
