@@ -22,14 +22,14 @@ def test_busy_counts_overlapping_lanes_once(spans):
 
 @pytest.mark.parametrize("numbers", [(-1.0, 0.0), (1.0, -1.0), (float("nan"), 0.0), (1.0, float("inf"))])
 def test_durations_are_finite_and_not_negative(numbers):
-    refuses(ValueError, "seconds must be finite and not negative", Duration, *numbers)
+    refuses(ValueError, "must be a finite number of at least 0, but is", Duration, *numbers)
 
 
 def test_stage_times_of_all_workers_and_of_the_gpu():
     one = Duration(1.0)
     times = StageTimes(Duration(8.0), one, Duration(2.0), Duration(3.0), one, cpu_workers=4)
     assert (times.cpu, times.gpu) == (2.0, 5.0)
-    refuses(ValueError, "cpu_workers must be at least 1, but is 0", StageTimes, one, one, one, one, one, 0)
+    refuses(ValueError, "cpu_workers must be a whole number of at least 1, but is 0", StageTimes, one, one, one, one, one, 0)
     refuses(ValueError, "the model must take some time", StageTimes, one, one, one, one, Duration(0.0))
 
 
