@@ -62,7 +62,7 @@ def cache_root(given: str | Path | None = None) -> Path | None:
         except (OSError, RuntimeError) as error:  # expanduser raises a RuntimeError
             say_once(f"cached files cannot be kept in {chosen} ({error}); what is cached is made again each time")
             return None
-        if os.name != "posix" or (found.st_uid == os.geteuid() and not found.st_mode & 0o022):
+        if not hasattr(os, "geteuid") or (found.st_uid == os.geteuid() and not found.st_mode & 0o022):
             return folder
         say_once(f"cached files are not kept in {folder}, which others own or may write to; chmod 700 or change it")
     return None
