@@ -1,6 +1,8 @@
 """Exact outputs of a graph in parts, of one type and of several: those of one machine, whoever has which nodes."""
 
+import os
 import tempfile
+from unittest.mock import patch
 
 import pytest
 import pytorch_lightning as pl
@@ -314,9 +316,10 @@ def test_hybrid_training_is_refused_before_it_begins(folder):
 
 @pytest.fixture
 def one_rank():
-    """Close the process group that Lightning leaves after an exception."""
-    yield
-    torch.distributed.destroy_process_group()
+    """Close the process group, and undo the environment, that Lightning leaves after an exception."""
+    with patch.dict(os.environ):
+        yield
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

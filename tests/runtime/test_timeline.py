@@ -29,7 +29,9 @@ def test_stage_times_of_all_workers_and_of_the_gpu():
     one = Duration(1.0)
     times = StageTimes(Duration(8.0), one, Duration(2.0), Duration(3.0), one, cpu_workers=4)
     assert (times.cpu, times.gpu) == (2.0, 5.0)
-    refuses(ValueError, "cpu_workers must be a whole number of at least 1, but is 0", StageTimes, one, one, one, one, one, 0)
+    refuses(
+        ValueError, "cpu_workers must be a whole number of at least 1, but is 0", StageTimes, one, one, one, one, one, 0
+    )
     refuses(ValueError, "the model must take some time", StageTimes, one, one, one, one, Duration(0.0))
 
 
