@@ -10,7 +10,6 @@ import torch
 from pytorch_lightning.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch.utils.data import DataLoader, IterableDataset
-from torch_geometric.nn import SAGEConv
 
 from lightning_gnn import FullGraphDataModule
 from lightning_gnn.hyscale.checks import check_precision
@@ -162,12 +161,6 @@ class Raw(Plain):
         self.optimizers().step()
 
 
-class Lazy(Plain):
-    def __init__(self):
-        super().__init__()
-        self.net = SAGEConv(-1, 3).double()
-
-
 class StepsLater(Raw):
     """Steps at the beginning of a mini-batch, with the gradients of the one before."""
 
@@ -196,7 +189,6 @@ REFUSED = {
     "fetches by itself": ({"module": Fetching}, "must not take a dataloader_iter"),
     "several losses": ({"module": SeveralLosses}, r"loss of one number, but that of trainer \d \(CPU\) has the shape"),
     "raw backward": ({"module": Raw}, r"call self.manual_backward\(loss\) instead of loss.backward\(\)"),
-    "no shapes yet": ({"module": Lazy}, "uninitialized|no shape yet"),
     "half precision": ({"precision": "16-true"}, r"trainer \d \(CPU\) of hyscale: which CPUs do not train in"),
     "other trainers": ({"drm": Decision(TaskMapping((10, 10, 10), 3), "start", "start")}, "recorded with 3 trainers"),
     "too few processes": (
