@@ -196,7 +196,7 @@ def rooms() -> str:
     """Return the packages and who stands on whom."""
     parts = []
     for number, (name, what) in enumerate((
-        ("runtime", "files, threads, clocks, ranks, resuming"), ("graph", "topology, features, data sets"),
+        ("runtime", "files, threads, clocks, resuming"), ("graph", "topology, features, data sets"),
         ("ops", "one operator per hot path"), ("nn", "layers, models, exact inference"),
         ("sampling", "CPU sampling, loaders, DataModules"), ("persistent", "PGSampler"),
     )):  # fmt: skip
@@ -204,6 +204,7 @@ def rooms() -> str:
         parts.append(box(190, y, 250, 42, f"{name}\n{what}", "ours"))
         if number:
             parts.append(arrow((315, y + 56), (315, y + 42)))
+    parts += [box(490, 330, 130, 42, "distributed\nranks of all systems", "ours"), arrow((440, 351), (490, 351))]
     parts += [box(10, 218, 130, 42, "triton_kernels\nTriton", "other"), arrow((140, 239), (190, 239))]
     parts += [box(10, 162, 130, 42, "ascend_ops\nAscend C", "other"), arrow((140, 190), (190, 232))]
     parts += [box(490, 64, 130, 42, "collective\nMorphGL", "ours"), arrow((440, 66), (490, 80))]

@@ -141,4 +141,4 @@ def interruptible():
 def started_from_a_file(monkeypatch):
     """Let strategies take an xdist worker, which python -c runs, for a program that ranks can run again."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        monkeypatch.setattr("lightning_gnn.runtime.ranks._can_run_again", lambda: True)
+        monkeypatch.setattr("lightning_gnn.distributed.monitored_ranks._can_run_again", lambda: True)

@@ -33,7 +33,6 @@ class ShardedBatch:
 
     Args:
         data: The rank's rows of every tensor of nodes; its ``edge_index`` is ``graph``.
-        graph: The rank's part of the graph.
         counts: For each split, how many nodes the rank has and how many there are; ``"all"`` for all nodes.
         predicted: For each rank, how many rows it predicts.
         places: Where these rows, one rank after the other, are in the whole prediction, int64.
@@ -73,11 +72,7 @@ def split_masks(batch: Data) -> dict[str, Tensor]:
 
 
 def agree(graph: CompressedGraph, masks: dict[str, Tensor], memory_limit: int | None, rank: int) -> int | None:
-    """Check that all ranks have the same graph and splits, and return the least of their memory limits.
-
-    Args:
-        memory_limit: Bytes that this rank may use, or None.
-    """
+    """Check that all ranks have the same graph and splits, and return the least of their memory limits."""
     mine = (
         f"{graph.num_targets} nodes, {graph.num_edges} edges",
         graph.checksum(),
@@ -105,9 +100,6 @@ def shard_batch(batch: Data, graph: RowShard, owners: Ownership, masks: dict[str
     Tensors are taken for such if their length is the number of nodes and their name does not contain "edge". Tensors of
     edges stay whole, in the order of the user's ``edge_index``. ``n_id`` names the rows, and ``pred_nodes``, if there
     are any, become places in them.
-
-    Args:
-        owners: Who owns which rows.
     """
     rows = owners.rows(graph.rank)
     num_nodes = owners.order.numel()
@@ -142,7 +134,6 @@ class BatchCache:
 
     Args:
         settings: Who executes the aggregations; with several ranks, their groups are those of the ranks.
-        local_ranks: Ranks on this machine.
         memory_limit: Bytes that a rank may use, None for no limit, or ``"auto"`` for what is free.
     """
 

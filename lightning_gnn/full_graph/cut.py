@@ -75,11 +75,7 @@ class RowEntries:
 
     @classmethod
     def of(cls, graph: CompressedGraph, rows: tuple[int, int], looped: bool) -> RowEntries:
-        """Read a range.
-
-        Args:
-            rows: First forward row and the one after the last.
-        """
+        """Read a range."""
         forward, (first, last) = graph.forward, rows
         indptr = forward.indptr[first : last + 1].numpy()
         before = start, stop = int(indptr[0]), int(indptr[-1])
@@ -127,7 +123,6 @@ def cut_out(
 
     Args:
         position: Position of each vertex in the order of the owners, int64 ``[V]``.
-        rows: First forward row and the one after the last.
         all_sources: Take all vertices for sources, used or not.
     """
     entries = RowEntries.of(graph, rows, looped)

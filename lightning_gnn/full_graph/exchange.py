@@ -24,8 +24,6 @@ class Exchange:
             with the same columns, and what :meth:`collect` brings back adds up.
         own: For each of the G sets, which of this rank's rows are in it, int64, ascending; None where all are.
         counts: How many rows of this rank's set each rank owns, ``[N]``.
-        num_rows: Rows that this rank owns.
-        group: Process group; None for the default one.
     """
 
     rank: int
@@ -106,7 +104,6 @@ def all_to_all(sent: Tensor, sizes: Sequence[int], received: Sequence[int], grou
 
     Args:
         sent: ``[sum of sizes]``.
-        group: Process group; None for the default one.
     """
     out = sent.new_empty(sum(received))
     if not sent.numel():
@@ -131,7 +128,6 @@ def tell_owners(
     Args:
         positions: The set, positions in the order of the owners, ascending, int32 ``[n]``.
         offsets: Where each owner's rows begin, and the number of all.
-        group: Process group; None for the default one.
 
     Returns:
         For each of the G sets, which of this rank's rows are in it, int64, ascending, None where all are; and how many
@@ -182,7 +178,6 @@ def all_gather_rows(values: Tensor, counts: Sequence[int], group: Any = None) ->
 
     Args:
         values: This rank's, ``[counts[rank], ...]``.
-        group: Process group; None for the default one.
     """
     values = values.detach()
     # To the length of the longest: backends gather equal lengths only.

@@ -71,14 +71,11 @@ class RowShard:
     if ``num_groups`` was given, it is an error.
 
     Args:
-        graph: The whole graph, the same on all ranks.
-        owners: Who owns which rows.
         num_columns: Columns of the features, for the choice of M.
         num_groups: M, which divides the number of ranks, or ``"auto"``.
         settings: Who executes this rank's aggregations.
         memory_limit: Bytes that a rank may use, or None.
         element_size: Bytes of a feature.
-        process_group: The ranks; None for the default group.
         looped: What :meth:`with_self_loops` returns: with exactly one self-loop per vertex.
     """
 
@@ -395,10 +392,6 @@ class RowShard:
 
 def head_blocks(start: int, stop: int, channels: int) -> list[tuple[int, int, int]]:
     """Cut a range of columns ``[H, C]`` into blocks of the same part of adjacent heads.
-
-    Args:
-        start: First column.
-        stop: The column after the last.
 
     Returns:
         First head, the one after the last, and columns of each of them; at most three blocks, in order.

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import inspect
+import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
 from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning_fabric.utilities.seed import reset_seed
 from lightning_utilities.core.apply_func import apply_to_collection
-from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.plugins import Precision
-from pytorch_lightning.utilities import rank_zero_warn
-from torch import Tensor, nn
-from torch_geometric.nn import norm as pyg
-from torchmetrics import Metric, MetricCollection
+from pytorch_lightning.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.distributed.step_sync import BatchWeight
+from lightning_gnn.distributed.weighted_ddp import WeightedDDPStrategy
 from lightning_gnn.full_graph.batches import BatchCache, ShardedBatch
+from lightning_gnn.full_graph.checks import refuse_norms_over_nodes
 from lightning_gnn.graph.hybrid_plan import PlanSettings, divisors
 from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
-from lightning_gnn.runtime.gradients import GradientMean
-from lightning_gnn.runtime.losses import LossWeights, returned_loss, warning_of, weighs_otherwise
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
-from lightning_gnn.runtime.weighted_ddp import WeightedDDPStrategy
 
-_STAGES = {"train": 0, "val": 1, "test": 2, "predict": 3}
+log = logging.getLogger(__name__)
+_SPLITS = {"training_step": "train", "validation_step": "val", "test_step": "test", "predict_step": "predict"}
+_LOADERS = {split: number for number, split in enumerate(_SPLITS.values())}
+"""Numbers of the loaders in the keys of dropout."""
 
 
 class AscendHybridParallelStrategy(WeightedDDPStrategy):
@@ -114,7 +112,9 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
     """
 
     strategy_name = "ascend_hybrid"
-    brought_home = ("_seed",)
+    synced_attributes = ("_seed",)
+    counts = "nodes"
+    shards_graph = True
 
     def __init__(
         self,
@@ -153,13 +153,9 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         self._batch: ShardedBatch | None = None
         self._dropout: drop_by_row | None = None
         self._split = "train"
-        self._loss_weights: LossWeights | None = None
-        self._gradients: GradientMean | None = None
-        self._weight: float | None = None
-        self._looked = False
         self._num_steps = 0
 
-    # Processes.
+    # -- processes
 
     @override
     def setup_distributed(self) -> None:
@@ -175,7 +171,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
                 f"{', '.join(map(str, divisors(self.world_size)))}"
             )
         assert self._timeout is not None
-        self._join(self._timeout.total_seconds())
+        self._connect(self._timeout.total_seconds())
 
     @override
     def _get_process_group_backend(self) -> str:
@@ -183,43 +179,22 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
             return "hccl"
         return super()._get_process_group_backend()
 
-    @override
-    def teardown(self) -> None:
-        """Free the shards, and leave the other ranks when all are through."""
-        if self.lightning_module is not None:
-            log_locally(self.lightning_module)
-        self._cache = self._batch = None
-        super().teardown()
-
-    # The model.
+    # -- the model
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Move the model to the device, make it the same on all ranks, and set up the optimizers."""
         super().setup(trainer)
-        if not self._alone:
-            own = set(map(id, self._module.parameters()))
-            for parameter in self._trained():
-                if id(parameter) not in own:
-                    dist.broadcast(parameter.data, 0)
-            if trainer.state.fn == "fit":
-                refuse_norms_over_nodes(self._module)
-            log_globally(self._module, self._share, self.world_size)
-            self._loss_weights, self._looked = LossWeights(self.root_device), False
-            self._num_steps = 0
-            self._gradients = GradientMean(self.world_size)
+        if not self._alone and trainer.state.fn == "fit":
+            refuse_norms_over_nodes(self._module)
+        self._num_steps = 0
         if self._seed is None:
             # Masks of one seed on all ranks, also where nobody called seed_everything.
             self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
 
     @override
-    def configure_ddp(self) -> None:
-        """Make parameters and buffers those of rank 0."""
-        _sync_module_states(self._module)
-
-    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, with the seed of the dropout masks; it loads without this strategy."""
+        log.debug(f"{self.__class__.__name__}: saving a checkpoint of {self.rank_name}")
         checkpoint = {**checkpoint, self.strategy_name: {"seed": self._seed}}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -230,7 +205,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         self._seed = checkpoint.get(self.strategy_name, {}).get("seed", self._seed)
         return checkpoint
 
-    # Batches.
+    # -- batches
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -239,6 +214,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
 
     @property
     def _prepared(self) -> BatchCache:
+        """The batches that were cut, and are kept for the next epochs."""
         if self._cache is None:
             self._cache = BatchCache(
                 self.settings,
@@ -250,206 +226,53 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
             )
         return self._cache
 
-    # Steps.
+    # -- steps
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let the ranks of one machine use one copy of what the first step has derived from the graph."""
+        super().on_train_batch_start(batch, batch_idx)
         self._num_steps += 1
         datamodule = getattr(self._module.trainer, "datamodule", None)
         if self._num_steps == 2 and self.world_size > 1 and getattr(datamodule, "share_memory", False):
             share_equal_arrays(self._prepared.large_arrays())
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step on this rank's rows."""
-        number = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
-        output = self._run_step("train", super().training_step, args, kwargs, number)
-        self._weight = None
-        if self._loss_weights is not None and self._module.automatic_optimization:
-            self._weight = self._loss_weights.part(output)
-            if self._weight is None:
-                self._look(returned_loss(output))
-        return output
-
-    def _look(self, loss: Tensor | None) -> None:
-        """Warn, once, of a loss that needs a weight. All ranks come here together."""
-        if not self._looked:
-            self._looked = True
-            found: list[str | None] = [None] * self.world_size
-            dist.all_gather_object(found, None if loss is None else weighs_otherwise(loss, self._share()[0]))
-            if (why := next(filter(None, found), None)) is not None:
-                rank_zero_warn(warning_of(why, "ascend_hybrid's ranks", "nodes"))
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step on this rank's rows."""
-        return self._run_step("val", super().validation_step, args, kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step on this rank's rows."""
-        return self._run_step("test", super().test_step, args, kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step on this rank's rows, and return the rows of all ranks."""
-        predicted = self._run_step("predict", super().predict_step, args, kwargs)
-        return predicted if self._batch is None else apply_to_collection(predicted, Tensor, self._batch.gather)
-
-    def _run_step(
-        self, split: str, step: Callable[..., Any], args: Any, kwargs: dict[str, Any], number: int | None = None
-    ) -> Any:
-        if self._lazy:
-            with self._step(split, args, number):
-                self.initialize_lazy(step, *args, **kwargs)
-        with self._step(split, args, number):
-            return step(*args, **kwargs)
-
     @contextmanager
-    def _step(self, split: str, args: tuple[Any, ...], number: int | None = None) -> Iterator[None]:
+    def batch_context(self, step: str, args: tuple[Any, ...]) -> Iterator[None]:
         """Draw dropout by row, and know whose share of which split is at work."""
         self._batch = next((batch for batch in map(self._prepared.sharded, args) if batch is not None), None)
-        self._split = split
+        self._split = _SPLITS[step]
         assert self._seed is not None
-        if number is None:
+        # In training the graph comes again in each epoch as the batch of index 0, which must not draw the same masks.
+        if step == "training_step":
+            number = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
+        else:
             number = next((argument for argument in args if isinstance(argument, int)), 0)  # batch_idx
-        key = batch_key(self._seed, loader=_STAGES[split], batch=number)
+        key = batch_key(self._seed, loader=_LOADERS[self._split], batch=number)
         self._dropout = drop_by_row(key, None if self._batch is None else self._batch.graph.rows)
         with self._dropout:
             yield
 
-    def _share(self) -> tuple[int, int]:
+    @override
+    def user_code(self, name: str) -> AbstractContextManager[object]:
+        """Draw in the backward pass, too: gradient checkpointing runs parts of the step again, with their masks."""
+        by_hand = not self._module.automatic_optimization  # in which the step is not over
+        return nullcontext() if name != "backward" or by_hand or self._dropout is None else self._dropout
+
+    @override
+    def batch_weight(self) -> BatchWeight:
         """Return how many nodes of the current split this rank has, and how many there are."""
-        return (1, 1) if self._batch is None else self._batch.share(self._split)
-
-    # Gradients and numbers.
+        return BatchWeight(1, 1) if self._batch is None else BatchWeight(*self._batch.share(self._split))
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute gradients of the mean over all ranks' nodes, or of what the weights of ``training_step`` make."""
-        automatic = self._module.automatic_optimization
-        # Gradient checkpointing runs parts of the step again, with the masks that they had; by hand, it is not over.
-        with self._dropout if automatic and self._dropout is not None else nullcontext():
-            return self._backward(closure_loss, optimizer, *args, **kwargs)
-
-    def _backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if self._alone:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        if not self._module.automatic_optimization:
-            self._look(closure_loss)
-        # The mean over ranks of N * n_r / n times a rank's mean is the mean over nodes.
-        loss = closure_loss * (self._part_of_loss() * self.world_size)
-        loss = self.precision_plugin.pre_backward(loss, self._module)
-        self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
-        if self.sync_gradients:
-            assert self._gradients is not None
-            self._gradients.take(self._trained())
-        return self.precision_plugin.post_backward(loss, self._module)
-
-    def _part_of_loss(self) -> float:
-        """Return by what this rank's loss is multiplied in the sum of all ranks' losses."""
-        here, everywhere = self._share()
-        return here / everywhere if self._weight is None else self._weight
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the module's step on this rank's rows, and return the rows of all ranks."""
+        predicted = super().predict_step(*args, **kwargs)
+        return predicted if self._batch is None else apply_to_collection(predicted, Tensor, self._batch.gather)
 
     @override
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step; an optimizer that reads the loss, as a line search does, gets that of all ranks."""
-        if not self._alone and _reads_the_loss(optimizer):
-            closure = partial(self._of_all_ranks, closure)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    def _of_all_ranks(self, closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        if loss is None:
-            return None
-        loss = torch.as_tensor(loss, device=self.root_device).detach() * self._part_of_loss()
-        dist.all_reduce(loss)
-        return loss
-
-
-def _reads_the_loss(optimizer: Any) -> bool:
-    """Say whether an optimizer may decide by the loss; those of torch, one aside, hand it on as it is."""
-    kind = type(optimizer)
-    return issubclass(kind, torch.optim.LBFGS) or not kind.__module__.startswith("torch.optim")
-
-
-_STEPS = ("training_step", "validation_step", "test_step")
-
-
-def log_globally(module: pl.LightningModule, share: Callable[[], tuple[int, int]], num_ranks: int) -> None:
-    """Make a module's ``log`` exact over all ranks, until :func:`log_locally`.
-
-    Inside the three steps, a mean becomes the mean over the split's nodes of all ranks; a sum, maximum or minimum runs
-    over all ranks. Metrics of torchmetrics are left to their own synchronisation, and so are other hooks.
-    """
-    original = type(module).log.__get__(module)
-    signature = inspect.signature(original)
-
-    def log(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs).arguments
-        value, reduce = given["value"], given.get("reduce_fx", "mean")
-        reduce = getattr(reduce, "__name__", reduce)
-        known = reduce in ("mean", "avg", "sum", "max", "min")
-        if isinstance(value, Metric | MetricCollection) or module._current_fx_name not in _STEPS or not known:
-            original(**given)
-            return
-        if given.get("rank_zero_only"):
-            raise ValueError(
-                f"log({given['name']!r}, rank_zero_only=True): under ascend_hybrid each rank has some of the rows, "
-                "so that all must log; leave rank_zero_only out"
-            )
-        if reduce in ("mean", "avg"):
-            here, everywhere = share()
-            value = _float(value) * (here / everywhere * num_ranks)
-            given["batch_size"] = everywhere
-        original(**{**given, "value": value, "sync_dist": True})
-
-    module.__dict__["log"] = log
-
-
-def log_locally(module: pl.LightningModule) -> None:
-    """Give a module its own ``log`` back."""
-    module.__dict__.pop("log", None)
-
-
-def _float(value: Any) -> Tensor:
-    number = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.get_default_dtype())
-    return number if number.is_floating_point() else number.to(torch.get_default_dtype())
-
-
-_OVER_NODES = (
-    nn.modules.batchnorm._BatchNorm,
-    pyg.BatchNorm,
-    pyg.HeteroBatchNorm,
-    pyg.InstanceNorm,
-    pyg.GraphNorm,
-    pyg.GraphSizeNorm,
-    pyg.PairNorm,
-    pyg.MeanSubtractionNorm,
-    pyg.DiffGroupNorm,
-)
-
-
-def refuse_norms_over_nodes(model: nn.Module) -> None:
-    """Refuse layers whose statistics run over all nodes: over a rank's rows they would be other ones.
-
-    ``SyncBatchNorm`` is fine: its statistics run over the ranks.
-    """
-    found = [
-        f"{name} ({type(layer).__name__})"
-        for name, layer in model.named_modules()
-        if (isinstance(layer, _OVER_NODES) and not _synchronised(layer))
-        or (isinstance(layer, pyg.LayerNorm) and layer.mode == "graph")
-    ]
-    if found:
-        raise ValueError(
-            f"{', '.join(found)} normalises over all nodes, of which each rank has a part: the results would depend on "
-            "the number of devices; use LayerNorm(mode='node') or another norm over features, Trainer(sync_batchnorm="
-            "True) for batch normalisation on GPUs, or one device"
-        )
-
-
-def _synchronised(layer: nn.Module) -> bool:
-    """Say whether this is a ``SyncBatchNorm``, or PyG's wrapper of one."""
-    return isinstance(layer, nn.SyncBatchNorm) or isinstance(getattr(layer, "module", None), nn.SyncBatchNorm)
+    def teardown(self) -> None:
+        """Free the shards, and leave the other ranks when all are through."""
+        self._cache = self._batch = None
+        super().teardown()

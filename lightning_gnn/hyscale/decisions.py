@@ -25,9 +25,7 @@ class Decision:
     """What to do from now on, and why.
 
     Args:
-        mapping: The mapping from now on.
         action: ``start``, ``hold``, ``balance_work``, ``balance_thread`` or ``undo`` (threads go back).
-        observation: How many observations led to it.
         changed: Whether the mapping is another one than before.
     """
 
@@ -79,11 +77,7 @@ def read_decisions(lines: Iterable[str]) -> list[Decision]:
 
 
 class Recorder:
-    """What resource managers share: the mapping in force, and a log of the decisions that changed it.
-
-    Args:
-        mapping: The mapping to begin with.
-    """
+    """What resource managers share: the mapping in force, and a log of the decisions that changed it."""
 
     def __init__(self, mapping: TaskMapping) -> None:
         self.mapping = mapping

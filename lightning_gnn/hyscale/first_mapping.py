@@ -39,7 +39,6 @@ class FirstMapping:
 
     Args:
         shares: Of each trainer, those on the CPU first; they are not rounded to seeds, as a mapping's are.
-        cpu_trainers: How many of the trainers are CPU trainers.
         total: Seeds of the node in a full iteration.
         threads: CPU threads of Sampling, Feature Loading and the CPU trainers.
         accelerator_sampling: Share of the sampling that accelerators do; 0 where they cannot.
@@ -84,7 +83,7 @@ def resumed_mapping(
     """Return what the run began with that wrote a checkpoint, None where it does not fit or tell, and what else fits.
 
     Args:
-        state: Of a :class:`~lightning_gnn.hyscale.work_balance.WorkBalance`; an older one has no first mapping.
+        state: Of a :class:`~lightning_gnn.hyscale.work_balance.BalanceController`; an older one has no first mapping.
     """
     if "first" not in state:
         return None, state

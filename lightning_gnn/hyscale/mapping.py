@@ -23,7 +23,6 @@ class TaskMapping:
     Args:
         seeds: Seeds of each trainer in one iteration, the CPU trainers first, then the accelerators; 0 for a trainer
             that is taken out. Their sum never changes.
-        cpu_trainers: How many of the trainers are CPU trainers.
         threads: CPU threads of Sampling, of Feature Loading and of the CPU trainers together. Their sum never changes.
         accelerator_sampling: Share of the sampling that accelerators do, 0 to 1.
     """
@@ -124,7 +123,6 @@ class IterationTimes:
     mini-batches of their own, their thread-seconds divided by the number of threads.
 
     Args:
-        sample_cpu: Sampling on the CPU.
         sample_accelerator: Sampling on accelerators, the slowest.
         transfer: Data Transfer, the slowest accelerator's.
         train_cpu: Propagation of each CPU trainer; None or 0 for one without seeds.

@@ -149,7 +149,6 @@ class PerformanceModel:
         that is faster, and fewer where that is faster since there are more threads than cores.
 
         Args:
-            cpu_trainers: CPU trainers, 0 for accelerators alone.
             num_threads: Threads to share out; by default one per core, but no fewer than tasks.
 
         Raises:

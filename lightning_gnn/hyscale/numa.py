@@ -23,11 +23,7 @@ def numa_cores(nodes: Path = _NODES) -> list[set[int]]:
 
 
 def pin_to_numa_node(trainer: int, num_cpu: int) -> None:
-    """Keep a CPU trainer, with the threads that it starts from now on, on the cores of its NUMA node.
-
-    Args:
-        trainer: Which; those from ``num_cpu`` on are accelerators, which stay where they are.
-    """
+    """Keep a CPU trainer, with the threads that it starts from now on, on the cores of its NUMA node."""
     nodes = numa_cores()
     if trainer < num_cpu and len(nodes) > 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, nodes[trainer * len(nodes) // num_cpu])

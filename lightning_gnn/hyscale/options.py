@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 
@@ -13,6 +13,9 @@ from lightning_gnn.hyscale.numa import numa_cores
 from lightning_gnn.hyscale.transfer import TRANSFER_DTYPES
 from lightning_gnn.runtime.cores import num_cores
 from lightning_gnn.runtime.messages import whole_number
+
+_MAX_TIMEOUT_S = 1e8
+"""Nothing that waits takes infinity."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class Trainers:
     def num_accelerators(self) -> int:
         """How many are not CPU trainers."""
         return len(self.devices) - self.num_cpu
+
+    @property
+    def accelerators(self) -> list[torch.device]:
+        """Those that are not CPU trainers."""
+        return list(self.devices[self.num_cpu :])
 
     @property
     def names(self) -> list[str]:
@@ -156,7 +164,6 @@ def default_threads(num_workers: int, trainers: Trainers, balanced: bool) -> tup
     """Return the CPU threads of sampling, feature loading and training of a node where none are given.
 
     Args:
-        num_workers: Of the loader; they are shared out among the first two.
         balanced: Whether a manager moves threads, so that they must not be more than cores. Otherwise the CPU trainers
             get all cores.
     """
@@ -168,25 +175,55 @@ def default_threads(num_workers: int, trainers: Trainers, balanced: bool) -> tup
     return sampling, loading, max(1, num_cpu, training if num_cpu else 1)
 
 
-def check_options(
-    cpu_trainers: Any, drm: Any, prefetch: Any, stall_timeout: Any, transfer_dtype: Any, agree_every: Any
-) -> None:
-    """Refuse options of :class:`~lightning_gnn.hyscale.HyScaleStrategy` that are out of range or of another kind."""
-    if cpu_trainers != "numa":
-        whole_number(cpu_trainers, "cpu_trainers", 0)
-    whole_number(agree_every, "agree_every", 1)
-    if not isinstance(drm, (bool, str, Path)):
-        raise ValueError(f"drm is True, 'paper', False or the path of a log of decisions, but is {drm!r}")
-    if replays(drm) and not Path(drm).is_file():
-        raise ValueError(
-            f"drm={str(drm)!r} is no file; give a log that decision_log= has left, or True, 'paper' or False"
-        )
-    if prefetch not in (0, 1, 2):
-        raise ValueError(f"prefetch is 0 (none), 1 or 2 (stages), but is {prefetch!r}")
-    if not isinstance(stall_timeout, (int, float)) or not stall_timeout > 0:
-        raise ValueError(f"stall_timeout must be a positive number of seconds, but is {stall_timeout!r}")
-    if transfer_dtype not in TRANSFER_DTYPES:
-        raise ValueError(f"transfer_dtype is one of {TRANSFER_DTYPES}, but is {transfer_dtype!r}")
+@dataclass
+class HyScaleOptions:
+    """The options of :class:`~lightning_gnn.hyscale.HyScaleStrategy`, where they are described.
+
+    Raises:
+        ValueError: One is out of range or of another kind.
+    """
+
+    cpu_trainers: int | Literal["numa"]
+    cpu_share: str | float
+    drm: bool | str | Path
+    prefetch: int
+    stall_timeout: float
+    transfer_dtype: str | None
+    shares: list[float] | None
+    threads: tuple[int, int, int] | None
+    devices: list[torch.device] | None
+    decision_log: str | Path | None
+    accelerator_sampling: str | float
+    agree_every: int
+
+    def __post_init__(self) -> None:
+        drm, prefetch, stall_timeout = self.drm, self.prefetch, self.stall_timeout
+        if self.cpu_trainers != "numa":
+            whole_number(self.cpu_trainers, "cpu_trainers", 0)
+        whole_number(self.agree_every, "agree_every", 1)
+        share, sampling = self.cpu_share, self.accelerator_sampling
+        if share != "auto" and not (isinstance(share, (int, float)) and 0.0 < share <= 1.0):
+            raise ValueError(
+                f"cpu_share is 'auto' or the CPU trainers' part of the seeds, in (0, 1], but is {share!r}; "
+                f"cpu_trainers=0 leaves the CPU out"
+            )
+        if sampling != "auto" and not (isinstance(sampling, (int, float)) and 0.0 <= sampling <= 1.0):
+            raise ValueError(
+                f"accelerator_sampling is 'auto' or a share of the sampling, in [0, 1], but is {sampling!r}"
+            )
+        if not isinstance(drm, (bool, str, Path)):
+            raise ValueError(f"drm is True, 'paper', False or the path of a log of decisions, but is {drm!r}")
+        if replays(drm) and not Path(drm).is_file():
+            raise ValueError(
+                f"drm={str(drm)!r} is no file; give a log that decision_log= has left, or True, 'paper' or False"
+            )
+        if prefetch not in (0, 1, 2):
+            raise ValueError(f"prefetch is 0 (none), 1 or 2 (stages), but is {prefetch!r}")
+        if not isinstance(stall_timeout, (int, float)) or not stall_timeout > 0:
+            raise ValueError(f"stall_timeout must be a positive number of seconds, but is {stall_timeout!r}")
+        if self.transfer_dtype not in TRANSFER_DTYPES:
+            raise ValueError(f"transfer_dtype is one of {TRANSFER_DTYPES}, but is {self.transfer_dtype!r}")
+        self.stall_timeout = min(stall_timeout, _MAX_TIMEOUT_S)
 
 
 def check_devices(devices: Any) -> list[torch.device] | None:
@@ -194,18 +231,6 @@ def check_devices(devices: Any) -> list[torch.device] | None:
     if devices is None:
         return None
     return [torch.device(device) for device in ([devices] if isinstance(devices, (str, torch.device)) else devices)]
-
-
-def check_share(cpu_share: str | float) -> str | float:
-    """Return the share."""
-    if cpu_share == "auto":
-        return cpu_share
-    if not isinstance(cpu_share, (int, float)) or not 0.0 < cpu_share <= 1.0:
-        raise ValueError(
-            f"cpu_share is 'auto' or the CPU trainers' part of the seeds, in (0, 1], but is {cpu_share!r}; "
-            f"cpu_trainers=0 leaves the CPU out"
-        )
-    return float(cpu_share)
 
 
 def check_shares(shares: Sequence[float] | None, num_trainers: int | None = None) -> list[float] | None:
@@ -222,15 +247,6 @@ def check_shares(shares: Sequence[float] | None, num_trainers: int | None = None
             f"shares has {len(checked)} entries, but there are {num_trainers} trainers (CPU trainers first)"
         )
     return checked
-
-
-def check_sampling(share: str | float) -> str | float:
-    """Return the share of the sampling that accelerators do."""
-    if share == "auto":
-        return share
-    if not isinstance(share, (int, float)) or not 0.0 <= share <= 1.0:
-        raise ValueError(f"accelerator_sampling is 'auto' or a share of the sampling, in [0, 1], but is {share!r}")
-    return float(share)
 
 
 def check_threads(threads: Sequence[int] | None) -> tuple[int, int, int] | None:

@@ -31,9 +31,6 @@ class PublishedResourceManager(Recorder):
       CPU task, as line 16 and the text have it. Every task keeps a thread, and each CPU trainer.
     - *A stage that does not exist* is not sorted. A remedy that needs one, or that finds nothing to move, changes
       nothing: the paper has no other for that stage.
-
-    Args:
-        mapping: The mapping to begin with.
     """
 
     def observe(self, times: IterationTimes) -> Decision:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_gnn.ops.hashing import mix
 
 
-class OwnStream:
+class RankRNG:
     """Torch's CPU generator as one rank's steps see it.
 
     Dropout takes other amounts of random numbers on ranks with other shares. Drawn from the generator that hooks use
@@ -33,7 +33,7 @@ class OwnStream:
             getattr(torch, accelerator.type).manual_seed(key)
 
     @contextmanager
-    def drawn_from(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Let what runs within draw from this stream; a block within another one changes nothing."""
         if self._inside:
             yield

@@ -42,13 +42,7 @@ from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 
 @dataclass(frozen=True)
 class HybridForecast:
-    """What the performance model says about a run.
-
-    Args:
-        model: With its platform and workload.
-        best: The mapping with the shortest iteration.
-        begin: The mapping that the run begins with.
-    """
+    """What the performance model says about a run."""
 
     model: PerformanceModel
     best: TaskMapping
@@ -84,19 +78,21 @@ def forecast(datamodule: pl.LightningDataModule, module: pl.LightningModule, tra
         raise ValueError(
             f"the plan needs mini-batches of a known size, with a seed for each of {trainer.num_nodes} nodes"
         )
-    workload, sampled_per_s = describe_workload(loader, module, total, strategy.transfer_dtype)
+    workload, sampled_per_s = describe_workload(loader, module, total, strategy.options.transfer_dtype)
     if workload is None:
         raise ValueError("the plan needs a loader that tells its fanouts, and node features data.x as one tensor")
-    sampling_wanted = wanted_sampling(strategy.accelerator_sampling, strategy.drm)
+    sampling_wanted = wanted_sampling(strategy.options.accelerator_sampling, strategy.options.drm)
     here = strategy.trainers
     num_cpu = here.num_cpu
     sampling = find_sampling(sampling_wanted, loader, here)
     there = 0.0 if sampling is None else accelerator_rate(sampling, loader, total)
-    platform = measure_platform(Trainers.of(1, strategy.accelerators), sampled_per_s, there)
+    platform = measure_platform(Trainers.of(1, strategy.trainers.accelerators), sampled_per_s, there)
     platform = replace(platform, num_nodes=trainer.num_nodes)
     model = PerformanceModel(platform, workload)
     num_workers = getattr(loader, "num_threads", None) or loader.num_workers
-    threads = strategy.threads or default_threads(num_workers, here, allowed_drm(strategy.drm) is not False)
+    threads = strategy.options.threads or default_threads(
+        num_workers, here, allowed_drm(strategy.options.drm) is not False
+    )
     best = model.best_mapping(num_cpu, max(sum(threads), 2 + num_cpu))
     begin = _begin(strategy, num_cpu, platform, best, threads, sampling_wanted)
     return HybridForecast(model, best, begin)
@@ -111,16 +107,16 @@ def _begin(
     sampling: str | float,
 ) -> TaskMapping:
     """Return the mapping that the strategy begins with: what it is told, the best one where nothing is told."""
-    if replays(strategy.drm):
-        return read_decisions(read_text(strategy.drm, LARGEST_JSON).splitlines())[0].mapping
+    if replays(strategy.options.drm):
+        return read_decisions(read_text(strategy.options.drm, LARGEST_JSON).splitlines())[0].mapping
     trainers = Trainers((torch.device("cpu"),) * (num_cpu + platform.num_accelerators), num_cpu)
-    weights = check_shares(strategy.shares, len(trainers.devices))
-    if weights is None and strategy.cpu_share == "auto" and not measurements_decide():
+    weights = check_shares(strategy.options.shares, len(trainers.devices))
+    if weights is None and strategy.options.cpu_share == "auto" and not measurements_decide():
         weights = trainers.equal_weights
-    elif weights is None and strategy.cpu_share == "auto" and trainers.num_cpu and trainers.num_accelerators:
-        weights, threads = list(best.shares), strategy.threads or best.threads
+    elif weights is None and strategy.options.cpu_share == "auto" and trainers.num_cpu and trainers.num_accelerators:
+        weights, threads = list(best.shares), strategy.options.threads or best.threads
     if weights is None:
-        weights = trainers.weights(strategy.cpu_share)
+        weights = trainers.weights(strategy.options.cpu_share)
     seeds = tuple(stop - start for start, stop in split_seeds(best.total, weights))
     there = platform.accelerator_sampling * platform.num_accelerators
     if isinstance(sampling, str):  # both are done at the same time

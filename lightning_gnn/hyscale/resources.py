@@ -35,8 +35,6 @@ class Remedy(NamedTuple):
     Args:
         kind: ``balance_work`` shares work out anew between the processors of the two stages; ``balance_thread`` takes
             threads from the first for the second; ``none`` where there is no other CPU task to take them from.
-        first: The first argument in the paper.
-        second: The second.
     """
 
     kind: Literal["balance_work", "balance_thread", "none"]

@@ -23,25 +23,21 @@ from lightning_gnn.hyscale.resources import LEAST_SHARE, DynamicResourceManager
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 from lightning_gnn.runtime.timeline import StepTimer
 
-STAGES = ("seeds", "sampled_there", "sample", "sample_accelerator", "load", "transfer", "train")
+STEP_FIELDS = ("seeds", "sampled_there", "sample", "sample_accelerator", "load", "transfer", "train")
 """What a rank tells the others of its last iteration: seeds, whether its accelerator sampled, then thread-seconds."""
 
 
 def stage_row(share: Share | None, train: float = 0.0) -> list[float]:
-    """Return what a rank tells of its last iteration, in the order of :data:`STAGES`; -1 for what there was not."""
+    """Return what a rank sends of its last iteration, in the order of :data:`STEP_FIELDS`; -1 for what is missing."""
     if share is None:
-        return [-1.0] * len(STAGES)
+        return [-1.0] * len(STEP_FIELDS)
     there = -1.0 if share.sampled_there is None else float(share.sampled_there)
-    stages = [share.seconds.get(name, -1.0) for name in STAGES[2:6]]
+    stages = [share.seconds.get(name, -1.0) for name in STEP_FIELDS[2:6]]
     return [float(share.seeds), there, *stages, train]
 
 
 class StageClock:
-    """Takes the times of one rank's iterations, without what it waits for others.
-
-    Args:
-        device: On which it trains.
-    """
+    """Takes the times of one rank's iterations, without what it waits for others."""
 
     def __init__(self, device: torch.device) -> None:
         self._timer = None if device.type == "cpu" else StepTimer(device)
@@ -69,22 +65,18 @@ class StageClock:
         self._share, self._seconds = share, 0.0
 
 
-class WorkBalance:
+class BalanceController:
     """Shares out the seeds and threads of one node, and changes that as its manager decides.
 
     Each rank of the node has one, makes the same decisions from the same times, and puts them into force at the same
     iteration: the first that no rank can have begun to prepare when the decision is made.
 
     Args:
-        weights: Shares of the trainers to begin with.
-        threads: CPU threads of sampling, feature loading and CPU trainers of the node to begin with.
         total: Seeds of this node in a full iteration.
         drm: True: this package's manager; ``"paper"``: the published one; False: nothing changes; a path: replay the
             decisions recorded there.
-        record: Where to write the decisions, one JSON line each, for a replay.
         ahead: Iterations that a rank prepares before their turn, at most.
         sampling: Share of the sampling that accelerators do, to begin with; 0 where they cannot.
-        speaks: Whether this rank tells about decisions and records them.
     """
 
     def __init__(
@@ -97,7 +89,7 @@ class WorkBalance:
         record: str | Path | None = None,
         ahead: int = 6,
         sampling: float = 0.0,
-        speaks: bool = True,
+        is_logging_rank: bool = True,
     ) -> None:
         self.trainers = trainers
         self.weights = list(weights)
@@ -114,8 +106,8 @@ class WorkBalance:
         self.manager: DynamicResourceManager | PublishedResourceManager | ReplayedDecisions | None = None
         self.iteration = 0
         """Iterations that have begun."""
-        self._record = None if record is None or not speaks else Path(record)
-        self._speaks = speaks
+        self._record = None if record is None or not is_logging_rank else Path(record)
+        self._is_logging_rank = is_logging_rank
         self._planned: deque[tuple[int, TaskMapping]] = deque()
         self._in_force: TaskMapping | None = None
         self._before: TaskMapping | None = None
@@ -216,7 +208,7 @@ class WorkBalance:
     def _times(self, rows: Sequence[Sequence[float]]) -> IterationTimes:
         """Return the stage times of an iteration: of a task that every rank has, the longest."""
         cpu = self.trainers.num_cpu
-        named = [dict(zip(STAGES, row, strict=True)) for row in rows]
+        named = [dict(zip(STEP_FIELDS, row, strict=True)) for row in rows]
         train = tuple(row["train"] if row["seeds"] > 0 else None for row in named)
         seeds = tuple(int(row["seeds"]) for row in named)
         sample, load = [], []
@@ -282,7 +274,7 @@ class WorkBalance:
         self.accelerator_sampling = mapping.accelerator_sampling
 
     def _tell(self, decision: Decision) -> None:
-        if not self._speaks:
+        if not self._is_logging_rank:
             return
         rank_zero_info(f"hyscale: {decision}")
         if self._record is not None:

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from torch_geometric.data import Data, HeteroData
 
+from lightning_gnn.distributed.heartbeat import Heartbeats, end_process
+from lightning_gnn.distributed.monitored_ranks import MonitoredRanks
 from lightning_gnn.nn.full_batch import inference_settings, only_batch
 from lightning_gnn.nn.inference import Elsewhere, FullInference
 from lightning_gnn.nn.module import GNNModule
@@ -32,9 +34,7 @@ from lightning_gnn.partitioned.sampler import Connection, EdgeRows, NodeRows, Pa
 from lightning_gnn.partitioned.shard import Shard, holders
 from lightning_gnn.partitioned.whole import nothing, with_topology, without_rows
 from lightning_gnn.runtime.byte_sizes import memory_bytes
-from lightning_gnn.runtime.heartbeat import Heartbeats, end_process
 from lightning_gnn.runtime.messages import true_or_false
-from lightning_gnn.runtime.ranks import WatchedRanks
 from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 from lightning_gnn.sampling.link_datamodule import LinkDataModule
 from lightning_gnn.sampling.node_datamodule import NeighborDataModule, as_ids
@@ -206,13 +206,13 @@ class _OnParts(MiniBatchDataModule):
     def on_exception(self, exception: BaseException) -> None:
         """Say in the message which rank was lost, or tell the others that it is this one."""
         if self._heartbeats is not None:
-            self._heartbeats.answer(exception)
+            self._heartbeats.handle_exception(exception)
 
     def _watch_ranks(self) -> None:
         """Notice within seconds that a rank is lost, unless the strategy does."""
         strategy = None if self.trainer is None else self.trainer.strategy
         grouped = dist.is_available() and dist.is_initialized()
-        if not grouped or dist.get_world_size() == 1 or isinstance(strategy, WatchedRanks):
+        if not grouped or dist.get_world_size() == 1 or isinstance(strategy, MonitoredRanks):
             return
         store = dist.PrefixStore(  # type: ignore[attr-defined]
             f"partitioned {next(_RUNS)}", dist.distributed_c10d._get_default_store()

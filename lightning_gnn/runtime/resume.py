@@ -19,7 +19,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_gnn.runtime.checkpoint_io import use_safe_files
-from lightning_gnn.runtime.heartbeat import fails_alone
+from lightning_gnn.runtime.exceptions import is_handling_exception
 from lightning_gnn.runtime.precision import convert_batches
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
 
@@ -68,7 +68,7 @@ class ResumableDataModule(pl.LightningDataModule):
         if trainer is not None:
             mine += [logged_state(trainer), _gradients(trainer), self._order_state]
         by_rank: list[Any] = [mine] * self._world_size
-        if self._world_size > 1 and not fails_alone():
+        if self._world_size > 1 and not is_handling_exception():
             torch.distributed.all_gather_object(by_rank, mine)
         state: dict[str, Any] = {
             name: list(values) for name, values in zip(_BY_RANK, zip(*by_rank, strict=True), strict=False)

@@ -33,7 +33,7 @@ from lightning_gnn.runtime.store import say_once
 MIN_SHARED_BYTES = 1 << 20
 """Smaller tensors are left alone."""
 _OWN_MEMORY = (
-    "lightning_gnn.runtime.heartbeat", "lightning_fabric.", "pytorch_lightning.", "lightning.", "tqdm.", "rich.",
+    "lightning_gnn.distributed.heartbeat", "lightning_fabric.", "pytorch_lightning.", "lightning.", "tqdm.", "rich.",
     "tensorboard.", "wandb.", "mlflow.",
 )  # fmt: skip
 """Modules whose threads write to no tensor of the user's: observers, progress bars, loggers."""

@@ -10,9 +10,9 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
+from lightning_gnn.distributed.heartbeat import Heartbeats
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
-from lightning_gnn.runtime.heartbeat import Heartbeats
 from tests.full_graph.launch import observe, run
 from tests.full_graph.training import SideBySide, small_data, trainer_of
 from tests.patience import NEVER, PATIENCE

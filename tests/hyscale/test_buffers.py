@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_gnn.hyscale.buffers import SharedBuffers
-from lightning_gnn.runtime.lazy_modules import uncounted
+from lightning_gnn.distributed.buffer_sync import BufferSync
+from lightning_gnn.distributed.lazy_modules import no_side_effects
 from tests.full_graph import launch
 from tests.hyscale.ranks import joined
 
@@ -42,7 +42,7 @@ def everything(rank):
     """One step of each kind of buffer."""
     module = Buffers()
     with joined():
-        shared = SharedBuffers(module)
+        shared = BufferSync(module)
         assert not shared.changed()
         before = {name: (buffer, buffer.data_ptr()) for name, buffer in module.named_buffers()}
         rows = [[0, 1, 2], [2, 5]][rank]
@@ -105,7 +105,7 @@ def equal_counts(rank, seeds):
     module.register_buffer("steps", torch.tensor(0))
     module.register_buffer("seen", torch.tensor(0))
     with joined():
-        shared = SharedBuffers(module)
+        shared = BufferSync(module)
         for _ in range(3):
             if seeds[rank]:
                 module.steps += 1
@@ -125,7 +125,7 @@ def new_and_other_shapes(rank):
     module.register_buffer("queue", torch.zeros(2))
     module.register_buffer("best", torch.zeros(3))
     with joined():
-        shared = SharedBuffers(module)
+        shared = BufferSync(module)
         module.register_buffer("late", torch.ones(2) * (1 + rank))
         module.queue = torch.ones(4) * (1 + rank)
         module.best = torch.tensor([0.0, 0.0, 5.0]) if rank == 0 else module.best
@@ -146,7 +146,7 @@ def silent(rank):
     module.norm = nn.BatchNorm1d(1, track_running_stats=True)
     module.norm.num_batches_tracked = None
     with joined():
-        shared = SharedBuffers(module)
+        shared = BufferSync(module)
         module.norm.train()(torch.tensor([[1.0], [3.0]]) * (1 + rank))
         changed = bool(shared.changed())
         shared.join([1, 1])
@@ -163,7 +163,7 @@ def grown_without_one(rank):
     module.register_buffer("queue", torch.zeros(2))
     module.register_buffer("own", torch.zeros(1))
     with joined():
-        shared = SharedBuffers(module)
+        shared = BufferSync(module)
         queue = module.queue
         if rank < 2:
             module.queue, module.own = torch.full((3,), 1.0 + rank), torch.ones(2 + rank)
@@ -182,7 +182,7 @@ def another_shape_on_one(rank, which):
     module = nn.Module()
     module.register_buffer("queue", torch.zeros(2))
     with joined():
-        shared = SharedBuffers(module)
+        shared = BufferSync(module)
         if rank == which:
             module.queue = torch.ones(3)
         with pytest.raises(RuntimeError, match="the buffer queue has another shape on rank"):
@@ -203,7 +203,7 @@ def test_a_step_that_does_not_count_leaves_no_trace():
     value, buffers = module.accuracy.compute(), dict(module.named_buffers())
     for error in (None, KeyError):
         try:
-            with uncounted(module):
+            with no_side_effects(module):
                 module.norm(torch.randn(4, 2))
                 module.counter += 1
                 module.history[0] = float("nan")
@@ -228,9 +228,9 @@ def uncounted_on_one(rank):
     """A rank without seeds runs the step for its calls alone; what the other has written counts."""
     module = Buffers()
     with joined():
-        shared = SharedBuffers(module)
+        shared = BufferSync(module)
         if rank:
-            with uncounted(module):
+            with no_side_effects(module):
                 module.norm(torch.full((2, 2), 1e9))
                 module.counter += 1
                 module.history += 5

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import torchmetrics
 from torch_geometric.loader import NeighborLoader
 
+from lightning_gnn.distributed.heartbeat import Process
 from lightning_gnn.pyg import enable_pyg_sampling
-from lightning_gnn.runtime.heartbeat import Process
 from tests.full_graph.launch import observe, run
 from tests.hyscale.test_faults import Said, train_for_ever
 from tests.hyscale.test_resume import SaveAt, same, train

@@ -5,11 +5,11 @@ from contextlib import suppress
 import pytest
 import torch
 
-from lightning_gnn.hyscale.random_streams import OwnStream
+from lightning_gnn.hyscale.random_streams import RankRNG
 
 
 def drawn(stream, count=3):
-    with stream.drawn_from():
+    with stream.activate():
         return torch.rand(count).tolist()
 
 
@@ -17,7 +17,7 @@ def test_steps_take_nothing_from_the_common_stream():
     torch.manual_seed(3)
     expected = torch.rand(4).tolist()
     torch.manual_seed(3)
-    stream, found = OwnStream(3, 1), []
+    stream, found = RankRNG(3, 1), []
     for count in (1, 5, 2, 9):
         found += torch.rand(1).tolist()
         drawn(stream, count)
@@ -25,23 +25,23 @@ def test_steps_take_nothing_from_the_common_stream():
 
 
 def test_ranks_have_streams_of_their_own_that_follow_from_the_seed():
-    found = {(seed, rank): tuple(drawn(OwnStream(seed, rank))) for seed in (0, 1, 2**63) for rank in range(3)}
+    found = {(seed, rank): tuple(drawn(RankRNG(seed, rank))) for seed in (0, 1, 2**63) for rank in range(3)}
     assert len(set(found.values())) == len(found)
-    assert found == {(seed, rank): tuple(drawn(OwnStream(seed, rank))) for seed, rank in found}
+    assert found == {(seed, rank): tuple(drawn(RankRNG(seed, rank))) for seed, rank in found}
     torch.manual_seed(0)
     assert tuple(torch.rand(3).tolist()) not in found.values()  # nor that of the hooks
 
 
 def test_it_goes_on_where_it_stood_between_blocks_within_blocks_and_after_an_error():
-    whole = drawn(OwnStream(5, 0), 9)
-    stream = OwnStream(5, 0)
+    whole = drawn(RankRNG(5, 0), 9)
+    stream = RankRNG(5, 0)
     found = drawn(stream, 2)
-    with stream.drawn_from():
+    with stream.activate():
         found += torch.rand(1).tolist()
         found += drawn(stream, 2)
         found += torch.rand(1).tolist()
     before = torch.get_rng_state()
-    with suppress(KeyError), stream.drawn_from():
+    with suppress(KeyError), stream.activate():
         found += torch.rand(1).tolist()
         raise KeyError
     assert torch.equal(torch.get_rng_state(), before)
@@ -50,14 +50,14 @@ def test_it_goes_on_where_it_stood_between_blocks_within_blocks_and_after_an_err
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_resumed_one_goes_on(inside):
-    whole = drawn(OwnStream(5, 1), 6)
-    stream = OwnStream(5, 1)
+    whole = drawn(RankRNG(5, 1), 6)
+    stream = RankRNG(5, 1)
     if inside:
-        with stream.drawn_from():
+        with stream.activate():
             torch.rand(3)
             state = stream.state().clone()
     else:
         drawn(stream, 3)
         state = stream.state()
-    assert drawn(OwnStream(5, 1, [state]), 3) == whole[3:]
-    assert drawn(OwnStream(5, 1, [None]), 6) == whole
+    assert drawn(RankRNG(5, 1, [state]), 3) == whole[3:]
+    assert drawn(RankRNG(5, 1, [None]), 6) == whole

@@ -9,10 +9,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_gnn.hyscale import first_mapping, report, strategy
+from lightning_gnn.hyscale import first_mapping, loader_setup, report
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
-from lightning_gnn.hyscale.work_balance import STAGES, WorkBalance
+from lightning_gnn.hyscale.work_balance import STEP_FIELDS, BalanceController
 from lightning_gnn.hyscale.workload import Platform, Processor
 from tests.campaigns import cases_of
 from tests.full_graph.launch import run
@@ -35,8 +35,8 @@ def measure_another(found):
 
 def unsteady():
     """Return methods of a balance with which in each run another trainer seems to be slow."""
-    number, train_time = count(), STAGES.index("train")
-    begin, times = WorkBalance.__init__, WorkBalance._times
+    number, train_time = count(), STEP_FIELDS.index("train")
+    begin, times = BalanceController.__init__, BalanceController._times
 
     def __init__(self, *args, **kwargs):
         self.number = next(number)
@@ -70,7 +70,7 @@ class Here:
 
     def unsteady(self):
         for name, method in unsteady().items():
-            self.monkeypatch.setattr(WorkBalance, name, method)
+            self.monkeypatch.setattr(BalanceController, name, method)
 
     def train(self, strategy, at=None, **options):
         """Train, up to a checkpoint if a batch is given; collect warnings."""
@@ -106,7 +106,7 @@ def equal_runs_are_equal(here):
             messages = here.warned("measurements")
             second = here.train(again := HyScaleStrategy(**trainers), deterministic=deterministic, max_epochs=8)
             assert same(first, second)
-            assert again.drm is True
+            assert again.options.drm is True
             assert again.balance.manager is None
             assert len(set(again.balance.weights)) == 1
             assert len(messages) == here.times(1)
@@ -258,7 +258,7 @@ def sampling_on_accelerators_goes_on_too(here):
     def there(wanted, loader, trainers, present=None, device=None):
         return None if wanted == 0.0 else AcceleratorSampling(loader.node_sampler, torch.device("cpu"))
 
-    here.monkeypatch.setattr(strategy, "find_sampling", there)
+    here.monkeypatch.setattr(loader_setup, "find_sampling", there)
     before, after, fixed = (HyScaleStrategy(cpu_share=0.5, devices=["cpu"], drm=False) for _ in range(3))
     here.train(before, 2)
     here.train(after, path=here.path())

@@ -23,7 +23,7 @@ from lightning_gnn.hyscale.first_mapping import describe_workload, first_mapping
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.options import Trainers
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
-from lightning_gnn.hyscale.work_balance import STAGES, WorkBalance
+from lightning_gnn.hyscale.work_balance import STEP_FIELDS, BalanceController
 from lightning_gnn.pyg import enable_pyg_sampling
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.sampling.loader import ThreadedNodeLoader
@@ -202,7 +202,7 @@ def test_orders_that_are_drawn_go_on(order, batch, goes_on):
 
 def unlevel(monkeypatch):
     """Let trainer 0 seem three times as fast as trainer 1."""
-    times, train_time = WorkBalance._times, STAGES.index("train")
+    times, train_time = BalanceController._times, STEP_FIELDS.index("train")
 
     def _times(self, rows):
         rows = [list(row) for row in rows]
@@ -210,7 +210,7 @@ def unlevel(monkeypatch):
             row[train_time] = seconds * row[0]
         return times(self, rows)
 
-    monkeypatch.setattr(WorkBalance, "_times", _times)
+    monkeypatch.setattr(BalanceController, "_times", _times)
 
 
 def train_and_warn(*arguments, **options):

@@ -15,7 +15,7 @@ from lightning_gnn.hyscale.loader import PipelineSettings, SharedBatches, Staged
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.options import Trainers
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
-from lightning_gnn.hyscale.work_balance import WorkBalance, stage_row
+from lightning_gnn.hyscale.work_balance import BalanceController, stage_row
 from lightning_gnn.pyg import enable_pyg_sampling
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.full_graph import launch
@@ -96,13 +96,13 @@ def train(rank, share, record=None, replay=None, times=None):
     with pytest.MonkeyPatch.context() as monkey:
         found = drawn_by(monkey)
         in_force = []
-        begin = WorkBalance.begin
+        begin = BalanceController.begin
 
         def noting(self):
             begin(self)
             in_force.append((list(self.shares), self.threads, self.accelerator_sampling))
 
-        monkey.setattr(WorkBalance, "begin", noting)
+        monkey.setattr(BalanceController, "begin", noting)
         if times is not None:
             monkey.setattr("lightning_gnn.hyscale.work_balance.stage_row", seeming(times))
         options = {"threads": [1, 1, 1], "accelerator_sampling": share, "decision_log": record}

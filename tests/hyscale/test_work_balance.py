@@ -13,7 +13,7 @@ from lightning_gnn.hyscale.decisions import Decision
 from lightning_gnn.hyscale.loader import Share, split_seeds
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.options import Trainers
-from lightning_gnn.hyscale.work_balance import STAGES, StageClock, WorkBalance, stage_row
+from lightning_gnn.hyscale.work_balance import STEP_FIELDS, BalanceController, StageClock, stage_row
 
 CPU = torch.device("cpu")
 TOTAL = 40
@@ -28,7 +28,7 @@ class Rank:
 
     def __init__(self, who, number, weights, **options):
         options = {"total": TOTAL, "drm": True, "threads": (3, 2, 4), **options}
-        self.balance = WorkBalance(who, weights, speaks=number == 0, **options)
+        self.balance = BalanceController(who, weights, is_logging_rank=number == 0, **options)
         self.cut, self.in_force, self.next = {}, {}, 0
 
     def run_to(self, number, sizes):
@@ -309,7 +309,7 @@ def test_the_clock_counts_a_ranks_own_work(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     clock = StageClock(CPU)
-    assert clock.row == [-1.0] * len(STAGES)
+    assert clock.row == [-1.0] * len(STEP_FIELDS)
 
     def step(share, work, wait):
         clock.next_iteration(share)
@@ -319,7 +319,7 @@ def test_the_clock_counts_a_ranks_own_work(monkeypatch):
             now[0] += wait
 
     step(Share(0, 8, 10, {"sample": 2.0, "load": 3.0}), [1.0, 4.0], 7.0)
-    assert clock.row == [-1.0] * len(STAGES)
+    assert clock.row == [-1.0] * len(STEP_FIELDS)
     step(Share(1, 0, 10, {"sample": 1.0}, sampled_there=True), [0.5], 0.25)
     assert clock.row == [8.0, -1.0, 2.0, -1.0, 3.0, -1.0, 5.0]
     step(Share(2, 5, 10), [], 0)

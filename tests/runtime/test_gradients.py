@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_gnn.runtime.gradients import GradientMean
+from lightning_gnn.distributed.gradient_reducer import GradientReducer
 from tests.full_graph import launch
 from tests.hyscale.ranks import joined
 
@@ -26,7 +26,7 @@ def take_dense(rank):
     """Each of these on all ranks: gradients of all, of some ranks, of none; a factor; a frozen parameter."""
     found = []
     with joined():
-        mean = GradientMean(dist.get_world_size())
+        mean = GradientReducer(dist.get_world_size())
         for who in (lambda place, rank: True, lambda place, rank: (place + rank) % 3 == 0, lambda place, rank: False):
             for factor in (1.0, 0.5):
                 here = parameters()
@@ -35,7 +35,7 @@ def take_dense(rank):
                     if who(place, rank) and parameter.requires_grad:
                         parameter.grad = gradient(place, rank)
                 held = [parameter.grad for parameter in here]
-                mean.take(here, factor)
+                mean.reduce(here, factor)
                 # What was there stays where it was: optimizers that flatten gradients keep views of them.
                 assert all(old is None or old is parameter.grad for old, parameter in zip(held, here, strict=True))
                 found.append([parameter.grad for parameter in here])
@@ -69,7 +69,7 @@ def take_sparse(rank):
     """Rows of an embedding in turn: by all ranks, by one, by none, none of them, one twice; a dense one beside it."""
     found = []
     with joined():
-        mean = GradientMean(dist.get_world_size())
+        mean = GradientReducer(dist.get_world_size())
         torch.manual_seed(0)
         table, weight = nn.Embedding(6, 2, sparse=True).double(), nn.Parameter(torch.ones(2, dtype=torch.float64))
         for rows in ([[0, 1], [1, 5], [2, 2]], [[], [3], None], [None, None, None], [[], [], []], [[4, 4], None, [0]]):
@@ -77,7 +77,7 @@ def take_sparse(rank):
             if rows[rank] is not None:
                 scale = float(rank + 1)
                 (table(torch.tensor(rows[rank], dtype=torch.int64)) * weight).sum().mul(scale).backward()
-            mean.take([table.weight, weight])
+            mean.reduce([table.weight, weight])
             grad = table.weight.grad
             found.append((None if grad is None else (grad.is_sparse, grad.to_dense()), weight.grad))
     return found
@@ -110,18 +110,18 @@ def test_sparse_gradients_of_all_or_some_ranks(num_ranks):
 def take_unlike(rank):
     """A gradient that is dense on rank 0, and of the first rows, sparse, on the others; then one with a graph."""
     with joined():
-        mean = GradientMean(dist.get_world_size())
+        mean = GradientReducer(dist.get_world_size())
         weight = nn.Parameter(torch.ones(4, 2))
         for _ in range(2):  # the first time nobody knows that it may be sparse
             if rank == 0:
                 weight.grad = torch.full((4, 2), 6.0)
             else:
                 weight.grad = torch.sparse_coo_tensor([[0, 0]], torch.ones(2, 2), (4, 2), check_invariants=True)
-            mean.take([weight])
+            mean.reduce([weight])
         sparse = weight.grad.to_dense()
         x = nn.Parameter(torch.tensor([1.0, 2.0]))
         (x**3).sum().mul(rank + 1).backward(create_graph=True)
-        mean.take([x])
+        mean.reduce([x])
         return sparse, x.grad.detach()
 
 

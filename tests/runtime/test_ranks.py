@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, TCPStore
 
-from lightning_gnn.runtime import ranks
-from lightning_gnn.runtime.heartbeat import is_communication_error
+from lightning_gnn.distributed import monitored_ranks as ranks
+from lightning_gnn.distributed.heartbeat import is_communication_error
 from tests.full_graph.launch import observe, run
 from tests.patience import PATIENCE
 
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 atexit.register(lambda: print("open" if dist.is_initialized() else "closed", flush=True))  # the last of all
 
-from lightning_gnn.runtime.ranks import _leave
+from lightning_gnn.distributed.monitored_ranks import _leave
 from tests.hyscale.training import Plain, fit, hybrid
 
 
@@ -81,7 +81,7 @@ def torchruns_store(monkeypatch):
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(agents))
         if fresh:
             monkeypatch.setattr(ranks, "_MEETINGS", count())
-        return ranks.meet(0, 1, SOON)
+        return ranks.rendezvous(0, 1, SOON)
 
     yield join
     del store

@@ -45,7 +45,7 @@ def initialize(module: pl.LightningModule, step: Callable[[], object]) -> bool:
     own = dict(module.__dict__)
     module.__dict__.update(log=lambda *_, **__: None, manual_backward=stop)
     try:
-        with uncounted(module), torch.no_grad():
+        with no_side_effects(module), torch.no_grad():
             step()
     except _InitializedError:
         pass
@@ -86,7 +86,7 @@ def _agree(module: nn.Module, names: list[str]) -> None:
 
 
 @contextmanager
-def uncounted(module: nn.Module) -> Iterator[None]:
+def no_side_effects(module: nn.Module) -> Iterator[None]:
     """Run a step that must not count: buffers, and the states of torchmetrics, are put back as they were afterwards.
 
     Args:

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_gnn.hyscale.rank_group import RankGroup
-from lightning_gnn.runtime.gradients import GradientMean
+from lightning_gnn.distributed.gradient_reducer import GradientReducer
+from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
 from tests.full_graph import launch
 from tests.hyscale.ranks import joined
 
@@ -29,20 +29,20 @@ def groups_used(monkey):
 def add_up(rank, accelerators):
     found = {}
     with joined(), pytest.MonkeyPatch.context() as monkey:
-        group = RankGroup([CPU] * dist.get_world_size(), accelerators, rank)
+        group = MixedDeviceGroup([CPU] * dist.get_world_size(), accelerators, rank)
         used = groups_used(monkey)
         for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64):
             tensor = torch.arange(6, dtype=dtype).reshape(2, 3) + 10 * rank
-            group.add_up(tensor)
+            group.all_reduce_sum(tensor)
             found[dtype] = tensor
         found["dense"] = tuple(used)
         index = torch.tensor([[rank, 4]])
         sparse = torch.sparse_coo_tensor(index, torch.ones(2, 2), (5, 2), check_invariants=True).coalesce()
-        group.add_up(sparse)
+        group.all_reduce_sum(sparse)
         found["sparse"] = sparse.to_dense()
         weight = torch.nn.Parameter(torch.zeros(3))
         weight.grad = torch.full((3,), 3.0 * (rank + 1))
-        GradientMean(group.size, group.add_up).take([weight])
+        GradientReducer(group.size, group.all_reduce_sum).reduce([weight])
         found["mean"] = weight.grad
     return found
 
@@ -65,7 +65,7 @@ def test_sums_over_all_ranks(accelerators):
 
 def tell(rank):
     with joined():
-        group = RankGroup([CPU] * dist.get_world_size(), [0, 1], rank)
+        group = MixedDeviceGroup([CPU] * dist.get_world_size(), [0, 1], rank)
         huge = 2.0**53 - rank  # times and counts must not lose digits
         mixed = [
             rank,
@@ -75,7 +75,11 @@ def tell(rank):
             torch.tensor(float("nan")),
             -1.5,
         ]
-        return group.table(mixed), group.table([rank / 3]), group.objects({"rank": rank})
+        return (
+            group.all_gather_floats(mixed),
+            group.all_gather_floats([rank / 3]),
+            group.all_gather_objects({"rank": rank}),
+        )
 
 
 def test_tables_of_numbers_and_objects():
@@ -88,36 +92,36 @@ def test_tables_of_numbers_and_objects():
 
 
 class Told:
-    """A rider that notes what all tell, and halves the gradients."""
+    """A piggyback that notes what all tell, and halves the gradients."""
 
     def __init__(self, group, row):
         self.group, self.row, self.rows = group, row, []
 
     def write(self, like):
-        return self.group.written(self.row, like)
+        return self.group.encode_for_sum(self.row, like)
 
     def read(self, sums):
-        self.rows.append(self.group.read(sums))
+        self.rows.append(self.group.decode_from_sum(sums))
         return 0.5
 
 
 def ride(rank):
     found = []
     with joined():
-        group = RankGroup([CPU] * dist.get_world_size(), [], rank)
-        mean = GradientMean(group.size, group.add_up)
+        group = MixedDeviceGroup([CPU] * dist.get_world_size(), [], rank)
+        mean = GradientReducer(group.size, group.all_reduce_sum)
         row = [rank, torch.tensor(0.1, dtype=torch.float64), -1e-300 * rank, 2.0**53 - rank, 1e300, float("inf")]
         for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
             weights = [torch.nn.Parameter(torch.zeros(3, dtype=each)) for each in (dtype, dtype, torch.float64)]
             for weight in weights[rank:]:
                 weight.grad = torch.full_like(weight, rank + 1.0)
             told = Told(group, row)
-            mean.take(weights, rider=told)
+            mean.reduce(weights, piggyback=told)
             found.append((told.rows, [weight.grad.tolist() for weight in weights]))
         only, told = torch.nn.Parameter(torch.zeros(2)), Told(group, row)
         if rank == 1:
             only.grad = torch.tensor([4.0, -0.1])
-        mean.take([only], rider=told, add_up=functools.partial(group.replace, source=1))
+        mean.reduce([only], piggyback=told, all_reduce=functools.partial(group.broadcast_from, source=1))
         return found, told.rows, only.grad.tolist()
 
 
@@ -133,8 +137,8 @@ def test_numbers_ride_with_the_gradients_and_lose_no_digit():
 
 def copy(rank):
     with joined():
-        group = RankGroup([CPU] * dist.get_world_size(), [], rank)
-        no_drift = group.copy_from_first([torch.arange(4.0)])
+        group = MixedDeviceGroup([CPU] * dist.get_world_size(), [], rank)
+        no_drift = group.broadcast_from_rank0([torch.arange(4.0)])
         weight = torch.nn.Parameter(torch.tensor([[1.0, -8.0], [2.0, 4.0 + 2 * rank]]))
         half = torch.tensor([1.0, 2.0], dtype=torch.float16) + rank
         steps, flag, empty = torch.tensor(5 + rank), torch.tensor([rank == 0]), torch.zeros(0, 3)
@@ -143,12 +147,12 @@ def copy(rank):
         sparse = torch.sparse_coo_tensor([[0]], [1.0 + rank], (2,), check_invariants=True)
         tensors = [weight, half, steps, flag, empty, strided, sparse]
         places = [tensor.data_ptr() for tensor in tensors[:-1]]
-        drift = group.copy_from_first([weight])
-        group.copy_from_first(tensors)
+        drift = group.broadcast_from_rank0([weight])
+        group.broadcast_from_rank0(tensors)
         assert places == [tensor.data_ptr() for tensor in tensors[:-1]]
         assert (weight.requires_grad, weight.is_leaf) == (True, True)
         odd = torch.tensor([float("nan"), 1.0]) if rank == 0 else torch.tensor([0.0, 1.0])
-        group.copy_from_first([odd])
+        group.broadcast_from_rank0([odd])
         return no_drift, drift, [tensor.detach() for tensor in tensors[:-1]], odd
 
 

@@ -1,4 +1,4 @@
-"""``self.log`` in the steps of unlike ranks: each value becomes that of the undivided mini-batch."""
+"""``self.log`` in the steps of ranks with unequal shares: each value becomes that of the undivided mini-batch."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ Key = tuple[str, str, int]
 """Step, name, and how many values of this name came before it in the step."""
 
 
-class SharedLog:
-    """Collects what a module logs in a step on this rank, and logs it for all ranks once these have told each other.
+class MetricSync:
+    """Collects what a module logs in a step on this rank, and logs it for all ranks once their values are gathered.
 
-    A mean is weighted by ``batch_size``, or else by seeds; sums, maxima and minima run over the ranks. Metrics of
-    torchmetrics synchronise themselves, and what is logged outside of the three steps is left to Lightning.
+    A mean is weighted by ``batch_size``, or else by the rank's share; sums, maxima and minima run over the ranks.
+    Metrics of torchmetrics synchronize themselves, and what is logged outside of the three steps is left to Lightning.
 
     Args:
-        module: Whose ``log`` it stands in for.
+        shares_only: The name of a strategy whose ranks have rows of one graph: means are weighted by share, whatever
+            their ``batch_size``, and all ranks must log. None for any other.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: pl.LightningModule, shares_only: str | None = None) -> None:
         self._module = module
         self._original = type(module).log.__get__(module)
         self._signature = inspect.signature(self._original)
         self._known: dict[Key, dict[str, Any]] = {}
         self._here: dict[Key, dict[str, Any]] = {}
+        self._shares_only = shares_only
         self._step: str | None = None
-        self._seeds = 0
+        self._share = 0
         module.__dict__["log"] = self.log
 
     def remove(self) -> None:
@@ -44,20 +46,20 @@ class SharedLog:
         self._module.__dict__.pop("log", None)
 
     @contextmanager
-    def step(self, name: str, seeds: int) -> Iterator[None]:
+    def collect(self, step: str, share: int) -> Iterator[None]:
         """Collect what is logged within.
 
         Args:
-            seeds: What a mean counts for without a ``batch_size``; with 0, nothing that is logged counts.
+            share: The weight of a mean without a ``batch_size``; with 0, nothing that is logged counts.
         """
-        self._here, self._step, self._seeds = {}, name, seeds
+        self._here, self._step, self._share = {}, step, share
         try:
             yield
         finally:
             self._step = None
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Stand in for the module's own method."""
+        """Replace the module's own method."""
         given = self._signature.bind(*args, **kwargs).arguments
         reduce = given.get("reduce_fx", "mean")
         kind = _REDUCTIONS.get(getattr(reduce, "__name__", str(reduce)))
@@ -68,6 +70,11 @@ class SharedLog:
         if isinstance(value, Tensor) and value.numel() != 1:
             self._original(**given)  # which says what is wrong
             return
+        if self._shares_only is not None and given.get("rank_zero_only"):
+            raise ValueError(
+                f"log({given['name']!r}, rank_zero_only=True): under {self._shares_only} each rank has some of the "
+                "rows, so that all must log; leave rank_zero_only out"
+            )
         count = sum(key[:2] == (self._step, given["name"]) for key in self._here)
         self._here[(self._step, given["name"], count)] = given
 
@@ -76,8 +83,8 @@ class SharedLog:
         """Whether something has been logged here that has no place in :meth:`row`."""
         return any(key not in self._known for key in self._here)
 
-    def learn(self) -> None:
-        """Tell the ranks, which all call this together, what is logged."""
+    def exchange_names(self) -> None:
+        """Exchange the names and options of what is logged. Collective: every rank must call this."""
         mine = {key: {k: v for k, v in given.items() if k != "value"} for key, given in self._here.items()}
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, mine)
@@ -85,32 +92,29 @@ class SharedLog:
             for key, options in known.items():
                 self._known.setdefault(key, options)
 
-    def row(self) -> list[Any]:
+    def row(self) -> list[float | Tensor]:
         """Return a value and a weight for each name that is known, NaN as the weight where it is missing here.
 
-        A rank without seeds has none: its step has run on a seed of another rank's.
+        A rank without a share has none: its step has run on a seed of another rank's.
         """
-        numbers: list[Any] = []
+        numbers: list[float | Tensor] = []
         for key in self._known:
             given = self._here.get(key)
-            if given is None or not self._seeds:
+            if given is None or not self._share:
                 numbers += [0.0, math.nan]
             else:
-                size = given.get("batch_size")
-                numbers += [_number(given["value"]), float(self._seeds if size is None else size)]
+                size, value = None if self._shares_only is not None else given.get("batch_size"), given["value"]
+                number = value.detach() if isinstance(value, Tensor) else float(value)
+                numbers += [number, float(self._share if size is None else size)]
         return numbers
 
     def flush(self, step: str, rows: Sequence[Sequence[float]]) -> None:
-        """Log what the ranks have told.
-
-        Args:
-            rows: Of each rank, from :meth:`row`.
-        """
+        """Log the values of all ranks."""
         here, self._here = self._here, {}
         before, self._module._current_fx_name = self._module._current_fx_name, step
         try:
-            for place, (key, options) in enumerate(self._known.items()):
-                found = [(row[2 * place], row[2 * place + 1]) for row in rows if not math.isnan(row[2 * place + 1])]
+            for index, (key, options) in enumerate(self._known.items()):
+                found = [(row[2 * index], row[2 * index + 1]) for row in rows if not math.isnan(row[2 * index + 1])]
                 if key[0] != step or not found:
                     continue
                 given = {**options, **here.get(key, {})}
@@ -134,10 +138,6 @@ def _reduced(found: Sequence[tuple[float, float]], kind: str) -> float:
     if any(math.isnan(value) for value in values):
         return math.nan
     return math.fsum(values) if kind == "sum" else max(values) if kind == "max" else min(values)
-
-
-def _number(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else float(value)
 
 
 def _tensor(value: float, like: Any) -> Tensor:

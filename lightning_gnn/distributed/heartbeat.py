@@ -141,7 +141,7 @@ class Heartbeats:
         self._say(done=True)
         self._running = False
 
-    def answer(self, exception: BaseException, patience: float = 4.0) -> None:
+    def handle_exception(self, exception: BaseException, patience: float = 4.0) -> None:
         """Say in an exception's message which rank was lost; or tell the other ranks that it is this one.
 
         Args:
@@ -250,14 +250,6 @@ class Heartbeats:
     def _name(self, rank: int) -> str:
         process = self._processes.get(rank, self._mine)
         return f"rank {rank} (process {process.pid} on {process.host})"
-
-
-def fails_alone() -> bool:
-    """Whether an error is being handled, on this rank maybe alone: whoever now waits for others would wait for ever.
-
-    An interruption reaches all ranks.
-    """
-    return isinstance(sys.exc_info()[1], Exception)
 
 
 def is_communication_error(exception: BaseException) -> bool:

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-AddUp = Callable[[Tensor], object]
+AllReduce = Callable[[Tensor], object]
 """Replaces a tensor by the sum over all ranks, which call it together."""
 
 
-class Rider(Protocol):
-    """Numbers that travel in the message of the gradients, for which ranks would otherwise wait once more."""
+class GradientPiggyback(Protocol):
+    """Numbers that travel in the message of the gradients, which saves a second collective."""
 
     def write(self, like: Tensor) -> Tensor:
         """Return integers of at most 255, which every dtype can add up, in the dtype and on the device of a tensor."""
@@ -25,7 +25,7 @@ class Rider(Protocol):
         ...
 
 
-class GradientMean:
+class GradientReducer:
     """Replaces gradients by their means over the ranks, whichever parameters a rank has used.
 
     A parameter without a gradient on one rank counts as zero there; without one on any rank, it stays without. Sparse
@@ -33,38 +33,40 @@ class GradientMean:
     is sparse on some ranks only is sparse on all from then on.
     """
 
-    def __init__(self, num_ranks: int, add_up: AddUp = dist.all_reduce) -> None:
+    def __init__(self, num_ranks: int, all_reduce: AllReduce = dist.all_reduce) -> None:
         self._num_ranks = num_ranks
-        self._add_up = add_up
+        self._all_reduce = all_reduce
         self._sparse: dict[int, Tensor] = {}
 
     @torch.no_grad()  # gradients may have graphs of their own
-    def take(
+    def reduce(
         self,
         parameters: Iterable[Tensor],
         factor: float = 1.0,
-        rider: Rider | None = None,
-        add_up: AddUp | None = None,
+        piggyback: GradientPiggyback | None = None,
+        all_reduce: AllReduce | None = None,
     ) -> None:
-        """Replace the gradients; all ranks call this together.
+        """Replace the gradients. Collective: every rank must call this.
 
         Args:
             parameters: In the same order on all ranks; those that require no gradient are left out.
-            rider: Travels with the first gradients, if there are any, and then tells the factor.
+            factor: Of the means.
+            piggyback: Travels with the first gradients, if there are any, and then tells the factor.
+            all_reduce: In the place of the usual one, for dense gradients.
         """
-        add_up = add_up or self._add_up
+        all_reduce = all_reduce or self._all_reduce
         by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in parameters:
             if parameter.requires_grad:
                 by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         for alike in by_kind.values():
-            found, sums, factor = self._added(alike, factor, rider, add_up)
-            for parameter in self._take_alike(alike, found, sums, factor / self._num_ranks):
-                self._take_sparse(parameter, factor / self._num_ranks)
-            rider = None
+            found, sums, factor = self._sum_dense(alike, factor, piggyback, all_reduce)
+            for parameter in self._assign_dense(alike, found, sums, factor / self._num_ranks):
+                self._reduce_sparse(parameter, factor / self._num_ranks)
+            piggyback = None
 
-    def _added(
-        self, parameters: list[Tensor], factor: float, rider: Rider | None, add_up: AddUp
+    def _sum_dense(
+        self, parameters: list[Tensor], factor: float, piggyback: GradientPiggyback | None, all_reduce: AllReduce
     ) -> tuple[tuple[list[bool], list[bool]], list[Tensor], float]:
         """Add up the dense gradients of parameters of one dtype on one device.
 
@@ -72,6 +74,7 @@ class GradientMean:
             Which parameters have a dense gradient on any rank, and which a sparse one; the sums, without those of
             parameters that are known to have sparse ones; and the factor.
         """
+        # The message: two flags per parameter, the dense gradients, and what travels with them.
         known = [id(p) in self._sparse for p in parameters]
         kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in parameters]
         flags = torch.tensor([*(k == 1 for k in kinds), *(k == 2 for k in kinds)], dtype=parameters[0].dtype)
@@ -80,20 +83,20 @@ class GradientMean:
             held = parameter.grad if kind == 1 else None
             if not sparse:
                 parts.append((torch.zeros_like(parameter) if held is None else held).reshape(-1))
-        if rider is not None:
-            parts.append(rider.write(parts[0]))
+        if piggyback is not None:
+            parts.append(piggyback.write(parts[0]))
         flat = torch.cat(parts)
-        add_up(flat)
+        all_reduce(flat)
         found, *sums = torch.split(flat, [part.numel() for part in parts])
-        if rider is not None:
-            factor = rider.read(sums.pop())
+        if piggyback is not None:
+            factor = piggyback.read(sums.pop())
         # Reading the flags waits for an accelerator, so there only a rank that misses one does, or has a new kind.
         has_dense, has_sparse = [kind == 1 for kind in kinds], [kind == 2 for kind in kinds]
         if flat.is_cpu or not all(kind == 1 + sparse for kind, sparse in zip(kinds, known, strict=True)):
             has_dense, has_sparse = (row.tolist() for row in (found > 0).view(2, -1))
         return (has_dense, has_sparse), sums, factor
 
-    def _take_alike(
+    def _assign_dense(
         self, parameters: list[Tensor], found: tuple[list[bool], list[bool]], sums: list[Tensor], factor: float
     ) -> list[Tensor]:
         """Replace the dense gradients by multiples of the sums; return the parameters with sparse ones."""
@@ -111,12 +114,13 @@ class GradientMean:
         some = zip(parameters, has_dense, has_sparse, strict=True)
         return [parameter for parameter, *has in some if id(parameter) in self._sparse and any(has)]
 
-    def _take_sparse(self, parameter: Tensor, factor: float) -> None:
+    def _reduce_sparse(self, parameter: Tensor, factor: float) -> None:
+        """Replace a sparse gradient, or none, by a multiple of the sum."""
         gradient = parameter.grad
         if gradient is None:
             index = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
             values = parameter.new_empty(0, *parameter.shape[1:])
             gradient = torch.sparse_coo_tensor(index, values, parameter.shape, check_invariants=False)
         gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
-        self._add_up(gradient)
+        self._all_reduce(gradient)
         parameter.grad = gradient * factor

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from lightning_gnn.runtime.heartbeat import is_communication_error
+from lightning_gnn.distributed.heartbeat import is_communication_error
 from lightning_gnn.runtime.mapped_files import LEAST, MappedFiles
 from lightning_gnn.runtime.shared_arrays import file_in_memory
 
@@ -193,7 +193,7 @@ class NotebookLauncher(_MultiProcessingLauncher):
             "weights": weights,
             "buffers": {name: buffer for name, buffer in module.named_buffers() if name not in weights},
             "callbacks": _call_callbacks_state_dict(trainer),
-            "strategy": {name: getattr(trainer.strategy, name) for name in trainer.strategy.brought_home},  # type: ignore[attr-defined]
+            "strategy": {name: getattr(trainer.strategy, name) for name in trainer.strategy.synced_attributes},  # type: ignore[attr-defined]
             "metrics": {f"_{name}": getattr(connector, name) for name in _METRICS},
             "progress": [
                 {name: part for name, part in vars(loop).items() if isinstance(part, _BaseProgress) or name == _STEPPED}

@@ -1,4 +1,4 @@
-"""Buffers that steps write to: what each rank has written, made one again."""
+"""Buffers that steps write to: what the ranks have written, made equal on all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SMALL = 1 << 18
 were written to, which it does not of batch normalisation, kernels of others, and writes to ``buffer.data``."""
 
 
-class SharedBuffers:
+class BufferSync:
     """The buffers of a module, of which each rank writes its own part in a step.
 
     A row that one rank has written is taken as it is. Of one that several have written, the mean counts, weighted by
@@ -23,9 +23,6 @@ class SharedBuffers:
     the ranks have added is added up, except where all have added the same: then it is a number of steps, unless each
     has added just as many as it has seeds. A boolean is what the rank made of it that changed it. What a rank without
     seeds has written does not count.
-
-    Args:
-        module: Its buffers, on this rank's device.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -21,20 +21,21 @@ from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in its __all__
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from typing_extensions import override
 
-from lightning_gnn.runtime.heartbeat import RENDEZVOUS, Heartbeats, fails_alone
-from lightning_gnn.runtime.lazy_modules import initialize, uninitialized
+from lightning_gnn.distributed.heartbeat import RENDEZVOUS, Heartbeats
+from lightning_gnn.distributed.lazy_modules import initialize, uninitialized
+from lightning_gnn.distributed.notebook_launcher import NotebookLauncher
+from lightning_gnn.runtime.exceptions import is_handling_exception
 from lightning_gnn.runtime.messages import closest, keywords_of
-from lightning_gnn.runtime.notebook import NotebookLauncher
 
 _RUNS = itertools.count()
 _MEETINGS = itertools.count()
 """Of this process, which may join its ranks again after it has left them."""
 
 
-def meet(rank: int, num_ranks: int, timeout: timedelta) -> Store:
+def rendezvous(rank: int, num_ranks: int, timeout: timedelta) -> Store:
     """Return a store that all ranks have come to, at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Args:
@@ -42,7 +43,7 @@ def meet(rank: int, num_ranks: int, timeout: timedelta) -> Store:
     """
     limit = max(RENDEZVOUS, timeout)
     store: Store
-    store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=limit))
+    store, _, _ = next(torch_rendezvous("env://", rank, num_ranks, timeout=limit))
     store.set_timeout(limit)
     # torchrun's own store outlives a restart (pytorch/pytorch#135712). Its number tells the starts apart where there is
     # one agent; several count each for itself.
@@ -67,7 +68,7 @@ def _leave(process: int) -> None:
     After a failure they may be waiting for a rank that is lost, and so would this one; a fork has no such threads, and
     would wait for them for ever.
     """
-    if os.getpid() == process and dist.is_initialized() and not WatchedRanks.any_failed:
+    if os.getpid() == process and dist.is_initialized() and not MonitoredRanks.any_failed:
         dist.destroy_process_group()
 
 
@@ -77,19 +78,16 @@ def _can_run_again() -> bool:
     return program.__spec__ is not None or Path(getattr(program, "__file__", "")).is_file()
 
 
-class WatchedRanks(ParallelStrategy, ABC):
+class MonitoredRanks(ParallelStrategy, ABC):
     """The part of a strategy that joins its ranks, and ends them all, with a message, when one of them is lost.
 
-    It goes before the strategy that does the rest, as in ``class Mine(WatchedRanks, DDPStrategy)``. A rank is lost at
+    It goes before the strategy that does the rest, as in ``class Mine(MonitoredRanks, DDPStrategy)``. A rank is lost at
     once if its process dies or fails, and after a timeout if it stops; one that is only slow is waited for.
-
-    Args:
-        **kwargs: Of the strategy that does the rest.
     """
 
     any_failed: ClassVar[bool] = False
     """Whether a run of this process has failed."""
-    brought_home: ClassVar[tuple[str, ...]] = ()
+    synced_attributes: ClassVar[tuple[str, ...]] = ()
     """The attributes of rank 0's strategy that a notebook's has after a run of ranks that the notebook started."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -129,15 +127,13 @@ class WatchedRanks(ParallelStrategy, ABC):
         """Connect the ranks, and watch from now on whether they are alive.
 
         Args:
-            backend: Of the process group, if there is none yet.
             silence: Seconds without a sign of life after which a rank counts as lost.
-            timeout: How long a collective may take.
         """
         assert self.cluster_environment is not None
         if not dist.is_initialized():
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-            options["store"] = meet(self.global_rank, self.world_size, timeout)
+            options["store"] = rendezvous(self.global_rank, self.world_size, timeout)
             atexit.register(_leave, os.getpid())
         _init_dist_connection(self.cluster_environment, backend, timeout=timeout, **options)
         if self._heartbeats is None:
@@ -157,11 +153,7 @@ class WatchedRanks(ParallelStrategy, ABC):
         module._ddp_params_and_buffers_to_ignore = kept
 
     def initialize_lazy(self, step: Callable[..., object], *args: Any, **kwargs: Any) -> bool:
-        """Initialize lazy modules with the first mini-batch, as a plain Trainer does, equally on all ranks.
-
-        Args:
-            step: The module's, which is called only where there are such modules.
-        """
+        """Initialize lazy modules with the first mini-batch, as a plain Trainer does, equally on all ranks."""
         lazy, self._lazy = self._lazy, False
         assert self.lightning_module is not None
         return lazy and initialize(self.lightning_module, lambda: step(*args, **kwargs))
@@ -169,22 +161,18 @@ class WatchedRanks(ParallelStrategy, ABC):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the other ranks, unless one of them is lost."""
-        lost = fails_alone() or (self._heartbeats is not None and self._heartbeats.lost)
+        lost = is_handling_exception() or (self._heartbeats is not None and self._heartbeats.lost)
         if self.world_size > 1 and dist.is_initialized() and not lost:
             index = self.root_device.index if dist.get_backend() == "nccl" else None
             dist.barrier(device_ids=None if index is None else [index])
 
     @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return one rank's object."""
-        if self.world_size == 1 or not dist.is_initialized():
-            return obj
-        held = [obj]
-        dist.broadcast_object_list(held, src)
-        return held[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce(
+        self,
+        tensor: Tensor,
+        group: dist.ProcessGroup | None = None,
+        reduce_op: dist.ReduceOp | str | None = "mean",
+    ) -> Tensor:
         """Reduce over the ranks; a mean of integers, such as batch sizes, is no integer, which gloo would cut it to."""
         if self.world_size == 1 or not isinstance(tensor, Tensor):
             return tensor
@@ -205,11 +193,11 @@ class WatchedRanks(ParallelStrategy, ABC):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Say in the message which rank was lost; or tell the other ranks that it is this one."""
-        self._failed = WatchedRanks.any_failed = True
+        self._failed = MonitoredRanks.any_failed = True
         if isinstance(self._launcher, NotebookLauncher):
             self._launcher.give_back_callbacks()
         if self._heartbeats is not None:
-            self._heartbeats.answer(exception)
+            self._heartbeats.handle_exception(exception)
 
     @override
     def teardown(self) -> None:

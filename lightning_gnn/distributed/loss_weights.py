@@ -1,19 +1,17 @@
-"""Losses of a mini-batch that several trainers or ranks share: what each weighs, and which a count does not fit."""
+"""Losses of a mini-batch that several ranks share: what each weighs, and which a count of seeds does not fit."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from numbers import Real
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 Weight = float | Literal["sum"]
 """What a loss weighs among those of the other trainers; ``"sum"``: losses are sums, which are added as they are."""
-LOOKS = 16
+LOSS_CHECKS = 16
 """In how many mini-batches to look for losses that need a weight."""
 
 
@@ -23,16 +21,8 @@ def returned_loss(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad else None
 
 
-@overload
-def returned_weight(output: Any) -> Weight | None: ...
-@overload
-def returned_weight(output: Any, on_host: Literal[False]) -> Weight | Tensor | None: ...
-def returned_weight(output: Any, on_host: bool = True) -> Weight | Tensor | None:
-    """Return the ``"weight"`` in what ``training_step`` returned, None without.
-
-    Args:
-        on_host: Wait for a device that computes it, and check the number; else the tensor is returned as it is.
-    """
+def returned_weight(output: Any) -> Weight | Tensor | None:
+    """Return the ``"weight"`` in what ``training_step`` returned, None without; a tensor on a device is not checked."""
     weight = output.get("weight") if isinstance(output, Mapping) else None
     if weight is None:
         return None
@@ -43,61 +33,30 @@ def returned_weight(output: Any, on_host: bool = True) -> Weight | Tensor | None
             raise ValueError(
                 f"the weight that training_step returns must be one number, but has the shape {list(weight.shape)}"
             )
+        if not weight.is_cpu:
+            return weight.detach().reshape(())
     elif not isinstance(weight, Real):
         raise TypeError(
             "the weight that training_step returns must be a number, a tensor of one number or 'sum', but is "
             f"{type(weight).__name__ if not isinstance(weight, str) else repr(weight)}"
         )
-    if isinstance(weight, Tensor) and not on_host and not weight.is_cpu:
-        return weight.detach().reshape(())
-    number = float(weight.detach() if isinstance(weight, Tensor) else weight)
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"the weight that training_step returns must be finite and not negative, but is {number:g}")
-    return number
+    return check_weight(float(weight))
 
 
-def agree_on_kind(none: float, numbers: float, sums: float, more: str = "") -> None:
+def check_weight(weight: float) -> float:
+    """Return a weight that is finite and not negative."""
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"the weight that training_step returns must be finite and not negative, but is {weight:g}")
+    return weight
+
+
+def check_same_kind(none: int, numbers: int, sums: int) -> None:
     """Refuse weights of several kinds among so many losses that came without, with a number, and with ``"sum"``."""
     if (none > 0) + (numbers > 0) + (sums > 0) > 1:
         raise ValueError(
             "training_step must return a weight always or never, and of one kind, but of the trainers of an "
-            f"iteration {numbers:g} returned a number, {sums:g} 'sum' and {none:g} none{more}"
+            f"iteration {numbers} returned a number, {sums} 'sum' and {none} none"
         )
-
-
-class LossWeights:
-    """Adds up the weights of an iteration's losses over all processes, which must agree on whether there are any.
-
-    Weights that are not returned cost one message per run, from which all processes know.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._known: list[bool] | None = None
-
-    def part(self, output: Any) -> float | None:
-        """Return by what this process's loss is multiplied in the sum of all, None where nobody returned weights.
-
-        Args:
-            output: What ``training_step`` returned; None has no loss. All processes call this in every iteration.
-        """
-        own = returned_weight(output)
-        number = own if isinstance(own, float) else 0.0
-        row = [float(output is not None and own is None), float(isinstance(own, float)), float(own == "sum"), number]
-        if self._known in (None, [False, True, False]):
-            dtype = torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32
-            everywhere = torch.tensor(row, dtype=dtype, device=self._device)
-            dist.all_reduce(everywhere)
-            row = everywhere.tolist()
-        *counts, total = row
-        before = self._known or [False] * 3
-        kinds = [bool(count) or known for count, known in zip(counts, before, strict=True)]
-        none, numbers, sums = (max(count, known) for count, known in zip(counts, before, strict=True))
-        agree_on_kind(none, numbers, sums, " (or earlier iterations were of another kind)")
-        self._known = kinds if any(kinds) else None
-        if kinds[1]:
-            return number / total if total else 0.0
-        return 1.0 if kinds[2] else None
 
 
 def weighs_otherwise(loss: Tensor, count: int | None = None) -> str | None:
