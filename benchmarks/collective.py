@@ -33,9 +33,9 @@ from benchmarks.timed_epochs import TimedEpochs
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.plan import Duration, StageTimes
 from lightning_gnn.collective.simulate import simulate_dual_buffer
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.runtime.timeline import Timeline
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 CLASSES = 32
 FANOUTS = [15, 10, 5]
@@ -87,8 +87,8 @@ class Notes(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the epoch where the loader does not measure by itself."""
         loader: Any = trainer.train_dataloader
-        if loader.route is None:
-            loader.timeline = Timeline()
+        if loader.prefetcher.route is None:
+            loader.prefetcher.timeline = Timeline()
         self._start = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -98,8 +98,8 @@ class Notes(pl.Callback):
         plan = self._datamodule.plan
         if plan is None:
             return
-        if loader.timeline is not None:
-            times = stage_times(loader.timeline, loader.num_threads)
+        if loader.prefetcher.timeline is not None:
+            times = stage_times(loader.prefetcher.timeline, loader.num_threads)
             self._predicted.append(simulate_dual_buffer(times, plan, len(loader)).makespan)
             self._same.append(seconds / self._predicted[-1] - 1)
         elif plan.times is not None:

@@ -34,10 +34,11 @@ from benchmarks.harness import measure
 from benchmarks.minibatch import make_data
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.routes import HostRoute
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
 from lightning_gnn.runtime.timeline import Timeline
 from lightning_gnn.sampling.neighbor import NeighborSampler
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 CLASSES = 32
 FANOUTS = [15, 10, 5]
@@ -80,10 +81,10 @@ class Bench:
         )
 
     def loader(self, datamodule: CollectiveDataModule, workers: int) -> Any:
-        """Return a collective loader that has no plan yet; its ``route`` is the GPU's own loader."""
+        """Return a collective loader that has no plan yet; its ``prefetcher.route`` is the GPU's pipeline."""
         datamodule.num_workers = workers
         loader = datamodule.train_dataloader()
-        loader.plan = None
+        loader.prefetcher.plan = None
         return loader
 
     def step(self, model: str) -> Callable[[Data], None]:
@@ -132,38 +133,38 @@ class Bench:
 
     def random_split(self, loader: Any, ratio: float, workers: int) -> Iterator[Data]:
         """Yield an epoch of which the CPU prepares each mini-batch with a probability."""
-        draws = random.Random(0)
-        tasks = [(0, number, list(index)) for number, index in enumerate(loader.batch_sampler)]
+        draws, batching = random.Random(0), loader.prefetcher
+        tasks = list(loader.tasks(0))
         on_cpu = [draws.random() < ratio for _ in tasks]
         ahead = [task for task, taken in zip(tasks, on_cpu, strict=True) if taken][::-1]
-        prepared: dict[int, Future[Any]] = {}
-        if loader.ring is not None:
-            loader.ring.capacity = 3 * workers
+        host, prepared = HostRoute(loader.pipeline, batching.ring, None), dict[int, Future[Any]]()
+        if batching.ring is not None:
+            batching.ring.capacity = 3 * workers
         with ThreadPoolExecutor(workers, initializer=_one_thread) as pool:
             for task, taken in zip(tasks, on_cpu, strict=True):
                 while ahead and len(prepared) < 2 * workers:
                     following = ahead.pop()
-                    prepared[following[1]] = pool.submit(loader.prepare_on_host, following)
+                    prepared[following.index] = pool.submit(host.prepare, following)
                 if taken:
-                    entry = loader.routes.transfer(task[1], prepared.pop(task[1]).result())
-                    yield loader.routes.arrive(entry).batch
+                    entry = batching.routes.transfer(task.index, prepared.pop(task.index).result())
+                    yield batching.routes.arrive(entry).batch
                 else:
-                    yield loader.route.prepare(task).batch
+                    yield batching.route.prepare(task).batch
 
     def cell(self, model: str, cores: int, runs: int, only: str = "") -> dict[str, Any]:
         """Measure all ways with one model and one number of cores, one of which is the main thread's."""
         workers, step = cores - 1, self.step(model)
         with kept_on(cores) as given:
             loader = self.loader(self.shared, workers)
-            for batch in islice(loader.route, 2):  # kernels are compiled
+            for batch in islice(_on_device(loader), 2):  # kernels are compiled
                 step(batch)
             planning = self._plan(loader, step)
-            plan: CollectivePlan = loader.plan
+            plan: CollectivePlan = loader.prefetcher.plan
             cpu_plan = CollectivePlan("cpu", 1, 2 * workers, times=plan.times)
 
             def by(chosen: CollectivePlan | None, batches: Callable[[], Iterable[Data]]) -> Callable[[], float]:
                 def call() -> float:
-                    loader.plan = chosen
+                    loader.prefetcher.plan = chosen
                     return self.epoch(batches(), step)
 
                 return call
@@ -173,7 +174,7 @@ class Bench:
                 "collective": by(plan, lambda: loader),
                 "CPU-only, PrefetchLoader": by(plan, lambda: salient),
                 "CPU-only, the loader's ring": by(cpu_plan, lambda: loader),
-                "GPU-only": by(plan, lambda: loader.route),
+                "GPU-only": by(plan, lambda: _on_device(loader)),
             }
             ratios: dict[str, float] = {}
             times = plan.times
@@ -194,7 +195,7 @@ class Bench:
                     ("GPU-only", CollectivePlan("gpu", 1, 0)),
                 )
             }
-            loader.close()
+            loader.prefetcher.close()
         measured = rows[0]["median"]
         predicted = plan.epoch_s.get("collective")
         return {
@@ -221,7 +222,7 @@ class Bench:
         step, workers = self.step(model), cores - 1
         with kept_on(cores):
             probe = self.datamodule(batch_size, 0, 1)
-            rows_per_batch = int(next(iter(probe.train_dataloader().route)).num_nodes)
+            rows_per_batch = int(next(_on_device(probe.train_dataloader())).num_nodes)
             contestants: dict[str, Callable[[], float] | None] = {}
             points: dict[str, dict[str, Any]] = {}
             loaders = []
@@ -234,12 +235,12 @@ class Bench:
                 loaders.append(loader)
                 name = f"ours, collective, {model}, {cores} cores, GPU buffer of {size}"
                 contestants[name] = lambda loader=loader: self.epoch(loader, step)  # type: ignore[misc]
-                points[name] = {"gpu_buffer_size": size, "cache_rows": cache_rows, "mode": loader.plan.mode}
-                points[name]["buffers"] = loader.plan.buffers
+                points[name] = {"gpu_buffer_size": size, "cache_rows": cache_rows, "mode": loader.prefetcher.plan.mode}
+                points[name]["buffers"] = loader.prefetcher.plan.buffers
             for row in measure(contestants, runs):
                 points[row["name"]]["seconds"] = row["median"]
             for loader in loaders:
-                loader.close()
+                loader.prefetcher.close()
         return {"batch_size": batch_size, "rows_per_batch": rows_per_batch, "points": list(points.values())}
 
     def _plan(self, loader: Any, step: Callable[[Data], None]) -> dict[str, float]:
@@ -248,30 +249,36 @@ class Bench:
         start, batches = time.perf_counter(), 0
         for _ in range(4):
             for batch in loader:
-                if loader.plan is not None:
+                if loader.prefetcher.plan is not None:
                     break
                 step(batch)
                 batches += 1
-            if loader.plan is not None:
+            if loader.prefetcher.plan is not None:
                 break
         seconds = time.perf_counter() - start
-        loader.stop()
-        if loader.plan is None:
+        loader.prefetcher.stop()
+        if loader.prefetcher.plan is None:
             raise RuntimeError("no plan after four epochs")
         return {"seconds": round(seconds, 3), "batches": batches}
 
     def _utilisation(self, loader: Any, step: Callable[[Data], None], plan: CollectivePlan) -> dict[str, Any]:
         """Train an epoch with a timeline; return cores, PCIe and GPU by it, and what the system says."""
-        loader.plan, loader.timeline = plan, Timeline()
+        loader.prefetcher.plan, loader.prefetcher.timeline = plan, Timeline()
         process = psutil.Process()
         before = process.cpu_times()
         with _watched(self.device) as seen:
             seconds = self.epoch(loader, step)
         after = process.cpu_times()
-        timeline, loader.timeline = loader.timeline, None
+        timeline, loader.prefetcher.timeline = loader.prefetcher.timeline, None
         cores = (after.user + after.system - before.user - before.system) / seconds
         driver = round(sum(seen) / len(seen) / 100, 3) if seen else None
         return {"by timeline": used(timeline, seconds), "process_cores": round(cores, 2), "gpu_by_driver": driver}
+
+
+def _on_device(loader: Any) -> Iterator[Data]:
+    """Yield an epoch that the GPU prepares in turn with training."""
+    route = loader.prefetcher.route
+    return (route.finish(route.prepare(task)) for task in loader.tasks(0))
 
 
 def _named(way: str) -> str:

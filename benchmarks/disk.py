@@ -28,13 +28,13 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import Gate, compare, machine, measure_isolated, parse, publish
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.graph import DiskFeatures, disk_reads
 from lightning_gnn.graph.arrays import advise, save_arrays, write_blocks
 from lightning_gnn.graph.disk_cache import NEVER
 from lightning_gnn.graph.feature_file import FeatureFile
 from lightning_gnn.graph.folder import load_folder
 from lightning_gnn.nn import GraphSAGE
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 SIZES = {
     "nodes": (1_000_000, 4_000),
@@ -157,7 +157,7 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
             ).backward()
             optimizer.step()
         seconds = time.perf_counter() - start
-        table = loader.tables.get("x")
+        table = loader.pipeline.tables.get("x")
         if isinstance(table, DiskFeatures) and number == 0:
             noted.update(vars(table.counts), cache_rows=table.cache_rows, direct=table.direct)
         out.write_text(json.dumps(noted))
@@ -205,7 +205,7 @@ def _beside(blocks: np.ndarray, file: FeatureFile) -> np.ndarray:
 def trace_of(spec: dict[str, Any]) -> list[np.ndarray]:
     """Return the nodes of each mini-batch of the first epoch."""
     loader = datamodule(spec).train_dataloader()
-    return [loader.draw(task).nodes(None).numpy() for task in loader.tasks(loader.begin_epoch(), 0)]
+    return [loader.pipeline.sample(task).nodes(None).numpy() for task in loader.tasks(loader.begin_epoch())]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -29,10 +29,10 @@ from benchmarks.harness import MISSING, Gate, Isolated, Rows, compare, machine, 
 from benchmarks.minibatch import make_data
 from benchmarks.roofline import roofline
 from benchmarks.timed_epochs import TimedBatches, TimedEpochs
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
 from lightning_gnn.planning.limits import MachineLimits, measure_limits
 from lightning_gnn.runtime.cores import num_cores
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 CLASSES = 32
 FANOUTS = [25, 10]

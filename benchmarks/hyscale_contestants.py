@@ -23,11 +23,11 @@ from benchmarks.hyscale_model import with_accelerator
 from benchmarks.minibatch import make_data
 from benchmarks.scripts import serve
 from benchmarks.simulated_accelerator import CLASSES, Disturbance, PacedClassifier, SimulatedLink
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.hyscale import first_mapping
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.workload import Platform
 from lightning_gnn.nn import GraphSAGE
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 
 class Turns(pl.Callback):
@@ -85,7 +85,8 @@ class Linked(pl.Callback):
         if trainer.global_rank == 0:
             assert isinstance(trainer.strategy, HyScaleStrategy)
             assert trainer.strategy.loader is not None
-            trainer.strategy.loader.transfer = self._link  # type: ignore[assignment]
+            assert trainer.strategy.loader.staged is not None
+            trainer.strategy.loader.staged.transfer = self._link  # type: ignore[assignment]
 
 
 class KnownAccelerator:

@@ -17,8 +17,8 @@ from torch_geometric.data import Data
 
 from benchmarks import peers
 from benchmarks.harness import Gate, compare, machine, measure_isolated, parse, publish
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.graph.synthetic import power_law_graph
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 SIZES = {
     "nodes": (1_000_000, 20_000),

@@ -26,9 +26,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from benchmarks import peers
 from benchmarks.harness import Gate, Isolated, compare, machine, measure, parse, publish
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 SIZES = {"max_epochs": (60, 2), "shrink": (1, 40)}
 GRAPHS: dict[str, dict[str, Any]] = {

@@ -31,9 +31,9 @@ from benchmarks import peers
 from benchmarks.harness import MISSING, Gate, Isolated, Rows, compare, machine, measure, parse, publish
 from benchmarks.timed_epochs import TimedBatches, TimedEpochs
 from benchmarks.typed_sampling import mag
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.nn import HGT, RGAT, RGCN, HeteroGraphSAGE, NodeClassifier
 from lightning_gnn.runtime.cores import num_cores
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 CLASSES = 349
 FANOUTS = [15, 10]

@@ -10,7 +10,8 @@ if not startup.needs_no_library():
 
 if TYPE_CHECKING:
     from lightning_gnn.accelerators import NPUAccelerator
-    from lightning_gnn.collective import CollectiveDataModule
+    from lightning_gnn.collective import CollectiveDataModule, CollectiveLinkDataModule
+    from lightning_gnn.datamodules import LinkDataModule, NeighborDataModule
     from lightning_gnn.full_graph import AscendHybridParallelStrategy, FullGraphDataModule
     from lightning_gnn.graph import CompressedGraph, CSCGraph, FeatureTable, HeteroCSCGraph
     from lightning_gnn.hyscale import HyScaleStrategy
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
         PersistentSamplerDataModule,
     )
     from lightning_gnn.pyg import enable_pyg_sampling
-    from lightning_gnn.sampling import LinkDataModule, NeighborDataModule, NeighborSampler
+    from lightning_gnn.sampling import NeighborSampler
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ __all__ = [
     "AscendHybridParallelStrategy",
     "CSCGraph",
     "CollectiveDataModule",
+    "CollectiveLinkDataModule",
     "CompressedGraph",
     "FeatureTable",
     "FullGraphDataModule",
@@ -57,10 +59,12 @@ __all__ = [
 _NAMES = {
     "accelerators": ["NPUAccelerator"],
     "callbacks": [],
-    "collective": ["CollectiveDataModule"],
+    "collective": ["CollectiveDataModule", "CollectiveLinkDataModule"],
+    "datamodules": ["LinkDataModule", "NeighborDataModule"],
     "full_graph": ["AscendHybridParallelStrategy", "FullGraphDataModule"],
     "graph": ["CSCGraph", "CompressedGraph", "FeatureTable", "HeteroCSCGraph"],
     "hyscale": ["HyScaleStrategy"],
+    "loading": [],
     "nn": ["FullInference"],
     "ops": ["aggregate", "edge_softmax", "gather_rows", "sample_hetero_neighbors", "sample_neighbors"],
     "partitioned": ["PartitionedDataModule", "PartitionedLinkDataModule"],
@@ -69,7 +73,7 @@ _NAMES = {
     "pyg": ["enable_pyg_sampling"],
     "report": [],
     "runtime": [],
-    "sampling": ["LinkDataModule", "NeighborDataModule", "NeighborSampler"],
+    "sampling": ["NeighborSampler"],
 }
 """Where the public names are; each is imported, with what it needs, when it is first asked for."""
 

@@ -234,7 +234,7 @@ class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
         if isinstance(seed, Tensor) and not seed.numel():
             seed = seed.long()  # PyG's bidirectional sampler goes on with torch.tensor([])
         key = int(batch_key(int(torch.randint(2**63 - 1, (), device="cpu")), rank=self._rank.get()))
-        out = self._configured().sample(seed, seed_time, key)
+        out = self._configured()._sample(seed, seed_time, key)
         if isinstance(self.graph, CSCGraph) and not self._fanouts() and out.num_sampled_nodes is not None:
             out.num_sampled_nodes, out.num_sampled_edges = out.num_sampled_nodes[:1], []
         return _restored(out) if self.sample_direction == "backward" else out

@@ -164,7 +164,7 @@ class Simulator(TorchDispatchMode):
         """Stand in for the device, for loaders and Triton's samplers on the CPU."""
         from triton.runtime import interpreter
 
-        from lightning_gnn.persistent import ahead
+        from lightning_gnn.persistent import stream_prefetcher
         from lightning_gnn.triton_kernels.sample import DeviceSampler
 
         launch, numpy, tolist = interpreter.GridExecutor.__call__, torch.Tensor.numpy, torch.Tensor.tolist
@@ -185,7 +185,7 @@ class Simulator(TorchDispatchMode):
 
         with monkeypatch.context() as patch:
             for name in ("new_stream", "current_stream", "used_on"):
-                patch.setattr(ahead, name, getattr(self, name))
+                patch.setattr(stream_prefetcher, name, getattr(self, name))
             patch.setattr(DeviceSampler, "current_stream", lambda sampler: self.current_stream())
             patch.setattr(interpreter.GridExecutor, "__call__", launched)
             patch.setattr(torch.Tensor, "numpy", looked_at(numpy, True))

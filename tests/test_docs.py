@@ -23,15 +23,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from pytorch_lightning.callbacks import ProgressBar
 from torch.utils.data import DataLoader
 from torch_geometric.data import HeteroData
-from torch_geometric.loader import LinkLoader, NodeLoader
+from torch_geometric.loader import LinkLoader as PyGLinkLoader
+from torch_geometric.loader import NodeLoader as PyGNodeLoader
 
 import lightning_gnn
 from lightning_gnn.cli.assemble import check_arguments_of
 from lightning_gnn.cli.main import PRINTING
+from lightning_gnn.datamodules.base import MiniBatchDataModule
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.runtime.messages import keywords_of
-from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -123,8 +124,8 @@ def options_of(kind):
     """Return the keywords that a class takes, and those that it hands on."""
     names = keywords_of(kind)
     if issubclass(kind, MiniBatchDataModule):
-        for further in (lightning_gnn.NeighborSampler, NodeLoader, LinkLoader, DataLoader,
-                        lightning_gnn.sampling.ThreadedNodeLoader):  # fmt: skip
+        for further in (lightning_gnn.NeighborSampler, PyGNodeLoader, PyGLinkLoader, DataLoader,
+                        lightning_gnn.loading.NodeLoader):  # fmt: skip
             names |= keywords_of(further)
     return names
 

@@ -17,20 +17,22 @@ BELOW = {
     "ops": {"runtime", "graph", "triton_kernels", "ascend_ops"},
     "accelerators": {"runtime"},
     "nn": {"runtime", "graph", "ops"},
-    "sampling": {"runtime", "graph", "ops", "nn"},
-    "full_graph": {"runtime", "distributed", "graph", "ops", "nn"},
-    "partitioned": {"runtime", "distributed", "graph", "ops", "nn", "sampling"},
-    "persistent": {"runtime", "graph", "ops", "nn", "sampling"},
-    "collective": {"runtime", "graph", "ops", "nn", "sampling", "persistent"},
-    "hyscale": {"runtime", "distributed", "graph", "ops", "nn", "sampling", "persistent"},
+    "sampling": {"runtime", "graph", "ops"},
+    "loading": {"runtime", "graph", "ops", "sampling"},
+    "datamodules": {"runtime", "distributed", "graph", "ops", "nn", "sampling", "loading"},
+    "full_graph": {"runtime", "distributed", "graph", "ops", "nn", "datamodules"},
+    "partitioned": {"runtime", "distributed", "graph", "ops", "nn", "sampling", "loading", "datamodules"},
+    "persistent": {"runtime", "graph", "ops", "nn", "sampling", "loading", "datamodules"},
+    "collective": {"runtime", "graph", "ops", "nn", "sampling", "loading", "datamodules", "persistent"},
+    "hyscale": {"runtime", "distributed", "graph", "ops", "nn", "sampling", "loading", "persistent", "collective"},
     "pyg": {"runtime", "graph", "ops", "nn", "sampling", "persistent"},
-    "planning": {"runtime", "graph", "ops", "nn", "sampling"},
+    "planning": {"runtime", "graph", "ops", "nn", "sampling", "loading"},
     "report": {"runtime"},
     "registration": {"accelerators"},
-    "callbacks": {"runtime", "graph", "ops", "nn", "sampling", "collective", "hyscale", "planning", "report"},
+    "callbacks": {"runtime", "graph", "ops", "nn", "loading", "collective", "hyscale", "planning", "report"},
 }
 """What each room may import; the command, which stands on all of them, is left out."""
-LARGER_CLASSES = {"_Conversion": 559, "_ThreadedLoader": 441}
+LARGER_CLASSES = {"_Conversion": 559}
 """Classes of more than 400 lines, and their lines: these may only shrink, and no class may come to them."""
 
 

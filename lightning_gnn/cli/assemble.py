@@ -24,12 +24,12 @@ from lightning_gnn.cli.command_line import check_writable
 from lightning_gnn.cli.predictions import check_format
 from lightning_gnn.cli.saved_run import KeepConfig
 from lightning_gnn.cli.splits import fill_splits, split_links
+from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.graph.hetero import edges_of
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.hetero.models import BACK
 from lightning_gnn.report.console import console
 from lightning_gnn.runtime.messages import closest
-from lightning_gnn.sampling.link_datamodule import LinkDataModule
 
 MODES = ("train", "test", "predict")
 LOGGERS = ("tensorboard", "wandb", "mlflow")
@@ -197,7 +197,8 @@ def build_link_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.Lightn
     """Hide some edges from the graph, and build what predicts them."""
     if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
         raise ValueError(
-            "task=link trains on mini-batches of edges; use datamodule=link, persistent_link or partitioned_link"
+            "task=link trains on mini-batches of edges; use datamodule=link, persistent_link, collective_link or "
+            "partitioned_link"
         )
     if _partitioned(cfg):  # which were hidden when it was partitioned
         datamodule = _on_parts(cfg)
@@ -263,7 +264,8 @@ def build_recommend_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.L
         )
     if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
         raise ValueError(
-            "task=recommend trains on mini-batches of edges; use datamodule=link, persistent_link or partitioned_link"
+            "task=recommend trains on mini-batches of edges; use datamodule=link, persistent_link, collective_link or "
+            "partitioned_link"
         )
     given: dict[str, Any] = {"time_attr": cfg.task.time}
     if _partitioned(cfg):  # whose last edges were chosen when it was partitioned

@@ -33,17 +33,18 @@ from lightning_gnn.cli.command_line import explained, start
 from lightning_gnn.cli.plan_cpu import plan_cpu
 from lightning_gnn.cli.plan_machines import MACHINES, checked_options, plan_machines
 from lightning_gnn.collective.datamodule import CollectiveDataModule
-from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import STAGES, CollectivePlan
+from lightning_gnn.collective.prefetcher import CollectiveBatching
+from lightning_gnn.datamodules.base import MiniBatchDataModule
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.hyscale.report import forecast, print_forecast
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.persistent.placement import PlacedOnGPU
 from lightning_gnn.planning.report import sentences
 from lightning_gnn.report import reporting
 from lightning_gnn.report.console import be_quiet, console, describe, warn
 from lightning_gnn.report.pages import write_plan_page
-from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
 
 _WITHOUT_GPU = "This is the plan without a GPU; datamodule.device_memory=80GB plans the memory of one."
 
@@ -261,8 +262,8 @@ class _Profiling(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what needs no plan, and begin."""
-        loader = _loader(trainer)
-        if loader.route is None:
+        loader, batching = _loader(trainer)
+        if batching.route is None:
             raise ValueError(
                 "there is nothing to plan: without a GPU only CPU threads prepare mini-batches; give trainer=gpu, or "
                 "try it out with datamodule.gpu_route=cpu, which lets the CPU play the GPU's part"
@@ -283,7 +284,7 @@ class _Profiling(pl.Callback):
             self._progress.update(self._task, completed=self._datamodule.profile_batches, description="planned")
             trainer.should_stop = True
             return
-        profiler = _loader(trainer).profiler
+        profiler = _loader(trainer)[1].profiler
         measured = {stage: len(profiler.seconds(stage)) for stage in STAGES}
         last = min(measured, key=measured.__getitem__)
         self._progress.update(self._task, completed=min(measured[last], profiler.num_measurements))
@@ -295,9 +296,8 @@ class _Profiling(pl.Callback):
             )
 
 
-def _loader(trainer: pl.Trainer) -> CollectiveLoader:
-    loaders = CombinedLoader(trainer.train_dataloader).flattened
-    found = next((loader for loader in loaders if isinstance(loader, CollectiveLoader)), None)
-    if found is None:
-        raise ValueError("the DataModule's training loader is no CollectiveLoader: there is nothing to plan")
-    return found
+def _loader(trainer: pl.Trainer) -> tuple[PipelineLoader, CollectiveBatching]:
+    for loader in CombinedLoader(trainer.train_dataloader).flattened:
+        if isinstance(loader, PipelineLoader) and isinstance(loader.prefetcher, CollectiveBatching):
+            return loader, loader.prefetcher
+    raise ValueError("the DataModule's training loader does not batch collectively: there is nothing to plan")

@@ -6,23 +6,30 @@ overlaps preparation, transfer and training, and trains in the order of the epoc
 
 Reading order: ``collective/plan.py`` (what is measured and decided), ``collective/dispatcher.py`` (equation 6,
 repaired), ``collective/reorder_buffer.py`` (the schedule as decisions), ``collective/simulate.py`` (no device),
-``collective/loader.py`` (the training thread), ``collective/workers.py`` (the CPU's threads),
+``collective/prefetcher.py`` (the training thread), ``collective/workers.py`` (the CPU's threads),
 ``collective/routes.py`` (streams and page-locked memory), ``collective/datamodule.py``. Durations come from
-``collective/profile.py``; what lies below are ``sampling/loader.py`` and ``runtime/pipeline.py``.
+``collective/profile.py``; what lies below are ``loading/pipeline.py`` and ``runtime/thread_pipeline.py``.
 """
 
-from lightning_gnn.collective.datamodule import CollectiveDataModule
+from typing import TYPE_CHECKING
+
+from lightning_gnn.collective.datamodule import CollectiveDataModule, CollectiveLinkDataModule
 from lightning_gnn.collective.dispatcher import Dispatcher
-from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.collective.reorder_buffer import ReorderBuffer
 from lightning_gnn.collective.simulate import simulate_dual_buffer
+from lightning_gnn.runtime.messages import refuse_removed
 
 __all__ = [
+    "CollectiveBatching",
     "CollectiveDataModule",
-    "CollectiveLoader",
+    "CollectiveLinkDataModule",
     "CollectivePlan",
     "Dispatcher",
     "ReorderBuffer",
     "simulate_dual_buffer",
 ]
+
+if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
+    __getattr__ = refuse_removed(__name__)

@@ -12,19 +12,23 @@ from weakref import WeakSet
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch_geometric.data import Data, HeteroData
+from typing_extensions import override
 
-from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan, keep_plan, kept_plan
+from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.graph.stores import name_of, stores_of
+from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
+from lightning_gnn.persistent.link_datamodule import PersistentLinkDataModule
+from lightning_gnn.persistent.placement import PlacedOnGPU
 from lightning_gnn.runtime.cores import is_busy, num_cores
 from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.runtime.store import checksum
-from lightning_gnn.sampling.loader import ThreadedNodeLoader, name_of, stores_of
 from lightning_gnn.sampling.neighbor import beyond_plain
 
 ROUTES = ("auto", "cpu")
@@ -38,49 +42,8 @@ _SAMPLING = (
 """What of a sampler changes how long it takes."""
 
 
-class CollectiveDataModule(PersistentSamplerDataModule):
-    """Mini-batches of :class:`NeighborDataModule` for training, prepared by CPU threads and the GPU together.
-
-    In the first epoch it measures what the stages take, while the model trains, and plans who prepares which. The plan
-    is kept on disk for the same machine and configuration, and made anew after an epoch that took a tenth longer or
-    shorter than it said. On a machine without a GPU, CPU threads prepare the
-    mini-batches while the model trains; on another accelerator they do so through page-locked memory. Validation,
-    testing and prediction are those of :class:`PersistentSamplerDataModule`.
-
-    Args:
-        *args: The graph and how it is sampled, as :class:`NeighborDataModule` takes them.
-        num_workers: Threads that prepare mini-batches on the CPU; by default all cores of this process but one, or a
-            quarter of them where the model needs them too.
-        plan: ``"auto"``, a :class:`~lightning_gnn.collective.CollectivePlan`, or the path of a file with
-            one. A plan that was made on another machine or for another configuration is made anew.
-        gpu_buffer_size: Mini-batches that the GPU holds ready; fewer if its memory does not suffice.
-        profile_batches: Measurements of each stage before planning.
-        cache_plan: Keep plans on disk, and use those that are there.
-        replan: Plan anew where epochs part from what the plan said; one that is given is never changed.
-        gpu_route: ``"auto"``, or ``"cpu"`` to let the CPU play the GPU's part, to try a schedule out without one.
-        **kwargs: What of the graph lies where, and the loaders' options, as :class:`PersistentSamplerDataModule` takes
-            them.
-
-    Raises:
-        ValueError: A buffer without a place, no measurement, no plan, an unknown route, or an option that
-            :class:`PersistentSamplerDataModule` refuses.
-        FileNotFoundError: There is no such plan.
-
-    Source: MorphGL, section 4.
-
-    Examples:
-        >>> from lightning_gnn import CollectiveDataModule
-        >>> from lightning_gnn.collective import CollectivePlan
-        >>> from lightning_gnn.graph.synthetic import planted_power_law
-        >>> data = planted_power_law(300, 2000, num_classes=3, num_features=8, split=(0.5, 0.2, 0.2))
-        >>> plan = CollectivePlan("collective", gpu_buffer_size=2, cpu_buffer_size=1)  # else it is measured
-        >>> options = {"num_neighbors": [4, 2], "batch_size": 50, "num_workers": 1, "gpu_route": "cpu"}
-        >>> datamodule = CollectiveDataModule(data, **options, plan=plan)
-        >>> [batch.batch_size for batch in datamodule.train_dataloader()]
-        [50, 50, 50]
-        >>> str(datamodule.plan).splitlines()[0].split(',')[0]
-        'collective batching: the CPU prepares about 33% of the mini-batches'
-    """
+class _PreparedTogether(PlacedOnGPU):
+    """What both DataModules do; goes before the one that the GPU's mini-batches come from."""
 
     def __init__(
         self,
@@ -107,15 +70,15 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         self.gpu_buffer_size, self.profile_batches = gpu_buffer_size, profile_batches
         self.cache_plan, self.replan, self.gpu_route = cache_plan, replan, gpu_route
         self._plan: CollectivePlan | None = None
-        self._loaders: WeakSet[CollectiveLoader] = WeakSet()
+        self._batchings: WeakSet[CollectiveBatching] = WeakSet()
         self._names = "", ""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, such as that of a process of ddp_spawn, makes loaders of its own.
-        return {name: value for name, value in self.__dict__.items() if name != "_loaders"}
+        return {name: value for name, value in self.__dict__.items() if name != "_batchings"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _loaders=WeakSet())
+        self.__dict__.update(state, _batchings=WeakSet())
 
     @property
     def plan(self) -> CollectivePlan | None:
@@ -145,7 +108,8 @@ class CollectiveDataModule(PersistentSamplerDataModule):
             except ValueError as error:
                 rank_zero_warn(f"collective batching: the checkpoint's plan cannot be read, measuring anew: {error}")
 
-    def _loader(self, stage: str) -> Any:
+    @override
+    def make_loader(self, stage: str) -> Any:
         device = self._device()
         training_device = self._training_device()
         if device is None and self._placed_on is None:
@@ -156,22 +120,18 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         workers = self._workers(training_device)
         self.loader_kwargs["num_workers"] = self.eval_loader_kwargs["num_workers"] = workers
         if stage != "train":
-            loader = super()._loader(stage)
-            if isinstance(loader, ThreadedNodeLoader):
+            loader = super().make_loader(stage)
+            if isinstance(loader, PipelineLoader):
                 loader.first_batch = self._end_model
             return loader
-        route = super()._loader(stage) if device is not None or self.gpu_route == "cpu" else None
+        route = super().make_loader(stage) if device is not None or self.gpu_route == "cpu" else None
         if self.gpu_route == "cpu":
             training_device = torch.device("cpu")
         plan = self._plan_for(training_device, workers, route is not None)
         cores = cores_of_process(self.trainer)
         on_disk = self._from_disk(stage)
-        loader = CollectiveLoader(
-            self.data,
-            self.graph_sampler,
-            **self._inputs(stage),
-            **{**on_disk, "tables": {**self._host_tables(route), **on_disk.get("tables", {})}},
-            route=route,
+        batching = CollectiveBatching(
+            route=None if route is None else route.pipeline,
             device=training_device,
             plan=plan,
             gpu_buffer_size=self.gpu_buffer_size,
@@ -180,10 +140,11 @@ class CollectiveDataModule(PersistentSamplerDataModule):
             torch_threads=max(1, cores - workers) if route is not None or training_device.type != "cpu" else None,
             on_plan=self._keep,
             replan=self.replan and (plan is None or plan is not self._given),
-            **{**self.loader_arguments(stage, self._count(stage)), "pin_memory": False},
         )
-        self._loaders.add(loader)
-        return loader
+        self._batchings.add(batching)
+        tables = {**self._host_tables(route), **on_disk.get("tables", {})}
+        options = {**on_disk, "tables": tables, "prefetcher": batching, "pin_memory": False}
+        return self.sampled_loader(stage, self.data, self.graph_sampler, **options)
 
     def _device(self) -> torch.device | None:
         return None if self.gpu_route == "cpu" else super()._device()
@@ -205,15 +166,15 @@ class CollectiveDataModule(PersistentSamplerDataModule):
 
     def _host_tables(self, route: Any) -> dict[Any, FeatureTable]:
         """Where the CPU gathers from: what the GPU stores in fewer bits must be the same on the host."""
-        if route is None or self.gpu_route == "cpu" or not self.quantize:
+        if route is None or self.gpu_route == "cpu" or not self.placement_options.quantize:
             return {}
         quantized = {name_of(store, "x"): store for _, store in stores_of(self.data) if "x" in store}
         return {name: FeatureTable(store["x"]).quantized() for name, store in quantized.items() if name in self._tables}
 
     def _end_model(self) -> int:
         """Called when a validation in mid-epoch begins, which is not the model's time."""
-        for loader in self._loaders:
-            loader.end_model()
+        for batching in self._batchings:
+            batching.end_model()
         return 0
 
     def _num_batches(self) -> float:
@@ -259,7 +220,10 @@ class CollectiveDataModule(PersistentSamplerDataModule):
 
     def _configuration(self, device: torch.device, workers: int) -> str:
         model = None if self.trainer is None else self.trainer.lightning_module
-        settings = (self.topology, self.features, self.cache_rows, self.cache_bytes, self.quantize, self.mode)
+        placing = self.placement_options
+        settings = (
+            placing.topology, placing.features, placing.cache_rows, placing.cache_budget, placing.quantize, placing.mode
+        )  # fmt: skip
         return configuration_name(
             self.data,
             self.graph_sampler,
@@ -271,7 +235,7 @@ class CollectiveDataModule(PersistentSamplerDataModule):
                 self.loader_kwargs.get("batch_size"),
                 self._count("train"),
                 *settings,
-                self.fetch_size,
+                placing.fetch_size,
                 self.gpu_route,
                 self.gpu_buffer_size,
                 None if self.trainer is None else str(self.trainer.precision),
@@ -292,11 +256,66 @@ class CollectiveDataModule(PersistentSamplerDataModule):
         return plan
 
     def _close(self) -> None:
-        used = getattr(self.trainer, "train_dataloader", None)
-        loaders = [*self._loaders, *(CombinedLoader(used).flattened if used is not None else [])]
-        for loader in loaders:
-            if isinstance(loader, CollectiveLoader):
-                loader.close()
+        for batching in self._batchings:
+            batching.close()
+
+
+class CollectiveDataModule(_PreparedTogether, PersistentSamplerDataModule):
+    """Mini-batches of :class:`NeighborDataModule` for training, prepared by CPU threads and the GPU together.
+
+    In the first epoch it measures what the stages take, while the model trains, and plans who prepares which. The plan
+    is kept on disk for the same machine and configuration, and made anew after an epoch that took a tenth longer or
+    shorter than it said. On a machine without a GPU, CPU threads prepare the
+    mini-batches while the model trains; on another accelerator they do so through page-locked memory. Validation,
+    testing and prediction are those of :class:`PersistentSamplerDataModule`.
+
+    Args:
+        *args: The graph and how it is sampled, as :class:`NeighborDataModule` takes them.
+        num_workers: Threads that prepare mini-batches on the CPU; by default all cores of this process but one, or a
+            quarter of them where the model needs them too.
+        plan: ``"auto"``, a :class:`~lightning_gnn.collective.CollectivePlan`, or the path of a file with
+            one. A plan that was made on another machine or for another configuration is made anew.
+        gpu_buffer_size: Mini-batches that the GPU holds ready; fewer if its memory does not suffice.
+        profile_batches: Measurements of each stage before planning.
+        cache_plan: Keep plans on disk, and use those that are there.
+        replan: Plan anew where epochs part from what the plan said; one that is given is never changed.
+        gpu_route: ``"auto"``, or ``"cpu"`` to let the CPU play the GPU's part, to try a schedule out without one.
+        **kwargs: What of the graph lies where, and the loaders' options, as :class:`PersistentSamplerDataModule` takes
+            them.
+
+    Raises:
+        ValueError: A buffer without a place, no measurement, no plan, an unknown route, or an option that
+            :class:`PersistentSamplerDataModule` refuses.
+        FileNotFoundError: There is no such plan.
+
+    Source: MorphGL, section 4.
+
+    Examples:
+        >>> from lightning_gnn import CollectiveDataModule
+        >>> from lightning_gnn.collective import CollectivePlan
+        >>> from lightning_gnn.graph.synthetic import planted_power_law
+        >>> data = planted_power_law(300, 2000, num_classes=3, num_features=8, split=(0.5, 0.2, 0.2))
+        >>> plan = CollectivePlan("collective", gpu_buffer_size=2, cpu_buffer_size=1)  # else it is measured
+        >>> options = {"num_neighbors": [4, 2], "batch_size": 50, "num_workers": 1, "gpu_route": "cpu"}
+        >>> datamodule = CollectiveDataModule(data, **options, plan=plan)
+        >>> [batch.batch_size for batch in datamodule.train_dataloader()]
+        [50, 50, 50]
+        >>> str(datamodule.plan).splitlines()[0].split(',')[0]
+        'collective batching: the CPU prepares about 33% of the mini-batches'
+    """
+
+
+class CollectiveLinkDataModule(_PreparedTogether, PersistentLinkDataModule):
+    """Mini-batches of :class:`LinkDataModule` for training, prepared by CPU threads and the GPU together.
+
+    Args:
+        *args: The graph and its edges, as :class:`~lightning_gnn.LinkDataModule` takes them.
+        **kwargs: Options of :class:`CollectiveDataModule`, and of :class:`~lightning_gnn.PersistentLinkDataModule`.
+
+    Raises:
+        ValueError: What :class:`CollectiveDataModule` refuses.
+        FileNotFoundError: There is no such plan.
+    """
 
 
 def _read_plan(plan: Any) -> CollectivePlan | None:

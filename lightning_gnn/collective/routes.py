@@ -22,10 +22,13 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.data import BaseData
 
+from lightning_gnn.loading.batch import BatchTask, PreparedBatch
+from lightning_gnn.loading.collate import Allocator
+from lightning_gnn.loading.pipeline import MiniBatchPipeline
+from lightning_gnn.loading.prefetch.lookahead import LookaheadWindow
 from lightning_gnn.nn.sampled_edges import moved
 from lightning_gnn.runtime.devices import used_on, works
-from lightning_gnn.runtime.timeline import Clock, Recorder, Timestamp, profiled
-from lightning_gnn.sampling.loader import Prepared, Task, ThreadedNodeLoader
+from lightning_gnn.runtime.timeline import Clock, Recorder, profiled
 
 _SPARE = 8
 """Buffers are so many parts larger by one than what they are made for: mini-batches differ a little in size."""
@@ -180,8 +183,46 @@ class HostBatch:
         slot: The memory that it lies in; None if it is its own.
     """
 
-    prepared: Prepared
+    prepared: PreparedBatch
     slot: HostSlot | None = None
+
+
+class HostRoute:
+    """Route 0's first half: mini-batches that CPU threads make in memory which the device can fetch.
+
+    Args:
+        ring: The memory; None where they need not move.
+        window: What has sampled them ahead, where rows are on disk.
+    """
+
+    def __init__(self, pipeline: MiniBatchPipeline, ring: HostRing | None, window: LookaheadWindow | None) -> None:
+        self._pipeline, self._ring, self._window = pipeline, ring, window
+
+    def prepare(self, task: BatchTask) -> HostBatch:
+        """Make a mini-batch; safe in any thread.
+
+        Raises:
+            HostMemoryError: The system refused memory.
+        """
+        if self._ring is None:
+            return HostBatch(self._gathered(task, None))
+        slot = self._ring.take()
+        try:
+            prepared = self._gathered(task, slot.empty)
+            return HostBatch(replace(prepared, batch=slot.hold(prepared.batch)), slot)
+        except BaseException:
+            self._ring.discard(slot)
+            raise
+
+    def drop(self, batch: HostBatch) -> None:
+        """Take back the memory of a mini-batch that is not needed."""
+        if batch.slot is not None and self._ring is not None:
+            self._ring.give_back(batch.slot)
+
+    def _gathered(self, task: BatchTask, allocate: Allocator | None) -> PreparedBatch:
+        if self._window is not None:
+            return self._window.prepare(task.index, task, allocate)
+        return self._pipeline.gather(self._pipeline.sample(task), allocate)
 
 
 @dataclass
@@ -193,7 +234,7 @@ class DeviceBatch:
         arrival: Event after which it has come; None where nothing is to be waited for.
     """
 
-    prepared: Prepared
+    prepared: PreparedBatch
     arrival: Any = None
 
 
@@ -205,13 +246,11 @@ class DeviceRoutes:
 
     Args:
         device: Where mini-batches are trained.
-        route: Prepares them there, in the caller's thread; None where only the CPU does.
         ring: Memory in which those of the CPU lie; None if they need not move.
     """
 
-    def __init__(self, device: torch.device, route: ThreadedNodeLoader | None, ring: HostRing | None) -> None:
+    def __init__(self, device: torch.device, ring: HostRing | None) -> None:
         self.device = device
-        self.route = route
         self.ring = ring
         self.recorder = Recorder(Clock(device))
         self._stream: Any = None
@@ -221,17 +260,19 @@ class DeviceRoutes:
         self._last_read: Any = None
         self._last_transfer: Any = None
 
-    def prepare(self, task: Task) -> DeviceBatch:
-        """Route 1: sample and gather a mini-batch on the device."""
-        if self.route is None:
-            raise RuntimeError("there is no device that prepares mini-batches")
+    def prepare(self, route: MiniBatchPipeline, task: BatchTask) -> DeviceBatch:
+        """Route 1: sample and gather a mini-batch on the device, in the caller's thread."""
         if self._last_transfer is not None:
             self._current().wait_event(self._last_transfer)
             self._last_transfer = None
-        ends: list[Timestamp | None] = []
-        prepared = self.route.prepare(task, lambda: ends.append(self.recorder.now()))
-        for stage, start, end in zip(("gpu_batching", "uva"), ends, ends[1:], strict=False):
-            self.recorder.add(("GPU", "PCIe"), stage, task[1], start, end)  # both occupy the bus (equation 1)
+        start = self.recorder.now()
+        sampled = route.sample(task)
+        between = self.recorder.now()
+        prepared = route.gather(sampled)
+        end = self.recorder.now()
+        # Both occupy the bus (equation 1).
+        self.recorder.add(("GPU", "PCIe"), "gpu_batching", task.index, start, between)
+        self.recorder.add(("GPU", "PCIe"), "uva", task.index, between, end)
         if self._stream is not None:
             self._last_read = self._current().record_event()
         return DeviceBatch(prepared)
@@ -265,7 +306,7 @@ class DeviceRoutes:
         ring.give_back(slot, arrival)
         return DeviceBatch(replace(source.prepared, batch=batch), arrival)
 
-    def arrive(self, entry: DeviceBatch) -> Prepared:
+    def arrive(self, entry: DeviceBatch) -> PreparedBatch:
         """Return a mini-batch for use on the current stream, when the steps on those before it have been queued."""
         if self._stream is None:
             return entry.prepared

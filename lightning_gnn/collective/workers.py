@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Sizes, Step
-from lightning_gnn.collective.routes import DeviceBatch, HostBatch, HostMemoryError
+from lightning_gnn.collective.routes import DeviceBatch, HostBatch, HostMemoryError, HostRoute
+from lightning_gnn.loading.batch import BatchTask
 from lightning_gnn.runtime.devices import works
-from lightning_gnn.runtime.pipeline import Crew, Job, one_torch_thread
+from lightning_gnn.runtime.thread_pipeline import Crew, Job, one_torch_thread
 from lightning_gnn.runtime.timeline import Recorder
-from lightning_gnn.sampling.loader import Task
 
 THREAD_NAME = "lightning-gnn-collective"
 
@@ -26,16 +26,14 @@ class Workers:
 
     Args:
         tasks: The epoch's mini-batches from the first on.
-        prepare: Makes one in host memory, in a worker's thread.
-        drop: Gives the memory of one back that nobody needs.
+        host: Makes one in host memory, in a worker's thread, and takes the memory back of one that is not needed.
         recorder: Is told what each mini-batch took.
     """
 
     def __init__(
         self,
-        tasks: Iterator[Task],
-        prepare: Callable[[Task], HostBatch],
-        drop: Callable[[HostBatch], None],
+        tasks: Iterator[BatchTask],
+        host: HostRoute,
         schedule: ReorderBuffer,
         num_threads: int,
         recorder: Recorder,
@@ -47,8 +45,8 @@ class Workers:
         """On the device, or on their way there."""
         self.shortage: HostMemoryError | None = None
         """Page-locked memory was refused; who makes the schedule's buffers smaller sets it back."""
-        self._tasks, self._pulled = tasks, dict[int, Task]()
-        self._prepare, self._drop, self._recorder = prepare, drop, recorder
+        self._tasks, self._pulled = tasks, dict[int, BatchTask]()
+        self._route, self._recorder = host, recorder
         self._num_threads, self._busy = num_threads, 0
         self._assigned: deque[int] = deque()  # to a worker that is about to begin
         self._news = self._seen = 0
@@ -73,7 +71,7 @@ class Workers:
         with self._crew.lock:
             self._crew.news.wait_for(lambda: self._news != self._seen or self._crew.error is not None)
 
-    def task(self, number: int) -> Task:
+    def task(self, number: int) -> BatchTask:
         """Return what a mini-batch is to be made of."""
         with self._crew.lock:
             return self._task(number)
@@ -105,7 +103,7 @@ class Workers:
         self.device.pop(number, None)
         batch = self.host.pop(number, None)
         if batch is not None:
-            self._drop(batch)
+            self._route.drop(batch)
 
     def close(self, patience: float = 10.0) -> None:
         """Stop, join the threads and give all memory back; again and again if you like."""
@@ -117,14 +115,14 @@ class Workers:
             self.device = {}
             self._tasks, self._pulled = iter(()), {}
         for batch in left:
-            self._drop(batch)
+            self._route.drop(batch)
 
-    def _task(self, number: int) -> Task:
+    def _task(self, number: int) -> BatchTask:
         while number not in self._pulled:
             task = next(self._tasks, None)
             if task is None:
                 raise RuntimeError(f"the batch sampler has no mini-batch {number}, but its length says so")
-            self._pulled[task[1]] = task
+            self._pulled[task.index] = task
         return self._pulled[number]
 
     # -- in the threads
@@ -149,10 +147,10 @@ class Workers:
             self._assigned.append(number)
             self._crew.wake(0)
 
-    def _work(self, lane: int, task: Task) -> None:
-        number, start = task[1], time.perf_counter()
+    def _work(self, lane: int, task: BatchTask) -> None:
+        number, start = task.index, time.perf_counter()
         try:
-            batch = self._prepare(task)
+            batch = self._route.prepare(task)
         except HostMemoryError as error:
             with self._crew.lock:  # the workers wait for smaller buffers
                 self.shortage = HostMemoryError(*error.args)  # without the traceback, which holds memory
@@ -166,7 +164,7 @@ class Workers:
         with self._crew.lock:
             self._busy -= 1
             if self._crew.stopped:
-                self._drop(batch)
+                self._route.drop(batch)
             else:
                 self.schedule.ready(number)
                 self.host[number] = batch

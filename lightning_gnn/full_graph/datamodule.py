@@ -14,6 +14,7 @@ from torch_geometric.data import Data
 from torch_geometric.data.lightning import LightningNodeData
 from torch_geometric.loader import NeighborLoader
 
+from lightning_gnn.datamodules.resumable import ResumableDataModule
 from lightning_gnn.graph.checks import check_edge_data, check_labels, check_node_data, check_nodes
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
@@ -23,7 +24,6 @@ from lightning_gnn.nn.conv.graph import keep_constant
 from lightning_gnn.nn.full_batch import FullBatch, inference_settings, only_batch
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import closest, keywords_of, removed, true_or_false
-from lightning_gnn.runtime.resume import ResumableDataModule
 
 STRATEGY = "ascend_hybrid"
 

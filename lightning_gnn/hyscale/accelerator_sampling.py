@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch_geometric.sampler import NodeSamplerInput, SamplerOutput
 
+from lightning_gnn.loading.loaders import NodeLoader
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler, find_gpu
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 
 _GOLDEN = (5**0.5 - 1) / 2
@@ -23,7 +23,7 @@ def can_sample_on(loader: Any, device: torch.device) -> bool:
     Args:
         device: An accelerator; ``cpu`` stands for one.
     """
-    if not isinstance(loader, ThreadedNodeLoader):
+    if not isinstance(loader, NodeLoader):
         return False
     sampler = loader.node_sampler
     if type(sampler) is not NeighborSampler or sampler.backend not in _EXACT_BACKENDS or beyond_plain(sampler):

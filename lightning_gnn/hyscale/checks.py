@@ -11,8 +11,10 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 
-from lightning_gnn.hyscale.loader import can_be_cut
+from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.hyscale.options import Trainers
+from lightning_gnn.hyscale.sharded_loader import can_be_cut
+from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.nn.full_batch import FullBatch
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -20,10 +22,10 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 
 def check_training(loader: Any, module: pl.LightningModule) -> None:
     """Refuse loaders and modules that cannot be shared out."""
-    if any(cls.__name__.startswith("Collective") for cls in type(loader).__mro__):
+    if isinstance(loader, PipelineLoader) and isinstance(loader.prefetcher, CollectiveBatching):
         raise ValueError(
-            f"hyscale over a {type(loader).__name__}: both plan the use of the same cores and of the same bus; train "
-            f"with NeighborDataModule, or choose another strategy"
+            "hyscale over CollectiveBatching: both plan the use of the same cores and of the same bus; train "
+            "with NeighborDataModule, or choose another strategy"
         )
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, list) and any(isinstance(batch, FullBatch) for batch in dataset):

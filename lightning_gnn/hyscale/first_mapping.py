@@ -22,10 +22,11 @@ from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.options import Trainers, check_shares, measurements_decide, replays
 from lightning_gnn.hyscale.workload import BatchSizes, Platform, Processor, Workload
+from lightning_gnn.loading.batch import BatchTask
+from lightning_gnn.loading.loaders import NodeLoader
 from lightning_gnn.ops import batch_key
 from lightning_gnn.runtime.cores import num_cores
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
 
 _KEY = batch_key(1)
 _SAMPLED_PER_S = 5e6
@@ -145,9 +146,9 @@ def describe_workload(
     widths = [features.size(-1), *outputs][: len(fanouts) + 1]
     widths += widths[-1:] * (len(fanouts) + 1 - len(widths))
     measured, sampled_per_s = None, _SAMPLED_PER_S
-    if isinstance(loader, ThreadedNodeLoader):
+    if isinstance(loader, NodeLoader):
         seeds = _first_seeds(loader, total)
-        out, sampled_per_s = _sampled(lambda: loader.sample(seeds, _KEY))
+        out, sampled_per_s = _sampled(lambda: loader.pipeline.sample(BatchTask(0, 0, seeds)).out)
         if out.num_sampled_nodes and out.num_sampled_edges:
             vertices = list(accumulate(out.num_sampled_nodes))[::-1]
             edges = list(accumulate(out.num_sampled_edges))[::-1]
@@ -169,21 +170,21 @@ def describe_workload(
 
 
 def first_share(
-    sampling: AcceleratorSampling, loader: ThreadedNodeLoader, total: int, threads: int, num_accelerators: int = 1
+    sampling: AcceleratorSampling, loader: NodeLoader, total: int, threads: int, num_accelerators: int = 1
 ) -> float:
     """Return the share of the sampling with which accelerators and CPU are done at the same time, as measured."""
     seeds = _first_seeds(loader, total)
     there = num_accelerators * accelerator_rate(sampling, loader, total)
-    return there / (there + threads * _sampled(lambda: loader.sample(seeds, _KEY))[1])
+    return there / (there + threads * _sampled(lambda: loader.pipeline.sample(BatchTask(0, 0, seeds)).out)[1])
 
 
-def accelerator_rate(sampling: AcceleratorSampling, loader: ThreadedNodeLoader, total: int) -> float:
+def accelerator_rate(sampling: AcceleratorSampling, loader: NodeLoader, total: int) -> float:
     """Return the edges that one accelerator samples per second, those of one iteration together."""
-    inputs = loader.input_data[_first_seeds(loader, total)]
+    inputs = loader.pipeline.seeds[_first_seeds(loader, total)]
     return _sampled(lambda: sampling.sample(inputs, _KEY))[1]
 
 
-def _first_seeds(loader: ThreadedNodeLoader, total: int) -> list[int]:
+def _first_seeds(loader: NodeLoader, total: int) -> list[int]:
     return list(range(min(total, len(loader.dataset))))
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
+from lightning_gnn.hyscale.batch_share import BatchShare
 from lightning_gnn.hyscale.checks import check_training, overrides_transfer
 from lightning_gnn.hyscale.first_mapping import (
     begin_sampling,
@@ -21,16 +22,6 @@ from lightning_gnn.hyscale.first_mapping import (
     first_mapping,
     resumed_mapping,
     wanted_sampling,
-)
-from lightning_gnn.hyscale.loader import (
-    PipelineSettings,
-    Share,
-    SharedBatches,
-    SlicedLoader,
-    StagedLoader,
-    can_be_cut,
-    split_seeds,
-    whole_loader,
 )
 from lightning_gnn.hyscale.options import (
     HyScaleOptions,
@@ -43,9 +34,17 @@ from lightning_gnn.hyscale.options import (
     seeds_of_iteration,
     turned_off,
 )
+from lightning_gnn.hyscale.sharded_loader import (
+    ShardedBatchSampler,
+    ShardedDataLoader,
+    UnshardedDataLoader,
+    can_be_cut,
+    split_seeds,
+)
+from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings, StagedBatching
 from lightning_gnn.hyscale.transfer import Transfer
 from lightning_gnn.hyscale.work_balance import BalanceController
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.loading.loaders import NodeLoader, PipelineLoader
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,9 @@ class HyScaleLoaders:
         restored: dict[str, Any],
     ) -> None:
         self.balance = balance
-        self.loader: StagedLoader | SlicedLoader | None = None
+        self.loader: ShardedDataLoader | None = None
         """The training loader, once there is one."""
-        self.share = Share(0, 1, 1)
+        self.share = BatchShare(0, 1, 1)
         """This rank's share of the mini-batch that came last."""
         self._options = options
         self._place = place
@@ -127,18 +126,18 @@ class HyScaleLoaders:
         if alone:
             return dataloader
         if not isinstance(dataloader, DataLoader) or not can_be_cut(dataloader):
-            return whole_loader(dataloader, self._set_share, place.global_rank)
+            return UnshardedDataLoader(dataloader, self._set_share, place.global_rank)
         if not module.trainer.predicting:
-            batches = SharedBatches(dataloader, self._split_evaluation, place.global_rank, rank=place.global_rank)
-            return SlicedLoader(dataloader, batches, self._set_share)
+            batches = ShardedBatchSampler(dataloader, self._split_evaluation, place.global_rank, rank=place.global_rank)
+            return ShardedDataLoader(dataloader, batches, self._set_share)
         if place.global_rank == 0:
             return dataloader
-        nothing = SharedBatches(dataloader, lambda num_seeds, number: (0, 0), place.global_rank)
-        return SlicedLoader(dataloader, nothing, self._set_share)
+        nothing = ShardedBatchSampler(dataloader, lambda num_seeds, number: (0, 0), place.global_rank)
+        return ShardedDataLoader(dataloader, nothing, self._set_share)
 
     # -- training
 
-    def _training_loader(self, dataloader: DataLoader[Any], module: pl.LightningModule) -> StagedLoader | SlicedLoader:
+    def _training_loader(self, dataloader: DataLoader[Any], module: pl.LightningModule) -> ShardedDataLoader:
         """Return the loader of training; with it, the balance begins or goes on."""
         options, place = self._options, self._place
         if self.loader is not None:
@@ -156,7 +155,7 @@ class HyScaleLoaders:
         # Who samples: a CPU trainer leaves accelerators alone.
         wanted = wanted_sampling(options.accelerator_sampling, allowed_drm(options.drm))
         present, self._sampling = self._sampling, None
-        if isinstance(dataloader, ThreadedNodeLoader) and accelerated:
+        if isinstance(dataloader, NodeLoader) and accelerated:
             self._sampling = find_sampling(wanted, dataloader, place.trainers, present, place.device)
         # Who gets how much, unless training goes on with another loader of the same mini-batches.
         start, stop = place.node_slice(seeds_of_iteration(dataloader))
@@ -164,25 +163,24 @@ class HyScaleLoaders:
             self.balance = self._begin_balance(dataloader, module, wanted, stop - start)
         batches = self._training_batches(dataloader, module.trainer)
         threads = self.balance.rank_threads(place.trainer)
-        if isinstance(dataloader, ThreadedNodeLoader):
+        if isinstance(dataloader, PipelineLoader):
             settings = PipelineSettings(
                 options.prefetch, threads[:2], self.balance.ahead, options.stall_timeout, self._dtype
             )
-            self.loader = StagedLoader(
-                dataloader, batches, settings, self._set_share, transfer, self._sampling, self._sampled_here
-            )
+            staged = StagedBatching(batches, settings, transfer, self._sampling, self._sampled_here)
+            self.loader = ShardedDataLoader(dataloader, batches, self._set_share, staged, dtype=self._dtype)
         else:
             transfer = transfer if options.prefetch else None
-            self.loader = SlicedLoader(dataloader, batches, self._set_share, transfer, self._dtype)
+            self.loader = ShardedDataLoader(dataloader, batches, self._set_share, transfer=transfer, dtype=self._dtype)
         return self.loader
 
-    def _training_batches(self, dataloader: DataLoader[Any], trainer: pl.Trainer) -> SharedBatches:
+    def _training_batches(self, dataloader: DataLoader[Any], trainer: pl.Trainer) -> ShardedBatchSampler:
         """Return this rank's slices of the training mini-batches, from the one on that is trained on next."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
         own: Callable[[], int] | None = getattr(dataloader, "first_batch", None)
         # A lone trainer begins as a plain Trainer does.
         counted = (lambda: 0) if self._place.is_alone else (lambda: progress.current.ready)
-        batches = SharedBatches(
+        batches = ShardedBatchSampler(
             dataloader,
             self._split_training,
             self._place.global_rank,
@@ -212,7 +210,7 @@ class HyScaleLoaders:
         assert self.balance is not None
         return self.balance.sampled_by(self._place.trainer)
 
-    def _set_share(self, share: Share) -> None:
+    def _set_share(self, share: BatchShare) -> None:
         """Take this rank's share of the mini-batch that comes next."""
         self.share = share
 
@@ -305,7 +303,7 @@ class HyScaleLoaders:
         # How many mini-batches may be under way: decisions come into force behind these.
         workers = num_workers * (getattr(dataloader, "prefetch_factor", None) or 2)
         staged = 2 * (options.prefetch + 1) + (on_accelerator > 0)
-        ahead = max(staged, sum(threads), 0 if isinstance(dataloader, ThreadedNodeLoader) else workers + 3)
+        ahead = max(staged, sum(threads), 0 if isinstance(dataloader, PipelineLoader) else workers + 3)
         balance = BalanceController(
             place.trainers, weights, threads, total, drm, options.decision_log, ahead, on_accelerator,
             is_logging_rank=place.local_rank == 0,

@@ -23,7 +23,6 @@ from lightning_gnn.hyscale.first_mapping import (
     measure_platform,
     wanted_sampling,
 )
-from lightning_gnn.hyscale.loader import split_seeds
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.options import (
@@ -35,6 +34,7 @@ from lightning_gnn.hyscale.options import (
     replays,
     seeds_of_iteration,
 )
+from lightning_gnn.hyscale.sharded_loader import split_seeds
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.workload import Platform, Processor
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text

@@ -24,7 +24,6 @@ from typing_extensions import override
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary
 from lightning_gnn.distributed.weighted_ddp import WeightedDDPStrategy
 from lightning_gnn.hyscale.checks import check_precision
-from lightning_gnn.hyscale.loader import SlicedLoader, StagedLoader
 from lightning_gnn.hyscale.loader_setup import HyScaleLoaders, RankPlace
 from lightning_gnn.hyscale.numa import pin_to_numa_node
 from lightning_gnn.hyscale.options import (
@@ -36,6 +35,7 @@ from lightning_gnn.hyscale.options import (
     trainers_of,
 )
 from lightning_gnn.hyscale.random_streams import RankRNG
+from lightning_gnn.hyscale.sharded_loader import ShardedDataLoader
 from lightning_gnn.hyscale.work_balance import BalanceController, StageClock, stage_row
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.runtime.exceptions import is_handling_exception
@@ -174,7 +174,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
         """Who trains on this node, once it is known."""
         self.balance: BalanceController | None = None
         """Who gets how much of the work, and the times of the last iterations, once training has begun."""
-        self.loader: StagedLoader | SlicedLoader | None = None
+        self.loader: ShardedDataLoader | None = None
         """The training loader with its pipeline, once there is one."""
         self.drift = 0.0
         """The largest difference, relative to a tensor's largest number, by which a rank's differed from rank 0's."""

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_gnn.hyscale.batch_share import BatchShare
 from lightning_gnn.hyscale.decisions import Decision, ReplayedDecisions, read_decisions
 from lightning_gnn.hyscale.first_mapping import FirstMapping
-from lightning_gnn.hyscale.loader import Share, split_seeds
 from lightning_gnn.hyscale.mapping import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.options import Trainers, balances, replays
 from lightning_gnn.hyscale.published import PublishedResourceManager
 from lightning_gnn.hyscale.resources import LEAST_SHARE, DynamicResourceManager
+from lightning_gnn.hyscale.sharded_loader import split_seeds
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 from lightning_gnn.runtime.timeline import StepTimer
 
@@ -27,7 +28,7 @@ STEP_FIELDS = ("seeds", "sampled_there", "sample", "sample_accelerator", "load",
 """What a rank tells the others of its last iteration: seeds, whether its accelerator sampled, then thread-seconds."""
 
 
-def stage_row(share: Share | None, train: float = 0.0) -> list[float]:
+def stage_row(share: BatchShare | None, train: float = 0.0) -> list[float]:
     """Return what a rank sends of its last iteration, in the order of :data:`STEP_FIELDS`; -1 for what is missing."""
     if share is None:
         return [-1.0] * len(STEP_FIELDS)
@@ -41,7 +42,7 @@ class StageClock:
 
     def __init__(self, device: torch.device) -> None:
         self._timer = None if device.type == "cpu" else StepTimer(device)
-        self._share: Share | None = None
+        self._share: BatchShare | None = None
         self._seconds = 0.0
         self.row = stage_row(None)
         """What this rank tells of the last iteration."""
@@ -59,7 +60,7 @@ class StageClock:
             if self._timer is not None:
                 self._timer.stop()
 
-    def next_iteration(self, share: Share) -> None:
+    def next_iteration(self, share: BatchShare) -> None:
         """End an iteration, and begin one with this share."""
         self.row = stage_row(self._share, self._seconds if self._timer is None else self._timer.read(self._seconds))
         self._share, self._seconds = share, 0.0

@@ -18,9 +18,15 @@ from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from torch_geometric.data import Data, HeteroData
+from typing_extensions import override
 
+from lightning_gnn.datamodules.base import MiniBatchDataModule
+from lightning_gnn.datamodules.link import LinkDataModule
+from lightning_gnn.datamodules.node import NeighborDataModule, as_ids
+from lightning_gnn.datamodules.options import SamplingOptions
 from lightning_gnn.distributed.heartbeat import Heartbeats, end_process
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks
+from lightning_gnn.loading.seed_order import OwnSeedsOrder
 from lightning_gnn.nn.full_batch import inference_settings, only_batch
 from lightning_gnn.nn.inference import Elsewhere, FullInference
 from lightning_gnn.nn.module import GNNModule
@@ -35,10 +41,6 @@ from lightning_gnn.partitioned.shard import Shard, holders
 from lightning_gnn.partitioned.whole import nothing, with_topology, without_rows
 from lightning_gnn.runtime.byte_sizes import memory_bytes
 from lightning_gnn.runtime.messages import true_or_false
-from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
-from lightning_gnn.sampling.link_datamodule import LinkDataModule
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule, as_ids
-from lightning_gnn.sampling.seed_order import OwnSeedsOrder
 
 ORDERS = ("global", "local")
 TOPOLOGIES = ("parts", "whole")
@@ -108,12 +110,11 @@ class _OnParts(MiniBatchDataModule):
     def _with_splits(self, given: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs
 
-    def _own_sampler(self, data: Any, num_neighbors: Any, replace: bool, disjoint: bool, **options: Any) -> Any:
+    @override
+    def make_sampler(self, data: Any, options: SamplingOptions) -> Any:
         if self.topology == "whole":
-            return super()._own_sampler(data, num_neighbors, replace, disjoint, **options)
-        return PartitionedSampler(
-            self.partition, self.connection, num_neighbors, replace, disjoint, self.seed, **options
-        )
+            return super().make_sampler(data, options)
+        return PartitionedSampler(self.partition, self.connection, seed=self.seed, **options.given())
 
     def _tables(self, here: str | None) -> dict[Any, Any]:
         """Return where loaders gather what lies in parts, by attribute."""
@@ -188,7 +189,7 @@ class _OnParts(MiniBatchDataModule):
         if stage == "fit" and self.cache:
             remote = self.connection.remote
             epoch = self._passes if self.trainer is None else self.trainer.current_epoch
-            remote.keep(keep_hottest(self._loader("train"), remote, epoch, self.cache, self.count_batches))
+            remote.keep(keep_hottest(self.make_loader("train"), remote, epoch, self.cache, self.count_batches))
             rank_zero_info(f"rows of other parts that are kept: {remote.kept_rows}")
         self._joined = True
 
@@ -229,9 +230,10 @@ class _OnParts(MiniBatchDataModule):
         else:
             end_process(why)
 
-    def _sampled_loader(self, stage: str, data: Any, sampler: Any, *args: Any, **options: Any) -> Any:
+    @override
+    def sampled_loader(self, stage: str, data: Any, sampler: Any, *args: Any, **options: Any) -> Any:
         _ = self.connection.open
-        return super()._sampled_loader(stage, data, sampler, *args, tables=self.tables, **options)
+        return super().sampled_loader(stage, data, sampler, *args, tables=self.tables, **options)
 
     def _order(self, stage: str, num_seeds: int, drop_last: bool, replicas: int, rank: int) -> DistributedSampler[Any]:
         if stage == "train" and self._elastic is not None:

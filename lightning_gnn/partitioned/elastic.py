@@ -7,7 +7,7 @@ from typing import Any
 import pytorch_lightning as pl
 from torch import Tensor
 
-from lightning_gnn.sampling.seed_order import ElasticOrder
+from lightning_gnn.loading.seed_order import ElasticOrder
 
 
 class Elastic(pl.Callback):

@@ -22,15 +22,15 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType
 
+from lightning_gnn.datamodules.node import as_ids, seeds_in
 from lightning_gnn.graph.arrays import as_numpy, expect_scattered_reads, load_array, save_arrays, write_blocks
 from lightning_gnn.graph.checks import check_nodes
 from lightning_gnn.graph.csc import CSCGraph, index_dtype
 from lightning_gnn.graph.hetero import HeteroCSCGraph
+from lightning_gnn.graph.stores import of_edges, of_nodes, stores_of
 from lightning_gnn.runtime.files import read_json, read_text, write_whole
 from lightning_gnn.runtime.manifest import seal, verify
-from lightning_gnn.sampling.loader import of_edges, of_nodes, stores_of
 from lightning_gnn.sampling.neighbor import topology_of
-from lightning_gnn.sampling.node_datamodule import as_ids, seeds_in
 
 FORMAT = 2
 SPLITS = {"train": ("train",), "val": ("val", "valid"), "test": ("test",), "pred": ("pred",)}

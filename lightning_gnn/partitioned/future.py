@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
 
 import numpy as np
 from torch_geometric.sampler import HeteroSamplerOutput
 
+from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.partitioned.remote import Remote
-from lightning_gnn.sampling.seed_order import mini_batches
 
 
-def count_future(loader: Any, remote: Remote, epoch: int, batches: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def count_future(
+    loader: PipelineLoader, remote: Remote, epoch: int, batches: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Sample the mini-batches that will come, without their features, and count the rows of other parts in them.
 
     Returns:
@@ -23,8 +24,8 @@ def count_future(loader: Any, remote: Remote, epoch: int, batches: int) -> list[
         set_epoch(epoch)
     partition, mine = remote.partition, np.flatnonzero(remote.server == remote.exchange.rank)
     seen: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in partition.nodes]
-    for number, index in islice(enumerate(mini_batches(loader.batch_sampler)), batches):
-        out = loader.sample(index, loader.key_of((epoch, number, index)))
+    for task in islice(loader.tasks(epoch), batches):
+        out = loader.pipeline.sample(task).out
         nodes = out.node if isinstance(out, HeteroSamplerOutput) else {None: out.node}
         for name, ids in nodes.items():
             node_type = partition.number.get(name, 0)
@@ -33,7 +34,7 @@ def count_future(loader: Any, remote: Remote, epoch: int, batches: int) -> list[
     return [np.unique(np.concatenate(ids), return_counts=True) for ids in seen]
 
 
-def keep_hottest(loader: Any, remote: Remote, epoch: int, budget: int, batches: int) -> list[np.ndarray]:
+def keep_hottest(loader: PipelineLoader, remote: Remote, epoch: int, budget: int, batches: int) -> list[np.ndarray]:
     """Return the nodes whose rows are worth most to keep, ascending, by node type."""
     counts = count_future(loader, remote, epoch, batches)
     return hottest(counts, [remote.row_bytes(number) for number in range(len(counts))], budget)

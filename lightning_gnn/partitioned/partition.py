@@ -16,10 +16,10 @@ from torch_geometric.typing import EdgeType
 
 from lightning_gnn.graph.checks import check_edge_data, check_hetero_data, check_node_data
 from lightning_gnn.graph.hetero import HeteroCSCGraph
+from lightning_gnn.graph.stores import stores_of
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.partitioned.assign import assign_nodes
 from lightning_gnn.partitioned.folder import seeds_of, write_partition
-from lightning_gnn.sampling.loader import stores_of
 from lightning_gnn.sampling.neighbor import NeighborSampler, topology_of
 
 

@@ -11,6 +11,7 @@ import torch
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import HeteroSamplerOutput
 
+from lightning_gnn.loading.batch import BatchTask
 from lightning_gnn.partitioned.folder import rows_of
 from lightning_gnn.partitioned.future import hottest
 from lightning_gnn.partitioned.prediction import NODE_BYTES, PICK_BYTES, Traffic
@@ -52,7 +53,7 @@ def count_traffic(
             own, other ones and four times as many.
     """
     seeds = len(loader.dataset)
-    generator = torch.Generator().manual_seed(loader.seed % 2**62 + epoch)
+    generator = torch.Generator().manual_seed(loader.pipeline.seed % 2**62 + epoch)
     shuffled = torch.randperm(seeds, generator=generator)
     own = [shuffled[rank::ranks] for rank in range(ranks)]
     if order == "local":
@@ -71,7 +72,7 @@ def count_traffic(
     def sampled(rank: int, number: int, of: int) -> Any:
         start = number * size % len(own[rank])
         index = torch.cat([own[rank][start:], own[rank][:start]])[:size]
-        return loader.sample(index, loader.key_of((of, rank * each + number, index)))
+        return loader.pipeline.sample(BatchTask(of, rank * each + number, index)).out
 
     for rank in range(ranks):
         mine, kept = [], {}

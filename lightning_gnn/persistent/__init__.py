@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
 from lightning_gnn.persistent.link_datamodule import PersistentLinkDataModule
+from lightning_gnn.persistent.options import PlacementOptions
 from lightning_gnn.persistent.sampler import PersistentNeighborSampler
 from lightning_gnn.runtime.messages import refuse_removed
 
@@ -21,6 +22,7 @@ __all__ = [
     "PersistentLinkDataModule",
     "PersistentNeighborSampler",
     "PersistentSamplerDataModule",
+    "PlacementOptions",
 ]
 
 if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here

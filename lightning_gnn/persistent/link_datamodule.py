@@ -6,8 +6,8 @@ from typing import Any
 
 from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling
 
+from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.persistent.placement import PlacedOnGPU
-from lightning_gnn.sampling.link_datamodule import LinkDataModule
 
 
 class PersistentLinkDataModule(PlacedOnGPU, LinkDataModule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,24 +12,24 @@ import torch.distributed as dist
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
+from typing_extensions import override
 
+from lightning_gnn.datamodules.base import MiniBatchDataModule
 from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.features import FEATURE_DTYPES, FeatureTable
-from lightning_gnn.graph.memory import check_place, pinned
+from lightning_gnn.graph.memory import pinned
+from lightning_gnn.graph.stores import name_of, of_edges, of_nodes, stores_of
 from lightning_gnn.persistent.access_counts import Reads, count_reads
 from lightning_gnn.persistent.budget import Placement
 from lightning_gnn.persistent.demand import TOPOLOGY, Demand
-from lightning_gnn.persistent.loader import DeviceLinkLoader, DeviceNodeLoader
-from lightning_gnn.persistent.sampler import MODES, PersistentNeighborSampler, check_dealt, find_gpu
+from lightning_gnn.persistent.options import PlacementOptions
+from lightning_gnn.persistent.pipeline import DevicePipeline
+from lightning_gnn.persistent.sampler import PersistentNeighborSampler, check_dealt, find_gpu
 from lightning_gnn.persistent.shards import LocalMachine, ShardedTable, meet_on_machine
-from lightning_gnn.runtime.byte_sizes import memory_bytes
+from lightning_gnn.persistent.stream_prefetcher import prefetch_on_stream
 from lightning_gnn.runtime.memory_info import available_bytes
-from lightning_gnn.runtime.messages import true_or_false, whole_number
-from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
-from lightning_gnn.sampling.loader import name_of, of_edges, of_nodes, stores_of
 from lightning_gnn.sampling.neighbor import NeighborSampler
 
-_LOADERS = {"node": DeviceNodeLoader, "link": DeviceLinkLoader}
 _EVALUATION = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "labor", "subgraph_type")
 """What of the sampler may be another one in evaluation."""
 
@@ -59,88 +60,65 @@ class PlacedOnGPU(MiniBatchDataModule):
         gpus: int | None = None,
         **kwargs: Any,
     ) -> None:
-        check_place(topology, "topology")
-        check_place(features, "features")
-        cache_rows = whole_number(cache_rows, "cache_rows", 0)
-        caches = None if cache_bytes == "auto" else memory_bytes(cache_bytes, "cache_bytes")
-        device_memory = None if device_memory is None else memory_bytes(device_memory, "device_memory")
-        if cache_rows and caches != 0:
-            raise ValueError("give cache_rows or cache_bytes, not both: a budget decides how many rows there are")
-        if features in ("device", "shard") and cache_rows:
-            raise ValueError("cache_rows is for features='pinned' or 'auto'; on the device every row is at hand")
-        told = None if gpus is None else whole_number(gpus, "gpus", 1)
-        fetch_size, prefetch = whole_number(fetch_size, "fetch_size", 1), whole_number(prefetch, "prefetch", 0)
-        if mode not in MODES:
-            raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
-        try:
-            device = None if device is None else torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"device={device!r} is none: {error}") from None
-        true_or_false(quantize, "quantize")
+        placing = PlacementOptions(
+            topology, features, cache_rows, cache_bytes, quantize, mode, fetch_size, prefetch, bulk, device,
+            device_memory, gpus,
+        )  # fmt: skip
         if "tables" in kwargs:
             raise TypeError(f"there is no option tables: {type(self).__name__} makes them on its device")
         super().__init__(*args, **kwargs)
-        self._gpus = told
         if not isinstance(self.graph_sampler, NeighborSampler):
             raise TypeError(
                 f"{type(self).__name__} samples by kernels of its own, so it cannot take the sampler "
                 f"{type(self.graph_sampler).__name__}; use {self.on_cpu} with it"
             )
-        of_tables = {
-            f"features={features!r}": features in ("device", "shard"), "cache_rows": cache_rows, "quantize": quantize
-        }  # fmt: skip
-        if self._disk is not None and (asked := [option for option, given in of_tables.items() if given]):
+        if self._disk is not None and (asked := placing.in_memory_alone()):
             raise ValueError(
                 f"{asked[0]} is for features in memory, but with memory= those on disk come by way of the host; leave "
                 "one of them out"
             )
-        self.topology, self.features = topology, features
-        self.cache_rows, self.cache_bytes, self.quantize = cache_rows, caches, quantize
-        self.mode, self.fetch_size, self.prefetch = mode, fetch_size, prefetch
-        self.bulk = whole_number(bulk, "bulk", 1)
-        self._wanted, self.device_memory = device, device_memory
+        self.placement_options = placing
         self._placement: Placement | None = None
         self._bulk = 1
         self._placed_on: torch.device | str | None = None
         self._placed_data = self.data
         self._tables: dict[Any, FeatureTable | ShardedTable | DiskFeatures] = {}
         self._samplers: dict[str, Any] = {}
-        if topology == "shard":
+        if placing.topology == "shard":
             check_dealt(self.graph_sampler, self.eval_graph_sampler)
 
     def _training_seeds(self) -> tuple[NodeSamplerInput | EdgeSamplerInput, NegativeSampling | None]:
         """Return what mini-batches of the training set are sampled for, and what negative edges they have."""
         raise NotImplementedError
 
-    def _loader(self, stage: str) -> Any:
+    @override
+    def make_loader(self, stage: str) -> Any:
         if stage != "train" and self.inference is not None:
-            return super()._loader(stage)
+            return super().make_loader(stage)
         device = self._device()
         if device is None:
             if self._placed_on is None:
                 self._meet(None)
                 rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
                 self._placed_on = "cpu"
-            return super()._loader(stage)
+            return super().make_loader(stage)
         if self._placed_on != device:
             self._place(device, stage)
-        return self._sampled_loader(
+        return self.sampled_loader(
             stage,
             self._placed_data,
             self._samplers["train" if stage == "train" else "eval"],
-            _LOADERS[self.kind],
             **{**self._from_disk(stage), "tables": self._tables},
-            device=device,
-            prefetch=self.prefetch,
-            **({"bulk": self._bulk} if self.kind == "node" else {}),
+            pipeline=partial(DevicePipeline, device=device),
+            prefetcher=partial(prefetch_on_stream, depth=self.placement_options.prefetch, bulk=self._bulk),
             # A stream prepares ahead of training; threads would take turns to launch on it.
             num_workers=0,
             pin_memory=False,
         )
 
     def _device(self) -> torch.device | None:
-        if self._wanted is not None:
-            return find_gpu(self._wanted)
+        if self.placement_options.device is not None:
+            return find_gpu(self.placement_options.device)
         if self.trainer is not None:
             root = self.trainer.strategy.root_device
             return find_gpu(root) if root.type == "cuda" else None
@@ -157,11 +135,13 @@ class PlacedOnGPU(MiniBatchDataModule):
         Args:
             device: By default that of the first loader; needed where ``device_memory`` does not say what is free.
         """
-        return self._demand(self._gpus or 1).plan(self._memory(device or self._device()), self._count_reads)
+        return self._demand(self.placement_options.gpus or 1).plan(
+            self._memory(device or self._device()), self._count_reads
+        )
 
     def _memory(self, device: torch.device | None) -> int:
-        if self.device_memory is not None:
-            return self.device_memory
+        if self.placement_options.memory_budget is not None:
+            return self.placement_options.memory_budget
         if device is None:
             raise ValueError("there is no GPU to plan for; say how much memory one would have, as device_memory='80GB'")
         return available_bytes(device) or 0
@@ -171,7 +151,7 @@ class PlacedOnGPU(MiniBatchDataModule):
 
         Collective: every rank must call this, also one without a GPU, as a CPU trainer of hyscale is.
         """
-        places = {"topology": self.topology, "features": self.features}
+        places = {"topology": self.placement_options.topology, "features": self.placement_options.features}
         sharded = [f"{name}='shard'" for name, place in places.items() if place == "shard"]
         machine = None
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -181,10 +161,8 @@ class PlacedOnGPU(MiniBatchDataModule):
         if device is None:
             return None
         size = 1 if machine is None else machine.size
-        if self._gpus not in (None, size):
-            raise ValueError(
-                f"gpus={self._gpus}, but the run has {size} on this machine: leave it out, or start as many"
-            )
+        if (gpus := self.placement_options.gpus) not in (None, size):
+            raise ValueError(f"gpus={gpus}, but the run has {size} on this machine: leave it out, or start as many")
         if machine is None or size == 1:
             return None
         if sharded and machine.obstacle:
@@ -220,21 +198,21 @@ class PlacedOnGPU(MiniBatchDataModule):
             edges,
             [at for at in others if at in edges or at in of_rows],
             disk_tables,
-            self.topology,
-            self.features,
-            self.quantize,
-            self.cache_rows,
-            self.cache_bytes,
+            self.placement_options.topology,
+            self.placement_options.features,
+            self.placement_options.quantize,
+            self.placement_options.cache_rows,
+            self.placement_options.cache_budget,
             self._held,
-            self.bulk,
-            self.mode == "persistent",
+            self.placement_options.bulk,
+            self.placement_options.mode == "persistent",
             gpus,
         )
 
     @property
     def _held(self) -> int:
         """Mini-batches on the device at a time: those ahead, the one that is trained on, the one before it."""
-        return self.prefetch + 2
+        return self.placement_options.prefetch + 2
 
     def _count_reads(self, batches: range) -> Reads:
         inputs, negatives = self._training_seeds()
@@ -256,7 +234,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         self._placed_data, self._tables = copy.copy(self.data), {**self._disk_tables(stage)}
         for at, table in demand.tables.items():
             name, attribute = demand.name_of(at), at[1] if at[0] is None else at
-            if self.quantize and at[1] == "x":
+            if self.placement_options.quantize and at[1] == "x":
                 table = table.quantized()
             placed: FeatureTable | ShardedTable
             if plan[name].place == "device":
@@ -277,8 +255,8 @@ class PlacedOnGPU(MiniBatchDataModule):
             self.graph_sampler,
             device=device,
             topology=topology.place,
-            mode=self.mode,
-            fetch_size=self.fetch_size,
+            mode=self.placement_options.mode,
+            fetch_size=self.placement_options.fetch_size,
             hot_nodes=topology.nodes if topology.nodes.numel() else None,
             machine=machine,
         )

@@ -211,20 +211,25 @@ class PersistentNeighborSampler(NeighborSampler):
         other._place_whole()
         return other
 
-    def sample(self, seeds: Any, times: Any, key: int, first: int = 0) -> Output:
-        """Sample the neighbourhoods of seeds on the GPU, by type if the graph has several.
-
-        Args:
-            seeds: int64 ``[batch_size]``.
-            times: Of the seeds ``[batch_size]``, or None: those of their nodes, where edges have times.
-            key: The key of the mini-batch.
-            first: Position of the first seed in the whole mini-batch.
+    def _sample(self, seeds: Any, times: Any, key: int, first: int = 0) -> Output:
+        """Sample on the GPU; what picks uniformly in a homogeneous graph in one launch of the persistent kernel.
 
         Raises:
             RuntimeError: A worker process of a loader asks; it cannot use its parent's GPU.
         """
         self._check_process()
-        return super().sample(seeds, times, key, first)
+        plain = times is None and self.labor is None and not isinstance(seeds, dict)
+        if self._kernel is None or self.device is None or not plain:
+            return super()._sample(seeds, times, key, first)
+        # On the CPU seeds are checked without waiting for the GPU.
+        seeds = sent(check_seeds(seeds, self.graph.num_nodes), self.device)
+        out = self._kernel.sample(seeds, self.num_neighbors, key, self.replace, self.disjoint, first)
+        return self.as_output(NeighborSample(*out))
+
+    def _in_edges(self, graph: Any, nodes: Tensor) -> NeighborSample:
+        if self._kernel is None:
+            return super()._in_edges(graph, nodes)
+        return NeighborSample(*self._kernel.sample(nodes, [-1], 0))
 
     def _check_process(self) -> None:
         if self.device is not None and self.device.type != "cpu" and get_worker_info() is not None:
@@ -241,25 +246,6 @@ class PersistentNeighborSampler(NeighborSampler):
         if self.device is not None:
             out.metadata = tuple(part.to(self.device) if isinstance(part, Tensor) else part for part in out.metadata)
         return out
-
-    def draw(self, seeds: Tensor, key: int, first_tree: int = 0) -> NeighborSample:
-        """Sample on the GPU, in one launch.
-
-        Args:
-            seeds: int64 ``[batch_size]``; on the CPU they are checked without waiting for the GPU.
-            key: The key of the mini-batch.
-            first_tree: Position of the first seed in the whole mini-batch; matters if disjoint.
-
-        Raises:
-            IndexError: A seed outside the graph.
-            RuntimeError: A worker process of a loader asks; it cannot use its parent's GPU.
-        """
-        self._check_process()
-        if self._kernel is None or self.device is None:
-            return super().draw(seeds, key, first_tree)
-        seeds = sent(check_seeds(seeds, self.graph.num_nodes), self.device)
-        out = self._kernel.sample(seeds, self.num_neighbors, key, self.replace, self.disjoint, first_tree)
-        return NeighborSample(*out)
 
     @property
     def can_begin(self) -> bool:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import median
 from typing import Any
 
 from torch import Tensor
 
-from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
-from lightning_gnn.sampling.seed_order import mini_batches
+from lightning_gnn.loading.loaders import PipelineLoader
 
 KEPT, TIMED = 4, 5
 """Mini-batches that steps are timed with, and further ones that are timed and dropped, as in training: buffers are used
@@ -52,25 +51,24 @@ class Preparation:
 
 def prepare(loader: Any) -> tuple[list[Any], Preparation]:
     """Prepare a few mini-batches of the first epoch, and time it."""
-    if isinstance(loader, (ThreadedNodeLoader, ThreadedLinkLoader)):
+    if isinstance(loader, PipelineLoader):
         return _ours(loader)
     return _others(loader)
 
 
-def _ours(loader: Any) -> tuple[list[Any], Preparation]:
-    tasks = [(0, number, index) for number, index in enumerate(islice(mini_batches(loader.batch_sampler), KEPT))]
+def _ours(loader: PipelineLoader) -> tuple[list[Any], Preparation]:
+    tasks, pipeline = [*islice(loader.tasks(0), KEPT)], loader.pipeline
     if not tasks:
         raise ValueError("the training loader is empty: there is nothing to plan")
-    batches = [loader.finish(loader.prepare(task)) for task in tasks]
+    batches = [pipeline.finish(pipeline.prepare(task)) for task in tasks]
     sampling, features, own = [], [], []
     for epoch in range(1, 1 + TIMED):
-        _, number, index = tasks[epoch % len(tasks)]
-        prepared = loader.prepare((epoch, number, index))  # another epoch: another sample
-        before = prepared.cost.features_s
+        prepared = pipeline.prepare(replace(tasks[epoch % len(tasks)], epoch=epoch))  # another epoch: another sample
+        before = prepared.stats.features_s
         start = time.perf_counter()
-        loader.finish(prepared)
-        own.append(time.perf_counter() - start if loader.finishes else 0.0)
-        sampling.append(prepared.cost.sampling_s)
+        pipeline.finish(prepared)
+        own.append(time.perf_counter() - start if pipeline.has_deferred_work else 0.0)
+        sampling.append(prepared.stats.sampling_s)
         features.append(before)
         del prepared
     inside = loader.num_threads == 0
@@ -101,8 +99,8 @@ def _others(loader: Any) -> tuple[list[Any], Preparation]:
 
 def ahead_of(loader: Any) -> int:
     """Return how many mini-batches the workers of a loader prepare ahead, 0 without workers."""
-    if isinstance(loader, (ThreadedNodeLoader, ThreadedLinkLoader)):
-        return loader.num_threads * loader.prefetch_factor_threads
+    if isinstance(loader, PipelineLoader):
+        return loader.num_ahead
     return int(getattr(loader, "num_workers", 0) or 0) * int(getattr(loader, "prefetch_factor", None) or 2)
 
 

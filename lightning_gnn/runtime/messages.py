@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
+import warnings
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from numbers import Integral
 from typing import Any
 
@@ -17,6 +20,7 @@ _CACHES = "PersistentSamplerDataModule(cache_bytes=…) counts and plans; .plan_
 _ROWS = "a graph is kept as plain rows, and chunks are made by themselves where an NPU aggregates; leave it out"
 _CHUNKED = "a graph is kept as plain rows; the chunks of an NPU are in graph.chunked()"
 _NO_FIELD = "plans go by gpu_buffer_size, cpu_buffer_size, lead and row alone; leave it out"
+_PREFETCHER = "use lightning_gnn.loading.NodeLoader(…, prefetcher=CollectiveBatching(…))"
 REMOVED = {
     "CompressedGraph.backward_order": _CHUNKED,
     "CompressedGraph.element_size": _ROWS,
@@ -31,6 +35,7 @@ REMOVED = {
     "CollectivePlan.begin": _NO_FIELD,
     "CollectivePlan.cover": _NO_FIELD,
     "callbacks=timeline": _TRACE,
+    "lightning_gnn.collective.CollectiveLoader": _PREFETCHER,
     "convert.rows": "features are written as x.npy, which datamodule.memory= reads from disk; leave it out",
     "data.memory": "datamodule.memory= alone says that features stay on disk; leave it out",
     "datamodule.cache_dir": "a whole graph takes no time to prepare, so nothing is kept; leave it out",
@@ -53,15 +58,29 @@ REMOVED = {
 """Choices, options and public names of earlier releases, and what to use instead."""
 
 
+MOVED = {
+    "lightning_gnn.sampling.LinkDataModule": "lightning_gnn.datamodules.LinkDataModule",
+    "lightning_gnn.sampling.NeighborDataModule": "lightning_gnn.datamodules.NeighborDataModule",
+    "lightning_gnn.sampling.PreparationTimes": "lightning_gnn.loading.LoaderStats",
+    "lightning_gnn.sampling.ThreadedLinkLoader": "lightning_gnn.loading.LinkLoader",
+    "lightning_gnn.sampling.ThreadedNodeLoader": "lightning_gnn.loading.NodeLoader",
+}
+"""Public names of earlier releases that are found elsewhere now; saved configurations hold some of them."""
+
+
 def removed(name: str) -> str | None:
     """Return the message for a choice, an option or a name that was removed; None for another."""
     return f"{name} was removed: {REMOVED[name]}" if name in REMOVED else None
 
 
 def refuse_removed(module: str) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package that names what replaces a removed name."""
+    """Return the ``__getattr__`` of a package that names what replaces a removed name, and finds a moved one."""
 
     def refuse(name: str) -> Any:
+        if (place := MOVED.get(f"{module}.{name}")) is not None:
+            warnings.warn(f"{module}.{name} is {place} now", DeprecationWarning, stacklevel=2)
+            room, _, new = place.rpartition(".")
+            return getattr(import_module(room), new)
         if (gone := removed(f"{module}.{name}")) is not None:
             raise ImportError(gone)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -90,7 +109,17 @@ def keywords_of(kind: type) -> set[str]:
     """Return the names that the ``__init__`` of a class and of those above it take."""
     inits = [vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)]
     parameters = [parameter for init in inits for parameter in list(inspect.signature(init).parameters.values())[1:]]
-    return {one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+    named = {one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+    return named.union(*(_unpacked(init) for init in inits))
+
+
+def _unpacked(init: Any) -> set[str]:
+    """Return the keywords of the TypedDict in ``**options: Unpack[TypedDict]``; none where there is none."""
+    for parameter in inspect.signature(init).parameters.values():
+        found = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
+        if parameter.kind == parameter.VAR_KEYWORD and found is not None:
+            return {*init.__globals__[found[1]].__annotations__}
+    return set()
 
 
 def closest(name: str, names: Iterable[str], aside: bool = False) -> str:

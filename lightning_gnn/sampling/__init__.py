@@ -1,21 +1,15 @@
-"""Neighbour sampling by CPU threads: the ground on which the other systems' mini-batches stand.
+"""Neighbor sampling in PyG's sampler interface: the ground on which the mini-batches of all systems stand.
 
-Reading order, from the definition to the DataModule: ``ops/sample/reference.py``, ``ops/sample/definition.py`` (what a
-sample is), ``ops/sample/numba.py`` (how it is drawn), ``sampling/neighbor.py`` (PyG's sampler interface),
-``sampling/loader.py`` (the stages of a mini-batch, in threads), ``sampling/datamodule_base.py`` and
-``sampling/node_datamodule.py``.
+Reading order, from the definition to the sampler: ``ops/sample/reference.py``, ``ops/sample/definition.py`` (what a
+sample is), ``ops/sample/numba.py`` (how it is drawn), ``sampling/neighbor.py``.
 """
 
-from lightning_gnn.sampling.link_datamodule import LinkDataModule
-from lightning_gnn.sampling.loader import PreparationTimes, ThreadedLinkLoader, ThreadedNodeLoader
-from lightning_gnn.sampling.neighbor import NeighborSampler
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "LinkDataModule",
-    "NeighborDataModule",
-    "NeighborSampler",
-    "PreparationTimes",
-    "ThreadedLinkLoader",
-    "ThreadedNodeLoader",
-]
+from lightning_gnn.runtime.messages import refuse_removed
+from lightning_gnn.sampling.neighbor import NeighborSampler
+
+__all__ = ["NeighborSampler"]
+
+if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
+    __getattr__ = refuse_removed(__name__)

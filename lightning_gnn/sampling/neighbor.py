@@ -228,7 +228,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             raise TypeError(f"expected NodeSamplerInput(None, seeds), got {type(inputs).__name__}")
         key = self._next_key() if key is None else key
         first = inputs.first if isinstance(inputs, SeedRange) else 0
-        return self._both_ways(node_sample(inputs, lambda seeds, times: self.sample(seeds, times, key, first)))
+        return self._both_ways(node_sample(inputs, lambda seeds, times: self._sample(seeds, times, key, first)))
 
     def sample_from_edges(
         self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None, key: int | None = None
@@ -263,7 +263,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         negatives = None if neg_sampling is None else _KeyedNegatives(neg_sampling, key)
         out = edge_sample(
             inputs,
-            lambda seeds, times: self.sample(seeds, times, key),
+            lambda seeds, times: self._sample(seeds, times, key),
             self.graph.num_nodes,
             self.disjoint,
             self.node_time,
@@ -274,8 +274,8 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             out = without_seed_edges(out, inputs, named)
         return self._both_ways(out)
 
-    def sample(self, seeds: Any, times: Any, key: int, first: int = 0) -> Output:
-        """Sample the neighbourhoods of seeds, by type if the graph has several.
+    def _sample(self, seeds: Any, times: Any, key: int, first: int = 0) -> Output:
+        """Sample the neighborhoods of seeds, by type in a heterogeneous graph; what another device's sampler overrides.
 
         Args:
             seeds: int64 ``[batch_size]``.
@@ -296,14 +296,14 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             if self.node_time is None:
                 raise ValueError(f"times are those of edges, so seeds have none: {_GIVE_TIMES}")
             times = self.node_time[seeds.cpu()]
-        if times is not None or self.labor is not None:
-            out = self._draw(seeds, times, key, first)
-        else:
-            out = self.draw(seeds, key, first) if first and self.disjoint else self.draw(seeds, key)
-        return self._induced(out) if self.subgraph_type == SubgraphType.induced else self.as_output(out)
+        fanouts, options = self.num_neighbors, self._options(key, first)
+        sample = sample_neighbors(self.graph, seeds, fanouts, seed_time=times, **options, backend=self.backend)
+        return self.as_output(sample)
 
     def as_output(self, out: NeighborSample) -> SamplerOutput:
-        """Return a sample of a graph of one type as PyG has it."""
+        """Return a sample of a homogeneous graph as PyG has it."""
+        if self.subgraph_type == SubgraphType.induced:
+            return self._induced(out)
         return SamplerOutput(
             node=out.node,
             row=out.edge_index[0],
@@ -312,24 +312,6 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             batch=out.batch,
             num_sampled_nodes=out.num_sampled_nodes,
             num_sampled_edges=out.num_sampled_edges,
-        )
-
-    def draw(self, seeds: Tensor, key: int, first_tree: int = 0) -> NeighborSample:
-        """Sample a subgraph of a graph of one type, uniformly or by weight; what another device's sampler overrides.
-
-        Args:
-            seeds: int64 ``[batch_size]``.
-            key: The key of the mini-batch.
-            first_tree: Position of the first seed in the whole mini-batch; matters if disjoint.
-
-        Raises:
-            IndexError: A seed outside the graph.
-        """
-        return self._draw(seeds, None, key, first_tree)
-
-    def _draw(self, seeds: Tensor, times: Any, key: int, first: int) -> NeighborSample:
-        return sample_neighbors(
-            self.graph, seeds, self.num_neighbors, seed_time=times, **self._options(key, first), backend=self.backend
         )
 
     def _options(self, key: int, first: int) -> dict[str, Any]:
@@ -389,16 +371,19 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
     def _induced(self, out: NeighborSample) -> SamplerOutput:
         """Return all edges that the graph has between the sampled nodes."""
         graph = self.graph if self.graph.weight is None else self.whole_graph
-        every = self.with_options(graph=graph, num_neighbors=[-1], replace=False, labor=None)
-        whole = every.draw(out.node, 0)
+        whole = self._in_edges(graph, out.node)
         inside = whole.edge_index[0] < out.node.numel()
         return SamplerOutput(
             node=out.node,
             row=whole.edge_index[0, inside],
             col=whole.edge_index[1, inside],
-            edge=every.original_edges(whole.edge[inside]),
+            edge=self.original_positions(graph, whole.edge[inside]),
             batch=out.batch,
         )
+
+    def _in_edges(self, graph: Any, nodes: Tensor) -> NeighborSample:
+        """Return all in-edges of some nodes, as a sample of one hop; what another device's sampler overrides."""
+        return sample_neighbors(graph, nodes, [-1], 0, backend=self.backend)
 
     def _both_ways(self, out: Output) -> Output:
         if self.subgraph_type != SubgraphType.bidirectional:
@@ -414,12 +399,8 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             return EdgePositions(edge, partial(self.original_positions, graph))
         return self.original_positions(graph, edge)
 
-    def original_edges(self, edge: Tensor) -> Tensor:
-        """Turn positions in CSC order into positions in the user's ``edge_index``, int64 ``[m]``."""
-        return self.original_positions(self.graph, edge)
-
     def original_positions(self, graph: CSCGraph, edge: Tensor) -> Tensor:
-        """Do so for the edges of one type, ``graph``; what another device's sampler overrides."""
+        """Turn positions in CSC order into positions in the user's ``edge_index``, int64 ``[m]``."""
         if graph.edge_ids is None:
             return edge
         out = pool.empty(edge.shape, torch.int64)

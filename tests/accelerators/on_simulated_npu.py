@@ -11,10 +11,10 @@ from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from lightning_gnn.accelerators import NPUAccelerator, SingleNPUStrategy
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
 from lightning_gnn.ops import gather_rows
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.accelerators import simulated_npu
 from tests.accelerators.graph import training_graph
 from tests.refusals import refuses

@@ -8,12 +8,12 @@ import torch
 from pytorch_lightning.plugins import MixedPrecision
 
 import lightning_gnn  # noqa: F401  registers the accelerator and the strategies
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
 from lightning_gnn.nn.conv import fused
 from lightning_gnn.ops import default_backend
 from lightning_gnn.ops.aggregate.ascend_twin import record_launches
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.accelerators import simulated_npu
 from tests.accelerators.graph import training_graph
 

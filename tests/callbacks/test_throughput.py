@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from lightning_gnn.callbacks import BestCheckpoint, EpochThroughput, LearningCurves, Throughput
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 DATA = planted_power_law(300, 2000, 3, 8, split=(0.5, 0.2, 0.2))
 

@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="the simulator stands in for Triton's devic
 
 from lightning_gnn.collective import routes as module
 from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.loading import BatchTask, NodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
 from tests.event_simulator import Simulator
@@ -43,17 +43,17 @@ def run(monkeypatch, keep=(), used_on=None, steps=30, step_s=400.0):
         The simulator, and how many mini-batches of device memory there were at the most.
     """
     data = small_data()
-    loader = ThreadedNodeLoader(data, NeighborSampler(data, [3]), batch_size=20, seed=1)
+    loader = NodeLoader(data, NeighborSampler(data, [3]), batch_size=20, seed=1)
     simulator, ring = Allocator(), HostRing(CPU, capacity=steps)
     monkeypatch.setattr(module, "used_on", used_on or simulator.used_on)
-    routes = DeviceRoutes(CPU, loader, ring)
+    routes = DeviceRoutes(CPU, ring)
     routes._stream, routes._current = simulator.new_stream(), simulator.current_stream
     ready, kept, sizes = [], [], []
 
     def transfer(number):
         slot = ring.take()
         with simulator.pause():
-            prepared = loader.prepare((0, number, list(range(number, number + 20))))
+            prepared = loader.pipeline.prepare(BatchTask(0, number, list(range(number, number + 20))))
             prepared.batch = slot.hold(prepared.batch)
         ready.append(routes.transfer(number, HostBatch(prepared, slot)))
 
@@ -67,7 +67,7 @@ def run(monkeypatch, keep=(), used_on=None, steps=30, step_s=400.0):
             simulator.work(tensors, [], step_s)
             sizes.append(sum(value.untyped_storage().nbytes() for value in tensors))
             with simulator.pause():
-                plain = loader.prepare((0, number, list(range(number, number + 20))))
+                plain = loader.pipeline.prepare(BatchTask(0, number, list(range(number, number + 20))))
                 assert_same(prepared.batch, plain.batch)
             if number in keep:
                 kept.append(prepared.batch)

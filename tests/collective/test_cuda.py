@@ -12,8 +12,8 @@ from torch_geometric.data import Data
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.workers import THREAD_NAME
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.runtime.timeline import Timeline
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.persistent.test_datamodule import assert_same_content
 from tests.sampling.test_node_datamodule import Model, trainer
 from tests.sampling.test_typed import contents, typed_data
@@ -121,22 +121,22 @@ def test_host_memory_is_page_locked_and_goes_round(data):
     for _ in range(2):
         for _ in loader:
             pass
-    ring = loader.ring
+    ring = loader.prefetcher.ring
     assert ring.pins
-    assert loader.routes._stream is not None
+    assert loader.prefetcher.routes._stream is not None
     assert 0 < ring.num_slots == len(ring._idle) <= ring.capacity == COLLECTIVE.cpu_buffer_size + 3
     assert all(block.is_pinned() for slot in ring._idle for block in slot._blocks.values())
-    loader.close()
+    loader.prefetcher.close()
     assert ring.num_slots == 0
 
 
 def test_transfers_and_reads_do_not_overlap_on_the_bus(data, plain):
     loader = collective(data, topology="pinned", features="pinned").train_dataloader()
     list(loader)  # kernels are compiled
-    loader.timeline = Timeline()
+    loader.prefetcher.timeline = Timeline()
     for batch in loader:
         batch.x @ batch.x.t()
-    intervals = loader.timeline.intervals
+    intervals = loader.prefetcher.timeline.intervals
     by = {stage: {i.batch: i for i in intervals if i.stage == stage} for stage in {i.stage for i in intervals}}
     assert set(by) == {"cpu_batching", "dma", "gpu_batching", "uva", "model"}
     assert sorted([*by["dma"], *by["uva"]]) == sorted(by["model"]) == list(range(len(plain)))
@@ -183,7 +183,7 @@ def test_too_little_device_memory_means_smaller_buffers(data, plain):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert any("too little memory of cuda" in str(warning.message) for warning in warned)
-    assert 1 <= loader.plan.buffers[0] < 60
+    assert 1 <= loader.prefetcher.plan.buffers[0] < 60
 
 
 @pytest.mark.parametrize("taken", [1, 6])
@@ -201,7 +201,7 @@ def test_stopping_early_frees_the_device(data, taken):
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
-    loader.close()
+    loader.prefetcher.close()
 
 
 def test_an_error_on_the_device_reaches_the_caller(data):
@@ -239,4 +239,4 @@ def test_another_gpu_than_the_first_has_all_to_itself(data, plain):
         for batch, expected in zip(loader, plain, strict=True):
             assert batch.x.device == batch.edge_index.device == device
             assert_same_content(batch, expected)
-    assert loader.routes.recorder.clock.device == loader.routes._stream.device == device
+    assert loader.prefetcher.routes.recorder.clock.device == loader.prefetcher.routes._stream.device == device

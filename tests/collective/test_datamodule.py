@@ -18,10 +18,10 @@ from lightning_gnn.collective.datamodule import (
     cores_of_process,
     machine_name,
 )
-from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.collective.workers import THREAD_NAME
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from lightning_gnn.datamodules.node import NeighborDataModule
 from tests.batching_data import small_data
 from tests.full_graph import launch
 from tests.patience import PATIENCE
@@ -95,7 +95,7 @@ def test_the_gpus_mini_batches_are_those_of_the_cpu(options):
     module = CollectiveDataModule(data, **sizes, num_workers=1, plan=COLLECTIVE, device=DEVICE, **options)
     loader = module.train_dataloader()
     batches = list(loader)
-    assert loader.route is not None
+    assert loader.prefetcher.route is not None
     for batch, expected in zip(batches, NeighborDataModule(data, **sizes).train_dataloader(), strict=True):
         assert_same_content(batch, expected)
         assert batch.x.device.type == batch.y.device.type == batch.edge_index.device.type == DEVICE
@@ -134,7 +134,7 @@ def test_lightnings_options_work_and_leave_nothing_behind(options):
     expected = fitted(NeighborDataModule(small_data(), **SIZES), **options)
     data = collective()
     assert_same_training(fitted(data, **options), expected)
-    assert all(loader.ring.num_slots == 0 for loader in data._loaders)
+    assert all(batching.ring.num_slots == 0 for batching in data._batchings)
 
 
 @pytest.mark.parametrize("plan", ["auto", COLLECTIVE])
@@ -164,7 +164,7 @@ def test_a_model_that_fails_leaves_no_thread_and_no_buffer():
     with pytest.raises(ValueError, match="the model failed"):
         run.fit(Failing(), data)
     assert not threads()
-    assert loaders[0].ring.num_slots == 0
+    assert loaders[0].prefetcher.ring.num_slots == 0
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -191,7 +191,7 @@ def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
     finally:
         signal.signal(signal.SIGINT, before)
     assert not threads()
-    assert all(loader.ring.num_slots == 0 for loader in data._loaders)
+    assert all(batching.ring.num_slots == 0 for batching in data._batchings)
 
 
 def test_a_worker_that_fails_stops_training():
@@ -346,8 +346,8 @@ def test_without_a_gpu_it_says_so_once_and_is_the_plain_pipeline(num_workers):
         loader = data.train_dataloader()
         data.val_dataloader()
     assert len(messages(warned, "No GPU")) == 1
-    assert isinstance(loader, CollectiveLoader)
-    assert loader.ring is None
+    assert isinstance(loader.prefetcher, CollectiveBatching)
+    assert loader.prefetcher.ring is None
     assert data.plan.mode == ("gpu" if num_workers == 0 else "cpu")
     assert_same_training(found, fitted(NeighborDataModule(small_data(), **SIZES)))
 

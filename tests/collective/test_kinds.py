@@ -10,9 +10,9 @@ import torch
 from lightning_gnn.collective.datamodule import CollectiveDataModule, configuration_name
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.workers import THREAD_NAME
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.graph import DiskFeatures, FeatureTable
 from lightning_gnn.sampling.neighbor import NeighborSampler
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batch_checks import assert_same, assert_same_batches
 from tests.batching_data import small_data
 from tests.sampling.test_typed import CITES, Typed, typed_data
@@ -49,9 +49,9 @@ def test_both_sides_may_read_from_disk(tmp_path):
     given = {"device": DEVICE, "num_workers": 1, "memory": "4MB", "store": store}
     options = {"num_neighbors": [3, 2], "batch_size": 8, "seed": 3}
     loader = compare(data, options, COLLECTIVE, **given)
-    assert isinstance(loader.tables["x"], DiskFeatures), "the CPU's"
-    assert loader.route.tables["x"] is loader.tables["x"], "the GPU's too"
-    assert loader.tables["x"].counts.rows > 0
+    assert isinstance(loader.pipeline.tables["x"], DiskFeatures), "the CPU's"
+    assert loader.prefetcher.route.tables["x"] is loader.pipeline.tables["x"], "the GPU's too"
+    assert loader.pipeline.tables["x"].counts.rows > 0
 
 
 def test_types_share_no_buffer():

@@ -4,21 +4,22 @@ import gc
 import threading
 import time
 import warnings
+from inspect import signature
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.collective import loader as collective_loader
-from lightning_gnn.collective.loader import CollectiveLoader
+from lightning_gnn.collective import prefetcher as collective_prefetcher
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
-from lightning_gnn.collective.routes import HostMemoryError
+from lightning_gnn.collective.prefetcher import CollectiveBatching
+from lightning_gnn.collective.routes import DeviceRoutes, HostMemoryError, HostRoute
 from lightning_gnn.collective.simulate import simulate_dual_buffer
 from lightning_gnn.collective.workers import THREAD_NAME, Workers
-from lightning_gnn.runtime import pipeline
+from lightning_gnn.loading import NodeLoader
+from lightning_gnn.runtime import thread_pipeline
 from lightning_gnn.runtime.timeline import Timeline
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
 from tests.collective.virtual_time import VirtualTime
@@ -28,17 +29,23 @@ from tests.sampling.test_loader import assert_same
 DATA = small_data()
 SAMPLER = NeighborSampler(DATA, [4, 3])
 SIZES = {"batch_size": 30, "seed": 3}
-PLAIN = list(ThreadedNodeLoader(DATA, SAMPLER, **SIZES))
+PLAIN = list(NodeLoader(DATA, SAMPLER, **SIZES))
 COLLECTIVE = CollectivePlan("collective", 3, 2)
 
 
+BATCHING = signature(CollectiveBatching).parameters
+
+
 def route(**kwargs):
-    return ThreadedNodeLoader(DATA, SAMPLER, **{**SIZES, **kwargs})
+    return NodeLoader(DATA, SAMPLER, **{**SIZES, **kwargs}).pipeline
 
 
 def collective(plan=COLLECTIVE, num_workers=2, **kwargs):
+    """A loader that batches collectively, by options of both."""
     kwargs.setdefault("route", route())
-    return CollectiveLoader(DATA, SAMPLER, num_workers=num_workers, plan=plan, **{**SIZES, **kwargs})
+    own = {name: kwargs.pop(name) for name in [*kwargs] if name in BATCHING}
+    batching = CollectiveBatching(plan=plan, **own)
+    return NodeLoader(DATA, SAMPLER, num_workers=num_workers, prefetcher=batching, **{**SIZES, **kwargs})
 
 
 def threads():
@@ -48,8 +55,8 @@ def threads():
 def assert_all_free(loader):
     """No thread, no buffer that is still taken."""
     assert not threads()
-    if loader.ring is not None:
-        assert loader.ring.num_slots == len(loader.ring._idle) <= loader.ring.capacity
+    if loader.prefetcher.ring is not None:
+        assert loader.prefetcher.ring.num_slots == len(loader.prefetcher.ring._idle) <= loader.prefetcher.ring.capacity
 
 
 @st.composite
@@ -80,9 +87,9 @@ def test_epochs_follow_one_another_in_the_same_memory():
     assert loader.times.edges == 3 * sum(batch.num_edges for batch in PLAIN)
     assert loader.times.sampling_s > 0
     assert_all_free(loader)
-    assert loader.ring.idle_bytes > 0
-    loader.close()
-    assert loader.ring.num_slots == 0
+    assert loader.prefetcher.ring.idle_bytes > 0
+    loader.prefetcher.close()
+    assert loader.prefetcher.ring.num_slots == 0
 
 
 def test_batches_that_are_kept_are_not_overwritten():
@@ -97,8 +104,8 @@ def test_without_a_device_it_is_a_plain_pipeline(num_workers):
     loader = collective(None, num_workers, route=None)
     for a, b in zip(loader, PLAIN, strict=True):
         assert_same(a, b)
-    assert loader.ring is None
-    assert not loader.measures
+    assert loader.prefetcher.ring is None
+    assert not loader.prefetcher.measures
     assert_all_free(loader)
 
 
@@ -125,20 +132,21 @@ def test_the_loader_decides_as_the_simulator_does(plan, num_workers, seconds):
             return steps[-1]
 
     loader = collective(plan, num_workers)
-    prepare_on_host, prepare = loader.prepare_on_host, loader.routes.prepare
+    prepare_on_host, prepare = HostRoute.prepare, DeviceRoutes.prepare
 
-    def slow_on_host(task):
-        clock.sleep(duration("cpu_batching", task[1]))
-        return prepare_on_host(task)
+    def slow_on_host(self, task):
+        clock.sleep(duration("cpu_batching", task.index))
+        return prepare_on_host(self, task)
 
-    def slow(task):
-        clock.sleep(duration("gpu_batching", task[1]))
-        return prepare(task)
+    def slow(self, route, task):
+        clock.sleep(duration("gpu_batching", task.index))
+        return prepare(self, route, task)
 
-    loader.prepare_on_host, loader.routes.prepare = slow_on_host, slow
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collective_loader, "Workers", Recorded)
-        patch.setattr(pipeline, "threading", clock.threading())
+        patch.setattr(HostRoute, "prepare", slow_on_host)
+        patch.setattr(DeviceRoutes, "prepare", slow)
+        patch.setattr(collective_prefetcher, "Workers", Recorded)
+        patch.setattr(thread_pipeline, "threading", clock.threading())
         for trained, _ in enumerate(loader):
             clock.sleep(duration("model", trained))
     decided = [step for step in steps if step.kind != "wait"]
@@ -161,14 +169,14 @@ def test_it_measures_while_training_and_then_plans_once():
         on_plan=lambda plan, why: made.append(plan) or plan,
         epoch=lambda number: 0,
     )
-    plain = list(ThreadedNodeLoader(DATA, SAMPLER, **{**SIZES, "batch_size": 5}))
+    plain = list(NodeLoader(DATA, SAMPLER, **{**SIZES, "batch_size": 5}))
     for _ in range(3):
         for batch, expected in zip(loader, plain, strict=True):
             assert_same(batch, expected)
-    assert made == [loader.plan]
-    assert loader.plan.num_batches == len(plain)
-    assert loader.plan.times.cpu_workers == 2
-    assert loader.profiler.epochs <= 2
+    assert made == [loader.prefetcher.plan]
+    assert loader.prefetcher.plan.num_batches == len(plain)
+    assert loader.prefetcher.plan.times.cpu_workers == 2
+    assert loader.prefetcher.profiler.epochs <= 2
     assert_all_free(loader)
 
 
@@ -180,20 +188,20 @@ def test_tiny_epochs_are_measured_for_two_epochs_at_most(num_seeds):
         warnings.simplefilter("always")
         for epoch in range(3):
             assert len(list(loader)) == num_seeds
-            assert epoch == 2 or num_seeds > 3 or loader.plan is None
-    assert loader.plan is not None
-    assert loader.profiler.epochs <= 3
+            assert epoch == 2 or num_seeds > 3 or loader.prefetcher.plan is None
+    assert loader.prefetcher.plan is not None
+    assert loader.prefetcher.profiler.epochs <= 3
     said = sum("too short to measure" in str(warning.message) for warning in warned)
-    assert said == (loader.plan.times is None) == (num_seeds == 1)
+    assert said == (loader.prefetcher.plan.times is None) == (num_seeds == 1)
 
 
 def test_the_timeline_tells_every_stage_of_every_batch():
     loader = collective()
-    loader.timeline = Timeline()
+    loader.prefetcher.timeline = Timeline()
     start = time.perf_counter()
     for _ in loader:
         pass
-    timeline = loader.timeline
+    timeline = loader.prefetcher.timeline
     twice = [(i.stage, i.batch, i.start, i.end) for i in timeline.intervals if i.stage in ("gpu_batching", "uva")]
     assert all(twice.count(entry) == 2 for entry in twice)  # the GPU's reads occupy PCIe too
     found = sorted({(item.stage, item.batch) for item in timeline.intervals})
@@ -214,19 +222,20 @@ def test_what_happens_between_epochs_is_not_the_models_time():
         next(iterator)  # as Lightning does: it does not ask again after the last one
     time.sleep(0.3)
     next(iter(loader))
-    assert sum(stage == "model" for stage, *_ in loader.profiler._queued) + len(loader.profiler._seconds["model"]) == 2
-    loader.close()
+    profiler = loader.prefetcher.profiler
+    assert sum(stage == "model" for stage, *_ in profiler._queued) + len(profiler._seconds["model"]) == 2
+    loader.prefetcher.close()
 
 
 def test_workers_use_the_device_of_the_training_thread(monkeypatch):
     used = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: used.append(device))
     loader = collective()
-    loader.routes.recorder.clock.device = torch.device("cuda", 1)
+    loader.prefetcher.routes.recorder.clock.device = torch.device("cuda", 1)
     list(loader)
     assert used == [torch.device("cuda", 1)] * 2
     used.clear()
-    loader.routes.recorder.clock.device = torch.device("cpu")
+    loader.prefetcher.routes.recorder.clock.device = torch.device("cpu")
     list(loader)
     assert used == []
 
@@ -261,27 +270,27 @@ def test_an_error_reaches_the_caller_with_its_traceback(mode):
     assert list(iterator) == []
 
 
-def test_the_training_thread_does_not_wait_for_ever_for_a_worker_that_died():
-    def dies(task):
+def test_the_training_thread_does_not_wait_for_ever_for_a_worker_that_died(monkeypatch):
+    def dies(self, task):
         raise SystemExit("killed")
 
     loader = collective(CollectivePlan("cpu", 1, 2))
-    loader.prepare_on_host = dies
+    monkeypatch.setattr(HostRoute, "prepare", dies)
     with pytest.raises(SystemExit, match="killed"):
         next(iter(loader))
     assert_all_free(loader)
 
 
-def test_an_error_does_not_wait_for_the_other_workers():
+def test_an_error_does_not_wait_for_the_other_workers(monkeypatch):
     resume = threading.Event()
 
-    def prepare(task):
-        if task[1] == 0:
+    def prepare(self, task):
+        if task.index == 0:
             raise RuntimeError("failed")
         assert resume.wait(PATIENCE)
 
     loader = collective(CollectivePlan("cpu", 1, 2))
-    loader.prepare_on_host = prepare
+    monkeypatch.setattr(HostRoute, "prepare", prepare)
     with pytest.raises(RuntimeError, match="failed"):
         next(iter(loader))
     left = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
@@ -346,7 +355,8 @@ def test_a_batch_sampler_that_lies_about_its_length_is_named():
             return 5
 
     options = {"batch_sampler": Short([[0], [1], [2]]), "seed": 1}
-    loader = CollectiveLoader(DATA, SAMPLER, num_workers=1, plan=COLLECTIVE, route=route(), **options)
+    batching = CollectiveBatching(plan=COLLECTIVE, route=route())
+    loader = NodeLoader(DATA, SAMPLER, num_workers=1, prefetcher=batching, **options)
     with pytest.raises(RuntimeError, match="no mini-batch 3, but its length says so"):
         list(loader)
     assert_all_free(loader)
@@ -358,15 +368,15 @@ def test_a_batch_sampler_that_lies_about_its_length_is_named():
 @pytest.mark.parametrize("where", ["prepare", "transfer"])
 def test_too_little_device_memory_halves_the_buffers(where):
     loader = collective(CollectivePlan("collective", 8, 4), epoch=lambda number: 0)
-    original, held = getattr(loader.routes, where), []
+    original, held = getattr(loader.prefetcher.routes, where), []
 
     def short(*args):
-        if len(loader._epoch()._workers.device) >= 5:
+        if len(loader.prefetcher._current()._workers.device) >= 5:
             held.append(args)
             raise torch.OutOfMemoryError("out of memory")
         return original(*args)
 
-    setattr(loader.routes, where, short)
+    setattr(loader.prefetcher.routes, where, short)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -375,26 +385,26 @@ def test_too_little_device_memory_halves_the_buffers(where):
     messages = [str(w.message) for w in warned if "too little memory" in str(w.message)]
     assert messages[0].startswith("collective batching: too little memory of cpu for buffers of 8 mini-batches")
     assert len(messages) == len(held) == 1
-    assert loader.plan.buffers == (3, 2)  # and two that come over from the host
+    assert loader.prefetcher.plan.buffers == (3, 2)  # and two that come over from the host
     assert_all_free(loader)
 
 
 def test_buffers_out_of_reach_shrink_at_once():
     loader = collective(CollectivePlan("collective", 10**9, 4))
-    original = loader.routes.prepare
+    original = loader.prefetcher.routes.prepare
 
-    def short(task):
-        if len(loader._epoch()._workers.device) >= 3:
+    def short(*args):
+        if len(loader.prefetcher._current()._workers.device) >= 3:
             raise torch.OutOfMemoryError("out of memory")
-        return original(task)
+        return original(*args)
 
-    loader.routes.prepare = short
+    loader.prefetcher.routes.prepare = short
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for batch, expected in zip(loader, PLAIN, strict=True):
             assert_same(batch, expected)
     assert sum("too little memory of cpu" in str(w.message) for w in warned) == 1
-    assert loader.plan.buffers == (1, 2)  # and two that come over from the host
+    assert loader.prefetcher.plan.buffers == (1, 2)  # and two that come over from the host
 
 
 def test_device_memory_for_not_even_one_batch_is_a_clear_error():
@@ -403,7 +413,7 @@ def test_device_memory_for_not_even_one_batch_is_a_clear_error():
     def short(*args):
         raise torch.OutOfMemoryError("out of memory")
 
-    loader.routes.prepare = short
+    loader.prefetcher.routes.prepare = short
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(RuntimeError, match="memory of cpu does not suffice for a mini-batch"):
@@ -414,16 +424,16 @@ def test_device_memory_for_not_even_one_batch_is_a_clear_error():
 @pytest.mark.parametrize("mode", ["collective", "cpu"])
 def test_too_little_host_memory_halves_the_buffers(mode):
     loader = collective(CollectivePlan(mode, 4, 8), num_workers=3)
-    take = loader.ring.take
+    take = loader.prefetcher.ring.take
 
     def short():
         slot = take()
-        if loader.ring._taken > 4:
-            loader.ring.discard(slot)
+        if loader.prefetcher.ring._taken > 4:
+            loader.prefetcher.ring.discard(slot)
             raise HostMemoryError("no more")
         return slot
 
-    loader.ring.take = short
+    loader.prefetcher.ring.take = short
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         batches = list(loader)
@@ -431,7 +441,7 @@ def test_too_little_host_memory_halves_the_buffers(mode):
     for batch, expected in zip(batches, PLAIN, strict=True):
         assert_same(batch, expected)
     assert sum("too little page-locked host memory" in str(w.message) for w in warned) <= 2
-    assert loader.buffer_limit is None or 1 <= loader.buffer_limit[1] <= 4
+    assert loader.prefetcher.buffer_limit is None or 1 <= loader.prefetcher.buffer_limit[1] <= 4
     assert_all_free(loader)
 
 
@@ -441,7 +451,7 @@ def test_host_memory_for_not_even_one_batch_is_a_clear_error():
     def refused(num_bytes):
         raise HostMemoryError("refused: 1 MB")
 
-    loader.ring._allocate = refused
+    loader.prefetcher.ring._allocate = refused
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(RuntimeError, match=r"page-locked host memory does not suffice .* \(refused: 1 MB\)"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing
+from lightning_gnn.loading import BatchTask, NodeLoader
 from lightning_gnn.runtime.devices import used_on
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
 from tests.sampling.test_loader import assert_same
@@ -53,14 +53,14 @@ class Stream:
 @pytest.fixture
 def loader():
     data = small_data()
-    return ThreadedNodeLoader(data, NeighborSampler(data, [3]), batch_size=20, seed=1)
+    return NodeLoader(data, NeighborSampler(data, [3]), batch_size=20, seed=1)
 
 
 @contextmanager
 def noted(loader):
     log = []
     ring = HostRing(CPU, capacity=4)
-    routes = DeviceRoutes(CPU, loader, ring)
+    routes = DeviceRoutes(CPU, ring)
     main = Stream("main", log)
     routes._stream, routes._current = Stream("bus", log), lambda: main
     yield routes, ring, log
@@ -68,15 +68,15 @@ def noted(loader):
 
 def on_host(loader, ring, number):
     slot = ring.take()
-    prepared = loader.prepare((0, number, list(range(number, number + 20))))
+    prepared = loader.pipeline.prepare(BatchTask(0, number, list(range(number, number + 20))))
     prepared.batch = slot.hold(prepared.batch)
     return HostBatch(prepared, slot)
 
 
 def test_reads_and_transfers_wait_for_one_another_and_nothing_else(loader):
     with noted(loader) as (routes, ring, log):
-        routes.prepare((0, 0, [0, 1]))
-        routes.prepare((0, 1, [2, 3]))
+        routes.prepare(loader.pipeline, BatchTask(0, 0, [0, 1]))
+        routes.prepare(loader.pipeline, BatchTask(0, 1, [2, 3]))
         assert log == [("main", "records", "main 1"), ("main", "records", "main 2")]
         log.clear()
         first = routes.transfer(2, on_host(loader, ring, 2))
@@ -93,7 +93,7 @@ def test_reads_and_transfers_wait_for_one_another_and_nothing_else(loader):
         routes.arrive(first)
         assert log == [("main", "records", "main 3"), ("main", "waits for", "bus 1")]
         log.clear()
-        gathered = routes.prepare((0, 4, [4, 5]))
+        gathered = routes.prepare(loader.pipeline, BatchTask(0, 4, [4, 5]))
         assert log == [("main", "waits for", "bus 2"), ("main", "records", "main 4")]
         log.clear()
         routes.arrive(gathered)  # made on the stream that trains
@@ -106,7 +106,7 @@ def test_reads_and_transfers_wait_for_one_another_and_nothing_else(loader):
             ("main", "waits for", "bus 2"),
         ]
         log.clear()
-        routes.prepare((0, 5, [6, 7]))
+        routes.prepare(loader.pipeline, BatchTask(0, 5, [6, 7]))
         assert log == [("main", "records", "main 7")]
 
 
@@ -117,7 +117,7 @@ def test_the_memory_of_a_transfer_goes_back_with_its_event(loader):
         assert entry.arrival == "bus 1"
         assert list(ring._idle) == [source.slot]
         assert source.slot.read_until == "bus 1"
-        assert_same(entry.prepared.batch, loader.prepare((0, 0, list(range(20)))).batch)
+        assert_same(entry.prepared.batch, loader.pipeline.prepare(BatchTask(0, 0, list(range(20)))).batch)
         batch = entry.prepared.batch
         assert not any(source.slot.owns(value) for value in (batch.x, batch.edge_index, batch.n_id))
 
@@ -137,13 +137,10 @@ def test_a_transfer_that_fails_leaves_the_mini_batch_as_it_was(loader, monkeypat
         assert ring.num_slots == 1
         assert not ring._idle
         monkeypatch.setattr(routes, "_moved", moved)
-        assert_same(routes.transfer(0, source).prepared.batch, loader.prepare((0, 0, list(range(20)))).batch)
+        assert_same(
+            routes.transfer(0, source).prepared.batch, loader.pipeline.prepare(BatchTask(0, 0, list(range(20)))).batch
+        )
         assert len(ring._idle) == 1
-
-
-def test_without_a_device_that_prepares_it_says_so():
-    with pytest.raises(RuntimeError, match="no device that prepares"):
-        DeviceRoutes(CPU, None, None).prepare((0, 0, [0]))
 
 
 def test_sparse_matrices_over_the_slots_memory_are_copied(loader):

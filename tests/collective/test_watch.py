@@ -2,11 +2,10 @@
 
 import pytest
 
-from lightning_gnn.collective import loader as module
+from lightning_gnn.collective import prefetcher as module
 from lightning_gnn.collective.dispatcher import Dispatcher
-from lightning_gnn.collective.loader import CollectiveLoader
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.loading import NodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
 from tests.sampling.test_loader import assert_same
@@ -19,16 +18,16 @@ PLAN = CollectivePlan("collective", 2, 3, lead=4, num_batches=10, times=TIMES, e
 
 
 def loader_of(plan=PLAN, **kwargs):
-    route = ThreadedNodeLoader(DATA, SAMPLER, **SIZES)
-    return CollectiveLoader(
-        DATA, SAMPLER, num_workers=2, route=route, plan=plan, profile_batches=3, **{**SIZES, **kwargs}
-    )
+    route = NodeLoader(DATA, SAMPLER, **SIZES).pipeline
+    batching = module.CollectiveBatching(route=route, plan=plan, profile_batches=3, **kwargs)
+    batching.profiler.cpu_workers = 2
+    return NodeLoader(DATA, SAMPLER, num_workers=2, prefetcher=batching, **SIZES)
 
 
 def plans_of(loader):
     """Note what a loader would plan for, instead of planning."""
     planned = []
-    loader.start_planning = lambda times, num_batches, why: planned.append((times, why))
+    loader.prefetcher.start_planning = lambda times, num_batches, why: planned.append((times, why))
     return planned
 
 
@@ -36,9 +35,9 @@ def plans_of(loader):
 def test_a_tenth_is_too_much(seconds, parts):
     loader = loader_of()
     planned = plans_of(loader)
-    loader.watch(PLAN, 10)
-    loader.last_epoch = seconds, 10  # the last mini-batch's training is not seen
-    loader.watch(PLAN, 10)
+    loader.prefetcher.watch(PLAN, 10)
+    loader.prefetcher.last_epoch = seconds, 10  # the last mini-batch's training is not seen
+    loader.prefetcher.watch(PLAN, 10)
     assert bool(planned) == parts
     if parts:
         assert planned[0][1] == f"planned anew, as an epoch took {seconds:.3g} s instead of 8"
@@ -49,9 +48,9 @@ def test_what_was_measured_replaces_what_was_planned_for():
     planned = plans_of(loader)
     for stage, count in (("model", 8), ("dma", 2)):  # of two there are too few
         for _ in range(count):
-            loader.profiler.add(stage, 0.0, 0.9)
-    loader.last_epoch = 12.0, 10
-    loader.watch(PLAN, 10)
+            loader.prefetcher.profiler.add(stage, 0.0, 0.9)
+    loader.prefetcher.last_epoch = 12.0, 10
+    loader.prefetcher.watch(PLAN, 10)
     ((times, _),) = planned
     assert times.model.mean == pytest.approx(0.9)
     assert (times.dma, times.cpu_batching, times.cpu_workers) == (TIMES.dma, TIMES.cpu_batching, 2)
@@ -61,19 +60,19 @@ def test_an_epoch_that_is_as_long_as_it_must_be_is_planned_once():
     loader = loader_of()
     planned = plans_of(loader)
     for seconds, num_batches, count in ((12.0, 10, 1), (12.1, 10, 1), (24.0, 20, 1), (9.0, 10, 2)):
-        loader.last_epoch = seconds, num_batches
-        loader.watch(PLAN, num_batches)
+        loader.prefetcher.last_epoch = seconds, num_batches
+        loader.prefetcher.watch(PLAN, num_batches)
         assert len(planned) == count
         again = CollectivePlan("collective", 2, 3, lead=4, num_batches=10, times=TIMES, epoch_s={"collective": 8.6})
-        loader.adopt(again)  # says the same
+        loader.prefetcher.adopt(again)  # says the same
 
 
 @pytest.mark.parametrize(("plan", "seconds"), [(PLAN, 0.9), (CollectivePlan("collective", 2, 4), 8.0)])
 def test_short_epochs_and_plans_by_hand_are_none_to_go_by(plan, seconds):
     loader = loader_of(plan)
     planned = plans_of(loader)
-    loader.last_epoch = seconds, 10
-    loader.watch(plan, 10)
+    loader.prefetcher.last_epoch = seconds, 10
+    loader.prefetcher.watch(plan, 10)
     assert planned == []
 
 
@@ -89,21 +88,21 @@ def test_a_validation_and_an_epoch_that_ends_early_do_not_count(monkeypatch):
     for number, _ in enumerate(loader):
         clock.now += 2.0
         if number == 4:
-            loader.end_model()
+            loader.prefetcher.end_model()
             clock.now += 100.0
-    seconds, num_batches = loader.last_epoch
+    seconds, num_batches = loader.prefetcher.last_epoch
     assert (seconds, num_batches) == (2.0 * (len(loader) - 1), len(loader))
     next(iter(loader))
-    loader.stop()
-    assert loader.last_epoch is None
-    loader.close()
+    loader.prefetcher.stop()
+    assert loader.prefetcher.last_epoch is None
+    loader.prefetcher.close()
 
 
 @pytest.mark.parametrize("replan", [True, False])
 def test_the_loader_plans_anew_and_its_batches_stay(replan, monkeypatch):
     """The plan promises epochs of a thousand seconds; real ones last some milliseconds."""
     monkeypatch.setattr(module, "SHORTEST_S", 0.0)
-    plain = list(ThreadedNodeLoader(DATA, SAMPLER, **SIZES))
+    plain = list(NodeLoader(DATA, SAMPLER, **SIZES))
     slow = StageTimes(*[Duration(10.0)] * 5, cpu_workers=2)
     plan = Dispatcher(slow, 4, num_batches=len(plain)).plan()
     made = []
@@ -111,13 +110,13 @@ def test_the_loader_plans_anew_and_its_batches_stay(replan, monkeypatch):
     for _ in range(4):
         for batch, expected in zip(loader, plain, strict=True):
             assert_same(batch, expected)
-        if loader.planning is not None:
-            loader.planning.result()
+        if loader.prefetcher.planning is not None:
+            loader.prefetcher.planning.result()
     assert bool(made) == replan
     if replan:
         new, why = made[0]
         assert why.startswith("planned anew, as an epoch took ")
         assert new.epoch_s["collective"] < 0.1 * plan.epoch_s["collective"]
         assert new.times.model.mean < 1.0
-        assert loader.plan is made[-1][0]
-    loader.close()
+        assert loader.prefetcher.plan is made[-1][0]
+    loader.prefetcher.close()

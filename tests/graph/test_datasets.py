@@ -17,10 +17,10 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.datasets import OGB_MAG, Coauthor, Flickr, Planetoid, Reddit, Yelp
 from torch_geometric.utils import to_undirected
 
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.graph import datasets
 from lightning_gnn.graph.datasets import coauthor, convert_papers100m, flickr, ogb_mag, ogbn, planetoid, reddit, yelp
 from lightning_gnn.graph.folder import load_folder
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.cli.command import lgnn, weights_of
 from tests.graph.published import (
     PICKLED,

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.data import Data, HeteroData
 
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.graph import CSCGraph, topology_files
 from lightning_gnn.graph.folder import load_folder, save_folder
 from lightning_gnn.runtime import manifest
 from lightning_gnn.runtime.store import is_writable
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.refusals import refuses
 
 N, F, E = 50, 4, 300

@@ -511,6 +511,6 @@ def test_a_lone_trainer_is_the_plain_trainer_bit_for_bit(options):
 def test_a_lone_trainer_gets_the_loader_as_it_is():
     module = Plain()
     trainer = fit(module, hybrid(1))
-    assert type(trainer.train_dataloader).__name__ == "ThreadedNodeLoader"
+    assert type(trainer.train_dataloader).__name__ == "NodeLoader"
     assert trainer.strategy.launcher is None
     assert not torch.distributed.is_initialized()

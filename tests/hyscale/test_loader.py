@@ -21,27 +21,29 @@ from torch.utils.data import (
 )
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import DataLoader as GraphLoader
-from torch_geometric.loader import ImbalancedSampler, LinkNeighborLoader, NeighborLoader, NodeLoader
+from torch_geometric.loader import ImbalancedSampler, LinkNeighborLoader, NeighborLoader
+from torch_geometric.loader import NodeLoader as PyGNodeLoader
 from torch_geometric.sampler import BaseSampler, HeteroSamplerOutput
 
-from lightning_gnn.hyscale.loader import (
-    PipelineSettings,
-    SharedBatches,
-    SlicedLoader,
-    StagedLoader,
+from lightning_gnn.hyscale.sharded_loader import (
+    ShardedBatchSampler,
+    ShardedDataLoader,
+    UnshardedDataLoader,
     can_be_cut,
     split_seeds,
-    whole_loader,
 )
+from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
 from lightning_gnn.hyscale.transfer import PackedRows, Transfer
+from lightning_gnn.loading import NodeLoader
 from lightning_gnn.pyg import enable_pyg_sampling
 from lightning_gnn.runtime.precision import converted
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.full_graph import launch
 from tests.hyscale.ranks import joined
+from tests.hyscale.staging import staged_loader, steps_of
 from tests.hyscale.training import datamodule, graph
 from tests.patience import PATIENCE
+from tests.refusals import refuses
 
 CPU = torch.device("cpu")
 WEIGHTS = [[1.0, 2.0, 0.0, 4.0], [0.5, 0.5], [1.0]]
@@ -62,8 +64,8 @@ def slicing(weights, part):
 def staged(loader, weights=(1.0,), part=0, settings=None, arrived=lambda share: None, **options):
     """Return the loader of one rank."""
     batch_options = {name: options.pop(name) for name in ("first_batch", "num_batches", "on_epoch") if name in options}
-    batches = SharedBatches(loader, slicing(weights, part), part, **batch_options)
-    return StagedLoader(loader, batches, settings or PipelineSettings(), arrived, **options)
+    batches = ShardedBatchSampler(loader, slicing(weights, part), part, **batch_options)
+    return staged_loader(loader, batches, settings, arrived, **options)
 
 
 def same(found, expected):
@@ -148,7 +150,7 @@ def test_disjoint_trees_do_not_depend_on_how_mini_batches_are_split(shifting, wr
     def loader():
         # Seeds given twice, also within a mini-batch.
         nodes = torch.arange(41) % 7
-        return ThreadedNodeLoader(data, Wrapped(sampler) if wrap else sampler, nodes, batch_size=20, seed=3, rank=0)
+        return NodeLoader(data, Wrapped(sampler) if wrap else sampler, nodes, batch_size=20, seed=3, rank=0)
 
     def split(num_seeds, number):
         return split_seeds(num_seeds, [1 + number, 1, 2] if shifting else [1, 0, 4])
@@ -157,8 +159,8 @@ def test_disjoint_trees_do_not_depend_on_how_mini_batches_are_split(shifting, wr
     parts = [{} for _ in whole]
     for rank in range(3):
         mine, shares = loader(), []
-        batches = SharedBatches(mine, lambda n, number, rank=rank: split(n, number)[rank], rank)
-        for batch in StagedLoader(mine, batches, PipelineSettings(), shares.append):
+        batches = ShardedBatchSampler(mine, lambda n, number, rank=rank: split(n, number)[rank], rank)
+        for batch in staged_loader(mine, batches, on_batch=shares.append):
             share = shares[-1]
             if share.seeds:
                 parts[share.number].update(trees(batch, split(share.total, share.number)[rank][0]))
@@ -202,8 +204,10 @@ class Furthest:
 @pytest.mark.parametrize(("sizes", "ahead"), [((1, 1), 2), ((1, 1), 6), ((4, 4), 3), ((9, 9), 12)], ids=str)
 def test_no_more_is_cut_ahead_than_is_allowed(sizes, ahead):
     loader, furthest = ours(batch_size=5), Furthest()
-    batches = SharedBatches(loader, furthest.split)
-    made = StagedLoader(loader, batches, PipelineSettings(2, sizes, ahead), furthest.handed_out, Transfer(CPU))
+    batches = ShardedBatchSampler(loader, furthest.split)
+    made = staged_loader(
+        loader, batches, PipelineSettings(2, sizes, ahead), furthest.handed_out, transfer=Transfer(CPU)
+    )
     for number, _ in enumerate(made):
         made.resize((9, 9) if number % 8 == 3 else sizes)
     assert 0 < furthest.most <= ahead
@@ -213,9 +217,9 @@ def test_no_more_is_cut_ahead_than_is_allowed(sizes, ahead):
 def test_one_less_is_cut_ahead_of_loaders_without_a_length():
     """Lightning takes one more of these before a step."""
     sampler, furthest, data = NeighborSampler(graph(), [2]), Furthest(), graph()
-    loader = ThreadedNodeLoader(data, sampler, torch.arange(23), batch_sampler=Alone(), seed=3, rank=0)
-    batches = SharedBatches(loader, furthest.split, num_batches=lambda: 30)
-    made = StagedLoader(loader, batches, PipelineSettings(2, (9, 9), 4), furthest.handed_out)
+    loader = NodeLoader(data, sampler, torch.arange(23), batch_sampler=Alone(), seed=3, rank=0)
+    batches = ShardedBatchSampler(loader, furthest.split, num_batches=lambda: 30)
+    made = staged_loader(loader, batches, PipelineSettings(2, (9, 9), 4), furthest.handed_out)
     assert len(list(made)) == 30
     assert 0 < furthest.most <= 3
     with pytest.raises(TypeError):
@@ -224,10 +228,11 @@ def test_one_less_is_cut_ahead_of_loaders_without_a_length():
 
 def test_leaving_an_epoch_early_leaves_nothing_and_the_next_one_begins_anew():
     loader = staged(ours(batch_size=10))
-    first = next(iter(loader))
+    first = next(epoch := iter(loader))
     assert threads()
     assert loader.close() == []
     assert not threads()
+    del epoch
     found = list(loader)
     assert len(found) == 20
     assert not threads()
@@ -247,7 +252,9 @@ def test_nothing_is_left_of_twenty_epochs(kind):
     if kind == "staged":
         loader = staged(source, [0.5, 0.5], 1, transfer=Transfer(CPU, "int8"))
     else:
-        loader = SlicedLoader(source, SharedBatches(source, slicing([1, 1], 1)), lambda share: None, Transfer(CPU))
+        loader = ShardedDataLoader(
+            source, ShardedBatchSampler(source, slicing([1, 1], 1)), lambda share: None, transfer=Transfer(CPU)
+        )
     counts = []
     for _ in range(20):
         assert sum(1 for _ in loader) == len(loader)
@@ -258,17 +265,17 @@ def test_nothing_is_left_of_twenty_epochs(kind):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("stage", ["sample", "load"])
+@pytest.mark.parametrize("stage", ["sample", "gather"])
 def test_an_error_in_a_stage_is_raised_at_its_mini_batch(stage, prefetch, monkeypatch):
     loader = ours(batch_size=20)
-    seen, original = count(), getattr(loader, stage)
+    seen, original = count(), getattr(loader.pipeline, stage)
 
     def failing(*args, **kwargs):
         if next(seen) == 4:
             raise KeyError("odd")
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(loader, stage, failing)
+    monkeypatch.setattr(loader.pipeline, stage, failing)
     made, found = staged(loader, settings=PipelineSettings(prefetch)), []
     with pytest.raises(KeyError, match="odd"):
         found.extend(iter(made))
@@ -279,7 +286,7 @@ def test_an_error_in_a_stage_is_raised_at_its_mini_batch(stage, prefetch, monkey
 
 def test_a_stage_that_makes_no_progress_ends_the_run_and_shows_where(monkeypatch):
     loader, gate = ours(batch_size=20), threading.Event()
-    monkeypatch.setattr(loader, "load", lambda *args: gate.wait(PATIENCE))
+    monkeypatch.setattr(loader.pipeline, "gather", lambda *args: gate.wait(PATIENCE))
     made = staged(loader, settings=PipelineSettings(stall_timeout=0.2))
     with pytest.raises(TimeoutError, match=r"no progress for 0.2 s; thread hyscale-load-0:\n(.|\n)*gate.wait"):
         next(iter(made))
@@ -300,7 +307,7 @@ def test_what_must_be_made_in_the_training_thread_is_made_there_with_numbers_of_
     for prefetch in (0, 2):
         for part in range(2):
             loader = staged(ours(transform=Doubles()), [1, 1], part, PipelineSettings(prefetch), transfer=Transfer(CPU))
-            assert [name for stage in loader.stages() for name, _ in stage] == ["sample", "load"]
+            assert steps_of(loader, prefetch) == [["sample"], ["load"]]
             found[prefetch, part] = [float(batch.noise) for batch in loader]
     assert found[0, 0] == found[2, 0] != found[0, 1] == found[2, 1]
 
@@ -313,7 +320,7 @@ def test_what_must_be_made_in_the_training_thread_is_made_there_with_numbers_of_
 def test_features_travel_in_fewer_bits(dtype, prefetch):
     transfer = Transfer(CPU, dtype)
     loader = staged(ours(), settings=PipelineSettings(prefetch), transfer=transfer)
-    names = [[name for name, _ in stage] for stage in loader.stages()]
+    names = steps_of(loader, prefetch)
     assert names == [["sample"], ["load"], ["transfer"]] if prefetch == 2 else [["sample"], ["load", "transfer"]]
     for found, expected in zip(loader, ours(), strict=True):
         step = {None: 0.0, "float16": 2.0**-11, "int8": 1 / 254}[dtype]
@@ -430,7 +437,7 @@ def make(kind, **options):
             loader = LinkNeighborLoader(data, [2], **edges, batch_size=30, **options)
             return loader, lambda batch: batch.input_id.tolist()
     if kind == "heterogeneous":
-        loader = NodeLoader(
+        loader = PyGNodeLoader(
             hetero(), AllNeighbors(), ("paper", torch.arange(30)), batch_size=8, shuffle=True, **options
         )
         return loader, lambda batch: batch["paper"].input_id.tolist()
@@ -481,8 +488,8 @@ def shared(rank, kinds, **options):
         for kind in kinds:
             loader, seeds = make(kind, **options)
             shares, found = [], []
-            batches = SharedBatches(loader, slicing(weights, rank), rank, num_batches=lambda: LAST, rank=rank)
-            mine = SlicedLoader(loader, batches, shares.append, Transfer(CPU) if rank else None)
+            batches = ShardedBatchSampler(loader, slicing(weights, rank), rank, num_batches=lambda: LAST, rank=rank)
+            mine = ShardedDataLoader(loader, batches, shares.append, Transfer(CPU) if rank else None)
             # Ranks draw other numbers in their steps, but the same in hooks.
             torch.manual_seed(9)
             for _ in range(2):
@@ -525,7 +532,7 @@ def shared_with(rank, kinds, options):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_no_more_is_cut_ahead_of_torchs_loaders_than_is_said(workers):
     furthest, source = Furthest(), ListLoader(batch_size=1, num_workers=workers)
-    loader = SlicedLoader(source, SharedBatches(source, furthest.split), furthest.handed_out, Transfer(CPU))
+    loader = ShardedDataLoader(source, ShardedBatchSampler(source, furthest.split), furthest.handed_out, Transfer(CPU))
     assert len(list(loader)) == len(loader) == 23
     assert furthest.most <= 2 * workers + 3 - 1  # Lightning takes one more of loaders without a length
 
@@ -533,7 +540,7 @@ def test_no_more_is_cut_ahead_of_torchs_loaders_than_is_said(workers):
 def test_slices_come_in_order_also_where_the_loader_does_not_care():
     source = ListLoader(num_workers=2, in_order=False, persistent_workers=True)
     shares = []
-    loader = SlicedLoader(source, SharedBatches(source, slicing([1, 1], 1)), shares.append)
+    loader = ShardedDataLoader(source, ShardedBatchSampler(source, slicing([1, 1], 1)), shares.append)
     assert loader.loader.in_order
     assert not source.in_order
     for _ in range(2):
@@ -553,8 +560,8 @@ def test_a_resumed_epoch_has_the_order_that_it_had():
 
     def begin(first=0):
         source = ListLoader(shuffle=True)
-        batches = SharedBatches(source, slicing([1], 0), first_batch=lambda: first)
-        return batches, SlicedLoader(source, batches, lambda share: None)
+        batches = ShardedBatchSampler(source, slicing([1], 0), first_batch=lambda: first)
+        return batches, ShardedDataLoader(source, batches, lambda share: None)
 
     torch.manual_seed(2)
     batches, loader = begin()
@@ -575,8 +582,8 @@ def test_a_resumed_epoch_has_the_order_that_it_had():
 def test_a_sampler_that_shares_seeds_out_by_itself_is_refused():
     source = ListLoader(sampler=DistributedSampler(range(23), num_replicas=2, rank=0))
     with pytest.raises(ValueError, match="DistributedSampler"):
-        SharedBatches(source, slicing([1, 1], 0), rank=0)
-    SharedBatches(source, slicing([1], 0))  # a lone trainer is a plain one
+        ShardedBatchSampler(source, slicing([1, 1], 0), rank=0)
+    ShardedBatchSampler(source, slicing([1], 0))  # a lone trainer is a plain one
 
 
 class Stream(IterableDataset):
@@ -591,9 +598,9 @@ def test_loaders_without_positions_are_run_whole_by_rank_0():
         assert not can_be_cut(loader)
     for rank in range(2):
         shares = []
-        loader = whole_loader([4, 5, 6], shares.append, rank)
+        loader = UnshardedDataLoader([4, 5, 6], shares.append, rank)
         assert (len(loader), list(loader)) == (3, [4, 5, 6])
         assert [(share.number, share.seeds, share.total) for share in shares] == [(n, 1 - rank, 1) for n in range(3)]
-        endless = whole_loader(Stream(), shares.append, rank)
-        assert not hasattr(endless, "__len__")
+        endless = UnshardedDataLoader(Stream(), shares.append, rank)
+        refuses(TypeError, "has no len", len, endless)
         assert list(endless) == [0, 1, 2, 3, 4]

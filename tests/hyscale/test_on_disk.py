@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from lightning_gnn.graph import DiskFeatures, FeatureTable
-from lightning_gnn.hyscale.loader import PipelineSettings, SharedBatches, StagedLoader, split_seeds
+from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, split_seeds
+from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
 from tests.full_graph import launch
+from tests.hyscale.staging import staged_loader
 from tests.hyscale.training import Plain, datamodule, fit, hybrid, state
 
 F32 = {"dtype": torch.float32, "batch_size": 20, "num_neighbors": (3, 2)}
@@ -22,9 +24,9 @@ def store(tmp_path):
 def test_batches_are_those_of_memory(store, prefetch):
     def batches(**options):
         loader, shares = datamodule(**F32, **options).train_dataloader(), []
-        made = StagedLoader(
+        made = staged_loader(
             loader,
-            SharedBatches(loader, lambda n, number: split_seeds(n, [1, 2])[1], 1),
+            ShardedBatchSampler(loader, lambda n, number: split_seeds(n, [1, 2])[1], 1),
             PipelineSettings(prefetch, (2, 1)),
             shares.append,
         )
@@ -40,7 +42,7 @@ def test_batches_are_those_of_memory(store, prefetch):
         for name, value in expected.to_dict().items():
             equal = torch.equal(batch[name], value) if isinstance(value, torch.Tensor) else batch[name] == value
             assert equal, name
-    table = disk.tables["x"]
+    table = disk.pipeline.tables["x"]
     assert isinstance(table, DiskFeatures)
     assert table.counts.rows == sum(batch.num_nodes for batch in theirs)
     assert table.claim(), "nobody announces reads any more"
@@ -50,11 +52,11 @@ def test_shares_that_change_are_sampled_again(store):
     def batches(**options):
         share = [0.5]
         loader = datamodule(**F32, **options).train_dataloader()
-        shared = SharedBatches(loader, lambda n, number: split_seeds(n, [share[0], 1])[0])
-        for number, batch in enumerate(StagedLoader(loader, shared, PipelineSettings(0), lambda share: None)):
+        shared = ShardedBatchSampler(loader, lambda n, number: split_seeds(n, [share[0], 1])[0])
+        for number, batch in enumerate(staged_loader(loader, shared, PipelineSettings(0), lambda share: None)):
             share[0] = 0.5 if number % 4 else 2.0
             yield batch
-        table = loader.tables.get("x")
+        table = loader.pipeline.tables.get("x")
         read.append(table and (table.counts.rows, table._where.announced))
 
     read = []
@@ -75,15 +77,13 @@ def test_looking_ahead_reads_less(store, prefetch, monkeypatch):
     read = {}
     for lookahead in (None, 0):
         loader = datamodule(**F32, memory="3MB", store=store, lookahead=lookahead).train_dataloader()
-        file = loader.tables["x"].file
+        file = loader.pipeline.tables["x"].file
         table = DiskFeatures(file, DiskFeatures.least_bytes(file))  # room for 64 rows
         asked = []
         monkeypatch.setattr(table, "announce", partial(noted, asked, table.announce))
-        loader.tables["x"] = table
-        shared = SharedBatches(loader, lambda n, number: split_seeds(n, [1, 2])[1], 1)
-        rows = [
-            batch.n_id.numel() for batch in StagedLoader(loader, shared, PipelineSettings(prefetch), lambda share: None)
-        ]
+        loader.pipeline.tables["x"] = table
+        shared = ShardedBatchSampler(loader, lambda n, number: split_seeds(n, [1, 2])[1], 1)
+        rows = [batch.n_id.numel() for batch in staged_loader(loader, shared, PipelineSettings(prefetch))]
         assert asked == ([] if lookahead == 0 else rows)
         read[lookahead] = table.counts.hits
     assert read[None] > read[0]

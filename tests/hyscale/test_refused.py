@@ -12,6 +12,7 @@ from pytorch_lightning.strategies.launchers.subprocess_script import _Subprocess
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gnn import FullGraphDataModule
+from lightning_gnn.collective import CollectiveBatching
 from lightning_gnn.hyscale.checks import check_precision
 from lightning_gnn.hyscale.decisions import Decision
 from lightning_gnn.hyscale.mapping import TaskMapping
@@ -117,7 +118,7 @@ def test_a_precision_that_one_device_does_not_have(precision, device, message, m
 
 def collective():
     loader = datamodule().train_dataloader()
-    loader.__class__ = type("CollectiveLoader", (type(loader),), {})
+    loader.prefetcher = CollectiveBatching()
     return loader
 
 

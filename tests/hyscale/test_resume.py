@@ -24,9 +24,9 @@ from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.options import Trainers
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.work_balance import STEP_FIELDS, BalanceController
+from lightning_gnn.loading import NodeLoader
 from lightning_gnn.pyg import enable_pyg_sampling
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.campaigns import cases_of
 from tests.full_graph.launch import observe, run
@@ -145,7 +145,7 @@ class Shuffling(pl.LightningDataModule):
     def train_dataloader(self):
         data = graph()
         sampler = NeighborSampler(data, [3], seed=5)
-        return ThreadedNodeLoader(data, sampler, input_nodes=data.train_mask, batch_size=50, shuffle=True)
+        return NodeLoader(data, sampler, input_nodes=data.train_mask, batch_size=50, shuffle=True)
 
 
 class OfPyG(pl.LightningDataModule):

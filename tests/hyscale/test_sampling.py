@@ -11,14 +11,16 @@ from torch_geometric.loader import NeighborLoader
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, _on_host, can_sample_on
 from lightning_gnn.hyscale.first_mapping import begin_sampling, find_sampling, first_mapping, first_share
-from lightning_gnn.hyscale.loader import PipelineSettings, SharedBatches, StagedLoader, split_seeds
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.options import Trainers
+from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, split_seeds
+from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.work_balance import BalanceController, stage_row
 from lightning_gnn.pyg import enable_pyg_sampling
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.full_graph import launch
+from tests.hyscale.staging import staged_loader, steps_of
 from tests.hyscale.training import Plain, datamodule, fit, graph, state
 
 CPU = torch.device("cpu")
@@ -32,13 +34,13 @@ def loader_of(fanouts=(3, 2), **options):
 
 def drawn_by(monkey):
     """In which stage's threads mini-batches are sampled: their numbers of seeds."""
-    found, original = defaultdict(list), NeighborSampler.draw
+    found, original = defaultdict(list), NeighborSampler._sample
 
     def draw(self, seeds, *args, **kwargs):
         found[threading.current_thread().name.rstrip("0123456789-")].append(len(seeds))
         return original(self, seeds, *args, **kwargs)
 
-    monkey.setattr(NeighborSampler, "draw", draw)
+    monkey.setattr(NeighborSampler, "_sample", draw)
     return found
 
 
@@ -52,15 +54,15 @@ def test_batches_are_those_of_the_cpu(disjoint, share, prefetch, device, monkeyp
     def batches(sampled_there):
         loader, shares = loader_of(disjoint=disjoint), []
         sampling = AcceleratorSampling(loader.node_sampler, device) if sampled_there else None
-        made = StagedLoader(
+        made = staged_loader(
             loader,
-            SharedBatches(loader, lambda n, number: split_seeds(n, [1, 2])[1], 1),
+            ShardedBatchSampler(loader, lambda n, number: split_seeds(n, [1, 2])[1], 1),
             PipelineSettings(prefetch, (2, 1)),
             shares.append,
             sampling=sampling,
             share=lambda: share,
         )
-        names = [name for stage in made.stages() for name, _ in stage]
+        names = [name for stage in steps_of(made, prefetch) for name in stage]
         assert names == (["sample_accelerator"] if sampled_there else []) + ["sample", "load"]
         for _ in range(3):
             for batch in made:

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_gnn.hyscale.batch_share import BatchShare
 from lightning_gnn.hyscale.decisions import Decision
-from lightning_gnn.hyscale.loader import Share, split_seeds
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.options import Trainers
+from lightning_gnn.hyscale.sharded_loader import split_seeds
 from lightning_gnn.hyscale.work_balance import STEP_FIELDS, BalanceController, StageClock, stage_row
 
 CPU = torch.device("cpu")
@@ -318,11 +319,11 @@ def test_the_clock_counts_a_ranks_own_work(monkeypatch):
                 now[0] += part
             now[0] += wait
 
-    step(Share(0, 8, 10, {"sample": 2.0, "load": 3.0}), [1.0, 4.0], 7.0)
+    step(BatchShare(0, 8, 10, {"sample": 2.0, "load": 3.0}), [1.0, 4.0], 7.0)
     assert clock.row == [-1.0] * len(STEP_FIELDS)
-    step(Share(1, 0, 10, {"sample": 1.0}, sampled_there=True), [0.5], 0.25)
+    step(BatchShare(1, 0, 10, {"sample": 1.0}, sampled_there=True), [0.5], 0.25)
     assert clock.row == [8.0, -1.0, 2.0, -1.0, 3.0, -1.0, 5.0]
-    step(Share(2, 5, 10), [], 0)
+    step(BatchShare(2, 5, 10), [], 0)
     assert clock.row == [0.0, 1.0, 1.0, -1.0, -1.0, -1.0, 0.5]
 
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch_geometric.data import Data
 
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.nn import GraphSAGE
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 
 SILENT = {
     "accelerator": "cpu",

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_gnn import PartitionedDataModule
+from lightning_gnn.loading.seed_order import ElasticOrder, TrainingOrder
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.partitioned import partition_graph
-from lightning_gnn.sampling.seed_order import ElasticOrder, TrainingOrder
 from tests.full_graph.launch import observe, run
 from tests.sampling.cases import plain_graph
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_gnn import PartitionedDataModule, PartitionedLinkDataModule
+from lightning_gnn.loading.seed_order import OwnSeedsOrder
 from lightning_gnn.partitioned import partition_graph
-from lightning_gnn.sampling.seed_order import OwnSeedsOrder
 from tests.batch_checks import assert_same_batches
 from tests.full_graph.launch import run
 from tests.sampling.cases import CASES, GRAPHS, LINK_CASES, one_machine, options_of

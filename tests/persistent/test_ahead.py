@@ -8,11 +8,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import sample_neighbors
 from lightning_gnn.persistent import shards
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from lightning_gnn.persistent.pipeline import DevicePipeline
 from lightning_gnn.triton_kernels import sample, sample_bulk
 from tests.batching_data import small_data
 from tests.event_simulator import Simulator
@@ -206,15 +207,15 @@ def test_an_epoch_is_resumed_and_dropped_with_mini_batches_under_way(monkeypatch
 
 def test_an_error_comes_with_its_own_mini_batch(monkeypatch):
     made, _ = loader()
-    load, calls = type(made).load, []
+    gather, calls = DevicePipeline.gather, []
 
     def failing(self, *args):
         calls.append(args)
         if len(calls) == 3:
             raise RuntimeError("the third")
-        return load(self, *args)
+        return gather(self, *args)
 
-    monkeypatch.setattr(type(made), "load", failing)
+    monkeypatch.setattr(DevicePipeline, "gather", failing)
     with Simulator().installed(monkeypatch):
         batches = iter(made)
         assert [next(batches).batch_size for _ in range(2)] == [2, 2]

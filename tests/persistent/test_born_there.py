@@ -1,5 +1,7 @@
 """No tensor of a device batch is left on the host, and nobody waits, seen with tensors that have no values."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -9,8 +11,9 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from lightning_gnn.graph.features import FeatureTable
-from lightning_gnn.persistent import loader as module
-from lightning_gnn.persistent.loader import DeviceNodeLoader
+from lightning_gnn.loading import BatchTask, NodeLoader
+from lightning_gnn.persistent import pipeline as module
+from lightning_gnn.persistent.pipeline import DevicePipeline
 from lightning_gnn.runtime import devices
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
@@ -80,12 +83,17 @@ def test_batches_are_born_on_the_device_and_nobody_waits(monkeypatch, order):
         for name in {*placed.keys()} - {"x", "edge_attr", "edge_index"}:
             placed[name] = placed[name].to(GPU)
         batches = {"batch_sampler": [[*range(10)]] * 3} if order == "the user's" else {"batch_size": 10}
-        loader = DeviceNodeLoader(placed, sampler, **batches, tables=tables, device=GPU, seed=1)
-        loader._there = loader.input_data.node.to(GPU), None  # which the first mini-batch would check, and send
+        stages = partial(DevicePipeline, device=GPU)
+        loader = NodeLoader(placed, sampler, **batches, tables=tables, seed=1, pipeline=stages)
+        pipeline = loader.pipeline
+        pipeline._seeds_there = loader.input_data.node.to(GPU), None  # which the first mini-batch would check, and send
         there = (torch.empty(10, dtype=torch.int64, device=GPU) for _ in range(2))
-        tasks = list(loader.tasks(0, 0)) if order == "the user's" else [(0, n, index) for n, index in enumerate(there)]
+        tasks = (
+            list(loader.tasks(0)) if order == "the user's" else [BatchTask(0, n, ids) for n, ids in enumerate(there)]
+        )
         with Waits() as waits:
-            batches = [loader.finish(gather()) for task in tasks[:2] for gather in loader.end(loader.begin([task]))]
+            sampled = [one for task in tasks[:2] for one in pipeline.result(pipeline.launch([task]))]
+            batches = [pipeline.finish(pipeline.gather(one)) for one in sampled]
     assert waits.found == []
     for batch in batches:
         tensors = {key: value for key, value in batch if isinstance(value, torch.Tensor)}

@@ -6,11 +6,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
+from lightning_gnn.datamodules.link import LinkDataModule
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.graph import DiskFeatures, FeatureTable
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
 from lightning_gnn.persistent.link_datamodule import PersistentLinkDataModule
-from lightning_gnn.sampling.link_datamodule import LinkDataModule
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batch_checks import assert_same, assert_same_batches
 from tests.batching_data import small_data
 from tests.faults.chains import Link
@@ -65,7 +65,7 @@ def test_features_may_stay_on_disk(tmp_path, options, dtype, monkeypatch):
     for name in ("train_dataloader", "val_dataloader"):
         assert_same_batches(getattr(ours, name)(), getattr(theirs, name)())
     assert "data.x" not in [part.name for part in ours.placement.parts]
-    table = ours.train_dataloader().tables["x"]
+    table = ours.train_dataloader().pipeline.tables["x"]
     assert len(announced) >= len(theirs.train_dataloader()) + len(theirs.val_dataloader())
     assert table.claim(), "nobody announces reads any more"
 
@@ -96,7 +96,7 @@ def test_hot_rows_change_nothing(case):
     graph = GRAPHS[NODE_CASES[case][0]]()
     options, places = options_of(case, graph, 8), {"topology": "pinned", "features": "pinned", "cache_rows": 30}
     loader = PersistentSamplerDataModule(graph, **options, **places, device=DEVICE).train_dataloader()
-    tables = {name: table for name, table in loader.tables.items() if table.cache is not None}
+    tables = {name: table for name, table in loader.pipeline.tables.items() if table.cache is not None}
     assert set(tables) <= {"x", "half", ("paper", "x"), ("author", "x")}
     assert sum(table.cache_rows for table in tables.values()) == 30
     assert_same_batches(loader, NeighborDataModule(graph, **options).train_dataloader())
@@ -143,12 +143,12 @@ def test_loaders_that_lightning_makes_anew_to_overfit_keep_their_arguments():
         model, run = Model(), trainer(max_epochs=2, overfit_batches=2)
         run.fit(model, module)
         loader = run.train_dataloader
-        assert (loader.seed, loader.num_threads, loader.first_batch) == (
+        assert (loader.pipeline.seed, loader.num_threads, loader.first_batch) == (
             module.seed,
             0 if gpu else 2,
             module._first_batch,
         )
-        assert list(loader.tables) == (["x", "edge_attr"] if gpu else [])
+        assert list(loader.pipeline.tables) == (["x", "edge_attr"] if gpu else [])
         found.append(model.history)
     assert found[0] == found[1]
     assert len(found[0]) == 4

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_gnn.datamodules.link import LinkDataModule
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, LinkPredictor, NodeClassifier
@@ -18,8 +20,6 @@ from lightning_gnn.planning.preparation import Preparation, ahead_of, prepare
 from lightning_gnn.planning.report import sentences
 from lightning_gnn.planning.steps import PARTS, Step, product_flops, take_apart, time_together
 from lightning_gnn.runtime.cores import num_cores
-from lightning_gnn.sampling.link_datamodule import LinkDataModule
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.refusals import refuses
 
 DATA = planted_power_law(300, 2000, 3, 8, split=(0.5, 0.2, 0.2))

@@ -66,7 +66,7 @@ def test_every_data_module_takes_the_options_of_its_loaders(name, parts):
     datamodule = built(kind, {**given, **own, "sampler": "labor"}).datamodule
     assert not datamodule.shuffle
     assert datamodule.loader_kwargs["drop_last"]
-    assert datamodule._sampling["sampler"] == "labor"
+    assert datamodule.sampling_options.sampler == "labor"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)

@@ -8,7 +8,8 @@ import weakref
 
 import pytest
 
-from lightning_gnn.runtime.pipeline import Item, OrderedPipeline, StagePipeline
+from lightning_gnn.loading.prefetch import ThreadPrefetcher
+from lightning_gnn.runtime.thread_pipeline import Item, StagePipeline
 from tests.patience import PATIENCE
 from tests.refusals import refuses
 
@@ -23,7 +24,7 @@ def test_items_come_in_order(num_threads):
         time.sleep(0.01 if task % 3 == 0 else 0)
         return task * task
 
-    assert list(OrderedPipeline(range(30), prepare, num_threads)) == [task * task for task in range(30)]
+    assert list(ThreadPrefetcher(prepare, range(30), num_threads)) == [task * task for task in range(30)]
     assert not our_threads()
 
 
@@ -34,7 +35,7 @@ def test_an_error_comes_at_its_item_with_its_traceback(num_threads):
             raise RuntimeError("task four is bad")
         return task
 
-    pipeline = OrderedPipeline(range(30), prepare, num_threads, ahead=8)
+    pipeline = ThreadPrefetcher(prepare, range(30), num_threads, ahead=8)
     assert [next(pipeline) for _ in range(4)] == [0, 1, 2, 3]
     with pytest.raises(RuntimeError, match="task four is bad") as error:
         next(pipeline)
@@ -44,7 +45,7 @@ def test_an_error_comes_at_its_item_with_its_traceback(num_threads):
 
 def test_no_more_than_ahead_items_are_under_way():
     started = []
-    pipeline = OrderedPipeline(range(100), lambda task: started.append(task) or task, 2, ahead=5)
+    pipeline = ThreadPrefetcher(lambda task: started.append(task) or task, range(100), 2, ahead=5)
     next(pipeline)
     time.sleep(0.2)
     assert len(started) <= 6
@@ -53,7 +54,7 @@ def test_no_more_than_ahead_items_are_under_way():
 
 
 def test_dropping_the_iterator_ends_the_threads():
-    pipeline = OrderedPipeline(range(10_000), lambda task: time.sleep(0.001), 2, ahead=4)
+    pipeline = ThreadPrefetcher(lambda task: time.sleep(0.001), range(10_000), 2, ahead=4)
     next(pipeline)
     assert our_threads()
     del pipeline
@@ -68,7 +69,7 @@ def test_threads_keep_nothing_alive_that_the_items_lead_to(ends):
             return task
 
         def begin(self):
-            self.iterator = OrderedPipeline(range(5 if ends else 10_000), self.prepare, 2, ahead=4)
+            self.iterator = ThreadPrefetcher(self.prepare, range(5 if ends else 10_000), 2, ahead=4)
             return sum(1 for _ in self.iterator) if ends else next(self.iterator)
 
     owner = Owner()
@@ -86,14 +87,14 @@ def test_threads_keep_nothing_alive_that_the_items_lead_to(ends):
 
 
 def test_what_follows_an_error_still_comes_through_all_stages():
-    def step(part, value, note):
-        if note == 1 and part == 0:
+    def step(value, note):
+        if note == 1:
             raise ValueError("odd")
         return value
 
-    pipeline = StagePipeline([[("first", step)], [("second", lambda part, value, note: value)]], [2, 1])
+    pipeline = StagePipeline([[("first", step)], [("second", lambda value, note: value)]], [2, 1])
     for number in range(8):
-        pipeline.submit(Item([0, 0], number))
+        pipeline.submit(Item(0, number))
     assert pipeline.take().note == 0
     refuses(ValueError, "odd", pipeline.take)
     assert [pipeline.take().note for _ in range(6)] == list(range(2, 8))
@@ -103,11 +104,11 @@ def test_what_follows_an_error_still_comes_through_all_stages():
 def test_a_stall_shows_where_the_threads_are():
     gate = threading.Event()
 
-    def waits_for_a_gate(part, value, note):
+    def waits_for_a_gate(value, note):
         assert gate.wait(PATIENCE)
 
     pipeline = StagePipeline([[("first", waits_for_a_gate)]], [1], stall_timeout=0.2, name="stalled")
-    pipeline.submit(Item([0]))
+    pipeline.submit(Item(0))
     refuses(TimeoutError, r"(?s)no progress for 0.2 s; thread stalled-first-0:.*in waits_for_a_gate", pipeline.take)
     assert pipeline.close(patience=0.0) == ["stalled-first-0"]
     gate.set()
@@ -117,13 +118,13 @@ def test_a_stall_shows_where_the_threads_are():
 def test_the_interpreter_ends_with_an_iterator_left():
     code = """
 import time
-from lightning_gnn.runtime.pipeline import OrderedPipeline
+from lightning_gnn.loading.prefetch import ThreadPrefetcher
 
 def prepare(task):
     time.sleep(0.01)
     return task
 
-left = OrderedPipeline(iter(range(10**9)), prepare, 3)
+left = ThreadPrefetcher(prepare, iter(range(10**9)), 3)
 print(next(left), next(left))
 """
     done = subprocess.run(

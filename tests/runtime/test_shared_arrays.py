@@ -492,7 +492,7 @@ def test_what_is_written_while_training_or_in_setup_is_not_shared(who):
 
 
 def test_one_process_does_nothing_of_it(monkeypatch):
-    monkeypatch.setattr("lightning_gnn.runtime.resume.share_equal_arrays", None)
+    monkeypatch.setattr("lightning_gnn.datamodules.resumable.share_equal_arrays", None)
     data = large_graph()
     fit(1, NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4), NeighborDataModule(data, **SAMPLED), "auto")
     assert not mapped_bytes(data.x)

@@ -12,6 +12,8 @@ from torch_geometric.loader import LinkLoader
 from torch_geometric.sampler import NegativeSampling
 
 from lightning_gnn.collective.datamodule import CollectiveDataModule
+from lightning_gnn.datamodules.link import LinkDataModule
+from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.folder import save_folder
@@ -19,9 +21,7 @@ from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
 from lightning_gnn.persistent.link_datamodule import PersistentLinkDataModule
 from lightning_gnn.runtime.messages import keywords_of
-from lightning_gnn.sampling.link_datamodule import LinkDataModule
 from lightning_gnn.sampling.neighbor import NeighborSampler
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batch_checks import assert_same, assert_same_batches
 from tests.batching_data import small_data
 from tests.cli.command import NODE, lgnn

@@ -8,10 +8,10 @@ import torch
 from torch_geometric.data import Batch, Data
 from torch_geometric.data.storage import EdgeStorage, GlobalStorage
 
+from lightning_gnn.datamodules.node import NeighborDataModule
+from lightning_gnn.loading import NodeLoader
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.sampling import NeighborSampler
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
 from tests.batching_data import small_data
 from tests.sampling.test_node_datamodule import trainer
 from tests.sampling.test_typed import contents, typed_data
@@ -36,7 +36,7 @@ def graph():
 
 def batches(data, **options):
     seeds = {"input_nodes": "paper"} if "paper" in getattr(data, "node_types", ()) else {}
-    return list(ThreadedNodeLoader(data, NeighborSampler(data, [3, 2]), batch_size=20, seed=1, **seeds, **options))
+    return list(NodeLoader(data, NeighborSampler(data, [3, 2]), batch_size=20, seed=1, **seeds, **options))
 
 
 def eager(data, **options):

@@ -3,11 +3,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.data import Data
-from torch_geometric.loader import NodeLoader
+from torch_geometric.loader import NodeLoader as PyGNodeLoader
 from torch_geometric.utils import k_hop_subgraph
 
+from lightning_gnn.loading import NodeLoader
 from lightning_gnn.ops import batch_key
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batch_checks import assert_same as assert_same
 from tests.batch_checks import assert_same_batches, check, check_hops
@@ -29,15 +29,15 @@ def test_what_is_neither_of_nodes_nor_of_edges_stays_as_it_is_as_in_pyg():
     data = small_data()
     data.names, data.num_nodes = [f"node {v}" for v in range(5)], 400
     sampler = Fixed(data, [4, 3])
-    theirs = NodeLoader(data, sampler, input_nodes=data.val_mask, batch_size=17)
-    ours = ThreadedNodeLoader(data, sampler, input_nodes=data.val_mask, batch_size=17, num_workers=2)
+    theirs = PyGNodeLoader(data, sampler, input_nodes=data.val_mask, batch_size=17)
+    ours = NodeLoader(data, sampler, input_nodes=data.val_mask, batch_size=17, num_workers=2)
     assert assert_same_batches(ours, theirs) == len(ours) == len(theirs)
     assert all(batch.edge_index.is_contiguous() for batch in ours)
 
 
 def test_a_batch_depends_on_seed_rank_loader_epoch_and_number():
     data = small_data()
-    loader = ThreadedNodeLoader(data, NeighborSampler(data, [3]), batch_size=50, seed=1, rank=2, loader_id=1)
+    loader = NodeLoader(data, NeighborSampler(data, [3]), batch_size=50, seed=1, rank=2, loader_id=1)
     expected = NeighborSampler(data, [3]).sample_from_nodes(
         loader.input_data[list(range(50, 100))], batch_key(1, 2, 1, 0, 1)
     )
@@ -46,7 +46,7 @@ def test_a_batch_depends_on_seed_rank_loader_epoch_and_number():
 
 def test_a_kept_batch_is_never_overwritten():
     data = small_data(num_nodes=5000, num_edges=100_000)
-    loader = ThreadedNodeLoader(data, NeighborSampler(data, [10, 10]), batch_size=500, num_workers=2)
+    loader = NodeLoader(data, NeighborSampler(data, [10, 10]), batch_size=500, num_workers=2)
     kept = [(batch, batch.x.clone(), batch.edge_index.clone(), batch.n_id.clone()) for batch in loader]
     for batch, x, edge_index, n_id in kept:
         assert torch.equal(batch.x, x)
@@ -59,7 +59,7 @@ def test_a_kept_batch_is_never_overwritten():
 def test_all_neighbours_equal_pygs_k_hop_subgraph(graph, hops, batch_size):
     num_nodes, edge_index = graph
     data = Data(edge_index=edge_index, num_nodes=num_nodes)
-    for batch in ThreadedNodeLoader(data, NeighborSampler(data, [-1] * hops), batch_size=batch_size):
+    for batch in NodeLoader(data, NeighborSampler(data, [-1] * hops), batch_size=batch_size):
         nodes, _, _, _ = k_hop_subgraph(batch.input_id, hops, edge_index, num_nodes=num_nodes)
         assert sorted(batch.n_id.tolist()) == nodes.tolist()
         check(batch, data)
@@ -74,14 +74,14 @@ def test_transforms_and_errors_reach_the_caller():
     def bad(batch):
         raise RuntimeError("the transform failed")
 
-    loader = ThreadedNodeLoader(data, NeighborSampler(data, [2]), transform=bad, num_workers=2, batch_size=8)
+    loader = NodeLoader(data, NeighborSampler(data, [2]), transform=bad, num_workers=2, batch_size=8)
     with pytest.raises(RuntimeError, match="the transform failed"):
         next(iter(loader))
 
 
 def test_times_are_counted():
     data = small_data()
-    loader = ThreadedNodeLoader(data, NeighborSampler(data, [2]), batch_size=40, num_workers=1)
+    loader = NodeLoader(data, NeighborSampler(data, [2]), batch_size=40, num_workers=1)
     edges = sum(batch.num_edges for batch in loader)
     assert (loader.times.batches, loader.times.edges) == (10, edges)
     assert loader.times.sampling_s > 0
@@ -93,8 +93,8 @@ def test_bad_arguments_are_named():
     data = small_data()
     sampler = NeighborSampler(data, [2])
     with pytest.raises(ValueError, match="num_workers must not be negative, but is -1"):
-        ThreadedNodeLoader(data, sampler, num_workers=-1)
+        NodeLoader(data, sampler, num_workers=-1)
     with pytest.raises(ValueError, match="prefetch_factor must be at least 1"):
-        ThreadedNodeLoader(data, sampler, prefetch_factor=0)
+        NodeLoader(data, sampler, prefetch_factor=0)
     with pytest.raises(TypeError, match="expected a homogeneous"):
         NeighborSampler(3, [2])

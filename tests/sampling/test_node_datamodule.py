@@ -7,7 +7,7 @@ import torch
 from pytorch_lightning.tuner import Tuner
 from torch_geometric.nn import GraphSAGE
 
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
+from lightning_gnn.datamodules.node import NeighborDataModule
 from tests.batching_data import small_data
 from tests.full_graph import launch
 

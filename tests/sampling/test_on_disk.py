@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+from dataclasses import replace
 
 import pytest
 import pytorch_lightning as pl
@@ -11,13 +12,15 @@ from torch_geometric.data import Data, HeteroData
 
 from benchmarks.disk import optimum
 from lightning_gnn import CollectiveDataModule, NeighborDataModule, NeighborSampler
+from lightning_gnn.datamodules import disk as disk_options
 from lightning_gnn.graph import DiskFeatures, FeatureTable, disk_reads
 from lightning_gnn.graph.disk_cache import RowLocations
 from lightning_gnn.graph.folder import load_folder, save_folder
 from lightning_gnn.graph.hetero_folder import save_hetero_folder
+from lightning_gnn.loading import MiniBatchPipeline
+from lightning_gnn.loading.prefetch import lookahead as prefetching
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.runtime.files import write_whole
-from lightning_gnn.sampling import look_ahead, on_disk
 from tests.batch_checks import assert_same_batches
 from tests.sampling.cases import GRAPHS
 
@@ -51,14 +54,14 @@ def datamodule(data, kind=NeighborDataModule, **options):
 
 
 def table_of(loader):
-    (table,) = loader.tables.values()
+    (table,) = loader.pipeline.tables.values()
     return table
 
 
 def with_room(loader, blocks):
     """Give a loader a table that keeps so many blocks beside what it cannot do without; returns it."""
     file = table_of(loader).file
-    table = loader.tables["x"] = DiskFeatures(file, DiskFeatures.least_bytes(file) + 256 * blocks)
+    table = loader.pipeline.tables["x"] = DiskFeatures(file, DiskFeatures.least_bytes(file) + 256 * blocks)
     return table
 
 
@@ -93,7 +96,7 @@ def test_looking_ahead_reads_less_and_the_same_each_time(folder):
 def test_types_share_one_memory(tmp_path):
     data = GRAPHS["typed"]()
     store = {kind: saved(data[kind].x, tmp_path / f"{kind}.npy") for kind in ("paper", "author")}
-    tables = datamodule(data, memory="8MB", store=store).train_dataloader().tables
+    tables = datamodule(data, memory="8MB", store=store).train_dataloader().pipeline.tables
     assert {*tables} == {("paper", "x"), ("author", "x")}
     with pytest.raises(ValueError, match="no node type 'editor', only author, paper, venue"):
         datamodule(data, memory="8MB", store={"editor": store["paper"]})
@@ -243,14 +246,14 @@ def test_stopping_early_leaves_no_thread_and_lets_others_look_ahead(folder):
 def test_a_failing_sampler_is_told_in_its_turn(folder, monkeypatch):
     loader = datamodule(load_folder(folder), num_workers=2, memory=MEMORY, lookahead=8).train_dataloader()
     table_of(loader)
-    real = type(loader).draw
+    real = MiniBatchPipeline.sample
 
     def failing(self, task):
-        if task[1] == 5:
+        if task.index == 5:
             raise RuntimeError("no neighbours today")
         return real(self, task)
 
-    monkeypatch.setattr(type(loader), "draw", failing)
+    monkeypatch.setattr(MiniBatchPipeline, "sample", failing)
     batches = iter(loader)
     for _ in range(5):
         next(batches)
@@ -296,7 +299,7 @@ def test_the_window_is_full_at_first_but_for_a_bound_and_keeps_to_its_bytes():
     class One:
         num_bytes = 10
 
-    first = look_ahead._AT_FIRST + 1
+    first = prefetching._FIRST_WINDOW + 1
     for most, size, longest, count in (
         (0, None, 1, 30),
         (5, None, 6, 30),
@@ -305,7 +308,9 @@ def test_the_window_is_full_at_first_but_for_a_bound_and_keeps_to_its_bytes():
         (first + 20, None, first + 21, 4 * first),
     ):
         ahead, seen = 0, []
-        for _, new in look_ahead._window([(One(), False) for _ in range(count)], most, size, look_ahead._AT_FIRST, []):
+        for _, new in prefetching._window(
+            [(One(), False) for _ in range(count)], most, size, prefetching._FIRST_WINDOW, []
+        ):
             ahead += len(new)
             seen.append(ahead)
             ahead -= 1
@@ -321,9 +326,11 @@ def test_an_epoch_reads_as_little_as_who_knows_all_of_it(folder):
     assert table.counts.blocks <= 1.01 * optimum(trace, table.file, table.cache_rows)
 
 
-def counting_draws(loader, monkeypatch):
-    drawn, real = [], type(loader).draw
-    monkeypatch.setattr(type(loader), "draw", lambda self, task: drawn.append(task[:2]) or real(self, task))
+def counting_draws(monkeypatch):
+    drawn, real = [], MiniBatchPipeline.sample
+    monkeypatch.setattr(
+        MiniBatchPipeline, "sample", lambda self, task: drawn.append((task.epoch, task.index)) or real(self, task)
+    )
     return drawn
 
 
@@ -334,9 +341,9 @@ def counting_announced(monkeypatch):
 
 
 def test_comparing_a_few_rows_does_not_read_a_mapped_file_ahead(folder, tmp_path, monkeypatch):
-    advice, real = [], on_disk.advise
+    advice, real = [], disk_options.advise
     monkeypatch.setattr(
-        on_disk, "advise", lambda rows, what: advice.append((rows.data_ptr(), what)) or real(rows, what)
+        disk_options, "advise", lambda rows, what: advice.append((rows.data_ptr(), what)) or real(rows, what)
     )
     data = load_folder(folder)
     datamodule(data, memory="6MB", store=saved(data.x, tmp_path / "x.npy")).train_dataloader()
@@ -354,7 +361,7 @@ def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_be
     )
     table = table_of(loader)
     list(loader), list(plain)
-    assert table.announced == len(loader._begun) > 0
+    assert table.announced == len(loader.lookahead._handed_on) > 0
     if between == "another loader":
         assert table.claim()
         assert table.announced == 0
@@ -369,11 +376,11 @@ def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_be
     elif between == "a leap":
         for one in (loader, plain):
             one.sampler.set_epoch(5)
-    known = len(loader._begun) if between == "nothing" else 0
+    known = len(loader.lookahead._handed_on) if between == "nothing" else 0
     announced = counting_announced(monkeypatch)
     assert_same_batches(loader, plain)
-    assert table.announced == len(loader._begun)
-    assert len(announced) == len(loader) - known + len(loader._begun)
+    assert table.announced == len(loader.lookahead._handed_on)
+    assert len(announced) == len(loader) - known + len(loader.lookahead._handed_on)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -395,7 +402,7 @@ def test_an_epoch_ends_with_what_the_next_one_begins_with(tmp_path, workers, mon
         table = with_room(loader, 1500)
         loader.is_last = (lambda epoch: True) if alone else None
         with monkeypatch.context() as patch:
-            drawn, announced = counting_draws(loader, patch), counting_announced(patch)
+            drawn, announced = counting_draws(patch), counting_announced(patch)
             for epoch in expected:
                 for batch, n_id in zip(loader, epoch, strict=True):
                     assert torch.equal(batch.n_id, n_id)
@@ -411,30 +418,30 @@ def test_what_was_sampled_for_other_mini_batches_is_not_used(folder, monkeypatch
     loaders = [
         datamodule(load_folder(folder), num_workers=1, **more).train_dataloader() for more in ({"memory": MEMORY}, {})
     ]
-    for change in (lambda loader: None, lambda loader: setattr(loader, "seed", 9)):
+    for change in (lambda loader: None, lambda loader: setattr(loader.pipeline, "seed", 9)):
         for loader in loaders:
             change(loader)
         assert_same_batches(*loaders)
     disk, plain = loaders
-    assert disk._begun
-    seeds = disk._begun[0].task
-    disk._begun[0] = look_ahead.Waiting((*seeds[:2], seeds[2].flip(0)), disk._begun[0].drawn())  # of other seeds
-    real = type(disk).draw
+    assert disk.lookahead._handed_on
+    sampled = disk.lookahead._handed_on[0].restored()
+    others = replace(sampled, task=replace(sampled.task, seeds=sampled.task.seeds.flip(0)))
+    disk.lookahead._handed_on[0] = prefetching.CompactSampledBatch(others)
+    real = MiniBatchPipeline.sample
 
     def failing(self, task):
-        if task[0] == 3:
+        if task.epoch == 3:
             raise RuntimeError("no neighbours today")
         return real(self, task)
 
-    monkeypatch.setattr(type(disk), "draw", failing)  # of the epoch after
+    monkeypatch.setattr(MiniBatchPipeline, "sample", failing)  # of the epoch after
     assert_same_batches(disk, plain)
     with pytest.raises(RuntimeError, match="no neighbours today"):
         next(iter(disk))
 
 
 def test_the_last_epoch_samples_no_other(folder, monkeypatch):
-    loader = datamodule(load_folder(folder), memory=MEMORY).train_dataloader()
-    drawn = counting_draws(loader, monkeypatch)
+    drawn = counting_draws(monkeypatch)
     trained(load_folder(folder), memory=MEMORY)
     assert {epoch for epoch, _ in drawn} == {0, 1}
 
@@ -460,14 +467,14 @@ def test_collective_batching_looks_ahead_as_others_do(folder, workers):
 
 def test_a_mini_batch_that_is_made_again_is_sampled_again(folder):
     loader = datamodule(load_folder(folder), CollectiveDataModule, num_workers=1, memory=MEMORY).train_dataloader()
-    loader.begin_look_ahead(0, 0)
-    tasks = [*loader.tasks(0, 0)]
+    window = loader.lookahead.begin(loader.tasks(0), 0)
+    tasks = [*loader.tasks(0)]
     for number in (1, 0, 1, 0, 2):  # out of turn, as two workers may, and again, as where memory was short
-        batch = loader.prepare(tasks[number]).batch
-        assert torch.equal(batch.n_id, loader.draw(tasks[number]).nodes(None))
+        batch = window.prepare(number, tasks[number]).batch
+        assert torch.equal(batch.n_id, loader.pipeline.sample(tasks[number]).nodes(None))
         assert torch.equal(batch.x, load_folder(folder).x[batch.n_id])
-    assert loader._look_ahead._front == 3
-    loader.end_look_ahead()
+    assert window._front == 3
+    window.close()
     assert table_of(loader).claim()
 
 

@@ -4,13 +4,14 @@ import pytest
 import torch
 from lightning_fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
-from torch_geometric.loader import LinkNeighborLoader, NeighborLoader, NodeLoader
+from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
+from torch_geometric.loader import NodeLoader as PyGNodeLoader
 from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
 
+from lightning_gnn.loading import LinkLoader, NodeLoader
+from lightning_gnn.loading.options import WITHOUT_EFFECT, checked_options
 from lightning_gnn.runtime.messages import keywords_of, whole_number
-from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
-from lightning_gnn.sampling.options import WITHOUT_EFFECT, checked_options
 from tests.batching_data import small_data
 
 WORK = {
@@ -48,19 +49,19 @@ def test_what_would_be_another_batch_is_refused(name):
 def test_seeds_of_a_type_are_refused_where_there_is_one():
     data = small_data()
     with pytest.raises(TypeError, match="input_nodes names the node type 'paper'"):
-        ThreadedNodeLoader(data, NeighborSampler(data, [2]), input_nodes=("paper", torch.tensor([1])))
+        NodeLoader(data, NeighborSampler(data, [2]), input_nodes=("paper", torch.tensor([1])))
     with pytest.raises(TypeError, match="edge_label_index names the edge type"):
-        ThreadedLinkLoader(data, NeighborSampler(data, [2]), edge_label_index=(("a", "to", "b"), None))
+        LinkLoader(data, NeighborSampler(data, [2]), edge_label_index=(("a", "to", "b"), None))
 
 
 def test_labelled_edges_may_be_lists():
     data = small_data()
-    loader = ThreadedLinkLoader(data, NeighborSampler(data, [2]), edge_label_index=[[0, 1], [1, 2]], edge_label=[0, 1])
+    loader = LinkLoader(data, NeighborSampler(data, [2]), edge_label_index=[[0, 1], [1, 2]], edge_label=[0, 1])
     assert next(iter(loader)).edge_label.tolist() == [0]
 
 
 def test_values_that_ask_for_nothing_are_taken():
-    loader = NodeLoader(data := small_data(), NeighborSampler(data, [2]))
+    loader = PyGNodeLoader(data := small_data(), NeighborSampler(data, [2]))
     neutral = {
         "collate_fn": loader.collate_fn,
         "worker_init_fn": functools.partial(pl_worker_init_function, rank=1),

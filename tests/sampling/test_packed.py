@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 
+from lightning_gnn.loading.compact_ids import CompactIds, both_of
 from lightning_gnn.sampling.deferred_edges import EdgePositions
-from lightning_gnn.sampling.packed import Packed, both_of
 
 IDS = st.one_of(
     st.lists(st.integers(0, 600), max_size=20),
@@ -42,7 +42,7 @@ def test_what_was_packed_comes_out(node, row, col, edge, deferred):
     if deferred and edge is not None:
         edge = EdgePositions(edge, lambda positions: positions + 1)
     out = SamplerOutput(node, row, col, edge, batch=node, num_sampled_nodes=[1, 2], metadata=(row, None))
-    packed = Packed(out)
+    packed = CompactIds(out)
     assert_same(packed.nodes(None).long(), node.long())
     found = packed.unpacked()
     for name, value in vars(out).items():
@@ -61,7 +61,7 @@ def test_types_and_rows_of_one_tensor():
         {kind: edges[1] for kind, edges in both.items()},
         dict.fromkeys(both),
     )
-    packed = Packed(out)
+    packed = CompactIds(out)
     found = packed.unpacked()
     for name in ("node", "row", "col", "edge"):
         assert_same(getattr(found, name), getattr(out, name))

@@ -15,6 +15,7 @@ from torch_geometric.loader import LinkLoader, NodeLoader
 
 from lightning_gnn import (
     CollectiveDataModule,
+    CollectiveLinkDataModule,
     LinkDataModule,
     NeighborDataModule,
     PartitionedDataModule,
@@ -42,6 +43,10 @@ with_kernels = [
 ]  # fmt: skip
 
 
+def tables_of(loader):
+    return loader.pipeline.tables.values()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path, monkeypatch):
     """No plan of another test, and no thread of collective batching left behind by any."""
@@ -53,11 +58,19 @@ def nothing_left(tmp_path, monkeypatch):
 
 WAYS = {
     "threads": (NeighborDataModule, LinkDataModule, {"num_workers": 3}),
-    "collective": (CollectiveDataModule, None, {"plan": COLLECTIVE, "gpu_route": "cpu", "num_workers": 2}),
+    "collective": (
+        CollectiveDataModule,
+        CollectiveLinkDataModule,
+        {"plan": COLLECTIVE, "gpu_route": "cpu", "num_workers": 2},
+    ),
     "CPU alone": (CollectiveDataModule, None, {"plan": PLANS[2], "gpu_route": "cpu", "num_workers": 1}),
     "persistent": (PersistentSamplerDataModule, PersistentLinkDataModule, {"device": DEVICE}),
     "pinned": (PersistentSamplerDataModule, PersistentLinkDataModule, {"device": DEVICE, **PINNED}),
-    "both routes": (CollectiveDataModule, None, {"plan": COLLECTIVE, "device": DEVICE, "num_workers": 1}),
+    "both routes": (
+        CollectiveDataModule,
+        CollectiveLinkDataModule,
+        {"plan": COLLECTIVE, "device": DEVICE, "num_workers": 1},
+    ),
     "parts": (PartitionedDataModule, PartitionedLinkDataModule, {"topology": "parts", "num_workers": 2}),
     "disk": (NeighborDataModule, LinkDataModule, {"memory": "8MB", "num_workers": 2}),
     "collective, disk": (CollectiveDataModule, None, {"memory": "8MB", "num_workers": 2}),
@@ -172,13 +185,17 @@ def test_every_kind_of_mini_batch(way, case, folder):
     for stage, plain in zip(STAGES, expected, strict=True):
         loader = getattr(module, f"{stage}_dataloader")()
         if way == "both routes" and stage == "train":
-            assert loader.route.node_sampler.backend == "triton"
+            assert loader.prefetcher.route.sampler.backend == "triton"
         for _ in range(1 if way in ON_KERNELS or stage == "val" else 2):  # the second epoch's are others
             assert assert_same_batches(loader, plain) > (stage == "train")
     if "disk" in way:
-        assert all(table.counts.rows for table in module.train_dataloader().tables.values()), "nothing was read"
+        assert all(table.counts.rows for table in module.train_dataloader().pipeline.tables.values()), (
+            "nothing was read"
+        )
     if way == "pinned":
-        assert any(table.cache is not None for table in loader.tables.values()), "nothing is kept on the device"
+        assert any(table.cache is not None for table in loader.pipeline.tables.values()), (
+            "nothing is kept on the device"
+        )
     if way in ON_KERNELS[:2]:
         (batch, *_) = loader
         assert {store.x.device.type for store in batch.node_stores if "x" in store} == {DEVICE}

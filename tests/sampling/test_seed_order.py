@@ -10,10 +10,10 @@ from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch_geometric.loader import ImbalancedSampler
 
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
+from lightning_gnn.datamodules.node import NeighborDataModule
+from lightning_gnn.loading import NodeLoader
+from lightning_gnn.loading.seed_order import EvaluationOrder, TrainingOrder, mini_batches
 from lightning_gnn.sampling.neighbor import NeighborSampler
-from lightning_gnn.sampling.node_datamodule import NeighborDataModule
-from lightning_gnn.sampling.seed_order import EvaluationOrder, TrainingOrder, mini_batches
 from tests.batching_data import small_data
 
 
@@ -81,7 +81,7 @@ def test_what_yields_lists_tensors_or_for_ever_is_asked_batch_by_batch(num_worke
     sampler = NeighborSampler(data, [2])
 
     def positions(batch_sampler, most):
-        loader = ThreadedNodeLoader(data, sampler, batch_sampler=batch_sampler, num_workers=num_workers)
+        loader = NodeLoader(data, sampler, batch_sampler=batch_sampler, num_workers=num_workers)
         return [batch.input_id.tolist() for _, batch in zip(range(most), loader, strict=False)]
 
     assert positions(Growing(), 3) == [[0], [0, 1], [0, 1, 2]]

@@ -17,8 +17,8 @@ from lightning_gnn import (
     PersistentSamplerDataModule,
     sample_neighbors,
 )
+from lightning_gnn.loading import LinkLoader, NodeLoader
 from lightning_gnn.partitioned import partition_graph
-from lightning_gnn.sampling import ThreadedLinkLoader, ThreadedNodeLoader
 
 EDGES = torch.stack([torch.arange(60) % 20, torch.arange(60) * 7 % 20])
 SIZES = {"num_neighbors": [3, 2], "batch_size": 5}
@@ -78,8 +78,8 @@ PLACES = {
     "of typed links": lambda node, edge, folder: LinkDataModule(
         typed(None, EDGE), (RELATION, EDGES[:, :20]), input_train_time=node, time_attr="time", **SIZES
     ),
-    "loader": lambda node, edge, folder: ThreadedNodeLoader(graph(t=EDGE), sampler(graph(t=EDGE)), input_time=node),
-    "link loader": lambda node, edge, folder: ThreadedLinkLoader(
+    "loader": lambda node, edge, folder: NodeLoader(graph(t=EDGE), sampler(graph(t=EDGE)), input_time=node),
+    "link loader": lambda node, edge, folder: LinkLoader(
         graph(t=EDGE), sampler(graph(t=EDGE)), edge_label_index=EDGES[:, :20], edge_label_time=node
     ),
     "CSCGraph": lambda node, edge, folder: CSCGraph.from_data(graph()).with_time(edge),

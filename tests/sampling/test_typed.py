@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.data import HeteroData
-from torch_geometric.loader import NodeLoader
+from torch_geometric.loader import NodeLoader as PyGNodeLoader
 from torch_geometric.nn import SAGEConv, to_hetero
 from torch_geometric.sampler import EdgeSamplerInput, NodeSamplerInput
 from torch_geometric.sampler.base import SubgraphType
@@ -24,10 +24,8 @@ from lightning_gnn import (
     sample_neighbors,
 )
 from lightning_gnn.hyscale.accelerator_sampling import can_sample_on
+from lightning_gnn.loading import BatchTask, LinkLoader, NodeLoader
 from lightning_gnn.nn import FullInference, HeteroGraphSAGE, LinkPredictor, NodeClassifier
-from lightning_gnn.ops import batch_key
-from lightning_gnn.sampling import ThreadedNodeLoader
-from lightning_gnn.sampling.loader import ThreadedLinkLoader
 from tests.batch_checks import check
 from tests.batching_data import small_data
 
@@ -174,7 +172,7 @@ def test_batches_that_depend_on_each_other_have_more_nodes_in_common():
         batches = [set(batch.n_id[batch.batch_size :].tolist()) for batch in module.train_dataloader()]
         shared[often] = sum(len(a & b) for a, b in itertools.pairwise(batches))
     assert shared[16] > 1.2 * shared[1]
-    loader = NodeLoader(data, NeighborSampler(data, [3], sampler="labor", batch_dependency=2), batch_size=40)
+    loader = PyGNodeLoader(data, NeighborSampler(data, [3], sampler="labor", batch_dependency=2), batch_size=40)
     with pytest.raises(ValueError, match="batch_dependency needs mini-batches with numbers"):
         next(iter(loader))
 
@@ -249,7 +247,7 @@ def with_mistakes():
 def made_of(kind, **kwargs):
     """Make a sampler, a DataModule or a loader, and its first mini-batch."""
     data = with_mistakes()
-    if kind is ThreadedNodeLoader:
+    if kind is NodeLoader:
         return kind(data, NeighborSampler(data, [2]), input_nodes="paper", tables={"x": FeatureTable(data["paper"].x)})
     if kind is LinkDataModule:
         data["author"].time = torch.randint(1000, (120,))
@@ -283,7 +281,7 @@ def made_of(kind, **kwargs):
             ({"time_attr": "float_time"}, ValueError,
              "'float_time' of paper: times of nodes are integers that no floating number"),
         )),
-        (ThreadedNodeLoader, {}, ValueError, "tables are by attribute, so they cannot tell types apart"),
+        (NodeLoader, {}, ValueError, "tables are by attribute, so they cannot tell types apart"),
         (LinkDataModule, {"time_attr": "time", "neg_sampling": "binary"}, ValueError,
          r"negative edges need times .* give edge_label_time \(input_train_time\)"),
     ],
@@ -329,13 +327,13 @@ def test_edges_that_are_hidden_stay_hidden_whoever_makes_the_sampler(options, me
     with pytest.raises(ValueError, match=message):
         LinkDataModule(data, link_sampler=sampler, inference="full")
     if "exclude_seed_edges" not in options:
-        assert not can_sample_on(ThreadedNodeLoader(data, sampler), torch.device("cpu"))
+        assert not can_sample_on(NodeLoader(data, sampler), torch.device("cpu"))
 
 
 def test_what_asks_for_nothing_is_taken_everywhere():
     kwargs = {"subgraph_type": SubgraphType.directional, "layer_dependency": False, "batch_dependency": 1}
     PersistentSamplerDataModule(small_data(), num_neighbors=[2], temporal_strategy="uniform", **kwargs)
-    assert can_sample_on(ThreadedNodeLoader(small_data(), NeighborSampler(small_data(), [2])), torch.device("cpu"))
+    assert can_sample_on(NodeLoader(small_data(), NeighborSampler(small_data(), [2])), torch.device("cpu"))
 
 
 def test_a_reverse_type_of_another_name_is_asked_for():
@@ -371,11 +369,11 @@ def test_parts_of_a_mini_batch_keep_its_number():
     data = small_data(num_edges=20_000)
     sampler = NeighborSampler(data, [3], sampler="labor", batch_dependency=32, disjoint=True)
     edges = torch.randint(400, (2, 64))
-    loader = ThreadedLinkLoader(data, sampler, edge_label_index=edges, batch_size=32)
+    loader = LinkLoader(data, sampler, edge_label_index=edges, batch_size=32)
     picks = []
     for number in (0, 1):
-        out = loader.sample(list(range(32, 64)), batch_key(1, 0, 0, 0, number), 1, 32)
-        picks.append(set(out.edge.tolist()))
+        out = loader.pipeline.sample(BatchTask(0, number, list(range(32, 64)), 32, 1)).out
+        picks.append(set(out.edge.ids().tolist()))
     assert len(picks[0] & picks[1]) > 0.8 * len(picks[0])
 
 

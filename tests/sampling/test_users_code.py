@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler
 from torch_geometric.data import Data
-from torch_geometric.loader import NodeLoader
+from torch_geometric.loader import NodeLoader as PyGNodeLoader
 from torch_geometric.sampler import BaseSampler, SamplerOutput
 
 from lightning_gnn import LinkDataModule, NeighborDataModule
-from lightning_gnn.collective.loader import CollectiveLoader
+from lightning_gnn.collective import CollectiveBatching
 from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
+from lightning_gnn.loading import LinkLoader, NodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batch_checks import assert_same_batches
 from tests.batching_data import small_data
@@ -28,7 +28,7 @@ SAMPLER = NeighborSampler(DATA, [3, 2])
 
 
 def loader(data=DATA, sampler=None, **kwargs):
-    return ThreadedNodeLoader(data, sampler or NeighborSampler(data, [3, 2]), **{"batch_size": 50, **kwargs})
+    return NodeLoader(data, sampler or NeighborSampler(data, [3, 2]), **{"batch_size": 50, **kwargs})
 
 
 def edges_of(batches):
@@ -49,9 +49,7 @@ def overlap(a, b):
 
 def test_a_loader_alone_can_be_made_anew_by_lightning():
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    links = ThreadedLinkLoader(
-        DATA, NeighborSampler(DATA, [2]), edge_label_index=DATA.edge_index[:, :70], batch_size=40
-    )
+    links = LinkLoader(DATA, NeighborSampler(DATA, [2]), edge_label_index=DATA.edge_index[:, :70], batch_size=40)
     nodes = loader(input_nodes=torch.arange(300, 400))
     assert torch.equal(torch.cat(trainer.predict(Predicts(), nodes)), torch.arange(100))
     assert torch.equal(torch.cat(trainer.predict(Predicts(), links)), torch.arange(70))
@@ -85,7 +83,7 @@ def own_orders():
 def test_epochs_differ_with_an_order_of_the_users_own(number, num_workers):
     order = list(own_orders())[number]
     kwargs = {"batch_size": 50, **order} if "sampler" in order else {"batch_size": 1, **order}
-    ours = ThreadedNodeLoader(DATA, NeighborSampler(DATA, [1]), num_workers=num_workers, **kwargs)
+    ours = NodeLoader(DATA, NeighborSampler(DATA, [1]), num_workers=num_workers, **kwargs)
     first, second, third = (edges_of(ours) for _ in range(3))
     assert max(overlap(first, second), overlap(first, third), overlap(second, third)) < 0.4
 
@@ -111,7 +109,7 @@ def test_a_bare_loader_goes_on_and_starts_anew_where_told():
     assert torch.equal(first[0].input_id, second[0].input_id)
     assert overlap(edges_of(first), edges_of(second)) < 0.9
     told = DistributedSampler(range(DATA.num_nodes), num_replicas=1, rank=0, shuffle=False)
-    ours = ThreadedNodeLoader(DATA, SAMPLER, batch_size=50, sampler=told)
+    ours = NodeLoader(DATA, SAMPLER, batch_size=50, sampler=told)
     told.set_epoch(7)
     seventh = list(ours)
     told.set_epoch(8)
@@ -192,8 +190,8 @@ def test_what_users_bring_gives_pygs_mini_batches(graph, sampler_of, options, ho
     data = graph()
     sampler = sampler_of(data) if sampler_of is Permuted else sampler_of(data, [3, 2])
     own = {"num_workers": num_workers, "thread_safe": sampler_of is Permuted}
-    ours = list(ThreadedNodeLoader(data, sampler, batch_size=50, **own, **options))
-    assert_same_batches(ours, NodeLoader(data, sampler, batch_size=50, **options))
+    ours = list(NodeLoader(data, sampler, batch_size=50, **own, **options))
+    assert_same_batches(ours, PyGNodeLoader(data, sampler, batch_size=50, **options))
     assert all(holds(batch) for batch in ours)
 
 
@@ -262,7 +260,7 @@ def runs(make, passes=2):
 def test_what_the_users_code_draws_follows_from_the_key_alone(options):
     own = {key: value for key, value in options.items() if key != "sampler"}
     sampler = options.get("sampler", SAMPLER)
-    first, *others = runs(lambda n: ThreadedNodeLoader(DATA, sampler, batch_size=50, num_workers=n, seed=4, **own))
+    first, *others = runs(lambda n: NodeLoader(DATA, sampler, batch_size=50, num_workers=n, seed=4, **own))
     for other in others:
         assert_same_batches(first, other)
     noises = [tuple(batch.noise.tolist()) for batch in first]
@@ -273,7 +271,7 @@ def test_what_the_users_code_draws_follows_from_the_key_alone(options):
 def test_links_with_a_random_transform_do_not_share_its_stream_with_the_negatives():
     made = []
     for num_workers in (0, 2):
-        ours = ThreadedLinkLoader(
+        ours = LinkLoader(
             DATA, SAMPLER, edge_label_index=DATA.edge_index[:, :90], batch_size=30, neg_sampling="binary",
             transform=noisy, num_workers=num_workers,
         )  # fmt: skip
@@ -321,20 +319,20 @@ def noted(base):
 @pytest.mark.parametrize("thread_safe", [False, True])
 def test_a_filter_fn_of_the_users_own_is_called_as_pyg_calls_it(thread_safe):
     sampler = Fixed(DATA, [3, 2])
-    theirs = list(noted(NodeLoader)(DATA, sampler, batch_size=50, transform=noisy))
+    theirs = list(noted(PyGNodeLoader)(DATA, sampler, batch_size=50, transform=noisy))
     for num_workers in (0, 2):
         options = {"batch_size": 50, "num_workers": num_workers, "transform": noisy, "thread_safe": thread_safe}
-        for a, b in zip(noted(ThreadedNodeLoader)(DATA, sampler, **options), theirs, strict=True):
+        for a, b in zip(noted(NodeLoader)(DATA, sampler, **options), theirs, strict=True):
             assert torch.equal(a.sums, b.sums)
             assert sorted(a.keys()) == sorted(b.keys())
     if not thread_safe:
-        first, *others = runs(lambda n: noted(ThreadedNodeLoader)(DATA, SAMPLER, batch_size=50, num_workers=n))
+        first, *others = runs(lambda n: noted(NodeLoader)(DATA, SAMPLER, batch_size=50, num_workers=n))
         for other in others:
             assert_same_batches(first, other)
 
 
 def test_a_collate_fn_of_the_users_own_is_refused_since_nobody_would_call_it():
-    class Collating(ThreadedNodeLoader):
+    class Collating(NodeLoader):
         def collate_fn(self, index):
             return super().collate_fn(index)
 
@@ -360,9 +358,9 @@ def seen_in_three_steps(loader, name):
 @pytest.mark.parametrize(
     ("make", "name", "options"),
     [
-        (ThreadedNodeLoader, "x", {}),
-        (noted(ThreadedNodeLoader), "sums", {}),
-        (noted(ThreadedNodeLoader), "sums", {"thread_safe": True}),
+        (NodeLoader, "x", {}),
+        (noted(NodeLoader), "sums", {}),
+        (noted(NodeLoader), "sums", {"thread_safe": True}),
     ],
     ids=["plain", "own filter_fn", "own filter_fn, thread-safe"],
 )
@@ -449,7 +447,7 @@ def test_trained_features_that_cannot_be_right_are_refused():
 
     data = embedded()
     with pytest.raises(ValueError, match=r"data\.x requires gradients, but the batch_sampler has no __len__"):
-        ThreadedNodeLoader(data, SAMPLER, batch_sampler=Endless())
+        NodeLoader(data, SAMPLER, batch_sampler=Endless())
     data.x = nn.Parameter(torch.zeros(400))
     with pytest.raises(ValueError, match=r"sparse_grad=True needs rows, but data\.x"):
         loader(data, sparse_grad=True)
@@ -471,7 +469,8 @@ def test_an_iterator_does_not_hang_in_a_fork(kind):
     if kind == "plain":
         ours = loader(num_workers=2)
     else:
-        ours = CollectiveLoader(DATA, SAMPLER, batch_size=50, num_workers=2, plan=CollectivePlan("cpu", 1, 2))
+        batching = CollectiveBatching(plan=CollectivePlan("cpu", 1, 2))
+        ours = NodeLoader(DATA, SAMPLER, batch_size=50, num_workers=2, prefetcher=batching)
     iterator = iter(ours)
     next(iterator)
     context = multiprocessing.get_context("fork")

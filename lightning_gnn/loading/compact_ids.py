@@ -53,7 +53,7 @@ class _Positions:
     positions: Any
 
 
-class Packed:
+class CompactIds:
     """What a sampler gave, in few bytes."""
 
     def __init__(self, out: Any) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -14,19 +13,19 @@ from typing import Any
 
 import torch
 from pytorch_lightning.utilities import rank_zero_warn
-from torch import Tensor
-from torch_geometric.data import Data
 
 from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.plan import STAGES, CollectivePlan, StageTimes
 from lightning_gnn.collective.profile import Profiler
 from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Sizes
-from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing
+from lightning_gnn.collective.routes import DeviceBatch, DeviceRoutes, HostRing, HostRoute
 from lightning_gnn.collective.workers import Workers
-from lightning_gnn.ops import gather_rows
+from lightning_gnn.loading.batch import PreparedBatch
+from lightning_gnn.loading.loaders import PipelineLoader
+from lightning_gnn.loading.pipeline import MiniBatchPipeline
+from lightning_gnn.loading.prefetch import Prefetcher
+from lightning_gnn.loading.prefetch.lookahead import LookaheadWindow
 from lightning_gnn.runtime.timeline import Timeline
-from lightning_gnn.sampling.loader import Prepared, Task, ThreadedNodeLoader, name_of
-from lightning_gnn.sampling.look_ahead import LookAhead
 
 PARTED = 0.1
 """Of what was expected of an epoch: if it takes so much more or less, it is planned anew."""
@@ -34,42 +33,36 @@ SHORTEST_S = 1.0
 """Of an epoch: to plan for a shorter one again takes longer than it could gain."""
 
 
-class CollectiveLoader(ThreadedNodeLoader):
-    """The mini-batches of :class:`ThreadedNodeLoader`, of which the device that trains on them prepares a part.
+class CollectiveBatching:
+    """Begins the :class:`CollectivePrefetcher` of each epoch of a loader, and makes and keeps its plan.
 
-    CPU workers fill page-locked host memory (Route 0), the training thread lets the device sample and gather others
-    (Route 1), and yields them in the order of the epoch, as the plan says. Without a plan it begins with buffers of one
-    size, measures the stages while the model trains, and goes on as the :class:`Dispatcher` finds best, which looks for
-    it in a thread of its own. It measures on: after an epoch that took a tenth longer or shorter than its plan said, it
-    plans anew by what the stages take by then.
+    Without a plan it begins with buffers of one size, measures the stages while the model trains, and goes on as the
+    :class:`Dispatcher` finds best, which looks for it in a thread of its own. It measures on: after an epoch that took
+    a tenth longer or shorter than its plan said, it plans anew by what the stages take by then.
 
-    It iterates once at a time: a new iterator takes the place of one that has not come to its end.
+    One epoch runs at a time: a new one takes the place of one that has not come to its end.
 
     Args:
-        *args: The graph and its sampler, as :class:`ThreadedNodeLoader` takes them.
         route: Prepares the same mini-batches on the device, in the training thread; None where it cannot.
         device: Where mini-batches are trained; by default the CPU.
         plan: Who prepares which; None to measure and plan.
         gpu_buffer_size: ``gbs``, mini-batches that the device holds ready, where no plan says so.
         profile_batches: Measurements of each stage before planning.
-        num_batches: Tells how many there are, for an epoch that ends early.
+        num_batches: Returns how many there are, for an epoch that ends early.
         torch_threads: Torch's threads in the training thread while it iterates; None leaves them.
         on_plan: Called with a plan that has been made, and why; returns what to keep.
         replan: Plan anew where epochs part from what their plan said.
-        **kwargs: What :class:`ThreadedNodeLoader` takes; ``num_workers`` are the threads of the CPU. With 0 and no
-            ``route`` mini-batches are prepared when they are asked for.
 
     Raises:
-        ValueError: ``gpu_buffer_size`` or ``profile_batches`` is below 1, or :class:`ThreadedNodeLoader` refuses an
-            option.
+        ValueError: ``gpu_buffer_size`` or ``profile_batches`` is below 1.
 
     Source: MorphGL, section 4.2; where its algorithms 1 to 4 train the model, this one yields.
     """
 
     def __init__(
         self,
-        *args: Any,
-        route: ThreadedNodeLoader | None = None,
+        *,
+        route: MiniBatchPipeline | None = None,
         device: torch.device | str = "cpu",
         plan: CollectivePlan | None = None,
         gpu_buffer_size: int = 10,
@@ -78,45 +71,40 @@ class CollectiveLoader(ThreadedNodeLoader):
         torch_threads: int | None = None,
         on_plan: Callable[[CollectivePlan, str], CollectivePlan] | None = None,
         replan: bool = True,
-        **kwargs: Any,
     ) -> None:
         if gpu_buffer_size < 1:
             raise ValueError(f"gpu_buffer_size must be at least 1, but is {gpu_buffer_size}")
-        super().__init__(*args, **kwargs)
-        if route is not None:
-            # Both prepare mini-batches of the same keys, also where Lightning sharded this loader.
-            route.rank = self.rank
-        self.route = route
-        self.device = torch.device(device)
-        self.plan = plan
-        self.gpu_buffer_size = gpu_buffer_size
-        self.profiler = Profiler(profile_batches, max(1, self.num_threads))
-        self.num_batches = num_batches
-        self.torch_threads = torch_threads
-        self.on_plan = on_plan
+        self.route, self.device, self.plan = route, torch.device(device), plan
+        self.gpu_buffer_size, self.replan = gpu_buffer_size, replan
+        self.profiler = Profiler(profile_batches)
+        self.num_batches, self.torch_threads, self.on_plan = num_batches, torch_threads, on_plan
+        self.num_threads = self.num_ahead = 0
+        """Of the loader whose epoch it is: threads of the CPU, and mini-batches that they prepare ahead."""
         self.planning: Future[CollectivePlan] | None = None
         """A plan that is being made."""
         self._why = ""
         moves = route is not None or self.device.type != "cpu"
-        self.ring = HostRing(self.device) if moves and self.num_threads else None
-        self.replan = replan and route is not None and self.num_threads > 0
+        self.ring = HostRing(self.device) if moves else None
         self.expected_s = 0.0 if plan is None else _promised(plan)
         """Seconds per mini-batch that are expected of an epoch; 0: nothing is."""
         self.last_epoch: tuple[float, int] | None = None
         """Seconds and mini-batches of an epoch that was whole, and of one plan."""
-        in_thread = self if route is None and not self.num_threads else route
-        self.routes = DeviceRoutes(self.device, in_thread, self.ring)
+        self.routes = DeviceRoutes(self.device, self.ring)
         self.buffer_limit: tuple[int, int] | None = None
         """What memory has room for, once it did not suffice."""
-        self._slot = threading.local()
-        self._look_ahead: LookAhead | None = None
-        self._epoch: weakref.ReferenceType[CollectiveEpoch] | None = None
+        self._current: weakref.ReferenceType[CollectivePrefetcher] | None = None
 
-    def __iter__(self) -> Iterator[Data]:
+    def __call__(self, loader: PipelineLoader, epoch: int, first: int) -> CollectivePrefetcher:
+        """Return the prefetcher of an epoch; with 0 workers and no ``route`` mini-batches are made when asked for."""
         self.stop()
-        epoch = CollectiveEpoch(self)
-        self._epoch = weakref.ref(epoch)
-        return epoch
+        self.num_threads, self.num_ahead = loader.num_threads, loader.num_ahead
+        self.profiler.cpu_workers = max(1, self.num_threads)
+        if self.route is not None:
+            # Both prepare mini-batches of the same keys, also where Lightning sharded the loader.
+            self.route.rank = loader.pipeline.rank
+        prefetcher = CollectivePrefetcher(self, loader, epoch, first)
+        self._current = weakref.ref(prefetcher)
+        return prefetcher
 
     @property
     def timeline(self) -> Timeline | None:
@@ -137,14 +125,18 @@ class CollectiveLoader(ThreadedNodeLoader):
         """Whether there is something to plan, and no plan yet."""
         return self.plan is None and self.route is not None and self.num_threads > 0
 
+    @property
+    def replans(self) -> bool:
+        """Whether epochs are watched, to plan anew."""
+        return self.replan and self.route is not None and self.num_threads > 0
+
     def buffers(self, num_batches: int) -> tuple[int, int, int, int]:
         """Return ``gbs``, ``cbs``, and the CPU's lead and row for the rest of an epoch of so many mini-batches."""
         lead = row = 0
         if not self.num_threads:
             on_gpu, on_cpu = (1 if self.plan is None else max(1, self.plan.buffers[0])), 0
         elif self.route is None:
-            ahead = self.num_threads * self.prefetch_factor_threads
-            on_gpu, on_cpu = 0, ahead if self.plan is None else max(1, self.plan.buffers[1])
+            on_gpu, on_cpu = 0, self.num_ahead if self.plan is None else max(1, self.plan.buffers[1])
         elif self.plan is not None:
             (on_gpu, on_cpu), lead, row = self.plan.buffers, self.plan.ahead, self.plan.row
         else:
@@ -180,9 +172,9 @@ class CollectiveLoader(ThreadedNodeLoader):
     def end_model(self) -> None:
         """Note that what comes now, such as a validation, is not the model's time."""
         self.routes.recorder.end_model()
-        epoch = None if self._epoch is None else self._epoch()
-        if epoch is not None:
-            epoch.pause()
+        current = None if self._current is None else self._current()
+        if current is not None:
+            current.pause()
 
     def watch(self, plan: CollectivePlan, num_batches: int) -> None:
         """Measure the epoch that begins, and plan anew if the one before took another time than was expected of it.
@@ -232,71 +224,17 @@ class CollectiveLoader(ThreadedNodeLoader):
         if self.plan is not None:
             self.plan = replace(self.plan, gpu_buffer_size=max(1, on_gpu), cpu_buffer_size=on_cpu)
 
-    def prepare(self, task: Task, stage_ends: Callable[[], None] = lambda: None) -> Prepared:
-        """Make one mini-batch as :class:`ThreadedNodeLoader` does, of what was sampled ahead if rows are on disk."""
-        look_ahead = self._look_ahead
-        if look_ahead is None:
-            return super().prepare(task, stage_ends)
-        prepared: Prepared = look_ahead.prepare(task[1], task)
-        return prepared
-
-    def begin_look_ahead(self, epoch: int, first: int) -> None:
-        """Sample an epoch ahead where rows are on disk, unless the device prepares a part of it."""
-        if self.route is None:
-            self._look_ahead = self.look_ahead(self.tasks(epoch, first), first, self._tasks_after(epoch))
-
-    def end_look_ahead(self) -> None:
-        """Sample nothing ahead any more."""
-        look_ahead, self._look_ahead = self._look_ahead, None
-        if look_ahead is not None:
-            look_ahead.close()
-
-    def prepare_on_host(self, task: Task) -> HostBatch:
-        """Route 0: make a mini-batch in memory that the device can fetch; safe in any thread.
-
-        Raises:
-            HostMemoryError: The system refused it.
-        """
-        if self.ring is None:
-            return HostBatch(self.prepare(task))
-        slot = self._slot.value = self.ring.take()
-        try:
-            prepared = self.prepare(task)
-            return HostBatch(replace(prepared, batch=slot.hold(prepared.batch)), slot)
-        except BaseException:
-            self.ring.discard(slot)
-            raise
-        finally:
-            self._slot.value = None
-
-    def drop(self, batch: HostBatch) -> None:
-        """Give the memory of a mini-batch back that nobody needs."""
-        if batch.slot is not None and self.ring is not None:
-            self.ring.give_back(batch.slot)
-
     def stop(self) -> None:
-        """Stop preparing, and join the threads."""
-        epoch = None if self._epoch is None else self._epoch()
-        if epoch is not None:
-            epoch.close()
+        """End the epoch under way, and join its threads."""
+        current = None if self._current is None else self._current()
+        if current is not None:
+            current.close()
 
     def close(self) -> None:
-        """Stop preparing, and free the host memory."""
+        """End the epoch under way, and free the host memory."""
         self.stop()
         if self.ring is not None:
             self.ring.clear()
-
-    def _rows(self, store: Any, key: str, ids: Tensor) -> Any:
-        slot = getattr(self._slot, "value", None)
-        if slot is None or not ids.is_cpu:
-            return super()._rows(store, key, ids)
-        if (name := name_of(store, key)) in self.tables:
-            table = self.tables[name]
-            return table.gather(ids, out=slot.empty(name, (ids.numel(), table.num_features), table.dtype))
-        value = store[key]
-        if type(value) is not Tensor or not value.is_cpu or self.data.__cat_dim__(key, value, store) != 0:
-            return super()._rows(store, key, ids)
-        return gather_rows(value, ids, out=slot.empty(name, (ids.numel(), *value.shape[1:]), value.dtype))
 
 
 def _promised(plan: CollectivePlan) -> float:
@@ -309,47 +247,43 @@ _PATIENCE_S = 1.0
 """After an error, for which nobody should wait long."""
 
 
-class CollectiveEpoch:
-    """Takes the steps that the schedule decides on, and yields where it says to train.
+class CollectivePrefetcher(Prefetcher):
+    """Takes the steps that the schedule decides on, and returns mini-batches where it says to train.
 
-    It starts at the first ``next``, since Lightning asks for the iterator before it sets the epoch, and stops its
-    threads with the last mini-batch, at :meth:`close`, when dropped and when anything fails.
+    CPU workers fill page-locked host memory (Route 0), the training thread lets the device sample and gather others
+    (Route 1), and returns them in the order of the epoch, as the plan says. It stops its threads with the last
+    mini-batch, at :meth:`close`, when dropped and when anything fails.
     """
 
-    def __init__(self, loader: CollectiveLoader) -> None:
-        self._loader = loader
+    def __init__(self, batching: CollectiveBatching, loader: PipelineLoader, epoch: int, first: int) -> None:
+        self._batching = batching
+        limit = len(loader) if batching.num_batches is None else min(len(loader), batching.num_batches())  # type: ignore[arg-type]
+        self._num_batches = int(limit)
+        self._left = max(0, self._num_batches - first)
         self._workers: Workers | None = None
-        self._begun = False
-        self._num_batches = 0
-        self._left = 0
+        self._window: LookaheadWindow | None = None
         self._buffers = (0, 0)
         self._took_s, self._since = 0.0, inf
         self._watched = False
         self._torch_threads: int | None = None
+        # The epoch before ended without a last call, and much may have been done since.
+        batching.routes.recorder.forget_model()
+        if self._left:
+            self._begin(loader, epoch, first)
 
-    def __iter__(self) -> Iterator[Data]:
-        return self
-
-    def __next__(self) -> Data:
-        start = time.perf_counter()
-        recorder = self._loader.routes.recorder
-        self._since = min(self._since, start)
-        if self._begun:
-            recorder.end_model()  # the user is back
-        else:
-            recorder.forget_model()  # the epoch before ended without a last call, and much may have been done since
+    def __next__(self) -> PreparedBatch:
+        self._since = min(self._since, time.perf_counter())
+        self._batching.routes.recorder.end_model()  # the user is back
         try:
-            if not self._begun:
-                self._begin()
             if not self._left or self._workers is None:
-                self.close()
                 raise StopIteration
-            batch = self._advance(self._workers)
+            return self._advance(self._workers)
+        except StopIteration:
+            self.close()
+            raise
         except BaseException:
             self.close(_PATIENCE_S)
             raise
-        self._loader.times.wait_s += time.perf_counter() - start
-        return batch
 
     def pause(self) -> None:
         """Note that the time until the next mini-batch is asked for is not the epoch's."""
@@ -358,69 +292,67 @@ class CollectiveEpoch:
 
     def close(self, patience: float = 10.0) -> None:
         """Stop preparing and join the threads."""
-        self._begun, self._left = True, 0
+        self._left = 0
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.close(patience)
-            self._loader.end_look_ahead()
+        window, self._window = self._window, None
+        if window is not None:
+            window.close()
         threads, self._torch_threads = self._torch_threads, None
-        if threads is not None and torch.get_num_threads() == self._loader.torch_threads:
+        if threads is not None and torch.get_num_threads() == self._batching.torch_threads:
             torch.set_num_threads(threads)
 
     def __del__(self) -> None:
         with suppress(AttributeError, TypeError):  # at the interpreter's end modules are gone already
             self.close()
 
-    def _begin(self) -> None:
-        loader = self._loader
-        self._begun = True
-        epoch = loader.begin_epoch()
-        first = 0 if loader.first_batch is None else loader.first_batch()
-        limit = len(loader) if loader.num_batches is None else min(len(loader), loader.num_batches())
-        self._num_batches = int(limit)
-        self._left = max(0, self._num_batches - first)
-        if not self._left:
-            return
-        recorder = loader.routes.recorder
-        if loader.measures:
-            loader.profiler.epochs += 1
-            if loader.planning is not None:  # begun in the epoch before
-                loader.adopt(loader.planning.result())
-            elif loader.profiler.exhausted() or (loader.profiler.epochs > 1 and loader.profiler.enough()):
-                loader.adopt(loader.plan_from(loader.profiler.stage_times(), self._num_batches))
-        recorder.on_stage = loader.profiler.add if loader.measures else None
-        if loader.replan and loader.plan is not None and loader.plan.times is not None:
-            loader.watch(loader.plan, self._num_batches)
+    def _begin(self, loader: PipelineLoader, epoch: int, first: int) -> None:
+        batching = self._batching
+        # An epoch begins with what the one before has planned, or measured.
+        if batching.measures:
+            batching.profiler.epochs += 1
+            if batching.planning is not None:  # begun in the epoch before
+                batching.adopt(batching.planning.result())
+            elif batching.profiler.exhausted() or (batching.profiler.epochs > 1 and batching.profiler.enough()):
+                batching.adopt(batching.plan_from(batching.profiler.stage_times(), self._num_batches))
+        recorder = batching.routes.recorder
+        recorder.on_stage = batching.profiler.add if batching.measures else None
+        if batching.replans and batching.plan is not None and batching.plan.times is not None:
+            batching.watch(batching.plan, self._num_batches)
             self._watched = not first
         recorder.begin()
-        if loader.torch_threads is not None:
+
+        # The training thread leaves cores to the workers.
+        if batching.torch_threads is not None:
             self._torch_threads = torch.get_num_threads()
-            torch.set_num_threads(loader.torch_threads)
+            torch.set_num_threads(batching.torch_threads)
         schedule = ReorderBuffer(self._num_batches, *self._sizes(), first=first)
-        loader.begin_look_ahead(epoch, first)
-        threads = loader.num_threads if self._buffers[1] else 0
-        self._workers = Workers(
-            loader.tasks(epoch, first), loader.prepare_on_host, loader.drop, schedule, threads, recorder
-        )
+        if batching.route is None:  # rows on disk are read in the best order, unless the device prepares a part
+            tasks, after = loader.tasks(epoch, first), loader.next_epoch_tasks(epoch)
+            self._window = loader.lookahead.begin(tasks, first, after)
+        threads = batching.num_threads if self._buffers[1] else 0
+        self._host = HostRoute(loader.pipeline, batching.ring if batching.num_threads else None, self._window)
+        self._workers = Workers(loader.tasks(epoch, first), self._host, schedule, threads, recorder)
 
     def _sizes(self) -> Sizes:
         """Return what the schedule needs to know."""
-        loader = self._loader
-        on_gpu, on_cpu, lead, row = loader.buffers(self._num_batches)
+        batching = self._batching
+        on_gpu, on_cpu, lead, row = batching.buffers(self._num_batches)
         self._buffers = on_gpu, on_cpu
-        workers = max(1, loader.num_threads)
-        if loader.buffer_limit is not None:
+        workers = max(1, batching.num_threads)
+        if batching.buffer_limit is not None:
             workers = max(1, min(workers, on_cpu))
-        if loader.ring is not None:
+        if batching.ring is not None:
             # Those in the buffer, those that workers are busy with, and one that is on its way.
-            loader.ring.capacity = on_cpu + workers
+            batching.ring.capacity = on_cpu + workers
         return on_gpu, on_cpu, workers, lead, row
 
-    def _advance(self, workers: Workers) -> Data:
+    def _advance(self, workers: Workers) -> PreparedBatch:
         """Take steps until there is a mini-batch to train."""
-        loader = self._loader
+        batching = self._batching
         while True:
-            if loader.measures or loader.planning is not None:
+            if batching.measures or batching.planning is not None:
                 self._plan(workers)
             step = workers.next()
             if step.kind == "train":
@@ -436,24 +368,26 @@ class CollectiveEpoch:
 
     def _plan(self, workers: Workers) -> None:
         """Have a plan made, in a thread, once enough is known, and go by it once it is there."""
-        loader = self._loader
-        if loader.planning is None and loader.profiler.enough() and (times := loader.profiler.stage_times()):
-            loader.routes.recorder.on_stage = None
-            loader.start_planning(times, self._num_batches)
-        if loader.planning is not None and loader.planning.done():
-            loader.adopt(loader.planning.result())
+        batching = self._batching
+        if batching.planning is None and batching.profiler.enough() and (times := batching.profiler.stage_times()):
+            batching.routes.recorder.on_stage = None
+            batching.start_planning(times, self._num_batches)
+        if batching.planning is not None and batching.planning.done():
+            batching.adopt(batching.planning.result())
             workers.resize(self._sizes())
             self._watched = False
 
     def _bring(self, workers: Workers, number: int) -> None:
         """Let a mini-batch come to be on the device."""
-        source = workers.host.get(number)
+        source, route, routes = workers.host.get(number), self._batching.route, self._batching.routes
         try:
-            if source is None:
-                workers.device[number] = self._loader.routes.prepare(workers.task(number))
-            else:
-                workers.device[number] = self._loader.routes.transfer(number, source)
+            if source is not None:
+                workers.device[number] = routes.transfer(number, source)
                 workers.host.pop(number, None)
+            elif route is not None:
+                workers.device[number] = routes.prepare(route, workers.task(number))
+            else:  # neither a device nor threads prepare ahead
+                workers.device[number] = DeviceBatch(self._host.prepare(workers.task(number)).prepared)
         except torch.OutOfMemoryError as error:
             self._shrink(workers, error, number)
 
@@ -461,9 +395,9 @@ class CollectiveEpoch:
         """Go on with smaller buffers, once what is on the device has been trained."""
         on_device = isinstance(error, torch.OutOfMemoryError)
         self._watched = False
-        held, ring, schedule = len(workers.device), self._loader.ring, workers.schedule
+        held, ring, schedule = len(workers.device), self._batching.ring, workers.schedule
         hopeless = not held if on_device else self._buffers[1] <= 1
-        self._loader.shrink(
+        self._batching.shrink(
             self._buffers, on_device, hopeless, held if on_device or ring is None else ring.num_slots, error
         )
         if on_device:
@@ -471,21 +405,19 @@ class CollectiveEpoch:
             if schedule.head not in workers.device:  # what comes after it must make room
                 for later in list(workers.device):
                     workers.give_up(later)
-            if self._loader.device.type != "cpu":
-                getattr(torch, self._loader.device.type).empty_cache()
+            if self._batching.device.type != "cpu":
+                getattr(torch, self._batching.device.type).empty_cache()
         workers.resize(self._sizes())
 
-    def _train(self, workers: Workers, number: int) -> Data:
-        loader = self._loader
-        prepared = loader.routes.arrive(workers.train(number))
-        batch = loader.finish(prepared)
+    def _train(self, workers: Workers, number: int) -> PreparedBatch:
+        batching = self._batching
+        prepared = batching.routes.arrive(workers.train(number))
         self._left -= 1
-        loader.times.add(prepared.cost)
         if self._watched:
-            loader.profiler.collect()
+            batching.profiler.collect()
         if not self._left:
             self.pause()
-            loader.last_epoch = (self._took_s, self._num_batches) if self._watched else None
+            batching.last_epoch = (self._took_s, self._num_batches) if self._watched else None
             self.close()
-        loader.routes.recorder.begin_model(number)
-        return batch
+        batching.routes.recorder.begin_model(number)
+        return prepared

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,16 +11,16 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import BaseSampler, NegativeSampling
 from torch_geometric.typing import EdgeType
-from typing_extensions import Unpack
+from typing_extensions import Unpack, override
 
+from lightning_gnn.datamodules.base import MiniBatchDataModule
+from lightning_gnn.datamodules.options import DataModuleOptions
 from lightning_gnn.graph.checks import check_edge_labels, check_edges
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import edges_of
+from lightning_gnn.loading.loaders import LinkLoader
 from lightning_gnn.nn.inference import FullInference
-from lightning_gnn.sampling.datamodule_base import MiniBatchDataModule
-from lightning_gnn.sampling.loader import ThreadedLinkLoader
 from lightning_gnn.sampling.neighbor import Fanouts
-from lightning_gnn.sampling.options import LoaderOptions
 
 _NEGATIVES = ("neg_sampling", "neg_sampling_ratio")
 _MOST_WEIGHTS = 1 << 24
@@ -54,32 +52,18 @@ class LinkDataModule(MiniBatchDataModule):
         neg_sampling_ratio: Instead, how many negatives to draw per training edge (``"binary"``); 0 for none.
         batch_size: Edges per mini-batch.
         num_workers: Threads that prepare mini-batches ahead.
-        replace: Draw neighbours with replacement.
-        disjoint: One tree per seed.
         seed: Start of the random streams; by default torch's initial seed.
         link_sampler: A sampler of your own.
-        exclude_seed_edges: Take the edges of a mini-batch that are to be predicted, and their reverses, out of its
-            messages; a dict names reverse edge types that are not called ``rev_…``.
-        check_features: Look for NaN and infinity in ``x``, ``edge_attr`` and ``edge_weight`` first, unless they are
-            memory-mapped and of more than a gigabyte.
-        feature_dtype: Keep ``x`` in this dtype, ``"bfloat16"`` (or float16) for half of the memory, and of the time to
-            read it; batches have it too, best with ``Trainer(precision="bf16-mixed")``.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction run over the whole graph, layer by layer; validation and test edges then need labels.
-        share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
-            were started: pages are copied only where a rank writes to them
-            (:func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`).
-        memory: Leave ``x`` on disk and read it past the page cache, with so much memory (``"8GB"``) for all that this
-            takes: rows that will be used soonest, mini-batches that were sampled ahead, and those that are ready. In
-            each process. Mini-batches are equal to those from memory.
-        lookahead: With ``memory``, how many mini-batches are sampled ahead of the one that is read, or bytes of them
-            (``"500MB"``); by default an eighth of the memory.
-        store: With ``memory``, the ``.npy`` file to read; with several types one for each that is to be read so.
-            By default those that ``x`` is memory-mapped from.
         eval_loader_kwargs: What the other loaders and their sampler take instead, such as another ``num_neighbors`` or
             ``neg_sampling``.
-        **kwargs: Further arguments of :class:`~lightning_gnn.sampling.ThreadedLinkLoader`. What PyG takes to tune its
-            processes changes nothing here: :data:`~lightning_gnn.sampling.options.WITHOUT_EFFECT`.
+        **options: :class:`~lightning_gnn.datamodules.SamplingOptions` (such as ``disjoint``, ``time_attr``
+            or ``exclude_seed_edges``), :class:`~lightning_gnn.datamodules.StorageOptions` (such as
+            ``memory="8GB"`` or ``feature_dtype="bfloat16"``), and further arguments of
+            :class:`~lightning_gnn.loading.LinkLoader`, such as ``shuffle=False``, ``drop_last`` or
+            ``transform``. What PyG takes to tune its processes changes nothing:
+            :data:`~lightning_gnn.loading.options.WITHOUT_EFFECT`.
 
     Raises:
         TypeError: The graph is none of PyG's, edges are no integers, an option is unknown.
@@ -123,27 +107,15 @@ class LinkDataModule(MiniBatchDataModule):
         neg_sampling_ratio: float | None = None,
         batch_size: int = 1,
         num_workers: int = 0,
-        replace: bool = False,
-        disjoint: bool = False,
         seed: int | None = None,
         link_sampler: BaseSampler | None = None,
-        exclude_seed_edges: bool | Mapping[EdgeType, EdgeType] = False,
-        check_features: bool = True,
-        feature_dtype: torch.dtype | str | None = None,
         inference: str | FullInference = "sampled",
-        share_memory: bool = True,
-        memory: int | str | None = None,
-        lookahead: int | str | None = None,
-        store: str | Path | Mapping[str, str | Path] | None = None,
         eval_loader_kwargs: dict[str, Any] | None = None,
-        **kwargs: Unpack[LoaderOptions],
+        **options: Unpack[DataModuleOptions],
     ) -> None:
-        options = {"num_workers": num_workers, **kwargs}
-        super().__init__(seed, batch_size, options, eval_loader_kwargs, inference, share_memory)
-        if exclude_seed_edges:
-            self._sampling["exclude_seed_edges"] = exclude_seed_edges
-        disk = {"memory": memory, "lookahead": lookahead, "store": store}
-        self._take_graph(data, link_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, disk)
+        keywords = {"num_workers": num_workers, **options}
+        super().__init__(seed, batch_size, num_neighbors, inference, eval_loader_kwargs, keywords)
+        self._take_graph(data, link_sampler)
         if input_train_edges is None:
             if isinstance(data, HeteroData):
                 raise ValueError("input_train_edges is missing: a graph with several types needs (edge_type, edges)")
@@ -193,7 +165,12 @@ class LinkDataModule(MiniBatchDataModule):
             raise ValueError("there are no edges to score; give input_pred_edges")
         return super().predict_dataloader()
 
-    def _loader(self, stage: str) -> Any:
+    def _count(self, stage: str) -> int:
+        edges, _ = self._edges[stage]
+        return 0 if edges is None else edges.size(1)
+
+    @override
+    def make_loader(self, stage: str) -> Any:
         edges, labels = self._edges[stage]
         assert edges is not None
         if stage != "train" and self.inference is not None:
@@ -205,16 +182,15 @@ class LinkDataModule(MiniBatchDataModule):
             self.check_count(stage, edges.size(1))
             asked = {"edge_label_index": edges, **({} if labels is None else {"edge_label": labels})}
             return self.full_loader(stage, self._types[stage], **asked)
-        return self._sampled_loader(stage, self.data, self._sampler_of(stage), **self._from_disk(stage))
+        return self.sampled_loader(stage, self.data, self._sampler_of(stage), **self._from_disk(stage))
 
-    def _sampled_loader(
-        self, stage: str, data: Any, sampler: Any, kind: Any = ThreadedLinkLoader, **options: Any
-    ) -> Any:
+    @override
+    def sampled_loader(self, stage: str, data: Any, sampler: Any, **options: Any) -> LinkLoader:
         edges, labels = self._edges[stage]
         assert edges is not None
         neg_sampling = self.neg_sampling if stage == "train" else self.eval_neg_sampling
         without_negatives = stage == "predict" or (stage != "train" and labels is not None)
-        return kind(
+        return LinkLoader(
             data,
             sampler,
             edge_label_index=edges if self._types[stage] is None else (self._types[stage], edges),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +11,15 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader.utils import get_input_nodes
 from torch_geometric.sampler import BaseSampler
 from torch_geometric.typing import NodeType
-from typing_extensions import Unpack
+from typing_extensions import Unpack, override
 
+from lightning_gnn.datamodules.base import LOADER_IDS, MiniBatchDataModule
+from lightning_gnn.datamodules.options import DataModuleOptions
 from lightning_gnn.graph.checks import check_labels, check_nodes
+from lightning_gnn.loading.loaders import NodeLoader
 from lightning_gnn.nn.full_batch import mask_of
 from lightning_gnn.nn.inference import FullInference
-from lightning_gnn.sampling.datamodule_base import LOADER_IDS, MiniBatchDataModule
-from lightning_gnn.sampling.loader import ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import Fanouts
-from lightning_gnn.sampling.options import LoaderOptions
 
 
 class NeighborDataModule(MiniBatchDataModule):
@@ -44,31 +42,17 @@ class NeighborDataModule(MiniBatchDataModule):
             each edge type.
         batch_size: Seeds per mini-batch.
         num_workers: Threads that prepare mini-batches ahead, each with 4 bytes per node of its own.
-        replace: Draw neighbours with replacement.
-        disjoint: One tree per seed.
         seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.
         node_sampler: A sampler of your own instead of the one made from these arguments.
-        check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, unless they are
-            memory-mapped and of more than a gigabyte, and in ``y`` of the seeds.
-        feature_dtype: Keep ``x`` in this dtype, ``"bfloat16"`` (or float16) for half of the memory, and of the time to
-            read it; batches have it too, best with ``Trainer(precision="bf16-mixed")``.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction run over the whole graph, layer by layer, with all neighbours and no sampling.
-        share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
-            were started: pages are copied only where a rank writes to them
-            (:func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`).
-        memory: Leave ``x`` on disk and read it past the page cache, with so much memory (``"8GB"``) for all that this
-            takes: rows that will be used soonest, mini-batches that were sampled ahead, and those that are ready. In
-            each process. Mini-batches are equal to those from memory.
-        lookahead: With ``memory``, how many mini-batches are sampled ahead of the one that is read, or bytes of them
-            (``"500MB"``); by default an eighth of the memory.
-        store: With ``memory``, the ``.npy`` file to read; with several types one for each that is to be read so.
-            By default those that ``x`` is memory-mapped from.
         eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.
-        **kwargs: Further arguments of :class:`~lightning_gnn.sampling.NeighborSampler`, such as ``time_attr``,
-            ``weight_attr`` or ``sampler="labor"``, and of :class:`~lightning_gnn.sampling.ThreadedNodeLoader`, such as
-            ``shuffle=False``, ``drop_last`` or ``transform``. What PyG takes to tune its processes changes nothing:
-            :data:`~lightning_gnn.sampling.options.WITHOUT_EFFECT`.
+        **options: :class:`~lightning_gnn.datamodules.SamplingOptions` (such as ``disjoint``, ``time_attr``,
+            ``weight_attr`` or ``sampler="labor"``), :class:`~lightning_gnn.datamodules.StorageOptions` (such as
+            ``memory="8GB"`` or ``feature_dtype="bfloat16"``), and further arguments of
+            :class:`~lightning_gnn.loading.NodeLoader`, such as ``shuffle=False``, ``drop_last`` or
+            ``transform``. What PyG takes to tune its processes changes nothing:
+            :data:`~lightning_gnn.loading.options.WITHOUT_EFFECT`.
 
     Raises:
         TypeError: The graph is none of PyG's, a tensor is not of an integer or bool dtype, an option is unknown.
@@ -106,24 +90,15 @@ class NeighborDataModule(MiniBatchDataModule):
         num_neighbors: Fanouts | None = None,
         batch_size: int = 1,
         num_workers: int = 0,
-        replace: bool = False,
-        disjoint: bool = False,
         seed: int | None = None,
         node_sampler: BaseSampler | None = None,
-        check_features: bool = True,
-        feature_dtype: torch.dtype | str | None = None,
         inference: str | FullInference = "sampled",
-        share_memory: bool = True,
-        memory: int | str | None = None,
-        lookahead: int | str | None = None,
-        store: str | Path | Mapping[str, str | Path] | None = None,
         eval_loader_kwargs: dict[str, Any] | None = None,
-        **kwargs: Unpack[LoaderOptions],
+        **options: Unpack[DataModuleOptions],
     ) -> None:
-        options = {"num_workers": num_workers, **kwargs}
-        super().__init__(seed, batch_size, options, eval_loader_kwargs, inference, share_memory)
-        disk = {"memory": memory, "lookahead": lookahead, "store": store}
-        self._take_graph(data, node_sampler, num_neighbors, replace, disjoint, check_features, feature_dtype, disk)
+        keywords = {"num_workers": num_workers, **options}
+        super().__init__(seed, batch_size, num_neighbors, inference, eval_loader_kwargs, keywords)
+        self._take_graph(data, node_sampler)
         given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
         times = (input_train_time, input_val_time, input_test_time, input_pred_time)
         self._nodes: dict[str, Any] = {}
@@ -141,7 +116,7 @@ class NeighborDataModule(MiniBatchDataModule):
             self._nodes[stage] = None if nodes is None else check_nodes(nodes, part.num_nodes, name)
             if nodes is None and stage in ("val", "test"):
                 setattr(self, f"{stage}_dataloader", None)  # Lightning then skips the stage
-            if check_features and nodes is not None and stage != "predict":
+            if self.storage_options.check_features and nodes is not None and stage != "predict":
                 check_labels(part, self._nodes[stage], name)
             self._times[stage] = None
             if time is not None:
@@ -177,16 +152,16 @@ class NeighborDataModule(MiniBatchDataModule):
     def _count(self, stage: str) -> int:
         return int(get_input_nodes(self.data, self._seeds(stage))[1].numel())
 
-    def _loader(self, stage: str) -> Any:
+    @override
+    def make_loader(self, stage: str) -> Any:
         if stage != "train" and self.inference is not None:
             return self._full_loader(stage)
-        return self._sampled_loader(stage, self.data, self._sampler_of(stage), **self._from_disk(stage))
+        return self.sampled_loader(stage, self.data, self._sampler_of(stage), **self._from_disk(stage))
 
-    def _sampled_loader(
-        self, stage: str, data: Any, sampler: Any, kind: Any = ThreadedNodeLoader, **options: Any
-    ) -> Any:
+    @override
+    def sampled_loader(self, stage: str, data: Any, sampler: Any, **options: Any) -> NodeLoader:
         arguments = self.loader_arguments(stage, self._count(stage)) | options
-        return kind(data, sampler, **self._inputs(stage), **arguments)
+        return NodeLoader(data, sampler, **self._inputs(stage), **arguments)
 
     def _full_loader(self, stage: str) -> DataLoader[Any]:
         """Return the batch that all stages share: it holds a mask of each split, and the nodes to predict, in order."""

@@ -15,25 +15,26 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch_geometric.data import HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
+from lightning_gnn.datamodules.disk import OnDisk
+from lightning_gnn.datamodules.options import SamplingOptions, StorageOptions
+from lightning_gnn.datamodules.resumable import ResumableDataModule
 from lightning_gnn.graph.checks import check_edge_data, check_hetero_data, check_node_data
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.edge_attributes import as_times
 from lightning_gnn.graph.features import with_feature_dtype
+from lightning_gnn.loading.loaders import LinkLoader, NodeLoader, PipelineLoader
+from lightning_gnn.loading.options import checked_options
+from lightning_gnn.loading.seed_order import EvaluationOrder, TrainingOrder, UnshardedOrder
 from lightning_gnn.nn.full_batch import FullBatch, inference_settings, only_batch, typed_batch
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import OF_NEWER_TORCH, keywords_of, true_or_false, whole_number
-from lightning_gnn.runtime.resume import ResumableDataModule
-from lightning_gnn.sampling.loader import ThreadedLinkLoader, ThreadedNodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
-from lightning_gnn.sampling.on_disk import OnDisk
-from lightning_gnn.sampling.options import SAMPLING, checked_options
-from lightning_gnn.sampling.seed_order import EvaluationOrder, TrainingOrder, UnshardedOrder
 
 LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
 """Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
-_LOADERS = {"node": ThreadedNodeLoader, "link": ThreadedLinkLoader}
+_LOADERS = {"node": NodeLoader, "link": LinkLoader}
 _SAMPLER_OPTIONS = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "subgraph_type")
 _OF_SOME_EDGES = ("time_attr", "exclude_seed_edges")
 """What hides edges from some seeds, which would see them in whatever goes over the whole graph."""
@@ -52,11 +53,12 @@ class MiniBatchDataModule(ResumableDataModule):
 
     Args:
         seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.
-        loader_kwargs: Further arguments of the training loader; ``shuffle=False`` trains in the order of the seeds.
+        options: Keywords of :class:`~lightning_gnn.datamodules.SamplingOptions` and
+            :class:`~lightning_gnn.datamodules.StorageOptions`, and further arguments of the training loader;
+            ``shuffle=False`` trains in the order of the seeds.
         eval_loader_kwargs: What the other loaders, and their sampler, take instead.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
             prediction get the whole graph as one batch, whose outputs are computed layer by layer, exactly.
-        share_memory: Let the ranks of one machine use one copy of graph and features, as long as nobody writes to it.
     """
 
     kind: ClassVar[str] = "node"
@@ -68,22 +70,26 @@ class MiniBatchDataModule(ResumableDataModule):
         self,
         seed: int | None,
         batch_size: int,
-        loader_kwargs: dict[str, Any],
+        num_neighbors: Any,
+        inference: str | FullInference,
         eval_loader_kwargs: dict[str, Any] | None,
-        inference: str | FullInference = "sampled",
-        share_memory: bool = True,
+        options: dict[str, Any],
     ) -> None:
         super().__init__()
-        self.share_memory = true_or_false(share_memory, "share_memory")
-        loader_kwargs = dict(loader_kwargs)
-        self._sampling = {name: loader_kwargs.pop(name) for name in SAMPLING if name in loader_kwargs}
-        if isinstance(loader_kwargs.get("sampler"), str):  # of neighbours, not of seeds
-            self._sampling["sampler"] = loader_kwargs.pop("sampler")
+        sampling = {"num_neighbors": num_neighbors}
+        if isinstance(options.get("sampler"), str):  # of neighbors, not of seeds
+            sampling["sampler"] = options.pop("sampler")
+        seed_sampler = {"sampler": options.pop("sampler")} if "sampler" in options else {}
+        options |= sampling
+        self.sampling_options = SamplingOptions.pop_from(options)
+        self.storage_options = StorageOptions.pop_from(options)
+        self.share_memory = self.storage_options.share_memory
         self.inference = inference_settings(inference)
         self._full: dict[str, FullBatch] = {}
         self._graph: CompressedGraph | None = None
         self.seed = torch.initial_seed() if seed is None else whole_number(seed, "seed")
-        self.loader_kwargs = _training_keywords(type(self), self.kind, {"batch_size": batch_size, **loader_kwargs})
+        loading = {"batch_size": batch_size, **options, **seed_sampler}
+        self.loader_kwargs = _training_keywords(type(self), self.kind, loading)
         self.shuffle = self.loader_kwargs.pop("shuffle", None) is not False
         own, self.sampler_overrides = _evaluation_keywords(type(self), self.kind, eval_loader_kwargs)
         not_shared = ("sampler", "batch_sampler", "drop_last")
@@ -91,67 +97,46 @@ class MiniBatchDataModule(ResumableDataModule):
         self._own_eval_batch_size = "batch_size" in own
         self._passes = 0
 
-    def _take_graph(
-        self,
-        data: Any,
-        sampler: Any,
-        num_neighbors: Any,
-        replace: bool,
-        disjoint: bool,
-        check_features: bool,
-        feature_dtype: torch.dtype | str | None = None,
-        on_disk: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Check the graph, and take it with the user's sampler, or else one that is made from the arguments."""
-        true_or_false(replace, "replace")
-        true_or_false(disjoint, "disjoint")
-        true_or_false(check_features, "check_features")
+    def _take_graph(self, data: Any, sampler: Any) -> None:
+        """Check the graph, and take it with the user's sampler, or else one that is made from the options."""
+        sampling, storage = self.sampling_options, self.storage_options
         if typed := isinstance(data, HeteroData):
-            check_hetero_data(data, check_features)
+            check_hetero_data(data, storage.check_features)
         else:
-            check_node_data(data, check_features)
+            check_node_data(data, storage.check_features)
+
+        # The user's own sampler has options of its own.
         if sampler is not None:
-            ignored = {"num_neighbors": num_neighbors, "replace": replace, "disjoint": disjoint, **self._sampling}
-            _check_sampler(sampler, self.kind, **ignored)
-        elif num_neighbors is None:
+            _check_sampler(sampler, self.kind, sampling.given())
+        elif sampling.num_neighbors is None:
             raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
         else:
-            sampler = self._own_sampler(data, num_neighbors, replace, disjoint, **self._sampling)
+            sampler = self.make_sampler(data, sampling)
         hiding = [name for name in beyond_plain(sampler) if name in _OF_SOME_EDGES]
         if self.inference is not None and hiding:
             raise ValueError(
                 f"inference='full' goes over all edges at once, which does not go with {hiding[0]}: leave one out"
             )
+
+        # Features may be kept in another dtype, or stay on disk.
         if not typed:
             check_edge_data(data)
-        self.data = with_feature_dtype(data, feature_dtype, check_features)
-        self._disk = self._features_on_disk(feature_dtype, **(on_disk or {}))
-        if self._disk is not None:
+        self.data = with_feature_dtype(data, storage.feature_dtype, storage.check_features)
+        if storage.memory is not None:
+            self._disk = OnDisk(self.data, storage.memory, storage.lookahead, storage.store)
             self.data = self._disk.added_to(self.data)
         self.graph_sampler = sampler
         self.eval_graph_sampler = _with_overrides(sampler, self.sampler_overrides)
 
-    def _own_sampler(self, data: Any, num_neighbors: Any, replace: bool, disjoint: bool, **options: Any) -> Any:
-        """Return the sampler that is used where the user gives none."""
-        return NeighborSampler(data, num_neighbors, replace, disjoint, self.seed, **options)
-
-    def _features_on_disk(self, feature_dtype: Any, memory: Any = None, **more: Any) -> OnDisk | None:
-        if memory is None:
-            if given := [name for name, value in more.items() if value]:
-                raise ValueError(f"{given[0]} is for features that stay on disk: give memory= too, such as '8GB'")
-            return None
-        if feature_dtype is not None:
-            raise ValueError(
-                "feature_dtype makes a table in memory, so it does not go with memory=, which leaves features on disk; "
-                "FeatureTable(x, dtype=…).save(path) makes a smaller file"
-            )
-        return OnDisk(self.data, memory, **more)
+    def make_sampler(self, data: Any, options: SamplingOptions) -> Any:
+        """Return the sampler for a graph, where the user gives none."""
+        return NeighborSampler(data, seed=self.seed, **options.given())
 
     def _disk_tables(self, stage: str) -> dict[Any, DiskFeatures]:
         """Return what is gathered from disk, by attribute."""
         if self._disk is None:
             return {}
-        return self._disk.tables(lambda: self._sampled_loader(stage, self.data, self._sampler_of(stage)))
+        return self._disk.tables(lambda: self.sampled_loader(stage, self.data, self._sampler_of(stage)))
 
     def plan_disk(self) -> str | None:
         """Say what of the features is read from disk, and what memory that takes; None where nothing is."""
@@ -210,25 +195,36 @@ class MiniBatchDataModule(ResumableDataModule):
 
     def train_dataloader(self) -> Any:
         """Return shuffled mini-batches of the training seeds (or labelled edges)."""
-        return self._loader("train")
+        return self.make_loader("train")
 
     def val_dataloader(self) -> Any:
         """Return mini-batches for validation, in order, or the whole graph; see ``inference``."""
-        return self._loader("val")
+        return self.make_loader("val")
 
     def test_dataloader(self) -> Any:
         """Return mini-batches for testing, in order, or the whole graph."""
-        return self._loader("test")
+        return self.make_loader("test")
 
     def predict_dataloader(self) -> Any:
         """Return mini-batches of what is to be predicted, in order, or the whole graph."""
-        return self._loader("predict")
+        return self.make_loader("predict")
 
-    def _loader(self, stage: str) -> Any:
+    def make_loader(self, stage: str) -> Any:
+        """Return the loader of a stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``."""
         raise NotImplementedError
 
-    def _sampled_loader(self, stage: str, data: Any, sampler: Any, kind: Any = None, **options: Any) -> Any:
-        """Return a loader of mini-batches that a sampler draws, with features cut from ``data``."""
+    def _count(self, stage: str) -> int:
+        """Return the number of seeds of a stage."""
+        raise NotImplementedError
+
+    def sampled_loader(self, stage: str, data: Any, sampler: Any, **options: Any) -> PipelineLoader:
+        """Return a loader of sampled mini-batches: seeds, order, keys and rank of a stage are filled in.
+
+        Args:
+            data: The graph, from which features are cut.
+            sampler: A sampler of PyG's interface.
+            **options: Further arguments of the loader, such as ``pipeline`` and ``prefetcher``.
+        """
         raise NotImplementedError
 
     def _sampler_of(self, stage: str) -> Any:
@@ -417,13 +413,13 @@ def _with_overrides(sampler: Any, overrides: Mapping[str, Any]) -> Any:
     return other
 
 
-def _check_sampler(sampler: Any, kind: str, **options: Any) -> None:
-    """Check a sampler of the user's own, and say which arguments, those not None or False, do nothing beside it."""
+def _check_sampler(sampler: Any, kind: str, given: Mapping[str, Any]) -> None:
+    """Check a sampler of the user's own, and warn of given options, which do nothing beside it."""
     method = f"sample_from_{'nodes' if kind == 'node' else 'edges'}"
     if not callable(getattr(sampler, method, None)):
         raise TypeError(f"{kind}_sampler must be a PyG sampler with {method}, but is {sampler!r}")
-    if ignored := [name for name, value in options.items() if value is not None and value is not False]:
-        rank_zero_warn(f"{kind}_sampler comes with settings of its own: without effect beside it: {', '.join(ignored)}")
+    if given:
+        rank_zero_warn(f"{kind}_sampler comes with settings of its own: without effect beside it: {', '.join(given)}")
 
 
 def _loader_options(owner: type, kind: str, kwargs: Mapping[str, Any], also: Collection[str] = ()) -> dict[str, Any]:

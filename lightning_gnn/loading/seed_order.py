@@ -79,7 +79,7 @@ class ElasticOrder(DistributedSampler[Any]):
         history: Steps of this epoch that other numbers of processes have taken, and the seeds of each of these steps.
 
     Examples:
-        >>> from lightning_gnn.sampling.seed_order import ElasticOrder
+        >>> from lightning_gnn.loading.seed_order import ElasticOrder
         >>> two = [ElasticOrder(7, 2, num_replicas=2, rank=rank, shuffle=False) for rank in range(2)]
         >>> [order.positions().tolist() for order in two]
         [[0, 1, 4], [2, 3, 5, 6]]

@@ -9,21 +9,19 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from types import MethodType
-from typing import Any, Generic, TypeVar
+from typing import Any
 from weakref import WeakMethod
 
 import torch
 
-Task = TypeVar("Task")
-Made = TypeVar("Made")
 Job = Callable[[], object]
-Step = Callable[[int, Any, Any], Any]
-"""Called with the number of a part, the part's value and the item's note; returns the part's next value."""
+Step = Callable[[Any, Any], Any]
+"""Called with an item's value and its note; returns the item's next value."""
 
 
 def one_torch_thread() -> None:
@@ -159,36 +157,27 @@ def _weakly(function: Callable[[], object]) -> Callable[[], Callable[[], object]
 
 @dataclass
 class Item:
-    """What passes through stages: a few parts that are worked on side by side.
+    """What passes through the stages.
 
     Args:
-        parts: Value of each part; None for one that does not exist.
-        note: Anything that the steps need to know about the item.
+        value: What the steps turn into something else, one after another.
+        note: Anything that the steps need besides.
     """
 
-    parts: list[Any]
+    value: Any
     note: Any = None
     seconds: dict[str, float] = field(default_factory=dict)
     """Thread-seconds of each step."""
     error: BaseException | None = None
     passed: int = 0
     """How many stages are done with it."""
-    left: int = 0
-    """How many jobs the present stage still has to do on it."""
 
-    def run(self, part: int, steps: Sequence[tuple[str, Step]]) -> list[tuple[str, float]]:
-        """Take a part through some steps and return what they cost."""
-        costs = []
+    def run(self, steps: Sequence[tuple[str, Step]]) -> None:
+        """Run some steps, and add up what they cost."""
         for name, step in steps:
             start = time.perf_counter()
-            self.parts[part] = step(part, self.parts[part], self.note)
-            costs.append((name, time.perf_counter() - start))
-        return costs
-
-    def add(self, costs: list[tuple[str, float]]) -> None:
-        """Add costs of a part."""
-        for name, seconds in costs:
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            self.value = step(self.value, self.note)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 class StagePipeline:
@@ -222,7 +211,7 @@ class StagePipeline:
         self.bound = bound
         self.stall_timeout = stall_timeout
         self._crew = Crew(self._claim, [f"{name}-{steps[0][0]}" for steps in self.stages], begin)
-        self._jobs: list[deque[tuple[Item, int]]] = [deque() for _ in self.stages]
+        self._jobs: list[deque[Item]] = [deque() for _ in self.stages]
         self._items: deque[Item] = deque()  # submitted and not taken
         self._entered = [0] * (len(self.stages) + 1)  # items that have begun with each stage, and that were taken
         self._num_threads = [0] * len(self.stages)
@@ -317,83 +306,25 @@ class StagePipeline:
                 if place >= len(self._items) or (item := self._items[place]).passed < stage:
                     break
                 self._entered[stage] += 1
-                jobs = [(item, part) for part, value in enumerate(item.parts) if value is not None] or [(item, -1)]
-                item.left = len(jobs)
-                self._jobs[stage].extend(jobs)
+                self._jobs[stage].append(item)
                 self._crew.wake(stage)
 
     def _claim(self, stage: int, number: int) -> Job | None:
         if number >= self._num_threads[stage] or not self._jobs[stage]:
             return None
-        return partial(self._work, stage, *self._jobs[stage].popleft())
+        return partial(self._work, stage, self._jobs[stage].popleft())
 
-    def _work(self, stage: int, item: Item, part: int) -> None:
+    def _work(self, stage: int, item: Item) -> None:
         error: BaseException | None = None
-        costs: list[tuple[str, float]] = []
         try:
-            if item.error is None and part >= 0:  # one that has failed goes on untouched, to be taken in its turn
-                costs = item.run(part, self.stages[stage])
+            if item.error is None:  # one that has failed passes on untouched, to be taken in its turn
+                item.run(self.stages[stage])
         except BaseException as caught:
             error = caught
         with self._crew.lock:
-            item.add(costs)
             item.error = item.error or error
-            item.left -= 1
-            if item.left == 0:
-                item.passed = stage + 1
-                self._progress = time.monotonic()
-                self._admit()
-                self._crew.news.notify_all()
+            item.passed = stage + 1
+            self._progress = time.monotonic()
+            self._admit()
+            self._crew.news.notify_all()
         del error  # which holds this frame
-
-
-class OrderedPipeline(Generic[Task, Made]):
-    """Yield ``prepare(task)`` for each task, in order, with some of them prepared ahead by threads.
-
-    An exception in a worker is raised at the item that it belongs to, with the worker's traceback. Closing early, or
-    dropping the iterator, cancels what has not begun and joins the threads.
-
-    Args:
-        tasks: What to prepare; consumed in the caller's thread.
-        prepare: Makes an item; must be safe to call from several threads.
-        num_threads: How many threads; 0 prepares in the caller's thread, when asked.
-        ahead: How many items may be under way or ready at once.
-    """
-
-    def __init__(
-        self, tasks: Iterable[Task], prepare: Callable[[Task], Made], num_threads: int = 0, ahead: int = 2
-    ) -> None:
-        self._tasks = iter(tasks)
-        self._prepare = prepare
-        self._stages: StagePipeline | None = None
-        if num_threads:
-            step: Step = lambda part, value, task: prepare(task)  # noqa: E731
-            bound = max(ahead - num_threads, 0)
-            self._stages = StagePipeline(
-                [[("batch", step)]], [num_threads], bound, inf, begin=lambda: None, patience=inf
-            )
-            self._stages.close_with(self)
-            self._items = (Item([()], task) for task in self._tasks)
-            self._stages.fill(self._items)
-
-    def __iter__(self) -> Iterator[Made]:
-        return self
-
-    def __next__(self) -> Made:
-        if self._stages is None:
-            return self._prepare(next(self._tasks))
-        try:
-            if (item := self._stages.pull(self._items)) is None:
-                raise StopIteration
-        except BaseException:
-            self.close()
-            raise
-        made: Made = item.parts[0]
-        return made
-
-    def close(self) -> None:
-        """Cancel what has not begun and wait for the threads to end."""
-        self._tasks = iter(())
-        if self._stages is not None:
-            self._items = (Item([()], task) for task in self._tasks)
-            self._stages.close()

@@ -14,9 +14,11 @@ from torch_geometric.data import HeteroData
 from lightning_gnn.graph.arrays import advise, expect_scattered_reads, load_array
 from lightning_gnn.graph.disk_features import MOST_READS, DiskFeatures
 from lightning_gnn.graph.feature_file import FeatureFile
+from lightning_gnn.loading.batch import BatchTask
+from lightning_gnn.loading.loaders import PipelineLoader
+from lightning_gnn.loading.prefetch.lookahead import CompactSampledBatch
 from lightning_gnn.runtime.byte_sizes import memory_bytes, shown
 from lightning_gnn.runtime.messages import whole_number
-from lightning_gnn.sampling.look_ahead import Waiting
 
 _WINDOW_SHARE = 8
 """Of the memory, what mini-batches that wait for their features take by default: an eighth."""
@@ -76,12 +78,12 @@ class OnDisk:
         most, size = self.window
         return most if size is None else (most, size)
 
-    def tables(self, loader: Callable[[], Any]) -> dict[Any, DiskFeatures]:
+    def tables(self, loader: Callable[[], PipelineLoader]) -> dict[Any, DiskFeatures]:
         """Return the tables, which share the memory in proportion to their sizes on disk; made once."""
         if self._tables is None:
             measured = loader()
             rows, waiting = _measured(measured, self.files)
-            ready = max(measured.num_threads * measured.prefetch_factor_threads, 1) + 2
+            ready = max(measured.num_ahead, 1) + 2
             most, size = self.window
             window = min(most * waiting, self.memory) if size is None else size
             batches = int(_MARGIN * ready * sum(rows[name] * _read_bytes(file) for name, file in self.files.items()))
@@ -185,14 +187,14 @@ def _alike(there: Tensor, given: Tensor) -> Tensor:
     return (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= allowed)
 
 
-def _measured(loader: Any, files: Mapping[Any, FeatureFile]) -> tuple[dict[Any, int], int]:
+def _measured(loader: PipelineLoader, files: Mapping[Any, FeatureFile]) -> tuple[dict[Any, int], int]:
     """Sample a mini-batch; return how many rows of each table it needs, and what it takes without them."""
-    if loader.in_training_thread:  # one's own sampler is not run for this
+    if loader.pipeline.requires_main_thread:  # one's own sampler is not run for this
         return dict.fromkeys(files, 0), 0
     size = getattr(loader.batch_sampler, "batch_size", None) or _USUAL_BATCH
-    drawn = loader.draw((0, 0, torch.arange(min(size, len(loader.dataset)))))
+    sampled = loader.pipeline.sample(BatchTask(0, 0, torch.arange(min(size, len(loader.dataset)))))
     kinds = {name: name[0] if isinstance(name, tuple) else None for name in files}
-    return {name: drawn.nodes(kind).numel() for name, kind in kinds.items()}, Waiting((), drawn).num_bytes
+    return {name: sampled.nodes(kind).numel() for name, kind in kinds.items()}, CompactSampledBatch(sampled).num_bytes
 
 
 def _read_bytes(file: FeatureFile) -> int:

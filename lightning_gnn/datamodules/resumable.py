@@ -5,13 +5,10 @@ Lightning keeps these out of its checkpoints.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
@@ -21,9 +18,9 @@ from torchmetrics import Metric, MetricCollection
 from lightning_gnn.runtime.checkpoint_io import use_safe_files
 from lightning_gnn.runtime.exceptions import is_handling_exception
 from lightning_gnn.runtime.precision import convert_batches
+from lightning_gnn.runtime.random_state import random_state, set_random_state
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
 
-_HALF = (1 << 32) - 1
 _FIELDS = tuple(field.name for field in fields(_Metadata) if field.name not in ("reduce_fx", "_sync"))
 _REDUCTIONS = ("mean", "max", "min", "sum")
 _BY_RANK = ("rng", "logged", "gradients", "order_state")
@@ -110,60 +107,6 @@ class ResumableDataModule(pl.LightningDataModule):
     @property
     def _world_size(self) -> int:
         return 1 if self.trainer is None else self.trainer.world_size
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of the random streams of this process, in types that ``weights_only=True`` reads."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    state = {
-        "cpu": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),  # type: ignore[union-attr]
-    }
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and torch.accelerator.is_available():
-        backend = getattr(torch, accelerator.type)
-        if getattr(backend, "is_initialized", lambda: True)():  # else this rank has nothing to do with it
-            state[accelerator.type] = backend.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any] | None) -> None:
-    """Go on with these streams, as far as this machine has them."""
-    for name, value in (state or {}).items():
-        if name == "python":
-            random.setstate((value[0], tuple(value[1]), value[2]))
-        elif name == "numpy":
-            np.random.set_state((value[0], value[1].numpy().astype(np.uint32), *value[2:]))
-        elif name == "cpu":
-            torch.set_rng_state(value)
-        elif getattr(getattr(torch, name, None), "is_available", bool)():
-            getattr(torch, name).set_rng_state(value)
-
-
-@contextmanager
-def keyed_random(key: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed torch, NumPy and Python's ``random`` within a block, and put them back afterwards as they were.
-
-    These generators are the process's: nobody else may draw from them meanwhile, so this is for the training thread.
-    """
-    accelerator: Any = None if device is None or device.type == "cpu" else getattr(torch, device.type, None)
-    python, array, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    there = None if accelerator is None else accelerator.get_rng_state(device)
-    key &= (1 << 64) - 1
-    try:
-        random.seed(key)
-        np.random.seed([key & _HALF, key >> 32 & _HALF])
-        torch.default_generator.manual_seed(key)
-        if accelerator is not None:
-            accelerator.set_rng_state(torch.Generator(device).manual_seed(key).get_state(), device)
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(array)
-        torch.set_rng_state(host)
-        if there is not None:
-            accelerator.set_rng_state(there, device)
 
 
 def logged_state(trainer: pl.Trainer) -> dict[str, Any]:

@@ -38,16 +38,6 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "directed": (lambda value: value is True, "it is PyG's former name for subgraph_type='induced'; give that"),
     "sample_direction": (lambda value: value == "forward", "only 'forward' is supported"),
 }
-SAMPLING = (
-    "subgraph_type",
-    "time_attr",
-    "temporal_strategy",
-    "time_window",
-    "weight_attr",
-    "layer_dependency",
-    "batch_dependency",
-)
-"""Options of the sampler that DataModules hand on to it, beside those that are arguments of their own."""
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -73,7 +63,10 @@ class LoaderOptions(TypedDict, total=False):
 
 
 _LEAST = {"batch_size": 1, "num_workers": 0, "prefetch_factor": 1}
-_SAMPLERS = ("num_neighbors", "replace", "disjoint", "backend", *SAMPLING, "exclude_seed_edges")
+_SAMPLERS = (
+    "num_neighbors", "replace", "disjoint", "backend", "subgraph_type", "time_attr", "temporal_strategy", "time_window",
+    "weight_attr", "layer_dependency", "batch_dependency", "exclude_seed_edges",
+)  # fmt: skip
 _PYG_LOADERS = {"node": NodeLoader, "link": LinkLoader}
 
 

@@ -1,0 +1,128 @@
+"""The options that DataModules share, in groups: how neighbors are sampled, and where features lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch_geometric.typing import EdgeType
+from typing_extensions import Self
+
+from lightning_gnn.loading.options import LoaderOptions
+from lightning_gnn.runtime.messages import true_or_false
+from lightning_gnn.sampling.neighbor import Fanouts
+
+
+class _Group:
+    """A group of options, taken out of a DataModule's keywords."""
+
+    @classmethod
+    def pop_from(cls, keywords: dict[str, Any]) -> Self:
+        """Return the options of this group, and remove them from the keywords."""
+        names = [one.name for one in fields(cls) if one.name in keywords]  # type: ignore[arg-type]
+        return cls(**{name: keywords.pop(name) for name in names})
+
+
+@dataclass(frozen=True)
+class SamplingOptions(_Group):
+    """How a DataModule samples neighbors where no sampler is given, as :class:`~lightning_gnn.NeighborSampler`.
+
+    Args:
+        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all. In a heterogeneous graph also a list
+            for each edge type.
+        replace: Sample with replacement.
+        disjoint: One tree per seed.
+        subgraph_type: ``"directional"``, ``"bidirectional"`` or ``"induced"``.
+        time_attr: Attribute with the times of nodes or of edges.
+        temporal_strategy: ``"uniform"`` or ``"last"``.
+        time_window: For how long before its own time edges count for a seed.
+        weight_attr: Attribute with the weights of edges.
+        sampler: ``"uniform"`` or ``"labor"``.
+        layer_dependency: With LABOR, all hops share variates.
+        batch_dependency: With LABOR, variates are kept for so many consecutive mini-batches.
+        exclude_seed_edges: In link prediction, take seed edges and their reverses out of the messages; a dict names
+            reverse edge types that are not called ``rev_…``.
+    """
+
+    num_neighbors: Fanouts | None = None
+    replace: bool = False
+    disjoint: bool = False
+    subgraph_type: str | None = None
+    time_attr: str | None = None
+    temporal_strategy: str | None = None
+    time_window: float | None = None
+    weight_attr: str | None = None
+    sampler: str | None = None
+    layer_dependency: bool | None = None
+    batch_dependency: int | None = None
+    exclude_seed_edges: bool | Mapping[EdgeType, EdgeType] = False
+
+    def __post_init__(self) -> None:
+        true_or_false(self.replace, "replace")
+        true_or_false(self.disjoint, "disjoint")
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that ask for something."""
+        return {name: value for name, value in vars(self).items() if value is not None and value is not False}
+
+
+@dataclass(frozen=True)
+class StorageOptions(_Group):
+    """Where the features of a DataModule lie.
+
+    Args:
+        check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, unless they are
+            memory-mapped and of more than a gigabyte, and in ``y`` of the seeds.
+        feature_dtype: Keep ``x`` in this dtype, ``"bfloat16"`` (or float16) for half of the memory, and of the time to
+            read it; batches have it too, best with ``Trainer(precision="bf16-mixed")``.
+        share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
+            were started: pages are copied only where a rank writes to them
+            (:func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`).
+        memory: Leave ``x`` on disk and read it past the page cache, with so much memory (``"8GB"``) for all that this
+            takes: rows that will be used soonest, mini-batches that were sampled ahead, and those that are ready. In
+            each process. Mini-batches are equal to those from memory.
+        lookahead: With ``memory``, how many mini-batches are sampled ahead of the one that is read, or bytes of them
+            (``"500MB"``); by default an eighth of the memory.
+        store: With ``memory``, the ``.npy`` file to read; in a heterogeneous graph one for each type that is to be read
+            so. By default those that ``x`` is memory-mapped from.
+
+    Raises:
+        ValueError: Options that exclude each other.
+    """
+
+    check_features: bool = True
+    feature_dtype: torch.dtype | str | None = None
+    share_memory: bool = True
+    memory: int | str | None = None
+    lookahead: int | str | None = None
+    store: str | Path | Mapping[str, str | Path] | None = None
+
+    def __post_init__(self) -> None:
+        true_or_false(self.check_features, "check_features")
+        true_or_false(self.share_memory, "share_memory")
+        if self.memory is None:
+            for name in ("lookahead", "store"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is for features that stay on disk: give memory= too, such as '8GB'")
+        elif self.feature_dtype is not None:
+            raise ValueError(
+                "feature_dtype makes a table in memory, so it does not go with memory=, which leaves features on disk; "
+                "FeatureTable(x, dtype=…).save(path) makes a smaller file"
+            )
+
+
+class DataModuleOptions(LoaderOptions, total=False):
+    """The keywords of both groups and of the loaders, for tools that read signatures."""
+
+    replace: bool
+    disjoint: bool
+    exclude_seed_edges: bool | Mapping[EdgeType, EdgeType]
+    check_features: bool
+    feature_dtype: torch.dtype | str | None
+    share_memory: bool
+    memory: int | str | None
+    lookahead: int | str | None
+    store: str | Path | Mapping[str, str | Path] | None

@@ -1,0 +1,36 @@
+"""The stores of PyG's graphs: one for a homogeneous graph, one for each type of a heterogeneous one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.data.storage import EdgeStorage
+
+from lightning_gnn.graph.csc import CSCGraph
+
+
+def stores_of(data: Any) -> list[tuple[Any, Any]]:
+    """Return the stores of nodes and edges with their types; the type of a homogeneous graph's store is None."""
+    if isinstance(data, Data):
+        return [(None, data._store)]
+    return [(store._key, store) for store in (*data.node_stores, *data.edge_stores)]
+
+
+def name_of(store: Any, key: str) -> Any:
+    """Return an attribute's name among those of all types: (type, attribute) where the graph is heterogeneous."""
+    return key if store._key is None else (store._key, key)
+
+
+def of_nodes(store: Any, key: str) -> bool:
+    """Return whether an attribute has a row for each node."""
+    return hasattr(store, "is_node_attr") and bool(store.is_node_attr(key))
+
+
+def of_edges(store: Any, key: str) -> bool:
+    """Return whether an attribute has a row for each edge."""
+    if isinstance(store, EdgeStorage) and isinstance(graph := store.get("graph"), CSCGraph):  # PyG has no such edges
+        value = store[key]
+        return isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == graph.num_edges
+    return hasattr(store, "is_edge_attr") and bool(store.is_edge_attr(key))

@@ -1,0 +1,22 @@
+"""Mini-batches as stages that can be seen, and schedules as plug-ins.
+
+Reading order: ``batch.py`` (what passes from stage to stage), ``pipeline.py`` (sample, gather, finish), ``collate.py``
+(from a subgraph to PyG's batch), ``loaders.py`` (PyG's loaders, epochs and tasks), ``prefetch/`` (who prepares when).
+"""
+
+from lightning_gnn.loading.batch import BatchTask, LoaderStats, PreparedBatch, SampledBatch
+from lightning_gnn.loading.loaders import LinkLoader, NodeLoader
+from lightning_gnn.loading.pipeline import MiniBatchPipeline
+from lightning_gnn.loading.prefetch import Prefetcher, ThreadPrefetcher
+
+__all__ = [
+    "BatchTask",
+    "LinkLoader",
+    "LoaderStats",
+    "MiniBatchPipeline",
+    "NodeLoader",
+    "Prefetcher",
+    "PreparedBatch",
+    "SampledBatch",
+    "ThreadPrefetcher",
+]

@@ -1,0 +1,115 @@
+"""What passes from stage to stage of a mini-batch: a task, its sampled subgraph, and the batch that it becomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
+
+Batch = Data | HeteroData
+Attribute = tuple[Any, str]
+"""The type that has an attribute (None in a homogeneous graph), and the attribute's name."""
+NO_NODES = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class BatchTask:
+    """A mini-batch to make.
+
+    Args:
+        epoch: Number of the epoch.
+        index: Number of the mini-batch in the epoch.
+        seeds: Positions among the pipeline's seeds, int64 ``[n]``. A list is converted, which takes longer than
+            sampling can.
+        seed_offset: Position of the first of these seeds in the whole mini-batch, where ranks share one.
+        shard: Which part of a shared mini-batch this is.
+    """
+
+    epoch: int
+    index: int
+    seeds: Any
+    seed_offset: int = 0
+    shard: int = 0
+
+    def is_same(self, other: BatchTask) -> bool:
+        """Return whether two tasks ask for the same seeds of the same mini-batch."""
+        if (self.epoch, self.index, self.seed_offset) != (other.epoch, other.index, other.seed_offset):
+            return False
+        if isinstance(self.seeds, Tensor) and isinstance(other.seeds, Tensor):
+            return torch.equal(self.seeds, other.seeds)
+        return type(self.seeds) is type(other.seeds) and bool(self.seeds == other.seeds)
+
+
+@dataclass
+class LoaderStats:
+    """What preparing mini-batches has cost since the last reset.
+
+    Args:
+        batches: Mini-batches handed out.
+        nodes: Nodes in these mini-batches.
+        edges: Edges in these mini-batches.
+        sampling_s: Thread-seconds of sampling.
+        features_s: Thread-seconds of feature loading.
+        wait_s: Seconds for which the consumer waited.
+    """
+
+    batches: int = 0
+    nodes: int = 0
+    edges: int = 0
+    sampling_s: float = 0.0
+    features_s: float = 0.0
+    wait_s: float = 0.0
+
+    def add(self, more: LoaderStats) -> None:
+        """Add the figures of other mini-batches."""
+        for name, value in vars(more).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def reset(self) -> None:
+        """Set all figures to zero."""
+        self.__init__()  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class SampledBatch:
+    """A sampled subgraph, without features.
+
+    Args:
+        task: What was asked for.
+        out: PyG's output of the sampler.
+        key: The key of the mini-batch, from which all its random numbers follow.
+        seconds: Thread-seconds of sampling.
+    """
+
+    task: BatchTask
+    out: SamplerOutput | HeteroSamplerOutput
+    key: int
+    seconds: float = 0.0
+
+    def nodes(self, node_type: Any) -> Tensor:
+        """Return the nodes of a type (None in a homogeneous graph), int64 ``[n]``."""
+        node = self.out.node.get(node_type) if isinstance(self.out.node, dict) else self.out.node
+        return NO_NODES if node is None else node
+
+
+@dataclass
+class PreparedBatch:
+    """A mini-batch with its features, which the training thread has to ``finish``.
+
+    Args:
+        batch: PyG's mini-batch, without the rows in ``deferred``.
+        task: What was asked for.
+        key: The key of the mini-batch.
+        stats: What it has cost so far.
+        deferred: Rows that are gathered when the mini-batch is trained on, as training changes them, int64 ``[n]``.
+    """
+
+    batch: Any
+    task: BatchTask
+    key: int
+    stats: LoaderStats
+    deferred: dict[Attribute, Tensor] = field(default_factory=dict)

@@ -1,0 +1,72 @@
+"""Mini-batches that threads prepare ahead, or that are prepared when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import inf
+from typing import Any
+
+from lightning_gnn.loading.batch import PreparedBatch
+from lightning_gnn.loading.prefetch.protocol import Prefetcher
+from lightning_gnn.runtime.thread_pipeline import Item, StagePipeline, Step
+
+
+class ThreadPrefetcher(Prefetcher):
+    """Yields ``prepare(task)`` for each task, in order, with some of them prepared ahead by threads.
+
+    An exception in a thread is raised at the task that it belongs to, with the thread's traceback. Closing early, or
+    dropping the iterator, cancels what has not begun and joins the threads.
+
+    Args:
+        prepare: Makes a mini-batch, such as ``MiniBatchPipeline.prepare``; several threads call it.
+        tasks: What to prepare; consumed in the caller's thread.
+        num_threads: How many threads; 0 prepares in the caller's thread, when asked.
+        ahead: How many mini-batches may be under way or ready at once; by default two per thread.
+        on_close: Called when the threads have ended.
+
+    Examples:
+        >>> from lightning_gnn.loading.prefetch import ThreadPrefetcher
+        >>> with ThreadPrefetcher(str, [1, 2, 3], num_threads=2) as made:
+        ...     list(made)
+        ['1', '2', '3']
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[Any], Any],
+        tasks: Iterable[Any],
+        num_threads: int = 0,
+        ahead: int | None = None,
+        on_close: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._tasks, self._prepare, self._on_close = iter(tasks), prepare, on_close
+        self._stages: StagePipeline | None = None
+        if num_threads:
+            # Not a bound method: the threads must not keep this object alive.
+            step: Step = lambda value, task: prepare(task)  # noqa: E731
+            bound = max((2 * num_threads if ahead is None else ahead) - num_threads, 0)
+            self._stages = StagePipeline(
+                [[("batch", step)]], [num_threads], bound, inf, begin=lambda: None, patience=inf
+            )
+            self._stages.close_with(self)
+            self._items = (Item(None, task) for task in self._tasks)
+            self._stages.fill(self._items)
+
+    def __next__(self) -> PreparedBatch:
+        try:
+            if self._stages is None:
+                return self._prepare(next(self._tasks))  # type: ignore[no-any-return]
+            if (item := self._stages.pull(self._items)) is None:
+                raise StopIteration
+        except BaseException:
+            self.close()
+            raise
+        return item.value  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Cancel what has not begun, and wait for the threads to end."""
+        self._tasks = iter(())
+        if self._stages is not None:
+            self._items = (Item(None, task) for task in self._tasks)
+            self._stages.close()
+        self._on_close()

@@ -1,0 +1,109 @@
+"""The stages of mini-batches that a GPU samples and gathers, and which are born there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gnn.loading.batch import Attribute, BatchTask, SampledBatch
+from lightning_gnn.loading.collate import Allocator
+from lightning_gnn.loading.pipeline import MiniBatchPipeline
+from lightning_gnn.nn.sampled_edges import remember
+from lightning_gnn.ops.sample.definition import check_seeds
+from lightning_gnn.runtime.devices import sent
+from lightning_gnn.runtime.timeline import profiled
+from lightning_gnn.sampling.deferred_edges import apply_now, deferred
+
+
+@dataclass(eq=False)
+class PendingLaunch:
+    """Mini-batches that the GPU samples in one launch.
+
+    Args:
+        tasks: What was asked for.
+        samples: What the sampler has launched.
+        ids: Of each, the positions of its seeds on the device, int64 ``[batch_size]``.
+    """
+
+    tasks: list[BatchTask]
+    samples: Any
+    ids: list[Tensor]
+
+    def is_ready(self) -> bool:
+        """Return whether :meth:`DevicePipeline.result` would not wait."""
+        return bool(self.samples.is_ready())
+
+
+class DevicePipeline(MiniBatchPipeline):
+    """A :class:`MiniBatchPipeline` on a GPU: no tensor of a mini-batch is left for Lightning's transfer, which waits.
+
+    Args:
+        *args: The graph, and a sampler and tables that lie where the GPU reads them.
+        device: The GPU.
+    """
+
+    def __init__(self, *args: Any, device: torch.device, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.device = device
+        self._seeds_there: tuple[Tensor, Tensor | None] | None = None
+
+    def collate(self, out: Any, allocate: Allocator | None = None) -> tuple[Any, dict[Attribute, Tensor]]:
+        """Return PyG's mini-batch of a subgraph on the device, and the rows of what is trained."""
+        batch, waiting = super().collate(out, allocate)
+        batch = apply_now(batch, self._to_device)
+        if self.has_own_sampler:
+            remember(batch)
+        return batch, waiting
+
+    @property
+    def can_launch(self) -> bool:
+        """Whether it can launch the sampling of mini-batches, and wait for them later."""
+        if self.has_edges or self.requires_main_thread or self.seeds.time is not None:
+            return False
+        return bool(self.sampler.can_begin)
+
+    def launch(self, tasks: Sequence[BatchTask], share: float = 1.0) -> PendingLaunch:
+        """Launch the sampling of mini-batches on the current stream, without waiting.
+
+        Args:
+            tasks: At most as many as the sampler's ``bulk_size``.
+            share: Of the GPU, how much the launch may fill.
+        """
+        seeds, ids = zip(*(self._seeds_on_device(task.seeds) for task in tasks), strict=True)
+        keys = [self.key(task) for task in tasks]
+        return PendingLaunch(list(tasks), self.sampler.begin(seeds, keys, share), list(ids))
+
+    @profiled("sampling")
+    def result(self, launch: PendingLaunch) -> list[SampledBatch]:
+        """Return the mini-batches of a launch, for use on the stream where it was launched."""
+        start = time.perf_counter()
+        with deferred(self.defers_edges):
+            outs = self.sampler.end(launch.samples)
+        seconds = (time.perf_counter() - start) / len(outs)
+        for out, ids in zip(outs, launch.ids, strict=True):
+            out.metadata = (ids, None)
+        return [SampledBatch(task, out, self.key(task), seconds) for task, out in zip(launch.tasks, outs, strict=True)]
+
+    def _seeds_on_device(self, positions: Any) -> tuple[Tensor, Tensor]:
+        """Return the seeds at some positions, and their ids."""
+        if self._seeds_there is None:
+            nodes = check_seeds(self.seeds.node, self.sampler.graph.num_nodes)
+            ids = self.seeds.input_id
+            self._seeds_there = nodes.to(self.device), None if ids is None else ids.to(self.device)
+        if isinstance(positions, Tensor) and not positions.is_cpu:
+            nodes, ids = self._seeds_there
+            return nodes.index_select(0, positions), positions if ids is None else ids.index_select(0, positions)
+        inputs = self.seeds[positions]  # of a user's own sampler: positions may be out of range
+        if inputs.node.dim() != 1:
+            raise ValueError(f"seeds must have one dimension, but have the shape {list(inputs.node.shape)}")
+        return sent(inputs.node, self.device), sent(inputs.input_id, self.device)
+
+    def _to_device(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_cpu and not value.requires_grad:
+            return sent(value, self.device)
+        return value

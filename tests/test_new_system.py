@@ -1,0 +1,38 @@
+"""The page *Add a system* is followed to the letter: its classes and its configuration train from the command line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_docs import blocks
+
+PAGE = "docs/how-to/add-a-system.md"
+MOST_LINES = 120
+
+
+@pytest.fixture
+def system(tmp_path):
+    """A folder with what the page says to write."""
+    *parts, _ = (code for _, _, code in blocks(PAGE, "python"))
+    (tmp_path / "walks.py").write_text("\n".join(parts), encoding="utf-8")
+    folder = tmp_path / "my_conf" / "datamodule"
+    folder.mkdir(parents=True)
+    ((_, _, configuration),) = blocks(PAGE, "yaml")
+    (folder / "walks.yaml").write_text(configuration, encoding="utf-8")
+    return tmp_path
+
+
+def test_a_system_takes_few_lines(system):
+    written = [system / "walks.py", system / "my_conf" / "datamodule" / "walks.yaml"]
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in written) < MOST_LINES
+
+
+def test_the_command_trains_with_it(system):
+    ((_, _, command),) = blocks(PAGE, "sh")
+    small = ["data=synthetic", "data.num_nodes=600", "data.num_edges=4000", "output_dir=out"]
+    program = [str(Path(sys.executable).with_name("lgnn")), *command.split()[1:], *small]
+    done = subprocess.run(program, cwd=system, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (system / "out" / "metrics.json").exists()
