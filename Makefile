@@ -36,9 +36,9 @@ lint: $(VENV)/.installed
 check: lint
 	$(PYTEST) -m 'not slow' --hypothesis-profile small $(ARGS)
 
-# Everything, with half of the examples, of the campaigns the slice that the commit chooses; another with ARGS=--slice=3.
+# Everything, with a quarter of the examples, of the campaigns the slice that the commit chooses; another with ARGS=--slice=3.
 test: lint
-	$(PYTEST) --hypothesis-profile half $(ARGS)
+	$(PYTEST) --hypothesis-profile quarter $(ARGS)
 
 test-all: lint
 	$(PYTEST) --slice all $(ARGS)

@@ -29,7 +29,7 @@ logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 settings.register_profile(
     "project", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
-settings.register_profile("half", settings.get_profile("project"), max_examples=50)  # of `make test`
+settings.register_profile("quarter", settings.get_profile("project"), max_examples=25)  # of `make test`
 settings.register_profile("small", settings.get_profile("project"), max_examples=10)  # of `make check`
 settings.load_profile("project")
 

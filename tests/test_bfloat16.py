@@ -8,7 +8,6 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_gnn import FullGraphDataModule, LinkDataModule, NeighborDataModule
-from lightning_gnn.graph.folder import load_folder, save_folder
 from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GAT, GCN, GIN, GraphSAGE, NodeClassifier
 from lightning_gnn.nn.conv import attention, fused
@@ -55,15 +54,6 @@ def test_features_of_any_floating_dtype_are_kept_in_another(data, given):
     data.x = data.x.to(given) if isinstance(given, torch.dtype) else data.x.numpy().astype(given)
     kept = build(NeighborDataModule, data, feature_dtype="bfloat16").data.x
     assert torch.equal(kept, torch.as_tensor(data.x).bfloat16())
-
-
-def test_a_folder_keeps_bfloat16(data, tmp_path):
-    data.x = data.x.bfloat16()
-    loaded = load_folder(save_folder(data, tmp_path / "graph"))
-    assert loaded.x.dtype == torch.bfloat16
-    assert torch.equal(loaded.x, data.x)
-    batch = next(iter(build(NeighborDataModule, loaded).train_dataloader()))
-    assert torch.equal(batch.x, data.x[batch.n_id])
 
 
 @pytest.mark.parametrize(
@@ -114,10 +104,3 @@ def test_features_of_bfloat16_train_a_float32_model_as_the_same_numbers_in_float
     ]
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("inference", ["sampled", "full"])
-def test_evaluation_takes_features_of_bfloat16(data, inference):
-    module, trainer = fit(data, GraphSAGE, NeighborDataModule, "32-true", 5, feature_dtype="bfloat16")
-    datamodule = build(NeighborDataModule, data, feature_dtype="bfloat16", inference=inference)
-    assert trainer.test(module, datamodule, verbose=False)[0]["test_acc"] > 0.5

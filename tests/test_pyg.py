@@ -1,20 +1,15 @@
-import threading
-
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.lightning import LightningLinkData, LightningNodeData, datamodule
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader, link_neighbor_loader, neighbor_loader
-from torch_geometric.nn import GraphSAGE
 from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
 from torch_geometric.sampler import NodeSamplerInput
-from torch_geometric.utils import subgraph
 
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.pyg import LoaderNeighborSampler, enable_pyg_sampling
-from tests.batch_checks import check, check_hops
+from tests.batch_checks import check
 from tests.batching_data import small_data
 
 MODULES = (neighbor_loader, link_neighbor_loader, datamodule)
@@ -66,38 +61,6 @@ def test_nested_and_interleaved_use():
     assert untouched()
 
 
-def test_it_leaves_a_sampler_that_someone_else_put_there_since(monkeypatch):
-    class Other(PyGNeighborSampler):
-        pass
-
-    with enable_pyg_sampling():
-        monkeypatch.setattr(link_neighbor_loader, "NeighborSampler", Other)
-    assert link_neighbor_loader.NeighborSampler is Other
-    assert neighbor_loader.NeighborSampler is PyGNeighborSampler
-    monkeypatch.undo()
-    link_neighbor_loader.NeighborSampler = PyGNeighborSampler
-
-
-def test_threads_that_enable_and_disable_leave_no_trace():
-    data = small_data()
-    failures = []
-
-    def work():
-        for _ in range(30):
-            with enable_pyg_sampling():
-                loader = NeighborLoader(data, [2], batch_size=8)
-                if not isinstance(loader.node_sampler, LoaderNeighborSampler):
-                    failures.append(loader.node_sampler)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert untouched()
-
-
 def test_a_loader_outlives_the_switch():
     data = small_data()
     with enable_pyg_sampling():
@@ -112,54 +75,6 @@ def test_a_sampler_that_the_user_gives_is_kept():
     data = small_data()
     sampler = LoaderNeighborSampler(data, [1])
     assert NeighborLoader(data, [5], neighbor_sampler=sampler).node_sampler is sampler
-
-
-class Classifier(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = GraphSAGE(12, 16, num_layers=2, out_channels=4)
-
-    def training_step(self, batch, _):
-        out = self.net(batch.x, batch.edge_index)[: batch.batch_size]
-        return torch.nn.functional.cross_entropy(out, batch.y[: batch.batch_size])
-
-    def validation_step(self, batch, index):
-        self.log("val_loss", self.training_step(batch, index), batch_size=batch.batch_size)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.usefixtures("enabled")
-def test_lightning_node_data_with_other_options_for_evaluation():
-    data = small_data()
-    evaluation = {"num_neighbors": [-1, -1], "subgraph_type": "induced", "batch_size": 80}
-    module = LightningNodeData(data, num_neighbors=[3, 2], batch_size=50, eval_loader_kwargs=evaluation)
-    assert isinstance(module.graph_sampler, LoaderNeighborSampler)
-    assert isinstance(module.graph_sampler, PyGNeighborSampler)
-    assert module.graph_sampler.num_neighbors.values == [3, 2]
-    assert module.eval_graph_sampler.num_neighbors.values == [-1, -1]
-    assert module.eval_graph_sampler.graph is module.graph_sampler.graph
-    for batch in module.train_dataloader():
-        check(batch, data)
-        check_hops(batch, 2)
-        assert data.train_mask[batch.input_id].all()
-    for batch in module.val_dataloader():
-        assert subgraph(batch.n_id, data.edge_index)[0].size(1) == batch.num_edges
-        assert data.val_mask[batch.input_id].all()
-
-
-def test_training_on_lightning_node_data_after_the_switch(tmp_path):
-    with enable_pyg_sampling():
-        module = LightningNodeData(small_data(), num_neighbors=[3, 2], batch_size=50)
-    if not isinstance(module, pl.LightningDataModule):
-        pytest.skip("PyG's data modules belong to the package lightning here")
-    trainer = pl.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(Classifier(), datamodule=module)
-    assert torch.isfinite(trainer.callback_metrics["val_loss"])
 
 
 @pytest.mark.usefixtures("enabled")

@@ -6,14 +6,11 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.index import index2ptr
 from torch_geometric.loader import LinkLoader, LinkNeighborLoader, NeighborLoader, NodeLoader
-from torch_geometric.sampler import NodeSamplerInput
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
-from torch_geometric.utils import subgraph
 
-from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.sample.triton import runs_on
-from lightning_gnn.pyg import LoaderNeighborSampler, enable_pyg_sampling, gpu_of
+from lightning_gnn.pyg import enable_pyg_sampling
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batch_checks import assert_same_batches, check, check_hops
 from tests.batching_data import small_data
@@ -102,22 +99,7 @@ def test_what_pyg_makes_of_samples_of_the_gpu_is_what_it_makes_of_the_cpus(kind)
     assert_same_batches(*found)
 
 
-def test_loaders_find_the_gpu_of_all_edges():
-    def graph(*devices):
-        data = HeteroData()
-        data["a"].num_nodes = 3
-        for number, device in enumerate(devices):
-            data["a", str(number), "a"].edge_index = torch.empty((2, 0), dtype=torch.int64, device=device)
-        return data
-
-    assert gpu_of(graph("cpu", "cpu")) is gpu_of(graph()) is gpu_of(graph("meta", "cpu")) is None
-    if torch.cuda.is_available():
-        assert gpu_of(graph("cuda", "cpu")) is None
-        assert gpu_of(graph("cuda", "cuda")).type == "cuda"
-
-
-@pytest.mark.parametrize("filter_per_worker", [True, False])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("persistent", "filter_per_worker"), [(False, True), (True, False)])
 def test_worker_processes_draw_anew_and_follow_the_seed(persistent, filter_per_worker):
     data = small_data()
     # One and the same seed in every mini-batch.
@@ -137,23 +119,6 @@ def test_worker_processes_draw_anew_and_follow_the_seed(persistent, filter_per_w
     assert len({*draws[0], *draws[2]}) > 0.9 * 2 * len(draws[0])
 
 
-def test_the_deprecated_directed_means_induced():
-    data = small_data()
-    with pytest.warns(UserWarning, match="induced"):
-        loader = NeighborLoader(data, [2], batch_size=50, directed=False)
-    batch = next(iter(loader))
-    assert int(subgraph(batch.n_id, data.edge_index)[0].size(1)) == batch.num_edges
-
-
-def test_counts_per_hop_where_hops_meet_again():
-    # 0 <- {1, 2} <- 3, 3 <- 0, 1 <- 2: the second hop finds one new node over three edges, the third none over one.
-    edge_index = torch.tensor([[1, 2, 3, 3, 2, 0], [0, 0, 1, 2, 1, 3]])
-    loader = NeighborLoader(Data(edge_index=edge_index, num_nodes=5), [2, 2, 2], input_nodes=torch.tensor([0]))
-    batch = next(iter(loader))
-    assert batch.num_sampled_nodes == [1, 2, 1, 0]
-    assert batch.num_sampled_edges == [2, 3, 1]
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("kind", ["tensor", "EdgeIndex", "sorted"])
 def test_kinds_of_edge_index(kind, dtype):
@@ -166,28 +131,6 @@ def test_kinds_of_edge_index(kind, dtype):
         assert not isinstance(batch.edge_index, EdgeIndex)
         assert torch.equal(batch.edge_attr, batch.e_id)
         assert torch.equal(batch.n_id[batch.edge_index], edge_index[:, batch.e_id].long())
-
-
-class SparseTensorDouble:
-    """What the sampler reads of a torch_sparse.SparseTensor."""
-
-    def __init__(self, rowptr, col):
-        self.parts = rowptr, col, None
-
-    def csr(self):
-        return self.parts
-
-    def cpu(self):
-        return self
-
-
-def test_adj_t_keeps_the_order_of_its_entries():
-    graph = CSCGraph.from_edge_index(small_data().edge_index)
-    sampler = LoaderNeighborSampler(Data(adj_t=SparseTensorDouble(graph.indptr, graph.indices.long())), [3])
-    out = sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(50)))
-    assert sampler.edge_permutation is None
-    assert torch.equal(out.node[out.row], graph.indices[out.edge].long())
-    assert bool((graph.indptr[out.node[out.col]] <= out.edge).all())
 
 
 def test_stores_of_a_homogeneous_graph():
@@ -236,18 +179,6 @@ def test_stores_give_the_mini_batches_of_data(layout, time_attr):
         for name in data.edge_types:
             assert torch.equal(ours[name].edge_index, stored[name].edge_index)
             assert torch.equal(ours[name].e_id, stored[name].e_id)
-
-
-@pytest.mark.parametrize("data", [Data(num_nodes=30), Data(x=torch.ones(30, 2), edge_index=torch.empty(2, 0).long())])
-@pytest.mark.parametrize("num_neighbors", [[], [3, 3], [0]])
-def test_no_edges_or_no_hops(data, num_neighbors):
-    for batch in NeighborLoader(data, num_neighbors, batch_size=10):
-        assert batch.num_nodes == 10
-        assert batch.num_sampled_nodes == [10] + [0] * len(num_neighbors)
-        assert batch.num_sampled_edges == [0] * len(num_neighbors)
-    links = LinkNeighborLoader(data, num_neighbors, edge_label_index=torch.randint(30, (2, 20)), batch_size=5)
-    for batch in links:
-        assert batch.num_nodes == batch.edge_label_index.unique().numel()
 
 
 @pytest.mark.slow

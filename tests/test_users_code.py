@@ -13,12 +13,10 @@ from torch_geometric.nn import GraphSAGE
 
 from lightning_gnn import (
     CollectiveDataModule,
-    FullGraphDataModule,
     HyScaleStrategy,
     NeighborDataModule,
     PersistentSamplerDataModule,
 )
-from lightning_gnn.nn import GraphSAGE as OurGraphSAGE
 from tests.batching_data import small_data
 from tests.full_graph.launch import run
 from tests.sampling.test_node_datamodule import Model, trainer
@@ -157,15 +155,6 @@ def test_embeddings_learn_the_same_with_every_loader(sparse):
         assert not torch.equal(model.embedding, small_data().x), name
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_they_learn_on_full_graphs():
-    whole = learned(lambda data: FullGraphDataModule(data, compress=False))
-    compressed = learned(FullGraphDataModule, model=OurGraphSAGE)
-    assert not torch.equal(whole.embedding, small_data().x)
-    for a, b in zip(whole.parameters(), compressed.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
-
-
 def learned_on(rank, trainers):
     def make(data):
         return NeighborDataModule(data, **{**OPTIONS, "num_neighbors": [-1, -1]}, num_workers=2)
@@ -183,6 +172,7 @@ def test_they_learn_with_several_trainers(trainers):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 @pytest.mark.parametrize("features", ["pinned", "device"])
 def test_the_kernels_leave_trained_features_and_transforms_to_the_training_thread(features):
     def on_kernels(data, **kwargs):
@@ -200,21 +190,3 @@ def test_a_copy_makes_the_same_mini_batches(name):
     expected = [batch.e_id.tolist() for batch in module.train_dataloader()]
     assert [batch.e_id.tolist() for batch in sent.train_dataloader()] == expected
     assert [batch.e_id.tolist() for batch in copy.deepcopy(sent).train_dataloader()] != expected  # its second pass
-
-
-class OwnPasses(pl.Callback):
-    def __init__(self):
-        self.counts = []
-
-    def count(self, trainer, *args):
-        self.counts.append(sum(1 for _ in trainer.datamodule.train_dataloader()))
-
-    on_train_epoch_start = on_train_batch_end = on_train_epoch_end = count
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_passes_of_the_users_own_while_a_trainer_runs_are_whole_and_change_nothing(name):
-    own = OwnPasses()
-    beside = fitted(MODULES[name](small_data()), callbacks=[own], enable_checkpointing=False, max_epochs=2)
-    assert set(own.counts) == {len(MODULES[name](small_data()).train_dataloader())}
-    assert_equal_weights(beside, fitted(MODULES[name](small_data()), max_epochs=2))

@@ -25,7 +25,7 @@ MOST_LINES = {
     "sampling": 3750,
     "triton_kernels": 4150,
     "ascend_ops": 1150,
-    "tests": 50300,
+    "tests": 44000,
     "benchmarks": 8800,
 }
 """By room, rounded up to 50 lines. Lower a number when a room has shrunk; raise one together with the reason."""

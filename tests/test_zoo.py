@@ -48,6 +48,7 @@ def test_all_train_and_what_is_measured_before_can_be_kept(zoo, tmp_path, capsys
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["more.json", "zoo.json"]
 
 
+@pytest.mark.slow
 def test_settings_of_papers_are_those_of_the_experiments(zoo):
     with zoo.initialize_config_module("lightning_gnn.conf", version_base="1.3"):
         for name in (*zoo.MODELS, *zoo.TUNED):

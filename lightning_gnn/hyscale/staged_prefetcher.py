@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -82,8 +81,8 @@ class StagedBatching:
     ) -> None:
         self.batches, self.settings, self.transfer, self.sampling = batches, settings, transfer, sampling
         self.share = share
-        self.hanging: list[str] = []
-        """Threads of the last epoch that could not be ended."""
+        self.hung: list[StagePipeline] = []
+        """Of former epochs, whose threads could not be ended."""
         self._current: weakref.ReferenceType[StagedPrefetcher] | None = None
 
     def __call__(self, loader: PipelineLoader, epoch: int, first: int) -> StagedPrefetcher:
@@ -103,8 +102,10 @@ class StagedBatching:
         """Stop preparing and join the threads; return the names of those that hang."""
         if (current := self._running()) is not None:
             current.close()
-        alive = {thread.name for thread in threading.enumerate()}
-        return [name for name in self.hanging if name in alive]
+        hanging = [name for pipeline in self.hung for name in pipeline.close()]
+        if not hanging:
+            self.hung.clear()
+        return hanging
 
     def _running(self) -> StagedPrefetcher | None:
         return None if self._current is None else self._current()
@@ -114,7 +115,7 @@ class StagedPrefetcher(Prefetcher):
     """Runs the stages of an epoch's mini-batches side by side, each on its own threads."""
 
     def __init__(self, batching: StagedBatching, loader: PipelineLoader, epoch: int) -> None:
-        self._settings, self._hanging = batching.settings, batching.hanging
+        self._settings, self._hung = batching.settings, batching.hung
         self._stages = _Stages(loader.pipeline, batching.settings.dtype, batching.transfer, batching.sampling)
         prefetch = 0 if loader.pipeline.requires_main_thread else self._settings.prefetch
         self._steps = self._stages.steps(prefetch)
@@ -151,9 +152,10 @@ class StagedPrefetcher(Prefetcher):
         self._items = iter(())
         pipeline, self._pipeline = self._pipeline, None
         window, self._stages.window = self._stages.window, None
-        if pipeline is not None:
-            self._hanging[:] = pipeline.close()
-        if window is not None and not self._hanging:
+        hanging = pipeline is not None and bool(pipeline.close())
+        if pipeline is not None and hanging:
+            self._hung.append(pipeline)
+        if window is not None and not hanging:
             window.close()
 
     def _threads(self) -> list[int]:

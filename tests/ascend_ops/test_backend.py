@@ -18,7 +18,7 @@ from lightning_gnn.graph import CompressedGraph, build
 from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.nn import GAT, GCN
 from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
-from lightning_gnn.ops import aggregate, default_backend, edge_softmax, hybrid_plan
+from lightning_gnn.ops import aggregate, default_backend, edge_softmax
 from lightning_gnn.ops.aggregate import ascend_twin as aggregate_ascend_twin
 from lightning_gnn.ops.aggregate import chip_plan
 from lightning_gnn.ops.aggregate.ascend_twin import record_launches
@@ -121,14 +121,6 @@ def test_edge_softmax_equals_float64(seed, nodes, edges, heads, workers):
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)  # float32 inside, no float16
 
 
-def test_bipartite_graph():
-    indptr, indices = torch.tensor([0, 3, 3, 5]), torch.tensor([6, 0, 6, 2, 1])
-    graph = CompressedGraph.from_csc(indptr, indices, 7, settings=PlanSettings(num_workers=2))
-    draw = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(7, 1, 20, generator=draw), torch.randn(5, 1, generator=draw)
-    check(both(graph, [x, weight], lambda backend, x, weight: aggregate(graph, x, weight, backend=backend)))
-
-
 @pytest.mark.parametrize(("magnitude", "grad"), [(1e-12, 1e-12), (1e12, 1e-9), (1e-9, 1e12)])
 def test_numbers_beyond_float16_keep_their_precision(magnitude, grad):
     graph = random_graph(3, 80, 700)
@@ -147,13 +139,6 @@ def test_dtypes(dtype):
     results = both(graph, [x, weight], lambda backend, *args: aggregate(graph, *args, reduce="mean", backend=backend))
     assert all(result.dtype == dtype for result in results[0])
     check(results, factor=40 if dtype == torch.bfloat16 else 4)  # bfloat16 itself has three bits less
-
-
-def test_mean_of_float16_does_not_overflow_on_the_way():
-    edge_index = torch.stack([torch.arange(200), torch.zeros(200, dtype=torch.long)])
-    graph = CompressedGraph.from_edge_index(edge_index, 200)
-    x = torch.full((200, 16), 30000.0, dtype=torch.float16)
-    assert (aggregate(graph, x, reduce="mean", backend="ascend_twin")[0] == 30000).all()
 
 
 def test_nan_and_infinity_reach_the_rows_that_read_them_and_no_others():
@@ -178,17 +163,6 @@ def test_heads_without_weights_are_refused_where_they_would_be_read():
         aggregate_ascend_twin.aggregate_chunks(chunks.tensors(), 40, torch.ones(40, 2, 16), None, "sum", *cut)
 
 
-def test_no_columns_and_no_edges():
-    graph = random_graph(7, 30, 0)
-    x = torch.ones(30, 5, requires_grad=True)
-    y = aggregate(graph, x, backend="ascend_twin")
-    assert y.shape == (30, 5)
-    assert not y.any()
-    assert not torch.autograd.grad(y.sum(), x)[0].any()
-    assert aggregate(random_graph(7, 30, 90), torch.ones(30, 0), backend="ascend_twin").shape == (30, 0)
-    assert edge_softmax(graph, torch.ones(30, 2), torch.ones(30, 2), backend="ascend_twin").shape == (0, 2)
-
-
 def test_conversion_is_said_once(monkeypatch):
     monkeypatch.setattr(aggregate_ascend_twin, "_said", False)
     graph = random_graph(8, 20, 60)
@@ -202,19 +176,6 @@ def test_conversion_is_said_once(monkeypatch):
         "the Ascend C kernels compute in float16 with float32 sums; torch.float32 is scaled by a power of two per "
         "tensor and converted"
     ]
-
-
-def test_workers_of_the_plan_are_the_blocks():
-    graph = random_graph(9, 100, 900, num_workers=6, num_groups=2)
-    with record_launches() as launches:
-        aggregate(graph, torch.randn(100, 64), backend="ascend_twin")
-        with default_backend("ascend_twin"):
-            plan = hybrid_plan(graph, 64)
-    blocks = {core["block"] for core in launches[0].cores}
-    # a worker of the cube kernel is a core, one of the vector kernel is one of a core's two vector cores
-    assert blocks == set(range(plan.num_workers)) == set(range(12 if plan.kernel == "vector" else 6))
-    assert plan.num_groups == 2
-    assert launches[0].kernel == f"aggregate_{plan.kernel}"
 
 
 @pytest.mark.parametrize("kernel", ["cube", "vector"])

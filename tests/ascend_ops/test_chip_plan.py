@@ -1,12 +1,8 @@
 """The plan of a chip's cores: its costs are about the twin's, and its choice the best of what it weighs."""
 
-import importlib
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_gnn.ascend_ops.twin import Twin
 from lightning_gnn.graph.compress import CompressedGraph
@@ -15,7 +11,6 @@ from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.ops.aggregate import ascend_twin
 from lightning_gnn.ops.aggregate.chip import bounds
 from lightning_gnn.ops.aggregate.chip_plan import HEIGHT, count_chunks, estimate_cycles, plan_chip
-from tests.strategies import edge_indices
 
 
 def graph_of(nodes, edges, order="natural", exponent=2.2, seed=0):
@@ -96,41 +91,6 @@ def test_the_cube_takes_full_tiles_and_the_vector_cores_thin_ones(degree, spread
     source = (target + torch.randint(spread, target.shape, generator=draw)) % 6000
     chunks = CompressedGraph.from_edge_index(torch.stack([source, target]), 6000).chunked().chunks
     assert plan_chip(256, chunks, PlanSettings(), 24).kernel == kernel
-
-
-@given(edge_indices(), st.integers(1, 40))
-def test_rows_cut_anew_are_the_same_matrix(drawn, height):
-    nodes, edge_index = drawn
-    graph = CompressedGraph.from_edge_index(edge_index, nodes)
-    chunks = graph.chunked(local_bytes=6 * 32, num_columns_hint=8).chunks
-    cut = chunks.recut(height)
-    for name in ("rows", "indptr"):
-        assert torch.equal(getattr(cut, name), getattr(chunks, name))
-    assert torch.equal(cut.entry_columns(), chunks.entry_columns())
-    assert torch.equal(cut.row_ptr.diff()[:-1], torch.full((max(cut.num_chunks - 1, 0),), height))
-
-
-def test_counts_are_those_of_the_chunks():
-    chunks = graph_of(200, 1500, "locality")
-    cut, counts = chunks.recut(32), count_chunks(chunks, 32)
-    np.testing.assert_array_equal(counts.columns, cut.column_ptr.diff())
-    np.testing.assert_array_equal(counts.entries, cut.loads)
-    assert counts.rows.sum() == int((chunks.indptr.diff() > 0).sum())
-    tables = importlib.import_module("lightning_gnn.ascend_ops.tiling").cube_tables(
-        [tensor.numpy() for tensor in cut.tensors()], [(0, cut.num_chunks)], 1, 16
-    )
-    assert counts.runs.sum() == len(tables.runs)
-
-
-def test_each_further_group_gathers_every_row_again():
-    # Whatever the imbalance of a hub, one group is among the candidates, and an even graph keeps it.
-    plan = plan_chip(256, graph_of(2000, 20000), PlanSettings(), 4, kernels=("vector",))
-    assert plan.num_groups == 1
-    rows = {candidate.num_groups: candidate.terms["rows loaded"] for candidate in plan.candidates}
-    assert rows[4] == 4 * rows[1]
-    assert plan.candidates[0].terms["imbalance"] < 1.1
-    assert "rows loaded" in str(plan)
-    assert "chosen vector" in str(plan)
 
 
 @pytest.mark.parametrize("nodes", [3, 1])

@@ -2,7 +2,6 @@
 
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -134,29 +133,6 @@ def test_cores_may_run_in_any_order():
     maxima()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtypes(dtype):
-    graph, x, weight = drawn(4, 60, 500, 1, 20, True, False)
-    with record_launches() as launches:
-        twin, torchs = (
-            found(lambda *given: aggregate(graph, *given, "max", backend), x.to(dtype), weight.to(dtype))  # noqa: B023
-            for backend in ("ascend_twin", "reference")
-        )
-    assert len(launches) == (0 if dtype == torch.float64 else 2)  # no such number has a kernel: torch's operators
-    assert torch.equal(twin[0], torchs[0])
-    for got, expected in zip(twin[1:], torchs[1:], strict=True):
-        assert got.dtype == dtype
-        torch.testing.assert_close(got, expected)
-
-
-def test_numbers_that_float16_cannot_tell_apart_do_not_tie():
-    graph = CompressedGraph.from_edge_index(torch.tensor([[0, 1], [2, 2]]), 3)
-    x = torch.tensor([[1.0], [1.0 + 2.0**-20], [0.0]], requires_grad=True)
-    y = aggregate(graph, x, reduce="max", backend="ascend_twin")
-    assert y[2].item() == 1 + 2.0**-20
-    assert torch.autograd.grad(y.sum(), x)[0].view(-1).tolist() == [0, 1, 0]
-
-
 def mini_batch(seed, sources=70, targets=50, edges=400):
     """Edges in no order; some targets have none, some are parallel."""
     draw = torch.Generator().manual_seed(seed)
@@ -241,14 +217,3 @@ def test_a_compiler_looks_through_it():
     assert [launch.kernel for launch in launches] == ["aggregate_max"] * 2 + ["aggregate_max_backward"]
     assert torch.equal(y, expected)
     torch.testing.assert_close(grad, torch.autograd.grad(aggregate(graph, x, reduce="max").relu().sum(), x)[0])
-
-
-def test_shares_of_cores_cover_all_vertices_once():
-    draw = np.random.default_rng(0)
-    for _ in range(20):
-        degrees = draw.integers(0, 9, draw.integers(1, 60)) * draw.integers(0, 2, 1)
-        indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degrees)]))
-        entries = chip_max.entries_of_edges([indptr, torch.zeros(int(indptr[-1]), dtype=torch.int32)], 4)
-        bounds = entries.bounds.tolist()
-        assert bounds == sorted(bounds)
-        assert (bounds[0], bounds[-1]) == (0, degrees.size)

@@ -1,7 +1,6 @@
 """Layers on mini-batches by the Ascend C kernels on their twin, against float64; the plan of what runs where."""
 
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -198,16 +197,6 @@ def test_under_autocast_the_result_has_its_dtype(dtype):
     assert found.dtype == dtype
     assert [launch.kernel for launch in launches] == ["aggregate_update"]
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.02)
-
-
-def test_threads_launch_side_by_side():
-    torch.manual_seed(0)
-    tensors = [(torch.randn(80, 20), torch.randint(80, (2, 300)), torch.randn(9, 20)) for _ in range(6)]
-    with default_backend("ascend_twin"):
-        alone = [aggregate_update(*given) for given in tensors]
-        with ThreadPoolExecutor(3) as pool:
-            beside = list(pool.map(lambda given: aggregate_update(*given), tensors))
-    assert all(map(torch.equal, alone, beside))
 
 
 def test_second_derivatives_are_torchs():

@@ -158,15 +158,6 @@ def test_tensors_left_at_the_end(twin, fault, message):
     check(caught.value, "scale_rows.cpp", "queue state", message)
 
 
-def test_the_twin_goes_on_after_a_violation(twin):
-    for fault in ("BLOCKS_RACE", "NEVER_FREED", "NONE"):
-        if fault == "NONE":
-            scale(twin, fault)
-            continue
-        with pytest.raises(TwinViolation):
-            scale(twin, fault)
-
-
 def test_single_buffer_is_a_remark_unless_required(twin):
     """And it costs time: with one buffer the copy of a row waits until the row before it is done."""
     x = np.ones((64, 64), np.float32)

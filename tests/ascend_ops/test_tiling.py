@@ -238,87 +238,6 @@ def rows_at_once(columns):
     return largest(lambda rows: beside + rows * columns * (2 * 2 + 4) <= 192 * 1024 - 8192, 16)
 
 
-@pytest.mark.parametrize("heads", [1, 3, 8, 64, 70])
-@pytest.mark.parametrize("columns", [1, 8, 41, 128, 602, 5000])
-def test_batches_and_pieces_are_the_largest_that_fit(heads, columns):
-    tables = tiling.row_tables(random_chunks(0, 20, 50, 2).tables, num_members=3)
-    wide = tiling.up(columns)
-    members = {"groups": 1, "members": 3, "rangeOffset": 2}
-
-    def given_fields(struct, words):
-        return {name: value for name, value in tiling.fields(struct, words).items() if value}
-
-    lanes = tiling.up(min(heads, 64), 8)  # floats of an entry, in blocks of 32 bytes
-    assert given_fields("RowsTiling", tiling.softmax_tiling(tables, heads, 0.2)) == members | {
-        "heads": heads,
-        "batch": largest(lambda batch: batch * lanes <= 6144, 248, 8),
-        "slopeBits": int(np.float32(0.2).view(np.uint32)),
-    }
-    together = heads * wide <= 1024
-    panel = heads * wide if together else min(wide, 1024)
-    most = 255 // heads if together else 255  # repeats of one instruction
-    assert given_fields("RowsTiling", tiling.products_tiling(tables, heads, columns)) == members | {
-        "panelColumns": panel,
-        "ldx": heads * wide,
-        "ldy": heads * wide,
-        "heads": heads,
-        "headColumns": wide,
-        "batch": largest(lambda batch: batch * panel <= 16384, min(128, most)),
-    }
-    assert given_fields("CombineTiling", tiling.combine_tiling(5, wide, parts_per_row=3, float_out=True)) == {
-        "numVertices": 5,
-        "partsPerRow": 3,
-        "numColumns": wide,
-        "ldParts": wide,
-        "ldy": wide,
-        "floatOut": 1,
-        "piece": min(wide, 2048),
-    }
-    piece = min(tiling.up(columns, 32), 16384)
-    assert given_fields("GatherTiling", tiling.gather_tiling(7, columns, 9, wide)) == {
-        "numRows": 7,
-        "tableRows": 9,
-        "rowBytes": columns,
-        "tableStride": wide,
-        "batch": largest(lambda batch: batch * piece <= 65536, 1024),
-        "piece": piece,
-    }
-    together = tiling.aggregate_update_tiling(
-        7, columns, 33, 2 * wide, own_rows=9, own_offset=wide, mean=True, transpose_b=True
-    )
-    assert given_fields("AggregateUpdateTiling", together) == {
-        "rows": 7,
-        "k": columns,
-        "n": 48,
-        "storedN": 33,
-        "ldx": wide,
-        "ldb": 2 * wide,
-        "ownRows": 7,
-        "ownOffset": wide,
-        "mean": 1,
-        "transposeB": 1,
-        "batch": 1024,
-        "panelColumns": min(wide, 2048),
-        "atOnce": rows_at_once(min(wide, 2048)),
-    }
-    parts = min(4, -(-columns // 128))
-    update = tiling.update_tiling(heads, columns, 33, wide, wide, transpose_b=True, split_k=4)
-    assert given_fields("UpdateTiling", update) == {
-        "m": heads,
-        "k": columns,
-        "n": 48,
-        "lda": wide,
-        "ldb": wide,
-        "ldy": 48,
-        "transposeB": 1,
-        "splitK": parts,
-        "tileM": 128,
-        "tileN": 128,
-        "tileK": 128,
-        "storedN": 33,
-    } | ({"floatOut": 1} if parts > 1 else {})
-
-
 def test_sizes_that_make_no_tiling_are_refused():
     tables = tiling.row_tables(random_chunks(0, 20, 50, 2).tables)
     for make, message in (
@@ -369,26 +288,6 @@ def test_ranges_that_leave_chunks_out_are_an_error():
             tiling.row_tables(chunks.tables, chunk_ranges=ranges)
 
 
-def test_parallel_edges_add_up_and_fillers_are_zero():
-    chunks = random_chunks(3, 10, 400, 2)
-    tables = tiling.cube_tables(chunks.tables, [(0, 2)], 1, 16, heads=2)
-    weights = np.random.default_rng(0).random((400, 2)).astype(np.float32)
-    values = tables.values(weights, 2)
-    assert tables.positions.size < 400
-    assert np.allclose(values.astype(float).sum(1), weights.sum(0), rtol=2e-3)
-    assert (values[:, np.setdiff1d(np.arange(values.shape[1]), tables.slots)] == 0).all()
-
-
 def test_the_host_tiling_compiles_without_a_warning():
     flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
     subprocess.run(["g++", *flags, *map(str, sorted(build.CSRC.glob("host_*.cpp")))], check=True)
-
-
-def test_a_missing_compiler_is_named(monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    build.compiler.cache_clear()
-    try:
-        with pytest.raises(build.BuildError, match=r"'no-such-compiler', which is not installed: install g\+\+"):
-            build.build_tiling()
-    finally:
-        build.compiler.cache_clear()

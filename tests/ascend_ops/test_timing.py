@@ -8,8 +8,6 @@ import pytest
 from lightning_gnn.ascend_ops.twin import ReadOnly, Twin
 
 CLOCK = 1.85e3  # cycles a microsecond
-SHARE = 1421e3 / 1850 / 48  # bytes a cycle of HBM for each vector core when all of them read
-LINE = 512
 
 
 @pytest.fixture(scope="module")
@@ -59,27 +57,6 @@ def test_sums_take_what_was_measured(twin, a, b, y, count, microseconds):
     assert cycles == pytest.approx(microseconds * CLOCK / (8192 * 8192 / 48 / count), rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("copies", "rows", "size", "cycles"),
-    [(400, 1, 128, 20.6), (16, 64, 128, 531.8), (2, 64, 2048, 7810.7)],
-)
-def test_copies_take_what_was_measured(twin, copies, rows, size, cycles):
-    """asc-devkit's data_copy: 48 cores read rows from HBM, piece after piece."""
-    run = copy(twin, copies, rows, size, blocks=48, hbm_bytes=SHARE)
-    assert run.bytes["hbm_read"] == run.bytes["l2_read"]
-    assert run.busy("mte2") / 48 / copies == pytest.approx(cycles, rel=0.20)
-
-
-def test_a_line_of_l2_comes_from_hbm_at_once(twin):
-    whole = copy(twin, 4, 1, 128)
-    assert whole.bytes["hbm_read"] == LINE == whole.bytes["l2_read"]
-    apart = copy(twin, 1, 4, 128, stride=LINE)
-    assert apart.bytes["hbm_read"] == 4 * LINE == 4 * apart.bytes["l2_read"]
-    assert apart.busy("mte2") > whole.busy("mte2")
-    lines = copy(twin, 1, 4, 32, stride=LINE, l2_bytes=2 * LINE)
-    assert lines.bytes["hbm_read"] == 4 * LINE  # two of them are gone again
-
-
 @pytest.mark.parametrize(("out", "name", "cycles"), [(0, "l2_read_latency", 241), (1, "l2_write_latency", 96)])
 def test_a_copy_ends_its_latency_after_its_last_byte(twin, out, name, cycles):
     assert twin.parameters[name] == cycles
@@ -88,38 +65,9 @@ def test_a_copy_ends_its_latency_after_its_last_byte(twin, out, name, cycles):
     assert with_it.busy("mte3" if out else "mte2") == without.busy("mte3" if out else "mte2")
 
 
-def test_copies_overlap_until_so_many_are_in_flight(twin):
-    """Of n copies in flight one starts when the n-th before it has ended."""
-    fast = {"hbm_bytes": 1e9, "l2_read_bytes": 1e9, "mte_head": 1}
-    taken = {limit: copy(twin, 64, 1, 32, copies_in_flight=limit, **fast).makespan for limit in (1, 4, 16, 1000)}
-    one = 1 + twin.parameters["l2_read_latency"]
-    assert taken[1] == pytest.approx(64 * one, rel=0.01)
-    assert taken[4] == pytest.approx(16 * one, rel=0.02)
-    assert taken[16] == pytest.approx(4 * one, rel=0.07)
-    assert taken[1000] == pytest.approx(64 + one, rel=0.2)
-
-
 def scalar(twin, count, stride, times=1, clean=0, **parameters):
     x, y = np.arange(max(count * stride // 4, 1), dtype=np.int32), np.zeros(1, np.int32)
     run = twin.launch("scalar_reads", [ReadOnly(x), y, count, stride, times, clean], 1, parameters=parameters)
     assert y[0] == times * x[:: stride // 4][:count].sum()
     reads = run.busy("scalar") - twin.parameters["scalar_gm_cycles"] * (times * count + 1)
     return reads / twin.parameters["l2_read_latency"] - 1  # lines that were missing, but that of the result
-
-
-def test_scalar_reads_go_through_a_cache(twin):
-    assert scalar(twin, 64, 4) == 4  # sixteen words of a line
-    assert scalar(twin, 64, 64) == 64
-    assert scalar(twin, 64, 4, times=3) == 4
-    assert scalar(twin, 64, 4, times=3, clean=2) == 12  # emptied in between
-    assert scalar(twin, 64, 4, clean=1) == 64  # a line forgotten after every read
-    assert scalar(twin, 64, 64, times=2, dcache_bytes=64 * 64) == 64
-    assert scalar(twin, 64, 64, times=2, dcache_bytes=63 * 64) == 128  # the oldest is out when it is asked for again
-
-
-def test_banks_may_cost_nothing(twin):
-    where = [0, 0x4000, 0x10000, 1, 8, 1]
-    with_them, without = (
-        twin.launch("add_at", where, 1, parameters={"bank_cycles": cycles}).busy("vector") for cycles in (1, 0)
-    )
-    assert with_them - without == 64  # one access more in every repeat

@@ -82,15 +82,6 @@ def test_vector_instruction_equals_numpy(twin, operation, dtype):
         np.testing.assert_allclose(y, want, rtol=3e-7, atol=1e-12)
 
 
-def test_all_fp16_values_survive(twin):
-    x = np.arange(65536, dtype=np.uint16).view(np.float16)
-    wide, back = np.zeros(65536, np.float32), np.zeros(65536, np.float16)
-    twin.launch("cast_to_float", [x, wide, 65536, 0], 1)
-    np.testing.assert_array_equal(wide, x.astype(np.float32))
-    twin.launch("cast_to_half", [wide, back, 65536, 1], 1)
-    np.testing.assert_array_equal(back, x)
-
-
 def test_rounding_to_fp16_equals_numpy(twin):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 1 << 32, 65536, dtype=np.uint32).view(np.float32)
@@ -164,18 +155,6 @@ def test_more_blocks_than_cores_cannot_meet(twin):
         twin.launch("rotate_rows", [x, x.copy(), Scratch(x.copy()), 32, 1], 49)
 
 
-def test_runs_are_reproducible(twin):
-    x = np.random.default_rng(5).standard_normal((8, 32)).astype(np.float32)
-    results = []
-    for _ in range(2):
-        y = np.zeros_like(x)
-        result = twin.launch("rotate_rows", [x, y, Scratch(np.zeros_like(x)), 32, 1], 8, seed=11, timeline=True)
-        results.append((y, result.makespan, result.timeline))
-    np.testing.assert_array_equal(results[0][0], results[1][0])
-    assert results[0][1] == results[1][1]
-    np.testing.assert_array_equal(results[0][2], results[1][2])
-
-
 def test_counts_and_timeline(twin):
     n, blocks = 64, 4
     x = np.zeros((blocks, n), np.float32)
@@ -194,44 +173,6 @@ def test_counts_and_timeline(twin):
     assert table["finish"].max() == result.makespan
     line = twin.source_line(table["line"][0])
     assert line.split(":")[0].endswith("copies.cpp")
-
-
-def test_double_buffering_shortens_the_timeline(twin):
-    """The same work with slower copies takes longer, and the total stays below the sum of the parts if they overlap."""
-    x, y = np.zeros(65536, np.float16), np.zeros(65536, np.float32)
-    result = twin.launch("cast_to_float", [x, y, 65536, 0], 1)
-    parts = [result.busy(unit) for unit in ("mte2", "vector", "mte3")]
-    assert max(parts) < result.makespan < sum(parts)
-    slow = twin.launch("cast_to_float", [x, y, 65536, 0], 1, parameters={"hbm_bytes": 1})
-    assert slow.makespan > result.makespan
-
-
-def test_blocks_beyond_the_cores_wait_for_one(twin):
-    """96 equal blocks on 48 vector cores take two rounds; their results are all there."""
-    times = []
-    for blocks in (48, 49, 96):
-        x = np.ones((blocks, 64), np.float32)
-        y = np.zeros(64, np.float32)
-        # what comes from HBM costs no more than what is in L2, so that the blocks are equal
-        options = {"parameters": {"hbm_bytes": 1e9}, "timeline": True}
-        result = twin.launch("atomic_sum", [x, y, 64], blocks, **options)
-        np.testing.assert_array_equal(y, blocks)
-        times.append(result.makespan)
-    assert times[1] == pytest.approx(2 * times[0])
-    assert times[2] == pytest.approx(2 * times[0])
-
-
-def test_unified_core_runs_vector_kernels(twin):
-    x = np.ones((4, 64), np.float32)
-    y = np.zeros(64, np.float32)
-    twin.launch("atomic_sum", [x, y, 64], 4, arch="910")
-    np.testing.assert_array_equal(y, 4)
-
-
-def test_read_only_arrays_are_protected(twin):
-    x = np.ones((2, 64), np.float32)
-    with pytest.raises(TwinViolation, match="read-only input"):
-        twin.launch("atomic_sum", [x, ReadOnly(np.zeros(64, np.float32)), 64], 2)
 
 
 @pytest.mark.parametrize(
@@ -267,17 +208,6 @@ def test_missing_compiler(monkeypatch, tmp_path):
     with pytest.raises(build.BuildError, match=r"'no-such-compiler', which is not installed: install g\+\+"):
         build.build([HERE / "kernels" / "copies.cpp"])
     build.compiler.cache_clear()
-
-
-def test_a_source_that_does_not_compile(tmp_path):
-    broken = tmp_path / "broken.cpp"
-    broken.write_text('extern "C" __global__ __aicore__ void broken(int n) { return n }\n')
-    with pytest.raises(build.BuildError, match=r"could not compile .*broken\.cpp"):
-        build.build([broken], progress=lambda line: None)
-    empty = tmp_path / "empty.cpp"
-    empty.write_text("int x;\n")
-    with pytest.raises(build.BuildError, match="defines no kernel"):
-        build.build([empty], progress=lambda line: None)
 
 
 def test_a_build_is_used_again():

@@ -68,14 +68,6 @@ def test_interrupted_in_validation(tmp_path, whole, step):
     assert metrics_of(whole())["test_acc"] == metrics_of(tmp_path / "resumed")["test_acc"]
 
 
-def test_waits_for_the_optimizer_step_when_gradients_are_accumulated(tmp_path):
-    accumulate = "trainer.accumulate_grad_batches=3"
-    assert lgnn(tmp_path, accumulate, *signal_at(2, signal.SIGINT)) == 130
-    checkpoint = torch.load(tmp_path / "checkpoints/interrupted.ckpt", weights_only=True)
-    assert checkpoint["global_step"] == 1
-    assert checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == 3
-
-
 def test_message_and_command_to_resume(tmp_path, capfd):
     assert lgnn(tmp_path / "a dir", *signal_at(2, signal.SIGTERM)) == 143
     shown = capfd.readouterr().err
@@ -151,11 +143,3 @@ def test_restores_the_handlers_after_a_run_and_after_an_error(trainer):
         assert signal.getsignal(signal.SIGINT) == stop._handle
         end(trainer, None, None)
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-def test_runs_behind_the_other_callbacks(trainer):
-    stop = StopOnSignal()
-    trainer.callbacks.insert(0, stop)
-    stop.setup(trainer, None, "fit")
-    assert trainer.callbacks[-1] is stop
-    assert trainer.callbacks.count(stop) == 1

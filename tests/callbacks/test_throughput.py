@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
-from lightning_gnn.callbacks import BestCheckpoint, EpochThroughput, LearningCurves, Throughput
+from lightning_gnn.callbacks import BestCheckpoint, LearningCurves, Throughput
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.graph.synthetic import planted_power_law
@@ -74,24 +74,6 @@ def test_validation_is_left_out_and_waiting_is_seen():
     summary = throughput.summary()
     assert summary.epoch_time_s < 0.3
     assert 0.1 <= summary.wait_s <= summary.epoch_time_s
-
-
-def test_summary_is_the_median_without_the_first_epoch():
-    throughput = Throughput()
-    assert throughput.summary() is None
-    throughput.epochs = [EpochThroughput(100.0, edges=1, all_edges=1)]
-    assert throughput.summary().epoch_time_s == 100.0
-    throughput.epochs += [EpochThroughput(time, edges=6_000_000, all_edges=6_000_000) for time in (1.0, 3.0, 2.0)]
-    assert throughput.summary().epoch_time_s == 2.0
-    assert throughput.summary().mteps == 3.0
-
-
-def test_curves_hold_each_epoch():
-    curves = LearningCurves()
-    trained(NeighborDataModule(DATA, num_neighbors=[4, 4], batch_size=50), curves)
-    assert [row["epoch"] for row in curves.epochs] == [0, 1, 2]
-    for row in curves.epochs:
-        assert {"train_loss_epoch", "train_acc", "val_loss", "val_acc"} <= row.keys()
 
 
 def test_curves_keep_the_epochs_behind_the_checkpoint_that_is_tested(tmp_path):

@@ -4,14 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import get_class, get_method
 from omegaconf import OmegaConf
-from torch_geometric.data import Data, HeteroData
-
-from lightning_gnn.cli.assemble import _count_classes, split_in_time
-from tests.refusals import refuses
 
 CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
@@ -91,31 +86,3 @@ def test_help_names_keys_and_groups_that_exist():
             ), key
     for group, option in re.findall(r"\b(data|model|datamodule|task|trainer|experiment)=(\w+)", template):
         assert (CONF / group / f"{option}.yaml").is_file(), f"{group}={option}"
-
-
-@pytest.mark.filterwarnings("ignore:There exist type names")
-def test_edges_of_one_joined_name_are_chosen_by_a_list():
-    data, kinds = HeteroData(), [("a__b", "c", "d"), ("a", "b__c", "d")]
-    for name in ("a", "a__b", "d"):
-        data[name].num_nodes = 9
-    for kind in kinds:
-        data[kind].edge_index, data[kind].time = torch.zeros(2, 9, dtype=torch.int64), torch.arange(9)
-    cfg = OmegaConf.create({"task": {"time": "time", "split": {"num_train": 0.3, "num_val": 0.3, "num_test": 0.3}}})
-    for kind in kinds:
-        cfg.task.target = list(kind)
-        assert split_in_time(cfg, data)[0] == kind
-    cfg.task.target = "a__b__c__d"
-    refuses(ValueError, r"may be \[a__b,c,d\] or \[a,b__c,d\]", split_in_time, cfg, data)
-
-
-def test_ranking_among_many_takes_no_more_memory_than_training():
-    datamodule = composed("task=recommend").datamodule
-    evaluated = datamodule.eval_loader_kwargs
-    trees = datamodule.batch_size * (2 + datamodule.neg_sampling.amount)
-    assert evaluated.batch_size * (2 + evaluated.neg_sampling.amount) <= trees
-
-
-def test_codes_are_not_counted_as_classes():
-    assert _count_classes(Data(y=torch.tensor([0, 3, -1]))) == 4
-    with pytest.raises(ValueError, match=r"y holds 2500000000, but classes are numbered from 0"):
-        _count_classes(Data(y=torch.tensor([2_500_000_000, 1])))

@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_module
 
 from lightning_gnn.cli.assemble import build_data, build_task
 from lightning_gnn.cli.convert_command import _task
-from lightning_gnn.cli.splits import fill_splits, split_links
+from lightning_gnn.cli.splits import fill_splits
 from lightning_gnn.graph import convert_tables
 from lightning_gnn.graph.hetero import edges_of
 from tests.cli.command import lgnn, metrics_of
@@ -151,16 +151,6 @@ def test_predicted_links_and_their_reverses_are_no_messages(tables, tmp_path):
     assert torch.equal(
         edges_of(datamodule.data, ("user", "follows", "user")), edges_of(data, ("user", "follows", "user"))
     )
-
-
-def test_links_of_a_small_graph_are_split_in_proportion(tables, tmp_path):
-    root = folder_of(tables, tmp_path / "graph", "bare")
-    with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
-        cfg = compose("train", overrides=[f"output_dir={tmp_path}", *LEAN, root, "task=link"])
-    train, val, test = split_links(build_data(cfg))
-    counts = [train.edge_label.numel(), int(val.edge_label.sum()), int(test.edge_label.sum())]
-    assert counts == [EDGES // 2 * part // 27 for part in (20, 2, 5)]
-    assert train.edge_index.size(1) == EDGES - sum(counts)
 
 
 @pytest.mark.parametrize("given", [{}, {"test": 7}, {"train": 30, "test": 0}, {"train": 30, "val": 5, "test": 9}])

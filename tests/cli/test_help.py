@@ -74,14 +74,6 @@ def test_a_reader_who_leaves_ends_it_in_silence(arguments):
 
 
 @pytest.mark.slow
-def test_head_takes_what_it_wants(installed):
-    ended = in_bash("lgnn --help-all | head -n 1", installed)
-    assert ended.stdout.startswith("lgnn trains graph neural networks")
-    assert ended.stdout.count("\n") == 1
-    assert ended.stderr == ""
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("typed", "offered"), [("lgnn mod", {"model=", "model.", "mode="}), ("lgnn --nothing", {""})])
 def test_the_tab_key_completes(installed, typed, offered):
     # What bash does after Tab, with the function that the documented line has installed.

@@ -9,7 +9,6 @@ import pytest
 
 from lightning_gnn.cli import main as cli
 from tests.cli.command import NODE, lgnn
-from tests.cli.test_plan import plan
 from tests.refusals import refuses
 
 BARE = ["torch_threads=1", "trainer.enable_progress_bar=false"]
@@ -143,11 +142,6 @@ def test_a_run_that_cannot_be(tmp_path, capfd, overrides):
     assert not (tmp_path / "out/metrics.json").exists()
 
 
-def test_a_plan_says_it_in_the_same_way(tmp_path, capfd):
-    assert plan(tmp_path / "out", "strategy=hyscal", base=BARE) == 2
-    assert capfd.readouterr().err.startswith("error: strategy=hyscal is unknown (did you mean hyscale?)")
-
-
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc")
 def test_a_folder_that_nobody_can_write_to(tmp_path, capfd):
     expected = "hydra.run.dir=/proc/nowhere cannot be used: no folder can be made in /proc: "
@@ -172,19 +166,6 @@ def test_version(capfd):
     assert lgnn(Path("unused"), "--version") == 0
     shown = capfd.readouterr().out
     assert re.fullmatch(r"lightning-gnn \d\S+, torch \d\S+, pytorch-lightning \d\S+, PyG \d\S+, Python \d\S+\n", shown)
-
-
-def test_the_edges_of_a_graph_in_csc_order_are_counted(tmp_path, capfd):
-    from lightning_gnn.graph.folder import save_folder
-    from lightning_gnn.graph.synthetic import planted_power_law
-
-    save_folder(planted_power_law(600, 4000, 3, 8), tmp_path / "graph")
-    base = [item for item in NODE if not item.startswith("data.")]
-    given = ["data=custom", f"data.root={tmp_path}/graph"]
-    assert lgnn(tmp_path / "run", *given, "trainer.max_epochs=0", base=base) == 0
-    assert "600 nodes, 4,000 edges" in capfd.readouterr().out
-    assert plan(tmp_path / "plan", *given, "strategy=hyscale", base=base) == 0
-    assert "600 nodes, 4,000 edges" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("order", ["--config-dir DIR predict K", "predict K --config-dir DIR", "K predict -cd DIR"])

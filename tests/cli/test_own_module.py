@@ -82,25 +82,11 @@ def test_they_are_found_trained_and_exported(folder, capfd):
     assert rows.shape == (9, 3)
 
 
-@pytest.mark.slow
-def test_a_module_that_calls_its_network_otherwise(folder, capfd):
-    assert lgnn(folder / "run", *OWN, "task._target_=my_own_file.Otherwise") == 0
-    assert "2-layer Otherwise on synthetic" in capfd.readouterr().out
-    assert export_command.main([f"ckpt_path={folder / 'run/checkpoints/best.ckpt'}"]) == 2
-    assert "Otherwise has no network as its attribute model" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(("told", "logged"), [((), "acc, loss"), (("task.metrics=[macro_f1]",), "acc, macro_f1, loss")])
 def test_a_metric_that_is_not_logged_is_refused_before_training(told, logged, tmp_path, capfd):
     assert lgnn(tmp_path, "task.metric=macro_ap", *told) == 2
     said = f"error: task.metric=macro_ap is none of what is logged ({logged}); add it by 'task.metrics=[macro_ap]'\n"
     assert capfd.readouterr().err == said
-
-
-def test_what_a_module_does_not_take_is_named(folder, capfd):
-    assert lgnn(folder / "run", *OWN[:-2], "task._target_=my_own_file.Module", "task.scheduler=null") == 2
-    said = "error: task: Module does not take metrics=[], weight_decay=0.0, scheduler=null; leave it out: give "
-    assert capfd.readouterr().err == f"{said}~task.metrics ~task.weight_decay\n"
 
 
 def test_a_file_that_is_not_there_is_one_line(folder, capfd):

@@ -43,14 +43,6 @@ def test_trains_as_on_the_whole_graph(parts, tmp_path, capfd, monkeypatch):
     assert metrics_of(tmp_path / "again")["test_acc"] == trained["test_acc"]
 
 
-def test_exact_inference_in_parts(parts, tmp_path):
-    given = ["datamodule=partitioned", f"datamodule.root={parts}", "inference=full", "trainer.max_epochs=1"]
-    assert lgnn(tmp_path / "parts", *given, base=SAMPLED) == 0
-    assert lgnn(tmp_path / "whole", "inference=full", "trainer.max_epochs=1") == 0
-    whole, in_parts = assert_same_runs(tmp_path)
-    assert in_parts == pytest.approx(whole, rel=1e-6)
-
-
 RATINGS = ["data.num_users=200", "data.num_items=80", "data.num_ratings=4000", "data.num_classes=4"]
 
 

@@ -4,24 +4,18 @@ import re
 import signal
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
-from torch_geometric.data import Data
 
 from lightning_gnn.cli.plan import _Profiling
-from lightning_gnn.cli.train import _plan
 from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.graph.folder import save_folder
 from lightning_gnn.hyscale import report
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.report import stages
 from lightning_gnn.hyscale.workload import Platform, Processor, Workload
-from lightning_gnn.persistent.budget import Part, place_parts
 from tests.cli.command import NODE, lgnn
 
 SERVER = Platform(Processor(1e12, 1e11), 16, Processor(1e13, 1e12), 4, 1e10, 2e7, core_bandwidth=1e10)
@@ -79,25 +73,6 @@ def test_without_a_gpu_the_cpu_is_planned_and_said_so_once(tmp_path, capfd):
     assert "Bottleneck:" in out
 
 
-def test_features_on_disk_are_beside_the_plan_for_a_gpu(tmp_path, capfd):
-    places = torch.randint(0, 4000, (2, 20_000), generator=torch.Generator().manual_seed(0))
-    data = Data(x=torch.randn(4000, 100), edge_index=places, y=torch.arange(4000) % 3, train_idx=torch.arange(900))
-    save_folder(data, tmp_path / "graph")
-    base = ["data=custom", f"data.root={tmp_path / 'graph'}", *(item for item in NODE if "data." not in item)]
-    memory = ["datamodule=persistent", "datamodule.memory=8MB", "datamodule.device_memory=6MB", "datamodule.bulk=1"]
-    assert plan(tmp_path, *memory, base=base) == 0
-    out = capfd.readouterr().out
-    assert "features on disk (x.npy, 1.6 MB); of 8 MB of memory" in out
-    assert [*loaded(tmp_path / "plan.yaml")["placement"]] == ["topology"], "rows on disk come by way of the host"
-
-
-def test_a_run_keeps_what_was_planned_of_memory():
-    placement = place_parts([Part("topology", 10), Part("data.x", 100, "pinned")], 200)
-    kept = _plan(SimpleNamespace(strategy=None), SimpleNamespace(placement=placement))
-    assert kept == {"text": str(placement), "epoch_s": None}
-    assert _plan(SimpleNamespace(strategy=None), SimpleNamespace()) is None
-
-
 # -- one CPU
 
 
@@ -120,27 +95,6 @@ def test_a_run_on_the_cpu_is_predicted(tmp_path, capfd):
     assert "datamodule.num_neighbors=[2,2]" in tried
     assert not any("bf16" in change for change in tried)  # layers on mini-batches compute in float32
     assert not list(tmp_path.glob("**/*.ckpt"))
-
-
-@pytest.mark.slow
-def test_a_full_graph_on_the_cpu_is_predicted(tmp_path, capfd):
-    base = [item for item in NODE if not item.startswith("datamodule")]
-    assert plan(tmp_path, "datamodule=full", "model=gcn", base=base) == 0
-    assert "1 mini-batches" in capfd.readouterr().out
-    state = loaded(tmp_path / "plan.yaml")
-    assert state["batches"] == 1
-    changes = [option["change"] for option in state["options"]]
-    assert "trainer.precision=bf16-mixed datamodule.feature_dtype=bfloat16" in changes
-
-
-def test_what_a_setting_refuses_is_noted(tmp_path, capfd, monkeypatch):
-    from lightning_gnn.cli import plan_cpu
-
-    monkeypatch.setattr(plan_cpu, "changes", lambda cfg: ["model.dropout=2"])
-    assert plan(tmp_path) == 0
-    (option,) = [each for each in loaded(tmp_path / "plan.yaml")["options"] if each["change"] == "model.dropout=2"]
-    assert option["epoch_s"] is None
-    assert "dropout is a probability" in option["note"]
 
 
 # -- hyscale
@@ -173,11 +127,6 @@ def test_the_plan_is_that_of_the_performance_model(tmp_path, capfd, monkeypatch)
     out = capfd.readouterr().out
     assert "The run begins with seeds cpu 32 + accelerator 32/0/0/0, threads 1/1/1, 95% sampled there" in out
     assert "100 M edges/s each" in out
-
-
-def test_without_accelerators_the_cpu_has_all_seeds(tmp_path):
-    assert plan(tmp_path, HYBRID) == 0
-    assert loaded(tmp_path / "plan.yaml")["best"]["seeds"] == [64]
 
 
 @pytest.mark.parametrize(
@@ -228,21 +177,6 @@ def test_the_collective_plan_is_measured_printed_and_saved(tmp_path, capfd, cach
     assert lgnn(tmp_path / "run", *told) == 0
 
 
-@pytest.mark.slow
-def test_the_collective_plan_of_a_graph_with_types(tmp_path, capfd):
-    typed = [
-        "data=hetero_synthetic", "data.num_papers=600", "data.num_authors=300", "data.num_topics=40",
-        "data.num_classes=3", "data.num_features=8", "data.split=[0.8,0.1,0.1]", "model=rgcn", "model.num_layers=2",
-        "model.hidden_channels=16", "datamodule.num_neighbors=[4,4]", "datamodule.batch_size=64", "torch_threads=1",
-        "trainer.enable_progress_bar=false", "trainer.max_epochs=1", *COLLECTIVE[:3],
-    ]  # fmt: skip
-    assert plan(tmp_path, base=typed) == 0
-    made = CollectivePlan.load(tmp_path / "plan.yaml")
-    assert made.num_batches == 8
-    assert "CPU only" in capfd.readouterr().out
-    assert lgnn(tmp_path / "run", f"datamodule.plan={tmp_path}/plan.yaml", base=typed) == 0
-
-
 @pytest.mark.usefixtures("interruptible")
 def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(_Profiling, "on_train_batch_end", lambda *args: signal.raise_signal(signal.SIGINT))
@@ -287,19 +221,3 @@ def test_one_line_and_exit_code_2(tmp_path, capfd, overrides, message):
 
 
 # -- help and configuration
-
-
-def test_help_names_keys_that_exist(tmp_path, capfd):
-    assert plan(tmp_path, "--help", base=[]) == 0
-    out = capfd.readouterr().out
-    assert "usage: lgnn plan [GROUP=OPTION ...]" in out
-    assert "lgnn plan datamodule=collective" in out
-    with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
-        cfg = compose("plan", overrides=["output_dir=out"])
-        train = compose("train", overrides=["output_dir=out"])
-    keys = re.findall(r"^ +(plan\.[a-z_.]+)=", out, re.MULTILINE)
-    assert len(keys) == 6
-    for key in keys:
-        OmegaConf.select(cfg, key, throw_on_missing=True)
-        assert key.split(".")[-1] in OmegaConf.select(cfg, key.rpartition(".")[0])
-    assert {key: cfg[key] for key in train} == train

@@ -1,14 +1,10 @@
 """``lgnn predict``: tables that hold what the model puts out, with the nodes' own names where there are some."""
 
-import sys
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightning_gnn.cli import main as cli
 from lightning_gnn.cli import predictions
 from lightning_gnn.cli.predictions import check_format, columns, node_names, write_parquet
 from lightning_gnn.graph.folder import save_folder
@@ -32,17 +28,6 @@ def test_classes_and_their_probabilities():
     assert {found[name].dtype for name in ("p0", "p1")} == {np.dtype(np.float32)}
 
 
-def test_labels_and_values():
-    logits = rows(2)
-    found = columns(logits, "multilabel", begin=5, ids=[f"n{i}" for i in range(20)])
-    assert [*found] == ["id", "p0", "p1"]
-    assert found["id"] == [f"n{i}" for i in range(5, 12)]
-    np.testing.assert_allclose(found["p1"], 1 / (1 + np.exp(-logits[:, 1].numpy())), rtol=1e-5)
-    assert [*columns(rows(1), "regression")] == ["id", "value"]
-    assert columns(rows(1), "regression")["value"].tolist() == rows(1)[:, 0].tolist()
-    assert [*columns(rows(2), "regression")] == ["id", "value0", "value1"]
-
-
 def test_names_of_nodes_and_formats_that_there_are(tmp_path, monkeypatch):
     cfg = OmegaConf.create({"data": {"root": str(tmp_path)}})
     assert node_names(cfg, None, 2) is None
@@ -57,14 +42,6 @@ def test_names_of_nodes_and_formats_that_there_are(tmp_path, monkeypatch):
     refuses(ValueError, "predictions=csv is unknown; use one of npy, parquet", check_format, "csv")
     monkeypatch.setattr(predictions, "find_spec", lambda name: None)
     refuses(ModuleNotFoundError, r"pip install 'lightning-gnn\[parquet\]'", check_format, "parquet")
-
-
-def test_predict_is_a_mode(monkeypatch):
-    seen = []
-    monkeypatch.setattr(sys, "argv", ["lgnn", "predict", "ckpt_path=x"])
-    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=lambda: seen.append((name, sys.argv))))
-    cli.main()
-    assert seen == [("lightning_gnn.cli.train", ["lgnn", "mode=predict", "ckpt_path=x"])]
 
 
 def test_a_table_is_written_in_parts(tmp_path, monkeypatch):

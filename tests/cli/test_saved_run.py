@@ -8,8 +8,7 @@ from omegaconf import OmegaConf
 
 from lightning_gnn.cli import main as cli
 from lightning_gnn.cli.saved_run import KEY
-from tests.cli.command import NODE, TINY, lgnn, metrics_of
-from tests.cli.test_plan import plan
+from tests.cli.command import NODE, lgnn, metrics_of
 
 EXACT = "datamodule.num_neighbors=[-1,-1]"  # the neighbours sampled for a test depend on the epoch
 
@@ -168,55 +167,6 @@ def test_resuming_by_the_checkpoint_alone_is_an_uninterrupted_run(trained, tmp_p
     assert lgnn(tmp_path / "on", f"ckpt_path={last}", "trainer.max_epochs=2", base=[]) == 0
     assert metrics_of(tmp_path / "on")["test_loss"] == metrics_of(tmp_path / "whole")["test_loss"]
     assert config_of(tmp_path / "on").trainer == config_of(tmp_path / "whole").trainer
-
-
-@pytest.mark.slow
-def test_runs_of_a_sweep_and_sweeps_over_a_saved_run(tmp_path, capfd):
-    assert lgnn(tmp_path / "sweep", "-m", "model=gcn,sage", "trainer.max_epochs=1", EXACT) == 0
-    for job, name in enumerate(("GCN", "GraphSAGE")):
-        capfd.readouterr()
-        checkpoint = tmp_path / f"sweep/{job}/checkpoints/best.ckpt"
-        assert retest(tmp_path / name, checkpoint) == 0
-        assert f"2-layer {name} " in capfd.readouterr().out
-        assert metrics_of(tmp_path / name)["test_loss"] == metrics_of(tmp_path / f"sweep/{job}")["test_loss"]
-    again = [f"ckpt_path={tmp_path}/sweep/0/checkpoints/best.ckpt", "mode=test", "datamodule.batch_size=32,64"]
-    assert lgnn(tmp_path / "again", "-m", *again, base=[]) == 0
-    for job in (0, 1):
-        assert metrics_of(tmp_path / f"again/{job}")["test_acc"] == metrics_of(tmp_path / "sweep/0")["test_acc"]
-
-
-@pytest.mark.slow
-def test_links_strategies_and_plans(tmp_path, capfd):
-    shared = [*TINY, "model.num_layers=2", "datamodule.batch_size=256", "trainer.max_epochs=1"]
-    split = ["task=link", *(f"task.split.num_{part}=50" for part in ("train", "val", "test"))]
-    assert lgnn(tmp_path / "link", EXACT, *split, base=shared) == 0
-    assert retest(tmp_path / "again", tmp_path / "link/checkpoints/best.ckpt") == 0
-    assert metrics_of(tmp_path / "again")["test_auc"] == metrics_of(tmp_path / "link")["test_auc"]
-    hybrid = ["strategy=hyscale", "trainer.strategy.drm=false", "trainer.strategy.prefetch=1"]
-    assert lgnn(tmp_path / "hybrid", EXACT, *hybrid, base=shared) == 0
-    best = tmp_path / "hybrid/checkpoints/best.ckpt"
-    assert retest(tmp_path / "cpu", best, "trainer=fast_dev") == 0
-    trainer = config_of(tmp_path / "cpu").trainer
-    assert (trainer.limit_test_batches, trainer.strategy.drm, trainer.strategy.prefetch) == (3, False, 1)
-    capfd.readouterr()
-    assert plan(tmp_path / "plan", f"ckpt_path={best}", base=[]) == 0
-    assert "Best mapping" in capfd.readouterr().out
-
-
-@pytest.mark.slow
-def test_relative_data_is_found_from_elsewhere(tmp_path, monkeypatch):
-    from lightning_gnn.graph.folder import save_folder
-    from lightning_gnn.graph.synthetic import planted_power_law
-
-    (tmp_path / "there").mkdir()
-    (tmp_path / "here").mkdir()
-    save_folder(planted_power_law(600, 4000, 3, 8), tmp_path / "there/graph")
-    base = ["data=custom", "data.root=graph", *(item for item in NODE if not item.startswith("data."))]
-    monkeypatch.chdir(tmp_path / "there")
-    assert lgnn(tmp_path / "train", *base, EXACT, base=[]) == 0
-    monkeypatch.chdir(tmp_path / "here")
-    assert retest(tmp_path / "test", tmp_path / "train/checkpoints/best.ckpt") == 0
-    assert metrics_of(tmp_path / "test")["test_loss"] == metrics_of(tmp_path / "train")["test_loss"]
 
 
 @pytest.mark.parametrize("size", [0, 20, 5000])

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 import lightning_gnn
-from lightning_gnn import startup
 from tests.cli.command import ROOT
 from tests.patience import PATIENCE
 
@@ -131,23 +130,3 @@ def test_public_names_are_found_where_they_are():
     }
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         lightning_gnn.Nothing  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    "arguments", [["/opt/own.py"], ["python", "-m", "own"], ["python", "-m", "pytest", "lightning_gnn"]], ids=str
-)
-def test_a_user_s_own_script_keeps_its_handler(arguments, monkeypatch):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        monkeypatch.setattr(sys, "argv", ["-m"] if "-m" in arguments else arguments)
-        monkeypatch.setattr(sys, "orig_argv", [*arguments, "--help"])
-        assert not startup.asks_for_help()
-        startup.begin()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        monkeypatch.setattr(sys, "argv", ["/opt/bin/lgnn"])
-        startup.begin()
-        assert signal.getsignal(signal.SIGINT) is startup._end
-        startup.done()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)

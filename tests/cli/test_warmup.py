@@ -43,16 +43,6 @@ def test_after_it_the_default_run_compiles_nothing(tmp_path):
     assert counted(tmp_path, *DEFAULT)[-1] == "compiled 0"
 
 
-def test_what_a_run_needs_that_is_not_usual(capfd):
-    given = ["data=hetero_synthetic", "data.num_papers=300", "data.num_authors=90", "data.num_topics=20",
-             "data.num_features=8", "model=rgcn", "model.hidden_channels=8"]  # fmt: skip
-    assert warmup_command.main(given) == 0
-    out, err = capfd.readouterr()
-    assert out.count("\n") == 2
-    assert "compiled in" in out
-    assert not err
-
-
 @pytest.mark.parametrize("wrong", ["model=gnc", "model.dropout=2"])
 def test_a_run_that_is_none(wrong, capfd):
     assert warmup_command.main([wrong]) == 2

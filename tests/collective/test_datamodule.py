@@ -15,7 +15,6 @@ from lightning_gnn.collective import datamodule as collective_datamodule
 from lightning_gnn.collective.datamodule import (
     CollectiveDataModule,
     configuration_name,
-    cores_of_process,
     machine_name,
 )
 from lightning_gnn.collective.plan import CollectivePlan
@@ -101,16 +100,6 @@ def test_the_gpus_mini_batches_are_those_of_the_cpu(options):
         assert batch.x.device.type == batch.y.device.type == batch.edge_index.device.type == DEVICE
 
 
-def test_what_the_gpu_stores_in_int8_is_the_same_on_the_cpu():
-    options = {"num_neighbors": [3, 2], "batch_size": 8, "seed": 3, "quantize": True, "device": DEVICE}
-    data = small_data(num_nodes=60, num_edges=300)
-    kinds = []
-    for plan in (CollectivePlan("cpu", 1, 2), CollectivePlan("gpu", 1, 0)):
-        kinds.append(list(CollectiveDataModule(data, plan=plan, num_workers=1, **options).train_dataloader()))
-    for a, b in zip(*kinds, strict=True):
-        assert_same_content(a, b)
-
-
 # -- a life with Lightning
 
 
@@ -194,17 +183,6 @@ def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
     assert all(batching.ring.num_slots == 0 for batching in data._batchings)
 
 
-def test_a_worker_that_fails_stops_training():
-    def bad(batch):
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("the transform failed")
-        return batch
-
-    with pytest.raises(RuntimeError, match="the transform failed") as caught:
-        fitted(collective(transform=bad, thread_safe=True))
-    assert any(entry.name == "bad" for entry in caught.traceback)
-
-
 @pytest.mark.parametrize("plan", ["auto", COLLECTIVE])
 def test_resuming_in_mid_epoch_is_bit_exact(tmp_path, plan):
     def run(folder, **kwargs):
@@ -242,18 +220,6 @@ def test_a_plan_is_made_once_kept_and_found_again(cache):
     assert len(list(cache.glob("plans/*/plan.yaml"))) == 2
 
 
-def test_the_model_is_part_of_the_configuration():
-    class Other(Model):
-        pass
-
-    data = collective("auto")
-    fitted(data)
-    first = data.plan
-    fitted(data, model=Other())
-    assert first.machine == data.plan.machine
-    assert first.configuration != data.plan.configuration
-
-
 def test_the_graphs_content_and_the_machines_load_are_part_of_what_a_plan_is_kept_for(monkeypatch):
     data = small_data()
     names = [configuration_name(graph, None, None, []) for graph in (data, data.clone())]
@@ -267,13 +233,6 @@ def test_the_graphs_content_and_the_machines_load_are_part_of_what_a_plan_is_kep
     name = machine_name(torch.device("cpu"), 2)
     monkeypatch.setattr(collective_datamodule, "is_busy", lambda: True)
     assert machine_name(torch.device("cpu"), 2) == f"{name}, busy"
-
-
-def test_plans_need_not_be_kept(cache):
-    data = collective("auto", cache_plan=False)
-    fitted(data)
-    assert data.plan.times is not None
-    assert not cache.exists()
 
 
 @pytest.mark.parametrize("damage", ["other text", "a cut"])
@@ -321,18 +280,6 @@ def test_a_resumed_run_keeps_its_plan(tmp_path):
     assert resumed.plan == data.plan
 
 
-def test_a_checkpoints_plan_that_cannot_be_read_is_made_anew():
-    data = collective("auto")
-    state = {**data.state_dict(), "plan": "mode: 7"}
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        data.load_state_dict(state)
-    assert len(messages(warned, "the checkpoint's plan cannot be read, measuring anew")) == 1
-    assert data.plan is None
-    assert fitted(data).history
-    assert data.plan.times is not None
-
-
 # -- machines
 
 
@@ -360,32 +307,6 @@ def test_a_plan_for_both_is_not_used_where_one_is_missing():
         data.train_dataloader()
     assert len(messages(warned, "here only one of them prepares mini-batches (cpu)")) == 1
     assert data.plan.mode == "cpu"
-
-
-def test_processes_of_a_machine_share_its_cores(monkeypatch):
-    cores = cores_of_process(None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert cores_of_process(None) == max(1, cores // 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
-    assert cores_of_process(None) == 1
-
-
-def test_torch_leaves_the_cores_to_the_workers():
-    seen = []
-
-    class Watching(Model):
-        def training_step(self, batch, batch_idx):
-            seen.append(torch.get_num_threads())
-            return super().training_step(batch, batch_idx)
-
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(5)
-        fitted(collective(num_workers=3), model=Watching(), max_epochs=1)
-        assert torch.get_num_threads() == 5
-    finally:
-        torch.set_num_threads(before)
-    assert set(seen[:-1]) == {max(1, cores_of_process(None) - 3)}  # with the last mini-batch the workers are done
 
 
 def two_ranks(rank, folder):
@@ -440,9 +361,3 @@ def test_two_processes_share_the_seeds_and_resume(tmp_path):
 def test_bad_arguments_are_named(options, error, message):
     with pytest.raises(error, match=message):
         collective(**options)
-
-
-def test_a_file_that_holds_no_plan_is_named(tmp_path):
-    (tmp_path / "plan.yaml").write_text("mode: quantum\ngpu_buffer_size: 1\ncpu_buffer_size: 1")
-    with pytest.raises(ValueError, match=r"plan.yaml holds no plan .* mode must be one of collective, cpu, gpu"):
-        collective(tmp_path / "plan.yaml")

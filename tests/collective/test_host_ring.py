@@ -2,8 +2,6 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch_geometric.data import Data
 
 from lightning_gnn.collective.routes import HostMemoryError, HostRing, HostSlot
@@ -11,7 +9,6 @@ from tests.patience import PATIENCE
 from tests.sampling.test_loader import assert_same
 
 CPU = torch.device("cpu")
-DTYPES = [torch.float32, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8]
 
 
 def slot():
@@ -29,18 +26,6 @@ class Read:
 
     def synchronize(self):
         assert self.done.wait(PATIENCE)
-
-
-@given(st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(DTYPES)), max_size=6))
-def test_a_slot_gives_tensors_of_any_shape_and_grows(wanted):
-    memory = slot()
-    for shape, dtype in wanted:
-        tensor = memory.empty("x", shape, dtype)
-        assert (list(tensor.shape), tensor.dtype) == (shape, dtype)
-        assert tensor.is_contiguous()
-        assert memory.owns(tensor)
-        tensor.fill_(1)
-        assert bool((tensor == 1).all())
 
 
 def test_buffers_of_different_names_do_not_overlap_and_are_used_again():
@@ -111,36 +96,6 @@ def test_a_ring_never_waits_for_a_slot_that_is_taken():
     assert ring.num_slots == 0
 
 
-def test_clearing_waits_for_the_device():
-    ring = HostRing(CPU, capacity=3)
-    taken, read = ring.take(), Read()
-    taken.empty("x", [4], torch.float32)
-    ring.give_back(taken, read)
-    assert ring.idle_bytes >= 16
-    threading.Timer(0.05, read.done.set).start()
-    ring.clear()
-    assert read.query()
-    assert ring.num_slots == ring.idle_bytes == 0
-
-
-def test_a_smaller_capacity_frees_idle_slots_once_they_have_been_read():
-    ring, read = HostRing(CPU, 4), Read()
-    slots = [ring.take() for _ in range(4)]
-    ring.give_back(slots[0], read)
-    for taken in slots[1:3]:
-        ring.give_back(taken)
-    timer = threading.Timer(0.05, read.done.set)
-    timer.start()
-    ring.capacity = 2  # one of them is taken
-    assert read.done.is_set()
-    assert (ring.num_slots, list(ring._idle)) == (2, [slots[2]])
-    ring.give_back(slots[3])
-    assert (ring.num_slots, list(ring._idle)) == (2, slots[2:])
-    ring.capacity = 5
-    assert list(ring._idle) == slots[2:]
-    timer.join()
-
-
 def test_memory_that_is_refused_is_named(monkeypatch):
     ring = HostRing(CPU)
 
@@ -150,21 +105,3 @@ def test_memory_that_is_refused_is_named(monkeypatch):
     monkeypatch.setattr(torch, "empty", refused)
     with pytest.raises(HostMemoryError, match=r"page-locked memory .*, 9.0 MB more, was refused \(CUDA error: out of"):
         ring.take().empty("x", [8_000_000], torch.uint8)
-
-
-def test_what_comes_back_after_clearing_is_freed():
-    ring = HostRing(CPU, capacity=3)
-    late = ring.take()
-    late.empty("x", [4], torch.float32)
-    ring.clear()
-    ring.give_back(late)
-    assert ring.num_slots == ring.idle_bytes == 0
-
-
-def test_a_slot_does_not_look_into_sparse_matrices():
-    memory = slot()
-    values = memory.empty("weight", [2], torch.float32).fill_(1)
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), values, (2, 2))
-    assert memory.may_own(sparse)
-    assert memory.may_own(values[:1])
-    assert not memory.may_own(torch.ones(2))

@@ -13,7 +13,7 @@ from lightning_gnn.collective.workers import THREAD_NAME
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.graph import DiskFeatures, FeatureTable
 from lightning_gnn.sampling.neighbor import NeighborSampler
-from tests.batch_checks import assert_same, assert_same_batches
+from tests.batch_checks import assert_same_batches
 from tests.batching_data import small_data
 from tests.sampling.test_typed import CITES, Typed, typed_data
 
@@ -52,27 +52,6 @@ def test_both_sides_may_read_from_disk(tmp_path):
     assert isinstance(loader.pipeline.tables["x"], DiskFeatures), "the CPU's"
     assert loader.prefetcher.route.tables["x"] is loader.pipeline.tables["x"], "the GPU's too"
     assert loader.pipeline.tables["x"].counts.rows > 0
-
-
-def test_types_share_no_buffer():
-    data = typed_data()
-    data["author"].x = torch.randn(120, 6)  # as wide as that of papers
-    options = {"num_neighbors": [4, 3], "batch_size": 20, "seed": 3}
-    compare(data, options, CollectivePlan("cpu", 1, 3), gpu_route="cpu", num_workers=2)
-
-
-@pytest.mark.slow
-def test_what_the_gpu_stores_in_int8_is_the_same_on_the_cpu():
-    pytest.importorskip("triton", reason="Triton exists on Linux only")
-    options = {"input_train_nodes": ("paper", torch.arange(4)), "num_neighbors": [2], "batch_size": 2, "seed": 3}
-    kinds = []
-    for plan in (CollectivePlan("cpu", 1, 2), CollectivePlan("gpu", 1, 0)):
-        module = CollectiveDataModule(typed_data(), plan=plan, num_workers=1, quantize=True, device=DEVICE, **options)
-        kinds.append(list(module.train_dataloader()))
-    plain = NeighborDataModule(typed_data(), **options).train_dataloader()
-    for a, b, c in zip(*kinds, plain, strict=True):
-        assert_same(a, b)
-        assert not torch.equal(a["author"].x.cpu(), c["author"].x)
 
 
 @pytest.mark.parametrize("thread_safe", [False, True])

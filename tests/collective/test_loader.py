@@ -78,27 +78,6 @@ def test_batches_equal_those_of_the_plain_loader(plan, num_workers, first, num_b
     assert_all_free(loader)
 
 
-def test_epochs_follow_one_another_in_the_same_memory():
-    loader = collective(epoch=lambda number: 0)
-    for _ in range(3):
-        for a, b in zip(loader, PLAIN, strict=True):
-            assert_same(a, b)
-    assert loader.times.batches == 3 * len(PLAIN)
-    assert loader.times.edges == 3 * sum(batch.num_edges for batch in PLAIN)
-    assert loader.times.sampling_s > 0
-    assert_all_free(loader)
-    assert loader.prefetcher.ring.idle_bytes > 0
-    loader.prefetcher.close()
-    assert loader.prefetcher.ring.num_slots == 0
-
-
-def test_batches_that_are_kept_are_not_overwritten():
-    batches = list(collective(CollectivePlan("collective", 1, 4)))
-    batches += list(collective(CollectivePlan("cpu", 1, 1)))
-    for a, b in zip(batches, PLAIN + PLAIN, strict=True):
-        assert_same(a, b)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_without_a_device_it_is_a_plain_pipeline(num_workers):
     loader = collective(None, num_workers, route=None)
@@ -215,18 +194,6 @@ def test_the_timeline_tells_every_stage_of_every_batch():
     assert all(start <= item.start <= item.end <= time.perf_counter() for item in timeline.intervals)
 
 
-def test_what_happens_between_epochs_is_not_the_models_time():
-    loader = collective(None, profile_batches=3, batch_size=5, route=route(batch_size=5), num_batches=lambda: 3)
-    iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)  # as Lightning does: it does not ask again after the last one
-    time.sleep(0.3)
-    next(iter(loader))
-    profiler = loader.prefetcher.profiler
-    assert sum(stage == "model" for stage, *_ in profiler._queued) + len(profiler._seconds["model"]) == 2
-    loader.prefetcher.close()
-
-
 def test_workers_use_the_device_of_the_training_thread(monkeypatch):
     used = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: used.append(device))
@@ -324,14 +291,6 @@ def test_stopping_early_leaves_nothing_behind(end, taken):
     assert_all_free(loader)
 
 
-def test_threads_end_with_the_last_batch():
-    loader = collective(num_batches=lambda: 7)
-    iterator = iter(loader)
-    for _ in range(7):
-        next(iterator)
-    assert not threads()
-
-
 def test_torch_threads_are_lowered_while_it_iterates():
     before = torch.get_num_threads()
     try:
@@ -347,19 +306,6 @@ def test_torch_threads_are_lowered_while_it_iterates():
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_batch_sampler_that_lies_about_its_length_is_named():
-    class Short(list):
-        def __len__(self):
-            return 5
-
-    options = {"batch_sampler": Short([[0], [1], [2]]), "seed": 1}
-    batching = CollectiveBatching(plan=COLLECTIVE, route=route())
-    loader = NodeLoader(DATA, SAMPLER, num_workers=1, prefetcher=batching, **options)
-    with pytest.raises(RuntimeError, match="no mini-batch 3, but its length says so"):
-        list(loader)
-    assert_all_free(loader)
 
 
 # -- memory
@@ -387,24 +333,6 @@ def test_too_little_device_memory_halves_the_buffers(where):
     assert len(messages) == len(held) == 1
     assert loader.prefetcher.plan.buffers == (3, 2)  # and two that come over from the host
     assert_all_free(loader)
-
-
-def test_buffers_out_of_reach_shrink_at_once():
-    loader = collective(CollectivePlan("collective", 10**9, 4))
-    original = loader.prefetcher.routes.prepare
-
-    def short(*args):
-        if len(loader.prefetcher._current()._workers.device) >= 3:
-            raise torch.OutOfMemoryError("out of memory")
-        return original(*args)
-
-    loader.prefetcher.routes.prepare = short
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        for batch, expected in zip(loader, PLAIN, strict=True):
-            assert_same(batch, expected)
-    assert sum("too little memory of cpu" in str(w.message) for w in warned) == 1
-    assert loader.prefetcher.plan.buffers == (1, 2)  # and two that come over from the host
 
 
 def test_device_memory_for_not_even_one_batch_is_a_clear_error():

@@ -1,11 +1,9 @@
-import time
-
 import pytest
 import torch
 
 from lightning_gnn.collective.plan import STAGES
 from lightning_gnn.collective.profile import Profiler
-from lightning_gnn.runtime.timeline import Clock, Recorder, Timeline, is_reached, seconds_between
+from lightning_gnn.runtime.timeline import Clock, Recorder
 
 
 class Later:
@@ -78,45 +76,6 @@ def test_what_a_device_has_not_reached_is_not_waited_for():
     assert profiler.seconds("uva") == []
     moments[0].come = moments[1].come = True
     assert profiler.seconds("uva") == [2.0]
-
-
-def test_a_model_that_takes_no_time_can_be_planned_for():
-    profiler = Profiler(1, warm_up=0)
-    for stage in STAGES:
-        profiler.add(stage, 1.0, 1.0)
-    assert profiler.stage_times().model.mean > 0
-
-
-def test_the_recorder_tells_who_wants_to_know():
-    recorder = Recorder(Clock(torch.device("cpu")))
-    assert not recorder.active
-    recorder.begin_model(0)
-    recorder.end_model()
-    profiler = Profiler(warm_up=0)
-    recorder.on_stage, recorder.timeline = profiler.add, Timeline()
-    recorder.begin()
-    recorder.add("PCIe", "dma", 4, 1.0, 3.0, lane=2)
-    recorder.begin_model(4)
-    recorder.end_model()
-    recorder.end_model()
-    assert recorder.timeline.intervals == []
-    recorder.write()
-    assert [(i.resource, i.stage, i.batch, i.lane) for i in recorder.timeline.intervals] == [
-        ("PCIe", "dma", 4, 2),
-        ("GPU", "model", 4, 0),
-    ]
-    assert profiler.seconds("dma") == [2.0]
-
-
-def test_the_clock_of_the_cpu_is_the_hosts():
-    clock = Clock(torch.device("cpu"))
-    before = time.perf_counter()
-    start, end = clock.now(), clock.now()
-    assert before <= start <= end <= time.perf_counter()
-    assert is_reached(start)
-    assert seconds_between(start, end) == end - start
-    clock.anchor()
-    assert clock.host_seconds(start) == start
 
 
 def test_too_few_measurements_are_named():

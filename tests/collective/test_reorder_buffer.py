@@ -73,31 +73,6 @@ def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
     assert trained == list(range(first, num_batches))
 
 
-@settings(max_examples=60)
-@given(cases(), st.randoms(use_true_random=False))
-def test_the_cpu_begins_ahead_of_training(case, source):
-    num_batches, gpu_buffer_size, _, workers, lead, row, first = case
-    buffer = make(case)
-    taken = []
-    claim = buffer.claim
-
-    def claimed():
-        number = claim()
-        if number is not None:
-            assert number >= buffer.head + (lead if gpu_buffer_size else 0)
-            taken.append(number)
-        return number
-
-    buffer.claim = claimed
-    routes = {step.number: step.route for step in drive(buffer, workers, source) if step.kind == "train"}
-    if gpu_buffer_size and first + lead >= num_batches:
-        assert set(routes.values()) <= {"gpu"}
-    if gpu_buffer_size and row:
-        assert taken == sorted(taken)
-        for start in range(len(taken) - row):  # no more than a row without a gap that the GPU can fill in a row
-            assert taken[start + row] >= taken[start] + row + min(1, gpu_buffer_size)
-
-
 @settings(max_examples=100)
 @given(cases(), cases(), st.randoms(use_true_random=False))
 def test_sizes_may_change_and_mini_batches_be_given_up_at_any_time(case, other, source):
@@ -143,40 +118,6 @@ def test_by_hand():
         ("train", 4, "flushing"),
         ("train", 5, "flushing"),
         ("train", 6, "flushing"),
-    ]
-
-
-def test_it_waits_for_a_late_worker_where_there_is_nothing_else_to_do():
-    buffer = ReorderBuffer(4, 1, 1, 2, lead=1)
-    assert buffer.claim() == 1
-    assert [buffer.next().kind for _ in range(3)] == ["batch", "train", "wait"]
-
-
-def test_while_a_worker_is_late_the_gpu_looks_further_ahead():
-    buffer = ReorderBuffer(20, 3, 2, 2, lead=0)
-    assert [buffer.claim(), buffer.claim()] == [0, 1]
-    kinds = [(step.kind, step.number, step.phase) for step in (buffer.next() for _ in range(2))]
-    assert kinds == [("batch", 2, "blocking"), ("wait", -1, "blocking")]  # no further than three from 0
-    buffer.ready(1)
-    assert buffer.next().kind == "wait"
-    buffer.ready(0)
-    kinds = [(step.kind, step.number) for step in (buffer.next() for _ in range(5))]
-    assert kinds == [("transfer", 0), ("transfer", 1), ("train", 0), ("train", 1), ("train", 2)]
-
-
-def test_a_plain_pipeline_keeps_two_on_the_device():
-    buffer = ReorderBuffer(5, 0, 4)
-    for _ in range(4):
-        buffer.ready(buffer.claim())
-    steps = [buffer.next() for _ in range(7)]
-    assert [(step.kind, step.number) for step in steps] == [
-        ("transfer", 0),
-        ("transfer", 1),
-        ("train", 0),
-        ("transfer", 2),
-        ("train", 1),
-        ("transfer", 3),
-        ("train", 2),
     ]
 
 

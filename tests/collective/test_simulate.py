@@ -31,10 +31,6 @@ def random_plan(source):
     )
 
 
-def trainings(simulation):
-    return [(item.batch, item.start) for item in simulation.timeline.intervals if item.stage == "model"]
-
-
 def test_agrees_with_a_simulation_by_events():
     """One written for the benchmark, with processes and a queue; no two things happen at the same moment."""
     source = random.Random(7)
@@ -98,41 +94,6 @@ def test_steps_cover_the_epoch(mode):
     assert [step.kind for step in simulation.steps].count("end") == 1
 
 
-def test_by_hand():
-    """gbs = cbs = 2, begun two ahead: two GPU batchings of 3, then two transfers while two are trained."""
-    times = stage_times(4, 3, 1, 2, 2)
-    simulation = simulate_dual_buffer(times, CollectivePlan("collective", 2, 2, lead=2), 4)
-    assert trainings(simulation) == [(0, 6), (1, 8), (2, 10), (3, 12)]
-    # Worker: 2 until 4, 3 until 8. Transfers: 6 to 9, and, asked for when 0 has been trained, 9 to 12.
-    transfers = [(item.batch, item.start, item.end) for item in simulation.timeline.intervals if item.stage == "dma"]
-    assert transfers == [(2, 6, 9), (3, 9, 12)]
-    assert [step.phase for step in simulation.steps] == ["filling"] * 2 + ["flushing"] * 7
-
-
-def test_gpu_batching_never_meets_a_transfer():
-    times = stage_times(1, 20, 2, 3, 1)
-    simulation = simulate_dual_buffer(times, CollectivePlan("collective", 2, 1, lead=3), 12)
-    spans = sorted((item.start, item.end) for item in simulation.timeline.intervals if item.resource == "PCIe")
-    assert {item.stage for item in simulation.timeline.intervals if item.resource == "PCIe"} >= {"dma", "uva"}
-    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-
-
-def test_a_plain_pipeline_transfers_while_it_trains():
-    """The CPU is fast; two transfers of 3, then one for each training of 7."""
-    times = stage_times(1, 3, 1, 1, 7)
-    simulation = simulate_dual_buffer(times, CollectivePlan("cpu", 1, 4), 5)
-    assert trainings(simulation) == [(0, 4), (1, 14), (2, 21), (3, 28), (4, 35)]
-
-
-def test_a_slow_worker_delays_nobody():
-    """Begun 22 ahead, a mini-batch of the CPU is ready in time; begun 2 ahead, all wait for it."""
-    times = stage_times(40, 1, 1, 0, 1)
-    plans = [CollectivePlan("collective", 4, 2, lead=lead) for lead in (2, 22)]
-    late, in_time = (simulate_dual_buffer(times, plan, 200) for plan in plans)
-    assert in_time.makespan < 200 * 2.1 < late.makespan / 2
-    assert in_time.on_cpu > 5
-
-
 def test_drawn_durations_depend_on_the_seed_alone():
     plan = CollectivePlan("collective", 10, 8)
     first, again, other = (simulate_dual_buffer(SPREAD, plan, 100, seed=seed) for seed in (1, 1, 2))
@@ -159,18 +120,6 @@ def test_drawn_durations_have_the_mean_and_spread_and_are_positive():
     assert max(dma) > 50
     assert {draw("uva", 3), draw("gpu_batching", 4)} == {0.0}
     assert {draw("model", number) for number in range(4000)} == {1.0}
-
-
-def test_without_spread_drawing_changes_nothing():
-    times = stage_times(9, 2, 3, 1, 4, 3)
-    plan = CollectivePlan("collective", 5, 3)
-    assert simulate_dual_buffer(times, plan, 50, seed=0).makespan == simulate_dual_buffer(times, plan, 50).makespan
-
-
-def test_transfers_may_take_no_time_and_gpu_batching_ages():
-    times = StageTimes(Duration(1), Duration(0), Duration(1e300), Duration(0), Duration(1))
-    assert simulate_dual_buffer(times, CollectivePlan("cpu", 1, 4), 10).makespan == 11
-    assert simulate_dual_buffer(times, CollectivePlan("gpu", 1, 0), 10).makespan == pytest.approx(1e301)
 
 
 def test_nonsense_is_refused():

@@ -43,30 +43,6 @@ def test_a_tenth_is_too_much(seconds, parts):
         assert planned[0][1] == f"planned anew, as an epoch took {seconds:.3g} s instead of 8"
 
 
-def test_what_was_measured_replaces_what_was_planned_for():
-    loader = loader_of()
-    planned = plans_of(loader)
-    for stage, count in (("model", 8), ("dma", 2)):  # of two there are too few
-        for _ in range(count):
-            loader.prefetcher.profiler.add(stage, 0.0, 0.9)
-    loader.prefetcher.last_epoch = 12.0, 10
-    loader.prefetcher.watch(PLAN, 10)
-    ((times, _),) = planned
-    assert times.model.mean == pytest.approx(0.9)
-    assert (times.dma, times.cpu_batching, times.cpu_workers) == (TIMES.dma, TIMES.cpu_batching, 2)
-
-
-def test_an_epoch_that_is_as_long_as_it_must_be_is_planned_once():
-    loader = loader_of()
-    planned = plans_of(loader)
-    for seconds, num_batches, count in ((12.0, 10, 1), (12.1, 10, 1), (24.0, 20, 1), (9.0, 10, 2)):
-        loader.prefetcher.last_epoch = seconds, num_batches
-        loader.prefetcher.watch(PLAN, num_batches)
-        assert len(planned) == count
-        again = CollectivePlan("collective", 2, 3, lead=4, num_batches=10, times=TIMES, epoch_s={"collective": 8.6})
-        loader.prefetcher.adopt(again)  # says the same
-
-
 @pytest.mark.parametrize(("plan", "seconds"), [(PLAN, 0.9), (CollectivePlan("collective", 2, 4), 8.0)])
 def test_short_epochs_and_plans_by_hand_are_none_to_go_by(plan, seconds):
     loader = loader_of(plan)

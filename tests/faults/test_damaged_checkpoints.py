@@ -87,13 +87,6 @@ def test_a_trainer_names_the_file(content, said, sound, tmp_path):
         trainer.fit(Node(), datamodule=DATA_MODULES["neighbor"](), ckpt_path=path, weights_only=True)
 
 
-def test_a_forbidden_type_is_torch_s_own_error(tmp_path):
-    path = tmp_path / "trusted.ckpt"
-    torch.save({"state_dict": {}, "path": tmp_path}, path)
-    refuses(Exception, "Weights only load failed", SafeCheckpointIO().load_checkpoint, path, weights_only=True)
-    assert SafeCheckpointIO().load_checkpoint(path, weights_only=False)["path"] == tmp_path
-
-
 def test_files_without_checksums_are_read_as_before(sound, tmp_path):
     checksums = get_crc32_options()
     set_crc32_options(False)

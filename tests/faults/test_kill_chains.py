@@ -13,7 +13,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
-from tests.campaigns import campaign
+from tests.campaigns import SLICES, campaign
 from tests.faults.chains import DATA_MODULES, HOOKS, At, Chain, Killed, Link, Node, interrupt, kill, same
 from tests.full_graph.launch import CONTEXT, run
 from tests.patience import NEVER, PATIENCE
@@ -42,8 +42,18 @@ def play(chain, whole, rng, act, last=None, hooks=HOOKS, kills=KILLS, steps=True
     compare(chain, whole, steps)
 
 
-@campaign
-@pytest.mark.parametrize("data", DATA_MODULES)
+def shared_out(*values, slices, first=0):
+    """Make a campaign of which each slice takes a part of the cases, with moments of its own."""
+    cases = [
+        (number, *case)
+        for number in range(SLICES)
+        for place, case in enumerate(zip(*values, strict=False))
+        if (place + number) % slices == first
+    ]
+    return lambda names: lambda test: pytest.mark.campaign(pytest.mark.parametrize(("number", *names), cases)(test))
+
+
+@shared_out(DATA_MODULES, slices=2)(("data",))
 def test_interrupted_by_signals(data, number, tmp_path):
     module = Link if "link" in data else Node
     options = {"max_epochs": 12 if data.startswith("full") else 5}
@@ -52,8 +62,7 @@ def test_interrupted_by_signals(data, number, tmp_path):
     play(chain, whole, rng, interrupt)
 
 
-@campaign
-@pytest.mark.parametrize(("data", "every"), zip(DATA_MODULES, itertools.cycle([1, 2]), strict=False))
+@shared_out(DATA_MODULES, itertools.cycle([1, 2]), slices=2, first=1)(("data", "every"))
 def test_killed_with_periodic_checkpoints(data, every, number, tmp_path):
     """Written wherever Lightning writes them: after a batch, also an epoch's last, and after a validation."""
     module = Link if "link" in data else Node
@@ -86,8 +95,7 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@campaign
-@pytest.mark.parametrize(("name", "plateau"), zip(OPTIONS, itertools.cycle(["epoch", "step", None]), strict=False))
+@shared_out(OPTIONS, itertools.cycle(["epoch", "step", None]), slices=4)(("name", "plateau"))
 def test_with_options_of_the_trainer(name, plateau, number, tmp_path):
     module = functools.partial(Node, plateau)
     rng = random.Random(f"options {name} {number}")
@@ -98,8 +106,7 @@ def test_with_options_of_the_trainer(name, plateau, number, tmp_path):
 
 
 @pytest.mark.slow
-@campaign
-@pytest.mark.parametrize(("name", "period"), zip(OPTIONS, itertools.cycle(PERIODS), strict=False))
+@shared_out(OPTIONS, itertools.cycle(PERIODS), slices=4, first=2)(("name", "period"))
 def test_killed_with_options_of_the_trainer(name, period, number, tmp_path):
     rng = random.Random(f"options {name} {number}")
     chain, whole = (Chain(tmp_path / kind, DATA_MODULES["neighbor"], **OPTIONS[name]) for kind in ("chain", "whole"))
@@ -116,11 +123,12 @@ def train_hybrid(rank, folder, data, options, act, number):
     play(chain, whole, rng, mine, {"every_n_train_steps": 2} if act is kill else None, steps=act is interrupt)
 
 
+HYBRID = [("neighbor", {}), ("neighbor", {"shares": [0.7, 0.3]}), ("own sampler", {})]
+
+
 @pytest.mark.slow
-@campaign
-@pytest.mark.parametrize("act", [interrupt, kill])
-@pytest.mark.parametrize(
-    ("data", "options"), [("neighbor", {}), ("neighbor", {"shares": [0.7, 0.3]}), ("own sampler", {})], ids=str
+@shared_out(*zip(*((*case, act) for act in (interrupt, kill) for case in HYBRID), strict=True), slices=4)(
+    ("data", "options", "act")
 )
 def test_hybrid_training(data, options, act, number, tmp_path):
     run(train_hybrid, 2, str(tmp_path), data, options, act, number)
@@ -130,15 +138,6 @@ def test_hybrid_training(data, options, act, number, tmp_path):
 @pytest.mark.parametrize("act", [interrupt, kill])
 def test_hybrid_training_of_a_lone_trainer(act, number, tmp_path):
     train_hybrid(0, str(tmp_path), "neighbor", {"cpu_trainers": 1}, act, number)
-
-
-@campaign
-@pytest.mark.parametrize("act", [interrupt, kill])
-def test_full_graph_training_on_one_device(act, number, tmp_path):
-    rng = random.Random(f"ascend_hybrid {act.__name__} {number}")
-    data, strategy = DATA_MODULES["full"], AscendHybridParallelStrategy
-    chain, whole = (Chain(tmp_path / name, data, strategy=strategy, max_epochs=12) for name in ("chain", "whole"))
-    play(chain, whole, rng, act, {"every_n_train_steps": 1} if act is kill else None, steps=act is interrupt)
 
 
 def train_on_ranks(rank, folder, act):
@@ -242,16 +241,6 @@ def test_saved_by_a_user_s_own_callback(hook, count, options, tmp_path):
     chain.checkpoint = path
     assert chain.run()
     compare(chain, whole, steps=False)
-
-
-def test_two_interruptions_at_the_last_batch_of_an_epoch_train_nothing_more(tmp_path):
-    options = {"max_epochs": 2, "limit_train_batches": 4}
-    chain, whole = (Chain(tmp_path / name, DATA_MODULES["neighbor"], **options) for name in ("chain", "whole"))
-    for _ in range(2):
-        assert not chain.run(At("on_train_batch_end", 4, interrupt))
-    assert chain.run()
-    assert chain.steps.count == 8
-    compare(chain, whole)
 
 
 def test_a_run_that_was_about_to_stop_early_stops(tmp_path):

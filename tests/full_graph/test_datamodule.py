@@ -42,14 +42,6 @@ def test_the_graph_is_the_batch():
     assert data.edge_index is edge_index  # the user's data stays as it is
 
 
-def test_without_compression_the_data_is_the_batch():
-    data = small_data()
-    whole = FullGraphDataModule(data, compress=False)
-    assert whole.graph is None
-    for loader in (whole.train_dataloader(), whole.val_dataloader(), whole.test_dataloader()):
-        assert [batch is data for batch in loader] == [True]
-
-
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_stored_topology_becomes_an_edge_index(compress):
     data = small_data()
@@ -86,35 +78,6 @@ def test_a_model_of_pygs_own_needs_the_tensor():
     with pytest.raises(TypeError, match=r"convs\.0 .*GINConv.*datamodule\.compress=false"):
         trainer().fit(own, FullGraphDataModule(small_data()))
     trainer().fit(own, FullGraphDataModule(small_data(), compress=False))
-
-
-class OwnModule(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = pyg.GIN(12, 16, 1, 4)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch.x, batch.edge_index).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def test_a_module_of_ones_own_is_told_before_training():
-    run = trainer(limit_val_batches=0)
-    with pytest.raises(TypeError, match=r"GINConv.*compress=False"):
-        run.fit(OwnModule(), FullGraphDataModule(small_data()))
-    assert run.global_step == 0
-    run.fit(OwnModule(), FullGraphDataModule(small_data(), compress=False))
-
-
-def test_a_model_of_pygs_own_is_evaluated_on_the_tensor():
-    own = NodeClassifier(pyg.GIN(12, 16, 2, 4), num_classes=4)
-    scores = [
-        trainer().test(own, FullGraphDataModule(small_data(), **kwargs), verbose=False)[0]
-        for kwargs in ({"compress": False}, {"inference": "full"})
-    ]
-    assert scores[0] == scores[1]
 
 
 @pytest.mark.parametrize(("limit", "moved"), [(0, {"y", "val_mask"}), (1e9, {"y", "val_mask", "x", "edge_index"})])
@@ -177,12 +140,6 @@ def test_bad_options_are_named(kwargs, message):
         FullGraphDataModule(small_data(), **kwargs)
 
 
-def test_graphs_leave_no_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path))
-    FullGraphDataModule(small_data())
-    assert list(tmp_path.iterdir()) == []
-
-
 def sampled(inference="full", **kwargs):
     options = {"num_neighbors": [4, 4], "batch_size": 32, "num_workers": 0, "inference": inference, **kwargs}
     return NeighborDataModule(small_data(), **options)
@@ -220,17 +177,6 @@ def test_predictions_line_up_with_those_of_sampled_batches(tmp_path, nodes, limi
     ]
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-5)
     assert len(rows[1]) == (400 if nodes is None else 4 if len(nodes) == 4 else 134)
-
-
-def test_splits_by_ids_and_sampled_data_without_edge_index():
-    data = small_data()
-    ids = data.val_mask.nonzero().view(-1).flip(0)
-    stored = Data(x=data.x, y=data.y, train_mask=data.train_mask, graph=CSCGraph.from_data(data), val_idx=ids)
-    whole = NeighborDataModule(stored, input_val_nodes=ids, num_neighbors=[2, 2], inference="full")
-    (batch,) = whole.val_dataloader()
-    assert torch.equal(batch.val_mask, data.val_mask)
-    assert "graph" not in batch
-    assert whole.test_dataloader is None
 
 
 def test_a_full_graph_may_be_evaluated_from_files(tmp_path, monkeypatch):
@@ -291,8 +237,3 @@ def test_links_by_exact_inference():
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-3, atol=1e-4)
     with pytest.raises(ValueError, match="draws no negative edges; give input_val_edges of both kinds"):
         link_data("full", input_val_labels=None).val_dataloader()
-
-
-def test_an_empty_split_is_named():
-    with pytest.raises(ValueError, match="the predict split is empty"):
-        sampled(input_pred_nodes=torch.zeros(400, dtype=torch.bool)).predict_dataloader()

@@ -5,14 +5,10 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lightning_gnn.full_graph.exchange import Exchange
 from lightning_gnn.full_graph.plan import share_rows
-from lightning_gnn.full_graph.shard import RowShard, head_blocks
+from lightning_gnn.full_graph.shard import RowShard
 from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.hybrid_plan import slice_columns
 from lightning_gnn.nn import GCNConv
 from lightning_gnn.ops.aggregate import definition
 from lightning_gnn.ops.aggregate.definition import aggregate
@@ -225,49 +221,3 @@ def test_constant_weights_are_normalised_and_permuted_once():
         for first in range(0, len(found), 3):
             assert found[first]
             assert found[first + 1 : first + 3] == [{}, {}]
-
-
-@pytest.mark.slow
-def test_spread_and_collect_are_adjoint():
-    """<spread(x), y> summed over the ranks is <x, collect(y)> summed over the ranks."""
-    for values in run(dot_products, 6, 6):
-        for spread, collected in values:
-            assert abs(spread - collected) < 1e-9 * max(1.0, abs(spread))
-
-
-def dot_products(rank, num_ranks):
-    dist.init_process_group("gloo")
-    out = []
-    generator = torch.Generator().manual_seed(9)
-    for groups in divisors(num_ranks):
-        members = num_ranks // groups
-        owners = share_rows(31, num_ranks, {})
-        rows = owners.rows(rank)
-        # Sets may overlap or miss rows, and slices may overlap.
-        sets = [torch.rand(31, generator=generator) < 0.6 for _ in range(members)]
-        own = [chosen[rows].nonzero().view(-1) for chosen in sets]
-        mine = sets[rank // groups]
-        counts = [int(mine[owners.rows(other)].sum()) for other in range(num_ranks)]
-        for slices in (slice_columns(11, groups), ((0, 11),) * groups):
-            exchange = Exchange(rank, slices, own, counts, rows.numel())
-            x = torch.randn(31, 11, dtype=torch.float64, generator=generator)[rows]
-            start, stop = slices[rank % groups]
-            y = torch.randn(sum(counts), stop - start, dtype=torch.float64)
-            both = torch.stack([(exchange.spread(x) * y).sum(), (x * exchange.collect(y)).sum()])
-            dist.all_reduce(both)
-            out.append(both.tolist())
-            assert exchange.spread(x.bfloat16()).dtype == torch.bfloat16
-    return out
-
-
-@given(start=st.integers(0, 40), size=st.integers(0, 40), channels=st.integers(1, 12))
-def test_head_blocks_cover_a_slice_in_order(start, size, channels):
-    blocks = head_blocks(start, start + size, channels)
-    columns = []
-    for first, last, width in blocks:
-        assert last > first
-        assert width == channels or last == first + 1
-        begin = max(start, first * channels)
-        columns += range(begin, begin + (last - first) * width)
-    assert columns == list(range(start, start + size))
-    assert len(blocks) <= 3

@@ -15,7 +15,7 @@ import torch
 
 from lightning_gnn import NeighborDataModule
 from lightning_gnn.graph import CSCGraph, FeatureTable
-from lightning_gnn.graph.arrays import create_array, expect_scattered_reads, load_array, read_in_order, save_arrays
+from lightning_gnn.graph.arrays import create_array, load_array, save_arrays
 from lightning_gnn.graph.folder import load_folder
 from tests.refusals import refuses
 
@@ -62,29 +62,6 @@ def test_a_folder_with_features_larger_than_memory(huge):
     assert next(iter(batches)).x.shape == (2, WIDTH)
 
 
-def flags(tensor):
-    """What the system notes of the mapping in which a tensor lies."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return set(line.split()[1:])
-    raise AssertionError("no such mapping")
-
-
-@on_linux
-def test_no_read_ahead_around_the_rows_of_a_table_larger_than_memory(huge, tmp_path):
-    table = FeatureTable.load(huge[0])
-    assert "rr" in flags(table.values)  # random reads
-    with read_in_order(table.values):
-        assert "rr" not in flags(table.values)
-    assert "rr" in flags(table.values)
-    save_arrays(tmp_path, {"small": torch.zeros(5, 3)})
-    assert "rr" not in flags(FeatureTable.load(tmp_path / "small.npy").values)
-    assert expect_scattered_reads(torch.zeros(3)).tolist() == [0, 0, 0]
-
-
 @contextmanager
 def limited(kind, more):
     """Let this process take only so many bytes more of something."""
@@ -101,18 +78,6 @@ def limited(kind, more):
         yield
     finally:
         resource.setrlimit(which, before)
-
-
-@on_linux
-def test_where_mappings_count_as_memory_a_large_one_is_read_only(tmp_path):
-    rows = sparse_table(tmp_path / "x.npy", 2 << 30)
-    with limited("RLIMIT_DATA", 1 << 30), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        table = FeatureTable.load(tmp_path / "x.npy")
-    (warning,) = said  # and torch says nothing of its own
-    assert "x.npy is mapped read-only" in str(warning.message)
-    assert "ulimit -d" in str(warning.message)
-    assert table.gather(torch.tensor([rows - 1])).abs().sum() == 0
 
 
 @on_linux
@@ -228,14 +193,3 @@ def test_making_a_file_again_leaves_the_mapped_one_alone(tmp_path):
     create_array(tmp_path / "a.npy", "float32", (3,))[:] = 2
     assert held.tolist() == [1, 1, 1]
     assert load_array(tmp_path / "a.npy").tolist() == [2, 2, 2]
-
-
-def test_a_table_says_where_it_went(tmp_path):
-    table = FeatureTable(torch.rand(3, 2)).quantized()
-    path = table.save(tmp_path / "deeper" / "features")
-    assert path == tmp_path / "deeper" / "features.npy"
-    loaded = FeatureTable.load(path)
-    assert torch.equal(loaded.values, table.values)
-    assert torch.equal(loaded.scales, table.scales)
-    np.save(tmp_path / "deeper" / "features.scales.npy", np.ones(2, np.float32))
-    refuses(ValueError, r"features\.npy: scales must have the shape \[3\]", FeatureTable.load, path)

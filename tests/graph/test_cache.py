@@ -13,7 +13,6 @@ from lightning_gnn.graph.cache import (
     Cacheable,
     CacheOrder,
     RowCache,
-    hottest,
     hottest_of_types,
     row_cost,
 )
@@ -91,16 +90,6 @@ def counts(*numbers):
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def test_ties_go_to_earlier_kinds_and_lower_ids():
-    same, size = np.ones(3, np.int64), np.full(3, 8)
-    choice = CacheOrder([Cacheable(same, size, 1.0, 0), Cacheable(same, size, 1.0, 0)]).best(4 * 8)
-    assert [nodes.tolist() for nodes in choice.nodes] == [[0, 1, 2], [0]]
-    # A lookup table counts, and an entry that was never read is not kept, however large the budget.
-    one = CacheOrder([Cacheable(np.array([0, 5, 0]), size, 1.0, 12)])
-    assert [one.best(budget).nbytes for budget in (19, 20, 10**9)] == [[0], [20], [20]]
-    assert row_cost(80) == 96  # three sectors of 32 bytes
-
-
 @given(st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=3), st.integers(0, 16))
 def test_the_hottest_of_all_types(scores, count):
     chosen = hottest_of_types({number: counts(*part) for number, part in enumerate(scores)}, count)
@@ -108,12 +97,6 @@ def test_the_hottest_of_all_types(scores, count):
     assert sorted((name, node) for name, nodes in chosen.items() for node in nodes.tolist()) == sorted(
         entry[1:] for entry in order[:count]
     )
-
-
-def test_hottest_nodes():
-    assert hottest(counts(3, 9, 3, 9, 1), 3).tolist() == [1, 3, 0]
-    assert hottest(counts(3, 9), 5).tolist() == [1, 0]
-    assert hottest(counts(3, 9), 0).tolist() == []
 
 
 @given(graphs(), st.integers(0, 2**32))
@@ -188,9 +171,3 @@ def test_from_counts_to_caches_within_the_budget():
         assert hits > 1.2 * lists.cached_indices.numel() / graph.num_edges
         n_id = torch.randint(2000, (500,))
         assert torch.equal(rows.gather(n_id), table.gather(n_id))
-
-
-def test_degrees():
-    graph = CSCGraph.from_edge_index(torch.tensor([[0, 0, 0, 2], [1, 2, 2, 1]]), 4)
-    assert graph.in_degrees.tolist() == [0, 2, 2, 0]
-    assert graph.out_degrees.tolist() == [3, 0, 1, 0]

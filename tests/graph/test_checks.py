@@ -1,8 +1,6 @@
 import math
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
@@ -10,7 +8,7 @@ from torch_geometric.data import Data, HeteroData
 from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
-from lightning_gnn.graph.checks import check_edge_data, check_edges, check_labels, check_node_data, check_nodes
+from lightning_gnn.graph.checks import check_edge_data, check_edges, check_node_data, check_nodes
 from lightning_gnn.graph.features import check_finite_rows
 from tests.batching_data import small_data
 from tests.refusals import refuses
@@ -31,16 +29,6 @@ def test_no_value_that_is_not_finite_is_missed(dtype, bad):
         values[row, row % 3] = bad
         with pytest.raises(ValueError, match=rf"x holds NaN or infinity in 1 of 11 rows \(node {row}\)"):
             check_finite_rows(values, block=4)
-
-
-def test_the_rows_are_counted_and_the_first_are_named():
-    values = torch.zeros(100)
-    values[[3, 17, 40, 41, 62, 99]] = math.nan
-    with pytest.raises(ValueError, match=r"e holds NaN or infinity in 6 of 100 rows \(edges 3, 17, 40, 41, 62, …\)"):
-        check_finite_rows(values, "e", kind="edge", block=10)
-    check_finite_rows(torch.empty(0, 3))
-    check_finite_rows(torch.empty(3, 0))
-    check_finite_rows(torch.nn.Parameter(torch.ones(3, 2)))
 
 
 @pytest.mark.parametrize("key", ["x", "edge_attr", "edge_weight"])
@@ -71,38 +59,6 @@ def test_large_mapped_tables_are_left_out_with_a_note(monkeypatch, tmp_path):
     assert notes == ["data.x is memory-mapped and takes 0.0 GiB: it is not searched for NaN and infinity"]
     monkeypatch.setattr("lightning_gnn.graph.checks._MAPPED", data.x.nbytes)
     refuses(ValueError, r"data\.x holds NaN", check_node_data, data, check_features=True)
-
-
-def test_without_a_list_of_mappings_the_size_decides(monkeypatch):
-    data = small_data()
-    data.x[7] = math.nan
-    monkeypatch.setattr("lightning_gnn.graph.checks._MAPPED", 0)
-    monkeypatch.setattr("lightning_gnn.graph.checks.Path", lambda name: Path("/nowhere"))
-    refuses(ValueError, r"data\.x holds NaN", check_node_data, data, check_features=True)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": data.edge_weight.nbytes})())
-    check_node_data(data, check_features=True)
-
-
-def test_labels_count_at_the_seeds_alone():
-    data = Data(y=torch.tensor([1.0, math.nan, 2.0, math.nan]))
-    check_labels(data, MASK, "data.train_mask")
-    check_labels(data, torch.tensor([0]), "n")
-    with pytest.raises(ValueError, match=r"data.y at n holds NaN or infinity in 1 of 2 rows \(node 3\); leave these"):
-        check_labels(data, torch.tensor([0, 3]), "n")
-    refuses(ValueError, r"2 of 2 rows \(nodes 1, 3\)", check_labels, data, ~MASK, "n")
-    check_labels(Data(), MASK, "n")
-    check_labels(Data(y=torch.tensor([0, -1, 0, -1])), ~MASK, "n")
-
-
-def test_nodes_in_any_form():
-    assert check_nodes(MASK.view(4, 1), 4, "n").tolist() == MASK.tolist()
-    assert check_nodes(MASK.numpy(), 4, "n").tolist() == MASK.tolist()
-    for nodes in ([2, 0], (2, 0), np.array([2, 0]), torch.tensor([2, 0], dtype=torch.int32), range(2, -1, -2)):
-        found = check_nodes(nodes, 4, "n")
-        assert found.tolist() == [2, 0]
-        assert found.dtype == torch.int64
-    assert check_nodes([], 4, "n").tolist() == []
-    assert check_nodes([0, 1], 2, "n").tolist() == [0, 1]
 
 
 NO_MASK = r"n is torch.uint8, but a mask must be torch.bool; use n.bool\(\)"

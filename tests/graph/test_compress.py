@@ -1,7 +1,6 @@
 import itertools
 import logging
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from lightning_gnn.graph import CompressedGraph, CSCGraph
-from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.graph.synthetic import planted_power_law
 from tests.strategies import edge_indices
 
@@ -94,26 +92,6 @@ def test_gcn_norm_is_differentiable_and_kept_without_weights():
     assert graph.gcn_weight(dtype=torch.float64).dtype == torch.float64
 
 
-def test_what_validation_derives_first_can_be_trained_with():
-    graph = CompressedGraph.from_edge_index(torch.tensor([[0, 1, 2], [1, 2, 2]]), 3)
-    with torch.inference_mode():
-        weight = graph.gcn_weight()
-    scale = torch.ones(5, requires_grad=True)
-    (weight * scale).sum().backward()
-    assert torch.equal(scale.grad, weight)
-
-
-def test_added_self_loops_get_the_fill_value():
-    graph = CompressedGraph.from_edge_index(torch.tensor([[0, 1, 1], [1, 1, 0]]), 3).with_self_loops()
-    values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], requires_grad=True)
-    out = graph.edge_order(values, fill=9.0)
-    loops = graph.forward.entry_rows() == graph.forward.indices
-    assert out[loops].tolist() == [[9.0, 9.0]] * 3
-    out.sum().backward()
-    assert values.grad.tolist() == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
-    assert torch.equal(graph.to_edge_index(), torch.tensor([[0, 1, 0, 1, 2], [1, 0, 0, 1, 2]]))
-
-
 @settings(deadline=None)
 @given(drawn=edge_indices(), extra=st.integers(0, 9))
 def test_bipartite_graphs(drawn, extra):
@@ -147,13 +125,6 @@ def test_arrays_are_shared_with_the_topology_and_the_transpose_is_made_when_aske
     assert graph.num_bytes == topology.num_bytes
     graph.backward.degrees()
     assert graph.num_bytes == topology.num_bytes + 51 * 8 + 400 * (4 + 4)
-
-
-def test_other_graphs_have_another_checksum():
-    edge_index = torch.randint(40, (2, 300), generator=torch.Generator().manual_seed(0))
-    graphs = [CompressedGraph.from_edge_index(edges, 40) for edges in (edge_index, edge_index, edge_index.flip(1))]
-    first, again, other = (graph.checksum() for graph in graphs)
-    assert first == again != other
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -198,25 +169,6 @@ def test_it_rides_in_a_pyg_data():
     assert moved.gcn_weight().is_meta
     assert moved.with_self_loops().device.type == "meta"
     assert graph.device.type == "cpu"
-
-
-def test_new_settings_share_all_tensors():
-    graph = CompressedGraph.from_edge_index(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3)
-    weight, looped = graph.gcn_weight(), graph.with_self_loops()
-    changed = graph.replace_settings(PlanSettings(num_workers=2))
-    assert changed.settings.num_workers == 2
-    assert changed.with_self_loops().settings.num_workers == 2
-    assert changed.forward is graph.forward
-    assert changed.backward is graph.backward
-    assert changed.with_self_loops().forward is looped.forward
-    assert changed.gcn_weight() is weight
-    assert graph.settings.num_workers is None
-
-
-def test_a_graph_made_by_hand_counts_its_edges():
-    graph = CompressedGraph.from_edge_index(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3)
-    by_hand = CompressedGraph(replace(graph.forward))
-    assert by_hand.num_user_edges == 3
 
 
 def test_a_graph_made_in_inference_mode_can_be_trained_on():
@@ -314,15 +266,6 @@ def test_chunks_of_equally_many_vertices(drawn, num_chunks, order):
     sizes = chunks.row_ptr.diff()
     assert chunks.rows.numel() == num_nodes
     assert sizes.max() - sizes.min() <= 1
-
-
-@settings(deadline=None)
-@given(drawn=edge_indices(max_edges=300), vertices=st.integers(3, 16), num_chunks=st.sampled_from(["auto", 2]))
-def test_a_chunk_takes_half_the_local_memory(drawn, vertices, num_chunks):
-    num_nodes, edge_index = drawn
-    size = {"local_bytes": 2 * vertices * 16 * 2, "num_columns_hint": 16, "element_size": 2}
-    chunks = CompressedGraph.from_edge_index(edge_index, num_nodes).chunked(num_chunks, **size).chunks
-    assert (chunks.row_ptr.diff() + chunks.column_ptr.diff()).max() <= vertices
 
 
 def test_a_hub_is_split_and_few_chunks_do_for_a_small_graph():

@@ -150,25 +150,6 @@ def test_a_published_edge_list_without_features(tmp_path, ending):
     assert float(found.x.std()) > 0.1
 
 
-def test_lists_are_features_and_numbers_labels(tmp_path):
-    nodes = tmp_path / "nodes.parquet"
-    rows = "(VALUES ([1, 2], true, 0.5), ([3, 4], NULL, NULL), ([5, 6], false, 2)) AS t(vector, flag, label)"
-    duckdb.sql(f"COPY (SELECT vector::FLOAT[2] AS fixed, vector, flag, label FROM {rows}) TO '{nodes}'")
-    source = write(tmp_path / "edges.csv", ["src", "dst"], [(0, 2)])
-    convert_tables(source, tmp_path / "graph", nodes)
-    found = load_folder(tmp_path / "graph", labels="numbers")
-    assert found.x.tolist() == [[1, 2, 1, 2, 1], [3, 4, 3, 4, 0], [5, 6, 5, 6, 0]]
-    assert found.y[0] == 0.5
-    assert found.y[1].isnan()
-
-
-def test_several_files_are_one_table(tmp_path):
-    write(tmp_path / "part-1.csv", ["source", "target"], [(0, 1)])
-    write(tmp_path / "part-2.csv", ["source", "target"], [(1, 0), (1, 1)])
-    convert_tables(tmp_path / "part-*.csv", tmp_path / "graph", random_features=2)
-    same_topology(load_folder(tmp_path / "graph").graph, torch.tensor([[0, 1, 1], [1, 0, 1]]), 2)
-
-
 @pytest.fixture
 def tables(tmp_path):
     edges = torch.randint(50, (300, 2), generator=torch.Generator().manual_seed(0)).tolist()
@@ -236,43 +217,6 @@ def test_columns_are_known_in_whatever_case_and_masks_are_splits(tmp_path):
     assert found.train_mask.tolist() == [True, False, False]
     assert found.val_mask.tolist() == [False, True, False]
     same_topology(found.graph, torch.tensor([[1, 0], [0, 2]]), 3)
-
-
-def test_rows_that_look_unlike_the_first_ones(tmp_path):
-    """DuckDB guesses from the first 20,480 rows of a CSV file."""
-    ids = [*range(25_000), 'x "y" z', "a,b"]
-    for first in (0, "n0"):  # numbers, and texts without quotes
-        ids[0] = first
-        nodes = write(tmp_path / "nodes.csv", ["id", "f"], [(id_, n) for n, id_ in enumerate(ids)])
-        source = write(tmp_path / "edges.csv", ["source", "target"], [(ids[-2], ids[-1]), (first, ids[-2])])
-        convert_tables(source, tmp_path / f"graph {first}", nodes)
-        found = load_folder(tmp_path / f"graph {first}")
-        same_topology(found.graph, torch.tensor([[25_000, 0], [25_001, 25_000]]), 25_002)
-    source = write(
-        tmp_path / "alone.csv", ["source", "target"], [*((f"n{n}", "n0") for n in range(25_000)), ('"', "n")]
-    )
-    convert_tables(source, tmp_path / "alone", random_features=1)
-    kept = duckdb.sql(f"SELECT id FROM '{tmp_path}/alone/id.parquet' ORDER BY number").fetchall()
-    assert kept[0] == ('"',)
-
-
-def test_ids_that_are_numbers_here_and_texts_there(tmp_path):
-    whom = write(tmp_path / "a.csv", ["source", "target"], [(1, 10), (2, 10)])
-    named = write(tmp_path / "b.csv", ["source", "target"], [("x", 10), ("1", 11)])
-    convert_tables({"a__r__b": whom, "a__s__b": named}, tmp_path / "graph")
-    found = load_folder(tmp_path / "graph")
-    assert found["a", "r", "b"].graph.indices.tolist() == [0, 1]
-    assert found["a", "s", "b"].graph.indices.tolist() == [2, 0]
-
-
-def test_lists_of_parquet(tmp_path):
-    source = write(tmp_path / "edges.csv", ["source", "target"], [(0, 1)])
-    rows = "([1.25, NULL], [1], 7::UTINYINT, {'n': 1}, [[1]]), ([2, 3], [NULL], NULL, NULL, NULL)"
-    nodes = stored(tmp_path / "nodes.parquet", f"{rows}) t(a, b, c, d, e)")
-    told = []
-    convert_tables(source, tmp_path / "graph", nodes, say=told.append)
-    assert load_folder(tmp_path / "graph").x.tolist() == [[1.25, 0, 1, 7], [2, 3, 0, 0]]
-    assert "left out, as they are no numbers: d, e" in told
 
 
 def given(folder, name, text):
@@ -403,14 +347,6 @@ def test_a_killed_conversion_goes_on(tmp_path, tables, step):
     assert told[0] == "going on with what an earlier run has left"
     assert tree(tmp_path / "graph") == tree(tmp_path / "whole")
     assert not (tmp_path / "graph.partial").exists()
-
-
-def test_what_is_left_of_a_conversion_of_an_existing_folder_is_named(tmp_path, tables):
-    source, nodes = tables
-    convert_tables(source, tmp_path / "graph", nodes)
-    (tmp_path / "graph.partial").mkdir()
-    said = r"graph exists already \(.*graph\.partial, which is left of its conversion"
-    refuses(FileExistsError, said, convert_tables, source, tmp_path / "graph", nodes)
 
 
 def test_a_full_disk_says_so(tmp_path, tables, monkeypatch):

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,16 +19,6 @@ def test_edges_are_sorted_stably_and_come_back_in_the_users_order(graph):
     assert torch.equal(csc.indices.long(), edge_index[0, order])
     ids = torch.arange(edge_index.size(1)) if csc.edge_ids is None else csc.edge_ids.long()
     assert torch.equal(ids, order)
-
-
-@given(edge_indices())
-def test_csr_is_transposed(graph):
-    num_nodes, edge_index = graph
-    order = torch.sort(edge_index[0], stable=True).indices
-    rowptr = torch.zeros(num_nodes + 1, dtype=torch.int64)
-    rowptr[1:] = torch.bincount(edge_index[0], minlength=num_nodes).cumsum(0)
-    csc = CSCGraph.from_csr(rowptr, edge_index[1, order])
-    assert torch.equal(csc.to_edge_index(), edge_index[:, order])
 
 
 @given(edge_indices(), st.booleans())
@@ -104,8 +93,3 @@ def test_an_adj_t_of_another_layout_is_named(layout):
 def test_bad_csc_is_named(indptr, indices, message):
     with pytest.raises(ValueError, match=message):
         CSCGraph.from_csc(torch.tensor(indptr, dtype=torch.int64), torch.tensor(indices, dtype=torch.int64))
-
-
-def test_no_topology_is_an_error():
-    refuses(ValueError, "no topology", CSCGraph.from_data, Data(x=torch.ones(3, 2)))
-    refuses(TypeError, "homogeneous", CSCGraph.from_data, np.zeros(3))

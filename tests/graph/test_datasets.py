@@ -15,13 +15,10 @@ import scipy.sparse
 import torch
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.datasets import OGB_MAG, Coauthor, Flickr, Planetoid, Reddit, Yelp
-from torch_geometric.utils import to_undirected
 
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.graph import datasets
 from lightning_gnn.graph.datasets import coauthor, convert_papers100m, flickr, ogb_mag, ogbn, planetoid, reddit, yelp
-from lightning_gnn.graph.folder import load_folder
-from tests.cli.command import lgnn, weights_of
 from tests.graph.published import (
     PICKLED,
     SHARED,
@@ -106,15 +103,6 @@ def test_a_read_only_root_is_read_where_it_is_processed_and_else_to_be_copied(tm
     assert listing(root) == before
     (root / "Cora").chmod(0o755)
     assert_same(cora(shutil.copytree(root, tmp_path / "copy")), first)
-
-
-def test_locks_lie_with_all_that_is_cached(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "chosen"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    write_cora(tmp_path)
-    cora(tmp_path)
-    assert not (tmp_path / "elsewhere").exists()
-    assert [path.name for path in (tmp_path / "chosen").iterdir()] == ["locks"]
 
 
 def write_processed(root):
@@ -342,13 +330,6 @@ def test_ogb_mag(mag, monkeypatch):
     assert ogb_mag(mag).num_nodes == data.num_nodes
 
 
-def test_ogb_mag_with_features_of_all_types(mag):
-    (mag / "mag" / "raw" / "mag_transe_emb.pt").write_bytes(b"")
-    ogb_mag(mag)
-    assert all("x" in store for store in ogb_mag(mag, preprocess="TransE").node_stores)
-    assert sorted(path.name for path in (mag / "mag" / "processed").glob("data*.pt")) == ["data.pt", "data_transe.pt"]
-
-
 def test_ogb_mag_mistakes(mag, monkeypatch):
     raw, path = mag / "mag" / "raw", mag / "mag" / "raw" / MAG_FILES[1]
     whole = path.read_bytes()
@@ -367,17 +348,6 @@ def test_ogb_mag_mistakes(mag, monkeypatch):
     monkeypatch.setattr(FakeMAG, "process", process)
     monkeypatch.setitem(sys.modules, "pandas", None)
     refuses(ImportError, r"FakeMAG needs another package \(.*\): pip install pandas", ogb_mag, mag)
-
-
-def test_ogb_mag_trains_from_the_command_line(mag, tmp_path):
-    base = [
-        "data=ogb_mag", f"data.root={mag}", "model=rgcn", "model.hidden_channels=8", "model.num_layers=2",
-        "torch_threads=1", "task.embeddings=4", "datamodule.num_neighbors=[3,3]", "datamodule.batch_size=16",
-        "datamodule.num_workers=0", "trainer.max_epochs=1", "trainer.enable_progress_bar=false",
-    ]  # fmt: skip
-    assert lgnn(tmp_path / "out", base=base) == 0
-    weights = weights_of(tmp_path / "out/checkpoints/best.ckpt")
-    assert weights["embeddings.tables.institution.weight"].shape == (4, 4)
 
 
 def write_papers(root, num_nodes=300, num_edges=2000, ids=None, **changes):
@@ -432,18 +402,6 @@ def test_papers100m(tmp_path):
     assert ogbn(tmp_path, "ogbn-papers100M").num_nodes == expected.num_nodes
 
 
-def test_papers100m_in_both_directions(tmp_path):
-    source, expected = write_papers(tmp_path)
-    data = ogbn(tmp_path, "ogbn-papers100M", undirected=True)
-    assert sorted(path.name for path in source.iterdir()) == ["npy_undirected", "raw", "split"]
-    assert torch.equal(data.x, expected.x)
-    assert torch.equal(data.y, expected.y)
-    for split in ("train", "val", "test"):
-        assert torch.equal(data[f"{split}_mask"].nonzero()[:, 0], expected[f"{split}_idx"].sort().values)
-    edge_index = to_undirected(expected.edge_index, num_nodes=expected.num_nodes)
-    assert torch.equal(data.graph.to_edge_index(), edge_index.flip(0))  # which is sorted by its first row
-
-
 def test_papers100m_missing_and_truncated_files(tmp_path):
     said = r"lacks raw/data\.npz, .*papers100M-bin\.zip .*unpack it"
     refuses(FileNotFoundError, said, ogbn, tmp_path, "ogbn-papers100M")
@@ -472,12 +430,3 @@ def test_papers100m_wrong_arrays(tmp_path, changes, message):
     with pytest.raises(ValueError, match=rf"ogbn_papers100M cannot be converted: .*{message}"):
         convert_papers100m(source, tmp_path / "npy")
     assert not list(tmp_path.glob("npy*"))
-
-
-def test_papers100m_refuses_to_overwrite(tmp_path, monkeypatch):
-    source, _ = write_papers(tmp_path)
-    convert_papers100m(source, tmp_path / "npy")
-    assert load_folder(tmp_path / "npy").num_nodes == 300
-    refuses(FileExistsError, "remove it first", convert_papers100m, source, tmp_path / "npy")
-    monkeypatch.setattr(datasets, "is_writable", lambda folder: False)
-    refuses(FileNotFoundError, "read-only", convert_papers100m, source, tmp_path / "other")

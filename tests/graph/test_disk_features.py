@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,23 +34,6 @@ def table_on_disk(path, slots):
 
 def saved(x, path):
     return FeatureTable(x).save(path)
-
-
-def allocated(table):
-    """Return the sizes of all arrays that hang on a table."""
-    seen, found, left = set(), [], [table]
-    while left:
-        one = left.pop()
-        if id(one) in seen or isinstance(one, type | str):
-            continue
-        seen.add(id(one))
-        if isinstance(one, np.ndarray):
-            found.append(one.nbytes)
-        elif hasattr(one, "__dict__"):
-            left += vars(one).values()
-        elif isinstance(one, list | tuple):
-            left += one
-    return found
 
 
 def numbers(rows, columns, dtype=torch.float32, seed=0):
@@ -102,36 +84,6 @@ def test_more_reads_than_a_queue_holds(tmp_path, columns):
     for step in (11, 2, 1):  # the second time some are there
         n_id = torch.randperm(x.size(0), generator=torch.Generator().manual_seed(step))[::step]
         assert torch.equal(table.gather(n_id), x[n_id])
-
-
-def queue_or_skip():
-    try:
-        return read_queue.ReadQueue()
-    except OSError as error:
-        pytest.skip(str(error))
-
-
-def test_a_queue_tells_what_came_of_each_read(tmp_path):
-    queue = queue_or_skip()
-    content = np.arange(4 * BLOCK_BYTES // 8, dtype=np.int64).view(np.uint8)
-    (tmp_path / "x").write_bytes(content.tobytes() + b"the end")
-    descriptor = os.open(tmp_path / "x", os.O_RDONLY)
-    into = np.zeros((4, BLOCK_BYTES), np.uint8)
-    for number, (file, block) in enumerate([(descriptor, 1), (descriptor, 4), (descriptor, 9), (9999, 0)]):
-        address = into[number].ctypes.data
-        read_queue.ask(queue.reads, number, file, address, BLOCK_BYTES, block * BLOCK_BYTES)
-    # The kernel refuses the last one, and those before it are under way.
-    assert read_queue.submit(queue.state, queue.reads, queue.got, 0, 4) == 3
-    pending = np.array([3, 0])
-    assert read_queue.wait(queue.state, queue.got, pending, 0, 128)
-    assert queue.got[:4].tolist() == [BLOCK_BYTES, 7, 0, -1]
-    assert pending.tolist() == [0, 0]
-    assert np.array_equal(into[0], content[BLOCK_BYTES : 2 * BLOCK_BYTES])
-    queue.close()
-    queue.close()
-    os.close(descriptor)
-    assert read_queue.submit(queue.state, queue.reads, queue.got, 0, 1) == 0
-    assert not read_queue.wait(queue.state, queue.got, np.array([1, 0]), 0, 128)
 
 
 def test_a_read_that_cannot_be_queued_is_made_at_once_and_explained(tmp_path):
@@ -261,40 +213,6 @@ def test_rows_of_a_window_are_read_once_where_memory_suffices(tmp_path):
     assert table.counts.blocks < 1.5 * blocks, "what lies beside others is kept for its own turn"
 
 
-def test_a_gather_into_memory_that_is_given(tmp_path):
-    x = numbers(100, 8)
-    table = table_on_disk(saved(x, tmp_path / "x.npy"), 64)
-    out = torch.empty(2, 8)
-    assert table.gather(torch.tensor([1, 99]), out=out) is out
-    assert torch.equal(out, x[[1, 99]])
-    assert table.gather(torch.tensor([], dtype=torch.int64)).shape == (0, 8)
-    refuses(ValueError, "out must be", table.gather, torch.tensor([1]), out=out)
-    for wrong in (-1, 100):
-        refuses(IndexError, f"node {wrong} is out of range", table.gather, torch.tensor([3, wrong]))
-    refuses(TypeError, "int64 or int32", table.gather, torch.tensor([1.0]))
-
-
-def test_memory_is_what_was_given(tmp_path):
-    x = numbers(20_000, 100)
-    path = saved(x, tmp_path / "x.npy")
-    for memory in ("3MB", "4MB", "6MB"):
-        table = DiskFeatures(path, memory)
-        assert table.num_bytes == sum(allocated(table)) <= table.memory
-        assert table.memory - table.num_bytes < 2 * DiskFeatures.slot_bytes(table.file)
-        assert 0 < table.cache_rows < 20_000
-    refuses(ValueError, r"memory=1 MB does not suffice to read .*x\.npy.*at least 2\.\d+ MB", DiskFeatures, path, "1MB")
-    assert DiskFeatures(path, "1GB").cache_rows == 20_000
-
-
-def test_several_threads_read_at_once(tmp_path):
-    x = numbers(3000, 64)
-    table = table_on_disk(saved(x, tmp_path / "x.npy"), 200)
-    reads = [torch.randint(0, 3000, (200,), generator=torch.Generator().manual_seed(i)) for i in range(40)]
-    with ThreadPoolExecutor(6) as threads:
-        for read, rows in zip(reads, threads.map(table.gather, reads), strict=True):
-            assert torch.equal(rows, x[read])
-
-
 def test_other_files_are_refused(tmp_path):
     refuses(FileNotFoundError, "does not exist", DiskFeatures, tmp_path / "none.npy", "10MB")
     for name, array, error, said in (
@@ -307,16 +225,6 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "x.rows").write_bytes(b"\0" * 5000)
     with pytest.raises(ValueError, match=r"x\.rows is a file of an earlier release.* write .* again as x\.npy"):
         DiskFeatures(tmp_path / "x.rows", "10MB")
-
-
-def test_a_thread_that_fails_ends_the_read(tmp_path, monkeypatch):
-    table = table_on_disk(saved(numbers(2000, 200), tmp_path / "x.npy"), 100)
-    failing = lambda *_: (_ for _ in ()).throw(MemoryError("of a thread"))  # noqa: E731
-    monkeypatch.setattr(disk_reads, "_read_queued", failing)
-    monkeypatch.setattr(disk_reads, "_read_in_turn", failing)
-    refuses(MemoryError, "of a thread", table.gather, torch.arange(0, 2000, 3))
-    monkeypatch.undo()
-    assert torch.equal(table.gather(torch.arange(5)), numbers(2000, 200)[:5])
 
 
 def test_nothing_is_left_behind_and_a_copy_is_one_of_its_own(tmp_path):
@@ -333,15 +241,3 @@ def test_nothing_is_left_behind_and_a_copy_is_one_of_its_own(tmp_path):
     gc.collect()
     assert threading.active_count() == threads
     assert not files or len(os.listdir("/proc/self/fd")) == files
-
-
-def test_a_mapped_table_tells_its_file(tmp_path):
-    x = numbers(6000, 100)
-    path = FeatureTable(x).save(tmp_path / "x.npy")
-    mapped = FeatureTable.load(path).values
-    assert FeatureFile.behind(mapped) == FeatureFile.open(path)
-    part = FeatureFile.behind(mapped[100:])
-    n_id = torch.tensor([0, 5899])
-    assert torch.equal(DiskFeatures(part, "4MB").gather(n_id), x[100:][n_id])
-    assert FeatureFile.behind(x) is None
-    assert FeatureFile.behind(mapped[:, :50]) is None

@@ -1,4 +1,3 @@
-import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -94,24 +93,6 @@ def test_bad_rows(table, index, out, error, said):
     refuses(error, said, FeatureTable(**table).gather, torch.tensor(index), out)
 
 
-def test_buffers_return_only_when_nothing_looks_at_them():
-    pool = BufferPool()
-    first = pool.empty((1000, 100), torch.float32)
-    first.fill_(7)
-    view = first[10:20]
-    address = first.data_ptr()
-    del first
-    gc.collect()
-    assert pool.idle_bytes() == 0
-    other = pool.empty((1000, 100), torch.float32)
-    other.fill_(1)
-    assert bool((view == 7).all())
-    del view
-    gc.collect()
-    assert pool.idle_bytes() >= 400_000
-    assert pool.empty((1000, 99), torch.float32).data_ptr() == address
-
-
 def test_autograd_keeps_a_buffer_alive():
     pool = BufferPool()
     x = pool.empty((512, 64), torch.float32)
@@ -173,16 +154,3 @@ def test_cached_rows_come_from_the_cache():
         assert cached.gather(n_id).any(dim=1).tolist() == [False, True, False, False, False, True]
         assert "cache_rows=3" in repr(cached)
         assert table.cache_rows == 0
-
-
-def test_quantised_tables_are_two_files(tmp_path):
-    table = FeatureTable(torch.randn(50, 6)).quantized()
-    path = table.save(tmp_path / "deep" / "x.npy")
-    assert sorted(file.name for file in path.parent.iterdir()) == ["x.npy", "x.scales.npy"]
-    for mmap in (True, False):
-        loaded = FeatureTable.load(path, mmap)
-        assert torch.equal(loaded.values, table.values)
-        assert torch.equal(loaded.scales, table.scales)
-    assert torch.equal(loaded.quantized().scales, table.scales)
-    (path.parent / "x.scales.npy").unlink()
-    refuses(FileNotFoundError, r"x\.scales\.npy", FeatureTable.load, path)

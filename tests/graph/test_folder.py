@@ -1,7 +1,6 @@
 """Folders of .npy files: round trips, sampling equal to memory, memory use, and one clear message per broken file."""
 
 import os
-import re
 from contextlib import nullcontext
 
 import numpy as np
@@ -175,25 +174,6 @@ def test_sorted_edges_are_kept_until_the_edges_change(tmp_path, cache):
     assert [path.name for path in (cache / "topology").iterdir()] == [entry.name]
 
 
-def test_a_copy_of_the_same_edges_keeps_what_was_sorted(tmp_path, cache):
-    write(tmp_path, **raw(graph()))
-    load_folder(tmp_path)
-    (entry,) = (cache / "topology").iterdir()
-    before = entry.stat().st_ino
-    edges = tmp_path / "edge_index.npy"
-    content = edges.read_bytes()
-    edges.unlink()
-    edges.write_bytes(content)
-    load_folder(tmp_path)
-    assert entry.stat().st_ino == before
-
-
-def test_small_graphs_are_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
-    load_folder(write(tmp_path / "g", **raw(graph())))
-    assert not (tmp_path / "cache").exists()
-
-
 def test_a_large_topology_is_checked_once(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(topology_files, "CHECKED_ONCE", 0)
     monkeypatch.setattr(manifest, "_SETTLED_NS", 0)
@@ -233,15 +213,6 @@ def test_read_only_folder(tmp_path):
         assert not (tmp_path / "g" / "csc").exists()
     finally:
         (tmp_path / "g").chmod(0o755)
-
-
-def test_full_disk(tmp_path, cache, monkeypatch):
-    data = graph()
-    write(tmp_path, **raw(data))
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.warns(UserWarning, match=r"edge_index\.npy, 50 nodes: cannot be kept .* disk has 1000 bytes left"):
-        assert_same(load_folder(tmp_path), data)
-    assert list((cache / "topology").iterdir()) == []
 
 
 def test_writes_do_not_reach_the_files(tmp_path):
@@ -318,10 +289,6 @@ def test_wrong_files(tmp_path, changes, error, said, mmap):
     if "indptr" in arrays:  # these are found by a check alone, which can be left out
         with pytest.raises(error) if finds else nullcontext():
             load_folder(tmp_path, mmap, check=False)
-
-
-def test_missing_folder(tmp_path):
-    refuses(FileNotFoundError, re.escape(f"{tmp_path / 'none'} is no folder; expected"), load_folder, tmp_path / "none")
 
 
 GRAPH = graph()

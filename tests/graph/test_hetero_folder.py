@@ -15,7 +15,7 @@ from lightning_gnn.graph import topology_files
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.graph.folder import load_folder
 from lightning_gnn.graph.hetero_folder import load_hetero_folder, save_hetero_folder
-from lightning_gnn.graph.synthetic_hetero import planted_papers, planted_ratings
+from lightning_gnn.graph.synthetic_hetero import planted_papers
 from tests.graph.names import NAMES
 from tests.refusals import refuses
 from tests.sampling.test_typed import CITES, WRITES, typed_data
@@ -166,26 +166,6 @@ def test_a_mapped_topology_gives_the_same_batches(tmp_path, cache, how):
     same_batches(list(module.train_dataloader()), list(other.train_dataloader()))
 
 
-def test_times_and_weights_of_a_mapped_topology(tmp_path):
-    data, root = typed_data(), save_hetero_folder(in_csc_order(typed_data()), tmp_path / "graph")
-    loaded = load_folder(root)
-    for graph in (data, loaded):
-        del graph["paper"].time
-    same_batches(batches(loaded, weight_attr="weight"), batches(data, weight_attr="weight"))
-    for graph in (data, loaded):
-        graph[CITES].time = torch.arange(2500).flip(0)
-    options = {"time_attr": "time", "input_train_time": torch.arange(150) * 10, "disjoint": True}
-    same_batches(batches(loaded, **options), batches(data, **options))
-
-
-def test_a_mapped_topology_is_written_again(tmp_path):
-    root = save_hetero_folder(in_csc_order(typed_data()), tmp_path / "graph")
-    again = save_hetero_folder(load_hetero_folder(root), tmp_path / "again")
-    files = sorted(path.relative_to(root) for path in root.rglob("*.npy"))
-    assert files == sorted(path.relative_to(again) for path in again.rglob("*.npy"))
-    assert all((root / path).read_bytes() == (again / path).read_bytes() for path in files)
-
-
 def cut(root):
     path = root / OF_WRITES / "indices.npy"
     path.write_bytes(path.read_bytes()[:-3])
@@ -211,20 +191,6 @@ def test_damage_of_a_sorted_topology_is_named(tmp_path, change, error, said):
     root = save_hetero_folder(in_csc_order(typed_data()), tmp_path / "graph")
     change(root)
     refuses(error, said, load_folder, root)
-
-
-def test_a_list_of_edges_that_is_kept_is_checked(tmp_path, cache):
-    root = written(tmp_path)
-    path = root / OF_WRITES / "edge_index.npy"
-    edges = np.load(path)
-    np.save(path, edges[:, ::-1].astype(np.int32))
-    load_hetero_folder(root)  # int32 as well
-    edges[0, 7] = 120
-    np.save(path, edges)
-    said = r"edge_index\[0\] holds node 120, but the graph has 120 nodes; there are 120 nodes of 'author' and 300 of"
-    refuses(ValueError, said, load_hetero_folder, root)
-    np.save(path, edges[0])
-    refuses(ValueError, r"edge_index.npy: edge_index must have the shape", load_hetero_folder, root)
 
 
 def with_unknown_type(data):
@@ -292,12 +258,6 @@ def test_types_of_any_name_are_read_back(names):
         assert read.metadata() == data.metadata()
 
 
-def test_folders_of_plain_names_are_called_by_them(tmp_path):
-    root = save_hetero_folder(named(["paper", "Größe 1"], [("paper", "rev_is", "Größe 1")]), tmp_path)
-    assert not (root / "types.json").exists()
-    assert sorted(path.name for path in root.glob("*/*")) == ["Größe 1", "paper", "paper__rev_is__Größe 1"]
-
-
 def by_hand(root, nodes, folders):
     """Write a graph as releases before ``types.json`` did."""
     for name in nodes:
@@ -345,37 +305,6 @@ def test_types_that_do_not_fit_the_folders_are_refused(tmp_path, change, message
     root = save_hetero_folder(named(["a/b", "b"], [("a/b", "r", "b"), ("b", "r", "b")]), tmp_path)
     change(root)
     refuses(ValueError, rf"types.json .*{message}", load_folder, root)
-
-
-def test_drawn_papers_have_the_shape_asked_for():
-    sizes = {"num_papers": 300, "num_authors": 200, "num_topics": 40, "num_classes": 4, "num_features": 8}
-    data = planted_papers(**sizes, citations=5, authors=2, topics=1)
-    data.validate()
-    assert data["paper"].x.shape == (300, 8)
-    assert data["paper"].y.unique().tolist() == [0, 1, 2, 3]
-    assert data["paper", "cites", "paper"].num_edges == 5 * 300
-    assert data["author", "writes", "paper"].num_edges == data["paper", "rev_writes", "author"].num_edges == 600
-    assert torch.equal(data["topic", "describes", "paper"].edge_index[1], torch.arange(300))
-    masks = [data["paper"][f"{split}_mask"] for split in ("train", "val", "test")]
-    assert [int(mask.sum()) for mask in masks] == [30, 15, 75]
-    assert not (masks[0] & masks[1]).any()
-    same(data, planted_papers(**sizes, citations=5, authors=2, topics=1))
-    assert not torch.equal(data["paper"].x, planted_papers(**sizes, seed=1)["paper"].x)
-    community = data["paper"].y
-    source, target = data["paper", "cites", "paper"].edge_index
-    assert (community[source] == community[target]).float().mean() > 0.5
-
-
-def test_drawn_ratings_have_the_shape_asked_for():
-    data = planted_ratings(100, 50, 900, 4, 8)
-    data.validate()
-    kind = ("user", "rates", "item")
-    assert data[kind].num_edges == 900
-    assert torch.equal(data[kind].edge_index, data["item", "rev_rates", "user"].edge_index.flip(0))
-    assert torch.equal(data[kind].time, torch.arange(900))
-    same(data, planted_ratings(100, 50, 900, 4, 8))
-    refuses(ValueError, "num_items=3 must be at least num_classes=4", planted_ratings, 100, 3, 900, 4)
-    refuses(ValueError, "num_ratings=0; use at least 1", planted_ratings, num_ratings=0)
 
 
 @pytest.mark.parametrize(

@@ -94,31 +94,6 @@ def test_slices_are_aligned_and_as_narrow_as_can_be(columns, workers):
         assert widest == 16 * ceil(ceil(columns / groups) / 16) == padded_width(columns, groups)
 
 
-def test_the_paper_mode_always_answers_one_group():
-    rng = np.random.default_rng(0)
-    loads = skewed()
-    for _ in range(3000):
-        settings = PlanSettings(mode="paper", bandwidth_ratio=float(1 + rng.exponential(10)))
-        times = {"compute_time": float(rng.exponential(5)), "memory_time": float(rng.exponential(5))}
-        plan = plan_cores(int(rng.integers(1, 700)), loads[:9], settings, int(rng.integers(1, 40)), **times)
-        assert plan.num_groups == 1
-
-
-def test_a_tie_keeps_the_smaller_number_of_groups():
-    # No cache to save on, even loads, no padding: every M costs nothing.
-    plan = plan_cores(64, [5, 5, 5, 5], PlanSettings(bandwidth_ratio=1), 4)
-    assert [candidate.cost for candidate in plan.candidates] == [0, 0, 0]
-    assert plan.num_groups == 1
-
-
-def test_imbalance_buys_groups_and_even_chunks_do_not():
-    assert plan_cores(256, np.full(800, 1000), PlanSettings(), 8).num_groups == 1
-    one_hub = np.array([9000] + [10] * 50)
-    plan = plan_cores(256, one_hub, PlanSettings(), 8)
-    assert plan.num_groups == 8
-    assert plan.balance == 1
-
-
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("columns", "workers"), [(256, 2), (256, 8), (256, 16), (512, 32), (48, 3), (320, 20)])
 def test_work_is_balanced_where_the_columns_are_blocks_of_the_groups(columns, workers, seed):
@@ -147,35 +122,12 @@ def test_every_edge_and_column_is_one_workers():
         plan.worker(32)
 
 
-def test_default_times_follow_the_work():
-    loads = skewed(40)
-    plan = plan_cores(96, loads, PlanSettings(), 4)
-    share = int(loads.sum()) * 96 / 4
-    given = plan_cores(96, loads, PlanSettings(), 4, compute_time=share, memory_time=share)
-    assert [candidate.cost for candidate in plan.candidates] == [candidate.cost for candidate in given.candidates]
-    half = plan_cores(96, loads, PlanSettings(), 4, element_size=2)
-    for full, candidate in zip(plan.candidates, half.candidates, strict=True):
-        assert candidate.terms["T_saved"] == full.terms["T_saved"] / 2
-
-
 @pytest.mark.parametrize("loads", [[], [0, 0, 0], [5]])
 def test_graphs_without_edges_or_with_one_chunk_have_a_plan(loads):
     plan = plan_cores(33, np.array(loads, np.int64), PlanSettings(), 6)
     assert plan.chunk_ranges[-1][1] == len(loads)
     assert sum(plan.loads) == sum(loads)
     assert plan.balance >= 1
-
-
-def test_the_number_of_workers_comes_from_the_settings_or_the_caller():
-    assert plan_cores(16, [1, 2], PlanSettings(num_workers=2)).num_workers == 2
-    assert plan_cores(16, [1, 2], PlanSettings(num_workers=2), 4).num_workers == 4
-    with pytest.raises(ValueError, match="num_workers is neither"):
-        plan_cores(16, [1, 2])
-
-
-def test_groups_can_be_asked_for():
-    plan = plan_cores(41, skewed(), PlanSettings(num_groups=3), 6)
-    assert (plan.num_groups, plan.slices) == (3, ((0, 16), (16, 32), (32, 41)))
 
 
 @pytest.mark.parametrize(
@@ -199,25 +151,6 @@ def test_groups_can_be_asked_for():
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_fractional_loads_are_refused():
-    with pytest.raises(TypeError, match="whole numbers"):
-        plan_cores(7, [0.5], PlanSettings(), 1)
-
-
-def test_a_plan_prints_as_an_aligned_table():
-    text = str(plan_cores(48, [7, 1, 1, 1], PlanSettings(), 6))
-    lines = text.splitlines()
-    assert lines[0] == "6 workers = 3 groups x 2 members, 48 columns, 10 edges"
-    table = lines[2 : lines.index("", 2) - 1]
-    assert len(table) == 1 + 6
-    assert len({len(line) for line in table}) == 1
-    assert table[-1].split() == ["5", "2", "1", "32:48", "1:4", "3", "48"]
-    assert "work, max/mean: 1.400; columns padded by 0.0%" in text
-    costs = [line.split() for line in lines[lines.index("", 2) + 1 :]]
-    assert costs[0] == ["groups", "T_idle", "T_saved", "T_imb", "cost"]
-    assert next(row[0] for row in costs if "chosen" in row) == "3"
 
 
 def least_maximum(loads, parts):
@@ -251,22 +184,3 @@ def test_a_million_chunks_of_any_integer_type(dtype):
     mean = int(loads.sum(dtype=np.int64)) / 30
     assert mean <= heaviest <= mean + 200
     assert ranges == balance_ranges(loads, 30)
-
-
-def test_ranges_without_load_share_the_items():
-    assert balance_ranges([0] * 6, 3) == ((0, 2), (2, 4), (4, 6))
-    assert balance_ranges([], 2) == ((0, 0), (0, 0))
-
-
-def test_what_a_hub_leaves_is_shared_evenly():
-    # The hub alone is the maximum; a greedy cut would pack the rest into one range and leave two workers idle.
-    assert balance_ranges([100, *[1] * 30], 4) == ((0, 1), (1, 11), (11, 21), (21, 31))
-
-
-def test_bad_loads_are_named():
-    with pytest.raises(ValueError, match="parts must be at least 1"):
-        balance_ranges([1], 0)
-    with pytest.raises(ValueError, match=r"loads\[2\] = -1"):
-        balance_ranges([1, 2, -1], 2)
-    with pytest.raises(TypeError, match="whole numbers"):
-        balance_ranges([1.5], 2)

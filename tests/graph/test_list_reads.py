@@ -9,8 +9,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_gnn.graph import CSCGraph, list_reads
 from lightning_gnn.graph.list_reads import expect_list_reads, read_lists_ahead
@@ -79,24 +77,6 @@ def test_pages_of_the_frontier_come_and_no_others(folder):
     while time.monotonic() < deadline and not resident(indices)[sorted(wanted)].all():
         time.sleep(0.01)
     assert {*np.flatnonzero(resident(indices)).tolist()} == wanted
-
-
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=60), st.data())
-def test_ranges_ascend_and_are_merged(degrees, data):
-    indptr = np.concatenate([[0], np.cumsum(np.array(degrees, np.int64) * 97)])
-    indices = torch.zeros(max(int(indptr[-1]), 1), dtype=torch.int32)
-    list_reads._expected = {indices.data_ptr()}
-    nodes = data.draw(st.lists(st.integers(0, len(degrees) - 1), max_size=40))
-    fanout = data.draw(st.sampled_from([-1, 0, 1, 3]))
-    pages = set()
-    for v in nodes:
-        begin, end = (indices.data_ptr() + 4 * int(indptr[v + side]) for side in (0, 1))
-        own = range(begin // mmap.PAGESIZE, (end - 1) // mmap.PAGESIZE + 1) if end > begin else range(0)
-        if fanout < 0 or len(own) <= max(fanout, 1):
-            pages |= {*own}
-    ascending = sorted(pages)
-    ranges = sum(at == 0 or page - ascending[at - 1] > list_reads._GAP + 1 for at, page in enumerate(ascending))
-    assert read_lists_ahead(indptr, indices.numpy(), np.array(nodes, np.int64), fanout) == ranges
 
 
 def test_small_topologies_come_as_they_come(folder):

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn.graph import CSCGraph, locality_aware_partition, partition
-from lightning_gnn.graph.synthetic import planted_power_law, power_law_graph
 from tests.strategies import graphs
 
 
@@ -92,60 +91,6 @@ def test_the_toy_graph_of_figure_8():
     assert rows_loaded(graph, order, bounds) == 6
     assert rows_loaded(graph, torch.arange(8), bounds) == 10
     assert check_greedy(graph, 2, order, bounds) == 6
-
-
-def test_a_hub_is_the_seed_of_one_chunk_only():
-    # Vertex 7 has the most in-neighbours in every interval; as published it would be the seed of each.
-    everyone = torch.stack([torch.arange(16), torch.full((16,), 7)])
-    others = torch.tensor([[0, 4, 5, 8, 9, 12], [1, 6, 6, 10, 10, 14]])
-    graph = CSCGraph.from_edge_index(torch.cat([everyone, others], 1), 16)
-    order, bounds = locality_aware_partition(graph, 4)
-    assert order[bounds[:-1]].tolist() == [7, 6, 10, 14]
-
-
-def test_what_is_left_over_is_grown_too():
-    # Cliques far smaller than a chunk, with their ids spread out: each must stay whole although no seed reaches it.
-    num_cliques, size = 40, 5
-    clique = torch.arange(num_cliques * size) % num_cliques
-    edge_index = (clique[:, None] == clique).nonzero().T
-    graph = CSCGraph.from_edge_index(edge_index)
-    order, bounds = locality_aware_partition(graph, 4)
-    assert rows_loaded(graph, order, bounds) == graph.num_nodes
-    assert rows_loaded(graph, torch.arange(graph.num_nodes), bounds) == 4 * graph.num_nodes
-
-
-def test_communities_and_power_laws_load_fewer_rows():
-    data = planted_power_law(2000, 30_000, 40, 1, homophily=0.8)
-    for graph in (
-        CSCGraph.from_edge_index(data.edge_index, 2000),
-        CSCGraph.from_csc(*power_law_graph(2000, 30_000)),
-    ):
-        order, bounds = locality_aware_partition(graph, 40)
-        assert rows_loaded(graph, order, bounds) < 0.9 * rows_loaded(graph, torch.arange(2000), bounds)
-
-
-def test_the_work_is_bounded_by_the_edges():
-    # Every vertex has the same hubs as in-neighbours: without a bound each chunk would walk through all of the lists.
-    hubs = torch.arange(30).repeat(3000)
-    graph = CSCGraph.from_edge_index(torch.stack([hubs, torch.arange(3000).repeat_interleave(30)]), 3000)
-    order, _ = locality_aware_partition(graph, 1000)
-    assert torch.equal(order.sort().values, torch.arange(3000, dtype=torch.int32))
-    # A chunk may take 16 * 90,000 / 1000 = 1440 steps, fewer than one list holds: none is read, nothing is shared.
-    seeds = order[torch.arange(1000) * 3]
-    rest = order[(torch.arange(3000) % 3) != 0]
-    assert torch.equal(rest, torch.tensor(sorted(set(range(3000)) - set(seeds.tolist())), dtype=torch.int32))
-
-
-def test_progress_rises_to_one_and_the_result_is_the_same_each_time():
-    graph = CSCGraph.from_csc(*power_law_graph(500, 4000))
-    seen = []
-    first = locality_aware_partition(graph, 20, lambda step, fraction: seen.append((step, fraction)))
-    fractions = [fraction for _, fraction in seen]
-    assert {step for step, _ in seen} == {"partition"}
-    assert fractions == sorted(fractions)
-    assert fractions[0] > 0
-    assert fractions[-1] == pytest.approx(1)
-    assert all(torch.equal(a, b) for a, b in zip(first, locality_aware_partition(graph, 20), strict=True))
 
 
 @pytest.mark.parametrize("num_chunks", [0, 4, -1])

@@ -93,15 +93,6 @@ def test_both_directions_and_drawn_labels(tmp_path, form):
     assert not (found.train_mask & found.val_mask | found.train_mask & found.test_mask).any()
 
 
-def test_drawn_labels_have_tenths_as_splits(tmp_path):
-    source = write(tmp_path, "folder", [(0, 1)], 5000)
-    convert_tables(source, tmp_path / "out", random_features=1, random_labels=3)
-    found = load_folder(tmp_path / "out")
-    for split in ("train", "val", "test"):
-        assert 0.08 < float(found[f"{split}_mask"].float().mean()) < 0.12
-    assert found.y.unique().tolist() == [0, 1, 2]
-
-
 def ogb(root, arrays=False):
     """Write a folder as OGB's; return features, labels and which split each node is in."""
     raw, split = root / "raw", root / "split" / "time"
@@ -144,16 +135,6 @@ def test_a_folder_of_ogb(tmp_path, arrays, undirected):
     assert found.y.tolist() == y.tolist()
     for ours, theirs in (("train", "train"), ("val", "valid"), ("test", "test")):
         assert found[f"{ours}_mask"].nonzero()[:, 0].tolist() == parts[theirs]
-
-
-def test_ones_own_nodes_for_a_published_topology(tmp_path):
-    source = write(tmp_path, "webgraph", EDGES, NODES)
-    nodes = tmp_path / "nodes.csv"
-    nodes.write_text("a,label\n" + "".join(f"{n},{n % 2}\n" for n in range(NODES)))
-    convert_tables(source, tmp_path / "out", nodes)
-    assert load_folder(tmp_path / "out").y.tolist() == [0, 1, 0, 1, 0, 1]
-    nodes.write_text("a,label\n1,0\n2,1\n3,0\n")
-    refuses(ValueError, r"nodes\.csv has 3 nodes, but .*graph-txt 6", convert_tables, source, tmp_path / "other", nodes)
 
 
 def test_an_interrupted_reading_begins_anew(tmp_path, monkeypatch):

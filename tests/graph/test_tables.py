@@ -1,7 +1,5 @@
 """From tables to a graph with types and times."""
 
-import datetime
-
 import numpy as np
 import pytest
 import torch
@@ -95,31 +93,6 @@ def test_mistakes_are_named(change, error, message):
     refuses(error, message, from_tables, tables, **arguments)
 
 
-class Unknown:
-    """Stands for pandas.NA, of which nothing can be told."""
-
-    def __ne__(self, other):
-        return self
-
-    def __bool__(self):
-        raise TypeError("boolean value of NA is ambiguous")
-
-
-def test_columns_of_objects_are_what_they_hold():
-    """Data frames keep strings, integers with gaps and dates of Python as objects."""
-    gap = Unknown()
-    users = {"id": np.array([3, 10**17 + 1, 10**17], object), "age": np.array([1, gap, 3], object)}
-    orders = {
-        "user": np.array([10**17, gap, 10**17 + 1], object),
-        "day": np.array([datetime.date(2020, 1, day) for day in (1, 2, 5)], object),
-    }
-    data = from_tables({"user": users, "order": orders}, {"user": "id"}, {("order", "user"): "user"},
-                       time_columns={"order": "day"})  # fmt: skip
-    assert data["order", "f2p_user", "user"].edge_index.tolist() == [[0, 2], [2, 1]]
-    assert data["user"].x.tolist() == [[-1.0], [0.0], [1.0]]
-    assert (data["order"].time - data["order"].time[0]).tolist() == [0, 86_400, 4 * 86_400]
-
-
 @pytest.mark.parametrize(
     ("keys", "wanted", "message"),
     [
@@ -132,10 +105,3 @@ def test_columns_of_objects_are_what_they_hold():
 def test_keys_that_nearly_fit_do_not(keys, wanted, message):
     with pytest.raises(ValueError, match=message):
         from_tables({"user": {"id": keys}, "order": {"user": wanted}}, {"user": "id"}, {("order", "user"): "user"})
-
-
-def test_long_texts_are_no_features():
-    table = {"id": np.arange(40), "text": np.array([f"t{i}" for i in range(40)])}
-    with pytest.warns(UserWarning, match="note: text hold more than 32 different strings and are no features"):
-        data = from_tables({"note": table}, {"note": "id"}, {})
-    assert data["note"].x.tolist() == [[1.0]] * 40

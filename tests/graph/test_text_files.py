@@ -128,26 +128,6 @@ def test_a_header_names_columns_or_occurs_nowhere_below(tmp_path, rows, is_heade
     assert any(("first row is the header" if is_header else "no header") in line for line in told)
 
 
-def test_a_comment_may_name_the_columns(tmp_path):
-    content = "# weight target source\n0.5 1 2\n0.25 2 3\n"
-    out, told = convert(tmp_path, "edges.txt", content, kind="a__to__a")
-    found = load_folder(out)["a", "to", "a"]
-    assert found.weight.tolist() == [0.5, 0.25]
-    assert found.graph.indices.tolist() == [1, 2]
-    assert any("named by a comment" in line for line in told)
-
-
-def test_parts_with_and_without_a_header_are_one_table(tmp_path):
-    (tmp_path / "part-1.txt").write_text("# one\nfollower followee\nann bob\n")
-    (tmp_path / "part-2.txt").write_text("# two\n# more\nfollower followee\nbob  cy\n")
-    convert_tables(tmp_path / "part-*.txt", tmp_path / "out", **DRAWN)
-    assert pairs(load_folder(tmp_path / "out").graph, ids(tmp_path / "out")) == [("ann", "bob"), ("bob", "cy")]
-    rows = "SELECT * FROM (VALUES ('#a', 'b'), ('b', '#c')) t(source, target)"
-    duckdb.sql(f"COPY ({rows}) TO '{tmp_path}/edges.csv.zst'")  # which is looked at too
-    convert_tables(tmp_path / "edges.csv.zst", tmp_path / "zst", **DRAWN)
-    assert pairs(load_folder(tmp_path / "zst").graph, ids(tmp_path / "zst")) == [("#a", "b"), ("b", "#c")]
-
-
 RELATIONS = st.text("abAB/_.# %", min_size=1, max_size=5).filter(lambda name: name.strip("_") == name.strip() != "")
 
 
@@ -172,16 +152,6 @@ def test_triples_have_a_type_of_edges_for_each_relation(tmp_path_factory, triple
     assert {kind: pairs(found[kind].graph, names) for kind in found.edge_types} == {
         ("node", relation, "node"): sorted(edges) for relation, edges in expected.items()
     }
-
-
-def test_three_columns_of_text_that_may_be_no_triples(tmp_path):
-    with pytest.raises(ValueError, match=r"three columns of text .* a first line, head,relation,tail"):
-        convert(tmp_path, "edges.txt", "u1 i1 click\nu2 i2 click\nu1 i3 buy\n")
-    with pytest.raises(ValueError, match=r"three columns of text .*; its first line is 'a knows b'"):
-        convert(tmp_path, "edges.txt", "a knows b\nb likes c\n", kind="x__r__x")
-    found, told = edges_of(tmp_path, "edges.txt", "a b friend\nb c friend\nc a foe\n")
-    assert found == [("a", "b"), ("b", "c"), ("c", "a")]
-    assert any("left out of the edges" in line and "column2" in line for line in told)
 
 
 @pytest.mark.parametrize("names", ["Source,Target,Weight", "SRC,DST,Weight", ":START_ID,:END_ID,Weight"])
@@ -228,11 +198,6 @@ def test_the_ids_of_nodes_are_what_edges_refer_to(tmp_path, nodes, x, said):
     assert any(said in line for line in told)
 
 
-def test_texts_as_ids_need_no_name(tmp_path):
-    out, _ = convert(tmp_path, "edges.csv", "source,target\nann,bob\nbob,cy\n", "who,f\ncy,1\nann,2\nbob,3\n")
-    assert pairs(load_folder(out).graph, ["cy", "ann", "bob"]) == [("ann", "bob"), ("bob", "cy")]
-
-
 @pytest.mark.parametrize(
     ("content", "error"),
     [
@@ -256,28 +221,6 @@ def test_what_is_no_table_is_refused_with_the_line(tmp_path, content, error):
         convert(tmp_path, "edges.csv", content)
     assert len(str(caught.value)) < 400
     assert not (tmp_path / "out").exists()
-
-
-def test_nodes_without_rows_and_pointers_of_git_lfs_are_refused(tmp_path, capsys):
-    with pytest.raises(ValueError, match=r"nodes\.csv holds no nodes; its first line is 'id,f'"):
-        convert(tmp_path, "edges.csv", "source,target\n0,1\n", "id,f\n")
-    for ending in ("npz", "npy", "parquet"):
-        (tmp_path / f"graph.{ending}").write_text("version https://git-lfs.github.com/spec/v1\n")
-        assert convert_command.main([f"source={tmp_path}/graph.{ending}", f"out={tmp_path}/out"]) == 2
-        assert "is a Git LFS pointer" in capsys.readouterr().err
-
-
-def test_codes_are_classes_by_their_values(tmp_path):
-    edges, codes = "source,target\n0,1\n1,2\n2,3\n", [2_500_000_001, 2_500_000_000]
-    rows = "".join(f"{n},1,{codes[n % 2]}\n" for n in range(4))
-    out, told = convert(tmp_path, "edges.csv", edges, f"id,f,label\n{rows}4,1,\n")
-    assert np.load(out / "y.npy").tolist() == [1, 0, 1, 0, -1]
-    assert json.loads((out / "classes.json").read_text()) == ["2500000000", "2500000001"]
-    assert any("2 classes" in line for line in told)
-    rows = "".join(f"{n},1,{codes[0] + n}\n" for n in range(4))
-    (tmp_path / "refused").mkdir()
-    with pytest.raises(ValueError, match=r"label goes up to 2,500,000,004 and has 4 values for 4 nodes"):
-        convert(tmp_path / "refused", "edges.csv", edges, f"id,f,label\n{rows}")
 
 
 def test_the_command_prints_how_a_text_is_read(tmp_path, capsys):

@@ -10,7 +10,7 @@ from lightning_gnn import CSCGraph, NeighborDataModule
 from lightning_gnn.hyscale import options, report
 from lightning_gnn.hyscale.first_mapping import describe_workload, first_mapping, measure_platform
 from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.options import Trainers, default_threads, seeds_of_iteration
+from lightning_gnn.hyscale.options import Trainers, default_threads
 from lightning_gnn.hyscale.report import forecast, stages
 from lightning_gnn.hyscale.workload import Platform, Processor
 from lightning_gnn.runtime.cores import num_cores
@@ -56,13 +56,6 @@ def test_what_features_are_on_their_way_is_in_the_workload(dtype, row):
     assert first_mapping(Trainers.of(1, [CPU]), loader, Plain(), 20, (1, 1, 1), transfer_dtype=dtype).total == 20
 
 
-def test_features_that_are_no_fractions_travel_as_they_are():
-    data = graph()
-    data.x = torch.ones(data.num_nodes, 6, dtype=torch.int64)
-    workload, _ = describe_workload(loader_on(data), Plain(), 20, "int8")
-    assert workload.transferred_row_bytes == workload.row_bytes == 48
-
-
 def test_the_edges_of_a_graph_in_csc_order_are_in_the_workload():
     data = graph()
     edges = data.num_edges
@@ -89,13 +82,6 @@ def test_a_plan_for_one_core_and_features_in_fewer_bits(monkeypatch):
     assert all(sum(each.best.threads) == 3 for each in found)
 
 
-def test_a_plan_for_a_machine_without_accelerators():
-    found = forecast(datamodule(batch_size=20), Plain(), trainer(hybrid(2)))
-    assert found.model.platform.num_accelerators == 0
-    assert sum(found.best.seeds) == 20
-    assert "Data Transfer" not in {name for name, *_ in stages(found.model, found.best)}
-
-
 @pytest.mark.parametrize(
     ("cores", "workers", "trains", "expected"),
     [
@@ -113,13 +99,6 @@ def test_balanced_threads_are_no_more_than_cores(cores, workers, trains, expecte
     assert sum(expected[: 2 + trains]) <= max(cores, 3)
     unbalanced = default_threads(workers, Trainers.of(int(trains), [CPU]), False)
     assert unbalanced == (max(1, (workers + 1) // 2), max(1, workers // 2), cores if trains else 1)
-
-
-@pytest.mark.parametrize(("batch_size", "expected"), [(20, 20), (1000, 200)])
-def test_seeds_of_an_iteration(batch_size, expected):
-    loader = datamodule(batch_size=batch_size).train_dataloader()
-    assert len(loader.dataset) == 200
-    assert seeds_of_iteration(loader) == expected
 
 
 def eleven(batch_size):

@@ -140,44 +140,6 @@ def test_new_buffers_and_those_of_another_shape_on_all_ranks():
         assert torch.equal(found["best"], torch.tensor([0.0, 0.0, 5.0]))
 
 
-def silent(rank):
-    """Writes of which torch does not know, and none but these."""
-    module = nn.Module()
-    module.norm = nn.BatchNorm1d(1, track_running_stats=True)
-    module.norm.num_batches_tracked = None
-    with joined():
-        shared = BufferSync(module)
-        module.norm.train()(torch.tensor([[1.0], [3.0]]) * (1 + rank))
-        changed = bool(shared.changed())
-        shared.join([1, 1])
-        return changed, module.norm.running_mean.tolist()
-
-
-def test_writes_of_which_torch_does_not_know():
-    assert launch.run(silent, 2) == [(True, [pytest.approx(0.3)])] * 2
-
-
-def grown_without_one(rank):
-    """All ranks with seeds make one longer; or each has one of its own shape."""
-    module = nn.Module()
-    module.register_buffer("queue", torch.zeros(2))
-    module.register_buffer("own", torch.zeros(1))
-    with joined():
-        shared = BufferSync(module)
-        queue = module.queue
-        if rank < 2:
-            module.queue, module.own = torch.full((3,), 1.0 + rank), torch.ones(2 + rank)
-        shared.join([1, 1, 0])
-        assert rank < 2 or module.queue is queue
-        return module.queue, module.own
-
-
-def test_ranks_without_seeds_take_over_another_shape_and_own_shapes_stay():
-    for rank, (queue, own) in enumerate(launch.run(grown_without_one, 3)):
-        assert torch.equal(queue, torch.full((3,), 1.5))
-        assert torch.equal(own, [torch.ones(2), torch.ones(3), torch.zeros(1)][rank])
-
-
 def another_shape_on_one(rank, which):
     module = nn.Module()
     module.register_buffer("queue", torch.zeros(2))
@@ -222,30 +184,3 @@ def test_a_step_that_does_not_count_leaves_no_trace():
         assert module.accuracy.compute() == value
         assert module.accuracy._update_count == 1
         assert all(buffer is buffers[name] for name, buffer in module.named_buffers())
-
-
-def uncounted_on_one(rank):
-    """A rank without seeds runs the step for its calls alone; what the other has written counts."""
-    module = Buffers()
-    with joined():
-        shared = BufferSync(module)
-        if rank:
-            with no_side_effects(module):
-                module.norm(torch.full((2, 2), 1e9))
-                module.counter += 1
-                module.history += 5
-            module.visited[0] = True
-        else:
-            module.norm(torch.tensor([[1.0, 2], [3, 4]]))
-            module.counter += 1
-            module.history[3] = 1
-        expected = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        shared.join([4, 0])
-        return expected, dict(module.named_buffers())
-
-
-def test_buffers_of_a_rank_without_seeds_are_those_of_the_others():
-    (expected, found), (_, other) = launch.run(uncounted_on_one, 2)
-    for name, value in expected.items():
-        assert torch.equal(found[name].nan_to_num(7), value.nan_to_num(7)), name
-        assert torch.equal(other[name].nan_to_num(7), value.nan_to_num(7)), name

@@ -36,7 +36,6 @@ from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
 from lightning_gnn.hyscale.transfer import PackedRows, Transfer
 from lightning_gnn.loading import NodeLoader
 from lightning_gnn.pyg import enable_pyg_sampling
-from lightning_gnn.runtime.precision import converted
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.full_graph import launch
 from tests.hyscale.ranks import joined
@@ -214,18 +213,6 @@ def test_no_more_is_cut_ahead_than_is_allowed(sizes, ahead):
     assert number == 39
 
 
-def test_one_less_is_cut_ahead_of_loaders_without_a_length():
-    """Lightning takes one more of these before a step."""
-    sampler, furthest, data = NeighborSampler(graph(), [2]), Furthest(), graph()
-    loader = NodeLoader(data, sampler, torch.arange(23), batch_sampler=Alone(), seed=3, rank=0)
-    batches = ShardedBatchSampler(loader, furthest.split, num_batches=lambda: 30)
-    made = staged_loader(loader, batches, PipelineSettings(2, (9, 9), 4), furthest.handed_out)
-    assert len(list(made)) == 30
-    assert 0 < furthest.most <= 3
-    with pytest.raises(TypeError):
-        len(made)
-
-
 def test_leaving_an_epoch_early_leaves_nothing_and_the_next_one_begins_anew():
     loader = staged(ours(batch_size=10))
     first = next(epoch := iter(loader))
@@ -343,14 +330,6 @@ def test_heterogeneous_features_travel_in_fewer_bits_and_others_as_they_are():
     assert torch.equal(found["author"].x, expected["author"].x)
     assert torch.equal(found["term"].x, expected["term"].x)
     assert torch.equal(found["paper"].y, expected["paper"].y)
-
-
-def test_floating_attributes_are_converted_and_others_are_not():
-    loader = staged(ours(), settings=PipelineSettings(dtype=torch.float16))
-    for found, expected in zip(loader, ours(), strict=True):
-        assert torch.equal(found.x, expected.x.to(torch.float16))
-        assert torch.equal(found.y, expected.y)
-    assert converted("text", torch.float16) == "text"
 
 
 @given(st.integers(0, 30), st.integers(1, 20), st.sampled_from([1e-6, 1.0, 1e4]), st.integers(0, 2**32))
@@ -527,27 +506,6 @@ def test_any_loader_whose_mini_batches_are_made_of_positions(num_ranks, options)
 
 def shared_with(rank, kinds, options):
     return shared(rank, kinds, **options)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_no_more_is_cut_ahead_of_torchs_loaders_than_is_said(workers):
-    furthest, source = Furthest(), ListLoader(batch_size=1, num_workers=workers)
-    loader = ShardedDataLoader(source, ShardedBatchSampler(source, furthest.split), furthest.handed_out, Transfer(CPU))
-    assert len(list(loader)) == len(loader) == 23
-    assert furthest.most <= 2 * workers + 3 - 1  # Lightning takes one more of loaders without a length
-
-
-def test_slices_come_in_order_also_where_the_loader_does_not_care():
-    source = ListLoader(num_workers=2, in_order=False, persistent_workers=True)
-    shares = []
-    loader = ShardedDataLoader(source, ShardedBatchSampler(source, slicing([1, 1], 1)), shares.append)
-    assert loader.loader.in_order
-    assert not source.in_order
-    for _ in range(2):
-        for batch in loader:
-            assert batch.num_graphs == shares[-1].seeds
-            assert batch.y[0] == 6 * shares[-1].number + shares[-1].total - shares[-1].seeds
-    assert [share.number for share in shares] == 2 * [0, 1, 2, 3]
 
 
 def test_a_resumed_epoch_has_the_order_that_it_had():

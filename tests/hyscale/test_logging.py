@@ -6,8 +6,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torchmetrics
-from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.callbacks import Callback
 
 from tests.campaigns import cases_of
 from tests.full_graph.launch import run
@@ -163,38 +162,3 @@ def test_values_are_those_of_one_device_on_all_ranks(name, request):
             assert ours["scores"].equal(theirs["scores"]) or (ours["scores"] - theirs["scores"]).abs().max() < 1e-12
             assert ours["nodes"].equal(theirs["nodes"])
             assert ours["text"] == theirs["text"]
-
-
-class Deciding(Plain):
-    """Logs a value by which callbacks decide."""
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch), batch_size=batch.batch_size)
-
-
-def deciding(folder, strategy="auto"):
-    module = Deciding()
-    callbacks = [
-        EarlyStopping("val_loss", patience=1, min_delta=0.02),
-        ModelCheckpoint(folder / "best", monitor="val_loss", save_top_k=2, filename="{epoch}-{val_loss:.6f}"),
-    ]
-    logger = CSVLogger(folder / "log")
-    data = datamodule(input_val_nodes=torch.arange(150, 230))
-    options = {"logger": logger, "enable_checkpointing": True, "log_every_n_steps": 1, "limit_val_batches": 1.0}
-    trainer = fit(module, strategy, data, epochs=40, callbacks=callbacks, **options)
-    return trainer.current_epoch, sorted(path.name for path in (folder / "best").glob("*.ckpt"))
-
-
-def rank_decides(rank, folder):
-    return deciding(folder, hybrid(2))
-
-
-def test_callbacks_decide_as_on_one_device(tmp_path):
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "ours").mkdir()
-    expected = deciding(tmp_path / "plain")
-    assert expected[0] > 2
-    for found in run(rank_decides, 2, tmp_path / "ours"):
-        assert found == expected
-    rows = [(tmp_path / name / "log/lightning_logs/version_0/metrics.csv").read_text() for name in ("plain", "ours")]
-    assert [line.count(",") for line in rows[0].splitlines()] == [line.count(",") for line in rows[1].splitlines()]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from tests.campaigns import cases_of
-from tests.full_graph.launch import observe, run
+from tests.full_graph.launch import run
 from tests.hyscale.training import Plain, fit, hybrid, state
 from tests.patience import NEVER
 
@@ -214,12 +214,6 @@ def test_without_a_weight_such_a_loss_is_warned_about_once(name, request):
     assert not about_losses(make(), hybrid(1))
 
 
-def test_means_are_not_warned_about_nor_losses_with_a_weight(request):
-    for _, warned, means in outcomes(request.session):
-        assert not any(warned[f"not {name}"] for name in SILENT)
-        compare(means, trained(Means, "plain"))
-
-
 class Bad(Plain):
     def __init__(self, weight):
         super().__init__()
@@ -235,29 +229,29 @@ class Some(Plain):
         return {"loss": loss, "weight": 1.0} if self.global_rank else loss
 
 
-def refused(rank, make, *args):
-    try:
-        fit(make(*args), hybrid(2, stall_timeout=NEVER), epochs=1)
-    except Exception as error:
-        return type(error).__name__, str(error), traceback.format_exc()
-    return None
+BAD = [
+    (Bad, (-1,), "ValueError", "not negative, but is -1"),
+    (Bad, (float("nan"),), "ValueError", "finite"),
+    (Bad, (torch.tensor(float("inf")),), "ValueError", "finite"),
+    (Bad, (torch.ones(2),), "ValueError", "one number, but has the shape [2]"),
+    (Bad, ("mean",), "TypeError", "'mean'"),
+    (Bad, ([1.0],), "TypeError", "list"),
+    (Some, (), "ValueError", "of an iteration 1 returned a number, 0 'sum' and 1 none"),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "args", "error", "said"),
-    [
-        (Bad, (-1,), "ValueError", "not negative, but is -1"),
-        (Bad, (float("nan"),), "ValueError", "finite"),
-        (Bad, (torch.tensor(float("inf")),), "ValueError", "finite"),
-        (Bad, (torch.ones(2),), "ValueError", "one number, but has the shape [2]"),
-        (Bad, ("mean",), "TypeError", "'mean'"),
-        (Bad, ([1.0],), "TypeError", "list"),
-        (Some, (), "ValueError", "of an iteration 1 returned a number, 0 'sum' and 1 none"),
-    ],
-    ids=str,
-)
-def test_weights_that_make_no_sense_are_refused(make, args, error, said):
-    for result in observe(refused, 2, make, *args).results:
-        assert result is not None
-        assert result[0] == error, result[2]
-        assert said in result[1]
+def refused(rank):
+    errors = []
+    for make, args, *_ in BAD:
+        try:
+            fit(make(*args), hybrid(2, stall_timeout=NEVER), epochs=1)
+        except Exception as error:
+            errors.append((type(error).__name__, str(error), traceback.format_exc()))
+    return errors
+
+
+def test_weights_that_make_no_sense_are_refused():
+    for errors in run(refused, 2):
+        for (*_, error, said), found in zip(BAD, errors, strict=True):
+            assert found[0] == error, found[2]
+            assert said in found[1]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.hyscale_model import DATASETS, cpu_fpga, cpu_gpu, loading_limits, paper_workload, peak_flops
+from benchmarks.hyscale_model import DATASETS, cpu_fpga, cpu_gpu, paper_workload, peak_flops
 from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.model import PerformanceModel
 from lightning_gnn.hyscale.workload import BatchSizes, Platform, Processor, Workload
@@ -34,20 +34,6 @@ def test_trainer_time_by_hand():
     assert model.trainer_time(CPU, 0) == 0
 
 
-def test_backward_of_a_compute_bound_layer_is_two_products():
-    platform = Platform(Processor(1e9, inf), 1)
-    one_layer = replace(WORK, fanouts=(5,), widths=(16, 4), measured=BatchSizes(10, (60, 10), (50,)))
-    product_ = 2 * 10 * 16 * 4 / 1e9
-    assert PerformanceModel(platform, one_layer).trainer_time(platform.cpu, 10) == pytest.approx(2 * product_)
-    three = replace(WORK, fanouts=(1, 1, 1), widths=(8, 8, 8, 8), measured=BatchSizes(5, (20, 15, 10, 5), (15, 10, 5)))
-    layers = [2 * vertices * 64 / 1e9 for vertices in (15, 10, 5)]
-    assert PerformanceModel(platform, three).trainer_time(platform.cpu, 5) == pytest.approx(
-        2 * layers[0] + 3 * layers[1] + 3 * layers[2]
-    )
-    sage = replace(one_layer, update_inputs=2)
-    assert PerformanceModel(platform, sage).trainer_time(platform.cpu, 10) == pytest.approx(4 * product_)
-
-
 def test_stages_by_hand():
     platform = Platform(CPU, 4, GPU, 2, pcie_bandwidth=0.5e9, sampling=1e6, core_bandwidth=0.4e9)
     model = PerformanceModel(platform, WORK)
@@ -67,31 +53,6 @@ def test_stages_by_hand():
     assert model.mteps(mapping) == pytest.approx((8000 + 1500) / expected / 1e6)
 
 
-def test_sums_over_trainers_have_one_term_each():
-    model = PerformanceModel(Platform(CPU, 8, GPU, 3, 1e9), replace(WORK, batch_size=400))
-    four = TaskMapping((100, 100, 100, 100), 1, (1, 1, 1))
-    three = TaskMapping((0, 100, 100, 100), 1, (1, 1, 1))
-    assert model.load_time(four) == pytest.approx(4 * 5000 * 64 * 4 / 1e9)
-    assert model.load_time(three) == pytest.approx(3 * 5000 * 64 * 4 / 1e9)
-    edges = model.mteps(four) * model.iteration_time(four) * 1e6
-    assert edges == pytest.approx(4 * (8000 + 1500))
-
-
-def test_sizes_of_a_mini_batch():
-    # In an endless graph nothing is met twice: 10 seeds, 15 neighbours each, those 10 each.
-    endless = Workload(10**12, 10**14, 1, 10, (15, 10), (4, 4, 4))
-    sizes = endless.sizes(10)
-    assert sizes.vertices == pytest.approx((10 + 150 + 1500, 160, 10))
-    assert sizes.edges == pytest.approx((1650, 150))
-    # A mini-batch does not outgrow the graph, nor a vertex have more neighbours than its degree.
-    small = Workload(50, 200, 1, 10, (-1, 10), (4, 4, 4))
-    sizes = small.sizes(40)
-    assert max(sizes.vertices) <= 50
-    assert sizes.edges[1] == pytest.approx(40 * 4)
-    assert sizes.edges[0] <= 200 + 1e-9
-    assert WORK.sizes(50).edges == (4000, 750)
-
-
 @pytest.mark.parametrize(("dtype", "row"), [(None, 64 * 4), ("float16", 64 * 2), ("int8", 64 + 4)])
 def test_features_may_travel_in_fewer_bits(dtype, row):
     work = replace(WORK, transfer_dtype=dtype)
@@ -101,35 +62,6 @@ def test_features_may_travel_in_fewer_bits(dtype, row):
     mapping = TaskMapping((0, 100), 1)
     assert model.load_time(mapping) == pytest.approx(5000 * 64 * 4 / 1e9)  # they are read as they are
     assert model.sync_time() == pytest.approx(2 * (64 * 32 + 32 * 8) * 4 / 0.5e9)
-
-
-def test_more_threads_than_cores_take_turns():
-    platform = Platform(CPU, 2, GPU, 1, sampling=1e6, core_bandwidth=0.5e9)
-    model = PerformanceModel(platform, WORK)
-    mapping = TaskMapping((60, 40), 1, (1, 2, 1))
-    times = model.stage_times(mapping)
-    busy = times.sample_cpu + 2 * times.load + times.train_cpu[0]
-    assert model.turns_time(mapping) == pytest.approx(busy / 2)
-    assert model.iteration_time(mapping) == pytest.approx(max(busy / 2, times.sample_cpu, *times.trainers, times.load))
-    assert PerformanceModel(replace(platform, cores=4), WORK).turns_time(mapping) == 0
-    # A trainer makes use of no more threads than there are cores.
-    assert model.cpu_trainer(9, 1).flops == CPU.flops
-
-
-@pytest.mark.parametrize("cores", [1, 2, 3])
-@pytest.mark.parametrize("cpus", [0, 1, 3])
-def test_few_cores(cores, cpus):
-    platform = Platform(CPU, cores, GPU, 1, 1e9, 1e5, core_bandwidth=4e8)
-    best = PerformanceModel(platform, WORK).best_mapping(cpus)
-    assert sum(best.threads) == max(cores, 2 + cpus)
-    # With the seeds of four, on one core, threads take turns.
-    many = PerformanceModel(replace(platform, num_accelerators=4), replace(WORK, batch_size=400))
-    wide = PerformanceModel(replace(many.platform, cores=64), many.workload)
-    mapping = many.best_mapping(cpus)
-    assert mapping.total == 400
-    assert many.iteration_time(mapping) >= wide.iteration_time(wide.best_mapping(cpus))
-    if cores == 1:
-        assert many.iteration_time(mapping) == pytest.approx(many.turns_time(mapping))
 
 
 @given(
@@ -176,15 +108,6 @@ def _even(total, parts):
     return [total // parts + (index < total % parts) for index in range(parts)] if parts else []
 
 
-def test_the_cpu_is_left_out_where_it_does_not_help():
-    # PCIe is so slow at carrying the model back that nothing matters; the CPU shares memory bandwidth with nobody.
-    slow = Platform(Processor(1.0, 1.0), 4, GPU, 1, 1e9)
-    assert PerformanceModel(slow, WORK).best_mapping(1).seeds == (0, 100)
-    even = Platform(CPU, 4, replace(CPU, memory_bandwidth=2e9), 1)
-    assert PerformanceModel(even, WORK).best_mapping(1).cpu_seeds > 0
-    assert PerformanceModel(even, WORK).best_mapping(0).seeds == (100,)
-
-
 def test_platform_of_the_paper():
     # Introduction: (7.2 + 27.8) / 27.8 = 1.26, and table VII's seconds x TFLOPS of the CPU-FPGA platform.
     assert peak_flops(cpu_gpu(1)) / cpu_gpu(1).accelerator.flops == pytest.approx(1.26, abs=0.005)
@@ -228,12 +151,6 @@ def test_equations_with_the_papers_numbers(dataset):
     assert times.train_accelerator == (pytest.approx(forward + backward),) * 4
     assert model.sync_time() == pytest.approx((f0 * f1 + f1 * f2) * 4 * 2 / 16e9)
     assert model.mteps(mapping) == pytest.approx(5 * (e1 + e2) / model.iteration_time(mapping) / 1e6)
-
-
-def test_the_cpus_memory_saturates_beyond_twelve_accelerators():
-    # Section VI-D. Where transfers bind, loading takes as long at 205 / 16 = 12.8 accelerators.
-    each = paper_workload("ogbn-papers100M", 1, "sage")
-    assert [loading_limits(cpu_fpga(4), each, count) for count in (1, 4, 8, 12, 14, 16)] == [False] * 4 + [True] * 2
 
 
 @pytest.mark.parametrize(

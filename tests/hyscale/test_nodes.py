@@ -151,23 +151,6 @@ def test_two_nodes_resume_bit_for_bit(two_nodes):
     assert [found["resumed"] for found in two_nodes] == [True] * 4
 
 
-def on_too_many_nodes(rank):
-    errors = []
-    for num_ranks, nodes in [(1, 2), (2, 1), (2, 3)]:
-        with pytest.raises(ValueError, match="a process for each trainer") as error:
-            fit(Plain(), hybrid(num_ranks), num_nodes=nodes)
-        errors.append(str(error.value))
-    return errors
-
-
-def test_other_numbers_of_processes_are_refused():
-    for errors in run(on_too_many_nodes, 4, nodes=2):
-        for error, (each, whole) in zip(errors, [(1, 2), (2, 2), (2, 6)], strict=True):
-            assert f"{each} per node" in error
-            assert f"together {whole}, but 4 were started" in error
-            assert f"--nproc-per-node={each}" in error
-
-
 def elsewhere(rank, *args):
     Process.state = lambda self, seen_from: "unknown"  # as a process of another machine
     train_for_ever(rank, *args)

@@ -5,7 +5,6 @@ import os
 import pytest
 
 from lightning_gnn.hyscale import numa
-from lightning_gnn.hyscale.options import trainers_of
 
 needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone has it")
 
@@ -48,12 +47,6 @@ def test_cores_of_each_node(lists, allowed, expected, machine):
     assert numa.numa_cores(machine(lists, allowed)) == expected
 
 
-def test_a_machine_without_such_a_list(tmp_path):
-    assert numa.numa_cores(tmp_path / "none") == [
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count()))
-    ]
-
-
 @needs_affinity
 @pytest.mark.parametrize(
     ("nodes", "num_cpu", "expected"),
@@ -72,8 +65,3 @@ def test_cpu_trainers_are_spread_over_the_nodes(nodes, num_cpu, expected, monkey
         pinned.clear()
         numa.pin_to_numa_node(trainer, num_cpu)
         assert pinned == ([] if cores is None else [(0, cores)])
-
-
-def test_one_cpu_trainer_for_each_node(monkeypatch):
-    monkeypatch.setattr("lightning_gnn.hyscale.options.numa_cores", lambda: [{0}, {1}, {2}])
-    assert trainers_of("numa", [], []).num_cpu == 3

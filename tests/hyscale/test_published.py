@@ -63,36 +63,6 @@ def test_each_case_moves_what_it_says(stages, seeds, threads, sampling):
     assert manager.mapping.accelerator_sampling - BEGIN.accelerator_sampling == pytest.approx(sampling)
 
 
-@pytest.mark.parametrize(
-    ("mapping", "measured"),
-    [
-        # The fastest CPU task has one thread, or one for each CPU trainer.
-        (TaskMapping((512, 512), 1, (1, 2, 3)), IterationTimes(0.5, 9.0, (1.0,), (1.0,))),
-        (TaskMapping((300, 300, 424), 2, (2, 2, 2)), IterationTimes(1.0, 9.0, (0.5, 0.5), (1.0,))),
-        # Nobody to move work to, or none left.
-        (TaskMapping((512, 512), 0, (2, 2, 0)), IterationTimes(1.0, 1.0, (), (9.0, 0.5))),
-        (TaskMapping((1023, 1), 1, (2, 2, 2)), IterationTimes(1.0, 1.0, (1.0,), (9.0,))),
-        # The only CPU task is the slowest.
-        (TaskMapping((1024,), 0, (2, 2, 0)), IterationTimes(9.0, None, (), (1.0,))),
-        # All sampling that may move is there already.
-        (TaskMapping((512, 512), 1, (2, 2, 2), 0.99), IterationTimes(9.0, 1.0, (1.0,), (1.0,), None, 0.1)),
-        # No stage took any time.
-        (TaskMapping((512, 512), 1, (2, 2, 2)), IterationTimes(None, None, (None,), (0.0,))),
-    ],
-)
-def test_where_there_is_nothing_to_move_nothing_moves(mapping, measured):
-    manager = PublishedResourceManager(mapping)
-    decision = manager.observe(measured)
-    assert (decision.action, decision.changed, decision.mapping, len(manager.log)) == ("hold", False, mapping, 1)
-
-
-def test_work_moves_to_the_other_kind_only():
-    """The slow accelerator's seeds go to the CPU, even where the other accelerator is faster: line 14."""
-    manager = PublishedResourceManager(TaskMapping((100, 462, 462), 1, (2, 2, 2)))
-    manager.observe(IterationTimes(0.1, 0.1, (1.0,), (0.2, 9.0)))
-    assert manager.mapping.seeds == (132, 462, 430)
-
-
 def test_it_works_its_way_to_the_balance_of_two():
     """Where no other stage exists, lines 14 and 27 alone are at work: it stays around 307 of 1024 seeds."""
     manager = PublishedResourceManager(TaskMapping((900, 124), 1))

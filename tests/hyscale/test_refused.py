@@ -250,6 +250,7 @@ def test_what_was_refused_leaves_nothing_behind_and_what_is_like_it_works(place,
             torch.testing.assert_close(weights[place][name], value, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_a_program_that_cannot_be_run_again_is_refused_before_anything_starts():
     program = """
 import pytorch_lightning as pl, lightning_gnn

@@ -124,15 +124,6 @@ def without_it_they_differ(here):
         assert not same(first, second)
 
 
-def nothing_is_said_where_nothing_is_turned_off(here):
-    for options in ({"cpu_share": 0.3}, {"shares": [0.3, 0.7]}):
-        fixed = HyScaleStrategy(devices=["cpu"], drm=False, **options)
-        here.train(fixed, deterministic=True)
-        assert fixed.balance.weights == pytest.approx([0.3, 0.7])
-        assert not here.warned("measurements")
-    assert not here.measured
-
-
 def recorded_decisions_are_replayed(here):
     here.unsteady()
     record = here.path("decisions.jsonl")
@@ -182,37 +173,6 @@ def a_balanced_run_goes_on_without_measuring(here):
     assert len(here.measured) == here.times(1)
 
 
-def a_deterministic_run_goes_on_with_what_another_had_measured(here):
-    before, after = HyScaleStrategy(devices=["cpu"], drm=False), HyScaleStrategy(devices=["cpu"])
-    here.train(before, 2)
-    here.train(after, path=here.path(), deterministic=True)
-    assert len(here.warned("measurements: drm=True")) == here.times(1)
-    assert after.balance.weights == before.balance.weights
-    assert after.balance.threads == before.balance.threads
-    assert len(set(before.balance.weights)) == 2
-
-
-def options_given_by_hand_win(here):
-    here.train(HyScaleStrategy(devices=["cpu"], drm=False), 2)
-    by_hand = HyScaleStrategy(cpu_share=0.3, devices=["cpu"], drm=False, threads=[1, 1, 1])
-    here.train(by_hand, path=here.path())
-    assert by_hand.balance.weights == pytest.approx([0.3, 0.7])
-    assert by_hand.balance.threads == (1, 1, 1)
-    threads = HyScaleStrategy(devices=["cpu"], drm=False, threads=[1, 1, 1])
-    here.train(threads, path=here.path())
-    assert threads.balance.threads == (1, 1, 1)
-    assert len(here.measured) == here.times(1)
-
-
-def threads_of_a_larger_machine_are_left_out(here):
-    before, after = (HyScaleStrategy(devices=["cpu"], drm=False) for _ in range(2))
-    here.train(before, 2)
-    here.train(after, path=here.changed(lambda balance: balance["0"]["first"].update(threads=[40, 40, 40])))
-    assert sum(after.balance.threads) < 40
-    assert after.balance.weights == before.balance.weights
-    assert len(here.measured) == here.times(1)
-
-
 def of_other_trainers(state):
     state["shares"], state["cpu_trainers"] = [0.5, 0.25, 0.25], 2
 
@@ -234,20 +194,6 @@ def a_mapping_that_does_not_fit_is_measured_anew(here):
             here.train(HyScaleStrategy(devices=["cpu"], drm=drm), path=path)
             assert len(here.warned("hyscale balances anew")) == here.times(1)
             assert len(here.measured) == here.times(1)
-
-
-def a_checkpoint_without_a_mapping_is_measured_anew(here):
-    here.train(HyScaleStrategy(devices=["cpu"], drm=False), 2)
-    path = here.changed(lambda balance: balance.clear())
-    here.train(HyScaleStrategy(devices=["cpu"], drm=False), path=path)
-    assert len(here.measured) == here.times(2)
-    assert not here.warned("anew")
-
-
-def nothing_is_balanced_anew_where_options_say_all(here):
-    here.train(HyScaleStrategy(cpu_share=0.5, devices=["cpu"], drm=False), 2)
-    here.train(HyScaleStrategy(2, shares=[0.3, 0.7], drm=False), path=here.path())
-    assert not here.warned("anew")
 
 
 def sampling_on_accelerators_goes_on_too(here):
@@ -283,17 +229,11 @@ def one_fit_says_it_once_and_the_next_one_again(here):
 SCENARIOS = (
     equal_runs_are_equal,
     without_it_they_differ,
-    nothing_is_said_where_nothing_is_turned_off,
     recorded_decisions_are_replayed,
     a_measured_mapping_goes_on,
     a_deterministic_run_goes_on,
     a_balanced_run_goes_on_without_measuring,
-    a_deterministic_run_goes_on_with_what_another_had_measured,
-    options_given_by_hand_win,
-    threads_of_a_larger_machine_are_left_out,
     a_mapping_that_does_not_fit_is_measured_anew,
-    a_checkpoint_without_a_mapping_is_measured_anew,
-    nothing_is_balanced_anew_where_options_say_all,
     sampling_on_accelerators_goes_on_too,
     one_fit_says_it_once_and_the_next_one_again,
 )

@@ -9,7 +9,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn.hyscale.decisions import Decision, ReplayedDecisions, read_decisions
-from lightning_gnn.hyscale.estimates import Measurements
 from lightning_gnn.hyscale.mapping import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.resources import DynamicResourceManager, find_remedy
 from tests.hyscale.closed_loop import Node, run
@@ -149,87 +148,11 @@ def beyond(node, made):
     return mean(node.seconds(mapping) > 1.05 * best for mapping in made)
 
 
-def trained(known, seeds, seconds):
-    """Add an iteration of a lone trainer."""
-    known.add(TaskMapping((seeds,)), IterationTimes(None, None, (), (seconds,)))
-
-
-def cost_of(known, seeds):
-    return known.estimate(TaskMapping((seeds,)), IterationTimes(None, None, (), (1.0,))).costs[0]
-
-
-def test_a_cost_is_told_from_its_overhead():
-    known = Measurements()
-    for seeds in [500, 500, 100, 100, 300] * 4:
-        trained(known, seeds, 2.0 + 0.01 * seeds)
-    cost = cost_of(known, 200)
-    assert (cost.overhead, cost.per_unit) == (pytest.approx(2.0, rel=0.02), pytest.approx(0.01, rel=0.02))
-    alone = Measurements()
-    trained(alone, 500, 5.0)  # a single time tells no overhead
-    assert cost_of(alone, 100).seconds(100) == pytest.approx(1.0)
-
-
-@given(st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-6, 1e3)), min_size=1, max_size=60))
-def test_any_measurements_give_a_cost(measurements):
-    known = Measurements()
-    for seeds, seconds in measurements:
-        trained(known, seeds, seconds)
-        cost = cost_of(known, seeds)
-        assert 0 < cost.per_unit < float("inf")
-        assert 0 <= cost.overhead < float("inf")
-
-
-def test_one_of_the_first_measurements_may_be_odd():
-    for odd in range(3):
-        known = Measurements()
-        for number in range(3):
-            trained(known, 100, 6.0 if number == odd else 1.0)
-        assert cost_of(known, 100).seconds(100) == pytest.approx(1.0, rel=0.1)
-
-
-def test_a_cost_gets_surer():
-    errors = []
-    for count in (1, 4, 20):
-        found = []
-        for seed in range(50):
-            known = Measurements()
-            source = random.Random(seed)
-            for _ in range(count):
-                trained(known, 100, source.gauss(1, 0.1))
-            found.append((cost_of(known, 100).seconds(100) - 1.0) ** 2)
-        errors.append(mean(found) ** 0.5)
-    assert errors == sorted(errors, reverse=True)
-    assert errors[-1] < 0.03  # 0.1 by a single one
-
-
 def test_overheads_are_told_from_the_cost_of_a_seed():
     node = Node([1000, 1000], overheads=[0.3, 0.05])
     manager = DynamicResourceManager(TaskMapping((900, 124), 1))
     run(manager, node, 30)
     assert node.seconds(manager.mapping) <= 1.05 * (0.3 + 387 / 1000)  # 0.3 + n / 1000 = 0.05 + (1024 - n) / 1000
-
-
-def test_transfers_count_as_the_accelerators():
-    node = Node([1000, 1000], transfer=1 / 300)
-    manager = DynamicResourceManager(TaskMapping((512, 512), 1))
-    run(manager, node, 30)
-    assert node.seconds(manager.mapping) <= 1.02 * 1024 / 1300
-
-
-def test_cpu_trainers_alone_are_balanced():
-    node = Node([100, 300, 200], cpu_trainers=3)
-    manager = DynamicResourceManager(TaskMapping((300, 300, 300), 3, (1, 1, 3)))
-    run(manager, node, 15)
-    assert manager.mapping.seeds == (150, 450, 300)
-    assert [decision.action for decision in manager.log] == ["start", "balance_work"]
-
-
-def test_a_few_seeds_do_not_flutter():
-    node = Node([100, 290])
-    manager = DynamicResourceManager(TaskMapping((3, 4), 1))
-    run(manager, node, 60)
-    assert manager.mapping.seeds == (2, 5)
-    assert len(manager.log) == 2
 
 
 # Threads and sampling
@@ -267,51 +190,7 @@ def test_threads_that_do_not_help_come_back():
     assert all(min(decision.mapping.threads) >= 1 for decision in manager.log)
 
 
-def test_every_task_keeps_a_thread():
-    node = Node([1000, 1000], sampling=50.0, loading=1.0, reference_threads=2)
-    manager = DynamicResourceManager(TaskMapping((512, 512), 1, (1, 2, 4)))
-    run(manager, node, 60)
-    assert manager.mapping.threads == (5, 1, 1)
-
-
-def test_idle_threads_are_the_first_to_go():
-    node = Node([100, 1000], sampling=30.0, loading=8.0)
-    manager = DynamicResourceManager(TaskMapping((0, 1024), 1, (2, 2, 12)))
-    run(manager, node, 40)
-    assert manager.mapping.threads[2] == 1
-    assert manager.mapping.threads[0] > 8
-    none = DynamicResourceManager(TaskMapping((1024,), 0, (2, 2, 4)))
-    run(none, Node([1000], cpu_trainers=0, sampling=30.0, loading=8.0), 40)
-    assert none.mapping.threads[2] == 0
-
-
-def test_sampling_is_shared_out():
-    node = Node([1e6, 1e6], sampling=4.0, sampling_there=1.0)
-    manager = DynamicResourceManager(TaskMapping((512, 512), 1, (2, 1, 1), 0.2))
-    run(manager, node, 30)
-    assert manager.mapping.accelerator_sampling == pytest.approx(2 / 3, abs=0.02)
-    assert manager.mapping.seeds == (512, 512)
-    assert manager.mapping.threads == (2, 1, 1)
-
-
 # Taking the CPU out, and back
-
-
-def test_a_cpu_that_takes_longer_for_nothing_is_taken_out():
-    node = Node([1000, 1000], overheads=[1.5, 0.1])
-    manager = DynamicResourceManager(TaskMapping((512, 512), 1))
-    run(manager, node, 30)
-    assert manager.mapping.seeds == (0, 1024)
-
-
-def test_a_cpu_comes_back_when_the_accelerator_gets_slower():
-    node = Node([1000, 1000], overheads=[1.5, 0.1])
-    manager = DynamicResourceManager(TaskMapping((512, 512), 1))
-    _, in_flight = run(manager, node, 30)
-    assert manager.mapping.seeds == (0, 1024)
-    node.speeds[1] = 200
-    run(manager, node, 60, in_flight=in_flight)
-    assert manager.mapping.cpu_seeds > 500
 
 
 # Log, replay, state
@@ -393,16 +272,6 @@ def test_a_state_of_other_trainers_is_refused():
             DynamicResourceManager(mapping).load_state_dict(state)
 
 
-def test_every_decision_is_explained():
-    manager = DynamicResourceManager(TaskMapping((512, 512), 1))
-    node = Node([100, 1000])
-    texts = [str(manager.observe(node.measured(manager.mapping))) for _ in range(4)]
-    assert all(texts)
-    assert "training on the CPU is the slowest stage, 5.12e+03 ms" in texts[0]
-    assert "seeds 512/512 -> 93/931" in texts[0]
-    assert "wait" in texts[1]
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -417,32 +286,7 @@ def test_a_broken_log_is_refused(lines, message):
         read_decisions(lines)
 
 
-def test_a_log_that_does_not_fit_itself_is_refused():
-    with pytest.raises(ValueError, match="start"):
-        ReplayedDecisions([])
-    first = Decision(TaskMapping((4, 4), 1), "", observation=0)
-    with pytest.raises(ValueError, match="first has 8"):
-        ReplayedDecisions([first, Decision(TaskMapping((4, 5), 1), "", observation=3)])
-
-
 # Input
-
-
-def test_partial_batches():
-    manager = DynamicResourceManager(TaskMapping((500, 500), 1))
-    assert "does not count" in manager.observe(IterationTimes(1.0, 1.0, (1.0,), (1.0,), seeds=(100, 100))).explanation
-    node = Node([100, 1000])
-    for _ in range(3):  # 60 % of a batch, times accordingly: the speeds are the same
-        manager.observe(IterationTimes(0.0, 0.0, (300 / 100,), (300 / 1000,), seeds=(300, 300)))
-    assert manager.mapping.seeds == pytest.approx((91, 909), abs=1)
-    assert node.seconds(manager.mapping) == pytest.approx(1000 / 1100, rel=0.02)
-
-
-def test_stages_without_time_do_no_harm():
-    manager = DynamicResourceManager(TaskMapping((5, 5), 1))
-    for _ in range(10):
-        assert not manager.observe(IterationTimes(0.0, 0.0, (0.0,), (None,))).changed
-        assert not manager.observe(IterationTimes(None, None, (None,), (None,))).changed
 
 
 @pytest.mark.parametrize(

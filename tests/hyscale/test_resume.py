@@ -14,19 +14,15 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.plugins.io import TorchCheckpointIO
 from torch.utils.data import WeightedRandomSampler
 from torch_geometric.loader import NeighborLoader
 
 from lightning_gnn.hyscale.decisions import Decision, read_decisions
-from lightning_gnn.hyscale.first_mapping import describe_workload, first_mapping
 from lightning_gnn.hyscale.mapping import TaskMapping
-from lightning_gnn.hyscale.options import Trainers
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.hyscale.work_balance import STEP_FIELDS, BalanceController
 from lightning_gnn.loading import NodeLoader
 from lightning_gnn.pyg import enable_pyg_sampling
-from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.campaigns import cases_of
 from tests.full_graph.launch import observe, run
@@ -367,25 +363,3 @@ def test_a_checkpoint_loads_without_the_strategy(tmp_path):
     trained, plain = train("auto", path=path)
     assert trained.lightning_module.trainer.global_step == 12
     assert not same(plain, ours)
-
-
-def test_checkpoints_are_written_whole_with_loaders_of_any_kind():
-    own = TorchCheckpointIO()
-    assert type(hybrid().checkpoint_io) is SafeCheckpointIO
-    assert hybrid(checkpoint_io=own).checkpoint_io is own
-
-
-def test_the_first_mapping_is_the_performance_models():
-    """By measurements of this machine, of which only the kind of the answer is known."""
-    data = datamodule([3, 2], batch_size=20)
-    loader, trainers = data.train_dataloader(), Trainers.of(1, [torch.device("cpu")] * 2)
-    mapping = first_mapping(trainers, loader, Plain(), 20, (1, 2, 3))
-    assert mapping.total == 20
-    assert len(mapping.seeds) == 3
-    assert sum(mapping.threads) == 6
-    workload, edges_per_s = describe_workload(loader, Plain(), 20)
-    assert workload.widths == (6, 3, 3)
-    assert workload.measured.vertices[-1] == 20
-    assert workload.measured.edges == tuple(map(float, sorted(workload.measured.edges, reverse=True)))
-    assert edges_per_s > 0
-    assert first_mapping(Trainers.of(2, []), loader, Plain(), 20, (1, 1, 1)) is None

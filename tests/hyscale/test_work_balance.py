@@ -213,16 +213,6 @@ def test_what_is_recorded_is_replayed_iteration_by_iteration_also_from_a_run_tha
     assert replayed[0].in_force == in_force
 
 
-def test_without_a_manager_nothing_moves():
-    who = trainers(1, 1)
-    ranks = [Rank(who, number, [0.3, 0.7], drm=False) for number in range(2)]
-    train(ranks, 10, 6, lambda number, place: 3 * place, lambda number, place: 10.0**place)
-    check(ranks, 10)
-    assert ranks[0].balance.mapping is None
-    assert ranks[0].cut[9] == [(0, 12), (12, 40)]
-    assert len(ranks[0].balance.history) == 9
-
-
 def test_a_state_of_another_version_begins_anew(tmp_path):
     who = trainers(1, 2)
     path = write(tmp_path, [Decision(mapping((10, 10, 20)), "drawn", "start", 0)])
@@ -252,58 +242,6 @@ def test_a_record_that_cannot_be_written_on_is_warned_about_once(tmp_path, recwa
     assert len([warning for warning in recwarn if "which a replay would miss" in str(warning.message)]) == 1
     with pytest.raises(OSError, match="Is a directory"):
         Rank(trainers(2, 0), 0, [0.5, 0.5], record=record)
-
-
-def test_threads_of_the_node_are_shared_out_by_seeds():
-    balance = Rank(trainers(2, 2), 0, [0.1, 0.1, 0.4, 0.4], drm=False, threads=(10, 5, 6)).balance
-    assert [balance.rank_threads(trainer) for trainer in range(4)] == [(1, 1, 3), (1, 1, 3), (4, 2, 1), (4, 2, 1)]
-    other = mapping((0, 0, 30, 10), (4, 4, 7), num_cpu=2)
-    assert [balance.rank_threads(trainer, other) for trainer in range(4)] == [
-        (1, 1, 3),
-        (1, 1, 3),
-        (3, 3, 1),
-        (1, 1, 1),
-    ]
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0.0, 0.0), (0.4, 0.5), (0.8, 1.0), (1.0, 1.0)])
-def test_accelerators_sample_their_own_until_the_share_is_met(share, expected):
-    balance = Rank(trainers(1, 2), 0, [0.2, 0.4, 0.4], drm=False, sampling=share).balance
-    assert [balance.sampled_by(trainer) for trainer in range(3)] == [
-        0.0,
-        pytest.approx(expected),
-        pytest.approx(expected),
-    ]
-    assert balance.sampled_by(1, mapping((40, 0, 0))) == 0.0
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 1.0])
-def test_times_are_those_of_the_long_run(share):
-    """With 3 ms a seed on the CPU, two threads, and 1 ms a seed there, where every mini-batch is sampled whole."""
-    balance = Rank(trainers(1, 1), 0, [0.5, 0.5], drm=False, threads=(4, 2, 1), sampling=share, total=20).balance
-    part = balance.sampled_by(1)
-    for there in (True, False):
-        if (there and not part) or (not there and part == 1):
-            continue
-        own = [10.0, 1.0, -1.0, 0.01] if there else [10.0, 0.0, 0.03, -1.0]
-        balance.begin()
-        assert balance.observe([[10.0, -1.0, 0.03, -1.0, 0.1, -1.0, 0.2], [*own, 0.1, 0.05, 0.2]]) is None
-        times, _ = balance.history[-1]
-        assert times.sample_cpu == pytest.approx(0.03 / 2)  # the CPU trainer's own, all of it
-        assert times.sample_accelerator == (pytest.approx(0.01 * part) if there else None)
-        assert (times.load, times.transfer) == (pytest.approx(0.1), 0.05)
-        assert (times.train_cpu, times.train_accelerator, times.seeds) == ((0.2,), (0.2,), (10, 10))
-
-
-def test_trainers_without_seeds_have_no_times():
-    balance = Rank(trainers(1, 1), 0, [0.0, 1.0], drm=False).balance
-    balance.begin()
-    assert balance.observe([stage_row(None), row(40, 1e-3)]) is None
-    assert not balance.history  # one rank has nothing to tell yet
-    balance.observe([row(0, 1.0), row(40, 1e-3)])
-    times, _ = balance.history[-1]
-    assert (times.train_cpu, times.train_accelerator, times.seeds) == ((None,), (pytest.approx(0.04),), (0, 40))
-    assert times.sample_cpu == pytest.approx(4e-3 / 3)
 
 
 def test_the_clock_counts_a_ranks_own_work(monkeypatch):

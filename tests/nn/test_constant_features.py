@@ -92,15 +92,3 @@ def test_trained_features_are_not_kept():
         gradients.append(x.grad)
     close(gradients[:1], gradients[1:])
     assert "aggregated constant features" not in graph.cache
-
-
-def test_features_that_begin_to_be_trained_get_gradients():
-    edge_index, graph, x = make()
-    model = model_of(GraphSAGE, {})
-    keep_constant(graph, x)
-    results(model, x, graph)
-    x.requires_grad_()
-    results(model, x, graph)
-    mine, x.grad = x.grad, None
-    results(model, x, edge_index)
-    close([mine], [x.grad])

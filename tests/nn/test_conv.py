@@ -100,16 +100,6 @@ def test_edge_weights_are_in_the_users_order(kwargs):
     assert_equal(a, b, [x, weight], lambda layer: layer(x, graph, weight), lambda layer: layer(x, edges, weight))
 
 
-def test_the_last_of_two_self_loops_counts():
-    a, b = pair(GCNConv, pyg.GCNConv, (6, 4))
-    weight = WEIGHT.clone().requires_grad_()
-    out = a(X, GRAPH, weight)
-    torch.testing.assert_close(out, b(X, EDGES, weight), rtol=1e-12, atol=1e-12)
-    out.sum().backward()
-    assert weight.grad[160] == 0
-    assert weight.grad[161] != 0
-
-
 def test_constant_edge_weights_are_normalised_once_and_anew_after_a_change(monkeypatch):
     graph = CompressedGraph.from_edge_index(EDGES, NODES)
     a, b = pair(GCNConv, pyg.GCNConv, (6, 4))
@@ -129,14 +119,6 @@ def test_constant_edge_weights_are_normalised_once_and_anew_after_a_change(monke
     assert len(calls) == 3
 
 
-def test_cached_keeps_the_first_weights():
-    layer = GCNConv(6, 4, cached=True).double()
-    first = layer(X, GRAPH, WEIGHT)
-    assert torch.equal(layer(X, GRAPH, 1 - WEIGHT), first)
-    layer.reset_parameters()
-    assert layer._cached_weight is None
-
-
 @pytest.mark.parametrize("kwargs", [{}, {"aggr": "max"}, {"aggr": "sum", "project": True}])
 @pytest.mark.parametrize("sizes", [((6, 5), 4), ((6, 5), 20)])
 def test_bipartite_sage(kwargs, sizes):
@@ -154,22 +136,6 @@ def test_bipartite_sage(kwargs, sizes):
         a, b, [source], lambda layer: layer((source, None), graph),
         lambda layer: layer((source, None), edges, size=(25, 14)),
     )  # fmt: skip
-
-
-def test_bipartite_weights_of_gat_without_targets():
-    a, b = pair(GATConv, pyg.GATConv, ((6, 6), 4), heads=2, add_self_loops=False)
-    x = X.clone().requires_grad_()
-    assert_equal(
-        a, b, [x], lambda layer: layer((x, None), GRAPH),
-        lambda layer: layer((x, None), EDGES, size=(NODES, NODES)),
-    )  # fmt: skip
-
-
-def test_lazy_layers_learn_their_size_from_a_graph():
-    for cls in (GCNConv, SAGEConv, GATConv):
-        layer = cls(-1, 4).double()
-        assert layer(X, GRAPH).shape == (NODES, 4)
-        assert sum(p.numel() for p in layer.parameters()) == sum(p.numel() for p in cls(6, 4).parameters())
 
 
 def test_a_product_with_hooks_is_called_as_pyg_calls_it():
@@ -207,18 +173,6 @@ def test_models_on_a_graph(ours, theirs, kwargs):
     x = X.clone().requires_grad_()
     assert list(a.state_dict()) == list(b.state_dict())
     assert_equal(a, b, [x], lambda model: model(x, GRAPH), lambda model: model(x, EDGES))
-
-
-def test_a_validation_loop_before_training_leaves_nothing_behind():
-    graph = CompressedGraph.from_edge_index(EDGES, NODES)
-    x = X.float().requires_grad_()
-    for model in (GCN(6, 8, 2, 3), GraphSAGE(6, 8, 2, 3), GAT(6, 8, 2, 3, heads=2)):
-        with torch.inference_mode():
-            model(x, graph)
-        model(x, graph).sum().backward()
-    weight = WEIGHT.float().requires_grad_()
-    GCN(6, 8, 2, 3)(x, graph, weight).sum().backward()
-    assert weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(

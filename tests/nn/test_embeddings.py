@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.optim import SGD, Adagrad, Adam, SparseAdam
 
-from lightning_gnn import LinkDataModule, NeighborDataModule
-from lightning_gnn.nn import RGCN, HeteroGraphSAGE, LinkPredictor, NodeClassifier, NodeRegressor, TypeEmbeddings
+from lightning_gnn import NeighborDataModule
+from lightning_gnn.nn import HeteroGraphSAGE, NodeClassifier, TypeEmbeddings
 from lightning_gnn.nn.split_optimizer import SplitOptimizer
-from tests.sampling.test_typed import WRITES, typed_data
+from tests.sampling.test_typed import typed_data
 
 VENUES, WIDTH = 7, 5
 
@@ -117,17 +117,6 @@ def test_adam_and_sparse_adam_step_as_two_optimizers_by_hand(tmp_path):
     same(module, (other.model.state_dict(), rows_of(other)))
 
 
-def test_sparse_adam_is_adam_where_each_step_reaches_all_rows(tmp_path):
-    found = []
-    for sparse in (True, False):
-        module = embedded(data := typed_data(), sparse=sparse, lr=0.02)
-        whole = torch.utils.data.DataLoader([data], collate_fn=lambda parts: parts[0])
-        trainer(tmp_path, max_epochs=5).fit(module, whole)
-        found.append(rows_of(module))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(found[0], table(), atol=0.05)
-
-
 @pytest.mark.campaign
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("sparse", [True, False])
@@ -181,36 +170,6 @@ def test_full_inference_reads_all_rows(tmp_path):
     (found,) = trainer(tmp_path).validate(module, datamodule, verbose=False)
     mask = data["paper"].val_mask
     assert found["val_acc"] == pytest.approx((expected[mask].argmax(1) == data["paper"].y[mask]).float().mean().item())
-
-
-def test_links_and_numbers_train_tables_too(tmp_path):
-    data = typed_data()
-    torch.manual_seed(0)
-    link = LinkPredictor(network(data, RGCN, 8), target=WRITES, embeddings=TypeEmbeddings(data, WIDTH))
-    edges = (WRITES, data[WRITES].edge_index[:, :200])
-    datamodule = LinkDataModule(data, edges, num_neighbors=[3, 2], batch_size=50, neg_sampling="binary")
-    data = typed_data()
-    data["paper"].y = torch.randn(300)
-    number = NodeRegressor(network(data, RGCN, 1), target="paper", embeddings=TypeEmbeddings(data, WIDTH))
-    for module, source in ((link, datamodule), (number, batches(data))):
-        before = rows_of(module).clone()
-        trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(module, datamodule=source)
-        assert not torch.equal(rows_of(module), before)
-
-
-def test_modules_without_embeddings_are_as_they_were():
-    module = NodeClassifier(network(typed_data()), 3, target="paper")
-    assert type(module.configure_optimizers()) is Adam
-    assert all(name.startswith("model.") for name in module.state_dict())
-
-
-def test_names_of_types_may_be_anything():
-    embeddings = TypeEmbeddings({"items": 3, "a.b": 2}, {"items": 4, "a.b": 1})
-    assert embeddings.num_features == {"items": 4, "a.b": 1}
-    assert {name: tuple(part.weight.shape) for name, part in embeddings.tables.items()} == {
-        "items": (3, 4),
-        "a.b": (2, 1),
-    }
 
 
 def test_mistakes_are_named():

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 from torch_geometric.nn import GraphSAGE as PyGGraphSAGE
-from torch_geometric.nn import TransformerConv
 
 from lightning_gnn import NeighborDataModule
 from lightning_gnn.nn import GAT, GCN, GIN, GraphSAGE, NodeClassifier, export_onnx, export_program
@@ -101,41 +100,11 @@ def test_a_program_runs_where_this_package_is_not(name, tmp_path):
     assert run.stdout == "equal\n", run.stderr
 
 
-def test_weights_of_edges():
-    torch.manual_seed(0)
-    model = MODELS["gcn"]().eval()
-    called = export_program(model, 12, edge_weight=True).module()
-    for x, edge_index in graphs():
-        weight = torch.rand(edge_index.size(1))
-        with torch.no_grad():
-            expected = model(x, edge_index, weight)
-        torch.testing.assert_close(called(x, edge_index, weight), expected, atol=1e-5, rtol=1e-5)
-
-
 def test_what_cannot_be_exported():
     with pytest.raises(ValueError, match="GraphSAGE cannot be exported for 5 features: x has 5 features per node, but"):
         export_program(MODELS["sage"](), 5)
     with pytest.raises(ValueError, match="num_seeds must be at least 1"):
         export_program(MODELS["sage"](), 12, num_seeds=0)
-
-
-def test_a_model_of_other_layers():
-    torch.manual_seed(0)
-    layer = TransformerConv(12, 8).eval()
-    called = export_program(layer, 12).module()
-    for x, edge_index in graphs():
-        with torch.no_grad():
-            torch.testing.assert_close(called(x, edge_index), layer(x, edge_index), atol=1e-5, rtol=1e-5)
-
-
-def test_what_onnx_refuses_is_said_in_short(monkeypatch, tmp_path):
-    def refuse(*args, **kwargs):
-        raise RuntimeError("no such operator\n" + "graph " * 1000)
-
-    monkeypatch.setattr("lightning_gnn.nn.export.check_onnx", lambda: None)
-    monkeypatch.setattr("torch.onnx.export", refuse)
-    with pytest.raises(ValueError, match=r"GraphSAGE cannot be written as ONNX: no such operator$"):
-        export_onnx(GraphSAGE(4, 8, 2, 3), 4, tmp_path / "model.onnx")
 
 
 def test_onnx_names_the_package_that_is_missing(tmp_path):

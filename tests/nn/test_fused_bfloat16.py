@@ -137,24 +137,3 @@ def test_models_of_bfloat16_are_fused_too(always, layer):
     assert all(part.dtype == torch.bfloat16 for part in got)
     for a, b in zip(got, want, strict=True):
         assert (a.float() - b).norm() <= TOLERANCE * b.norm()
-
-
-def test_another_autocast_is_left_to_pyg(monkeypatch):
-    monkeypatch.setattr(fused, "UNFUSED_UP_TO", 0)
-    x, edge_index = torch.randn(9, 12), torch.randint(9, (2, 20))
-    with torch.autocast("cpu", torch.float16):
-        assert not fused.fuses(SAGEConv(12, 4), x, x, edge_index)
-        assert not attention.fuses_attention(GATConv(12, 4), x, x, edge_index)
-
-
-def test_dropout_under_autocast_is_that_of_its_key(always):
-    torch.manual_seed(0)
-    edge_index, x = torch.randint(50, (2, 400)), torch.randn(50, 12)
-    model, results = GraphSAGE(12, 64, num_layers=2, out_channels=10, dropout=0.5), []
-    for _ in range(2):
-        torch.manual_seed(1)
-        results.append(gradients(model, x, edge_index, True))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    torch.manual_seed(1)
-    for a, b in zip(results[0], gradients(model, x, edge_index, False), strict=True):
-        assert (a.float() - b).norm() <= TOLERANCE * b.norm()

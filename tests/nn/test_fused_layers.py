@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.nn import conv as pyg
-from torch_geometric.nn import models as pyg_models
 
 from lightning_gnn.nn import GCN, GIN, Dropout, GCNConv, GINConv, GraphSAGE, SAGEConv, unfused_layers
 from lightning_gnn.nn.conv import fused, gcn, gin, sage
@@ -353,26 +352,6 @@ def test_what_has_a_reason_does_not_fuse(calls):
     ):
         layer.double()((x, x), edges)
     assert not calls
-
-
-def test_gin_of_a_graph_is_that_of_its_edges():
-    from lightning_gnn.graph.compress import CompressedGraph
-
-    edges = torch.randint(30, (2, 120), generator=torch.Generator().manual_seed(1))
-    graph = CompressedGraph.from_edge_index(edges, 30)
-    x = normal(30, 6)
-    model = GIN(6, 8, 2, 3).double()
-    torch.testing.assert_close(model(x, graph), model(x, edges), rtol=1e-10, atol=1e-10)
-
-
-def test_models_of_pyg_have_the_same_state():
-    torch.manual_seed(0)
-    ours = GIN(6, 8, 3, 4, train_eps=True, norm="batch", dropout=0.5)
-    torch.manual_seed(0)
-    theirs = pyg_models.GIN(6, 8, 3, 4, train_eps=True, norm="batch", dropout=0.5)
-    for (name, value), (other, wanted) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
-        assert name == other
-        assert torch.equal(value, wanted)
 
 
 def test_dropout_is_ours_in_training_only():

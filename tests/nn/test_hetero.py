@@ -1,5 +1,7 @@
 """Models of graphs with types against PyG's layers."""
 
+import itertools
+
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -10,9 +12,7 @@ from torch_geometric.nn import GATConv, HeteroConv, HGTConv, RGCNConv, SAGEConv
 from torch_geometric.transforms import AddSelfLoops, RemoveDuplicatedEdges, ToUndirected
 
 from lightning_gnn import NeighborDataModule
-from lightning_gnn.nn import HGT, RGAT, RGCN, GraphSAGE, HeteroGraphSAGE, NodeClassifier, unfused_layers
-from lightning_gnn.nn.hetero import layers as typed_layers
-from lightning_gnn.nn.hetero.table import fused_models
+from lightning_gnn.nn import HGT, RGAT, RGCN, GraphSAGE, HeteroGraphSAGE, NodeClassifier
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 MODELS = [HeteroGraphSAGE, RGCN, RGAT, HGT]
@@ -183,20 +183,6 @@ def test_what_no_relation_reaches_is_read_once():
     same(out, theirs(data.x_dict, data.edge_index_dict))
 
 
-def test_dropout_is_the_same_fused_and_not(monkeypatch):
-    data = graph()
-    model = HeteroGraphSAGE(data.metadata(), 5, 8, 2, 3, dropout=0.5).double()
-    outs = []
-    for fused in (True, False):
-        if not fused:
-            monkeypatch.setattr(typed_layers.TypedConv, "_fuses", lambda *given: False)
-        torch.manual_seed(4)
-        outs.append(model(data.x_dict, data.edge_index_dict))
-    same(*outs)
-    model.eval()
-    assert not torch.equal(model(data.x_dict, data.edge_index_dict)["a"], outs[0]["a"])
-
-
 @pytest.mark.parametrize("where", ["layer", "relation", "product"])
 def test_hooks_see_what_they_would_in_pyg(where):
     data, seen = graph(), []
@@ -209,8 +195,7 @@ def test_hooks_see_what_they_would_in_pyg(where):
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("kind", "precision"), zip(MODELS, itertools.cycle(["32-true", "bf16-mixed"]), strict=False))
 def test_it_trains_with_one_line(kind, precision, tmp_path):
     data = graph(sizes=(200, 80, 30), num_edges=600, dtype=torch.float32)
     data["a"].y = (data["a"].x[:, 0] > 0).long()
@@ -253,13 +238,6 @@ def test_too_few_hops_are_told():
         UserWarning, match="the model has 2 layers, but its mini-batches have 1 hop: nodes of the last hop"
     ):
         module(next(iter(loader)))
-
-
-def test_which_layers_are_fused():
-    data = graph()
-    for kind, unfused in ((HeteroGraphSAGE, 0), (RGCN, 0), (RGAT, 0), (HGT, 0)):
-        assert len(unfused_layers(kind(data.metadata(), 5, 8, 2, 3))) == unfused
-        assert (kind.__name__ in dict(fused_models())) == (unfused == 0)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch_geometric.nn import GATConv, HGTConv
 
 from lightning_gnn.nn import HGT, RGAT, HeteroGraphSAGE
@@ -98,19 +96,6 @@ def test_results_and_gradients_are_pygs(calls, kind, widths, heads):
     assert len(calls) == (1 + len(set(widths)) if kind is RGAT else 2)
 
 
-@given(
-    st.lists(st.integers(0, 12), min_size=3, max_size=3), st.integers(0, 40), st.integers(0, 2**32),
-    st.sampled_from([RGAT, HGT]), st.sampled_from(WIDTHS),
-)  # fmt: skip
-@settings(max_examples=40, deadline=None)
-def test_types_may_lack_nodes_and_edges(sizes, num_edges, seed, kind, widths):
-    data = graph(sizes=sizes, widths=widths, num_edges=0 if 0 in sizes else num_edges, seed=seed)
-    with pytest.MonkeyPatch.context() as patch:
-        seen = watch(patch)
-        compare(*pair(kind, data, widths, 2), data)
-    assert seen
-
-
 @pytest.mark.parametrize("options", [{"residual": False}, {"bias": False}, {"negative_slope": 0.5}])
 def test_options_of_the_layer(calls, options):
     data = graph()
@@ -184,19 +169,3 @@ def test_bfloat16_is_summed_in_float32(calls, kind):
     assert all(arguments[1].dtype == torch.float32 for arguments in calls)
     for name, rows in exact.items():
         torch.testing.assert_close(out[name].float(), rows, rtol=0.1, atol=0.1)
-
-
-def test_relations_run_one_by_one_where_that_costs_less():
-    data = graph(sizes=(3, 3, 3), num_edges=400)
-    rows = layers.TypedRows.of(data.x_dict, dict.fromkeys("abc", 3))
-    part = layers.Part(dict.fromkeys("abc", 3), dict.fromkeys("abc", 3), data.edge_index_dict)
-
-    def convs(wide, narrow, heads):
-        return {kind: layers.GATConv((wide, wide), narrow, heads=heads, add_self_loops=False) for kind in TYPES}
-
-    # Many edges between few nodes: what is multiplied once is read often.
-    assert not attention.pays(convs(5, 1, 1), rows, part)
-    few = {kind: edges[:, :1] for kind, edges in data.edge_index_dict.items()}
-    tall = layers.TypedRows.of({name: torch.randn(500, 5) for name in "abc"}, dict.fromkeys("abc", 500))
-    part = layers.Part(dict.fromkeys("abc", 500), dict.fromkeys("abc", 3), few)
-    assert attention.pays(convs(5, 4, 2), tall, part)

@@ -133,32 +133,6 @@ def test_the_result_is_memory_mapped_and_only_it_is_kept(tmp_path):
     assert np.abs(np.load(path)).sum() > 0
 
 
-def test_complete_outputs_of_another_model_are_replaced_without_a_word(tmp_path):
-    options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
-    infer(trained(GraphSAGE), X, GRAPH, settings=options)
-    model = trained(GAT)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        out = infer(model, X, GRAPH, settings=options)
-    torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
-
-
-def test_without_a_folder_nothing_is_left(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path))
-    model = trained(GCN)
-    out = infer(model, X, GRAPH, settings=FullInference(memory_limit=0, progress=False))
-    assert list((tmp_path / "inference").iterdir()) == []
-    torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
-
-
-def test_features_may_be_memory_mapped(tmp_path):
-    np.save(tmp_path / "x.npy", X.numpy())
-    x = torch.from_numpy(np.load(tmp_path / "x.npy", mmap_mode="c"))
-    model = trained(GCN)
-    out = infer(model, x, GRAPH, settings=FullInference(folder=tmp_path / "f", memory_limit=0, progress=False))
-    torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
-
-
 def test_bfloat16_goes_through_files_of_float32(tmp_path):
     model = trained(GraphSAGE).bfloat16()
     x = X.bfloat16()

@@ -56,15 +56,6 @@ def test_of_classes(tmp_path):
     assert found["ece"] == pytest.approx(multiclass_calibration_error(rows.softmax(1), y, 4).item(), abs=1e-5)
 
 
-def test_outputs_that_look_like_probabilities_are_none(tmp_path):
-    """torchmetrics takes outputs for probabilities where those of a batch happen to lie between 0 and 1."""
-    metric = named_metric("ece", "multiclass", 3)
-    module = NodeClassifier(GraphSAGE(6, 8, 1, 3), 3)
-    logits, y = torch.tensor([[0.9, 0.1, 0.2], [0.3, 0.8, 0.1]]), torch.tensor([0, 2])
-    metric.update(module._shares(logits), y)
-    torch.testing.assert_close(metric.compute(), multiclass_calibration_error(logits.softmax(1), y, 3))
-
-
 def test_of_labels(tmp_path):
     pl.seed_everything(0, verbose=False)
     names = ["macro_auroc", "micro_ap", "exact"]
@@ -141,26 +132,9 @@ def test_an_evaluator_gets_all_nodes_once(ogb, tmp_path):
     assert given["y_true"][:, 0].tolist() == y.tolist()
 
 
-def test_an_evaluator_of_labels_gets_what_ranks_them(ogb, tmp_path):
-    module = NodeClassifier(GraphSAGE(6, 8, 1, 3), 3, kind="multilabel", metrics=["ogbn-proteins"])
-    found, rows, _ = scored(module, labelled("multilabel"), tmp_path)
-    assert found["ogbn-proteins"] == pytest.approx(module._shares(rows).sum().item(), rel=1e-5)
-
-
 def test_an_evaluator_that_is_missing_or_none(ogb, monkeypatch):
     with pytest.raises(ValueError, match="ogbn-none"):
         named_metric("ogbn-none", "multiclass", 4)
     monkeypatch.setitem(sys.modules, "ogb.nodeproppred", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-gnn\[ogb\]'"):
         named_metric("ogbn-arxiv", "multiclass", 4)
-
-
-def test_checkpoints_keep_the_names(tmp_path):
-    data = classes()
-    module = NodeClassifier(GraphSAGE(6, 8, 1, 4), 4, metrics=["top2"])
-    run = trainer(tmp_path, 1)
-    run.fit(module, datamodule=NeighborDataModule(data, num_neighbors=[5], batch_size=64))
-    run.save_checkpoint(tmp_path / "run.ckpt")
-    torch.load(tmp_path / "run.ckpt", weights_only=True)
-    again = NodeClassifier.load_from_checkpoint(tmp_path / "run.ckpt", model=GraphSAGE(6, 8, 1, 4))
-    assert again.metric_names == ["top2"]

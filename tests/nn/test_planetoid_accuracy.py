@@ -12,7 +12,6 @@ from torch_geometric.datasets import Planetoid
 
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
-from tests.campaigns import campaign
 
 RAW = Path(__file__).parents[2].parent / "shared" / "data" / "planetoid"
 
@@ -48,9 +47,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("planetoid")
 
 
-@campaign
-def test_mean_test_accuracy(number: int, root: Path, record_property: Any) -> None:
-    model, dataset = list(SETTINGS)[number % len(SETTINGS)]
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "dataset"), SETTINGS)
+def test_mean_test_accuracy(model: str, dataset: str, root: Path, record_property: Any) -> None:
     build, lr, weight_decay, epochs, seeds, expected = SETTINGS[model, dataset]
     data = planetoid(dataset, root)
     num_classes = int(data.y.max()) + 1

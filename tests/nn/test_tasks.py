@@ -92,27 +92,6 @@ def test_class_weights_and_smoothing_are_those_of_torch(weights, smoothing, tmp_
     assert found["test_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_weights_of_labels_are_those_of_having_them():
-    data = labelled("multilabel")
-    batch = next(iter(NeighborDataModule(data, num_neighbors=[3], batch_size=20).train_dataloader()))
-    module = NodeClassifier(GraphSAGE(6, 8, 1, 3), 3, kind="multilabel", class_weights=[1, 2, 3])
-    step, y = module.training_step(batch, 0), batch.y[:20].float()
-    expected = torch.nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0]))(module(batch)[:20], y)
-    torch.testing.assert_close(step["loss"], expected)
-    assert step["weight"] == 20
-
-
-def test_checkpoints_bring_class_weights(tmp_path):
-    module = NodeClassifier(GraphSAGE(6, 8, 1, 2), 2, class_weights=(1, 3), label_smoothing=0.1)
-    assert "class_weights" not in module.state_dict()
-    run = trainer(tmp_path)
-    run.strategy.connect(module)
-    run.save_checkpoint(tmp_path / "some.ckpt")
-    again = NodeClassifier.load_from_checkpoint(tmp_path / "some.ckpt", model=GraphSAGE(6, 8, 1, 2), weights_only=True)
-    assert again.class_weights.tolist() == [1.0, 3.0]
-    assert again.label_smoothing == 0.1
-
-
 def test_one_number_per_node_may_be_a_vector(tmp_path):
     module = NodeRegressor(GraphSAGE(6, 8, 2, 1))
     run = trainer(tmp_path, 1)

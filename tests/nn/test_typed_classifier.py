@@ -99,16 +99,6 @@ def test_a_target_needs_types():
         NodeClassifier(torch.nn.Identity(), 2, target="paper").training_step(batch, 0)
 
 
-def test_a_model_that_returns_no_types_is_named():
-    class Wrong(torch.nn.Module):
-        def forward(self, x_dict, edge_index_dict):
-            return x_dict["paper"]
-
-    batch = next(iter(NeighborDataModule(featured_data(), num_neighbors=[3], batch_size=20).train_dataloader()))
-    with pytest.raises(TypeError, match="must return rows by node type, but returns Tensor"):
-        NodeClassifier(Wrong(), 2, target="paper").training_step(batch, 0)
-
-
 @pytest.mark.parametrize("negatives", ["binary", "triplet"])
 @pytest.mark.parametrize("name", [CITES, WRITES])
 def test_links_of_a_type(name, negatives, tmp_path):
@@ -135,13 +125,3 @@ def test_links_of_a_type(name, negatives, tmp_path):
     )  # fmt: skip
     trainer.fit(module, datamodule=datamodule)
     assert 0 <= trainer.callback_metrics["val_auc"] <= 1
-
-
-def test_links_without_their_type_are_named():
-    data = featured_data()
-    module = LinkDataModule(data, (WRITES, data[WRITES].edge_index), num_neighbors=[2], neg_sampling="binary")
-    batch = next(iter(module.train_dataloader()))
-    with pytest.raises(ValueError, match=r"give LinkPredictor\(target=…\)"):
-        LinkPredictor(torch.nn.Identity()).training_step(batch, 0)
-    with pytest.raises(ValueError, match="the batch has no type 'editor'"):
-        LinkPredictor(torch.nn.Identity(), target=("editor", "edits", "paper")).training_step(batch, 0)

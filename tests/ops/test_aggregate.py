@@ -1,18 +1,15 @@
 import multiprocessing
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lightning_gnn
 from lightning_gnn import CompressedGraph, aggregate
 from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.ops import hybrid_plan, intrinsics
 from lightning_gnn.ops.aggregate import numba_kernels, numba_rows
 from lightning_gnn.ops.aggregate.derivatives import in_order
-from lightning_gnn.ops.aggregate.matrix import Matrix
 from tests.patience import PATIENCE
 from tests.strategies import edge_indices
 
@@ -171,13 +168,6 @@ def test_half_precision_is_rounded_once(storage, dtype, reduce):
         )
 
 
-def test_dtypes_promote_as_in_pyg():
-    _, graph = hub_graph()
-    assert aggregate(graph, torch.randn(30, 4).bfloat16(), torch.rand(400)).dtype == torch.float32
-    assert aggregate(graph, torch.randn(30, 4), torch.rand(400).half()).dtype == torch.float32
-    assert aggregate(graph, torch.randn(30, 4), torch.rand(400).double()).dtype == torch.float64
-
-
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("reduce", REDUCES)
 def test_nan_and_infinity_come_out(storage, reduce, backend):
@@ -198,30 +188,6 @@ def test_a_gradient_is_shared_by_the_edges_that_attain_the_maximum():
     x = torch.tensor([[1.0], [4.0], [4.0], [0.0]], requires_grad=True)
     aggregate(graph, x, reduce="max")[3].sum().backward()
     assert x.grad.flatten().tolist() == pytest.approx([0, 1 / 3, 2 / 3, 0])
-
-
-def test_strided_features_and_expanded_gradients():
-    edge_index, graph = hub_graph()
-    x = torch.randn(12, 30).t().requires_grad_()
-    out = aggregate(graph, x, torch.rand(800)[::2])
-    out.sum().backward()
-    assert out.shape == (30, 12)
-    assert x.grad.shape == x.shape
-    plain = x.detach().contiguous().requires_grad_()
-    dense(edge_index, 30, plain, None, "sum").sum().backward()
-    out = aggregate(graph, x, None)
-    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], plain.grad)
-
-
-def test_two_kinds_of_vertices():
-    indptr, indices = torch.tensor([0, 3, 3, 5]), torch.tensor([4, 0, 4, 2, 1])
-    graph = CompressedGraph.from_csc(indptr, indices, 6)
-    x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
-    expected = torch.stack([x[4] + x[0] + x[4], x[0] * 0, x[2] + x[1]])
-    out = aggregate(graph, x)
-    torch.testing.assert_close(out, expected)
-    grad = torch.randn_like(out)
-    torch.testing.assert_close(torch.autograd.grad(out, x, grad), torch.autograd.grad(expected, x, grad))
 
 
 def test_nothing_to_compute():
@@ -281,15 +247,6 @@ def test_forward_in_inference_mode_leaves_training_possible():
         aggregate(graph, x, weight, reduce).sum().backward()
 
 
-def test_several_threads_may_call(storage):
-    _, graph = hub_graph(num_nodes=100, num_edges=2000, settings=PlanSettings(num_workers=3))
-    x = torch.randn(100, 40)
-    expected = aggregate(graph, x)
-    with ThreadPoolExecutor(4) as pool:
-        results = [pool.submit(aggregate, graph, x) for _ in range(40)]
-        assert all(torch.equal(result.result(timeout=PATIENCE), expected) for result in results)
-
-
 def _in_child(graph, x, expected, connection):
     torch.set_num_threads(1)
     connection.send(torch.equal(aggregate(graph, x), expected))
@@ -340,20 +297,6 @@ def test_columns_are_cut_into_blocks_that_have_a_loop(channels, heads, overlap, 
             covered |= set(range(column, column + width))
         assert count == written
         assert covered == set(range(num_columns))
-
-
-@given(edge_indices(max_edges=300), st.integers(1, 9))
-def test_workers_take_ranges_of_equal_work(drawn, workers):
-    num_nodes, edge_index = drawn
-    graph = CompressedGraph.from_edge_index(edge_index, num_nodes)
-    matrix = Matrix(graph.forward.indptr, graph.forward.indices, num_nodes, PlanSettings(num_workers=workers))
-    work = graph.in_degrees + 1  # a row takes about as long as an entry
-    ranges = numba_rows.row_ranges(matrix, 2**62)
-    assert [row for first, last in ranges for row in range(first, last)] == list(range(num_nodes))
-    assert len(ranges) <= workers
-    for first, last in ranges:
-        assert int(work[first:last].sum()) <= int(work.sum()) / workers + int(work.max()) + 1
-    assert numba_rows.row_ranges(matrix, 1) == [(0, num_nodes)] if num_nodes else not ranges
 
 
 def test_a_plan_is_that_of_an_npu():
@@ -408,10 +351,6 @@ def test_a_sharded_graph_aggregates_itself():
 def test_errors_say_what_is_wrong(error, message, call):
     with pytest.raises(error, match=message):
         call(hub_graph()[1])
-
-
-def test_it_is_at_the_top():
-    assert lightning_gnn.aggregate is aggregate
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn import CompressedGraph, aggregate
+from lightning_gnn import aggregate
 from lightning_gnn.graph.hybrid_plan import PlanSettings
-from lightning_gnn.ops.aggregate.derivatives import Graph, GraphMax, GraphMaxBackward, GraphProducts, GraphSum
 from lightning_gnn.ops.rounding import round_span
 from tests.ops.test_aggregate import REDUCES, hub_graph, problems, use
 
@@ -108,38 +107,6 @@ def test_nan_and_infinity_come_out(storage, reduce):
     assert out.isnan().any()
     assert out.isinf().any()
     same(out, aggregate(graph, x.float(), None, reduce).to(BF16))
-
-
-def test_rows_that_nobody_names_are_zeros():
-    graph = CompressedGraph.from_edge_index(torch.tensor([[0], [2]]), 4)
-    for reduce in REDUCES:
-        out = aggregate(graph, torch.ones(4, 3, dtype=BF16), None, reduce)
-        assert out.tolist() == [[0] * 3, [0] * 3, [1] * 3, [0] * 3]
-    empty = CompressedGraph.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 4)
-    for weight, dtype in ((torch.empty(0), torch.float32), (torch.empty(0, dtype=BF16), BF16), (None, BF16)):
-        for reduce in REDUCES:
-            assert aggregate(empty, torch.ones(4, 3, dtype=BF16), weight, reduce).dtype == dtype
-
-
-@pytest.mark.parametrize("weight_dtype", [None, BF16, torch.float32])
-def test_compilers_are_told_the_dtypes(weight_dtype):
-    _, graph = hub_graph()
-    x, rows = torch.randn(30, 1, 8).to(BF16), torch.randn(30, 1, 8)
-    weight = None if weight_dtype is None else torch.rand(400, 1).to(weight_dtype)
-    wide_weight = None if weight is None else weight.float()
-    best, _ = GraphMax.operator(x, wide_weight, *Graph.of(graph, None))
-    calls = [
-        (GraphSum, x, weight, None, False, False),
-        (GraphMax, x, wide_weight),
-        (GraphMaxBackward, rows, best, x, wide_weight, True, weight is not None),
-        (GraphProducts, rows.to(weight_dtype or BF16), x),
-    ]
-    for kind, *arguments in calls:
-        arguments += Graph.of(graph, None)
-        shapes = [part.to("meta") if isinstance(part, torch.Tensor) else part for part in arguments]
-        got, told = (kind.operator(*given) for given in (arguments, shapes))
-        for a, b in zip(*((result if isinstance(result, tuple) else (result,)) for result in (got, told)), strict=True):
-            assert (a.dtype, a.shape) == (b.dtype, b.shape), kind
 
 
 @numba.njit

@@ -190,14 +190,6 @@ def test_an_order_of_edges_changes_nothing_but_rounding():
     assert torch.equal(aggregate_update(x, strided, weight, None, None, num_targets, "sum", edge_weight), wanted)
 
 
-def test_features_that_do_not_lie_together():
-    (num_sources, num_targets), edges = hub_batch()
-    wide, weight = normal(num_sources, 40), normal(20, 8, seed=1)
-    for x, by in ((wide[:, 4:12], weight), (normal(8, num_sources).T, weight), (wide[:, 8:16], normal(8, 20).T)):
-        wanted = aggregate_update(x.contiguous(), edges, by.contiguous(), None, None, num_targets)
-        torch.testing.assert_close(aggregate_update(x, edges, by, None, None, num_targets), wanted)
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_the_same_from_several_threads_and_in_any_mode(first):
     (num_sources, num_targets), edges = hub_batch()
@@ -254,16 +246,6 @@ def test_autocast_multiplies_in_its_dtype():
         out = aggregate_update(x, edges, weight, None, None, num_targets, "mean")
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), exact, rtol=3e-2, atol=3e-2)
-
-
-def test_the_cheaper_order_is_taken():
-    first = module.aggregates_first
-    narrowing, widening = torch.empty(16, 256), torch.empty(256, 16)
-    assert not first(1000, 1000, 100_000, narrowing, True, True)
-    assert first(1000, 1000, 100_000, widening, True, True)
-    assert first(1000, 1000, 100_000, torch.empty(64, 64), True, True)
-    # Six times as many sources as targets, of few edges: products of all sources cost more than they save.
-    assert first(60_000, 10_000, 60_000, torch.empty(200, 256), False, True)
 
 
 @given(batches(), st.booleans())

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,13 +157,6 @@ def test_transforms_of_functions_and_forward_mode():
     torch.testing.assert_close(change, (wanted * tangent).sum())
 
 
-def test_self_loops_are_pygs():
-    edge_index = torch.tensor([[0, 2, 1, 3, 2, 2], [0, 0, 1, 1, 2, 2]])
-    edges = with_self_loops(sorted_edges(edge_index, 4, 5), 4)
-    assert edges[0].tolist() == [0, 2, 4, 5, 6, 6]  # target 4 is no source
-    assert edges[1].tolist() == [2, 0, 3, 1, 2, 3]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [(0, 0, 0), (3, 0, 0), (3, 2, 0), (0, 3, 0), (3, 3, 4)])
 def test_what_is_empty(kind, count):
@@ -214,16 +206,6 @@ def test_the_same_from_several_threads_and_in_any_mode():
     assert [len(results[mode]) for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode)] == [5, 1, 1]
     for result in results.values():
         assert all(torch.equal(one, other) for one, other in zip(result, wanted, strict=False))
-
-
-def test_features_that_do_not_lie_together():
-    (num_sources, num_targets), edge_index = hub_batch()
-    edges = sorted_edges(edge_index, num_sources, num_targets)
-    values, side, target, weight, _ = inputs_of("multiplied after", num_sources, edges, 3, 8, wanted=[False] * 4)
-    wanted = attend(edges, values, side, target, weight)
-    strided = [F.pad(tensor, (2, 3))[:, 2:-3] for tensor in (values, side, target, weight)]
-    assert torch.equal(attend(edges, *strided), wanted)
-    assert torch.equal(attend(edges, values.T.contiguous().T, side, target, weight), wanted)
 
 
 def test_what_does_not_fit_is_named():

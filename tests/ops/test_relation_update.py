@@ -129,17 +129,6 @@ def test_first_and_second_derivatives(mean, then):
         assert torch.autograd.gradgradcheck(function, given)
 
 
-def test_transforms_of_torch_go_through_its_own_operators():
-    x, *weights = inputs_of(SOURCES, RELATIONS, (3, 2), torch.float64, True, True, [False] * 4)
-
-    def function(x):
-        return relation_update(x, SOURCES, TARGETS, RELATIONS, *weights)
-
-    (by_rows,) = torch.autograd.functional.jacobian(function, (x,))
-    torch.testing.assert_close(torch.func.jacrev(function)(x), by_rows)
-    torch.testing.assert_close(torch.func.jacfwd(function)(x), by_rows)
-
-
 def test_under_autocast_it_is_of_that_dtype():
     given = inputs_of(SOURCES, RELATIONS, (3, 2), torch.float32, True, True, [True] * 4)
     x, *weights = given

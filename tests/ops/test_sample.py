@@ -24,14 +24,6 @@ from tests.patience import PATIENCE
 from tests.strategies import fanouts, graphs, keys, seeds_of
 
 
-def test_hashing_grows_with_the_batch():
-    graph = CSCGraph.from_edge_index(torch.randint(50_000, (2, 400_000)), 50_000)
-    table = sample_neighbors(graph, torch.arange(0, 50_000, 500), [20, 20, 20], 3)
-    with hashing(), ThreadPoolExecutor(1) as fresh:
-        hashed = fresh.submit(sample_neighbors, graph, torch.arange(0, 50_000, 500), [20, 20, 20], 3).result(PATIENCE)
-    assert_equal(hashed, table)
-
-
 @pytest.mark.campaign
 @pytest.mark.parametrize("disjoint", [False, True])
 @pytest.mark.parametrize("replace", [False, True])
@@ -69,14 +61,6 @@ def test_lanes_draw_what_a_shuffle_of_any_length_does(key, degrees, fanout, repl
 @numba.njit
 def lanes(state, degrees, fanout, replace, out):
     draw_lanes(state, degrees, fanout, replace, out[0], out[1], out[2])
-
-
-@pytest.mark.parametrize("fanout", [63, 64, 65, 100, 299, 300, 2**31 - 1])
-def test_large_fanouts(fanout):
-    graph = CSCGraph.from_edge_index(torch.stack([torch.arange(300), torch.zeros(300, dtype=torch.int64)]), 300)
-    for key in range(5):
-        expected = sample_neighbors(graph, torch.tensor([0]), [fanout], key, backend="reference")
-        assert_equal(sample_neighbors(graph, torch.tensor([0]), [fanout], key), expected)
 
 
 def test_threads_give_the_same_samples():
@@ -174,15 +158,6 @@ def test_picks_are_uniform_over_subsets(replace):
     chi_square_passes(counts, dict.fromkeys(cells, trials / len(cells)))
 
 
-def test_joint_picks_of_two_nodes_are_uniform():
-    graph, first = side_by_side(torch.tensor([[2, 3, 4, 5] * 2, [0] * 4 + [1] * 4]), 6)
-    seeds = torch.stack([first, first + 1], dim=1).flatten()
-    counts, trials = Counter(), 30_000
-    for epoch in range(trials // COPIES):
-        counts.update(picks_of(sample_neighbors(graph, seeds, [1], batch_key(1, epoch=epoch)), 8))
-    chi_square_passes(counts, dict.fromkeys(itertools.product(range(4), range(4, 8)), trials / 16))
-
-
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 20), keys)
 def test_picks_are_subset_stable(degree, few, many, key):
     few, many = sorted((few, many))
@@ -272,16 +247,6 @@ def test_a_duplicate_seed_keeps_both_places_with_the_same_picks():
     assert out.edge_index[1].tolist() == [0] * 4 + [1] * 4
 
 
-@pytest.mark.parametrize("bound", [1, 2, 7, 2**31, 2**32 - 1])
-def test_draws_stay_in_range(bound):
-    assert all(0 <= draw(node_key(key, 5), j, bound) < bound for key in range(50) for j in range(20))
-
-
-def test_keys_differ_by_every_part():
-    parts = list(itertools.product(range(3), repeat=5))
-    assert len({batch_key(*part) for part in parts}) == len(parts)
-
-
 @pytest.mark.parametrize(
     ("seeds", "fanouts", "options", "error", "message"),
     [
@@ -322,14 +287,6 @@ def test_bad_arguments_are_named(seeds, fanouts, options, error, message):
     graph = CSCGraph.from_edge_index(torch.tensor([[0, 1], [1, 2]]), 5)
     with pytest.raises(error, match=message):
         sample_neighbors(graph, seeds, fanouts, **options)
-
-
-@pytest.mark.parametrize("fanouts", [(2, 1), torch.tensor([2, 1]), np.array([2, 1], np.int8), iter([2, np.int64(1)])])
-def test_fanouts_and_keys_of_numpy_and_torch(fanouts):
-    graph = CSCGraph.from_edge_index(torch.randint(50, (2, 400)), 50)
-    expected = sample_neighbors(graph, torch.tensor([1, 2]), [2, 1], 7)
-    assert_equal(sample_neighbors(graph, torch.tensor([1, 2], dtype=torch.int32), fanouts, np.int64(7)), expected)
-    assert_equal(sample_neighbors(graph, torch.tensor([1, 2]), [2, 1], torch.tensor(7)), expected)
 
 
 @settings(max_examples=150, deadline=None)

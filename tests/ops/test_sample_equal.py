@@ -76,7 +76,7 @@ def test_the_cpu_equals_the_reference(kind, backend, data):
 @pytest.mark.parametrize("kind", KINDS)
 def test_triton_equals_the_reference(kind, number):
     @hypothesis.seed(number)
-    @settings(max_examples=48 // SLICES, deadline=None)
+    @settings(max_examples=24 // SLICES, deadline=None)
     @given(samples(kind, few), st.sampled_from([1, 3]))
     def equal(drawn, num_programs):
         graph, *args, options = drawn

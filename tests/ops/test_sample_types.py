@@ -211,14 +211,6 @@ def test_bad_arguments(change, kind, message):
         sample_hetero_neighbors(graph, **arguments)
 
 
-@pytest.mark.parametrize("window", [0, -1, "a day", True])
-def test_bad_windows(window):
-    with pytest.raises(ValueError, match="time_window must be a number above 0"):
-        sample_neighbors(
-            hub(2).with_time(torch.arange(2)), torch.tensor([0]), [1], seed_time=torch.ones(1), time_window=window
-        )
-
-
 def test_seeds_need_times_where_edges_have_them():
     graph = hub(2).with_time(torch.arange(2))
     with pytest.raises(ValueError, match="seeds need times too"):

@@ -3,12 +3,11 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from torch_geometric.data import Data
 
-from lightning_gnn import FullInference, NeighborDataModule, PartitionedDataModule, PartitionedLinkDataModule
+from lightning_gnn import FullInference, PartitionedDataModule
 from lightning_gnn.cli import partition_command as command
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.partitioned import partition_graph
@@ -151,11 +150,6 @@ def test_parts_that_are_not_whole_are_refused(folder, damage):
         PartitionedDataModule(folder, **OPTIONS).setup("fit")
 
 
-def test_what_nfs_leaves_is_no_damage(folder):
-    (folder / "part-00001" / ".nfs0000000000000001").touch()
-    PartitionedDataModule(folder, **OPTIONS).setup("fit")
-
-
 def _join(rank, ranks, folders):
     torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     datamodule = PartitionedDataModule(folders[rank], **OPTIONS)
@@ -226,58 +220,6 @@ def test_a_part_that_is_none_and_a_folder_in_use_are_refused(tmp_path):
 def test_options_that_cannot_work_are_refused(original, options, said):
     with pytest.raises(ValueError, match=said):
         PartitionedDataModule(original, **OPTIONS, **options)
-
-
-def test_what_else_is_missing_is_named(original):
-    with pytest.raises(TypeError, match="root is Data; give the folder that lgnn partition has made of it"):
-        PartitionedDataModule(plain_graph(), **OPTIONS)
-    with pytest.raises(ValueError, match="input_train_edges is missing"):
-        PartitionedLinkDataModule(original, **OPTIONS)
-    with pytest.raises(RuntimeError, match=r"not joined: a Trainer does it, or datamodule.setup"):
-        PartitionedDataModule(original, **OPTIONS).train_dataloader()
-
-
-def test_seeds_of_a_rank_without_any(original):
-    owner = Partition(original).owner[0]
-    datamodule = PartitionedDataModule(original, (owner == 0).nonzero().view(-1), order="local", **OPTIONS)
-    type(datamodule)._replica = property(lambda self: (3, 0))
-    try:
-        datamodule.setup("fit")
-        with pytest.raises(ValueError, match="rank 1 of 3 has no training seeds in its part"):
-            datamodule.train_dataloader()
-    finally:
-        del type(datamodule)._replica
-
-
-def test_lists_of_seeds_are_those_of_one_machine(tmp_path):
-    data = plain_graph()
-    as_mask = partition_graph(data, tmp_path / "as mask", 3, "ldg", batch_size=8)
-    data.train_idx = data.train_mask.nonzero().view(-1).flip(0)
-    data.pred_idx = torch.randperm(60)  # as long as a row for each node
-    del data.train_mask
-    data.val_mask = torch.stack([data.val_mask, ~data.val_mask], 1)  # two splits, of which one is chosen later
-    summary = partition_graph(data, tmp_path / "parts", 3, "ldg", batch_size=8)
-    assert sum(summary.seeds) == data.train_idx.numel()
-    assert summary.seeds == as_mask.seeds
-    assert summary.rows is not None
-    chosen = {"input_val_nodes": data.val_mask[:, 0]}
-    alone = NeighborDataModule(data, **OPTIONS, **chosen)
-    datamodule = PartitionedDataModule(tmp_path / "parts", **OPTIONS, **chosen)
-    datamodule.setup("fit")
-    for stage in ("train", "val", "predict"):
-        found, expected = (getattr(each, f"{stage}_dataloader")() for each in (datamodule, alone))
-        assert [batch.n_id.tolist() for batch in found] == [batch.n_id.tolist() for batch in expected]
-    datamodule.teardown("fit")
-
-
-def test_rows_are_read_once_however_often_they_are_asked_for(original):
-    datamodule = PartitionedDataModule(original, **OPTIONS)
-    datamodule.setup("fit")
-    remote = datamodule.connection.remote
-    asked = np.array([5, 7, 5, 5, 59])
-    assert torch.equal(remote.node_rows(0, asked, ["x"])["x"], plain_graph().x[torch.from_numpy(asked)])
-    with pytest.raises(IndexError, match=r"node ids must be in \[0, 60\)"):
-        remote.node_rows(0, np.array([60]), ["x"])
 
 
 def test_the_command(tmp_path, capsys):

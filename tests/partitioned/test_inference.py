@@ -192,16 +192,6 @@ def test_all_parts_on_one_rank(folder, name, weighted):
     check_nodes(name, plain(weighted), folder / str(weighted), inference=FullInference(memory_limit=0))
 
 
-def test_blocks_of_few_nodes(folder, monkeypatch):
-    monkeypatch.setattr("lightning_gnn.partitioned.inference._MOST_EDGES", 30)  # fewer than a hub has
-    check_nodes("gcn improved", plain(True), folder / "True")
-
-
-@pytest.mark.parametrize(("name", "weighted"), [("gcn improved", True), ("sage", False), ("gat", False)])
-def test_links_of_all_parts_on_one_rank(folder, name, weighted):
-    check_links(name, plain(weighted), folder / str(weighted))
-
-
 @pytest.mark.parametrize("name", TYPED)
 def test_types_and_their_links_on_one_rank(tmp_path, name):
     data = typed()
@@ -234,25 +224,6 @@ def predicted_of(name, data, folder, nodes, target, order):
     found = module.predict_step(batch, 0)
     datamodule.teardown("predict")
     return found, one_machine(module, data)[target][order]
-
-
-@pytest.mark.parametrize("name", ["rgcn", "rgcn without roots"])
-def test_types_that_nothing_reaches(tmp_path, name):
-    # R-GCN computes them too.
-    data = typed()
-    close(*predicted_of(name, data, partition(data, tmp_path / "parts", 3), "tag", "tag", slice(None)))
-
-
-def test_links_within_a_type(tmp_path):
-    data = typed()
-    datamodule = PartitionedLinkDataModule(
-        partition(data, tmp_path / "parts", 3), (FOLLOWS, data[FOLLOWS].edge_index),
-        input_pred_edges=(FOLLOWS, data[FOLLOWS].edge_index[:, :9]), **OPTIONS,
-    )  # fmt: skip
-    module = LinkPredictor(model_of("sage", data), target=FOLLOWS)
-    (found,) = trainer_of(1, "auto").predict(module, datamodule=datamodule)
-    source, target = one_machine(module, data)["user"][data[FOLLOWS].edge_index[:, :9]]
-    close(found, (source * target).sum(1))
 
 
 def test_embeddings_in_place_of_features(tmp_path):

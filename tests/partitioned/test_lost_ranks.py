@@ -4,7 +4,6 @@ import functools
 import os
 import re
 import signal
-import time
 
 import pytest
 import pytorch_lightning as pl
@@ -17,7 +16,7 @@ from lightning_gnn.partitioned.exchange import Exchange
 from lightning_gnn.partitioned.folder import Partition
 from lightning_gnn.partitioned.inference import Published
 from lightning_gnn.partitioned.shard import Shard
-from tests.full_graph.launch import observe, run
+from tests.full_graph.launch import observe
 from tests.partitioned.test_training import module_of, trainer_of
 from tests.patience import NEVER
 from tests.sampling.cases import plain_graph
@@ -132,18 +131,3 @@ def test_without_a_trainer_a_lost_rank_ends_the_others_too(number, tmp_path):
     outcome = observe(_read_by_hand, 2, str(folder), number, str(tmp_path), lost=[1])
     said = outcome.errors[0] + (tmp_path / "0").read_text()
     assert re.search(r"rank 1 \(process \d+ on \S+\) (died|is stopped)|rank 1 does not answer", said), said
-
-
-@pytest.mark.slow
-def test_without_a_trainer_a_rank_may_end_before_the_others(tmp_path):
-    folder = tmp_path / "parts"
-    partition_graph(plain_graph(), folder, 2, "ldg", batches=0)
-    assert all(run(_read_by_hand_and_leave, 2, str(folder), str(tmp_path)))
-
-
-def _read_by_hand_and_leave(rank, folder, said):
-    found = _read_by_hand(rank, folder, 0, said)
-    dist.barrier()
-    if rank == 1:
-        time.sleep(5)  # rank 0 has ended by then
-    return found

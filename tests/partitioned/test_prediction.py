@@ -44,12 +44,6 @@ def test_the_formulas_by_hand():
     assert alone.epoch_s == pytest.approx(10.5 * (1.5 * (0.5 * 0.03 + 0.005) + reducing + preparing))
 
 
-def test_one_machine_has_no_network():
-    nothing = Traffic(np.zeros((2, 1)), np.zeros((2, 1)), np.zeros(1), 1000.0, 0.0, 20)
-    found = predict(nothing, replace(WORK, slowdown=1.0), NETWORK)
-    assert found.epoch_s == pytest.approx(0.02 + 20 * 0.035)
-
-
 @pytest.mark.parametrize(
     "options", [{"bandwidth": 0.0}, {"bandwidth": float("nan")}, {"bandwidth": 1.0, "latency": -1}]
 )
@@ -133,12 +127,6 @@ def test_what_is_counted_for_a_path():
     assert (found.remote_rows, found.nodes, found.steps) == (1.5, 3.0, 1.0)
     rows = count_traffic(loader, owner, 2, topology="whole")
     assert rows.asked.shape == (1, 2)
-
-
-def test_edges_that_do_not_come_hop_by_hop_are_refused():
-    data = GRAPHS["plain"]()
-    with pytest.raises(ValueError, match="directional"):
-        count_traffic(_loader("induced", data), {None: np.zeros(60, int)}, 1)
 
 
 def test_memory_of_a_machine(tmp_path):

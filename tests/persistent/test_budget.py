@@ -8,12 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch_geometric.sampler import NodeSamplerInput
 
-from lightning_gnn.graph import FeatureTable
 from lightning_gnn.graph.cache import Cacheable
 from lightning_gnn.persistent import PersistentLinkDataModule, PersistentSamplerDataModule
-from lightning_gnn.persistent.access_counts import count_reads
 from lightning_gnn.persistent.budget import FOR_THE_MODEL, LINK, Part, place_parts
 from lightning_gnn.runtime.byte_sizes import memory_bytes
 from tests.batching_data import small_data
@@ -150,17 +147,6 @@ def test_tables_are_copied_dealt_out_or_left_in_host_memory():
     assert [part.place for part in place_parts(many, 300).parts] == ["shard"] * 7 + ["pinned"]
 
 
-def test_many_tables_share_the_budget_too():
-    parts = [Part(f"data[{n}].x", 10 + n, "auto", 100.0 - n) for n in range(12)] + [Part("topology", 1000, reads=1e6)]
-    rates = []
-    for memory in range(0, 500, 9):
-        plan = place_parts(parts, memory)
-        assert plan.nbytes <= memory - int(FOR_THE_MODEL * memory)
-        rates.append(plan.rate([*parts[:12], replace(parts[12], reads=0.0)]))
-    assert rates == sorted(rates)
-    assert rates[-1] == 1.0  # the topology never fits, and is left out
-
-
 def placed(data, device_memory, /, **options):
     options = {"num_neighbors": [3, 2], "batch_size": 8, "seed": 3, "cache_bytes": "auto", **options}
     module = PersistentSamplerDataModule(data, **options, device_memory=device_memory)
@@ -200,38 +186,6 @@ def test_a_datamodule_is_planned_without_a_gpu_for_any_memory():
     assert needed > data.x.nbytes + module.graph_sampler.graph.num_bytes
 
 
-def test_a_bulk_takes_no_room_from_the_graph():
-    data = skewed()
-    plans = [placed(data, memory, bulk=8)[1] for memory in (1_500_000, 4_000_000, 20_000_000)]
-    assert all(part.place == "device" for plan in plans for part in plan.parts)
-    assert [plan.bulk for plan in plans] == [1, 2, 8]
-    assert ", 8 to a launch" in str(plans[-1])
-
-
-def test_of_rows_on_disk_those_of_mini_batches_are_in_the_plan(tmp_path):
-    data = skewed()
-    store = FeatureTable(data.x).save(tmp_path / "x.npy")
-    _, plan = placed(data, 20_000_000, bulk=1)
-    _, on_disk = placed(data, 20_000_000, bulk=1, memory="4MB", store=store)
-    assert [part.name for part in on_disk.parts] == ["topology", "data.edge_attr"]
-    assert on_disk.buffers == plan.buffers
-    assert on_disk.nbytes == plan.nbytes - data.x.nbytes
-
-
-def test_what_is_planned_is_what_new_mini_batches_find():
-    module, plan = placed(skewed(), 1_050_000, bulk=1)
-    assert plan.num_batches >= 8
-    assert any(part.nodes.numel() for part in plan.parts)
-    demand, inputs = module._demand(), NodeSamplerInput(None, module._training_seeds()[0].node)
-    fresh = count_reads(module.graph_sampler, inputs, 8, range(64), seed=99)
-    assert abs(plan.rate(demand.parts(fresh)) - plan.hit_rate) < 0.05
-    text = str(plan)
-    assert text.count("\n") == 1
-    assert "of 1.05 MB on the device: topology" in text
-    assert "kB of it, the rest in host memory" in text
-    assert f"{plan.hit_rate:.0%} of the bytes that mini-batches read are on the device" in text
-
-
 @pytest.mark.parametrize("case", ["links, binary", "typed link times, triplets", "links, labor"])
 def test_links_are_planned_too(case):
     data = GRAPHS[LINK_CASES[case][0]]()
@@ -242,13 +196,6 @@ def test_links_are_planned_too(case):
     assert tight.nbytes <= plan.nbytes
     assert tight.hit_rate < 1.0
     assert any(part.place == "pinned" for part in tight.parts)
-
-
-def test_mini_batches_are_counted_until_the_hit_rate_settles():
-    _, plan = placed(skewed(), 1_050_000, bulk=1)
-    _, spread = placed(small_data(num_nodes=2000, num_edges=12_000), 1_100_000, bulk=1)
-    assert 8 < plan.num_batches <= 128
-    assert spread.num_batches <= 128
 
 
 @pytest.mark.parametrize(

@@ -81,15 +81,6 @@ def test_any_bulk_gives_the_same_batches_also_from_its_middle(bulk):
     assert loader.times.batches == len(made)
 
 
-@pytest.mark.parametrize("bulk", [1, 8])
-def test_positions_that_are_no_list_are_refused_as_on_the_cpu(bulk):
-    options = {"num_neighbors": [2], "seed": 3, "batch_sampler": [torch.tensor([[0, 1]])]}
-    ours = PersistentSamplerDataModule(data(), **options, device=DEVICE, bulk=bulk)
-    for module in (ours, NeighborDataModule(data(), **options)):
-        with pytest.raises(ValueError, match=r"seeds must have one dimension, but have the shape \[1, 2\]"):
-            list(module.train_dataloader())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["typed", "node times"])
 def test_hot_rows_change_nothing(case):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch_geometric.loader import NodeLoader
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
@@ -53,13 +52,6 @@ def test_hot_adjacency_lists_change_nothing(num_hot):
         assert_same_samples(ours, NeighborSampler(data, [3, -1]), seeds, 4)
 
 
-@pytest.mark.parametrize("kind", GRAPHS)
-def test_evaluation_with_induced_subgraphs_copies_the_whole_graph_once(kind):
-    sampler = PersistentNeighborSampler(GRAPHS[kind](), [3], device=DEVICE, weight_attr="edge_weight")
-    induced = sampler.with_options(subgraph_type="induced")
-    assert induced.with_options(num_neighbors=[2]).whole_graph is induced.whole_graph
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_links_are_predicted_on_samples_of_the_gpu(num_workers):
@@ -74,13 +66,6 @@ def test_links_are_predicted_on_samples_of_the_gpu(num_workers):
     ours = LinkDataModule(data, edges, link_sampler=samplers[0], tables=tables, **options).train_dataloader()
     assert_same_batches(ours, LinkDataModule(data, edges, link_sampler=samplers[1], **options).train_dataloader())
     assert {store.x.device.type for batch in ours for store in batch.node_stores if "x" in store} == {DEVICE}
-
-
-def test_in_pygs_node_loader():
-    data = small_data(num_nodes=60, num_edges=400)
-    sampler = PersistentNeighborSampler(data, [3, 2], device=DEVICE)
-    for batch in NodeLoader(data, sampler, input_nodes=torch.arange(0, 60, 3), batch_size=10):
-        assert torch.equal(batch.n_id.cpu()[batch.edge_index.cpu()], data.edge_index[:, batch.e_id.cpu()])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

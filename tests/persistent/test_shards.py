@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from lightning_gnn.persistent import PersistentSamplerDataModule
 from lightning_gnn.persistent.shards import Dealt, find_obstacle
-from tests.batching_data import small_data
 from tests.full_graph.launch import run
 from tests.persistent import shard_rank
 
@@ -32,7 +30,14 @@ def test_every_row_is_dealt_to_one_place(num_rows, num_shards, shift):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "kinds"), [(2, [*shard_rank.KINDS]), (3, ["both", "topology"])])
+@pytest.mark.parametrize(
+    ("num_ranks", "kinds"),
+    [
+        (2, ["features", "types", "links"]),
+        (2, ["topology", "bulk", "quantised"]),
+        (3, ["both", "all neighbours"]),
+    ],
+)
 def test_rows_that_are_read_where_they_lie_are_those_of_the_cpu(tmp_path, num_ranks, kinds):
     outcomes = run(shard_rank.batches_of, num_ranks, str(tmp_path), kinds)
     for kind in kinds:
@@ -78,13 +83,3 @@ def test_it_is_said_why_gpus_do_not_read_each_other(monkeypatch, devices, reads,
 @pytest.mark.slow
 def test_ddp_with_a_validation_in_the_middle_is_that_of_the_cpu():
     assert run(shard_rank.fitted, 2, True) == run(shard_rank.fitted, 2, False)
-
-
-def test_a_single_process_has_all_of_it():
-    options = {"num_neighbors": [2], "batch_size": 40, "seed": 3}
-    ours = PersistentSamplerDataModule(small_data(), **options, device="cpu", topology="shard", features="shard")
-    ours.train_dataloader()
-    assert {part.place for part in ours.placement.parts} == {"device"}
-    ours = PersistentSamplerDataModule(small_data(), **options, device="cpu", gpus=2)
-    with pytest.raises(ValueError, match="gpus=2, but the run has 1 on this machine"):
-        ours.train_dataloader()

@@ -1,7 +1,6 @@
 """What is measured of a run and what follows from it, by hand and on real runs, without a look at how fast they are."""
 
 import copy
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.planning.forecast import CPUForecast, batches_of_epoch, measure_run
 from lightning_gnn.planning.preparation import Preparation, ahead_of, prepare
-from lightning_gnn.planning.report import sentences
 from lightning_gnn.planning.steps import PARTS, Step, product_flops, take_apart, time_together
 from lightning_gnn.runtime.cores import num_cores
 from tests.refusals import refuses
@@ -54,13 +52,6 @@ def test_mini_batches_are_those_of_the_run(num_workers):
     assert cost.workers == num_workers
     assert cost.seconds == cost.sampling_s + cost.features_s > 0
     assert (cost.training_thread_s >= cost.seconds) == (num_workers == 0)
-
-
-def test_fewer_mini_batches_than_are_asked_for_will_do():
-    datamodule = NeighborDataModule(DATA, **{**SAMPLED, "batch_size": 1000})
-    batches, _ = prepare(datamodule.train_dataloader())
-    assert len(batches) == 1
-    refuses(ValueError, "empty", prepare, DataLoader([], batch_size=None))
 
 
 class Own(pl.LightningModule):
@@ -205,17 +196,6 @@ def forecast(sampling=0.0, features=0.0, workers=1, threads=1, cores=4, **steps)
         for number, seconds in steps.items()
     }
     return CPUForecast(prepared, made, threads, cores, batches=10)
-
-
-def test_side_by_side_all_takes_longer():
-    found = forecast(0.1, 0.2, t1=2.0)
-    slow = replace(found, slowdown=1.5)
-    assert slow.rhythm.seconds == 1.5 * found.rhythm.seconds == 3.0
-    assert slow.epoch_s == pytest.approx(0.3 + 30.0)
-    assert "side by side 1.50x" in sentences(slow)[0]
-    assert "side by side" not in sentences(found)[0]
-    alone = replace(slow, preparation=replace(slow.preparation, workers=0, training_thread_s=0.3))
-    assert alone.rhythm.seconds == pytest.approx(2.3)
 
 
 @pytest.mark.parametrize(("batches", "known"), [(4, False), (40, True)])

@@ -4,24 +4,9 @@ import math
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_gnn.report import charts
-from lightning_gnn.report.pages import _templates
 from tests.report.reading import Page
-
-# A browser reads some characters otherwise, whatever is written: it drops zero, and makes one line end of three.
-TEXT = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0\r"))
-
-
-@given(TEXT, TEXT)
-def test_texts_come_back_as_they_were(title, text):
-    parts = _templates().get_template("parts.html.j2").module
-    read = Page(_templates().get_template("base.html.j2").render(title=title) + str(parts.row([text, 1.5])))
-    read.needs_nothing_else()
-    assert "".join(data for name, data in read.texts if name == "title") == title
-    assert "".join(data for name, data in read.texts if name == "td") == f"{text}1.5"
 
 
 def paths(drawing, color):
@@ -48,11 +33,6 @@ def test_a_line_passes_its_values_and_leaves_out_what_is_no_number():
     read.needs_nothing_else()
     assert [text for tag, text in read.texts if tag == "title"] == ["$a <b>", "level: 2"]
     assert "#3b6fb6" not in chart.drawing
-
-
-def test_charts_without_points_are_left_out():
-    assert charts.line_chart("title", {"line": []}, {"level": 0.5}) is None
-    assert charts.line_chart("title", {"line": [(1, math.nan)]}) is None
 
 
 def test_scores_over_few_settings_have_their_texts_and_many_an_axis():

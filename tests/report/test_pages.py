@@ -15,14 +15,8 @@ from lightning_gnn.cli import report_command, runs_command
 from lightning_gnn.cli.plan import CollectiveForecast
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.report.comparison import (
-    ComparisonTable,
     compare,
-    compare_runs,
-    print_comparison,
-    told_differently,
-    write_sweep_page,
 )  # fmt: skip
-from lightning_gnn.report.metrics import shown_seconds
 from lightning_gnn.report.pages import write_plan_page, write_run_page
 from lightning_gnn.report.runs import find_runs, read_curves, read_run
 from lightning_gnn.runtime.files import read_yaml
@@ -276,48 +270,6 @@ def test_runs_that_were_started_one_by_one_are_compared(tmp_path, monkeypatch, c
     assert "nowhere is not the folder of a run" in capsys.readouterr().err
 
 
-def test_what_was_not_typed_is_compared_as_what_was_in_force(tmp_path):
-    chosen = {"hydra": {"runtime": {"choices": {"model": "sage", "experiment": None}}}}
-    config = {"seed": 0, "model": {"num_layers": 2}, "x": {"sizes": [5, True], "none": None}}
-    told = {"one": ["seed=0", "model=gcn", "~callbacks.last", "x.sizes=[5,true]"], "two": ["+x.none=1", "experiment=a"]}
-    runs = {}
-    for name, overrides in told.items():
-        (tmp_path / name / ".hydra").mkdir(parents=True)
-        for file, content in (("overrides", overrides), ("config", config), ("hydra", chosen)):
-            OmegaConf.save(content, tmp_path / name / ".hydra" / f"{file}.yaml")
-        runs[name] = read_run(tmp_path / name)
-    rows = compare_runs(runs)
-    assert told_differently(rows) == ["model", "~callbacks.last", "x.none", "experiment"]
-    assert [rows[0][key] for key in told_differently(rows)] == ["gcn", "yes", "", ""]
-    assert [rows[1][key] for key in told_differently(rows)] == ["sage", "", "1", "a"]
-
-
-def test_a_sweep_by_a_sweeper_that_does_not_note_what_was_typed(tmp_path, capsys):
-    sweep_of(tmp_path, [{"test_acc": 0.1}, {"test_acc": 0.2}])
-    typed = {"hydra": ["hydra/sweeper=optuna"], "task": ["task.lr=interval(0.1,1)"]}
-    runtime = {"cwd": "/there"}
-    ended = {"hydra": {"sweep": {"dir": str(tmp_path)}, "overrides": typed, "runtime": runtime, "job": {"num": "???"}}}
-    ComparisonTable().on_multirun_end(OmegaConf.create(ended))
-    command = shlex.split(page_of(tmp_path).text("pre").splitlines()[1])
-    assert command == ["lgnn", "-m", "hydra/sweeper=optuna", "task.lr=interval(0.1,1)"]
-    capsys.readouterr()
-    assert report_command.main([str(tmp_path)]) == 0
-    assert "Comparison" in capsys.readouterr().out
-
-
-def test_numbers_that_were_drawn_are_shown_with_four_digits(tmp_path):
-    sweep_of(tmp_path, [{"test_acc": 0.1}, {"test_acc": 0.2}])
-    for job, rate in enumerate(("0.058474358446203495", "1.25e-05")):
-        OmegaConf.save([f"task.lr={rate}", "data.root=a.123456789"], tmp_path / str(job) / ".hydra/overrides.yaml")
-    rows = compare(tmp_path)
-    assert rows[0]["task.lr"] == "0.058474358446203495"
-    write_sweep_page(tmp_path, rows)
-    cells = page_of(tmp_path).text("td")
-    assert "0.05847" in cells
-    assert "0.0584743" not in cells
-    assert "1.25e-05" in cells
-
-
 @pytest.mark.slow
 def test_a_sweep(tmp_path, capfd):
     folder = tmp_path / "multirun"
@@ -356,44 +308,3 @@ def sweep_of(folder, scores):
         OmegaConf.save({"hydra": {"job": {"num": job, "config_name": "train"}}}, hidden / "hydra.yaml")
         metrics = {"error": "it broke"} if found is None else {**found, "epoch_time_s": 1.5, "test_loss": 0.3}
         (folder / str(job) / "metrics.json").write_text(json.dumps({**metrics, "title": NASTY}))
-
-
-def test_every_score_is_compared_the_one_that_picks_first(tmp_path, capsys):
-    scores = [{"test_hits@10": 0.5 + job / 10, "test_mrr": 0.25 * job, "val_mrr": 0.2 * job} for job in range(3)]
-    sweep_of(tmp_path, [*scores, None])
-    rows = compare(tmp_path)
-    assert told_differently(rows) == ["task.lr", "seed"]
-    assert rows[1]["test_mrr_mean"] == pytest.approx(0.125)
-    assert rows[0]["test_hits@10_std"] == pytest.approx(0.1 / 2**0.5)
-    assert "test_loss" not in rows[0]
-    assert [row["status"] for row in rows] == ["ok", "ok", "ok", "failed"]
-    print_comparison(rows, tmp_path / "comparison.csv")
-    shown = capsys.readouterr().out
-    head = next(line for line in shown.splitlines() if "job" in line)
-    assert head.index("test_mrr") < head.index("val_mrr") < head.index("test_hits@10") < head.index("epoch_time_s")
-    assert "test_mrr: mean" in head
-    assert "0.1250 ± 0.1768 (2)" in shown
-    write_sweep_page(tmp_path, rows)
-    page = page_of(tmp_path)
-    assert page.all("svg")[0]["aria-label"] == "test_mrr"
-    assert "test_mrr, mean" in page.text("th")
-
-
-@pytest.mark.parametrize(("name", "best"), [("mae", "0.1"), ("f1", "0.2")])
-def test_errors_are_better_where_they_are_lower(tmp_path, name, best):
-    sweep_of(tmp_path, [{f"test_{name}": value} for value in (0.1, 0.2, 0.6, 0.7)])
-    rows = compare(tmp_path)
-    write_sweep_page(tmp_path, rows)
-    page = page_of(tmp_path)
-    cells = [data.strip() for tag, data in page.texts if tag == "td"]
-    means = {"0.1": "0.1500", "0.2": "0.6500"}
-    at = cells.index(means[best])
-    assert cells[at - 1] == best
-    assert at < cells.index(means["0.2" if best == "0.1" else "0.1"])
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"), [(None, ""), (0.01234, "0.0123 s"), (99, "99 s"), (130, "2 min"), (7500, "2 h 05 min")]
-)
-def test_durations(seconds, shown):
-    assert shown_seconds(seconds) == shown

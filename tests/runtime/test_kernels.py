@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from lightning_gnn.runtime import kernels
 from tests.cli.command import ROOT
 from tests.patience import PATIENCE
 
@@ -79,11 +78,3 @@ def test_without_any_folder_each_process_compiles_for_itself_and_says_so(tmp_pat
     given = {**environment, "NUMBA_CACHE_DIR": str(tmp_path / "no_folder")}
     _, said = sampled(given, on_a_screen=False, script="import lightning_gnn.ops")
     assert f"neither {tmp_path / 'no_folder'}, {package} nor" in said
-
-
-def test_only_kernels_of_ours_that_are_kept_count():
-    import numba
-
-    before = kernels.num_compiled()
-    numba.njit(lambda number: number + 1)(1)
-    assert kernels.num_compiled() == before

@@ -75,16 +75,6 @@ def test_memory_is_locked_where_it_is_and_for_as_long_as_it_is_used(runtime):
     del view
 
 
-def test_arrays_with_pages_in_common_share_them(runtime):
-    whole = torch.zeros(4 * MIB)
-    first, second, again = page_locked(whole[: 2 * MIB + 7]), page_locked(whole[2 * MIB + 7 :]), page_locked(whole)
-    assert len(runtime.ranges) == 2
-    del first
-    assert len(runtime.ranges) == 2
-    del second, again
-    assert runtime.ranges == {}
-
-
 def test_what_lies_in_pages_of_others_stays_locked_when_they_are_gone(runtime):
     whole = torch.zeros(4 * MIB)
     # Each begins in a page that another one has locked, one of them is small.
@@ -113,12 +103,6 @@ def test_memory_that_may_not_be_written_is_locked_for_reading_and_else_copied_an
     assert there.data_ptr() != tensor.data_ptr()
     assert torch.equal(there, tensor)
     assert runtime.forgotten == 3
-
-
-def test_what_is_small_or_strided_is_copied(runtime):
-    for tensor in (torch.zeros(10), torch.zeros(2048, 2048).t()):
-        assert torch.equal(page_locked(tensor), tensor)
-    assert runtime.flags == []
 
 
 def test_tables_and_graphs_are_locked_in_place(runtime):

@@ -43,16 +43,6 @@ def test_an_error_comes_at_its_item_with_its_traceback(num_threads):
     assert not our_threads()
 
 
-def test_no_more_than_ahead_items_are_under_way():
-    started = []
-    pipeline = ThreadPrefetcher(lambda task: started.append(task) or task, range(100), 2, ahead=5)
-    next(pipeline)
-    time.sleep(0.2)
-    assert len(started) <= 6
-    pipeline.close()
-    refuses(StopIteration, "", next, pipeline)
-
-
 def test_dropping_the_iterator_ends_the_threads():
     pipeline = ThreadPrefetcher(lambda task: time.sleep(0.001), range(10_000), 2, ahead=4)
     next(pipeline)

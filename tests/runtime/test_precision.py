@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 
 import pytest
@@ -9,11 +10,9 @@ import pytorch_lightning as pl
 import torch
 from torch_geometric.data import HeteroData
 from torch_geometric.data.data import BaseData
-from torch_geometric.loader import NeighborLoader
 
-from lightning_gnn import LinkDataModule, NeighborDataModule, nn
+from lightning_gnn import NeighborDataModule, nn
 from lightning_gnn.nn import GCN, RGCN, GraphSAGE, LinkPredictor, NodeClassifier, NodeRegressor
-from lightning_gnn.pyg import enable_pyg_sampling
 from lightning_gnn.runtime.precision import convert_batches, converted
 from tests.faults.chains import DATA, DATA_MODULES
 
@@ -75,9 +74,15 @@ def assert_trains_as_by_hand(make_module, make_data, precision):
 
 
 @pytest.mark.parametrize(
-    ("model", "precision"), [*((model, "64-true") for model in MODELS), ("GCN", "bf16-true"), ("GIN", "16-true")]
+    ("data", "model", "precision"),
+    [
+        *zip(DATA_MODULES, itertools.cycle(MODELS), itertools.repeat("64-true"), strict=False),
+        *(("neighbor", model, "64-true") for model in MODELS[1:]),
+        ("neighbor", "GCN", "bf16-true"),
+        ("link", "GIN", "16-true"),
+        ("full", "GCN", "16-true"),
+    ],
 )
-@pytest.mark.parametrize("data", DATA_MODULES)
 def test_each_data_module_trains_each_model_as_by_hand(data, model, precision):
     def make():
         built = getattr(nn, model)(WIDTH, 8, 2, 4)
@@ -88,8 +93,10 @@ def test_each_data_module_trains_each_model_as_by_hand(data, model, precision):
     assert_trains_as_by_hand(make, DATA_MODULES[data], precision)
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("model", TYPED_MODELS)
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [*((model, "64-true") for model in TYPED_MODELS), ("RGCN", "bf16-true"), ("HeteroGraphSAGE", "16-true")],
+)
 def test_models_of_heterogeneous_graphs_train_as_by_hand(model, precision):
     torch.manual_seed(0)
     data = typed_graph()
@@ -154,8 +161,7 @@ class Own(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("data", DATA_MODULES)
+@pytest.mark.parametrize(("data", "precision"), zip(DATA_MODULES, itertools.cycle(DTYPES), strict=False))
 def test_modules_of_the_users_own_get_converted_batches(data, precision):
     module, made = Own(), DATA_MODULES[data]()
     run = trainer(precision)
@@ -163,24 +169,6 @@ def test_modules_of_the_users_own_get_converted_batches(data, precision):
     if "link" not in data and "own sampler" not in data:
         run.predict(module, made)
     assert {*module.seen} == {DTYPES[precision]}
-
-
-def test_batches_in_collections_are_converted():
-    class Both(NeighborDataModule):
-        def train_dataloader(self):
-            return {"one": super().train_dataloader(), "other": super().train_dataloader()}
-
-    module = Own()
-    trainer("64-true").fit(module, Both(DATA, **SIZES))
-    assert {*module.seen} == {torch.float64}
-
-
-@pytest.mark.parametrize("precision", DTYPES)
-def test_loaders_of_pyg_are_converted_for_our_modules(precision):
-    with enable_pyg_sampling():
-        module = NodeClassifier(GraphSAGE(WIDTH, 8, 2, 4), num_classes=4, optimizer=SGD)
-        trainer(precision).fit(module, NeighborLoader(DATA, [3, 2], batch_size=10))
-    assert {value.dtype for value in module.parameters()} == {DTYPES[precision]}
 
 
 @pytest.mark.parametrize("inference", ["sampled", "full"])
@@ -206,16 +194,6 @@ def test_features_of_64_bits_in_32_bits_are_refused_with_what_to_do(typed):
         trainer("32-true").fit(module, made)
 
 
-def test_the_full_graph_is_converted_once_and_stays_what_it_was():
-    made, run = DATA_MODULES["full"](), trainer("bf16-true")
-    module = keeps_batches(NodeClassifier)(GCN(WIDTH, 8, 2, 4), num_classes=4, optimizer=SGD)
-    run.fit_loop.max_epochs = 3
-    run.fit(module, made)
-    assert len({id(batch) for batch in module.seen}) == 1
-    assert made.data.x.dtype == torch.float32
-    assert torch.equal(made.data.x, DATA.x)
-
-
 def test_a_trainer_that_converts_can_be_pickled_and_one_of_32_bits_is_left_alone():
     run, other = trainer("64-true"), trainer("32-true")
     for one in (run, run, other):
@@ -224,9 +202,3 @@ def test_a_trainer_that_converts_can_be_pickled_and_one_of_32_bits_is_left_alone
     assert plugin.convert_input({"a": DATA})["a"].x.dtype == torch.float64
     assert DATA.x.dtype == torch.float32
     assert "convert_input" not in vars(other.precision_plugin)
-
-
-def test_edges_are_not_looked_up_to_be_converted():
-    batch = next(iter(LinkDataModule(DATA, DATA.edge_index[:, :40], **SIZES).train_dataloader()))
-    kinds = [type(store) for store in batch.stores]
-    assert [type(store) for store in converted(batch, torch.float64).stores] == kinds

@@ -47,7 +47,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.campaign
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_process_group_is_closed_unless_a_rank_may_be_lost(fails, tmp_path):
     script = tmp_path / "script.py"

@@ -6,8 +6,6 @@ import mmap
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import warnings
@@ -24,7 +22,6 @@ from torch_geometric.data import Data
 from lightning_gnn import (
     AscendHybridParallelStrategy,
     CollectiveDataModule,
-    CSCGraph,
     FullGraphDataModule,
     LinkDataModule,
     NeighborDataModule,
@@ -489,67 +486,6 @@ def written(rank, who):
 @pytest.mark.parametrize("who", ["module", "datamodule"])
 def test_what_is_written_while_training_or_in_setup_is_not_shared(who):
     run(written, 2, who)
-
-
-def test_one_process_does_nothing_of_it(monkeypatch):
-    monkeypatch.setattr("lightning_gnn.datamodules.resumable.share_equal_arrays", None)
-    data = large_graph()
-    fit(1, NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4), NeighborDataModule(data, **SAMPLED), "auto")
-    assert not mapped_bytes(data.x)
-
-
-def found_of_datamodules(rank):
-    data = large_graph(100_000, 2_000_000)
-    graph = NeighborDataModule(data, **SAMPLED).graph_sampler.graph
-    found = set(find_tensors(NeighborDataModule(data, **SAMPLED).large_arrays()))
-    assert found == {"data.x", "data.edge_index", "data.edge_weight", "graph.indices", "graph.edge_ids"}
-    data = Data(x=data.x, y=data.y, graph=CSCGraph(graph.indptr, graph.indices), train_mask=data.train_mask)
-    assert set(find_tensors(NeighborDataModule(data, **SAMPLED).large_arrays())) == {"data.x", "data.graph.indices"}
-    edges = torch.randint(6000, (2, 2_000_000))
-    found = find_tensors(LinkDataModule(large_graph(100_000, 2_000_000), edges, **SAMPLED).large_arrays())
-    assert "train edges.0" in found
-    data = large_graph(30_000, 600_000)
-    datamodule = FullGraphDataModule(data)
-    found = set(find_tensors(datamodule.large_arrays()))
-    assert {"batch.x", "batch.edge_index.forward.indices", "data.edge_index"} <= found
-    del data
-    assert "data.edge_index" not in find_tensors(datamodule.large_arrays())
-
-
-@pytest.mark.slow
-def test_every_large_array_of_a_datamodule_is_found():
-    run(found_of_datamodules, 1)
-
-
-SCRIPT = """
-import sys
-
-import pytorch_lightning as pl
-
-from lightning_gnn import NeighborDataModule
-from lightning_gnn.nn import GraphSAGE, NodeClassifier
-from tests.runtime.test_shared_arrays import SAMPLED, fit, large_graph, mapped_bytes
-
-data = large_graph()
-fit(2, NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4), NeighborDataModule(data, **SAMPLED), "ddp")
-sys.stdout.write(f"{mapped_bytes(data.x)} of {data.x.nbytes} bytes\\n")
-"""
-
-
-@pytest.mark.slow
-def test_ranks_that_lightning_starts_by_running_the_script_again(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)], cwd=tmp_path, env={**os.environ, **environment},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    said = [line for line in done.stdout.splitlines() if line.endswith("bytes")]
-    assert len(said) == 2
-    for line in said:
-        mapped, size = int(line.split()[0]), int(line.split()[2])
-        assert mapped == size
 
 
 def beside_a_writer(rank):

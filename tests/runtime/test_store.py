@@ -9,11 +9,10 @@ import time
 import warnings
 
 import pytest
-import torch
 
 from lightning_gnn.cli import cache_command
 from lightning_gnn.runtime import manifest, store
-from lightning_gnn.runtime.store import cache_root, checksum, find, keep, kept, kept_folder, locked
+from lightning_gnn.runtime.store import cache_root, keep, kept, locked
 from tests.patience import PATIENCE
 from tests.refusals import refuses
 
@@ -123,21 +122,6 @@ def test_damage_is_said_and_healed(root, monkeypatch, damage, message):
     assert thing.made == 2
 
 
-def test_content_that_cannot_be_read_is_made_anew():
-    thing = Thing("wrong")
-    read = thing._read
-
-    def picky(folder):
-        if (text := read(folder)) == "wrong":
-            raise ValueError("of another release")
-        return text
-
-    thing.get()
-    thing._read, thing.text = picky, "right"
-    with pytest.warns(UserWarning, match="of another release"):
-        assert thing.get() == "right"
-
-
 @pytest.mark.filterwarnings("ignore:.*out of date")
 def test_a_source_is_told_by_content_and_read_only_when_it_seems_new(tmp_path, monkeypatch):
     settled(monkeypatch)
@@ -200,17 +184,6 @@ def test_a_read_only_store_is_read_and_not_written(root, monkeypatch):
     finally:
         for folder in folders:
             folder.chmod(0o700)
-
-
-def test_no_place_at_all(root, tmp_path):
-    root.write_text("a file in the way")
-    with pytest.warns(UserWarning, match=r"cached files cannot be kept in .*root") as said:
-        assert [Thing().get() for _ in range(2)] == [None, None]
-    assert len(said) == 1
-    assert find("plans", KEY, lambda folder: 1) is None
-    assert not keep("plans", KEY, lambda folder: None, title="a plan")
-    folder = kept_folder("twin", KEY, lambda folder: (folder / "library").write_text("built"), "a library")
-    assert (folder / "library").read_text() == "built"
 
 
 def test_folders_are_private(root):
@@ -296,13 +269,6 @@ def test_of_several_threads_one_makes_it():
     assert thing.made == 1
 
 
-def test_a_checksum_tells_content_type_and_shape():
-    x = torch.arange(6)
-    sums = [checksum(x), checksum(x.view(2, 3)), checksum(x.int()), checksum(x + 1), checksum(None), checksum("a", "b")]
-    assert len(set(sums)) == len(sums)
-    assert checksum(x.clone()) == sums[0]
-
-
 # -- lgnn cache
 
 
@@ -356,14 +322,3 @@ def test_clearing_leaves_what_is_in_use_and_what_is_not_ours(root, capsys):
     printed(capsys, "--clear")
     assert [path.name for path in (root / "graphs").iterdir()] == ["my own graphs"]
     assert (root / "notes.txt").exists()
-
-
-def test_help_tells_the_kinds(capsys):
-    for given, code in (["--help"], 0), (["--clear", "everything"], 2), (["--verify"], 2):
-        with pytest.raises(SystemExit) as caught:
-            cache_command.main(given)
-        assert caught.value.code == code
-    shown = capsys.readouterr()
-    text = " ".join(shown.out.split())
-    assert all(f"{kind}: {meaning}" in text for kind, meaning in store.KINDS.items())
-    assert "--verify was removed: damaged files are noticed when they are read" in shown.err

@@ -1,13 +1,10 @@
 from itertools import count
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.collective.plan import Duration, StageTimes
 from lightning_gnn.runtime.timeline import Interval, StepTimer, Timeline
-from tests.refusals import refuses
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8), st.integers(0, 3)), max_size=12))
@@ -18,21 +15,6 @@ def test_busy_counts_overlapping_lanes_once(spans):
     assert timeline.busy("GPU") == 0
     timeline = Timeline()
     assert (timeline.start, timeline.end, timeline.makespan, timeline.busy("GPU")) == (0, 0, 0, 0)
-
-
-@pytest.mark.parametrize("numbers", [(-1.0, 0.0), (1.0, -1.0), (float("nan"), 0.0), (1.0, float("inf"))])
-def test_durations_are_finite_and_not_negative(numbers):
-    refuses(ValueError, "must be a finite number of at least 0, but is", Duration, *numbers)
-
-
-def test_stage_times_of_all_workers_and_of_the_gpu():
-    one = Duration(1.0)
-    times = StageTimes(Duration(8.0), one, Duration(2.0), Duration(3.0), one, cpu_workers=4)
-    assert (times.cpu, times.gpu) == (2.0, 5.0)
-    refuses(
-        ValueError, "cpu_workers must be a whole number of at least 1, but is 0", StageTimes, one, one, one, one, one, 0
-    )
-    refuses(ValueError, "the model must take some time", StageTimes, one, one, one, one, Duration(0.0))
 
 
 def test_a_step_timer_reads_what_a_device_is_done_with_and_waits_for_nothing():

@@ -252,13 +252,6 @@ def test_edges_and_labels_in_any_form():
             assert_same(next(iter(module.val_dataloader())), expected)
 
 
-def test_whole_weights_of_negatives_are_weights():
-    weight = torch.zeros(400, dtype=torch.int64)
-    weight[7] = 3
-    batch = next(iter(links(neg_sampling=NegativeSampling("triplet", 1, dst_weight=weight)).train_dataloader()))
-    assert batch.n_id[batch.dst_neg_index].tolist() == [7] * 8
-
-
 @pytest.mark.parametrize("kind", [*SAMPLED, FullGraphDataModule])
 def test_nan_is_found_before_training(kind):
     data = small_data()
@@ -306,12 +299,6 @@ def test_training_in_order():
     assert sorted(shuffled.tolist()) == seeds != shuffled.tolist()
 
 
-def test_options_that_tune_processes_change_nothing():
-    tuned = {"persistent_workers": True, "timeout": 5, "is_sorted": True, "filter_per_worker": True, "in_order": True}
-    plain = next(iter(build(NeighborDataModule, seed=1).train_dataloader()))
-    assert_same(next(iter(build(NeighborDataModule, seed=1, **tuned).train_dataloader())), plain)
-
-
 def test_samplers_of_ones_own_are_copied_for_evaluation_and_may_refuse():
     data = small_data()
 
@@ -331,17 +318,6 @@ def test_samplers_of_ones_own_are_copied_for_evaluation_and_may_refuse():
         build(NeighborDataModule, data, node_sampler=Bare())
 
 
-def test_sparse_features_are_for_layers_of_pygs_own():
-    data = small_data()
-    data.x = data.x.to_sparse()
-    assert build(FullGraphDataModule, data, compress=False).data.x.is_sparse
-    for kind in (*SAMPLED, FullGraphDataModule):
-        with pytest.raises(
-            ValueError, match=r"data.x is sparse, but rows are read one by one; use data.x.to_dense\(\)"
-        ):
-            build(kind, data)
-
-
 def test_masks_of_several_splits_matter_only_where_they_are_used():
     data = small_data()
     one = data.train_mask
@@ -350,20 +326,6 @@ def test_masks_of_several_splits_matter_only_where_they_are_used():
         build(NeighborDataModule, data)
     module = build(NeighborDataModule, data, input_train_nodes=one)
     assert next(iter(module.train_dataloader())).train_mask.size(1) == 10
-
-
-def test_nodes_without_edges_and_features_without_floats():
-    data = small_data()
-    data.edge_index = data.edge_index % 300
-    data.x = torch.arange(400)
-    seen = torch.cat([batch.x[: batch.batch_size] for batch in build(NeighborDataModule, data).test_dataloader()])
-    assert seen.tolist() == data.test_mask.nonzero().view(-1).tolist()
-    data.x = data.x.double().view(-1, 1)
-    for kind in (NeighborDataModule, PersistentSamplerDataModule):
-        assert next(iter(build(kind, data).train_dataloader())).x.dtype == torch.float64
-    del data.x
-    data.num_nodes = 400
-    assert next(iter(build(NeighborDataModule, data).train_dataloader())).num_nodes > 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
@@ -406,20 +368,6 @@ def test_masks_in_any_form(kind, form):
         assert data.train_mask is not found.train_mask
     else:
         assert found.input_id.tolist() == expected.input_id.tolist()
-
-
-def test_arrays_of_numpy_are_the_full_graphs_tensors():
-    data = small_data()
-    data.x, data.y = data.x.numpy(), data.y.numpy()
-    for compress in (True, False):
-        (batch,) = build(FullGraphDataModule, data, compress=compress).train_dataloader()
-        assert torch.equal(batch.x, small_data().x)
-        assert torch.equal(batch.y, small_data().y)
-    data.x = data.x.copy()
-    data.x[3] = math.nan
-    for kind in (NeighborDataModule, FullGraphDataModule):
-        with pytest.raises(ValueError, match=r"data.x holds NaN or infinity in 1 of 400 rows \(node 3\)"):
-            build(kind, data)
 
 
 @pytest.mark.parametrize("key", ["x", "y", "edge_attr", "edge_weight"])

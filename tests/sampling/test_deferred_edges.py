@@ -84,54 +84,10 @@ def test_whoever_reads_it_finds_it(how, looked_up):
         assert torch.equal(data.edge_index[:, a.e_id], a.n_id[a.edge_index])
 
 
-def test_who_does_not_read_it_does_not_pay(looked_up):
-    for batch in batches(graph(), num_workers=2, transform=lambda batch: batch):
-        batch = copy.copy(batch.to("cpu").cpu().contiguous())
-        batch.logits = batch.x[batch.edge_index[0]].sum(0)
-        del batch.y
-        assert batch.num_nodes == batch.n_id.numel()
-        assert batch.num_edges == batch.edge_index.size(1)
-        assert "logits" in batch
-        assert "y" not in batch
-    assert looked_up == []
-
-
 def test_training_does_not_read_it(looked_up):
     module = NeighborDataModule(graph(), num_neighbors=[3, 2], batch_size=16, seed=3)
     trainer(max_epochs=2).fit(NodeClassifier(GraphSAGE(12, 8, 2, 4), 4), module)
     assert looked_up == []
-
-
-def test_a_move_that_fails_leaves_it_as_it_was():
-    def full(tensor):
-        raise RuntimeError("out of memory")
-
-    full.__module__, full.__qualname__ = "torch_geometric.data.data", "BaseData.to.<locals>.<lambda>"
-    for batch, whole in zip(batches(graph()), eager(graph()), strict=True):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            batch.apply(full)
-        assert torch.equal(batch.to("cpu").e_id, whole.e_id)
-
-
-def test_it_can_be_replaced_and_removed(looked_up):
-    one, other = batches(graph())[:2]
-    one.e_id = torch.arange(3)
-    assert one.e_id.tolist() == [0, 1, 2]
-    del other.e_id
-    assert "e_id" not in other
-    with pytest.raises(AttributeError, match="e_id"):
-        _ = other.e_id
-    assert looked_up == []
-
-
-def test_attributes_of_edges_look_it_up_once(looked_up):
-    data = graph()
-    data.edge_attr = torch.arange(400.0).view(-1, 1)
-    made = batches(data)
-    for batch in made:
-        assert type(batch._store) is GlobalStorage
-        assert torch.equal(batch.edge_attr[:, 0].long(), batch.e_id)
-    assert len(looked_up) == len(made)
 
 
 def test_graphs_with_types(looked_up):

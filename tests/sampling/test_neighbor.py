@@ -1,5 +1,4 @@
 import pytest
-import pytorch_lightning as pl
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,26 +51,6 @@ def test_each_end_of_an_edge_has_a_tree_of_its_own(negatives):
         picked = [tuple(alone.edge[alone.batch[alone.edge_index[1]] == tree].tolist()) for tree in trees]
         assert len(picked) >= 2
         assert len(set(picked)) > 1
-
-
-def test_the_seed_follows_seed_everything():
-    data = small_data()
-    inputs = NodeSamplerInput(None, torch.arange(20))
-    picks = []
-    for seed in (1, 1, 2):
-        pl.seed_everything(seed, verbose=False)
-        picks.append(NeighborSampler(data, [3]).sample_from_nodes(inputs).edge.tolist())
-    assert picks[0] == picks[1] != picks[2]
-
-
-def test_weighted_negatives():
-    data = small_data()
-    weight = torch.zeros(400)
-    weight[7] = 1
-    negatives = NegativeSampling("binary", 1, src_weight=weight, dst_weight=weight)
-    inputs = EdgeSamplerInput(None, data.edge_index[0, :5], data.edge_index[1, :5])
-    out = NeighborSampler(data, [1]).sample_from_edges(inputs, negatives)
-    assert set(out.node[out.metadata[1][:, 5:]].view(-1).tolist()) == {7}
 
 
 @pytest.mark.parametrize(

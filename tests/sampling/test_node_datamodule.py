@@ -167,13 +167,6 @@ def test_resuming_with_another_batch_size_warns_in_mid_epoch_only(tmp_path):
         assert any("in the middle of an epoch" in str(warning.message) for warning in found) == warned, step
 
 
-def test_evaluation_sees_the_same_batches_in_each_epoch():
-    loader = datamodule(seed=1).val_dataloader()
-    first = [batch.e_id.tolist() for batch in loader]
-    loader.sampler.set_epoch(7)
-    assert [batch.e_id.tolist() for batch in loader] == first
-
-
 class Recorder(Model):
     validated = ()
 

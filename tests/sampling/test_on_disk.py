@@ -12,7 +12,6 @@ from torch_geometric.data import Data, HeteroData
 
 from benchmarks.disk import optimum
 from lightning_gnn import CollectiveDataModule, NeighborDataModule, NeighborSampler
-from lightning_gnn.datamodules import disk as disk_options
 from lightning_gnn.graph import DiskFeatures, FeatureTable, disk_reads
 from lightning_gnn.graph.disk_cache import RowLocations
 from lightning_gnn.graph.folder import load_folder, save_folder
@@ -281,20 +280,6 @@ def test_a_disk_that_fails_ends_the_epoch(folder, monkeypatch):
         break
 
 
-def test_a_slow_disk_changes_nothing(folder, monkeypatch):
-    data = load_folder(folder)
-    real, turns = disk_reads.DirectReader._share, threading.Event()
-
-    def throttled(self, first, *arguments):
-        turns.wait(0.002 * (first % 3))
-        return real(self, first, *arguments)
-
-    monkeypatch.setattr(disk_reads.DirectReader, "_share", throttled)
-    plain = datamodule(data).train_dataloader()
-    disk = datamodule(data, num_workers=2, memory=MEMORY, lookahead=4).train_dataloader()
-    assert_same_batches(disk, plain)
-
-
 def test_the_window_is_full_at_first_but_for_a_bound_and_keeps_to_its_bytes():
     class One:
         num_bytes = 10
@@ -338,16 +323,6 @@ def counting_announced(monkeypatch):
     announced, real = [], RowLocations.announce
     monkeypatch.setattr(RowLocations, "announce", lambda self, rows: announced.append(rows.size) or real(self, rows))
     return announced
-
-
-def test_comparing_a_few_rows_does_not_read_a_mapped_file_ahead(folder, tmp_path, monkeypatch):
-    advice, real = [], disk_options.advise
-    monkeypatch.setattr(
-        disk_options, "advise", lambda rows, what: advice.append((rows.data_ptr(), what)) or real(rows, what)
-    )
-    data = load_folder(folder)
-    datamodule(data, memory="6MB", store=saved(data.x, tmp_path / "x.npy")).train_dataloader()
-    assert advice[:2] == [(data.x.data_ptr(), "MADV_RANDOM"), (data.x.data_ptr(), "MADV_NORMAL")]
 
 
 @pytest.mark.parametrize("kind", [NeighborDataModule, CollectiveDataModule])

@@ -1,16 +1,12 @@
-import functools
-
 import pytest
 import torch
-from lightning_fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
-from torch_geometric.loader import NodeLoader as PyGNodeLoader
 from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
 
 from lightning_gnn.loading import LinkLoader, NodeLoader
 from lightning_gnn.loading.options import WITHOUT_EFFECT, checked_options
-from lightning_gnn.runtime.messages import keywords_of, whole_number
+from lightning_gnn.runtime.messages import keywords_of
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
 
@@ -54,24 +50,6 @@ def test_seeds_of_a_type_are_refused_where_there_is_one():
         LinkLoader(data, NeighborSampler(data, [2]), edge_label_index=(("a", "to", "b"), None))
 
 
-def test_labelled_edges_may_be_lists():
-    data = small_data()
-    loader = LinkLoader(data, NeighborSampler(data, [2]), edge_label_index=[[0, 1], [1, 2]], edge_label=[0, 1])
-    assert next(iter(loader)).edge_label.tolist() == [0]
-
-
-def test_values_that_ask_for_nothing_are_taken():
-    loader = PyGNodeLoader(data := small_data(), NeighborSampler(data, [2]))
-    neutral = {
-        "collate_fn": loader.collate_fn,
-        "worker_init_fn": functools.partial(pl_worker_init_function, rank=1),
-        "dataset": range(4),
-        "directed": True,
-        **dict.fromkeys(("precompute", "verify_store")),
-    }
-    assert checked_options({**neutral, "drop_last": True, "own": 1}, "node", ["own"]) == {"drop_last": True, "own": 1}
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -98,9 +76,3 @@ def test_values_that_ask_for_nothing_are_taken():
 def test_typos_and_wrong_values_are_named(options, error, message):
     with pytest.raises(error, match=message):
         checked_options(options, "node")
-
-
-def test_whole_numbers_of_numpy_are_whole_numbers():
-    number = whole_number(torch.arange(5).numpy()[4], "n", 1)
-    assert number == 4
-    assert type(number) is int

@@ -86,14 +86,6 @@ def test_workers_forked_while_threads_sample_draw_the_same_samples():
             thread.join(PATIENCE)
 
 
-def test_a_worker_process_is_told_that_it_has_no_gpu(monkeypatch):
-    sampler = PersistentNeighborSampler(small_data(), [2])
-    monkeypatch.setattr(sampler, "device", torch.device("cuda", 1))
-    monkeypatch.setattr("lightning_gnn.persistent.sampler.get_worker_info", lambda: object())
-    with pytest.raises(RuntimeError, match=r"worker process cannot sample on cuda:1.*num_workers=0"):
-        sampler.sample_from_nodes(SEEDS, key=1)
-
-
 def test_samplers_that_are_sent_to_another_process():
     pytest.importorskip("triton")
     data = small_data()
@@ -159,12 +151,3 @@ def test_a_sampler_that_is_sent_to_a_worker_knows_the_rank_of_its_parent(monkeyp
     assert pickle.loads(sent)._next_key() == key
     torch.manual_seed(0)
     assert sampler._next_key() != key
-
-
-def test_two_samplers_with_one_seed_draw_differently_in_one_process():
-    data = small_data()
-    loaders = [
-        NodeLoader(data, NeighborSampler(data, [2, 2], seed=1), input_nodes=RANK_SEEDS, batch_size=60) for _ in range(2)
-    ]
-    first, second = (next(iter(loader)).e_id.tolist() for loader in loaders)
-    assert first != second

@@ -78,6 +78,8 @@ WAYS = {
 }
 """DataModules of nodes and of edges, and what they are given."""
 ON_KERNELS = ("persistent", "pinned", "both routes")
+COMBINED = ("CPU alone", "collective, disk", "whole")
+"""Of which each slice takes a few cases: what they are made of is in the other ways."""
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +161,8 @@ def seeds_of(batch, data, case):
 def marks_of(way, case):
     # The times of a graph in parts are read a few at a time, and PyG's negatives of edges with times ask for more.
     lacking = way == "parts" and case in ("link times, binary", "link times, triplets")
-    return [*(with_kernels if way in ON_KERNELS else ()), *([pytest.mark.xfail(strict=True)] if lacking else ())]
+    marks = [*with_kernels] if way in ON_KERNELS else [pytest.mark.campaign] if way in COMBINED else []
+    return [*marks, *([pytest.mark.xfail(strict=True)] if lacking else ())]
 
 
 PAIRS = [

@@ -1,16 +1,13 @@
 """The order of the seeds is torch's, and mini-batches are what torch's batch sampler makes of it."""
 
-import pickle
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 from torch_geometric.loader import ImbalancedSampler
 
-from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.loading import NodeLoader
 from lightning_gnn.loading.seed_order import EvaluationOrder, TrainingOrder, mini_batches
 from lightning_gnn.sampling.neighbor import NeighborSampler
@@ -43,26 +40,6 @@ def test_orders_are_those_of_torch(size, replicas, shuffle, drop_last, epoch, ba
             found = list(mini_batches(BatchSampler(b, batch_size, drop_last), first))
             assert [index.tolist() for index in found] == expected[first:]
             assert all(index.dtype == torch.int64 for index in found)
-
-
-def test_nothing_passes_through_a_list_where_the_order_is_known(monkeypatch):
-    def never(self):
-        raise AssertionError("the order was iterated over")
-
-    for kind in (TrainingOrder, EvaluationOrder):
-        monkeypatch.setattr(kind, "__iter__", never)
-    data = small_data()
-    module = NeighborDataModule(data, num_neighbors=[2], batch_size=50, seed=3)
-    for loader in (module.train_dataloader(), module.val_dataloader()):
-        assert loader.batch_sampler.batch_size == 50
-        assert sum(batch.batch_size for batch in loader) == len(loader.sampler)
-    batches = mini_batches(BatchSampler(SequentialSampler(range(7)), 3, True), 1)
-    assert [index.tolist() for index in batches] == [[3, 4, 5]]
-
-
-def test_a_batch_does_not_hold_the_order_of_all():
-    sampler = BatchSampler(TrainingOrder(range(100_000), num_replicas=1, rank=0), 10, False)
-    assert len(pickle.dumps(next(mini_batches(sampler)))) < 2000
 
 
 class Growing:

@@ -98,20 +98,6 @@ def test_dates_are_refused_with_what_to_write_instead(place, unit, tmp_path):
         PLACES[place](node, edge, tmp_path / "parts")
 
 
-@pytest.mark.parametrize("place", sorted({*PLACES} - {"CSCGraph", "CSCGraph, sources", "operator", "partitioned"}))
-def test_lists_of_dates_are_refused_with_what_to_write_instead(place, tmp_path):
-    begin, day = datetime.datetime(2020, 1, 1), datetime.timedelta(days=1)
-    node, edge = ([begin + day * number for number in range(count)] for count in (20, 60))
-    with pytest.raises(TypeError, match=r"must be numbers.*astype\('int64'\)"):
-        PLACES[place](node, edge, tmp_path / "parts")
-
-
-def test_what_is_proposed_works():
-    times = np.datetime64("2020-01-01") + np.arange(20)
-    given = torch.from_numpy(np.asarray(times, "datetime64[s]").astype("int64"))
-    assert next(iter(NeighborDataModule(graph(t=given), time_attr="t", **SIZES).train_dataloader())).num_nodes
-
-
 @pytest.mark.parametrize("window", [np.timedelta64(3, "D"), datetime.timedelta(days=3)])
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_a_window_is_a_number_in_the_unit_of_the_times(window, evaluation):

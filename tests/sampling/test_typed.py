@@ -210,17 +210,6 @@ def test_edges_of_one_type_are_taken_out_of_the_messages_too():
         assert sum(batch.num_sampled_edges) == batch.num_edges
 
 
-def test_a_transposed_adjacency_is_kept_as_narrow_as_an_edge_list():
-    data = typed_data()
-    edges = data[WRITES].edge_index
-    dense = torch.sparse_coo_tensor(edges.flip(0), torch.ones(edges.size(1)), (300, 120)).coalesce()
-    del data[WRITES].edge_index
-    data[WRITES].adj_t = dense.to_sparse_csr()
-    relation = NeighborSampler(data, [2]).graph.relations[WRITES]
-    assert relation.indices.dtype == torch.int32
-    assert set(zip(*relation.to_edge_index().tolist(), strict=True)) == set(zip(*edges.tolist(), strict=True))
-
-
 def test_links_of_a_type_that_is_not_among_the_messages():
     data = typed_data()
     edges = data[WRITES].edge_index
@@ -336,35 +325,6 @@ def test_what_asks_for_nothing_is_taken_everywhere():
     assert can_sample_on(NodeLoader(small_data(), NeighborSampler(small_data(), [2])), torch.device("cpu"))
 
 
-def test_a_reverse_type_of_another_name_is_asked_for():
-    data = typed_data()
-    data["paper", "written_by", "author"].edge_index = data[REVERSE].edge_index
-    del data[REVERSE]
-    row, col = data[WRITES].edge_index[:, :30]
-    inputs = EdgeSamplerInput(None, row, col, input_type=WRITES)
-    with pytest.raises(ValueError, match=r"which edge type is the reverse of \('author', 'writes', 'paper'\)"):
-        NeighborSampler(data, [5], exclude_seed_edges=True).sample_from_edges(inputs)
-    alone = NeighborSampler(data, [-1, -1], exclude_seed_edges={WRITES: None}).sample_from_edges(inputs)
-    plain = NeighborSampler(data, [-1, -1]).sample_from_edges(inputs)
-    written_by = ("paper", "written_by", "author")
-    assert torch.equal(alone.edge[written_by], plain.edge[written_by])
-    assert alone.edge[WRITES].numel() < plain.edge[WRITES].numel()
-    named = {WRITES: written_by}
-    out = NeighborSampler(data, [-1, -1], exclude_seed_edges=named).sample_from_edges(inputs)
-    ends = out.node["paper"][out.row[named[WRITES]]], out.node["author"][out.col[named[WRITES]]]
-    found = set(zip(ends[1].tolist(), ends[0].tolist(), strict=True))
-    assert found
-    assert not found & set(zip(row.tolist(), col.tolist(), strict=True))
-
-
-def test_times_of_a_type_that_no_edge_comes_from():
-    data = typed_data()
-    del data[CITES], data["paper", "in", "venue"], data[REVERSE]  # papers are targets alone
-    module = NeighborDataModule(data, num_neighbors=[2], time_attr="time", batch_size=8)
-    batch = next(iter(module.train_dataloader()))
-    assert batch["paper"].batch.tolist()[:8] == list(range(8))
-
-
 def test_parts_of_a_mini_batch_keep_its_number():
     data = small_data(num_edges=20_000)
     sampler = NeighborSampler(data, [3], sampler="labor", batch_dependency=32, disjoint=True)
@@ -375,12 +335,6 @@ def test_parts_of_a_mini_batch_keep_its_number():
         out = loader.pipeline.sample(BatchTask(0, number, list(range(32, 64)), 32, 1)).out
         picks.append(set(out.edge.ids().tolist()))
     assert len(picks[0] & picks[1]) > 0.8 * len(picks[0])
-
-
-def test_edges_of_the_weight_0_are_left_out_of_the_edge_list():
-    edge_index = torch.tensor([[3, 1, 2], [1, 0, 0]])
-    graph = CSCGraph.from_edge_index(edge_index, 4).with_weight(torch.tensor([1.0, 0.0, 2.0]))
-    assert graph.to_edge_index().tolist() == [[3, 2], [1, 0]]
 
 
 def test_endless_windows():

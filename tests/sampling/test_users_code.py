@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from torch_geometric.loader import NodeLoader as PyGNodeLoader
 from torch_geometric.sampler import BaseSampler, SamplerOutput
 
-from lightning_gnn import LinkDataModule, NeighborDataModule
+from lightning_gnn import NeighborDataModule
 from lightning_gnn.collective import CollectiveBatching
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.loading import LinkLoader, NodeLoader
@@ -101,21 +101,6 @@ def test_passes_outside_a_trainer_go_on_in_order_and_samples():
             assert_same_batches(one, other)
         evaluation = module.val_dataloader()
         assert_same_batches(list(evaluation), list(evaluation))
-
-
-def test_a_bare_loader_goes_on_and_starts_anew_where_told():
-    ours = loader(shuffle=False)
-    first, second = list(ours), list(ours)
-    assert torch.equal(first[0].input_id, second[0].input_id)
-    assert overlap(edges_of(first), edges_of(second)) < 0.9
-    told = DistributedSampler(range(DATA.num_nodes), num_replicas=1, rank=0, shuffle=False)
-    ours = NodeLoader(DATA, SAMPLER, batch_size=50, sampler=told)
-    told.set_epoch(7)
-    seventh = list(ours)
-    told.set_epoch(8)
-    list(ours)
-    told.set_epoch(7)
-    assert_same_batches(seventh, list(ours))
 
 
 # -- attributes
@@ -268,17 +253,6 @@ def test_what_the_users_code_draws_follows_from_the_key_alone(options):
     assert len({batch.numpy_noise for batch in first}) == len({batch.python_noise for batch in first}) == 16
 
 
-def test_links_with_a_random_transform_do_not_share_its_stream_with_the_negatives():
-    made = []
-    for num_workers in (0, 2):
-        ours = LinkLoader(
-            DATA, SAMPLER, edge_label_index=DATA.edge_index[:, :90], batch_size=30, neg_sampling="binary",
-            transform=noisy, num_workers=num_workers,
-        )  # fmt: skip
-        made.append(list(ours))
-    assert_same_batches(*made)
-
-
 def stops(*args, **kwargs):
     raise StopIteration
 
@@ -393,51 +367,6 @@ def trained(make, optimizer, sparse=False):
         assert data.x.grad.is_sparse == sparse
         steps.step()
     return data.x.detach(), data.edge_attr.detach()
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_trained_features_equal_plain_indexing_with_any_number_of_workers(sparse):
-    def plainly(data):
-        bare = Data(edge_index=data.edge_index, num_nodes=data.num_nodes)
-        for batch in loader(bare):
-            batch.x, batch.edge_attr = data.x[batch.n_id], data.edge_attr[batch.e_id]
-            yield batch
-
-    def sgd(parameters):
-        return torch.optim.SGD(parameters, lr=0.5)
-
-    expected = trained(plainly, sgd)
-    for num_workers in (0, 1, 3):
-        found = trained(lambda data, n=num_workers: loader(data, num_workers=n, sparse_grad=sparse), sgd, sparse)
-        for a, b in zip(expected, found, strict=True):
-            assert torch.allclose(a, b, atol=1e-6)
-    adam = torch.optim.SparseAdam if sparse else torch.optim.Adam
-    results = [trained(lambda data, n=n: loader(data, num_workers=n, sparse_grad=sparse), adam, sparse) for n in (0, 3)]
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_a_transform_sees_trained_rows_and_keeps_their_gradient():
-    def doubled(batch):
-        batch.x = 2 * batch.x
-        return batch
-
-    for thread_safe in (False, True):
-        data = embedded()
-        for batch in loader(data, num_workers=2, transform=doubled, thread_safe=thread_safe):
-            batch.x.sum().backward()
-        expected = torch.zeros(400)
-        for batch in loader(data, num_workers=0):
-            expected.index_add_(0, batch.n_id, torch.full((batch.num_nodes,), 2.0))
-        assert torch.equal(data.x.grad[:, 0], expected)
-
-
-def test_links_train_features_too():
-    data = embedded()
-    made = LinkDataModule(data, num_neighbors=[2], batch_size=200, neg_sampling="binary", num_workers=2, seed=1)
-    for batch in made.train_dataloader():
-        batch.x.sum().backward()
-    assert (data.x.grad > 0).all()
 
 
 def test_trained_features_that_cannot_be_right_are_refused():

@@ -16,7 +16,6 @@ from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.aggregate.matrix import Matrix
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from lightning_gnn.triton_kernels import row_parts
-from lightning_gnn.triton_kernels.aggregate import block_shape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -164,16 +163,6 @@ def square(num_vertices=70, degree=12, seed=0):
     return made_matrix(row, column, num_vertices, num_vertices, DEVICE)
 
 
-def test_what_is_kept_of_a_graph_goes_with_it():
-    matrix = square()
-    before = len(aggregate_triton._prepared)
-    kept = aggregate_triton.prepare(matrix)
-    assert aggregate_triton.prepare(matrix) is kept
-    assert len(aggregate_triton._prepared) == before + 1
-    del matrix, kept
-    assert len(aggregate_triton._prepared) == before
-
-
 def test_feature_slices_are_read_in_place():
     matrix = square()
     table = normal(70, 2, 24, dtype=torch.float32).to(DEVICE)
@@ -183,21 +172,6 @@ def test_feature_slices_are_read_in_place():
     ours, _ = aggregate_triton.aggregate(matrix, part, None, "mean")
     wanted, _ = aggregate_triton.aggregate(matrix, part.clone(), None, "mean")
     assert torch.equal(ours, wanted)
-
-
-def test_blocks_cover_the_columns_in_slices_that_fit_the_cache():
-    for channels in range(1, 700):
-        for heads in (1, 3, 8):
-            for dtype in (torch.float16, torch.float64):
-                block = block_shape(1000, heads, channels, dtype, 2**25)
-                assert all(size & (size - 1) == 0 for size in block)
-                assert block.entries * block.heads * block.width <= (1024 if dtype == torch.float16 else 256)
-                assert block.grid(heads, channels) * block.heads * block.width >= heads * channels
-    megabyte = 2**20
-    assert block_shape(233_000, 1, 256, torch.float32, 50 * megabyte).width == 32
-    assert block_shape(100_000, 1, 256, torch.float32, 50 * megabyte).width == 64
-    assert block_shape(10_000, 1, 256, torch.float32, 50 * megabyte).width == 128
-    assert block_shape(10**7, 1, 256, torch.float32, 50 * megabyte).width == 128  # no slice fits
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter stands in for a device that is there")

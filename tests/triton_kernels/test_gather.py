@@ -4,8 +4,6 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 if not torch.cuda.is_available():
@@ -17,7 +15,7 @@ from lightning_gnn.ops import gather_rows
 from lightning_gnn.ops.gather import triton as gather_triton
 from lightning_gnn.ops.gather.reference import Gather
 from lightning_gnn.ops.gather.triton import gather_cuda
-from lightning_gnn.triton_kernels.gather import block_shape, gather
+from lightning_gnn.triton_kernels.gather import gather
 from tests.triton_kernels.sampling_cases import dealt_out
 from tests.triton_kernels.test_sample import Watched
 
@@ -94,24 +92,6 @@ def test_kernel_equals_torch(kind, columns, cached):
     assert torch.equal(out, wanted(table, index, out_dtype, scales, slot, cache))
 
 
-@settings(max_examples=60)
-@given(
-    st.integers(1, 30),
-    st.integers(0, 150),
-    st.sampled_from(list(KINDS)),
-    st.sampled_from(CACHES),
-    st.sampled_from([torch.int32, torch.int64]),
-    st.lists(st.integers(0, 10**6), max_size=150),
-)
-def test_any_shape(rows, columns, kind, cached, index_dtype, index):
-    dtype, out_dtype = KINDS[kind]
-    table, scales = made(rows, columns, dtype)
-    slot, cache = cache_of(table, cached)
-    index = torch.tensor(index, dtype=index_dtype) % rows
-    out = kernel_result(table, index, out_dtype, scales, slot, cache)
-    assert torch.equal(out, wanted(table, index, out_dtype, scales, slot, cache))
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float64, torch.uint8])
 def test_copies_of_any_dtype_keep_every_bit(dtype):
     table = torch.randint(0, 2, (20, 5)).to(dtype)
@@ -140,17 +120,6 @@ def test_rows_dealt_out_to_gpus_are_read_in_bounds(kind, num_rows, num_shards, s
     assert watch.accesses > 0
 
 
-def test_rows_further_apart_than_long():
-    table = torch.randn(20, 50)
-    feature_slice = on_device(table)[0][:, 10:30]
-    index = torch.arange(20).flip(0)[:17]
-    out = gather(feature_slice, *on_device(index, torch.empty(17, 20))).cpu()
-    assert torch.equal(out, table[index, 10:30])
-    slot, cache = on_device(*cache_of(table[:, 10:30], "some"))
-    out = gather(feature_slice, *on_device(index, torch.empty(17, 20)), None, slot, cache).cpu()
-    assert torch.equal(out, wanted(table[:, 10:30], index, torch.float32, None, slot.cpu(), cache.cpu()))
-
-
 @pytest.mark.parametrize("cached", CACHES)
 @pytest.mark.parametrize("bad", [-1, 10, 2**40, -(2**40)])
 def test_an_index_out_of_range_reads_nothing(bad, cached):
@@ -165,15 +134,6 @@ def test_an_index_out_of_range_reads_nothing(bad, cached):
         assert torch.equal(out[[0, 2]], wanted(table, good, out_dtype, scales, slot, cache))
     assert kernel_result(torch.arange(10)[:, None], index, torch.int64)[1].item() == -1
     assert kernel_result(torch.ones(10, 3, dtype=torch.bool), index, torch.bool)[1].tolist() == [False] * 3
-
-
-def test_tiles_cover_the_columns():
-    for columns in range(1, 1200):
-        width, rows = block_shape(columns)
-        assert width & (width - 1) == 0
-        assert rows & (rows - 1) == 0
-        assert width * rows <= 2048
-        assert width <= 2 * columns
 
 
 @pytest.mark.parametrize("with_kernel", [True, False])

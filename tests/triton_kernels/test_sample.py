@@ -104,9 +104,9 @@ def test_long_path_with_one_seed_keeps_every_program_waiting(mode):
 
 
 def test_equals_numba_on_a_larger_graph():
-    indptr, indices = random_graph(3000, 20000, seed=3, hub=0.01)
+    indptr, indices = random_graph(800, 6000, seed=3, hub=0.01)
     graph = CSCGraph.from_csc(torch.tensor(indptr), torch.tensor(indices, dtype=torch.int32))
-    seeds = torch.randint(0, 3000, (60,), generator=torch.Generator().manual_seed(0))
+    seeds = torch.randint(0, 800, (30,), generator=torch.Generator().manual_seed(0))
     wanted = sample_neighbors(graph, seeds, [8, 5], key=7, backend="numba")
     for mode in MODES:
         sampler = class_of(mode)(graph.indptr, graph.indices, mode=mode, num_programs=3, num_warps=16, fetch_size=50)
@@ -129,7 +129,7 @@ def test_grows_when_a_batch_does_not_fit(mode):
     assert sampler.scratch_bytes == held
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", USED)
 def test_scratch_memory_is_what_the_documentation_says(mode):
     graph, seeds, fanouts = GRAPHS["random"], [1, 2, 3], [4, 3]
     sampler = sampler_of(graph, mode=mode)
@@ -145,14 +145,14 @@ def test_scratch_memory_is_what_the_documentation_says(mode):
     assert sampler.scratch_bytes == held
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", USED)
 def test_one_host_synchronisation_per_batch(mode, monkeypatch):
     sampler = sampler_of(GRAPHS["random"], mode=mode)
     reads = []
     original = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (reads.append(self), original(self))[1])
     sampler.sample(torch.tensor([1, 2]), [3, 2, 2], 1)
-    assert len(reads) == (4 if mode == "hop_by_hop" else 1)
+    assert len(reads) == 1
 
 
 @pytest.mark.parametrize("mode", ["fused", "persistent"])

@@ -1,6 +1,5 @@
 """Automatic optimisation: optimizers, gradients that are edited on the way, and losses of many shapes."""
 
-import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
@@ -56,27 +55,6 @@ def gradients_are_read_after_the_backward_pass(run):
 
 
 @scenario
-def gradients_are_replaced_after_the_backward_pass(run):
-    class Replaced(Task):
-        def on_after_backward(self):
-            for parameter in self.parameters():
-                parameter.grad = parameter.grad / (parameter.grad.norm() + 1)
-
-    return run.fit(Replaced())
-
-
-@scenario
-def hooks_on_parameters(run):
-    class Hooked(Task):
-        def __init__(self):
-            super().__init__()
-            for parameter in self.net.convs[0].parameters():
-                parameter.register_hook(lambda gradient: gradient * 0.25)
-
-    return run.fit(Hooked())
-
-
-@scenario
 def hooks_on_parameters_which_are_not_linear(run):
     module = Task()
     for parameter in module.parameters():
@@ -95,20 +73,6 @@ def hooks_after_a_parameter_has_its_gradient(run):
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(halve)
     return {**run.fit(module), "count": len(count)}
-
-
-@scenario
-def parameters_thaw_in_mid_training(run):
-    class Thawing(Task):
-        def __init__(self):
-            super().__init__()
-            self.net.convs[0].requires_grad_(False)
-
-        def on_train_epoch_start(self):
-            if self.current_epoch == 1:
-                self.net.convs[0].requires_grad_(True)
-
-    return run.fit(Thawing(), max_epochs=3)
 
 
 @scenario
@@ -172,25 +136,6 @@ def returning(make, **options):
 
 
 @scenario
-def a_dictionary_with_more_than_the_loss(run):
-    class Outputs(pl.Callback):
-        def __init__(self):
-            self.seen = []
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            self.seen.append((sorted(outputs), tuple(outputs["rows"].shape[1:]), float(outputs["constant"])))
-            assert not outputs["rows"].requires_grad
-
-    def make(module, batch, batch_idx):
-        out = module(batch)
-        loss = F.cross_entropy(of_split(out, batch, "train"), of_split(batch.y, batch, "train"))
-        return {"loss": loss, "rows": out.detach(), "constant": torch.tensor(2.5)}
-
-    callback = Outputs()
-    return {**run.fit(returning(make), callbacks=[callback]), "seen": callback.seen}
-
-
-@scenario
 def a_step_without_a_loss_is_skipped(run):
     return run.fit(returning(lambda module, batch, batch_idx: None if batch_idx == 1 else module.loss(batch)))
 
@@ -205,18 +150,6 @@ def class_weights(run):
         return {"loss": loss, "weight": weight[y].sum()}
 
     return run.fit(returning(make))
-
-
-@scenario
-def weights_with_clipping_and_accumulation(run):
-    weight = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
-
-    def make(module, batch, batch_idx):
-        y = of_split(batch.y, batch, "train")
-        loss = F.cross_entropy(of_split(module(batch), batch, "train"), y, weight=weight)
-        return {"loss": loss, "weight": weight[y].sum()}
-
-    return run.fit(returning(make), accumulate_grad_batches=3, gradient_clip_val=0.02)
 
 
 @scenario
@@ -245,43 +178,6 @@ def the_module_steps_every_second_time(run):
                 optimizer.zero_grad(set_to_none=False)
 
     return run.fit(Second())
-
-
-@scenario
-def the_module_overrides_the_backward_pass(run):
-    class Backward(Task):
-        calls = 0
-
-        def backward(self, loss):
-            self.calls += 1
-            (loss * 0.5).backward(retain_graph=True)
-            (loss * 0.5).backward()
-
-    module = Backward()
-    return {**run.fit(module), "calls": module.calls}
-
-
-@scenario
-def an_optimizer_with_a_closure_of_its_own(run):
-    class Twice(torch.optim.SGD):
-        """Steps along the mean of two gradients, as sharpness-aware methods do."""
-
-        def step(self, closure=None):
-            loss = closure()
-            first = [p.grad.clone() for group in self.param_groups for p in group["params"]]
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for p, gradient in zip(group["params"], first, strict=True):
-                        p.add_(gradient, alpha=0.05)
-            closure()
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for p, gradient in zip(group["params"], first, strict=True):
-                        p.sub_(gradient, alpha=0.05)
-            super().step()
-            return loss
-
-    return run.fit(With(lambda module: Twice(module.parameters(), 0.2)))
 
 
 @scenario

@@ -32,19 +32,6 @@ def by_hand_gradients_are_accumulated(run):
     return run.fit(stepping(step))
 
 
-@scenario
-def by_hand_two_backward_passes_for_a_step(run):
-    def step(module, batch, batch_idx):
-        optimizer = module.optimizers()
-        optimizer.zero_grad()
-        loss = module.loss(batch)
-        module.manual_backward(loss * 0.5, retain_graph=True)
-        module.manual_backward(loss * 0.5)
-        optimizer.step()
-
-    return run.fit(stepping(step))
-
-
 def one_each(module):
     return [torch.optim.SGD(layer.parameters(), 0.2) for layer in module.net.convs]
 
@@ -58,24 +45,6 @@ def by_hand_two_optimizers_take_turns(run):
         optimizer.step()
 
     return run.fit(stepping(step, one_each))
-
-
-@scenario
-def by_hand_an_optimizer_is_toggled(run):
-    wanted = []
-
-    def step(module, batch, batch_idx):
-        for optimizer in module.optimizers():
-            module.toggle_optimizer(optimizer)
-            wanted.append([parameter.requires_grad for parameter in module.parameters()])
-            optimizer.zero_grad()
-            module.manual_backward(module.loss(batch))
-            optimizer.step()
-            module.untoggle_optimizer(optimizer)
-
-    out = run.fit(stepping(step, one_each))
-    assert not all(wanted[0])
-    return {**out, "wanted": wanted}
 
 
 @scenario

@@ -3,7 +3,7 @@
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from tests.hyscale.behaviour.task import Task, scenario, shown, weights
+from tests.hyscale.behaviour.task import Task, scenario, shown
 
 
 def files(folder):
@@ -81,29 +81,6 @@ def training_goes_on_after_an_error(run):
     except KeyError:
         pass
     return {"files": files(run.folder)}
-
-
-@scenario
-def a_checkpoint_is_tested(run):
-    callback = ModelCheckpoint(dirpath=run.folder / "saved", monitor="val_loss", filename="best")
-    module, data = Task(lr=1.5), run.data()
-    trainer = run.trainer(callbacks=[callback], enable_checkpointing=True, max_epochs=4)
-    trainer.fit(module, datamodule=data)
-    tested = trainer.test(datamodule=data, ckpt_path="best", verbose=False)
-    return {"tested": tested, "weights": weights(module)}
-
-
-@scenario
-def a_checkpoint_of_another_strategy(run):
-    """What one process without a strategy of ours has saved is read, and the other way round."""
-    module = Task()
-    run.fit(module)["trainer"].save_checkpoint(run.folder / "end.ckpt")
-    other = Task.load_from_checkpoint(run.folder / "end.ckpt")
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(1.0)
-    missing = other.load_state_dict(torch.load(run.folder / "end.ckpt", weights_only=False)["state_dict"])
-    return {"weights": weights(other), "missing": list(missing.missing_keys) + list(missing.unexpected_keys)}
 
 
 @scenario

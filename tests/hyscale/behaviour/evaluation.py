@@ -6,7 +6,7 @@ from pytorch_lightning.tuner import Tuner
 from torch_geometric.loader import NeighborLoader
 
 from lightning_gnn import NeighborSampler
-from tests.hyscale.behaviour.task import Task, graph, of_split, scenario, shown, weights
+from tests.hyscale.behaviour.task import Task, graph, scenario, shown, weights
 
 
 @scenario
@@ -18,20 +18,6 @@ def all_stages_one_after_another(run):
     seen += [trainer.test(module, datamodule=data, verbose=False)]
     seen += [torch.cat(trainer.predict(module, datamodule=data))]
     return {**shown(trainer, module), "seen": seen}
-
-
-@scenario
-def gradients_in_validation(run):
-    class Sloped(Task):
-        def validation_step(self, batch, batch_idx):
-            with torch.enable_grad():
-                batch.x.requires_grad_(True)
-                self.loss(batch, "val").backward()
-            assert batch.x.grad is not None
-            batch.x.requires_grad_(False)
-            self.zero_grad()
-
-    return run.fit(Sloped(), inference_mode=False)
 
 
 @scenario
@@ -112,20 +98,3 @@ def several_loaders_of_validation(run):
     trainer.fit(module, datamodule=data)
     assert "val/dataloader_idx_1" in trainer.callback_metrics
     return shown(trainer, module)
-
-
-@scenario
-def outputs_of_validation_are_collected(run):
-    class Collecting(Task):
-        rows = ()
-
-        def validation_step(self, batch, batch_idx):
-            out = of_split(self(batch), batch, "val")
-            gathered = self.all_gather(out.sum(0))
-            self.rows = (*self.rows, gathered.reshape(-1, out.shape[1]).sum(0))
-
-        def on_validation_epoch_end(self):
-            self.log("collected", torch.stack(self.rows).sum(), sync_dist=True)
-            self.rows = ()
-
-    return run.fit(Collecting())

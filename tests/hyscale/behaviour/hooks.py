@@ -4,7 +4,7 @@ import copy
 
 import pytorch_lightning as pl
 
-from tests.hyscale.behaviour.task import ByHand, Task, scenario
+from tests.hyscale.behaviour.task import Task, scenario
 
 _STAGES = ("train", "validation", "test", "predict")
 _HOOKS = [
@@ -57,24 +57,8 @@ def hooks_of_fitting(run):
 
 
 @scenario
-def hooks_of_fitting_by_hand(run):
-    return calls_of(run, lambda trainer, module: trainer.fit(module, datamodule=run.data()), ByHand)
-
-
-@scenario
 def hooks_of_prediction(run):
     return calls_of(run, lambda trainer, module: trainer.predict(module, datamodule=run.data()) and None)
-
-
-@scenario
-def hooks_of_the_datamodule(run):
-    calls = []
-    data = run.data()
-    names = ["setup", "teardown", "train_dataloader", "val_dataloader", "transfer_batch_to_device"]
-    names += ["on_before_batch_transfer", "on_after_batch_transfer"]
-    data.__class__ = telling(type(data), names, calls)
-    out = run.fit(Task(), data)
-    return {**out, "calls": calls}
 
 
 @scenario

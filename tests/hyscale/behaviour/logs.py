@@ -1,11 +1,8 @@
 """What is logged: over steps, epochs, batches of unlike sizes and ranks."""
 
-import csv
-
 import pytorch_lightning as pl
 import torch
 import torchmetrics
-from pytorch_lightning.loggers import CSVLogger
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.hyscale.behaviour.task import CLASSES, Task, of_split, scenario
@@ -65,14 +62,6 @@ def a_sum(run):
     def training(module, batch, batch_idx, out, loss):
         module.log("seeds", float(out.shape[0]), reduce_fx="sum", on_step=False, on_epoch=True)
         module.log("sum", out.detach().sum(), reduce_fx=torch.sum, on_step=True, on_epoch=True)
-
-    return logging(run, training)
-
-
-@scenario
-def a_sum_that_is_synchronised(run):
-    def training(module, batch, batch_idx, out, loss):
-        module.log("seeds", float(out.shape[0]), reduce_fx="sum", on_step=False, on_epoch=True, sync_dist=True)
 
     return logging(run, training)
 
@@ -206,28 +195,6 @@ def by_rank_zero_alone(run):
     metrics, each, logged = out.pop("metrics"), out.pop("each"), out.pop("logged")
     del each, logged
     return {**out, **({"rank 0": metrics} if out["trainer"].is_global_zero else {})}
-
-
-@scenario
-def into_a_file(run):
-    logger = CSVLogger(run.folder, "logs", version=0, flush_logs_every_n_steps=1)
-
-    class Logging(Task):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            if self.trainer.is_global_zero:
-                self.logger.log_metrics({"own": batch_idx}, step=self.global_step)
-            return loss
-
-    out = run.fit(Logging(), logger=logger)
-    trainer = out["trainer"]
-    trainer.strategy.barrier()
-    if not trainer.is_global_zero:
-        return out
-    with open(run.folder / "logs" / "version_0" / "metrics.csv") as file:
-        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
-    assert len(rows) > 6
-    return {**out, "rank 0": rows}
 
 
 @scenario

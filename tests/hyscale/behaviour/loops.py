@@ -25,36 +25,8 @@ def ordered(run, **options):
 
 
 @scenario
-def a_part_of_the_batches(run):
-    out = ordered(run, limit_train_batches=0.7, limit_val_batches=0.5)
-    assert out["steps"] == 4
-    return out
-
-
-@scenario
 def validation_within_an_epoch(run):
     return ordered(run, val_check_interval=1)
-
-
-@scenario
-def loaders_are_made_anew(run):
-    data = run.data()
-    made, calls = data.train_dataloader, []
-    data.train_dataloader = lambda: (calls.append(1), made())[1]
-    out = run.fit(Task(), data, reload_dataloaders_every_n_epochs=2, max_epochs=5)
-    assert len(calls) > 1
-    return {**out, "calls": len(calls)}
-
-
-@scenario
-def an_epoch_that_ends_early(run):
-    class Ending(Task):
-        def on_train_batch_start(self, batch, batch_idx):
-            return -1 if batch_idx == 1 and self.current_epoch == 0 else None
-
-    out = run.fit(Ending(), max_epochs=3)
-    assert out["steps"] == 7
-    return out
 
 
 @scenario

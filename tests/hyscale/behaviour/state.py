@@ -1,34 +1,9 @@
 """State of the module's own: attributes, counters, buffers, averages of weights, networks in unusual places."""
 
-import copy
-
 import torch
 from torch import nn
 
-from tests.hyscale.behaviour.task import CLASSES, FEATURES, Task, of_split, scenario, weights
-
-
-@scenario
-def counters_of_steps(run):
-    class Counting(Task):
-        def __init__(self):
-            super().__init__()
-            self.steps = 0
-            self.by_epoch = {}
-            self.net.calls = 0
-            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-        def training_step(self, batch, batch_idx):
-            self.steps += 1
-            self.net.calls += 1
-            self.seen += 1
-            self.by_epoch.setdefault(self.current_epoch, []).append(batch_idx)
-            return super().training_step(batch, batch_idx)
-
-    module = Counting()
-    out = run.fit(module)
-    assert module.steps == 6
-    return {**out, "counts": (module.steps, module.net.calls, int(module.seen)), "by epoch": module.by_epoch}
+from tests.hyscale.behaviour.task import CLASSES, Task, of_split, scenario, weights
 
 
 @scenario
@@ -68,54 +43,6 @@ def a_history_of_embeddings(run):
 
 
 @scenario
-def a_target_network_follows(run):
-    class Following(Task):
-        def __init__(self):
-            super().__init__()
-            self.target = copy.deepcopy(self.net).requires_grad_(False)
-
-        def training_step(self, batch, batch_idx):
-            with torch.no_grad():
-                for slow, fast in zip(self.target.parameters(), self.net.parameters(), strict=True):
-                    slow.lerp_(fast, 0.3)
-                goal = self.target(batch.x, batch.edge_index)
-            gap = of_split(self(batch) - goal, batch, "train").square().mean()
-            return self.loss(batch) + gap
-
-    return run.fit(Following())
-
-
-class Holder:
-    """No module, but it has one."""
-
-    def __init__(self):
-        self.net = nn.Linear(FEATURES, CLASSES).double()
-
-
-class Held(Task):
-    """A part of the network is in a plain object."""
-
-    def __init__(self):
-        super().__init__()
-        self.holder = Holder()
-
-    def forward(self, batch):
-        return super().forward(batch) + self.holder.net(batch.x)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD([*self.parameters(), *self.holder.net.parameters()], self.lr)
-
-
-@scenario
-def a_network_in_a_plain_object(run):
-    module = Held()
-    before = module.holder.net.weight.detach().clone()
-    out = run.fit(module)
-    assert float((module.holder.net.weight - before).abs().max()) > 0.01
-    return {**out, "held": weights(module.holder.net)}
-
-
-@scenario
 def a_network_made_by_configure_model(run):
     class Late(Task):
         def __init__(self):
@@ -145,25 +72,6 @@ def random_weights_are_the_same_on_all_ranks(run):
     module = Unlike()
     with torch.no_grad():
         module.net.convs[0].lin_l.weight.add_(module.global_rank)
-    run.fit(module)
-    return {"alike": module.alike}
-
-
-@scenario
-def what_hooks_draw_at_random_is_alike(run):
-    class Noisy(Task):
-        alike = ()
-
-        def on_train_epoch_start(self):
-            self.compare(torch.rand(3))
-
-        def on_train_batch_start(self, batch, batch_idx):
-            self.compare(torch.randn(3))
-
-        def compare(self, drawn):
-            self.alike = (*self.alike, bool((self.all_gather(drawn) == drawn).all()))
-
-    module = Noisy()
     run.fit(module)
     return {"alike": module.alike}
 
