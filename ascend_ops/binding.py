@@ -3,8 +3,6 @@
 Needs CANN (toolkit and environment), torch_npu, cmake, a C++ compiler and an Atlas A2 or A3 chip (dav-c220).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Compiles the CPU twin and Ascend C kernels with g++ into shared libraries, cached by the content of their sources."""
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import os
@@ -32,15 +30,10 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Built:
-    """One shared library with the kernels of one source.
+    """One shared library with the kernels of one source."""
 
-    Args:
-        library: Path of the shared library.
-        kernels: Kernel name -> names of its parameters, in order.
-    """
-
-    library: Path
-    kernels: dict[str, tuple[str, ...]]
+    library: Path  # path of the shared library
+    kernels: dict[str, tuple[str, ...]]  # kernel name -> names of its parameters, in order
 
 
 def keep_folder(kind: str, key: str, make: Callable[[Path], Any], title: str) -> Path:

@@ -4,8 +4,6 @@ The NPU's binding links the same C++. The layouts of the tables and structs are 
 builds the library on first use, and it is kept as the twin is (:mod:`lightning_gnn.ascend_ops.build`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Sequence
@@ -22,42 +20,27 @@ Array = npt.NDArray[Any]
 Words = npt.NDArray[np.uint32]
 Ranges = Sequence[tuple[int, int]]
 
-CUBE_EDGE = 16
-"""Rows and columns of a fractal of the cube unit."""
-MAX_PANEL = 512
-"""Columns that aggregate_max handles at once at most."""
+CUBE_EDGE = 16  # rows and columns of a fractal of the cube unit
+MAX_PANEL = 512  # columns that aggregate_max handles at once at most
 
 
 @dataclass(frozen=True, eq=False)
 class CubeTables:
-    """What aggregate_cube reads, one direction of a graph and one plan.
+    """What aggregate_cube reads, one direction of a graph and one plan."""
 
-    Args:
-        tiling: ``AggregateTiling``, uint32.
-        plan: int32.
-        row_blocks: int32 ``[numRowBlocks, 8]``.
-        tiles: int32 ``[numTiles, 8]``.
-        columns: int32.
-        positions: uint16 ``[num_values]``.
-        slots: int32 ``[num_edges]``, the place of each entry's weight among the values; parallel edges share one.
-        runs: int32 ``[.., 4]``.
-        splits: int32 ``[.., 4]``, for combine_parts: vertices whose rows lie apart.
-        num_parts: Rows of the float parts.
-        workspace_bytes: Bytes of the workspace.
-    """
-
-    tiling: Words
+    tiling: Words  # AggregateTiling, uint32
     plan: npt.NDArray[np.int32]
-    row_blocks: npt.NDArray[np.int32]
-    tiles: npt.NDArray[np.int32]
+    row_blocks: npt.NDArray[np.int32]  # int32 [numRowBlocks, 8]
+    tiles: npt.NDArray[np.int32]  # int32 [numTiles, 8]
     columns: npt.NDArray[np.int32]
-    positions: npt.NDArray[np.uint16]
+    positions: npt.NDArray[np.uint16]  # uint16 [num_values]
     slots: npt.NDArray[np.int32]
-    runs: npt.NDArray[np.int32]
-    splits: npt.NDArray[np.int32]
-    num_parts: int
+    """int32 ``[num_edges]``, the place of each entry's weight among the values; parallel edges share one."""
+    runs: npt.NDArray[np.int32]  # int32 [.., 4]
+    splits: npt.NDArray[np.int32]  # int32 [.., 4], for combine_parts: vertices whose rows lie apart
+    num_parts: int  # rows of the float parts
     num_blocks: int
-    workspace_bytes: int
+    workspace_bytes: int  # bytes of the workspace
 
     def values(self, weights: Array | None, heads: int = 1) -> npt.NDArray[np.float16]:
         """Return weights in the kernel's order, parallel edges added up in float32, fillers 0.
@@ -77,21 +60,13 @@ class CubeTables:
 
 @dataclass(frozen=True, eq=False)
 class RowTables:
-    """What the vertex-by-vertex kernels read.
-
-    Args:
-        plan: int32.
-        vertices: int32 ``[num_vertices, 4]``.
-        columns: int32 ``[num_edges]``, the column vertex of each entry.
-        range_offset: Where the ranges start in the plan.
-        panel_offset: Where the panels start in the plan.
-    """
+    """What the vertex-by-vertex kernels read."""
 
     plan: npt.NDArray[np.int32]
-    vertices: npt.NDArray[np.int32]
-    columns: npt.NDArray[np.int32]
-    range_offset: int
-    panel_offset: int
+    vertices: npt.NDArray[np.int32]  # int32 [num_vertices, 4]
+    columns: npt.NDArray[np.int32]  # int32 [num_edges], the column vertex of each entry
+    range_offset: int  # where the ranges start in the plan
+    panel_offset: int  # where the panels start in the plan
     num_groups: int
     num_members: int
     panel_columns: int
@@ -134,11 +109,7 @@ def row_tables(
     heads: int = 1,
     max_panel: int = 2048,
 ) -> RowTables:
-    """Make what the vertex-by-vertex kernels read.
-
-    Args:
-        chunk_ranges: Chunks of each member; a split vertex belongs to the chunk of its first part.
-    """
+    """Make what the vertex-by-vertex kernels read."""
     numbers = (num_members, num_groups, num_columns, heads, max_panel)
     made = _make("row tables", numbers, ("plan", "vertices", "columns", "sizes"), chunks, chunk_ranges)
     range_offset, panel_offset, groups, members, panel_columns = made["sizes"].tolist()
@@ -155,12 +126,7 @@ def row_tables(
 
 
 def aggregate_vector_tiling(tables: RowTables, stride: int, weighted: bool) -> Words:
-    """Return ``RowsTiling`` for aggregate_vector.
-
-    Args:
-        tables: What else the kernel reads.
-        stride: Elements from row to row of x and y.
-    """
+    """Return ``RowsTiling`` for aggregate_vector; ``stride``: elements from row to row of x and y."""
     of_tables = (tables.range_offset, tables.panel_offset, tables.num_groups, tables.num_members, tables.panel_columns)
     return _words("aggregate_vector", *of_tables, stride, tables.columns.size, weighted)
 
@@ -181,17 +147,12 @@ def max_tiling(
     panel_offset: int,
     num_groups: int,
     num_members: int,
-    panel_columns: int,
-    stride: int,
+    panel_columns: int,  # the widest panel, MAX_PANEL at most
+    stride: int,  # elements from row to row of features and results
     num_edges: int,
     weighted: bool,
 ) -> Words:
-    """Return ``RowsTiling`` for aggregate_max and aggregate_max_backward.
-
-    Args:
-        panel_columns: The widest panel, ``MAX_PANEL`` at most.
-        stride: Elements from row to row of features and results.
-    """
+    """Return ``RowsTiling`` for aggregate_max and aggregate_max_backward."""
     of_tables = (range_offset, panel_offset, num_groups, num_members, panel_columns)
     return _words("aggregate_max", *of_tables, stride, num_edges, weighted)
 
@@ -200,7 +161,6 @@ def softmax_tiling(tables: RowTables, heads: int, slope: float = 0.0) -> Words:
     """Return ``RowsTiling`` for edge_softmax, edge_softmax_backward and edge_sum.
 
     Args:
-        tables: What else the kernel reads.
         slope: Slope of the leaky ReLU below 0.
     """
     bits = int(np.float32(slope).view(np.uint32))
@@ -208,11 +168,7 @@ def softmax_tiling(tables: RowTables, heads: int, slope: float = 0.0) -> Words:
 
 
 def products_tiling(tables: RowTables, heads: int, num_columns: int) -> Words:
-    """Return ``RowsTiling`` for edge_products.
-
-    Args:
-        tables: What else the kernel reads.
-    """
+    """Return ``RowsTiling`` for edge_products."""
     return _words("edge_products", tables.num_members, tables.range_offset, heads, num_columns)
 
 
@@ -228,12 +184,7 @@ def combine_tiling(num_vertices: int, num_columns: int, *, parts_per_row: int = 
 
 
 def gather_tiling(num_rows: int, row_bytes: int, table_rows: int, table_stride: int | None = None) -> Words:
-    """Return ``GatherTiling``.
-
-    Args:
-        row_bytes: Bytes of a row.
-        table_stride: Bytes from row to row of the table, by default those of a row.
-    """
+    """Return ``GatherTiling``; ``table_stride``: bytes from row to row of the table, by default those of a row."""
     stride = row_bytes if table_stride is None else table_stride
     return _words("gather_rows", num_rows, row_bytes, stride, table_rows)
 
@@ -246,52 +197,34 @@ def gather_missing(row_bytes: int) -> npt.NDArray[np.uint8]:
 def update_tiling(
     m: int,
     k: int,
-    n: int,
-    lda: int,
+    n: int,  # columns of the result; y has them filled up to a multiple of 16
+    lda: int,  # elements from row to row of a as stored, a multiple of 16 (the fillers are 0)
     ldb: int,
     *,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
+    transpose_a: bool = False,  # whether a is stored [k, m]
+    transpose_b: bool = False,  # whether b is stored [n, k]
     bias: bool = False,
-    relu: bool = False,
-    float_out: bool = False,
-    split_k: int = 1,
+    relu: bool = False,  # whether negative results become 0
+    float_out: bool = False,  # whether y is float32; with split_k > 1 it always is
+    split_k: int = 1,  # into how many parts k is cut at most; a part has at least 128
 ) -> Words:
-    """Return ``UpdateTiling``: y ``[m, n]`` = a ``[m, k]`` times b ``[k, n]``.
-
-    Args:
-        n: Columns of the result; y has them filled up to a multiple of 16.
-        lda: Elements from row to row of a as stored, a multiple of 16 (the fillers are 0).
-        transpose_a: Whether a is stored ``[k, m]``.
-        transpose_b: Whether b is stored ``[n, k]``.
-        relu: Whether negative results become 0.
-        float_out: Whether y is float32; with ``split_k > 1`` it always is.
-        split_k: Into how many parts k is cut at most; a part has at least 128.
-    """
+    """Return ``UpdateTiling``: y ``[m, n]`` = a ``[m, k]`` times b ``[k, n]``."""
     return _words("update", m, k, n, lda, ldb, transpose_a, transpose_b, bias, relu, float_out, split_k)
 
 
 def aggregate_update_tiling(
     rows: int,
-    k: int,
-    n: int,
-    ldb: int,
+    k: int,  # columns of the features, whose rows lie k filled up to a multiple of 16 apart
+    n: int,  # columns of the result; 0 for sums alone
+    ldb: int,  # elements from row to row of b as stored, a multiple of 16 (the fillers are 0)
     *,
     own_rows: int = 0,
     own_offset: int = 0,
     weighted: bool = False,
     mean: bool = False,
-    transpose_b: bool = False,
+    transpose_b: bool = False,  # whether b is stored [n, k]
 ) -> Words:
-    """Return ``AggregateUpdateTiling``.
-
-    Args:
-        k: Columns of the features, whose rows lie k filled up to a multiple of 16 apart.
-        n: Columns of the result; 0 for sums alone.
-        ldb: Elements from row to row of b as stored, a multiple of 16 (the fillers are 0).
-        own_rows: How many of the first rows have a term of their own.
-        transpose_b: Whether b is stored ``[n, k]``.
-    """
+    """Return ``AggregateUpdateTiling``."""
     return _words("aggregate_update", rows, k, n, up(k), ldb, own_rows, own_offset, weighted, mean, transpose_b)
 
 

@@ -1,7 +1,5 @@
 """Runs Ascend C kernels on the CPU twin: strict checks, results, byte and cycle counts, a timeline."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import threading
@@ -66,30 +64,24 @@ class Scratch:
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """What one launch did.
+    """What one launch did."""
 
-    Args:
-        kernel: Name of the kernel.
-        makespan: Cycles until the last core finished.
-        bytes: Bytes moved by path (hbm_read, l2_read, gm_write, gm_to_ub, gm_to_l1, ub_to_gm, l0c_to_gm, l1_to_l0a,
-            l1_to_l0b, ub_read, ub_write, scalar_gm).
-        fractals: 16x16x16 products of the cube.
-        elements: Elements of vector instructions.
-        cores: For every core: block, kind, sub, end (cycles) and the busy cycles of scalar, vector, cube, mte1, mte2,
-            mte3 and fix.
-        lints: Remarks that are not violations, for example a queue with a single buffer.
-        timeline: Structured array (`RECORD`) of every instruction, or None.
-    """
-
-    kernel: str
-    makespan: float
+    kernel: str  # name of the kernel
+    makespan: float  # cycles until the last core finished
     bytes: dict[str, float]
-    fractals: float
-    elements: float
+    """Bytes moved by path (hbm_read, l2_read, gm_write, gm_to_ub, gm_to_l1, ub_to_gm, l0c_to_gm, l1_to_l0a,
+    l1_to_l0b, ub_read, ub_write, scalar_gm).
+    """
+    fractals: float  # 16x16x16 products of the cube
+    elements: float  # elements of vector instructions
     instructions: int
     cores: list[dict[str, Any]]
+    """For every core: block, kind, sub, end (cycles) and the busy cycles of scalar, vector, cube, mte1, mte2, mte3
+    and fix.
+    """
     lints: list[str] = field(default_factory=list)
-    timeline: np.ndarray | None = None
+    """Remarks that are not violations, for example a queue with a single buffer."""
+    timeline: np.ndarray | None = None  # structured array (RECORD) of every instruction, or None
 
     def busy(self, unit: str) -> float:
         """Busy cycles of one unit, summed over all cores."""

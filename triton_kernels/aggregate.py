@@ -246,7 +246,6 @@ def aggregate_sum(
     Args:
         x: float ``[num_columns, H, C]``, the last two dimensions adjacent.
         weight: float ``[E, H]``, contiguous, or None.
-        mean: Divide by the entries of the row.
         out: ``[num_rows, H, C]``, contiguous.
         match: What the rows send and the largest that the columns received, ``[num_rows, H, C]`` and ``[num_columns, H,
             C]``, contiguous: only entries count that attain it.

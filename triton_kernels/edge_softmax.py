@@ -287,23 +287,15 @@ def edge_softmax(source: Tensor, target: Tensor, negative_slope: float, rows: Ro
 
 
 def edge_softmax_backward(
-    grad: Tensor,
-    weight: Tensor,
-    source: Tensor,
-    target: Tensor,
+    grad: Tensor,  # of the weights, float [E, H], contiguous
+    weight: Tensor,  # what edge_softmax wrote, [E, H], contiguous
+    source: Tensor,  # scores of the columns [num_columns, H], contiguous
+    target: Tensor,  # scores of the rows [num_rows, H], contiguous
     negative_slope: float,
     rows: RowParts,
-    out: Tensor,
+    out: Tensor,  # [E, H] of the dtype of the scores, contiguous
 ) -> None:
-    """Write the gradient of the sum of both scores, per entry; that of a score is the sum of its entries.
-
-    Args:
-        grad: Of the weights, float ``[E, H]``, contiguous.
-        weight: What :func:`edge_softmax` wrote, ``[E, H]``, contiguous.
-        source: Scores of the columns ``[num_columns, H]``, contiguous.
-        target: Scores of the rows ``[num_rows, H]``, contiguous.
-        out: ``[E, H]`` of the dtype of the scores, contiguous.
-    """
+    """Write the gradient of the sum of both scores, per entry; that of a score is the sum of its entries."""
     _finish(softmax_backward_kernel, False, (weight, grad, source, target), negative_slope, rows, out)
 
 

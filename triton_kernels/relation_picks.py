@@ -122,13 +122,8 @@ def pick_by_weight(
     """Write what rows pick one after the other, each in proportion to its weight among those that are left.
 
     Args:
-        weight: float64 ``[num_edges]``, all positive.
         prefix: Sums of each list's weights, float64 ``[num_edges]``.
         eid: Where to write, int32 or int64.
-        begin: First edge of each row, int64 ``[R]``.
-        degree: Edges of each row, int32 ``[R]``.
-        at: Where in ``eid`` the picks of each row begin, int32 ``[R]``.
-        stream: uint64 ``[R]``.
         fanout: int32, how many to pick.
         replace: 1 to draw with replacement.
         on: The rows that draw, ``[R]``.
@@ -224,11 +219,8 @@ def pick_by_variate(
     Args:
         indices: Lower halves of the sources, int32 ``[stride * num_edges]``.
         stride: int32, 1 if sources are int32, 2 if int64.
-        parallel: How many edges before one in its list have the same source, int32 ``[num_edges]``.
-        eid: Where to write, int32 or int64.
         begin: First edge of the row, int64.
         degree: Its edges, int32, more than the fanout.
-        at: Where in ``eid`` its picks begin, int32.
         fanout: int32, at least 1.
     """
     # Fewer than `fanout` variates lie below `low`, `number`, which are enough, not above `high`.

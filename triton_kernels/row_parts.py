@@ -17,29 +17,17 @@ MAX_ENTRIES = 512  # of one part: a program reads them one block after the other
 
 @dataclass(frozen=True, eq=False)
 class RowParts:
-    """A sparse matrix in parts, each of one row and for one program.
+    """A sparse matrix in parts, each of one row and for one program."""
 
-    Args:
-        indices: Column of each entry, int32 ``[E]``.
-        degrees: Entries of each row, int32 ``[R]``.
-        starts: First entry of each part, int64 ``[P]``.
-        stops: Last entry, exclusive, int64 ``[P]``.
-        vertices: Its row, int32 ``[P]``.
-        places: Where the sum goes: the row, or ``-1 - slot`` of the scratch table, int32 ``[P]``.
-        shared: The parts that go to slots, int32.
-        slot_ptr: First slot of each row that has some, int64 ``[S + 1]``.
-        slot_vertices: These rows, int32 ``[S]``.
-    """
-
-    indices: Tensor
-    degrees: Tensor
-    starts: Tensor
-    stops: Tensor
-    vertices: Tensor
-    places: Tensor
-    shared: Tensor
-    slot_ptr: Tensor
-    slot_vertices: Tensor
+    indices: Tensor  # column of each entry, int32 [E]
+    degrees: Tensor  # entries of each row, int32 [R]
+    starts: Tensor  # first entry of each part, int64 [P]
+    stops: Tensor  # last entry, exclusive, int64 [P]
+    vertices: Tensor  # its row, int32 [P]
+    places: Tensor  # where the sum goes: the row, or -1 - slot of the scratch table, int32 [P]
+    shared: Tensor  # the parts that go to slots, int32
+    slot_ptr: Tensor  # first slot of each row that has some, int64 [S + 1]
+    slot_vertices: Tensor  # these rows, int32 [S]
 
     @property
     def num_parts(self) -> int:

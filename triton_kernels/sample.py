@@ -67,7 +67,6 @@ class Shards(Protocol):
 
     Args:
         addresses: Where each part lies, int64 ``[n]``, on the device, which reads all of them.
-        num_rows: Entries of all of them.
         shift: The logarithm of how many entries each gets in turn.
     """
 
@@ -263,20 +262,14 @@ class TritonNeighborSampler(DeviceSampler):
 
     def sample(
         self,
-        seeds: Tensor,
-        fanouts: Sequence[int],
-        key: int,
+        seeds: Tensor,  # nodes of the graph, not checked, int32 or int64 [batch_size]; duplicates are allowed
+        fanouts: Sequence[int],  # in-edges to pick per node and hop; -1 takes all
+        key: int,  # the batch key, signed 64-bit
         replace: bool = False,
         disjoint: bool = False,
-        first_tree: int = 0,
+        first_tree: int = 0,  # position of the first seed in the whole mini-batch, not negative; matters if disjoint
     ) -> Sample:
         """Sample in-neighbours of the seeds, hop by hop.
-
-        Args:
-            seeds: Nodes of the graph, not checked, int32 or int64 ``[batch_size]``; duplicates are allowed.
-            fanouts: In-edges to pick per node and hop; -1 takes all.
-            key: The batch key, signed 64-bit.
-            first_tree: Position of the first seed in the whole mini-batch, not negative; matters if disjoint.
 
         Returns:
             ``node`` ``[n]``, ``edge_index`` ``[2, m]``, ``edge`` ``[m]``, ``batch`` ``[n]`` (None unless disjoint), all
@@ -291,11 +284,7 @@ class TritonNeighborSampler(DeviceSampler):
             return batch.finish()[0]
 
     def begin(self, batch: Batch, share: float = 1.0) -> Pending:
-        """Launch a batch on the current stream, and return before it has been sampled.
-
-        Args:
-            share: Of the GPU, how much the launch may fill.
-        """
+        """Launch a batch on the current stream, and return before it has been sampled."""
         with self.turn():
             self.share = share
             batch.start()
@@ -323,15 +312,10 @@ class TritonNeighborSampler(DeviceSampler):
 
 
 class Fetched(NamedTuple):
-    """Words on their way to the host.
+    """Words on their way to the host."""
 
-    Args:
-        words: Where they arrive, int64 ``[n]``.
-        arrival: Event after which they are there; None: they are.
-    """
-
-    words: Tensor
-    arrival: Any
+    words: Tensor  # where they arrive, int64 [n]
+    arrival: Any  # event after which they are there; None: they are
 
     def is_there(self) -> bool:
         """Whether reading would not wait."""
@@ -348,14 +332,10 @@ class Pending:
     """A mini-batch, or several, that have been launched by :meth:`TritonNeighborSampler.begin`.
 
     It leaves the sampler's scratch memory when it is asked for, or when the sampler is to sample something else.
-
-    Args:
-        sampler: Where it has been launched.
     """
 
     def __init__(self, sampler: TritonNeighborSampler, batch: Batch) -> None:
-        self.stream = sampler.current_stream()
-        """Where it has been launched, and where its output is made."""
+        self.stream = sampler.current_stream()  # where it has been launched, and where its output is made
         self._sampler, self._batch = sampler, batch
         self._made: list[Sample] | None = None
 
@@ -379,25 +359,16 @@ class Pending:
 
 @dataclass(eq=False)
 class Batch:
-    """One mini-batch on its way through a sampler.
+    """One mini-batch on its way through a sampler."""
 
-    Args:
-        sampler: Whose graph and scratch memory it uses.
-        seeds: On the sampler's device, contiguous; the rest as for :meth:`TritonNeighborSampler.sample`.
-        fanouts: A fanout per hop.
-        disjoint: One tree per seed.
-        first_tree: Position of the first seed in the whole mini-batch.
-    """
-
-    sampler: TritonNeighborSampler
-    seeds: Tensor
-    fanouts: list[int]
+    sampler: TritonNeighborSampler  # whose graph and scratch memory it uses
+    seeds: Tensor  # on the sampler's device, contiguous; the rest as for TritonNeighborSampler.sample
+    fanouts: list[int]  # a fanout per hop
     key: int
     replace: bool
-    disjoint: bool
-    first_tree: int
-    parts: int = 1
-    """How many mini-batches it is, side by side."""
+    disjoint: bool  # one tree per seed
+    first_tree: int  # position of the first seed in the whole mini-batch
+    parts: int = 1  # how many mini-batches it is, side by side
 
     def __post_init__(self) -> None:
         sampler = self.sampler

@@ -57,7 +57,6 @@ def sample_bulk(
         sampler: Whose graph and scratch memory it uses; in ``mode="persistent"`` it takes one at a time.
         seeds: Of each mini-batch, int32 or int64 ``[batch_size]``, not checked; all of one dtype on one
             device.
-        fanouts: In-edges to pick per node and hop; -1 takes all.
         keys: Of each mini-batch, signed 64-bit.
     """
     fanouts = [int(fanout) for fanout in fanouts]
@@ -93,14 +92,10 @@ def joined(
 
 @dataclass(eq=False)
 class Bulk(Batch):  # type: ignore[misc]
-    """Several mini-batches on their way through a sampler, as :class:`Batch` is one.
-
-    Args:
-        starts: Where the seeds of each begin in ``seeds``, and where they end.
-    """
+    """Several mini-batches on their way through a sampler, as :class:`Batch` is one."""
 
     keys: Sequence[int] = ()
-    starts: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # where the seeds of each begin in seeds, and where they end
 
     def describe(self, words: Any) -> None:
         """Add the size of the graph, and the keys and seeds of each."""

@@ -36,56 +36,38 @@ from lightning_gnn.triton_kernels.relations import (
 )
 from lightning_gnn.triton_kernels.sample import LARGEST, UNTOUCHED, DeviceSampler
 
-MOST_STAGES = CODE.value // 2 - 1
-"""How many stages the words of nodes tell apart."""
+MOST_STAGES = CODE.value // 2 - 1  # how many stages the words of nodes tell apart
 
 
 class RelationArrays(NamedTuple):
-    """The edges of one type, in device memory or in pinned host memory, contiguous.
+    """The edges of one type, in device memory or in pinned host memory, contiguous."""
 
-    Args:
-        source: Type of the sources, as a number.
-        target: Type of the targets.
-        fanouts: In-edges to pick per target, for each hop.
-        indptr: Offsets, int64 ``[num_targets + 1]``.
-        indices: Sources, int32 or int64 ``[num_edges]``.
-        time: Times of the edges, ascending in each list, int64 ``[num_edges]``, or None.
-        weight: Weights of the edges, all positive, float64 ``[num_edges]``, or None.
-        prefix: Sums of a list's weights up to and with each edge, float64 ``[num_edges]``, or None.
-        parallel: How many edges before one in its list have the same source, int32 ``[num_edges]``, or None.
-    """
-
-    source: int
-    target: int
-    fanouts: list[int]
-    indptr: Tensor
-    indices: Tensor
-    time: Tensor | None = None
-    weight: Tensor | None = None
-    prefix: Tensor | None = None
+    source: int  # type of the sources, as a number
+    target: int  # type of the targets
+    fanouts: list[int]  # in-edges to pick per target, for each hop
+    indptr: Tensor  # offsets, int64 [num_targets + 1]
+    indices: Tensor  # sources, int32 or int64 [num_edges]
+    time: Tensor | None = None  # times of the edges, ascending in each list, int64 [num_edges], or None
+    weight: Tensor | None = None  # weights of the edges, all positive, float64 [num_edges], or None
+    prefix: Tensor | None = None  # sums of a list's weights up to and with each edge, float64 [num_edges], or None
     parallel: Tensor | None = None
+    """How many edges before one in its list have the same source, int32 ``[num_edges]``, or None."""
 
 
 class Picking(NamedTuple):
-    """How edges are picked.
-
-    Args:
-        disjoint: One tree per seed.
-        first_tree: Position of the first seed in the whole mini-batch.
-        newest: Of the edges whose time allows it, only the newest count.
-        labor: In how many mini-batches a variate is renewed once, and the number of the mini-batch, to pick by variates
-            of the sources; or None.
-        until: The latest time that counts for each tree, int64 ``[trees]``, or None: all edges count.
-        after: The latest time that no longer counts for each tree, int64 ``[trees]``, or None: there is no window.
-    """
+    """How edges are picked."""
 
     replace: bool = False
-    disjoint: bool = False
-    first_tree: int = 0
-    newest: bool = False
+    disjoint: bool = False  # one tree per seed
+    first_tree: int = 0  # position of the first seed in the whole mini-batch
+    newest: bool = False  # of the edges whose time allows it, only the newest count
     labor: tuple[int, int] | None = None
-    until: Tensor | None = None
+    """In how many mini-batches a variate is renewed once, and the number of the mini-batch, to pick by variates of
+    the sources; or None.
+    """
+    until: Tensor | None = None  # the latest time that counts for each tree, int64 [trees], or None: all edges count
     after: Tensor | None = None
+    """The latest time that no longer counts for each tree, int64 ``[trees]``, or None: there is no window."""
 
 
 RelationSample = tuple[
@@ -99,10 +81,6 @@ class TritonRelationSampler(DeviceSampler):  # type: ignore[misc]
     Scratch memory: 8 bytes per node of the graph; 12 bytes per edge a batch may have (16 where an edge type has 2^31
     edges and more); 4 per node it may have, and 16 per node of one type; if disjoint, no bytes per node of the graph,
     but 32 to 64 more per edge and 4 per node. Otherwise as ``TritonNeighborSampler``.
-
-    Args:
-        num_nodes: Of each node type.
-        num_programs: Programs per launch; by default as many as are resident at once.
     """
 
     def __init__(
@@ -145,23 +123,14 @@ class TritonRelationSampler(DeviceSampler):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class RelationBatch:
-    """One mini-batch on its way through a sampler.
+    """One mini-batch on its way through a sampler."""
 
-    Args:
-        sampler: Whose scratch memory it uses.
-        relations: As for :meth:`TritonRelationSampler.sample`, as the rest.
-        seeds: On the sampler's device.
-        starts: The tree of the first seed of each node type.
-        keys: Of each hop and edge type.
-        picking: How edges are picked.
-    """
-
-    sampler: TritonRelationSampler
-    relations: Sequence[RelationArrays]
-    seeds: list[Tensor]
-    starts: list[int]
-    keys: Sequence[Sequence[int]]
-    picking: Picking
+    sampler: TritonRelationSampler  # whose scratch memory it uses
+    relations: Sequence[RelationArrays]  # as for TritonRelationSampler.sample, as the rest
+    seeds: list[Tensor]  # on the sampler's device
+    starts: list[int]  # the tree of the first seed of each node type
+    keys: Sequence[Sequence[int]]  # of each hop and edge type
+    picking: Picking  # how edges are picked
 
     def __post_init__(self) -> None:
         self.num_types, self.num_relations = len(self.seeds), len(self.relations)

@@ -1,7 +1,5 @@
 """``Trainer(accelerator="npu")``: Huawei's Ascend processors, through torch_npu, and the strategy for one of them."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import importlib.util
@@ -24,8 +22,7 @@ from typing_extensions import override
 
 from lightning_gnn.runtime.devices import match_device
 
-_RUNTIME = "libascendcl.so"
-"""CANN's runtime library, which torch_npu is linked to."""
+_RUNTIME = "libascendcl.so"  # CANN's runtime library, which torch_npu is linked to
 
 
 class NPUAccelerator(Accelerator):

@@ -1,7 +1,5 @@
 """What is told of each epoch: how fast it was and where its time went, its figures, and those that are shown."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Runs that are stopped, by Ctrl-C or SIGTERM, and resumed as if they had not been."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -31,8 +29,7 @@ class StopOnSignal(pl.Callback):
 
     def __init__(self, dirpath: str | Path | None = None) -> None:
         self.dirpath = dirpath
-        self.signal: int | None = None
-        """The signal that stopped the run, None if there was none."""
+        self.signal: int | None = None  # the signal that stopped the run, None if there was none
         self.checkpoint: Path | None = None
         """Where the interrupted run can be resumed from, None if it was stopped before that was written."""
         self._previous: dict[int, Any] = {}

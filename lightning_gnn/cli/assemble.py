@@ -1,7 +1,5 @@
 """From a composed configuration to data, DataModule, LightningModule and Trainer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,8 +30,7 @@ from lightning_gnn.report.console import console
 from lightning_gnn.runtime.messages import closest
 
 MODES = ("train", "test", "predict")
-LOGGERS = ("tensorboard", "wandb", "mlflow")
-"""Those that are packages of their own, and extras of this one."""
+LOGGERS = ("tensorboard", "wandb", "mlflow")  # those that are packages of their own, and extras of this one
 _SIZES = ("in_channels", "out_channels", "metadata")
 _NOT_OF_THE_MODULE = ("name", "metric", "mode", "split", "time", "embeddings")
 """Keys of a task that are no arguments of its LightningModule."""
@@ -488,8 +485,7 @@ def _labels(data: Any) -> torch.Tensor:
     return y
 
 
-_CLASSES = 1 << 16
-"""Classes from which on there are hardly more than nodes."""
+_CLASSES = 1 << 16  # classes from which on there are hardly more than nodes
 _OUTPUTS = {"node": _count_classes, "multilabel": _count_labels, "regression": _count_numbers}
 """How many outputs a model needs, by the task and the labels."""
 TASKS = {

@@ -1,7 +1,5 @@
 """``lgnn cache``: what is kept on this machine, and how to be rid of it."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

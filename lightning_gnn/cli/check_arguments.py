@@ -1,7 +1,5 @@
 """Arguments of configured objects, held against the signatures of their classes before anything is built."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import NoneType, UnionType

@@ -1,9 +1,6 @@
 """What was typed behind ``lgnn``, composed once before Hydra takes it, and mistakes as one line that helps."""
 
-from __future__ import annotations
-
 import argparse
-import difflib
 import os
 import re
 import signal
@@ -29,27 +26,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from pytorch_lightning.utilities import rank_zero_only
 
+from lightning_gnn.cli.main import PRINTING
 from lightning_gnn.cli.saved_run import Rebuilt, rebuild
 from lightning_gnn.report.console import console, say
 from lightning_gnn.runtime.messages import closest, removed
 
-COMMANDS = (
-    "cache",
-    "convert",
-    "doctor",
-    "export",
-    "init",
-    "partition",
-    "plan",
-    "predict",
-    "report",
-    "runs",
-    "tune",
-    "warmup",
-)
 _CONF = "lightning_gnn.conf"
-_PLUGINS = ("hydra/launcher/joblib", "hydra/sweeper/optuna")
-"""Options that packages of the extra ``sweep`` bring."""
+_PLUGINS = ("hydra/launcher/joblib", "hydra/sweeper/optuna")  # options that packages of the extra sweep bring
 _USER_ERRORS = (
     ValueError,
     TypeError,
@@ -216,7 +199,7 @@ def _compose_once(config_name: str, typed: argparse.Namespace) -> Rebuilt:
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             if full_errors():
                 raise
-            raise UserError(_explain(error, typed.overrides)) from None
+            raise UserError(_explain(error)) from None
     if rebuilt.note and typed.cfg is None:
         rank_zero_only(console().print)(rebuilt.note, soft_wrap=True, highlight=False, markup=False)
     return rebuilt
@@ -245,10 +228,10 @@ def _choices(overrides: list[Override], sweep: bool) -> Iterator[list[str]]:
             yield [other if i == place else first[0] for i, first in enumerate(values)]
 
 
-def _explain(error: Exception, typed: list[str]) -> str:
-    """Return one line: what is wrong with what was typed, and the closest name."""
+def _explain(error: Exception) -> str:
+    """Return one line: Hydra's own, and for what is gone or lies in another package what to do."""
     cause = error.__cause__
-    text = re.sub(r"\s+", " ", str(error)).strip()
+    text = re.sub(r"\s+", " ", str(error)).strip().partition(" See https:")[0]
     if isinstance(error, MissingConfigException):
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         if error.missing_cfg_file in _PLUGINS:
@@ -259,68 +242,18 @@ def _explain(error: Exception, typed: list[str]) -> str:
             hint = closest(name, error.options, aside=True)
             return f"{group}={name} is unknown{hint}: there are {', '.join(error.options)}"
     if isinstance(error, OverrideParseException):
-        return _explain_override(error.override, text)
-    if (found := re.match(r"Ambiguous value for argument '(.*?)=(.*)' 1\.", text)) is not None:
-        key, value = found.groups()
-        return f"{key}={value} holds several values: write '{key}=[{value}]' for a list, or put -m in front for a sweep"
-    if text.startswith("Error merging override ") and str(cause).startswith("Cannot merge DictConfig with ListConfig"):
-        return f"{text.removeprefix('Error merging override ')} must be a list, but is a mapping"
-    if (found := re.match(r"Multiple values for (\S+)\.", text)) is not None:
-        return f"+{found[1]}=… adds a choice where there is one already; write {found[1]}=… without the +"
-    if text.startswith("Config group override must be a string") and (found := _first(r"([\w/]+)=null", typed)):
-        return f"{found[0]}: a group takes the name of one of its options; leave it out for the default"
-    if text.startswith("Error resolving interpolation") and (found := _first(r"~([\w/]+)", typed)):
-        return f"{found[0]}: a run needs a {found[1]}; choose another with {found[1]}=OPTION"
+        if error.override in (*PRINTING, "plan", "predict"):
+            return f"{error.override} is a command: put it first, lgnn {error.override}"
+        return f"{error.override} cannot be read, as KEY=VALUE: {text}"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and "is not in struct" in str(cause):
-        return _explain_key(cause)
+        return removed(str(cause.full_key)) or _explain_key(cause)
     if cause is not None and str(cause) not in text:
         text = f"{text}: {str(cause).splitlines()[0]}"
     return text
 
 
-def _first(pattern: str, typed: list[str]) -> re.Match[str] | None:
-    return next((found for item in typed if (found := re.fullmatch(pattern, item))), None)
-
-
-def _explain_override(typed: str, reason: str) -> str:
-    if "=" in typed or typed.startswith("~"):
-        reason = reason.partition(" See https:")[0]
-        key, _, value = typed.partition("=")
-        fix = f"write \"{key}='{value}'\""  # Hydra's own quotes, inside the shell's
-        if "=" not in value or "'" in value:
-            fix = "quote what the shell would cut: 'datamodule.num_neighbors=[10,10,5]'"
-        return f"{typed} cannot be read ({reason}); {fix}"
-    if typed in COMMANDS:
-        return f"{typed} is a command: put it first, lgnn {typed}"
-    loader = GlobalHydra.instance().config_loader()
-    groups = [group for group in loader.list_groups("") if group not in ("hydra", "recipe")]
-    options = {option: f"{group}={option}" for group in groups for option in loader.get_group_options(group)}
-    names = {**options, **{command: f"lgnn {command}" for command in COMMANDS}}
-    found = difflib.get_close_matches(typed, names, n=1)
-    return f"{typed} is neither a command nor KEY=VALUE" + (f"; did you mean {names[found[0]]}?" if found else "")
-
-
 def _explain_key(error: OmegaConfBaseException) -> str:
-    full, key, node = str(error.full_key), str(error.key), error.parent_node
-    if (gone := removed(full)) is not None:
-        return gone
-    root = node._get_root() if isinstance(node, DictConfig) else OmegaConf.create()
-    keys = [name for name in _keys(root) if not name.startswith("hydra.")]
+    key, node = str(error.key), error.parent_node
     beside = [str(name) for name in node] if isinstance(node, DictConfig) and not node._is_none() else []
-    above = full[: -len(key)]
-    found = [above + name for name in difflib.get_close_matches(key, beside, n=2)]
-    found = found or [name for name in keys if name.endswith(f".{key}") and not key.startswith("_")]
-    found = found or difflib.get_close_matches(full, keys, n=1, cutoff=0.8)
-    if found:
-        hint = f"did you mean {' or '.join(found[:3])}?"
-    else:
-        hint = f"{above.rstrip('.') or 'the configuration'} has {', '.join(beside) or 'no keys'};"
-    return f"{full} is unknown: {hint} +{full}=VALUE adds a key"
-
-
-def _keys(node: Any, prefix: str = "") -> Iterator[str]:
-    if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
-        for key in node:
-            name = f"{prefix}{key!s}"
-            yield name
-            yield from _keys(node._get_node(key), f"{name}.")
+    hint = closest(key, beside) or f"; there are {', '.join(beside) or 'no keys'}"
+    return f"{error.full_key} is unknown{hint}; +{error.full_key}=VALUE adds a key"

@@ -1,7 +1,5 @@
 """``lgnn convert``: tables of edges and nodes, of any size, as a folder that ``lgnn data=custom`` reads."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Sequence
@@ -38,8 +36,7 @@ split. Triples of head, relation and tail become a type of edges for each relati
 done is found again by the next one. Train on it with
   lgnn data=custom data.root=FOLDER"""
 
-_SHOWN = 40
-"""Types whose counts are printed."""
+_SHOWN = 40  # types whose counts are printed
 
 
 @dataclass

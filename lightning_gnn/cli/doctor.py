@@ -1,7 +1,5 @@
 """``lgnn doctor``: what of the optional hardware and software is present, what is missing, and how to get it."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -30,21 +28,13 @@ _MARKS = {"present": ("yes", "green"), "missing": ("no", "yellow"), "broken": ("
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for.
+    """One thing that was looked for."""
 
-    Args:
-        name: What it is called.
-        state: Whether it is there and works, as far as can be seen without using it.
-        detail: Version and place, or what is wrong.
-        needed_for: What does not work without it.
-        advice: How to get it; empty where it is present.
-    """
-
-    name: str
-    state: State
-    detail: str
-    needed_for: str
-    advice: str = ""
+    name: str  # what it is called
+    state: State  # whether it is there and works, as far as can be seen without using it
+    detail: str  # version and place, or what is wrong
+    needed_for: str  # what does not work without it
+    advice: str = ""  # how to get it; empty where it is present
 
 
 def examine() -> list[Finding]:

@@ -1,7 +1,5 @@
 """``lgnn export``: a trained model as a program that runs without this package."""
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Sequence
@@ -23,8 +21,7 @@ from lightning_gnn.nn.export import check_onnx, export_onnx, export_program
 from lightning_gnn.report.console import be_quiet, say
 
 _ENDINGS = {"torch": ".pt2", "onnx": ".onnx"}
-_NUM_NODES, _NUM_EDGES = 100, 400
-"""Of the graph on which a program is held against its model."""
+_NUM_NODES, _NUM_EDGES = 100, 400  # of the graph on which a program is held against its model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,5 @@
 """``lgnn init``: a small project that runs, to begin one's own with."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Ascend C kernels against torch's own operators in float64, on an NPU or on their twin: ``lgnn doctor --kernels``."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import time
@@ -14,26 +12,19 @@ from torch import Tensor
 
 from lightning_gnn.ascend_ops import binding
 
-HALF = 2.0**-11
-"""Rounding to float16, relative."""
+HALF = 2.0**-11  # rounding to float16, relative
 
 
 @dataclass(frozen=True)
 class Check:
-    """One operator, forward and backward.
-
-    Args:
-        error: The largest difference from float64, relative to the largest number.
-        bound: What rounding explains of it.
-        seconds: Of a call after the first on an NPU, forward and backward; simulated seconds would mislead.
-        problem: What went wrong in place of a result; empty where nothing did.
-    """
+    """One operator, forward and backward."""
 
     name: str
-    error: float = float("nan")
-    bound: float = 4 * HALF
+    error: float = float("nan")  # the largest difference from float64, relative to the largest number
+    bound: float = 4 * HALF  # what rounding explains of it
     seconds: float = float("nan")
-    problem: str = ""
+    """Of a call after the first on an NPU, forward and backward; simulated seconds would mislead."""
+    problem: str = ""  # what went wrong in place of a result; empty where nothing did
 
     @property
     def right(self) -> bool:

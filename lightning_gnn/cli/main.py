@@ -1,7 +1,5 @@
 """The command ``lgnn``: finds out what is asked for, and imports no more than that takes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
@@ -24,10 +22,8 @@ PRINTING = {
     "warmup": "warmup_command",
 }
 """Commands with arguments of their own, which print and end, by name: the files they are in."""
-_COMPOSED = ("export", "plan", "predict", "tune", "warmup")
-"""Commands that take what a run takes."""
-_SHOWING = ("--cfg", "-c", "--info")
-"""Flags with which Hydra shows something instead of a run."""
+_COMPOSED = ("export", "plan", "predict", "tune", "warmup")  # commands that take what a run takes
+_SHOWING = ("--cfg", "-c", "--info")  # flags with which Hydra shows something instead of a run
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 """Flags of Hydra behind which another word belongs to them."""
 

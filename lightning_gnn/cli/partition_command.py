@@ -1,7 +1,5 @@
 """``lgnn partition``: cut a graph into parts, one for each machine, and tell what training will ask between them."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Sequence

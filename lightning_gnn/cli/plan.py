@@ -5,8 +5,6 @@ A plan of a run on the CPU times its first mini-batches and steps (``cli/plan_cp
 ``datamodule=persistent`` it says what would lie where in a GPU's memory, or in one of a size that is given.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 import warnings

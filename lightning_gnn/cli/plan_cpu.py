@@ -1,7 +1,5 @@
 """``lgnn plan`` of a run on the CPU: predict its epoch, and try the settings that could shorten it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

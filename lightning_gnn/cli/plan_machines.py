@@ -1,7 +1,5 @@
 """``lgnn plan plan.network=10Gbit/s``: what an epoch would take, and how much memory, on several machines."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict

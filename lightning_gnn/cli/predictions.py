@@ -1,7 +1,5 @@
 """What ``lgnn predict`` leaves: outputs as they are (predictions.npy), or a table of nodes (predictions.parquet)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -19,8 +17,7 @@ from lightning_gnn.graph.hetero_folder import node_folder
 from lightning_gnn.runtime.files import whole_file
 
 FORMATS = ("npy", "parquet")
-_ROWS = 1 << 17
-"""Of one group of a table, so that outputs in a file need not come into memory."""
+_ROWS = 1 << 17  # of one group of a table, so that outputs in a file need not come into memory
 
 
 def check_format(name: str) -> None:
@@ -47,7 +44,6 @@ def write_parquet(rows: Tensor, path: Path, task: str, ids: Sequence[str] | None
 
     Args:
         rows: Outputs ``[num_nodes, outputs]``; they may be memory-mapped.
-        ids: What the nodes are called, if they have names.
     """
     import pyarrow as pa
     from pyarrow import parquet

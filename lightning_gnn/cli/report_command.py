@@ -1,7 +1,5 @@
 """``lgnn report``: what came out of a run or a sweep, on the screen and in the browser."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -23,8 +21,7 @@ from lightning_gnn.report.metrics import print_table
 from lightning_gnn.report.pages import write_plan_page, write_run_page
 from lightning_gnn.report.runs import find_runs, is_run, read_run
 
-COMPARISON = "comparison.html"
-"""The page of runs that no sweep has started, in the folder where it is asked for."""
+COMPARISON = "comparison.html"  # the page of runs that no sweep has started, in the folder where it is asked for
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

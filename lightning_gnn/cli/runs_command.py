@@ -1,7 +1,5 @@
 """``lgnn runs``: earlier runs, with what they were told and what came out."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

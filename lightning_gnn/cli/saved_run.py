@@ -1,7 +1,5 @@
 """The configuration of a run, kept in its checkpoints, and runs that are rebuilt from it."""
 
-from __future__ import annotations
-
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -24,8 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_gnn.runtime.checkpoint_io import damage_of
 from lightning_gnn.runtime.messages import REMOVED
 
-KEY = "lgnn"
-"""Where it is in a checkpoint."""
+KEY = "lgnn"  # where it is in a checkpoint
 GROUPS = {
     "data": "data",
     "model": "model",
@@ -37,10 +34,8 @@ GROUPS = {
     "callbacks": "callbacks",
 }
 """The key of the configuration that a group fills."""
-_OTHER_RUNS = ("task", "experiment")
-"""Groups that fill the keys of others."""
-_NOT_KEPT = ("mode", "ckpt_path", "output_dir", "plan", "predictions")
-"""Keys that belong to one start alone."""
+_OTHER_RUNS = ("task", "experiment")  # groups that fill the keys of others
+_NOT_KEPT = ("mode", "ckpt_path", "output_dir", "plan", "predictions")  # keys that belong to one start alone
 
 
 class KeepConfig(pl.Callback):
@@ -65,16 +60,11 @@ class KeepConfig(pl.Callback):
 
 @dataclass
 class Rebuilt:
-    """A configuration that Hydra can compose like one of its files.
-
-    Args:
-        note: What was found, for the user; empty for nothing to tell.
-        deletions: Overrides that delete what the saved run did not have.
-    """
+    """A configuration that Hydra can compose like one of its files."""
 
     config_name: str
-    note: str = ""
-    deletions: list[str] = field(default_factory=list)
+    note: str = ""  # what was found, for the user; empty for nothing to tell
+    deletions: list[str] = field(default_factory=list)  # overrides that delete what the saved run did not have
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """``NAME=VALUE`` of commands that take few settings, and no configuration of Hydra's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which edges are predicted, and which nodes train, where a graph does not say so."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

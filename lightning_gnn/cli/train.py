@@ -1,7 +1,5 @@
 """A run of ``lgnn``: compose, build, fit, report."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import signal

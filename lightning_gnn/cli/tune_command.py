@@ -1,7 +1,5 @@
 """``lgnn tune``: Lightning's learning rate finder on a run, with a plot."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import math

@@ -1,7 +1,5 @@
 """``lgnn warmup``: compile ahead what a usual run needs, which else its first mini-batches wait for."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import tempfile

@@ -1,7 +1,5 @@
 """Batches of whole graphs as a device or rank wants them: cut to what the rank owns, moved, and prepared once."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from dataclasses import dataclass, field
@@ -29,20 +27,14 @@ _KEPT = 4
 
 @dataclass(frozen=True, eq=False)
 class ShardedBatch:
-    """One rank's part of a batch.
+    """One rank's part of a batch."""
 
-    Args:
-        data: The rank's rows of every tensor of nodes; its ``edge_index`` is ``graph``.
-        counts: For each split, how many nodes the rank has and how many there are; ``"all"`` for all nodes.
-        predicted: For each rank, how many rows it predicts.
-        places: Where these rows, one rank after the other, are in the whole prediction, int64.
-    """
-
-    data: Data
-    graph: RowShard
+    data: Data  # the rank's rows of every tensor of nodes; its edge_index is graph
+    graph: RowShard  # the rank's part of the graph
     counts: dict[str, tuple[int, int]]
-    predicted: list[int]
-    places: Tensor
+    """For each split, how many nodes the rank has and how many there are; ``"all"`` for all nodes."""
+    predicted: list[int]  # for each rank, how many rows it predicts
+    places: Tensor  # where these rows, one rank after the other, are in the whole prediction, int64
 
     def share(self, split: str) -> tuple[int, int]:
         """Return how many nodes of a split this rank has, and how many there are."""
@@ -130,19 +122,15 @@ def shard_batch(batch: Data, graph: RowShard, owners: Ownership, masks: dict[str
 
 @dataclass(eq=False)
 class BatchCache:
-    """Prepares full-graph batches, and keeps the last few.
+    """Prepares full-graph batches, and keeps the last few."""
 
-    Args:
-        settings: Who executes the aggregations; with several ranks, their groups are those of the ranks.
-        memory_limit: Bytes that a rank may use, None for no limit, or ``"auto"`` for what is free.
-    """
-
-    settings: PlanSettings
+    settings: PlanSettings  # who executes the aggregations; with several ranks, their groups are those of the ranks
     rank: int
     num_ranks: int
-    local_ranks: int
+    local_ranks: int  # ranks on this machine
     device: torch.device
     memory_limit: int | Literal["auto"] | None
+    """Bytes that a rank may use, None for no limit, or ``"auto"`` for what is free."""
     _batches: dict[Any, tuple[ShardedBatch | Data, Any]] = field(default_factory=dict)
     _shards: dict[Any, tuple[RowShard, Any]] = field(default_factory=dict)
 

@@ -38,18 +38,12 @@ def count_self_loops(rows: CSR) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class UserEdges:
-    """Which of the user's edges the entries of a range of forward rows are.
+    """Which of the user's edges the entries of a range of forward rows are."""
 
-    Args:
-        before: First entry and the one after the last among those of the graph as it is.
-        edge_ids: The user's edge of each entry, ``[n]``, -1 for a self-loop that was added; None: ``before``.
-        weight_ids: The user's edge that gives each entry its weight; see
-            :class:`~lightning_gnn.graph.self_loops.LoopedRows`.
-    """
-
-    before: tuple[int, int]
-    edge_ids: Tensor | None
+    before: tuple[int, int]  # first entry and the one after the last among those of the graph as it is
+    edge_ids: Tensor | None  # the user's edge of each entry, [n], -1 for a self-loop that was added; None: before
     weight_ids: Tensor | None
+    """The user's edge that gives each entry its weight; see :class:`~lightning_gnn.graph.self_loops.LoopedRows`."""
 
     def values(self, values: Tensor, fill: float, weights: bool = False) -> Tensor:
         """Return values of the user's edges, ``[num_user_edges, …]``, for each entry; differentiable."""
@@ -59,23 +53,16 @@ class UserEdges:
 
 @dataclass(frozen=True, eq=False)
 class RowEntries:
-    """The entries of a range of forward rows, in order.
+    """The entries of a range of forward rows, in order."""
 
-    Args:
-        first: Vertex of the first row; the others follow it.
-        indptr: First entry of each row, from 0, int64 ``[R + 1]``.
-        columns: Vertex of each entry on the column side, int32 ``[n]``.
-        user: Which of the user's edges they are.
-    """
-
-    first: int
-    indptr: _Array
-    columns: _Array
-    user: UserEdges
+    first: int  # vertex of the first row; the others follow it
+    indptr: _Array  # first entry of each row, from 0, int64 [R + 1]
+    columns: _Array  # vertex of each entry on the column side, int32 [n]
+    user: UserEdges  # which of the user's edges they are
 
     @classmethod
     def of(cls, graph: CompressedGraph, rows: tuple[int, int], looped: bool) -> RowEntries:
-        """Read a range."""
+        """Read a range of rows, from the first one to the one after the last."""
         forward, (first, last) = graph.forward, rows
         indptr = forward.indptr[first : last + 1].numpy()
         before = start, stop = int(indptr[0]), int(indptr[-1])
@@ -96,35 +83,23 @@ class RowEntries:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A range of forward rows as a graph of its own.
+    """A range of forward rows as a graph of its own."""
 
-    Args:
-        graph: Bipartite. Its forward order is that part of the whole graph's.
-        targets: Positions of its targets in the order of the owners, ascending, int32.
-        row_of: The row of each of them in the graph, whose rows are in the order of the vertices, int64.
-        sources: Positions of its sources, ascending, int32; all vertices where they are so wanted.
-    """
-
-    graph: CompressedGraph
-    targets: _Array
-    row_of: Tensor
-    sources: _Array
+    graph: CompressedGraph  # bipartite. Its forward order is that part of the whole graph's
+    targets: _Array  # positions of its targets in the order of the owners, ascending, int32
+    row_of: Tensor  # the row of each of them in the graph, whose rows are in the order of the vertices, int64
+    sources: _Array  # positions of its sources, ascending, int32; all vertices where they are so wanted
 
 
 def cut_out(
     graph: CompressedGraph,
-    position: _Array,
+    position: _Array,  # position of each vertex in the order of the owners, int64 [V]
     rows: tuple[int, int],
     looped: bool,
     all_sources: bool,
     settings: PlanSettings,
 ) -> Part:
-    """Cut a range out of a graph.
-
-    Args:
-        position: Position of each vertex in the order of the owners, int64 ``[V]``.
-        all_sources: Take all vertices for sources, used or not.
-    """
+    """Cut rows, from the first one to the one after the last, out of a graph; all vertices are sources if wanted."""
     entries = RowEntries.of(graph, rows, looped)
     used: _Array = np.full(position.size, all_sources)
     used[position[entries.columns]] = True

@@ -1,7 +1,5 @@
 """Full-graph training: the whole graph is the batch."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from typing import Any

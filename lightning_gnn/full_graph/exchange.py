@@ -1,7 +1,5 @@
 """Exchange between ranks that own rows and ranks that compute feature slices, by all-to-all with autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,20 +16,18 @@ class Exchange:
 
     Rank ``q = m + g * M`` computes the columns of slice m for a set of rows, that of member g. Every row has one owner,
     and a set lists its rows in the order of their owners.
-
-    Args:
-        slices: Columns of each of the M groups, pairs ``(start, stop)``. They may overlap: several ranks then compute
-            with the same columns, and what :meth:`collect` brings back adds up.
-        own: For each of the G sets, which of this rank's rows are in it, int64, ascending; None where all are.
-        counts: How many rows of this rank's set each rank owns, ``[N]``.
     """
 
     rank: int
     slices: tuple[tuple[int, int], ...]
+    """Columns of each of the M groups, pairs ``(start, stop)``. They may overlap: several ranks then compute with
+    the same columns, and what :meth:`collect` brings back adds up.
+    """
     own: Sequence[Tensor | None]
-    counts: Sequence[int]
-    num_rows: int
-    group: Any = None
+    """For each of the G sets, which of this rank's rows are in it, int64, ascending; None where all are."""
+    counts: Sequence[int]  # how many rows of this rank's set each rank owns, [N]
+    num_rows: int  # rows that this rank owns
+    group: Any = None  # process group; None for the default one
 
     @property
     def num_ranks(self) -> int:

@@ -4,8 +4,6 @@ Between devices there is no shared cache, so communication volume and memory dec
 every rank owns some rows of each split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -174,17 +172,11 @@ def _too_large(
 
 @dataclass(frozen=True, eq=False)
 class Ownership:
-    """Rows in the order of their owners.
+    """Rows in the order of their owners."""
 
-    Args:
-        order: Vertices, those of rank 0 first, ascending for each rank, int64 ``[V]``.
-        offsets: Where each rank's begin, N + 1 numbers from 0 to V.
-        position: Where each vertex is in ``order``, int64 ``[V]``.
-    """
-
-    order: Tensor
-    offsets: tuple[int, ...]
-    position: Tensor
+    order: Tensor  # vertices, those of rank 0 first, ascending for each rank, int64 [V]
+    offsets: tuple[int, ...]  # where each rank's begin, N + 1 numbers from 0 to V
+    position: Tensor  # where each vertex is in order, int64 [V]
 
     @property
     def num_ranks(self) -> int:

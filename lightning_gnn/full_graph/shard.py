@@ -31,21 +31,16 @@ Made = TypeVar("Made")
 
 @dataclass(eq=False)
 class _Cut:
-    """This rank's range of rows in one number of groups.
-
-    Args:
-        part: The range, with its graph on the rank's device.
-        rows: First forward row of the range and the one after the last.
-        edges: Its first edge and the one after the last, in the whole graph's forward order.
-        sides: For sources and targets the last arguments of an :class:`Exchange`, all but the slices; None until the
-            ranks have told each other.
-    """
+    """This rank's range of rows in one number of groups."""
 
     num_groups: int
-    part: Part
-    rows: tuple[int, int]
-    edges: tuple[int, int]
+    part: Part  # the range, with its graph on the rank's device
+    rows: tuple[int, int]  # first forward row of the range and the one after the last
+    edges: tuple[int, int]  # its first edge and the one after the last, in the whole graph's forward order
     sides: tuple[dict[str, Any], dict[str, Any]] | None = None
+    """For sources and targets the last arguments of an :class:`Exchange`, all but the slices; None until the ranks
+    have told each other.
+    """
 
     @property
     def graph(self) -> CompressedGraph:
@@ -71,9 +66,7 @@ class RowShard:
     if ``num_groups`` was given, it is an error.
 
     Args:
-        num_columns: Columns of the features, for the choice of M.
         num_groups: M, which divides the number of ranks, or ``"auto"``.
-        settings: Who executes this rank's aggregations.
         memory_limit: Bytes that a rank may use, or None.
         element_size: Bytes of a feature.
         looped: What :meth:`with_self_loops` returns: with exactly one self-loop per vertex.
@@ -104,8 +97,7 @@ class RowShard:
         self.device = torch.empty(0, device=device).device
         self.settings = settings or PlanSettings()
         self.process_group = process_group
-        self.rows = owners.rows(rank).to(self.device)
-        """Vertices that this rank owns, ascending, int64 ``[n]``."""
+        self.rows = owners.rows(rank).to(self.device)  # vertices that this rank owns, ascending, int64 [n]
         self._forced = num_groups
         self._looped = looped
         self._loops = count_self_loops(self.whole.forward) if looped else None

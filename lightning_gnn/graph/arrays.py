@@ -1,7 +1,5 @@
 """Arrays in ``.npy`` files: damaged ones are named, mapped ones claim no memory, and none is left half written."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import io
@@ -31,8 +29,7 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if _USUAL else 0)
 _OTHERS = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket"}
 _FULL = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # NumPy gives no number where a write falls short
 
-_BFLOAT16 = np.dtype("V2")
-"""What NumPy calls bfloat16, for which it has no name, also where JAX writes it."""
+_BFLOAT16 = np.dtype("V2")  # what NumPy calls bfloat16, for which it has no name, also where JAX writes it
 _ADVICE = "make room, or write elsewhere"
 _scattered: set[int] = set()  # where tensors begin that are read here and there
 

@@ -21,8 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-SECTOR_BYTES = 32
-"""The least that an accelerator reads from host memory at once."""
+SECTOR_BYTES = 32  # the least that an accelerator reads from host memory at once
 
 _BLOCK = 1 << 18
 _Array = npt.NDArray[Any]
@@ -119,19 +118,12 @@ class CachedAdjacency:
 
 @dataclass(frozen=True, eq=False)
 class Cacheable:
-    """What a device may keep single entries of: the rows of a table, the lists of a graph.
+    """What a device may keep single entries of: the rows of a table, the lists of a graph."""
 
-    Args:
-        reads: How often each entry was read, ``[n]``, finite and not negative.
-        sizes: Bytes of each entry, int64 ``[n]``.
-        cost: What it costs to read an entry once from host memory, in any unit that all kinds share.
-        lookup_bytes: Bytes of the lookup table of a cache that is not empty.
-    """
-
-    reads: _Array
-    sizes: _Array
-    cost: float
-    lookup_bytes: int
+    reads: _Array  # how often each entry was read, [n], finite and not negative
+    sizes: _Array  # bytes of each entry, int64 [n]
+    cost: float  # what it costs to read an entry once from host memory, in any unit that all kinds share
+    lookup_bytes: int  # bytes of the lookup table of a cache that is not empty
 
     @property
     def total(self) -> float:
@@ -141,17 +133,11 @@ class Cacheable:
 
 @dataclass(frozen=True, eq=False)
 class CacheChoice:
-    """What of each kind goes to the device.
+    """What of each kind goes to the device."""
 
-    Args:
-        nodes: Of each kind, int64 ``[n]``, the most beneficial first.
-        nbytes: Of each kind, bytes on the device, its lookup table included.
-        gains: Of each kind, the cost of the reads that are saved.
-    """
-
-    nodes: list[Tensor]
-    nbytes: list[int]
-    gains: list[float]
+    nodes: list[Tensor]  # of each kind, int64 [n], the most beneficial first
+    nbytes: list[int]  # of each kind, bytes on the device, its lookup table included
+    gains: list[float]  # of each kind, the cost of the reads that are saved
 
 
 class CacheOrder:

@@ -1,7 +1,5 @@
 """Checks of a user's data at the boundary: each says what is wrong, where, and what to do."""
 
-from __future__ import annotations
-
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
@@ -18,10 +16,8 @@ from lightning_gnn.graph.csc import check_ids
 from lightning_gnn.graph.features import check_finite_rows
 from lightning_gnn.runtime.memory_info import total_bytes
 
-_MAPPED = 1 << 30
-"""Bytes of a memory-mapped table that are read only to be checked; a disk may give no more in seconds."""
-_MEMORY = ("/dev/", "/memfd:", "/SYSV")
-"""Names of what is mapped as a file and is memory."""
+_MAPPED = 1 << 30  # bytes of a memory-mapped table that are read only to be checked; a disk may give no more in seconds
+_MEMORY = ("/dev/", "/memfd:", "/SYSV")  # names of what is mapped as a file and is memory
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -207,11 +203,7 @@ def check_edges(edges: Any, sizes: tuple[int, int], name: str) -> Tensor:
 
 
 def check_edge_labels(labels: Any, num_edges: int, name: str) -> Tensor:
-    """Check the labels of edges.
-
-    Args:
-        labels: Numbers ``[n, ...]``; a tensor, an array or lists.
-    """
+    """Check the labels of edges, numbers ``[n, ...]`` as a tensor, an array or lists."""
     found = _as_tensor(labels, name, "numbers, one per edge")
     if found.dim() == 0 or found.size(0) != num_edges:
         raise ValueError(f"{name} must hold one label per edge, {num_edges}, but has the shape {list(found.shape)}")

@@ -93,15 +93,7 @@ class Chunks:
 def count_columns(
     indices: _Array, first: _Array, last: _Array, row_ptr: _Array, num_columns: int
 ) -> npt.NDArray[np.int64]:
-    """Count the distinct columns of each chunk: ``column_ptr``, int64 ``[k + 1]``.
-
-    Args:
-        indices: Column of each entry, ``[E]``.
-        first: First entry of each row, int64 ``[R]``.
-        last: The entry after the last one of each row, int64 ``[R]``.
-        row_ptr: First row of each chunk, int64 ``[k + 1]``.
-        num_columns: Number of columns.
-    """
+    """Count the distinct columns of each chunk: ``column_ptr``, int64 ``[k + 1]``; for arrays see :func:`cut_rows`."""
     stamps = np.full(num_columns, -1, np.int32)
     column_ptr = np.zeros(row_ptr.size, np.int64)
     for chunk in range(row_ptr.size - 1):
@@ -127,85 +119,72 @@ def _grow(array: _Array, count: int) -> _Array:
 
 @numba.njit(nogil=True, cache=True)
 def cut_rows(
-    indices: _Array,
-    rows: _Array,
-    first: _Array,
-    last: _Array,
-    bounds: _Array,
+    indices: _Array,  # column of each entry, [E]
+    rows: _Array,  # vertex of each row, int32 [R]
+    first: _Array,  # first entry of each row, int64 [R]
+    last: _Array,  # the entry after the last one of each row, int64 [R]
     num_columns: int,
-    max_vertices: int,
-    max_entries: int,
+    max_vertices: int,  # at least 3
+    max_entries: int,  # at least 1
 ) -> tuple[_Array, _Array, _Array, _Array]:
     """Cut rows into chunks of at most ``max_vertices`` rows and columns together and at most ``max_entries`` entries.
 
     Rows are taken in order for as long as they fit. One that fits no chunk is split over its columns, and its parts
     are rows that follow each other. A row's own vertex counts as a column: a self-loop that is added later has room.
 
-    Args:
-        indices: Column of each entry, ``[E]``.
-        rows: Vertex of each row, int32 ``[R]``.
-        first: First entry of each row, int64 ``[R]``.
-        last: The entry after the last one of each row, int64 ``[R]``.
-        bounds: Rows where a chunk must begin, int64 ``[k + 1]``, from 0 to ``R``.
-        num_columns: Number of columns.
-        max_vertices: At least 3.
-        max_entries: At least 1.
-
     Returns:
         ``rows``, ``first``, ``last``, with more rows where some were split, and ``row_ptr`` int64 ``[K + 1]``.
     """
     stamps = np.zeros(num_columns, np.int64)  # a column is in the chunk where this is the chunk's stamp
-    size = rows.size + bounds.size + 16  # without splits nothing has to grow
+    size = rows.size + 16  # without splits nothing has to grow
     cut = np.empty(size, np.int32)
     begins = np.empty(size, np.int64)
     ends = np.empty(size, np.int64)
     row_ptr = np.zeros(size, np.int64)
     count = chunks = 0
     stamp = 1
-    for bound in range(bounds.size - 1):
-        vertices = entries = 0
-        for row in range(bounds[bound], bounds[bound + 1]):
-            vertex = rows[row]
-            e = first[row]
-            while True:
-                # Each turn takes what fits of the row: most rows need one turn, or two where they open a chunk.
-                added = 1  # the row itself, then its columns that the chunk does not have yet
-                if vertex < num_columns and stamps[vertex] != stamp:
-                    stamps[vertex] = stamp
-                    added += 1
-                room = min(last[row], e + max_entries - entries)
-                at = e
-                while at < room:
-                    column = indices[at]
-                    if stamps[column] != stamp:
-                        if vertices + added == max_vertices:
-                            break
-                        stamps[column] = stamp
-                        added += 1
-                    at += 1
-                whole = at == last[row] and vertices + added <= max_vertices
-                if whole or count == row_ptr[chunks]:
-                    cut, begins, ends = _grow(cut, count), _grow(begins, count), _grow(ends, count)
-                    cut[count] = vertex
-                    begins[count] = e
-                    ends[count] = at
-                    count += 1
-                    vertices += added
-                    entries += at - e
-                    e = at
-                    if whole:
+    vertices = entries = 0
+    for row in range(rows.size):
+        vertex = rows[row]
+        e = first[row]
+        while True:
+            # Each turn takes what fits of the row: most rows need one turn, or two where they open a chunk.
+            added = 1  # the row itself, then its columns that the chunk does not have yet
+            if vertex < num_columns and stamps[vertex] != stamp:
+                stamps[vertex] = stamp
+                added += 1
+            room = min(last[row], e + max_entries - entries)
+            at = e
+            while at < room:
+                column = indices[at]
+                if stamps[column] != stamp:
+                    if vertices + added == max_vertices:
                         break
-                # The row, or what is left of it, opens a chunk. The stamps of a row that did not fit become void.
-                row_ptr = _grow(row_ptr, chunks + 1)
-                chunks += 1
-                row_ptr[chunks] = count
-                stamp += 1
-                vertices = entries = 0
-        if count > row_ptr[chunks] or bounds[bound] == bounds[bound + 1]:
+                    stamps[column] = stamp
+                    added += 1
+                at += 1
+            whole = at == last[row] and vertices + added <= max_vertices
+            if whole or count == row_ptr[chunks]:
+                cut, begins, ends = _grow(cut, count), _grow(begins, count), _grow(ends, count)
+                cut[count] = vertex
+                begins[count] = e
+                ends[count] = at
+                count += 1
+                vertices += added
+                entries += at - e
+                e = at
+                if whole:
+                    break
+            # The row, or what is left of it, opens a chunk. The stamps of a row that did not fit become void.
             row_ptr = _grow(row_ptr, chunks + 1)
             chunks += 1
             row_ptr[chunks] = count
-        stamp += 1
+            stamp += 1
+            vertices = entries = 0
+    if count > row_ptr[chunks] or not rows.size:
+        row_ptr = _grow(row_ptr, chunks + 1)
+        chunks += 1
+        row_ptr[chunks] = count
     return cut[:count].copy(), begins[:count].copy(), ends[:count].copy(), row_ptr[: chunks + 1].copy()
 
 
@@ -251,21 +230,13 @@ def compress_columns(
     first: _Array,
     last: _Array,
     row_ptr: _Array,
-    column_ptr: _Array,
+    column_ptr: _Array,  # first column of each chunk, int64 [k + 1], from count_columns
     num_rows: int,
     num_columns: int,
 ) -> tuple[Chunks, _Array]:
     """Keep, of each chunk, only the columns that it uses (section 6.2), in two passes over the entries.
 
-    Args:
-        indices: Column of each entry, ``[E]``.
-        rows: Vertex of each row, int32 ``[R]``.
-        first: First entry of each row, int64 ``[R]``.
-        last: The entry after the last one of each row, int64 ``[R]``.
-        row_ptr: First row of each chunk, int64 ``[k + 1]``.
-        column_ptr: First column of each chunk, int64 ``[k + 1]``, from :func:`count_columns`.
-        num_rows: Number of vertices on the row side.
-        num_columns: Number of vertices on the column side.
+    The arrays are those of :func:`cut_rows`.
 
     Returns:
         The chunks, and for each of their entries its place in ``indices``, int64 ``[E]``.

@@ -1,15 +1,11 @@
 """What the columns of tables of edges and nodes are called: one normalized name for each that is known."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 
-SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-"""What a column ``split`` may say."""
+SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}  # what a column split may say
 MASKS = tuple(f"{split}_mask" for split in SPLITS)
-OF_NODES = ("id", "label", "split", "time", *MASKS)
-"""Columns of nodes that are known by their names, in any case."""
+OF_NODES = ("id", "label", "split", "time", *MASKS)  # columns of nodes that are known by their names, in any case
 _ENDS = (
     ("source", "target"), ("src", "dst"), ("from", "to"), ("head", "tail"), ("subject", "object"), ("start", "end"),
     ("h", "t"),

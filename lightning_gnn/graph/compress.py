@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.build import ChipLayout, Order, build_layout, choose_limits, layout_of
+from lightning_gnn.graph.build import ChipLayout, layout_of
 from lightning_gnn.graph.csc import INT32_MAX, CSCGraph
 from lightning_gnn.graph.csr import CSR
 from lightning_gnn.graph.hybrid_plan import PlanSettings
-from lightning_gnn.graph.partition import Progress
 from lightning_gnn.graph.self_loops import loop_rows, pick, symmetric_norm
 from lightning_gnn.runtime.messages import removed
 from lightning_gnn.runtime.store import checksum
@@ -115,8 +114,7 @@ class CompressedGraph:
             TypeError: ``graph`` is no CSCGraph, or there is no such option.
             ValueError: More than 2^31 - 1 vertices on a side.
         """
-        for name in gone:
-            raise TypeError(removed(f"CompressedGraph.{name}") or f"CompressedGraph has no option {name}")
+        _refuse_options("CompressedGraph", gone)
         if not isinstance(graph, CSCGraph):
             raise TypeError(
                 f"graph must be a CSCGraph, but is {type(graph).__name__}; use from_edge_index for a tensor"
@@ -158,41 +156,19 @@ class CompressedGraph:
         """
         return cls.from_graph(CSCGraph.from_csc(indptr, indices, edge_ids, num_sources), **options)
 
-    def chunked(
-        self,
-        num_chunks: int | Literal["auto"] = "auto",
-        order: Order = "locality",
-        *,
-        transposed: bool = False,
-        num_columns_hint: int = 64,
-        element_size: int = 4,
-        local_bytes: int | None = None,
-        progress: Progress | None = None,
-    ) -> ChipLayout:
+    def chunked(self, *, transposed: bool = False, **gone: Any) -> ChipLayout:
         """Return a direction in chunks of rows that share in-neighbours, as NPUs read it (NeutronAscend, section 6.2).
 
-        Without options it is what NPUs read themselves, and kept as long as the graph.
+        Rows are in the order of algorithm 2, unless that of their ids loads fewer rows. A chunk has at most 2048 rows
+        and columns together, and a row that overfills one is split; so is a chunk with more than twice as many edges,
+        and more than a 1024th of all: ranges of chunks can then be balanced. Kept as long as the graph.
 
         Args:
-            num_chunks: Chunks, each of floor or ceil of V / k vertices; or ``"auto"``, as few as fit the local memory.
-            order: ``"locality"`` (algorithm 2), unless the natural order loads fewer rows; or ``"natural"``.
             transposed: The other direction: rows are sources.
-            num_columns_hint: Width of the feature slices that a chunk is to be sized for.
-            element_size: Bytes of a feature.
-            local_bytes: Local memory of a core. A chunk takes at most half of it (double buffer): ``(rows + columns) *
-                num_columns_hint * element_size`` bytes. A row that overfills a chunk is split. So is a chunk with more
-                than twice as many edges as it may have vertices, and more than a 1024th of all: ranges of chunks can
-                then be balanced. By default 1 MiB with ``"auto"``, which makes 2048 vertices, else without limit.
-            progress: Called with the name of a step and the fraction that is done, from 0 to 1.
-
-        Raises:
-            ValueError: An argument out of range, or local memory too small for one edge.
+            **gone: None; options of earlier releases are told what to use instead.
         """
-        rows = self.backward if transposed else self.forward
-        limits = choose_limits(num_chunks, num_columns_hint, element_size, local_bytes)
-        if limits == choose_limits() and order == "locality" and progress is None:
-            return layout_of(rows)
-        return build_layout(rows, order, limits, progress)
+        _refuse_options("chunked", gone)
+        return layout_of(self.backward if transposed else self.forward)
 
     def to_edge_index(self) -> Tensor:
         """Return the edges in the user's order, int64 ``[2, num_edges]``; self-loops that were added come last."""
@@ -370,6 +346,11 @@ class CompressedGraph:
             f"{type(self).__name__}(num_sources={self.num_sources}, num_targets={self.num_targets}, "
             f"num_edges={self.num_edges})"
         )
+
+
+def _refuse_options(of: str, gone: dict[str, Any]) -> None:
+    for name in gone:
+        raise TypeError(removed(f"{of}.{name}") or f"{of} has no option {name}")
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """From tables in files, of any size, to a folder of ``.npy`` files that :func:`load_folder` maps into memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -29,16 +27,12 @@ _ALONE, _BETWEEN_ALONE = "node", ("node", "to", "node")
 _ENDS = "source", "target"
 _INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT", "HUGEINT")
 _NUMBERS = (*_INTEGERS, "FLOAT", "DOUBLE", "BOOLEAN", "DECIMAL")
-_SHOWN = 12
-"""Names of features that are told."""
-_BLOCK = 1 << 22
-"""Numbers that are written at a time, at least a row of them."""
-_MOST_RELATIONS = 20_000
-"""Relations of triples; more are likely another column."""
+_SHOWN = 12  # names of features that are told
+_BLOCK = 1 << 22  # numbers that are written at a time, at least a row of them
+_MOST_RELATIONS = 20_000  # relations of triples; more are likely another column
 _CODES_FROM, _MOST_CODES, _NUMBERS_TO = 1 << 16, 1000, 1 << 24
 """From which number on labels may be codes, how many codes there may be, and up to which number labels may be else."""
-_TINY = 5
-"""Nodes below which each may have a class of its own."""
+_TINY = 5  # nodes below which each may have a class of its own
 _OF_DATABASE = 0.6
 """Share of the memory that the database gets; the rest is for what is on its way from there to the files."""
 Kind = tuple[str, str, str]

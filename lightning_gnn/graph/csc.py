@@ -426,19 +426,13 @@ def narrow(ids: Tensor, count: int) -> Tensor:
 
 @numba.njit(nogil=True, cache=True)
 def sort_by_target(
-    row: npt.NDArray[Any],
-    col: npt.NDArray[Any],
+    row: npt.NDArray[Any],  # sources, integer [E]
+    col: npt.NDArray[Any],  # targets, integer [E], checked
     num_nodes: int,
-    indices: npt.NDArray[Any],
-    edge_ids: npt.NDArray[Any],
+    indices: npt.NDArray[Any],  # where the sorted sources go, [E]
+    edge_ids: npt.NDArray[Any],  # where their places in row go, [E]
 ) -> npt.NDArray[np.int64]:
     """Sort edges by target, keeping the order of those of one target.
-
-    Args:
-        row: Sources, integer ``[E]``.
-        col: Targets, integer ``[E]``, checked.
-        indices: Where the sorted sources go, ``[E]``.
-        edge_ids: Where their places in ``row`` go, ``[E]``.
 
     Returns:
         ``indptr``, int64 ``[N + 1]``.

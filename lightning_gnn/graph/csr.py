@@ -15,20 +15,15 @@ from lightning_gnn.graph.csc import INT32_MAX, sort_by_target
 
 @dataclass(frozen=True, eq=False)
 class CSR:
-    """A sparse matrix ``[num_rows, num_columns]``: the entries of row ``i`` are ``indptr[i]`` to ``indptr[i + 1]``.
+    """A sparse matrix ``[num_rows, num_columns]``: the entries of row ``i`` are ``indptr[i]`` to ``indptr[i + 1]``."""
 
-    Args:
-        indptr: First entry of each row, int64 ``[num_rows + 1]``.
-        indices: Column of each entry, int32 ``[num_edges]``.
-        num_columns: Number of columns.
-        edge_ids: Place of each entry in the order of the forward direction, int32 or int64 ``[num_edges]``, or None
-            where this is the forward direction.
-    """
-
-    indptr: Tensor
-    indices: Tensor
-    num_columns: int
+    indptr: Tensor  # first entry of each row, int64 [num_rows + 1]
+    indices: Tensor  # column of each entry, int32 [num_edges]
+    num_columns: int  # number of columns
     edge_ids: Tensor | None = None
+    """Place of each entry in the order of the forward direction, int32 or int64 ``[num_edges]``, or None where this
+    is the forward direction.
+    """
 
     @property
     def num_rows(self) -> int:

@@ -1,7 +1,5 @@
 """Published datasets, each as one ``Data``, or ``HeteroData``, with features, labels and the three masks."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle
@@ -105,12 +103,10 @@ def reddit(root: str | Path = "data/reddit", trust: bool = False) -> Data:
 
     Args:
         root: Folder with ``raw/reddit_data.npz`` and ``raw/reddit_graph.npz``; what is missing is downloaded.
-        trust: Open a file ``processed/*.pt`` even if it holds more than data, and run the code in it.
+        trust: As for :func:`planetoid`, as what is raised.
 
     Returns:
         ``Data`` like that of :func:`planetoid`.
-
-    Raises: As :func:`planetoid`.
     """
     return _load(Reddit, root, trust)
 
@@ -121,12 +117,10 @@ def flickr(root: str | Path = "data/flickr", trust: bool = False) -> Data:
     Args:
         root: Folder with ``raw/adj_full.npz``, ``raw/feats.npy``, ``raw/class_map.json`` and ``raw/role.json``; what is
             missing is downloaded.
-        trust: Open a file ``processed/*.pt`` even if it holds more than data, and run the code in it.
+        trust: As for :func:`planetoid`, as what is raised.
 
     Returns:
         ``Data`` like that of :func:`planetoid`.
-
-    Raises: As :func:`planetoid`.
     """
     return _load(Flickr, root, trust)
 
@@ -137,12 +131,10 @@ def yelp(root: str | Path = "data/yelp", trust: bool = False) -> Data:
     Args:
         root: Folder with ``raw/adj_full.npz``, ``raw/feats.npy``, ``raw/class_map.json`` and ``raw/role.json``; what is
             missing is downloaded.
-        trust: Open a file ``processed/*.pt`` even if it holds more than data, and run the code in it.
+        trust: As for :func:`planetoid`, as what is raised.
 
     Returns:
         ``Data`` like that of :func:`planetoid`, but ``y`` float32 ``[N, 100]``: 0 or 1 for each label.
-
-    Raises: As :func:`planetoid`.
     """
     data = _load(Yelp, root, trust)
     data.y = data.y.float()
@@ -159,15 +151,10 @@ def coauthor(root: str | Path = "data/coauthor", name: str = "CS", seed: int = 0
         root: Folder with ``<name>/raw/ms_academic_*.npz``; what is missing is downloaded.
         name: ``"CS"`` or ``"Physics"``.
         seed: Of the split.
-        trust: Open a file ``processed/*.pt`` even if it holds more than data, and run the code in it.
+        trust: As for :func:`planetoid`, as what is raised.
 
     Returns:
         ``Data`` like that of :func:`planetoid`.
-
-    Raises:
-        FileNotFoundError: It is not processed yet, and the folder is read-only.
-        RuntimeError: Files are missing, and the download failed.
-        ValueError: Another name, or a file that is damaged or asks for code to be run.
     """
     if name.lower() not in _COAUTHOR:
         raise ValueError(f"name={name!r} is no Coauthor dataset; use one of {', '.join(_COAUTHOR.values())}")
@@ -192,8 +179,7 @@ def ogbn(
         name: ``"ogbn-arxiv"``, ``"ogbn-products"`` or ``"ogbn-papers100M"``.
         undirected: Add the reverse of each edge; by default for ogbn-arxiv only (ogbn-products has them already). For
             ogbn-papers100M that is a folder of its own, made by :func:`~lightning_gnn.graph.convert_tables`.
-        trust: Open a file ``processed/*.pt`` or ``split/*/*.pt`` even if it holds more than data, and run the code in
-            it.
+        trust: As for :func:`planetoid`, as what is raised, also of ``split/*/*.pt``.
 
     Returns:
         ``Data`` like that of :func:`planetoid`; for ``ogbn-papers100M`` that of
@@ -202,8 +188,6 @@ def ogbn(
     Raises:
         FileNotFoundError: The files of ogbn-papers100M are missing, or the folder is read-only.
         ImportError: The ``ogb`` package is missing.
-        RuntimeError: Files are missing, and the download failed.
-        ValueError: Another name, a file that is damaged or asks for code to be run.
     """
     if name not in _OGBN:
         raise ValueError(f"name={name!r} is not supported; use one of {', '.join(_OGBN)}")
@@ -243,17 +227,14 @@ def ogb_mag(
         preprocess: Features of all types but papers: ``"metapath2vec"`` or ``"TransE"``; None leaves them without
             features, in whose place :class:`~lightning_gnn.nn.TypeEmbeddings` can be trained.
         undirected: Add the reverse of each edge type, ``rev_…``, and of each citation.
-        trust: Open a file ``*.pt`` even if it holds more than data, and run the code in it.
+        trust: As for :func:`planetoid`, as what is raised.
 
     Returns:
         ``HeteroData``; of ``paper`` ``x`` float32 ``[N, 128]``, ``y`` int64 ``[N]`` in ``[0, 349)``, ``year`` int64
         ``[N]`` and ``train_mask``, ``val_mask``, ``test_mask`` bool ``[N]``.
 
     Raises:
-        FileNotFoundError: It is not processed yet, and the folder is read-only.
         ImportError: pandas is missing, which reads the raw files.
-        RuntimeError: Files are missing, and the download failed.
-        ValueError: Another ``preprocess``, or a file is damaged or asks for code to be run.
     """
     if preprocess is not None and preprocess.lower() not in ("metapath2vec", "transe"):
         raise ValueError(f"preprocess={preprocess!r} is unknown; use 'metapath2vec', 'TransE' or None")

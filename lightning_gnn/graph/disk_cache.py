@@ -5,20 +5,27 @@ others, and among them those go first that were not used for longest. A list of 
 decision a step or two.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-NEVER = 2**31 - 1
-"""The number of no read: a row that the window does not name."""
+NEVER = 2**31 - 1  # the number of no read: a row that the window does not name
 _FIRST_WINDOW = 1 << 10
 _Ints = npt.NDArray[np.int32]
 _njit = numba.njit(nogil=True, cache=True)
+
+
+class _Slots(NamedTuple):
+    """The slots of a cache, in a doubly linked list for each coming read."""
+
+    slot: _Ints  # of each row, or -1
+    row_of: _Ints  # of each slot, or -1
+    links: _Ints  # slots before and after each in its list, or -1, [2, num_slots]
+    ends: _Ints  # first and last slot of each list, or -1, [2, lists]
+    counts: npt.NDArray[np.int64]  # slots taken; slots in the list of NEVER
 
 
 def location_bytes(num_rows: int, most_reads: int) -> int:
@@ -28,19 +35,12 @@ def location_bytes(num_rows: int, most_reads: int) -> int:
 
 @dataclass
 class RowLocations:
-    """Which row is in which slot of a cache, and when it is read next.
+    """Which row is in which slot of a cache, and when it is read next."""
 
-    Args:
-        num_rows: Rows of the file.
-        num_slots: Rows that the cache has room for.
-        most_reads: Reads that may be announced at once.
-    """
-
-    num_rows: int
-    num_slots: int
-    most_reads: int
-    slot: _Ints = field(init=False)
-    """Slot of each row, or -1, int32 ``[num_rows]``."""
+    num_rows: int  # rows of the file
+    num_slots: int  # rows that the cache has room for
+    most_reads: int  # reads that may be announced at once
+    slot: _Ints = field(init=False)  # slot of each row, or -1, int32 [num_rows]
     next_read: _Ints = field(init=False)
     """Number of the announced read that is next to need each row, or ``NEVER``, int32 ``[num_rows]``."""
     _last: _Ints = field(init=False)
@@ -71,11 +71,6 @@ class RowLocations:
         """Bytes that are taken, the window with them."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
 
-    @property
-    def window_bytes(self) -> int:
-        """Bytes that the window takes."""
-        return self._ring.nbytes
-
     def announce(self, rows: npt.NDArray[Any]) -> None:
         """Add a read after those that are known.
 
@@ -90,20 +85,20 @@ class RowLocations:
             self._grow(used + rows.size)
             start = sum(self._starts[-1]) if self._starts else 0
         number = self._front + len(self._starts)
-        count = _announce(rows, number, start, self._ring, self._last, self.next_read, *self._state)
+        count = _announce(rows, number, start, self._ring, self._last, self.next_read, self._state)
         self._starts.append((start, count))
 
     def advance(self) -> None:
         """Begin with the first read that was announced: what it needs is from now on needed for the next one."""
         start, count = self._starts.pop(0)
-        _advance(start, count, self._ring, self.next_read, *self._state)
+        _advance(start, count, self._ring, self.next_read, self._state)
         self._front += 1
 
     def forget(self) -> None:
         """Drop what was announced; the cache stays."""
         while self._starts:
             start, count = self._starts.pop()
-            _forget(start, count, self._ring, self.next_read, *self._state)
+            _forget(start, count, self._ring, self.next_read, self._state)
 
     def clear(self) -> None:
         """Drop what is in the cache, too."""
@@ -125,7 +120,7 @@ class RowLocations:
         """
         self._round += 1
         order = np.argsort(self.next_read[rows], kind="stable")
-        _keep(rows[order], self._front, len(self._starts), self._round, self._stamp, self.next_read, *self._state)
+        _keep(rows[order], self._front, len(self._starts), self._round, self._stamp, self.next_read, self._state)
         return self._round
 
     @property
@@ -134,13 +129,8 @@ class RowLocations:
         return self._stamp
 
     @property
-    def rows_kept(self) -> int:
-        """Rows in the cache."""
-        return int(self._counts[0])
-
-    @property
-    def _state(self) -> tuple[_Ints, _Ints, _Ints, _Ints, npt.NDArray[np.int64]]:
-        return self.slot, self._row_of, self._links, self._ends, self._counts
+    def _state(self) -> _Slots:
+        return _Slots(self.slot, self._row_of, self._links, self._ends, self._counts)
 
     def _grow(self, needed: int) -> None:
         """Let the window have room for so many rows, and a quarter more, with those there are at its beginning."""
@@ -184,37 +174,20 @@ def _list_of(read: int, lists: int) -> int:
 
 
 @_njit
-def _set_next(
-    row: int,
-    read: int,
-    next_read: _Ints,
-    slot: _Ints,
-    links: _Ints,
-    ends: _Ints,
-    counts: npt.NDArray[np.int64],
-) -> None:
+def _set_next(row: int, read: int, next_read: _Ints, state: _Slots) -> None:
     before = next_read[row]
     next_read[row] = read
-    if slot[row] >= 0:
-        lists = ends.shape[1]
-        _unlink(slot[row], _list_of(before, lists), links, ends)
-        _append(slot[row], _list_of(read, lists), links, ends)
-        counts[1] += (read == NEVER) - (before == NEVER)
+    slot = state.slot[row]
+    if slot >= 0:
+        lists = state.ends.shape[1]
+        _unlink(slot, _list_of(before, lists), state.links, state.ends)
+        _append(slot, _list_of(read, lists), state.links, state.ends)
+        state.counts[1] += (read == NEVER) - (before == NEVER)
 
 
 @_njit
 def _announce(
-    rows: npt.NDArray[Any],
-    number: int,
-    start: int,
-    ring: _Ints,
-    last: _Ints,
-    next_read: _Ints,
-    slot: _Ints,
-    row_of: _Ints,
-    links: _Ints,
-    ends: _Ints,
-    counts: npt.NDArray[np.int64],
+    rows: npt.NDArray[Any], number: int, start: int, ring: _Ints, last: _Ints, next_read: _Ints, state: _Slots
 ) -> int:
     size, count = ring.shape[1], 0
     for row in rows:
@@ -224,7 +197,7 @@ def _announce(
                 continue  # named twice
             ring[1, before] = number
         else:
-            _set_next(row, number, next_read, slot, links, ends, counts)
+            _set_next(row, number, next_read, state)
         place = (start + count) % size
         ring[0, place], ring[1, place] = row, NEVER
         last[row] = place
@@ -233,39 +206,19 @@ def _announce(
 
 
 @_njit
-def _advance(
-    start: int,
-    count: int,
-    ring: _Ints,
-    next_read: _Ints,
-    slot: _Ints,
-    row_of: _Ints,
-    links: _Ints,
-    ends: _Ints,
-    counts: npt.NDArray[np.int64],
-) -> None:
+def _advance(start: int, count: int, ring: _Ints, next_read: _Ints, state: _Slots) -> None:
     for place in range(start, start + count):
         at = place % ring.shape[1]
-        _set_next(ring[0, at], ring[1, at], next_read, slot, links, ends, counts)
+        _set_next(ring[0, at], ring[1, at], next_read, state)
         ring[0, at] = -1
 
 
 @_njit
-def _forget(
-    start: int,
-    count: int,
-    ring: _Ints,
-    next_read: _Ints,
-    slot: _Ints,
-    row_of: _Ints,
-    links: _Ints,
-    ends: _Ints,
-    counts: npt.NDArray[np.int64],
-) -> None:
+def _forget(start: int, count: int, ring: _Ints, next_read: _Ints, state: _Slots) -> None:
     for place in range(start, start + count):
         at = place % ring.shape[1]
         if next_read[ring[0, at]] != NEVER:
-            _set_next(ring[0, at], NEVER, next_read, slot, links, ends, counts)
+            _set_next(ring[0, at], NEVER, next_read, state)
         ring[0, at] = -1
 
 
@@ -277,12 +230,9 @@ def _keep(
     stamp: int,
     stamps: _Ints,
     next_read: _Ints,
-    slot: _Ints,
-    row_of: _Ints,
-    links: _Ints,
-    ends: _Ints,
-    counts: npt.NDArray[np.int64],
+    state: _Slots,
 ) -> None:
+    slot, row_of, links, ends, counts = state
     lists, taken = ends.shape[1], counts[0]
     idle = counts[1]  # those that get into the list of NEVER now are not to be driven out again
     furthest = front + announced - 1

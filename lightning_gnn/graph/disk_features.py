@@ -1,7 +1,5 @@
 """Features that stay on disk: read past the page cache, with what will be used soonest in a part of memory."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +15,7 @@ from lightning_gnn.graph.feature_file import FeatureFile
 from lightning_gnn.graph.memory import pool
 from lightning_gnn.runtime.byte_sizes import memory_bytes, shown
 
-MOST_READS = 4096
-"""Mini-batches that are looked ahead at most."""
+MOST_READS = 4096  # mini-batches that are looked ahead at most
 _LEAST_ROWS = 64
 
 

@@ -21,36 +21,24 @@ from lightning_gnn.graph.feature_file import BLOCK_BYTES, FeatureFile
 from lightning_gnn.graph.read_queue import DEPTH, QUEUE_BYTES, ReadQueue, ask, submit, wait
 from lightning_gnn.runtime.cores import num_cores
 
-AT_ONCE = 1 << 18
-"""Bytes that are read in one piece, more only for a row that is longer."""
-THREADS = 8
-"""Threads that read where the system has no queues: with one read at a time."""
-_CORES_PER_QUEUE = 4
-"""One queue asks for 300,000 blocks a second; where cores abound, a second thread has another one."""
+AT_ONCE = 1 << 18  # bytes that are read in one piece, more only for a row that is longer
+THREADS = 8  # threads that read where the system has no queues: with one read at a time
+_CORES_PER_QUEUE = 4  # one queue asks for 300,000 blocks a second; where cores abound, a second thread has another one
 _njit = numba.njit(nogil=True, cache=True)
 _pread: Any = types.ExternalFunction("pread", types.int64(types.int32, types.uintp, types.uintp, types.int64))
 _memcpy: Any = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.uintp, types.uintp))
-_SHARES = 4
-"""Pieces of work for each thread that waits for one read at a time, so that a slow one holds up less."""
-SHORT, REFUSED = 1, -1
-"""What may become of a range."""
-Layout = tuple[int, int, int]
-"""Where a file's rows begin, the bytes of a row, and how many rows there are."""
+_SHARES = 4  # pieces of work for each thread that waits for one read at a time, so that a slow one holds up less
+SHORT, REFUSED = 1, -1  # what may become of a range
+Layout = tuple[int, int, int]  # where a file's rows begin, the bytes of a row, and how many rows there are
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Ranges of blocks that hold some rows.
+    """Ranges of blocks that hold some rows."""
 
-    Args:
-        first: First block of each, from the beginning of the file, int64 ``[n]``.
-        blocks: How many blocks, int64 ``[n]``.
-        rows: Where the rows of each begin among those asked for, int64 ``[n + 1]``.
-    """
-
-    first: npt.NDArray[np.int64]
-    blocks: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]  # first block of each, from the beginning of the file, int64 [n]
+    blocks: npt.NDArray[np.int64]  # how many blocks, int64 [n]
+    rows: npt.NDArray[np.int64]  # where the rows of each begin among those asked for, int64 [n + 1]
 
     @classmethod
     def of(cls, file: FeatureFile, rows: npt.NDArray[np.int64]) -> Ranges:
@@ -115,25 +103,15 @@ class DirectReader:
     def read(
         self,
         ranges: Ranges,
-        rows: npt.NDArray[np.int64],
-        places: npt.NDArray[np.int64],
-        out: npt.NDArray[np.uint8],
-        slot: npt.NDArray[np.int32],
+        rows: npt.NDArray[np.int64],  # ascending, int64 [n]
+        places: npt.NDArray[np.int64],  # where each goes in out, int64 [n]
+        out: npt.NDArray[np.uint8],  # bytes of rows, uint8 [m, row_bytes]
+        slot: npt.NDArray[np.int32],  # slot of each row of the file, or -1
         stamps: npt.NDArray[np.int32],
-        stamp: int,
-        kept: npt.NDArray[np.uint8],
+        stamp: int,  # of the slots to fill, with any row that the ranges hold
+        kept: npt.NDArray[np.uint8],  # bytes of the slots, uint8 [num_slots, row_bytes]
     ) -> None:
-        """Read rows to where they are wanted, and to the cache what its slots with a certain stamp are for.
-
-        Args:
-            ranges: Those of the rows.
-            rows: Ascending, int64 ``[n]``.
-            places: Where each goes in ``out``, int64 ``[n]``.
-            out: Bytes of rows, uint8 ``[m, row_bytes]``.
-            slot: Slot of each row of the file, or -1.
-            stamp: Of the slots to fill, with any row that the ranges hold.
-            kept: Bytes of the slots, uint8 ``[num_slots, row_bytes]``.
-        """
+        """Read rows to where they are wanted, and to the cache what its slots with a certain stamp are for."""
         if not ranges.first.size:
             return
         if self._process != os.getpid():

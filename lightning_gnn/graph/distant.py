@@ -19,18 +19,12 @@ of a mini-batch; returns what brings the picks of each hop (:data:`~lightning_gn
 
 @dataclass(frozen=True, eq=False)
 class DistantCSCGraph(CSCGraph):
-    """The edges of one type, whose lists lie elsewhere; ``time`` and ``weight`` only say whether there are any.
+    """The edges of one type, whose lists lie elsewhere; ``time`` and ``weight`` only say whether there are any."""
 
-    Args:
-        targets: Number of nodes that edges go to.
-        number: Of the edge type.
-        picker: Whom to ask; of a graph with types, that of the whole graph.
-    """
-
-    targets: int = 0
+    targets: int = 0  # number of nodes that edges go to
     edges: int = 0
-    number: int = 0
-    picker: Picker | None = None
+    number: int = 0  # of the edge type
+    picker: Picker | None = None  # whom to ask; of a graph with types, that of the whole graph
 
     @classmethod
     def describe(

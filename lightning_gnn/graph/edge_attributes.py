@@ -1,7 +1,5 @@
 """What edges carry for sampling: times, by which their lists are sorted, weights, and who is parallel to whom."""
 
-from __future__ import annotations
-
 import math
 from numbers import Real
 from typing import Any

@@ -14,25 +14,18 @@ from lightning_gnn.graph.arrays import check_file, load_array
 from lightning_gnn.graph.features import FEATURE_DTYPES
 from lightning_gnn.runtime.mapped_files import MappedFiles
 
-BLOCK_BYTES = 4096
-"""What a disk reads at least, and where direct reads begin and end."""
+BLOCK_BYTES = 4096  # what a disk reads at least, and where direct reads begin and end
 
 
 @dataclass(frozen=True)
 class FeatureFile:
-    """Where the rows of a ``.npy`` file lie, one after another.
-
-    Args:
-        dtype: float32, float16 or bfloat16.
-        num_columns: Features of a row.
-        offset: Where the first row begins, in bytes.
-    """
+    """Where the rows of a ``.npy`` file lie, one after another."""
 
     path: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # float32, float16 or bfloat16
     num_rows: int
-    num_columns: int
-    offset: int
+    num_columns: int  # features of a row
+    offset: int  # where the first row begins, in bytes
 
     @property
     def row_bytes(self) -> int:

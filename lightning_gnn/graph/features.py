@@ -15,11 +15,9 @@ from lightning_gnn.graph.cache import RowCache
 from lightning_gnn.graph.memory import pool
 from lightning_gnn.runtime.page_locked import page_locked
 
-FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What a table keeps features in."""
+FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what a table keeps features in
 _BLOCK = 1 << 16
-_NAMED = 5
-"""Rows with NaN that a message names."""
+_NAMED = 5  # rows with NaN that a message names
 
 
 class FeatureTable:
@@ -231,12 +229,7 @@ class FeatureTable:
 
 
 def in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return features in another dtype, converted block by block so that a memory-mapped table never comes in whole.
-
-    Args:
-        values: Floating ``[n, ...]``.
-        dtype: The dtype; of the same, ``values`` itself is returned.
-    """
+    """Return features in another dtype, converted block by block so that a memory-mapped table never comes in whole."""
     if values.dtype == dtype or values.requires_grad:
         return values.to(dtype)
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
@@ -282,20 +275,14 @@ def with_feature_dtype(data: Any, dtype: torch.dtype | str | None, check_finite:
 
 
 def check_finite_rows(
-    values: Tensor,
+    values: Tensor,  # floating point or complex [n, ...]
     name: str = "x",
     kind: str = "node",
     fix: str = "clean them first",
-    rows: Tensor | None = None,
+    rows: Tensor | None = None,  # which nodes or edges the rows are, [n]; by default the first ones
     block: int = _BLOCK,
 ) -> None:
-    """Look for NaN and infinity in one pass, block by block so that a memory-mapped table never comes in whole.
-
-    Args:
-        values: Floating point or complex ``[n, ...]``.
-        kind: What a row belongs to.
-        rows: Which nodes or edges the rows are, ``[n]``; by default the first ones.
-    """
+    """Look for NaN and infinity in one pass, block by block so that a memory-mapped table never comes in whole."""
     values = values.detach()
     bad = []
     with read_in_order(values):

@@ -1,7 +1,5 @@
 """A graph as a folder of ``.npy`` files, memory-mapped, so that it may be larger than memory."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

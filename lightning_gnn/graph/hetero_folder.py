@@ -1,7 +1,5 @@
 """A graph with types as a folder of ``.npy`` files, a folder per type, memory-mapped."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -23,12 +21,10 @@ from lightning_gnn.graph.topology_files import TOPOLOGY, is_kept, is_sorted, loa
 from lightning_gnn.runtime.files import read_json, read_text, write_whole
 
 NODES, EDGES, BETWEEN, TYPES = "nodes", "edges", "__", "types.json"
-_NAME_BYTES = 255
-"""Of the name of a file, on most file systems."""
+_NAME_BYTES = 255  # of the name of a file, on most file systems
 _ODD = re.compile(r'^$|^\.|[. ]$|[/\\<>:"|?*\x00-\x1f\ud800-\udfff]')
 """What the name of a folder cannot hold on one of the systems."""
-_NO_FILE = re.compile(r"^$|[/\x00\ud800-\udfff]")
-"""What the name of an attribute cannot hold."""
+_NO_FILE = re.compile(r"^$|[/\x00\ud800-\udfff]")  # what the name of an attribute cannot hold
 _SPLITS = tuple(f"{split}_{kind}" for split in ("train", "val", "test") for kind in ("mask", "idx"))
 
 

@@ -5,8 +5,6 @@ share out the columns. Inside a group, range-based partitioning (:func:`balance_
 chunks of equal work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,20 +24,15 @@ _BYTES_PER_MULTIPLY_ADD = 4
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Who executes an aggregation; everything else of a plan follows from the graph and the features.
+    """Who executes an aggregation; everything else of a plan follows from the graph and the features."""
 
-    Args:
-        num_workers: N, cores or threads; None leaves it to whoever executes the plan.
-        num_groups: M, which divides N, or ``"auto"``.
-        bandwidth_ratio: r, how many times faster the shared cache is than global memory; at least 1.
-        mode: ``"balanced"`` counts the imbalance of the chunk ranges; ``"paper"`` is algorithm 1 as published, which
-            answers one group for every r.
-    """
-
-    num_workers: int | None = None
-    num_groups: int | Literal["auto"] = "auto"
-    bandwidth_ratio: float = 20
+    num_workers: int | None = None  # N, cores or threads; None leaves it to whoever executes the plan
+    num_groups: int | Literal["auto"] = "auto"  # M, which divides N, or "auto"
+    bandwidth_ratio: float = 20  # r, how many times faster the shared cache is than global memory; at least 1
     mode: Literal["balanced", "paper"] = "balanced"
+    """``"balanced"`` counts the imbalance of the chunk ranges; ``"paper"`` is algorithm 1 as published, which
+    answers one group for every r.
+    """
 
     def __post_init__(self) -> None:
         if self.num_workers is not None and self.num_workers < 1:
@@ -57,17 +50,12 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class GroupingCost:
-    """What one number of groups would cost.
-
-    Args:
-        terms: What it is made of, by name, in the order of the table.
-        note: Why it was out of the question, or empty.
-    """
+    """What one number of groups would cost."""
 
     num_groups: int
     cost: float
-    terms: Mapping[str, float]
-    note: str = ""
+    terms: Mapping[str, float]  # what it is made of, by name, in the order of the table
+    note: str = ""  # why it was out of the question, or empty
 
 
 @dataclass(frozen=True)
@@ -76,27 +64,19 @@ class HybridPlan:
 
     Worker ``i`` is member ``i // M`` of group ``i % M``; it aggregates the chunks of ``chunk_ranges[i // M]`` over the
     columns of ``slices[i % M]``. Section 5 of NeutronAscend.
-
-    Args:
-        num_workers: N: cores, threads or ranks.
-        num_columns: D, columns of the features.
-        slices: Columns of each group, M pairs ``(start, stop)`` that follow one another, none empty.
-        chunk_ranges: Chunks of each member, G pairs ``(start, stop)`` that follow one another; some may be empty.
-        loads: Edges of each member's chunks, ``[G]``.
-        candidates: What each number of groups would cost, in ascending order of M.
-        unit: What the candidates' costs are measured in.
-        kernel: ``"cube"`` or ``"vector"`` on an NPU, whose kernel executes the plan; empty elsewhere.
     """
 
-    num_workers: int
+    num_workers: int  # N: cores, threads or ranks
     num_groups: int
-    num_columns: int
+    num_columns: int  # D, columns of the features
     slices: tuple[tuple[int, int], ...]
+    """Columns of each group, M pairs ``(start, stop)`` that follow one another, none empty."""
     chunk_ranges: tuple[tuple[int, int], ...]
-    loads: tuple[int, ...]
-    candidates: tuple[GroupingCost, ...] = ()
-    unit: str = ""
-    kernel: str = ""
+    """Chunks of each member, G pairs ``(start, stop)`` that follow one another; some may be empty."""
+    loads: tuple[int, ...]  # edges of each member's chunks, [G]
+    candidates: tuple[GroupingCost, ...] = ()  # what each number of groups would cost, in ascending order of M
+    unit: str = ""  # what the candidates' costs are measured in
+    kernel: str = ""  # "cube" or "vector" on an NPU, whose kernel executes the plan; empty elsewhere
 
     @property
     def group_size(self) -> int:
@@ -175,7 +155,6 @@ def plan_cores(
     The least cost wins, the smaller M in a tie.
 
     Args:
-        num_columns: D, columns of the features.
         chunk_loads: Edges of each chunk, integer ``[num_chunks]``.
         settings: Who executes; by default :class:`PlanSettings` as it stands.
         num_workers: N, where the settings leave it open; given, it wins.

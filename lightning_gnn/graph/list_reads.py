@@ -1,7 +1,5 @@
 """Adjacency lists in a mapped file that is larger than memory: those of a frontier are asked for before its hop."""
 
-from __future__ import annotations
-
 import mmap
 import sys
 from typing import Any
@@ -16,8 +14,7 @@ from lightning_gnn.graph.arrays import advise
 from lightning_gnn.runtime.memory_info import total_bytes
 
 _PAGE = mmap.PAGESIZE
-_GAP = 4
-"""Pages between lists that are asked for too, so that there is one call instead of two."""
+_GAP = 4  # pages between lists that are asked for too, so that there is one call instead of two
 _WILL_NEED = getattr(mmap, "MADV_WILLNEED", 3)
 _madvise: Any = types.ExternalFunction("madvise", types.int32(types.uintp, types.uintp, types.int32))
 _expected: set[int] = set()  # where the lists of topologies begin that are read so

@@ -14,8 +14,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
 PLACES = ("auto", "device", "shard", "pinned")
-_SHARE = 0.5
-"""Of the free device memory, how much ``"auto"`` takes for one kind of data; the rest is the model's."""
+_SHARE = 0.5  # of the free device memory, how much "auto" takes for one kind of data; the rest is the model's
 _SMALL = 1 << 16
 _DTYPES: dict[torch.dtype, Any] = {
     torch.float16: np.float16,
@@ -77,9 +76,6 @@ class BufferPool:
     A mini-batch can take a hundred megabytes. The system hands such blocks out page by page and takes them back when
     they are freed, which costs more time than filling them. The pool keeps them instead: a buffer returns by itself
     when the last tensor that looks at it dies, so a batch that the user keeps is never overwritten.
-
-    Args:
-        max_idle: How many unused blocks of one size class to keep.
     """
 
     def __init__(self, max_idle: int = 8) -> None:
@@ -117,5 +113,4 @@ def _size_class(size: int) -> int:
     return -(-size // step) * step
 
 
-pool = BufferPool()
-"""The pool that samplers and gathers of this process share."""
+pool = BufferPool()  # the pool that samplers and gathers of this process share

@@ -1,7 +1,5 @@
 """Locality-aware partition: chunks of vertices that share in-neighbours (algorithm 2 of NeutronAscend)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +11,7 @@ from torch import Tensor
 
 from lightning_gnn.graph.csc import CSCGraph, transpose
 
-Progress = Callable[[str, float], None]
-"""Is told the name of a step and the fraction of it that is done, from 0 to 1."""
+Progress = Callable[[str, float], None]  # is told the name of a step and the fraction of it that is done, from 0 to 1
 _Array = npt.NDArray[Any]
 
 WORK_PER_EDGE = 16
@@ -74,22 +71,14 @@ def even_bounds(count: int, parts: int) -> _Array:
 
 
 def partition_rows(
-    indptr: _Array,
-    indices: _Array,
-    offsets: _Array,
-    targets: _Array,
-    bounds: _Array,
+    indptr: _Array,  # first entry of each row, int64 [V + 1]
+    indices: _Array,  # column of each entry, [E]
+    offsets: _Array,  # first entry of each column, int64 [C + 1]
+    targets: _Array,  # rows with an entry in each column, ascending, int32 [E]
+    bounds: _Array,  # where the chunks begin, int64 [k + 1]: their quotas
     progress: Progress | None = None,
 ) -> _Array:
     """Order the rows of a sparse matrix by algorithm 2; see :func:`locality_aware_partition`.
-
-    Args:
-        indptr: First entry of each row, int64 ``[V + 1]``.
-        indices: Column of each entry, ``[E]``.
-        offsets: First entry of each column, int64 ``[C + 1]``.
-        targets: Rows with an entry in each column, ascending, int32 ``[E]``.
-        bounds: Where the chunks begin, int64 ``[k + 1]``: their quotas.
-        progress: Called with the name of the step and the fraction that is done, from 0 to 1.
 
     Returns:
         The rows, chunk by chunk, int32 ``[V]``.

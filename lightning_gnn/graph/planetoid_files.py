@@ -1,7 +1,5 @@
 """Stands for ``pickle`` where PyG reads Planetoid's raw files: arrays and containers alone, and no code is run."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections import OrderedDict, defaultdict

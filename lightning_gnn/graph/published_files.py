@@ -1,7 +1,5 @@
 """Forms in which graphs are published, as edges by blocks: sparse matrices, WebGraph's text, OGB's raw folders."""
 
-from __future__ import annotations
-
 import gzip
 import zipfile
 import zlib
@@ -20,10 +18,8 @@ import scipy.sparse
 from lightning_gnn.graph.arrays import load_array, new_file
 from lightning_gnn.graph.table_files import Columns
 
-_BLOCK = 1 << 22
-"""Edges that are read at a time, or a row of them."""
-_TEXT = 1 << 25
-"""Characters of lines that are read at a time."""
+_BLOCK = 1 << 22  # edges that are read at a time, or a row of them
+_TEXT = 1 << 25  # characters of lines that are read at a time
 _WEBGRAPH = (".graph-txt", ".graph-txt.gz")
 _MATRIX_MARKET = (".mtx", ".mtx.gz")
 _SPLITS = {"train": "train", "val": "valid", "test": "test"}
@@ -31,27 +27,18 @@ _SPLITS = {"train": "train", "val": "valid", "test": "test"}
 
 @dataclass(frozen=True)
 class Published:
-    """A graph as it is published, without types, whose nodes are called by numbers from 0 on.
+    """A graph as it is published, without types, whose nodes are called by numbers from 0 on."""
 
-    Args:
-        files: All that it is read from.
-        num_nodes: How many nodes there are; None: as many as there are rows of features.
-        edges: A table of edges, where they are one.
-        blocks: Yields edges otherwise, as int64 ``source`` and ``target``.
-        features: A table without a header, a row of features per node.
-        labels: Likewise, of one column.
-        splits: Tables of one column, the numbers of nodes, by ``train``, ``val`` and ``test``.
-        arrays: Arrays that become files as they are: by the file's name, the archive, and their name there.
-    """
-
-    files: list[Path]
-    num_nodes: int | None = None
-    edges: Path | None = None
-    blocks: Callable[[], Iterator[Columns]] | None = None
-    features: Path | None = None
-    labels: Path | None = None
+    files: list[Path]  # all that it is read from
+    num_nodes: int | None = None  # how many nodes there are; None: as many as there are rows of features
+    edges: Path | None = None  # a table of edges, where they are one
+    blocks: Callable[[], Iterator[Columns]] | None = None  # yields edges otherwise, as int64 source and target
+    features: Path | None = None  # a table without a header, a row of features per node
+    labels: Path | None = None  # likewise, of one column
     splits: dict[str, Path] = field(default_factory=dict)
+    """Tables of one column, the numbers of nodes, by ``train``, ``val`` and ``test``."""
     arrays: dict[str, tuple[Path, str]] = field(default_factory=dict)
+    """Arrays that become files as they are: by the file's name, the archive, and their name there."""
 
 
 def published(path: str | Path, scratch: Path) -> Published | None:

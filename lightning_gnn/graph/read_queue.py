@@ -1,7 +1,5 @@
 """Many reads of a file under way at once from one thread: Linux's asynchronous I/O."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import sys
@@ -13,16 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-DEPTH = 256
-"""Reads of a queue under way at once."""
+DEPTH = 256  # reads of a queue under way at once
 _NUMBERS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
 """Of the system calls io_setup, io_destroy, io_submit and io_getevents."""
-_READ_BYTES, _EVENT_BYTES = 64, 32
-"""Sizes of the kernel's struct iocb and struct io_event."""
-QUEUE_BYTES = DEPTH * (_READ_BYTES + 8) + 24
-"""Bytes of a queue's arrays."""
-_INTERRUPTED = 10_000
-"""So often in a row waiting may be cut short by signals."""
+_READ_BYTES, _EVENT_BYTES = 64, 32  # sizes of the kernel's struct iocb and struct io_event
+QUEUE_BYTES = DEPTH * (_READ_BYTES + 8) + 24  # bytes of a queue's arrays
+_INTERRUPTED = 10_000  # so often in a row waiting may be cut short by signals
 _njit = numba.njit(nogil=True, cache=True)
 _word, _address = types.int64, types.uintp
 _syscall: Any = types.ExternalFunction("syscall", _word(_word, _word, _word, _address, _address, _address))
@@ -44,8 +38,7 @@ class ReadQueue:
         """The kernel's handle of the queue and the numbers of two system calls, int64 ``[3]``."""
         self.reads = np.zeros((DEPTH, _READ_BYTES // 8), np.int64)
         """What the kernel is asked for, a read a row, int64 ``[DEPTH, 8]``."""
-        self.got = np.zeros(DEPTH, np.int64)
-        """Bytes that came of each, or below 0 for an error, int64 ``[DEPTH]``."""
+        self.got = np.zeros(DEPTH, np.int64)  # bytes that came of each, or below 0 for an error, int64 [DEPTH]
         self.close = weakref.finalize(self, system, ctypes.c_long(destroy), context)
         """Give the queue back; as often as you like."""
 

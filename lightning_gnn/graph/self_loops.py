@@ -1,7 +1,5 @@
 """Self-loops and the symmetric normalisation of whole graphs, as PyG defines them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,20 +12,15 @@ _Array = npt.NDArray[Any]
 
 
 class LoopedRows(NamedTuple):
-    """Rows of a square matrix with exactly one self-loop each, which comes last.
+    """Rows of a square matrix with exactly one self-loop each, which comes last."""
 
-    Args:
-        indptr: First entry of each row, int64 ``[R + 1]``.
-        columns: Column of each entry, int32 ``[n]``.
-        edge_ids: The user's edge of each entry, int64 ``[n]``, -1 for a self-loop.
-        weight_ids: The user's edge that gives each entry its weight, int64 ``[n]``: for a self-loop the last one that
-            the vertex had (as in PyG's ``add_remaining_self_loops``), else -1.
-    """
-
-    indptr: _Array
-    columns: _Array
-    edge_ids: _Array
+    indptr: _Array  # first entry of each row, int64 [R + 1]
+    columns: _Array  # column of each entry, int32 [n]
+    edge_ids: _Array  # the user's edge of each entry, int64 [n], -1 for a self-loop
     weight_ids: _Array
+    """The user's edge that gives each entry its weight, int64 ``[n]``: for a self-loop the last one that the vertex
+    had (as in PyG's ``add_remaining_self_loops``), else -1.
+    """
 
 
 def loop_rows(first: int, indptr: _Array, columns: _Array, user_edges: _Array) -> LoopedRows:

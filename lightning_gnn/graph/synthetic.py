@@ -1,7 +1,5 @@
 """Seeded synthetic graphs: a learnable one for accuracy checks, a large topology for benchmarks."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -64,17 +62,7 @@ def planted_power_law(
         raise ValueError(f"num_edges={num_edges} is too dense for {num_nodes} nodes; use at most V * (V - 1) / 2")
     if not 1 <= num_classes <= num_nodes:
         raise ValueError(f"num_classes={num_classes}; use a number from 1 to num_nodes={num_nodes}")
-    if num_features < 1:
-        raise ValueError(f"num_features={num_features}; use at least 1")
-    for name, probability in (("homophily", homophily), ("label_noise", label_noise)):
-        if not 0.0 <= probability <= 1.0:
-            raise ValueError(f"{name}={probability}; use a probability from 0 to 1")
-    if not 0.0 <= feature_noise < math.inf:
-        raise ValueError(f"feature_noise={feature_noise}; use a finite number of at least 0")
-    # The tolerance admits splits such as (0.7, 0.2, 0.1), whose float sum may exceed 1 by rounding.
-    if len(split) != 3 or not all(part >= 0.0 for part in split) or sum(split) > 1.0 + 1e-9:
-        raise ValueError(f"split={split}; use three fractions of at least 0 that sum to at most 1")
-
+    check_planted(num_classes, num_features, homophily, feature_noise, seed, label_noise, split)
     rng = np.random.Generator(np.random.PCG64(seed))
     community = rng.permutation(num_nodes) % num_classes
     pairs = _planted_pairs(rng, community, num_edges // 2, homophily, exponent)
@@ -92,14 +80,7 @@ def planted_power_law(
         edge_index=torch.from_numpy(np.stack(np.divmod(keys, num_nodes))),
         y=y,
     )
-    order = torch.from_numpy(rng.permutation(num_nodes))
-    start = 0
-    for name, fraction in zip(("train_mask", "val_mask", "test_mask"), split, strict=True):
-        stop = start + round(num_nodes * fraction)
-        mask = torch.zeros(num_nodes, dtype=torch.bool)
-        mask[order[start:stop]] = True
-        data[name] = mask
-        start = stop
+    data.update(split_masks(rng, num_nodes, split))
     return data
 
 
@@ -134,6 +115,37 @@ def power_law_graph(
     indices = np.repeat(np.arange(num_nodes, dtype=np.int64), rng.multinomial(num_edges, share))
     rng.shuffle(indices)
     return torch.from_numpy(indptr), torch.from_numpy(indices)
+
+
+def check_planted(
+    num_classes: int, num_features: int, homophily: float, feature_noise: float, seed: int, label_noise: float = 0.0,
+    split: tuple[float, ...] = (0.0, 0.0, 0.0),
+) -> None:  # fmt: skip
+    """Check what all graphs with planted communities are drawn by."""
+    for name, count in (("num_classes", num_classes), ("num_features", num_features)):
+        if count < 1:
+            raise ValueError(f"{name}={count}; use at least 1")
+    for name, probability in (("homophily", homophily), ("label_noise", label_noise)):
+        if not 0.0 <= probability <= 1.0:
+            raise ValueError(f"{name}={probability}; use a probability from 0 to 1")
+    if not 0.0 <= feature_noise < math.inf:
+        raise ValueError(f"feature_noise={feature_noise}; use a finite number of at least 0")
+    # The tolerance admits splits such as (0.7, 0.2, 0.1), whose float sum may exceed 1 by rounding.
+    if len(split) != 3 or not all(part >= 0.0 for part in split) or sum(split) > 1.0 + 1e-9:
+        raise ValueError(f"split={split}; use three fractions of at least 0 that sum to at most 1")
+    if seed < 0:
+        raise ValueError(f"seed={seed}; use a non-negative integer")
+
+
+def split_masks(rng: np.random.Generator, num_nodes: int, split: tuple[float, ...]) -> dict[str, torch.Tensor]:
+    """Draw disjoint train, validation and test masks, bool ``[num_nodes]``, of these fractions of the nodes."""
+    order, start, masks = torch.from_numpy(rng.permutation(num_nodes)), 0, {}
+    for name, fraction in zip(("train_mask", "val_mask", "test_mask"), split, strict=True):
+        stop = start + round(num_nodes * fraction)
+        masks[name] = torch.zeros(num_nodes, dtype=torch.bool)
+        masks[name][order[start:stop]] = True
+        start = stop
+    return masks
 
 
 def _check_common(num_nodes: int, num_edges: int, exponent: float, seed: int) -> None:

@@ -1,15 +1,12 @@
 """Seeded synthetic graphs with types, learnable: papers with authors and topics, and users who rate items over time."""
 
-from __future__ import annotations
-
-import math
-
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
+from lightning_gnn.graph.synthetic import check_planted, split_masks
 from lightning_gnn.graph.synthetic_labels import Labels, planted_labels
 
 __all__ = ["planted_papers", "planted_ratings"]
@@ -70,12 +67,7 @@ def planted_papers(
     for name, count in (("citations", citations), ("authors", authors), ("topics", topics)):
         if count < 0:
             raise ValueError(f"{name}={count}; use at least 0")
-    if not 0.0 <= label_noise <= 1.0:
-        raise ValueError(f"label_noise={label_noise}; use a probability from 0 to 1")
-    _check(num_classes, num_features, homophily, feature_noise, seed)
-    if len(split) != 3 or not all(part >= 0.0 for part in split) or sum(split) > 1.0 + 1e-9:
-        raise ValueError(f"split={split}; use three fractions of at least 0 that sum to at most 1")
-
+    check_planted(num_classes, num_features, homophily, feature_noise, seed, label_noise, split)
     rng = np.random.Generator(np.random.PCG64(seed))
     data, community = _nodes(rng, sizes, num_classes, num_features, feature_noise)
     for source, relation, per_paper in (("paper", "cites", citations), ("author", "writes", authors),
@@ -88,13 +80,7 @@ def planted_papers(
         data["paper", f"rev_{relation}", source].edge_index = _sorted(*ends[::-1])
 
     data["paper"].y = planted_labels(rng, community["paper"], num_classes, labels, label_noise)
-    order, start = torch.from_numpy(rng.permutation(num_papers)), 0
-    for name, fraction in zip(("train_mask", "val_mask", "test_mask"), split, strict=True):
-        stop = start + round(num_papers * fraction)
-        mask = torch.zeros(num_papers, dtype=torch.bool)
-        mask[order[start:stop]] = True
-        data["paper"][name] = mask
-        start = stop
+    data["paper"].update(split_masks(rng, num_papers, split))
     return data
 
 
@@ -133,7 +119,7 @@ def planted_ratings(
             raise ValueError(f"{name}={count} must be at least num_classes={num_classes}")
     if num_ratings < 1:
         raise ValueError(f"num_ratings={num_ratings}; use at least 1")
-    _check(num_classes, num_features, homophily, feature_noise, seed)
+    check_planted(num_classes, num_features, homophily, feature_noise, seed)
     rng = np.random.Generator(np.random.PCG64(seed))
     sizes = {"user": num_users, "item": num_items}
     data, community = _nodes(rng, sizes, num_classes, num_features, feature_noise)
@@ -143,17 +129,6 @@ def planted_ratings(
         data[kind].edge_index = torch.from_numpy(np.stack(ends))
         data[kind].time = torch.arange(num_ratings)
     return data
-
-
-def _check(num_classes: int, num_features: int, homophily: float, feature_noise: float, seed: int) -> None:
-    if num_classes < 1 or num_features < 1:
-        raise ValueError(f"num_classes={num_classes} and num_features={num_features} must be at least 1")
-    if not 0.0 <= homophily <= 1.0:
-        raise ValueError(f"homophily={homophily}; use a probability from 0 to 1")
-    if not 0.0 <= feature_noise < math.inf:
-        raise ValueError(f"feature_noise={feature_noise}; use a finite number of at least 0")
-    if seed < 0:
-        raise ValueError(f"seed={seed}; use a non-negative integer")
 
 
 def _nodes(

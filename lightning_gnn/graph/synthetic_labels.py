@@ -1,7 +1,5 @@
 """What drawn nodes are labelled with: a class, several labels, or a number."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np
@@ -9,8 +7,7 @@ import numpy.typing as npt
 from torch import Tensor, from_numpy
 
 Labels = Literal["classes", "several", "numbers"]
-_SHARE = 0.2
-"""How likely a community has the label of another one."""
+_SHARE = 0.2  # how likely a community has the label of another one
 
 
 def planted_labels(

@@ -1,7 +1,5 @@
 """Tables in files, CSV, Parquet, Arrow or ``.npy``, in a database on disk that keeps to a bound on memory: DuckDB."""
 
-from __future__ import annotations
-
 import glob
 import gzip
 import json
@@ -19,8 +17,7 @@ from lightning_gnn.graph.text_files import Layout, is_gzip, look, rewrite, short
 from lightning_gnn.runtime.files import write_whole
 
 Columns = dict[str, npt.NDArray[Any]]
-TEXT = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".cites", ".content", ".dat", ".data")
-"""Endings of text files."""
+TEXT = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".cites", ".content", ".dat", ".data")  # endings of text files
 _PARQUET, _ARROW = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
 _PACKED = (".gz", ".zst")
 _MISSING = '{} needs {} ({}): pip install "lightning-gnn[convert]"'
@@ -93,15 +90,11 @@ class TableFiles:
         self,
         name: str,
         path: str | Path,
-        edges: bool = False,
-        header: bool | None = None,
+        edges: bool = False,  # whether it holds edges; then a list without a header may have comments anywhere
+        header: bool | None = None,  # whether text has one; None: its rows show it
         then: Callable[[], None] = lambda: None,
     ) -> str | None:
         """Make a table of a file, or of all files of a pattern, whose rows keep their order.
-
-        Args:
-            edges: Whether it holds edges; then a list without a header may have comments anywhere.
-            header: Whether text has one; None: its rows show it.
 
         Returns:
             How a text is laid out; None: it is none, or an earlier run has made the table.

@@ -1,7 +1,5 @@
 """From the tables of a relational database to a graph with types and times, in the form of RelBench."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from datetime import date
@@ -15,8 +13,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 
 Array = npt.NDArray[Any]
-MOST_CATEGORIES = 32
-"""Different strings in a column up to which each gets a feature."""
+MOST_CATEGORIES = 32  # different strings in a column up to which each gets a feature
 
 
 def from_tables(

@@ -1,7 +1,5 @@
 """How a text file is laid out, and a plain copy of it where the database needs one."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import gzip
@@ -16,18 +14,13 @@ from typing import IO, Any
 
 from lightning_gnn.graph.column_names import are_known
 
-_SAMPLE = 1 << 20
-"""Bytes of a file that its layout is guessed from, at least a few lines of it."""
-_ROWS = 2000
-"""Rows of the sample that are looked at."""
-_SHOWN = 100
-"""Characters of a line in a message."""
+_SAMPLE = 1 << 20  # bytes of a file that its layout is guessed from, at least a few lines of it
+_ROWS = 2000  # rows of the sample that are looked at
+_SHOWN = 100  # characters of a line in a message
 _SEPARATORS = {"\t": "tabs", ",": "commas", ";": "semicolons", "::": "double colons", "|": "bars", " ": "blanks"}
 """What is between fields, by preference; a blank stands for any run of blanks and tabs."""
-_QUOTES = (('"', '"'), ('"', "\\"), ("", ""))
-"""What encloses fields, and what stands before a quote in them."""
-_BROKEN = 0.99
-"""What quotes count that some row breaks: more than none, unless all rows are equally long without."""
+_QUOTES = (('"', '"'), ('"', "\\"), ("", ""))  # what encloses fields, and what stands before a quote in them
+_BROKEN = 0.99  # what quotes count that some row breaks: more than none, unless all rows are equally long without
 _COMMENTS = ("#", "%")
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
 _NAME = re.compile(r"[^\W\d][\w .:()\-]*")
@@ -45,35 +38,20 @@ _FOREIGN = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a text file is laid out, by its first lines.
+    """How a text file is laid out, by its first lines."""
 
-    Args:
-        path: The file that messages name.
-        file: Where its text is; another one if the database has unpacked it.
-        encoding: How its bytes are read.
-        separator: What is between two fields.
-        quotes: What encloses fields, and what stands before a quote in them.
-        skip: How many lines, comments and empty ones, stand before the first row.
-        header: Whether the first row is a header; None: only if its texts occur nowhere below.
-        first: The first row.
-        width: How many fields a row has.
-        names: Names of columns, from the last comment, where the first row holds none.
-        plain: Whether the database reads the file as it is.
-        line: The first line that is not empty.
-    """
-
-    path: Path
-    file: Path
-    encoding: str
-    separator: str
-    quotes: tuple[str, str]
-    skip: int
-    header: bool | None
-    first: list[str]
-    width: int
-    names: list[str]
-    plain: bool
-    line: str
+    path: Path  # the file that messages name
+    file: Path  # where its text is; another one if the database has unpacked it
+    encoding: str  # how its bytes are read
+    separator: str  # what is between two fields
+    quotes: tuple[str, str]  # what encloses fields, and what stands before a quote in them
+    skip: int  # how many lines, comments and empty ones, stand before the first row
+    header: bool | None  # whether the first row is a header; None: only if its texts occur nowhere below
+    first: list[str]  # the first row
+    width: int  # how many fields a row has
+    names: list[str]  # names of columns, from the last comment, where the first row holds none
+    plain: bool  # whether the database reads the file as it is
+    line: str  # the first line that is not empty
 
     def describe(self, header: bool) -> str:
         """Say how the file is read."""

@@ -1,7 +1,5 @@
 """The topology in a folder: arrays in CSC order, memory-mapped, or an edge list, which is kept sorted if it is long."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path
@@ -23,10 +21,8 @@ from lightning_gnn.graph.list_reads import expect_list_reads
 from lightning_gnn.runtime.store import checked_once, checksum, kept
 
 TOPOLOGY = ("indptr", "indices", "edge_ids")
-KEPT_FROM = 1_000_000
-"""Edge lists with so many edges or more are kept sorted."""
-CHECKED_ONCE = 1 << 26
-"""Bytes of a topology from which it is remembered that its ids were checked."""
+KEPT_FROM = 1_000_000  # edge lists with so many edges or more are kept sorted
+CHECKED_ONCE = 1 << 26  # bytes of a topology from which it is remembered that its ids were checked
 
 
 def write_csc(

@@ -1,7 +1,5 @@
 """Classification of nodes: one class per node, or any number of labels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -40,14 +38,11 @@ class NodeClassifier(NodeModule):
 
     Checkpoints keep ``num_classes``, ``lr`` and ``weight_decay`` but no objects; give these again:
     ``NodeClassifier.load_from_checkpoint(path, model=model)``.
+    Arguments that are not listed here are those of :class:`~lightning_gnn.nn.GNNModule`.
 
     Args:
         model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to logits ``[N, num_classes]``.
         num_classes: Number of classes, or of labels.
-        lr: Learning rate of Adam.
-        weight_decay: Weight decay of Adam.
-        optimizer: Takes the parameters and returns an optimizer in place of Adam.
-        scheduler: Takes the optimizer and returns a scheduler, or Lightning's ``lr_scheduler`` dictionary.
         target: The node type that is classified, for graphs with types.
         kind: ``"multiclass"`` (cross-entropy), or ``"multilabel"`` (binary cross-entropy, the mean over labels).
         class_weights: Of each class, positive: ``weight`` of torch's ``cross_entropy``, so that losses are divided by
@@ -57,7 +52,6 @@ class NodeClassifier(NodeModule):
             classes.
         metrics: What else is logged of validation and test, by the names of
             :func:`~lightning_gnn.nn.metrics.named_metric`: ``["top5", "macro_f1"]`` as ``val_top5``, ``val_macro_f1``.
-        embeddings: Rows that are trained, for types of nodes without features.
 
     Raises:
         ValueError: an argument is out of range; at the first batch: features, labels or the stage's mask are missing,

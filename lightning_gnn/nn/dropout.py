@@ -1,7 +1,5 @@
 """Dropout that draws one number from torch's generator, and its mask from that: fast, and the same for any threads."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from lightning_gnn.ops.dropout import dropout

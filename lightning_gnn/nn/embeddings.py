@@ -1,7 +1,5 @@
 """Rows that are trained, for types of nodes without features."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

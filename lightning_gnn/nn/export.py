@@ -20,8 +20,7 @@ from lightning_gnn.nn.module import GNNModule
 if TYPE_CHECKING:  # which takes a second to import
     from torch.export import ExportedProgram
 
-_NUM_NODES, _NUM_EDGES = 5, 7
-"""Of the graph that the program is made on; others have any numbers of both."""
+_NUM_NODES, _NUM_EDGES = 5, 7  # of the graph that the program is made on; others have any numbers of both
 _REFUSED = {
     "data-dependent": "a program's course must not depend on values of tensors",
     "Constraints violated": "it would fit this number of nodes or edges alone",

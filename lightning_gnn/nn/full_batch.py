@@ -24,8 +24,7 @@ class FullBatch(Data):  # type: ignore[misc]
     features and graph stay in host memory if a device is too small for them.
     """
 
-    is_handed_out_again = True
-    """Loaders hand out the same object each time, so that it is converted and moved once."""
+    is_handed_out_again = True  # loaders hand out the same object each time, so that it is converted and moved once
 
     @classmethod
     def from_data(cls, data: Data, graph: CompressedGraph, **more: Any) -> FullBatch:

@@ -30,10 +30,8 @@ from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from lightning_gnn.runtime.memory_info import available_bytes
 
-LEAST = 2048
-"""Vertices, targets and sources together, that a block may always have."""
-_SHARE = 0.5
-"""Of the free memory, how much ``memory_limit="auto"`` takes."""
+LEAST = 2048  # vertices, targets and sources together, that a block may always have
+_SHARE = 0.5  # of the free memory, how much memory_limit="auto" takes
 
 
 @dataclass(frozen=True)
@@ -82,11 +80,7 @@ class FullInference:
 
 
 class Elsewhere:
-    """Stands as ``edge_index`` of a batch for edges of which each rank has a part; ``inference`` of the batch has them.
-
-    Args:
-        num_edges: How many there are.
-    """
+    """Stands as ``edge_index`` of a batch for edges that are in parts on ranks; ``inference`` of the batch has them."""
 
     def __init__(self, num_edges: int) -> None:
         self.num_edges = num_edges
@@ -159,21 +153,14 @@ def infer(
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a model.
+    """One layer of a model."""
 
-    Args:
-        conv: A layer of :mod:`lightning_gnn.nn.conv`.
-        after: What follows it, row by row: normalisation, activation, a last linear layer.
-        width: Columns of the result.
-        widest: Columns of the widest tensor on the way.
-        whole_norm: The class of a normalisation in ``after`` that reads all rows, or None.
-    """
-
-    conv: nn.Module
+    conv: nn.Module  # a layer of lightning_gnn.nn.conv
     after: list[Callable[[Tensor], Tensor]]
-    width: int
-    widest: int
-    whole_norm: str | None = None
+    """What follows it, row by row: normalisation, activation, a last linear layer."""
+    width: int  # columns of the result
+    widest: int  # columns of the widest tensor on the way
+    whole_norm: str | None = None  # the class of a normalisation in after that reads all rows, or None
 
 
 def layers_of(model: nn.Module) -> list[Layer] | None:
@@ -238,7 +225,6 @@ class GraphBlock:
     Args:
         graph: The whole graph, with self-loops if the layer adds them.
         user_graph: The whole graph without.
-        last: The target behind the last one.
         memo: Weights that are the same for all blocks of a layer.
     """
 
@@ -296,26 +282,18 @@ class GraphBlock:
 
 def _stream(
     layers: list[Layer],
-    x: Tensor,
+    x: Tensor,  # features [N, F] in host memory, or memory-mapped
     graph: CompressedGraph,
     edge_weight: Tensor | None,
     device: torch.device,
     *,
-    limit: float,
-    folder: str | Path | None = None,
+    limit: float,  # bytes that a block may take there, about
+    folder: str | Path | None = None,  # where the files go; None: a temporary folder in the user's cache directory
     in_memory: bool = False,
-    bar: Any = None,
-    stop: Callable[[], None] | None = None,
+    bar: Any = None,  # A rich.progress.Progress on the screen already; None shows one, False none
+    stop: Callable[[], None] | None = None,  # called after each block; may raise
 ) -> Tensor:
-    """Return the output of the last layer for all nodes ``[N, D]``, in host memory or memory-mapped.
-
-    Args:
-        x: Features ``[N, F]`` in host memory, or memory-mapped.
-        limit: Bytes that a block may take there, about.
-        folder: Where the files go; None: a temporary folder in the user's cache directory.
-        bar: A ``rich.progress.Progress`` on the screen already; None shows one, False none.
-        stop: Called after each block; may raise.
-    """
+    """Return the output of the last layer for all nodes ``[N, D]``, in host memory or memory-mapped."""
     x, graph, edge_weight = x.cpu(), graph.to("cpu"), None if edge_weight is None else edge_weight.cpu()
     dtype = next(parameter.dtype for layer in layers for parameter in layer.conv.parameters())
     looped = [getattr(layer.conv, "add_self_loops", False) for layer in layers]

@@ -1,7 +1,5 @@
 """Where the outputs of layers go: into host memory, or into files where they do not fit."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Iterator

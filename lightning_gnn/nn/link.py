@@ -1,7 +1,5 @@
 """Link prediction as a LightningModule, on link-sampled mini-batches and on full graphs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +17,7 @@ from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.module import GNNModule
 
 _AT = {"hits": RetrievalHitRate, "recall": RetrievalRecall}
-_MOST_QUERIES = 1 << 40
-"""How many queries a rank may ask per epoch: their numbers tell those of different ranks apart."""
+_MOST_QUERIES = 1 << 40  # how many queries a rank may ask per epoch: their numbers tell those of different ranks apart
 
 
 class LinkPredictor(GNNModule):
@@ -40,17 +37,13 @@ class LinkPredictor(GNNModule):
     scores in memory, and so do the other ``metrics``. Those rank each link among the K non-links that are drawn to its
     source, so that they need triplets: ``neg_sampling=NegativeSampling("triplet", amount=K)``, and no labels.
     Checkpoints keep no objects: ``LinkPredictor.load_from_checkpoint(path, model=model)``.
+    Arguments that are not listed here are those of :class:`~lightning_gnn.nn.GNNModule`.
 
     Args:
         model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to node embeddings ``[N, D]``.
-        lr: Learning rate of Adam.
-        weight_decay: Weight decay of Adam.
-        optimizer: Takes the parameters and returns an optimizer in place of Adam.
-        scheduler: Takes the optimizer and returns a scheduler, or Lightning's ``lr_scheduler`` dictionary.
         target: The type of the edges that are predicted, ``(source, name, target)``, for graphs with types.
         metrics: What is logged of validation and test: ``"auc"``, ``"mrr"`` (mean reciprocal rank), ``"hits@10"``,
             ``"recall@10"`` with any number; as ``val_auc``, ``val_mrr``, ``val_hits@10``.
-        embeddings: Rows that are trained, for types of nodes without features.
 
     Raises:
         ValueError: an argument is out of range; at the first batch: features or labelled edges are missing, empty or of

@@ -1,7 +1,5 @@
 """Metrics of predictions for nodes, by name: torchmetrics' classes, and OGB's evaluators."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,9 +1,7 @@
 """GCN, GraphSAGE, GIN and GAT: PyG's own models, with dropout on the input features and exact trimming."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,23 +53,26 @@ def num_layers(model: nn.Module) -> int | None:
     return layers if layers in (passing, len(convs) if isinstance(convs, nn.ModuleList) else None) else None
 
 
+class _Sampled(NamedTuple):
+    """The edges of a mini-batch, sorted by hop, and how many nodes and edges each hop has."""
+
+    edge_index: Tensor
+    edge_weight: Tensor | None
+    edge_attr: Tensor | None
+    num_nodes: list[int]
+    num_edges: list[int]
+
+
 @dataclass
 class _Part:
-    """What one layer reads of a trimmed mini-batch, besides its sources.
+    """What one layer reads of a trimmed mini-batch, besides its sources."""
 
-    Args:
-        num_targets: How many of the sources, the first ones, are its targets.
-        edge_index: ``[2, E]``.
-        edge_weight: ``[E]``, or None.
-        edge_attr: ``[E, …]``, or None.
-        sorted_edges: Weighted edges by target in place of those above, for a layer that is fused, or None.
-    """
-
-    num_targets: int
-    edge_index: Tensor
-    edge_weight: Tensor | None = None
-    edge_attr: Tensor | None = None
+    num_targets: int  # how many of the sources, the first ones, are its targets
+    edge_index: Tensor  # [2, E]
+    edge_weight: Tensor | None = None  # [E], or None
+    edge_attr: Tensor | None = None  # [E, …], or None
     sorted_edges: list[Tensor] | None = None
+    """Weighted edges by target in place of those above, for a layer that is fused, or None."""
 
 
 class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
@@ -129,24 +130,16 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         if nodes is None or edges is None or not trims_exactly(self, len(edges)):
             out: Tensor = super().forward(self.input_dropout(x), edge_index, edge_weight, edge_attr, batch, batch_size)
             return out
-        return self._trimmed(x, edge_index, edge_weight, edge_attr, nodes, edges)
+        return self._trimmed(x, _Sampled(edge_index, edge_weight, edge_attr, nodes, edges))
 
-    def _trimmed(
-        self,
-        x: Tensor,
-        edge_index: Tensor,
-        edge_weight: Tensor | None,
-        edge_attr: Tensor | None,
-        num_nodes: list[int],
-        num_edges: list[int],
-    ) -> Tensor:
+    def _trimmed(self, x: Tensor, batch: _Sampled) -> Tensor:
         """Run each layer as a bipartite one, from the nodes that it reads to those that the next layer needs.
 
         PyG's ``trim_to_layer`` leaves out a hop after each layer, so that a layer still computes rows of its own last
         hop, which nobody reads: nearly all rows of the first layer.
         """
-        parts = self._parts(x, edge_index, edge_weight, edge_attr, num_nodes, num_edges)
-        x = self.input_dropout(x[: sum(num_nodes[: self.num_layers + 1])])
+        parts = self._parts(x, batch)
+        x = self.input_dropout(x[: sum(batch.num_nodes[: self.num_layers + 1])])
         for i, (conv, norm, part) in enumerate(zip(self.convs, self.norms, parts, strict=True)):
             last = i == self.num_layers - 1 and self.jk_mode is None
             x, complete = self._layer(conv, x, part, None if last else norm)
@@ -162,22 +155,14 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
             x = self.dropout(x)
         return self.lin(x) if self.jk_mode is not None else x
 
-    def _parts(
-        self,
-        x: Tensor,
-        edge_index: Tensor,
-        edge_weight: Tensor | None,
-        edge_attr: Tensor | None,
-        num_nodes: list[int],
-        num_edges: list[int],
-    ) -> list[_Part]:
+    def _parts(self, x: Tensor, batch: _Sampled) -> list[_Part]:
         """Cut a mini-batch for the layers, the outermost first."""
         parts = []
         for hops in range(self.num_layers, 0, -1):
-            edges = slice(sum(num_edges[:hops]))
-            weight = None if edge_weight is None else edge_weight[edges]
-            attr = None if edge_attr is None else edge_attr[edges]
-            parts.append(_Part(sum(num_nodes[:hops]), edge_index[:, edges], weight, attr))
+            edges = slice(sum(batch.num_edges[:hops]))
+            weight = None if batch.edge_weight is None else batch.edge_weight[edges]
+            attr = None if batch.edge_attr is None else batch.edge_attr[edges]
+            parts.append(_Part(sum(batch.num_nodes[:hops]), batch.edge_index[:, edges], weight, attr))
         return parts
 
     def _layer(self, conv: MessagePassing, x: Tensor, part: _Part, norm: nn.Module | None) -> tuple[Tensor, bool]:
@@ -210,29 +195,19 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
         """Build one layer, which also takes a compressed graph."""
         return GCNConv(in_channels, out_channels, **kwargs)
 
-    def _parts(
-        self,
-        x: Tensor,
-        edge_index: Tensor,
-        edge_weight: Tensor | None,
-        edge_attr: Tensor | None,
-        num_nodes: list[int],
-        num_edges: list[int],
-    ) -> list[_Part]:
-        conv = self.convs[0]
+    def _parts(self, x: Tensor, batch: _Sampled) -> list[_Part]:
+        conv, edge_index, num_nodes = self.convs[0], batch.edge_index, batch.num_nodes
         if conv.cached:
             raise ValueError("cached=True keeps the first batch's graph for all others: use it for full graphs only")
-        if self._fuses(x, edge_index, edge_weight):
+        if self._fuses(x, edge_index, batch.edge_weight):
             targets = [sum(num_nodes[:hops]) for hops in range(self.num_layers, 0, -1)]
-            edges = conv.sorted_edges(edge_index, edge_weight, x.size(0), targets[0], x.dtype)
+            edges = conv.sorted_edges(edge_index, batch.edge_weight, x.size(0), targets[0], x.dtype)
             cut = [first_rows(edges, count) for count in targets]
             # A layer has no more sources than the one before has targets; what reads others is PyG's to complain about.
             sources = [sum(num_nodes[: self.num_layers + 1]), *targets]
             if all(_reads_below(part, count) for part, count in zip(cut, sources, strict=False)):
                 return [_Part(count, edge_index, sorted_edges=part) for count, part in zip(targets, cut, strict=True)]
-        if conv.normalize:
-            edge_index, edge_weight, num_edges = self._normalize(x, edge_index, edge_weight, num_nodes, num_edges)
-        return super()._parts(x, edge_index, edge_weight, edge_attr, num_nodes, num_edges)
+        return super()._parts(x, self._normalize(x, batch) if conv.normalize else batch)
 
     def _fuses(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> bool:
         """Say whether all layers run as one operator each; the normalisation is theirs together."""
@@ -253,14 +228,12 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
         x = conv.propagate(part.edge_index, x=x, edge_weight=part.edge_weight, size=size)
         return x if conv.bias is None else x + conv.bias, False
 
-    def _normalize(
-        self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, num_nodes: list[int], num_edges: list[int]
-    ) -> tuple[Tensor, Tensor, list[int]]:
+    def _normalize(self, x: Tensor, batch: _Sampled) -> _Sampled:
         """Normalise by the whole mini-batch's degrees, and put each self-loop into the hop of its node's in-edges."""
-        conv, size = self.convs[0], x.size(0)
+        conv, size, (edge_index, edge_weight, _, num_nodes, num_edges) = self.convs[0], x.size(0), batch
         _, weight = gcn_norm(edge_index, edge_weight, size, conv.improved, conv.add_self_loops, conv.flow, x.dtype)
         if not conv.add_self_loops:
-            return edge_index, weight, num_edges
+            return batch._replace(edge_weight=weight)
         # gcn_norm moves the graph's own self-loops to the end: give them weight 0 where they were, so that the number
         # of edges per hop stays known without a device synchronisation.
         weight, loop_weight = weight[:-size], weight[-size:]
@@ -276,11 +249,8 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
         ):
             indices += [edges, loop_part.expand(2, -1)]
             weights += [edge_part, loop_part_weight]
-        return (
-            torch.cat(indices, dim=1),
-            torch.cat(weights),
-            [edges + nodes for edges, nodes in zip(num_edges, inner, strict=True)],
-        )
+        counts = [edges + nodes for edges, nodes in zip(num_edges, inner, strict=True)]
+        return batch._replace(edge_index=torch.cat(indices, dim=1), edge_weight=torch.cat(weights), num_edges=counts)
 
 
 def _same_norm(conv: GCNConv, other: GCNConv) -> bool:

@@ -1,7 +1,5 @@
 """What all tasks share: a PyG model as a LightningModule, its optimizer, and the forward pass over any batch."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

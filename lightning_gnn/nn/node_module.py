@@ -1,7 +1,5 @@
 """Prediction for nodes as a LightningModule, on neighbour-sampled mini-batches and on full graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Regression: numbers for nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,16 +21,12 @@ class NodeRegressor(NodeModule):
     model has as many outputs. Logged, each weighted by the number of labelled nodes: ``train_loss``, ``val_loss``,
     ``test_loss``, and the mean absolute error: ``train_mae``, ``val_mae``, ``test_mae``; and the ``metrics``.
     Checkpoints keep no objects: ``NodeRegressor.load_from_checkpoint(path, model=model)``.
+    Arguments that are not listed here are those of :class:`~lightning_gnn.nn.GNNModule`.
 
     Args:
         model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to numbers ``[N, T]``.
-        lr: Learning rate of Adam.
-        weight_decay: Weight decay of Adam.
-        optimizer: Takes the parameters and returns an optimizer in place of Adam.
-        scheduler: Takes the optimizer and returns a scheduler, or Lightning's ``lr_scheduler`` dictionary.
         target: The node type in question, for graphs with types.
         metrics: What else is logged of validation and test: ``"mse"``, ``"rmse"``, ``"r2"``, as ``val_r2``.
-        embeddings: Rows that are trained, for types of nodes without features.
 
     Raises:
         ValueError: an argument is out of range; at the first batch: features, numbers or the stage's mask are missing,

@@ -12,8 +12,6 @@ does not count what is written through ``.data`` or another library's view of th
 on a device must replace the tensor. Tensors made in inference mode have no version and are looked at each time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -23,8 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric.data import Data, HeteroData
 
-_SEEDS = ("src_index", "dst_pos_index", "dst_neg_index")
-"""Attributes that name seeds of link prediction, in triplets."""
+_SEEDS = ("src_index", "dst_pos_index", "dst_neg_index")  # attributes that name seeds of link prediction, in triplets
 _known: Any = WeakTensorKeyDictionary()
 """Tensors on devices that were in order, with their version then, and in which order."""
 

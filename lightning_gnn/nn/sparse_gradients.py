@@ -1,7 +1,5 @@
 """Sparse gradients where functions of torch take dense ones alone."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

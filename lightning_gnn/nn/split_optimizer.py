@@ -1,7 +1,5 @@
 """Several optimizers as one, each of parameters of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modules by node type or edge type, whatever the types are called."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -54,12 +52,7 @@ def _name(key: str) -> str:
 
 
 class TypeLinear(HeteroDictLinear):  # type: ignore[misc]
-    """PyG's ``HeteroDictLinear`` for types of any name.
-
-    Args:
-        in_channels: Features of each type.
-        out_channels: Features of the result.
-    """
+    """PyG's ``HeteroDictLinear`` for types of any name."""
 
     lins: nn.ModuleDict
 

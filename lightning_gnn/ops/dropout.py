@@ -1,7 +1,5 @@
 """Dropout whose mask is a function of (key, global row, column), so that it does not depend on who draws which rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -22,8 +20,7 @@ from lightning_gnn.ops.library import define, library
 from lightning_gnn.ops.worker_threads import run_all
 
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
-_PER_THREAD = 1 << 18
-"""Numbers that a further thread must have to draw; fewer cost less than waking it."""
+_PER_THREAD = 1 << 18  # numbers that a further thread must have to draw; fewer cost less than waking it
 
 
 def row_dropout(x: Tensor, p: float, key: int, rows: Tensor | None = None) -> Tensor:

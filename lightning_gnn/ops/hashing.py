@@ -98,8 +98,7 @@ def draw_fraction(stream: int, j: int) -> float:
     return (mix(stream + (j + 1) * GOLDEN) >> 11) * 2.0**-53
 
 
-Word = Any
-"""A uint64 of compiled code, of which NumPy's types cannot say what its arithmetic gives."""
+Word = Any  # a uint64 of compiled code, of which NumPy's types cannot say what its arithmetic gives
 _U11, _U30, _U27, _U31, _U32 = (np.uint64(s) for s in (11, 30, 27, 31, 32))
 _UMIX_1, _UMIX_2 = np.uint64(MIX_1), np.uint64(MIX_2)
 _UGOLDEN, _UNODE_STEP = np.uint64(GOLDEN), np.uint64(NODE_STEP)

@@ -26,10 +26,8 @@ Kinds = tuple[tuple[int, int], ...]
 
 WIDTHS = (64, 32, 16, 8, 4, 2, 1)
 """Columns that a block may have: 64 of float32 are four cache lines, and as many as the registers hold."""
-MAX_WIDTHS = (64, 16, 4, 1)
-"""The same for maxima, whose loops are longer, and compile longer: fewer kinds."""
-HEAD_WIDTHS = (8, 16, 32)
-"""Columns of a head of which several share a block."""
+MAX_WIDTHS = (64, 16, 4, 1)  # the same for maxima, whose loops are longer, and compile longer: fewer kinds
+HEAD_WIDTHS = (8, 16, 32)  # columns of a head of which several share a block
 _FUSED = tuple((width, width // each) for each in HEAD_WIDTHS for width in WIDTHS if width > each)
 SUMS: Kinds = tuple((width, heads) for width in WIDTHS for heads in (0, 1)) + _FUSED
 MAXIMA: Kinds = tuple((width, heads) for width in MAX_WIDTHS for heads in (0, 1))
@@ -67,7 +65,6 @@ def _prefetch(typingctx: Any, array: Any, index: Any) -> tuple[Any, Callable[...
     """Ask for the cache line of ``array[index]`` (one dimension); any index is safe, nothing is read.
 
     Args:
-        typingctx: Numba's, not given by callers.
         array: A C-contiguous array.
     """
 
@@ -84,10 +81,8 @@ def _copy_bytes(
     """Copy ``count`` bytes from ``source[source_at:]`` to ``target[target_at:]``, without checks.
 
     Args:
-        typingctx: Numba's, not given by callers.
         target: A C-contiguous uint8 array.
         source: A C-contiguous uint8 array that does not overlap.
-        count: How many bytes.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -108,8 +103,6 @@ class _Block:
         builder: Numba's, at the place where to emit.
         values: The arguments of the intrinsic by name.
         kinds: Their types by name; the first is what is gathered, ``x`` says the dtype.
-        width: Columns of the block.
-        heads: Weights of an entry for them.
     """
 
     def __init__(

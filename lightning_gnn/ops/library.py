@@ -11,8 +11,7 @@ from lightning_gnn.ascend_ops import build
 from lightning_gnn.runtime.store import kept_folder
 
 library = torch.library.Library("lightning_gnn", "DEF")  # type: ignore[no-untyped-call]
-references = SimpleNamespace()
-"""The functions of all operators that are made of torch's own, by name."""
+references = SimpleNamespace()  # the functions of all operators that are made of torch's own, by name
 build.use_store(kept_folder)  # that package knows nothing of this one
 
 

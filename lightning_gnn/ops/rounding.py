@@ -1,7 +1,5 @@
 """Rounding float32 to bfloat16 in compiled loops, as torch does: to the nearest, ties to even."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +17,6 @@ def _round_span(typingctx: Any, x: Any, begin: Any, out: Any, at: Any, count: An
     """Write ``count`` numbers of ``x[begin:]`` to ``out[at:]`` as bfloat16, rounded to the nearest, ties to even.
 
     Args:
-        typingctx: Numba's, not given by callers.
         x: float32, one dimension.
         out: uint16, one dimension.
     """

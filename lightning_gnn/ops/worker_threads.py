@@ -5,8 +5,6 @@ OpenMP beside torch's, whose idle threads spin on the cores that torch's need, a
 is killed. These threads sleep between calls, may be called from any thread, and are made anew in a forked child.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait

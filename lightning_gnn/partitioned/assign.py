@@ -3,8 +3,6 @@
 Of all types at once, and even in three things: nodes, the edges that go to them, and training seeds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,10 +18,8 @@ from lightning_gnn.runtime.memory_info import available_bytes
 
 METHODS = ("metis", "ldg", "random")
 MOST_PARTS = 1 << 15
-SLACK = 0.05
-"""By how much more than its share of nodes, of edges and of seeds a part may have."""
-_PASSES = 8
-"""How often the stream goes by: the first time most neighbours have no part yet."""
+SLACK = 0.05  # by how much more than its share of nodes, of edges and of seeds a part may have
+_PASSES = 8  # how often the stream goes by: the first time most neighbours have no part yet
 _METIS_BYTES = 120
 """What METIS needs at its peak, per edge in both directions, with what it is given: measured, rounded up."""
 

@@ -1,7 +1,5 @@
 """Training on a graph of which each rank has a part: the mini-batches are those of one machine with all of it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -97,8 +95,7 @@ class _OnParts(MiniBatchDataModule):
         """Rows of nodes that were read here, asked of other ranks, or kept, in the runs so far."""
         self._own_seed = seed is not None
         self._heartbeats: Heartbeats | None = None
-        self._joined = False
-        """Whether all ranks are through with setup."""
+        self._joined = False  # whether all ranks are through with setup
         time_attr = kwargs.get("time_attr")
         whole = topology == "whole"
         data = with_topology(self.partition, time_attr) if whole else without_rows(self.partition)

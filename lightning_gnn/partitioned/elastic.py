@@ -1,7 +1,5 @@
 """Going on with another number of ranks: where an epoch stands counts in seeds, and an uneven last step is weighed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytorch_lightning as pl

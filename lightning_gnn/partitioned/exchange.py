@@ -4,8 +4,6 @@ So ranks may have different numbers of mini-batches, stop early or go ahead, and
 process group of their own, of gloo, beside whatever the training uses.
 """
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import threading
@@ -45,14 +43,12 @@ class Exchange:
         self._handlers = dict(handlers)
         grouped = dist.is_available() and dist.is_initialized()
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        self.sent = self.received = 0
-        """Bytes of questions and answers, of those that this rank asked."""
+        self.sent = self.received = 0  # bytes of questions and answers, of those that this rank asked
         self._calls = itertools.count()
         self._asked: dict[int, tuple[set[int], SimpleQueue[tuple[int, Tensor | str]]]] = {}
         """For each call the ranks that are to answer, and where their answers, or why there are none, are put."""
         self._asking = threading.Lock()
-        self._under_way: list[Any] = []
-        """What may still be sent of calls that have failed: gloo does not own it."""
+        self._under_way: list[Any] = []  # what may still be sent of calls that have failed: gloo does not own it
         self._lost: dict[int, str] = {}
         self._aborted: str | None = None
         self._threads: list[threading.Thread] = []

@@ -42,21 +42,15 @@ _TOPOLOGY = ("edge_index", "adj_t", "graph", "num_nodes")
 
 @dataclass
 class Kind:
-    """A type of nodes or of edges.
+    """A type of nodes or of edges."""
 
-    Args:
-        name: Of a node type, or the triple of an edge type; None in a graph of one type.
-        count: How many there are.
-        attributes: Dtype and shape of each attribute that is split by rows.
-        per_part: How many each part has.
-        largest: The largest value of each attribute that holds one whole number per row, such as a class.
-    """
-
-    name: Any
-    count: int
+    name: Any  # of a node type, or the triple of an edge type; None in a graph of one type
+    count: int  # how many there are
     attributes: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    per_part: list[int] = field(default_factory=list)
+    """Dtype and shape of each attribute that is split by rows."""
+    per_part: list[int] = field(default_factory=list)  # how many each part has
     largest: dict[str, int] = field(default_factory=dict)
+    """The largest value of each attribute that holds one whole number per row, such as a class."""
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of an attribute."""

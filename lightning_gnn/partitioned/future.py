@@ -1,7 +1,5 @@
 """Which rows of other parts the coming mini-batches read: known before they are read, as their keys are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice
 

@@ -25,10 +25,8 @@ from lightning_gnn.partitioned.folder import Part, Partition
 from lightning_gnn.partitioned.remote import Remote
 from lightning_gnn.partitioned.shard import holders
 
-_MOST_EDGES = 1 << 24
-"""Edges of a block at most, whatever the memory, so that its arrays stay small."""
-_AT_LEAST = 1 << 20
-"""Bytes that a block may always take."""
+_MOST_EDGES = 1 << 24  # edges of a block at most, whatever the memory, so that its arrays stay small
+_AT_LEAST = 1 << 20  # bytes that a block may always take
 
 
 class Published:
@@ -105,16 +103,12 @@ class InParts(FullInference):
 
     ``memory_limit`` bounds the rows that a block of nodes reads; the outputs of two layers of the rank's own nodes are
     held beside them.
-
-    Args:
-        published: What others ask this rank for.
-        wanted: The nodes of each type whose outputs this rank returns, int64 ``[n]``; the type is None where there is
-            one.
     """
 
     remote: Remote | None = None
-    published: Published | None = None
+    published: Published | None = None  # what others ask this rank for
     wanted: Mapping[NodeType | None, Tensor] | None = None
+    """The nodes of each type whose outputs this rank returns, int64 ``[n]``; the type is None where there is one."""
 
     @classmethod
     def of(cls, settings: FullInference, **more: Any) -> InParts:
@@ -206,14 +200,11 @@ class _Pass:
     A class derived from it says what the layers are and, in :meth:`_blocks`, how one is computed.
     """
 
-    widths: Sequence[int]
-    """Columns of what each layer returns."""
-    widest: Sequence[int]
-    """Columns of the widest tensor on the way there."""
+    widths: Sequence[int]  # columns of what each layer returns
+    widest: Sequence[int]  # columns of the widest tensor on the way there
     reached: Sequence[Mapping[int, Sequence[int]]]
     """The numbers of the node types that each layer computes, with those of the edge types that lead to them."""
-    weighted = False
-    """Whether edges have weights."""
+    weighted = False  # whether edges have weights
 
     def __init__(self, how: InParts, model: nn.Module, stop: Callable[[], None] | None) -> None:
         assert how.remote is not None

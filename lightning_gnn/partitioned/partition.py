@@ -1,7 +1,5 @@
 """From a graph to a folder of parts, with what that will cost in training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,31 +5,22 @@ as long as the longest of four: training with the sum of the gradients, a thread
 what crosses the network, and what the cores have to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-NODE_BYTES = 8
-"""Of a node that is asked for."""
-PICK_BYTES = 16
-"""Of an edge in an answer: its source and its place."""
+NODE_BYTES = 8  # of a node that is asked for
+PICK_BYTES = 16  # of an edge in an answer: its source and its place
 
 
 @dataclass(frozen=True)
 class Network:
-    """Between machines, each of which sends and receives at the same time.
+    """Between machines, each of which sends and receives at the same time."""
 
-    Args:
-        bandwidth: Bytes per second of a machine, in each direction.
-        latency: Seconds of a message one way.
-    """
-
-    bandwidth: float
-    latency: float = 0.0
+    bandwidth: float  # bytes per second of a machine, in each direction
+    latency: float = 0.0  # seconds of a message one way
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
@@ -40,51 +31,30 @@ class Network:
 
 @dataclass(frozen=True)
 class Work:
-    """What a mini-batch costs one machine with the whole graph, as it was measured.
+    """What a mini-batch costs one machine with the whole graph, as it was measured."""
 
-    Args:
-        prepare_s: Thread-seconds of sampling it and of loading its features.
-        step_s: Seconds of a training step.
-        fixed_s: Seconds of the training thread beside it, whatever the size of the mini-batch.
-        workers: Threads that prepare; 0: the training thread does.
-        serial_step_s: A step with one thread, which is how much work it is; 0 where it is not known.
-        nodes: Of the mini-batch; smaller ones cost proportionally less. 0: all cost the same.
-        gradient_bytes: That ranks sum up after each step.
-        message_s: Seconds per byte to pack and unpack a message.
-        slowdown: By how much all takes longer side by side.
-    """
-
-    prepare_s: float
-    step_s: float
-    fixed_s: float = 0.0
-    workers: int = 1
+    prepare_s: float  # thread-seconds of sampling it and of loading its features
+    step_s: float  # seconds of a training step
+    fixed_s: float = 0.0  # seconds of the training thread beside it, whatever the size of the mini-batch
+    workers: int = 1  # threads that prepare; 0: the training thread does
     cores: int = 1
-    serial_step_s: float = 0.0
-    nodes: float = 0.0
-    gradient_bytes: int = 0
-    message_s: float = 0.0
-    slowdown: float = 1.0
+    serial_step_s: float = 0.0  # a step with one thread, which is how much work it is; 0 where it is not known
+    nodes: float = 0.0  # of the mini-batch; smaller ones cost proportionally less. 0: all cost the same
+    gradient_bytes: int = 0  # that ranks sum up after each step
+    message_s: float = 0.0  # seconds per byte to pack and unpack a message
+    slowdown: float = 1.0  # by how much all takes longer side by side
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What ranks ask of each other for a mini-batch, on average.
+    """What ranks ask of each other for a mini-batch, on average."""
 
-    Args:
-        asked: Bytes of the questions that each rank sends in each round, ``[rounds, ranks]``.
-        answered: Bytes of the answers that it gets, likewise.
-        sent: Bytes of questions and answers that leave each rank in a step, ``[ranks]``.
-        nodes: Nodes of a mini-batch.
-        remote_rows: Of these, rows that are asked of other ranks.
-        steps: Mini-batches of an epoch; what is left at its end counts by its seeds.
-    """
-
-    asked: np.ndarray
-    answered: np.ndarray
-    sent: np.ndarray
-    nodes: float
-    remote_rows: float
-    steps: float
+    asked: np.ndarray  # bytes of the questions that each rank sends in each round, [rounds, ranks]
+    answered: np.ndarray  # bytes of the answers that it gets, likewise
+    sent: np.ndarray  # bytes of questions and answers that leave each rank in a step, [ranks]
+    nodes: float  # nodes of a mini-batch
+    remote_rows: float  # of these, rows that are asked of other ranks
+    steps: float  # mini-batches of an epoch; what is left at its end counts by its seeds
 
     @property
     def ranks(self) -> int:
@@ -99,20 +69,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one number of machines.
-
-    Args:
-        epoch_s: Seconds of an epoch.
-        step_s: Seconds from one step to the next.
-        bounds: What sets that: the seconds of ``training``, ``preparing``, ``network`` and ``cores``.
-        traffic: What it was predicted from.
-    """
+    """Of one number of machines."""
 
     ranks: int
-    epoch_s: float
-    step_s: float
-    bounds: dict[str, float]
-    traffic: Traffic
+    epoch_s: float  # seconds of an epoch
+    step_s: float  # seconds from one step to the next
+    bounds: dict[str, float]  # what sets that: the seconds of training, preparing, network and cores
+    traffic: Traffic  # what it was predicted from
 
     @property
     def bound(self) -> str:

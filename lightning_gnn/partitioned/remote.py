@@ -1,7 +1,5 @@
 """The lists and rows of a partitioned graph, wherever they are, as one machine would read them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -30,8 +28,7 @@ class Remote:
         self.server = np.array(
             [exchange.rank if exchange.rank in ranks else ranks[exchange.rank % len(ranks)] for ranks in held]
         )
-        self.rows_read: Counter[str] = Counter()
-        """Rows of nodes that were read here, asked of other ranks, or kept."""
+        self.rows_read: Counter[str] = Counter()  # rows of nodes that were read here, asked of other ranks, or kept
         self._kept: list[tuple[np.ndarray, dict[str, Tensor]]] = [(np.empty(0, np.int64), {}) for _ in partition.nodes]
 
     def picks(self, relations: Sequence[Relation], key: int, rule: Rule, times: Times | None, weighted: bool) -> Fetch:
@@ -93,11 +90,7 @@ class Remote:
         return sum(math.prod(kind.shape(key)[1:]) * kind.dtype(key).itemsize for key in kind.attributes)
 
     def keep(self, nodes: Sequence[np.ndarray]) -> None:
-        """Read rows of other parts now, and keep them.
-
-        Args:
-            nodes: Whose, ascending, int64, by node type.
-        """
+        """Read rows of other parts now, and keep them; ``nodes``: whose, ascending, int64, by node type."""
         for node_type, ids in enumerate(nodes):
             keys = list(self.partition.nodes[node_type].attributes)
             self._kept[node_type] = ids, self.node_rows(node_type, ids, keys)

@@ -1,7 +1,5 @@
 """A sampler over the lists of all parts, and the rows that belong to what it samples."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,8 +41,6 @@ class PartitionedSampler(NeighborSampler):
 
     Args:
         num_neighbors: As there, as all others.
-        time_attr: Attribute with the times of nodes or of edges.
-        weight_attr: Attribute with the weights of edges.
     """
 
     def __init__(
@@ -165,7 +161,6 @@ class NodeRows:
     """An attribute of nodes as loaders gather it; those of one type cross the network together.
 
     Args:
-        node_type: Number of the type.
         beside: All attributes of the type; shared by their :class:`NodeRows`, as ``memo`` is.
         memo: What each thread has read and not handed on yet.
     """

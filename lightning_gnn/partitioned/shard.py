@@ -1,7 +1,5 @@
 """What one rank has of a partitioned graph, and what it answers the others from it: picks of its lists, rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ranks will ask of each other: counted on mini-batches that are really sampled, on a partition that is given."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,10 +14,8 @@ from lightning_gnn.partitioned.folder import rows_of
 from lightning_gnn.partitioned.future import hottest
 from lightning_gnn.partitioned.prediction import NODE_BYTES, PICK_BYTES, Traffic
 
-_COUNTED = 4
-"""Mini-batches by which is counted what a cache would hold, for each of those whose traffic is."""
-ENVELOPE = 420
-"""Bytes of a message beside what it is about: names, the sampling rule, dtypes and shapes."""
+_COUNTED = 4  # mini-batches by which is counted what a cache would hold, for each of those whose traffic is
+ENVELOPE = 420  # bytes of a message beside what it is about: names, the sampling rule, dtypes and shapes
 
 
 def row_bytes(data: Data | HeteroData) -> dict[Any, int]:
@@ -48,7 +44,6 @@ def count_traffic(
         owner: The rank that has each node, integer ``[num_nodes]``, by node type (None where there is one).
         topology: ``"parts"``, or ``"whole"`` where each rank has all edges.
         batches: About how many to sample; each rank has two at least.
-        epoch: Whose mini-batches; each has others.
         cache: Bytes for rows of other parts on each rank: those that are read most often by some mini-batches of its
             own, other ones and four times as many.
     """

@@ -1,7 +1,5 @@
 """A partitioned graph as loaders see it: of its size, without its rows, with or without its topology."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """After a run: which part of an epoch was the largest, and the setting that would cut it, where there is one."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import pytorch_lightning as pl
@@ -11,8 +9,7 @@ from pytorch_lightning.utilities import CombinedLoader
 from lightning_gnn.planning.limits import product_rate
 from lightning_gnn.runtime.cores import num_cores
 
-FASTER = 1.3
-"""How much faster products in bfloat16 must be here to be worth a word."""
+FASTER = 1.3  # how much faster products in bfloat16 must be here to be worth a word
 
 
 class Epoch(Protocol):

@@ -1,7 +1,5 @@
 """What an epoch will take, what holds it up, and what other settings would change."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,8 +13,7 @@ from lightning_gnn.planning.preparation import Preparation, ahead_of, prepare
 from lightning_gnn.planning.steps import Step, time_steps, time_together
 from lightning_gnn.runtime.cores import is_busy, num_cores
 
-WORTH = 0.05
-"""A gain below this part of the epoch is noise."""
+WORTH = 0.05  # a gain below this part of the epoch is noise
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """What this machine can do at the most: copies, random reads and dense products, measured once and kept."""
 
-from __future__ import annotations
-
 import json
 import platform
 import time
@@ -16,11 +14,9 @@ from lightning_gnn.runtime.cores import is_busy, num_cores
 from lightning_gnn.runtime.files import read_json, read_text
 from lightning_gnn.runtime.store import checksum, find, kept
 
-_BYTES = 1 << 27
-"""Of what is copied and read: more than caches hold."""
+_BYTES = 1 << 27  # of what is copied and read: more than caches hold
 _ROW_BYTES = 512
-_ROWS, _WIDTH = 10_240, 256
-"""Rows of a product such as a layer's, and its inputs and outputs."""
+_ROWS, _WIDTH = 10_240, 256  # rows of a product such as a layer's, and its inputs and outputs
 _REPEATS = 3
 
 

@@ -1,25 +1,16 @@
 """How long a mini-batch takes where some threads prepare the next ones while others train, on the same cores."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Rhythm:
-    """Seconds from one mini-batch to the next, and what they are for.
+    """Seconds from one mini-batch to the next, and what they are for."""
 
-    Args:
-        seconds: The longest of the others.
-        training: Of the training thread, if nobody else wants its cores.
-        preparing: Of the workers, if nobody else wants theirs.
-        cores: Of all cores, if they are never idle.
-    """
-
-    seconds: float
-    training: float
-    preparing: float
-    cores: float
+    seconds: float  # the longest of the others
+    training: float  # of the training thread, if nobody else wants its cores
+    preparing: float  # of the workers, if nobody else wants theirs
+    cores: float  # of all cores, if they are never idle
 
     @property
     def bound(self) -> str:

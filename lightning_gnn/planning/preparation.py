@@ -1,7 +1,5 @@
 """What preparing a mini-batch costs: a few real ones of the training loader, sampled and gathered by one thread."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,27 +17,18 @@ again."""
 
 @dataclass(frozen=True)
 class Preparation:
-    """A mini-batch, on the average.
+    """A mini-batch, on the average."""
 
-    Args:
-        sampling_s: Thread-seconds of sampling it; 0 where the loader is not this package's.
-        features_s: Thread-seconds of loading its features; likewise.
-        training_thread_s: Seconds of the training thread: what it must do itself, all of it without workers.
-        ready_s: Seconds from one mini-batch to the next where nothing trains, of a loader that is not this package's.
-        workers: Threads (or processes) that prepare.
-        feature_bytes: Bytes of its features ``x``.
-        known: Whether the loader is this package's, which tells what its stages take.
-    """
-
-    sampling_s: float = 0.0
-    features_s: float = 0.0
-    training_thread_s: float = 0.0
+    sampling_s: float = 0.0  # thread-seconds of sampling it; 0 where the loader is not this package's
+    features_s: float = 0.0  # thread-seconds of loading its features; likewise
+    training_thread_s: float = 0.0  # seconds of the training thread: what it must do itself, all of it without workers
     ready_s: float = 0.0
-    workers: int = 0
+    """Seconds from one mini-batch to the next where nothing trains, of a loader that is not this package's."""
+    workers: int = 0  # threads (or processes) that prepare
     nodes: float = 0.0
     edges: float = 0.0
-    feature_bytes: float = 0.0
-    known: bool = True
+    feature_bytes: float = 0.0  # bytes of its features x
+    known: bool = True  # whether the loader is this package's, which tells what its stages take
 
     @property
     def seconds(self) -> float:

@@ -20,17 +20,11 @@ WHO = {"sampling": "worker", "features": "worker", "preparing": "worker"}
 
 @dataclass(frozen=True)
 class Option:
-    """Another setting.
+    """Another setting."""
 
-    Args:
-        change: Overrides of the command line.
-        epoch_s: Predicted seconds of an epoch; None where the setting cannot be used.
-        note: What else it changes, or why it cannot be used.
-    """
-
-    change: str
-    epoch_s: float | None
-    note: str = ""
+    change: str  # overrides of the command line
+    epoch_s: float | None  # predicted seconds of an epoch; None where the setting cannot be used
+    note: str = ""  # what else it changes, or why it cannot be used
 
     def helps(self, found: CPUForecast) -> bool:
         """Tell whether an epoch is shorter by more than noise."""

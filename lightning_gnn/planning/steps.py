@@ -15,12 +15,9 @@ import pytorch_lightning as pl
 import torch
 from torch.autograd.profiler_util import FunctionEvent
 
-WARM_UP, TIMED = 2, 6
-"""Steps that do not count, and those that do; one more is taken apart."""
-TOGETHER = 16
-"""Steps that are timed while workers prepare."""
-_BUDGET = 6.0
-"""Seconds after which fewer steps will do."""
+WARM_UP, TIMED = 2, 6  # steps that do not count, and those that do; one more is taken apart
+TOGETHER = 16  # steps that are timed while workers prepare
+_BUDGET = 6.0  # seconds after which fewer steps will do
 PARTS = ("products", "aggregation", "dropout", "elementwise", "optimizer", "Python")
 """What a step is taken apart into; ``"Python"`` is all that is no operator of torch."""
 _OPTIMIZER, _BACKWARD = "Optimizer.step", "autograd::engine"
@@ -37,20 +34,13 @@ _COUNTED = re.compile(r"aten::(addmm_?|mm|bmm|baddbmm_?|_addmm_activation)$")
 
 @dataclass(frozen=True)
 class Step:
-    """A training step, on the average.
+    """A training step, on the average."""
 
-    Args:
-        seconds: From Lightning's ``on_train_batch_start`` to ``on_train_batch_end``.
-        outside_s: From the end of one to the start of the next, with mini-batches that are there.
-        parts: Seconds of each of :data:`PARTS`, which add up to ``seconds``.
-        flops: Operations of dense products in the training thread; a multiply-add is two.
-    """
-
-    seconds: float
-    outside_s: float
+    seconds: float  # from Lightning's on_train_batch_start to on_train_batch_end
+    outside_s: float  # from the end of one to the start of the next, with mini-batches that are there
     threads: int
-    parts: dict[str, float] = field(default_factory=dict)
-    flops: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)  # seconds of each of :data:PARTS, which add up to seconds
+    flops: float = 0.0  # operations of dense products in the training thread; a multiply-add is two
 
     @property
     def total(self) -> float:
@@ -63,19 +53,7 @@ def time_steps(
 ) -> Step:
     """Train on some mini-batches again and again; the module is another one afterwards."""
     clock = _Clock()
-    trainer = make_trainer(
-        max_epochs=1, max_steps=-1, limit_train_batches=1.0, limit_val_batches=0, num_sanity_val_steps=0,
-        callbacks=[clock], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-        profiler=None,
-    )  # fmt: skip
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        warnings.filterwarnings("ignore", ".*but have no `val_dataloader`.*")
-        trainer.fit(module, train_dataloaders=_Replay(batches, clock))
-    finally:
-        torch.set_num_threads(before)
+    _fit(module, make_trainer, _Replay(batches, clock), clock, 1.0, threads)
     if not clock.inside:
         raise ValueError("training ended before a step was timed; leave out what ends it, such as trainer.max_time")
     seconds = median(clock.inside)
@@ -94,18 +72,27 @@ def time_together(
     """
     first = ahead + WARM_UP
     beat = _Beat(first)
+    _fit(module, make_trainer, loader, beat, first + 1 + TOGETHER, threads)
+    return beat.seconds
+
+
+def _fit(
+    module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], loader: Any, watch: pl.Callback,
+    batches: int | float, threads: int,
+) -> None:  # fmt: skip
+    """Train for one epoch, or so many mini-batches of it, with so many threads, and leave nothing behind."""
     trainer = make_trainer(
-        max_epochs=1, max_steps=-1, limit_train_batches=first + 1 + TOGETHER, limit_val_batches=0,
-        num_sanity_val_steps=0, callbacks=[beat], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        max_epochs=1, max_steps=-1, limit_train_batches=batches, limit_val_batches=0, num_sanity_val_steps=0,
+        callbacks=[watch], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, profiler=None,
     )  # fmt: skip
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
+        warnings.filterwarnings("ignore", ".*but have no `val_dataloader`.*")
         trainer.fit(module, train_dataloaders=loader)
     finally:
         torch.set_num_threads(before)
-    return beat.seconds
 
 
 class _Beat(pl.Callback):

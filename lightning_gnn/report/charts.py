@@ -3,8 +3,6 @@
 Importing this file imports matplotlib, which is slow: whoever draws imports it then.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

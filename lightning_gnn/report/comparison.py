@@ -1,7 +1,5 @@
 """The comparison of runs, and the Hydra callback that ends a sweep with one."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys
@@ -23,10 +21,8 @@ from lightning_gnn.report.pages import run_name, write_runs_page
 from lightning_gnn.report.runs import Run, find_runs, write_csv
 from lightning_gnn.runtime.files import write_whole
 
-_SCORES = ("acc", "auc", "f1", "mae", "mrr")
-"""Those that pick checkpoints by default, which stand first."""
-_SWEEP = "multirun.yaml"
-"""What was typed, by which a sweep is known."""
+_SCORES = ("acc", "auc", "f1", "mae", "mrr")  # those that pick checkpoints by default, which stand first
+_SWEEP = "multirun.yaml"  # what was typed, by which a sweep is known
 
 
 class ComparisonTable(Callback):

@@ -24,8 +24,7 @@ NAMES = {
     "loss": "loss",
 }
 STAGES = {"test": "Test", "val": "Validation"}
-BOUNDED = ("acc", "auc", "mrr")
-"""Scores from 0 to 1."""
+BOUNDED = ("acc", "auc", "mrr")  # scores from 0 to 1
 LOWER_IS_BETTER = ("mae", "mse", "rmse", "ece")
 SPEEDS = ("epoch_time_s", "sampled_edges_per_s", "mteps")
 SPLIT = ("sampling_s", "features_s", "model_s", "wait_s", "other_s")

@@ -1,7 +1,5 @@
 """The pages of runs, of sweeps and of plans, whose templates are in the folder beside this file."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -20,8 +18,7 @@ from lightning_gnn.report.runs import Run, is_run, read_curves, read_run
 from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
 
 _LARGEST_TEXT = 1 << 20
-_ONLY_PLANS = ("plan.", "plan=", "hydra.")
-"""What is told to the plan alone."""
+_ONLY_PLANS = ("plan.", "plan=", "hydra.")  # what is told to the plan alone
 _ONCE = ("hydra.mode=", "hydra.run.dir=", "hydra.sweep.dir=")
 """What is not typed again: a sweep repeated in its old folder would write over it."""
 
@@ -50,7 +47,6 @@ def write_plan_page(folder: str | Path, title: str = "", said: Sequence[str] = (
 
     Args:
         title: Heads the page; by default the command.
-        said: Sentences of the planner.
     """
     folder = Path(folder)
     run = read_run(folder) if is_run(folder) else None
@@ -73,8 +69,6 @@ def write_runs_page(
     """Make the page of several runs.
 
     Args:
-        runs: By their names in the rows.
-        told: The columns of what the runs were told differently.
         scores: The columns of the scores; by the first the runs are ordered.
         what: They are, as in ``"Sweep"``.
     """

@@ -1,7 +1,5 @@
 """What runs have left in their folders: found, and read for those who compare or show them."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os
@@ -21,23 +19,15 @@ _CURVES = "curves.csv"
 
 @dataclass
 class Run:
-    """What is known of a run.
+    """What is known of a run."""
 
-    Args:
-        folder: Where it has left its files.
-        state: ``"unfinished"`` if it has left no ``metrics.json``, because it was interrupted or still runs.
-        started: When it began, or was configured.
-        job: Its number in a sweep, or None.
-        cwd: Where it was started; empty if that is not known.
-    """
-
-    folder: Path
-    state: State
-    started: datetime
+    folder: Path  # where it has left its files
+    state: State  # "unfinished" if it has left no metrics.json, because it was interrupted or still runs
+    started: datetime  # when it began, or was configured
     overrides: list[str] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
-    job: int | None = None
-    cwd: str = ""
+    job: int | None = None  # its number in a sweep, or None
+    cwd: str = ""  # where it was started; empty if that is not known
 
     @property
     def seconds(self) -> float | None:

@@ -19,6 +19,7 @@ _TRACE = "Lightning's PyTorchProfiler writes a trace in which the stages have na
 _CACHES = "PersistentSamplerDataModule(cache_bytes=…) counts and plans; .plan_placement() returns what it would cache"
 _ROWS = "a graph is kept as plain rows, and chunks are made by themselves where an NPU aggregates; leave it out"
 _CHUNKED = "a graph is kept as plain rows; the chunks of an NPU are in graph.chunked()"
+_SIZED = "chunks fit the memory of a core, and rows are in the order that loads fewer of them; leave it out"
 _NO_FIELD = "plans go by gpu_buffer_size, cpu_buffer_size, lead and row alone; leave it out"
 _PREFETCHER = "use lightning_gnn.loading.NodeLoader(…, prefetcher=CollectiveBatching(…))"
 REMOVED = {
@@ -30,12 +31,18 @@ REMOVED = {
     "CompressedGraph.num_columns_hint": _ROWS,
     "CompressedGraph.order": _ROWS,
     "CompressedGraph.progress": _ROWS,
-    "CompressedGraph.redundancy": "the rows that an NPU loads are counted by graph.chunked().redundancy()",
+    "CompressedGraph.redundancy": "the rows that an NPU loads are graph.chunked().chunks.columns.numel()",
     "CollectivePlan.backup": _NO_FIELD,
     "CollectivePlan.begin": _NO_FIELD,
     "CollectivePlan.cover": _NO_FIELD,
     "callbacks=timeline": _TRACE,
     "lightning_gnn.collective.CollectiveLoader": _PREFETCHER,
+    "chunked.element_size": _SIZED,
+    "chunked.local_bytes": _SIZED,
+    "chunked.num_chunks": _SIZED,
+    "chunked.num_columns_hint": _SIZED,
+    "chunked.order": _SIZED,
+    "chunked.progress": _SIZED,
     "convert.rows": "features are written as x.npy, which datamodule.memory= reads from disk; leave it out",
     "data.memory": "datamodule.memory= alone says that features stay on disk; leave it out",
     "datamodule.cache_dir": "a whole graph takes no time to prepare, so nothing is kept; leave it out",

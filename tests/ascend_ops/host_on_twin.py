@@ -147,7 +147,7 @@ def on_streams(library):
     """Two threads, each with a stream of its own, aggregate with the same weights, twice; name what is wrong."""
     torch.manual_seed(0)
     graph = CompressedGraph.from_edge_index(torch.randint(0, 60, (2, 700)), 60, settings=PlanSettings(num_workers=2))
-    chunks, x, weight = graph.chunked("auto", "natural").chunks, torch.randn(60, 1, 40), torch.rand(700, 1)
+    chunks, x, weight = graph.chunked().chunks, torch.randn(60, 1, 40), torch.rand(700, 1)
     cut, last, chunks = [0, 40], chunks.num_chunks, chunks.tensors()
     exact = aggregate(graph, x, weight, backend="reference")
     found, begun = [], threading.Barrier(2)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lightning_gnn.ascend_ops.twin import Twin
+from lightning_gnn.graph.build import build_layout
 from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.hybrid_plan import PlanSettings, divisors
 from lightning_gnn.graph.synthetic import planted_power_law
@@ -15,7 +16,8 @@ from lightning_gnn.ops.aggregate.chip_plan import HEIGHT, count_chunks, estimate
 
 def graph_of(nodes, edges, order="natural", exponent=2.2, seed=0):
     data = planted_power_law(nodes, edges, 4, 1, exponent=exponent, homophily=0.0, seed=seed)
-    return CompressedGraph.from_edge_index(data.edge_index, nodes).chunked(8, order).chunks
+    graph = CompressedGraph.from_edge_index(data.edge_index, nodes)
+    return (graph.chunked() if order == "natural" else build_layout(graph.forward, nodes // 2)).chunks
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from lightning_gnn.graph import CompressedGraph, CSCGraph
+from lightning_gnn.graph.build import build_layout, chunk_rows
 from lightning_gnn.graph.synthetic import planted_power_law
 from tests.strategies import edge_indices
 
@@ -114,7 +115,7 @@ def test_graphs_without_edges(num_nodes, tmp_path):
     graph = CompressedGraph.from_edge_index(torch.empty(2, 0, dtype=torch.int64), num_nodes)
     assert (graph.num_targets, graph.num_edges, graph.chunked().chunks.num_chunks) == (num_nodes, 0, 1)
     assert torch.equal(graph.gcn_weight(), torch.ones(num_nodes))
-    assert graph.chunked().redundancy().rows_loaded == 0
+    assert graph.chunked().chunks.columns.numel() == 0
     assert torch.equal(CompressedGraph.load(graph.save(tmp_path / "graph")).in_degrees, graph.in_degrees)
 
 
@@ -197,27 +198,17 @@ def test_what_is_gone_says_what_to_use(name):
     with pytest.raises(TypeError, match=rf"CompressedGraph\.{name} was removed: a graph is kept as plain rows"):
         CompressedGraph.from_edge_index(torch.tensor([[0], [1]]), 2, **{name: 3})
     graph = CompressedGraph.from_edge_index(torch.tensor([[0], [1]]), 2)
-    with pytest.raises(AttributeError, match=r"redundancy was removed: .*graph\.chunked\(\)\.redundancy\(\)"):
+    with pytest.raises(AttributeError, match=r"redundancy was removed: .*graph\.chunked\(\)"):
         graph.redundancy()
     with pytest.raises(AttributeError, match="no attribute 'rows'"):
         _ = graph.rows
+    with pytest.raises(TypeError, match=r"chunked\.local_bytes was removed: chunks fit the memory of a core"):
+        graph.chunked(local_bytes=1 << 20)
     with pytest.raises(TypeError, match="no option chunks"):
         CompressedGraph.from_edge_index(torch.tensor([[0], [1]]), 2, chunks=3)
 
 
 # The chunks of an NPU.
-
-ROW_BYTES = 64 * 4  # of the default num_columns_hint
-options = st.one_of(
-    st.just({}),
-    st.builds(lambda k: {"num_chunks": k}, st.integers(1, 9)),
-    st.builds(lambda vertices: {"local_bytes": 2 * vertices * ROW_BYTES}, st.integers(3, 20)),
-    st.builds(
-        lambda k, vertices: {"num_chunks": k, "local_bytes": 2 * vertices * ROW_BYTES},
-        st.integers(1, 4),
-        st.integers(3, 12),
-    ),
-).flatmap(lambda chosen: st.sampled_from(["locality", "natural"]).map(lambda order: {**chosen, "order": order}))
 
 
 def check_chunks(layout, direction):
@@ -247,56 +238,39 @@ def check_chunks(layout, direction):
 
 
 @settings(deadline=None)
-@given(drawn=compressed(), kept=options, transposed=st.booleans())
-def test_chunks_hold_every_entry_once_and_load_no_more_than_the_natural_order(drawn, kept, transposed):
+@given(drawn=compressed(), vertices=st.sampled_from([3, 4, 7, 20, 2048]), transposed=st.booleans())
+def test_chunks_hold_every_entry_once_and_load_no_more_than_the_natural_order(drawn, vertices, transposed):
     graph = drawn[2]
-    layout = graph.chunked(transposed=transposed, **kept)
-    check_chunks(layout, graph.backward if transposed else graph.forward)
-    report = layout.redundancy()
-    assert report.rows_loaded <= report.natural_rows_loaded
+    rows = graph.backward if transposed else graph.forward
+    layout = build_layout(rows, vertices)
+    check_chunks(layout, rows)
+    chunks, indptr = layout.chunks, rows.indptr.numpy()
+    assert (chunks.row_ptr.diff() + chunks.column_ptr.diff()).max() <= vertices
+    ids = np.arange(rows.num_rows, dtype=np.int32)
+    natural = chunk_rows(ids, indptr[:-1], indptr[1:], rows.indices.numpy(), rows.num_columns, vertices)
+    assert chunks.columns.numel() <= natural.rows_loaded
     assert graph.chunked(transposed=transposed) is graph.chunked(transposed=transposed)
-
-
-@settings(deadline=None)
-@given(drawn=edge_indices(), num_chunks=st.integers(1, 30), order=st.sampled_from(["locality", "natural"]))
-def test_chunks_of_equally_many_vertices(drawn, num_chunks, order):
-    num_nodes, edge_index = drawn
-    chunks = CompressedGraph.from_edge_index(edge_index, num_nodes).chunked(num_chunks, order).chunks
-    assert chunks.num_chunks == min(num_chunks, num_nodes)
-    sizes = chunks.row_ptr.diff()
-    assert chunks.rows.numel() == num_nodes
-    assert sizes.max() - sizes.min() <= 1
 
 
 def test_a_hub_is_split_and_few_chunks_do_for_a_small_graph():
     star = torch.stack([torch.arange(1, 1000), torch.zeros(999, dtype=torch.int64)])
     graph = CompressedGraph.from_edge_index(star, 1000)
-    chunks = graph.chunked(local_bytes=2 * 102 * ROW_BYTES).chunks
+    chunks = build_layout(graph.forward, 102).chunks
     hub = chunks.rows == 0
     assert hub.sum() == 10
     assert chunks.indptr.diff()[hub].sum() == 999
     assert graph.chunked().chunks.num_chunks == 1
 
 
-def test_redundancy_counts_distinct_in_neighbours():
+def test_rows_that_share_neighbours_stand_together():
     data = planted_power_law(600, 6000, 30, 1, homophily=0.9)
     graph = CompressedGraph.from_edge_index(data.edge_index, 600)
-    layout = graph.chunked(20)
-    report = layout.redundancy()
-    lists = [set(data.edge_index[0, data.edge_index[1] == v].tolist()) for v in range(600)]
-
-    def loaded(order):
-        return sum(len(set().union(*(lists[v] for v in order[30 * c : 30 * c + 30]))) for c in range(20))
-
-    assert report.rows_loaded == loaded(layout.chunks.rows.tolist()) == layout.chunks.columns.numel()
-    assert report.natural_rows_loaded == loaded(range(600))
-    assert report.random_rows_loaded == loaded(np.random.default_rng(0).permutation(600).tolist())
-    assert report.rows_loaded < 0.6 * report.natural_rows_loaded
+    layout, rows = build_layout(graph.forward, 180), graph.forward
+    ids = np.arange(600, dtype=np.int32)
+    indptr = rows.indptr.numpy()
+    natural = chunk_rows(ids, indptr[:-1], indptr[1:], rows.indices.numpy(), 600, 180)
     assert layout.order == "locality"
-    assert f"{report.rows_loaded:,}" in str(report)
-    assert f"{report.rows_loaded / report.natural_rows_loaded:.3f}" in str(report).splitlines()[1]
-    assert graph.chunked(20, transposed=True).redundancy() == report  # symmetric
-    assert graph.chunked(20, "natural").redundancy().rows_loaded == report.natural_rows_loaded
+    assert layout.chunks.columns.numel() < 0.8 * natural.rows_loaded
 
 
 def test_a_natural_order_that_loads_fewer_rows_is_kept(caplog):
@@ -304,34 +278,7 @@ def test_a_natural_order_that_loads_fewer_rows_is_kept(caplog):
     vertex = torch.arange(240)
     edge_index = torch.cat([torch.stack([vertex, (vertex + step) % 240]) for step in (-3, -2, -1, 1, 2, 3, 7)], 1)
     with caplog.at_level(logging.INFO):
-        layout = CompressedGraph.from_edge_index(edge_index, 240).chunked(24)
+        layout = build_layout(CompressedGraph.from_edge_index(edge_index, 240).forward, 40)
     assert layout.order == "natural"
     assert layout.places is None
     assert "in natural order" in caplog.text
-    assert layout.redundancy().rows_loaded == layout.redundancy().natural_rows_loaded
-
-
-def test_progress_names_steps_with_fractions():
-    seen = []
-    graph = CompressedGraph.from_edge_index(torch.randint(300, (2, 3000)), 300)
-    graph.chunked(7, progress=lambda *args: seen.append(args))
-    for name in ("partition", "compress"):
-        fractions = [fraction for step, fraction in seen if step == name]
-        assert fractions == sorted(fractions)
-        assert fractions[-1] == pytest.approx(1)
-
-
-@pytest.mark.parametrize(
-    ("kept", "message"),
-    [
-        ({"num_chunks": 0}, "num_chunks must be 'auto' or a number of at least 1, but is 0"),
-        ({"num_chunks": "many"}, "but is 'many'"),
-        ({"num_chunks": True}, "but is True"),
-        ({"order": "random"}, "order must be 'locality' or 'natural'"),
-        ({"local_bytes": 1000}, "give at least 1536 or a smaller num_columns_hint"),
-        ({"num_columns_hint": 0}, "num_columns_hint=0"),
-    ],
-)
-def test_wrong_options_of_chunks(kept, message):
-    with pytest.raises(ValueError, match=message):
-        CompressedGraph.from_edge_index(torch.tensor([[0], [1]]), 2).chunked(**kept)

@@ -190,7 +190,7 @@ def test_what_is_kept_follows_beladys_rule(reads, slots, known):
         misses += missing.size
         where.keep(missing)
         there = np.flatnonzero(where.slot >= 0)
-        assert len({*where.slot[there].tolist()}) == there.size == where.rows_kept <= slots
+        assert len({*where.slot[there].tolist()}) == there.size == where._state.counts[0] <= slots
         for row in range(31):
             coming = [at for at in range(number + 1, announced) if row in reads[at]]
             assert where.next_read[row] == (coming[0] if coming else NEVER)

@@ -311,7 +311,7 @@ def test_types_that_do_not_fit_the_folders_are_refused(tmp_path, change, message
     ("change", "said"),
     [
         ({"num_topics": 3}, "=3 must be at least num_classes=4"),
-        ({"num_features": 0}, "num_classes=4 and num_features=0 must be at least 1"),
+        ({"num_features": 0}, "num_features=0; use at least 1"),
         ({"authors": -1}, "=-1; use at least 0"),
         ({"homophily": 2.0}, "=2.0; use a probability from 0 to 1"),
         ({"feature_noise": -1.0}, "=-1.0; use a finite number of at least 0"),

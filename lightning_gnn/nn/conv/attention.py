@@ -1,7 +1,5 @@
 """When a GAT or GATv2 layer on an ``edge_index`` runs as one operator of this package instead of PyG's several."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +15,9 @@ from lightning_gnn.ops.dropout import dropout
 UNFUSED_UP_TO = 1 << 17
 """Edges times columns of all heads up to which PyG's path is faster all the same: its operators are few."""
 FUSED_DTYPES = (torch.float32, torch.float64)
-_GATHER = 16
-"""Multiply-adds of a dense product in the time in which an edge reads one number of a row."""
-_SCORE = 3
-"""The same for what a head does with a number that was read."""
-_TILED = 1.5
-"""What a product of a head and a tile costs, of one of all heads and rows at once."""
+_GATHER = 16  # multiply-adds of a dense product in the time in which an edge reads one number of a row
+_SCORE = 3  # the same for what a head does with a number that was read
+_TILED = 1.5  # what a product of a head and a tile costs, of one of all heads and rows at once
 
 
 def fuses_attention(layer: Any, source: Any, target: Any, edge_index: Any) -> bool:
@@ -94,7 +89,6 @@ def fused_gatv2(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) 
     """Return what ``GATv2Conv`` returns for a pair of features.
 
     Args:
-        layer: A ``GATv2Conv``.
         source: ``[num_sources, in]``.
         target: ``[num_targets, in of the targets]``.
         edge_index: ``[2, E]``.
@@ -119,12 +113,7 @@ def aggregates_first(source: Tensor, edges: list[Tensor], weight: Tensor, heads:
 
 
 def costs(source: Tensor, num_edges: int, num_targets: int, weight: Tensor, heads: int) -> tuple[float, float]:
-    """Return what it costs to aggregate the features for each head and then multiply, and the other way round.
-
-    Args:
-        source: ``[num_sources, in]``.
-        weight: ``[heads * out, in]``.
-    """
+    """Return what it costs to aggregate the features for each head and then multiply, and the other way round."""
     wide, narrow = weight.size(1), weight.size(0)
     grad = torch.is_grad_enabled()
     wants_x, wants = grad and source.requires_grad, grad and (source.requires_grad or weight.requires_grad)

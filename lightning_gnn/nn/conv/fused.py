@@ -1,7 +1,5 @@
 """When a layer on an ``edge_index`` runs as one operator of this package instead of PyG's several, and why not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +16,11 @@ from lightning_gnn.ops.aggregate.backends import backend_name, runs_on_chip
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from lightning_gnn.ops.dropout import draw_key, draws_by_key
 
-FUSED_ON = ("cpu",)
-"""Devices on which the fused operators are measured to be faster than PyG's path."""
-UNFUSED_UP_TO = 1 << 19
-"""Edges times columns up to which PyG's path is faster all the same: its operators are few."""
+FUSED_ON = ("cpu",)  # devices on which the fused operators are measured to be faster than PyG's path
+UNFUSED_UP_TO = 1 << 19  # edges times columns up to which PyG's path is faster all the same: its operators are few
 _FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-PLAIN_TENSORS: tuple[type, ...] = (Tensor, nn.Parameter)
-"""Tensors that are no more than that."""
-AUTOCAST_DTYPES = (torch.float32, torch.bfloat16)
-"""What a layer's tensors may be under autocast to bfloat16."""
+PLAIN_TENSORS: tuple[type, ...] = (Tensor, nn.Parameter)  # tensors that are no more than that
+AUTOCAST_DTYPES = (torch.float32, torch.bfloat16)  # what a layer's tensors may be under autocast to bfloat16
 _STEPS = ("edge_update", "message", "message_and_aggregate", "aggregate", "update")
 _MESSAGE_HOOKS = tuple(
     f"_{step}_forward{when}_hooks"
@@ -38,22 +32,14 @@ _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_ba
 
 @dataclass(frozen=True)
 class Fused:
-    """What of a layer runs as one operator; a class of layers has it as its attribute ``fused``.
+    """What of a layer runs as one operator; a class of layers has it as its attribute ``fused``."""
 
-    Args:
-        base: PyG's class, whose results the layer has.
-        what: What runs as one, in words.
-        products: Returns PyG's ``Linear`` modules whose product is a part of it, by name.
-        node_dim: The ``node_dim`` of PyG's class.
-        on_chip: Reductions that the Ascend C kernels have, too.
-    """
-
-    base: type[MessagePassing]
-    what: str
+    base: type[MessagePassing]  # PyG's class, whose results the layer has
+    what: str  # what runs as one, in words
     reduces: tuple[str, ...]
-    products: Callable[[Any], dict[str, Any]]
-    node_dim: int = -2
-    on_chip: tuple[str, ...] = ()
+    products: Callable[[Any], dict[str, Any]]  # returns PyG's Linear modules whose product is a part of it, by name
+    node_dim: int = -2  # the node_dim of PyG's class
+    on_chip: tuple[str, ...] = ()  # reductions that the Ascend C kernels have, too
 
 
 def obstacle(layer: MessagePassing) -> str | None:

@@ -1,7 +1,5 @@
 """The GATv2 layer, whose attention depends on both ends of an edge together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

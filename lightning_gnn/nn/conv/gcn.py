@@ -1,7 +1,5 @@
 """The graph convolutional layer, on PyG's ``edge_index`` or a graph."""
 
-from __future__ import annotations
-
 from typing import Any
 from weakref import ref
 

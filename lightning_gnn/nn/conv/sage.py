@@ -1,7 +1,5 @@
 """The GraphSAGE layer, on PyG's ``edge_index`` or a graph."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

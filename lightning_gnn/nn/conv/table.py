@@ -1,7 +1,5 @@
 """The table of layers that run as one operator on mini-batches, and which layers of a model do not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

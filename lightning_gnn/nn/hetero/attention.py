@@ -1,7 +1,5 @@
 """One layer of attention on a graph with types, all its relations in one operator."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,19 +30,12 @@ def in_float32(rows: TypedRows) -> tuple[TypedRows, str]:
 
 
 class _Sorted(NamedTuple):
-    """The edges of the relations that come from the types in one table.
+    """The edges of the relations that come from the types in one table."""
 
-    Args:
-        read: The edge types, by type of target.
-        edges: Sorted by target and relation.
-        layout: How their rows lie.
-        slots: Of each type that relations reach, which of ``read`` these are.
-    """
-
-    read: list[EdgeType]
-    edges: list[Tensor]
-    layout: Layout
-    slots: dict[NodeType, slice]
+    read: list[EdgeType]  # the edge types, by type of target
+    edges: list[Tensor]  # sorted by target and relation
+    layout: Layout  # how their rows lie
+    slots: dict[NodeType, slice]  # of each type that relations reach, which of read these are
 
 
 def _sorted(part: Part, counts: Mapping[NodeType, int], across: bool) -> _Sorted:
@@ -150,10 +141,6 @@ class TransformerConv(HGTConv):  # type: ignore[misc]
 
     Keys and values are not computed: the products with their weights are those of the targets' queries and sums, which
     are fewer. Its parameters have keys that PyG's class keeps distinct for types of any name.
-
-    Args:
-        in_channels: Features of each node.
-        out_channels: Features of the result.
     """
 
     fused = Fused(HGTConv, "scores, softmax, sums and products of all relations", ("sum",), _products, node_dim=0)

@@ -1,7 +1,5 @@
 """One layer of a graph with types, all its relations in one operator."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,19 +24,13 @@ from lightning_gnn.ops.aggregate_update.reference import ReluDropout, activated
 def update_types(
     rows: TypedRows,
     part: Part,
-    weights: Mapping[EdgeType, Tensor],
-    self_weights: Mapping[NodeType, Tensor],
-    biases: Mapping[NodeType, Tensor],
+    weights: Mapping[EdgeType, Tensor],  # W of each edge type, [out, in]
+    self_weights: Mapping[NodeType, Tensor],  # S of each type that has one, [out, in]
+    biases: Mapping[NodeType, Tensor],  # b of each type that has one, [out]
     mean: bool,
     then: ReluDropout | None,
 ) -> TypedRows:
-    """Return ``sum_r mean_r(x) W_r^T + x S_t^T + b_t`` for the targets of all types.
-
-    Args:
-        weights: W of each edge type, ``[out, in]``.
-        self_weights: S of each type that has one, ``[out, in]``.
-        biases: b of each type that has one, ``[out]``.
-    """
+    """Return ``sum_r mean_r(x) W_r^T + x S_t^T + b_t`` for the targets of all types."""
     types = list(part.sources)  # as they lie in the tables; what is computed is among them
     number = {name: at for at, name in enumerate(types)}
     out: Tensor | None = None
@@ -80,8 +72,6 @@ class RelationalConv(pyg.RGCNConv):  # type: ignore[misc]
     its own, also where PyG's class, with pyg-lib, would divide by the edges of all relations.
 
     Args:
-        in_channels: Features of each node.
-        out_channels: Features of the result.
         kwargs: ``num_bases``, ``num_blocks``, ``aggr``, ``root_weight``, ``bias`` of PyG's class.
     """
 

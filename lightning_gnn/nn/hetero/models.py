@@ -1,7 +1,5 @@
 """HeteroGraphSAGE, RGCN, RGAT and HGT: models of graphs with several types of nodes and edges."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,12 +30,10 @@ class _HeteroGNN(nn.Module):
     Args:
         metadata: Node types and edge types, ``data.metadata()``.
         in_channels: Features of the nodes of all types, or of each type.
-        dropout: Probability of dropping a number between layers.
         layer_options: Further arguments of :meth:`_conv`.
     """
 
-    every = True
-    """Whether a layer computes the nodes of all types, or of those only that a relation reaches."""
+    every = True  # whether a layer computes the nodes of all types, or of those only that a relation reaches
 
     def __init__(
         self,
@@ -177,13 +173,7 @@ class RGAT(_HeteroGNN):
     together; those of the last layer are averaged.
 
     Args:
-        metadata: Node types and edge types, ``data.metadata()``.
-        in_channels: Features of the nodes of all types, or of each type.
-        hidden_channels: Features between layers.
-        num_layers: How many layers.
-        out_channels: Outputs per node.
-        dropout: Probability of dropping a number between layers.
-        layer_options: Further arguments of ``GATConv``, as ``heads=4``.
+        layer_options: Further arguments of ``GATConv``, as ``heads=4``; the others are those of HeteroGraphSAGE.
 
     Raises:
         ValueError: An argument is out of range, ``heads`` does not divide ``hidden_channels``, or the metadata is not
@@ -217,13 +207,8 @@ class RGCN(_HeteroGNN):
     ``hidden_channels`` by a linear layer per type, ``lin``.
 
     Args:
-        metadata: Node types and edge types, ``data.metadata()``.
-        in_channels: Features of the nodes of all types, or of each type.
-        hidden_channels: Features between layers.
-        num_layers: How many layers.
-        out_channels: Outputs per node.
-        dropout: Probability of dropping a number between layers.
-        layer_options: Further arguments of ``RGCNConv``: ``num_bases``, ``num_blocks``, ``aggr``, ``root_weight``.
+        layer_options: Further arguments of ``RGCNConv``: ``num_bases``, ``num_blocks``, ``aggr``, ``root_weight``; the
+            others are those of HeteroGraphSAGE.
 
     Raises:
         ValueError: An argument is out of range, or the metadata is not complete.
@@ -252,13 +237,8 @@ class HGT(_HeteroGNN):
     As in PyG's example, a linear layer per type and a ReLU come first, ``lin``, and a linear layer last, ``lin_out``.
 
     Args:
-        metadata: Node types and edge types, ``data.metadata()``.
-        in_channels: Features of the nodes of all types, or of each type.
         hidden_channels: Features between layers, of all heads together.
-        num_layers: How many layers.
-        out_channels: Outputs per node.
-        dropout: Probability of dropping a number between layers.
-        layer_options: ``heads``.
+        layer_options: ``heads``; the others are those of HeteroGraphSAGE.
 
     Raises:
         ValueError: An argument is out of range, ``heads`` does not divide ``hidden_channels``, or the metadata is not

@@ -14,15 +14,10 @@ Counts = Mapping[NodeType, int]
 
 @dataclass
 class TypedRows:
-    """Features of several node types; types of one width stand in one table, one after the other.
+    """Features of several node types; types of one width stand in one table, one after the other."""
 
-    Args:
-        tables: ``[N, F]`` each.
-        counts: For each table, the types in it and their numbers of rows.
-    """
-
-    tables: list[Tensor]
-    counts: list[dict[NodeType, int]]
+    tables: list[Tensor]  # [N, F] each
+    counts: list[dict[NodeType, int]]  # for each table, the types in it and their numbers of rows
 
     @classmethod
     def of(cls, x_dict: Mapping[NodeType, Tensor], counts: Counts) -> TypedRows:
@@ -53,17 +48,11 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 @dataclass
 class Part:
-    """What one layer reads and computes.
+    """What one layer reads and computes."""
 
-    Args:
-        sources: How many nodes of each type it reads.
-        targets: How many of them, the first ones, it computes.
-        edges: The edges between these, ``[2, E]``.
-    """
-
-    sources: dict[NodeType, int]
-    targets: dict[NodeType, int]
-    edges: dict[EdgeType, Tensor]
+    sources: dict[NodeType, int]  # how many nodes of each type it reads
+    targets: dict[NodeType, int]  # how many of them, the first ones, it computes
+    edges: dict[EdgeType, Tensor]  # the edges between these, [2, E]
 
 
 def parts(

@@ -1,7 +1,5 @@
 """Which models of graphs with types run their layers as fused operators on mini-batches."""
 
-from __future__ import annotations
-
 from lightning_gnn.nn.hetero.attention import TransformerConv
 from lightning_gnn.nn.hetero.layers import RelationalConv
 from lightning_gnn.nn.hetero.models import HGT, RGAT, RGCN, HeteroGraphSAGE

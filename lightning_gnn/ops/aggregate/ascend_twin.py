@@ -6,8 +6,6 @@ worker of the plan, so that ``PlanSettings(num_workers=24)`` simulates 24 cores.
 those of torch. Nothing here is fast: it simulates every instruction.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import warnings
@@ -34,12 +32,9 @@ from lightning_gnn.ascend_ops.tiling import (
 )
 from lightning_gnn.ascend_ops.twin import LaunchResult, ReadOnly, Scratch, default_twin
 
-HALF_EXPONENT = 15
-"""2^15 is the last power of two that float16 has."""
-PRODUCT_EXPONENT = 14
-"""Products are float32: both factors may use the range of float16."""
-MAX_EXPONENT = 60
-"""Two factors and their product stay finite in float32."""
+HALF_EXPONENT = 15  # 2^15 is the last power of two that float16 has
+PRODUCT_EXPONENT = 14  # products are float32: both factors may use the range of float16
+MAX_EXPONENT = 60  # two factors and their product stay finite in float32
 
 Array = np.ndarray[Any, Any]
 Made = TypeVar("Made")
@@ -253,11 +248,7 @@ def _launch(
 
 
 def launch(kernel: str, blocks: int, inputs: list[Tensor], outputs: list[Tensor], tiling: Array) -> None:
-    """Launch a kernel on tensors of any device; what it does not write of its outputs is NaN or 0.
-
-    Args:
-        outputs: Contiguous; their contents are replaced.
-    """
+    """Launch a kernel on tensors of any device; what it does not write of its outputs is NaN or 0."""
     dtypes = [_numpy(output[:0]).dtype for output in outputs]
     arrays = [
         np.full(tuple(output.shape), np.nan if dtype.kind == "f" else 0, dtype)

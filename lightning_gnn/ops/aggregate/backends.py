@@ -4,8 +4,6 @@ Every backend has the same six: those of ``reference.py`` here and in ``edge_sof
 :class:`~lightning_gnn.ops.aggregate.matrix.Matrix` first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,8 +17,7 @@ from lightning_gnn.ops.edge_softmax import reference as softmax_reference
 from lightning_gnn.ops.library import triton_installed
 
 BACKENDS = ("numba", "triton", "reference", "ascend_twin")
-DEVICE = "device"
-"""In place of a backend's name: what belongs to the device."""
+DEVICE = "device"  # in place of a backend's name: what belongs to the device
 
 _default: str | None = None
 
@@ -70,11 +67,7 @@ def backend_name(backend: str | None) -> str:
 
 
 def functions_of(backend: str, device: torch.device) -> Any:
-    """Return the namespace in which a backend's functions are found.
-
-    Args:
-        backend: What :func:`backend_name` returned.
-    """
+    """Return the namespace in which a backend's functions are found."""
     if backend == "reference":
         return REFERENCE
     if backend == "numba" and device.type != "cpu":

@@ -4,8 +4,6 @@ The kernels read a graph in chunks (:meth:`~lightning_gnn.graph.compress.Compres
 its first use and kept as long as the graph. Numbers of the edges are brought into the order of the chunks and back.
 """
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any

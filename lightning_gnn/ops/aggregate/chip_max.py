@@ -4,8 +4,6 @@ Unlike sums they stay in float32: rounded to float16, numbers would tie that do 
 float32 (float64) is not theirs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -16,25 +14,17 @@ from torch import Tensor
 
 from lightning_gnn.ascend_ops.tiling import MAX_PANEL, cut_panels, max_tiling, up
 
-Launch = Callable[[str, int, list[Tensor], list[Tensor], Any], None]
-"""Kernel, blocks, inputs, outputs and tiling."""
+Launch = Callable[[str, int, list[Tensor], list[Tensor], Any], None]  # kernel, blocks, inputs, outputs and tiling
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """The entries of all vertices of the row side, each vertex once, in the order of the entries.
+    """The entries of all vertices of the row side, each vertex once, in the order of the entries."""
 
-    Args:
-        vertices: Vertex, first entry, last entry + 1 and 0, int32 ``[num_rows, 4]``.
-        columns: Vertex of each entry's column, int32 ``[num_edges]``.
-        bounds: First vertex of the share of each vector core of a group, then their end, int32 ``[G + 1]``.
-        num_groups: Groups of cores, which share out the columns.
-    """
-
-    vertices: Tensor
-    columns: Tensor
-    bounds: Tensor
-    num_groups: int
+    vertices: Tensor  # vertex, first entry, last entry + 1 and 0, int32 [num_rows, 4]
+    columns: Tensor  # vertex of each entry's column, int32 [num_edges]
+    bounds: Tensor  # first vertex of the share of each vector core of a group, then their end, int32 [G + 1]
+    num_groups: int  # groups of cores, which share out the columns
 
 
 def entries_of_edges(edges: list[Tensor], cores: int) -> Entries:

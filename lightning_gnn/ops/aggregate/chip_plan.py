@@ -5,8 +5,6 @@ chunk costs either of them is estimated from its counts; ranges of chunks cost a
 numbers of groups the one whose slowest worker is done first is taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -34,44 +32,30 @@ Kernel = Literal["cube", "vector"]
 
 HEIGHT: dict[str, int] = {"cube": 128, "vector": 8}
 """Rows of a chunk. To the cube they are rows of its tiles; to the vector kernel chunks are but where ranges may end."""
-PANEL = {"cube": 256, "vector": 2048}
-"""Columns of the features that a kernel handles at once (host_tiling.h)."""
-TILE_COLUMNS = 128
-"""Columns of a dense tile."""
+PANEL = {"cube": 256, "vector": 2048}  # columns of the features that a kernel handles at once (host_tiling.h)
+TILE_COLUMNS = 128  # columns of a dense tile
 
 
 @dataclass(frozen=True, eq=False)
 class Counts:
-    """What the chunks of one direction of a graph hold, each array ``[num_chunks]``.
+    """What the chunks of one direction of a graph hold, each array ``[num_chunks]``."""
 
-    Args:
-        rows: Rows that have entries.
-        columns: Distinct columns: rows of the features that the cube kernel loads.
-        runs: Runs of rows whose results lie side by side.
-    """
-
-    rows: Array
+    rows: Array  # rows that have entries
     entries: Array
-    columns: Array
-    runs: Array
+    columns: Array  # distinct columns: rows of the features that the cube kernel loads
+    runs: Array  # runs of rows whose results lie side by side
 
 
 def plan_chip(
     num_columns: int,
-    chunks: Chunks,
-    settings: PlanSettings,
-    cores: int,
+    chunks: Chunks,  # the direction; the heights of its chunks do not matter
+    settings: PlanSettings,  # the number of groups, where it is given
+    cores: int,  # AI cores: workers of the cube kernel. Those of the vector kernel are twice as many
     *,
     kernels: Sequence[Kernel] = ("cube", "vector"),
     heads: int = 1,
 ) -> HybridPlan:
     """Plan one aggregation on the cores of an Ascend chip, for one layer and direction.
-
-    Args:
-        num_columns: D, columns of the features.
-        chunks: The direction; the heights of its chunks do not matter.
-        settings: The number of groups, where it is given.
-        cores: AI cores: workers of the cube kernel. Those of the vector kernel are twice as many.
 
     Returns:
         The plan with its kernel; its ranges are of chunks cut to ``HEIGHT[kernel]``. ``candidates`` has the best of

@@ -1,7 +1,5 @@
 """Aggregation over a whole graph: every vertex reduces the weighted features of its in-neighbours."""
 
-from __future__ import annotations
-
 from typing import Literal, Protocol, runtime_checkable
 from weakref import ref
 

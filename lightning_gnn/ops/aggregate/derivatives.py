@@ -30,19 +30,12 @@ _SCHEMA = "Tensor indptr, Tensor indices, int num_sources, str execution"
 
 
 class Graph(NamedTuple):
-    """A graph as the operators take it, behind their own arguments.
+    """A graph as the operators take it, behind their own arguments."""
 
-    Args:
-        indptr: First entry of each target, int64 ``[num_targets + 1]``.
-        indices: Source of each entry, int32 ``[E]``.
-        num_sources: Vertices that edges start from.
-        execution: Backend and settings in words: who executes.
-    """
-
-    indptr: Tensor
-    indices: Tensor
-    num_sources: int
-    execution: str
+    indptr: Tensor  # first entry of each target, int64 [num_targets + 1]
+    indices: Tensor  # source of each entry, int32 [E]
+    num_sources: int  # vertices that edges start from
+    execution: str  # backend and settings in words: who executes
 
     @classmethod
     def of(cls, graph: CompressedGraph, backend: str | None) -> Graph:
@@ -72,8 +65,7 @@ class Graph(NamedTuple):
         return functions, Matrix(back.indptr, back.indices, back.num_columns, settings), back.edge_ids
 
 
-NO_GRAPH = (None,) * len(Graph._fields)
-"""Gradients of these arguments."""
+NO_GRAPH = (None,) * len(Graph._fields)  # gradients of these arguments
 
 
 @cache
@@ -83,8 +75,7 @@ def _executed(execution: str) -> tuple[str, PlanSettings]:
     return backend, PlanSettings(int(workers) or None, num_groups, float(ratio), mode)  # type: ignore[arg-type]
 
 
-_AS_ONE = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Numbers of so many bytes."""
+_AS_ONE = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}  # numbers of so many bytes
 
 
 def in_order(weight: Tensor, edge_ids: Tensor) -> Tensor:
@@ -104,8 +95,7 @@ class GraphOperator(torch.autograd.Function):
     """
 
     operator: Callable[..., Any]
-    call: Callable[..., Any]
-    """Computes, with autograd."""
+    call: Callable[..., Any]  # computes, with autograd
 
 
 def keep(ctx: Any, values: Sequence[Tensor | None], graph: Sequence[Any]) -> None:
@@ -366,7 +356,6 @@ class GraphSoftmax(GraphOperator):
     Args:
         source: ``[num_sources, H]``.
         target: ``[num_targets, H]``.
-        slope: Of the leaky ReLU.
     """
 
     @staticmethod

@@ -1,7 +1,5 @@
 """One direction of a graph, as the functions of every backend take it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -12,19 +10,12 @@ from lightning_gnn.graph.hybrid_plan import PlanSettings
 
 
 class Matrix(NamedTuple):
-    """A sparse matrix in compressed rows, and who executes what is computed with it.
+    """A sparse matrix in compressed rows, and who executes what is computed with it."""
 
-    Args:
-        indptr: First entry of each row, int64 ``[num_rows + 1]``.
-        indices: Column of each entry, int32 ``[num_edges]``. What is derived of the graph is known by this object.
-        num_columns: Vertices on the column side.
-        settings: Who executes.
-    """
-
-    indptr: Tensor
-    indices: Tensor
-    num_columns: int
-    settings: PlanSettings = PlanSettings()
+    indptr: Tensor  # first entry of each row, int64 [num_rows + 1]
+    indices: Tensor  # column of each entry, int32 [num_edges]. What is derived of the graph is known by this object
+    num_columns: int  # vertices on the column side
+    settings: PlanSettings = PlanSettings()  # who executes
 
     @property
     def num_rows(self) -> int:

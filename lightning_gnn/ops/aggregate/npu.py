@@ -4,8 +4,6 @@ The binding registers its kernels with torch's dispatcher (``ascend_ops/host/ops
 launched from here. ``chunks`` are the six arrays of :class:`~lightning_gnn.graph.chunks.Chunks`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import warnings
 from functools import cache

@@ -5,8 +5,6 @@ that the level-2 cache holds as many of them as it can. One worker adds up a row
 result is the same to the last bit for any number of workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,8 +23,7 @@ from lightning_gnn.ops.intrinsics import MAX_WIDTHS, WIDTHS
 from lightning_gnn.ops.worker_threads import run_all
 
 _NO_DEGREES = np.empty(0, np.int64)
-_SPARE = 2 * WIDTHS[0]
-"""Numbers apart at which workers hold a block: no two share a line of the cache."""
+_SPARE = 2 * WIDTHS[0]  # numbers apart at which workers hold a block: no two share a line of the cache
 
 
 def aggregate(matrix: Matrix, x: Tensor, weight: Tensor | None, reduce: str) -> tuple[Tensor, Tensor]:

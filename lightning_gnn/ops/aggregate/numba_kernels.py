@@ -43,10 +43,8 @@ def blocks_of(
     """Cut the columns into blocks, lay these out in the gathered array, and return the table and the array's size.
 
     Args:
-        channels: C, columns per weight.
         heads: H, weights per entry, or 0.
         widths: Which widths a block may have, falling; with ``WIDTHS`` narrow heads share blocks besides.
-        overlap: Whether the last block may overlap the one before.
         packed_rows: Rows of the packed array, or 0 where it is not packed.
     """
     total = 0

@@ -1,7 +1,5 @@
 """What compiled loops on the CPU read and run on: the rows of a matrix, large pages, shares of equal work."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import sys
@@ -19,36 +17,27 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_gnn.ops.aggregate.matrix import Matrix
 from lightning_gnn.ops.worker_threads import run_all
 
-SMALL = 1 << 19
-"""Edges times columns up to which threads would take longer to wake up than one takes to finish."""
+SMALL = 1 << 19  # edges times columns up to which threads would take longer to wake up than one takes to finish
 PACK_FROM = 4096
 """Columns from which on feature rows are packed into contiguous slices: as many 256-byte pieces fill half a level-2
 cache of 2 MB."""
-PACK_DEGREE = 12
-"""Edges per column from which on packing, which reads and writes every row once, pays."""
+PACK_DEGREE = 12  # edges per column from which on packing, which reads and writes every row once, pays
 HUGE_PAGE = 1 << 21
 
 
 @dataclass
 class Rows:
-    """A matrix as the compiled loops read it.
+    """A matrix as the compiled loops read it."""
 
-    Args:
-        indptr: First entry of each row, int64 ``[R + 1]``.
-        indices: Column of each entry, in the order of ``order`` if that is given, int32 ``[num_edges]``.
-        degrees: Entries of each row, at least 1, int64 ``[R]``.
-        empty: Rows without entries, int64.
-        order: Columns by falling degree, int64 ``[num_columns]``, where feature rows are packed: what is read most
-            then lies together; else None.
-        scratch: Packed features of earlier calls, to be used again.
-    """
-
-    indptr: np.ndarray
-    indices: np.ndarray
-    degrees: np.ndarray
-    empty: np.ndarray
+    indptr: np.ndarray  # first entry of each row, int64 [R + 1]
+    indices: np.ndarray  # column of each entry, in the order of order if that is given, int32 [num_edges]
+    degrees: np.ndarray  # entries of each row, at least 1, int64 [R]
+    empty: np.ndarray  # rows without entries, int64
     order: np.ndarray | None
-    scratch: list[Tensor] = field(default_factory=list)
+    """Columns by falling degree, int64 ``[num_columns]``, where feature rows are packed: what is read most then lies
+    together; else None.
+    """
+    scratch: list[Tensor] = field(default_factory=list)  # packed features of earlier calls, to be used again
 
     def take_scratch(self, count: int, dtype: torch.dtype) -> Tensor:
         """Return memory for packed features; give it back by appending it to ``scratch``."""
@@ -86,11 +75,7 @@ def _derive(matrix: Matrix) -> Rows:
 
 
 def row_ranges(matrix: Matrix, work: int) -> list[tuple[int, int]]:
-    """Cut the rows into one range per worker, of about as many entries and rows each; a little work into one.
-
-    Args:
-        work: Edges times columns.
-    """
+    """Cut the rows into one range per worker, of about as many entries and rows each; a little work into one."""
     num_rows = matrix.num_rows
     parts = 1 if work <= SMALL else matrix.settings.num_workers or torch.get_num_threads()
     indptr = matrix.indptr.numpy()

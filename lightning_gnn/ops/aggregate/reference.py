@@ -3,8 +3,6 @@
 Edges are taken in blocks, so that the rows gathered for them never exceed ``BLOCK`` numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

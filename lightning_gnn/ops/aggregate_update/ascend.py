@@ -4,8 +4,6 @@ Numbers are float16 inside, sums and products float32. Numbers of other dtypes a
 a power of two per tensor, found and taken off on the device, so that the host never waits for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -21,30 +19,20 @@ from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update.reference import Update
 from lightning_gnn.ops.dropout import row_dropout_torch
 
-HALF_EXPONENT = 15
-"""2^15 is the last power of two that float16 has."""
-MAX_EXPONENT = 60
-"""Two factors and their product stay finite in float32."""
-TILE = 128
-"""Rows and columns of a tile of a product."""
+HALF_EXPONENT = 15  # 2^15 is the last power of two that float16 has
+MAX_EXPONENT = 60  # two factors and their product stay finite in float32
+TILE = 128  # rows and columns of a tile of a product
 
-Launch = Callable[[str, int, list[Tensor], list[Tensor], Any], None]
-"""Kernel, blocks, inputs, outputs and tiling."""
-Kept = list[Tensor | None]
-"""What the gradient needs: sums and their scale, weights as the kernels read them and theirs."""
+Launch = Callable[[str, int, list[Tensor], list[Tensor], Any], None]  # kernel, blocks, inputs, outputs and tiling
+Kept = list[Tensor | None]  # what the gradient needs: sums and their scale, weights as the kernels read them and theirs
 
 
 @dataclass(frozen=True)
 class Half:
-    """Rows in float16, filled up with zeros to a multiple of 16 columns, and what they were multiplied with.
+    """Rows in float16, filled up with zeros to a multiple of 16 columns, and what they were multiplied with."""
 
-    Args:
-        values: float16 ``[n, up(columns)]``.
-        scale: A power of two, 0-dimensional on the device, or None for 1.
-    """
-
-    values: Tensor
-    scale: Tensor | None
+    values: Tensor  # float16 [n, up(columns)]
+    scale: Tensor | None  # a power of two, 0-dimensional on the device, or None for 1
 
 
 @dataclass(frozen=True)
@@ -52,12 +40,9 @@ class Chip:
     """The operators of ``reference.py``, executed by the kernels; ``launch`` runs them.
 
     A layer is aggregated first: then sums and product are one kernel, and the product is nearly free.
-
-    Args:
-        launch: Runs a kernel, on the device of its tensors or in simulation.
     """
 
-    launch: Launch
+    launch: Launch  # runs a kernel, on the device of its tensors or in simulation
     cores: int
 
     def update(self, call: Update, keep: bool) -> tuple[Tensor, Kept]:

@@ -1,7 +1,5 @@
 """Aggregate and update in one operator: a layer of a mini-batch, with types or without, not through memory."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -93,17 +91,11 @@ def update_by_edges(
 
 
 class Relation(NamedTuple):
-    """The edges of one type in a mini-batch.
+    """The edges of one type in a mini-batch."""
 
-    Args:
-        source: The number of the type that they come from.
-        target: The number of the type that they reach.
-        edge_index: int64 ``[2, E]``, counted within the types.
-    """
-
-    source: int
-    target: int
-    edge_index: Tensor
+    source: int  # the number of the type that they come from
+    target: int  # the number of the type that they reach
+    edge_index: Tensor  # int64 [2, E], counted within the types
 
 
 def relation_update(
@@ -146,9 +138,6 @@ def sort_relations(
     num_sources: Sequence[int], num_targets: Sequence[int], relations: Sequence[Relation]
 ) -> tuple[list[Tensor], list[int]]:
     """Sort the edges of all relations by target and relation: a row of edges is a target and a relation.
-
-    Args:
-        relations: The edges, sorted by type of target.
 
     Returns:
         ``indptr`` int64 ``[num_rows + 1]`` and ``indices`` int32 ``[E]``, rows of the table of all types' nodes; and

@@ -7,8 +7,6 @@ In a graph with types the nodes of all types stand in one table. A target that R
 the other, one per relation: with the rows' sums side by side, the products of all relations are one.
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 import torch
@@ -16,8 +14,7 @@ from torch import Tensor
 
 from lightning_gnn.ops.library import define, library
 
-SORTED, UNSORTED = -1, -2
-"""What counting edges returns in place of a bad one."""
+SORTED, UNSORTED = -1, -2  # what counting edges returns in place of a bad one
 
 
 def edges_by_target(edge_index: Tensor, num_sources: int, num_targets: int, edge_weight: Tensor | None) -> list[Tensor]:
@@ -40,21 +37,15 @@ def edges_by_target(edge_index: Tensor, num_sources: int, num_targets: int, edge
 
 
 def relation_edges(
-    edge_indices: list[Tensor],
+    edge_indices: list[Tensor],  # of each relation, int64 [2, E_r], counted within its types
     num_sources: list[int],
     num_targets: list[int],
-    first_source: list[int],
-    first_row: list[int],
+    first_source: list[int],  # the row of the table that holds the first of these nodes
+    first_row: list[int],  # the row of each relation's first target; stride rows on is that of the next one
     stride: list[int],
     num_rows: int,
 ) -> list[Tensor]:
     """Sort the edges of all relations by target and relation, with torch's own operators.
-
-    Args:
-        edge_indices: Of each relation, int64 ``[2, E_r]``, counted within its types.
-        first_source: The row of the table that holds the first of these nodes.
-        first_row: The row of each relation's first target; ``stride`` rows on is that of the next one.
-        num_rows: How many rows there are.
 
     Returns:
         ``indptr`` int64 ``[num_rows + 1]`` and ``indices`` int32 ``[E]``, rows of the table.

@@ -1,7 +1,5 @@
 """Edges by target with the symmetric normalisation of GCN (Kipf and Welling, ICLR 2017), for all layers of a batch."""
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 import torch
@@ -19,7 +17,6 @@ def gcn_edges(
 
     Args:
         edge_index: int64 ``[2, E]``.
-        num_targets: How many of them, the first ones, get a row.
         edge_weight: Of the dtype ``dtype`` ``[E]``, or None.
         add_self_loops: Give each node exactly one self-loop, the last entry of its row; of the graph's own the last one
             keeps its weight.

@@ -5,8 +5,6 @@ torch's BLAS multiplies the tile. In backward the gradient's rows, too, are read
 Features are float32 or float64.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -22,8 +20,7 @@ from lightning_gnn.ops.dropout import drawn, relu_drop_rows
 from lightning_gnn.ops.intrinsics import MAX_WIDTHS, WIDTHS
 from lightning_gnn.ops.worker_threads import run_all
 
-SMALL = 1 << 19
-"""Numbers read per pass up to which threads would take longer to wake up than one takes to finish."""
+SMALL = 1 << 19  # numbers read per pass up to which threads would take longer to wake up than one takes to finish
 TILE_BYTES = 1 << 19
 """A quarter of a level-2 cache of 2 MB: the tile, what it is multiplied with and what comes out stay in it."""
 _NO_DEGREES = np.empty(0, np.int64)
@@ -175,7 +172,6 @@ class _SortedEdges:
 
     Args:
         edges: ``indptr``, ``indices`` and, if there are any, weights, as ``edge_order.py`` sorts them.
-        mean: Whether sums are divided by the number of edges.
     """
 
     def __init__(self, edges: list[Tensor], dtype: torch.dtype, mean: bool) -> None:
@@ -274,11 +270,7 @@ def _tiles_of(group: Group, first: int, last: int, x: Tensor) -> Iterator[slice]
 
 
 def _share_out(share: Callable[[int, int], None], work: np.ndarray, x: Tensor) -> None:
-    """Call ``share(first row, one past the last)`` for as many ranges of rows as torch has threads here.
-
-    Args:
-        work: Work of the rows before each, ``[num_rows + 1]``.
-    """
+    """Call ``share(first row, one past the last)`` for as many ranges of rows as torch has threads here."""
     num_rows, workers = work.size - 1, torch.get_num_threads()
     if workers == 1 or int(work[-1]) * x.size(1) <= SMALL * _EDGES_PER_ROW:
         share(0, num_rows)

@@ -1,7 +1,5 @@
 """Whether the Ascend C kernels execute the operators of a mini-batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

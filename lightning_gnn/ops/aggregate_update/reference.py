@@ -3,8 +3,6 @@
 How rows are added up is an argument, which a backend replaces. ``edges`` are those of ``edge_order.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,15 +19,10 @@ Sums = Callable[[list[Tensor], Tensor, bool], Tensor]
 
 
 class ReluDropout(NamedTuple):
-    """ReLU, then dropout by row and column (:func:`lightning_gnn.ops.dropout.row_dropout`).
+    """ReLU, then dropout by row and column (:func:`lightning_gnn.ops.dropout.row_dropout`)."""
 
-    Args:
-        p: Probability in [0, 1).
-        key: 64-bit integer.
-    """
-
-    p: float = 0.0
-    key: int = 0
+    p: float = 0.0  # probability in [0, 1)
+    key: int = 0  # 64-bit integer
 
 
 def activated(out: Tensor, then: ReluDropout | None) -> Tensor:
@@ -38,25 +31,15 @@ def activated(out: Tensor, then: ReluDropout | None) -> Tensor:
 
 
 class Group(NamedTuple):
-    """The targets of one node type.
+    """The targets of one node type."""
 
-    Args:
-        kind: Which type that is.
-        first_target: Row of the result that holds the first.
-        num_targets: How many there are.
-        first_row: Row of the edges that holds the first relation of the first.
-        first_relation: The first of the relations that reach them.
-        num_relations: How many relations reach them: rows per target.
-        own: Row of x that holds the features of the first, or -1: they have no term of their own.
-    """
-
-    kind: int
-    first_target: int
-    num_targets: int
-    first_row: int
-    first_relation: int
-    num_relations: int
-    own: int
+    kind: int  # which type that is
+    first_target: int  # row of the result that holds the first
+    num_targets: int  # how many there are
+    first_row: int  # row of the edges that holds the first relation of the first
+    first_relation: int  # the first of the relations that reach them
+    num_relations: int  # how many relations reach them: rows per target
+    own: int  # row of x that holds the features of the first, or -1: they have no term of their own
 
     @property
     def targets(self) -> slice:
@@ -96,13 +79,7 @@ def apart(groups: list[Group], gradients: list[Tensor], weight: Tensor) -> Tenso
 
 
 def groups(targets: list[int], relations: list[int], own: list[int]) -> Iterator[Group]:
-    """Yield a group per type.
-
-    Args:
-        targets: How many targets of each type.
-        relations: How many relations reach each type.
-        own: The row of x that holds the first target of each type, or -1.
-    """
+    """Yield a group per type."""
     target = row = relation = 0
     for kind, (count, rows, first) in enumerate(zip(targets, relations, own, strict=True)):
         yield Group(kind, target, count, row, relation, rows, first)
@@ -110,33 +87,21 @@ def groups(targets: list[int], relations: list[int], own: list[int]) -> Iterator
 
 
 class Update(NamedTuple):
-    """What the operator is given, in the order of its schema; a layer without types is one relation of one type.
+    """What the operator is given, in the order of its schema; a layer without types is one relation of one type."""
 
-    Args:
-        edges: Sorted by target and relation.
-        x: ``[N, in]``; the other floating tensors are of its dtype and device.
-        weight: ``[R, out, in]``, of each relation.
-        self_weight: ``[types, out, in]``, or None.
-        bias: ``[types, out]``, or None.
-        targets: How many targets of each type, relations that reach it, and the row of x with its first target, or -1.
-        mean: Divide sums by the number of edges.
-        aggregate_first: Aggregate x, and not the products; else there is one relation.
-        p: Probability of dropping a number of the result after a ReLU, or None: neither.
-        key: Of the dropout, mixed.
-    """
-
-    edges: list[Tensor]
-    x: Tensor
-    weight: Tensor
-    self_weight: Tensor | None
-    bias: Tensor | None
+    edges: list[Tensor]  # sorted by target and relation
+    x: Tensor  # [N, in]; the other floating tensors are of its dtype and device
+    weight: Tensor  # [R, out, in], of each relation
+    self_weight: Tensor | None  # [types, out, in], or None
+    bias: Tensor | None  # [types, out], or None
     targets: list[int]
+    """How many targets of each type, relations that reach it, and the row of x with its first target, or -1."""
     relations: list[int]
     own: list[int]
-    mean: bool
-    aggregate_first: bool
-    p: float | None = None
-    key: int = 0
+    mean: bool  # divide sums by the number of edges
+    aggregate_first: bool  # aggregate x, and not the products; else there is one relation
+    p: float | None = None  # probability of dropping a number of the result after a ReLU, or None: neither
+    key: int = 0  # of the dropout, mixed
 
     @property
     def groups(self) -> list[Group]:
@@ -170,7 +135,6 @@ def update(sums: Sums, call: Update, keep: bool) -> tuple[Tensor, Tensor]:
 
     Args:
         sums: Adds up rows; all is differentiable as far as this is.
-        keep: Only if x is aggregated first.
     """
     x = call.x
     rows = sums(call.edges, x if call.aggregate_first else x @ call.weight[0].t(), call.mean)
@@ -196,7 +160,6 @@ def update_backward(
     """Return the gradients of x, weight, self_weight and bias, empty where not wanted.
 
     Args:
-        sums: Adds up rows.
         grad: Of the result, ``[num_targets, out]``, contiguous.
         aggregated: What :func:`update` kept, or None.
         result: If ReLU and dropout came after: positive where it lets the gradient through.

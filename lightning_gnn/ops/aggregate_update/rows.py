@@ -1,7 +1,5 @@
 """The aggregation of a mini-batch alone, for layers whose update is a network of the user's, and for maxima."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 

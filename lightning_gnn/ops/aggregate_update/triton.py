@@ -5,8 +5,6 @@ else is a kernel that adds up rows before or after the products of the GPU's BLA
 and the exact float32, whose products in a fused kernel do not fit into registers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What layers of attention compute on a mini-batch's edges, without a number per edge and channel in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +96,6 @@ def attend_relations(
         side: ``[R, heads, channels]``, of each relation, or, with ``layout.across``, ``[num_rows, heads, channels]``.
         shift: ``[num_rows, heads]``.
         weight: Of each relation, ``[R, heads, out, channels]``.
-        layout: How rows lie, and over which of them a softmax goes.
         factor: What attention is multiplied with before the sums, as dropout does, ``[E, heads]``, or None.
         negative_slope: Of the leaky ReLU; 1: none.
 

@@ -20,12 +20,9 @@ from numba.core import cgutils
 
 from lightning_gnn.ops.intrinsics import _I32, _I64, _LINE, AHEAD, _ask_for, _Block, _row_loop
 
-HEADS = (4, 2, 1)
-"""Heads that a loop may take together."""
-LINES = 4
-"""Lines of columns that a sum may take together: with four heads they fill half of AVX-512's registers."""
-SHARED, APART = 1, 2
-"""Whether heads read the same columns or each its own."""
+HEADS = (4, 2, 1)  # heads that a loop may take together
+LINES = 4  # lines of columns that a sum may take together: with four heads they fill half of AVX-512's registers
+SHARED, APART = 1, 2  # whether heads read the same columns or each its own
 _DOTS = tuple((kind, heads) for kind in (SHARED, APART) for heads in HEADS)
 _LEAKY_DOTS = tuple((APART, heads) for heads in HEADS)
 _SUMS = tuple((lines, heads) for lines in range(1, LINES + 1) for heads in HEADS)
@@ -33,11 +30,7 @@ _LEAKY_SUMS = tuple((lines, sums) for lines in range(1, LINES + 1) for sums in (
 
 
 class _Line(_Block):
-    """A block that is one cache line of columns.
-
-    Args:
-        block: Whose arguments it has.
-    """
+    """A block that is one cache line of columns."""
 
     def __init__(self, block: _Block) -> None:
         size: int = block.types["x"].dtype.bitwidth // 8

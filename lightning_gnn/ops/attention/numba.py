@@ -4,8 +4,6 @@ Tiles lie in sections, which depend on the batch alone. Gradients of parameters 
 section by section, so that results are the same for any number of threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -22,16 +20,13 @@ from lightning_gnn.ops.attention import numba_kernels as kernels
 from lightning_gnn.ops.attention.reference import Attend
 from lightning_gnn.ops.worker_threads import run_all
 
-TILE_BYTES = 1 << 19
-"""A tile's sums, half of a level-2 cache of 1 MB: what they are multiplied with stays there too."""
+TILE_BYTES = 1 << 19  # a tile's sums, half of a level-2 cache of 1 MB: what they are multiplied with stays there too
 MAX_SECTIONS = 32
 """So many threads can take part; each more has a gradient of its own of the parameters, which have to be added up."""
-SECTION_WORK = 1 << 17
-"""Numbers read below which a thread would take longer to wake up than to finish."""
+SECTION_WORK = 1 << 17  # numbers read below which a thread would take longer to wake up than to finish
 _NO_SIDES = np.empty(0, np.int32)
 T = TypeVar("T")
-_EDGES_PER_ROW = 16
-"""How many edges take as long as the products of a row, about: for sections of equal work."""
+_EDGES_PER_ROW = 16  # how many edges take as long as the products of a row, about: for sections of equal work
 
 
 def with_self_loops(edges: list[Tensor], num_loops: int) -> list[Tensor]:
@@ -83,18 +78,12 @@ def attend(call: Attend, keep: bool, with_mass: bool) -> tuple[Tensor, Tensor, T
 
 def attend_backward(
     call: Attend,
-    grad: Tensor,
-    grad_mass: Tensor,
-    kept: tuple[Tensor | None, Tensor, Tensor],
+    grad: Tensor,  # of its result, contiguous
+    grad_mass: Tensor,  # of the sum of attention of each row, contiguous, or empty
+    kept: tuple[Tensor | None, Tensor, Tensor],  # what attend returned for this
     wanted: list[bool],
 ) -> list[Tensor | None]:
-    """Return the gradients of values, side, shift and weight, or None where not wanted.
-
-    Args:
-        grad: Of its result, contiguous.
-        grad_mass: Of the sum of attention of each row, contiguous, or empty.
-        kept: What :func:`attend` returned for this.
-    """
+    """Return the gradients of values, side, shift and weight, or None where not wanted."""
     wants_values, wants_side, wants_shift, wants_weight = wanted
     aggregated, attention, signed = kept
     plan, weight, values = _Plan(call), call.weight, call.values
@@ -230,14 +219,7 @@ class _Plan:
 
 
 def _cut(tiles: list[T], first_rows: list[int], indptr: np.ndarray, num_columns: int, least: int = 0) -> list[list[T]]:
-    """Cut tiles into sections of about the same work, as many as pay.
-
-    Args:
-        first_rows: The first row of each tile.
-        indptr: First entry of each row.
-        num_columns: What is read for an entry.
-        least: Numbers that a section must read.
-    """
+    """Cut tiles into sections of about the same work, as many as pay; ``least``: numbers that a section must read."""
     starts = np.array(first_rows, np.int64)
     work = indptr[starts] + starts * _EDGES_PER_ROW
     total = int(indptr[-1]) + (indptr.size - 1) * _EDGES_PER_ROW

@@ -279,13 +279,7 @@ def values_backward(
 
 @numba.njit(nogil=True, cache=True)
 def add_self_loops(indptr: np.ndarray, indices: np.ndarray, num_loops: int, pointers: np.ndarray) -> np.ndarray:
-    """Return entries without self-loops but one, the last, of each of the first ``num_loops`` rows.
-
-    Args:
-        indptr: int64 ``[num_rows + 1]``.
-        indices: int32 ``[E]``.
-        num_loops: How many rows get one.
-    """
+    """Return entries without self-loops but one, the last, of each of the first ``num_loops`` rows."""
     out = np.empty(indices.size + num_loops, np.int32)
     at = 0
     for t in range(indptr.size - 1):

@@ -1,7 +1,5 @@
 """Attention over a mini-batch's edges with torch's own operators: for the tests, and for second derivatives."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -13,18 +11,14 @@ from lightning_gnn.ops.aggregate_update.reference import Group, groups
 
 
 class Layout(NamedTuple):
-    """How the rows of sorted edges lie, and over which of them a softmax goes.
+    """How the rows of sorted edges lie, and over which of them a softmax goes."""
 
-    Args:
-        targets: How many targets of each type.
-        relations: How many relations reach each type.
-        across: Whether a softmax goes over all rows of a target, each with a side of its own, or over one row, with the
-            side of its relation.
-    """
-
-    targets: list[int]
-    relations: list[int]
+    targets: list[int]  # how many targets of each type
+    relations: list[int]  # how many relations reach each type
     across: bool
+    """Whether a softmax goes over all rows of a target, each with a side of its own, or over one row, with the side
+    of its relation.
+    """
 
     @property
     def groups(self) -> list[Group]:
@@ -52,29 +46,17 @@ class Layout(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """What the operator is given; attention without types is one relation with one side.
+    """What the operator is given; attention without types is one relation with one side."""
 
-    Args:
-        edges: ``indptr`` and ``indices``, sorted by target and relation.
-        values: ``[num_sources, channels]``, without ``weight`` ``[num_sources, heads * channels]``.
-        side: ``[sides, heads, channels]``.
-        shift: ``[num_rows, heads]``, if ``dynamic`` ``[num_rows, heads * channels]``.
-        weight: ``[R, heads, out, channels]``, or None: the sums are the result, of one relation.
-        factor: ``[E, heads]``, or None.
-        layout: How rows lie.
-        slope: Of the leaky ReLU.
-        dynamic: Whether it comes before the product with the side.
-    """
-
-    edges: list[Tensor]
-    values: Tensor
-    side: Tensor
-    shift: Tensor
-    weight: Tensor | None
-    factor: Tensor | None
-    layout: Layout
-    slope: float
-    dynamic: bool = False
+    edges: list[Tensor]  # indptr and indices, sorted by target and relation
+    values: Tensor  # [num_sources, channels], without weight [num_sources, heads * channels]
+    side: Tensor  # [sides, heads, channels]
+    shift: Tensor  # [num_rows, heads], if dynamic [num_rows, heads * channels]
+    weight: Tensor | None  # [R, heads, out, channels], or None: the sums are the result, of one relation
+    factor: Tensor | None  # [E, heads], or None
+    layout: Layout  # how rows lie
+    slope: float  # of the leaky ReLU
+    dynamic: bool = False  # whether it comes before the product with the side
 
 
 def attend(call: Attend) -> tuple[Tensor, Tensor]:

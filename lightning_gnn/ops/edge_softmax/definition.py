@@ -1,7 +1,5 @@
 """Attention over a whole graph: softmax over the in-edges of every target."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lightning_gnn.graph.compress import CompressedGraph

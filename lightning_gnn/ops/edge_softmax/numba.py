@@ -4,8 +4,6 @@ The entries of a row are gone through a few times, in one fixed order, so that t
 for any number of workers; after the first time they are in the cache.
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 import torch
@@ -15,10 +13,8 @@ from lightning_gnn.ops.aggregate.matrix import Matrix
 from lightning_gnn.ops.aggregate.numba_rows import Rows, execute, flat, huge_pages, rows_of, wide
 from lightning_gnn.ops.intrinsics import exp_span, prefetch
 
-_AHEAD = 24
-"""How many entries ahead the scores of columns are asked for."""
-_WORK = 8
-"""A score takes about as long as so many features that are added up."""
+_AHEAD = 24  # how many entries ahead the scores of columns are asked for
+_WORK = 8  # a score takes about as long as so many features that are added up
 
 
 def edge_softmax(matrix: Matrix, row_scores: Tensor, column_scores: Tensor, negative_slope: float) -> Tensor:
@@ -91,9 +87,6 @@ def _softmax_rows(
     Args:
         source: Scores of the columns, floating ``[num_columns * heads]``.
         target: Scores of the rows, ``[num_rows * heads]``.
-        indptr: First entry of each row.
-        first: First row.
-        last: One past the last row.
         out: ``[num_edges * heads]``.
     """
     largest, total = np.empty(heads, source.dtype), np.empty(heads, source.dtype)
@@ -145,17 +138,7 @@ def _softmax_backward_rows(
     source: np.ndarray, target: np.ndarray, slope: float, attention: np.ndarray, grad: np.ndarray,
     indptr: np.ndarray, indices: np.ndarray, first: int, last: int, heads: int, out: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the gradient of ``source + target`` of each entry.
-
-    Args:
-        source: Scores of the columns, floating ``[num_columns * heads]``.
-        target: Scores of the rows, ``[num_rows * heads]``.
-        attention: What :func:`_softmax_rows` wrote, ``[num_edges * heads]``.
-        indptr: First entry of each row.
-        first: First row.
-        last: One past the last row.
-        out: ``[num_edges * heads]``.
-    """
+    """Write the gradient of ``source + target`` of each entry."""
     total = np.empty(heads, source.dtype)
     zero = source.dtype.type(0)
     for r in range(first, last):

@@ -1,7 +1,5 @@
 """Attention with torch's own operators: for the tests, and for devices that have no kernel of their own."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

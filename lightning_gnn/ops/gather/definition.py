@@ -1,7 +1,5 @@
 """Gathering feature rows: the Feature Loading stage."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

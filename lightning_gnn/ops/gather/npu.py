@@ -4,8 +4,6 @@ No plan chooses it: in simulation the copies of its rows take 75 to 87 % of the 
 one by one can take much less.
 """
 
-from __future__ import annotations
-
 import torch
 
 from lightning_gnn.ascend_ops.tiling import gather_missing, gather_tiling
@@ -13,8 +11,7 @@ from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor, ru
 from lightning_gnn.ops.gather.definition import check_arguments, check_index
 from lightning_gnn.ops.gather.reference import Gather, gather_torch, register
 
-_BITS = 32
-"""Sizes of the kernel are counted so."""
+_BITS = 32  # sizes of the kernel are counted so
 
 
 def gather_npu(call: Gather, check: bool = False) -> None:

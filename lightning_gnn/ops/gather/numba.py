@@ -1,7 +1,5 @@
 """Gathering rows on the CPU: by a compiled copy, outside the GIL, or by torch in the main thread if it has several."""
 
-from __future__ import annotations
-
 import threading
 
 import numba
@@ -14,11 +12,9 @@ from lightning_gnn.ops.gather.definition import check_arguments, check_index
 from lightning_gnn.ops.gather.reference import Gather, gather_torch, register
 from lightning_gnn.ops.intrinsics import copy_bytes, prefetch
 
-_AHEAD = 4
-"""How many rows ahead are asked for."""
+_AHEAD = 4  # how many rows ahead are asked for
 _LINE = 64
-_MOST_BYTES = 1024
-"""How much of a row is asked for; the rest of a longer one the processor foresees."""
+_MOST_BYTES = 1024  # how much of a row is asked for; the rest of a longer one the processor foresees
 _WORDS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 

@@ -1,7 +1,5 @@
 """Gathering rows with torch's own operators: the definition, for caches on the CPU, and where there is no kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,23 +10,14 @@ from lightning_gnn.ops.library import library
 
 
 class Gather(NamedTuple):
-    """What the operator is given, in the order of its schema.
+    """What the operator is given, in the order of its schema."""
 
-    Args:
-        table: ``[num_rows, ...]``, anywhere.
-        indices: int64 or int32 ``[n]``.
-        out: ``[n, ...]``, on the device of the index.
-        scales: float32 ``[num_rows]``, anywhere, or None.
-        slot: int32 ``[num_rows]``, anywhere, or None.
-        cache: ``[cache_rows, ...]`` of the table's dtype, anywhere; given if ``slot`` is.
-    """
-
-    table: Tensor
-    indices: Tensor
-    out: Tensor
-    scales: Tensor | None = None
-    slot: Tensor | None = None
-    cache: Tensor | None = None
+    table: Tensor  # [num_rows, ...], anywhere
+    indices: Tensor  # int64 or int32 [n]
+    out: Tensor  # [n, ...], on the device of the index
+    scales: Tensor | None = None  # float32 [num_rows], anywhere, or None
+    slot: Tensor | None = None  # int32 [num_rows], anywhere, or None
+    cache: Tensor | None = None  # [cache_rows, ...] of the table's dtype, anywhere; given if slot is
 
 
 def register(device: str, function: Callable[[Gather, bool], None]) -> None:

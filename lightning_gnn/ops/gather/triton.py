@@ -1,7 +1,5 @@
 """Gathering rows on CUDA: the Triton kernel where Triton is installed, torch's own operators elsewhere."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -57,7 +55,6 @@ def gather_from_shards(
         shift: Logarithm of how many rows each has in turn.
         index: int64 or int32 ``[m]``, on the device, not checked.
         out: ``[m, num_columns]``, there too.
-        scales: float32 ``[num_rows]`` of an int8 table.
     """
     require_triton("reading the memory of other GPUs")
     from lightning_gnn.triton_kernels.gather import gather

@@ -24,8 +24,6 @@ same for all targets, and a target takes the in-edges with the smallest, in CSC 
 there are fewer nodes. Parallel edges have variates of their own.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -308,11 +306,7 @@ def check_fanouts(fanouts: Sequence[int]) -> list[int]:
 
 
 def check_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
-    """Return the seeds as contiguous int64.
-
-    Args:
-        seeds: int64 or int32 ``[batch_size]``.
-    """
+    """Return the seeds as contiguous int64; ``seeds``: int64 or int32 ``[batch_size]``."""
     if not isinstance(seeds, Tensor) or seeds.dtype not in (torch.int64, torch.int32):
         kind = seeds.dtype if isinstance(seeds, Tensor) else type(seeds).__name__
         mask = getattr(seeds, "dtype", None) in (torch.bool, np.bool_)

@@ -17,10 +17,8 @@ from numba.extending import intrinsic
 from lightning_gnn.ops.intrinsics import prefetch
 
 _SHIFT = 4
-_SPAN = 1 << _SHIFT
-"""Times that are compared at once; one in so many is among the coarse ones."""
-_ROWS = 64
-"""Nodes of a block."""
+_SPAN = 1 << _SHIFT  # times that are compared at once; one in so many is among the coarse ones
+_ROWS = 64  # nodes of a block
 _I1, _I16, _I64 = ir.IntType(1), ir.IntType(16), ir.IntType(64)
 _TIMES = ir.VectorType(_I64, _SPAN)
 
@@ -29,7 +27,6 @@ def _early(typingctx: Any, times: Any, at: Any, limit: Any) -> tuple[Any, Callab
     """Return a mask of sixteen bits: which of the times from ``at`` on are no later than the limit.
 
     Args:
-        typingctx: Numba's, not given by callers.
         times: int64, with sixteen from ``at`` on.
         at: int64.
         limit: int64.

@@ -1,7 +1,5 @@
 """Neighbour sampling in a graph with several types of nodes and edges: arguments by type, and the sample by type."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -10,8 +10,7 @@ from lightning_gnn.ops.hashing import GOLDEN, Word, mix_compiled, node_key_compi
 from lightning_gnn.ops.intrinsics import prefetch
 from lightning_gnn.ops.sample.relation import Frontier
 
-_AHEAD = 8
-"""How many rows ahead ``indices`` is asked for; ``indptr`` twice as many."""
+_AHEAD = 8  # how many rows ahead indices is asked for; indptr twice as many
 _GOLDEN, _ZERO = np.uint64(GOLDEN), np.uint64(0)
 
 
@@ -32,13 +31,8 @@ def pick_labor(
     """Write the edges that the nodes of the frontier pick, from position m on; return the position behind them.
 
     Args:
-        indptr: int64 ``[num_nodes + 1]``.
-        indices: int32 or int64 ``[num_edges]``.
-        parallel: How many edges before one in its list have the same source, int32 ``[num_edges]``, or none.
         often: In how many mini-batches a variate is renewed once, uint64.
         batch: Number of the mini-batch, uint64.
-        edge: Where to write, int64.
-        ends: Where to write the end of each node's edges, int64.
     """
     place, _, tree, low, high, fanout, _, disjoint, key, first_tree, times = frontier
     temporal, base, eligible, counts = times

@@ -15,8 +15,7 @@ from numba.extending import intrinsic
 
 from lightning_gnn.ops.hashing import GOLDEN, MIX_1, MIX_2
 
-LANES = 16
-"""Rows that draw at once; vectors of 32-bit numbers are so wide with AVX-512, and two of them with AVX2."""
+LANES = 16  # rows that draw at once; vectors of 32-bit numbers are so wide with AVX-512, and two of them with AVX2
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _NARROW, _WIDE = ir.VectorType(_I32, LANES), ir.VectorType(_I64, LANES)
 
@@ -42,7 +41,6 @@ def _draw_lanes(
     """Write the picks of sixteen rows: pick j of lane l is ``picks[LANES * j + l]``, an offset in the row.
 
     Args:
-        typingctx: Numba's, not given by callers.
         state: uint64 ``[LANES]``: the key of each row's batch or tree, xor its node times ``NODE_STEP``.
         degree: int64 ``[LANES]``, below 2^32, and above the fanout unless ``replace``.
         fanout: int64, how many to pick.

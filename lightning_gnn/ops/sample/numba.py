@@ -40,11 +40,9 @@ from lightning_gnn.ops.sample.weighted_picks import pick_weighted
 
 TABLE_LIMIT = 1 << 29
 """Largest node table a thread may hold, in bytes (4 per node); larger graphs are relabelled by hashing."""
-_BLOCK = 128
-"""About how many edges are picked before as many are relabelled."""
+_BLOCK = 128  # about how many edges are picked before as many are relabelled
 _FIRST_BITS = 20
-_TABLE, _HASH, _TREES, _FOREST = range(4)
-"""How nodes get local ids: see ``relabel``."""
+_TABLE, _HASH, _TREES, _FOREST = range(4)  # how nodes get local ids: see relabel
 _NONE = np.zeros(0, np.int64)
 _NO_PARALLEL = np.zeros(0, np.int32)
 _NO_TIMES = no_times()
@@ -52,15 +50,10 @@ _NO_TIMES = no_times()
 
 @dataclass
 class _Slots:
-    """A hash table of the nodes of one type.
+    """A hash table of the nodes of one type."""
 
-    Args:
-        words: The slots, int64.
-        stamp: Of what was last entered.
-    """
-
-    words: np.ndarray = field(default_factory=lambda: np.zeros(FIRST_SLOTS, np.int64))
-    stamp: int = 0
+    words: np.ndarray = field(default_factory=lambda: np.zeros(FIRST_SLOTS, np.int64))  # the slots, int64
+    stamp: int = 0  # of what was last entered
 
     def begin(self) -> None:
         """Begin a mini-batch."""
@@ -72,37 +65,24 @@ class _Slots:
 
 @dataclass
 class _Edges:
-    """What a thread keeps for the edges of one type: a guess at how many the next mini-batch has, and scratch memory.
+    """What a thread keeps for the edges of one type: a guess at the size of the next mini-batch, and scratch memory."""
 
-    Args:
-        room: Edges that the next mini-batch begins with room for.
-        ends: Ends of the targets' edges, int64.
-    """
-
-    room: int = 0
-    ends: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    room: int = 0  # edges that the next mini-batch begins with room for
+    ends: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # ends of the targets' edges, int64
 
 
 @dataclass
 class _Scratch(threading.local):
-    """What one thread keeps between batches: 4 bytes per node, or hash tables, and guesses at the next batch's size.
+    """What one thread keeps between batches: 4 bytes per node, or hash tables, and guesses at the next batch's size."""
 
-    Args:
-        table: The table of nodes, uint32 ``[num_nodes]``.
-        bits: Of a local id in it.
-        stamp: Of the last mini-batch in it.
-        slots: Hash tables, by node type.
-        nodes: Nodes that the next mini-batch begins with room for, by node type.
-        lanes: Of rows whose picks are drawn together.
-    """
-
-    table: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
-    bits: int = _FIRST_BITS
-    stamp: int = 0
-    slots: defaultdict[int, _Slots] = field(default_factory=lambda: defaultdict(_Slots))
+    table: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))  # the table of nodes, uint32 [num_nodes]
+    bits: int = _FIRST_BITS  # of a local id in it
+    stamp: int = 0  # of the last mini-batch in it
+    slots: defaultdict[int, _Slots] = field(default_factory=lambda: defaultdict(_Slots))  # hash tables, by node type
     edges: defaultdict[int, _Edges] = field(default_factory=lambda: defaultdict(_Edges))
     nodes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    lanes: tuple[np.ndarray, ...] = field(default_factory=lane_scratch)
+    """Nodes that the next mini-batch begins with room for, by node type."""
+    lanes: tuple[np.ndarray, ...] = field(default_factory=lane_scratch)  # of rows whose picks are drawn together
 
     def begin_table(self, num_nodes: int) -> None:
         """Begin a mini-batch in the table."""
@@ -123,16 +103,7 @@ _scratch = _Scratch()
 
 
 class _Found:
-    """The nodes of one type that a mini-batch has found so far.
-
-    Args:
-        seeds: int64 ``[n]``.
-        start: The tree of the first.
-        size: How many nodes there are of this type.
-        first: The first one's place in the table.
-        how: How nodes get local ids.
-        room: Nodes to begin with room for.
-    """
+    """The nodes of one type that a mini-batch has found so far; ``seeds``: int64 ``[n]``."""
 
     def __init__(self, seeds: np.ndarray, start: int, size: int, first: int, how: int, room: int) -> None:
         self.num_seeds = self.count = seeds.size
@@ -188,17 +159,11 @@ class _Found:
 
 
 class Picks(NamedTuple):
-    """What the new nodes of a hop have picked along one edge type.
+    """What the new nodes of a hop have picked along one edge type."""
 
-    Args:
-        counts: How many edges each of them, int64 ``[n]``.
-        source: Where these come from, int64 ``[m]``.
-        place: Where they are, int64 ``[m]``.
-    """
-
-    counts: np.ndarray
-    source: np.ndarray
-    place: np.ndarray
+    counts: np.ndarray  # how many edges each of them, int64 [n]
+    source: np.ndarray  # where these come from, int64 [m]
+    place: np.ndarray  # where they are, int64 [m]
 
 
 Fetch = Callable[[int, list[tuple[np.ndarray, np.ndarray]]], list[Picks]]
@@ -206,44 +171,27 @@ Fetch = Callable[[int, list[tuple[np.ndarray, np.ndarray]]], list[Picks]]
 
 
 class Sampled(NamedTuple):
-    """A mini-batch, by number of the node type, then by number of the edge type, in arrays or tensors.
+    """A mini-batch, by number of the node type, then by number of the edge type, in arrays or tensors."""
 
-    Args:
-        node: Ids, int64 ``[n]``.
-        tree: Trees, int64 ``[n]`` if disjoint, else ``[0]``.
-        num_sampled_nodes: Seeds, then new nodes per hop.
-        edge_index: Local ids of sources and targets, int64 ``[2, m]``.
-        edge: Positions, int64 ``[m]``.
-        num_sampled_edges: Per hop.
-    """
-
-    node: list[Any]
-    tree: list[Any]
-    num_sampled_nodes: list[list[int]]
-    edge_index: list[Any]
-    edge: list[Any]
-    num_sampled_edges: list[list[int]]
+    node: list[Any]  # ids, int64 [n]
+    tree: list[Any]  # trees, int64 [n] if disjoint, else [0]
+    num_sampled_nodes: list[list[int]]  # seeds, then new nodes per hop
+    edge_index: list[Any]  # local ids of sources and targets, int64 [2, m]
+    edge: list[Any]  # positions, int64 [m]
+    num_sampled_edges: list[list[int]]  # per hop
 
 
 def sample_relations(
     relations: Sequence[Relation],
     num_nodes: Sequence[int],
-    seeds: Sequence[np.ndarray],
+    seeds: Sequence[np.ndarray],  # of each node type, int64, checked
     starts: Sequence[int],
     key: int,
     rule: Rule,
     times: Times | None = None,
-    fetch: Fetch | None = None,
+    fetch: Fetch | None = None,  # brings the picks of a hop from where the lists are, if relations do not have them
 ) -> Sampled:
-    """Sample one mini-batch of a graph of any number of types.
-
-    Args:
-        relations: The edge types, in the order of their sorted names.
-        seeds: Of each node type, int64, checked.
-        key: Of the mini-batch, 64-bit.
-        times: What counts for each tree, or None: everything.
-        fetch: Brings the picks of a hop from where the lists are, if ``relations`` do not have them.
-    """
+    """Sample one mini-batch of a graph of any number of types."""
     scratch, total = _scratch, sum(num_nodes)
     alone = len(relations) == len(num_nodes) == 1
     how = (_TREES if alone else _FOREST) if rule.disjoint else _HASH if 4 * total > TABLE_LIMIT else _TABLE
@@ -300,24 +248,16 @@ def sample_relations(
 
 
 def pick_from_lists(
-    relation: Relation,
-    node: np.ndarray,
-    place: np.ndarray,
-    tree: np.ndarray,
+    relation: Relation,  # the edges; indptr need not have the lists of all nodes. Its fanouts are not looked at
+    node: np.ndarray,  # ids, int64 [n]
+    place: np.ndarray,  # where in indptr their lists are, int64 [n]
+    tree: np.ndarray,  # their trees, int64 [n] if disjoint
     fanout: int,
-    key: int,
+    key: int,  # of the hop and the edge type (~lightning_gnn.ops.sample.relation.stage_key)
     rule: Rule,
     times: Times | None,
 ) -> Picks:
     """Pick in-edges of some nodes, without relabelling: what whoever has their lists does for whoever samples.
-
-    Args:
-        relation: The edges; ``indptr`` need not have the lists of all nodes. Its ``fanouts`` are not looked at.
-        node: Ids, int64 ``[n]``.
-        place: Where in ``indptr`` their lists are, int64 ``[n]``.
-        tree: Their trees, int64 ``[n]`` if disjoint.
-        key: Of the hop and the edge type (:func:`~lightning_gnn.ops.sample.relation.stage_key`).
-        times: What counts for each tree, or None: everything.
 
     Returns:
         The picks; their places are those in ``relation.indices``.

@@ -15,8 +15,7 @@ from lightning_gnn.ops.sample.relation import Frontier
 
 SMALL_FANOUT = 64
 """Up to which rows draw in lanes; above, comparing all draws of a row costs more than shuffling all of its edges."""
-_AHEAD = 16
-"""How many rows ahead ``indptr`` is asked for."""
+_AHEAD = 16  # how many rows ahead indptr is asked for
 _STEP = np.uint64(NODE_STEP)
 
 

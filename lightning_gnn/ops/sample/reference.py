@@ -1,7 +1,5 @@
 """Neighbour sampling in plain Python: the definition that every other backend is tested against."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,25 +10,15 @@ from lightning_gnn.ops.sample.relation import Labor, Relation, Rule, Times, most
 
 
 class TypedSample(NamedTuple):
-    """One sampled subgraph, by type.
+    """One sampled subgraph, by type."""
 
-    Args:
-        node: Ids of the nodes of each node type.
-        tree: The tree of each node, by node type.
-        row: Local ids of the sources of each edge type.
-        col: Local ids of the targets.
-        edge: Positions of the edges.
-        num_sampled_nodes: For each node type, seeds, then new nodes per hop.
-        num_sampled_edges: For each edge type, edges per hop.
-    """
-
-    node: list[list[int]]
-    tree: list[list[int]]
-    row: list[list[int]]
-    col: list[list[int]]
-    edge: list[list[int]]
-    num_sampled_nodes: list[list[int]]
-    num_sampled_edges: list[list[int]]
+    node: list[list[int]]  # ids of the nodes of each node type
+    tree: list[list[int]]  # the tree of each node, by node type
+    row: list[list[int]]  # local ids of the sources of each edge type
+    col: list[list[int]]  # local ids of the targets
+    edge: list[list[int]]  # positions of the edges
+    num_sampled_nodes: list[list[int]]  # for each node type, seeds, then new nodes per hop
+    num_sampled_edges: list[list[int]]  # for each edge type, edges per hop
 
 
 def pick_uniform(begin: int, degree: int, fanout: int, stream: int, replace: bool) -> list[int]:
@@ -82,11 +70,7 @@ def pick_weighted(begin: int, weight: Sequence[float], fanout: int, stream: int,
 
 
 def variate(key: int, source: int, parallel: int, labor: Labor) -> int:
-    """Return the variate of an edge: that of its source, the same for all targets.
-
-    Args:
-        key: Of the hop.
-    """
+    """Return the variate of an edge: that of its source, the same for all targets."""
     stream = node_key(key, source)
     if (often := labor.batch_dependency) > 1:
         # Which mini-batches renew it follows from the source alone: a fraction of the sources in each of them.
@@ -126,12 +110,7 @@ def sample_reference(
     rule: Rule,
     times: Times | None = None,
 ) -> TypedSample:
-    """Sample one mini-batch; see :mod:`lightning_gnn.ops.sample.definition`.
-
-    Args:
-        relations: The edge types, in the order of their sorted names.
-        times: What counts for each tree, or None: everything.
-    """
+    """Sample one mini-batch; see :mod:`lightning_gnn.ops.sample.definition`."""
     node = [list(ids) for ids in seeds]
     tree = [list(range(start, start + len(ids))) for ids, start in zip(seeds, starts, strict=True)]
     local: list[dict[tuple[int, int], int]] = [{} for _ in seeds]

@@ -14,21 +14,16 @@ import numpy as np
 
 from lightning_gnn.ops.intrinsics import prefetch
 
-NEAR = 16
-"""How many edges ahead their entries are asked for."""
-FAR = 48
-"""How many edges ahead ``indices`` is asked for, which says where these entries are."""
+NEAR = 16  # how many edges ahead their entries are asked for
+FAR = 48  # how many edges ahead indices is asked for, which says where these entries are
 FIRST_SLOTS = 1 << 11
-LARGEST_GUESS = 1 << 16
-"""Slots that a tree gets before it is seen to need more."""
+LARGEST_GUESS = 1 << 16  # slots that a tree gets before it is seen to need more
 LAST_STAMP = (1 << 15) - 1
 """Of a hash table, whose slots hold 15 bits of a stamp, 16 of the node's hash, and a local id of 32."""
-_FIBONACCI = 0x9E3779B97F4A7C15 - (1 << 64)
-"""2^64 over the golden ratio, as a signed number."""
+_FIBONACCI = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as a signed number
 _LOCAL = (1 << 32) - 1
 _NEAR, _FAR, _ONE = np.uint64(NEAR), np.uint64(FAR), np.uint64(1)
-_TREE_STEP = 0x5851F42D4C957F2D
-"""By which trees of one node are told apart in a hash table."""
+_TREE_STEP = 0x5851F42D4C957F2D  # by which trees of one node are told apart in a hash table
 
 
 @numba.njit(nogil=True, cache=True)

@@ -1,39 +1,26 @@
 """What every backend is given: the edge types of a graph as arrays, and the rule by which edges are picked."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from lightning_gnn.ops.hashing import layer_key, relation_key
 
 
 class Relation(NamedTuple):
-    """The edges of one type, stored by target; plain sequences for the reference, NumPy arrays for compiled code.
+    """The edges of one type, stored by target; plain sequences for the reference, NumPy arrays for compiled code."""
 
-    Args:
-        source: Type of the sources, as a number: the place of its name among the sorted names.
-        target: Type of the targets.
-        fanouts: In-edges to pick per target, for each hop.
-        indptr: Offsets, int64 ``[num_targets + 1]``.
-        indices: Sources, int32 or int64 ``[num_edges]``.
-        time: Times of the edges, ascending in each list, int64 ``[num_edges]``, or None: an edge always counts.
-        coarse_time: Every sixteenth of them, which stays in the cache while lists are searched.
-        weight: Weights of the edges, all positive, float64 ``[num_edges]``, or None: all alike.
-        prefix: Sums of a list's weights up to and with each edge, added in order, float64 ``[num_edges]``.
-        parallel: For LABOR, how many edges before this one in its list have the same source, int32 ``[num_edges]``, or
-            None: none has any.
-    """
-
-    source: int
-    target: int
-    fanouts: list[int]
-    indptr: Any
-    indices: Any
-    time: Any = None
-    coarse_time: Any = None
-    weight: Any = None
-    prefix: Any = None
+    source: int  # type of the sources, as a number: the place of its name among the sorted names
+    target: int  # type of the targets
+    fanouts: list[int]  # in-edges to pick per target, for each hop
+    indptr: Any  # offsets, int64 [num_targets + 1]
+    indices: Any  # sources, int32 or int64 [num_edges]
+    time: Any = None  # times of the edges, ascending in each list, int64 [num_edges], or None: an edge always counts
+    coarse_time: Any = None  # every sixteenth of them, which stays in the cache while lists are searched
+    weight: Any = None  # weights of the edges, all positive, float64 [num_edges], or None: all alike
+    prefix: Any = None  # sums of a list's weights up to and with each edge, added in order, float64 [num_edges]
     parallel: Any = None
+    """For LABOR, how many edges before this one in its list have the same source, int32 ``[num_edges]``, or None:
+    none has any.
+    """
 
 
 class Labor(NamedTuple):
@@ -52,70 +39,40 @@ class Labor(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How edges are picked.
-
-    Args:
-        disjoint: One tree per seed.
-        first_tree: Position of the first seed in the whole mini-batch.
-        last: Of the edges whose time allows it, only the newest count.
-        labor: Pick by variates of the sources, or None: by draws of the targets.
-    """
+    """How edges are picked."""
 
     replace: bool = False
-    disjoint: bool = False
-    first_tree: int = 0
-    last: bool = False
-    labor: Labor | None = None
+    disjoint: bool = False  # one tree per seed
+    first_tree: int = 0  # position of the first seed in the whole mini-batch
+    last: bool = False  # of the edges whose time allows it, only the newest count
+    labor: Labor | None = None  # pick by variates of the sources, or None: by draws of the targets
 
 
 class Times(NamedTuple):
-    """From when until when edges count for each tree.
+    """From when until when edges count for each tree."""
 
-    Args:
-        until: The latest time that counts, int64 ``[trees]``.
-        after: The latest time that no longer counts, int64 ``[trees]``, or None: all count that are early enough.
-    """
-
-    until: Any
-    after: Any = None
+    until: Any  # the latest time that counts, int64 [trees]
+    after: Any = None  # the latest time that no longer counts, int64 [trees], or None: all count that are early enough
 
 
 class Frontier(NamedTuple):
-    """The nodes that pick in-edges of one type in a hop, and how they do, as compiled code takes it.
+    """The nodes that pick in-edges of one type in a hop, and how they do, as compiled code takes it."""
 
-    Args:
-        place: Where in ``indptr`` the lists are, int64, up to ``high``: ``node``, where it has all.
-        node: Global ids, int64, up to ``high``.
-        tree: Their trees, int64, if disjoint.
-        low: The first node that picks.
-        high: One past the last.
-        fanout: In-edges to pick per node; below zero means all.
-        replace: With replacement.
-        disjoint: Trees draw independently.
-        key: Of the hop, uint64.
-        first_tree: Position of the first seed, uint64.
-        times: Which in-edges count (:func:`~lightning_gnn.ops.sample.eligible.no_times`).
-    """
-
-    place: Any
-    node: Any
-    tree: Any
-    low: int
-    high: int
-    fanout: int
-    replace: bool
-    disjoint: bool
-    key: Any
-    first_tree: Any
-    times: Any
+    place: Any  # where in indptr the lists are, int64, up to high: node, where it has all
+    node: Any  # global ids, int64, up to high
+    tree: Any  # their trees, int64, if disjoint
+    low: int  # the first node that picks
+    high: int  # one past the last
+    fanout: int  # in-edges to pick per node; below zero means all
+    replace: bool  # with replacement
+    disjoint: bool  # trees draw independently
+    key: Any  # of the hop, uint64
+    first_tree: Any  # position of the first seed, uint64
+    times: Any  # which in-edges count (~lightning_gnn.ops.sample.eligible.no_times)
 
 
 def stage_key(key: int, hop: int, number: int, source: int, labor: Labor | None) -> int:
-    """Derive the key with which an edge type picks in one hop from that of the mini-batch (all 64-bit, unsigned).
-
-    Args:
-        hop: The hop.
-    """
+    """Derive the key with which an edge type picks in one hop from that of the mini-batch (all 64-bit, unsigned)."""
     if labor is None:
         return relation_key(key, number)
     return relation_key(key if labor.layer_dependency else layer_key(key, hop), source)

@@ -52,21 +52,14 @@ def most_batches(sampler: TritonNeighborSampler) -> int:
 
 def begin_samples(
     sampler: TritonNeighborSampler,
-    seeds: Sequence[Tensor],
+    seeds: Sequence[Tensor],  # of each, on the device, not checked
     fanouts: Sequence[int],
     keys: Sequence[int],
     replace: bool,
-    disjoint: bool,
+    disjoint: bool,  # one tree per seed; of one mini-batch alone
     share: float,
 ) -> Any:
-    """Launch mini-batches, side by side if there are several, and return before they have been sampled.
-
-    Args:
-        seeds: Of each, on the device, not checked.
-        fanouts: In-edges to pick per node and hop.
-        disjoint: One tree per seed; of one mini-batch alone.
-        share: Of the GPU, how much the launch may fill.
-    """
+    """Launch mini-batches, side by side if there are several, and return before they have been sampled."""
     from lightning_gnn.triton_kernels.sample_bulk import joined
 
     if len(seeds) > 1:
@@ -88,9 +81,6 @@ def sample_relations_triton(
 
     Args:
         relations: The edge types, in the order of their sorted names; arrays are tensors on a GPU, or in pinned memory.
-        seeds: Of each node type, int64, checked.
-        key: Of the mini-batch, 64-bit.
-        times: What counts for each tree, int64 arrays, or None: everything.
     """
     require_triton("sampling on a GPU")
     from lightning_gnn.triton_kernels.sample import device_of

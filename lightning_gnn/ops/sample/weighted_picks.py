@@ -9,13 +9,10 @@ from lightning_gnn.ops.hashing import Word, draw_fraction_compiled, node_key_com
 from lightning_gnn.ops.intrinsics import prefetch
 from lightning_gnn.ops.sample.relation import Frontier, most_draws
 
-_AHEAD = 8
-"""How many rows ahead the sums are asked for; ``indptr`` twice as many."""
+_AHEAD = 8  # how many rows ahead the sums are asked for; indptr twice as many
 _SUMS_PER_LINE = 8
-_CHUNK = 16
-"""How many draws are looked up side by side."""
-_SHORT = 64
-"""In-edges of a node of which a word says which are picked."""
+_CHUNK = 16  # how many draws are looked up side by side
+_SHORT = 64  # in-edges of a node of which a word says which are picked
 _most_draws: Any = numba.njit(most_draws)
 
 
@@ -24,15 +21,7 @@ def pick_weighted(
     indptr: np.ndarray, weight: np.ndarray, prefix: np.ndarray, frontier: Frontier, edge: np.ndarray, ends: np.ndarray,
     m: int,
 ) -> int:  # fmt: skip
-    """Write the edges that the nodes of the frontier pick, from position m on; return the position behind them.
-
-    Args:
-        indptr: int64 ``[num_nodes + 1]``.
-        weight: Of the edges, float64, all positive.
-        prefix: Sums of each list's weights, float64.
-        edge: Where to write, int64.
-        ends: Where to write the end of each node's edges, int64.
-    """
+    """Write the edges that the nodes of the frontier pick, from position m on; return the position behind them."""
     place, node, tree, low, high, fanout, replace, disjoint, key, first_tree, _ = frontier
     drawn, places = np.empty(_CHUNK, np.int64), np.empty(_CHUNK, np.float64)
     for t in range(low, high):
