@@ -44,22 +44,22 @@ test-all: lint
 	$(PYTEST) --slice all $(ARGS)
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.sampling $(ARGS)
-	$(BIN)/python -m benchmarks.typed_sampling $(ARGS)
-	$(BIN)/python -m benchmarks.minibatch $(ARGS)
-	$(BIN)/python -m benchmarks.epoch $(ARGS)
-	$(BIN)/python -m benchmarks.typed_epoch $(ARGS)
-	$(BIN)/python -m benchmarks.time_to_accuracy $(ARGS)
-	$(BIN)/python -m benchmarks.several_machines $(ARGS)
-	$(BIN)/python -m benchmarks.collective $(ARGS)
-	$(BIN)/python -m benchmarks.collective_planner $(ARGS)
-	$(BIN)/python -m benchmarks.aggregate $(ARGS)
-	$(BIN)/python -m benchmarks.aggregate_update $(ARGS)
-	$(BIN)/python -m benchmarks.hyscale $(ARGS)
-	$(BIN)/python -m benchmarks.hyscale_paper $(ARGS)
-	$(BIN)/python -m benchmarks.shared_memory $(ARGS)
-	$(BIN)/python -m benchmarks.full_graph $(ARGS)
-	$(BIN)/python -m benchmarks.ascend_cycles $(ARGS)
+	$(BIN)/python -m benchmarks.sampling.neighbors $(ARGS)
+	$(BIN)/python -m benchmarks.sampling.typed $(ARGS)
+	$(BIN)/python -m benchmarks.sampling.minibatch $(ARGS)
+	$(BIN)/python -m benchmarks.models.epoch $(ARGS)
+	$(BIN)/python -m benchmarks.models.typed_epoch $(ARGS)
+	$(BIN)/python -m benchmarks.models.time_to_accuracy $(ARGS)
+	$(BIN)/python -m benchmarks.data.several_machines $(ARGS)
+	$(BIN)/python -m benchmarks.collective.epochs $(ARGS)
+	$(BIN)/python -m benchmarks.collective.planner $(ARGS)
+	$(BIN)/python -m benchmarks.ops.aggregate $(ARGS)
+	$(BIN)/python -m benchmarks.ops.aggregate_update $(ARGS)
+	$(BIN)/python -m benchmarks.hyscale.epochs $(ARGS)
+	$(BIN)/python -m benchmarks.hyscale.paper $(ARGS)
+	$(BIN)/python -m benchmarks.data.shared_memory $(ARGS)
+	$(BIN)/python -m benchmarks.full_graph.epochs $(ARGS)
+	$(BIN)/python -m benchmarks.ops.ascend_cycles $(ARGS)
 
 # The documentation, as a site that can be read from its folder, without a network; its search wants a server.
 docs: $(VENV)/.installed
@@ -68,7 +68,7 @@ docs: $(VENV)/.installed
 	@echo "open site/index.html, or, to search in it: $(PYTHON) -m http.server --directory site"
 
 bench-gpu:
-	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu.everything $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info

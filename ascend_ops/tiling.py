@@ -86,7 +86,7 @@ def cube_tables(
     """Make what aggregate_cube reads from one direction of a graph and a plan.
 
     Args:
-        chunks: The six arrays of :class:`lightning_gnn.graph.chunks.Chunks`: vertex of each row, int32 ``[R]``; first
+        chunks: The six arrays of :class:`lightning_gnn.compressed.Chunks`: vertex of each row, int32 ``[R]``; first
             row of each chunk, int64 ``[num_chunks + 1]``; first entry of each row, int64 ``[R + 1]``; column of each
             entry, int32 ``[num_edges]``; vertex of each column, int32 ``[L]``; first column of each chunk, int64
             ``[num_chunks + 1]``.

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import platform
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -47,14 +48,15 @@ def parse(
     """Read the command line of one benchmark.
 
     Args:
-        name: The benchmark, and the JSON file that it writes.
+        name: Of the JSON file that it writes.
         description: Its help text.
         sizes: Each size's value in a full run and in a quick one; every size becomes an option.
         argv: The arguments, by default those of the process.
         runs: How many rounds count by default.
         paths: Further options, each a path that is None unless given, with their help texts.
     """
-    parser = argparse.ArgumentParser(f"python -m benchmarks.{name}", description=description)
+    started = sys.modules["__main__"].__spec__  # in a folder, which the name of the JSON file does not tell
+    parser = argparse.ArgumentParser(f"python -m {started.name}" if started else name, description=description)
     parser.add_argument("--runs", type=int, help=f"rounds that count (default: {runs}, quick: 2)")
     parser.add_argument("--quick", action="store_true", help="small sizes; writes no file unless --out is given")
     parser.add_argument("--out", type=Path, help=f"the JSON file (default: benchmarks/results/{name}.json)")

@@ -196,22 +196,23 @@ def rooms() -> str:
     """Return the packages and who stands on whom."""
     parts = []
     for number, (name, what) in enumerate((
-        ("runtime", "files, threads, clocks, resuming"), ("graph", "topology, features, data sets"),
-        ("ops", "one operator per hot path"), ("nn", "layers, models, exact inference"),
-        ("sampling", "CPU sampling, loaders, DataModules"), ("persistent", "PGSampler"),
+        ("runtime", "files, threads, clocks, messages"), ("features, graph, datasets", "what a graph is"),
+        ("ops", "one operator per hot path"), ("nn, sampling", "layers, models, NeighborSampler"),
+        ("loading", "pipeline, loaders, prefetchers"), ("datamodules", "nodes and links"),
+        ("gpu_sampling", "PGSampler"),
     )):  # fmt: skip
-        y = 330 - number * 56
-        parts.append(box(190, y, 250, 42, f"{name}\n{what}", "ours"))
+        y = 330 - number * 52
+        parts.append(box(190, y, 250, 40, f"{name}\n{what}", "ours"))
         if number:
-            parts.append(arrow((315, y + 56), (315, y + 42)))
-    parts += [box(490, 330, 130, 42, "distributed\nranks of all systems", "ours"), arrow((440, 351), (490, 351))]
-    parts += [box(10, 218, 130, 42, "triton_kernels\nTriton", "other"), arrow((140, 239), (190, 239))]
-    parts += [box(10, 162, 130, 42, "ascend_ops\nAscend C", "other"), arrow((140, 190), (190, 232))]
-    parts += [box(490, 64, 130, 42, "collective\nMorphGL", "ours"), arrow((440, 66), (490, 80))]
-    parts += [box(490, 14, 130, 42, "hyscale\nHyScale-GNN", "ours"), arrow((440, 62), (490, 40))]
-    parts += [box(490, 162, 130, 42, "full_graph\nNeutronAscend", "ours"), arrow((440, 183), (490, 183))]
-    parts += [box(490, 114, 130, 42, "partitioned\nseveral machines", "ours"), arrow((440, 130), (490, 134))]
-    parts += [label(555, 236, "on top: pyg, planning,"), label(555, 252, "callbacks, report, cli")]
+            parts.append(arrow((315, y + 52), (315, y + 40)))
+    parts += [box(490, 330, 130, 40, "distributed\nranks of all systems", "ours"), arrow((440, 350), (490, 350))]
+    parts += [box(10, 252, 130, 40, "triton_kernels\nTriton", "other"), arrow((140, 272), (190, 250))]
+    parts += [box(10, 200, 130, 40, "ascend_ops\nAscend C", "other"), arrow((140, 220), (190, 240))]
+    parts += [box(490, 66, 130, 40, "collective\nMorphGL", "ours"), arrow((440, 46), (490, 80))]
+    parts += [box(490, 14, 130, 40, "hyscale\nHyScale-GNN", "ours"), arrow((440, 36), (490, 34))]
+    parts += [box(490, 170, 130, 40, "full_graph\nNeutronAscend", "ours"), arrow((440, 104), (490, 180))]
+    parts += [box(490, 118, 130, 40, "partitioned\nseveral machines", "ours"), arrow((440, 90), (490, 134))]
+    parts += [label(555, 246, "on top: pyg, planning,"), label(555, 262, "callbacks, report, cli")]
     return picture(640, 385, "The rooms of the package; each imports those below it", parts)
 
 

@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 
 from lightning_gnn import CollectiveDataModule, NeighborDataModule
 from lightning_gnn.callbacks import Throughput
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 
 

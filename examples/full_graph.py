@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 
 from lightning_gnn import FullGraphDataModule
 from lightning_gnn.callbacks import Throughput
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
 
 MODELS = {"gcn": GCN, "sage": GraphSAGE, "gat": GAT}

@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_gnn import NeighborDataModule, PersistentSamplerDataModule
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 
 

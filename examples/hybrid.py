@@ -15,7 +15,7 @@ import torch
 
 from lightning_gnn import HyScaleStrategy, NeighborDataModule
 from lightning_gnn.callbacks import Throughput
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 
 

@@ -17,7 +17,7 @@ from torch_geometric.nn import GraphSAGE
 from torchmetrics import Accuracy
 
 from lightning_gnn import NeighborDataModule
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 
 
 class Model(pl.LightningModule):

@@ -25,7 +25,7 @@ from lightning_gnn import (
     NeighborDataModule,
     PersistentSamplerDataModule,
 )
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 
 
 class Mine(pl.LightningModule):

@@ -26,7 +26,7 @@ from torch_geometric.data import Data
 from torch_geometric.loader import NodeLoader
 
 from lightning_gnn import NeighborDataModule, NeighborSampler
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 
 

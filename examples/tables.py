@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_gnn import NeighborDataModule
-from lightning_gnn.graph import from_tables
+from lightning_gnn.datasets import from_tables
 from lightning_gnn.nn import HeteroGraphSAGE, NodeClassifier
 
 DAYS, MONTH = 360, 30

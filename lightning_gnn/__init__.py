@@ -4,25 +4,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_gnn import startup
+from lightning_gnn.runtime import moved_names
 
+moved_names.install()
 if not startup.needs_no_library():
     import lightning_gnn.registration  # noqa: F401
 
 if TYPE_CHECKING:
     from lightning_gnn.accelerators import NPUAccelerator
     from lightning_gnn.collective import CollectiveDataModule, CollectiveLinkDataModule
+    from lightning_gnn.compressed import CompressedGraph
     from lightning_gnn.datamodules import LinkDataModule, NeighborDataModule
+    from lightning_gnn.features import FeatureTable
     from lightning_gnn.full_graph import AscendHybridParallelStrategy, FullGraphDataModule
-    from lightning_gnn.graph import CompressedGraph, CSCGraph, FeatureTable, HeteroCSCGraph
-    from lightning_gnn.hyscale import HyScaleStrategy
-    from lightning_gnn.nn import FullInference
-    from lightning_gnn.ops import aggregate, edge_softmax, gather_rows, sample_hetero_neighbors, sample_neighbors
-    from lightning_gnn.partitioned import PartitionedDataModule, PartitionedLinkDataModule
-    from lightning_gnn.persistent import (
+    from lightning_gnn.gpu_sampling import (
         PersistentLinkDataModule,
         PersistentNeighborSampler,
         PersistentSamplerDataModule,
     )
+    from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
+    from lightning_gnn.hyscale import HyScaleStrategy
+    from lightning_gnn.nn import FullInference
+    from lightning_gnn.ops import aggregate, edge_softmax, gather_rows, sample_hetero_neighbors, sample_neighbors
+    from lightning_gnn.partitioned import PartitionedDataModule, PartitionedLinkDataModule
     from lightning_gnn.pyg import enable_pyg_sampling
     from lightning_gnn.sampling import NeighborSampler
 
@@ -60,15 +64,19 @@ _NAMES = {
     "accelerators": ["NPUAccelerator"],
     "callbacks": [],
     "collective": ["CollectiveDataModule", "CollectiveLinkDataModule"],
+    "compressed": ["CompressedGraph"],
     "datamodules": ["LinkDataModule", "NeighborDataModule"],
+    "datasets": [],
+    "distributed": [],
+    "features": ["FeatureTable"],
     "full_graph": ["AscendHybridParallelStrategy", "FullGraphDataModule"],
-    "graph": ["CSCGraph", "CompressedGraph", "FeatureTable", "HeteroCSCGraph"],
+    "graph": ["CSCGraph", "HeteroCSCGraph"],
     "hyscale": ["HyScaleStrategy"],
     "loading": [],
     "nn": ["FullInference"],
     "ops": ["aggregate", "edge_softmax", "gather_rows", "sample_hetero_neighbors", "sample_neighbors"],
     "partitioned": ["PartitionedDataModule", "PartitionedLinkDataModule"],
-    "persistent": ["PersistentLinkDataModule", "PersistentNeighborSampler", "PersistentSamplerDataModule"],
+    "gpu_sampling": ["PersistentLinkDataModule", "PersistentNeighborSampler", "PersistentSamplerDataModule"],
     "planning": [],
     "pyg": ["enable_pyg_sampling"],
     "report": [],
@@ -80,7 +88,7 @@ _NAMES = {
 if not TYPE_CHECKING:  # with it, a type checker would take any name for a public one
 
     def __getattr__(name: str) -> Any:
-        if name in _NAMES:
+        if name in _NAMES or f"lightning_gnn.{name}" in moved_names.MOVED_MODULES:
             return import_module(f"lightning_gnn.{name}")
         for room, names in _NAMES.items():
             if name in names:

@@ -19,11 +19,11 @@ from torch_geometric.sampler import NeighborSampler as PyGNeighborSampler
 from torch_geometric.sampler.base import DataType, SubgraphType
 from torch_geometric.sampler.utils import reverse_edge_type
 
+from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler
 from lightning_gnn.graph.csc import CSCGraph, check_edge_index
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.sample.definition import check_fanouts
-from lightning_gnn.persistent.sampler import PersistentNeighborSampler
 from lightning_gnn.sampling.edge_attributes import NodeTime, with_times, with_weights
 from lightning_gnn.sampling.neighbor import NeighborSampler, Output, ProcessRank, fanouts_in, known_subgraph_type
 

@@ -128,7 +128,7 @@ class Simulator(TorchDispatchMode):
         return tensor
 
     def peers(self, deal, ranks):
-        """Return what stands in for :func:`~lightning_gnn.persistent.shards.symmetric` in the first of some processes.
+        """Return what stands in for ``gpu_sampling.shards.symmetric`` in the first of some processes.
 
         Args:
             deal: Called with a rank and its part: writes it, as that process does on a stream of its own GPU.
@@ -164,7 +164,7 @@ class Simulator(TorchDispatchMode):
         """Stand in for the device, for loaders and Triton's samplers on the CPU."""
         from triton.runtime import interpreter
 
-        from lightning_gnn.persistent import stream_prefetcher
+        from lightning_gnn.gpu_sampling import stream_prefetcher
         from lightning_gnn.triton_kernels.sample import DeviceSampler
 
         launch, numpy, tolist = interpreter.GridExecutor.__call__, torch.Tensor.numpy, torch.Tensor.tolist

@@ -22,6 +22,7 @@ SMALL = {
     "epoch": ["--nodes", "500", "--edges", "4000", "--train-nodes", "64", "--batch-size", "16",
               "--only", "ours, SAGE"],
 }  # fmt: skip
+MODULES = {"sampling": "sampling.neighbors", "epoch": "models.epoch"}
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_benchmark_describes_what_it_measured(name, load, tmp_path, capsys):
     out = tmp_path / f"{name}.json"
     threads = torch.get_num_threads()
     try:
-        load(name).main(["--quick", "--runs", "2", "--out", str(out), *SMALL[name]])
+        load(MODULES[name]).main(["--quick", "--runs", "2", "--out", str(out), *SMALL[name]])
     finally:
         torch.set_num_threads(threads)
     result = json.loads(out.read_text())
@@ -166,5 +167,5 @@ def test_table_has_a_line_per_comparison(load):
 def test_a_script_that_fails_says_why(load, tmp_path):
     scripts = load("scripts")
     with pytest.raises(RuntimeError, match=r"(?s)exit code 1.*KeyError: 'nodes'") as error:
-        scripts.Script("benchmarks.hyscale_contestants", {}, tmp_path, "broken")
+        scripts.Script("benchmarks.hyscale.contestants", {}, tmp_path, "broken")
     assert "Traceback" in str(error.value)

@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_gnn import FullGraphDataModule, LinkDataModule, NeighborDataModule
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GAT, GCN, GIN, GraphSAGE, NodeClassifier
 from lightning_gnn.nn.conv import attention, fused
 from tests.nn.test_fused_bfloat16 import refuse_pygs_path

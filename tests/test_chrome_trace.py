@@ -10,7 +10,7 @@ from pytorch_lightning.profilers import PyTorchProfiler
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.datamodules.node import NeighborDataModule
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 
 SIZES = {"num_neighbors": [4, 4], "batch_size": 10, "num_workers": 1, "seed": 1}

@@ -30,7 +30,7 @@ import lightning_gnn
 from lightning_gnn.cli.assemble import check_arguments_of
 from lightning_gnn.cli.main import PRINTING
 from lightning_gnn.datamodules.base import MiniBatchDataModule
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.runtime.messages import keywords_of
 
@@ -84,10 +84,17 @@ def test_links_lead_somewhere(page):
 def test_files_that_are_named_exist(page):
     for name in re.findall(r"`([\w/]+/[\w]+\.(?:py|json|yaml|cpp|h|md))(?:::\w+)?`", prose(page)):
         assert any((top / name).exists() for top in (ROOT, ROOT / "lightning_gnn")), name
-    for name in re.findall(r"\bbenchmarks\.([a-z]\w+)", PAGES[page].read_text(encoding="utf-8")):
-        assert (ROOT / "benchmarks" / f"{name}.py").exists(), f"there is no benchmarks.{name}"
+    for name in re.findall(r"\bbenchmarks\.([a-z][\w.]*\w)", PAGES[page].read_text(encoding="utf-8")):
+        assert (ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").exists(), f"there is no benchmarks.{name}"
     for name in re.findall(r"`(test_\w+\.py)`", prose(page)):
         assert any((ROOT / "tests").rglob(name)), name
+
+
+def test_the_architecture_is_told_in_short_paragraphs():
+    text = prose("docs/architecture.md").partition("## Definitions")[0]
+    for paragraph in re.split(r"\n\s*\n|\n(?=\d+\. |- )", text):
+        lines = [line for line in paragraph.strip().splitlines() if not line.startswith("|")]
+        assert len(lines) <= 4, paragraph
 
 
 def test_the_readme_is_short():
@@ -190,7 +197,7 @@ def check_command(words):
         assert words[1] in ("install=bash", "install=zsh", "install=fish")
         return
     if words and words[0] in PRINTING:
-        module = importlib.import_module(f"lightning_gnn.cli.{PRINTING[words[0]]}")
+        module = importlib.import_module(f"lightning_gnn.cli.commands.{words[0]}")
         assert {word.partition("=")[0] for word in words if word.startswith("-")} <= flags_of(module)
         if words[0] not in ("export", "tune", "warmup"):
             return

@@ -9,7 +9,7 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from tests.full_graph.launch import run_script
 from tests.patience import PATIENCE

@@ -38,7 +38,7 @@ for module in MODULES:
         __import__(module)
 
 from lightning_gnn.callbacks import Throughput
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 
 warnings.simplefilter("ignore")

@@ -13,13 +13,13 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def zoo(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.zoo")
+    return importlib.import_module("benchmarks.models.zoo")
 
 
 def test_the_page_has_the_table_of_the_results(zoo):
     result = json.loads((zoo.PAGE.parents[1] / "benchmarks/results/zoo.json").read_text())
     page = zoo.PAGE.read_text(encoding="utf-8")
-    assert zoo.written(page, result) == page, "run python -m benchmarks.zoo"
+    assert zoo.written(page, result) == page, "run python -m benchmarks.models.zoo"
     for row in result["rows"]:
         assert len(row["values"]) == 5
         assert tuple(row["machine"]) == zoo.MACHINE

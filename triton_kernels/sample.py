@@ -51,7 +51,7 @@ Sample = tuple[Tensor, Tensor, Tensor, "Tensor | None", list[int], list[int]]
 
 
 class CachedLists(Protocol):
-    """What the sampler needs of ``lightning_gnn.graph.cache.CachedAdjacency``.
+    """What the sampler needs of ``lightning_gnn.features.hot_cache.CachedAdjacency``.
 
     Args:
         offset: Where the copy of a node's list begins, or -1, int64 ``[num_nodes]``, on the device.
@@ -63,7 +63,7 @@ class CachedLists(Protocol):
 
 
 class Shards(Protocol):
-    """What the sampler needs of ``lightning_gnn.persistent.shards.PeerShards``, parts of ``indices`` on several GPUs.
+    """What the sampler needs of ``lightning_gnn.gpu_sampling.shards.PeerShards``, parts of ``indices`` on several GPUs.
 
     Args:
         addresses: Where each part lies, int64 ``[n]``, on the device, which reads all of them.

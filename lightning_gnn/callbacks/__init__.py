@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from lightning_gnn.callbacks.epochs import EpochThroughput, LearningCurves, ShortProgressBar, Throughput
 from lightning_gnn.callbacks.interrupt import BestCheckpoint, StopOnSignal
-from lightning_gnn.runtime.messages import refuse_removed
+from lightning_gnn.runtime.moved_names import find_moved
 
 __all__ = [
     "BestCheckpoint",
@@ -16,4 +16,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
-    __getattr__ = refuse_removed(__name__)
+    __getattr__ = find_moved(__name__)

@@ -9,19 +9,8 @@ from io import StringIO
 
 from lightning_gnn import startup
 
-PRINTING = {
-    "cache": "cache_command",
-    "convert": "convert_command",
-    "doctor": "doctor",
-    "export": "export_command",
-    "init": "init_command",
-    "partition": "partition_command",
-    "report": "report_command",
-    "runs": "runs_command",
-    "tune": "tune_command",
-    "warmup": "warmup_command",
-}
-"""Commands with arguments of their own, which print and end, by name: the files they are in."""
+PRINTING = ("cache", "convert", "doctor", "export", "init", "partition", "report", "runs", "tune", "warmup")
+"""Commands with arguments of their own, which print and end; each is a file of the folder ``commands``."""
 _COMPOSED = ("export", "plan", "predict", "tune", "warmup")  # commands that take what a run takes
 _SHOWING = ("--cfg", "-c", "--info")  # flags with which Hydra shows something instead of a run
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
@@ -38,7 +27,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     command = arguments[0] if arguments else ""
     if command in PRINTING:
-        module = import_module(f"lightning_gnn.cli.{PRINTING[command]}")
+        module = import_module(f"lightning_gnn.cli.commands.{command}")
         startup.done()
         with startup.ending_with_the_reader():
             sys.exit(module.main(arguments[1:]))
@@ -46,7 +35,7 @@ def main() -> None:
         with startup.ending_with_the_reader():
             _help(command)
     else:
-        module = import_module(f"lightning_gnn.cli.{'plan' if command == 'plan' else 'train'}")
+        module = import_module(f"lightning_gnn.cli.commands.{'plan' if command == 'plan' else 'train'}")
         startup.done()
         shows = any(item.partition("=")[0] in _SHOWING for item in arguments)
         with startup.ending_with_the_reader() if shows else nullcontext():

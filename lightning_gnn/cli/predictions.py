@@ -13,7 +13,7 @@ from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
 from torch import Tensor
 
-from lightning_gnn.graph.hetero_folder import node_folder
+from lightning_gnn.datasets.hetero_folder import node_folder
 from lightning_gnn.runtime.files import whole_file
 
 FORMATS = ("npy", "parquet")

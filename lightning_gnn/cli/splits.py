@@ -12,7 +12,7 @@ from torch_geometric.utils import index_to_mask
 from lightning_gnn.datamodules.node import as_ids, seeds_in
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import edges_of
-from lightning_gnn.runtime.random_state import keyed_random
+from lightning_gnn.loading.random_state import keyed_random
 
 _LINKS = {"num_train": 20000, "num_val": 2000, "num_test": 5000}
 """How many links are predicted, of a graph with twice as many."""

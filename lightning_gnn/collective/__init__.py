@@ -19,7 +19,7 @@ from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.collective.reorder_buffer import ReorderBuffer
 from lightning_gnn.collective.simulate import simulate_dual_buffer
-from lightning_gnn.runtime.messages import refuse_removed
+from lightning_gnn.runtime.moved_names import find_moved
 
 __all__ = [
     "CollectiveBatching",
@@ -32,4 +32,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
-    __getattr__ = refuse_removed(__name__)
+    __getattr__ = find_moved(__name__)

@@ -20,12 +20,12 @@ from typing_extensions import override
 
 from lightning_gnn.collective.plan import CollectivePlan, keep_plan, kept_plan
 from lightning_gnn.collective.prefetcher import CollectiveBatching
-from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.features.table import FeatureTable
+from lightning_gnn.gpu_sampling.datamodule import PersistentSamplerDataModule
+from lightning_gnn.gpu_sampling.link_datamodule import PersistentLinkDataModule
+from lightning_gnn.gpu_sampling.placement import PlacedOnGPU
 from lightning_gnn.graph.stores import name_of, stores_of
 from lightning_gnn.loading.loaders import PipelineLoader
-from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
-from lightning_gnn.persistent.link_datamodule import PersistentLinkDataModule
-from lightning_gnn.persistent.placement import PlacedOnGPU
 from lightning_gnn.runtime.cores import is_busy, num_cores
 from lightning_gnn.runtime.messages import true_or_false, whole_number
 from lightning_gnn.runtime.store import checksum
@@ -293,7 +293,7 @@ class CollectiveDataModule(_PreparedTogether, PersistentSamplerDataModule):
     Examples:
         >>> from lightning_gnn import CollectiveDataModule
         >>> from lightning_gnn.collective import CollectivePlan
-        >>> from lightning_gnn.graph.synthetic import planted_power_law
+        >>> from lightning_gnn.datasets.synthetic import planted_power_law
         >>> data = planted_power_law(300, 2000, num_classes=3, num_features=8, split=(0.5, 0.2, 0.2))
         >>> plan = CollectivePlan("collective", gpu_buffer_size=2, cpu_buffer_size=1)  # else it is measured
         >>> options = {"num_neighbors": [4, 2], "batch_size": 50, "num_workers": 1, "gpu_route": "cpu"}
@@ -315,6 +315,15 @@ class CollectiveLinkDataModule(_PreparedTogether, PersistentLinkDataModule):
     Raises:
         ValueError: What :class:`CollectiveDataModule` refuses.
         FileNotFoundError: There is no such plan.
+
+    Examples:
+        >>> from lightning_gnn import CollectiveLinkDataModule
+        >>> from lightning_gnn.datasets.synthetic import planted_power_law
+        >>> data = planted_power_law(300, 2000, num_classes=3, num_features=8)
+        >>> options = {"num_neighbors": [4, 2], "batch_size": 50, "num_workers": 1, "gpu_route": "cpu"}
+        >>> datamodule = CollectiveLinkDataModule(data, data.edge_index[:, :100], **options)
+        >>> [batch.edge_label_index.size(1) for batch in datamodule.train_dataloader()]
+        [50, 50]
     """
 
 

@@ -15,19 +15,19 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch_geometric.data import HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
+from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.datamodules.disk import OnDisk
+from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, only_batch, typed_batch
 from lightning_gnn.datamodules.options import SamplingOptions, StorageOptions
 from lightning_gnn.datamodules.resumable import ResumableDataModule
+from lightning_gnn.features.disk_features import DiskFeatures
+from lightning_gnn.features.table import with_feature_dtype
 from lightning_gnn.graph.checks import check_edge_data, check_hetero_data, check_node_data
-from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.edge_attributes import as_times
-from lightning_gnn.graph.features import with_feature_dtype
 from lightning_gnn.loading.loaders import LinkLoader, NodeLoader, PipelineLoader
 from lightning_gnn.loading.options import checked_options
 from lightning_gnn.loading.seed_order import EvaluationOrder, TrainingOrder, UnshardedOrder
-from lightning_gnn.nn.full_batch import FullBatch, inference_settings, only_batch, typed_batch
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import OF_NEWER_TORCH, keywords_of, true_or_false, whole_number
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain

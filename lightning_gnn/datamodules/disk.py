@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
-from lightning_gnn.graph.arrays import advise, expect_scattered_reads, load_array
-from lightning_gnn.graph.disk_features import MOST_READS, DiskFeatures
-from lightning_gnn.graph.feature_file import FeatureFile
+from lightning_gnn.features.arrays import advise, expect_scattered_reads, load_array
+from lightning_gnn.features.disk_features import MOST_READS, DiskFeatures
+from lightning_gnn.features.feature_file import FeatureFile
 from lightning_gnn.loading.batch import BatchTask
 from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.loading.prefetch.lookahead import CompactSampledBatch
-from lightning_gnn.runtime.byte_sizes import memory_bytes, shown
-from lightning_gnn.runtime.messages import whole_number
+from lightning_gnn.runtime.messages import memory_bytes, shown, whole_number
 
 _WINDOW_SHARE = 8
 """Of the memory, what mini-batches that wait for their features take by default: an eighth."""

@@ -14,10 +14,10 @@ from torch_geometric.typing import NodeType
 from typing_extensions import Unpack, override
 
 from lightning_gnn.datamodules.base import LOADER_IDS, MiniBatchDataModule
+from lightning_gnn.datamodules.full_batch import mask_of
 from lightning_gnn.datamodules.options import DataModuleOptions
 from lightning_gnn.graph.checks import check_labels, check_nodes
 from lightning_gnn.loading.loaders import NodeLoader
-from lightning_gnn.nn.full_batch import mask_of
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling.neighbor import Fanouts
 

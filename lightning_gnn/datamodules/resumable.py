@@ -15,10 +15,10 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_gnn.distributed.exceptions import is_handling_exception
+from lightning_gnn.loading.random_state import random_state, set_random_state
 from lightning_gnn.runtime.checkpoint_io import use_safe_files
-from lightning_gnn.runtime.exceptions import is_handling_exception
 from lightning_gnn.runtime.precision import convert_batches
-from lightning_gnn.runtime.random_state import random_state, set_random_state
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
 
 _FIELDS = tuple(field.name for field in fields(_Metadata) if field.name not in ("reduce_fx", "_sync"))

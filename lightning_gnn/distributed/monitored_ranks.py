@@ -24,10 +24,10 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from typing_extensions import override
 
+from lightning_gnn.distributed.exceptions import is_handling_exception
 from lightning_gnn.distributed.heartbeat import RENDEZVOUS, Heartbeats
 from lightning_gnn.distributed.lazy_modules import initialize, uninitialized
 from lightning_gnn.distributed.notebook_launcher import NotebookLauncher
-from lightning_gnn.runtime.exceptions import is_handling_exception
 from lightning_gnn.runtime.messages import closest, keywords_of
 
 _RUNS = itertools.count()

@@ -12,11 +12,11 @@ from lightning_fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from torch_geometric.data import Data
 
+from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.compressed.hybrid_plan import PlanSettings
 from lightning_gnn.full_graph.exchange import all_gather_rows
 from lightning_gnn.full_graph.plan import Ownership, share_rows
 from lightning_gnn.full_graph.shard import RowShard
-from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.hybrid_plan import PlanSettings
 from lightning_gnn.nn.conv.graph import keep_constant
 from lightning_gnn.runtime.memory_info import available_bytes
 from lightning_gnn.runtime.store import checksum
@@ -92,7 +92,15 @@ def shard_batch(batch: Data, graph: RowShard, owners: Ownership, masks: dict[str
     Tensors are taken for such if their length is the number of nodes and their name does not contain "edge". Tensors of
     edges stay whole, in the order of the user's ``edge_index``. ``n_id`` names the rows, and ``pred_nodes``, if there
     are any, become places in them.
+
+    Raises:
+        ValueError: The batch has labelled edges, whose ends other ranks may own.
     """
+    if "edge_label_index" in batch:
+        raise ValueError(
+            f"edge_label_index names nodes of the whole graph, of which each of {owners.num_ranks} ranks has a part: "
+            "predict edges on one device, or with LinkDataModule and another strategy, or delete edge_label_index"
+        )
     rows = owners.rows(graph.rank)
     num_nodes = owners.order.numel()
     data = copy.copy(batch)

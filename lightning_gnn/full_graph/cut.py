@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.compressed.hybrid_plan import PlanSettings
+from lightning_gnn.compressed.self_loops import loop_rows, pick
 from lightning_gnn.graph.csc import INT32_MAX
 from lightning_gnn.graph.csr import CSR
-from lightning_gnn.graph.hybrid_plan import PlanSettings
-from lightning_gnn.graph.self_loops import loop_rows, pick
 
 _Array = npt.NDArray[Any]
 _BLOCK = 1 << 20
@@ -43,7 +43,7 @@ class UserEdges:
     before: tuple[int, int]  # first entry and the one after the last among those of the graph as it is
     edge_ids: Tensor | None  # the user's edge of each entry, [n], -1 for a self-loop that was added; None: before
     weight_ids: Tensor | None
-    """The user's edge that gives each entry its weight; see :class:`~lightning_gnn.graph.self_loops.LoopedRows`."""
+    """The user's edge that gives each entry its weight; see ``LoopedRows``."""
 
     def values(self, values: Tensor, fill: float, weights: bool = False) -> Tensor:
         """Return values of the user's edges, ``[num_user_edges, …]``, for each entry; differentiable."""

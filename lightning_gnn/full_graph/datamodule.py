@@ -12,14 +12,14 @@ from torch_geometric.data import Data
 from torch_geometric.data.lightning import LightningNodeData
 from torch_geometric.loader import NeighborLoader
 
+from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, only_batch
 from lightning_gnn.datamodules.resumable import ResumableDataModule
+from lightning_gnn.features.table import with_feature_dtype
 from lightning_gnn.graph.checks import check_edge_data, check_labels, check_node_data, check_nodes
-from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.features import with_feature_dtype
 from lightning_gnn.nn.conv import check_takes_graph
 from lightning_gnn.nn.conv.graph import keep_constant
-from lightning_gnn.nn.full_batch import FullBatch, inference_settings, only_batch
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import closest, keywords_of, removed, true_or_false
 
@@ -29,7 +29,7 @@ STRATEGY = "ascend_hybrid"
 class FullGraphDataModule(ResumableDataModule):
     """One batch per epoch, the graph itself; the module picks the split by ``train_mask``, ``val_mask``, ``test_mask``.
 
-    The batch's ``edge_index`` is a :class:`~lightning_gnn.graph.compress.CompressedGraph`, which the layers of
+    The batch's ``edge_index`` is a :class:`~lightning_gnn.compressed.graph.CompressedGraph`, which the layers of
     :mod:`lightning_gnn.nn` take in place of the tensor. On several devices it needs the strategy ``"ascend_hybrid"``,
     which shares out the graph. A first layer that sums or averages its neighbours' features does so once for all
     epochs, as long as the batch's ``x`` is the same tensor, to which nobody writes (through numpy or ``.data`` unseen),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.hybrid_plan import (
+from lightning_gnn.compressed.hybrid_plan import (
     GroupingCost,
     HybridPlan,
     balance_ranges,

@@ -10,11 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.full_graph.cut import Part, RowEntries, UserEdges, count_self_loops, cut_out, in_weights
-from lightning_gnn.full_graph.exchange import Exchange, all_gather_rows, rows_to_slice, slice_to_rows, tell_owners
-from lightning_gnn.full_graph.plan import Ownership, plan_devices
-from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.hybrid_plan import (
+from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.compressed.hybrid_plan import (
     HybridPlan,
     PlanSettings,
     balance_ranges,
@@ -22,7 +19,10 @@ from lightning_gnn.graph.hybrid_plan import (
     divisors,
     slice_columns,
 )
-from lightning_gnn.graph.self_loops import inverse_root
+from lightning_gnn.compressed.self_loops import inverse_root
+from lightning_gnn.full_graph.cut import Part, RowEntries, UserEdges, count_self_loops, cut_out, in_weights
+from lightning_gnn.full_graph.exchange import Exchange, all_gather_rows, rows_to_slice, slice_to_rows, tell_owners
+from lightning_gnn.full_graph.plan import Ownership, plan_devices
 from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 
@@ -49,7 +49,7 @@ class _Cut:
 
 
 class RowShard:
-    """What a rank sees in place of a :class:`~lightning_gnn.graph.compress.CompressedGraph`.
+    """What a rank sees in place of a :class:`~lightning_gnn.compressed.graph.CompressedGraph`.
 
     Every tensor of vertices holds the rows that the rank owns. An aggregation brings rows to slices by all-to-all,
     aggregates this rank's slice over its range of rows, and brings the slices back to rows; backward runs the adjoints

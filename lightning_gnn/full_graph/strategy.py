@@ -19,11 +19,11 @@ from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.compressed.hybrid_plan import PlanSettings, divisors
 from lightning_gnn.distributed.step_sync import BatchWeight
 from lightning_gnn.distributed.weighted_ddp import WeightedDDPStrategy
 from lightning_gnn.full_graph.batches import BatchCache, ShardedBatch
 from lightning_gnn.full_graph.checks import refuse_norms_over_nodes
-from lightning_gnn.graph.hybrid_plan import PlanSettings, divisors
 from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays

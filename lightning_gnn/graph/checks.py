@@ -12,8 +12,8 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import is_sparse
 
+from lightning_gnn.features.table import check_finite_rows
 from lightning_gnn.graph.csc import check_ids
-from lightning_gnn.graph.features import check_finite_rows
 from lightning_gnn.runtime.memory_info import total_bytes
 
 _MAPPED = 1 << 30  # bytes of a memory-mapped table that are read only to be checked; a disk may give no more in seconds

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from lightning_gnn.graph.arrays import load_array, save_arrays
-from lightning_gnn.graph.cache import CachedAdjacency
+from lightning_gnn.features.arrays import load_array, save_arrays
+from lightning_gnn.features.hot_cache import CachedAdjacency
+from lightning_gnn.features.page_locked import page_locked
 from lightning_gnn.graph.edge_attributes import count_parallel, order_by_time, ordered_times, sum_weights, valid_weights
 from lightning_gnn.runtime.memory_info import total_bytes
-from lightning_gnn.runtime.page_locked import page_locked
 
 INT32_MAX = 2**31 - 1
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch_geometric.sampler import NodeSamplerInput, SamplerOutput
 
+from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler, find_gpu
 from lightning_gnn.loading.loaders import NodeLoader
-from lightning_gnn.persistent.sampler import PersistentNeighborSampler, find_gpu
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 
 _GOLDEN = (5**0.5 - 1) / 2

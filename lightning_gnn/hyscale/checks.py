@@ -12,10 +12,10 @@ from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader
 
 from lightning_gnn.collective.prefetcher import CollectiveBatching
+from lightning_gnn.datamodules.full_batch import FullBatch
 from lightning_gnn.hyscale.options import Trainers
 from lightning_gnn.hyscale.sharded_loader import can_be_cut
 from lightning_gnn.loading.loaders import PipelineLoader
-from lightning_gnn.nn.full_batch import FullBatch
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

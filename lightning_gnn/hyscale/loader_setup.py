@@ -16,13 +16,6 @@ from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.batch_share import BatchShare
 from lightning_gnn.hyscale.checks import check_training, overrides_transfer
-from lightning_gnn.hyscale.first_mapping import (
-    begin_sampling,
-    find_sampling,
-    first_mapping,
-    resumed_mapping,
-    wanted_sampling,
-)
 from lightning_gnn.hyscale.options import (
     HyScaleOptions,
     Trainers,
@@ -34,6 +27,14 @@ from lightning_gnn.hyscale.options import (
     seeds_of_iteration,
     turned_off,
 )
+from lightning_gnn.hyscale.performance_model.calibrate import (
+    begin_sampling,
+    find_sampling,
+    first_mapping,
+    resumed_mapping,
+    wanted_sampling,
+)
+from lightning_gnn.hyscale.resource_manager.controller import BalanceController
 from lightning_gnn.hyscale.sharded_loader import (
     ShardedBatchSampler,
     ShardedDataLoader,
@@ -43,7 +44,6 @@ from lightning_gnn.hyscale.sharded_loader import (
 )
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings, StagedBatching
 from lightning_gnn.hyscale.transfer import Transfer
-from lightning_gnn.hyscale.work_balance import BalanceController
 from lightning_gnn.loading.loaders import NodeLoader, PipelineLoader
 
 

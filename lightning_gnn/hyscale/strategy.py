@@ -21,6 +21,7 @@ from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gnn.distributed.exceptions import is_handling_exception
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary
 from lightning_gnn.distributed.weighted_ddp import WeightedDDPStrategy
 from lightning_gnn.hyscale.checks import check_precision
@@ -34,11 +35,10 @@ from lightning_gnn.hyscale.options import (
     check_threads,
     trainers_of,
 )
-from lightning_gnn.hyscale.random_streams import RankRNG
+from lightning_gnn.hyscale.resource_manager.controller import BalanceController, StageClock, stage_row
+from lightning_gnn.hyscale.rng_streams import RankRNG
 from lightning_gnn.hyscale.sharded_loader import ShardedDataLoader
-from lightning_gnn.hyscale.work_balance import BalanceController, StageClock, stage_row
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
-from lightning_gnn.runtime.exceptions import is_handling_exception
 from lightning_gnn.runtime.messages import closest, keywords_of
 from lightning_gnn.runtime.precision import convert_batches, input_dtype
 

@@ -17,10 +17,10 @@ from torch_geometric.data import Data
 from torch_geometric.loader import LinkLoader as PyGLinkLoader
 from torch_geometric.loader import NodeLoader as PyGNodeLoader
 
+from lightning_gnn.features.disk_features import DiskFeatures
+from lightning_gnn.features.table import FeatureTable
 from lightning_gnn.graph.checks import refuse_type
-from lightning_gnn.graph.disk_features import DiskFeatures
 from lightning_gnn.graph.edge_attributes import as_times
-from lightning_gnn.graph.features import FeatureTable
 from lightning_gnn.loading.batch import Batch, BatchTask, LoaderStats
 from lightning_gnn.loading.options import checked_options
 from lightning_gnn.loading.pipeline import MiniBatchPipeline

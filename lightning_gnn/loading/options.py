@@ -120,4 +120,6 @@ def _checked(name: str, value: Any) -> Any:
 def _unknown(name: str, taken: Collection[str], never: Collection[str]) -> str:
     if name in _SAMPLERS:
         return f"there is no option {name} here: it belongs to the sampler, as in NeighborSampler(data, …, {name}=…)"
+    if name in ("neg_sampling", "neg_sampling_ratio"):
+        return f"there is no option {name} here: mini-batches of nodes have no negative edges; use LinkDataModule"
     return f"there is no option {name}{closest(name, {*taken, *WITHOUT_EFFECT, *_SAMPLERS} - {*_REFUSED, *never})}"

@@ -22,14 +22,14 @@ from torch_geometric.sampler import (
 )
 from torch_geometric.sampler.base import SubgraphType
 
-from lightning_gnn.graph.disk_features import DiskFeatures
-from lightning_gnn.graph.features import FeatureTable
+from lightning_gnn.features.disk_features import DiskFeatures
+from lightning_gnn.features.table import FeatureTable
 from lightning_gnn.graph.stores import name_of, of_edges, of_nodes, stores_of
 from lightning_gnn.loading.batch import Attribute, BatchTask, LoaderStats, PreparedBatch, SampledBatch
 from lightning_gnn.loading.collate import Allocator, attach_edge_metadata, attach_seed_metadata, collate
+from lightning_gnn.loading.random_state import keyed_random
 from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.hashing import key_of_part
-from lightning_gnn.runtime.random_state import keyed_random
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.deferred_edges import deferred
 from lightning_gnn.sampling.neighbor import NeighborSampler, ProcessRank, SeedRange

@@ -2,7 +2,7 @@
 
 Reading order: ``nn/conv`` (layers on an ``edge_index`` or a compressed graph), ``nn/models.py`` (PyG's models,
 trimmed exactly), ``nn/type_modules.py`` (modules by node type or edge type), ``nn/hetero`` (graphs with types),
-``nn/module.py`` and what comes from it (training), ``nn/full_batch.py`` (the whole graph as one batch),
+``nn/module.py`` and what comes from it (training), ``datamodules/full_batch.py`` (the whole graph as one batch),
 ``nn/inference.py`` (outputs for all nodes),
 ``nn/layer_files.py`` (outputs that do not fit into memory), ``nn/export.py`` (programs for other places).
 """

@@ -20,8 +20,8 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
-from lightning_gnn.graph.arrays import read_in_order
-from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.features.arrays import read_in_order
 from lightning_gnn.graph.csr import CSR
 from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv, layers_without_graph
 from lightning_gnn.nn.layer_files import layer_outputs

@@ -11,7 +11,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from lightning_gnn.graph.arrays import check_room, create_array, load_array
+from lightning_gnn.features.arrays import check_room, create_array, load_array
 from lightning_gnn.runtime.store import discard, say_once, scratch
 
 

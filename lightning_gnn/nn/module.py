@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torchmetrics import MeanMetric, Metric
 
-from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.nn.conv import check_takes_graph, is_graph, unfused_layers
 from lightning_gnn.nn.conv.fused import FUSED_ON
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.inference import Elsewhere
 from lightning_gnn.nn.models import num_layers, trims_exactly
+from lightning_gnn.nn.optimizers import SplitOptimizer, with_values
 from lightning_gnn.nn.sampled_edges import in_sampled_order, moved
-from lightning_gnn.nn.sparse_gradients import with_values
-from lightning_gnn.nn.split_optimizer import SplitOptimizer
 from lightning_gnn.runtime.precision import convert_batches
 
 _COUNTS_BY_TYPE = ("num_sampled_nodes_dict", "num_sampled_edges_dict")

@@ -98,6 +98,11 @@ class NodeModule(GNNModule):
 
     def _step(self, batch: Data | HeteroData, stage: str) -> tuple[Tensor, int | Tensor]:
         part = self._predicted(batch)
+        if "batch_size" not in part and any("input_id" in store for store in batch.edge_stores):
+            raise ValueError(
+                f"the {stage} batch is a mini-batch of edges, which has no seed nodes: train LinkPredictor on it, or "
+                "sample nodes (NeighborDataModule)"
+            )
         nodes = _labelled_nodes(part, stage)
         y = part.get("y")
         if y is None:

@@ -315,7 +315,7 @@ def edge_dropout(graph: Any, weight: Tensor, p: float, training: bool = True) ->
     """Drop weights of edges, such as attention: as :func:`dropout`, but by the edge's number in :class:`drop_by_row`.
 
     Args:
-        graph: A :class:`~lightning_gnn.graph.compress.CompressedGraph`, whose edges are numbered in forward order, or
+        graph: A :class:`~lightning_gnn.compressed.graph.CompressedGraph`, whose edges are numbered in forward order, or
             a part of one, which says by ``edge_places`` (int64 ``[E]``) where its edges are in the whole.
         weight: Floating ``[E]`` or ``[E, H]``, in the graph's forward order.
         p: Probability in [0, 1].

@@ -19,13 +19,13 @@ from torch_geometric.data import Data, HeteroData
 from typing_extensions import override
 
 from lightning_gnn.datamodules.base import MiniBatchDataModule
+from lightning_gnn.datamodules.full_batch import inference_settings, only_batch
 from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.datamodules.node import NeighborDataModule, as_ids
 from lightning_gnn.datamodules.options import SamplingOptions
 from lightning_gnn.distributed.heartbeat import Heartbeats, end_process
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks
 from lightning_gnn.loading.seed_order import OwnSeedsOrder
-from lightning_gnn.nn.full_batch import inference_settings, only_batch
 from lightning_gnn.nn.inference import Elsewhere, FullInference
 from lightning_gnn.nn.module import GNNModule
 from lightning_gnn.partitioned.elastic import Elastic
@@ -37,8 +37,7 @@ from lightning_gnn.partitioned.remote import Remote
 from lightning_gnn.partitioned.sampler import Connection, EdgeRows, NodeRows, PartitionedSampler
 from lightning_gnn.partitioned.shard import Shard, holders
 from lightning_gnn.partitioned.whole import nothing, with_topology, without_rows
-from lightning_gnn.runtime.byte_sizes import memory_bytes
-from lightning_gnn.runtime.messages import true_or_false
+from lightning_gnn.runtime.messages import memory_bytes, true_or_false
 
 ORDERS = ("global", "local")
 TOPOLOGIES = ("parts", "whole")

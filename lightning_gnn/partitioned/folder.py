@@ -23,7 +23,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType
 
 from lightning_gnn.datamodules.node import as_ids, seeds_in
-from lightning_gnn.graph.arrays import as_numpy, expect_scattered_reads, load_array, save_arrays, write_blocks
+from lightning_gnn.features.arrays import as_numpy, expect_scattered_reads, load_array, save_arrays, write_blocks
 from lightning_gnn.graph.checks import check_nodes
 from lightning_gnn.graph.csc import CSCGraph, index_dtype
 from lightning_gnn.graph.hetero import HeteroCSCGraph

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.typing import NodeType
 
-from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.compressed.self_loops import inverse_root
 from lightning_gnn.graph.csr import CSR
-from lightning_gnn.graph.self_loops import inverse_root
 from lightning_gnn.nn.conv import GCNConv
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.hetero.layers import TypedConv

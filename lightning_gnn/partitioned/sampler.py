@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.distant import DistantCSCGraph, DistantHeteroCSCGraph
+from lightning_gnn.graph.remote import DistantCSCGraph, DistantHeteroCSCGraph
 from lightning_gnn.ops.sample.relation import Relation, Rule, Times
 from lightning_gnn.partitioned.folder import Partition
 from lightning_gnn.partitioned.remote import Remote
 from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler
+
+_TIMES_AT_ONCE = 1 << 20
+"""Nodes whose times are read together where all are."""
 
 
 class Connection:
@@ -151,10 +154,22 @@ class _Times:
 
     def __init__(self, connection: Connection, node_type: int, name: str) -> None:
         self._connection, self._node_type, self._name = connection, node_type, name
+        self._first: Tensor | None = None
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        read = self._connection.open.node_rows(self._node_type, ids.cpu().numpy(), [self._name])
-        return read[self._name]
+        read = self._connection.open.node_rows(self._node_type, ids.flatten().cpu().numpy(), [self._name])
+        return read[self._name].view(ids.shape)
+
+    def argmin(self) -> Tensor:
+        """Return the first of the earliest nodes, which negative edges end at where drawn ones are too late."""
+        if self._first is None:  # threads that look at the same time find the same
+            count = self._connection.open.partition.nodes[self._node_type].count
+            earliest = []
+            for first in range(0, count, _TIMES_AT_ONCE):
+                times = self[torch.arange(first, min(first + _TIMES_AT_ONCE, count))]
+                earliest.append((times.min().item(), first + int(times.argmin())))
+            self._first = torch.tensor(min(earliest)[1])
+        return self._first
 
 
 class NodeRows:

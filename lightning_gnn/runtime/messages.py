@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-import warnings
-from collections.abc import Callable, Iterable
-from importlib import import_module
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
@@ -55,8 +53,8 @@ REMOVED = {
     "lightning_gnn.graph.RowFile": "features on disk are .npy files, whose path DiskFeatures and store= take",
     "lightning_gnn.graph.DualCachePlan": _CACHES,
     "lightning_gnn.graph.plan_dual_cache": _CACHES,
-    "lightning_gnn.persistent.AccessCounts": _CACHES,
-    "lightning_gnn.persistent.count_accesses": _CACHES,
+    "lightning_gnn.gpu_sampling.AccessCounts": _CACHES,
+    "lightning_gnn.gpu_sampling.count_accesses": _CACHES,
     "lightning_gnn.graph.write_rows": "write features as x.npy by FeatureTable(x, dtype=…).save(path)",
     "plan.accelerators": _HERE,
     "plan.platform": _HERE,
@@ -65,34 +63,9 @@ REMOVED = {
 """Choices, options and public names of earlier releases, and what to use instead."""
 
 
-MOVED = {
-    "lightning_gnn.sampling.LinkDataModule": "lightning_gnn.datamodules.LinkDataModule",
-    "lightning_gnn.sampling.NeighborDataModule": "lightning_gnn.datamodules.NeighborDataModule",
-    "lightning_gnn.sampling.PreparationTimes": "lightning_gnn.loading.LoaderStats",
-    "lightning_gnn.sampling.ThreadedLinkLoader": "lightning_gnn.loading.LinkLoader",
-    "lightning_gnn.sampling.ThreadedNodeLoader": "lightning_gnn.loading.NodeLoader",
-}
-"""Public names of earlier releases that are found elsewhere now; saved configurations hold some of them."""
-
-
 def removed(name: str) -> str | None:
     """Return the message for a choice, an option or a name that was removed; None for another."""
     return f"{name} was removed: {REMOVED[name]}" if name in REMOVED else None
-
-
-def refuse_removed(module: str) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package that names what replaces a removed name, and finds a moved one."""
-
-    def refuse(name: str) -> Any:
-        if (place := MOVED.get(f"{module}.{name}")) is not None:
-            warnings.warn(f"{module}.{name} is {place} now", DeprecationWarning, stacklevel=2)
-            room, _, new = place.rpartition(".")
-            return getattr(import_module(room), new)
-        if (gone := removed(f"{module}.{name}")) is not None:
-            raise ImportError(gone)
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-    return refuse
 
 
 def whole_number(value: Any, name: str, least: int | None = None) -> int:
@@ -139,3 +112,24 @@ def aligned(rows: list[list[str]]) -> list[str]:
     """Return rows of cells as lines whose columns end below one another."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def memory_bytes(value: Any, name: str) -> int:
+    """Return a number of bytes, given as such or with a unit: ``"80GB"``, ``"512 MiB"``."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?\s*", value.upper()) if isinstance(value, str) else None
+    if found is None:
+        raise ValueError(f"{name} must be a number of bytes, such as 4000000000, '4GB' or '512MiB', but is {value!r}")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def shown(nbytes: float) -> str:
+    """Return a number of bytes to read: ``"39.0 GB"``."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} bytes"

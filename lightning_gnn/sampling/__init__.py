@@ -6,10 +6,10 @@ sample is), ``ops/sample/numba.py`` (how it is drawn), ``sampling/neighbor.py``.
 
 from typing import TYPE_CHECKING
 
-from lightning_gnn.runtime.messages import refuse_removed
+from lightning_gnn.runtime.moved_names import find_moved
 from lightning_gnn.sampling.neighbor import NeighborSampler
 
 __all__ = ["NeighborSampler"]
 
 if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
-    __getattr__ = refuse_removed(__name__)
+    __getattr__ = find_moved(__name__)

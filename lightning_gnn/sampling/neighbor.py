@@ -22,10 +22,10 @@ from torch_geometric.sampler.base import NumNeighbors, SubgraphType
 from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
 from torch_geometric.typing import EdgeType, NodeType
 
+from lightning_gnn.features.memory_pool import pool
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.edge_attributes import check_window
 from lightning_gnn.graph.hetero import HeteroCSCGraph
-from lightning_gnn.graph.memory import pool
 from lightning_gnn.ops import Labor, NeighborSample, batch_key, sample_hetero_neighbors, sample_neighbors
 from lightning_gnn.ops.gather.numba import take
 from lightning_gnn.ops.hashing import BatchKey

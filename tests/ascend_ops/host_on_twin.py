@@ -16,8 +16,9 @@ import torch
 
 from lightning_gnn.ascend_ops import binding
 from lightning_gnn.ascend_ops.twin import default_twin
-from lightning_gnn.graph import CompressedGraph, build
-from lightning_gnn.graph.hybrid_plan import PlanSettings
+from lightning_gnn.compressed import CompressedGraph
+from lightning_gnn.compressed import builder as build
+from lightning_gnn.compressed.hybrid_plan import PlanSettings
 from lightning_gnn.ops import aggregate, edge_softmax
 from lightning_gnn.ops.aggregate import ascend_twin as aggregate_ascend_twin
 from lightning_gnn.ops.aggregate import chip, derivatives

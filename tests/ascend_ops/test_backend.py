@@ -14,8 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch_geometric.datasets import Planetoid
 
-from lightning_gnn.graph import CompressedGraph, build
-from lightning_gnn.graph.hybrid_plan import PlanSettings
+from lightning_gnn.compressed import CompressedGraph
+from lightning_gnn.compressed import builder as build
+from lightning_gnn.compressed.hybrid_plan import PlanSettings
 from lightning_gnn.nn import GAT, GCN
 from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
 from lightning_gnn.ops import aggregate, default_backend, edge_softmax

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from lightning_gnn.ascend_ops.twin import Twin
-from lightning_gnn.graph.build import build_layout
-from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.hybrid_plan import PlanSettings, divisors
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.compressed.builder import build_layout
+from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.compressed.hybrid_plan import PlanSettings, divisors
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.ops.aggregate import ascend_twin
 from lightning_gnn.ops.aggregate.chip import bounds
 from lightning_gnn.ops.aggregate.chip_plan import HEIGHT, count_chunks, estimate_cycles, plan_chip

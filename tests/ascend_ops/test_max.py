@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch_geometric.nn import conv as pyg
 
-from lightning_gnn.graph import CompressedGraph
-from lightning_gnn.graph.hybrid_plan import PlanSettings
+from lightning_gnn.compressed import CompressedGraph
+from lightning_gnn.compressed.hybrid_plan import PlanSettings
 from lightning_gnn.nn import conv
 from lightning_gnn.ops import aggregate, default_backend
 from lightning_gnn.ops.aggregate import chip_max

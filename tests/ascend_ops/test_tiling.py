@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn.ascend_ops import build, tiling
-from lightning_gnn.graph.hybrid_plan import slice_columns
+from lightning_gnn.compressed.hybrid_plan import slice_columns
 from tests.ascend_ops.chunk_arrays import random_chunks
 
 

@@ -12,7 +12,7 @@ from pytorch_lightning.callbacks import (
 )
 
 from lightning_gnn import FullGraphDataModule, LinkDataModule, NeighborDataModule
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.nn.conv import attention, fused
 from tests.cli.command import lgnn, metrics_of

@@ -10,8 +10,8 @@ from torch_geometric.data import Data
 
 from lightning_gnn.callbacks import BestCheckpoint, LearningCurves, Throughput
 from lightning_gnn.datamodules.node import NeighborDataModule
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
-from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 
 DATA = planted_power_law(300, 2000, 3, 8, split=(0.5, 0.2, 0.2))

@@ -6,9 +6,9 @@ import torch
 from hydra import compose, initialize_config_module
 
 from lightning_gnn.cli.assemble import build_data, build_task
-from lightning_gnn.cli.convert_command import _task
+from lightning_gnn.cli.commands.convert import _task
 from lightning_gnn.cli.splits import fill_splits
-from lightning_gnn.graph import convert_tables
+from lightning_gnn.datasets import convert_tables
 from lightning_gnn.graph.hetero import edges_of
 from tests.cli.command import lgnn, metrics_of
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from lightning_gnn.cli import doctor
 from lightning_gnn.cli import main as cli
+from lightning_gnn.cli.commands import doctor
 from lightning_gnn.ops.aggregate import ascend_twin
 from lightning_gnn.ops.aggregate.ascend_twin import record_launches
 from lightning_gnn.runtime.store import keep

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gnn.cli import export_command
+from lightning_gnn.cli.commands import export as export_command
 from tests.cli.command import NODE, lgnn
 
 

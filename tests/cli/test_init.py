@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from lightning_gnn.cli import init_command
+from lightning_gnn.cli.commands import init as init_command
 from tests.cli.command import ROOT
 from tests.patience import PATIENCE
 

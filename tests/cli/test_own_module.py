@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from lightning_gnn.cli import export_command
+from lightning_gnn.cli.commands import export as export_command
 from tests.cli.command import lgnn, metrics_of
 
 FILE = """

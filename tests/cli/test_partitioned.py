@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gnn.cli import partition_command
+from lightning_gnn.cli.commands import partition as partition_command
 from tests.cli.command import NODE, lgnn, metrics_of, weights_of
 
 GRAPH = [item for item in NODE if item.startswith("data.")]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightning_gnn.cli.plan import _Profiling
+from lightning_gnn.cli.commands.plan import _Profiling
 from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.hyscale import report
-from lightning_gnn.hyscale.mapping import TaskMapping
-from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.report import stages
-from lightning_gnn.hyscale.workload import Platform, Processor, Workload
+from lightning_gnn.hyscale.performance_model.model import PerformanceModel
+from lightning_gnn.hyscale.performance_model.workload import Platform, Processor, Workload
+from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
+from lightning_gnn.planning import hyscale as report
+from lightning_gnn.planning.hyscale import stages
 from tests.cli.command import NODE, lgnn
 
 SERVER = Platform(Processor(1e12, 1e11), 16, Processor(1e13, 1e12), 4, 1e10, 2e7, core_bandwidth=1e10)

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from lightning_gnn.cli import plan_cpu
-from lightning_gnn.cli.plan_machines import given_network
+from lightning_gnn.cli.commands import plan_cpu
+from lightning_gnn.cli.commands.plan_machines import given_network
 from tests.cli.command import NODE, lgnn
 
 
@@ -37,7 +37,7 @@ def test_machines_are_planned_on_the_graph_at_hand(tmp_path, capfd):
 
 @pytest.mark.slow
 def test_a_folder_of_parts_is_what_is_counted_on(tmp_path, capfd):
-    from lightning_gnn.cli.partition_command import main
+    from lightning_gnn.cli.commands.partition import main
 
     data = [item for item in NODE if item.startswith("data.")]
     assert main([*data, "parts=4", "method=random", f"out={tmp_path}/parts", "batches=0"]) == 0

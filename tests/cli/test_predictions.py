@@ -7,8 +7,8 @@ from omegaconf import OmegaConf
 
 from lightning_gnn.cli import predictions
 from lightning_gnn.cli.predictions import check_format, columns, node_names, write_parquet
-from lightning_gnn.graph.folder import save_folder
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.folder import save_folder
+from lightning_gnn.datasets.synthetic import planted_power_law
 from tests.cli.command import NODE, lgnn
 from tests.refusals import refuses
 

@@ -15,10 +15,10 @@ from torch_geometric.data import Data
 
 from lightning_gnn.cli.assemble import build_data, build_task, build_trainer
 from lightning_gnn.cli.splits import split_links
-from lightning_gnn.graph import save_hetero_folder
-from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.folder import save_folder
-from lightning_gnn.graph.synthetic_hetero import planted_papers
+from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.datasets import save_hetero_folder
+from lightning_gnn.datasets.folder import save_folder
+from lightning_gnn.datasets.synthetic_hetero import planted_papers
 from lightning_gnn.report.comparison import compare
 from tests.cli.command import NODE, ROOT, TINY, fork, lgnn, metrics_of, spawn, weights_of
 

@@ -44,7 +44,7 @@ def start(tmp_path, module, *command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["torch", "lightning_gnn.cli.train", "numba"])
+@pytest.mark.parametrize("module", ["torch", "lightning_gnn.cli.commands.train", "numba"])
 def test_interrupted_while_importing(module, tmp_path):
     (tmp_path / "lgnn").write_text("from lightning_gnn.cli.main import main\nmain()\n")  # the installed script
     ended = start(tmp_path, module, *([str(tmp_path / "lgnn")] if module == "numba" else ["-m", "lightning_gnn"]))

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_gnn.cli import tune_command
+from lightning_gnn.cli.commands import tune as tune_command
 from tests.cli.command import NODE
 
 

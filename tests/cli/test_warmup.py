@@ -6,13 +6,14 @@ import sys
 
 import pytest
 
-from lightning_gnn.cli import warmup_command
+from lightning_gnn.cli.commands import warmup as warmup_command
 from tests.cli.command import ROOT
 from tests.patience import PATIENCE
 
 COUNTED = """
 import sys
-from lightning_gnn.cli import main, warmup_command
+from lightning_gnn.cli import main
+from lightning_gnn.cli.commands import warmup as warmup_command
 from lightning_gnn.runtime.kernels import num_compiled
 warmup_command.USUAL = {"mini-batches": warmup_command.USUAL["mini-batches"][:2]}  # those of the model of the defaults
 sys.argv = ["lgnn", *sys.argv[1:]]

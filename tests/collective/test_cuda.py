@@ -14,7 +14,7 @@ from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.workers import THREAD_NAME
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.runtime.timeline import Timeline
-from tests.persistent.test_datamodule import assert_same_content
+from tests.gpu_sampling.test_datamodule import assert_same_content
 from tests.sampling.test_node_datamodule import Model, trainer
 from tests.sampling.test_typed import contents, typed_data
 

@@ -23,8 +23,8 @@ from lightning_gnn.collective.workers import THREAD_NAME
 from lightning_gnn.datamodules.node import NeighborDataModule
 from tests.batching_data import small_data
 from tests.full_graph import launch
+from tests.gpu_sampling.test_datamodule import DEVICE, assert_same_content
 from tests.patience import PATIENCE
-from tests.persistent.test_datamodule import DEVICE, assert_same_content
 from tests.sampling.test_node_datamodule import Model, trainer
 
 SIZES = {"num_neighbors": [4, 3], "batch_size": 16, "seed": 3}

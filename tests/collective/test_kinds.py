@@ -11,7 +11,7 @@ from lightning_gnn.collective.datamodule import CollectiveDataModule, configurat
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.workers import THREAD_NAME
 from lightning_gnn.datamodules.node import NeighborDataModule
-from lightning_gnn.graph import DiskFeatures, FeatureTable
+from lightning_gnn.features import DiskFeatures, FeatureTable
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batch_checks import assert_same_batches
 from tests.batching_data import small_data

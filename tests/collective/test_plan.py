@@ -3,7 +3,7 @@ from math import floor
 import pytest
 from hypothesis import strategies as st
 
-from benchmarks.collective_published import buffer_size
+from benchmarks.collective.published import buffer_size
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 
 TIMES = StageTimes(

@@ -19,10 +19,10 @@ from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
+from lightning_gnn.gpu_sampling.datamodule import PersistentSamplerDataModule
+from lightning_gnn.gpu_sampling.link_datamodule import PersistentLinkDataModule
 from lightning_gnn.nn import GCN
 from lightning_gnn.partitioned import PartitionedDataModule, PartitionedLinkDataModule, partition_graph
-from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
-from lightning_gnn.persistent.link_datamodule import PersistentLinkDataModule
 from tests.batching_data import small_data
 
 DATA = small_data(num_nodes=80, num_edges=400)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes, keep_plan, kept_plan
-from lightning_gnn.graph import CSCGraph, topology_files
+from lightning_gnn.datasets import topology_files
+from lightning_gnn.datasets.folder import load_folder
+from lightning_gnn.graph import CSCGraph
 from lightning_gnn.graph.csc import check_csc
-from lightning_gnn.graph.folder import load_folder
 from lightning_gnn.runtime import manifest
 from tests.refusals import refuses
 

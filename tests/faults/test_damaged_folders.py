@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gnn.graph import CSCGraph, FeatureTable
-from lightning_gnn.graph.folder import load_folder
+from lightning_gnn.datasets.folder import load_folder
+from lightning_gnn.features import FeatureTable
+from lightning_gnn.graph import CSCGraph
 
 N, F, E = 40, 6, 200
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from lightning_gnn.graph import CSCGraph, FeatureTable
-from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.folder import save_folder
-from lightning_gnn.graph.topology_files import write_csc
+from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.datasets.folder import save_folder
+from lightning_gnn.datasets.topology_files import write_csc
+from lightning_gnn.features import FeatureTable
+from lightning_gnn.graph import CSCGraph
 from lightning_gnn.nn import FullInference, GraphSAGE
 from lightning_gnn.nn.inference import infer
 from tests.full_graph.launch import run_script

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.compressed.hybrid_plan import PlanSettings, balance_ranges
+from lightning_gnn.compressed.self_loops import pick
 from lightning_gnn.full_graph.cut import RowEntries, count_self_loops, cut_out, in_weights, row_blocks
 from lightning_gnn.full_graph.plan import share_rows
-from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.hybrid_plan import PlanSettings, balance_ranges
-from lightning_gnn.graph.self_loops import pick
 
 
 @st.composite

@@ -8,12 +8,12 @@ from torch_geometric.data import Data
 from torch_geometric.nn import models as pyg
 
 from lightning_gnn.callbacks import StopOnSignal
+from lightning_gnn.datamodules.full_batch import FullBatch
 from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.nn import GAT, GCN, FullInference, GraphSAGE, LinkPredictor, NodeClassifier, inference
-from lightning_gnn.nn.full_batch import FullBatch
 from tests.batching_data import small_data
 
 

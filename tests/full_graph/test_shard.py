@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.full_graph.plan import share_rows
 from lightning_gnn.full_graph.shard import RowShard
-from lightning_gnn.graph.compress import CompressedGraph
 from lightning_gnn.nn import GCNConv
 from lightning_gnn.ops.aggregate import definition
 from lightning_gnn.ops.aggregate.definition import aggregate

@@ -13,7 +13,7 @@ import scipy.sparse
 import torch
 from torch_geometric.data import Data, InMemoryDataset
 
-from lightning_gnn.graph.datasets import planetoid
+from lightning_gnn.datasets.registry import planetoid
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "planetoid"
 PICKLED = ("x", "tx", "allx", "y", "ty", "ally", "graph")

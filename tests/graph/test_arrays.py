@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from lightning_gnn import NeighborDataModule
-from lightning_gnn.graph import CSCGraph, FeatureTable
-from lightning_gnn.graph.arrays import create_array, load_array, save_arrays
-from lightning_gnn.graph.folder import load_folder
+from lightning_gnn.datasets.folder import load_folder
+from lightning_gnn.features import FeatureTable
+from lightning_gnn.features.arrays import create_array, load_array, save_arrays
+from lightning_gnn.graph import CSCGraph
 from tests.refusals import refuses
 
 WIDTH = 1 << 18

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.sampler import NodeSamplerInput
 
-from lightning_gnn.graph import CSCGraph, FeatureTable
-from lightning_gnn.graph.cache import (
+from lightning_gnn.datasets.synthetic import power_law_graph
+from lightning_gnn.features import FeatureTable
+from lightning_gnn.features.hot_cache import (
     SECTOR_BYTES,
     Cacheable,
     CacheOrder,
@@ -16,9 +17,9 @@ from lightning_gnn.graph.cache import (
     hottest_of_types,
     row_cost,
 )
-from lightning_gnn.graph.synthetic import power_law_graph
+from lightning_gnn.gpu_sampling.access_counts import count_reads
+from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import batch_key, sample_neighbors
-from lightning_gnn.persistent.access_counts import count_reads
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.strategies import graphs
 

@@ -7,9 +7,9 @@ from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.datamodules.node import NeighborDataModule
+from lightning_gnn.features.table import check_finite_rows
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.graph.checks import check_edge_data, check_edges, check_node_data, check_nodes
-from lightning_gnn.graph.features import check_finite_rows
 from tests.batching_data import small_data
 from tests.refusals import refuses
 

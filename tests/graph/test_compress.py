@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from lightning_gnn.graph import CompressedGraph, CSCGraph
-from lightning_gnn.graph.build import build_layout, chunk_rows
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.compressed import CompressedGraph
+from lightning_gnn.compressed.builder import build_layout, chunk_rows
+from lightning_gnn.datasets.synthetic import planted_power_law
+from lightning_gnn.graph import CSCGraph
 from tests.strategies import edge_indices
 
 

@@ -15,9 +15,10 @@ from torch_geometric.data import HeteroData
 from torch_geometric.transforms import ToUndirected
 from torch_geometric.utils import to_undirected
 
-from lightning_gnn.cli import convert_command
-from lightning_gnn.graph import CSCGraph, convert, convert_tables, table_files
-from lightning_gnn.graph.folder import load_folder
+from lightning_gnn.cli.commands import convert as convert_command
+from lightning_gnn.datasets import convert, convert_tables, table_files
+from lightning_gnn.datasets.folder import load_folder
+from lightning_gnn.graph import CSCGraph
 from tests.full_graph.launch import observe
 from tests.refusals import refuses
 

@@ -17,8 +17,8 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.datasets import OGB_MAG, Coauthor, Flickr, Planetoid, Reddit, Yelp
 
 from lightning_gnn.datamodules.node import NeighborDataModule
-from lightning_gnn.graph import datasets
-from lightning_gnn.graph.datasets import coauthor, convert_papers100m, flickr, ogb_mag, ogbn, planetoid, reddit, yelp
+from lightning_gnn.datasets import registry as datasets
+from lightning_gnn.datasets.registry import coauthor, convert_papers100m, flickr, ogb_mag, ogbn, planetoid, reddit, yelp
 from tests.graph.published import (
     PICKLED,
     SHARED,

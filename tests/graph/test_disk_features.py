@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_gnn.ops  # noqa: F401  registers the operators
-from lightning_gnn.graph import DiskFeatures, FeatureTable, disk_reads, read_queue
-from lightning_gnn.graph.disk_cache import NEVER, RowLocations
-from lightning_gnn.graph.feature_file import BLOCK_BYTES, FeatureFile
-from lightning_gnn.graph.features import FEATURE_DTYPES
+from lightning_gnn.features import DiskFeatures, FeatureTable, disk_reads, read_queue
+from lightning_gnn.features.disk_cache import NEVER, RowLocations
+from lightning_gnn.features.feature_file import BLOCK_BYTES, FeatureFile
+from lightning_gnn.features.table import FEATURE_DTYPES
 from tests.patience import PATIENCE
 from tests.refusals import refuses
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_gnn.ops  # noqa: F401  registers the operators
-from lightning_gnn.graph import FeatureTable
-from lightning_gnn.graph.memory import BufferPool
+from lightning_gnn.features import FeatureTable
+from lightning_gnn.features.memory_pool import BufferPool
 from tests.patience import PATIENCE
 from tests.refusals import refuses
 

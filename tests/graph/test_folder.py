@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.datamodules.node import NeighborDataModule
-from lightning_gnn.graph import CSCGraph, topology_files
-from lightning_gnn.graph.folder import load_folder, save_folder
+from lightning_gnn.datasets import topology_files
+from lightning_gnn.datasets.folder import load_folder, save_folder
+from lightning_gnn.graph import CSCGraph
 from lightning_gnn.runtime import manifest
 from lightning_gnn.runtime.store import is_writable
 from tests.refusals import refuses

@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from torch_geometric.datasets import Planetoid
 
 import lightning_gnn
-from lightning_gnn.graph.datasets import flickr, ogbn, reddit
+from lightning_gnn.datasets.registry import flickr, ogbn, reddit
 from tests.graph.published import (
     PICKLED,
     FakeOGB,

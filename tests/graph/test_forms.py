@@ -14,8 +14,8 @@ import scipy.sparse
 import torch
 from torch_geometric.data import Data, HeteroData
 
-from lightning_gnn.cli import convert_command
-from lightning_gnn.graph.folder import load_folder
+from lightning_gnn.cli.commands import convert as convert_command
+from lightning_gnn.datasets.folder import load_folder
 
 duckdb = pytest.importorskip("duckdb", reason="lgnn convert needs it")
 

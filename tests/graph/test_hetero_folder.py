@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from torch_geometric.data import HeteroData
 
 from lightning_gnn import CSCGraph, HeteroCSCGraph, LinkDataModule, NeighborDataModule, NeighborSampler
-from lightning_gnn.graph import topology_files
+from lightning_gnn.datasets import topology_files
+from lightning_gnn.datasets.folder import load_folder
+from lightning_gnn.datasets.hetero_folder import load_hetero_folder, save_hetero_folder
+from lightning_gnn.datasets.synthetic_hetero import planted_papers
 from lightning_gnn.graph.csc import count_edges
-from lightning_gnn.graph.folder import load_folder
-from lightning_gnn.graph.hetero_folder import load_hetero_folder, save_hetero_folder
-from lightning_gnn.graph.synthetic_hetero import planted_papers
 from tests.graph.names import NAMES
 from tests.refusals import refuses
 from tests.sampling.test_typed import CITES, WRITES, typed_data

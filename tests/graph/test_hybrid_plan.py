@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.graph.hybrid_plan import PlanSettings, balance_ranges, plan_cores, slice_columns
+from lightning_gnn.compressed.hybrid_plan import PlanSettings, balance_ranges, plan_cores, slice_columns
 
 COLUMNS = [7, 16, 41, 100, 256, 602]
 WORKERS = [1, 2, 3, 8, 20, 30, 32]

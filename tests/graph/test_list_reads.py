@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gnn.graph import CSCGraph, list_reads
-from lightning_gnn.graph.list_reads import expect_list_reads, read_lists_ahead
-from lightning_gnn.graph.topology_files import load_topology
+from lightning_gnn.datasets.topology_files import load_topology
+from lightning_gnn.graph import CSCGraph
+from lightning_gnn.graph import prefetch_lists as list_reads
+from lightning_gnn.graph.prefetch_lists import expect_list_reads, read_lists_ahead
 from lightning_gnn.ops import sample_neighbors
 from tests.patience import PATIENCE
 

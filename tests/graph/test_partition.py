@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.graph import CSCGraph, locality_aware_partition, partition
+from lightning_gnn.compressed import locality_aware_partition
+from lightning_gnn.compressed import locality_partition as partition
+from lightning_gnn.graph import CSCGraph
 from tests.strategies import graphs
 
 

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.utils import to_undirected
 
-from lightning_gnn.cli import convert_command
-from lightning_gnn.graph import CSCGraph, convert_tables
-from lightning_gnn.graph import published_files as module
-from lightning_gnn.graph.folder import load_folder
+from lightning_gnn.cli.commands import convert as convert_command
+from lightning_gnn.datasets import convert_tables
+from lightning_gnn.datasets import published_files as module
+from lightning_gnn.datasets.folder import load_folder
+from lightning_gnn.graph import CSCGraph
 from tests.refusals import refuses
 
 pytest.importorskip("duckdb", reason="lgnn convert needs it")

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_gnn.graph.synthetic import planted_power_law, power_law_graph
+from lightning_gnn.datasets.synthetic import planted_power_law, power_law_graph
 from tests.refusals import refuses
 
 planted_small = partial(planted_power_law, 4_000, 60_000, 8, 16)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_gnn import NeighborDataModule
-from lightning_gnn.graph import from_tables
+from lightning_gnn.datasets import from_tables
 from tests.refusals import refuses
 
 TABLES = {

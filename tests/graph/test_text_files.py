@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.cli import convert_command
-from lightning_gnn.graph import convert_tables
-from lightning_gnn.graph.folder import load_folder
-from lightning_gnn.graph.hetero_folder import node_folder
+from lightning_gnn.cli.commands import convert as convert_command
+from lightning_gnn.datasets import convert_tables
+from lightning_gnn.datasets.folder import load_folder
+from lightning_gnn.datasets.hetero_folder import node_folder
 
 duckdb = pytest.importorskip("duckdb", reason="lgnn convert needs it")
 

@@ -7,12 +7,13 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_gnn import CSCGraph, NeighborDataModule
-from lightning_gnn.hyscale import options, report
-from lightning_gnn.hyscale.first_mapping import describe_workload, first_mapping, measure_platform
-from lightning_gnn.hyscale.model import PerformanceModel
+from lightning_gnn.hyscale import options
 from lightning_gnn.hyscale.options import Trainers, default_threads
-from lightning_gnn.hyscale.report import forecast, stages
-from lightning_gnn.hyscale.workload import Platform, Processor
+from lightning_gnn.hyscale.performance_model.calibrate import describe_workload, first_mapping, measure_platform
+from lightning_gnn.hyscale.performance_model.model import PerformanceModel
+from lightning_gnn.hyscale.performance_model.workload import Platform, Processor
+from lightning_gnn.planning import hyscale as report
+from lightning_gnn.planning.hyscale import forecast, stages
 from lightning_gnn.runtime.cores import num_cores
 from tests.full_graph import launch
 from tests.hyscale.training import SILENT, Plain, datamodule, fit, graph, hybrid, state

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.hyscale_model import DATASETS, cpu_fpga, cpu_gpu, paper_workload, peak_flops
-from lightning_gnn.hyscale.mapping import TaskMapping
-from lightning_gnn.hyscale.model import PerformanceModel
-from lightning_gnn.hyscale.workload import BatchSizes, Platform, Processor, Workload
+from benchmarks.hyscale.model import DATASETS, cpu_fpga, cpu_gpu, paper_workload, peak_flops
+from lightning_gnn.hyscale.performance_model.model import PerformanceModel
+from lightning_gnn.hyscale.performance_model.workload import BatchSizes, Platform, Processor, Workload
+from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 
 CPU = Processor(flops=4e9, memory_bandwidth=1e9)
 GPU = Processor(flops=40e9, memory_bandwidth=20e9)

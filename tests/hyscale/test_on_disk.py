@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_gnn.graph import DiskFeatures, FeatureTable
+from lightning_gnn.features import DiskFeatures, FeatureTable
 from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, split_seeds
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
 from tests.full_graph import launch

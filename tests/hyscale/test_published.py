@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.hyscale.decisions import ReplayedDecisions, read_decisions
-from lightning_gnn.hyscale.mapping import IterationTimes, TaskMapping
-from lightning_gnn.hyscale.published import PublishedResourceManager
-from lightning_gnn.hyscale.resources import DynamicResourceManager, find_remedy
+from lightning_gnn.hyscale.resource_manager.decisions import ReplayedDecisions, read_decisions
+from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, TaskMapping
+from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager
+from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager, find_remedy
 from tests.hyscale.closed_loop import Node, run
 
 BEGIN = TaskMapping((320, 320, 320), 1, (2, 2, 2), 0.5)

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_gnn import FullGraphDataModule
 from lightning_gnn.collective import CollectiveBatching
 from lightning_gnn.hyscale.checks import check_precision
-from lightning_gnn.hyscale.decisions import Decision
-from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.options import Trainers
+from lightning_gnn.hyscale.resource_manager.decisions import Decision
+from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.runtime.cores import num_cores
 from tests.full_graph.launch import run

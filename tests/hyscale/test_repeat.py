@@ -9,11 +9,13 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_gnn.hyscale import first_mapping, loader_setup, report
+from lightning_gnn.hyscale import loader_setup
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
+from lightning_gnn.hyscale.performance_model import calibrate as first_mapping
+from lightning_gnn.hyscale.performance_model.workload import Platform, Processor
+from lightning_gnn.hyscale.resource_manager.controller import STEP_FIELDS, BalanceController
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
-from lightning_gnn.hyscale.work_balance import STEP_FIELDS, BalanceController
-from lightning_gnn.hyscale.workload import Platform, Processor
+from lightning_gnn.planning import hyscale as report
 from tests.campaigns import cases_of
 from tests.full_graph.launch import run
 from tests.hyscale.test_resume import SaveAt, same, train

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.hyscale.decisions import Decision, ReplayedDecisions, read_decisions
-from lightning_gnn.hyscale.mapping import IterationTimes, TaskMapping
-from lightning_gnn.hyscale.resources import DynamicResourceManager, find_remedy
+from lightning_gnn.hyscale.resource_manager.decisions import Decision, ReplayedDecisions, read_decisions
+from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, TaskMapping
+from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager, find_remedy
 from tests.hyscale.closed_loop import Node, run
 
 FIVE = ("sample_cpu", "sample_accelerator", "load", "train_cpu", "accelerator")

@@ -8,13 +8,13 @@ import torch
 from torch_geometric.loader import NeighborLoader
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, _on_host, can_sample_on
-from lightning_gnn.hyscale.first_mapping import begin_sampling, find_sampling, first_mapping, first_share
-from lightning_gnn.hyscale.mapping import TaskMapping
 from lightning_gnn.hyscale.options import Trainers
+from lightning_gnn.hyscale.performance_model.calibrate import begin_sampling, find_sampling, first_mapping, first_share
+from lightning_gnn.hyscale.resource_manager.controller import BalanceController, stage_row
+from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, split_seeds
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
-from lightning_gnn.hyscale.work_balance import BalanceController, stage_row
 from lightning_gnn.pyg import enable_pyg_sampling
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.full_graph import launch
@@ -99,7 +99,7 @@ def train(rank, share, record=None, replay=None, times=None):
 
         monkey.setattr(BalanceController, "begin", noting)
         if times is not None:
-            monkey.setattr("lightning_gnn.hyscale.work_balance.stage_row", seeming(times))
+            monkey.setattr("lightning_gnn.hyscale.resource_manager.controller.stage_row", seeming(times))
         options = {"threads": [1, 1, 1], "accelerator_sampling": share, "decision_log": record}
         fixed = {"shares": [0.5, 0.5], "drm": record is not None}
         strategy = HyScaleStrategy(1, devices=["cpu"], **(options | fixed if replay is None else {"drm": replay}))

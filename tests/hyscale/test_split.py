@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.hyscale.mapping import Cost, split_evenly
+from lightning_gnn.hyscale.resource_manager.mapping import Cost, split_evenly
 
 costs = st.builds(Cost, st.sampled_from([0.0, 0.5, 3.0, 20.0]), st.floats(0.05, 2.0))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.nn import GCN, GraphSAGE
 from lightning_gnn.nn.conv import graph as layers
 from lightning_gnn.nn.conv.graph import keep_constant

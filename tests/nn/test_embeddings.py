@@ -12,7 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, SparseAdam
 
 from lightning_gnn import NeighborDataModule
 from lightning_gnn.nn import HeteroGraphSAGE, NodeClassifier, TypeEmbeddings
-from lightning_gnn.nn.split_optimizer import SplitOptimizer
+from lightning_gnn.nn.optimizers import SplitOptimizer
 from tests.sampling.test_typed import typed_data
 
 VENUES, WIDTH = 7, 5

@@ -10,7 +10,7 @@ from torch_geometric.loader import NodeLoader
 from torch_geometric.nn import GIN, SAGEConv
 
 from lightning_gnn import LinkDataModule, NeighborDataModule, NeighborSampler
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.nn.models import num_layers
 

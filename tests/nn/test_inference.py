@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch_geometric.nn import models as pyg
 
-from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.nn import GAT, GCN, FullInference, GraphSAGE, infer, inference
 from lightning_gnn.nn.inference import layers_of
 from tests.strategies import edge_indices

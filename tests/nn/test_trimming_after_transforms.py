@@ -22,18 +22,7 @@ from lightning_gnn import (
     PersistentSamplerDataModule,
 )
 from lightning_gnn.hyscale.transfer import Transfer
-from lightning_gnn.nn import (
-    GAT,
-    GCN,
-    GIN,
-    HGT,
-    RGAT,
-    RGCN,
-    GraphSAGE,
-    HeteroGraphSAGE,
-    LinkPredictor,
-    NodeClassifier,
-)
+from lightning_gnn.nn import GAT, GCN, GIN, HGT, RGAT, RGCN, GraphSAGE, HeteroGraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.nn.sampled_edges import in_sampled_order, moved
 from lightning_gnn.partitioned import partition_graph
 from lightning_gnn.pyg import enable_pyg_sampling

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn import CompressedGraph, aggregate
-from lightning_gnn.graph.hybrid_plan import PlanSettings
+from lightning_gnn.compressed.hybrid_plan import PlanSettings
 from lightning_gnn.ops import hybrid_plan, intrinsics
 from lightning_gnn.ops.aggregate import numba_kernels, numba_rows
 from lightning_gnn.ops.aggregate.derivatives import in_order

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn import aggregate
-from lightning_gnn.graph.hybrid_plan import PlanSettings
+from lightning_gnn.compressed.hybrid_plan import PlanSettings
 from lightning_gnn.ops.rounding import round_span
 from tests.ops.test_aggregate import REDUCES, hub_graph, problems, use
 

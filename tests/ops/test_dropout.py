@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.ops.dropout import drop_by_row, dropout, edge_dropout, row_dropout, row_dropout_torch
 from lightning_gnn.ops.hashing import GOLDEN, NODE_STEP, mix
 from tests.patience import PATIENCE

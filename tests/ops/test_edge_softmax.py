@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch_geometric.utils import softmax
 
 from lightning_gnn import CompressedGraph, aggregate, edge_softmax
-from lightning_gnn.graph.hybrid_plan import PlanSettings
+from lightning_gnn.compressed.hybrid_plan import PlanSettings
 from lightning_gnn.ops.aggregate import numba_rows
 from tests.ops.test_aggregate import hub_graph, use
 from tests.strategies import edge_indices

@@ -8,7 +8,7 @@ import torch
 from torch_geometric.data import Data
 
 from lightning_gnn import FullInference, PartitionedDataModule
-from lightning_gnn.cli import partition_command as command
+from lightning_gnn.cli.commands import partition as command
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.partitioned import partition_graph
 from lightning_gnn.partitioned.assign import assign_nodes

@@ -9,8 +9,8 @@ from torch_geometric.data import Data
 
 from lightning_gnn.partitioned.assign import assign_nodes
 from lightning_gnn.partitioned.folder import write_partition
-from lightning_gnn.partitioned.prediction import Network, Traffic, Work, machine_memory, predict
-from lightning_gnn.partitioned.traffic import ENVELOPE, count_traffic, row_bytes
+from lightning_gnn.planning.cluster import Network, Traffic, Work, machine_memory, predict
+from lightning_gnn.planning.cluster_traffic import ENVELOPE, count_traffic, row_bytes
 from lightning_gnn.sampling.neighbor import topology_of
 from tests.full_graph.launch import run
 from tests.sampling.cases import GRAPHS, NODE_CASES, options_of

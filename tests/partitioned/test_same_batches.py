@@ -12,9 +12,6 @@ from tests.batch_checks import assert_same_batches
 from tests.full_graph.launch import run
 from tests.sampling.cases import CASES, GRAPHS, LINK_CASES, one_machine, options_of
 
-LACKING = ("link times, binary", "link times, triplets")
-"""Negatives of edges with times of nodes ask for the times of all nodes."""
-
 
 def _compare(rank, ranks, folder, cases, topology, order, cache):
     torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
@@ -56,11 +53,7 @@ def four_parts(tmp_path_factory):
 )
 def test_several_ranks(four_parts, ranks, topology, order, cache):
     # With four parts, two or three ranks have several, and of eight ranks two have the same.
-    cases = (
-        [case for case in CASES if case not in LACKING]
-        if ranks == 4
-        else ["plain", "node times", "typed", "links, binary", "weights"]
-    )
+    cases = list(CASES) if ranks == 4 else ["plain", "node times", "typed", "links, binary", "weights"]
     if order == "local":
         cases = [case for case in cases if "link" not in case]
     results = run(_compare, ranks, ranks, four_parts, cases, topology, order, cache)

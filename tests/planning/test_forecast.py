@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.datamodules.node import NeighborDataModule
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
-from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.planning.forecast import CPUForecast, batches_of_epoch, measure_run
 from lightning_gnn.planning.preparation import Preparation, ahead_of, prepare

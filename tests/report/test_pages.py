@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_gnn.cli import report_command, runs_command
-from lightning_gnn.cli.plan import CollectiveForecast
+from lightning_gnn.cli.commands import report as report_command
+from lightning_gnn.cli.commands import runs as runs_command
+from lightning_gnn.cli.commands.plan import CollectiveForecast
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.report.comparison import (
     compare,

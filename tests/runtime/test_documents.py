@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.hyscale.decisions import read_decisions
+from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
 from lightning_gnn.runtime.files import LARGEST, read_json, read_text, read_yaml, write_whole
 from tests.refusals import refuses
 

@@ -8,15 +8,15 @@ import torch
 from torch.utils.data import SubsetRandomSampler
 
 import lightning_gnn
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
-from lightning_gnn.graph.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.partitioned import partition_graph
 
 cli = pytest.importorskip("pytorch_lightning.cli")
 pytest.importorskip("jsonargparse")
 GRAPH = {"num_nodes": 90, "num_edges": 400, "num_classes": 3, "num_features": 4, "split": [0.6, 0.2, 0.2]}
-DATA = {"class_path": "lightning_gnn.graph.synthetic.planted_power_law", "init_args": GRAPH}
+DATA = {"class_path": "lightning_gnn.datasets.synthetic.planted_power_law", "init_args": GRAPH}
 SILENT = {
     "accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False,

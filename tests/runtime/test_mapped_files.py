@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_gnn.distributed.notebook_launcher import _pack
-from lightning_gnn.graph.arrays import expect_scattered_reads, load_array
+from lightning_gnn.features.arrays import expect_scattered_reads, load_array
 from lightning_gnn.runtime.mapped_files import LEAST
 from lightning_gnn.runtime.shared_arrays import file_in_memory
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_gnn.graph import CSCGraph, FeatureTable
-from lightning_gnn.runtime import page_locked as module
-from lightning_gnn.runtime.page_locked import page_locked
+from lightning_gnn.features import FeatureTable
+from lightning_gnn.features import page_locked as module
+from lightning_gnn.features.page_locked import page_locked
+from lightning_gnn.graph import CSCGraph
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays, which_machine
 from tests.full_graph.launch import run
 from tests.runtime.test_shared_arrays import join, mapped_bytes, numbers, own_bytes

@@ -27,7 +27,7 @@ from lightning_gnn import (
     NeighborDataModule,
     PersistentSamplerDataModule,
 )
-from lightning_gnn.graph.arrays import load_array, save_arrays
+from lightning_gnn.features.arrays import load_array, save_arrays
 from lightning_gnn.nn import GCN, GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.runtime import shared_arrays
 from lightning_gnn.runtime.shared_arrays import find_tensors, share_equal_arrays

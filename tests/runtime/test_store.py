@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from lightning_gnn.cli import cache_command
+from lightning_gnn.cli.commands import cache as cache_command
 from lightning_gnn.runtime import manifest, store
 from lightning_gnn.runtime.store import cache_root, keep, kept, locked
 from tests.patience import PATIENCE

@@ -14,12 +14,12 @@ from torch_geometric.sampler import NegativeSampling
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.datamodules.node import NeighborDataModule
+from lightning_gnn.datasets.folder import save_folder
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
+from lightning_gnn.gpu_sampling.datamodule import PersistentSamplerDataModule
+from lightning_gnn.gpu_sampling.link_datamodule import PersistentLinkDataModule
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.folder import save_folder
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
-from lightning_gnn.persistent.datamodule import PersistentSamplerDataModule
-from lightning_gnn.persistent.link_datamodule import PersistentLinkDataModule
 from lightning_gnn.runtime.messages import keywords_of
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batch_checks import assert_same, assert_same_batches

@@ -8,8 +8,8 @@ from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamp
 from torch_geometric.sampler.base import NumNeighbors
 from torch_geometric.utils import subgraph
 
+from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler
 from lightning_gnn.ops import sample_neighbors
-from lightning_gnn.persistent.sampler import PersistentNeighborSampler
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
 from tests.strategies import edge_indices

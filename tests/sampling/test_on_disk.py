@@ -10,12 +10,12 @@ import pytorch_lightning as pl
 import torch
 from torch_geometric.data import Data, HeteroData
 
-from benchmarks.disk import optimum
+from benchmarks.data.disk import optimum
 from lightning_gnn import CollectiveDataModule, NeighborDataModule, NeighborSampler
-from lightning_gnn.graph import DiskFeatures, FeatureTable, disk_reads
-from lightning_gnn.graph.disk_cache import RowLocations
-from lightning_gnn.graph.folder import load_folder, save_folder
-from lightning_gnn.graph.hetero_folder import save_hetero_folder
+from lightning_gnn.datasets.folder import load_folder, save_folder
+from lightning_gnn.datasets.hetero_folder import save_hetero_folder
+from lightning_gnn.features import DiskFeatures, FeatureTable, disk_reads
+from lightning_gnn.features.disk_cache import RowLocations
 from lightning_gnn.loading import MiniBatchPipeline
 from lightning_gnn.loading.prefetch import lookahead as prefetching
 from lightning_gnn.nn import GraphSAGE, NodeClassifier

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch_geometric.loader import NeighborLoader, NodeLoader
 from torch_geometric.sampler import NodeSamplerInput
 
-from lightning_gnn.persistent.sampler import PersistentNeighborSampler
+from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler
 from lightning_gnn.pyg import LoaderNeighborSampler, enable_pyg_sampling
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data

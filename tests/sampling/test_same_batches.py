@@ -25,7 +25,7 @@ from lightning_gnn import (
 )
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.workers import THREAD_NAME
-from lightning_gnn.graph import FeatureTable
+from lightning_gnn.features import FeatureTable
 from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.sample.triton import runs_on
 from lightning_gnn.partitioned import partition_graph

@@ -2,8 +2,8 @@
 
 import re
 
-from benchmarks.kernel_usage import TILES, compiled, usage
-from benchmarks.sampling_baselines import discover_kernel, phase_kernel
+from benchmarks.gpu.baselines import discover_kernel, phase_kernel
+from benchmarks.gpu.kernel_usage import TILES, compiled, usage
 from lightning_gnn.triton_kernels.emit import emit_bulk_kernel, emit_kernel
 from lightning_gnn.triton_kernels.hops import hop_kernel
 from lightning_gnn.triton_kernels.queue import queue_kernel

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.kernel_usage import usage as usage
+from benchmarks.gpu.kernel_usage import usage as usage
 
 GENERATIONS = (80, 90)
 SCRIPTS = ("compile_aggregate", "compile_aggregate_update", "compile_gather", "compile_sample")

@@ -21,7 +21,7 @@ import triton.runtime.interpreter as interpreter
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import sampling_baselines
+from benchmarks.gpu import baselines
 from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
 from lightning_gnn.ops import Labor, sample_hetero_neighbors, sample_neighbors
 from lightning_gnn.ops.sample import triton as operator
@@ -91,7 +91,7 @@ class Forked:
         executor.fn(**bound)
 
 
-class SharedSampler(sampling_baselines.BaselineSampler):
+class SharedSampler(baselines.BaselineSampler):
     """Allocates scratch memory that forked programs share."""
 
     def _allocate(self, size, dtype):
@@ -107,7 +107,7 @@ class SharedRelationSampler(sample_relations.TritonRelationSampler):
 def main():
     torch.set_num_threads(1)
     module.hop_kernel, module.queue_kernel = Forked(module.hop_kernel), Forked(module.queue_kernel)
-    sampling_baselines.discover_kernel = Forked(sampling_baselines.discover_kernel)
+    baselines.discover_kernel = Forked(baselines.discover_kernel)
     module.INTERPRETED = False  # programs can meet at a barrier now
     for name, mode, seeds, fanouts in (
         ("random", "fused", [3, 0, 40], [4, 3]),

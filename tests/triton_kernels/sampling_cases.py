@@ -4,9 +4,9 @@ import random
 
 import torch
 
+from lightning_gnn.gpu_sampling.shards import Dealt, PeerShards
 from lightning_gnn.ops.sample.reference import sample_reference
 from lightning_gnn.ops.sample.relation import Relation, Rule
-from lightning_gnn.persistent.shards import Dealt, PeerShards
 
 
 def csc(num_nodes, edges):

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
-from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.ops.aggregate import triton as aggregate_triton
 from lightning_gnn.ops.aggregate.backends import REFERENCE
 from lightning_gnn.ops.aggregate.definition import aggregate

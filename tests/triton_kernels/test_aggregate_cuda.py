@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.ops.aggregate import reference as aggregate_reference
 from lightning_gnn.ops.aggregate import triton as aggregate_triton
 from lightning_gnn.ops.aggregate.definition import aggregate

@@ -9,8 +9,8 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
-from lightning_gnn.graph import FeatureTable
-from lightning_gnn.graph.cache import RowCache, hottest
+from lightning_gnn.features import FeatureTable
+from lightning_gnn.features.hot_cache import RowCache, hottest
 from lightning_gnn.ops import gather_rows
 from lightning_gnn.ops.gather import triton as gather_triton
 from lightning_gnn.ops.gather.reference import Gather

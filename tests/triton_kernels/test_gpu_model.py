@@ -1,4 +1,4 @@
-"""What ``benchmarks.gpu_model`` counts is what Triton's interpreter counts, access by access."""
+"""What ``benchmarks.gpu.model`` counts is what Triton's interpreter counts, access by access."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ from tests.triton_kernels.sampling_cases import GRAPHS
 @pytest.fixture
 def model(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    return importlib.import_module("benchmarks.gpu_model")
+    return importlib.import_module("benchmarks.gpu.model")
 
 
 class Counting:
@@ -142,12 +142,12 @@ def test_the_guide_shows_the_table_of_the_file(model):
     assert {row["sm"] for row in result["kernels"]} == {80, 90}
     assert all(row["spilled"] <= 64 for row in result["kernels"])
     text = model.PAGE.read_text(encoding="utf-8")
-    assert model.replaced(text, model.page(result)) == text, "run python -m benchmarks.gpu_model --write"
+    assert model.replaced(text, model.page(result)) == text, "run python -m benchmarks.gpu.model --write"
 
 
 def test_occupancy(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    resident = importlib.import_module("benchmarks.kernel_usage").resident
+    resident = importlib.import_module("benchmarks.gpu.kernel_usage").resident
     assert resident(128, 2048, 80) == 4
     assert resident(96, 2048, 90) == 5
     assert resident(16, 0, 80) == 16

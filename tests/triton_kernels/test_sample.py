@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 import triton.runtime.interpreter as interpreter
 
-from benchmarks.sampling_baselines import MODES, BaselineSampler
+from benchmarks.gpu.baselines import MODES, BaselineSampler
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import sample_neighbors
 from lightning_gnn.triton_kernels import sample as module

@@ -44,7 +44,7 @@ def compare(graph, sampler, batches, batch_size, fanouts, replace=False, disjoin
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("mode", ["fused", "persistent", "no_queue", "hop_by_hop", "launches"])
 def test_every_mode_equals_numba(graph, mode):
-    from benchmarks.sampling_baselines import BaselineSampler
+    from benchmarks.gpu.baselines import BaselineSampler
 
     sampler = BaselineSampler(graph.indptr.cuda(), graph.indices.cuda(), mode=mode)
     compare(graph, sampler, BATCHES, 1024, [15, 10, 5])
@@ -100,7 +100,7 @@ def test_topology_in_pinned_memory_equals_numba(graph):
 
 @pytest.mark.timeout(1800)
 def test_paths_and_stars_end(graph):
-    from benchmarks.sampling_baselines import BaselineSampler
+    from benchmarks.gpu.baselines import BaselineSampler
 
     path = CSCGraph(torch.arange(1001).clamp(max=1000), (torch.arange(1000, dtype=torch.int32) + 1).clamp(max=999))
     star = CSCGraph(torch.tensor([0, 100_000] + [100_000] * 100_000), torch.arange(1, 100_001, dtype=torch.int32))

@@ -23,7 +23,7 @@ from torch_geometric.data import Data
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from lightning_gnn import NeighborDataModule
-from lightning_gnn.graph.synthetic import planted_power_law
+from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_gnn.graph.disk_features import MOST_READS, DiskFeatures
+from lightning_gnn.features.disk_features import MOST_READS, DiskFeatures
 from lightning_gnn.loading.batch import NO_NODES, BatchTask, PreparedBatch, SampledBatch
 from lightning_gnn.loading.collate import Allocator
 from lightning_gnn.loading.compact_ids import CompactIds

@@ -22,7 +22,7 @@ _MACS_PER_ELEMENT = 16
 
 
 class Graph(Protocol):
-    """What the layers ask of a graph; :class:`~lightning_gnn.graph.compress.CompressedGraph` is one.
+    """What the layers ask of a graph; :class:`~lightning_gnn.compressed.graph.CompressedGraph` is one.
 
     Weights are in the graph's own order of edges (its forward order).
     """

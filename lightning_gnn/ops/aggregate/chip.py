@@ -1,6 +1,6 @@
 """The functions of a backend by Ascend C kernels, on an NPU or on their twin.
 
-The kernels read a graph in chunks (:meth:`~lightning_gnn.graph.compress.CompressedGraph.chunked`), which are made at
+The kernels read a graph in chunks (:meth:`~lightning_gnn.compressed.graph.CompressedGraph.chunked`), which are made at
 its first use and kept as long as the graph. Numbers of the edges are brought into the order of the chunks and back.
 """
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_gnn.graph.build import ChipLayout, layout_of
-from lightning_gnn.graph.hybrid_plan import HybridPlan, plan_cores
+from lightning_gnn.compressed.builder import ChipLayout, layout_of
+from lightning_gnn.compressed.hybrid_plan import HybridPlan, plan_cores
 from lightning_gnn.ops.aggregate import chip_plan, reference
 from lightning_gnn.ops.aggregate.chip_max import Entries, entries_of_edges, maxima, maxima_backward
 from lightning_gnn.ops.aggregate.matrix import Matrix

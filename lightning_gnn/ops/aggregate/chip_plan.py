@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from lightning_gnn.graph.chunks import Chunks, count_columns
-from lightning_gnn.graph.hybrid_plan import (
+from lightning_gnn.compressed.chunks import Chunks, count_columns
+from lightning_gnn.compressed.hybrid_plan import (
     BLOCK,
     GroupingCost,
     HybridPlan,

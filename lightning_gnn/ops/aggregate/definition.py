@@ -6,8 +6,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.compress import CompressedGraph
-from lightning_gnn.graph.hybrid_plan import HybridPlan
+from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.compressed.hybrid_plan import HybridPlan
 from lightning_gnn.ops.aggregate.backends import DEVICE, backend_name, functions_of, runs_on_chip
 from lightning_gnn.ops.aggregate.derivatives import Graph, GraphMax, GraphSum, in_order
 from lightning_gnn.ops.aggregate.matrix import Matrix

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.hybrid_plan import PlanSettings
+from lightning_gnn.compressed.hybrid_plan import PlanSettings
 from lightning_gnn.ops.aggregate.backends import backend_name, functions_of
 from lightning_gnn.ops.aggregate.matrix import Matrix
 from lightning_gnn.ops.aggregate.reference import accumulator
 from lightning_gnn.ops.library import define, library
 
 if TYPE_CHECKING:
-    from lightning_gnn.graph.compress import CompressedGraph
+    from lightning_gnn.compressed.graph import CompressedGraph
 
 _SCHEMA = "Tensor indptr, Tensor indices, int num_sources, str execution"
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_gnn.compressed.hybrid_plan import PlanSettings
 from lightning_gnn.graph.csr import CSR
-from lightning_gnn.graph.hybrid_plan import PlanSettings
 
 
 class Matrix(NamedTuple):

@@ -1,7 +1,7 @@
 """Aggregation and attention on an NPU: the binding of the Ascend C kernels, built on first use.
 
 The binding registers its kernels with torch's dispatcher (``ascend_ops/host/ops.cpp``); those of a maximum are
-launched from here. ``chunks`` are the six arrays of :class:`~lightning_gnn.graph.chunks.Chunks`.
+launched from here. ``chunks`` are the six arrays of :class:`~lightning_gnn.compressed.chunks.Chunks`.
 """
 
 import ctypes

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from lightning_gnn.graph.compress import CompressedGraph
+from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.ops.aggregate.definition import ShardedGraph
 from lightning_gnn.ops.aggregate.derivatives import Graph, GraphSoftmax
 

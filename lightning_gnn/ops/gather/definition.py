@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.cache import RowCache
-from lightning_gnn.graph.memory import pool
+from lightning_gnn.features.hot_cache import RowCache
+from lightning_gnn.features.memory_pool import pool
 from lightning_gnn.ops.gather.reference import Gather
 from lightning_gnn.ops.library import define
 

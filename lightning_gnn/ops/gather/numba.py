@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.graph.memory import pool
+from lightning_gnn.features.memory_pool import pool
 from lightning_gnn.ops.gather.definition import check_arguments, check_index
 from lightning_gnn.ops.gather.reference import Gather, gather_torch, register
 from lightning_gnn.ops.intrinsics import copy_bytes, prefetch

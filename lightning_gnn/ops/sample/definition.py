@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.distant import DistantCSCGraph, DistantHeteroCSCGraph, Picker
 from lightning_gnn.graph.edge_attributes import time_limits
+from lightning_gnn.graph.remote import DistantCSCGraph, DistantHeteroCSCGraph, Picker
 from lightning_gnn.ops.sample.numba import Sampled, sample_relations
 from lightning_gnn.ops.sample.reference import sample_reference
 from lightning_gnn.ops.sample.relation import Labor, Relation, Rule, Times

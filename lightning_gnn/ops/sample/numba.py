@@ -16,8 +16,8 @@ import numba
 import numpy as np
 import torch
 
-from lightning_gnn.graph.list_reads import read_lists_ahead
-from lightning_gnn.graph.memory import pool
+from lightning_gnn.features.memory_pool import pool
+from lightning_gnn.graph.prefetch_lists import read_lists_ahead
 from lightning_gnn.ops.sample.eligible import count_eligible, no_times
 from lightning_gnn.ops.sample.labor_picks import pick_labor
 from lightning_gnn.ops.sample.picks import hop_size, lane_scratch, pick_edges

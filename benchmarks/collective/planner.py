@@ -1,0 +1,307 @@
+"""What the planner of collective batching is worth: against the authors', each processor alone, and another commit's.
+
+Settings are drawn: stage times over one and a half decades each, 1 to 31 CPU workers, spreads of 0 to 30 %, epochs of
+100 to 400 mini-batches. Every plan is judged by its mean makespan over epochs that no planner has seen, the same for
+all, in a discrete-event simulation of its own: processes that hand events to a queue, not the library's clock. The
+authors' planner and schedule train mini-batches as they are ready; ours keeps their order. In hard settings, spreads of
+20 % and more and 7 workers and more, all are judged on more epochs. Nothing is timed but the planning itself, by the
+processor's clock.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.collective.published import DualBuffer, published_plan
+from benchmarks.harness import machine, parse, publish
+from lightning_gnn.collective.dispatcher import Dispatcher
+from lightning_gnn.collective.plan import STAGES, CollectivePlan, Duration, StageTimes
+from lightning_gnn.collective.reorder_buffer import Step
+from lightning_gnn.collective.simulate import drawn_durations
+
+SIZES = {"settings": (1000, 3), "processes": (2, 1), "judged": (6, 1), "hard": (16, 2)}
+SPREADS = (0.0, 0.05, 0.1, 0.2, 0.3)
+WORKERS = (1, 2, 3, 4, 7, 11, 15, 31)
+GPU_BUFFER = 10
+OURS, AUTHORS, BEST, BEFORE = "ours", "the authors'", "the best of them", "the planner before"
+
+Wait = float | str
+"""Seconds, or the name of what has to happen."""
+
+
+class Schedule(Protocol):
+    """What decides."""
+
+    def claim(self) -> int | None:
+        """Give a CPU worker its next mini-batch."""
+
+    def ready(self, number: int) -> object:
+        """Take one that is finished."""
+
+    def next(self) -> Step:
+        """Decide the training thread's next step."""
+
+
+@dataclass
+class Node:
+    """A machine whose parts are processes: CPU workers, PCIe, and the training thread with its GPU.
+
+    Args:
+        schedule: Decides.
+        workers: On the CPU.
+        seconds: Of a stage of a mini-batch.
+    """
+
+    schedule: Schedule
+    workers: int
+    seconds: Callable[[str, int], float]
+    now: float = 0.0
+    cpu_lag: float = 0.0
+    gpu_lag: float = 0.0
+    flushes: int = 0
+    _events: list[tuple[float, int, Generator[Wait]]] = field(default_factory=list)
+    _asleep: dict[str, list[Generator[Wait]]] = field(default_factory=dict)
+    _count: int = 0
+    _sent: list[int] = field(default_factory=list)
+    _arrived: set[int] = field(default_factory=set)
+    _pcie: bool = False
+    _working: int = 0
+
+    def makespan(self) -> float:
+        """Return the seconds until the training thread is done."""
+        for process in [self._worker() for _ in range(self.workers)] + [self._link()]:
+            self._advance(process)
+        thread = self._training_thread()
+        self._advance(thread)
+        while self._events and thread.gi_frame is not None:
+            self.now, _, process = heappop(self._events)
+            self._advance(process)
+        return self.now
+
+    def _advance(self, process: Generator[Wait]) -> None:
+        wait = next(process, None)
+        if isinstance(wait, str):
+            self._asleep.setdefault(wait, []).append(process)
+        elif wait is not None:
+            self._count += 1
+            heappush(self._events, (self.now + wait, self._count, process))
+
+    def _happens(self, what: str) -> None:
+        for process in self._asleep.pop(what, []):
+            self._advance(process)
+
+    def _worker(self) -> Generator[Wait]:
+        while True:
+            while (number := self.schedule.claim()) is None:
+                yield "room"
+            self._working += 1
+            yield self.seconds("cpu_batching", number)
+            self._working -= 1
+            self.schedule.ready(number)
+            for process in self._asleep.pop("ready", []):  # once this worker has taken its next one
+                self._count += 1
+                heappush(self._events, (self.now, self._count, process))
+
+    def _link(self) -> Generator[Wait]:
+        while True:
+            while not self._sent or self._pcie:
+                yield "pcie"
+            number = self._sent.pop(0)
+            self._pcie = True
+            yield self.seconds("dma", number)
+            self._pcie = False
+            self._arrived.add(number)
+            self._happens("pcie")
+            self._happens("arrival")
+
+    def _training_thread(self) -> Generator[Wait]:
+        phase = ""
+        while (step := self.schedule.next()).kind != "end":
+            self._happens("room")
+            phase_now = getattr(self.schedule, "phase", "")
+            self.flushes += phase_now == "flushing" != phase
+            phase, begun = phase_now, self.now
+            if step.kind == "wait":
+                yield "ready"
+                self.cpu_lag += self.now - begun
+            elif step.kind == "transfer":
+                self._sent.append(step.number)
+                self._happens("pcie")
+            elif step.kind == "batch":
+                while self._pcie or self._sent:
+                    yield "arrival"
+                self._pcie = True
+                idle = self.workers - self._working if getattr(self.schedule, "cpu_blocked", False) else 0
+                yield self.seconds("gpu_batching", step.number) + self.seconds("uva", step.number)
+                self.gpu_lag += (self.now - begun) * idle / self.workers
+                self._pcie = False
+                self._happens("pcie")
+            else:
+                while step.route == "cpu" and step.number not in self._arrived:
+                    yield "arrival"
+                yield self.seconds("model", step.number)
+
+
+@dataclass
+class Setting:
+    """Stage times, and an epoch's length.
+
+    Args:
+        times: Of the stages, with their spreads.
+        num_batches: Of an epoch.
+        spread: Part of the mean.
+    """
+
+    times: StageTimes
+    num_batches: int
+    spread: float
+
+    @property
+    def hard(self) -> bool:
+        """Whether many workers vary much, so that one is often late."""
+        return self.spread >= 0.2 and self.times.cpu_workers >= 7
+
+
+def draw(source: random.Random) -> Setting:
+    """Draw a setting; the model takes 10 ms."""
+
+    def seconds(least: float, most: float) -> float:
+        return 0.01 * math.exp(source.uniform(math.log(least), math.log(most)))
+
+    spread, workers = source.choice(SPREADS), source.choice(WORKERS)
+    cpu, dma, gpu, sampling = seconds(0.2, 8) * workers, seconds(0.02, 2), seconds(0.2, 5), source.random()
+    means = (cpu, dma, gpu * sampling, gpu * (1 - sampling), 0.01)
+    times = StageTimes(*(Duration(mean, spread * mean) for mean in means), cpu_workers=workers)
+    return Setting(times, source.randrange(100, 400), spread)
+
+
+def judged(setting: Setting, schedule: Callable[[], Schedule], seeds: range) -> float:
+    """Return the mean makespan over epochs."""
+    times, num_batches = setting.times, setting.num_batches
+    return statistics.fmean(
+        Node(schedule(), times.cpu_workers, drawn_durations(times, num_batches, seed)).makespan() for seed in seeds
+    )
+
+
+def contestants(setting: Setting, judge: range, hard: range) -> tuple[dict[str, float], CollectivePlan, float]:
+    """Return the mean makespan of each planner's plan in the epochs to be judged by, our plan and its seconds."""
+    times, number, workers = setting.times, setting.num_batches, setting.times.cpu_workers
+    start = time.process_time()
+    plan = Dispatcher(times, GPU_BUFFER, num_batches=number).plan()
+    planning = time.process_time() - start
+
+    def feedback(gbs: int, cbs: int) -> tuple[float, float, float]:
+        means = {stage: getattr(times, stage).mean for stage in STAGES}
+        node = Node(DualBuffer(number, gbs, cbs, workers), workers, lambda stage, _: means[stage])
+        seconds, flushes = node.makespan(), max(1, node.flushes)
+        return seconds, node.cpu_lag / flushes, node.gpu_lag / flushes
+
+    def planned(plan: CollectivePlan) -> Callable[[], Schedule]:
+        return lambda: plan.schedule(number, workers)
+
+    published = published_plan(times, GPU_BUFFER, number, feedback)
+    schedules: dict[str, Callable[[], Schedule]] = {
+        OURS: planned(plan),
+        AUTHORS: lambda: DualBuffer(number, *published, workers),
+        "the CPU alone": planned(CollectivePlan("cpu", 1, max(GPU_BUFFER, 2 * workers), times=times)),
+        "the GPU alone": planned(CollectivePlan("gpu", 1, 0)),
+    }
+    epochs = hard if setting.hard else judge
+    return {name: judged(setting, schedule, epochs) for name, schedule in schedules.items()}, plan, planning
+
+
+def summary(ratios: list[float]) -> dict[str, float]:
+    """Return how ours stands against a peer: makespans over the peer's."""
+    ordered = sorted(ratios)
+    return {
+        "settings": len(ratios),
+        "geometric mean": round(statistics.geometric_mean(ratios), 4),
+        "95th percentile": round(ordered[int(0.95 * (len(ordered) - 1))], 4),
+        "worst": round(ordered[-1], 4),
+        "more than 1 % slower": sum(ratio > 1.01 for ratio in ratios),
+        "more than 2 % slower": sum(ratio > 1.02 for ratio in ratios),
+        "more than 2 % faster": sum(ratio < 0.98 for ratio in ratios),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    paths = {
+        "epochs": "a file to write our epoch in each setting to, a JSON object a line",
+        "before": "such a file of another commit, to compare with; only the settings that it has are looked at",
+    }
+    args = parse("collective_planner", __doc__, SIZES, argv, paths=paths)
+    described, sizes, source = machine(), args.sizes, random.Random(0)
+    settings = dict(enumerate(draw(source) for _ in range(sizes["settings"])))
+    before = {}
+    if args.before is not None:
+        lines = map(json.loads, Path(args.before).read_text().splitlines())
+        before = {line["setting"]: line["seconds"] for line in lines}
+        settings = {number: setting for number, setting in settings.items() if number in before}
+    judge, hard = range(10_000, 10_000 + sizes["judged"]), range(30_000, 30_000 + sizes["hard"])
+    ratios: dict[str, dict[int, float]] = {}
+    plans, planning, own = [], [], []
+    with ProcessPoolExecutor(sizes["processes"], get_context("fork")) as processes:
+        found = processes.map(partial(contestants, judge=judge, hard=hard), settings.values())
+        for number, (seconds, plan, planning_s) in zip(settings, found, strict=True):
+            ours = seconds.pop(OURS)
+            peers = seconds | ({BEFORE: before[number]} if before else {}) | {BEST: min(seconds.values())}
+            for name, peer in peers.items():
+                ratios.setdefault(name, {})[number] = ours / peer
+            plans.append(plan)
+            planning.append(planning_s)
+            own.append(json.dumps({"setting": number, "seconds": ours}) + "\n")
+            if args.epochs is not None:
+                Path(args.epochs).write_text("".join(own))
+    ordered = {name: sorted(values.items(), key=lambda item: -item[1]) for name, values in ratios.items()}
+    result = {
+        "benchmark": "collective_planner",
+        "title": "Planned epochs of collective batching against other planners, simulated",
+        "unit": "makespan of ours over the peer's",
+        "settings": {
+            **sizes,
+            "settings": len(settings),
+            "numbers": list(settings) if before else "all",
+            "spreads": SPREADS,
+            "workers": WORKERS,
+            "gpu_buffer_size": GPU_BUFFER,
+        },
+        "machine": described,
+        "rows": [],
+        "comparisons": [],
+        "extra": {
+            "against": {name: summary(list(values.values())) for name, values in ratios.items()},
+            **{
+                f"against, in {kind} settings": {
+                    name: summary([value for number, value in values.items() if settings[number].hard == is_hard])
+                    for name, values in ratios.items()
+                }
+                for kind, is_hard in (("hard", True), ("other", False))
+                if any(setting.hard == is_hard for setting in settings.values())
+            },
+            "worst settings": {name: {n: round(value, 4) for n, value in each[:5]} for name, each in ordered.items()},
+            "rounds": {"most": max(plan.rounds for plan in plans)},
+            "turns": sum(plan.row > 0 for plan in plans),
+            "planning_s": {
+                "median": round(statistics.median(planning), 4),
+                "most": round(max(planning), 4),
+            },
+            "modes": {mode: sum(plan.mode == mode for plan in plans) for mode in ("collective", "cpu", "gpu")},
+        },
+    }
+    return publish(result, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""A machine whose stages sleep: collective batching and its peers with real threads, for as long as a paper says.
+
+Nothing computes, so the number of real cores does not matter. A sleep that lasted too long shortens the next one of
+its thread. The durations are solved from MorphGL's tables for an RTX 3090 with 8 cores, UK, GraphSAGE, fanouts 15, 10
+and 5, 1024 seeds: CPU-only batching is bound by the workers, GPU-only batching does one thing after the other, and
+equation 6 has its minimum at the ratio of table 6.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from benchmarks.harness import Rows, measure
+from lightning_gnn.collective.dispatcher import Dispatcher
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
+from lightning_gnn.collective.reorder_buffer import ReorderBuffer
+from lightning_gnn.collective.simulate import drawn_durations
+from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
+
+SETTING = "an RTX 3090 with 8 cores, UK"
+CORES, BATCHES, RATIO = 8, 759, 0.83
+"""Of its CPU, one being the main thread's; of an epoch; mini-batches of the GPU for every one of the CPU (table 6)."""
+EPOCHS = {"CPU-only": 33.40, "GPU-only": 30.49}
+"""Seconds (table 4)."""
+BANDWIDTH = 0.343
+"""Part of PCIe's that CPU-only batching uses, all by transfers (table 5)."""
+SAMPLING_SHARE = 0.5
+"""How much of T_G the GPU samples for, the rest being reads: assumed, the paper does not tell."""
+RATIOS = [number / 20 for number in range(21)]
+SPREAD = 2.0 / 149.7
+"""Section 5.8: spread of the size of a mini-batch, as a part of its mean."""
+WAYS = ("collective", "CPU-only", "GPU-only", "random split")
+GPU_BUFFER = 10
+ASLEEP = "stages sleep"
+
+
+def paper_times(cores: int, scale: float = 1.0) -> StageTimes:
+    """Return what the stages take with a number of cores, at least 2, multiplied by ``scale``."""
+    between = EPOCHS["CPU-only"] / BATCHES  # of two mini-batches of all workers
+    alone = EPOCHS["GPU-only"] / BATCHES  # T_G + T_M
+    model = between - RATIO * alone  # x = (T_C - T_M) / (T_G + T_M)
+    found = {
+        "cpu_batching": between * (CORES - 1),
+        "dma": BANDWIDTH * between,
+        "gpu_batching": SAMPLING_SHARE * (alone - model),
+        "uva": (1 - SAMPLING_SHARE) * (alone - model),
+        "model": model,
+    }
+    durations = {name: Duration(scale * mean, scale * mean * SPREAD) for name, mean in found.items()}
+    return StageTimes(**durations, cpu_workers=cores - 1)
+
+
+def row_name(way: str, cores: int) -> str:
+    """Return the name of a contestant that sleeps."""
+    ours = "ours, " if way == "collective" else ""
+    return f"{ours}{way}, {ASLEEP}" + ("" if way == "GPU-only" else f", {cores} cores")
+
+
+class SleepingMachine:
+    """CPU workers, a PCIe link and a GPU, each a thread that sleeps for as long as a stage takes."""
+
+    def __init__(self, times: StageTimes, num_batches: int) -> None:
+        self.times = times
+        self.num_batches = num_batches
+        self.timeline = Timeline()
+        self._drawn = drawn_durations(times, num_batches, seed=0)
+        self._owed = threading.local()
+        self._pcie = threading.Lock()  # reads of the GPU and transfers share it
+        self._workers = threading.Condition()
+        self._finished = False
+
+    def collective(self, plan: CollectivePlan) -> Timeline:
+        """Train an epoch with the schedule of the loader."""
+        schedule = plan.schedule(self.num_batches, self.times.cpu_workers)
+        arrivals: dict[int, Future[None]] = {}
+        with self._working(schedule), ThreadPoolExecutor(1) as link:
+            while True:
+                with self._workers:
+                    step = schedule.next()
+                    while step.kind == "wait":
+                        self._workers.wait()
+                        step = schedule.next()
+                    self._workers.notify_all()
+                if step.kind == "end":
+                    return self.timeline
+                if step.kind == "batch":
+                    self._batch(step.number)
+                elif step.kind == "transfer":
+                    arrivals[step.number] = link.submit(self._transfer, step.number)
+                else:
+                    if step.route == "cpu":
+                        arrivals.pop(step.number).result()
+                    self._train(step.number)
+
+    def cpu_only(self) -> Timeline:
+        """Train an epoch of what the CPU prepares; each mini-batch sets out as soon as it is ready and has room."""
+        room = threading.Semaphore(2 * self.times.cpu_workers)
+
+        def prepare(number: int) -> None:
+            room.acquire()
+            self._prepare(number)
+
+        def transfer(number: int, prepared: Future[None]) -> None:
+            prepared.result()
+            self._transfer(number)
+
+        with ThreadPoolExecutor(self.times.cpu_workers) as pool, ThreadPoolExecutor(1) as link:
+            prepared = [pool.submit(prepare, number) for number in range(self.num_batches)]
+            arrivals = [link.submit(transfer, number, one) for number, one in enumerate(prepared)]
+            for number, arrival in enumerate(arrivals):
+                arrival.result()
+                room.release()
+                self._train(number)
+        return self.timeline
+
+    def gpu_only(self) -> Timeline:
+        """Train an epoch of what the GPU prepares."""
+        for number in range(self.num_batches):
+            self._batch(number)
+            self._train(number)
+        return self.timeline
+
+    def random_split(self, ratio: float, seed: int = 0) -> Timeline:
+        """Train an epoch in which the CPU prepares each mini-batch with a probability, ahead of time.
+
+        It sets out for the GPU when its turn comes, while the one before is still being trained.
+        """
+        draws = random.Random(seed)
+        routes = [draws.random() < ratio for _ in range(self.num_batches)]
+        arrivals: dict[int, Future[None]] = {}
+        ahead = [number for number, on_cpu in enumerate(routes) if on_cpu][::-1]
+        prepared: dict[int, Future[None]] = {}
+        before: Future[None] | None = None
+
+        def train(number: int) -> None:
+            if routes[number]:
+                arrivals.pop(number).result()
+            self._train(number)
+
+        with (
+            ThreadPoolExecutor(self.times.cpu_workers) as pool,
+            ThreadPoolExecutor(1) as link,
+            ThreadPoolExecutor(1) as gpu,
+        ):
+            for number, on_cpu in enumerate(routes):
+                while ahead and len(prepared) < 2 * self.times.cpu_workers:
+                    following = ahead.pop()
+                    prepared[following] = pool.submit(self._prepare, following)
+                if on_cpu:
+                    prepared.pop(number).result()
+                    arrivals[number] = link.submit(self._transfer, number)
+                else:
+                    gpu.submit(self._batch, number).result()
+                if before is not None:
+                    before.result()
+                before = gpu.submit(train, number)
+        return self.timeline
+
+    @contextmanager
+    def _working(self, schedule: ReorderBuffer) -> Iterator[None]:
+        def work(lane: int) -> None:
+            while True:
+                with self._workers:
+                    while (number := schedule.claim()) is None:
+                        if self._finished:
+                            return
+                        self._workers.wait()
+                self._prepare(number, lane)
+                with self._workers:
+                    schedule.ready(number)
+                    self._workers.notify_all()
+
+        with ThreadPoolExecutor(self.times.cpu_workers) as pool:
+            running = [pool.submit(work, lane) for lane in range(self.times.cpu_workers)]
+            try:
+                yield
+            finally:
+                with self._workers:
+                    self._finished = True
+                    self._workers.notify_all()
+                for worker in running:
+                    worker.result()
+
+    def _prepare(self, number: int, lane: int | None = None) -> None:
+        if lane is None:
+            lane = int(threading.current_thread().name.rpartition("_")[2])
+        self._sleep("CPU", "cpu_batching", number, lane)
+
+    def _transfer(self, number: int) -> None:
+        with self._pcie:
+            self._sleep("PCIe", "dma", number)
+
+    def _batch(self, number: int) -> None:
+        """The GPU samples and gathers a mini-batch, both over PCIe."""
+        with self._pcie:
+            for stage in ("gpu_batching", "uva"):
+                reads = self._sleep("GPU", stage, number)
+                self.timeline.intervals.append(replace(reads, resource="PCIe"))
+
+    def _train(self, number: int) -> None:
+        self._sleep("GPU", "model", number)
+
+    def _sleep(self, resource: Resource, stage: str, number: int, lane: int = 0) -> Interval:
+        start = time.perf_counter()
+        seconds = self._drawn(stage, number) - getattr(self._owed, "seconds", 0.0)
+        time.sleep(max(0.0, seconds))
+        end = time.perf_counter()
+        self._owed.seconds = end - start - seconds
+        interval = Interval(resource, stage, number, start, end, lane)
+        self.timeline.intervals.append(interval)
+        return interval
+
+
+def sleep(cores: Sequence[int], num_batches: int, slower: int, runs: int) -> tuple[Rows, list[dict[str, Any]]]:
+    """Measure the four ways on :class:`SleepingMachine`, for each number of cores.
+
+    The ratios of the random split are tried once each, in rising order, until the workers alone would need 1.5 times
+    the best epoch; the best ratio then takes part in the rounds.
+    """
+    contestants: dict[str, Callable[[], float] | None] = {}
+    cells: list[dict[str, Any]] = []
+    utilisation: dict[str, dict[str, float]] = {}
+
+    def contestant(name: str, times: StageTimes, run: Callable[[SleepingMachine], Timeline]) -> Callable[[], float]:
+        def call() -> float:
+            machine = SleepingMachine(times, num_batches)
+            start = time.perf_counter()
+            timeline = run(machine)
+            seconds = time.perf_counter() - start
+            utilisation[name] = used(timeline, seconds)
+            return seconds
+
+        return call
+
+    for count in cores:
+        times = paper_times(count, 1 / slower)
+        plan = Dispatcher(times, GPU_BUFFER, num_batches=num_batches).plan()
+        names = {way: row_name(way, count) for way in WAYS}
+        tried: dict[float, float] = {}
+        for ratio in RATIOS:
+            if tried and ratio * num_batches * times.cpu > 1.5 * min(tried.values()):
+                break
+            tried[ratio] = contestant("", times, lambda machine, ratio=ratio: machine.random_split(ratio))()  # type: ignore[misc]
+        best = min(tried, key=lambda ratio: tried[ratio])
+        ways: dict[str, Callable[[SleepingMachine], Timeline]] = {
+            "collective": lambda machine, plan=plan: machine.collective(plan),  # type: ignore[misc]
+            "CPU-only": SleepingMachine.cpu_only,
+            "GPU-only": SleepingMachine.gpu_only,
+            "random split": lambda machine, best=best: machine.random_split(best),  # type: ignore[misc]
+        }
+        for way, run in ways.items():
+            contestants.setdefault(names[way], contestant(names[way], times, run))
+        cells.append(
+            {
+                "cores": count,
+                "mode": plan.mode,
+                "gpu_buffer_size": plan.buffers[0],
+                "cpu_buffer_size": plan.buffers[1],
+                "predicted_s": plan.epoch_s["collective"],
+                "random_split_s": {f"{ratio:g}": round(seconds, 4) for ratio, seconds in tried.items()},
+                "random_split_best": best,
+            }
+        )
+    rows = measure(contestants, runs, warmup=0)
+    medians = {row["name"]: row["median"] for row in rows}
+    for cell in cells:
+        cell["measured_s"] = {way: medians[row_name(way, cell["cores"])] for way in WAYS}
+        cell["error"] = round(cell["measured_s"]["collective"] / cell["predicted_s"] - 1, 4)
+        cell["utilisation"] = {way: utilisation[row_name(way, cell["cores"])] for way in WAYS}
+    return rows, cells
+
+
+def used(timeline: Timeline, seconds: float | None = None) -> dict[str, float]:
+    """Return how many workers, and which parts of the time PCIe and the GPU, were busy."""
+    seconds = timeline.makespan if seconds is None else seconds
+    workers = sum(item.end - item.start for item in timeline.intervals if item.resource == "CPU")
+    # The GPU's batching goes over PCIe as well, whether or not the timeline says so.
+    reads = [replace(item, resource="PCIe") for item in timeline.intervals if item.stage in ("gpu_batching", "uva")]
+    bus = Timeline([*timeline.intervals, *reads]).busy("PCIe")
+    busy = {"CPU": workers, "PCIe": bus, "GPU": timeline.busy("GPU")}
+    return {resource: round(value / seconds, 3) for resource, value in busy.items()}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Plot epochs of ``benchmarks.collective.epochs`` against cores, and against the GPU's buffer."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels: list[tuple[str, str, dict[str, dict[float, float]]]] = []
+    ways: dict[str, dict[float, float]] = {}
+    for cell in result.get("asleep", []):
+        for way, seconds in cell["measured_s"].items():
+            ways.setdefault(way, {})[cell["cores"]] = seconds
+    if ways:
+        panels.append(("figure 8, stages sleep", "CPU cores", ways))
+    for model in dict.fromkeys(cell["model"] for cell in result.get("cells", [])):
+        ways = {}
+        for cell in result["cells"]:
+            for row in cell["rows"] if cell["model"] == model else []:
+                ways.setdefault(row["name"].split(f", {model}")[0], {})[cell["cores"]] = row["median"]
+        panels.append((f"figure 8, {model}", "CPU cores", ways))
+    for model, swept in result.get("figure 9", {}).items():
+        by_size = {point["gpu_buffer_size"]: point["seconds"] for point in swept["points"]}
+        panels.append((f"figure 9, {model}", "GPU buffer", {"collective": by_size}))
+    figure, axes = pyplot.subplots(1, max(1, len(panels)), figsize=(4.5 * max(1, len(panels)), 3.5),
+                                   layout="constrained", squeeze=False)  # fmt: skip
+    for axis, (title, across, lines) in zip(axes[0], panels, strict=False):
+        for label, values in lines.items():
+            axis.plot(list(values), list(values.values()), marker="o", markersize=3, label=label)
+        seen = [value for values in lines.values() for value in values.values()]
+        top = min(1.1 * max(seen), 4 * min(seen)) if seen else None  # CPU-only with two cores is far off
+        axis.set(title=title, xlabel=across, ylabel="s per epoch", ylim=(0, top))
+        if across == "GPU buffer":
+            axis.set_xscale("log", base=2)
+        if lines:
+            axis.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

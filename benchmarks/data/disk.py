@@ -1,0 +1,312 @@
+"""Training epochs with features on disk, against features in memory and against a plain memory map.
+
+A graph of power-law degrees, GraphSAGE with 2 layers, fanouts 15 and 10. ``memory=`` is a half, a quarter and an eighth
+of the features' size, and so much memory is all that a contestant gets: it runs in a control group with this limit (and
+an allowance for the model and for the topology, which stays in memory), where the system lets one be made; what a
+memory map keeps in the page cache counts in it too. The figure is seconds per epoch, after a warm-up epoch. Bytes are
+counted in blocks of 4096 bytes over the first epoch, from an empty cache, and set against what Belady's rule reads that
+knows the whole epoch, computed afterwards from the true trace. "By threads" is without the system's queue of reads.
+
+``--large`` is the setting of 20 million nodes, 16 GB of features; in memory there is then a twin of an eighth of the
+nodes, with as many seeds. It takes 35 GB of disk. A memory map then waits for millions of faults one by one, for an
+hour; ``--only="ours, disk, 1/4 of memory"`` leaves it out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from benchmarks.harness import Gate, compare, machine, measure_isolated, parse, publish
+from lightning_gnn.datamodules.node import NeighborDataModule
+from lightning_gnn.datasets.folder import load_folder
+from lightning_gnn.features import DiskFeatures, disk_reads
+from lightning_gnn.features.arrays import advise, save_arrays, write_blocks
+from lightning_gnn.features.disk_cache import NEVER
+from lightning_gnn.features.feature_file import FeatureFile
+from lightning_gnn.nn import GraphSAGE
+
+SIZES = {
+    "nodes": (1_000_000, 4_000),
+    "features": (200, 100),
+    "degree": (15, 5),
+    "hidden": (64, 8),
+    "batch_size": (128, 32),
+    "train_nodes": (5_120, 320),
+}
+LARGE = {**SIZES, "nodes": (20_000_000, 4_000), "batch_size": (1024, 32), "train_nodes": (102_400, 320)}
+SHARES = {"1/2": 2, "1/4": 4, "1/8": 8}
+FANOUTS = [15, 10]
+CLASSES = 32
+LEAST = 12_000_000
+"""Bytes below which nothing could be read, of a quick run."""
+ALLOWANCE, LARGE_ALLOWANCE = 256_000_000, 1_850_000_000
+"""Bytes for topology and labels, the model and the interpreter's own, in the control group."""
+PUBLISHED = {
+    "GraphBolt, disk, times as long as memory": 3.4,
+    "GraphBolt, disk with dependent mini-batches, times as long as memory": 2.0,
+}
+_BLOCK = 100_000
+
+
+def write_graph(folder: Path, nodes: int, degree: int, features: int, train: int) -> None:
+    """Write a graph with hubs, which lie anywhere, block by block."""
+    random = np.random.default_rng(0)
+    counts = np.minimum(random.zipf(1.8, nodes), 1000).astype(np.int64)
+    counts = np.maximum(degree // 2, counts * degree * nodes // (2 * counts.sum()))
+    indptr = np.concatenate([[0], np.cumsum(counts)])
+
+    def sources() -> Iterator[np.ndarray]:
+        for first in range(0, int(indptr[-1]), 1 << 22):
+            drawn = random.random(min(1 << 22, int(indptr[-1]) - first)) ** 2.5
+            yield ((drawn * nodes).astype(np.int64) * 7919 % nodes).astype(np.int32)
+
+    def rows() -> Iterator[np.ndarray]:
+        some = random.standard_normal((_BLOCK, features), np.float32)
+        for first in range(0, nodes, _BLOCK):
+            yield some[: nodes - first] + np.float32(first / nodes)
+
+    write_blocks(folder / "indices.npy", np.int32, (int(indptr[-1]),), sources())
+    train_idx = np.sort(random.choice(nodes, train, replace=False))
+    save_arrays(folder, {"indptr": indptr, "y": random.integers(0, CLASSES, nodes), "train_idx": train_idx})
+    write_blocks(folder / "x.npy", np.float32, (nodes, features), rows())
+
+
+def forget_pages(folder: Path) -> None:
+    """Drop all files below a folder from the page cache, but for what is mapped."""
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def limited(memory: int) -> bool:
+    """Let this process take so much more memory and page cache; say whether the system has let us."""
+    for root, limit in (("memory", "memory.limit_in_bytes"), ("unified", "memory.max"), (".", "memory.max")):
+        group = Path("/sys/fs/cgroup", root, f"benchmark-disk-{os.getpid()}")
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(memory))
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+            return True
+        except OSError:
+            if group.is_dir():
+                group.rmdir()
+    return False
+
+
+def forget_group(pid: int) -> None:
+    """Remove the control group of a process that has ended."""
+    for group in Path("/sys/fs/cgroup").glob(f"*/benchmark-disk-{pid}"):
+        group.rmdir()
+
+
+def datamodule(
+    spec: dict[str, Any], kind: type[NeighborDataModule] = NeighborDataModule, **options: Any
+) -> NeighborDataModule:
+    data = load_folder(spec["folder"], mmap=True, check=False)
+    if spec.get("in_memory"):
+        data.x = torch.from_numpy(np.array(data.x.numpy()))
+        forget_pages(Path(spec["folder"]))  # else a memory map would find in the page cache what this one has read
+    return kind(
+        data,
+        num_neighbors=FANOUTS,
+        batch_size=spec["batch_size"],
+        num_workers=1,
+        seed=0,
+        check_features=False,
+        **options,
+    )
+
+
+def contestant(spec: dict[str, Any], gate: Gate) -> None:
+    """Train epochs, and note what the first one read."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    out = Path(spec["folder"], f"{spec['name'].replace('/', '-')}.json")
+    options = {}
+    if not spec.get("queued", True):
+        disk_reads._queues = list
+    if spec["kind"] == "disk":
+        options = {"memory": spec["memory"], "store": spec["store"]}
+    module = datamodule(spec, **options)
+    if spec["kind"] == "map":
+        advise(module.data.x, "MADV_RANDOM")  # else each fault reads 128 kB
+    model = GraphSAGE(module.data.x.size(1), spec["hidden"], 2, CLASSES)
+    optimizer = torch.optim.Adam(model.parameters())
+    bounded = False if spec.get("in_memory") else limited(spec["memory"] + spec["allowance"])
+    loader = module.train_dataloader()
+    noted: dict[str, Any] = {"pid": os.getpid(), "limited": bounded}
+    for number in range(gate.rounds):
+        gate.wait()
+        start = time.perf_counter()
+        for batch in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(
+                model(batch.x, batch.edge_index)[: batch.batch_size], batch.y[: batch.batch_size]
+            ).backward()
+            optimizer.step()
+        seconds = time.perf_counter() - start
+        table = loader.pipeline.tables.get("x")
+        if isinstance(table, DiskFeatures) and number == 0:
+            noted.update(vars(table.counts), cache_rows=table.cache_rows, direct=table.direct)
+        out.write_text(json.dumps(noted))
+        gate.report(seconds)
+
+
+def optimum(trace: Sequence[np.ndarray], file: FeatureFile, slots: int) -> int:
+    """Return the blocks that a reader with so many slots must read who knows the whole trace.
+
+    Of all rows at hand, those of memory and those in the blocks just read, it keeps the ones that are needed soonest.
+    """
+    coming = np.full(file.num_rows, NEVER, np.int64)
+    after = []
+    for number in reversed(range(len(trace))):
+        after.append(coming[trace[number]])
+        coming[trace[number]] = number
+    kept, there, blocks = np.empty(0, np.int64), np.zeros(file.num_rows, bool), 0
+    for rows in trace:
+        coming[rows] = after.pop()
+        missing = rows[~there[rows]]
+        begin = file.offset + missing * file.row_bytes
+        first, last = begin // 4096, (begin + file.row_bytes - 1) // 4096
+        widest = int((last - first).max(initial=0)) + 1
+        read = np.unique(np.concatenate([np.minimum(first + step, last) for step in range(widest)]))
+        blocks += read.size
+        at_hand = np.concatenate([kept, missing, _beside(read, file)])
+        at_hand = np.unique(at_hand[coming[at_hand] != NEVER])
+        if at_hand.size > slots:
+            at_hand = at_hand[np.argpartition(coming[at_hand], slots)[:slots]]
+        there[kept] = False
+        kept = at_hand
+        there[kept] = True
+    return blocks
+
+
+def _beside(blocks: np.ndarray, file: FeatureFile) -> np.ndarray:
+    """Return the rows that lie in blocks as a whole; one may begin in a block and end in the next."""
+    low = (blocks * 4096 - file.offset) // file.row_bytes
+    rows = np.unique(low[:, None] + np.arange(4096 // file.row_bytes + 2))
+    rows = rows[(rows >= 0) & (rows < file.num_rows)]
+    begin = file.offset + rows * file.row_bytes
+    return rows[np.isin(begin // 4096, blocks) & np.isin((begin + file.row_bytes - 1) // 4096, blocks)]
+
+
+def trace_of(spec: dict[str, Any]) -> list[np.ndarray]:
+    """Return the nodes of each mini-batch of the first epoch."""
+    loader = datamodule(spec).train_dataloader()
+    return [loader.pipeline.sample(task).nodes(None).numpy() for task in loader.tasks(loader.begin_epoch())]
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    argv = [*(sys.argv[1:] if argv is None else argv)]
+    large = "--large" in argv
+    argv = [argument for argument in argv if argument != "--large"]
+    args = parse(
+        "disk", __doc__, LARGE if large else SIZES, argv, runs=3, paths={"folder": "where the graph lies meanwhile"}
+    )
+    described = machine()
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        write_graph(folder, args.nodes, args.degree, args.features, args.train_nodes)
+        size = args.nodes * args.features * 4
+        common = {"folder": name, "hidden": args.hidden, "batch_size": args.batch_size}
+        common["allowance"] = LARGE_ALLOWANCE if large else ALLOWANCE
+        specs: dict[str, Any] = {"ours, in memory": {**common, "kind": "memory", "in_memory": True}}
+        if large and args.only in "ours, in memory":
+            twin = Path(name, "twin")
+            twin.mkdir()
+            write_graph(twin, args.nodes // 8, args.degree, args.features, args.train_nodes)
+            specs["ours, in memory"]["folder"] = str(twin)
+        for share, part in SHARES.items():
+            memory = max(size // part, LEAST)
+            specs[f"ours, disk, {share} of memory"] = {
+                **common,
+                "kind": "disk",
+                "memory": memory,
+                "store": str(folder / "x.npy"),
+            }
+        quarter = max(size // 4, LEAST)
+        quarter_of = specs["ours, disk, 1/4 of memory"]
+        specs["ours, disk, 1/4 of memory, by threads"] = {**quarter_of, "queued": False}
+        specs["memory map, 1/4 of memory"] = {**common, "kind": "map", "memory": quarter}
+        specs = {key: {**spec, "name": key} for key, spec in specs.items() if args.only in key}
+        forget_pages(folder)
+        rows = measure_isolated(contestant, specs, args.runs)
+        noted = {
+            key: json.loads(Path(spec["folder"], f"{key.replace('/', '-')}.json").read_text())
+            for key, spec in specs.items()
+        }
+        for each in noted.values():
+            forget_group(each["pid"])
+        trace = trace_of(specs[next(iter(specs))] | {"folder": name, "in_memory": False})
+        extra: dict[str, Any] = {"features, GB": size / 1e9, "published": PUBLISHED}
+        extra["limited by a control group"] = all(
+            each["limited"] for key, each in noted.items() if key != "ours, in memory"
+        )
+        for key, each in noted.items():
+            if "blocks" in each and specs[key].get("queued", True):  # else it reads the same
+                best = optimum(trace, FeatureFile.open(specs[key]["store"]), each["cache_rows"])
+                extra[key] = {
+                    "direct": each["direct"],
+                    "rows asked for": each["rows"],
+                    "in memory": round(each["hits"] / each["rows"], 3),
+                    "MB read": round(each["blocks"] * 4096 / 1e6, 1),
+                    "against the optimum": round(each["blocks"] / max(best, 1), 3),
+                    "blocks in a read": round(each["blocks"] / max(each["reads"], 1), 2),
+                }
+    comparisons = [
+        compare(
+            rows,
+            f"disk, {share} of memory, against memory",
+            [f"ours, disk, {share} of memory"],
+            ["ours, in memory"],
+            False,
+        )
+        for share in SHARES
+    ]
+    comparisons[1]["target"] = round(1 / 1.5, 3)
+    comparisons.append(
+        compare(
+            rows,
+            "a queue of reads against threads that wait for one each",
+            ["ours, disk, 1/4 of memory"],
+            ["ours, disk, 1/4 of memory, by threads"],
+            False,
+        )
+    )
+    comparisons.append(
+        compare(
+            rows,
+            "disk against a memory map",
+            ["ours, disk, 1/4 of memory"],
+            ["memory map, 1/4 of memory"],
+            False,
+            1.0,
+        )
+    )
+    result = {
+        "benchmark": "disk",
+        "title": f"An epoch, {args.nodes:,} nodes with {args.features} features",
+        "unit": "s",
+        "machine": described,
+        "settings": {**args.sizes, "runs": args.runs, "fanouts": FANOUTS},
+        "rows": rows,
+        "comparisons": comparisons,
+        "extra": extra,
+    }
+    return publish(result, args.out)
+
+
+if __name__ == "__main__":
+    main()

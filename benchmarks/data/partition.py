@@ -1,0 +1,98 @@
+"""What a partition costs, and what ranks then ask of each other: METIS, the stream, and chance.
+
+The figure is seconds to share out the nodes of a drawn graph with communities. Beside the table stand the fraction of
+edges between parts, and the rows of other parts in a mini-batch, counted on sampled ones: with seeds in the order of
+one machine, and of the rank's own part; and of the stream without its seven further passes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import compare, machine, measure, parse, publish
+from lightning_gnn.datasets.synthetic import planted_power_law
+from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.partitioned import assign, partition_graph
+
+SIZES = {
+    "nodes": (50_000, 400),
+    "edges": (500_000, 3_000),
+    "parts": (8, 4),
+    "batch_size": (256, 16),
+    "batches": (32, 4),
+}
+CLASSES, FEATURES, HOMOPHILY = 32, 4, 0.9
+METHODS = {"ours, ldg": ("ldg", 8), "ours, ldg, one pass": ("ldg", 1), "metis": ("metis", 8), "random": ("random", 8)}
+"""How nodes are shared out, and how often the stream goes by."""
+
+
+class Contestant:
+    """Shares out the nodes of a graph."""
+
+    def __init__(self, data: Any, method: str, passes: int, parts: int) -> None:
+        self.data, self.method, self.passes, self.parts = data, method, passes, parts
+        self.graph = CSCGraph.from_data(data)
+        self.seeds = {None: data.train_mask.nonzero().view(-1)}
+
+    def __call__(self) -> float:
+        """Return the seconds that it takes."""
+        before, assign._PASSES = assign._PASSES, self.passes
+        try:
+            start = time.perf_counter()
+            assign.assign_nodes(self.graph, self.parts, self.method, self.seeds)
+            return time.perf_counter() - start
+        finally:
+            assign._PASSES = before
+
+    def counts(self, batch_size: int, batches: int) -> dict[str, float | None]:
+        """Return what ranks ask of each other."""
+        before, assign._PASSES = assign._PASSES, self.passes
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                found = partition_graph(
+                    self.data, Path(folder) / "parts", self.parts, self.method, batch_size=batch_size, batches=batches
+                )
+        finally:
+            assign._PASSES = before
+        return {
+            "edges between parts": round(found.cut, 3),
+            "nodes of a mini-batch": found.rows and round(found.rows),
+            "of other parts, order of one machine": found.elsewhere and round(found.elsewhere),
+            "of other parts, own seeds": found.elsewhere_local and round(found.elsewhere_local),
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    args = parse("partition", __doc__, SIZES, argv, runs=3)
+    warnings.filterwarnings("ignore")
+    described = machine()
+    data = planted_power_law(args.nodes, args.edges, CLASSES, FEATURES, homophily=HOMOPHILY, split=(0.1, 0.1, 0.1))
+    contestants = {
+        name: Contestant(data, method, passes, args.parts)
+        for name, (method, passes) in METHODS.items()
+        if args.only in name
+    }
+    calls: dict[str, Callable[[], float] | None] = {**contestants}
+    rows = measure(calls, args.runs)
+    result = {
+        "benchmark": "partition",
+        "title": f"{args.parts} parts of {args.nodes:,} nodes and {args.edges:,} edges",
+        "unit": "s",
+        "settings": {**args.sizes, "classes": CLASSES, "homophily": HOMOPHILY, "runs": args.runs},
+        "machine": described,
+        "rows": rows,
+        "comparisons": [compare(rows, "The stream against METIS", ["ours, ldg"], ["metis"], False, by_rounds=True)]
+        if {"ours, ldg", "metis"} <= contestants.keys()
+        else [],
+        "extra": {name: one.counts(args.batch_size, args.batches) for name, one in contestants.items()},
+    }
+    return publish(result, args.out)
+
+
+if __name__ == "__main__":
+    main()

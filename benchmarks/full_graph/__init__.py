@@ -1,0 +1,1 @@
+"""Epochs on whole graphs, and the peers that they are set against."""

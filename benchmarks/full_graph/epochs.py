@@ -1,0 +1,187 @@
+"""Full-graph training through ``pl.Trainer``: ours against every form of the graph that PyG's layers can run on.
+
+Two-layer GCN and GAT with 256 hidden channels, as in NeutronAscend's evaluation (section 7), on graphs with the sizes
+and the skew of its table 1. The figure is milliseconds per epoch (forward, backward, Adam). The contestants on a graph
+have a process each and take turns. Every one runs on the number of torch's threads that suits it best, of one and all,
+by an epoch on each; for an epoch of seconds that is all of them. ``benchmarks/full_graph/peers.py`` lists the peers.
+The JSON also holds what the machine's copies and products allow.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import psutil
+import pytorch_lightning as pl
+import torch
+
+from benchmarks.full_graph.peers import PEERS, SHAPES, installed, make_graph, make_peer, shape
+from benchmarks.harness import Gate, Isolated, compare, machine, measure, parse, publish
+from benchmarks.roofline import full_graph_roofline
+from benchmarks.timed_epochs import TimedEpochs
+from lightning_gnn.full_graph.datamodule import FullGraphDataModule
+from lightning_gnn.nn import GAT, GCN, NodeClassifier
+from lightning_gnn.planning.limits import measure_limits
+from lightning_gnn.runtime.cores import num_cores
+
+SIZES = {"hidden": (256, 16), "heads": (4, 2), "shrink": (1, 40)}
+OURS = {"GCN": GCN, "GAT": GAT}
+TARGETS = {"GCN": {"edge_index": 10.0, "sparse": 2.5}, "GAT": {"edge_index": 10.0}}
+EPOCHS = {"PubMed": 5}
+"""Epochs per turn, where they are short."""
+_SEARCHED_UP_TO = 3000.0
+"""Milliseconds of an epoch up to which the number of threads is searched."""
+
+
+class ThreadsByTurn(Gate):
+    """Sets torch's threads to the number that comes with each turn."""
+
+    def wait(self) -> int:
+        """Block until the turn begins."""
+        threads: int = super().wait()
+        torch.set_num_threads(threads)
+        return threads
+
+
+def make(spec: dict[str, Any]) -> tuple[pl.LightningModule, pl.LightningDataModule]:
+    """Return the model and the DataModule of one contestant."""
+    pl.seed_everything(0, verbose=False)
+    data = make_graph(spec["graph"], spec["shrink"])
+    ours = spec["library"] == "ours"
+    classes = int(data.y.max()) + 1
+    sizes = (data.num_features, spec["hidden"], 2, classes)
+    options: dict[str, Any] = {"dropout": 0.5, **({"heads": spec["heads"]} if spec["model"] == "GAT" else {})}
+    kind = OURS[spec["model"]] if ours else partial(make_peer, spec["model"], spec["library"])
+    return NodeClassifier(kind(*sizes, **options), classes, lr=0.01), FullGraphDataModule(data, compress=ours)
+
+
+def contestant(spec: dict[str, Any], gate: Gate) -> None:
+    """Train for as many turns as there are."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    if spec["device"] == "cpu":  # an allocation that fails is a result; the system would kill some process instead
+        limit = int(0.8 * psutil.virtual_memory().total)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    model, datamodule = make(spec)
+    epochs = EPOCHS.get(spec["graph"], 1)
+    turns = ThreadsByTurn(gate._pipe, gate.rounds)
+    trainer = pl.Trainer(
+        accelerator="gpu" if spec["device"] == "cuda" else "cpu",
+        devices=1,
+        strategy="ascend_hybrid" if spec["library"] == "ours" else "auto",
+        max_epochs=gate.rounds * epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        callbacks=[TimedEpochs(turns, epochs, unit=1e3)],
+    )
+    trainer.fit(model, datamodule)
+
+
+def run(specs: dict[str, dict[str, Any]], runs: int) -> list[dict[str, Any]]:
+    """Measure contestants in turns, each on its best number of threads, which its row names."""
+    counts = sorted({1, torch.get_num_threads()})
+    contestants: dict[str, Isolated | None] = {}
+    notes: dict[str, dict[str, Any]] = {}
+    failed: list[dict[str, Any]] = []
+    try:
+        for name, spec in specs.items():
+            if not installed(spec["library"]):
+                contestants[name] = None
+                continue
+            contestants[name] = peer = Isolated(contestant, spec, 1 + len(counts) + runs)
+            try:
+                first = peer(counts[-1])  # makes what is made once
+            except RuntimeError as error:
+                if "allocate memory" not in str(error):
+                    raise
+                peer.close()
+                del contestants[name]
+                failed.append({"name": name, "missing": "out of memory"})
+                continue
+            searched = counts if len(counts) > 1 and first <= _SEARCHED_UP_TO else []
+            epochs = {count: peer(count) for count in searched}
+            best = min(epochs, key=epochs.__getitem__) if epochs else counts[-1]
+            notes[name] = {"threads": best, "ms by threads": {count: round(ms, 1) for count, ms in epochs.items()}}
+        turns = {
+            name: None if peer is None else partial(peer, notes[name]["threads"]) for name, peer in contestants.items()
+        }
+        return failed + [{**row, **notes.get(row["name"], {})} for row in measure(turns, runs, warmup=0)]
+    finally:
+        for peer in contestants.values():
+            if peer is not None:
+                peer.close()
+
+
+def comparisons(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Set ours against the best of PyG's forms with edges, and the best of those with sparse matrices."""
+    found = []
+    for model, targets in TARGETS.items():
+        for graph in SHAPES:
+            ours = f"ours, {model}, {graph}"
+            if not any(row["name"] == ours for row in rows):
+                continue
+            for form, target in targets.items():
+                by_edge = [name for name in PEERS[model] if model == "GAT" or name == "PyG, edge_index"]
+                peers = by_edge if form == "edge_index" else [name for name in PEERS[model] if name not in by_edge]
+                what = f"Full-graph epoch, {model} on {graph}, against PyG, {form}"
+                names = [f"{name}, {model}, {graph}" for name in peers]
+                found.append(compare(rows, what, [ours], names, False, target))
+    return found
+
+
+def bounds(hidden: int, heads: int, shrink: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the machine allows each of our epochs, and which part of that it reaches."""
+    limits = measure_limits(num_cores())
+    found = {}
+    for graph in SHAPES:
+        nodes, edges, features, classes = shape(graph, shrink)
+        for model in OURS:
+            ours = next((row for row in rows if row["name"] == f"ours, {model}, {graph}" and "median" in row), None)
+            if ours is not None:
+                widths = (features, hidden, classes)
+                bound = full_graph_roofline(nodes, edges, widths, model, heads, limits)
+                over = round(ours["median"] / bound["bound ms"], 2)
+                found[f"{model}, {graph}"] = {**bound, "measured over bound": over}
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    args = parse("full_graph", __doc__, SIZES, argv)
+    described = machine()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows: list[dict[str, Any]] = []
+    for graph in SHAPES:
+        for model in PEERS:
+            specs = {
+                f"{library}, {model}, {graph}": {
+                    **{"graph": graph, "model": model, "library": library, "hidden": args.hidden},
+                    **{"shrink": args.shrink, "heads": args.heads, "device": device},
+                }
+                for library in ("ours", *PEERS[model])
+            }
+            rows += run({name: spec for name, spec in specs.items() if args.only in name}, args.runs)
+    result = {
+        "benchmark": "full_graph",
+        "title": f"Full-graph training, 2 layers, {args.hidden} hidden channels",
+        "unit": "ms per epoch",
+        "settings": {**args.sizes, "graphs": SHAPES, "runs": args.runs},
+        "machine": described,
+        "rows": rows,
+        "comparisons": comparisons(rows),
+    }
+    if device == "cpu":
+        result["roofline"] = bounds(args.hidden, args.heads, args.shrink, rows)
+    return publish(result, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What is measured, or expected, of a GPU: ``make bench-gpu``."""

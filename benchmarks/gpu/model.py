@@ -1,0 +1,291 @@
+"""What a roofline expects of the sampling kernels, before any GPU runs them: bytes, atomics, launches, barriers, time.
+
+``python -m benchmarks.gpu.model`` prints it for mini-batches like those of ``benchmarks.gpu.persistent``, sampled one
+by one and in bulks; ``--write`` also compiles the kernels for sm_80 and sm_90 (minutes), and writes what they need of a
+GPU with the roofline to benchmarks/results/gpu_model.json and into the guide. Accesses are counted per array, and a
+test holds the counts against those of Triton's interpreter. What is assumed of a GPU stands in ``GPUS`` and beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import RESULTS
+from benchmarks.report import replaced
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "pgsampler.md"
+FILE = RESULTS / "gpu_model.json"
+SECTOR = 32
+"""Bytes that memory moves for one random access."""
+GPUS = {  # GB/s of memory, published; multiprocessors
+    "A100 80 GB": (2039, 108),
+    "H100 SXM": (3350, 132),
+    "H200": (4800, 132),
+}
+PCIE = {"PCIe 4 x16": 25.0, "PCIe 5 x16": 50.0}
+"""GB/s that reads of pinned memory reach, about four fifths of the published."""
+BARRIER_US = 2.0
+"""A grid barrier; 1.3 to 2.5 us in "A Study of Single and Multi-device Synchronization Methods in Nvidia GPUs"."""
+LAUNCH_US = 4.0
+"""From one kernel's end to the next one's start, where the host is not ahead."""
+SYNC_US = 20.0
+"""The host waits for the sizes, reads them, makes tensors and launches what copies the mini-batch out."""
+BYTES = {
+    "seeds": 8, "indptr": 8, "indices": 4, "state": 8, "nodes": 4, "rowptr": 4, "src": 4, "eid": 4, "col": 4,
+    "totals": 8, "node_out": 8, "edge_index_out": 8, "edge_out": 8, "table": 8,
+}  # fmt: skip
+RANDOM = ("indptr", "indices", "state")
+"""Arrays of which each access is to another place; the others are read and written side by side."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The size of one mini-batch, or of several together."""
+
+    nodes: tuple[int, ...]
+    edges: tuple[int, ...]
+    parts: int = 1
+
+    def times(self, parts: int) -> Batch:
+        """Return a bulk of so many like this one."""
+        return Batch(tuple(parts * n for n in self.nodes), tuple(parts * n for n in self.edges), parts)
+
+
+TILE, WINDOW = 256, 32
+"""Edges that a program settles together, and tiles before it that it looks at together."""
+
+Counts = Counter[tuple[str, str]]
+"""Accesses by threads, one value each, by (load, store or atomic; array)."""
+
+
+def hop_counts(batch: Batch, programs: int, tile: int = TILE) -> Counts:
+    """Count the accesses of ``hop_kernel``: graph on the device, fanouts that are picked in registers, not disjoint.
+
+    What the search of a bulk's parts reads is not counted, nor the scalars of the launch.
+    """
+    seeds, hops, bulk = batch.nodes[0], len(batch.edges), batch.parts > 1
+    expanding, edges = sum(batch.nodes[:-1]), sum(batch.edges)
+    positions = seeds + edges
+    found: Counts = Counter({
+        ("load", "seeds"): seeds, ("store", "src"): seeds, ("atomic", "state"): seeds,
+        # expand: a row to a thread, then an edge to a thread
+        ("load", "nodes"): expanding, ("load", "indptr"): 2 * expanding, ("load", "rowptr"): expanding,
+        ("store", "eid"): edges, ("store", "col"): edges,
+        ("load", "eid"): edges, ("load", "indices"): edges,
+    })  # fmt: skip
+    found.update({("store", "src"): edges, ("atomic", "state"): edges})
+    if bulk:  # which mini-batch an edge belongs to, by its row
+        found.update({("load", "col"): edges, ("load", "nodes"): edges})
+    # settle: who won, how many edges those nodes will have, and what that makes with all tiles before
+    found.update({("load", "src"): positions, ("load", "state"): positions, ("load", "indptr"): 2 * expanding})
+    new = sum(batch.nodes[1:])
+    tiles = [-(-count // tile) for count in (seeds, *batch.edges)]
+    looked = sum(min(number, WINDOW) for count in tiles for number in range(count))
+    found.update({("atomic", "totals"): 4 * sum(tiles), ("load", "totals"): 2 * looked})
+    found.update({("load", "rowptr"): 2 * programs * hops, ("store", "rowptr"): hops + 1})  # where shares begin and end
+    found.update({("store", "state"): new, ("store", "nodes"): seeds + new, ("store", "rowptr"): seeds + new})
+    return found
+
+
+def emit_counts(batch: Batch) -> Counts:
+    """Count the accesses of ``emit_kernel``, or of ``emit_bulk_kernel`` but for its tables, which are small."""
+    nodes, edges = sum(batch.nodes), sum(batch.edges)
+    return Counter({
+        ("load", "nodes"): nodes, ("store", "node_out"): nodes,
+        ("load", "src"): edges, ("load", "state"): edges, ("store", "edge_index_out"): 2 * edges,
+        ("load", "col"): edges, ("load", "eid"): edges, ("store", "edge_out"): edges,
+    })  # fmt: skip
+
+
+def barriers(batch: Batch) -> int:
+    """Return how many grid barriers a launch has: two phases a level, and a bulk's split at the end."""
+    return 2 * (len(batch.edges) + 1) - 1 + (batch.parts > 1)
+
+
+def moved(counts: Counts) -> tuple[int, int]:
+    """Return the bytes of random accesses, a sector each, and those of what lies side by side."""
+    random = sum(SECTOR * n for (_, array), n in counts.items() if array in RANDOM)
+    side_by_side = sum(BYTES[array] * n for (_, array), n in counts.items() if array not in RANDOM)
+    return random, side_by_side
+
+
+def expected(batch: Batch, gb_per_s: float, programs: int) -> dict[str, float]:
+    """Return what a mini-batch costs at the least, in us and bytes; of a bulk, its share.
+
+    All bytes are taken to come from memory: those side by side are written shortly before they are read, and a part of
+    them will still lie in the second cache. Nothing overlaps but the accesses themselves.
+    """
+    both = hop_counts(batch, programs) + emit_counts(batch)
+    random, side_by_side = moved(both)
+    memory = (random + side_by_side) / gb_per_s / 1e3
+    fixed = barriers(batch) * BARRIER_US + 2 * LAUNCH_US + SYNC_US
+    atomics = sum(n for (kind, array), n in both.items() if (kind, array) == ("atomic", "state"))
+    return {
+        "random_mb": random / batch.parts / 1e6, "side_by_side_mb": side_by_side / batch.parts / 1e6,
+        "atomics": atomics / batch.parts, "launches": 2 / batch.parts, "barriers": barriers(batch) / batch.parts,
+        "memory_us": memory / batch.parts, "fixed_us": fixed / batch.parts, "us": (memory + fixed) / batch.parts,
+    }  # fmt: skip
+
+
+def hop_by_hop(batch: Batch, gb_per_s: float, programs: int) -> float:
+    """Return the us of the same kernels, a launch per phase and a host synchronisation per hop, as frameworks do."""
+    random, side_by_side = moved(hop_counts(batch, programs) + emit_counts(batch))
+    levels = len(batch.edges) + 1
+    return (random + side_by_side) / gb_per_s / 1e3 + (2 * levels + 1) * LAUNCH_US + levels * SYNC_US
+
+
+def judged(batch: Batch, gb_per_s: float, programs: int) -> dict[str, float]:
+    """Return the us of a mini-batch that other ways would save, less what they would cost; below 0 they cost more.
+
+    - The scan in one pass, against three (count, add up, assign), which it replaced: each position written and read
+      once more and its source twice, a barrier a level, and the totals of all programs, read by each.
+    - Copying out inside of the launch: a launch, less a barrier, as every source must have its local id before.
+    - Outputs of int32, which PyG cannot index with: half of what is written, less turning them into int64.
+    - A test before each atomic: no byte of memory less, as the sector is the same; the atomics of those that lose, less
+      a load for each that bids, as many sectors of the second cache.
+    """
+    levels, edges = len(batch.edges) + 1, sum(batch.edges)
+    positions, new = edges + batch.nodes[0], sum(batch.nodes[1:])
+    outputs = 3 * edges + sum(batch.nodes)
+    totals = sum(n * BYTES[array] for (_, array), n in hop_counts(batch, programs).items() if array == "totals")
+    us = {
+        "one pass": (12 * positions + 16 * programs * programs * levels - totals) / gb_per_s / 1e3
+        + levels * BARRIER_US,
+        "copying out inside": LAUNCH_US - BARRIER_US,
+        "int32 outputs": (4 - 12) * outputs / gb_per_s / 1e3,
+        "test before atomics": SECTOR * (edges - new - edges) / gb_per_s / 1e3,
+    }
+    return {what: saved / batch.parts for what, saved in us.items()}
+
+
+def pinned_us(batch: Batch, gb_per_s: float) -> float:
+    """Return the us that the edges take over the bus, where the topology is in pinned memory."""
+    return SECTOR * sum(batch.edges) / gb_per_s / 1e3
+
+
+CASES = {  # as sampled from graphs like them, by benchmarks.gpu.persistent's generator
+    "ogbn-products, 15-10-5, 1,024 seeds": ("ogbn-products", (15, 10, 5), 1024),
+    "ogbn-products, 10-10-10, 1,024 seeds": ("ogbn-products", (10, 10, 10), 1024),
+    "ogbn-arxiv, 10-10-10, 1,024 seeds": ("ogbn-arxiv", (10, 10, 10), 1024),
+}
+
+
+def sampled(name: str, fanouts: Sequence[int], seeds: int) -> Batch:
+    """Sample one mini-batch on the CPU, to know its size."""
+    import torch
+
+    from benchmarks.gpu.persistent import GRAPHS
+    from lightning_gnn.datasets.synthetic import power_law_graph
+    from lightning_gnn.graph.csc import CSCGraph
+    from lightning_gnn.ops import sample_neighbors
+
+    nodes, edges, exponent = GRAPHS[name]
+    indptr, indices = power_law_graph(nodes, edges, exponent=exponent, seed=0)
+    some = torch.randperm(nodes, generator=torch.Generator().manual_seed(1))[:seeds]
+    out = sample_neighbors(CSCGraph.from_csc(indptr, indices.int()), some, fanouts, 1, backend="numba")
+    return Batch(tuple(out.num_sampled_nodes), tuple(out.num_sampled_edges))
+
+
+def roofline(batches: dict[str, Batch], bulks: Sequence[int] = (1, 8)) -> list[dict[str, Any]]:
+    """Return a row for each mini-batch, bulk and GPU."""
+    rows = []
+    for what, batch in batches.items():
+        for gpu, (gb_per_s, sms) in GPUS.items():
+            for bulk in bulks:
+                figures = expected(batch.times(bulk), gb_per_s, 4 * sms)
+                peer = hop_by_hop(batch, gb_per_s, 4 * sms)
+                rows.append({
+                    "what": what, "gpu": gpu, "bulk": bulk, "nodes": sum(batch.nodes), "edges": sum(batch.edges),
+                    **figures, "hop_by_hop_us": peer, "ratio": peer / figures["us"],
+                    "saves_us": judged(batch.times(bulk), gb_per_s, 4 * sms),
+                })  # fmt: skip
+    return rows
+
+
+def roofline_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return Markdown: what is expected, per mini-batch."""
+    lines = [
+        "| mini-batch | GPU | bulk | MB at random | MB side by side | atomics | launches | barriers | us | "
+        "against hop by hop |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['what']} | {row['gpu']} | {row['bulk']} | {row['random_mb']:.1f} | {row['side_by_side_mb']:.1f} | "
+            f"{row['atomics']:,.0f} | {row['launches']:.3g} | {row['barriers']:.3g} | {row['us']:.0f} | "
+            f"{row['ratio']:.2g}x |"
+        )
+    return "\n".join(lines)
+
+
+def judged_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return Markdown: what other ways would save of a mini-batch."""
+    ways = list(rows[0]["saves_us"])
+    lines = [f"| mini-batch | GPU | bulk | {' | '.join(ways)} |", "|---" * (len(ways) + 3) + "|"]
+    for row in rows:
+        saved = " | ".join(
+            f"{us / (row['us'] + (us if way == 'one pass' else 0)):+.1%}" for way, us in row["saves_us"].items()
+        )
+        lines.append(f"| {row['what']} | {row['gpu']} | {row['bulk']} | {saved} |")
+    return "\n".join(lines)
+
+
+def kernel_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return Markdown: registers, shared memory and occupancy of the compiled kernels."""
+    lines = [
+        "| kernel | variant | GPU | registers | shared memory | spilled | programs per multiprocessor | occupancy |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| `{row['kernel']}` | {row['variant']} | sm_{row['sm']} | {row['registers']} | {row['shared']} B | "
+            f"{row['spilled']} B | {row['programs']} | {row['occupancy']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return what stands in the guide, between its markers."""
+    few = [row for row in result["roofline"] if row["gpu"] != "H200"]
+    return (
+        "Expected, not measured: all bytes at the published bandwidth of the memory, "
+        f"{BARRIER_US:g} us a barrier, {LAUNCH_US:g} us a launch, {SYNC_US:g} us a wait of the host.\n\n"
+        f"{roofline_table(few)}\n\nOf this, what other ways save (+) or cost (-) by the same assumptions; the first is "
+        f"built, and its share is of what there was before:\n\n{judged_table(few)}\n\n"
+        f"Compiled with Triton {result['triton']}, four warps a program:\n\n"
+        f"{kernel_table(result['kernels'])}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu.model", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="compile the kernels too, and write the file and the page")
+    args = parser.parse_args(argv)
+    batches = {what: sampled(*case) for what, case in CASES.items()}
+    rows = roofline(batches)
+    print(roofline_table(rows))
+    print(judged_table(rows))
+    for what, batch in batches.items():
+        by_bus = ", ".join(f"{pinned_us(batch, rate):.0f} us over {bus}" for bus, rate in PCIE.items())
+        print(f"{what}: with the topology in pinned memory its edges take {by_bus}")
+    result: dict[str, Any] = {"roofline": rows}
+    if args.write:
+        import triton
+
+        from benchmarks.gpu.kernel_usage import all_kernels
+
+        result = {"triton": triton.__version__, "kernels": all_kernels(), **result}
+        FILE.write_text(json.dumps(result, indent=1) + "\n")
+        PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), page(result)), encoding="utf-8")
+        print(kernel_table(result["kernels"]))
+    return result
+
+
+if __name__ == "__main__":
+    main()

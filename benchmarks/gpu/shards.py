@@ -1,0 +1,104 @@
+"""Topology and features dealt out to the GPUs of a node, beside copies on each and the host's memory.
+
+A process for each GPU makes mini-batches of its own seeds, all at the same time; what counts is the slowest of them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.device_clock import failure
+from benchmarks.gpu.contestants import First
+
+PLACES = {
+    "all on each GPU": {"topology": "device", "features": "device"},
+    "features dealt out": {"topology": "device", "features": "shard"},
+    "both dealt out": {"topology": "shard", "features": "shard"},
+    "all pinned": {"topology": "pinned", "features": "pinned"},
+}
+LIMIT_S = 600
+
+
+def measure(first: First, ranks: int, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return of each contestant the ms of a mini-batch in each round and their median, or what went wrong."""
+    sizes = {
+        name: getattr(first, name)
+        for name in ("nodes", "edges", "features", "fanouts", "batch_size", "batches", "warm", "runs")
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        job = (folder, ranks, first.device.type, sizes, options or {})
+        processes = mp.start_processes(_rank, job, ranks, join=False, start_method="spawn")
+        deadline = time.monotonic() + LIMIT_S
+        while not processes.join(timeout=5):
+            if time.monotonic() > deadline:
+                for process in processes.processes:
+                    process.kill()
+                raise RuntimeError(f"{ranks} processes did not end in {LIMIT_S} s")
+        return dict(json.loads(Path(folder, "found.json").read_text()))
+
+
+def _rank(rank: int, folder: str, ranks: int, kind: str, sizes: dict[str, Any], options: dict[str, Any]) -> None:
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    first = First(device, **sizes)
+    figures: dict[str, Any] = {}
+    for name, places in PLACES.items():
+        seen = _everywhere(partial(_loader, first, ranks, places | options))
+        values: list[float] = []
+        for turn in range(first.runs + 1):  # the first round compiles and warms up
+            if isinstance(seen, str):
+                break
+            took = _everywhere(partial(first._iterate, lambda loader=seen: loader, turn))
+            seen, values = (took, values) if isinstance(took, str) else (seen, [*values, _most(took)])
+        if isinstance(seen, str):
+            figures[name] = {"failed": seen}
+        else:
+            rounded = [float(f"{value:.4g}") for value in values[1:]]
+            figures[name] = {"values": rounded, "median": statistics.median(rounded)}
+        del seen
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(figures))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _loader(first: First, ranks: int, options: dict[str, Any]) -> Any:
+    from lightning_gnn import PersistentSamplerDataModule
+
+    shared = {"num_neighbors": list(first.fanouts), "batch_size": first.batch_size, "seed": 0, "device": first.device}
+    seeds = first.train_nodes.repeat(ranks)  # each takes its share
+    return PersistentSamplerDataModule(first.data, seeds, **shared, **options).train_dataloader()
+
+
+def _everywhere(call: Callable[[], Any]) -> Any:
+    """Call on all ranks at the same time; return the result, or on all of them what went wrong on one."""
+    dist.barrier()
+    result, error = None, None
+    try:
+        result = call()
+    except Exception as caught:
+        error = failure(caught)
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    return next((one for one in errors if one is not None), result)
+
+
+def _most(value: float) -> float:
+    values: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return max(values)

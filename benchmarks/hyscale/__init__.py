@@ -1,0 +1,1 @@
+"""Hybrid training beside an accelerator, its performance model and its resource manager."""

@@ -1,0 +1,406 @@
+"""Hybrid training against the accelerator alone: the paper's figure 11, and what a sceptic would ask besides.
+
+Parts, of which ``--parts`` chooses some; what other parts have left in the JSON file stays there:
+
+- ``ablation``: for each speed of the accelerator, relative to the CPU trainer: the accelerator alone (PyG's
+  NeighborLoader under a plain Trainer, and ours), the hybrid with its first mapping, with the resource manager on top
+  (as published, and ours), and with two-stage prefetching on top, which is what users get. Beside each stands what the
+  performance model predicts, with the speeds of a run on the CPU alone and with the strategy's own short measurements.
+- ``sum``: the hybrid against the sum of its trainers' rates, each alone on the cores that it has in the hybrid.
+- ``disturbance``: a core is taken away in mid-run and given back, or the accelerator is slow for a while.
+- ``sweep``: shares of the CPU trainer chosen by hand, and the automatic one.
+- ``lone``: a lone trainer under the strategy against the plain Trainer.
+
+Three-layer GraphSAGE, fanouts 15, 10 and 5. The figure is milliseconds per iteration of an epoch, the filling of the
+pipeline included, after epochs that do not count. Every contestant is a script whose ranks Lightning starts, with the
+options that users have by default: ``cpu_share="auto"``, threads, and the model. Contestants take turns, epoch by
+epoch, and ratios have 95 % intervals over these rounds. A static mapping has the threads with which a manager begins,
+so that what the manager gains is not what other threads gain: by default its CPU trainer would have all cores.
+
+With a GPU it is the accelerator, slowed down by waits. Without one the accelerator is simulated: rank 0 launches
+kernels, which holds its interpreter as launches do, and waits for them; no core does their work. Its mini-batches are
+sampled and loaded for it, pass a link that is as slow beside its steps as the paper's, and its gradient, of zero, is
+added up. The strategy is told how fast it is, since measuring a wait makes no sense; all else it measures. PyG's
+transfers, which PrefetchLoader overlaps, cost nothing where there is no device. So these figures show what scheduling
+gains, not how fast an accelerator is.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks import peers
+from benchmarks.harness import Rows, add_ratios, compare, machine, measure, parse, publish, ratio_of_rounds, shortened
+from benchmarks.hyscale.model import (
+    calibrated,
+    paper_link,
+    platform_of,
+    predicted,
+    transferred_bytes,
+    with_accelerator,
+    workload_of,
+)
+from benchmarks.scripts import Script
+from lightning_gnn.hyscale.performance_model.model import PerformanceModel
+from lightning_gnn.hyscale.resource_manager.controller import split_seeds
+from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
+from lightning_gnn.runtime.cores import num_cores
+
+SIZES = {
+    "nodes": (200_000, 2_000),
+    "edges": (4_000_000, 20_000),
+    "features": (100, 16),
+    "hidden": (128, 16),
+    "batch_size": (1024, 64),
+    "iterations": (16, 4),
+    "settle": (4, 1),
+}
+FANOUTS = (15, 10, 5)
+SPEEDS = (2, 4, 8)
+"""How many times as fast as the CPU trainer the slowed-down or simulated accelerator is."""
+SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)
+"""Of the sweep."""
+MORE_RUNS = 4
+"""Rounds of a lone trainer besides: what the strategy may cost is smaller than the differences of a few."""
+MODULE = "benchmarks.hyscale.contestants"
+PYG, ALONE, ALONE_TFP = "PyG, accelerator only", "ours, accelerator only", "ours, accelerator only, two-stage prefetch"
+STATIC, PUBLISHED, OURS, HYBRID = (
+    "ours, static hybrid",
+    "ours, + DRM as published",
+    "ours, + DRM",
+    "ours, + two-stage prefetch",
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    PYG: {"library": "pyg", "trainer": "plain", "settle": 1},
+    ALONE: {"options": {"cpu_trainers": 0, "prefetch": 1}},
+    ALONE_TFP: {"options": {"cpu_trainers": 0}},
+    STATIC: {"options": {"drm": False, "prefetch": 1}},
+    PUBLISHED: {"options": {"drm": "paper", "prefetch": 1}},
+    OURS: {"options": {"prefetch": 1}},
+    HYBRID: {"options": {}},
+}
+Notes = dict[str, dict[str, Any]]
+Found = dict[str, Any]
+"""Of a part: ``rows`` and ``comparisons``, as they are published, and figures of its own."""
+
+
+def compete(
+    common: dict[str, Any], contestants: dict[str, dict[str, Any]], runs: int, kinds: Sequence[str | None] = (None,)
+) -> list[tuple[Rows, Notes]]:
+    """Let contestants take turns, in one fit after the other; return the rows and notes of each fit."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, scripts = Path(name), {}
+        notes = {name: folder / f"notes {number}" for number, name in enumerate(contestants)}
+        try:
+            for number, (name, own) in enumerate(contestants.items()):
+                spec = {"library": "ours", "trainer": "hyscale", "accelerator": True, "options": {}, **common, **own}
+                if spec["options"].get("drm") is False or not spec["options"].get("cpu_trainers", 1):
+                    spec["settle"] = 1  # nothing moves
+                if spec["options"].get("drm") is False:  # begins with as many threads as a manager would
+                    spec["options"] = {"threads": [1, 1, spec["torch_threads"]], **spec["options"]}
+                spec["runs"] = len(kinds) * (runs + 1) - 1
+                spec["fits"] = [
+                    {**fit, "notes": f"{notes[name]} {index}"} for index, fit in enumerate(spec.get("fits", [{}]))
+                ]
+                count = len(spec["fits"])
+                scripts[name] = (
+                    Script(MODULE, spec, folder, str(number))
+                    if spec["library"] != "pyg" or peers.can_sample()
+                    else None
+                )
+            found = []
+            for index in range(count):
+                turns: dict[str, Callable[[], float] | None] = {}
+                for name, script in scripts.items():
+                    for kind in kinds:
+                        label = name if kind is None else f"{name}, {kind}"
+                        turns[label] = None if script is None else partial(script, True if kind is None else kind)
+                rows = measure(turns, runs)
+                for script in scripts.values():
+                    if script is not None:
+                        script.finish()
+                files = {name: Path(f"{file} {index}") for name, file in notes.items()}
+                found.append(
+                    (rows, {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()})
+                )
+            return found
+        finally:
+            for script in scripts.values():
+                if script is not None:
+                    script.close()
+
+
+def calibrate(common: dict[str, Any]) -> dict[str, Any]:
+    """Train on the CPU alone, with the threads that a hybrid's CPU trainer has; return what was noted."""
+    spec = {"trainer": "plain", "accelerator": False, "describe": True, "settle": 1}
+    [(_, notes)] = compete({**common, "iterations": max(4, common["iterations"] // 2)}, {"CPU": spec}, 1)
+    return notes["CPU"]
+
+
+def accelerator(common: dict[str, Any], notes: dict[str, Any], speed: float) -> dict[str, Any]:
+    """Return what makes an accelerator so many times as fast as the CPU trainer."""
+    seconds = notes["stages"]["train_cpu"] / speed
+    found: dict[str, Any] = {"speed": speed, "seconds_per_seed": seconds / sum(notes["seeds"])}
+    if common["device"] == "cpu":
+        found["link"] = transferred_bytes(workload_of(notes)) / (paper_link() * seconds)
+    return found
+
+
+def ablation(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False) -> Found:
+    """Measure all variants with each accelerator, and set the model's predictions beside them."""
+    speeds = common["speeds"]
+    fits = [accelerator(common, notes, speed) for speed in speeds]
+    chosen = {name: {**spec, "fits": fits} for name, spec in VARIANTS.items() if only in name}
+    result: Found = {"rows": [], "comparisons": [], "figure_11": {}}
+    for speed, fit, (rows, noted) in zip(speeds, fits, compete(common, chosen, runs), strict=True):
+        label = f"{speed:g}x the CPU trainer"
+        add_ratios(rows, ALONE, higher_is_better=False)
+        result["figure_11"][label] = predictions(common, notes, fit, rows, noted)
+        what = f"Hybrid training, accelerator {label}"
+        alone = [PYG], [ALONE, ALONE_TFP], [STATIC], [OURS]
+        for ours, peers_, text in (
+            (HYBRID, alone[0], "against PyG on it alone"),
+            (HYBRID, alone[1], "against it alone"),
+            (OURS, alone[2], "what DRM gains"),
+            (PUBLISHED, alone[2], "what DRM as published gains"),
+            (HYBRID, alone[3], "what the two-stage prefetch gains"),
+        ):
+            compared = compare(rows, f"{what}, {text}", [ours], peers_, False, by_rounds=True)
+            result["comparisons"].append(named(compared, label))
+        result["rows"] += [named(row, label) for row in rows]
+    return result
+
+
+def named(row: dict[str, Any], label: str) -> dict[str, Any]:
+    """Return a row or comparison with what it was measured with in the contestants' names."""
+    return {key: f"{row[key]}, {label}" if key in ("name", "ours", "peer", "against") else row[key] for key in row}
+
+
+def predictions(
+    common: dict[str, Any], notes: dict[str, Any], fit: dict[str, Any], rows: Rows, noted: Notes
+) -> dict[str, Any]:
+    """Return, for each hybrid variant, its mapping and how far off the model is, by both sets of speeds."""
+    found = {}
+    trainer = common["torch_threads"]
+    for row in rows:
+        name = row["name"]
+        if "median" not in row or "options" not in VARIANTS[name] or not noted.get(name, {}).get("first_shares"):
+            continue
+        options, own = VARIANTS[name]["options"], noted[name]
+        cpu = 1 - options.get("cpu_trainers", 1) == 0
+        seeds = own["seeds"] or [stop - start for start, stop in split_seeds(common["batch_size"], own["shares"])]
+        mapping = TaskMapping(tuple(seeds), int(cpu), (*own["threads"][:2], own["threads"][2] if cpu else 0))
+        entry: dict[str, Any] = {"ms": row["median"], "mapping": str(mapping), **own}
+        platforms = {"calibrated": with_accelerator(calibrated(notes), trainer, fit["speed"], fit.get("link", 1e30))}
+        if "platform" in own:
+            platforms["not calibrated"] = platform_of(own)
+        for which, platform in platforms.items():
+            workload = workload_of(own if "workload" in own and which != "calibrated" else notes)
+            milliseconds = 1e3 * predicted(PerformanceModel(platform, workload), mapping, options.get("prefetch", 2))
+            entry[f"predicted_ms, {which}"] = shortened(milliseconds)
+            entry[f"error_percent, {which}"] = round(100 * (milliseconds / row["median"] - 1), 1)
+        found[name] = entry
+    return found
+
+
+def rates(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False) -> Found:
+    """Set the hybrid against the sum of its trainers' rates, each alone on the cores that it has in the hybrid.
+
+    Alone, each trains on the seeds that it has of an iteration when both take equally long. The accelerator's rank has
+    the first core, for sampling, loading and launching, and the CPU trainer's all others. ``free`` is a hybrid whose
+    ranks may run anywhere, as by default.
+    """
+    cores = sorted(range(num_cores()))
+    own = [cores[:1], cores[1:] or cores]
+    speeds = common["speeds"]
+    fits = [accelerator(common, notes, speed) for speed in speeds]
+    split = [round(common["batch_size"] / (1 + speed)) for speed in speeds]
+    iterations = common["iterations"]
+    there, here, pinned, free = "accelerator alone", "CPU trainer alone", "hybrid on the same cores", "hybrid, free"
+    contestants: dict[str, dict[str, Any]] = {
+        there: {"options": {"cpu_trainers": 0}, "cores": [own[0]], "fits": []},
+        here: {"trainer": "plain", "accelerator": False, "cores": [own[1]], "fits": []},
+        pinned: {"cores": own, "fits": fits},
+        free: {"fits": fits},
+    }
+    for fit, seeds in zip(fits, split, strict=True):
+        contestants[there]["fits"].append({**fit, "batch_size": common["batch_size"] - seeds})
+        contestants[here]["fits"].append({"batch_size": seeds})
+    result: Found = {"rows": [], "comparisons": [], "iterations": iterations}
+    for speed, seeds, (rows, noted) in zip(speeds, split, compete(common, contestants, runs), strict=True):
+        label = f"{speed:g}x the CPU trainer"
+        values = {row["name"]: row["values"] for row in rows}
+        together = [
+            (common["batch_size"] - seeds) / a + seeds / c for a, c in zip(values[there], values[here], strict=True)
+        ]
+        whole = common["batch_size"]
+        for name in (pinned, free):
+            hybrid = [whole / value for value in values[name]]
+            ratio = ratio_of_rounds(hybrid, together)
+            result["comparisons"].append(
+                {
+                    "what": f"The hybrid's rate over the sum of its trainers' alone, accelerator {label}",
+                    "target": 0.95,
+                    "ours": f"{name}, {label}",
+                    "peer": f"sum of both alone, {label}",
+                    "medians": [shortened(whole / median(hybrid)), shortened(whole / median(together))],
+                    "ratio": shortened(median(a / b for a, b in zip(hybrid, together, strict=True))),
+                    **({} if ratio is None else {"interval": [shortened(ratio.low), shortened(ratio.high)]}),
+                }
+            )
+        result["rows"] += [named(row, f"rates, {label}") for row in rows]
+        result[label] = {name: noted[name].get("seeds") for name in (pinned, free)}
+    return result
+
+
+def disturbances(
+    common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False
+) -> Found:
+    """Take a core away for the middle third of an epoch, or slow the accelerator down, with and without a manager."""
+    fit = accelerator(common, notes, SPEEDS[1])
+    sizes = {"iterations": common["iterations"] if quick else 6 * common["iterations"]}
+    sizes["batch_size"] = max(2, common["batch_size"] // 2)  # the managers count iterations, not seconds
+    ways = {STATIC: {"drm": False}, PUBLISHED: {"drm": "paper"}, OURS: {}}
+    contestants = {name: {"options": options, "fits": [fit], "settle": 1} for name, options in ways.items()}
+    kinds = ("calm", "core", "accelerator")
+    [(rows, noted)] = compete({**common, **sizes}, contestants, max(2, runs - 2), kinds)
+    values = {row["name"]: row["values"] for row in rows if "values" in row}
+    lost: dict[str, Any] = {}
+    comparisons = []
+    for kind in kinds[1:]:
+        for name in ways:
+            if f"{name}, calm" not in values:
+                continue
+            rounds = zip(values[f"{name}, {kind}"], values[f"{name}, calm"], strict=True)
+            more = [(disturbed - calm, disturbed / calm - 1) for disturbed, calm in rounds]
+            lost.setdefault(kind, {})[name] = {
+                "ms of an iteration": shortened(median(seconds for seconds, _ in more)),
+                "part": shortened(median(part for _, part in more)),
+            }
+        for name in (OURS, PUBLISHED):
+            what = f"Training while disturbed ({kind}), {name.removeprefix('ours, + ')} against a static mapping"
+            comparisons.append(compare(rows, what, [f"{name}, {kind}"], [f"{STATIC}, {kind}"], False, by_rounds=True))
+    decisions = {name: own.get("decisions") for name, own in noted.items()}
+    shown = [named(row, "disturbed") for row in rows]
+    return {"rows": shown, "comparisons": comparisons, "time lost": lost, "decisions": decisions}
+
+
+def sweep(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False) -> Found:
+    """Try shares of the CPU trainer by hand, without a manager, and the automatic pick with and without one."""
+    fit = accelerator(common, notes, SPEEDS[1])
+    automatic, managed = "cpu_share='auto'", "cpu_share='auto', + DRM"
+    shares = SHARES[2:5] if quick else SHARES
+    contestants: dict[str, dict[str, Any]] = {
+        f"cpu_share={share}": {"options": {"drm": False, "cpu_share": share}, "fits": [fit]} for share in shares
+    }
+    by_hand = list(contestants)
+    contestants |= {automatic: {"options": {"drm": False}, "fits": [fit]}, managed: {"options": {}, "fits": [fit]}}
+    [(rows, noted)] = compete(common, contestants, runs)
+    what = "cpu_share found automatically against the best by hand"
+    comparisons = [
+        compare(rows, what, [automatic], by_hand, False, 0.97, by_rounds=True),
+        compare(rows, f"{what}, with the manager", [managed], by_hand, False, 0.97, by_rounds=True),
+    ]
+    medians = {row["name"]: row["median"] for row in rows}
+    picked = {name: shortened(noted[name]["shares"][0]) for name in contestants if name in noted}
+    return {"rows": rows, "comparisons": comparisons, "picked": picked, "medians": medians}
+
+
+def lone(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False) -> Found:
+    """Set a lone trainer under the strategy against the plain Trainer, on long steps and on short ones."""
+    batch, iterations = common["batch_size"], common["iterations"]
+    lengths = {
+        "long steps": {"batch_size": max(1, batch // 4), "iterations": 2 * iterations},
+        "short steps": {"batch_size": max(1, batch // 128), "iterations": 16 * iterations},
+    }
+    result: Found = {"rows": [], "comparisons": []}
+    for length, sizes in lengths.items():
+        plain, ours = f"plain Trainer, {length}", f"ours, lone trainer, {length}"
+        spec = {"accelerator": False, "settle": 1}
+        contestants = {plain: {**spec, "trainer": "plain"}, ours: spec}
+        [(rows, _)] = compete({**common, **sizes}, contestants, runs + MORE_RUNS)
+        what = f"A lone trainer under the strategy, {length}"
+        result["comparisons"].append(compare(rows, what, [ours], [plain], False, 0.99, by_rounds=True))
+        result["rows"] += rows
+    return result
+
+
+PARTS: dict[str, Callable[..., Found]] = {
+    "ablation": ablation,
+    "sum": rates,
+    "disturbance": disturbances,
+    "sweep": sweep,
+    "lone": lone,
+}
+
+
+OPTIONS = {
+    "parts": f"some of {','.join(PARTS)} (default: all)",
+    "speeds": f"of the accelerators in ablation and sum (default: {','.join(map(str, SPEEDS))}, quick: {SPEEDS[0]})",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    args = parse("hyscale", __doc__ or "", SIZES, argv, paths=OPTIONS)
+    chosen = args.parts.split(",") if args.parts else list(PARTS)
+    unknown = set(chosen) - set(PARTS)
+    if unknown:
+        raise SystemExit(f"--parts are some of {', '.join(PARTS)}, but not {', '.join(sorted(unknown))}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    described = machine()
+    common = {
+        **args.sizes,
+        "device": device,
+        "fanouts": list(FANOUTS),
+        "torch_threads": max(1, num_cores() - 2),
+        "num_workers": 2,
+        "speeds": [float(speed) for speed in args.speeds.split(",")]
+        if args.speeds
+        else SPEEDS[: 1 if args.quick else 3],
+    }
+    before = json.loads(args.out.read_text()) if args.parts and args.out is not None and args.out.exists() else {}
+    parts: dict[str, Found] = dict(before.get("parts", {}))
+    notes = calibrate(common)
+    for part in chosen:
+        parts[part] = {"machine": described, **PARTS[part](common, notes, args.runs, args.only, args.quick)}
+    parts = {part: parts[part] for part in PARTS if part in parts}
+    result = {
+        "benchmark": "hyscale",
+        "title": f"Hybrid training, GraphSAGE, {args.batch_size} seeds an iteration, "
+        + ("the accelerator a GPU" if device == "cuda" else "the accelerator simulated"),
+        "unit": "ms per iteration",
+        "settings": {**args.sizes, "fanouts": list(FANOUTS), "runs": args.runs},
+        "machine": described,
+        "rows": [row for found in parts.values() for row in found["rows"]],
+        "comparisons": [comparison for found in parts.values() for comparison in found["comparisons"]],
+        "extra": summary(parts),
+        "measured_alone": notes["stages"],
+        "parts": parts,
+    }
+    return publish(result, args.out)
+
+
+def summary(parts: dict[str, Found]) -> dict[str, Any]:
+    """Return what is printed besides rows and comparisons."""
+    figures: dict[str, Any] = {}
+    for label, variants in parts.get("ablation", {}).get("figure_11", {}).items():
+        figures[f"errors of the prediction in percent (calibrated, not), accelerator {label}"] = {
+            name: [entry.get(f"error_percent, {which}") for which in ("calibrated", "not calibrated")]
+            for name, entry in variants.items()
+        }
+    for part, key in (("disturbance", "time lost"), ("sweep", "picked")):
+        if part in parts:
+            figures[f"{part}: {key}"] = parts[part][key]
+    return figures
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Whole models: seconds per epoch, seconds to an accuracy, and accuracies."""

@@ -1,0 +1,289 @@
+"""A training epoch through ``pl.Trainer``: our DataModule and model against PyG's LightningNodeData, on the CPU.
+
+GraphSAGE, GCN and GAT (four heads) with 2 layers and 256 hidden channels, fanouts 25 and 10, batches of 1024 seeds.
+PyG's side runs as its Lightning example does, on all sampled nodes in each layer, and with ``trim_to_layer``, which
+ours does by itself. Each contestant has a process of its own, in which a few mini-batches choose its best number of
+workers and of torch's threads, and for PyG the form of the edges (a tensor, ``EdgeIndex``, ``SparseTensor``, Intel's
+extension); only the best takes part in the rounds. The figure is seconds per epoch. Ours also runs in bfloat16
+(``bf16-mixed``, features of 16 bits); PyG's untrimmed form, the slowest, runs against ours in a few rounds of their
+own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch_geometric.data import Data
+
+from benchmarks import peers
+from benchmarks.harness import MISSING, Gate, Isolated, Rows, compare, machine, measure, parse, publish
+from benchmarks.roofline import roofline
+from benchmarks.sampling.minibatch import make_data
+from benchmarks.timed_epochs import TimedBatches, TimedEpochs
+from lightning_gnn.datamodules.node import NeighborDataModule
+from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
+from lightning_gnn.planning.limits import MachineLimits, measure_limits
+from lightning_gnn.runtime.cores import num_cores
+
+CLASSES = 32
+FANOUTS = [25, 10]
+SIZES = {
+    "nodes": (500_000, 10_000),
+    "edges": (10_000_000, 100_000),
+    "features": (100, 16),
+    "hidden": (256, 32),
+    "batch_size": (1024, 128),
+    "train_nodes": (20_000, 1_000),
+}
+MODELS = {"SAGE": (GraphSAGE, {}), "GCN": (GCN, {}), "GAT": (GAT, {"heads": 4})}
+BF16 = {"precision": "bf16-mixed", "feature_dtype": "bfloat16"}
+OPTIONS: dict[str, dict[str, Any]] = {"": {}, ", bf16": BF16}
+"""What of ours is on, by what it adds to the name."""
+TRIAL_BATCHES = 4
+"""Mini-batches by which settings are chosen; the first does not count."""
+PLAIN_RUNS = 2
+"""Rounds of PyG's untrimmed form, at the most."""
+TARGETS = {"SAGE": (16.0, 11.0), "GCN": (None, 8.0), "GAT": (None, 5.0)}
+"""Against PyG's untrimmed form and against the trimmed one."""
+
+
+def contestants(model: str) -> dict[str, dict[str, Any]]:
+    """Return what can take part, by name."""
+    ours = {f"ours, {model}{suffix}": {"library": "ours", **options} for suffix, options in OPTIONS.items()}
+    pyg = {f"PyG, {model}{', trimmed' * trim}": {"library": "pyg", "trim": trim} for trim in (True, False)}
+    return {name: {"model": model, **spec} for name, spec in {**ours, **pyg}.items()}
+
+
+def settings(library: str) -> list[dict[str, int]]:
+    """Return the numbers of workers and of torch's threads that are tried."""
+    cores = num_cores()
+    threads = sorted({1, 2, cores})
+    pairs = (
+        [(0, cores), (1, cores), (2, cores), (2, 1)] if library == "pyg" else [(w, t) for w in (1, 2) for t in threads]
+    )
+    return [{"num_workers": workers, "torch_threads": count} for workers, count in dict.fromkeys(pairs)]
+
+
+def make(data: Data, seeds: torch.Tensor, spec: dict[str, Any]) -> tuple[pl.LightningModule, pl.LightningDataModule]:
+    """Return the model and the DataModule of one contestant."""
+    pl.seed_everything(0, verbose=False)
+    kwargs = {
+        "num_neighbors": FANOUTS,
+        "batch_size": spec["batch_size"],
+        "num_workers": spec["num_workers"],
+        "pin_memory": spec["device"] != "cpu",
+    }
+    sizes = (spec["features"], spec["hidden"], 2, CLASSES)
+    if spec["library"] == "ours":
+        kind, more = MODELS[spec["model"]]
+        kwargs |= {name: spec[name] for name in ("feature_dtype",) if name in spec}
+        return NodeClassifier(kind(*sizes, dropout=0.5, **more), CLASSES, lr=0.01), NeighborDataModule(
+            data, seeds, **kwargs
+        )
+    from torch_geometric.data.lightning import LightningNodeData
+
+    module = peers.PyGClassifier(*sizes, trim=spec["trim"], model=spec["model"], form=spec.get("form", "tensor"))
+    return module, LightningNodeData(data, seeds, persistent_workers=spec["num_workers"] > 0, **kwargs)
+
+
+def trainer(spec: dict[str, Any], **more: Any) -> pl.Trainer:
+    """Return a Trainer that says and keeps nothing."""
+    return pl.Trainer(
+        accelerator="gpu" if spec["device"] == "cuda" else "cpu",
+        devices=1,
+        precision=spec.get("precision", "32-true"),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **more,
+    )
+
+
+def contestant(spec: dict[str, Any], gate: Gate) -> None:
+    """Try settings as long as the gate hands some out, then train for as many epochs as there are rounds."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    data = make_data(spec["nodes"], spec["edges"], spec["features"], CLASSES)
+    seeds = torch.randperm(spec["nodes"], generator=torch.Generator().manual_seed(0))[: spec["train_nodes"]]
+    while "rounds" not in (message := gate.wait()):
+        gate.report(_tried(data, seeds, {**spec, **message}))
+    gate.report(0.0)
+    chosen = {**spec, **message}
+    torch.set_num_threads(chosen["torch_threads"])
+    model, datamodule = make(data, seeds, chosen)
+    trainer(chosen, max_epochs=chosen["rounds"], callbacks=[TimedEpochs(gate)]).fit(model, datamodule)
+
+
+def _tried(data: Data, seeds: torch.Tensor, spec: dict[str, Any]) -> float:
+    """Return seconds per mini-batch, infinite where it does not run."""
+    torch.set_num_threads(spec["torch_threads"])
+    clock = TimedBatches()
+    try:
+        model, datamodule = make(data, seeds, spec)
+        trainer(spec, max_epochs=1, limit_train_batches=TRIAL_BATCHES, callbacks=[clock]).fit(model, datamodule)
+    except Exception as error:
+        print(f"{spec['library']}, {spec['model']}, {_named(spec)}: {type(error).__name__}: {error}")
+        return math.inf
+    return clock.seconds()
+
+
+class Chosen:
+    """A contestant whose settings have been chosen by a few mini-batches each."""
+
+    def __init__(self, name: str, spec: dict[str, Any], rounds: int) -> None:
+        self.tried: dict[str, float] = {}
+        self._process = Isolated(contestant, spec, rounds)
+        best = self._best([{**each, "form": "tensor"} for each in settings(spec["library"])])
+        if spec["library"] == "pyg":
+            others = [{**best, "form": form} for form in peers.forms() if form != "tensor"]
+            best = min((best, self._best(others) if others else best), key=lambda each: self.tried[_named(each)])
+        self.runs = math.isfinite(self.tried[_named(best)])
+        self.name = f"{name}, {_named(best)}" if self.runs else name
+        if self.runs:
+            self._process({**best, "rounds": rounds})
+
+    def _best(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        for choice in choices:
+            self.tried[_named(choice)] = self._process(choice)
+        return min(choices, key=lambda each: self.tried[_named(each)])
+
+    def __call__(self) -> float:
+        """Take one turn."""
+        return self._process()
+
+    def close(self) -> None:
+        """End its process."""
+        self._process.close()
+
+
+def _named(chosen: dict[str, Any]) -> str:
+    workers, threads = chosen["num_workers"], chosen["torch_threads"]
+    form = chosen.get("form", "tensor")
+    text = f"{workers} worker{'s' * (workers != 1)}, {threads} torch thread{'s' * (threads != 1)}"
+    return text if form == "tensor" else f"{form}, {text}"
+
+
+@contextmanager
+def _chosen(specs: dict[str, dict[str, Any]], rounds: int) -> Iterator[list[Chosen]]:
+    """Yield contestants, one after the other: preparing a graph takes several times its memory."""
+    found: list[Chosen] = []
+    try:
+        for name, spec in specs.items():
+            found.append(Chosen(name, spec, rounds))
+        yield found
+    finally:
+        for each in found:
+            each.close()
+
+
+def _measured(specs: dict[str, dict[str, Any]], runs: int) -> Rows:
+    """Choose settings, and measure those that run in turns."""
+    with _chosen(specs, runs + 1) as found:
+        rows = measure({each.name: each if each.runs else None for each in found}, runs)
+        for row, each, (name, spec) in zip(rows, found, specs.items(), strict=True):
+            row["contestant"], row["model"] = name, spec["model"]
+            row["tried_ms_per_batch"] = {
+                key: round(1e3 * value, 2) if math.isfinite(value) else "does not run"
+                for key, value in each.tried.items()
+            }
+            if not each.runs:
+                row["missing"] = "does not run"
+    return rows
+
+
+def run(
+    sizes: dict[str, int], runs: int, only: str = "", device: str = "cpu", models: Sequence[str] = ("SAGE",)
+) -> Rows:
+    """Run the contestants whose name contains ``only``; returns their rows."""
+    rows: Rows = []
+    for model in models:
+        named = {name: {**sizes, **spec, "device": device} for name, spec in contestants(model).items() if only in name}
+        absent = [name for name, spec in named.items() if spec["library"] == "pyg" and not peers.can_sample()]
+        rows += [{"name": name, "contestant": name, "model": model, "missing": MISSING} for name in absent]
+        named = {name: spec for name, spec in named.items() if name not in absent}
+        plain = f"PyG, {model}"
+        rows += _measured({name: spec for name, spec in named.items() if name != plain}, runs)
+        if plain in named:
+            own = f"ours, {model}"
+            pair = {name: named[name] for name in (own, plain) if name in named}
+            few = _measured(pair, min(runs, PLAIN_RUNS))
+            for row in few:
+                row["name"] += " (rounds of its own)" * (row["contestant"] == own)
+                row["contestant"] += ", beside the untrimmed" * (row["contestant"] == own)
+            rows += few
+    return rows
+
+
+def comparisons(rows: Rows, label: str, targets: bool = True) -> list[dict[str, Any]]:
+    """Set ours against PyG's example and against the same with trimming, and our options against our float32."""
+
+    def names(*contestants: str) -> list[str]:
+        return [row["name"] for row in rows if row["contestant"] in contestants]
+
+    found = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own, plain_target, trim_target = f"ours, {model}", *(TARGETS[model] if targets else (None, None))
+        pairs = [
+            ("PyG's LightningNodeData", f"{own}, beside the untrimmed", f"PyG, {model}", plain_target),
+            ("the same with trim_to_layer", own, f"PyG, {model}, trimmed", trim_target),
+        ]
+        for what, left, right, target in pairs:
+            text = f"{label}, {model}, against {what}"
+            found.append(compare(rows, text, names(left), names(right), False, target))
+        for suffix in filter(None, OPTIONS):
+            if left := names(own + suffix):
+                text = f"{label}, {model}{suffix}, against ours in float32"
+                found.append(compare(rows, text, left, names(own), False))
+    return found
+
+
+def bounds(args: Any, limits: MachineLimits, rows: Rows) -> dict[str, Any]:
+    """Return, for each model, the least seconds of an epoch that this machine's copies and products allow."""
+    data = make_data(args.nodes, args.edges, args.features, CLASSES)
+    seeds = torch.randperm(args.nodes, generator=torch.Generator().manual_seed(0))[: args.train_nodes]
+    datamodule = NeighborDataModule(
+        data, seeds, num_neighbors=FANOUTS, batch_size=args.batch_size, num_workers=0, seed=0
+    )
+    batch = next(iter(datamodule.train_dataloader()))
+    count = math.ceil(args.train_nodes / args.batch_size)
+    found = {}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        found[model] = roofline(batch, (args.features, args.hidden, CLASSES), model, count, limits)
+        measured = [row["median"] for row in rows if row["contestant"] == f"ours, {model}" and "median" in row]
+        if measured:
+            found[model]["measured over bound"] = round(statistics.median(measured) / found[model]["bound s"], 2)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    args = parse("epoch", __doc__, SIZES, argv)
+    described = machine()
+    limits = {count: measure_limits(count) for count in sorted({1, num_cores()})}
+    rows = run(args.sizes, args.runs, args.only, models=tuple(MODELS))
+    compared = comparisons(rows, "Training epoch")
+    result = {
+        "benchmark": "epoch",
+        "title": f"Training epoch, {args.nodes:,} nodes, {args.edges:,} edges, {args.train_nodes:,} seeds",
+        "unit": "s per epoch",
+        "settings": {**args.sizes, "fanouts": FANOUTS, "layers": 2, "heads": 4, "classes": CLASSES, "runs": args.runs},
+        "machine": described,
+        "machine limits": {count: asdict(each) for count, each in limits.items()},
+        "roofline": bounds(args, limits[num_cores()], rows),
+        "rows": rows,
+        "comparisons": compared,
+    }
+    return publish(result, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Single operators: aggregations, layers, and the cycles of kernels."""

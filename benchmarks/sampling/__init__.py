@@ -1,0 +1,1 @@
+"""Sampled neighbourhoods and the mini-batches made of them, on the CPU."""

@@ -1,0 +1,145 @@
+"""A whole mini-batch, sample and features: NeighborDataModule's loader against PyG's NeighborLoader, on the CPU.
+
+The graph and the fanouts of ``benchmarks.sampling.neighbors``, 100 float32 features per node, edges in no order as
+users have them. The figure is milliseconds per mini-batch in the steady state: the consumer does nothing, workers run
+ahead, the first and last mini-batches of each round do not count. Each contestant has a process of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch_geometric.data import Data
+
+from benchmarks import peers
+from benchmarks.harness import Gate, compare, machine, measure_isolated, parse, publish
+from lightning_gnn.datamodules.node import NeighborDataModule
+from lightning_gnn.datasets.synthetic import power_law_graph
+
+SIZES = {
+    "nodes": (1_000_000, 20_000),
+    "edges": (30_000_000, 400_000),
+    "features": (100, 100),
+    "batch_size": (1024, 128),
+    "batches": (24, 10),
+}
+MARGIN = 8
+"""Mini-batches before and after those that count: more than two workers with two each under way prepare ahead."""
+CONTESTANTS = {
+    "ours, 0 workers": {"library": "ours", "num_workers": 0},
+    "ours, 1 worker": {"library": "ours", "num_workers": 1},
+    "ours, 2 workers": {"library": "ours", "num_workers": 2},
+    "PyG, 0 workers": {"library": "pyg", "num_workers": 0},
+    "PyG, 2 workers": {"library": "pyg", "num_workers": 2},
+    "PyG, 2 workers that also load features": {"library": "pyg", "num_workers": 2, "filter_per_worker": True},
+}
+
+
+def make_data(nodes: int, edges: int, features: int, classes: int = 32) -> Data:
+    """Draw a graph with random features and labels whose edges come in no order."""
+    indptr, indices = power_law_graph(nodes, edges, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(edges, generator=generator)
+    targets = torch.repeat_interleave(torch.arange(nodes), indptr.diff())
+    return Data(
+        x=torch.rand(nodes, features, generator=generator),
+        y=torch.randint(classes, (nodes,), generator=generator),
+        edge_index=torch.stack([indices[order], targets[order]]),
+    )
+
+
+def make_loader(data: Data, spec: dict[str, Any]) -> Iterable[Data]:
+    """Return the loader of one contestant: as many mini-batches of random seeds as a round takes."""
+    count = (spec["batches"] + 2 * spec["margin"]) * spec["batch_size"]
+    if count > data.num_nodes:
+        raise ValueError(f"a round takes {count} seeds; give more --nodes or fewer --batches")
+    nodes = torch.randperm(data.num_nodes, generator=torch.Generator().manual_seed(1))[:count]
+    kwargs = {
+        "num_neighbors": spec["fanouts"],
+        "batch_size": spec["batch_size"],
+        "num_workers": spec["num_workers"],
+        "pin_memory": spec["device"] != "cpu",
+    }
+    if spec["library"] == "ours":
+        return NeighborDataModule(data, nodes, seed=0, **kwargs).train_dataloader()
+    kwargs["filter_per_worker"] = spec.get("filter_per_worker")
+    return peers.neighbor_loader(data, input_nodes=nodes, shuffle=True, **kwargs)
+
+
+def contestant(spec: dict[str, Any], gate: Gate) -> None:
+    """Report milliseconds per mini-batch, copied to the device if there is one."""
+    data = make_data(spec["nodes"], spec["edges"], spec["features"])
+    loader = make_loader(data, spec)
+    if spec["device"] != "cpu":
+        from torch_geometric.loader import PrefetchLoader
+
+        loader = PrefetchLoader(loader, torch.device(spec["device"]))  # copies on a stream of its own, for both sides
+    for _ in range(gate.rounds):
+        gate.wait()
+        batches = iter(loader)
+        _take(batches, spec["margin"])  # workers start and run ahead
+        _synchronize(spec["device"])
+        start = time.perf_counter()
+        _take(batches, spec["batches"])
+        _synchronize(spec["device"])
+        milliseconds = (time.perf_counter() - start) * 1e3
+        _take(batches, spec["margin"])  # while these are ready already, workers have nothing left to do
+        if next(batches, None) is not None:
+            raise RuntimeError("the epoch should be over")
+        gate.report(milliseconds / spec["batches"])
+
+
+def _take(batches: Iterator[Data], count: int) -> None:
+    if sum(1 for _ in islice(batches, count)) < count:
+        raise RuntimeError("the epoch ended early")
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def run(sizes: dict[str, int], runs: int, only: str = "", device: str = "cpu") -> list[dict[str, Any]]:
+    """Run the contestants whose name contains ``only``; returns their rows."""
+    specs: dict[str, dict[str, Any] | None] = {}
+    for name, chosen in CONTESTANTS.items():
+        if only in name:
+            able = chosen["library"] == "ours" or peers.can_sample()
+            spec = {**sizes, **chosen, "fanouts": [15, 10, 5], "margin": MARGIN, "device": device}
+            specs[name] = spec if able else None
+    return measure_isolated(contestant, specs, runs)
+
+
+def comparisons(rows: list[dict[str, Any]], label: str, target: float | None) -> list[dict[str, Any]]:
+    """Set ours against PyG's loader, each with two workers and each without."""
+    pyg_workers = [name for name in CONTESTANTS if name.startswith("PyG, 2")]
+    return [
+        compare(rows, f"{label}, 2 workers each, against PyG's NeighborLoader", ["ours, 2 workers"], pyg_workers, False,
+                target),
+        compare(rows, f"{label}, no workers, against PyG's NeighborLoader", ["ours, 0 workers"], ["PyG, 0 workers"],
+                False),
+    ]  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    args = parse("minibatch", __doc__, SIZES, argv)
+    described = machine()
+    rows = run(args.sizes, args.runs, args.only)
+    result = {
+        "benchmark": "minibatch",
+        "title": f"Mini-batches, {args.nodes:,} nodes, {args.edges:,} edges, {args.features} features",
+        "unit": "ms per mini-batch",
+        "settings": {**args.sizes, "fanouts": [15, 10, 5], "runs": args.runs},
+        "machine": described,
+        "rows": rows,
+        "comparisons": comparisons(rows, "Mini-batches", 6),
+    }
+    return publish(result, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""``lgnn doctor``: what of the optional hardware and software is present, what is missing, and how to get it."""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lightning_gnn.ascend_ops import binding
+from lightning_gnn.cli.commands import kernel_check
+from lightning_gnn.cli.versions import version_of
+
+State = Literal["present", "missing", "broken"]
+_MARKS = {"present": ("yes", "green"), "missing": ("no", "yellow"), "broken": ("broken", "red")}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for."""
+
+    name: str  # what it is called
+    state: State  # whether it is there and works, as far as can be seen without using it
+    detail: str  # version and place, or what is wrong
+    needed_for: str  # what does not work without it
+    advice: str = ""  # how to get it; empty where it is present
+
+
+def examine() -> list[Finding]:
+    """Look for everything, importing nothing that could fail on import."""
+    return [
+        Finding("torch", "present", torch.__version__, "everything"),
+        _package("pytorch-lightning", "pytorch-lightning", "everything", "pip install pytorch-lightning"),
+        _package("PyG", "torch-geometric", "everything", "pip install torch_geometric"),
+        _package("numba", "numba", "everything", "pip install numba"),
+        _cuda(),
+        _package(
+            "Triton",
+            "triton",
+            "the GPU kernels",
+            "only for a GPU: pip install 'lightning-gnn[gpu]' (Linux only); CUDA builds of torch bring it along",
+        ),
+        _pyg_lib(),
+        _cann(),
+        _torch_npu(),
+        _npu(),
+        _kernels(),
+        _compiler("g++", "the CPU twin of the Ascend C kernels; the NPU binding", "apt install g++"),
+        _compiler("cmake", "the NPU binding", "pip install cmake"),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the findings as a table, or as JSON; returns 1 where something that every use needs is missing."""
+    parser = argparse.ArgumentParser("lgnn doctor", description="What is present and what is missing on this machine.")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="compile the Ascend C kernels, compare them with torch on the NPU, or simulated where there is none, and "
+        "print a report that fits an issue",
+    )
+    chosen = parser.parse_args(arguments)
+    if chosen.kernels:
+        return _check_kernels(chosen.json)
+    findings = examine()
+    if chosen.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print(findings)
+    return int(any(finding.state != "present" for finding in findings if finding.needed_for == "everything"))
+
+
+def _check_kernels(as_json: bool) -> int:
+    """Print how far the kernels are from torch's own operators; returns 1 where one is wrong, or none can run."""
+    try:
+        device, backend = kernel_check.place()
+        checks = kernel_check.check_kernels(device, backend)
+    except binding.BindingError as error:
+        print(error)
+        return 1
+    lines = kernel_check.report(device, backend, checks)
+    if as_json:
+        found = [asdict(check) | {"right": check.right} for check in checks]
+        print(json.dumps({"device": device, "report": lines, "checks": found}, indent=2))
+    else:
+        print("\n".join(lines))
+    return int(not all(check.right for check in checks))
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(
+        f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, "
+        f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
+        style="bold",
+        highlight=False,
+    )
+    table = Table("", "", "found", "needed for")
+    for finding in findings:
+        mark, style = _MARKS[finding.state]
+        table.add_row(finding.name, f"[{style}]{mark}[/]", finding.detail, finding.needed_for)
+    console.print(table)
+    console.print(_layers())
+    for finding in findings:
+        if finding.advice:
+            console.print(f"{finding.name}: {finding.advice}", highlight=False, markup=False)
+
+
+def _layers() -> Table:
+    """Return which layers run as one operator on mini-batches; why one of a model does not, its run says."""
+    from lightning_gnn.nn.conv.fused import FUSED_ON
+    from lightning_gnn.nn.conv.table import fused_layers
+    from lightning_gnn.nn.hetero.table import fused_models
+
+    table = Table("layer or model of lightning_gnn.nn", f"in one operator on mini-batches on: {', '.join(FUSED_ON)}")
+    for name, what in (*fused_layers(), *fused_models()):
+        table.add_row(name, what)
+    table.add_row("all others", "nothing: PyG's own operators run")
+    return table
+
+
+def _package(name: str, package: str, needed_for: str, advice: str) -> Finding:
+    found = version_of(package)
+    if found is None:
+        return Finding(name, "missing", "not installed", needed_for, advice)
+    return Finding(name, "present", found, needed_for)
+
+
+def _cuda() -> Finding:
+    needed = "trainer=gpu, datamodule=persistent on the GPU"
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return Finding("CUDA", "present", f"CUDA {torch.version.cuda}: {', '.join(names)}", needed)
+    if torch.version.cuda is None:
+        detail = "torch was built without CUDA"
+        advice = "on a machine with an NVIDIA GPU, install a CUDA build of torch, see pytorch.org"
+    else:
+        detail = f"torch was built with CUDA {torch.version.cuda}, but finds no GPU"
+        advice = "see whether nvidia-smi lists the GPU; its driver may be missing or too old"
+    return Finding("CUDA", "missing", detail, needed, advice)
+
+
+def _pyg_lib() -> Finding:
+    needed = "nothing here: PyG's own samplers, to compare with"
+    advice = "optional; wheels are on PyG's own index"
+    finding = _package("pyg-lib", "pyg-lib", needed, advice)
+    if finding.state != "present":
+        return finding
+    if (reason := _problem_of_import("pyg_lib")) is None:
+        return finding
+    return Finding("pyg-lib", "broken", reason, needed, "install the wheel that was built for this version of torch")
+
+
+def _cann() -> Finding:
+    needed = "accelerator=npu"
+    advice = "install Huawei's CANN toolkit 8 or newer, then `source .../ascend-toolkit/set_env.sh`"
+    home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")
+    if not home:
+        return Finding("CANN", "missing", "ASCEND_HOME_PATH is not set", needed, advice)
+    if not Path(home).is_dir():
+        return Finding("CANN", "broken", f"ASCEND_HOME_PATH={home} is no folder", needed, advice)
+    found = next((path for path in sorted(Path(home).glob("*-linux/ascend_toolkit_install.info"))), None)
+    match = re.search(r"^version=(.+)$", found.read_text(), re.MULTILINE) if found else None
+    return Finding("CANN", "present", f"{match[1] if match else 'version unknown'} at {home}", needed)
+
+
+def _torch_npu() -> Finding:
+    needed = "accelerator=npu"
+    if importlib.util.find_spec("torch_npu") is None:
+        advice = "after CANN: pip install torch-npu, in the version of torch"
+        return Finding("torch_npu", "missing", "not installed", needed, advice)
+    if (reason := _problem_of_import("torch_npu")) is None:
+        return Finding("torch_npu", "present", version_of("torch-npu") or "version unknown", needed)
+    return Finding("torch_npu", "broken", reason, needed, "it needs a CANN of its own version, with set_env.sh sourced")
+
+
+def _problem_of_import(module: str) -> str | None:
+    """Import in a process of its own, which a build for another torch, or a missing CANN, can bring down."""
+    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=120)
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["the import failed"])[-1]
+
+
+def _npu() -> Finding:
+    needed = "accelerator=npu"
+    devices = sorted(Path("/dev").glob("davinci[0-9]*"))
+    if devices:
+        return Finding("Ascend NPU", "present", f"{len(devices)} of them", needed)
+    return Finding(
+        "Ascend NPU",
+        "missing",
+        "no /dev/davinci*",
+        needed,
+        "on a machine with an NPU, install Huawei's driver and firmware; in a container, pass the devices through",
+    )
+
+
+def _kernels() -> Finding:
+    needed = "accelerator=npu at full speed"
+    if not (problems := binding.missing()):
+        detail = "can be built; `lgnn doctor --kernels` does, and compares them with torch"
+        return Finding("Ascend C kernels", "present", detail, needed)
+    names = [problem.split(" (")[0].replace(" or newer", "") for problem in problems]
+    return Finding("Ascend C kernels", "missing", f"lack {', '.join(names)}", needed, f"get {'; '.join(problems)}")
+
+
+def _compiler(name: str, needed: str, advice: str) -> Finding:
+    path = shutil.which(name)
+    if path is None:
+        return Finding(name, "missing", "not on the PATH", needed, advice)
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+    first = (done.stdout.splitlines() or ["version unknown"])[0]
+    return Finding(name, "present", first, needed)

@@ -1,0 +1,203 @@
+"""``lgnn plan plan.network=10Gbit/s``: what an epoch would take, and how much memory, on several machines."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import yaml
+from hydra.utils import to_absolute_path
+from omegaconf import DictConfig
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch_geometric.data import Data, HeteroData
+
+from lightning_gnn.graph.hetero import HeteroCSCGraph
+from lightning_gnn.partitioned.assign import METHODS, assign_nodes
+from lightning_gnn.partitioned.datamodule import ORDERS
+from lightning_gnn.partitioned.exchange import seconds_per_byte
+from lightning_gnn.partitioned.folder import Partition
+from lightning_gnn.planning import CPUForecast
+from lightning_gnn.planning.cluster import Network, Prediction, Work, machine_memory, predict
+from lightning_gnn.planning.cluster_traffic import count_traffic, row_bytes
+from lightning_gnn.planning.preparation import ahead_of
+from lightning_gnn.runtime.messages import memory_bytes, shown
+from lightning_gnn.sampling.neighbor import topology_of
+
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+MACHINES = tuple(f"plan.{name}" for name in ("nodes", "latency", "partition", "method", "order", "cache"))
+"""Settings that are of no use without ``plan.network``."""
+
+
+def given_network(bandwidth: Any, latency: Any) -> Network:
+    """Return the network of ``plan.network`` and ``plan.latency``.
+
+    Args:
+        bandwidth: Bytes per second, or a text such as ``"10Gbit/s"`` or ``"1.25GB/s"``.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([KMGTkmgt]?)(bit|B)/s\s*", str(bandwidth))
+    try:
+        rate = float(bandwidth) if found is None else float(found[1]) * _UNITS[found[2].upper()]
+        return Network(rate / (8 if found is not None and found[3] == "bit" else 1), float(latency))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"plan.network={bandwidth} plan.latency={latency}: give the bandwidth as 10Gbit/s, 1.25GB/s or a number of "
+            "bytes per second above 0, and the latency as seconds such as 50e-6"
+        ) from None
+
+
+def checked_options(cfg: DictConfig) -> tuple[Network, list[int], int]:
+    """Return the network, the numbers of machines, ascending, and the bytes of each one's cache."""
+    if cfg.plan.order not in ORDERS or cfg.plan.method not in METHODS:
+        raise ValueError(
+            f"plan.order={cfg.plan.order} must be one of {', '.join(ORDERS)}, and plan.method={cfg.plan.method} one of "
+            f"{', '.join(METHODS)}"
+        )
+    counts = sorted({int(count) for count in cfg.plan.nodes})
+    if not counts or counts[0] < 1:
+        raise ValueError(f"plan.nodes={list(cfg.plan.nodes)} must be numbers of machines, such as [1,2,4,8]")
+    return given_network(cfg.plan.network, cfg.plan.latency), counts, memory_bytes(cfg.plan.cache, "plan.cache")
+
+
+def plan_machines(
+    cfg: DictConfig,
+    data: Data | HeteroData,
+    found: CPUForecast,
+    datamodule: pl.LightningDataModule,
+    module: pl.LightningModule,
+    console: Console,
+) -> list[str]:
+    """Predict, print and save ``machines.yaml``; return what was predicted in words."""
+    network, counts, cache = checked_options(cfg)
+    if hasattr(datamodule, "partition"):
+        raise ValueError("plan.network counts on the whole graph: give datamodule=neighbor, and plan.partition=FOLDER")
+    if not found.preparation.known:
+        raise ValueError("plan.network needs this package's loaders, whose mini-batches can be counted; leave it out")
+    partition = None if cfg.plan.partition is None else Partition(to_absolute_path(cfg.plan.partition))
+    loader = datamodule.train_dataloader()
+    graph = topology_of(data)
+    typed = isinstance(graph, HeteroCSCGraph)
+    sizes: dict[Any, int] = graph.sizes if typed else {None: graph.num_nodes}
+    if partition is not None and {kind.name: kind.count for kind in partition.nodes} != sizes:
+        raise ValueError(f"plan.partition={cfg.plan.partition} is of another graph; partition this one")
+    alone = count_traffic(loader, {name: np.zeros(size, np.int16) for name, size in sizes.items()}, 1)
+    work = _work(found, alone.nodes, module)
+    prepared = found.preparation
+    batch_bytes = prepared.feature_bytes + 16 * prepared.edges + 8 * alone.nodes
+    batches = ahead_of(loader) + prepared.workers + 1
+    rows: list[dict[str, Any]] = []
+    first = predict(alone, work, network).epoch_s
+    for ranks in counts:
+        try:
+            owner, how = _owners(cfg, graph, loader, partition, sizes, ranks)
+            traffic = alone if ranks == 1 else count_traffic(loader, owner, ranks, cfg.plan.order, cache=cache)
+        except ValueError as error:
+            rows.append({"machines": ranks, "missing": str(error)})
+            continue
+        told = predict(traffic, work, network)
+        memory = machine_memory(
+            _largest(owner, ((name, owner[name], None) for name in sizes), ranks),
+            _largest(owner, (
+                (name, owner[None if name is None else name[2]], part.in_degrees.numpy())
+                for name, part in (graph.relations.items() if typed else [(None, graph)])
+            ), ranks),
+            row_bytes(data), ranks, batch_bytes, batches, cache=cache if ranks > 1 else 0,
+        )  # fmt: skip
+        rows.append(_row(told, how, first, memory))
+    _print(rows, network, cfg.plan.order + (f", cache={shown(cache)}" if cache else ""), console)
+    folder = Path(cfg.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {
+        "network": asdict(network),
+        "order": cfg.plan.order,
+        "cache": cache,
+        "work": asdict(work),
+        "machines": rows,
+    }
+    (folder / "machines.yaml").write_text(yaml.safe_dump(state, sort_keys=False))
+    return [
+        f"On {row['machines']} machines (predicted): {row['epoch_s']:.3g} s per epoch, {row['speedup']:.2f}x; "
+        f"{row['bound']} sets the pace."
+        for row in rows
+        if "missing" not in row
+    ]
+
+
+def _work(found: CPUForecast, nodes: float, module: pl.LightningModule) -> Work:
+    prepared, step = found.preparation, found.step
+    inside = max(0.0, prepared.training_thread_s - (0.0 if prepared.workers else prepared.seconds))
+    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    return Work(
+        prepared.seconds, step.seconds, step.outside_s + inside, prepared.workers, found.cores,
+        found.steps[min(found.steps)].seconds, nodes,
+        sum(parameter.numel() * parameter.element_size() for parameter in trained),
+        seconds_per_byte(), found.slowdown if prepared.workers else 1.0,
+    )  # fmt: skip
+
+
+def _owners(
+    cfg: DictConfig, graph: Any, loader: Any, partition: Partition | None, sizes: Mapping[Any, int], ranks: int
+) -> tuple[dict[Any, np.ndarray], str]:  # fmt: skip
+    """Return the rank that has each node, and how that came."""
+    if ranks == 1:
+        return {name: np.zeros(size, np.int16) for name, size in sizes.items()}, "one machine"
+    if partition is not None and ranks <= partition.parts:
+        return {
+            kind.name: owner.numpy().astype(np.int64) * ranks // partition.parts
+            for kind, owner in zip(partition.nodes, partition.owner, strict=True)
+        }, f"{partition.parts} parts ({partition.method})"
+    given = loader.input_data
+    seeds = {}
+    if hasattr(given, "node"):
+        seeds = {given.input_type: given.node}
+    assigned = assign_nodes(graph, ranks, cfg.plan.method, seeds, cfg.seed or 0)
+    return {name: part.numpy() for name, part in assigned.items()}, cfg.plan.method
+
+
+def _largest(owner: Any, kinds: Iterable[tuple[Any, np.ndarray, Any]], ranks: int) -> dict[Any, tuple[int, int]]:
+    """Return how many there are of each type, and how many the largest part has."""
+    found = {}
+    for name, part, weights in kinds:
+        counts = np.bincount(part, weights, minlength=ranks)
+        found[name] = int(counts.sum()), int(counts.max())
+    return found
+
+
+def _row(told: Prediction, how: str, first: float, memory: dict[str, float]) -> dict[str, Any]:
+    return {
+        "machines": told.ranks,
+        "partition": how,
+        "epoch_s": told.epoch_s,
+        "step_s": told.step_s,
+        "steps": told.traffic.steps,
+        "speedup": first / told.epoch_s,
+        "efficiency": first / told.epoch_s / told.ranks,
+        "bound": told.bound,
+        "bounds_s": told.bounds,
+        "remote_rows": told.traffic.remote_rows,
+        "remote_bytes": told.traffic.remote_bytes,
+        "memory": {name: float(size) for name, size in memory.items()},
+        "memory_bytes": float(sum(memory.values())),
+    }
+
+
+def _print(rows: list[dict[str, Any]], network: Network, order: str, console: Console) -> None:
+    title = (
+        f"Machines (predicted): {8 * network.bandwidth / 1e9:.3g} Gbit/s, {1e6 * network.latency:.3g} µs, order={order}"
+    )
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.ROUNDED)
+    for name in ("machines", "s/epoch", "speed-up", "efficiency", "memory each", "remote MB/step", "bound by"):
+        table.add_column(name, justify="left" if name == "bound by" else "right")
+    for row in rows:
+        if "missing" in row:
+            table.add_row(str(row["machines"]), "", "", "", "", "", row["missing"], style="dim")
+            continue
+        table.add_row(
+            str(row["machines"]), f"{row['epoch_s']:.3g}", f"{row['speedup']:.2f}x", f"{row['efficiency']:.0%}",
+            shown(row["memory_bytes"]), f"{row['remote_bytes'] / 1e6:.3g}", row["bound"],
+        )  # fmt: skip
+    console.print(table)

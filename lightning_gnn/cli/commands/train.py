@@ -1,0 +1,263 @@
+"""A run of ``lgnn``: compose, build, fit, report."""
+
+import re
+import shlex
+import signal
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from filelock import FileLock, Timeout
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import to_absolute_path
+from omegaconf import DictConfig
+from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
+
+from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
+from lightning_gnn.cli.assemble import build_data, build_task, build_trainer, check_config
+from lightning_gnn.cli.command_line import UserError, explained, full_errors, start
+from lightning_gnn.cli.predictions import as_rows, node_names, write_npy, write_parquet
+from lightning_gnn.cli.versions import environment
+from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.gpu_sampling.budget import Placement
+from lightning_gnn.graph.csc import count_edges
+from lightning_gnn.planning.advice import advice
+from lightning_gnn.report import collect_metrics, print_table, reporting, write_metrics
+from lightning_gnn.report.console import be_quiet, console, describe, say, warn
+from lightning_gnn.report.pages import write_run_page
+from lightning_gnn.report.runs import write_curves
+
+
+def main() -> None:
+    """Run ``lgnn``; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
+    start(_run_one, "train", interrupted="Interrupted before training began.")
+
+
+def _run_one(cfg: DictConfig) -> float | None:
+    """Return the score that a sweep may optimise; a run of a sweep that fails does not end the others."""
+    try:
+        return run(cfg).get(f"val_{cfg.task.metric}")
+    except Exception as error:
+        if HydraConfig.get().mode != RunMode.MULTIRUN or full_errors():
+            raise
+        if isinstance(error, UserError):
+            say(f"error: {error}", "red")
+            return _failed(cfg, str(error))
+        traceback.print_exc()
+        return _failed(cfg, f"{type(error).__name__}: {error}")
+
+
+def run(cfg: DictConfig) -> dict[str, Any]:
+    """Do what a composed configuration says: train and test, test, or predict."""
+    begin, started = time.perf_counter(), datetime.now().astimezone()
+    be_quiet()
+    with explained():
+        check_config(cfg)
+        if cfg.torch_threads is not None:
+            torch.set_num_threads(cfg.torch_threads)
+        pl.seed_everything(cfg.seed, workers=True, verbose=False)
+        data = build_data(cfg)
+        datamodule, module = build_task(cfg, data)
+        trainer = build_trainer(cfg)
+    title = describe(cfg, module)
+    if trainer.is_global_zero:
+        with reporting("the heading", warn):
+            size = f"{data.num_nodes:,} nodes, {count_edges(data):,} edges"
+            console().print(title, size, sep=" · ", style="bold", highlight=False)
+        if (summary := getattr(datamodule, "summary", None)) is not None:
+            console().print(summary, highlight=False, soft_wrap=True)
+
+    ckpt_path = None if cfg.ckpt_path is None else to_absolute_path(cfg.ckpt_path)
+    with _alone_in(cfg.output_dir, trainer), _interruptible(trainer), explained(only_ours=True):
+        if cfg.mode == "predict":
+            scores = _predict(cfg, trainer, module, datamodule, ckpt_path)
+        else:
+            scores = _fit_and_test(cfg, trainer, module, datamodule, ckpt_path)
+
+    throughput = _callback(trainer, Throughput)
+    curves = _callback(trainer, LearningCurves)
+    metrics = collect_metrics(
+        scores,
+        throughput.summary() if throughput else None,
+        len(throughput.epochs) if throughput else trainer.current_epoch,
+        task=cfg.task.name,
+        mode=cfg.mode,
+        seed=cfg.seed,
+        title=title,
+        started=started.isoformat(timespec="seconds"),
+        environment=environment(trainer),
+        plan=_plan(trainer, datamodule),
+        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+        checkpoint=ckpt_path if cfg.mode != "train" else getattr(trainer.checkpoint_callback, "best_model_path", None),
+        total_time_s=time.perf_counter() - begin,
+        advice=_advice(throughput, trainer),
+    )
+    if trainer.is_global_zero:
+        _report(metrics, curves.epochs if curves is not None else [], title, cfg)
+    return metrics
+
+
+def _advice(throughput: Throughput | None, trainer: pl.Trainer) -> str | None:
+    epoch = throughput.summary() if throughput else None
+    with reporting("the advice", warn):
+        return None if epoch is None else advice(epoch, trainer)
+    return None
+
+
+def _plan(trainer: pl.Trainer, datamodule: pl.LightningDataModule) -> dict[str, Any] | None:
+    """Return what was planned of the work and of a GPU's memory, and the epoch predicted; None without a plan."""
+    plan, balance = getattr(datamodule, "plan", None), getattr(trainer.strategy, "balance", None)
+    mapping, placement = getattr(balance, "mapping", None), getattr(datamodule, "placement", None)
+    epoch = (plan.epoch_s or {}).get(plan.mode) if isinstance(plan, CollectivePlan) else None
+    said = [str(plan)] if isinstance(plan, CollectivePlan) else [f"hyscale: {mapping}"] if mapping is not None else []
+    said += [str(placement)] if isinstance(placement, Placement) else []
+    return {"text": "\n".join(said), "epoch_s": epoch} if said else None
+
+
+def _report(metrics: dict[str, Any], epochs: list[dict[str, float]], title: str, cfg: DictConfig) -> None:
+    """Print the results, then write them; what fails of it fails alone."""
+    directory = Path(cfg.output_dir)
+    if cfg.mode != "predict":
+        with reporting("the table of results", warn):
+            print_table(metrics, title, console())
+    with reporting(directory / "metrics.json", warn):
+        write_metrics(metrics, directory)
+    if epochs:
+        with reporting(directory / "curves.csv", warn):
+            write_curves(epochs, directory)
+        with reporting(directory / "report.png", warn):
+            from lightning_gnn.report.charts import save_figure  # matplotlib takes time
+
+            save_figure(metrics, epochs, cfg.task.metric, title, directory / "report.png")
+    with reporting(directory / "report.html", warn):
+        write_run_page(directory)
+    with reporting("the end of the report", warn):
+        seconds = f"{metrics['total_time_s']:.0f} s in all; files in {directory}"
+        console().print(seconds, soft_wrap=True, highlight=False)
+
+
+def _fit_and_test(
+    cfg: DictConfig,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    datamodule: pl.LightningDataModule,
+    ckpt_path: str | None,
+) -> dict[str, float]:
+    metric, scores = cfg.task.metric, {}
+    if cfg.mode == "train":
+        trainer.fit(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+        val = trainer.callback_metrics.get(f"val_{metric}")
+        best = trainer.checkpoint_callback
+        ckpt_path = None
+        if isinstance(best, ModelCheckpoint) and best.best_model_path:
+            ckpt_path = best.best_model_path
+            val = val if best.best_model_score is None else best.best_model_score
+        if val is not None:
+            scores[f"val_{metric}"] = float(val)
+        # It would answer the load of a checkpoint with the weights in training, in the place of their average.
+        trainer.callbacks = [item for item in trainer.callbacks if not isinstance(item, WeightAveraging)]  # type: ignore[attr-defined]
+    if getattr(datamodule, "test_dataloader", None) is not None:
+        tested = trainer.test(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True, verbose=False)
+        scores = {name: value for name, value in tested[0].items() if name.startswith("test_")} | scores
+        scores = {f"test_{metric}": scores.pop(f"test_{metric}"), **scores} if f"test_{metric}" in scores else scores
+    return scores
+
+
+def _predict(
+    cfg: DictConfig,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    datamodule: pl.LightningDataModule,
+    ckpt_path: str | None,
+) -> dict[str, float]:
+    """Write the outputs for each node as ``predictions`` says."""
+    batches: Any = trainer.predict(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+    rows, path = as_rows(batches or []), Path(cfg.output_dir) / f"predictions.{cfg.predictions}"
+    if cfg.predictions == "parquet":
+        names = node_names(cfg, getattr(module, "target", None), len(rows))
+        said = write_parquet(rows, path, cfg.task.name, names)
+    else:
+        said = write_npy(rows, path)
+    console().print(said, highlight=False)
+    return {}
+
+
+@contextmanager
+def _alone_in(directory: str, trainer: pl.Trainer) -> Iterator[None]:
+    """Keep other runs out of a folder meanwhile: each would write over the other's checkpoints and tables."""
+    lock = FileLock(Path(directory) / ".running", timeout=0, thread_local=False)
+    with ExitStack() as stack:
+        if trainer.is_global_zero:
+            try:
+                Path(directory).mkdir(parents=True, exist_ok=True)
+                stack.enter_context(lock)
+            except Timeout:
+                raise UserError(
+                    f"another run is writing to {directory}: wait for its end, or give hydra.run.dir=FOLDER"
+                ) from None
+            except (NotImplementedError, OSError):
+                pass  # a file system without locks
+        yield
+
+
+@contextmanager
+def _interruptible(trainer: pl.Trainer) -> Iterator[None]:
+    """After an interruption say how to go on, and exit as a signal would have made us."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        stop = _callback(trainer, StopOnSignal)
+        if not trainer.interrupted and (stop is None or stop.signal is None):
+            raise
+        saved = stop.checkpoint if stop is not None else None
+        if trainer.is_global_zero:
+            with reporting("the command that resumes", warn):
+                _say_how_to_resume(trainer, saved)
+        raise SystemExit(128 + (stop.signal if stop is not None and stop.signal else signal.SIGINT)) from None
+
+
+def _say_how_to_resume(trainer: pl.Trainer, saved: Path | None) -> None:
+    checkpoint = saved or _latest_checkpoint(trainer)
+    if checkpoint is None:
+        say("Interrupted; there is no checkpoint to resume from.", "yellow")
+        return
+    found = "The run can be resumed where it stopped:" if saved else "The last checkpoint can be resumed:"
+    say(f"Interrupted. {found}\n  {_resume_command(checkpoint)}", "yellow")
+
+
+def _latest_checkpoint(trainer: pl.Trainer) -> Path | None:
+    named = {getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks}
+    named |= {getattr(callback, "last_model_path", "") for callback in trainer.checkpoint_callbacks}
+    paths = [Path(path) for path in named if path and Path(path).is_file()]
+    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _resume_command(checkpoint: Path) -> str:
+    typed = HydraConfig.get() if HydraConfig.initialized() else None
+    overrides = [] if typed is None else [item for item in typed.overrides.task if not item.startswith("ckpt_path=")]
+    sources = (
+        [] if typed is None else [item for item in typed.runtime.config_sources if item.provider == "command-line"]
+    )
+    path = str(checkpoint.resolve())
+    if re.search(r"[^\w./-]", path):
+        path = "'" + path.replace("'", "\\'") + "'"  # Hydra's own quotes, inside the shell's
+    return shlex.join(["lgnn", *(f"--config-dir={item.path}" for item in sources), *overrides, f"ckpt_path={path}"])
+
+
+def _failed(cfg: DictConfig, message: str) -> float:
+    """Leave a trace of a failed run of a sweep; NaN is what optimising sweepers take for failure."""
+    figures = {"error": re.sub(r"\s+", " ", message), "task": cfg.task.name, "mode": cfg.mode, "seed": cfg.seed}
+    with reporting(Path(cfg.output_dir) / "metrics.json", warn):
+        write_metrics(figures, cfg.output_dir)
+    return float("nan")
+
+
+def _callback(trainer: pl.Trainer, kind: type) -> Any:
+    return next((callback for callback in trainer.callbacks if isinstance(callback, kind)), None)  # type: ignore[attr-defined]

@@ -1,0 +1,101 @@
+"""The whole graph as one batch, for training without sampling and for exact evaluation."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+from torch_geometric.data import Data, HeteroData
+
+from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.graph.hetero import HeteroCSCGraph
+from lightning_gnn.nn.inference import FullInference
+from lightning_gnn.runtime.messages import OF_NEWER_TORCH
+
+
+class FullBatch(Data):  # type: ignore[misc]
+    """A PyG ``Data`` whose ``edge_index`` is a compressed graph.
+
+    Its ``inference``, if there is one, tells :class:`~lightning_gnn.nn.GNNModule` to evaluate layer by layer. Then
+    features and graph stay in host memory if a device is too small for them.
+    """
+
+    is_handed_out_again = True  # loaders hand out the same object each time, so that it is converted and moved once
+
+    @classmethod
+    def from_data(cls, data: Data, graph: CompressedGraph, **more: Any) -> FullBatch:
+        """Share the attributes of ``data``, except for its topology, and add others."""
+        kept = {key: value for key, value in data.to_dict().items() if key not in ("graph", "adj_t", "edge_index")}
+        batch: FullBatch = cls.from_dict({**kept, "edge_index": graph, **more})
+        return batch
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges, which PyG cannot count."""
+        return int(self.edge_index.num_edges)
+
+    def to(self, device: Any, *args: str, non_blocking: bool = False) -> FullBatch:
+        """Move the batch, once and for all: loaders hand out the same batch each time."""
+        device = torch.device(device)
+        settings = self.get("inference")
+        keys = args or tuple(self.keys())
+        if settings is not None and not args and device.type != "cpu" and self.x.device.type == "cpu":
+            wanted = self.x.nbytes + self.edge_index.num_bytes
+            if wanted > settings.limit_on(device):
+                keys = tuple(key for key in keys if key not in ("x", "edge_index", "edge_weight", "edge_attr"))
+        # Moved in a validation loop, tensors would otherwise be of no use for training.
+        with torch.inference_mode(False):
+            super().to(device, *keys, non_blocking=non_blocking)
+        return self
+
+
+def typed_batch(data: HeteroData, settings: FullInference) -> HeteroData:
+    """Return a graph with types as one batch, which shares the attributes of ``data``."""
+    if settings.folder is not None or settings.memory_limit != "auto":
+        raise ValueError("FullInference: graphs with types run in memory; leave out folder and memory_limit")
+    batch = copy.copy(data)
+    if missing := [kind for kind in batch.edge_types if batch[kind].get("edge_index") is None]:
+        relations = HeteroCSCGraph.from_data(data).relations
+        for kind in missing:
+            batch[kind].edge_index = relations[kind].to_edge_index()
+            batch[kind].pop("adj_t", None)
+    return batch
+
+
+def inference_settings(inference: str | FullInference | None) -> FullInference | None:
+    """Return the settings of full inference, None for sampled batches."""
+    if inference in (None, "sampled"):
+        return None
+    if inference == "full":
+        return FullInference()
+    if not isinstance(inference, FullInference):
+        raise ValueError(f"inference={inference!r} is unknown; use 'sampled', 'full' or a FullInference")
+    return inference
+
+
+def mask_of(nodes: Tensor, num_nodes: int) -> Tensor:
+    """Return a choice of nodes as a bool mask ``[num_nodes]``."""
+    if nodes.dtype == torch.bool:
+        return nodes
+    mask = torch.zeros(num_nodes, dtype=torch.bool)
+    mask[nodes] = True
+    return mask
+
+
+def only_batch(batch: Data) -> DataLoader[Data]:
+    """Return a loader of one batch, which each of several processes gets."""
+    warnings.filterwarnings("ignore", OF_NEWER_TORCH, FutureWarning)
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*number of training batches .* is smaller than the logging interval.*")
+    # A sampler of this kind is left alone by Lightning, whose own would share the one batch out.
+    sampler: DistributedSampler[Data] = DistributedSampler([batch], num_replicas=1, rank=0, shuffle=False)  # type: ignore[arg-type]
+    # A generator of its own: a loader draws from torch's whenever it is iterated over, which resuming does once more.
+    return DataLoader([batch], batch_size=None, sampler=sampler, collate_fn=_unchanged, generator=torch.Generator())  # type: ignore[arg-type]
+
+
+def _unchanged(batch: Data) -> Data:
+    return batch

@@ -1,0 +1,182 @@
+"""A graph as a folder of ``.npy`` files, memory-mapped, so that it may be larger than memory."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from lightning_gnn.datasets.hetero_folder import is_hetero_folder, load_hetero_folder
+from lightning_gnn.datasets.synthetic_labels import Labels
+from lightning_gnn.datasets.topology_files import TOPOLOGY, load_topology
+from lightning_gnn.features.arrays import expect_scattered_reads, load_array, save_arrays
+from lightning_gnn.features.feature_file import refuse_rows
+from lightning_gnn.features.table import FeatureTable
+from lightning_gnn.graph.checks import check_node_data, check_nodes
+from lightning_gnn.graph.csc import CSCGraph, check_integers
+
+SPLITS = ("train", "val", "test")
+_EXPECTED = (
+    "x.npy, either indptr.npy and indices.npy or edge_index.npy, and optionally edge_ids.npy, y.npy and "
+    "{train,val,test}_mask.npy or {train,val,test}_idx.npy"
+)
+
+
+def load_folder(
+    root: str | Path, mmap: bool = True, check: bool = True, labels: Labels = "classes"
+) -> Data | HeteroData:
+    """Read a graph from a folder of ``.npy`` files.
+
+    A folder with a folder ``nodes`` holds a graph with types (:func:`~lightning_gnn.graph.load_hetero_folder`). Else
+    expected are ``x.npy`` and a topology; labels and splits are optional:
+
+    - ``x.npy``: features, float32, float16 or bfloat16 ``[N, F]``; NumPy calls the last one ``V2``.
+    - ``indptr.npy``, ``indices.npy`` and optionally ``edge_ids.npy``: the topology as a :class:`CSCGraph` keeps it.
+    - ``edge_index.npy``, int32 or int64 ``[2, E]``, instead of these. It is sorted by target at the first load; from a
+      million edges on the result is kept in the user's cache (see ``lgnn cache``) until the file changes.
+    - ``y.npy``: class numbers, integers ``[N]`` or ``[N, 1]``. Floats are taken where they are whole numbers; NaN,
+      which stands for an unlabelled node, becomes -1. Or what ``labels`` says.
+    - ``train_mask.npy`` bool ``[N]`` or ``train_idx.npy`` int64 ``[n]``, and likewise ``val_…`` (or ``valid_…``) and
+      ``test_…``.
+
+    Args:
+        root: The folder.
+        mmap: Leave the arrays on disk and let the system page them in; writes never reach the files.
+        check: Look for ids out of range, one pass over the topology and the splits; a large topology that passed is
+            not read again until its files change. Features are not read. Without the check, an id out of range crashes
+            the sampler.
+        labels: What ``y.npy`` holds: ``"classes"``; ``"several"``, 0 or 1 for each label, ``[N, L]``; or ``"numbers"``,
+            ``[N]`` or ``[N, T]``. Of a graph with types, arrays are as they are.
+
+    Returns:
+        ``Data`` with ``x``, ``y`` int64 ``[N]`` (several: as it is; numbers: floating), the splits under the names of
+        their files (``valid_…`` as ``val_…``) and the topology as ``graph``, a :class:`CSCGraph`. There is no
+        ``edge_index``. Or ``HeteroData``.
+
+    Raises:
+        FileNotFoundError: The folder or a file that it needs is missing.
+        TypeError: An array of another dtype.
+        ValueError: A truncated file, a wrong shape or length, a node or edge out of range, a topology or a split that
+            is given twice, or an ``x.rows`` of an earlier release.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root} is no folder; expected one with {_EXPECTED}")
+    if is_hetero_folder(root):
+        return load_hetero_folder(root, mmap, check)
+    x = _features(root, mmap)
+    data = Data(x=x, graph=load_topology(root, x.size(0), mmap, check, f"x has {x.size(0)} rows, one per node"))
+    path = root / "y.npy"
+    if os.path.lexists(path):  # a link to nothing is a fault, and not the same as no file
+        data.y = _read_labels(path, labels, x.size(0), mmap)
+    for split in SPLITS:
+        found = [
+            path
+            for name in ((split, "valid") if split == "val" else (split,))
+            for path in (root / f"{name}_mask.npy", root / f"{name}_idx.npy")
+            if os.path.lexists(path)
+        ]
+        if len(found) > 1:
+            raise ValueError(f"{found[0]} and {found[1].name} both give the {split} split; remove one of them")
+        for path in found:
+            kind = path.stem.rpartition("_")[2]
+            data[f"{split}_{kind}"] = _split_nodes(path, kind, x.size(0), mmap, check)
+    return data
+
+
+def save_folder(data: Data, root: str | Path) -> Path:
+    """Write a graph as a folder that :func:`load_folder` reads.
+
+    Args:
+        data: ``x`` float32, float16 or bfloat16 ``[N, F]``, a topology (``edge_index``, ``adj_t`` or ``graph``), and
+            optionally ``y`` ``[N]`` and ``{train,val,test}_mask`` bool ``[N]`` or ``{train,val,test}_idx`` int64
+            ``[n]``.
+        root: The folder; it must not hold a graph yet.
+    """
+    root = Path(root)
+    check_node_data(data)
+    splits = [f"{split}_{kind}" for split in SPLITS for kind in ("mask", "idx") if f"{split}_{kind}" in data]
+    if unknown := set(data.keys()) - {"x", "y", "edge_index", "adj_t", "graph", "num_nodes", *splits}:
+        raise ValueError(f"a folder has no place for data.{', data.'.join(sorted(unknown))}; remove it from data first")
+    if data.get("x") is None:
+        raise ValueError("data has no x: a folder needs features, floating [num_nodes, num_features]")
+    arrays = {}
+    num_nodes = data.x.size(0)
+    if data.get("y") is not None:
+        arrays["y"] = class_numbers(data.y.detach().cpu(), num_nodes, "data.y")
+    for name in splits:
+        arrays[name] = check_nodes(data[name].detach().cpu(), num_nodes, f"data.{name}")
+    features = FeatureTable(data.x.detach().cpu())
+    graph = CSCGraph.from_data(data)
+    if graph.num_nodes != num_nodes:
+        raise ValueError(f"data.graph has {graph.num_nodes} nodes, but data.x has {num_nodes} rows")
+    for name in ("x", "edge_index", *TOPOLOGY, *arrays):
+        if os.path.lexists(root / f"{name}.npy"):
+            raise FileExistsError(f"{root} holds {name}.npy already; choose an empty folder")
+    topology = {name: getattr(graph, name) for name in TOPOLOGY}
+    save_arrays(root, {"x": features.values, **arrays, **topology})  # x gets its name last: without it, no graph
+    return root
+
+
+def _features(root: Path, mmap: bool) -> Tensor:
+    path = root / "x.npy"
+    refuse_rows(root)
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"{path} does not exist; expected {_EXPECTED}")
+    values = load_array(path, mmap)
+    try:
+        values = FeatureTable(values).values
+    except TypeError as error:
+        raise TypeError(f"{path}: {error}; convert it with x.astype(np.float32)") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return expect_scattered_reads(values) if mmap else values
+
+
+def _read_labels(path: Path, labels: Labels, num_nodes: int, mmap: bool) -> Tensor:
+    y = load_array(path, mmap)
+    if labels == "classes":
+        return class_numbers(y, num_nodes, str(path))
+    dims = {"several": (2,), "numbers": (1, 2)}.get(labels)
+    if dims is None:
+        raise ValueError(f"labels={labels!r} is unknown; use classes, several or numbers")
+    if y.dim() not in dims or y.size(0) != num_nodes or y.is_complex():
+        shape = "[N, L]" if labels == "several" else "[N] or [N, T]"
+        raise ValueError(
+            f"{path} is {y.dtype} {list(y.shape)}, but labels={labels!r} needs {shape}, and x has {num_nodes} rows"
+        )
+    return y.float() if labels == "numbers" and not y.is_floating_point() else y
+
+
+def class_numbers(y: Tensor, num_nodes: int, name: str) -> Tensor:
+    """Return labels ``[N]`` or ``[N, 1]`` as int64 ``[N]``, NaN as -1."""
+    if list(y.shape) not in ([num_nodes], [num_nodes, 1]):
+        raise ValueError(f"{name} has the shape {list(y.shape)}, but x has {num_nodes} rows: give one label per node")
+    if y.dtype == torch.bool or y.is_complex():
+        raise TypeError(f"{name} must be int64 (or floats, NaN where there is no label), but is {y.dtype}")
+    y = y.reshape(num_nodes)
+    if not y.is_floating_point():
+        return y.to(torch.int64)
+    labels = y.masked_fill(y.isnan(), -1.0)
+    if bool((bad := (labels != labels.trunc()) | labels.isinf()).any()):
+        node = int(bad.nonzero()[0])
+        raise ValueError(
+            f"{name} holds {float(y[node])} for node {node}, but labels are class numbers: 0, 1, 2, …; "
+            "for other numbers give task=regression (in Python, labels='numbers')"
+        )
+    return labels.to(torch.int64)
+
+
+def _split_nodes(path: Path, kind: str, num_nodes: int, mmap: bool, check: bool) -> Tensor:
+    nodes = load_array(path, mmap)
+    if (nodes.dtype == torch.bool) != (kind == "mask"):
+        wanted = "bool; node ids belong in …_idx.npy" if kind == "mask" else "int64; a mask belongs in …_mask.npy"
+        raise TypeError(f"{path} is {nodes.dtype}, but must be {wanted}")
+    if not check and kind == "idx":
+        check_integers(nodes, str(path))
+        return nodes.to(torch.int64)
+    try:
+        return check_nodes(nodes, num_nodes, str(path))
+    except ValueError as error:
+        raise ValueError(f"{error}; x.npy has {num_nodes} rows, one per node") from None

@@ -1,0 +1,149 @@
+"""The topology in a folder: arrays in CSC order, memory-mapped, or an edge list, which is kept sorted if it is long."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gnn.features.arrays import check_room, create_array, load_array, save_arrays
+from lightning_gnn.graph.csc import (
+    CSCGraph,
+    check_edge_index,
+    check_ids,
+    check_integers,
+    index_dtype,
+    sort_by_target,
+)
+from lightning_gnn.graph.prefetch_lists import expect_list_reads
+from lightning_gnn.runtime.store import checked_once, checksum, kept
+
+TOPOLOGY = ("indptr", "indices", "edge_ids")
+KEPT_FROM = 1_000_000  # edge lists with so many edges or more are kept sorted
+CHECKED_ONCE = 1 << 26  # bytes of a topology from which it is remembered that its ids were checked
+
+
+def write_csc(
+    edge_index: Tensor, num_nodes: int, folder: str | Path, edge_ids: bool = True, num_sources: int | None = None
+) -> None:
+    """Sort an edge list by target straight into the files of a folder, holding only ``16 * N`` bytes in memory.
+
+    Args:
+        edge_index: Sources and targets, int32 or int64 ``[2, E]``, memory-mapped if it is large.
+        folder: Where to write ``indptr.npy``, ``indices.npy`` and, where the orders differ, ``edge_ids.npy``.
+        edge_ids: Keep ``edge_ids.npy``; without it, edges are numbered in CSC order.
+        num_sources: Number of nodes that edges come from, where these are of another type than the targets, of which
+            there are then ``num_nodes``.
+    """
+    folder = Path(folder)
+    check_edge_index(edge_index)
+    num_sources = num_nodes if num_sources is None else num_sources
+    for side, count in enumerate((num_sources, num_nodes)):
+        check_ids(edge_index[side], count, f"edge_index[{side}]")
+    row, col = edge_index[0].numpy(), edge_index[1].numpy()
+    dtypes = {"indices": index_dtype(num_sources), "edge_ids": index_dtype(row.size)}
+    needed = 8 * num_nodes + sum(row.size * np.dtype(dtype).itemsize for dtype in dtypes.values())
+    folder.mkdir(parents=True, exist_ok=True)
+    check_room(folder, needed + (1 << 20))
+    indices, order = (
+        np.asarray(create_array(folder / f"{name}.npy", dtype, (row.size,))) for name, dtype in dtypes.items()
+    )
+    indptr = sort_by_target(row, col, num_nodes, indices, order)
+    del indices, order  # Windows removes no file that is mapped
+    save_arrays(folder, {"indptr": indptr})
+    block = 1 << 24
+    in_order = all(
+        bool((col[at + 1 : at + 1 + block] >= col[at : at + block][: col.size - 1 - at]).all())
+        for at in range(0, col.size, block)
+    )
+    if in_order or not edge_ids:
+        (folder / "edge_ids.npy").unlink()
+
+
+def is_sorted(folder: Path) -> bool:
+    """Say whether a folder holds a topology in CSC order, or a part of one."""
+    return any(os.path.lexists(folder / f"{name}.npy") for name in TOPOLOGY[:2])
+
+
+def is_kept(edge_index: Tensor | None) -> bool:
+    """Say whether an edge list is so long that it is kept sorted."""
+    return edge_index is not None and edge_index.dim() == 2 and edge_index.size(1) >= KEPT_FROM
+
+
+def load_topology(
+    folder: Path, num_nodes: int, mmap: bool, check: bool, counted: str, num_sources: int | None = None
+) -> CSCGraph:
+    """Read ``indptr.npy``, ``indices.npy`` and perhaps ``edge_ids.npy``, or ``edge_index.npy``, which is sorted."""
+    edge_index = folder / "edge_index.npy"
+    if os.path.lexists(edge_index):
+        present = [name for name in TOPOLOGY[:2] if os.path.lexists(folder / f"{name}.npy")]
+        if present:
+            raise ValueError(f"{edge_index} and {present[0]}.npy both give the topology; remove one of them")
+        return _sorted_edges(edge_index, num_nodes, mmap, counted, num_sources)
+    for name in TOPOLOGY[:2]:
+        if not os.path.lexists(folder / f"{name}.npy"):
+            raise FileNotFoundError(
+                f"{folder / name}.npy does not exist; expected indptr.npy and indices.npy, or edge_index.npy"
+            )
+    graph = _load_csc(folder, mmap, check, num_sources)
+    if graph.num_nodes != num_nodes:
+        raise ValueError(
+            f"{folder / 'indptr.npy'} has {graph.num_nodes + 1} entries, but {counted}, and so it needs "
+            f"{num_nodes + 1}; write both for the same nodes"
+        )
+    return graph
+
+
+def _load_csc(folder: Path, mmap: bool, check: bool, num_sources: int | None) -> CSCGraph:
+    """Like :meth:`CSCGraph.load`, with messages that name the files, and without the passes over them if wished."""
+    paths = [folder / f"{name}.npy" for name in TOPOLOGY]
+    arrays = [load_array(path, mmap) if os.path.lexists(path) else None for path in paths]
+    indptr, indices, edge_ids = arrays
+    try:
+        if indptr is None or indices is None:
+            raise ValueError("indptr or indices is missing")
+        whole = partial(CSCGraph.from_csc, indptr, indices, edge_ids, num_sources)
+        if check and sum(array.nbytes for array in arrays if array is not None) < CHECKED_ONCE:
+            return whole()
+        if check:
+            checked_once([path for path in paths if path.exists()], whole)
+        for name, array in zip(TOPOLOGY, arrays, strict=True):
+            if array is not None:
+                check_integers(array, name)
+                if array.dim() != 1 or (array is edge_ids and array.numel() != indices.numel()):
+                    raise ValueError(f"{name} must hold one entry per edge, but has the shape {list(array.shape)}")
+        if not indptr.numel() or int(indptr[-1]) != indices.numel():
+            raise ValueError(f"indptr must end at the number of edges, {indices.numel()}")
+        lists = expect_list_reads(indices) if mmap else indices
+        return CSCGraph(indptr.to(torch.int64).contiguous(), lists.contiguous(), edge_ids, source_count=num_sources)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"the topology in {folder} ({', '.join(path.name for path in paths)}): {error}") from None
+
+
+def _sorted_edges(path: Path, num_nodes: int, mmap: bool, counted: str, num_sources: int | None) -> CSCGraph:
+    edge_index = load_array(path, mmap)
+    try:
+        check_edge_index(edge_index)
+        if not is_kept(edge_index):
+            return CSCGraph.from_edge_index(edge_index, num_nodes, num_sources)
+        path = path.resolve()
+
+        def read(folder: Path) -> CSCGraph:
+            graph = _load_csc(folder / "csc", mmap, False, num_sources)
+            if (graph.num_nodes, graph.num_edges) != (num_nodes, edge_index.size(1)):
+                raise ValueError(f"it has {graph.num_nodes} nodes and {graph.num_edges} edges")
+            return graph
+
+        graph = kept(
+            "topology",
+            checksum("sorted edges 1", str(path), num_nodes, *(() if num_sources is None else (num_sources,))),
+            lambda folder: write_csc(edge_index, num_nodes, folder / "csc", num_sources=num_sources),
+            read,
+            title=f"{path}, {num_nodes} nodes",
+            sources=[path],
+        )
+        return CSCGraph.from_edge_index(edge_index, num_nodes, num_sources) if graph is None else graph
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}; {counted}") from None

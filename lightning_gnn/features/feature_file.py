@@ -1,0 +1,96 @@
+"""Features as rows of a ``.npy`` file, read from disk without mapping it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gnn.features.arrays import check_file, load_array
+from lightning_gnn.features.table import FEATURE_DTYPES
+from lightning_gnn.runtime.mapped_files import MappedFiles
+
+BLOCK_BYTES = 4096  # what a disk reads at least, and where direct reads begin and end
+
+
+@dataclass(frozen=True)
+class FeatureFile:
+    """Where the rows of a ``.npy`` file lie, one after another."""
+
+    path: str
+    dtype: torch.dtype  # float32, float16 or bfloat16
+    num_rows: int
+    num_columns: int  # features of a row
+    offset: int  # where the first row begins, in bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.num_columns * self.dtype.itemsize
+
+    @classmethod
+    def open(cls, path: str | Path) -> FeatureFile:
+        """Read where the rows of a file lie."""
+        path = Path(path)
+        check_file(path)
+        if path.suffix == ".rows":
+            raise ValueError(rows_are_gone(path))
+        values = load_array(path)
+        if values.dtype not in FEATURE_DTYPES:
+            raise TypeError(f"{path}: features must be float32, float16 or bfloat16, but are {values.dtype}")
+        if values.dim() != 2 or not values.numel() or not values.is_contiguous():
+            shape = f"{list(values.shape)}{'' if values.is_contiguous() else ', by column'}"
+            raise ValueError(f"{path}: features must be rows [num_nodes, num_features], but are {shape}")
+        rows, columns = (int(length) for length in values.shape)
+        return cls(str(path), values.dtype, rows, columns, path.stat().st_size - values.nbytes)
+
+    @classmethod
+    def behind(cls, values: Tensor) -> FeatureFile | None:
+        """Return the file that a memory-mapped table shows; None if it lies in memory.
+
+        Args:
+            values: float32, float16 or bfloat16 ``[num_nodes, num_features]``.
+        """
+        if values.dtype not in FEATURE_DTYPES or values.dim() != 2 or not values.is_contiguous():
+            return None
+        if (part := MappedFiles().find(values)) is None:
+            return None
+        offset = part.offset + values.storage_offset() * values.element_size()
+        rows, columns = (int(length) for length in values.shape)
+        return cls(part.path, values.dtype, rows, columns, int(offset))
+
+    def read_some(self, ids: Tensor) -> Tensor:
+        """Return a few rows, read one by one; :class:`DiskFeatures` reads many.
+
+        Args:
+            ids: Which, int64 ``[n]``.
+
+        Returns:
+            ``[n, num_columns]`` of ``dtype``.
+        """
+        raw = np.empty((ids.numel(), self.row_bytes), np.uint8)
+        with open(self.path, "rb", buffering=0) as file:
+            for place, row in enumerate(ids.tolist()):
+                file.seek(self.offset + row * self.row_bytes)
+                if file.readinto(raw[place].data) != self.row_bytes:
+                    raise ValueError(f"{self.path} ends before row {row}: it is truncated; write it again")
+        return torch.from_numpy(raw).view(self.dtype)
+
+
+def refuse_rows(folder: Path) -> None:
+    """Refuse a folder of an earlier release, whose features lie in ``x.rows``."""
+    path = folder / "x.rows"
+    if os.path.lexists(path) and not os.path.lexists(folder / "x.npy"):
+        raise ValueError(rows_are_gone(path))
+
+
+def rows_are_gone(path: Path) -> str:
+    """Return what to say of a ``.rows`` file."""
+    return (
+        f"{path} is a file of an earlier release, which is not read any more: write the features again as x.npy, with "
+        "lgnn convert or FeatureTable(x).save"
+    )

@@ -1,0 +1,236 @@
+"""What a graph, its attributes and its mini-batches want of a device's memory, and the plan for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.sampler.base import SubgraphType
+
+from lightning_gnn.features.disk_features import DiskFeatures
+from lightning_gnn.features.hot_cache import SECTOR_BYTES, Cacheable, hottest_of_types, row_cost
+from lightning_gnn.features.table import FeatureTable
+from lightning_gnn.gpu_sampling.access_counts import Reads
+from lightning_gnn.gpu_sampling.budget import Part, Placement, place_parts
+from lightning_gnn.gpu_sampling.shards import LIST_SHIFT, ROW_SHIFT, Dealt
+from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
+
+TOPOLOGY = "topology"
+_ALL_THERE = ("device", "shard")
+START_EDGES = 1 << 22
+"""Edges for which the kernels take scratch memory at first (``DeviceSampler.START_EDGES``)."""
+At = tuple[Any, str]
+"""An attribute: its type, None where there is one, and its name."""
+_FIRST, _MOST = 8, 128
+"""Mini-batches that are sampled to begin with, and at most."""
+_SETTLED = 0.01
+"""What twice as many mini-batches must add to the hit rate to go on."""
+_SPREAD = 1.25
+"""How much larger than their mean mini-batches may be."""
+
+
+@dataclass(frozen=True, eq=False)
+class Demand:
+    """What wants to be on a device.
+
+    Args:
+        sampler: On the CPU, of the training mini-batches.
+        tables: Matrices of node and edge features, in host memory.
+        others: Further attributes, which are always on the device.
+        of_edges: Which of the attributes are those of edges.
+        by_row: Which of ``others`` mini-batches have rows of.
+        on_disk: Matrices of which mini-batches alone have rows on the device.
+        topology: Its place: ``"device"``, ``"shard"``, ``"pinned"`` or ``"auto"``.
+        features: That of the tables.
+        quantize: Whether ``x`` is stored as int8.
+        cache_rows: Rows of ``x``, of all types, with the most out-edges, that the device holds.
+        cache_bytes: Of caches by measured benefit, at most; None: what is left.
+        held: Mini-batches, with their features, on the device at a time.
+        bulk: Mini-batches that are sampled in one launch, at most.
+        queue: Whether a task queue samples.
+        gpus: Of the machine, to which tables may be dealt out.
+    """
+
+    sampler: NeighborSampler
+    tables: Mapping[At, FeatureTable]
+    others: Mapping[At, Tensor]
+    of_edges: Collection[At]
+    by_row: Collection[At]
+    on_disk: Mapping[At, DiskFeatures]
+    topology: str = "auto"
+    features: str = "auto"
+    quantize: bool = False
+    cache_rows: int = 0
+    cache_bytes: int | None = 0
+    held: int = 3
+    bulk: int = 8
+    queue: bool = False
+    gpus: int = 1
+
+    def plan(self, memory: int, read: Callable[[range], Reads]) -> Placement:
+        """Plan for a device with so many free bytes.
+
+        Where all fits, one mini-batch tells how large they are. Else more are sampled, twice as many each time, until
+        what is planned by the earlier half serves the later half hardly better than the plan before did.
+        """
+        seen = read(range(1))
+        plan = self._plan(memory, seen)
+        if not any(part.place == "pinned" for part in plan.parts):
+            return plan
+        if seen.num_batches and any(seen.rows[name].any() for name in seen.rows):
+            seen, rate = seen + read(range(1, _FIRST)), -1.0
+            while True:
+                plan = self._plan(memory, seen)
+                more = read(range(seen.num_batches, 2 * seen.num_batches))
+                before, rate = rate, plan.rate(self.parts(more))
+                seen += more
+                if rate - before < _SETTLED or seen.num_batches >= _MOST:
+                    break
+            # What it serves of mini-batches that it has not seen is what it will serve.
+            plan = self._plan(memory, seen)
+            if self.gpus > 1:  # caches look better to what they are made by than to the rest; shards do not
+                without = self._plan(memory, seen, 0)
+                if (dealt := without.rate(self.parts(more))) > rate:
+                    plan, rate = without, dealt
+            plan = replace(plan, hit_rate=rate, num_batches=seen.num_batches)
+        return plan
+
+    def _plan(self, memory: int, reads: Reads, cache_bytes: int | None = None) -> Placement:
+        most = self.cache_bytes if cache_bytes is None else cache_bytes
+        fixed = sum(value.nbytes for value in self.others.values())
+        bulk = self.bulk_size(memory, reads)
+        plan = place_parts(self.parts(reads), memory, buffers=self.buffers(bulk, reads), fixed=fixed, cache_bytes=most)
+        return replace(plan, bulk=bulk)
+
+    def parts(self, reads: Reads) -> list[Part]:
+        """Return the topology and the tables, with what some mini-batches read of them."""
+        return [self._topology(reads), *(self._table(at, reads) for at in self.tables)]
+
+    @staticmethod
+    def name_of(at: At) -> str:
+        """Return what a table is called: ``data.x``."""
+        return f"data.{at[1]}" if at[0] is None else f"data[{at[0]!r}].{at[1]}"
+
+    def _topology(self, reads: Reads) -> Part:
+        graph, whole = self.sampler.graph, self.sampler.whole_graph
+        relations = [graph] if isinstance(graph, CSCGraph) else [*graph.relations.values()]
+        offsets = sum(relation.indptr.nbytes for relation in relations)  # always on the device
+        twice = self.sampler.subgraph_type == SubgraphType.induced and whole is not graph
+        total = graph.num_bytes + (whole.num_bytes if twice else 0)
+        # A random read of a neighbour, and one of the edge's place in the user's order where it has rows.
+        reads_per_edge = 1 + (bool(self.of_edges) and any(relation.edge_ids is not None for relation in relations))
+        cost = float(sum(reads.edges.values()) * SECTOR_BYTES * reads_per_edge)
+        hot = None
+        if reads.lists is not None and isinstance(graph, CSCGraph) and self._is_plain and self._caches:
+            sizes = graph.in_degrees.numpy() * graph.indices.element_size()
+            hot = Cacheable(_array(reads.lists), sizes, SECTOR_BYTES, 8 * graph.num_nodes)
+        dealt = None
+        if self._is_plain and isinstance(graph, CSCGraph) and not twice:
+            ids = 0 if graph.edge_ids is None else graph.edge_ids.element_size()
+            rows = Dealt(graph.num_edges, self.gpus, LIST_SHIFT).size
+            dealt = offsets + rows * (graph.indices.element_size() + ids)
+        return Part(TOPOLOGY, total, self.topology, cost, offsets, hot, None, dealt, self.gpus)
+
+    def _table(self, at: At, reads: Reads) -> Part:
+        table, name = self.tables[at], self.name_of(at)
+        width, scale = self._row_bytes(at)
+        total = table.num_nodes * (width + scale)
+        dealt = Dealt(table.num_nodes, self.gpus, ROW_SHIFT).size * width + scale * table.num_nodes
+        if at in self.of_edges:
+            return Part(
+                name, total, self.features, float(row_cost(width) * reads.edges[at[0]]), 0, None, None, dealt, self.gpus
+            )
+        counts, cost = _array(reads.rows[at[0]]), float(row_cost(width))
+        sizes, lookup = np.full(table.num_nodes, width, np.int64), (4 + scale) * table.num_nodes
+        hot = Cacheable(counts, sizes, cost, lookup) if self._caches or self.cache_rows else None
+        part = Part(name, total, self.features, float(counts.sum() * cost), 0, hot, None, dealt, self.gpus)
+        if self.cache_rows:
+            kept = self._rows.get(at, torch.empty(0, dtype=torch.int64))
+            part = replace(part, kept=kept, pinned_bytes=lookup * bool(kept.numel()) + width * kept.numel())
+        return part
+
+    @cached_property
+    def _rows(self) -> dict[At, Tensor]:
+        """Which rows ``cache_rows`` asks for, of each ``x`` that may be in host memory, int64 ``[n]``."""
+        graph = self.sampler.graph
+        names = [
+            at for at in self.tables if at[1] == "x" and at not in self.of_edges and self.features not in _ALL_THERE
+        ]
+        return hottest_of_types({at: _out_degrees(graph, at[0]) for at in names}, self.cache_rows) if names else {}
+
+    def buffers(self, bulk: int, reads: Reads) -> int:
+        """Return the bytes of mini-batches and of the kernels' scratch memory."""
+        count = max(reads.num_batches, 1)
+        nodes = {name: _SPREAD * float(rows.sum()) / count for name, rows in reads.rows.items()}
+        edges = {name: _SPREAD * number / count for name, number in reads.edges.items()}
+        num_nodes, num_edges = sum(nodes.values()), sum(edges.values())
+        topology, features = 8 * num_nodes + 24 * num_edges, 0.0
+        for at in [*self.tables, *self.on_disk, *self.by_row]:
+            features += (edges if at in self.of_edges else nodes)[at[0]] * self._out_bytes(at)
+        graph = self.sampler.graph
+        sizes = graph.sizes.values() if hasattr(graph, "sizes") else [graph.num_nodes]
+        total = sum(graph.num_edges.values()) if isinstance(graph.num_edges, dict) else graph.num_edges
+        hops = len(self.sampler.num_neighbors) if isinstance(self.sampler.num_neighbors, list) else 1
+        capacity = max(bulk * num_edges, min(START_EDGES, bulk * (hops * total + 2 * num_nodes)))
+        words = 0 if self.sampler.disjoint else sum(sizes) * (12 if self.queue else 8 * bulk)
+        per_edge = 80 if self.sampler.disjoint else 12
+        scratch = words + per_edge * capacity + 8 * min(capacity, bulk * (sum(sizes) + num_nodes))
+        return int(scratch + bulk * topology + self.held * (topology + features))
+
+    def bulk_size(self, memory: int, reads: Reads) -> int:
+        """Return how many mini-batches are sampled in one launch: all buffers take a quarter of the memory at most, or
+        it is one; the words of nodes, which grow with the graph, take an eighth.
+        """
+        graph = self.sampler.graph
+        if not isinstance(graph, CSCGraph) or not self._is_plain or self.queue or self.sampler.disjoint:
+            return 1
+        bulk = max(1, min(self.bulk, memory // 8 // (8 * max(graph.num_nodes, 1))))
+        while bulk > 1 and self.buffers(bulk, reads) > memory // 4:
+            bulk //= 2
+        return bulk
+
+    @property
+    def _is_plain(self) -> bool:
+        return not beyond_plain(self.sampler)
+
+    @property
+    def _caches(self) -> bool:
+        return self.cache_bytes is None or self.cache_bytes > 0
+
+    def _row_bytes(self, at: At) -> tuple[int, int]:
+        """Return the bytes of a stored row, and of its scale."""
+        table = self.tables[at]
+        if table.scales is not None or (self.quantize and at[1] == "x"):
+            return table.num_features, 4
+        return table.row_bytes, 0
+
+    def _out_bytes(self, at: At) -> float:
+        """Return the bytes of a row in a mini-batch."""
+        if at in self.on_disk:
+            return self.on_disk[at].row_bytes
+        if at not in self.tables:
+            value = self.others[at]
+            return value.nbytes / max(value.size(0), 1)
+        table = self.tables[at]
+        return table.num_features * (4 if self._row_bytes(at)[1] else table.dtype.itemsize)
+
+
+def _out_degrees(graph: Any, name: Any) -> Tensor:
+    """Return how many edges come from each node of a type, int64 ``[num_nodes]``."""
+    if isinstance(graph, CSCGraph):
+        return graph.out_degrees
+    degrees = torch.zeros(graph.sizes[str(name)], dtype=torch.int64)
+    for (source, _, _), relation in graph.relations.items():
+        if source == name:
+            degrees += relation.out_degrees
+    return degrees
+
+
+def _array(counts: Tensor) -> Any:
+    return counts.numpy()

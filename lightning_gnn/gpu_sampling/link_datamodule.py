@@ -1,0 +1,57 @@
+"""Link-level training on neighbourhoods that a GPU samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling
+
+from lightning_gnn.datamodules.link import LinkDataModule
+from lightning_gnn.gpu_sampling.placement import PlacedOnGPU
+
+
+class PersistentLinkDataModule(PlacedOnGPU, LinkDataModule):
+    """Mini-batches of edges, sampled and gathered by the GPU that trains on them: those of :class:`LinkDataModule`.
+
+    The neighbourhoods of both ends, also of negative edges, are one launch. The graph and the features are placed when
+    the first loader is made, on the trainer's device. On a machine without a GPU it says so in one line, and is a
+    :class:`LinkDataModule`.
+
+    Args:
+        *args: Graph and edges of :class:`~lightning_gnn.LinkDataModule`.
+        **kwargs: Its further arguments, such as ``neg_sampling``, ``time_attr`` or ``exclude_seed_edges``, and of
+            :class:`~lightning_gnn.PersistentSamplerDataModule` what lies where: ``topology``, ``features``,
+            ``cache_rows``, ``cache_bytes``, ``quantize``, ``mode``, ``fetch_size``, ``prefetch``, ``device``,
+            ``device_memory`` and ``gpus``.
+
+    Raises:
+        TypeError: ``bulk``, which is for mini-batches of nodes.
+        ValueError: What :class:`~lightning_gnn.LinkDataModule` refuses; an unknown place; a cache for features on the
+            device.
+        RuntimeError: Page-locked memory was refused, when the first loader is made.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from lightning_gnn import PersistentLinkDataModule
+        >>> path = Data(x=torch.eye(5), edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]))
+        >>> datamodule = PersistentLinkDataModule(
+        ...     path, num_neighbors=[1], neg_sampling_ratio=1, batch_size=4, shuffle=False
+        ... )
+        >>> batch = next(iter(datamodule.train_dataloader()))
+        >>> batch.edge_label.tolist(), batch.n_id[batch.edge_label_index[:, :4].to(batch.n_id.device)].tolist()
+        ([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0], [[0, 1, 2, 3], [1, 2, 3, 4]])
+    """
+
+    on_cpu = "LinkDataModule"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if "bulk" in kwargs:
+            raise TypeError("there is no option bulk: mini-batches of edges are sampled one by one; leave it out")
+        super().__init__(*args, bulk=1, **kwargs)
+
+    def _training_seeds(self) -> tuple[EdgeSamplerInput, NegativeSampling | None]:
+        edges, labels = self._edges["train"]
+        assert edges is not None
+        inputs = EdgeSamplerInput(None, edges[0], edges[1], labels, self._times["train"], self._types["train"])
+        return inputs, self.neg_sampling

@@ -1,0 +1,276 @@
+"""What of a graph lies on the GPU that samples it, in page-locked memory, or in a cache of hot rows and lists."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
+from typing_extensions import override
+
+from lightning_gnn.datamodules.base import MiniBatchDataModule
+from lightning_gnn.features.disk_features import DiskFeatures
+from lightning_gnn.features.memory_pool import pinned
+from lightning_gnn.features.table import FEATURE_DTYPES, FeatureTable
+from lightning_gnn.gpu_sampling.access_counts import Reads, count_reads
+from lightning_gnn.gpu_sampling.budget import Placement
+from lightning_gnn.gpu_sampling.demand import TOPOLOGY, Demand
+from lightning_gnn.gpu_sampling.options import PlacementOptions
+from lightning_gnn.gpu_sampling.pipeline import DevicePipeline
+from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler, check_dealt, find_gpu
+from lightning_gnn.gpu_sampling.shards import LocalMachine, ShardedTable, meet_on_machine
+from lightning_gnn.gpu_sampling.stream_prefetcher import prefetch_on_stream
+from lightning_gnn.graph.stores import name_of, of_edges, of_nodes, stores_of
+from lightning_gnn.runtime.memory_info import available_bytes
+from lightning_gnn.sampling.neighbor import NeighborSampler
+
+_EVALUATION = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "labor", "subgraph_type")
+"""What of the sampler may be another one in evaluation."""
+
+
+class PlacedOnGPU(MiniBatchDataModule):
+    """Mixed into a DataModule: its graph and features lie where a GPU reads them, which samples and gathers.
+
+    The arguments are those of :class:`~lightning_gnn.PersistentSamplerDataModule`.
+    """
+
+    on_cpu: ClassVar[str]
+    """The class that samples the same mini-batches on the CPU."""
+
+    def __init__(
+        self,
+        *args: Any,
+        topology: str = "auto",
+        features: str = "auto",
+        cache_rows: int = 0,
+        cache_bytes: int | str = 0,
+        quantize: bool = False,
+        mode: str = "fused",
+        fetch_size: int = 128,
+        prefetch: int = 2,
+        bulk: int = 8,
+        device: torch.device | str | None = None,
+        device_memory: int | str | None = None,
+        gpus: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        placing = PlacementOptions(
+            topology, features, cache_rows, cache_bytes, quantize, mode, fetch_size, prefetch, bulk, device,
+            device_memory, gpus,
+        )  # fmt: skip
+        if "tables" in kwargs:
+            raise TypeError(f"there is no option tables: {type(self).__name__} makes them on its device")
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.graph_sampler, NeighborSampler):
+            raise TypeError(
+                f"{type(self).__name__} samples by kernels of its own, so it cannot take the sampler "
+                f"{type(self.graph_sampler).__name__}; use {self.on_cpu} with it"
+            )
+        if self._disk is not None and (asked := placing.in_memory_alone()):
+            raise ValueError(
+                f"{asked[0]} is for features in memory, but with memory= those on disk come by way of the host; leave "
+                "one of them out"
+            )
+        self.placement_options = placing
+        self._placement: Placement | None = None
+        self._bulk = 1
+        self._placed_on: torch.device | str | None = None
+        self._placed_data = self.data
+        self._tables: dict[Any, FeatureTable | ShardedTable | DiskFeatures] = {}
+        self._samplers: dict[str, Any] = {}
+        if placing.topology == "shard":
+            check_dealt(self.graph_sampler, self.eval_graph_sampler)
+
+    def _training_seeds(self) -> tuple[NodeSamplerInput | EdgeSamplerInput, NegativeSampling | None]:
+        """Return what mini-batches of the training set are sampled for, and what negative edges they have."""
+        raise NotImplementedError
+
+    @override
+    def make_loader(self, stage: str) -> Any:
+        if stage != "train" and self.inference is not None:
+            return super().make_loader(stage)
+        device = self._device()
+        if device is None:
+            if self._placed_on is None:
+                self._meet(None)
+                rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
+                self._placed_on = "cpu"
+            return super().make_loader(stage)
+        if self._placed_on != device:
+            self._place(device, stage)
+        return self.sampled_loader(
+            stage,
+            self._placed_data,
+            self._samplers["train" if stage == "train" else "eval"],
+            **{**self._from_disk(stage), "tables": self._tables},
+            pipeline=partial(DevicePipeline, device=device),
+            prefetcher=partial(prefetch_on_stream, depth=self.placement_options.prefetch, bulk=self._bulk),
+            # A stream prepares ahead of training; threads would take turns to launch on it.
+            num_workers=0,
+            pin_memory=False,
+        )
+
+    def _device(self) -> torch.device | None:
+        if self.placement_options.device is not None:
+            return find_gpu(self.placement_options.device)
+        if self.trainer is not None:
+            root = self.trainer.strategy.root_device
+            return find_gpu(root) if root.type == "cuda" else None
+        return find_gpu()
+
+    @property
+    def placement(self) -> Placement | None:
+        """What lies where on the GPU; None before the first loader is made, and without one."""
+        return self._placement
+
+    def plan_placement(self, device: torch.device | None = None) -> Placement:
+        """Say what would lie where on a GPU, without copying anything there.
+
+        Args:
+            device: By default that of the first loader; needed where ``device_memory`` does not say what is free.
+        """
+        return self._demand(self.placement_options.gpus or 1).plan(
+            self._memory(device or self._device()), self._count_reads
+        )
+
+    def _memory(self, device: torch.device | None) -> int:
+        if self.placement_options.memory_budget is not None:
+            return self.placement_options.memory_budget
+        if device is None:
+            raise ValueError("there is no GPU to plan for; say how much memory one would have, as device_memory='80GB'")
+        return available_bytes(device) or 0
+
+    def _meet(self, device: torch.device | None) -> LocalMachine | None:
+        """Return the ranks of this machine among whose GPUs tables may be sharded; None where there is one at most.
+
+        Collective: every rank must call this, also one without a GPU, as a CPU trainer of hyscale is.
+        """
+        places = {"topology": self.placement_options.topology, "features": self.placement_options.features}
+        sharded = [f"{name}='shard'" for name, place in places.items() if place == "shard"]
+        machine = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            if not sharded and "auto" not in places.values():
+                return None
+            machine = meet_on_machine(device)
+        if device is None:
+            return None
+        size = 1 if machine is None else machine.size
+        if (gpus := self.placement_options.gpus) not in (None, size):
+            raise ValueError(f"gpus={gpus}, but the run has {size} on this machine: leave it out, or start as many")
+        if machine is None or size == 1:
+            return None
+        if sharded and machine.obstacle:
+            raise ValueError(f"cannot use {', '.join(sharded)}: {machine.obstacle}; use 'auto', 'device' or 'pinned'")
+        return None if machine.obstacle else machine
+
+    def _demand(self, gpus: int = 1, stage: str = "train") -> Demand:
+        """Return what of the graph and of mini-batches wants to be on the device."""
+        data, on_disk = self.data, self._disk_tables(stage)
+        tables: dict[Any, FeatureTable] = {}
+        disk_tables: dict[Any, DiskFeatures] = {}
+        others = {}
+        of_rows = [(name, key) for name, store in stores_of(data) for key in store if of_nodes(store, key)]
+        edges = {(name, key) for name, store in stores_of(data) for key in store if of_edges(store, key)}
+        for name, store in stores_of(data):
+            for key in store:
+                value = _as_tensor(store[key])
+                # What is trained stays the user's own tensor; so do attributes that are no numbers.
+                if name_of(store, key) in on_disk:
+                    disk_tables[name, key] = on_disk[name_of(store, key)]
+                    continue
+                if key in ("num_nodes", "edge_index", "adj_t") or not isinstance(value, Tensor) or value.requires_grad:
+                    continue
+                at, by_row = (name, key), (name, key) in of_rows or (name, key) in edges
+                if by_row and _is_table(value) and key != "y":
+                    tables[at] = FeatureTable(value)
+                else:
+                    others[at] = value
+        return Demand(
+            self.graph_sampler,
+            tables,
+            others,
+            edges,
+            [at for at in others if at in edges or at in of_rows],
+            disk_tables,
+            self.placement_options.topology,
+            self.placement_options.features,
+            self.placement_options.quantize,
+            self.placement_options.cache_rows,
+            self.placement_options.cache_budget,
+            self._held,
+            self.placement_options.bulk,
+            self.placement_options.mode == "persistent",
+            gpus,
+        )
+
+    @property
+    def _held(self) -> int:
+        """Mini-batches on the device at a time: those ahead, the one that is trained on, the one before it."""
+        return self.placement_options.prefetch + 2
+
+    def _count_reads(self, batches: range) -> Reads:
+        inputs, negatives = self._training_seeds()
+        return count_reads(self.graph_sampler, inputs, self.batch_size, batches, self.seed, negatives)
+
+    def _place(self, device: torch.device, stage: str) -> None:
+        """Copy graph, features and other attributes to where they are read."""
+        machine = self._meet(device)
+        demand = self._demand(1 if machine is None else machine.size, stage)
+        memory = self._memory(device)
+        if machine is None:
+            plan = demand.plan(memory, self._count_reads)
+        else:  # all do the same, by the least memory that one of them has
+            memory = min(machine.gather(memory))
+            plan = machine.first(lambda: demand.plan(memory, self._count_reads))
+        self._placement = plan
+        self._bulk = plan.bulk
+        rank_zero_info(f"persistent sampling: {plan}")
+        self._placed_data, self._tables = copy.copy(self.data), {**self._disk_tables(stage)}
+        for at, table in demand.tables.items():
+            name, attribute = demand.name_of(at), at[1] if at[0] is None else at
+            if self.placement_options.quantize and at[1] == "x":
+                table = table.quantized()
+            placed: FeatureTable | ShardedTable
+            if plan[name].place == "device":
+                placed = table.to(device)
+            elif plan[name].place == "shard":
+                assert machine is not None
+                scales = None if table.scales is None else table.scales.to(device)
+                placed = ShardedTable(machine.share(table.values), scales)
+            else:
+                read = pinned(table, table.num_nodes * table.row_bytes, device, name)
+                placed = read.cached(plan[name].nodes, device) if plan[name].nodes.numel() else read
+            self._tables[attribute] = placed
+        for (kind, key), value in demand.others.items():
+            part = self._placed_data if kind is None else self._placed_data[kind]
+            part[key] = value.to(device)
+        topology = plan[TOPOLOGY]
+        train = PersistentNeighborSampler.of(
+            self.graph_sampler,
+            device=device,
+            topology=topology.place,
+            mode=self.placement_options.mode,
+            fetch_size=self.placement_options.fetch_size,
+            hot_nodes=topology.nodes if topology.nodes.numel() else None,
+            machine=machine,
+        )
+        train.seed = self.seed
+        evaluation = train.with_options(**{name: getattr(self.eval_graph_sampler, name) for name in _EVALUATION})
+        self._samplers = {"train": train, "eval": evaluation}
+        self._placed_on = device
+
+
+def _as_tensor(value: Any) -> Any:
+    """Return what mini-batches would hold as a tensor as one: arrays of numbers."""
+    numbers = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
+    return torch.from_numpy(value) if numbers else value
+
+
+def _is_table(value: Tensor) -> bool:
+    return value.dim() == 2 and value.dtype in FEATURE_DTYPES

@@ -1,0 +1,187 @@
+"""What a resource manager decided: one line each for people, one JSON line each for a replay."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, Stage, TaskMapping
+from lightning_gnn.runtime.files import read_json
+
+STAGE_NAMES: dict[Stage, str] = {
+    "sample_cpu": "Sampling on the CPU",
+    "sample_accelerator": "Sampling on accelerators",
+    "load": "Feature Loading",
+    "train_cpu": "training on the CPU",
+    "accelerator": "transfer to and training on accelerators",
+}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do from now on, and why.
+
+    Args:
+        action: ``start``, ``hold``, ``balance_work``, ``balance_thread`` or ``undo`` (threads go back).
+        changed: Whether the mapping is another one than before.
+    """
+
+    mapping: TaskMapping
+    explanation: str
+    action: str = "hold"
+    observation: int = 0
+    changed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.observation}: {self.action}: {self.explanation}"
+
+    def to_json(self) -> str:
+        """Return it as one line of JSON, the format of a decision log."""
+        return json.dumps(
+            {
+                "observation": self.observation,
+                "action": self.action,
+                "mapping": self.mapping.to_dict(),
+                "explanation": self.explanation,
+            }
+        )
+
+
+def read_decisions(lines: Iterable[str]) -> list[Decision]:
+    """Read a decision log: the lines of :meth:`Decision.to_json`, blank ones left out."""
+    decisions: list[Decision] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            state = read_json(line)
+            decision = Decision(
+                TaskMapping.from_dict(state["mapping"]),
+                str(state["explanation"]),
+                str(state["action"]),
+                int(state["observation"]),
+                changed=True,
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"line {number} of the decision log is no decision: {error}") from error
+        if decisions and decision.observation <= decisions[-1].observation:
+            raise ValueError(
+                f"line {number} of the decision log is observation {decision.observation}, but the line before is "
+                f"{decisions[-1].observation}: a log of one run is in order"
+            )
+        decisions.append(decision)
+    return decisions
+
+
+class Recorder:
+    """What resource managers share: the mapping in force, and a log of the decisions that changed it."""
+
+    def __init__(self, mapping: TaskMapping) -> None:
+        self.mapping = mapping
+        self.log: list[Decision] = [Decision(mapping, f"start with {mapping}", "start", 0, True)]
+        """The decisions that changed the mapping, the start first."""
+        self._number = 0
+
+    def _hold(self, explanation: str) -> Decision:
+        """Decide that all stays as it is."""
+        return Decision(self.mapping, explanation, "hold", self._number)
+
+    def _change(self, mapping: TaskMapping, action: str, explanation: str) -> Decision:
+        """Decide on another mapping."""
+        self.mapping = mapping
+        self.log.append(Decision(mapping, explanation, action, self._number, True))
+        return self.log[-1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that its next decisions depend on, and its log, as plain lists, dicts and numbers."""
+        return {
+            "mapping": self.mapping.to_dict(),
+            "log": [decision.to_json() for decision in self.log],
+            "number": self._number,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            ValueError: It belongs to other trainers or another batch size.
+        """
+        mapping = TaskMapping.from_dict(state["mapping"])
+        self.mapping.check_same_work(mapping)
+        self.mapping, self.log, self._number = mapping, read_decisions(state["log"]), int(state["number"])
+
+
+class ReplayedDecisions:
+    """Stands in for a :class:`~lightning_gnn.hyscale.DynamicResourceManager`: repeats what one decided.
+
+    Args:
+        decisions: A log, as :func:`read_decisions` returns; the first is what the run began with.
+    """
+
+    def __init__(self, decisions: Iterable[Decision]) -> None:
+        self._decisions = list(decisions)
+        if not self._decisions or self._decisions[0].observation != 0:
+            raise ValueError("a decision log must begin with the mapping of the start, observation 0")
+        first = self._decisions[0].mapping
+        for decision in self._decisions:
+            mapping = decision.mapping
+            if (mapping.total, len(mapping.seeds)) != (first.total, len(first.seeds)):
+                raise ValueError(
+                    f"observation {decision.observation} of the decision log has {mapping.total} seeds for "
+                    f"{len(mapping.seeds)} trainers, but the first has {first.total} for {len(first.seeds)}"
+                )
+        self._numbers = [decision.observation for decision in self._decisions]
+        self._number = 0
+
+    @property
+    def mapping(self) -> TaskMapping:
+        """The mapping in force."""
+        return self._at(self._number).mapping
+
+    @property
+    def log(self) -> tuple[Decision, ...]:
+        """The decisions so far that changed the mapping, the start first."""
+        return tuple(self._decisions[: bisect_right(self._numbers, self._number)])
+
+    def observe(self, times: IterationTimes) -> Decision:
+        """Return what was decided after as many observations; the times do not matter."""
+        self._number += 1
+        decision = self._at(self._number)
+        if decision.observation == self._number:
+            return decision
+        return Decision(decision.mapping, "replayed: no change", observation=self._number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far it has come."""
+        return {"observation": self._number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._number = int(state["observation"])
+
+    def _at(self, number: int) -> Decision:
+        return self._decisions[bisect_right(self._numbers, number) - 1]
+
+
+def difference(old: TaskMapping, new: TaskMapping) -> str:
+    """Return in a few words what changes."""
+    changes = []
+    if old.seeds != new.seeds:
+        changes.append(f"seeds {_slashed(old.seeds)} -> {_slashed(new.seeds)}")
+    if old.threads != new.threads:
+        changes.append(f"threads {_slashed(old.threads)} -> {_slashed(new.threads)}")
+    if old.accelerator_sampling != new.accelerator_sampling:
+        changes.append(f"sampled there {old.accelerator_sampling:.1%} -> {new.accelerator_sampling:.1%}")
+    return ", ".join(changes) or "no change"
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time in milliseconds."""
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _slashed(numbers: Iterable[int]) -> str:
+    return "/".join(map(str, numbers))

@@ -1,0 +1,242 @@
+"""``lgnn plan strategy=hyscale``: what the performance model predicts for a run here, and what limits each stage."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from omegaconf import OmegaConf
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightning_gnn.hyscale.checks import check_training
+from lightning_gnn.hyscale.options import (
+    Trainers,
+    allowed_drm,
+    check_shares,
+    default_threads,
+    measurements_decide,
+    replays,
+    seeds_of_iteration,
+)
+from lightning_gnn.hyscale.performance_model.calibrate import (
+    accelerator_rate,
+    describe_workload,
+    find_sampling,
+    measure_platform,
+    wanted_sampling,
+)
+from lightning_gnn.hyscale.performance_model.model import PerformanceModel
+from lightning_gnn.hyscale.performance_model.workload import Platform, Processor
+from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
+from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
+from lightning_gnn.hyscale.sharded_loader import split_seeds
+from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.runtime.files import LARGEST_JSON, read_text
+
+
+@dataclass(frozen=True)
+class HybridForecast:
+    """What the performance model says about a run."""
+
+    model: PerformanceModel
+    best: TaskMapping
+    begin: TaskMapping
+
+    def save(self, directory: str | Path) -> None:
+        """Write ``plan.yaml``."""
+        rows = {name: {"seconds": seconds, "bound_by": bound} for name, seconds, bound in stages(self.model, self.best)}
+        state = {
+            "best": self._predicted(self.best),
+            "begin": self._predicted(self.begin),
+            "stages_of_best": rows,
+            "platform": numbers_of(self.model.platform),
+        }
+        (Path(directory) / "plan.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(state)))
+
+    def _predicted(self, mapping: TaskMapping) -> dict[str, Any]:
+        model = self.model
+        times = {"iteration_s": model.iteration_time(mapping), "epoch_s": model.epoch_time(mapping)}
+        return {**mapping.to_dict(), **times, "mteps": model.mteps(mapping)}
+
+
+def forecast(datamodule: pl.LightningDataModule, module: pl.LightningModule, trainer: pl.Trainer) -> HybridForecast:
+    """Measure this machine, and ask the performance model."""
+    strategy = trainer.strategy
+    assert isinstance(strategy, HyScaleStrategy)
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    loader = datamodule.train_dataloader()
+    check_training(loader, module)
+    total = seeds_of_iteration(loader) // trainer.num_nodes
+    if total < 1:
+        raise ValueError(
+            f"the plan needs mini-batches of a known size, with a seed for each of {trainer.num_nodes} nodes"
+        )
+    workload, sampled_per_s = describe_workload(loader, module, total, strategy.options.transfer_dtype)
+    if workload is None:
+        raise ValueError("the plan needs a loader that tells its fanouts, and node features data.x as one tensor")
+    sampling_wanted = wanted_sampling(strategy.options.accelerator_sampling, strategy.options.drm)
+    here = strategy.trainers
+    num_cpu = here.num_cpu
+    sampling = find_sampling(sampling_wanted, loader, here)
+    there = 0.0 if sampling is None else accelerator_rate(sampling, loader, total)
+    platform = measure_platform(Trainers.of(1, strategy.trainers.accelerators), sampled_per_s, there)
+    platform = replace(platform, num_nodes=trainer.num_nodes)
+    model = PerformanceModel(platform, workload)
+    num_workers = getattr(loader, "num_threads", None) or loader.num_workers
+    threads = strategy.options.threads or default_threads(
+        num_workers, here, allowed_drm(strategy.options.drm) is not False
+    )
+    best = model.best_mapping(num_cpu, max(sum(threads), 2 + num_cpu))
+    begin = _begin(strategy, num_cpu, platform, best, threads, sampling_wanted)
+    return HybridForecast(model, best, begin)
+
+
+def _begin(
+    strategy: HyScaleStrategy,
+    num_cpu: int,
+    platform: Platform,
+    best: TaskMapping,
+    threads: tuple[int, int, int],
+    sampling: str | float,
+) -> TaskMapping:
+    """Return the mapping that the strategy begins with: what it is told, the best one where nothing is told."""
+    if replays(strategy.options.drm):
+        return read_decisions(read_text(strategy.options.drm, LARGEST_JSON).splitlines())[0].mapping
+    trainers = Trainers((torch.device("cpu"),) * (num_cpu + platform.num_accelerators), num_cpu)
+    weights = check_shares(strategy.options.shares, len(trainers.devices))
+    if weights is None and strategy.options.cpu_share == "auto" and not measurements_decide():
+        weights = trainers.equal_weights
+    elif weights is None and strategy.options.cpu_share == "auto" and trainers.num_cpu and trainers.num_accelerators:
+        weights, threads = list(best.shares), strategy.options.threads or best.threads
+    if weights is None:
+        weights = trainers.weights(strategy.options.cpu_share)
+    seeds = tuple(stop - start for start, stop in split_seeds(best.total, weights))
+    there = platform.accelerator_sampling * platform.num_accelerators
+    if isinstance(sampling, str):  # both are done at the same time
+        sampling = there / (there + platform.sampling * threads[0]) if there else 0.0
+    return TaskMapping(seeds, num_cpu, threads, sampling if there else 0.0)
+
+
+def stages(model: PerformanceModel, mapping: TaskMapping) -> list[tuple[str, float, str]]:
+    """Return name, seconds and what it is bound by of each stage that exists."""
+    platform, times = model.platform, model.stage_times(mapping)
+    sampler, loader, trainer = mapping.threads
+    reading = platform.read_bandwidth(loader)
+    memory = "CPU memory" if reading >= platform.cpu.memory_bandwidth else _threads(loader)
+    travelling = f", features as {model.workload.transfer_dtype}" if model.workload.transfer_dtype else ""
+    found: list[tuple[str, float | None, str]] = [
+        (
+            "Sampling, CPU",
+            times.sample_cpu,
+            f"{_threads(sampler)}, {_rate(platform.sampling * sampler, 'edges/s')}",
+        ),
+        ("Sampling, accelerators", times.sample_accelerator, _rate(platform.accelerator_sampling, "edges/s") + " each"),
+        ("Feature Loading", times.load, f"{memory}, {_rate(reading, 'B/s')}"),
+        ("Data Transfer", times.transfer, f"PCIe, {_rate(platform.pcie_bandwidth, 'B/s')}{travelling}"),
+    ]
+    cpu = model.cpu_trainer(trainer, mapping.cpu_trainers)
+    groups = [("Propagation, CPU", times.train_cpu, cpu, mapping.seeds[: mapping.cpu_trainers])]
+    if platform.accelerator is not None:
+        there = mapping.seeds[mapping.cpu_trainers :]
+        groups.append(("Propagation, accelerators", times.train_accelerator, platform.accelerator, there))
+    for name, seconds, processor, seeds in groups:
+        slowest = max((s or 0.0 for s in seconds), default=0.0)
+        found.append((name, slowest or None, _propagation_bound(model, processor, max(seeds, default=0))))
+    found.append(("Synchronisation", model.sync_time() or None, "PCIe"))
+    turns = f"{_threads(sum(mapping.threads))} take turns on {platform.cores}"
+    found.append(("CPU cores", model.turns_time(mapping) or None, turns))
+    return [(name, seconds, bound) for name, seconds, bound in found if seconds is not None]
+
+
+def _propagation_bound(model: PerformanceModel, processor: Processor, seeds: float) -> str:
+    """Return whether a trainer is busier with memory (aggregation) or with arithmetic (update)."""
+    layers = range(1, model.workload.num_layers + 1)
+    aggregate = sum(2 * model.aggregate_time(layer, seeds, processor.memory_bandwidth) for layer in layers)
+    update = sum((2 if layer == 1 else 3) * model.update_time(layer, seeds, processor.flops) for layer in layers)
+    part = max(aggregate, update) / (aggregate + update) if aggregate + update else 0.0
+    if aggregate >= update:
+        return f"aggregation ({part:.0%}), memory at {_rate(processor.memory_bandwidth, 'B/s')}"
+    return f"update ({part:.0%}), {_rate(processor.flops, 'FLOP/s')}"
+
+
+def print_forecast(found: HybridForecast, console: Console) -> None:
+    """Print platform, mapping and stages."""
+    model, work = found.model, found.model.workload
+    table = _table("Machine, as measured", ["", ""])
+    for name, value in numbers_of(model.platform).items():
+        table.add_row(name, _shown(name, value))
+    console.print(table)
+
+    size = work.sizes(found.best.total)
+    kind = "as measured" if work.measured is not None else "as expected"
+    console.print(
+        f"An iteration of a node: {found.best.total:,} seeds, {size.vertices[0]:,.0f} vertices and "
+        f"{size.edges[0]:,.0f} edges, {kind}; widths {'-'.join(map(str, work.widths))}",
+        highlight=False,
+    )
+    rows = stages(model, found.best)
+    iteration = model.iteration_time(found.best)
+    table = _table(f"Best mapping: {found.best}", ["stage", "ms", "of the iteration", "bound by"])
+    for name, seconds, bound in rows:
+        row = (name, f"{1e3 * seconds:.4g}", f"{seconds / iteration:.0%}", bound)
+        own = seconds + model.sync_time() if name.startswith("Propagation") else seconds
+        table.add_row(*row, style="bold" if own > 0.999 * iteration else None)
+    table.add_section()
+    table.add_row("Iteration", f"{1e3 * iteration:.4g}", "", "the slowest stage; trainers, then their synchronisation")
+    table.add_row("Epoch", f"{1e3 * model.epoch_time(found.best):.4g}", "", f"{work.num_train:,} seeds")
+    table.add_row("MTEPS", f"{model.mteps(found.best):.4g}", "", "million edges trained on per second")
+    console.print(table)
+    if found.begin == found.best:
+        console.print("The run begins with this mapping.", highlight=False)
+    else:
+        console.print(
+            f"The run begins with {found.begin}: an iteration of {1e3 * model.iteration_time(found.begin):.4g} ms, "
+            f"{model.mteps(found.begin):.4g} MTEPS.",
+            highlight=False,
+        )
+
+
+def _table(title: str, columns: list[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.ROUNDED)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if not index or name == "bound by" else "right")
+    table.columns[0].style = "cyan"
+    return table
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, int):
+        return str(value)
+    if name.endswith("flops"):
+        return _rate(value, "FLOP/s")
+    if name.endswith("bandwidth"):
+        return _rate(value, "B/s")
+    return _rate(value, "edges/s")
+
+
+def _rate(value: float, unit: str) -> str:
+    if value == inf:
+        return "no limit"
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}" if unit != "edges/s" else f"{value / 1e6:.3g} M edges/s"
+    return f"{value:.3g} {unit}"
+
+
+def _threads(number: int) -> str:
+    return f"{number} thread" + ("s" if number != 1 else "")
+
+
+def numbers_of(platform: Platform) -> dict[str, float]:
+    """Return a platform's numbers by dotted name, without those of parts that it does not have or leaves out."""
+    state = asdict(platform)
+    nested = {name: state.pop(name) or {} for name in ("cpu", "accelerator")}
+    flat = {f"{owner}.{name}": value for owner, numbers in nested.items() for name, value in numbers.items()}
+    return {name: value for name, value in {**flat, **state}.items() if value and value != inf}

@@ -1,0 +1,107 @@
+"""Names of earlier releases that moved: scripts, saved configurations and pickles hold some of them."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from lightning_gnn.runtime.messages import removed
+
+_GRAPH, _SAMPLING = "lightning_gnn.graph.", "lightning_gnn.sampling."
+MOVED_NAMES = {
+    **{f"{_GRAPH}{name}": f"lightning_gnn.compressed.{name}" for name in (
+        "Chunks", "CompressedGraph", "locality_aware_partition",
+    )},
+    **{f"{_GRAPH}{name}": f"lightning_gnn.features.{name}" for name in (
+        "CachedAdjacency", "DiskFeatures", "FeatureTable", "RowCache", "hottest",
+    )},
+    **{f"{_GRAPH}{name}": f"lightning_gnn.datasets.{name}" for name in (
+        "convert_tables", "from_tables", "load_hetero_folder", "save_hetero_folder",
+    )},
+    f"{_SAMPLING}LinkDataModule": "lightning_gnn.datamodules.LinkDataModule",
+    f"{_SAMPLING}NeighborDataModule": "lightning_gnn.datamodules.NeighborDataModule",
+    f"{_SAMPLING}PreparationTimes": "lightning_gnn.loading.LoaderStats",
+    f"{_SAMPLING}ThreadedLinkLoader": "lightning_gnn.loading.LinkLoader",
+    f"{_SAMPLING}ThreadedNodeLoader": "lightning_gnn.loading.NodeLoader",
+}  # fmt: skip
+"""Public names, and where they are now."""
+MOVED_MODULES = {
+    f"{_GRAPH}compress": "lightning_gnn.compressed.graph",
+    f"{_GRAPH}datasets": "lightning_gnn.datasets.registry",
+    f"{_GRAPH}features": "lightning_gnn.features.table",
+    f"{_GRAPH}folder": "lightning_gnn.datasets.folder",
+    f"{_GRAPH}hetero_folder": "lightning_gnn.datasets.hetero_folder",
+    f"{_GRAPH}synthetic": "lightning_gnn.datasets.synthetic",
+    f"{_GRAPH}synthetic_hetero": "lightning_gnn.datasets.synthetic_hetero",
+    "lightning_gnn.persistent": "lightning_gnn.gpu_sampling",
+}
+"""Modules that pages, configurations or pickles named, and where they are now."""
+
+
+def find_moved(module: str) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package that finds moved names, and says what replaces a removed one."""
+
+    def find(name: str) -> Any:
+        old = f"{module}.{name}"
+        if (place := MOVED_NAMES.get(old)) is not None:
+            _warn(old, place)
+            room, _, new = place.rpartition(".")
+            return getattr(import_module(room), new)
+        if old in MOVED_MODULES:
+            return import_module(old)
+        if (gone := removed(old)) is not None:
+            raise ImportError(gone)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return find
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Imports a moved module under its former name, with a warning; both names are then the same module."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how to import a moved module, and the modules below it."""
+        return None if _place_of(fullname) is None else ModuleSpec(fullname, self)
+
+    def __init__(self) -> None:
+        self._specs: dict[str, ModuleSpec | None] = {}
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module under its new name."""
+        place = _place_of(spec.name)
+        assert place is not None
+        _warn(spec.name, place)
+        module = import_module(place)
+        self._specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the module as it is: it has been run under its new name, whose specification it gets back."""
+        assert module.__spec__ is not None
+        module.__spec__ = self._specs.pop(module.__spec__.name)
+
+
+def install() -> None:
+    """Let Python find moved modules; once."""
+    if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+        sys.meta_path.append(MovedModules())
+
+
+def _place_of(name: str) -> str | None:
+    """Return where a module is that was moved by itself, or with its package."""
+    for old, new in MOVED_MODULES.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return None
+
+
+def _warn(old: str, place: str) -> None:
+    warnings.warn(f"{old} is {place} now", DeprecationWarning, stacklevel=3)

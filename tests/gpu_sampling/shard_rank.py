@@ -1,0 +1,148 @@
+"""What each process of a test of dealt-out tables does."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import itertools
+from pathlib import Path
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+
+from lightning_gnn.gpu_sampling import PersistentLinkDataModule, PersistentSamplerDataModule, shards
+from lightning_gnn.sampling import LinkDataModule, NeighborDataModule
+from tests.batch_checks import assert_same_batches
+from tests.batching_data import small_data
+from tests.sampling.test_node_datamodule import Model
+from tests.sampling.test_typed import typed_data
+
+ALL = {"topology": "shard", "features": "shard"}
+KINDS = {
+    "features": {"topology": "device", "features": "shard"},
+    "topology": {"topology": "shard", "features": "pinned", "disjoint": True},
+    "both": ALL,
+    "bulk": {**ALL, "bulk": 4},
+    "all neighbours": {**ALL, "num_neighbors": [-1], "prefetch": 0},
+    "quantised": {**ALL, "quantize": True},
+    "types": {"topology": "device", "features": "shard"},
+    "links": ALL,
+}
+DEVICE_BYTES = 22_000
+"""Room for mini-batches alone."""
+
+
+def graph_of(kind, rank):
+    """A graph, the same for all ranks but for what they train and evaluate on."""
+    if kind == "types":
+        graph = typed_data()
+        graph["paper"].train_mask = torch.arange(300) // 7 == rank + 1
+        graph["paper"].val_mask = torch.arange(300) > 297 - 3 * rank
+        return graph
+    graph = small_data(num_nodes=61, num_edges=300)
+    graph.train_mask, graph.val_mask = torch.arange(61) // 7 == rank + 1, torch.arange(61) > 59 - 3 * rank
+    if kind == "bulk":
+        graph.train_mask = torch.arange(61) < 5 + 6 * rank  # 3 and 6 mini-batches
+    return graph
+
+
+def join(rank, folder):
+    size = int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+
+
+def datamodules(kind, rank, options):
+    """Return what is tested, and what it is compared with."""
+    graph, options = graph_of(kind, rank), dict(options)
+    common = {"batch_size": 2, "seed": 3, "num_neighbors": options.pop("num_neighbors", [3, 2])}
+    common |= {name: options.pop(name) for name in ("disjoint",) if name in options}
+    if kind == "links":
+        edges = {"input_train_edges": graph.edge_index[:, : 3 + rank], "neg_sampling_ratio": 1}
+        ours = PersistentLinkDataModule(graph, **common, **edges, **options, device="cpu")
+        return ours, LinkDataModule(graph, **common, **edges)
+    ours = PersistentSamplerDataModule(graph, **common, **options, device="cpu")
+    return ours, NeighborDataModule(graph, **common)
+
+
+_numbers = itertools.count()
+
+
+def mapped(shape, dtype, device, group):
+    """Stand in for symmetric memory: files that all processes map, each elsewhere."""
+    number = next(_numbers)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    length = shape[0] * shape[1] * dtype.itemsize
+    files = [Path(os.environ["RANK_FOLDER"]) / f"{number}-{other}" for other in range(size)]
+    files[rank].write_bytes(bytes(length))
+    dist.barrier(group)
+    parts = [torch.from_file(str(file), shared=True, size=length, dtype=torch.uint8) for file in files]
+    return parts[rank].view(dtype).view(shape), [part.data_ptr() for part in parts], lambda: dist.barrier(group), parts
+
+
+def crossed(*arguments):
+    """Do what a faulty driver would: each process finds another one's memory than it takes it for."""
+    local, addresses, *rest = mapped(*arguments)
+    return local, addresses[::-1], *rest
+
+
+def read_by_address(symmetric=mapped):
+    """Have processes read each other's memory as GPUs with peer access do."""
+    shards.symmetric, shards.find_obstacle = symmetric, lambda device, devices: ""
+
+
+def batches_of(rank, folder, kinds):
+    """Return, by kind, how many mini-batches of each stage were right, and where the tables were; raise for others."""
+    join(rank, folder)
+    read_by_address()
+    found = {}
+    for kind in kinds:
+        ours, theirs = datamodules(kind, rank, KINDS[kind])
+        counts = []
+        for stage in ("train",) if kind == "links" else ("train", "val"):
+            made, plain = (list(getattr(made, f"{stage}_dataloader")()) for made in (ours, theirs))
+            for a, b in zip(made, plain, strict=True) if kind == "quantised" else ():
+                step = b.x.abs().amax(dim=1, keepdim=True) / 127
+                assert bool(((a.x - b.x).abs() <= 0.501 * step).all())
+                a.x = b.x
+            counts.append(assert_same_batches(made, plain))
+        found[kind] = counts, {part.name: part.place for part in ours.placement.parts}
+    dist.barrier()
+    return found
+
+
+def apart(rank, folder, fails):
+    """Return by kind why tables were not dealt out, and where they lie if that may be chosen.
+
+    Args:
+        rank: This process.
+        folder: Where the processes meet.
+        fails: Whether there is peer access, but reads fail; else there is none.
+    """
+    join(rank, folder)
+    if fails:
+        read_by_address(crossed)
+    refused = {}
+    for kind in ("both", "features", "topology", "links"):
+        try:
+            datamodules(kind, rank, KINDS[kind])[0].train_dataloader()
+        except ValueError as error:
+            refused[kind] = str(error)
+    ours, theirs = datamodules("both", rank, {"device_memory": DEVICE_BYTES})
+    assert_same_batches(ours.train_dataloader(), theirs.train_dataloader())
+    assert str(ours.placement) == str(ours.plan_placement())  # of one GPU
+    dist.barrier()
+    return refused, {part.name: part.place for part in ours.placement.parts}
+
+
+def fitted(rank, ours):
+    """Train and validate, also in the middle of an epoch; return the weights."""
+    read_by_address()
+    torch.set_num_threads(1)
+    pl.seed_everything(5)
+    made = datamodules("bulk", 4, KINDS["bulk"])[0 if ours else 1]  # of 13 nodes one validates 4 times, one 3 times
+    module, quiet = Model(), dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    options = {"val_check_interval": 3, "num_sanity_val_steps": 1, "max_epochs": 2}
+    pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", **options, **quiet).fit(module, made)
+    return [parameter.tolist() for parameter in module.parameters()]

@@ -1,0 +1,280 @@
+"""What a GPU prepares ahead is in order: no use before an event, no reuse in flight, no wait of the host."""
+
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
+from lightning_gnn.datamodules.node import NeighborDataModule
+from lightning_gnn.gpu_sampling import shards
+from lightning_gnn.gpu_sampling.datamodule import PersistentSamplerDataModule
+from lightning_gnn.gpu_sampling.pipeline import DevicePipeline
+from lightning_gnn.graph import CSCGraph
+from lightning_gnn.ops import sample_neighbors
+from lightning_gnn.triton_kernels import sample, sample_bulk
+from tests.batching_data import small_data
+from tests.event_simulator import Simulator
+from tests.gpu_sampling.test_datamodule import assert_same_content
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+SIZES = {"num_neighbors": [2, 2], "batch_size": 2, "seed": 3}
+
+
+@pytest.fixture(autouse=True)
+def kernels(request, monkeypatch):
+    """One launch samples and one copies out, as on a GPU; Triton's interpreter would take seconds for it."""
+    if "interpreter" in request.node.name:
+        return
+
+    def launch(batch):
+        simulator = Simulator.at_work
+        scratch = [batch.src, batch.col, batch.eid, batch.nodes, batch.rowptr, batch.state]
+        simulator.work([batch.seeds, batch.control, *scratch], [batch.sizes, *scratch], simulator.kernel_s)
+        with simulator.pause():
+            graph = CSCGraph.from_csc(*batch.sampler.graph[:2])
+            parts = zip(pairwise(getattr(batch, "starts", [0, None])), getattr(batch, "keys", [batch.key]), strict=True)
+            batch.made = [sample_neighbors(graph, batch.seeds[a:b], batch.fanouts, key) for (a, b), key in parts]
+            batch.sizes.zero_()
+            batch.sizes[1] = sum(made.node.numel() for made in batch.made)
+
+    def emit(batch, sizes):
+        simulator = Simulator.at_work
+        assert sizes[1] == sum(made.node.numel() for made in batch.made)
+        found = []
+        for made in batch.made:
+            parts = [torch.empty_like(part) for part in made[:3]]
+            simulator.work([batch.nodes, batch.src, batch.eid, batch.col], parts, simulator.operator_s)
+            with simulator.pause():
+                for mine, part in zip(parts, made, strict=False):
+                    mine.copy_(part)
+            found.append((*parts, None, *made[4:]))
+        return found
+
+    monkeypatch.setattr(sample.Batch, "launch", launch)
+    monkeypatch.setattr(sample.Batch, "emit", lambda batch, sizes: emit(batch, sizes)[0])
+    monkeypatch.setattr(sample_bulk.Bulk, "emit_all", emit)
+
+
+def loader(**options):
+    data = small_data(num_nodes=40, num_edges=200)
+    data.train_mask = torch.arange(40) < 24
+    return PersistentSamplerDataModule(data, **SIZES, device="cpu", **{"bulk": 1, **options}).train_dataloader(), data
+
+
+def train(simulator, batches, seconds=400.0, launch_s=30.0):
+    """Take the steps of an epoch; return copies of the mini-batches, and the most memory that the stream had."""
+    seen, most = [], 0
+    for batch in batches:
+        tensors = [value for _, value in batch if isinstance(value, torch.Tensor)]
+        with simulator.pause():
+            seen.append(batch.clone())
+        simulator.now += launch_s
+        simulator.work(tensors, [], seconds)
+        most = max(most, sum(size for name, size in simulator.live.items() if name.startswith("stream")))
+        del batch, tensors
+    return seen, most
+
+
+def simulated(monkeypatch, options=None, **costs):
+    simulator = Simulator()
+    made, data = loader(**(options or {}))
+    with simulator.installed(monkeypatch):
+        seen, most = train(simulator, made, **costs)
+    return simulator, seen, most, data
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch": 1}, {"bulk": 8}, {"bulk": 3, "prefetch": 1}, {"mode": "persistent"}], ids=str
+)
+def test_nothing_is_used_too_early_and_the_host_does_not_wait(monkeypatch, options):
+    simulator, seen, _, data = simulated(monkeypatch, options)
+    assert simulator.errors == []
+    plain = list(NeighborDataModule(data, **SIZES).train_dataloader())
+    for a, b in zip(seen, plain, strict=True):
+        assert_same_content(a, b)
+    assert len(simulator.streams) == 2
+    # The host waits for the first mini-batch, and else only where it is two steps ahead of training.
+    assert [name for name, _ in simulator.waits].count("stream 1") <= 2
+    assert len(plain) == 12
+
+
+@pytest.mark.slow
+def test_nothing_is_used_too_early_under_tritons_interpreter(monkeypatch):
+    simulator = Simulator()
+    made, data = loader()
+    with simulator.installed(monkeypatch):
+        seen, _ = train(simulator, (batch for batch, _ in zip(made, range(2), strict=False)))
+    assert simulator.errors == []
+    for a, b in zip(seen, NeighborDataModule(data, **SIZES).train_dataloader(), strict=False):
+        assert_same_content(a, b)
+
+
+class Deaf:
+    """The main stream, which waits for nothing; other streams are themselves."""
+
+    def __new__(cls, simulator):
+        stream = simulator.current[-1]
+        if stream is simulator.main:
+            stream.wait_event = lambda event: None
+        return stream
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        ([(Simulator, "current_stream", lambda self, device=None: Deaf(self))], "main reads .*stream 1"),
+        ([(Simulator, "used_on", lambda self, tensor, stream: tensor)], "is freed, but main may still use it"),
+        (
+            [
+                (sample.Fetched, "read", lambda self: self.words.tolist()),
+                (sample.Fetched, "is_there", lambda self: True),
+            ],
+            "the host looks into",
+        ),
+    ],
+    ids=["a training stream that does not wait", "memory that is not recorded", "sizes that are read too early"],
+)
+def test_a_fault_is_found(monkeypatch, faults, said):
+    for fault in faults:
+        monkeypatch.setattr(*fault)
+    simulator, *_ = simulated(monkeypatch)
+    assert any(re.search(said, error) for error in simulator.errors)
+
+
+def test_a_sampler_that_waits_where_it_is_begun_is_found(monkeypatch):
+    begin = sample.TritonNeighborSampler.begin
+
+    def waiting(self, *args, **kwargs):
+        begun = begin(self, *args, **kwargs)
+        begun.end()
+        return begun
+
+    monkeypatch.setattr(sample.TritonNeighborSampler, "begin", waiting)
+    simulator, seen, *_ = simulated(monkeypatch)
+    assert [name for name, _ in simulator.waits].count("stream 1") >= len(seen) - 1
+
+
+def test_another_loader_may_sample_between(monkeypatch):
+    data = small_data(num_nodes=40, num_edges=200)
+    data.train_mask, data.val_mask = torch.arange(40) < 20, torch.arange(40) > 27
+    module = PersistentSamplerDataModule(data, **SIZES, device="cpu")
+    plain = NeighborDataModule(data, **SIZES)
+    simulator = Simulator()
+    with simulator.installed(monkeypatch):
+        training = iter(module.train_dataloader())
+        seen, _ = train(simulator, [next(training)])
+        held = train(simulator, module.val_dataloader())[0]  # with a mini-batch of the other under way
+        seen += train(simulator, training)[0]
+    assert simulator.errors == []
+    for ours, theirs in ((seen, plain.train_dataloader()), (held, plain.val_dataloader())):
+        for a, b in zip(ours, theirs, strict=True):
+            assert_same_content(a, b)
+
+
+def test_an_epoch_is_resumed_and_dropped_with_mini_batches_under_way(monkeypatch):
+    made, data = loader()
+    plain = list(NeighborDataModule(data, **SIZES).train_dataloader())
+    simulator = Simulator()
+    with simulator.installed(monkeypatch):
+        first = iter(made)
+        next(first)
+        first.close()
+        assert list(first) == []
+        made.first_batch = lambda: 2
+        made.epoch = lambda number: 0
+        seen, _ = train(simulator, made)
+    assert simulator.errors == []
+    for a, b in zip(seen, plain[2:], strict=True):
+        assert_same_content(a, b)
+
+
+def test_an_error_comes_with_its_own_mini_batch(monkeypatch):
+    made, _ = loader()
+    gather, calls = DevicePipeline.gather, []
+
+    def failing(self, *args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("the third")
+        return gather(self, *args)
+
+    monkeypatch.setattr(DevicePipeline, "gather", failing)
+    with Simulator().installed(monkeypatch):
+        batches = iter(made)
+        assert [next(batches).batch_size for _ in range(2)] == [2, 2]
+        with pytest.raises(RuntimeError, match="the third"):
+            next(batches)
+
+
+class TwoGPUs(shards.LocalMachine):
+    """The first of two processes, whose GPUs read each other's memory; the other deals its rows out on its own."""
+
+    def __init__(self, simulator, monkeypatch, mutate=lambda made: made):
+        self.group, self.device, self.rank, self.size = None, torch.device("cpu"), 0, 2
+        self.simulator, self.patch, self.mutate = simulator, monkeypatch, mutate
+
+    def gather(self, value):
+        return [value] * self.size
+
+    def first(self, make):
+        return make()
+
+    def share(self, table, shift=shards.ROW_SHIFT):
+        dealt = shards.Dealt(table.size(0), self.size, shift)
+        symmetric = self.simulator.peers(lambda rank, part: dealt.deal(table, rank, part), self.size)
+        self.patch.setattr(shards, "symmetric", lambda *args: self.mutate(symmetric(*args)))
+        return super().share(table, shift)
+
+
+def of_two(monkeypatch, mutate=lambda made: made):
+    """Train an epoch with features on two GPUs; return what is seen, and what the CPU's DataModule gives."""
+    simulator = Simulator()
+    data = small_data(num_nodes=40, num_edges=200)
+    data.train_mask = torch.arange(40) < 24
+    machine = TwoGPUs(simulator, monkeypatch, mutate)
+    monkeypatch.setattr(PersistentSamplerDataModule, "_meet", lambda datamodule, device: machine)
+    with simulator.installed(monkeypatch):
+        placed = {"device": "cpu", "bulk": 1, "topology": "device", "features": "shard"}
+        made = PersistentSamplerDataModule(data, **SIZES, **placed)
+        seen, _ = train(simulator, made.train_dataloader())
+        simulator.main.synchronize()
+        del made
+    return simulator.errors, seen, list(NeighborDataModule(data, **SIZES).train_dataloader())
+
+
+def test_rows_of_another_gpu_are_read_once_they_are_written(monkeypatch):
+    errors, seen, wanted = of_two(monkeypatch)
+    assert errors == []
+    for a, b in zip(seen, wanted, strict=True):
+        assert_same_content(a, b)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "message"),
+    [
+        (lambda local, addresses, barrier, held: (local, addresses, lambda: None, held),
+         "reads the part of rank 1 .*, which rank 1 may not have written yet"),
+        (lambda local, addresses, barrier, held: (local, addresses, barrier, None),
+         "reads the part of rank 1 .*, which is not mapped any more"),
+    ],
+    ids=["nobody waits for the others", "the mapping is not kept"],
+)  # fmt: skip
+def test_a_fault_in_reading_another_gpu_is_found(monkeypatch, mutate, message):
+    errors, _, _ = of_two(monkeypatch, lambda made: mutate(*made))
+    assert any(re.search(message, error) for error in errors), errors
+
+
+def test_rows_that_are_dropped_while_a_kernel_reads_them_are_found(monkeypatch):
+    for waits in (False, True):
+        simulator = Simulator()
+        with simulator.installed(monkeypatch):
+            made = TwoGPUs(simulator, monkeypatch).share(torch.arange(12.0).view(6, 2))
+            made.take(torch.tensor([5, 0, 3]), torch.empty(3, 2))
+            if waits:
+                simulator.main.synchronize()
+            del made
+        found = re.findall(r"part of rank 1 \S+ \S+ of host is freed, but main may still", str(simulator.errors))
+        assert len(found) == (0 if waits else 1), simulator.errors

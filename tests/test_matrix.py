@@ -1,0 +1,203 @@
+"""Every DataModule, task and strategy together: two mini-batches train as in one process, or are refused at once."""
+
+import os
+import re
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+import lightning_gnn
+from lightning_gnn import FullGraphDataModule, HyScaleStrategy
+from lightning_gnn.collective import CollectivePlan
+from lightning_gnn.nn import RGCN, GraphSAGE, LinkPredictor, NodeClassifier
+from lightning_gnn.partitioned import partition_graph
+from tests.full_graph import launch
+from tests.sampling.cases import GRAPHS, WRITES
+
+TASKS = ("node", "link", "typed", "temporal", "negatives")
+"""Classes of nodes; edges with labels; either in a graph with types; either with times of nodes; edges of which half
+are drawn, with times of nodes and sampled neighbors. All others see all neighbors."""
+REFUSALS = {
+    "E": "the batch has no labelled edges",
+    "S": "mini-batch of edges, which has no seed nodes",
+    "N": "mini-batches of nodes have no negative edges; use LinkDataModule",
+    "F": "trains on full graphs, .*; use FullGraphDataModule",
+    "C": "both plan the use of the same cores and of the same bus; train with NeighborDataModule",
+    "D": "strategy=ascend_hybrid shares it out",
+    "H": "expected a homogeneous torch_geometric.data.Data, got HeteroData",
+    "W": "the whole graph is the only batch",
+    "L": "edge_label_index names nodes of the whole graph",
+}
+"""What the messages of refusals say, as a pattern."""
+TABLE = {
+    "auto": """
+        Neighbor           =  E  =  =  N
+        PersistentSampler  =  E  =  =  N
+        Collective         =  E  =  =  N
+        Partitioned        =  E  =  =  N
+        Link               S  =  =  =  =
+        PersistentLink     S  =  =  =  =
+        CollectiveLink     S  =  =  =  =
+        PartitionedLink    S  =  =  =  =
+        FullGraph          =  =  H  W  W
+    """,
+    "ddp": """
+        Neighbor           =  E  =  =  N
+        PersistentSampler  =  E  =  =  N
+        Collective         =  E  =  =  N
+        Partitioned        =  E  =  =  N
+        Link               S  =  =  =  ~
+        PersistentLink     S  =  =  =  ~
+        CollectiveLink     S  =  =  =  ~
+        PartitionedLink    S  =  =  =  ~
+        FullGraph          D  D  H  W  W
+    """,
+    "hyscale": """
+        Neighbor           =  E  =  =  N
+        PersistentSampler  =  E  =  =  N
+        Collective         C  C  C  C  N
+        Partitioned        =  E  =  =  N
+        Link               S  =  =  =  ~
+        PersistentLink     S  =  =  =  ~
+        CollectiveLink     C  C  C  C  C
+        PartitionedLink    S  =  =  =  ~
+        FullGraph          D  D  H  W  W
+    """,
+    "ascend_hybrid": """
+        Neighbor           F  F  F  F  N
+        PersistentSampler  F  F  F  F  N
+        Collective         F  F  F  F  N
+        Partitioned        F  F  F  F  N
+        Link               F  F  F  F  F
+        PersistentLink     F  F  F  F  F
+        CollectiveLink     F  F  F  F  F
+        PartitionedLink    F  F  F  F  F
+        FullGraph          =  L  H  W  W
+    """,
+}
+"""By DataModule and task: =, the weights of one process with the plain DataModule, to rounding, and bit for bit those
+of the plain DataModule on these ranks; ~, the latter alone, since ranks draw for themselves; or a letter of REFUSALS.
+Without a GPU the modules of PGSampler let CPU threads sample; gpu_sampling/test_unlike_ranks.py has it play one."""
+EXPECTED = {
+    strategy: {(kind, task): cell for kind, *cells in map(str.split, table.strip().splitlines())
+               for task, cell in zip(TASKS, cells, strict=True)}
+    for strategy, table in TABLE.items()
+}  # fmt: skip
+KINDS = tuple(dict.fromkeys(kind for kind, _ in EXPECTED["auto"]))
+BATCH_SIZE, NUM_EDGES = 8, 40
+
+
+def plain(kind):
+    """Return the DataModule whose mini-batches a DataModule has."""
+    return "Link" if kind.endswith("Link") else kind if kind == "FullGraph" else "Neighbor"
+
+
+def graph_of(name):
+    data = GRAPHS[name]()
+    for store in data.node_stores:
+        store.x = store.x.double()
+    return data
+
+
+def datamodule_of(kind, task, folder, batch_size):
+    """Make a DataModule; the graph of a partitioned one lies in a folder."""
+    name = "typed" if task == "typed" else "plain"
+    data, options = graph_of(name), {}
+    if task in ("temporal", "negatives"):
+        options["time_attr"] = "node_time"
+    if task == "negatives":
+        options["neg_sampling"] = "binary"
+    if kind == "FullGraph":
+        if task == "link":
+            data.edge_label_index, data.edge_label = data.edge_index[:, :NUM_EDGES], torch.arange(NUM_EDGES) % 2
+        return FullGraphDataModule(data, **options)
+    if plain(kind) == "Link":
+        edges = (data[WRITES] if task == "typed" else data).edge_index[:, :NUM_EDGES]
+        options["input_train_edges"] = (WRITES, edges) if task == "typed" else edges
+        if task == "negatives":  # so early that some find no node that was there, and take the earliest
+            options["input_train_time"] = torch.full((NUM_EDGES,), 3)
+        else:
+            options["input_train_labels"] = torch.arange(NUM_EDGES) % 2
+    else:
+        options["input_train_nodes"] = ("paper", data["paper"].train_mask) if task == "typed" else data.train_mask
+    if kind.startswith("Collective"):
+        options["plan"] = CollectivePlan("collective", gpu_buffer_size=1, cpu_buffer_size=1)
+        options["gpu_route"] = "cpu"
+    if kind.startswith("Partitioned"):
+        data = os.path.join(folder, name)
+    make = getattr(lightning_gnn, f"{kind}DataModule")
+    fanouts = [3, 2] if task == "negatives" else [-1, -1]
+    return make(data, num_neighbors=fanouts, batch_size=batch_size, seed=3, **options)
+
+
+def module_of(kind, task):
+    pl.seed_everything(1, verbose=False)
+    over_edges = task in ("link", "negatives") or (task != "node" and plain(kind) == "Link")
+    if task == "typed":
+        model, target = RGCN(graph_of("typed").metadata(), 2, 4, 2, 3), WRITES if over_edges else "paper"
+    else:
+        model, target = GraphSAGE(3, 4, 2, 3), None
+    model = model.double()
+    return LinkPredictor(model, target=target) if over_edges else NodeClassifier(model, num_classes=3, target=target)
+
+
+def train(kind, task, strategy, folder):
+    """Return the weights after two steps, or the message of the error."""
+    trainer = pl.Trainer(
+        strategy=HyScaleStrategy(drm=False, shares=[0.6, 0.4]) if strategy == "hyscale" else strategy,
+        accelerator="cpu", devices=1 if strategy == "auto" else 2, max_steps=2, max_epochs=2, limit_val_batches=0,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = module_of(kind, task)
+    try:
+        batch_size = BATCH_SIZE // 2 if strategy == "ddp" else BATCH_SIZE  # of each rank, or of all
+        trainer.fit(module, datamodule=datamodule_of(kind, task, folder, batch_size))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    except Exception as error:  # no refusal, which the table does not have; the other cells go on
+        return f"raw {type(error).__name__}"
+    return dict(module.state_dict(), steps=torch.tensor(trainer.global_step))
+
+
+def train_all(rank, strategy, folder):
+    torch.set_num_threads(1)
+    return {cell: train(*cell, strategy, folder) for cell in EXPECTED[strategy]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parts")
+    for name in GRAPHS:
+        partition_graph(graph_of(name), folder / name, 2, "ldg", batches=0)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return train_all(0, "auto", folder)
+
+
+def mark_of(cell, ranks, alone):
+    """Return what the table has for a cell, or else words that no table has."""
+    found = [rank[cell] for rank in ranks]
+    if any(isinstance(each, str) for each in found):
+        said = [each if isinstance(each, str) else "trains" for each in found]
+        marks = [mark for mark, words in REFUSALS.items() if all(re.search(words, each) for each in said)]
+        return marks[0] if marks else said
+    kind, task = cell
+    own, one = ranks[0][plain(kind), task], alone[plain(kind), task]
+    if any(not torch.equal(each[name], value) for each in found for name, value in own.items()):
+        return "other weights"
+    if own["steps"] != 2:
+        return "other steps"
+    return "=" if all(torch.allclose(own[name], one[name], 0, 1e-12) for name in own) else "~"
+
+
+@pytest.mark.parametrize(
+    "strategy", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "hyscale", "ascend_hybrid"))]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_trains_as_one_process_or_refuses(folder, alone, strategy):
+    ranks = [alone] if strategy == "auto" else launch.run(train_all, 2, strategy, folder)
+    assert {cell: mark_of(cell, ranks, alone) for cell in EXPECTED[strategy]} == EXPECTED[strategy]
