@@ -59,6 +59,7 @@ def missing() -> list[str]:
     if importlib.util.find_spec("torch_npu") is None:
         release = torch.__version__.split("+")[0]
         problems.append(f"torch_npu (pip install 'lightning-gnn[npu]', in the release for torch {release})")
+    # The toolkit is checked part by part, as installations without the compiler are common.
     home = os.environ.get("ASCEND_HOME_PATH", "")
     if not home or not Path(home).is_dir():
         state = f"ASCEND_HOME_PATH={home!r} is no folder" if home else "ASCEND_HOME_PATH is not set"
@@ -71,10 +72,12 @@ def missing() -> list[str]:
             problems.append(f"Ascend C's CMake files under {home} (install the CANN toolkit, 8.0 or newer)")
         if not _find(home, _COMPILER):
             problems.append(f"the Ascend C compiler under {home} (install the CANN toolkit, not only its runtime)")
+    # The build needs host tools.
     if shutil.which("cmake") is None:
         problems.append("cmake 3.18 or newer (pip install cmake)")
     if shutil.which(os.environ.get("CXX") or "g++") is None:
         problems.append("a C++ compiler (apt install g++, or name one in CXX)")
+    # The kernels are written for certain chips only.
     chip = soc_version()
     if not CHIPS.match(chip):
         found = f"this is {chip}" if chip else "no NPU was found; SOC_VERSION=Ascend910B3 names one to build for"

@@ -133,9 +133,11 @@ def aggregate_update(
         out: ``[num_targets, out]``.
         aggregated: ``[num_targets, in]``, or None.
     """
+    # Choose tiles by the widths of the layer.
     indptr, indices, *edge_weight = edges
     num_targets, narrow = out.shape
     shape = tile_shape(x.size(1), narrow)
+    # Absent inputs are replaced by any valid tensor, and are not read.
     update_kernel[triton.cdiv(num_targets, shape["ROWS"]), triton.cdiv(narrow, shape["WIDTH"])](
         out,
         out if aggregated is None else aggregated,

@@ -306,12 +306,14 @@ def _finish(
     heads = out.size(1)
     if rows.num_parts == 0 or out.numel() == 0:
         return
+    # Statistics of split rows are accumulated in float32 at least.
     acc = torch.float64 if out.dtype == torch.float64 else torch.float32
     stats = torch.empty((rows.num_slots, 2 if softmax else 1, heads), dtype=acc, device=out.device)
     block = score_block(heads)
     groups = triton.cdiv(heads, block.heads)
     kind = accumulator(acc)
 
+    # Both passes take the same arguments; a program handles one part and one tile of heads.
     def launch(programs: int, finish: bool) -> None:
         kernel[programs, groups](
             out,
@@ -332,7 +334,9 @@ def _finish(
             num_warps=NUM_WARPS,
         )
 
+    # The first pass finishes rows that are whole, and writes the statistics of the others' parts.
     launch(rows.num_parts, False)
+    # Combine the statistics of split rows, then finish their parts with them.
     if rows.num_slots:
         combine_kernel[rows.slot_vertices.numel(), groups](
             stats, rows.slot_ptr, HEADS=heads, SOFTMAX=softmax, ACC=kind, HEAD_TILE=block.heads, num_warps=NUM_WARPS
@@ -356,14 +360,17 @@ def edge_products(
         match: The largest that each row received ``[num_rows, H, C]``, and the weights ``[E, H]``, contiguous: only
             channels count that attain it.
     """
+    # Empty products need no launch.
     heads, channels = row_values.shape[1:]
     if out.numel() == 0:
         return
     if channels == 0:
         out.zero_()
         return
+    # Sums are in float64 if either factor is.
     double = torch.float64 in (row_values.dtype, column_values.dtype)
     block = product_block(heads, channels, torch.float64 if double else torch.float32)
+    # Without a match, unused pointers refer to any valid tensor.
     best, weight = (row_values, row_values) if match is None else match
     products_kernel[rows.num_parts, triton.cdiv(heads, block.heads)](
         out,

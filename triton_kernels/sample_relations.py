@@ -177,12 +177,14 @@ class RelationBatch:
 
     def run(self) -> list[int]:
         """Sample into the scratch memory; return the sizes, after the batch's host synchronisation."""
+        # Bound the nodes of each type: disjoint trees may repeat nodes; otherwise each one is found at most once.
         s, disjoint = self.sampler, self.picking.disjoint
         most = [
             (self.capacity if disjoint else min(self.capacity, size)) + number
             for size, number in zip(s.num_nodes, self.num_seeds, strict=True)
         ]
         self.nodes_at = [sum(most[:number]) for number in range(self.num_types)]
+        # Allocate the scratch memory for these bounds; edge ids take 64 bits only if they need to.
         wide = any(relation.indices.numel() >= 2**31 for relation in self.relations)
         self.src = s.scratch("src", self.capacity, torch.int32)
         self.col = s.scratch("col", self.capacity, torch.int32)
@@ -193,6 +195,7 @@ class RelationBatch:
         self.degrees = s.scratch("degrees", max(most, default=0), torch.int32)
         self.sizes = s.scratch("sizes", 1 + (self.num_stages + 1) * (1 + self.num_types), torch.int64)
         self.counts = s.scratch("counts", s.most_programs(), torch.int64)
+        # Disjoint trees find nodes in a hash table, all others in an array over all nodes.
         self.trees, self.table, self.slots = self.nodes, self.sizes, 1
         if disjoint:
             self.slots = triton.next_power_of_2(2 * (self.capacity + sum(self.num_seeds)))
@@ -202,10 +205,12 @@ class RelationBatch:
             self.state = s.scratch("slot_state", self.slots, torch.int64, UNTOUCHED)
         else:
             self.state = s.scratch("state", sum(s.num_nodes), torch.int64, UNTOUCHED)
+        # The seeds are the first nodes of their types.
         for at, start, ids in zip(self.nodes_at, self.starts, self.seeds, strict=True):
             self.nodes[at : at + ids.numel()] = ids
             if disjoint:
                 torch.arange(start, start + ids.numel(), out=self.trees[at : at + ids.numel()])
+        # Launch all stages, and wait once for the sizes.
         self._write_control()
         self._launch()
         used = 1 + (self.num_stages + 1) * (1 + self.num_types)
@@ -274,14 +279,17 @@ class RelationBatch:
 
     def emit(self, sizes: list[int]) -> RelationSample:
         """Copy the batch out of the scratch memory."""
+        # Read the bounds of edges and nodes from the sizes after each stage.
         device, kinds = self.sampler.device, self.num_relations
         rows = [sizes[1 + stage * (1 + self.num_types) :][: 1 + self.num_types] for stage in range(self.num_stages + 1)]
         edges_at = [row[0] for row in rows]
         counts = [[edges_at[i + 1] - edges_at[i] for i in range(r, self.num_stages, kinds)] for r in range(kinds)]
         total, most = edges_at[-1], max((max(own, default=0) for own in counts), default=0)
+        # Edges of all relations share one allocation, in which those of a relation are contiguous.
         edge_index = torch.empty(2 * total, dtype=torch.int64, device=device)
         edge = torch.empty(total, dtype=torch.int64, device=device)
         before = [sum(map(sum, counts[:r])) for r in range(kinds + 1)]
+        # Copy the edges of all stages in one launch, which looks up the local ids of their sources.
         if total:
             places = [
                 (edges_at[hop * kinds + r], counts[r][hop], sum(counts[r][:hop]), before[r], sum(counts[r]))
@@ -291,6 +299,7 @@ class RelationBatch:
             emit_relations_kernel[(triton.cdiv(most, 1024), self.num_stages)](
                 self.state, self.src, self.eid, self.col, torch.tensor(places, device=device), edge_index, edge, T=1024
             )
+        # Copy the nodes and trees of each type, and count them by hop.
         node_counts, node, tree = [], [], []
         for number, at in enumerate(self.nodes_at):
             known = [0, *(rows[hop * kinds][1 + number] for hop in range(self.num_hops + 1))]

@@ -12,6 +12,7 @@ import torch
 from pytorch_lightning.callbacks import RichProgressBar
 from pytorch_lightning.utilities import CombinedLoader
 
+from lightning_gnn.loading.batch import LoaderStats
 from lightning_gnn.planning.preparation import edges_of
 
 
@@ -69,7 +70,7 @@ class Throughput(pl.Callback):
         self._epoch: EpochThroughput | None = None
         self._mark = 0.0
         self._batch_start = 0.0
-        self._before: list[Any] = []
+        self._before: list[LoaderStats] = []
 
     def summary(self) -> EpochThroughput | None:
         """Return the median epoch, without the first if there are more; None before the first has ended."""
@@ -95,7 +96,7 @@ class Throughput(pl.Callback):
         self._mark = time.perf_counter()
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Count the wait for the batch, and the batch."""
         self._batch_start = time.perf_counter()
@@ -105,7 +106,7 @@ class Throughput(pl.Callback):
             self._epoch.edges += edges_of(batch)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Count the time of the model."""
         if self._epoch is None:
@@ -201,14 +202,14 @@ class ShortProgressBar(RichProgressBar):
         return {name: value for name, value in chosen.items() if value is not None}
 
 
-def preparation_times(trainer: pl.Trainer) -> list[Any]:
+def preparation_times(trainer: pl.Trainer) -> list[LoaderStats]:
     """Return the loaders' counts, empty for loaders that keep none."""
     if trainer.train_dataloader is None:
         return []
-    loaders: Iterable[Any] = CombinedLoader(trainer.train_dataloader).flattened
-    times = [getattr(loader, "times", None) for loader in loaders]
+    loaders: Iterable[object] = CombinedLoader(trainer.train_dataloader).flattened
+    times: list[Any] = [getattr(loader, "times", None) for loader in loaders]
     return times if all(hasattr(t, "sampling_s") for t in times) else []
 
 
-def _spent(before: list[Any], after: list[Any], name: str) -> float:
+def _spent(before: list[LoaderStats], after: list[LoaderStats], name: str) -> float:
     return float(sum(getattr(times, name) for times in after) - sum(getattr(times, name) for times in before))

@@ -46,7 +46,7 @@ class StopOnSignal(pl.Callback):
             self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Stop, unless gradients are still being accumulated or a validation follows."""
         loop = trainer.fit_loop
@@ -73,12 +73,12 @@ class StopOnSignal(pl.Callback):
             self._save(trainer)
             raise KeyboardInterrupt
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: object, **kwargs: object) -> None:
         """Stop at once where there is nothing to resume: outside of training."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             self._stop_if_told(trainer)
 
-    def on_test_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_test_batch_end(self, trainer: pl.Trainer, *args: object, **kwargs: object) -> None:
         """Stop at once: there is nothing to resume."""
         self._stop_if_told(trainer)
 

@@ -85,6 +85,7 @@ def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
         ``config_name`` itself without ``ckpt_path``, where there is no such file, and, with a note, where nothing was
         saved with it, or another task or experiment is asked for.
     """
+    # Find the checkpoint that was typed; a sweep over several has no single configuration.
     typed = [item for item in overrides if item.key_or_group == "ckpt_path"]
     if not typed:
         return Rebuilt(config_name)
@@ -94,21 +95,26 @@ def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
     path = Path(str(value)).expanduser()
     if value is None or not path.is_file():
         return Rebuilt(config_name)
+    # Without a configuration that can be read, the run is built from the defaults, and the user is told why.
     saved = _saved_with(path)
     if isinstance(saved, str):
         return Rebuilt(config_name, f"{saved}: the run is built from the defaults and what you typed")
+    # Groups for which another option was typed are not taken from the saved run.
     chosen = [
         item
         for item in overrides
         if item.key_or_group in (*GROUPS, *_OTHER_RUNS)
         and (item.is_sweep_override() or item.value() != saved.choices.get(item.key_or_group))
     ]
+    # Another task or experiment is another run, for which the saved configuration does not count.
     for item in chosen:
         if item.key_or_group in _OTHER_RUNS:
             return Rebuilt(config_name, f"{item.input_line} makes another run than the one saved in {saved.place}")
+    # Register the saved configuration under a name of its own, from which Hydra composes.
     name = f"{config_name}_rebuilt"
     config = _pruned(saved, {item.key_or_group for item in chosen}, overrides)
     ConfigStore.instance().store(name, OmegaConf.create({"defaults": _defaults(config_name, saved), **config}))
+    # Delete the keys that the defaults have beyond the saved ones, apart from what was typed.
     default = OmegaConf.to_container(compose(name), resolve=False)
     fresh = tuple(GROUPS[item.key_or_group] for item in chosen)
     given = tuple(str(item.key_or_group) for item in overrides)

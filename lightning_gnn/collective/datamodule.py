@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import pytorch_lightning as pl
@@ -16,15 +16,17 @@ from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import BaseSampler
 from typing_extensions import override
 
 from lightning_gnn.collective.plan import CollectivePlan, keep_plan, kept_plan
 from lightning_gnn.collective.prefetcher import CollectiveBatching
+from lightning_gnn.datamodules.base import Loader
 from lightning_gnn.features.table import FeatureTable
 from lightning_gnn.gpu_sampling.datamodule import PersistentSamplerDataModule
 from lightning_gnn.gpu_sampling.link_datamodule import PersistentLinkDataModule
 from lightning_gnn.gpu_sampling.placement import PlacedOnGPU
-from lightning_gnn.graph.stores import name_of, stores_of
+from lightning_gnn.graph.stores import AttributeName, name_of, stores_of
 from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.runtime.cores import is_busy, num_cores
 from lightning_gnn.runtime.messages import true_or_false, whole_number
@@ -57,6 +59,7 @@ class _PreparedTogether(PlacedOnGPU):
         gpu_route: str = "auto",
         **kwargs: Any,
     ) -> None:
+        # Validate the options before the base class builds anything from them.
         gpu_buffer_size = whole_number(gpu_buffer_size, "gpu_buffer_size", 1)
         profile_batches = whole_number(profile_batches, "profile_batches", 1)
         num_workers = None if num_workers is None else whole_number(num_workers, "num_workers", 0)
@@ -65,10 +68,12 @@ class _PreparedTogether(PlacedOnGPU):
         if gpu_route not in ROUTES:
             raise ValueError(f"gpu_route={gpu_route!r} is unknown; use one of {', '.join(ROUTES)}")
         self._given = _read_plan(plan)
+        # The base class needs a number of workers; None in the attribute means that it is chosen with the loader.
         super().__init__(*args, num_workers=num_workers or 0, **kwargs)
         self.num_workers = num_workers
         self.gpu_buffer_size, self.profile_batches = gpu_buffer_size, profile_batches
         self.cache_plan, self.replan, self.gpu_route = cache_plan, replan, gpu_route
+        # The plan and the running batchings are unknown until the loader is made.
         self._plan: CollectivePlan | None = None
         self._batchings: WeakSet[CollectiveBatching] = WeakSet()
         self._names = "", ""
@@ -109,7 +114,7 @@ class _PreparedTogether(PlacedOnGPU):
                 rank_zero_warn(f"collective batching: the checkpoint's plan cannot be read, measuring anew: {error}")
 
     @override
-    def make_loader(self, stage: str) -> Any:
+    def make_loader(self, stage: str) -> Loader:
         device = self._device()
         training_device = self._training_device()
         if device is None and self._placed_on is None:
@@ -124,7 +129,7 @@ class _PreparedTogether(PlacedOnGPU):
             if isinstance(loader, PipelineLoader):
                 loader.first_batch = self._end_model
             return loader
-        route = super().make_loader(stage) if device is not None or self.gpu_route == "cpu" else None
+        route = None if device is None and self.gpu_route != "cpu" else cast(PipelineLoader, super().make_loader(stage))
         if self.gpu_route == "cpu":
             training_device = torch.device("cpu")
         plan = self._plan_for(training_device, workers, route is not None)
@@ -164,7 +169,7 @@ class _PreparedTogether(PlacedOnGPU):
         cores = cores_of_process(self.trainer)
         return max(1, cores // _CPU_PART if device.type == "cpu" and self.gpu_route == "auto" else cores - 1)
 
-    def _host_tables(self, route: Any) -> dict[Any, FeatureTable]:
+    def _host_tables(self, route: PipelineLoader | None) -> dict[AttributeName, FeatureTable]:
         """Where the CPU gathers from: what the GPU stores in fewer bits must be the same on the host."""
         if route is None or self.gpu_route == "cpu" or not self.placement_options.quantize:
             return {}
@@ -327,7 +332,7 @@ class CollectiveLinkDataModule(_PreparedTogether, PersistentLinkDataModule):
     """
 
 
-def _read_plan(plan: Any) -> CollectivePlan | None:
+def _read_plan(plan: object) -> CollectivePlan | None:
     if isinstance(plan, CollectivePlan) or plan == "auto":
         return plan if isinstance(plan, CollectivePlan) else None
     if not isinstance(plan, (str, Path)):
@@ -376,7 +381,7 @@ def machine_name(device: torch.device, cores: int) -> str:
 
 
 def configuration_name(
-    data: Data | HeteroData, sampler: Any, model: pl.LightningModule | None, settings: Sequence[Any]
+    data: Data | HeteroData, sampler: BaseSampler, model: pl.LightningModule | None, settings: Sequence[object]
 ) -> str:
     """Return 32 hexadecimal digits that change with what the stages' times depend on.
 

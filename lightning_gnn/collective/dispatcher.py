@@ -99,6 +99,7 @@ class Dispatcher:
         Args:
             kept: The plan in force, which stays, with new predictions, unless another one is clearly better.
         """
+        # The candidates are each processor alone, and the grid of plans for both.
         ratio = initial_ratio(self.times)
         on_host = max(self.gpu_buffer_size, 2 * self.times.cpu_workers)
         alone = {
@@ -106,18 +107,22 @@ class Dispatcher:
             "gpu": CollectivePlan("gpu", 1, 0, times=self.times),
         }
         grid = list(dict.fromkeys(self._grid(ratio)))
+        # Finalists are compared on further draws, as the best of many on the same draws is partly luck.
         tried = {plan: self._makespans(plan, 1 + DRAWN, DRAWN_AT_LAST) for plan in [*self._best(grid), *alone.values()]}
         if kept is not None:
             kept = replace(kept.decisions, times=self.times)
             tried[kept] = self._makespans(kept, 1 + DRAWN, DRAWN_AT_LAST)
+        # A plan for both processors must beat the better one alone by more than the spread of the draws explains.
         means = {plan: fmean(makespans) for plan, makespans in tried.items()}
         simple = min(alone.values(), key=lambda plan: means[plan])
         chosen = min(means, key=lambda plan: means[plan])
         gains = [one - other for one, other in zip(tried[simple], tried[chosen], strict=True)]
         if means[simple] - means[chosen] <= max(LEAST_GAIN * means[simple], 2 * pstdev(gains) / sqrt(len(gains))):
             chosen = simple
+        # The plan in force stays unless another one is clearly better, since a change of plan has a cost.
         if kept is not None and means[kept] <= (1 + WORTH_CHANGING) * means[chosen]:
             chosen = kept
+        # Scale the predictions from the simulated mini-batches to the whole epoch.
         scale = self.num_batches / self._simulated
         return replace(
             chosen,

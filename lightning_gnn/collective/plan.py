@@ -117,7 +117,7 @@ class CollectivePlan:
     machine: str = ""
     configuration: str = ""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> CollectivePlan:
+    def __new__(cls, *args: object, **kwargs: object) -> CollectivePlan:
         """Refuse fields of earlier releases."""
         for name in _REMOVED & kwargs.keys():
             raise TypeError(removed(f"CollectivePlan.{name}"))
@@ -188,6 +188,7 @@ class CollectivePlan:
 
     def __str__(self) -> str:
         """Return the plan as a table."""
+        # The heading says which processors prepare mini-batches.
         on_gpu, on_cpu = self.buffers
         heading = {
             "collective": f"collective batching: the CPU prepares about {self.cpu_share:.0%} of the mini-batches, each "
@@ -198,6 +199,7 @@ class CollectivePlan:
         lines = [heading[self.mode]]
         if self.mode == "collective" and self.row:
             lines.append(f"  row {self.row}: the CPU takes so many one after the other, and leaves {on_gpu} to the GPU")
+        # The first table lists the measured stages that the plan rests on.
         if self.times is not None:
             rows = [["stage", "mean", "spread"]]
             for name in STAGES:
@@ -206,6 +208,7 @@ class CollectivePlan:
             workers = self.times.cpu_workers
             rows.append([f"cpu_batching / {workers} workers", f"{1e3 * self.times.cpu:.3g} ms", ""])
             lines += ["", *aligned(rows)]
+        # The second table lists the decisions, and how they were found.
         ratio = "" if self.ratio is None else f"{self.ratio:.3g}"
         columns: dict[str, object] = {"gpu_buffer_size": on_gpu, "cpu_buffer_size": on_cpu, "lead": self.ahead}
         if self.mode == "collective":
@@ -213,6 +216,7 @@ class CollectivePlan:
         columns |= {"initial ratio x": ratio, "rounds": self.rounds}
         rows = [list(columns), [str(value) for value in columns.values()]]
         lines += ["", *aligned(rows)]
+        # The third table compares the predicted epochs of this plan and of each processor alone.
         if self.epoch_s:
             names = {"collective": "this plan", "cpu": "CPU only", "gpu": "GPU only"}
             own = self.epoch_s.get("collective")
@@ -290,7 +294,7 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, float) else value
 
 
-def _stage_times(state: Any) -> StageTimes:
+def _stage_times(state: object) -> StageTimes:
     state = _fields(state, {*STAGES, "cpu_workers"}, set(STAGES), "times")
     for name in STAGES:
         numbers = state[name] if isinstance(state[name], dict) else {"mean": state[name]}
@@ -301,7 +305,7 @@ def _stage_times(state: Any) -> StageTimes:
     return StageTimes(**state)
 
 
-def _fields(state: Any, known: set[str], required: set[str], what: str) -> dict[str, Any]:
+def _fields(state: object, known: set[str], required: set[str], what: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ValueError(f"{what} must be a mapping of {', '.join(sorted(known))}, but is {reprlib.repr(state)}")
     unknown = sorted(map(str, set(state) - known))
@@ -315,7 +319,7 @@ def _fields(state: Any, known: set[str], required: set[str], what: str) -> dict[
     return dict(state)
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: object) -> object:
     """Return what was read from YAML, with text that is a number as one: YAML 1.1 reads ``1e-3`` as text."""
     if isinstance(value, dict):
         return {key: _numbers(item) for key, item in value.items()}
@@ -324,11 +328,11 @@ def _numbers(value: Any) -> Any:
     return value
 
 
-def _check_number(name: str, value: Any) -> None:
+def _check_number(name: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{name} must be a finite number of at least 0, but is {reprlib.repr(value)}")
 
 
-def _check_whole(name: str, value: Any, least: int) -> None:
+def _check_whole(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, but is {reprlib.repr(value)}")

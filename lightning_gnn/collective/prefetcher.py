@@ -72,6 +72,7 @@ class CollectiveBatching:
         on_plan: Callable[[CollectivePlan, str], CollectivePlan] | None = None,
         replan: bool = True,
     ) -> None:
+        # Keep the settings; stages are profiled later, while the first mini-batches are prepared.
         if gpu_buffer_size < 1:
             raise ValueError(f"gpu_buffer_size must be at least 1, but is {gpu_buffer_size}")
         self.route, self.device, self.plan = route, torch.device(device), plan
@@ -80,11 +81,14 @@ class CollectiveBatching:
         self.num_batches, self.torch_threads, self.on_plan = num_batches, torch_threads, on_plan
         self.num_threads = self.num_ahead = 0
         """Of the loader whose epoch it is: threads of the CPU, and mini-batches that they prepare ahead."""
+        # Planning runs in the background while training goes on with the present plan.
         self.planning: Future[CollectivePlan] | None = None
         """A plan that is being made."""
         self._why = ""
+        # Host buffers are needed only if mini-batches move to another device.
         moves = route is not None or self.device.type != "cpu"
         self.ring = HostRing(self.device) if moves else None
+        # The promised epoch time is compared with the measured one to decide whether to plan anew.
         self.expected_s = 0.0 if plan is None else _promised(plan)
         """Seconds per mini-batch that are expected of an epoch; 0: nothing is."""
         self.last_epoch: tuple[float, int] | None = None

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.data import BaseData
 
+from lightning_gnn.graph.stores import AttributeName
 from lightning_gnn.loading.batch import BatchTask, PreparedBatch
 from lightning_gnn.loading.collate import Allocator
 from lightning_gnn.loading.pipeline import MiniBatchPipeline
@@ -50,8 +51,8 @@ class HostSlot:
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
-        self._blocks: dict[Any, Tensor] = {}
-        self.read_until: Any = None
+        self._blocks: dict[AttributeName, Tensor] = {}
+        self.read_until: torch.Event | None = None
         """Event after which a device no longer reads it."""
 
     @property
@@ -59,7 +60,7 @@ class HostSlot:
         """Bytes of all buffers."""
         return sum(block.numel() for block in self._blocks.values())
 
-    def empty(self, name: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def empty(self, name: AttributeName, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor in the buffer of that name, whose content is lost."""
         size = math.prod(shape) * dtype.itemsize
         block = self._blocks.get(name)
@@ -74,7 +75,7 @@ class HostSlot:
         address = tensor.untyped_storage().data_ptr()
         return any(block.untyped_storage().data_ptr() == address for block in self._blocks.values())
 
-    def may_own(self, value: Any) -> bool:
+    def may_own(self, value: object) -> bool:
         """Whether a value may lie in one of the buffers: it does not look into sparse ones and subclasses."""
         return not _is_plain(value) or self.owns(value)
 
@@ -148,7 +149,7 @@ class HostRing:
             slot.read_until = None
         return slot
 
-    def give_back(self, slot: HostSlot, read_until: Any = None) -> None:
+    def give_back(self, slot: HostSlot, read_until: torch.Event | None = None) -> None:
         """Return a slot, which a device may read until an event."""
         slot.read_until = read_until
         with self._lock:
@@ -235,7 +236,7 @@ class DeviceBatch:
     """
 
     prepared: PreparedBatch
-    arrival: Any = None
+    arrival: torch.Event | None = None
 
 
 class DeviceRoutes:
@@ -253,12 +254,12 @@ class DeviceRoutes:
         self.device = device
         self.ring = ring
         self.recorder = Recorder(Clock(device))
-        self._stream: Any = None
+        self._stream: torch.Stream | None = None
         if device.type != "cpu" and works(lambda: torch.Stream(device).record_event().synchronize()):
             self._stream = torch.Stream(device)
-        self._steps: deque[Any] = deque()
-        self._last_read: Any = None
-        self._last_transfer: Any = None
+        self._steps: deque[torch.Event] = deque()
+        self._last_read: torch.Event | None = None
+        self._last_transfer: torch.Event | None = None
 
     def prepare(self, route: MiniBatchPipeline, task: BatchTask) -> DeviceBatch:
         """Route 1: sample and gather a mini-batch on the device, in the caller's thread."""
@@ -325,11 +326,11 @@ class DeviceRoutes:
         there = partial(Tensor.to, device=self.device, non_blocking=non_blocking)
         return moved(batch, lambda batch: batch.apply(there))
 
-    def _current(self) -> Any:
+    def _current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> TypeGuard[Tensor]:
     return type(value) is Tensor and value.is_cpu and value.layout == torch.strided
 
 

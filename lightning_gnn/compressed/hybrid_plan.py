@@ -163,10 +163,12 @@ def plan_cores(
         memory_time: T_mem, the time in which N workers load one row per edge from global memory, in the same unit; by
             default edges * D * element_size / N bytes, four bytes in the time of one multiply-add.
     """
+    # Determine the number of workers, which the caller may override.
     settings = settings or PlanSettings()
     num_workers = settings.num_workers if num_workers is None else num_workers
     if num_workers is None:
         raise ValueError("num_workers is neither in the settings nor given")
+    # Check the arguments, and estimate the times that are not given.
     check_sizes(num_columns, num_workers)
     loads = check_loads(chunk_loads)
     share = int(loads.sum()) * num_columns / num_workers
@@ -174,12 +176,14 @@ def plan_cores(
     t_mem = share * element_size / _BYTES_PER_MULTIPLY_ADD if memory_time is None else memory_time
     if not (t_comp >= 0 and t_mem >= 0):
         raise ValueError(f"times must not be negative, but compute_time={t_comp} and memory_time={t_mem}")
+    # List the numbers of groups to compare.
     if settings.num_groups == "auto":
         considered = [groups for groups in divisors(num_workers) if groups <= num_columns]
     else:
         check_groups(settings.num_groups, num_workers, num_columns)
         considered = [settings.num_groups]
 
+    # The cost follows section 5.3 of the paper, with load imbalance added in the mode `balanced`.
     def cost_of(num_groups: int, range_loads: list[int]) -> GroupingCost:
         padded = padding(num_columns, num_groups)
         others = num_workers // num_groups - 1
@@ -192,11 +196,13 @@ def plan_cores(
         terms = {"T_idle": idle, "T_saved": saved, "T_imb": unbalanced}
         return GroupingCost(num_groups, idle - saved + unbalanced, terms, note)
 
+    # Compute the cost of every candidate from its balanced chunk ranges.
     plans = {}
     for num_groups in considered:
         ranges = balance_ranges(loads, num_workers // num_groups)
         range_loads = [int(loads[start:stop].sum()) for start, stop in ranges]
         plans[num_groups] = cost_of(num_groups, range_loads), ranges, range_loads
+    # Unbalanced candidates are considered only if there are no others.
     eligible = [candidate for candidate, _, _ in plans.values() if not candidate.note]
     best = min(eligible or [candidate for candidate, _, _ in plans.values()], key=lambda candidate: candidate.cost)
     _, ranges, range_loads = plans[best.num_groups]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities import rank_zero_warn
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from torch_geometric.data import HeteroData
+from torch_geometric.sampler import BaseSampler
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.compressed.graph import CompressedGraph
@@ -25,6 +27,8 @@ from lightning_gnn.features.table import with_feature_dtype
 from lightning_gnn.graph.checks import check_edge_data, check_hetero_data, check_node_data
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.edge_attributes import as_times
+from lightning_gnn.graph.stores import AttributeName
+from lightning_gnn.loading.batch import Batch
 from lightning_gnn.loading.loaders import LinkLoader, NodeLoader, PipelineLoader
 from lightning_gnn.loading.options import checked_options
 from lightning_gnn.loading.seed_order import EvaluationOrder, TrainingOrder, UnshardedOrder
@@ -34,6 +38,7 @@ from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 
 LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
 """Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
+Loader: TypeAlias = PipelineLoader | DataLoader[FullBatch]  # of mini-batches, or of the whole graph as one
 _LOADERS = {"node": NodeLoader, "link": LinkLoader}
 _SAMPLER_OPTIONS = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "subgraph_type")
 _OF_SOME_EDGES = ("time_attr", "exclude_seed_edges")
@@ -97,7 +102,7 @@ class MiniBatchDataModule(ResumableDataModule):
         self._own_eval_batch_size = "batch_size" in own
         self._passes = 0
 
-    def _take_graph(self, data: Any, sampler: Any) -> None:
+    def _take_graph(self, data: Batch, sampler: BaseSampler | None) -> None:
         """Check the graph, and take it with the user's sampler, or else one that is made from the options."""
         sampling, storage = self.sampling_options, self.storage_options
         if typed := isinstance(data, HeteroData):
@@ -128,11 +133,11 @@ class MiniBatchDataModule(ResumableDataModule):
         self.graph_sampler = sampler
         self.eval_graph_sampler = _with_overrides(sampler, self.sampler_overrides)
 
-    def make_sampler(self, data: Any, options: SamplingOptions) -> Any:
+    def make_sampler(self, data: Batch, options: SamplingOptions) -> BaseSampler:
         """Return the sampler for a graph, where the user gives none."""
         return NeighborSampler(data, seed=self.seed, **options.given())
 
-    def _disk_tables(self, stage: str) -> dict[Any, DiskFeatures]:
+    def _disk_tables(self, stage: str) -> dict[AttributeName, DiskFeatures]:
         """Return what is gathered from disk, by attribute."""
         if self._disk is None:
             return {}
@@ -158,7 +163,7 @@ class MiniBatchDataModule(ResumableDataModule):
         most = None if self.trainer is None or not self.trainer.training else self.trainer.max_epochs
         return most is not None and 0 <= most <= epoch + 1
 
-    def _checked_times(self, stage: str, time: Any, count: int | None, what: str) -> Any:
+    def _checked_times(self, stage: str, time: Tensor | Sequence[float], count: int | None, what: str) -> Tensor:
         """Return the times of the seeds of a stage as a tensor."""
         name = f"input_{stage.removesuffix('ict')}_time"
         if not getattr(self.graph_sampler, "is_temporal", True):
@@ -193,23 +198,23 @@ class MiniBatchDataModule(ResumableDataModule):
             self.eval_loader_kwargs["batch_size"] = batch_size
         self.loader_kwargs["batch_size"] = batch_size
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> Loader:
         """Return shuffled mini-batches of the training seeds (or labelled edges)."""
         return self.make_loader("train")
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self) -> Loader:
         """Return mini-batches for validation, in order, or the whole graph; see ``inference``."""
         return self.make_loader("val")
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self) -> Loader:
         """Return mini-batches for testing, in order, or the whole graph."""
         return self.make_loader("test")
 
-    def predict_dataloader(self) -> Any:
+    def predict_dataloader(self) -> Loader:
         """Return mini-batches of what is to be predicted, in order, or the whole graph."""
         return self.make_loader("predict")
 
-    def make_loader(self, stage: str) -> Any:
+    def make_loader(self, stage: str) -> Loader:
         """Return the loader of a stage: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``."""
         raise NotImplementedError
 
@@ -217,7 +222,7 @@ class MiniBatchDataModule(ResumableDataModule):
         """Return the number of seeds of a stage."""
         raise NotImplementedError
 
-    def sampled_loader(self, stage: str, data: Any, sampler: Any, **options: Any) -> PipelineLoader:
+    def sampled_loader(self, stage: str, data: Batch, sampler: BaseSampler, **options: Any) -> PipelineLoader:
         """Return a loader of sampled mini-batches: seeds, order, keys and rank of a stage are filled in.
 
         Args:
@@ -227,7 +232,7 @@ class MiniBatchDataModule(ResumableDataModule):
         """
         raise NotImplementedError
 
-    def _sampler_of(self, stage: str) -> Any:
+    def _sampler_of(self, stage: str) -> BaseSampler:
         return self.graph_sampler if stage == "train" else self.eval_graph_sampler
 
     def loader_arguments(self, stage: str, num_seeds: int) -> dict[str, Any]:
@@ -270,7 +275,7 @@ class MiniBatchDataModule(ResumableDataModule):
                 f"process(es), fewer than batch_size={options['batch_size']} each"
             )
 
-    def full_loader(self, name: str, kind: NodeType | EdgeType | None = None, **more: Any) -> DataLoader[Any]:
+    def full_loader(self, name: str, kind: NodeType | EdgeType | None = None, **more: Tensor) -> DataLoader[FullBatch]:
         """Return a loader of the whole graph as one batch, which loaders of the same name share."""
         if name not in self._full and isinstance(self.data, HeteroData):
             assert self.inference is not None
@@ -284,7 +289,7 @@ class MiniBatchDataModule(ResumableDataModule):
             self._full[name] = FullBatch.from_data(self.data, self._graph, inference=self.inference, **more)
         return only_batch(self._full[name])
 
-    def large_arrays(self) -> dict[str, Any]:
+    def large_arrays(self) -> dict[str, object]:
         """Return graph and features, by name."""
         return {"data": self.data, "graph": getattr(self.graph_sampler, "graph", None), "compressed graph": self._graph}
 
@@ -332,7 +337,7 @@ class MiniBatchDataModule(ResumableDataModule):
         self._passes = number + 1
         return number
 
-    def _order(self, stage: str, num_seeds: int, drop_last: bool, replicas: int, rank: int) -> DistributedSampler[Any]:
+    def _order(self, stage: str, num_seeds: int, drop_last: bool, replicas: int, rank: int) -> DistributedSampler[int]:
         training = stage == "train"
         kind = TrainingOrder if training else EvaluationOrder
         if not training and num_seeds < replicas:
@@ -399,7 +404,7 @@ def _evaluation_keywords(
     return options, overrides
 
 
-def _with_overrides(sampler: Any, overrides: Mapping[str, Any]) -> Any:
+def _with_overrides(sampler: BaseSampler, overrides: Mapping[str, Any]) -> BaseSampler:
     """Return the sampler for evaluation: itself, or as in PyG a copy with some attributes set."""
     if not overrides:
         return sampler
@@ -413,7 +418,7 @@ def _with_overrides(sampler: Any, overrides: Mapping[str, Any]) -> Any:
     return other
 
 
-def _check_sampler(sampler: Any, kind: str, given: Mapping[str, Any]) -> None:
+def _check_sampler(sampler: BaseSampler, kind: str, given: Mapping[str, object]) -> None:
     """Check a sampler of the user's own, and warn of given options, which do nothing beside it."""
     method = f"sample_from_{'nodes' if kind == 'node' else 'edges'}"
     if not callable(getattr(sampler, method, None)):

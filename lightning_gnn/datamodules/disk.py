@@ -14,7 +14,8 @@ from torch_geometric.data import HeteroData
 from lightning_gnn.features.arrays import advise, expect_scattered_reads, load_array
 from lightning_gnn.features.disk_features import MOST_READS, DiskFeatures
 from lightning_gnn.features.feature_file import FeatureFile
-from lightning_gnn.loading.batch import BatchTask
+from lightning_gnn.graph.stores import AttributeName
+from lightning_gnn.loading.batch import Batch, BatchTask
 from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.loading.prefetch.lookahead import CompactSampledBatch
 from lightning_gnn.runtime.messages import memory_bytes, shown, whole_number
@@ -43,7 +44,7 @@ class OnDisk:
 
     def __init__(
         self,
-        data: Any,
+        data: Batch,
         memory: int | str,
         lookahead: int | str | None = None,
         store: str | Path | Mapping[str, str | Path] | None = None,
@@ -56,10 +57,10 @@ class OnDisk:
         else:
             self.window = min(whole_number(lookahead, "lookahead", 0), MOST_READS - 1), None
         self.files = _files(data, store)
-        self._tables: dict[Any, DiskFeatures] | None = None
+        self._tables: dict[AttributeName, DiskFeatures] | None = None
         self._shares = 0, 0
 
-    def added_to(self, data: Any) -> Any:
+    def added_to(self, data: Batch) -> Batch:
         """Return the graph with ``x`` for each table, mapped from its file where the graph has none."""
         parts = {name: data if name == "x" else data[name[0]] for name in self.files}
         if all(part.get("x") is not None for part in parts.values()):
@@ -77,7 +78,7 @@ class OnDisk:
         most, size = self.window
         return most if size is None else (most, size)
 
-    def tables(self, loader: Callable[[], PipelineLoader]) -> dict[Any, DiskFeatures]:
+    def tables(self, loader: Callable[[], PipelineLoader]) -> dict[AttributeName, DiskFeatures]:
         """Return the tables, which share the memory in proportion to their sizes on disk; made once."""
         if self._tables is None:
             measured = loader()
@@ -117,9 +118,10 @@ class OnDisk:
         )
 
 
-def _files(data: Any, store: Any) -> dict[Any, FeatureFile]:
+def _files(data: Batch, store: Any) -> dict[AttributeName, FeatureFile]:
     """Return where ``x`` lies, by the name of the attribute as loaders have it."""
     typed = isinstance(data, HeteroData)
+    # Files that the user names replace the features of the graph.
     if store is not None:
         if typed != isinstance(store, Mapping):
             wanted = "one file for each type, by its name" if typed else "one file"
@@ -129,6 +131,7 @@ def _files(data: Any, store: Any) -> dict[Any, FeatureFile]:
         given: dict[Any, Any] = {(kind, "x"): path for kind, path in store.items()} if typed else {"x": store}
         found = {name: FeatureFile.open(path) for name, path in given.items()}
     else:
+        # Without a store, only tensors that are mapped from a file can be read from disk.
         parts = {(kind, "x"): data[kind] for kind in data.node_types} if typed else {"x": data}
         there = {name: part.get("x") for name, part in parts.items()}
         fixed = {name: x for name, x in there.items() if isinstance(x, Tensor) and not x.requires_grad}
@@ -138,6 +141,7 @@ def _files(data: Any, store: Any) -> dict[Any, FeatureFile]:
                 "memory= reads features from disk, but data.x is not mapped from a file of a megabyte or more: load "
                 "the folder with load_folder, or give store=, a .npy file"
             )
+    # Check that each file fits its nodes, and that nothing in memory contradicts it.
     for name, file in found.items():
         part, where = (data, "data") if name == "x" else (data[name[0]], f"data[{name[0]!r}]")
         if part.num_nodes != file.num_rows:
@@ -186,7 +190,7 @@ def _alike(there: Tensor, given: Tensor) -> Tensor:
     return (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= allowed)
 
 
-def _measured(loader: PipelineLoader, files: Mapping[Any, FeatureFile]) -> tuple[dict[Any, int], int]:
+def _measured(loader: PipelineLoader, files: Mapping[Any, FeatureFile]) -> tuple[dict[AttributeName, int], int]:
     """Sample a mini-batch; return how many rows of each table it needs, and what it takes without them."""
     if loader.pipeline.requires_main_thread:  # one's own sampler is not run for this
         return dict.fromkeys(files, 0), 0

@@ -38,7 +38,7 @@ class FullBatch(Data):  # type: ignore[misc]
         """Number of edges, which PyG cannot count."""
         return int(self.edge_index.num_edges)
 
-    def to(self, device: Any, *args: str, non_blocking: bool = False) -> FullBatch:
+    def to(self, device: torch.device | str, *args: str, non_blocking: bool = False) -> FullBatch:
         """Move the batch, once and for all: loaders hand out the same batch each time."""
         device = torch.device(device)
         settings = self.get("inference")

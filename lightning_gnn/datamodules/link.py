@@ -13,11 +13,12 @@ from torch_geometric.sampler import BaseSampler, NegativeSampling
 from torch_geometric.typing import EdgeType
 from typing_extensions import Unpack, override
 
-from lightning_gnn.datamodules.base import MiniBatchDataModule
+from lightning_gnn.datamodules.base import Loader, MiniBatchDataModule
 from lightning_gnn.datamodules.options import DataModuleOptions
 from lightning_gnn.graph.checks import check_edge_labels, check_edges
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import edges_of
+from lightning_gnn.loading.batch import Batch
 from lightning_gnn.loading.loaders import LinkLoader
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling.neighbor import Fanouts
@@ -151,11 +152,11 @@ class LinkDataModule(MiniBatchDataModule):
         if self.neg_sampling is not None and self.neg_sampling.is_triplet() and input_train_labels is not None:
             raise ValueError("input_train_labels has no place in triplets, where all edges are positive; leave it out")
 
-    def large_arrays(self) -> dict[str, Any]:
+    def large_arrays(self) -> dict[str, object]:
         """Return graph, features and labelled edges, by name."""
         return {**super().large_arrays(), **{f"{stage} edges": edges for stage, edges in self._edges.items()}}
 
-    def predict_dataloader(self) -> Any:
+    def predict_dataloader(self) -> Loader:
         """Return mini-batches of the edges to score, in order, or the whole graph.
 
         Raises:
@@ -170,7 +171,7 @@ class LinkDataModule(MiniBatchDataModule):
         return 0 if edges is None else edges.size(1)
 
     @override
-    def make_loader(self, stage: str) -> Any:
+    def make_loader(self, stage: str) -> Loader:
         edges, labels = self._edges[stage]
         assert edges is not None
         if stage != "train" and self.inference is not None:
@@ -185,7 +186,7 @@ class LinkDataModule(MiniBatchDataModule):
         return self.sampled_loader(stage, self.data, self._sampler_of(stage), **self._from_disk(stage))
 
     @override
-    def sampled_loader(self, stage: str, data: Any, sampler: Any, **options: Any) -> LinkLoader:
+    def sampled_loader(self, stage: str, data: Batch, sampler: BaseSampler, **options: Any) -> LinkLoader:
         edges, labels = self._edges[stage]
         assert edges is not None
         neg_sampling = self.neg_sampling if stage == "train" else self.eval_neg_sampling
@@ -260,7 +261,7 @@ def _negatives(
     return found
 
 
-def _probabilities(given: Any, num_nodes: int, name: str) -> Tensor | None:
+def _probabilities(given: object, num_nodes: int, name: str) -> Tensor | None:
     if given is None:
         return None
     weight = torch.as_tensor(given)

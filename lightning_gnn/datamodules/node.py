@@ -10,13 +10,14 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader.utils import get_input_nodes
 from torch_geometric.sampler import BaseSampler
-from torch_geometric.typing import NodeType
+from torch_geometric.typing import InputNodes, NodeType
 from typing_extensions import Unpack, override
 
-from lightning_gnn.datamodules.base import LOADER_IDS, MiniBatchDataModule
-from lightning_gnn.datamodules.full_batch import mask_of
+from lightning_gnn.datamodules.base import LOADER_IDS, Loader, MiniBatchDataModule
+from lightning_gnn.datamodules.full_batch import FullBatch, mask_of
 from lightning_gnn.datamodules.options import DataModuleOptions
 from lightning_gnn.graph.checks import check_labels, check_nodes
+from lightning_gnn.loading.batch import Batch
 from lightning_gnn.loading.loaders import NodeLoader
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling.neighbor import Fanouts
@@ -125,17 +126,17 @@ class NeighborDataModule(MiniBatchDataModule):
         if self._nodes["train"] is not None and not self._count("train"):
             raise ValueError("the training split is empty; give input_train_nodes or a train_mask with true entries")
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> Loader:
         """Return shuffled mini-batches of the training nodes."""
         if self._nodes["train"] is None:
             raise ValueError("there are no training nodes; give input_train_nodes or a data.train_mask")
         return super().train_dataloader()
 
-    def large_arrays(self) -> dict[str, Any]:
+    def large_arrays(self) -> dict[str, object]:
         """Return graph, features and seeds, by name."""
         return {**super().large_arrays(), **{f"{stage} nodes": nodes for stage, nodes in self._nodes.items()}}
 
-    def _seeds(self, stage: str) -> Any:
+    def _seeds(self, stage: str) -> InputNodes:
         """Return the seeds of a stage as PyG's loaders take them."""
         nodes, chosen = self._nodes[stage], self._types[stage]
         if stage == "predict" and nodes is None:
@@ -153,17 +154,17 @@ class NeighborDataModule(MiniBatchDataModule):
         return int(get_input_nodes(self.data, self._seeds(stage))[1].numel())
 
     @override
-    def make_loader(self, stage: str) -> Any:
+    def make_loader(self, stage: str) -> Loader:
         if stage != "train" and self.inference is not None:
             return self._full_loader(stage)
         return self.sampled_loader(stage, self.data, self._sampler_of(stage), **self._from_disk(stage))
 
     @override
-    def sampled_loader(self, stage: str, data: Any, sampler: Any, **options: Any) -> NodeLoader:
+    def sampled_loader(self, stage: str, data: Batch, sampler: BaseSampler, **options: Any) -> NodeLoader:
         arguments = self.loader_arguments(stage, self._count(stage)) | options
         return NodeLoader(data, sampler, **self._inputs(stage), **arguments)
 
-    def _full_loader(self, stage: str) -> DataLoader[Any]:
+    def _full_loader(self, stage: str) -> DataLoader[FullBatch]:
         """Return the batch that all stages share: it holds a mask of each split, and the nodes to predict, in order."""
         self.check_count(stage, self._count(stage))
         if isinstance(self.data, HeteroData):
@@ -203,7 +204,7 @@ def _typed_seeds(data: HeteroData, given: Any, name: str, stage: str) -> tuple[s
     return name, node_type, torch.arange(data[node_type].num_nodes) if nodes is None else nodes
 
 
-def _is_pair(given: Any) -> bool:
+def _is_pair(given: object) -> bool:
     return isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], str)
 
 

@@ -54,7 +54,7 @@ class ResumableDataModule(pl.LightningDataModule):
         if self.share_memory and grouped and self._world_size > 1:
             share_equal_arrays(self.large_arrays())
 
-    def large_arrays(self) -> dict[str, Any]:
+    def large_arrays(self) -> dict[str, object]:
         """Return what takes memory, by name, for :func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`."""
         return {}
 
@@ -198,7 +198,7 @@ def _metric_state(metric: Metric) -> dict[str, Any] | None:
     return {name: _to(value, "cpu") for name, value in values.items()}
 
 
-def _to(value: Any, device: Any) -> Any:
+def _to(value: Any, device: torch.device | str) -> Any:
     """Copy a tensor, or each of a list."""
     if isinstance(value, list):
         return [_to(item, device) for item in value]
@@ -252,7 +252,7 @@ class _GoOn(pl.Callback):
             self._take_position(trainer.fit_loop, **position)
         self.datamodule.restore_random_state()
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: object) -> None:
         """The first batch is here, and so is the order."""
         self.datamodule.order_drawn()
         if self.batches_that_stepped is not None:  # Lightning has counted the batch before once more

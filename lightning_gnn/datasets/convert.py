@@ -3,40 +3,33 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from lightning_gnn.datasets.column_names import MASKS, OF_NODES, SPLITS, edge_columns, is_end, is_id
-from lightning_gnn.datasets.folder import class_numbers, load_folder
+from lightning_gnn.datasets.column_names import MASKS, SPLITS
+from lightning_gnn.datasets.folder import load_folder
 from lightning_gnn.datasets.hetero_folder import BETWEEN, TYPES, type_folders
-from lightning_gnn.datasets.published_files import Published, published, read_ids, unpack
+from lightning_gnn.datasets.named_tables import ALONE, BETWEEN_ALONE, ENDS, INTEGERS, Kind, NamedTables, Say, table_of
+from lightning_gnn.datasets.published_files import published
 from lightning_gnn.datasets.synthetic_labels import Labels
 from lightning_gnn.datasets.table_files import Columns, TableFiles, listed, matching, quoted, text
 from lightning_gnn.datasets.text_files import check_content
 from lightning_gnn.datasets.topology_files import TOPOLOGY
-from lightning_gnn.features.arrays import load_array, save_arrays, write_blocks
+from lightning_gnn.features.arrays import save_arrays, write_blocks
 from lightning_gnn.graph.csc import index_dtype
 from lightning_gnn.runtime.files import write_whole
 
-_ALONE, _BETWEEN_ALONE = "node", ("node", "to", "node")
-_ENDS = "source", "target"
-_INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT", "HUGEINT")
-_NUMBERS = (*_INTEGERS, "FLOAT", "DOUBLE", "BOOLEAN", "DECIMAL")
+_NUMBERS = (*INTEGERS, "FLOAT", "DOUBLE", "BOOLEAN", "DECIMAL")
 _SHOWN = 12  # names of features that are told
 _BLOCK = 1 << 22  # numbers that are written at a time, at least a row of them
-_MOST_RELATIONS = 20_000  # relations of triples; more are likely another column
 _CODES_FROM, _MOST_CODES, _NUMBERS_TO = 1 << 16, 1000, 1 << 24
 """From which number on labels may be codes, how many codes there may be, and up to which number labels may be else."""
-_TINY = 5  # nodes below which each may have a class of its own
 _OF_DATABASE = 0.6
 """Share of the memory that the database gets; the rest is for what is on its way from there to the files."""
-Kind = tuple[str, str, str]
-Say = Callable[[str], None]
 
 
 def convert_tables(
@@ -105,7 +98,7 @@ def convert_tables(
     for path in (*edges.values(), *tables.values()):
         for file in matching(path):
             check_content(file)
-    form = published(edges[_BETWEEN_ALONE], folder / "unpacked") if alone else None
+    form = published(edges[BETWEEN_ALONE], folder / "unpacked") if alone else None
     of_edges = edges.values() if form is None else form.files
     files = {str(path): _state(path) for path in (*of_edges, *tables.values())}
     drawn = random_features, random_labels
@@ -132,7 +125,7 @@ def _named(source: Any, nodes: Any) -> tuple[dict[Kind, str | Path], dict[str, s
     if not isinstance(source, Mapping):
         if isinstance(nodes, Mapping):
             raise ValueError("nodes have types, but edges have none: name them, as source.paper__cites__paper=FILE")
-        return {_BETWEEN_ALONE: source}, {} if nodes is None else {_ALONE: nodes}, True
+        return {BETWEEN_ALONE: source}, {} if nodes is None else {ALONE: nodes}, True
     if nodes is not None and not isinstance(nodes, Mapping):
         raise ValueError("edges have types, but nodes have none: name them, as nodes.paper=FILE")
     edges = {}
@@ -151,59 +144,27 @@ def _state(path: str | Path) -> list[Any]:
     return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in matching(path)]
 
 
-class _Conversion:
+class _Conversion(NamedTables):
     """One conversion, whose steps leave tables and files behind; what is there is not made again."""
-
-    def __init__(
-        self,
-        database: TableFiles,
-        folder: Path,
-        edges: Mapping[Kind, str | Path],
-        tables: Mapping[str, str | Path],
-        alone: bool,
-        form: Published | None,
-        say: Say,
-    ) -> None:
-        self.database, self.folder, self.edges, self.tables = database, folder, dict(edges), dict(tables)
-        self.alone, self.form, self.say = alone, form, say
-        self.types = sorted({end for kind in edges for end in (kind[0], kind[2])})
-        self.names = {kind: _table("edges", BETWEEN.join(kind)) for kind in edges}  # of their tables
-        self.folders: dict[Any, Path] = {_ALONE: folder, _BETWEEN_ALONE: folder}
-        self.has_numbers = False  # as labels
-        self.rows: int | None = None  # of the nodes, where they are known by their numbers alone
 
     def run(self, undirected: bool, random_features: int, random_labels: int) -> dict[str, int]:
         """Do all steps."""
-        if self.form is not None and not self.tables:
-            self._read_nodes(self.form)
-        for name, path in self.tables.items():
-            self.say(f"reading {path}")
-            self._read(_table("nodes", name), path, False, partial(self._name_nodes, name))
-        for kind, path in self.edges.items():
-            self.say(f"reading {path}")
-            self._read_edges(kind, path)
-        if self.alone and "relation" in self.database.columns(self.names[_BETWEEN_ALONE]):
-            self._split_relations()
-        for name, path in self.tables.items():
-            if self.form is None or path != self.form.features:
-                self._choose_ids(name)
+        self.read_all()
         if not self.alone:
             self._name_folders([made for kind in self.edges for made in self._directions(kind, undirected)])
         for name in self.types:
             self._number(name)
-        counts = {name: self.database.count(_table("ids", name)) for name in self.types}
+        counts = {name: self.database.count(table_of("ids", name)) for name in self.types}
         known = None if self.form is None else self.form.num_nodes
-        if known is not None and counts[_ALONE] != known:
-            raise ValueError(
-                f"{self.tables[_ALONE]} has {counts[_ALONE]} nodes, but {self.edges[_BETWEEN_ALONE]} {known}"
-            )
+        if known is not None and counts[ALONE] != known:
+            raise ValueError(f"{self.tables[ALONE]} has {counts[ALONE]} nodes, but {self.edges[BETWEEN_ALONE]} {known}")
         for name in self.types:
-            self.say(f"writing {counts[name]} nodes{self._called(name)}")
+            self.say(f"writing {counts[name]} nodes{self.called(name)}")
             self._write_nodes(name, counts[name], random_features, random_labels)
         edges = {}
         for kind in self.edges:
             for made, parts in self._directions(kind, undirected).items():
-                self.say(f"sorting edges{self._called(BETWEEN.join(made))}")
+                self.say(f"sorting edges{self.called(BETWEEN.join(made))}")
                 edges[BETWEEN.join(made)] = self._write_edges(kind, made, parts, counts, undirected)
         return counts | edges
 
@@ -214,230 +175,31 @@ class _Conversion:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / TYPES, listed)
 
-    def _read(
-        self, table: str, path: str | Path, edges: bool, then: Callable[[], None], header: bool | None = None
-    ) -> None:
-        if (how := self.database.read(table, path, edges, header, then)) is not None:
-            self.say(how)
-
-    def _read_edges(self, kind: Kind, path: str | Path) -> None:
-        table = self.names[kind]
-        if self.form is None:
-            self._read(table, path, True, partial(self._name_edges, kind))
-        elif self.form.blocks is not None:
-            self.database.fill(table, self.form.blocks)
-            if not self.database.count(table):
-                raise ValueError(f"{path} holds no edges")
-        elif self.form.edges is not None:
-            self._read(table, self.form.edges, True, partial(self._name_edges, kind), header=False)
-
-    def _name_edges(self, kind: Kind) -> None:
-        """Give known columns of edges their one name each; a relation has one only where it makes types."""
-        table, path = self.names[kind], self.edges[kind]
-        columns = self.database.columns(table)
-        found = edge_columns([*columns])
-        if found is None:
-            if len(columns) < 2 or any(is_end(name) for name in [*columns][2:]):
-                raise ValueError(
-                    f"{path} has the columns {', '.join(columns)}; edges need source and target, or src and dst"
-                )
-            found = [*columns][:2]
-            if next(iter(columns)).startswith("column0") and len(columns) == 3 and self._are_triples(kind, columns):
-                found = [[*columns][n] for n in (0, 2, 1)]
-        if len(found) > 2 and not self.alone:
-            found = found[:2]
-        self.database.rename(table, dict(zip(found, (*_ENDS, "relation"), strict=False)))
-
-    def _are_triples(self, kind: Kind, columns: Mapping[str, str]) -> bool:
-        """Say whether three columns without names are head, relation and tail, by which of them share values."""
-        (a, kind_a), (b, kind_b), (c, kind_c) = columns.items()
-        if kind_b != "VARCHAR" or (kind_a == "VARCHAR") != (kind_c == "VARCHAR") or kind_c in ("DOUBLE", "BOOLEAN"):
-            return False
-        table = quoted(self.names[kind])
-
-        def share(one: str, other: str) -> bool:
-            among = f"SELECT {quoted(other)}::VARCHAR FROM {table}"
-            return bool(self.database.query(f"SELECT 1 FROM {table} WHERE {quoted(one)}::VARCHAR IN ({among}) LIMIT 1"))
-
-        counts = ", ".join(f"count(DISTINCT {quoted(column)})" for column in (b, c))
-        middle, last = self.database.query(f"SELECT {counts} FROM {table}")[0]
-        if kind_c != "VARCHAR":
-            are = middle <= last and share(a, c)
-        elif not last or (share(a, b) and not share(a, c)):
-            are = False
-        else:
-            are = not share(a, b) and (share(a, c) or middle <= last)
-            if not are or (not self.alone and share(a, c)):
-                raise ValueError(
-                    f"{self.edges[kind]} has three columns of text without names: say which is which by a first line, "
-                    "head,relation,tail for triples without a type given, or source,target,kind"
-                )
-        return are and self.alone
-
-    def _split_relations(self) -> None:
-        """Make a type of edges of each relation of triples."""
-        whole, path = self.names.pop(_BETWEEN_ALONE), self.edges.pop(_BETWEEN_ALONE)
-        distinct = f"SELECT DISTINCT relation::VARCHAR FROM {quoted(whole)} ORDER BY 1"
-        relations = [relation for (relation,) in self.database.query(distinct)]
-        if None in relations or len(relations) > _MOST_RELATIONS:
-            what = "is missing in some row" if None in relations else f"has {len(relations):,} values, too many types"
-            raise ValueError(f"{path}: the relation {what}")
-        self.alone = False
-        self.say(f"triples of a head, a relation and a tail: {len(relations)} relations become types of edges")
-        ordered = _table("relations", "")
-        replaced = "SELECT * REPLACE (relation::VARCHAR AS relation)"
-        self.database.make(ordered, f"{replaced} FROM {quoted(whole)} ORDER BY relation, rowid")
-        for number, relation in enumerate(relations):
-            kind = _ALONE, relation, _ALONE
-            self.edges[kind], self.names[kind] = path, _table("relation", str(number))
-            rows = f"FROM {quoted(ordered)} WHERE relation = {text(relation)} ORDER BY rowid"
-            self.database.make(self.names[kind], f"SELECT * EXCLUDE relation {rows}")
-
-    def _name_nodes(self, name: str) -> None:
-        """Give known columns of nodes their one name each, and check that labels are classes."""
-        table, path = _table("nodes", name), self.tables[name]
-        columns = self.database.columns(table)
-        renamed = {column: column.lower() for column in columns if column.lower() in OF_NODES}
-        texts = [column for column, kind in columns.items() if kind == "VARCHAR"]
-        count = self.database.count(table)
-
-        def classes(column: str) -> int:
-            return int(self.database.query(f"SELECT count(DISTINCT {quoted(column)}) FROM {quoted(table)}")[0][0])
-
-        first, last = next(iter(columns)), [*columns][-1]
-        unnamed = first.startswith("column0") and len(columns) > 1
-        if unnamed and last in texts and {*texts} <= {first, last} and classes(last) < count:
-            self.say(f"the last column of {path}, of texts, is the label")
-            renamed[last] = "label"
-        label = next((column for column, known in renamed.items() if known == "label"), None)
-        number = classes(label) if label in texts else None
-        if number == 0:
-            del renamed[str(label)]
-        elif number == count >= (2 if label == "Label" else _TINY):  # Gephi writes names as Label
-            raise ValueError(
-                f"{path}: the column {label} has {count} classes for {count} nodes, so it holds names; rename or "
-                "remove it, and call what is to be predicted label"
-            )
-        self.database.rename(table, renamed)
-
-    def _choose_ids(self, name: str) -> None:
-        """Find the column of nodes that edges refer to, where it is not called id or others may be it."""
-        table, path = _table("nodes", name), self.tables[name]
-        columns = self.database.columns(table)
-        first = next(iter(columns))
-        others = [
-            column
-            for column, kind in columns.items()
-            if column not in OF_NODES
-            and kind in (*_INTEGERS, "VARCHAR")
-            and (
-                is_id(column)
-                or ("id" not in columns and (kind == "VARCHAR" or (column == first and first.startswith("column0"))))
-            )
-        ]
-        if "id" in columns and (not others or self._holds_ends(name, "id")):
-            return
-        found = [column for column in others if self._holds_ends(name, column)]
-        if len(found) == 1:
-            if "id" in columns:
-                self.database.query(f"ALTER TABLE {quoted(table)} DROP COLUMN id")
-                self.say(f"left out{self._called(name)}: id, to which edges do not refer")
-            self.say(f"the ids of nodes{self._called(name)} are in the column {found[0]} of {path}")
-            self.database.rename(table, {found[0]: "id"})
-        elif "id" not in columns:
-            why = f"{', '.join(found)} hold the ids of all edges" if found else "none holds the ids of all edges"
-            self.say(f"nodes{self._called(name)} are numbered by row, from 0 on; of the columns of {path}, {why}")
-
-    def _holds_ends(self, name: str, column: str) -> bool:
-        """Say whether a column of nodes holds each id once, and all that edges refer to."""
-        table, value = quoted(_table("nodes", name)), quoted(column)
-        twice = f"GROUP BY {value} HAVING count(*) > 1 OR {value} IS NULL"
-        if self.database.query(f"SELECT 1 FROM {table} {twice} LIMIT 1"):
-            return False
-        kind_of_ids = self.database.columns(_table("nodes", name))[column]
-        for kind in self.edges:
-            for end, of in zip(_ENDS, (kind[0], kind[2]), strict=True):
-                same = self.database.columns(self.names[kind])[end] == kind_of_ids
-                cast = "" if same else "::VARCHAR"
-                lost = f"{end} IS NOT NULL AND {end}{cast} NOT IN (SELECT {value}{cast} FROM {table})"
-                if of == name and self.database.query(f"SELECT 1 FROM {quoted(self.names[kind])} WHERE {lost} LIMIT 1"):
-                    return False
-        return True
-
-    def _read_nodes(self, form: Published) -> None:
-        """Make the table of nodes that a published form has, or write its arrays."""
-        for name, (archive, member) in form.arrays.items():
-            if not (path := self.folder / f"{name}.npy").exists():
-                self.say(f"unpacking {member} of {archive}")
-                self.folder.mkdir(parents=True, exist_ok=True)
-                unpack(archive, member, self.folder / "unpacked.npy")
-                (self.folder / "unpacked.npy").rename(path)
-        if form.arrays:
-            count = load_array(self.folder / "x.npy").size(0)
-            y = load_array(self.folder / "y.npy")
-            save_arrays(self.folder, {"y": class_numbers(y, count, f"node_label of {form.arrays['y'][0]}")})
-            self.rows = count
-        if form.features is not None:
-            self.say(f"reading {form.features}")
-            self.database.read("features", form.features, header=False)
-            count = self.database.count("features")
-            if form.num_nodes not in (None, count):
-                raise ValueError(f"{form.features} has {count} rows, but there are {form.num_nodes} nodes")
-            chosen, joined = ["f.*"], ""
-            if form.labels is not None:
-                self.database.read("labels", form.labels, header=False)
-                if (labels := self.database.count("labels")) != count:
-                    raise ValueError(f"{form.labels} has {labels} rows, but {form.features} has {count}")
-                if len(columns := list(self.database.columns("labels"))) > 1:
-                    raise ValueError(f"{form.labels} has {len(columns)} columns; give labels of one, with nodes=FILE")
-                chosen.append(f"l.{quoted(columns[0])} AS label")
-                joined = "JOIN labels l ON l.rowid = f.rowid"
-            if form.splits:
-                parts = [
-                    f"SELECT column0 AS node, {text(name)} AS split FROM read_csv({text(path)}, header = false)"
-                    for name, path in form.splits.items()
-                ]
-                chosen.append("s.split")
-                joined += f" LEFT JOIN ({' UNION ALL '.join(parts)}) s ON s.node = f.rowid"
-            nodes = f"SELECT {', '.join(chosen)} FROM features f {joined} ORDER BY f.rowid"
-            self.database.make(_table("nodes", _ALONE), nodes)
-            if self.database.count(_table("nodes", _ALONE)) != count:
-                raise ValueError(f"{next(iter(form.splits.values())).parent} names a node twice")
-            self.tables = {_ALONE: form.features}
-        elif not form.arrays:
-            self.rows = form.num_nodes
-        if form.features is None:
-            for name, path in form.splits.items():
-                ids, mask = read_ids(path), np.zeros(self.rows or 0, np.bool_)
-                if len(ids) and not 0 <= ids.min() <= ids.max() < len(mask):
-                    raise ValueError(f"{path} names nodes up to {ids.max()}, but there are {len(mask)}")
-                mask[ids] = True
-                save_arrays(self.folder, {f"{name}_mask": mask})
-
-    def _called(self, name: str) -> str:
-        return "" if self.alone else f" of {name}"
-
     def _number(self, name: str) -> None:
         """Make the table of ids of a type, whose rows have the numbers of its nodes."""
-        table = _table("ids", name)
+        # Nodes without a table but with a known number are numbered by row.
+        table = table_of("ids", name)
         if name not in self.tables and self.rows is not None:
             self.database.make(table, f"SELECT range AS id, range AS number FROM range({self.rows})")
             return
+        # Nodes that only edges name are numbered in the order of their ids.
         if name not in self.tables:
             ends = [
                 f"SELECT {quoted(end)} AS id FROM {quoted(self.names[kind])}"
                 for kind in self.edges
-                for end, of in zip(_ENDS, (kind[0], kind[2]), strict=True)
+                for end, of in zip(ENDS, (kind[0], kind[2]), strict=True)
                 if of == name
             ]
             some = f"SELECT DISTINCT id FROM ({' UNION ALL '.join(ends)}) WHERE id IS NOT NULL ORDER BY id"
             self.database.make(table, f"SELECT id, row_number() OVER () - 1 AS number FROM ({some})")
             return
-        source = _table("nodes", name)
+        # Nodes with a table are numbered by row, with or without ids of their own.
+        source = table_of("nodes", name)
         if self._by_row(name):
             self.database.make(table, f"SELECT rowid AS id, rowid AS number FROM {quoted(source)}")
             return
         self.database.make(table, f"SELECT id AS id, rowid AS number FROM {quoted(source)}")
+        # Ids must be present and unique.
         for wrong, what in (("id IS NULL", "has no id"), (None, "is there twice")):
             found = (
                 f"SELECT id, min(number) FROM {quoted(table)} GROUP BY id HAVING count(*) > 1 LIMIT 1"
@@ -452,24 +214,27 @@ class _Conversion:
         """Say whether nodes are called by the number of their row."""
         if name not in self.tables:
             return self.rows is not None
-        return "id" not in self.database.columns(_table("nodes", name))
+        return "id" not in self.database.columns(table_of("nodes", name))
 
     def _write_nodes(self, name: str, count: int, random_features: int, random_labels: int) -> None:
         folder = self.folders[name]
         folder.mkdir(parents=True, exist_ok=True)
-        table, columns = _table("nodes", name), {}
+        table, columns = table_of("nodes", name), {}
+        # Nodes that only edges name get a file with their ids, in the order of their numbers.
         if name in self.tables:
             columns = self.database.columns(table)
         elif self.rows is None:
             self._write_ids(name, folder, count)
+        # Columns of numbers, or of lists of numbers, become features.
         features = [column for column in columns if column not in ("id", "label", "split", "time", *MASKS)]
         widths = {column: self._width(name, column, columns[column]) for column in features}
         if left_out := [column for column in features if not widths[column]]:
-            self.say(f"left out{self._called(name)}, as they are no numbers: {', '.join(left_out)}")
+            self.say(f"left out{self.called(name)}, as they are no numbers: {', '.join(left_out)}")
         used = {column: width for column, width in widths.items() if width}
         if used:
             shown = [*used] if len(used) <= _SHOWN else [*list(used)[: _SHOWN - 1], "…", list(used)[-1]]
-            self.say(f"features{self._called(name)} are {', '.join(shown)}: {sum(used.values())} in all")
+            self.say(f"features{self.called(name)} are {', '.join(shown)}: {sum(used.values())} in all")
+        # Write labels, splits, masks and times as files of their own.
         if "label" in columns:
             self._write_labels(table, folder, count, columns["label"], name)
         elif random_labels and not (folder / "y.npy").exists():
@@ -483,9 +248,11 @@ class _Conversion:
             self.say("left out: time, for which a folder without types has no place; name the types to keep it")
         elif "time" in columns:
             self._write_column(table, "time", columns["time"], folder / "time.npy", count, self.tables[name])
+        # Write the features in blocks, so that they need not fit in memory.
         width = sum(used.values()) or random_features
         if (folder / "x.npy").exists():
             return
+        # Without features a folder must at least say how many nodes there are.
         if not width and self.alone:
             raise ValueError("nodes have no features: give nodes=FILE with columns of numbers, or random_features=64")
         if not width:
@@ -504,7 +271,7 @@ class _Conversion:
             return 1
         if length != "]":
             return int(length[:-1])
-        table = quoted(_table("nodes", name))
+        table = quoted(table_of("nodes", name))
         found = self.database.query(f"SELECT DISTINCT len({quoted(column)}) FROM {table} LIMIT 2")
         if len(found) != 1 or not found[0][0]:
             raise ValueError(
@@ -534,7 +301,7 @@ class _Conversion:
         if not self._is_attribute(kind):
             raise ValueError(f"{where}: {column} is {kind}, but numbers and times have a place")
         is_time = kind.startswith("TIMESTAMP") or kind == "DATE"
-        whole = is_time or kind in _INTEGERS
+        whole = is_time or kind in INTEGERS
         value = f"floor(epoch({quoted(column)}))" if is_time else quoted(column)
         if self.database.query(f"SELECT 1 FROM {quoted(table)} WHERE {quoted(column)} IS NULL LIMIT 1"):
             raise ValueError(f"{where}: {column} is missing in some row; fill it in")
@@ -543,14 +310,14 @@ class _Conversion:
         write_blocks(path, np.int64 if whole else np.float64, (count,), blocks)
 
     def _write_labels(self, table: str, folder: Path, count: int, kind: str, name: str) -> None:
-        whole = kind in (*_INTEGERS, "VARCHAR", "BOOLEAN")
+        whole = kind in (*INTEGERS, "VARCHAR", "BOOLEAN")
         self.has_numbers |= not whole
         if (folder / "y.npy").exists():
             return
         value, names = "label", None
         if kind.partition("(")[0] not in (*_NUMBERS, "VARCHAR"):
             raise ValueError(f"{self.tables[name]}: label is {kind}; labels are numbers or texts")
-        if kind == "VARCHAR" or (kind in _INTEGERS and self._are_codes(table, name)):
+        if kind == "VARCHAR" or (kind in INTEGERS and self._are_codes(table, name)):
             rows = self.database.query(
                 f"SELECT DISTINCT label FROM {quoted(table)} WHERE label IS NOT NULL ORDER BY label"
             )
@@ -560,7 +327,7 @@ class _Conversion:
         if whole:
             distinct = self.database.query(f"SELECT count(DISTINCT label) FROM {quoted(table)}")[0][0]
             listed_there = "" if names is None else ", listed in classes.json"
-            self.say(f"labels{self._called(name)} are {distinct} classes{listed_there}")
+            self.say(f"labels{self.called(name)} are {distinct} classes{listed_there}")
         chosen = {"y": f"coalesce(({value})::{'BIGINT' if whole else 'FLOAT'}, {-1 if whole else text('NaN')})"}
         blocks = (block["y"] for block in self.database.blocks(table, chosen, _BLOCK))
         write_blocks(folder / "y.npy", np.int64 if whole else np.float32, (count,), blocks)
@@ -594,8 +361,8 @@ class _Conversion:
             write_blocks(path, np.bool_, (count,), blocks)
 
     def _write_ids(self, name: str, folder: Path, count: int) -> None:
-        table = _table("ids", name)
-        if self.database.columns(table)["id"] not in _INTEGERS[:-2]:  # int64 has no room for the last two
+        table = table_of("ids", name)
+        if self.database.columns(table)["id"] not in INTEGERS[:-2]:  # int64 has no room for the last two
             ids = quoted(table)
             self.database.query(f"COPY (SELECT * FROM {ids} ORDER BY number) TO {text(folder / 'id.parquet')}")
         elif not (folder / "id.npy").exists():
@@ -614,20 +381,23 @@ class _Conversion:
         self, kind: Kind, made: Kind, parts: list[bool], counts: Mapping[str, int], undirected: bool
     ) -> int:
         """Write a type of edges in CSC order: sorted by target, those of one target as they stand in the file."""
+        # Choose the columns that become attributes of edges, and report the others.
         folder = self.folders[made]
         folder.mkdir(parents=True, exist_ok=True)
         columns = self.database.columns(self.names[kind])
-        extras = [column for column in columns if column not in _ENDS]
+        extras = [column for column in columns if column not in ENDS]
         kept = {} if self.alone else {name: columns[name] for name in extras if self._is_attribute(columns[name])}
         if left_out := [name for name in extras if name not in kept]:
             why = "for which a folder without types has no place; name the types" if self.alone else "no numbers"
             self.say(f"left out of the edges, {why}: {', '.join(left_out)}")
+        # Reject names that a file cannot have; edges with attributes cannot be merged with their opposites.
         if bad := [column for column in kept if column in (*TOPOLOGY, "edge_index", "graph") or "/" in column]:
             raise ValueError(f"{self.edges[kind]}: {bad[0]!r} cannot be the name of an attribute; rename the column")
         if kept and undirected and kind[0] == kind[2]:
             raise ValueError(f"undirected keeps each edge once, but {BETWEEN.join(kind)} has {', '.join(kept)} by edge")
+        # Number the ends, and add the opposite direction where it is wanted.
         numbered = self._numbered(kind, kept)
-        table = _table("sorted", BETWEEN.join(made))
+        table = table_of("sorted", BETWEEN.join(made))
         with_extras = f", {listed(list(kept))}" if kept else ""
         ways = [
             f"SELECT {'t' if turned else 's'} AS s, {'s' if turned else 't'} AS t, edge{with_extras} "
@@ -635,12 +405,15 @@ class _Conversion:
             for turned in parts
         ]
         chosen, order = " UNION ALL ".join(ways), "t, edge"
+        # Both directions together may contain an edge twice, which is then kept once.
         if len(parts) > 1:
             chosen, order = f"SELECT DISTINCT s, t FROM ({chosen})", "t, s"
+        # Sort by target, so that the rows are in CSC order.
         self.database.make(table, f"SELECT s, t{with_extras} FROM ({chosen}) ORDER BY {order}")
         num_edges = self.database.count(table)
         for name, of in kept.items():
             self._write_column(table, name, of, folder / f"{name}.npy", num_edges, self.edges[kind])
+        # Stream the sources to the file while the in-degrees are counted.
         if not (folder / "indptr.npy").exists():
             indptr = np.zeros(counts[made[2]] + 1, np.int64)
 
@@ -658,17 +431,20 @@ class _Conversion:
 
     def _numbered(self, kind: Kind, kept: Mapping[str, str]) -> str:
         """Make the table of edges between numbers of nodes; return its name."""
-        name, (source, target) = _table("numbered", BETWEEN.join(kind)), _ENDS
+        # Select both ends as numbers: a row is its own number, an id is looked up by a join.
+        name, (source, target) = table_of("numbered", BETWEEN.join(kind)), ENDS
         numbers, joined, within = [], "", ["true"]
         ends = (("a", source, kind[0]), ("b", target, kind[2]))
         for alias, end, of in ends:
             cast = self._compared(kind, end, of)
             if self._by_row(of):
+                # Row numbers outside the table are dropped here, and reported below.
                 numbers.append(f"e.{quoted(end)}::BIGINT")
-                within.append(f"e.{quoted(end)}{cast} BETWEEN 0 AND {self.database.count(_table('ids', of)) - 1}")
+                within.append(f"e.{quoted(end)}{cast} BETWEEN 0 AND {self.database.count(table_of('ids', of)) - 1}")
             else:
                 numbers.append(f"{alias}.number")
-                joined += f" JOIN {quoted(_table('ids', of))} {alias} ON {alias}.id{cast} = e.{quoted(end)}{cast}"
+                joined += f" JOIN {quoted(table_of('ids', of))} {alias} ON {alias}.id{cast} = e.{quoted(end)}{cast}"
+        # The order of the file is kept as `edge`, so that sorting is reproducible.
         with_extras = "".join(f", e.{quoted(column)}" for column in kept)
         edges = quoted(self.names[kind])
         self.database.make(
@@ -676,10 +452,11 @@ class _Conversion:
             f"SELECT {numbers[0]} AS s, {numbers[1]} AS t, e.rowid AS edge{with_extras} FROM {edges} e {joined} "
             f"WHERE {' AND '.join(within)}",
         )
+        # If edges were lost, find the first one that refers to no node, and name it.
         if self.database.count(name) < self.database.count(self.names[kind]):
             for _, end, of in ends:
                 cast = self._compared(kind, end, of)
-                among = f"SELECT id{cast} FROM {quoted(_table('ids', of))}"
+                among = f"SELECT id{cast} FROM {quoted(table_of('ids', of))}"
                 lost = (
                     f"SELECT {quoted(end)}, rowid FROM {edges} WHERE {quoted(end)} IS NULL OR "
                     f"{quoted(end)}{cast} NOT IN ({among}) LIMIT 1"
@@ -692,12 +469,12 @@ class _Conversion:
     def _compared(self, kind: Kind, end: str, of: str) -> str:
         """Return as what an end of edges is compared with the ids of nodes: as it is, a number of a row, or a text."""
         table = self.names[kind]
-        found = self.database.columns(table)[end], self.database.columns(_table("ids", of))["id"]
+        found = self.database.columns(table)[end], self.database.columns(table_of("ids", of))["id"]
         if found[0] == found[1] or (all(name.partition("(")[0] in _NUMBERS for name in found) and not self._by_row(of)):
             return ""
         if not self._by_row(of):
             return "::VARCHAR"
-        if found[0] in _INTEGERS:
+        if found[0] in INTEGERS:
             return ""
         whole = f"TRY_CAST({quoted(end)} AS DOUBLE) = TRY_CAST({quoted(end)} AS BIGINT)"
         broken = f"{quoted(end)} IS NOT NULL AND NOT coalesce({whole}, false)"
@@ -710,11 +487,6 @@ class _Conversion:
                 f"{nodes} has no column id"
             )
         return "::BIGINT"
-
-
-def _table(what: str, name: str) -> str:
-    """Return the name of a table for a type; the database does not tell upper from lower case, but types do."""
-    return f"{what} {name.encode().hex()}"
 
 
 def _count(indptr: np.ndarray, block: Columns) -> None:

@@ -83,6 +83,7 @@ def node_folder(root: str | Path, name: NodeType) -> Path:
 
 def _types(root: Path) -> tuple[dict[NodeType, Path], dict[EdgeType, Path]]:
     """Return the folders of all node types and of all edge types."""
+    # Types are folders, sorted so that their order does not depend on the file system.
     folders = [sorted(path for path in (root / name).glob("*") if path.is_dir()) for name in (NODES, EDGES)]
     if not folders[0]:
         raise FileNotFoundError(f"{root / NODES} holds no folder; expected nodes/TYPE/x.npy for each type of nodes")
@@ -90,10 +91,12 @@ def _types(root: Path) -> tuple[dict[NodeType, Path], dict[EdgeType, Path]]:
         raise FileNotFoundError(
             f"{root / EDGES} holds no folder; expected edges/SOURCE{BETWEEN}RELATION{BETWEEN}TARGET/edge_index.npy"
         )
+    # A list of types stands for names that no folder can have.
     if (root / TYPES).exists():
         return _numbered(root, *folders)
     nodes = {path.name: path for path in folders[0]}
     edges = {}
+    # The name of a folder must split into two node types and a relation in exactly one way.
     for path in folders[1]:
         kinds = _kinds(path.name, list(nodes))
         if not kinds:
@@ -189,15 +192,18 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
             attributes of its own, or a type has both ``graph`` and ``edge_index``, or a ``graph`` with times or
             weights.
     """
+    # Check everything before the first file is written.
     root = Path(root)
     if any((root / name).exists() for name in (NODES, EDGES, TYPES)):
         raise FileExistsError(f"{root} holds a graph already; choose an empty folder")
     nodes, edges = data.node_types, data.edge_types
     if unknown := [kind for kind in edges if kind[0] not in nodes or kind[2] not in nodes]:
         raise ValueError(f"data has edges of {unknown[0]}, but the types of nodes are {nodes}")
+    # Types whose names are no names of folders are numbered and listed in a file.
     folder_of, listed = type_folders(nodes, edges)
     folders: dict[str, dict[str, Tensor | None]] = {}
     texts: dict[str, str] = {}
+    # Sort attributes into arrays and texts.
     for store in (*data.node_stores, *data.edge_stores):
         arrays: dict[str, Tensor | None] = {}
         folder = folder_of[store._key]
@@ -207,6 +213,7 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
             if _are_texts(value):
                 texts[f"{folder}/{name}.json"] = json.dumps(value, ensure_ascii=False)
                 continue
+            # A topology that is sorted already is written in CSC order.
             if name == "graph" and isinstance(value, CSCGraph):
                 arrays |= _sorted_arrays(store, value)
                 continue
@@ -216,8 +223,10 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
                 raise TypeError(f"data[{store._key!r}].{name} is no dense tensor; a folder has no place for it")
             arrays[name] = value.detach().cpu()
         folders[folder] = arrays
+    # Attributes of the whole graph would be lost silently.
     if own := [key for key, value in data._global_store.items() if value is not None]:
         raise ValueError(f"a folder has no place for data.{own[0]}; remove it from data first")
+    # Write the arrays before the list of types, which makes the folder readable.
     for folder, arrays in folders.items():
         (root / folder).mkdir(parents=True)
         save_arrays(root / folder, arrays)
@@ -264,6 +273,7 @@ def _read_nodes(data: HeteroData, name: str, folder: Path, mmap: bool, check: bo
 
 
 def _read_edges(data: HeteroData, kind: EdgeType, folder: Path, mmap: bool, check: bool) -> None:
+    # The edges are in one of two forms: sorted by target, or an `edge_index`.
     arrays, store = _arrays(folder, mmap), data[kind]
     num_sources, num_targets = (data[end].num_nodes for end in (kind[0], kind[2]))
     edge_index = arrays.get("edge_index")
@@ -274,6 +284,7 @@ def _read_edges(data: HeteroData, kind: EdgeType, folder: Path, mmap: bool, chec
         store.graph = load_topology(folder, num_targets, mmap, check, counted, num_sources)
         num_edges = store.graph.num_edges
     else:
+        # Errors name the file in which the mistake lies.
         assert edge_index is not None
         try:
             check_edge_index(edge_index)
@@ -284,6 +295,7 @@ def _read_edges(data: HeteroData, kind: EdgeType, folder: Path, mmap: bool, chec
             raise type(error)(f"{folder / 'edge_index.npy'}: {error}") from None
         store.edge_index = edge_index.to(torch.int64)
         num_edges = edge_index.size(1)
+    # Every other array is an attribute with a row for each edge.
     for key, value in arrays.items():
         if key == "edge_index" or (is_sorted(folder) and key in TOPOLOGY):
             continue

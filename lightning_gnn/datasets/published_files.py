@@ -169,12 +169,14 @@ def _webgraph(path: Path) -> Published:
     def opened() -> Any:
         return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
+    # The first line holds the number of nodes.
     with explained(path), opened() as file:
         first = file.readline().strip()
     if not first.isdigit():
         raise ValueError(f"{path} begins with {first[:40]!r}, not with the number of nodes")
     num_nodes = int(first)
 
+    # Each following line lists the successors of one node.
     def blocks() -> Iterator[Columns]:
         row = 0
         with explained(path), opened() as file:
@@ -182,6 +184,7 @@ def _webgraph(path: Path) -> Published:
             while lines := file.readlines(_TEXT):
                 words = [line.split() for line in lines]
                 counts = np.fromiter(map(len, words), np.int64, len(lines))
+                # Words are parsed all at once; only if this fails is the wrong line looked for.
                 try:
                     targets = np.array(list(chain.from_iterable(words)), dtype=np.bytes_).astype(np.int64)
                 except (ValueError, OverflowError):
@@ -189,6 +192,7 @@ def _webgraph(path: Path) -> Published:
                     raise ValueError(f"{path}: line {row + wrong + 2} holds something else than numbers") from None
                 yield {"source": np.repeat(np.arange(row, row + len(lines)), counts), "target": targets}
                 row += len(lines)
+        # A truncated file ends early without any other error.
         if row != num_nodes:
             raise ValueError(f"{path} has lines for {row} nodes, but begins with {num_nodes}; it is cut off or damaged")
 
@@ -200,11 +204,13 @@ def _is_number(word: bytes) -> bool:
 
 
 def _ogb(path: Path, scratch: Path) -> Published:
+    # OGB keeps tables in `raw`, and beside it the splits, which are used if there is only one kind of them.
     raw = path / "raw" if (path / "raw").is_dir() else path
     found = sorted((raw.parent / "split").glob("*/train.csv.gz"))
     splits = {}
     if len(found) == 1:
         splits = {ours: found[0].with_name(f"{theirs}.csv.gz") for ours, theirs in _SPLITS.items()}
+    # The large datasets come as NumPy archives, which are unpacked and read in blocks.
     if (raw / "data.npz").exists():
         archive, labels = raw / "data.npz", raw / "node-label.npz"
 
@@ -221,6 +227,7 @@ def _ogb(path: Path, scratch: Path) -> Published:
 
         arrays = {"x": (archive, "node_feat"), "y": (labels, "node_label")}
         return Published([archive, labels, *splits.values()], blocks=blocks, splits=splits, arrays=arrays)
+    # The others come as compressed tables, with the number of nodes in a file or by the rows of features.
     if not (raw / "edge.csv.gz").exists():
         raise FileNotFoundError(
             f"{path} holds neither indptr.npy and indices.npy, nor OGB's raw/edge.csv.gz or raw/data.npz; for tables "

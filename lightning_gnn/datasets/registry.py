@@ -192,6 +192,7 @@ def ogbn(
     if name not in _OGBN:
         raise ValueError(f"name={name!r} is not supported; use one of {', '.join(_OGBN)}")
     root = Path(root)
+    # ogbn-papers100M is converted from the downloaded files, by one process at a time.
     if name == "ogbn-papers100M":
         folder = root / "ogbn_papers100M"
         made = folder / ("npy_undirected" if undirected else "npy")
@@ -202,6 +203,7 @@ def ogbn(
             elif not made.exists():
                 convert_papers100m(folder, made)
         return load_folder(made)
+    # The other datasets are read by OGB's own package, which downloads them.
     try:
         from ogb.nodeproppred import PygNodePropPredDataset
     except ImportError as error:
@@ -209,9 +211,11 @@ def ogbn(
     stored, split = _load(
         PygNodePropPredDataset, root, trust, lambda dataset: (dataset[0], dataset.get_idx_split()), name=name
     )
+    # Of these, only ogbn-arxiv is published with directed edges.
     undirected = name == "ogbn-arxiv" if undirected is None else undirected
     edge_index = to_undirected(stored.edge_index, num_nodes=stored.num_nodes) if undirected else stored.edge_index
     data = Data(x=stored.x, edge_index=edge_index, y=stored.y.reshape(-1).to(torch.int64))
+    # OGB lists the ids of each split, whereas PyG expects masks.
     for ours, theirs in (("train", "train"), ("val", "valid"), ("test", "test")):
         data[f"{ours}_mask"] = index_to_mask(torch.as_tensor(split[theirs]), stored.num_nodes)
     return data

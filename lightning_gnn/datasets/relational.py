@@ -57,11 +57,13 @@ def from_tables(
         tensor([[0, 1],
                 [1, 1]])
     """
+    # Convert all tables, and check that the columns named exist.
     time_columns, labels = time_columns or {}, labels or {}
     frames = {name: _columns(table, name) for name, table in tables.items()}
     for what, given in (("primary_keys", primary_keys), ("time_columns", time_columns), ("labels", labels)):
         for name, column in given.items():
             _column(frames, name, column, what)
+    # Sort the primary keys, so that foreign keys can be found by binary search; they must be unique.
     data, keys = HeteroData(), {}
     for name, column in primary_keys.items():
         values = frames[name][column]
@@ -72,6 +74,7 @@ def from_tables(
         if (same := np.flatnonzero(values[order][1:] == values[order][:-1])).size:
             raise ValueError(f"primary key {name}.{column} holds {_plain(values[order][same[0]])!r} more than once")
         keys[name] = values[order], order
+    # Keys, times and labels are not features.
     used: dict[str, set[str]] = {name: set() for name in frames}
     for given in (primary_keys, time_columns, labels):
         for name, column in given.items():
@@ -79,12 +82,14 @@ def from_tables(
     for name, column in foreign_keys:
         _column(frames, name, column, "foreign_keys")
         used[name].add(column)
+    # Each table becomes a node type.
     for name, columns in frames.items():
         data[name].x, data[name].feature_names = _features(name, columns, used[name])
         if name in time_columns:
             data[name].time = _times(columns[time_columns[name]], f"{name}.{time_columns[name]}")
         if name in labels:
             data[name].y = _labels(columns[labels[name]])
+    # Each foreign key becomes two edge types, one for each direction.
     for (name, column), other in foreign_keys.items():
         if other not in keys:
             raise ValueError(f"{name}.{column} refers to {other!r}, which has no primary key; give primary_keys")
@@ -160,21 +165,25 @@ def _edges(values: Array, keys: Array, order: Array, name: str, other: str) -> T
 
 
 def _features(name: str, columns: Mapping[str, Array], used: set[str]) -> tuple[Tensor, list[str]]:
+    # Numbers and dates are standardized, and strings become a feature per value.
     parts, names, dropped = [], [], []
     count = len(next(iter(columns.values())))
     for column, values in columns.items():
         if column in used:
             continue
+        # Data frames hold numbers with missing values as objects.
         if values.dtype.kind == "O" and all(isinstance(v, Number) or _is_missing(v) for v in values):
             values = np.array([np.nan if _is_missing(v) else float(v) for v in values])
         if values.dtype.kind in "biuf":
             parts.append(_scaled(values.astype(np.float64)))
             names.append(column)
         elif values.dtype.kind in "mM":
+            # Dates count in seconds; a missing one stays missing until it is standardized.
             seconds = values.astype(f"{values.dtype.kind}8[s]").astype(np.int64).astype(np.float64)
             parts.append(_scaled(np.where(np.isnat(values), np.nan, seconds)))
             names.append(column)
         else:
+            # A missing string belongs to no category.
             missing = _missing(values)
             text = np.array([str(value) for value in values], dtype=str)
             kinds = np.unique(text[~missing])
@@ -189,6 +198,7 @@ def _features(name: str, columns: Mapping[str, Array], used: set[str]) -> tuple[
             "an encoding of your own to data[…].x",
             stacklevel=3,
         )
+    # Models need at least one feature, so that a constant stands in.
     if not parts:
         parts, names = [np.ones(count, np.float32)], ["1"]
     return torch.from_numpy(np.stack(parts, 1).astype(np.float32)), names

@@ -57,17 +57,20 @@ def planted_power_law(
     Raises:
         ValueError: If an argument is out of range, or if so many distinct edges do not fit the communities.
     """
+    # Check the arguments; a denser graph would leave too few distinct pairs to draw.
     _check_common(num_nodes, num_edges, exponent, seed)
     if num_edges > num_nodes * (num_nodes - 1) // 2:
         raise ValueError(f"num_edges={num_edges} is too dense for {num_nodes} nodes; use at most V * (V - 1) / 2")
     if not 1 <= num_classes <= num_nodes:
         raise ValueError(f"num_classes={num_classes}; use a number from 1 to num_nodes={num_nodes}")
     check_planted(num_classes, num_features, homophily, feature_noise, seed, label_noise, split)
+    # Draw communities of equal size, and between their nodes the undirected pairs, stored in both directions.
     rng = np.random.Generator(np.random.PCG64(seed))
     community = rng.permutation(num_nodes) % num_classes
     pairs = _planted_pairs(rng, community, num_edges // 2, homophily, exponent)
     keys = np.sort(np.concatenate([pairs, pairs % num_nodes * num_nodes + pairs // num_nodes]))
 
+    # Features are the unit-length mean of the community, and noise.
     means = rng.standard_normal((num_classes, num_features), dtype=np.float32)
     means /= np.linalg.norm(means, axis=1, keepdims=True)
     x = rng.standard_normal((num_nodes, num_features), dtype=np.float32)

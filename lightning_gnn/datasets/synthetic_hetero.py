@@ -114,17 +114,21 @@ def planted_ratings(
     Raises:
         ValueError: An argument is out of range.
     """
+    # Check the arguments; each community needs a user and an item.
     for name, count in (("num_users", num_users), ("num_items", num_items)):
         if count < num_classes:
             raise ValueError(f"{name}={count} must be at least num_classes={num_classes}")
     if num_ratings < 1:
         raise ValueError(f"num_ratings={num_ratings}; use at least 1")
     check_planted(num_classes, num_features, homophily, feature_noise, seed)
+    # Draw nodes with features of their community.
     rng = np.random.Generator(np.random.PCG64(seed))
     sizes = {"user": num_users, "item": num_items}
     data, community = _nodes(rng, sizes, num_classes, num_features, feature_noise)
+    # Squaring makes a few users rate much more than the others.
     users = (rng.random(num_ratings) ** 2 * num_users).astype(np.int64)
     items = _partners(rng, community["user"][users], community["item"], num_classes, homophily)
+    # A rating and its reverse have the same time, by which they can be sampled.
     for kind, ends in ((("user", "rates", "item"), (users, items)), (("item", "rev_rates", "user"), (items, users))):
         data[kind].edge_index = torch.from_numpy(np.stack(ends))
         data[kind].time = torch.arange(num_ratings)

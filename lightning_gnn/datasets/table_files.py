@@ -143,6 +143,7 @@ class TableFiles:
         self, name: str, layouts: Sequence[Layout], header: bool, edges: bool, then: Callable[[], None]
     ) -> str:
         """Make a table as the first rows look, else as all look, else of a copy; return how, where not as described."""
+        # One scan can read all files only if they are laid out alike and need no rewriting.
         first, error = layouts[0], ""
         same = all(
             layout.plain
@@ -153,6 +154,7 @@ class TableFiles:
         )
         files = [layout.file for layout in layouts]
         named = f"names = [{', '.join(map(text, first.names))}], " if first.names and not header else ""
+        # Column types are guessed from the first rows, and if later rows differ, from all of them.
         for sample in ("", ", sample_size = -1") if same else ():
             quote, escape = map(text, first.quotes)
             scan = (
@@ -165,6 +167,7 @@ class TableFiles:
                 return ""
             except _UnlikeError as unlike:
                 error = str(unlike)
+        # As a last resort the files are rewritten as one plain CSV file.
         copy = self.folder / "rows.csv"
         with _undamaged(first.path):
             how = rewrite(layouts, header, edges, copy)
@@ -173,6 +176,7 @@ class TableFiles:
             self._create(name, f"{scan}{named}sample_size = -1)", then)
         except _UnlikeError as unlike:
             raise ValueError(f"{first.path} cannot be read: {shortened(error or str(unlike))}") from None
+        # The database holds the rows by now.
         copy.unlink()
         return how
 

@@ -65,11 +65,13 @@ class Layout:
 
 def look(path: Path, file: Path, edges: bool, header: bool | None = None) -> Layout:
     """Return how a text file is laid out."""
+    # Read a sample with at least three lines, however long these are.
     with opened(file) as binary:
         sample = binary.read(_SAMPLE)
         while sample.count(b"\n") < 3 and (more := binary.read(_SAMPLE)):
             sample += more
         whole = not binary.read(1)
+    # The incremental decoder tolerates a character that the end of the sample cuts in two.
     encoding = _encoding(sample, path)
     try:
         decoded = codecs.getincrementaldecoder(encoding)().decode(sample)
@@ -77,15 +79,18 @@ def look(path: Path, file: Path, edges: bool, header: bool | None = None) -> Lay
         raise ValueError(f"{path} holds no text: it begins with {sample[:16]!r}") from None
     buffer = io.StringIO(decoded, newline=None)
     lines, newlines = list(buffer), buffer.newlines
+    # The last line of a sample may be incomplete.
     if not whole and len(lines) > 1:
         lines.pop()
     line = next((line.strip() for line in lines if line.strip()), "")
     check_line(path, line)
+    # Skip leading comments and empty lines; files of edges may have comments between rows as well.
     skip = next((n for n, line in enumerate(lines) if line.strip() and not is_comment(line)), len(lines))
     body = lines[skip:]
     if not body:
         raise ValueError(f"{path} holds no rows; its first line is {shortened(line)!r}")
     data = [line for line in body if not is_comment(line)] if edges else body
+    # Rate every separator and kind of quotes by the share of rows that have the most frequent width.
     options = []
     for order, separator in enumerate(_SEPARATORS):
         for rank, quotes in enumerate(_QUOTES if '"' in decoded else _QUOTES[:1]):
@@ -94,12 +99,15 @@ def look(path: Path, file: Path, edges: bool, header: bool | None = None) -> Lay
                 continue
             width, count = Counter(map(len, rows)).most_common(1)[0]
             share = count / len(rows) * (1 if is_whole else _BROKEN)
+            # A separator must split rows into columns, and most of them into equally many.
             if width > 1 and share > 0.5:
                 options.append((share, are_known(rows[0], edges), -order, -rank, width, separator, quotes, rows))
+    # Without any such separator the file has a single column.
     if not options:
         rows = _sampled(data, ",", _QUOTES[0], whole)[0] or [[data[0].strip()]]
         options.append((1.0, are_known(rows[0], edges), 0, 0, 1, ",", _QUOTES[0], rows))
     _, known, _, _, width, separator, quotes, rows = max(options, key=lambda option: option[:4])
+    # Names are taken from a header, or from a comment right before the first row.
     names: list[str] = []
     if header is None:
         header = True if known else _is_header(rows, edges)
@@ -107,6 +115,7 @@ def look(path: Path, file: Path, edges: bool, header: bool | None = None) -> Lay
             found = _sampled([comment.lstrip("#% ")], separator, quotes, True)[0]
             if found and len(found[0]) == width and are_known(found[0], edges):
                 header, names = False, found[0]
+    # DuckDB reads only plain files directly; others are rewritten first.
     plain = (
         encoding.startswith("utf-8")
         and not isinstance(newlines, tuple)

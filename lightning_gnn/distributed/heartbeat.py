@@ -161,7 +161,7 @@ class Heartbeats:
         if found is not None:
             exception.args = (f"{found} (noticed on rank {self.rank}: {text})",)
 
-    def _end_with(self, **word: Any) -> None:
+    def _end_with(self, **word: object) -> None:
         """Say the last word, and wait until the others can have read it, and have seen who was gone first."""
         self._handled = True
         self._say(**word)

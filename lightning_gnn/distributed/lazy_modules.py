@@ -18,7 +18,7 @@ class _InitializedError(Exception):
     """Ends a step whose lazy modules are all initialized."""
 
 
-def uninitialized(module: nn.Module) -> dict[str, Any]:
+def uninitialized(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers without a shape, by name."""
     return {name: held for name, held in (*module.named_parameters(), *module.named_buffers()) if is_lazy(held)}
 
@@ -115,6 +115,6 @@ def no_side_effects(module: nn.Module) -> Iterator[None]:
             metric._update_count, metric._computed = count, computed
 
 
-def _copied(state: Any) -> Any:
+def _copied(state: object) -> object:
     """Return a state of a metric as it is now: a list of what is never changed, or what is written to."""
     return list(state) if isinstance(state, list) else state.detach().clone() if isinstance(state, Tensor) else state

@@ -15,13 +15,13 @@ LOSS_CHECKS = 16
 """In how many mini-batches to look for losses that need a weight."""
 
 
-def returned_loss(output: Any) -> Tensor | None:
+def returned_loss(output: object) -> Tensor | None:
     """Return the loss of one number in what ``training_step`` returned, if it has gradients."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad else None
 
 
-def returned_weight(output: Any) -> Weight | Tensor | None:
+def returned_weight(output: object) -> Weight | Tensor | None:
     """Return the ``"weight"`` in what ``training_step`` returned, None without; a tensor on a device is not checked."""
     weight = output.get("weight") if isinstance(output, Mapping) else None
     if weight is None:

@@ -152,14 +152,14 @@ class MonitoredRanks(ParallelStrategy, ABC):
         super().setup(trainer)
         module._ddp_params_and_buffers_to_ignore = kept
 
-    def initialize_lazy(self, step: Callable[..., object], *args: Any, **kwargs: Any) -> bool:
+    def initialize_lazy(self, step: Callable[..., object], *args: object, **kwargs: object) -> bool:
         """Initialize lazy modules with the first mini-batch, as a plain Trainer does, equally on all ranks."""
         lazy, self._lazy = self._lazy, False
         assert self.lightning_module is not None
         return lazy and initialize(self.lightning_module, lambda: step(*args, **kwargs))
 
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, *args: object, **kwargs: object) -> None:
         """Wait for the other ranks, unless one of them is lost."""
         lost = is_handling_exception() or (self._heartbeats is not None and self._heartbeats.lost)
         if self.world_size > 1 and dist.is_initialized() and not lost:

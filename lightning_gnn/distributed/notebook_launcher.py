@@ -137,7 +137,7 @@ class NotebookLauncher(_MultiProcessingLauncher):
             trainer.callbacks = callbacks  # type: ignore[attr-defined]
             self._hidden = None
 
-    def _start(self, *given: Any) -> None:
+    def _start(self, *given: object) -> None:
         """Start a rank's process, which does not run the program that runs here."""
         process = multiprocessing.get_context("spawn").Process(target=_run_rank, args=given)
         program, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
@@ -233,7 +233,7 @@ def _loops(loop: _Loop) -> Iterator[_Loop]:
             yield from _loops(part)
 
 
-def _settings() -> tuple[Any, ...]:
+def _settings() -> tuple[object, ...]:
     """Return what was set in the notebook for all of a process, and the cells' text, which no file has."""
     cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     precision = torch.get_float32_matmul_precision()
@@ -248,14 +248,14 @@ def _restore(settings: tuple[Any, ...]) -> None:
     linecache.cache.update(cells)
 
 
-def _pack(content: Any, to: str) -> None:
+def _pack(content: object, to: str) -> None:
     """Write an object with what cells define; tensors that show a file are mapped from it by who reads it."""
     import cloudpickle  # type: ignore[import-untyped,unused-ignore]
 
     files = MappedFiles()
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined,unused-ignore]
-        def reducer_override(self, one: Any) -> Any:
+        def reducer_override(self, one: object) -> Any:
             if type(one) is Tensor and one.device.type == "cpu" and one.layout is torch.strided:
                 large = not one.requires_grad and one.untyped_storage().nbytes() >= LEAST
                 if large and (part := files.find(one)) is not None:

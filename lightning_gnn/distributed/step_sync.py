@@ -88,11 +88,13 @@ class StepSync:
         timings: Callable[[], Sequence[float]],
         shards_graph: str | None = None,
     ) -> None:
+        # State of the module's training, which is known once its parameters and buffers exist.
         self.metrics = MetricSync(module, shards_graph)
         self.buffers: BufferSync | None = None
         self.parameters: list[Tensor] = []
         """Parameters with a size, while the module is trained."""
         self.is_training = False
+        # State of the present step.
         self.batch = BatchWeight(1, 1)
         """This rank's share of the present mini-batch."""
         self.sole_rank: int | None = None
@@ -100,12 +102,14 @@ class StepSync:
         self.has_valid_loss = False
         self.global_loss = 0.0
         """The undivided mini-batch's loss, once the summaries are known."""
+        # Collaborators, which live as long as the strategy.
         self._module = module
         self._group = group
         self._observe = observe
         self._timings = timings
         self._shards_graph = shards_graph is not None
         self._reducer = GradientReducer(group.size, group.all_reduce_sum)
+        # Intermediate values of the present backward pass.
         self._weight: Weight | Tensor | None = None
         self._loss: Tensor | None = None
         self._gradient_factor = 1.0

@@ -66,7 +66,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     def batch_weight(self) -> BatchWeight:
         """Return this rank's share of the mini-batch that is worked on."""
 
-    def batch_context(self, step: str, args: tuple[Any, ...]) -> AbstractContextManager[object]:
+    def batch_context(self, step: str, args: tuple[object, ...]) -> AbstractContextManager[object]:
         """Surround a step, and the initialization of lazy modules by it."""
         return nullcontext()
 
@@ -191,7 +191,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
             self._loss_checks_left = LOSS_CHECKS
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Begin a step with the parameters that there are now."""
         super().on_train_batch_start(batch, batch_idx)
         if (sync := self._training_sync) is not None:
@@ -225,7 +225,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
         return output
 
     def _run_step(
-        self, name: str, step: Callable[..., STEP_OUTPUT], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, step: Callable[..., STEP_OUTPUT], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> STEP_OUTPUT:
         """Run a step of the module, after its lazy modules have their sizes; what it logs is collected."""
         if self._lazy:

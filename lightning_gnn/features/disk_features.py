@@ -216,25 +216,30 @@ class DiskFeatures:
 
     def _gather(self, ids: np.ndarray, out: np.ndarray) -> None:
         where, reader, file = self._where, self._reader, self.file
+        # Copy the rows that memory holds.
         slots = where.slot[ids]
         there = np.flatnonzero(slots >= 0)
         copy_rows(self._kept, slots[there], there, out)
         places = np.flatnonzero(slots < 0)
         self.counts.rows += ids.size
         self.counts.hits += there.size
+        # The remaining rows are read in the order of the file, so that neighboring ones share a read.
         if not places.size:
             return
         rows = ids[places].astype(np.int64)
         order = np.argsort(rows, kind="stable")
         rows, places = rows[order], places[order]
         ranges = Ranges.of(file, rows)
+        # A row that occurs several times is kept once.
         first = np.concatenate([[True], rows[1:] != rows[:-1]])
         wanted = rows[first]
+        # Rows in the same blocks that later mini-batches read are kept too, as they cost nothing more.
         if where.announced:
             beside = rows_beside(
                 ranges.first, ranges.blocks, ranges.rows, rows, where.slot, where.next_read, NEVER, layout_of(file)
             )
             wanted = np.concatenate([wanted, beside])
+        # Choose what is kept before the read, which writes kept rows to their slots directly.
         stamp = where.keep(wanted)
         before = reader.blocks_read, reader.reads
         reader.read(ranges, rows, places, out, where.slot, where.stamps, stamp, self._kept)

@@ -248,13 +248,16 @@ def rows_beside(
     layout: Layout,
 ) -> npt.NDArray[np.int64]:
     """Return the rows that come with others in the same blocks and are announced, int64 ``[n]``, each once."""
+    # The array of found rows doubles as needed; `seen` prevents a row from being found in two overlapping reads.
     found = np.empty(1024, np.int64)
     n, seen = 0, -1
+    # Each read covers whole blocks, and so rows beside those that were asked for.
     for k in range(first.size):
         low, high = _whole_rows(first[k], blocks[k], layout)
         at = begins[k]
         for row in range(max(low, seen + 1), high):
             seen = row
+            # Skip what is asked for anyway, what is kept already, and what no announced mini-batch reads.
             while at < begins[k + 1] and rows[at] < row:
                 at += 1
             asked = at < begins[k + 1] and rows[at] == row
@@ -264,6 +267,7 @@ def rows_beside(
                 found = np.concatenate((found, np.empty_like(found)))
             found[n] = row
             n += 1
+    # Copy the rows found, so that the larger array can be freed.
     every: npt.NDArray[np.int64] = found[:n].copy()
     return every
 

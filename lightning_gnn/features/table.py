@@ -60,6 +60,7 @@ class FeatureTable:
         cache: RowCache | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        # Check the dtype: floating-point, or int8 with scales.
         kind = str(values.dtype) if isinstance(values, Tensor) else type(values).__name__
         quantised = kind == "torch.int8" and scales is not None
         if not quantised and (not isinstance(values, Tensor) or values.dtype not in FEATURE_DTYPES):
@@ -67,6 +68,7 @@ class FeatureTable:
             raise TypeError(f"features must be float32, float16 or bfloat16, but are {kind}{hint}")
         if dtype is not None and (quantised or dtype not in FEATURE_DTYPES):
             raise TypeError(f"{kind} features cannot be kept as {dtype}; give float32, float16 or bfloat16 for both")
+        # Check the shapes: a row for each node, and a scale for each row.
         if values.dim() != 2:
             raise ValueError(f"features must have the shape [num_nodes, num_features], but have {list(values.shape)}")
         if scales is not None:
@@ -74,6 +76,7 @@ class FeatureTable:
                 raise TypeError(f"float32 scales belong to int8 features, but got {scales.dtype} for {values.dtype}")
             if list(scales.shape) != [values.size(0)]:
                 raise ValueError(f"scales must have the shape [{values.size(0)}], but have {list(scales.shape)}")
+        # Quantized rows are finite if their scales are.
         if check_finite:
             check_finite_rows(values if scales is None else scales)
         self.values = values if dtype is None else in_dtype(values, dtype)
@@ -245,11 +248,13 @@ def with_feature_dtype(data: Any, dtype: torch.dtype | str | None, check_finite:
     Args:
         dtype: float32, float16 or bfloat16, or its name; None leaves ``data`` alone.
     """
+    # Dtypes may be given by name, as in configuration files.
     if dtype is None:
         return data
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if wanted not in FEATURE_DTYPES:
         raise TypeError(f"feature_dtype={dtype!r} is unknown; use 'bfloat16', 'float16' or 'float32'")
+    # With types, convert the features of each type, apart from those that are trained.
     if isinstance(data, HeteroData):
         data = copy.copy(data)
         stores = [store for store in data.node_stores if store.get("x") is not None]
@@ -262,13 +267,17 @@ def with_feature_dtype(data: Any, dtype: torch.dtype | str | None, check_finite:
     if data.get("x") is None:
         raise ValueError(f"data has no x to keep as {wanted}; leave feature_dtype out")
     values = torch.as_tensor(data.x)
+    # Features that are trained must remain the tensor that the optimizer updates.
     if values.requires_grad:
         raise ValueError("data.x is trained, and so is read as it is; leave feature_dtype out")
+    # Tables do not take float64, so it is converted beforehand.
     if values.dtype == torch.float64:
         values = values.to(wanted)
     kept = FeatureTable(values, dtype=wanted).values
+    # Only float16 can overflow in the conversion; the other dtypes have float32's range of exponents.
     if check_finite and kept is not data.x and wanted == torch.float16:
         check_finite_rows(kept, "data.x", fix="as float16 numbers end at 65504; use feature_dtype='bfloat16'")
+    # The user's graph keeps its own features.
     data = copy.copy(data)
     data.x = kept
     return data

@@ -96,11 +96,13 @@ def shard_batch(batch: Data, graph: RowShard, owners: Ownership, masks: dict[str
     Raises:
         ValueError: The batch has labelled edges, whose ends other ranks may own.
     """
+    # The ends of a labeled edge may belong to different ranks, which no loss can handle.
     if "edge_label_index" in batch:
         raise ValueError(
             f"edge_label_index names nodes of the whole graph, of which each of {owners.num_ranks} ranks has a part: "
             "predict edges on one device, or with LinkDataModule and another strategy, or delete edge_label_index"
         )
+    # Keep the owned rows of every tensor by node, and the topology as a shard.
     rows = owners.rows(graph.rank)
     num_nodes = owners.order.numel()
     data = copy.copy(batch)
@@ -114,14 +116,17 @@ def shard_batch(batch: Data, graph: RowShard, owners: Ownership, masks: dict[str
         data.num_nodes = rows.numel()
     data.n_id = rows.to(graph.device)
     keep_constant(graph, data.get("x"))
+    # Without `pred_nodes` predictions are gathered for all nodes, in the order of their owners.
     predicted, places = owners.counts, owners.order
     if (nodes := batch.get("pred_nodes")) is not None:
+        # Group the predicted nodes by owner, and express this rank's as places in its own rows.
         position = owners.position[nodes.cpu()]
         places = position.argsort(stable=True)
         bounds = torch.searchsorted(position[places], torch.tensor(owners.offsets)).tolist()
         predicted = [stop - start for start, stop in pairwise(bounds)]
         mine = position[places[bounds[graph.rank] : bounds[graph.rank + 1]]] - owners.offsets[graph.rank]
         data.pred_nodes = mine.to(graph.device)
+    # Losses and metrics are weighted by how many rows of a split are here and everywhere.
     counts = {split: (int(mask[rows].sum()), int(mask.sum())) for split, mask in masks.items()}
     counts = {split: (here, everywhere) for split, (here, everywhere) in counts.items() if everywhere}
     counts["all"] = (rows.numel(), num_nodes)
@@ -164,13 +169,13 @@ class BatchCache:
         made = self._batches[key][0]
         return made if isinstance(made, Data) else made.data
 
-    def sharded(self, data: Any) -> ShardedBatch | None:
+    def sharded(self, data: object) -> ShardedBatch | None:
         """Return what a batch was cut from, if it was cut here; the user may have copied it since."""
         graph = data.get("edge_index") if isinstance(data, Data) else None
         batches = (batch for batch, _ in self._batches.values() if isinstance(batch, ShardedBatch))
         return next((batch for batch in batches if batch.graph is graph), None)
 
-    def large_arrays(self) -> dict[str, Any]:
+    def large_arrays(self) -> dict[str, object]:
         """Return what takes memory of the graphs, by name."""
         return {f"shard {number}": shard.large_arrays() for number, (shard, _) in enumerate(self._shards.values())}
 
@@ -189,16 +194,20 @@ class BatchCache:
         return shard_batch(batch, shard, shard.owners, masks)
 
     def _shard_of(self, batch: Data, masks: dict[str, Tensor]) -> RowShard:
+        # A shard is cached by the identity of its graph, and by the identity and version of its masks.
         graph: CompressedGraph = batch.edge_index
         named = [batch[f"{split}_mask"] for split in masks]
         key = (id(graph), *((id(mask), _version(mask)) for mask in named))
         if key not in self._shards:
+            # The oldest shard makes way, as each one holds a part of a graph.
             while len(self._shards) >= _KEPT:
                 self._shards.pop(next(iter(self._shards)))
+            # The ranks agree on one memory limit, so that all of them make the same plan.
             limit = self.memory_limit
             if limit == "auto":
                 limit = available_bytes(self.device, self.local_ranks)
             limit = agree(graph, masks, limit, self.rank)
+            # Share out the rows, and lay out this rank's part of the graph for the width of its features.
             owners = share_rows(graph.num_targets, self.num_ranks, masks)
             x = batch.get("x")
             shard = RowShard(
@@ -212,11 +221,12 @@ class BatchCache:
                 limit,
                 4 if x is None else x.element_size(),
             )
+            # The cache keeps the graph and the masks alive, as their ids could otherwise be reused.
             self._shards[key] = (shard, (graph, named))
         return self._shards[key][0]
 
 
-def _version(value: Any) -> Any:
+def _version(value: object) -> int | bytes | None:
     """Return what changes with the content of a tensor, None for anything else."""
     if not isinstance(value, Tensor):
         return None

@@ -164,7 +164,7 @@ class FullGraphDataModule(ResumableDataModule):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_given": None}
 
-    def large_arrays(self) -> dict[str, Any]:
+    def large_arrays(self) -> dict[str, object]:
         """Return the batch, and the user's own graph as long as there is one."""
         return {"batch": self.data, "data": None if self._given is None else self._given()}
 

@@ -27,7 +27,7 @@ class Exchange:
     """For each of the G sets, which of this rank's rows are in it, int64, ascending; None where all are."""
     counts: Sequence[int]  # how many rows of this rank's set each rank owns, [N]
     num_rows: int  # rows that this rank owns
-    group: Any = None  # process group; None for the default one
+    group: dist.ProcessGroup | None = None  # process group; None for the default one
 
     @property
     def num_ranks(self) -> int:
@@ -117,7 +117,7 @@ def all_to_all(sent: Tensor, sizes: Sequence[int], received: Sequence[int], grou
 
 
 def tell_owners(
-    rank: int, positions: Tensor, offsets: Sequence[int], num_groups: int, group: Any = None
+    rank: int, positions: Tensor, offsets: Sequence[int], num_groups: int, group: dist.ProcessGroup | None = None
 ) -> tuple[list[Tensor | None], list[int]]:
     """Tell the owners of rows which of them this rank's set has; all ranks call this together.
 
@@ -169,7 +169,7 @@ class _Exchanged(torch.autograd.Function):
         return back(grad, ctx.exchange), None, None
 
 
-def all_gather_rows(values: Tensor, counts: Sequence[int], group: Any = None) -> Tensor:
+def all_gather_rows(values: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the rows of all ranks, one rank after the other, on every rank: constants, which autograd does not follow.
 
     Args:

@@ -71,6 +71,7 @@ def plan_devices(
         ValueError: No grouping fits the memory (says how many ranks would do); no column, no rank, a negative load or
             number of rows; a number of groups that does not divide the ranks or exceeds the columns.
     """
+    # Check the arguments, and list the numbers of groups to compare.
     check_sizes(num_columns, num_ranks)
     loads = check_loads(chunk_loads)
     if num_rows < 0:
@@ -82,6 +83,7 @@ def plan_devices(
     else:
         check_groups(num_groups, num_ranks, num_columns)
         considered = [num_groups]
+    # Compute the communication volume of each grouping, and the memory of its most loaded rank.
     layer = _LayerSizes(num_columns, num_rows, loads, element_size, edge_bytes)
     candidates = []
     for groups in considered:
@@ -89,10 +91,12 @@ def plan_devices(
         volume, memory = layer.volume(num_ranks, range_loads), layer.memory(num_ranks, groups, max(range_loads))
         note = "too large" if memory_limit is not None and memory > memory_limit else ""
         candidates.append(GroupingCost(groups, volume, {"bytes per rank": memory}, note))
+    # Groupings beyond the memory limit remain in the plan, with a note, but cannot be chosen.
     eligible = [candidate for candidate in candidates if not candidate.note]
     if not eligible:
         assert memory_limit is not None
         raise ValueError(_too_large(layer, num_ranks, num_groups, candidates, memory_limit))
+    # `min` over the reversed candidates prefers more groups in a tie.
     best = min(reversed(eligible), key=lambda candidate: candidate.cost).num_groups
     return HybridPlan(
         num_workers=num_ranks,
@@ -201,6 +205,7 @@ def share_rows(num_rows: int, num_ranks: int, splits: Mapping[str, Tensor]) -> O
     Args:
         splits: Name and mask, bool ``[V]``, of each split. One that marks nothing does not count.
     """
+    # Give each combination of splits a number of its own, so that rows can be sorted by it.
     kind: np.ndarray = np.zeros(num_rows, np.int64)
     for name, mask in splits.items():
         marked = int(mask.sum())
@@ -210,9 +215,11 @@ def share_rows(num_rows: int, num_ranks: int, splits: Mapping[str, Tensor]) -> O
                 f"use at most {marked} devices"
             )
         kind = 2 * kind + (~mask).cpu().numpy()
+    # Deal the sorted rows out in turn: every rank gets an even part of each combination.
     dealt = np.argsort(kind, kind="stable")
     owner: np.ndarray = np.empty(num_rows, np.int64)
     owner[dealt] = np.arange(num_rows) % num_ranks
+    # Overlapping splits may still leave a rank without a node of one of them.
     for name, mask in splits.items():
         if not bool(mask.any()):
             continue
@@ -222,6 +229,7 @@ def share_rows(num_rows: int, num_ranks: int, splits: Mapping[str, Tensor]) -> O
                 f"the splits overlap, so that rank {int(held.argmin())} of {num_ranks} gets no node of the {name} "
                 f"split ({int(mask.sum())} nodes); use fewer devices or splits that do not overlap"
             )
+    # Sort rows by owner, in the order of their ids, and invert the permutation.
     order = np.argsort(owner, kind="stable")
     position: np.ndarray = np.empty(num_rows, np.int64)
     position[order] = np.arange(num_rows)

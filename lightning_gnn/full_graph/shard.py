@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gnn.compressed.graph import CompressedGraph
@@ -83,7 +84,7 @@ class RowShard:
         device: torch.device | str = "cpu",
         memory_limit: int | None = None,
         element_size: int = 4,
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | None = None,
         looped: bool = False,
     ) -> None:
         if graph.num_sources != graph.num_targets or graph.num_targets != owners.order.numel():
@@ -112,8 +113,8 @@ class RowShard:
             element_size=element_size,
         )
         self._cuts: dict[int, _Cut] = {}
-        self._exchanges: dict[Any, tuple[Exchange, Exchange]] = {}
-        self.cache: dict[Any, Any] = {}
+        self._exchanges: dict[object, tuple[Exchange, Exchange]] = {}
+        self.cache: dict[object, Any] = {}
 
     # What the layers ask of a graph.
 
@@ -254,7 +255,7 @@ class RowShard:
         gathered = all_gather_rows(values, self.owners.counts, self.process_group)
         return gathered[self.owners.position.to(values.device)]
 
-    def large_arrays(self) -> dict[str, Any]:
+    def large_arrays(self) -> dict[str, object]:
         """Return the graph and what has been made of it, by names that ranks which hold the same have in common."""
         ranges = {
             f"range {self.rank // groups} of {groups} groups": (cut.graph, cut.graph.forward.known_transpose())
@@ -367,7 +368,7 @@ class RowShard:
     def _own(self, values: Tensor) -> Tensor:
         return values[self.rows.to(values.device)].to(self.device)
 
-    def _once(self, name: Any, function: Callable[[], Made]) -> Made:
+    def _once(self, name: object, function: Callable[[], Made]) -> Made:
         if name not in self.cache:
             # Made while validating, it must be good for training too.
             with torch.inference_mode(False), torch.no_grad():

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -131,11 +132,13 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         precision_plugin: Precision | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
+        # Validate the options that the base class does not know.
         timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, but is {timeout.total_seconds():g} seconds")
         if isinstance(memory_limit, str) and memory_limit != "auto":
             raise ValueError(f"memory_limit must be bytes, None or 'auto', but is {memory_limit!r}")
+        # Settings of the plan are kept together, since each layer is planned with them.
         self.settings = PlanSettings(cores_per_device, num_groups, bandwidth_ratio)
         super().__init__(
             accelerator=accelerator,
@@ -147,6 +150,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+        # The seed, the shards and the present batch are set by the stages of the Trainer.
         self.memory_limit = memory_limit
         self._seed: int | None = None
         self._cache: BatchCache | None = None
@@ -192,14 +196,14 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
             self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint, with the seed of the dropout masks; it loads without this strategy."""
         log.debug(f"{self.__class__.__name__}: saving a checkpoint of {self.rank_name}")
         checkpoint = {**checkpoint, self.strategy_name: {"seed": self._seed}}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, whatever strategy wrote it."""
         checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
         self._seed = checkpoint.get(self.strategy_name, {}).get("seed", self._seed)
@@ -229,7 +233,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
     # -- steps
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Let the ranks of one machine use one copy of what the first step has derived from the graph."""
         super().on_train_batch_start(batch, batch_idx)
         self._num_steps += 1
@@ -239,7 +243,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
 
     @override
     @contextmanager
-    def batch_context(self, step: str, args: tuple[Any, ...]) -> Iterator[None]:
+    def batch_context(self, step: str, args: tuple[object, ...]) -> Iterator[None]:
         """Draw dropout by row, and know whose share of which split is at work."""
         self._batch = next((batch for batch in map(self._prepared.sharded, args) if batch is not None), None)
         self._split = _SPLITS[step]

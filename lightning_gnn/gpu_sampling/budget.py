@@ -176,10 +176,12 @@ def place_parts(
     Source: DUCATI splits one budget between two caches by the benefit of the next hottest entry per byte; here whole
     tables, and what mini-batches take, are in the same plan.
     """
+    # Dealing a part out needs a known size of its shards; on one GPU it is the same as placing it on the device.
     for part in parts:
         if part.place == "shard" and part.shard_bytes is None and part.gpus > 1:
             raise ValueError(f"{part.name} cannot be dealt out to {part.gpus} GPUs; place it 'device' or 'pinned'")
     given = {n: "device" if p.place == "shard" and p.gpus == 1 else p.place for n, p in enumerate(parts)}
+    # Compare what has to be on the device in any case with the free memory.
     least = buffers + fixed
     least += sum(p.pinned_bytes if given[n] == "auto" else p.bytes_at(given[n]) for n, p in enumerate(parts))
     if least > memory:
@@ -190,10 +192,13 @@ def place_parts(
             f"{', '.join([*wanted, f'mini-batches {shown(buffers)}', f'other attributes {shown(fixed)}'])}; place "
             "topology or features 'auto' or 'pinned', or make prefetch, bulk or the mini-batches smaller"
         )
+    # The model gets its reserve unless the user's own placements take it.
     limit = max(least, memory - int(FOR_THE_MODEL * memory))
+    # Parts that may be pinned, have counted reads and no fixed cache compete for the caches.
     hot = [n for n, part in enumerate(parts) if given[n] in ("auto", "pinned") and part.hot and part.kept is None]
     order = CacheOrder([_hot(parts[number]) for number in hot])
     free = [number for number in given if given[number] == "auto"]
+    # Try every combination of places, and divide the remaining memory among the caches of what stays pinned.
     best: tuple[float, Any] = (-1.0, None)
     for chosen in _choices(free, parts):
         places = given | chosen
@@ -201,6 +206,7 @@ def place_parts(
         anyway = [_pinned(part) for n, part in enumerate(parts) if places[n] == "pinned"]
         saved = sum(part.served(own) for part, own in anyway)
         saved += sum(parts[n].saved_at(place) for n, place in places.items())
+        # Skip what does not fit, and what could not win even if every read of the cacheable parts were a hit.
         most = saved + sum(parts[number].reads for number in hot if places[number] == "pinned")
         if used > limit or most <= best[0]:
             continue
@@ -210,6 +216,7 @@ def place_parts(
         if saved > best[0]:
             best = saved, (places, caches)
     places, caches = best[1]
+    # Describe the chosen placement part by part, with the rows that each cache holds.
     placed = []
     for number, part in enumerate(parts):
         if places[number] != "pinned":

@@ -19,13 +19,14 @@ from lightning_gnn.gpu_sampling.access_counts import Reads
 from lightning_gnn.gpu_sampling.budget import Part, Placement, place_parts
 from lightning_gnn.gpu_sampling.shards import LIST_SHIFT, ROW_SHIFT, Dealt
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.loading.batch import Attribute
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 
 TOPOLOGY = "topology"
 _ALL_THERE = ("device", "shard")
 START_EDGES = 1 << 22
 """Edges for which the kernels take scratch memory at first (``DeviceSampler.START_EDGES``)."""
-At = tuple[Any, str]
+At = Attribute
 """An attribute: its type, None where there is one, and its name."""
 _FIRST, _MOST = 8, 128
 """Mini-batches that are sampled to begin with, and at most."""
@@ -232,5 +233,5 @@ def _out_degrees(graph: Any, name: Any) -> Tensor:
     return degrees
 
 
-def _array(counts: Tensor) -> Any:
+def _array(counts: Tensor) -> np.ndarray:
     return counts.numpy()

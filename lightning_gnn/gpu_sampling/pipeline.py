@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnn.loading.batch import Attribute, BatchTask, SampledBatch
+from lightning_gnn.loading.batch import Attribute, Batch, BatchTask, Positions, SampledBatch
 from lightning_gnn.loading.collate import Allocator
 from lightning_gnn.loading.pipeline import MiniBatchPipeline
 from lightning_gnn.nn.sampled_edges import remember
@@ -18,6 +18,7 @@ from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.runtime.devices import sent
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.deferred_edges import apply_now, deferred
+from lightning_gnn.sampling.neighbor import Output
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class DevicePipeline(MiniBatchPipeline):
         self.device = device
         self._seeds_there: tuple[Tensor, Tensor | None] | None = None
 
-    def collate(self, out: Any, allocate: Allocator | None = None) -> tuple[Any, dict[Attribute, Tensor]]:
+    def collate(self, out: Output, allocate: Allocator | None = None) -> tuple[Batch, dict[Attribute, Tensor]]:
         """Return PyG's mini-batch of a subgraph on the device, and the rows of what is trained."""
         batch, waiting = super().collate(out, allocate)
         batch = apply_now(batch, self._to_device)
@@ -89,7 +90,7 @@ class DevicePipeline(MiniBatchPipeline):
             out.metadata = (ids, None)
         return [SampledBatch(task, out, self.key(task), seconds) for task, out in zip(launch.tasks, outs, strict=True)]
 
-    def _seeds_on_device(self, positions: Any) -> tuple[Tensor, Tensor]:
+    def _seeds_on_device(self, positions: Positions) -> tuple[Tensor, Tensor]:
         """Return the seeds at some positions, and their ids."""
         if self._seeds_there is None:
             nodes = check_seeds(self.seeds.node, self.sampler.graph.num_nodes)

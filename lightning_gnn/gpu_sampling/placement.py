@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
 from typing_extensions import override
 
-from lightning_gnn.datamodules.base import MiniBatchDataModule
+from lightning_gnn.datamodules.base import Loader, MiniBatchDataModule
 from lightning_gnn.features.disk_features import DiskFeatures
 from lightning_gnn.features.memory_pool import pinned
 from lightning_gnn.features.table import FEATURE_DTYPES, FeatureTable
@@ -26,7 +26,8 @@ from lightning_gnn.gpu_sampling.pipeline import DevicePipeline
 from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler, check_dealt, find_gpu
 from lightning_gnn.gpu_sampling.shards import LocalMachine, ShardedTable, meet_on_machine
 from lightning_gnn.gpu_sampling.stream_prefetcher import prefetch_on_stream
-from lightning_gnn.graph.stores import name_of, of_edges, of_nodes, stores_of
+from lightning_gnn.graph.stores import AttributeName, name_of, of_edges, of_nodes, stores_of
+from lightning_gnn.loading.batch import Attribute
 from lightning_gnn.runtime.memory_info import available_bytes
 from lightning_gnn.sampling.neighbor import NeighborSampler
 
@@ -82,8 +83,8 @@ class PlacedOnGPU(MiniBatchDataModule):
         self._bulk = 1
         self._placed_on: torch.device | str | None = None
         self._placed_data = self.data
-        self._tables: dict[Any, FeatureTable | ShardedTable | DiskFeatures] = {}
-        self._samplers: dict[str, Any] = {}
+        self._tables: dict[AttributeName, FeatureTable | ShardedTable | DiskFeatures] = {}
+        self._samplers: dict[str, PersistentNeighborSampler] = {}
         if placing.topology == "shard":
             check_dealt(self.graph_sampler, self.eval_graph_sampler)
 
@@ -92,7 +93,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         raise NotImplementedError
 
     @override
-    def make_loader(self, stage: str) -> Any:
+    def make_loader(self, stage: str) -> Loader:
         if stage != "train" and self.inference is not None:
             return super().make_loader(stage)
         device = self._device()
@@ -172,8 +173,8 @@ class PlacedOnGPU(MiniBatchDataModule):
     def _demand(self, gpus: int = 1, stage: str = "train") -> Demand:
         """Return what of the graph and of mini-batches wants to be on the device."""
         data, on_disk = self.data, self._disk_tables(stage)
-        tables: dict[Any, FeatureTable] = {}
-        disk_tables: dict[Any, DiskFeatures] = {}
+        tables: dict[Attribute, FeatureTable] = {}
+        disk_tables: dict[Attribute, DiskFeatures] = {}
         others = {}
         of_rows = [(name, key) for name, store in stores_of(data) for key in store if of_nodes(store, key)]
         edges = {(name, key) for name, store in stores_of(data) for key in store if of_edges(store, key)}

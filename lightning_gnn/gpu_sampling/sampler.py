@@ -11,7 +11,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, SamplerOutput
+from torch_geometric.sampler import BaseSampler, EdgeSamplerInput, NegativeSampling, SamplerOutput
 from torch_geometric.sampler.base import NumNeighbors, SubgraphType
 
 from lightning_gnn.features.memory_pool import check_place, choose_place, pinned
@@ -197,7 +197,7 @@ class PersistentNeighborSampler(NeighborSampler):
         else:
             self.whole_graph = self._placed(whole)
 
-    def _is_there(self, graph: Any) -> bool:
+    def _is_there(self, graph: CSCGraph | HeteroCSCGraph) -> bool:
         assert self.device is not None
         parts = graph.relations.values() if isinstance(graph, HeteroCSCGraph) else [graph]
         return {part.indptr.device.type for part in parts} <= {self.device.type}
@@ -226,7 +226,7 @@ class PersistentNeighborSampler(NeighborSampler):
         out = self._kernel.sample(seeds, self.num_neighbors, key, self.replace, self.disjoint, first)
         return self.as_output(NeighborSample(*out))
 
-    def _in_edges(self, graph: Any, nodes: Tensor) -> NeighborSample:
+    def _in_edges(self, graph: CSCGraph, nodes: Tensor) -> NeighborSample:
         if self._kernel is None:
             return super()._in_edges(graph, nodes)
         return NeighborSample(*self._kernel.sample(nodes, [-1], 0))
@@ -298,7 +298,7 @@ class PersistentNeighborSampler(NeighborSampler):
         return gather_rows(graph.edge_ids.view(-1, 1), edge).view(-1).to(torch.int64)
 
 
-def check_dealt(*samplers: Any) -> None:
+def check_dealt(*samplers: BaseSampler) -> None:
     """Refuse what the kernels cannot do with edges that are dealt out to several GPUs."""
     for sampler in samplers:
         if refused := beyond_plain(sampler):

@@ -72,7 +72,7 @@ class PeerShards:
     dealt: Dealt
     local: Tensor
     addresses: Tensor
-    held: Any = None
+    held: object = None
 
     @property
     def num_rows(self) -> int:
@@ -139,7 +139,7 @@ class ShardedTable:
 class LocalMachine:
     """The processes of a machine that share tables, each with a GPU."""
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.obstacle = ""
@@ -159,7 +159,7 @@ class LocalMachine:
         barrier()  # nobody reads what is not written yet
         return PeerShards(dealt, local, torch.tensor(addresses, device=self.device), held)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """Return what each process gives."""
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, value, group=self.group)
@@ -232,8 +232,8 @@ def reads_right(machine: LocalMachine) -> bool:
 
 
 def symmetric(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: Any
-) -> tuple[Tensor, list[int], Any, Any]:
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> tuple[Tensor, list[int], Callable[[], None], object]:
     """Allocate as much on each GPU of a machine, and map all of it on each.
 
     Returns:

@@ -23,28 +23,33 @@ _INTEGERS = (torch.int32, torch.int64)
 
 def check_node_data(data: Data, check_features: bool = False, dense: bool = True) -> None:
     """Check the attributes that training rests on; the topology is checked when it is converted."""
+    # Check the type of the graph and its number of nodes.
     if not isinstance(data, Data):
         fix = "; data.to_homogeneous() makes one" if isinstance(data, HeteroData) else ""
         raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(data).__name__}{fix}")
     num_nodes = data.num_nodes
     if not isinstance(num_nodes, (Integral, NoneType)):
         raise TypeError(f"data.num_nodes must be a whole number, but is {num_nodes!r}")
+    # Loaders index single rows, which needs a dense layout.
     for key, value in data._store.items():
         of_rows = key != "adj_t" and (data.is_node_attr(key) or data.is_edge_attr(key))
         if dense and of_rows and is_sparse(value):
             raise ValueError(f"data.{key} is sparse, but rows are read one by one; use data.{key}.to_dense()")
+    # Lists of numbers would stay lists in every mini-batch.
     for key in ("x", "y", "edge_attr", "edge_weight"):
         value = data.get(key)
         if _holds_numbers(value):
             raise TypeError(
                 f"data.{key} is a {type(value).__name__} of numbers, but must be a tensor; use torch.tensor"
             )
+    # Attributes of nodes need a row for each node; a number of nodes guessed from the edges is often too small.
     for key in ("x", "y", "train_mask", "val_mask", "test_mask"):
         value = data.get(key)
         if isinstance(value, (Tensor, np.ndarray)) and (value.ndim == 0 or value.shape[0] != num_nodes):
             guessed = "num_nodes" not in data and data.get("x") is None
             fix = "; set data.num_nodes, which else is guessed from the edges" if guessed else ""
             raise ValueError(f"data.{key} has the shape {list(value.shape)}, but the graph has {num_nodes} nodes{fix}")
+    # A single NaN or infinity would spread to the whole model.
     if check_features:
         for key, kind in (("x", "node"), ("edge_attr", "edge"), ("edge_weight", "edge")):
             value = data.get(key)

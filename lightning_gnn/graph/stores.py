@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeAlias
 
 from torch import Tensor
-from torch_geometric.data import Data
-from torch_geometric.data.storage import EdgeStorage
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.storage import BaseStorage, EdgeStorage
+from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.graph.csc import CSCGraph
 
+StoreType: TypeAlias = NodeType | EdgeType | None  # None in a homogeneous graph
+AttributeName: TypeAlias = str | tuple[NodeType | EdgeType, str]  # with its type where the graph is heterogeneous
 
-def stores_of(data: Any) -> list[tuple[Any, Any]]:
+
+def stores_of(data: Data | HeteroData) -> list[tuple[StoreType, BaseStorage]]:
     """Return the stores of nodes and edges with their types; the type of a homogeneous graph's store is None."""
     if isinstance(data, Data):
         return [(None, data._store)]
     return [(store._key, store) for store in (*data.node_stores, *data.edge_stores)]
 
 
-def name_of(store: Any, key: str) -> Any:
+def name_of(store: BaseStorage, key: str) -> AttributeName:
     """Return an attribute's name among those of all types: (type, attribute) where the graph is heterogeneous."""
     return key if store._key is None else (store._key, key)
 
 
-def of_nodes(store: Any, key: str) -> bool:
+def of_nodes(store: BaseStorage, key: str) -> bool:
     """Return whether an attribute has a row for each node."""
     return hasattr(store, "is_node_attr") and bool(store.is_node_attr(key))
 
 
-def of_edges(store: Any, key: str) -> bool:
+def of_edges(store: BaseStorage, key: str) -> bool:
     """Return whether an attribute has a row for each edge."""
     if isinstance(store, EdgeStorage) and isinstance(graph := store.get("graph"), CSCGraph):  # PyG has no such edges
         value = store[key]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.sampler import NodeSamplerInput, SamplerOutput
 
 from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler, find_gpu
+from lightning_gnn.hyscale.options import PyGLoader
 from lightning_gnn.loading.loaders import NodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 
@@ -17,7 +17,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 _EXACT_BACKENDS = (None, "numba", "reference")
 
 
-def can_sample_on(loader: Any, device: torch.device) -> bool:
+def can_sample_on(loader: PyGLoader, device: torch.device) -> bool:
     """Tell whether a device can draw the samples that a loader draws on the CPU.
 
     Args:

@@ -44,6 +44,7 @@ from lightning_gnn.hyscale.sharded_loader import (
 )
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings, StagedBatching
 from lightning_gnn.hyscale.transfer import Transfer
+from lightning_gnn.loading.batch import Batch
 from lightning_gnn.loading.loaders import NodeLoader, PipelineLoader
 
 
@@ -137,7 +138,7 @@ class HyScaleLoaders:
 
     # -- training
 
-    def _training_loader(self, dataloader: DataLoader[Any], module: pl.LightningModule) -> ShardedDataLoader:
+    def _training_loader(self, dataloader: DataLoader[Batch], module: pl.LightningModule) -> ShardedDataLoader:
         """Return the loader of training; with it, the balance begins or goes on."""
         options, place = self._options, self._place
         if self.loader is not None:
@@ -174,7 +175,7 @@ class HyScaleLoaders:
             self.loader = ShardedDataLoader(dataloader, batches, self._set_share, transfer=transfer, dtype=self._dtype)
         return self.loader
 
-    def _training_batches(self, dataloader: DataLoader[Any], trainer: pl.Trainer) -> ShardedBatchSampler:
+    def _training_batches(self, dataloader: DataLoader[Batch], trainer: pl.Trainer) -> ShardedBatchSampler:
         """Return this rank's slices of the training mini-batches, from the one on that is trained on next."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
         own: Callable[[], int] | None = getattr(dataloader, "first_batch", None)
@@ -270,7 +271,7 @@ class HyScaleLoaders:
     # -- what training begins with
 
     def _begin_balance(
-        self, dataloader: DataLoader[Any], module: pl.LightningModule, wanted: str | float, total: int
+        self, dataloader: DataLoader[Batch], module: pl.LightningModule, wanted: str | float, total: int
     ) -> BalanceController:
         """Share the work out: as the user says, else as a checkpoint does, else by measurements, where these decide."""
         options, place = self._options, self._place
@@ -313,7 +314,7 @@ class HyScaleLoaders:
 
     def _initial_mapping(
         self,
-        dataloader: DataLoader[Any],
+        dataloader: DataLoader[Batch],
         module: pl.LightningModule,
         wanted: str | float,
         total: int,

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import torch
+from torch_geometric.loader import LinkLoader, NodeLoader
 
 from lightning_gnn.hyscale.numa import numa_cores
 from lightning_gnn.hyscale.transfer import TRANSFER_DTYPES
 from lightning_gnn.runtime.cores import num_cores
 from lightning_gnn.runtime.messages import whole_number
 
+PyGLoader: TypeAlias = NodeLoader | LinkLoader  # those of this package are such, too
 _MAX_TIMEOUT_S = 1e8
 """Nothing that waits takes infinity."""
 
@@ -150,7 +152,7 @@ def turned_off(
     )
 
 
-def seeds_of_iteration(loader: Any) -> int:
+def seeds_of_iteration(loader: PyGLoader) -> int:
     """Return the seeds of a full mini-batch of a PyG node loader, 0 if it does not tell.
 
     A batch size beyond all the seeds there are counts as so many: no mini-batch would ever be full.
@@ -197,10 +199,12 @@ class HyScaleOptions:
     agree_every: int
 
     def __post_init__(self) -> None:
+        # Trainers and intervals are counts.
         drm, prefetch, stall_timeout = self.drm, self.prefetch, self.stall_timeout
         if self.cpu_trainers != "numa":
             whole_number(self.cpu_trainers, "cpu_trainers", 0)
         whole_number(self.agree_every, "agree_every", 1)
+        # Shares are fractions, unless they are found automatically.
         share, sampling = self.cpu_share, self.accelerator_sampling
         if share != "auto" and not (isinstance(share, (int, float)) and 0.0 < share <= 1.0):
             raise ValueError(
@@ -211,18 +215,21 @@ class HyScaleOptions:
             raise ValueError(
                 f"accelerator_sampling is 'auto' or a share of the sampling, in [0, 1], but is {sampling!r}"
             )
+        # A log of decisions must exist before the run begins, not when its first decision is read.
         if not isinstance(drm, (bool, str, Path)):
             raise ValueError(f"drm is True, 'paper', False or the path of a log of decisions, but is {drm!r}")
         if replays(drm) and not Path(drm).is_file():
             raise ValueError(
                 f"drm={str(drm)!r} is no file; give a log that decision_log= has left, or True, 'paper' or False"
             )
+        # Check the pipeline and the transfer.
         if prefetch not in (0, 1, 2):
             raise ValueError(f"prefetch is 0 (none), 1 or 2 (stages), but is {prefetch!r}")
         if not isinstance(stall_timeout, (int, float)) or not stall_timeout > 0:
             raise ValueError(f"stall_timeout must be a positive number of seconds, but is {stall_timeout!r}")
         if self.transfer_dtype not in TRANSFER_DTYPES:
             raise ValueError(f"transfer_dtype is one of {TRANSFER_DTYPES}, but is {self.transfer_dtype!r}")
+        # The timeout is cut to the longest that the waiting primitives accept.
         self.stall_timeout = min(stall_timeout, _MAX_TIMEOUT_S)
 
 

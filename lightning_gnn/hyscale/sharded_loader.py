@@ -18,7 +18,7 @@ from torch_geometric.data.data import BaseData
 from lightning_gnn.hyscale.batch_share import BatchShare
 from lightning_gnn.hyscale.staged_prefetcher import StagedBatching
 from lightning_gnn.hyscale.transfer import Transfer
-from lightning_gnn.loading.batch import BatchTask
+from lightning_gnn.loading.batch import Batch, BatchTask, Positions
 from lightning_gnn.loading.prefetch import ThreadPrefetcher
 from lightning_gnn.runtime.precision import converted
 
@@ -67,7 +67,7 @@ class ShardedBatchSampler:
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: DataLoader[Batch],
         split: Split,
         shard: int = 0,
         first_batch: Callable[[], int] = lambda: 0,
@@ -75,12 +75,14 @@ class ShardedBatchSampler:
         on_epoch: Callable[[int], object] = lambda first: None,
         rank: int | None = None,
     ) -> None:
+        # Functions are passed for what the trainer decides later, such as the first mini-batch of a resumed epoch.
         self.batches: Any = loader.batch_sampler
         self.split = split
         self.shard = shard
         self.first_batch = first_batch
         self.num_batches = num_batches
         self.on_epoch = on_epoch
+        # Shares and generator states belong to the present epoch.
         self.shares: deque[BatchShare] = deque()
         """Of the slices that were yielded and whose mini-batches have not come yet."""
         self.order_state: Tensor | None = None
@@ -89,12 +91,14 @@ class ShardedBatchSampler:
         self.resumed: tuple[Tensor, Tensor] | None = None
         """From which the order of a resumed epoch is to be drawn, and the generator's state with which to go on."""
         self._rank = rank
+        # A sampler that shares out seeds as well would leave each rank with a part of its part.
         sampler = getattr(self.batches, "sampler", None)
         if rank is not None and isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise ValueError(
                 f"the loader's {type(sampler).__name__} shares the seeds out among {sampler.num_replicas} processes, "
                 "but hyscale shares out every mini-batch itself: leave it out, or set num_replicas=1, rank=0"
             )
+        # Other samplers draw their order from torch's generator, whose state must then be saved to resume.
         follows = isinstance(sampler, (SequentialSampler, DistributedSampler))
         self._drawn = not (follows and type(self.batches) is BatchSampler)
 
@@ -112,7 +116,7 @@ class ShardedBatchSampler:
             raise AttributeError(name)
         return getattr(self.batches, name)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Positions]:
         return (task.seeds for task in self.tasks(0))
 
     def tasks(self, epoch: int) -> Iterator[BatchTask]:
@@ -177,7 +181,7 @@ class ShardedDataLoader:
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: DataLoader[Batch],
         batches: ShardedBatchSampler,
         on_batch: Callable[[BatchShare], None],
         staged: StagedBatching | None = None,
@@ -195,15 +199,15 @@ class ShardedDataLoader:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def __iter__(self) -> Iterator[Any]:
-        made: Iterator[Any] = iter(self.loader)
+    def __iter__(self) -> Iterator[Batch]:
+        made: Iterator[Batch] = iter(self.loader)
         if self.transfer is not None:
             made = ThreadPrefetcher(self._moved, made, 1, 2)
-        held = deque[Any]()  # no variable of this frame holds a mini-batch while it is trained on
+        held = deque[Batch]()  # no variable of this frame holds a mini-batch while it is trained on
         while self._put_next(made, held):
             yield held.pop()
 
-    def _put_next(self, made: Iterator[Any], held: deque[Any]) -> bool:
+    def _put_next(self, made: Iterator[Batch], held: deque[Batch]) -> bool:
         for batch in made:
             held.append(converted(batch, self._dtype) if self.staged is not None else batch)
             self._on_batch(self.batches.shares.popleft())
@@ -224,7 +228,7 @@ class ShardedDataLoader:
         """Stop preparing and join the threads; return the names of those that hang. Others' are left to the loader."""
         return [] if self.staged is None else self.staged.close()
 
-    def _moved(self, batch: Any) -> Any:
+    def _moved(self, batch: Batch) -> Batch:
         assert self.transfer is not None
         return self.transfer(converted(batch, self._dtype)) if isinstance(batch, BaseData) else batch
 
@@ -244,7 +248,7 @@ class UnshardedDataLoader:
     def __len__(self) -> int:
         return len(self.loader)  # raises TypeError where the loader has none, as Lightning expects it
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         for number, batch in enumerate(self.loader):
             self._on_batch(BatchShare(number, self._seeds, 1))
             yield batch

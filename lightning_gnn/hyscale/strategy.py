@@ -161,7 +161,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         for name in unknown:
             raise TypeError(f"there is no option {name}{closest(name, keywords_of(HyScaleStrategy))}")
@@ -323,7 +323,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
         self._loaders.resize()
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Put into force what was decided for this iteration."""
         sync = self._training_sync
         if self.balance is None or self._clock is None or self._loaders is None or sync is None:
@@ -416,7 +416,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
     # -- checkpoints: what only this strategy needs lies under a key that others ignore
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint, with which every rank can go on exactly; it loads without this strategy."""
         log.debug(f"{self.__class__.__name__}: saving a checkpoint of {self.rank_name}")
         if self._group is not None and self.balance is not None and self._loaders is not None:
@@ -434,7 +434,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, whatever strategy wrote it."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._restored.clear()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.data.data import BaseData
+from torch_geometric.data.storage import BaseStorage
 
 from lightning_gnn.nn.sampled_edges import moved
 from lightning_gnn.runtime.devices import used_on, works
@@ -65,7 +65,7 @@ class Transfer:
     def __init__(self, device: torch.device, dtype: str | None = None) -> None:
         self.device = device
         self.dtype = dtype
-        self._stream: Any = None
+        self._stream: torch.Stream | None = None
         self._pins = self._probed = False
 
     def __call__(self, batch: BaseData) -> BaseData:
@@ -82,7 +82,7 @@ class Transfer:
             store[_FEATURES] = PackedRows(store[_FEATURES], scales, rows.dtype).unpack()
         return batch
 
-    def _packs(self, store: Any) -> bool:
+    def _packs(self, store: BaseStorage) -> bool:
         if self.dtype is None or _FEATURES not in store:
             return False
         rows = store[_FEATURES]

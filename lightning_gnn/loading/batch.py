@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
+from torch_geometric.typing import NodeType
 
-Batch = Data | HeteroData
-Attribute = tuple[Any, str]
+from lightning_gnn.graph.stores import StoreType
+
+Batch: TypeAlias = Data | HeteroData
+Positions: TypeAlias = Tensor | Sequence[int]  # of seeds among those of a stage, int64 [n]
+Attribute = tuple[StoreType, str]
 """The type that has an attribute (None in a homogeneous graph), and the attribute's name."""
 NO_NODES = torch.empty(0, dtype=torch.int64)
 
@@ -31,7 +36,7 @@ class BatchTask:
 
     epoch: int
     index: int
-    seeds: Any
+    seeds: Positions
     seed_offset: int = 0
     shard: int = 0
 
@@ -90,7 +95,7 @@ class SampledBatch:
     key: int
     seconds: float = 0.0
 
-    def nodes(self, node_type: Any) -> Tensor:
+    def nodes(self, node_type: NodeType | None) -> Tensor:
         """Return the nodes of a type (None in a homogeneous graph), int64 ``[n]``."""
         node = self.out.node.get(node_type) if isinstance(self.out.node, dict) else self.out.node
         return NO_NODES if node is None else node
@@ -108,7 +113,7 @@ class PreparedBatch:
         deferred: Rows that are gathered when the mini-batch is trained on, as training changes them, int64 ``[n]``.
     """
 
-    batch: Any
+    batch: Batch
     task: BatchTask
     key: int
     stats: LoaderStats

@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
-from torch_geometric.sampler import EdgeSamplerInput, HeteroSamplerOutput, NegativeSampling, SamplerOutput
-from torch_geometric.typing import TensorFrame
+from torch_geometric.data.storage import BaseStorage
+from torch_geometric.sampler import EdgeSamplerInput, HeteroSamplerOutput, NegativeSampling, NodeSamplerInput
+from torch_geometric.typing import EdgeType, TensorFrame
 
-from lightning_gnn.graph.stores import name_of, of_edges, of_nodes, stores_of
-from lightning_gnn.loading.batch import NO_NODES, Attribute
+from lightning_gnn.features.disk_features import DiskFeatures
+from lightning_gnn.features.table import FeatureTable
+from lightning_gnn.graph.stores import AttributeName, name_of, of_edges, of_nodes, stores_of
+from lightning_gnn.loading.batch import NO_NODES, Attribute, Batch
 from lightning_gnn.loading.compact_ids import both_of
 from lightning_gnn.ops import gather_rows
 from lightning_gnn.sampling.deferred_edges import EdgePositions, defer
+from lightning_gnn.sampling.neighbor import Output
 
-Allocator = Callable[[Any, Sequence[int], torch.dtype], Tensor]
+Allocator = Callable[[AttributeName, Sequence[int], torch.dtype], Tensor]
 """Returns an uninitialized CPU tensor for the rows of an attribute, given its name, shape and dtype."""
+Tables: TypeAlias = Mapping[AttributeName, FeatureTable | DiskFeatures]
 _TOPOLOGY = ("edge_index", "adj_t", "graph")
 
 
 def collate(
-    data: Any,
-    out: SamplerOutput | HeteroSamplerOutput,
-    tables: Mapping[Any, Any],
+    data: Batch,
+    out: Output,
+    tables: Tables,
     trained: Collection[Attribute],
-    permutation: Any = None,
+    permutation: Tensor | dict[EdgeType, Tensor] | None = None,
     allocate: Allocator | None = None,
-) -> tuple[Any, dict[Attribute, Tensor]]:
+) -> tuple[Batch, dict[Attribute, Tensor]]:
     """Return PyG's mini-batch of a subgraph, and the rows of trained attributes, which are left out of it.
 
     Args:
@@ -104,8 +109,8 @@ def collate(
 
 
 def gather_attribute(
-    data: Any, store: Any, key: str, ids: Tensor, tables: Mapping[Any, Any], allocate: Allocator | None = None
-) -> Any:
+    data: Batch, store: BaseStorage, key: str, ids: Tensor, tables: Tables, allocate: Allocator | None = None
+) -> Tensor | np.ndarray | TensorFrame | list[object]:
     """Return some rows of an attribute, from its table if it has one, else from the graph."""
     value, name, on_host = store[key], name_of(store, key), allocate is not None and ids.is_cpu
     if name in tables:
@@ -130,7 +135,7 @@ def gather_attribute(
     return [value[i] for i in ids.tolist()]
 
 
-def attach_seed_metadata(batch: Any, out: SamplerOutput | HeteroSamplerOutput, seeds: Any) -> None:
+def attach_seed_metadata(batch: Batch, out: Output, seeds: NodeSamplerInput) -> None:
     """Attach ``input_id``, ``batch_size`` and times of the seeds, to their type in a heterogeneous graph."""
     part = batch[seeds.input_type] if isinstance(batch, HeteroData) else batch
     part.input_id, part.seed_time = out.metadata
@@ -138,8 +143,8 @@ def attach_seed_metadata(batch: Any, out: SamplerOutput | HeteroSamplerOutput, s
 
 
 def attach_edge_metadata(
-    batch: Any,
-    out: SamplerOutput | HeteroSamplerOutput,
+    batch: Batch,
+    out: Output,
     seeds: EdgeSamplerInput,
     neg_sampling: NegativeSampling | None,
 ) -> None:

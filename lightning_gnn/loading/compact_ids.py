@@ -10,16 +10,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
+from torch_geometric.typing import NodeType
 
+from lightning_gnn.graph.stores import StoreType
 from lightning_gnn.sampling.deferred_edges import EdgePositions
+from lightning_gnn.sampling.neighbor import Output
 
 _FITS = torch.iinfo(torch.int32)
 _PARTS = ("node", "row", "col", "edge", "batch")
 _NOTHING = torch.empty(0, dtype=torch.int64)
+
+Packed: TypeAlias = "Tensor | EdgePositions | _Narrow | _Steps | _Positions | None"  # ids as they came, or in few bytes
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,13 @@ class _Positions:
     """Edges whose ids are yet to be looked up, with their positions packed."""
 
     edges: EdgePositions
-    positions: Any
+    positions: Packed
 
 
 class CompactIds:
     """What a sampler gave, in few bytes."""
 
-    def __init__(self, out: Any) -> None:
+    def __init__(self, out: Output) -> None:
         self._out = copy.copy(out)
         self._out.node = _each(out.node, _narrow)
         self._out.row, self._out.col = _each(out.row, _narrow), _each(out.col, _steps)
@@ -67,7 +72,7 @@ class CompactIds:
             if isinstance(row, Tensor) and both_of(row, _part(out.col, kind)) is not None
         }
 
-    def unpacked(self) -> Any:
+    def unpacked(self) -> Output:
         """Return what was packed, equal to it; rows and columns of one tensor are so again."""
         out = copy.copy(self._out)
         for name in _PARTS:
@@ -81,7 +86,7 @@ class CompactIds:
                 out.row[kind], out.col[kind] = both[0], both[1]
         return out
 
-    def nodes(self, kind: Any) -> Tensor | None:
+    def nodes(self, kind: NodeType | None) -> Tensor | None:
         """Return the nodes of a type, or of a graph without types for None, int64 or int32 ``[n]``."""
         node = _part(self._out.node, kind)
         return node.ids if isinstance(node, _Narrow) else node
@@ -99,7 +104,7 @@ class CompactIds:
         return sum(_bytes(value) for part in parts for _, value in _items(part))
 
 
-def both_of(row: Tensor, col: Any) -> Tensor | None:
+def both_of(row: Tensor, col: object) -> Tensor | None:
     """Return the tensor ``[2, m]`` of which these are the rows, or None."""
     base = row._base
     one = (
@@ -112,23 +117,23 @@ def both_of(row: Tensor, col: Any) -> Tensor | None:
     return base if one else None
 
 
-def _items(values: Any) -> list[tuple[Any, Any]]:
+def _items(values: Any) -> list[tuple[StoreType, Packed]]:
     return [*values.items()] if isinstance(values, dict) else [(None, values)]
 
 
-def _part(values: Any, kind: Any) -> Any:
+def _part(values: Any, kind: StoreType) -> Any:
     return values.get(kind) if isinstance(values, dict) else values
 
 
-def _each(values: Any, function: Callable[[Any], Any]) -> Any:
+def _each(values: Any, function: Callable[[Packed], Packed]) -> Any:
     return {kind: function(value) for kind, value in values.items()} if isinstance(values, dict) else function(values)
 
 
-def _is_plain(ids: Any) -> bool:
+def _is_plain(ids: Packed) -> TypeGuard[Tensor]:
     return type(ids) is Tensor and ids.dtype == torch.int64 and ids.dim() == 1 and ids.numel() > 0
 
 
-def _narrow(ids: Any) -> Any:
+def _narrow(ids: Packed) -> Packed:
     if type(ids) is EdgePositions:
         edges = copy.copy(ids)
         edges.positions = _NOTHING  # else they would be held beside
@@ -140,7 +145,7 @@ def _narrow(ids: Any) -> Any:
     return _Narrow(ids.to(torch.int32).cpu(), ids.device) if fits else ids
 
 
-def _steps(ids: Any) -> Any:
+def _steps(ids: Packed) -> Packed:
     if not _is_plain(ids):
         return ids
     steps = ids.diff(prepend=ids[:1])
@@ -149,7 +154,7 @@ def _steps(ids: Any) -> Any:
     return _Steps(int(ids[0]), steps.to(torch.uint8).cpu(), ids.device) if rises else _narrow(ids)
 
 
-def _unpacked(value: Any) -> Any:
+def _unpacked(value: Packed) -> Any:
     if isinstance(value, _Positions):
         edges = copy.copy(value.edges)
         edges.positions = _unpacked(value.positions)
@@ -159,7 +164,7 @@ def _unpacked(value: Any) -> Any:
     return value
 
 
-def _bytes(value: Any) -> int:
+def _bytes(value: Packed) -> int:
     if isinstance(value, _Positions):
         return _bytes(value.positions)
     ids = value.ids if isinstance(value, _Narrow | _Steps) else value

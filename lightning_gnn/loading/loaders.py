@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from inspect import signature
@@ -16,12 +16,13 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from torch_geometric.data import Data
 from torch_geometric.loader import LinkLoader as PyGLinkLoader
 from torch_geometric.loader import NodeLoader as PyGNodeLoader
+from torch_geometric.sampler import BaseSampler, EdgeSamplerInput, NodeSamplerInput
+from typing_extensions import Self
 
-from lightning_gnn.features.disk_features import DiskFeatures
-from lightning_gnn.features.table import FeatureTable
 from lightning_gnn.graph.checks import refuse_type
 from lightning_gnn.graph.edge_attributes import as_times
 from lightning_gnn.loading.batch import Batch, BatchTask, LoaderStats
+from lightning_gnn.loading.collate import Tables
 from lightning_gnn.loading.options import checked_options
 from lightning_gnn.loading.pipeline import MiniBatchPipeline
 from lightning_gnn.loading.prefetch.lookahead import Lookahead
@@ -29,6 +30,7 @@ from lightning_gnn.loading.prefetch.protocol import Prefetcher
 from lightning_gnn.loading.prefetch.threads import ThreadPrefetcher
 from lightning_gnn.loading.seed_order import TrainingOrder, mini_batches, sharded_order, unwrap_order
 from lightning_gnn.runtime.messages import keywords_of
+from lightning_gnn.sampling.neighbor import Output
 
 PrefetcherFactory = Callable[["PipelineLoader", int, int], Prefetcher]
 """Returns the prefetcher of an epoch, given the loader, the epoch, and the number of its first mini-batch."""
@@ -51,14 +53,14 @@ class PipelineLoader:
     keeps 4 bytes per node.
     """
 
-    data: Any
-    dataset: Any
+    data: Batch
+    dataset: range
     batch_sampler: Any
     sampler: Any
-    input_data: Any
+    input_data: NodeSamplerInput | EdgeSamplerInput
     pin_memory: bool
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Note the arguments as Lightning's hooks do: it makes loaders again to predict, to overfit and for ranks."""
         loader = super().__new__(cls)
         names = list(signature(cls.__init__).parameters)[1 : 1 + len(args)]
@@ -74,7 +76,7 @@ class PipelineLoader:
         loader_id: int = 0,
         first_batch: Callable[[], int] | None = None,
         epoch: Callable[[int], int] | None = None,
-        tables: Mapping[Any, FeatureTable | DiskFeatures] | None = None,
+        tables: Tables | None = None,
         lookahead: int | tuple[int, int] = 0,
         is_last: Callable[[int], bool] | None = None,
         thread_safe: bool = False,
@@ -132,13 +134,13 @@ class PipelineLoader:
     def __iter__(self) -> Iterator[Batch]:
         # A generator begins at the first next(): Lightning asks for the iterator before it sets the epoch.
         epoch = self.begin_epoch()
-        first, batches = 0 if self.first_batch is None else self.first_batch(), list[Any]()
+        first, batches = 0 if self.first_batch is None else self.first_batch(), list[Batch]()
         with self.prefetcher(self, epoch, first) as prefetcher:
             # No variable of this frame holds a mini-batch while it is trained on.
             while self._put_next(prefetcher, batches):
                 yield batches.pop()
 
-    def _put_next(self, prefetcher: Prefetcher, batches: list[Any]) -> bool:
+    def _put_next(self, prefetcher: Prefetcher, batches: list[Batch]) -> bool:
         """Append the next mini-batch, finished; return whether there is one."""
         start = time.perf_counter()
         if (prepared := next(prefetcher, None)) is None:
@@ -148,7 +150,7 @@ class PipelineLoader:
         self.times.add(prepared.stats)
         return True
 
-    def filter_fn(self, out: Any) -> Any:
+    def filter_fn(self, out: Output) -> Batch:
         """Join a subgraph with its features, as PyG's loaders do, with random numbers from the process's stream."""
         change, transform = self.pipeline.transform_sampler_output, self.pipeline.transform
         batch, deferred = self.pipeline.collate(out if change is None else change(out))
@@ -192,7 +194,7 @@ class PipelineLoader:
             yield BatchTask(epoch + 1, index, seeds)
 
     @property
-    def _graph_sampler(self) -> Any:
+    def _graph_sampler(self) -> BaseSampler:
         raise NotImplementedError
 
     def _check_users_code(self, own_filter: bool) -> None:
@@ -264,7 +266,7 @@ class NodeLoader(PipelineLoader, PyGNodeLoader):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     @property
-    def _graph_sampler(self) -> Any:
+    def _graph_sampler(self) -> BaseSampler:
         return self.node_sampler
 
 
@@ -279,5 +281,5 @@ class LinkLoader(PipelineLoader, PyGLinkLoader):  # type: ignore[misc]
         super().__init__(*args, **kwargs)  # here for Lightning, as in NodeLoader
 
     @property
-    def _graph_sampler(self) -> Any:
+    def _graph_sampler(self) -> BaseSampler:
         return self.link_sampler

@@ -24,7 +24,7 @@ WITHOUT_EFFECT = {
 }
 """Keywords that are taken and change nothing, with the reason: none of them changes a mini-batch of PyG's either."""
 
-_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+_REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
     # name: whether a value asks for nothing, and why others cannot work
     "collate_fn": (
         lambda value: value is None or isinstance(getattr(value, "__self__", None), DataLoader),  # Lightning's copies

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from inspect import signature
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,26 +14,28 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader.utils import get_input_nodes
 from torch_geometric.sampler import (
+    BaseSampler,
     EdgeSamplerInput,
     HeteroSamplerOutput,
     NegativeSampling,
     NodeSamplerInput,
-    SamplerOutput,
 )
 from torch_geometric.sampler.base import SubgraphType
+from torch_geometric.typing import EdgeType, InputNodes, NodeType
 
 from lightning_gnn.features.disk_features import DiskFeatures
-from lightning_gnn.features.table import FeatureTable
-from lightning_gnn.graph.stores import name_of, of_edges, of_nodes, stores_of
-from lightning_gnn.loading.batch import Attribute, BatchTask, LoaderStats, PreparedBatch, SampledBatch
-from lightning_gnn.loading.collate import Allocator, attach_edge_metadata, attach_seed_metadata, collate
+from lightning_gnn.graph.stores import AttributeName, name_of, of_edges, of_nodes, stores_of
+from lightning_gnn.loading.batch import Attribute, Batch, BatchTask, LoaderStats, PreparedBatch, SampledBatch
+from lightning_gnn.loading.collate import Allocator, Tables, attach_edge_metadata, attach_seed_metadata, collate
 from lightning_gnn.loading.random_state import keyed_random
 from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.hashing import key_of_part
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.deferred_edges import deferred
-from lightning_gnn.sampling.neighbor import NeighborSampler, ProcessRank, SeedRange
+from lightning_gnn.sampling.neighbor import NeighborSampler, Output, ProcessRank, SeedRange
 
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 _SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
 """Stages in which a user's own code may draw random numbers."""
 
@@ -84,36 +86,40 @@ class MiniBatchPipeline:
     def __init__(
         self,
         data: Data | HeteroData,
-        sampler: Any,
-        seeds: Any = None,
+        sampler: BaseSampler,
+        seeds: NodeSamplerInput | EdgeSamplerInput | InputNodes = None,
         neg_sampling: NegativeSampling | None = None,
         *,
         seed: int = 0,
         rank: int | None = None,
         loader_id: int = 0,
-        tables: Mapping[Any, FeatureTable | DiskFeatures] | None = None,
-        transform: Callable[[Any], Any] | None = None,
-        transform_sampler_output: Callable[[Any], Any] | None = None,
-        filter_fn: Callable[[Any], Any] | None = None,
+        tables: Tables | None = None,
+        transform: Callable[[Batch], Batch] | None = None,
+        transform_sampler_output: Callable[[Output], Output] | None = None,
+        filter_fn: Callable[[Output], Batch] | None = None,
         thread_safe: bool = False,
         sparse_grad: bool = False,
         pin_memory: bool = False,
     ) -> None:
+        # Users may give seeds in any form that PyG accepts; from here on they are a sampler input.
         if not isinstance(data, Data | HeteroData):
             raise TypeError(f"expected a torch_geometric.data.Data or HeteroData, got {type(data).__name__}")
         if not isinstance(seeds, NodeSamplerInput | EdgeSamplerInput):
             node_type, ids, _ = get_input_nodes(data, seeds)
             seeds = NodeSamplerInput(None, ids, None, node_type)
+        # A rank that is not given is looked up when a key is drawn, since worker processes do not belong to the group.
         self.data, self.sampler, self.seeds, self.neg_sampling = data, sampler, seeds, neg_sampling
         self.seed, self.loader_id = seed, loader_id
         self.tables = dict(tables or {})
         self.transform, self.transform_sampler_output, self.filter_fn = transform, transform_sampler_output, filter_fn
         self.thread_safe, self.sparse_grad, self.pin_memory = thread_safe, sparse_grad, pin_memory
         self._rank, self._process = rank, ProcessRank()
+        # Reject tables and functions that cannot be combined with the data.
         if isinstance(data, HeteroData) and not all(isinstance(key, tuple) for key in self.tables):
             raise ValueError("tables are by attribute, so they cannot tell types apart: give them by (type, attribute)")
         if filter_fn is not None and self.disk_tables:
             raise TypeError(f"{filter_fn.__qualname__} cuts features from data itself: it cannot read a disk's")
+        # Find out how the sampler takes the key, which decides whether it may run outside the main thread.
         self._takes_key, self._keyed = _takes_key(
             sampler, "sample_from_edges" if self.has_edges else "sample_from_nodes"
         )
@@ -132,7 +138,7 @@ class MiniBatchPipeline:
         inputs, keyed = self.inputs(task), {"key": key} if self._takes_key else {}
         own_draws = self.thread_safe or self._keyed
         random = nullcontext() if own_draws else keyed_random(batch_key(key, task.shard, _SAMPLING))
-        out: SamplerOutput | HeteroSamplerOutput
+        out: Output
         try:
             with deferred(self.defers_edges), random:
                 if self.has_edges:
@@ -167,7 +173,7 @@ class MiniBatchPipeline:
         nodes, edges, seconds = _count(out.node), _count(out.row), time.perf_counter() - start
         return PreparedBatch(batch, sampled.task, key, LoaderStats(1, nodes, edges, sampled.seconds, seconds), waiting)
 
-    def finish(self, prepared: PreparedBatch) -> Any:
+    def finish(self, prepared: PreparedBatch) -> Batch:
         """Gather trained rows and run the user's transform; in the training thread, just before the step."""
         batch, start = prepared.batch, time.perf_counter()
         self.gather_trained(batch, prepared.deferred)
@@ -188,7 +194,7 @@ class MiniBatchPipeline:
         """Return the key of a mini-batch."""
         return batch_key(self.seed, self.rank, self.loader_id, task.epoch, task.index)
 
-    def inputs(self, task: BatchTask) -> Any:
+    def inputs(self, task: BatchTask) -> NodeSamplerInput | EdgeSamplerInput:
         """Return the seeds of a task as PyG's samplers take them."""
         inputs = self.seeds[task.seeds]
         return SeedRange(inputs, task.seed_offset) if task.seed_offset and not self.has_edges else inputs
@@ -208,7 +214,7 @@ class MiniBatchPipeline:
         return isinstance(self.seeds, EdgeSamplerInput)
 
     @property
-    def disk_tables(self) -> dict[Any, DiskFeatures]:
+    def disk_tables(self) -> dict[AttributeName, DiskFeatures]:
         """Tables that are read from disk."""
         return {name: table for name, table in self.tables.items() if isinstance(table, DiskFeatures)}
 
@@ -248,7 +254,7 @@ class MiniBatchPipeline:
             if isinstance(value, Tensor) and value.requires_grad and (of_nodes(store, key) or of_edges(store, key))
         ]
 
-    def collate(self, out: Any, allocate: Allocator | None = None) -> tuple[Any, dict[Attribute, Tensor]]:
+    def collate(self, out: Output, allocate: Allocator | None = None) -> tuple[Batch, dict[Attribute, Tensor]]:
         """Return PyG's mini-batch of a subgraph, and the rows of what is trained, which are left out."""
         if isinstance(out, HeteroSamplerOutput) is not isinstance(self.data, HeteroData):
             raise TypeError(
@@ -263,7 +269,7 @@ class MiniBatchPipeline:
             attach_seed_metadata(batch, out, self.seeds)
         return batch, waiting
 
-    def gather_trained(self, batch: Any, waiting: Mapping[Attribute, Tensor]) -> None:
+    def gather_trained(self, batch: Batch, waiting: Mapping[Attribute, Tensor]) -> None:
         """Gather the present rows of attributes that are trained."""
         for (name, key), ids in waiting.items():
             store, part = (self.data._store, batch._store) if name is None else (self.data[name], batch[name])
@@ -276,13 +282,13 @@ class MiniBatchPipeline:
 
     def _call(
         self,
-        code: Callable[[Any], Any],
-        argument: Any,
+        code: Callable[[Argument], Result],
+        argument: Argument,
         key: int,
         stage: int,
         shard: int,
         device: torch.device | None = None,
-    ) -> Any:
+    ) -> Result:
         """Call the user's code with random numbers that follow from the key of the mini-batch."""
         with nullcontext() if self.thread_safe else keyed_random(batch_key(key, shard, stage), device):
             try:
@@ -306,12 +312,12 @@ class MiniBatchPipeline:
                 raise TypeError(f"{where} requires gradients and is sparse; use {where}.to_dense()")
 
 
-def _count(ids: Any) -> int:
+def _count(ids: Tensor | dict[NodeType | EdgeType, Tensor | None] | None) -> int:
     parts = ids.values() if isinstance(ids, dict) else [ids]
     return sum(part.numel() for part in parts if part is not None)
 
 
-def _takes_key(sampler: Any, method: str) -> tuple[bool, bool]:
+def _takes_key(sampler: BaseSampler, method: str) -> tuple[bool, bool]:
     """Whether a sampler takes the key of a mini-batch, and whether it draws from it alone: one that names it does."""
     parameters = signature(getattr(sampler, method)).parameters
     named = "key" in parameters

@@ -13,10 +13,11 @@ from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler, SequentialSampler
 
+from lightning_gnn.loading.batch import Positions
 from lightning_gnn.ops.hashing import batch_key
 
 
-class TrainingOrder(DistributedSampler[Any]):
+class TrainingOrder(DistributedSampler[int]):
     """Torch's ``DistributedSampler``, whose order can also be had as a tensor; with one process too.
 
     Lightning gives it the epoch and leaves it alone.
@@ -29,11 +30,11 @@ class TrainingOrder(DistributedSampler[Any]):
             order = order.repeat(-(-self.total_size // max(order.numel(), 1)))
         return order[self.rank : self.total_size : self.num_replicas]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[int]:
         return iter(self.positions().tolist())
 
 
-class OwnSeedsOrder(DistributedSampler[Any]):
+class OwnSeedsOrder(DistributedSampler[int]):
     """Each process goes over seeds of its own, which none of the others has.
 
     All have as many steps: where one has fewer seeds than another, its first ones come once more, as torch's
@@ -63,11 +64,11 @@ class OwnSeedsOrder(DistributedSampler[Any]):
             own = own[torch.randperm(own.numel(), generator=torch.Generator().manual_seed(key))]
         return own.repeat(-(-self.num_samples // own.numel()))[: self.num_samples]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[int]:
         return iter(self.positions().tolist())
 
 
-class ElasticOrder(DistributedSampler[Any]):
+class ElasticOrder(DistributedSampler[int]):
     """Each seed once per epoch, for any number of processes, which may change within it: its place counts in seeds.
 
     A step takes the next ``batch_size`` seeds for each process. The last one shares out what is left, which
@@ -124,7 +125,7 @@ class ElasticOrder(DistributedSampler[Any]):
             return 1.0
         return self._share * self.num_replicas / self.rest
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[int]:
         return iter(self.positions().tolist())
 
 
@@ -142,14 +143,14 @@ class EvaluationOrder(UnrepeatedDistributedSampler):
         return iter(self.positions().tolist())
 
 
-class UnshardedOrder(Sampler[Any]):
+class UnshardedOrder(Sampler[int]):
     """The order of a loader that no Trainer has asked for, which Lightning and Fabric therefore still shard.
 
     They leave a ``DistributedSampler`` as it is, so this is a plain sampler. What they wrap it in is replaced by
     :meth:`sharded`, so that mini-batches equal those of a Trainer that has the DataModule.
     """
 
-    def __init__(self, make: Callable[[int, int], DistributedSampler[Any]]) -> None:
+    def __init__(self, make: Callable[[int, int], DistributedSampler[int]]) -> None:
         self.make = make
         self.order = make(1, 0)
 
@@ -162,7 +163,7 @@ class UnshardedOrder(Sampler[Any]):
         """Set the epoch whose order it is."""
         self.order.set_epoch(epoch)
 
-    def sharded(self, num_replicas: int, rank: int) -> DistributedSampler[Any]:
+    def sharded(self, num_replicas: int, rank: int) -> DistributedSampler[int]:
         """Return the order of one of several ranks."""
         order = self.make(num_replicas, rank)
         order.set_epoch(self.epoch)
@@ -171,7 +172,7 @@ class UnshardedOrder(Sampler[Any]):
     def __len__(self) -> int:
         return len(self.order)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[int]:
         return iter(self.order)
 
 
@@ -195,7 +196,7 @@ def unwrap_order(batch_sampler: Any) -> None:
             vars(each)["sampler"] = order  # Lightning repeats on a new object what setattr does within its hooks
 
 
-def mini_batches(batch_sampler: Any, first: int = 0, device: torch.device | None = None) -> Iterator[Any]:
+def mini_batches(batch_sampler: Any, first: int = 0, device: torch.device | None = None) -> Iterator[Positions]:
     """Give the positions of the seeds of each mini-batch.
 
     Where the order is known as a tensor they are cut from it. Whatever else yields is asked one by one: it may go on
@@ -221,7 +222,7 @@ def mini_batches(batch_sampler: Any, first: int = 0, device: torch.device | None
         ).clone()  # a batch that is kept, or saved, is not to hold all seeds
 
 
-def as_positions(index: Any) -> Any:
+def as_positions(index: Positions) -> Positions:
     """Return a copy of positions that a sampler may go on to change, int64 ``[n]``."""
     if isinstance(index, Tensor):
         return index.clone()
@@ -242,7 +243,7 @@ def _whole_order(batch_sampler: Any) -> Tensor | None:
     return torch.arange(len(sampler)) if type(sampler) is SequentialSampler else None
 
 
-def _shuffled(sampler: DistributedSampler[Any], seed: int) -> Tensor:
+def _shuffled(sampler: DistributedSampler[int], seed: int) -> Tensor:
     size = len(sampler.dataset)  # type: ignore[arg-type]
     if not sampler.shuffle:
         return torch.arange(size)

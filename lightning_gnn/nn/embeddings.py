@@ -54,12 +54,14 @@ class TypeEmbeddings(nn.Module):
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     ) -> None:
         super().__init__()
+        # By default, the types without features get embeddings.
         if isinstance(data, HeteroData):
             data = {store._key: store.num_nodes for store in data.node_stores if store.get("x") is None}
         if not data:
             raise ValueError("all types have features x; leave the embeddings out")
         if isinstance(num_features, int):
             num_features = dict.fromkeys(data, num_features)
+        # Each table needs a known number of rows and a width.
         for name, count in data.items():
             if count is None or count < 1:
                 raise ValueError(f"how many nodes of {name!r} there are must be known: set data[{name!r}].num_nodes")

@@ -328,6 +328,7 @@ class GAT(_InputDropoutGNN, pyg.GAT):  # type: ignore[misc]
         output_heads: int | None = None,
         **kwargs: Any,
     ) -> None:
+        # Check the numbers of heads before PyG divides by them.
         for name, value in (("heads", heads), ("output_heads", output_heads)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -337,6 +338,7 @@ class GAT(_InputDropoutGNN, pyg.GAT):  # type: ignore[misc]
             )
         if output_heads is not None and (out_channels is None or kwargs.get("jk") is not None):
             raise ValueError(f"output_heads={output_heads} needs out_channels and jk=None")
+        # Without a number of its own, the output layer has as many heads as the others.
         super().__init__(
             in_channels,
             hidden_channels,

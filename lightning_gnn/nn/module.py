@@ -90,6 +90,7 @@ class GNNModule(pl.LightningModule):
                 ``x`` is of a dtype that the model cannot multiply by its weights.
             ValueError: the batch has no ``x`` or no ``edge_index``.
         """
+        # Check the batch, and warn if hops and layers do not match.
         if isinstance(batch, HeteroData):
             return self._forward_types(batch)
         for name in ("x", "edge_index"):
@@ -98,6 +99,7 @@ class GNNModule(pl.LightningModule):
         self._compare_hops(batch)
         x = self._widened(batch.x)
         self._tell_unfused(batch)
+        # Pass on only what the model takes.
         extra: dict[str, Any] = {}
         for name in ("edge_weight", "edge_attr"):
             takes = name in self._forward_arguments and getattr(self.model, f"supports_{name}", True)
@@ -106,12 +108,14 @@ class GNNModule(pl.LightningModule):
         if self._trims(batch):
             extra["num_sampled_nodes_per_hop"] = [int(n) for n in batch.num_sampled_nodes]
             extra["num_sampled_edges_per_hop"] = [int(n) for n in batch.num_sampled_edges]
+        # In evaluation, a whole graph is computed layer by layer, so that it need not fit on the device.
         whole = isinstance(batch.edge_index, CompressedGraph | Elsewhere)
         if whole and batch.get("inference") is not None and not self.training:
             shown = {"bar": self._progress_shown(), "stop": self._stop_if_told}
             with self._explained({"x": batch.x}):
                 rows: Tensor = batch.inference.run(self.model, x, batch.edge_index, **shown, **extra)
             return rows
+        # Layers that need an edge tensor are refused by name.
         if is_graph(batch.edge_index):
             check_takes_graph(self.model)
         with self._explained({"x": batch.x}):
@@ -120,16 +124,19 @@ class GNNModule(pl.LightningModule):
 
     def _forward_types(self, batch: HeteroData) -> Any:
         """Return the model's rows of each node type, from features and edges by type, as PyG's models do."""
+        # In evaluation, a whole graph is computed layer by layer, so that it need not fit on the device.
         if (inference := getattr(batch, "inference", None)) is not None and not self.training:
             with self._explained({f"x of {name!r}": x for name, x in batch.collect("x", True).items()}):
                 rows: dict[str, Tensor] = inference.run_types(self.model, self.embeddings, self._stop_if_told)
             return rows
+        # Types without features need embeddings that are trained.
         found = batch.collect("x", True) | (self.embeddings(batch) if self.embeddings is not None else {})
         if featureless := [name for name in batch.node_types if name not in found]:
             raise ValueError(
                 f"nodes of {featureless[0]!r} have no features x: give some, or embeddings that are trained, as in "
                 f"{type(self).__name__}(…, embeddings=TypeEmbeddings(data, 64))"
             )
+        # Counts by hop are passed on only if the model takes them and trimming cannot change the seeds' rows.
         trims = self._forward_arguments.issuperset(_COUNTS_BY_TYPE) and in_sampled_order(
             batch, {name: found[name].size(0) for name in batch.node_types}
         )
@@ -140,6 +147,7 @@ class GNNModule(pl.LightningModule):
         }
         self._compare_hops(batch)
         self._tell_unfused(batch)
+        # Run the model, and check that it returns rows by type.
         x_dict = {name: self._widened(found[name]) for name in batch.node_types}
         with self._explained({f"x of {name!r}": x for name, x in x_dict.items()}):
             out = self.model(x_dict, batch.edge_index_dict, **extra)

@@ -73,6 +73,7 @@ def moved(batch: Any, move: Callable[[Any], Any]) -> Any:
 
 def _claims(batch: Any, num_rows: Mapping[Any, int] | None = None) -> _Claims | None:
     """Return where node ids must lie for trimming to be exact; None if the numbers alone say that it is not."""
+    # Count the nodes of each type up to each hop, the seeds as hop 0.
     stores = batch.node_stores if isinstance(batch, HeteroData) else [batch._store]
     found: dict[Any, list[int]] = {}
     for store in stores:
@@ -81,6 +82,7 @@ def _claims(batch: Any, num_rows: Mapping[Any, int] | None = None) -> _Claims | 
         found[store._key] = [*accumulate(int(count) for count in counts)]
         if num_rows is not None and found[store._key][-1] > num_rows[store._key]:
             return None
+    # The ends of labeled edges must be seeds, whose rows all layers compute.
     claims: _Claims = []
     for store in batch.edge_stores if isinstance(batch, HeteroData) else stores:
         source, _, target = store._key or (None, None, None)
@@ -91,6 +93,7 @@ def _claims(batch: Any, num_rows: Mapping[Any, int] | None = None) -> _Claims | 
             continue
         if (counts := store.get("num_sampled_edges")) is None:
             return None
+        # The edges of a hop lead to its targets from sources that the next hop has found at the latest.
         stops, spans = [0, *accumulate(int(count) for count in counts)], []
         targets, sources = [0, *found[target]], found[source]
         if stops[-1] != edges.size(1) or len(targets) < len(stops) or len(sources) < len(stops):
@@ -99,6 +102,7 @@ def _claims(batch: Any, num_rows: Mapping[Any, int] | None = None) -> _Claims | 
             spans.append(_Span(0, start, stop, 0, sources[hop + 1]))
             spans.append(_Span(1, start, stop, targets[hop], targets[hop + 1]))
         claims.append((edges, tuple(spans)))
+    # What names seeds must lie among them as well.
     for store in stores:
         seeds = found[store._key][0]
         if int(store.get("batch_size") or 0) > seeds:

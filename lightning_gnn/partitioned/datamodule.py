@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from lightning_gnn.datamodules.node import NeighborDataModule, as_ids
 from lightning_gnn.datamodules.options import SamplingOptions
 from lightning_gnn.distributed.heartbeat import Heartbeats, end_process
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks
+from lightning_gnn.graph.stores import AttributeName, StoreType
+from lightning_gnn.loading.batch import Batch
 from lightning_gnn.loading.seed_order import OwnSeedsOrder
 from lightning_gnn.nn.inference import Elsewhere, FullInference
 from lightning_gnn.nn.module import GNNModule
@@ -107,14 +109,14 @@ class _OnParts(MiniBatchDataModule):
         return kwargs
 
     @override
-    def make_sampler(self, data: Any, options: SamplingOptions) -> Any:
+    def make_sampler(self, data: Batch, options: SamplingOptions) -> Any:
         if self.topology == "whole":
             return super().make_sampler(data, options)
         return PartitionedSampler(self.partition, self.connection, seed=self.seed, **options.given())
 
-    def _tables(self, here: str | None) -> dict[Any, Any]:
+    def _tables(self, here: str | None) -> dict[AttributeName, NodeRows | EdgeRows]:
         """Return where loaders gather what lies in parts, by attribute."""
-        tables: dict[Any, Any] = {}
+        tables: dict[AttributeName, NodeRows | EdgeRows] = {}
         for number, kind in enumerate(self.partition.nodes):
             memo, beside = threading.local(), [key for key in kind.attributes if key != here]
             for key in beside:
@@ -183,9 +185,9 @@ class _OnParts(MiniBatchDataModule):
             self.graph_sampler.prepare()
         exchange.gather(None)  # from here on lists are asked for
         if stage == "fit" and self.cache:
-            remote = self.connection.remote
+            remote, loader = self.connection.remote, cast(Any, self.make_loader("train"))
             epoch = self._passes if self.trainer is None else self.trainer.current_epoch
-            remote.keep(keep_hottest(self.make_loader("train"), remote, epoch, self.cache, self.count_batches))
+            remote.keep(keep_hottest(loader, remote, epoch, self.cache, self.count_batches))
             rank_zero_info(f"rows of other parts that are kept: {remote.kept_rows}")
         self._joined = True
 
@@ -227,11 +229,11 @@ class _OnParts(MiniBatchDataModule):
             end_process(why)
 
     @override
-    def sampled_loader(self, stage: str, data: Any, sampler: Any, *args: Any, **options: Any) -> Any:
+    def sampled_loader(self, stage: str, data: Batch, sampler: Any, *args: Any, **options: Any) -> Any:
         _ = self.connection.open
         return super().sampled_loader(stage, data, sampler, *args, tables=self.tables, **options)
 
-    def _order(self, stage: str, num_seeds: int, drop_last: bool, replicas: int, rank: int) -> DistributedSampler[Any]:
+    def _order(self, stage: str, num_seeds: int, drop_last: bool, replicas: int, rank: int) -> DistributedSampler[int]:
         if stage == "train" and self._elastic is not None:
             return self._elastic.begin(
                 self.trainer, num_seeds, self.batch_size, num_replicas=replicas, rank=rank, shuffle=self.shuffle,
@@ -291,7 +293,7 @@ class _OnParts(MiniBatchDataModule):
             )
         return share
 
-    def _whole_batch(self, wanted: dict[Any, Tensor], kind: Any = None, **more: Any) -> DataLoader[Any]:
+    def _whole_batch(self, wanted: dict[Any, Tensor], kind: StoreType = None, **more: Any) -> DataLoader[Batch]:
         """Return a batch that asks for the exact outputs of some nodes, which all ranks compute together.
 
         Args:
@@ -299,7 +301,7 @@ class _OnParts(MiniBatchDataModule):
         """
         assert isinstance(self.inference, FullInference)
         remote, typed = self.connection.open, self.partition.typed
-        batch: Any = HeteroData() if typed else Data()
+        batch: Batch = HeteroData() if typed else Data()
         for name, ids in wanted.items():
             number = self.partition.number.get(name, 0)
             attributes = [key for key in self.partition.nodes[number].attributes if key != "x"]
@@ -333,7 +335,7 @@ class _OnParts(MiniBatchDataModule):
             owners[where] = np.array(held)[np.arange(where.size) % len(held)]
         return torch.from_numpy(owners)
 
-    def _places_of_seeds(self) -> tuple[Any, Tensor]:
+    def _places_of_seeds(self) -> tuple[StoreType, Tensor]:
         raise NotImplementedError
 
 
@@ -395,7 +397,7 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
                 kwargs[f"input_{stage}_nodes"] = mask if name is None else (name, mask)
         return kwargs
 
-    def _full_loader(self, stage: str) -> DataLoader[Any]:
+    def _full_loader(self, stage: str) -> DataLoader[Batch]:
         """Return a batch of this rank's share of the seeds, in the order of one machine; all make their outputs."""
         count, seeds = self._count(stage), self._seeds(stage)
         kind, nodes = seeds if self.partition.typed else (None, seeds)
@@ -403,7 +405,7 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
         wanted = wanted[self._own_share(stage, count)]
         return self._whole_batch({kind: wanted}, kind, batch_size=wanted.numel())
 
-    def _places_of_seeds(self) -> tuple[Any, Tensor]:
+    def _places_of_seeds(self) -> tuple[StoreType, Tensor]:
         nodes = self._nodes["train"]
         return self._types["train"], nodes.nonzero().view(-1) if nodes.dtype == torch.bool else nodes
 
@@ -456,7 +458,7 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
             )
         return kwargs
 
-    def full_loader(self, name: str, kind: Any = None, **more: Any) -> DataLoader[Any]:
+    def full_loader(self, name: str, kind: StoreType = None, **more: Any) -> DataLoader[Batch]:
         """Return a batch of this rank's share of the labelled edges, in the order of one machine.
 
         Args:
@@ -473,7 +475,7 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
         more = {key: value[share] for key, value in more.items()}
         return self._whole_batch(wanted, kind, edge_label_index=torch.stack(ends), **more)
 
-    def _places_of_seeds(self) -> tuple[Any, Tensor]:
+    def _places_of_seeds(self) -> tuple[StoreType, Tensor]:
         edges, name = self._edges["train"][0], self._types["train"]
         assert edges is not None
         return None if name is None else name[2], edges[1]

@@ -70,13 +70,15 @@ class Exchange:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def ask(self, name: str, questions: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+    def ask(self, name: str, questions: Mapping[int, tuple[object, ...]]) -> dict[int, Any]:
         """Ask several ranks at once, oneself without a message; safe in any thread."""
+        # After the end of the exchange no rank answers any more.
         if not self._open:
             raise RuntimeError(
                 "the ranks have ended their exchange, and what lies in other parts cannot be read any more; read what "
                 "is needed of a mini-batch (such as e_id) while the Trainer runs"
             )
+        # Register the call before its questions are sent, since an answer may come at once.
         others = [rank for rank in questions if rank != self.rank]
         call, answers, sent = 1 + next(self._calls) % _CALLS, {}, []
         came: SimpleQueue[tuple[int, Tensor | str]] = SimpleQueue()
@@ -86,6 +88,7 @@ class Exchange:
                 came.put((rank, self._lost[rank]))
             if self._aborted is not None and others:
                 raise DistNetworkError(self._aborted)
+        # Send all questions before waiting, so that the ranks work at the same time.
         try:
             for rank in others:
                 message = _packed((name, questions[rank]))
@@ -96,8 +99,10 @@ class Exchange:
                         sent.append((part, self._send(part, rank, tag)))
                 except RuntimeError as error:
                     raise self._missing(rank, str(error)) from None
+            # The rank's own part is answered in the meantime, without a message.
             if self.rank in questions:
                 answers[self.rank] = self._handlers[name](*questions[self.rank])
+            # Answers are taken in the order of their arrival.
             for _ in others:
                 rank, answer = came.get()
                 if self._aborted is not None:
@@ -109,11 +114,13 @@ class Exchange:
                 if failed:
                     raise RuntimeError(f"rank {rank} could not answer: {answers[rank]}")
         except BaseException:
+            # Messages of a failed call are kept until they have been sent, as gloo reads their memory until then.
             self._under_way.append(sent)
             raise
         finally:
             with self._asking:
                 del self._asked[call]
+        # Return the answers in the order of the questions.
         return {rank: answers[rank] for rank in questions}
 
     def abort(self, why: str) -> None:
@@ -196,7 +203,7 @@ class Exchange:
         return DistNetworkError(f"rank {rank} does not answer, its connection is closed ({text})")
 
 
-def _packed(value: Any) -> Tensor:
+def _packed(value: object) -> Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(pickle.dumps(value, 5)), np.uint8))
 
 

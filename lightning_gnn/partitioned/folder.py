@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.typing import EdgeType
+from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.datamodules.node import as_ids, seeds_in
 from lightning_gnn.features.arrays import as_numpy, expect_scattered_reads, load_array, save_arrays, write_blocks
 from lightning_gnn.graph.checks import check_nodes
 from lightning_gnn.graph.csc import CSCGraph, index_dtype
 from lightning_gnn.graph.hetero import HeteroCSCGraph
-from lightning_gnn.graph.stores import of_edges, of_nodes, stores_of
+from lightning_gnn.graph.stores import StoreType, of_edges, of_nodes, stores_of
 from lightning_gnn.runtime.files import read_json, read_text, write_whole
 from lightning_gnn.runtime.manifest import seal, verify
 from lightning_gnn.sampling.neighbor import topology_of
@@ -38,13 +38,15 @@ SPLITS = {"train": ("train",), "val": ("val", "valid"), "test": ("test",), "pred
 _BLOCK = 1 << 16
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _TOPOLOGY = ("edge_index", "adj_t", "graph", "num_nodes")
+Rows: TypeAlias = dict[StoreType, dict[str, dict[str, Tensor]]]  # by type, "node" or "edge", and attribute
+Rest: TypeAlias = dict[StoreType, dict[str, Any]]  # what has no rows, by type and attribute
 
 
 @dataclass
 class Kind:
     """A type of nodes or of edges."""
 
-    name: Any  # of a node type, or the triple of an edge type; None in a graph of one type
+    name: StoreType  # of a node type, or the triple of an edge type; None in a graph of one type
     count: int  # how many there are
     attributes: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     """Dtype and shape of each attribute that is split by rows."""
@@ -66,7 +68,7 @@ class Kind:
 def write_partition(
     data: Data | HeteroData,
     folder: str | Path,
-    assignment: Mapping[Any, Tensor],
+    assignment: Mapping[NodeType | None, Tensor],
     parts: int,
     method: str = "given",
     tell: Callable[[str], None] = lambda message: None,
@@ -85,8 +87,8 @@ def write_partition(
         raise FileExistsError(f"{folder} is not empty; give a new folder, or remove this one")
     graph = topology_of(data)
     typed = isinstance(graph, HeteroCSCGraph)
-    sizes: dict[Any, int] = graph.sizes if typed else {None: graph.num_nodes}
-    relations: dict[Any, CSCGraph] = graph.relations if typed else {None: graph}
+    sizes: dict[NodeType | None, int] = graph.sizes if typed else {None: graph.num_nodes}
+    relations: dict[EdgeType | None, CSCGraph] = graph.relations if typed else {None: graph}
     number = {name: place for place, name in enumerate(sizes)}
     owners = []
     for name, size in sizes.items():
@@ -149,10 +151,11 @@ def write_partition(
         raise
 
 
-def rows_of(data: Any) -> tuple[dict[Any, dict[str, dict[str, Tensor]]], dict[Any, dict[str, Any]]]:
+def rows_of(data: Data | HeteroData) -> tuple[Rows, Rest]:
     """Return what has rows, by type and by whether of nodes or of edges, and what has none."""
-    rows: dict[Any, dict[str, dict[str, Tensor]]] = {}
-    rest: dict[Any, dict[str, Any]] = {}
+    rows: Rows = {}
+    rest: Rest = {}
+    # Attributes are split by node or by edge; the rest is stored once for all parts.
     for name, store in stores_of(data):
         for key in store:
             value = store[key]
@@ -163,6 +166,7 @@ def rows_of(data: Any) -> tuple[dict[Any, dict[str, dict[str, Tensor]]], dict[An
             if kind is None:
                 rest.setdefault(name, {})[key] = value
                 continue
+            # Rows must be dense tensors with nodes or edges in the first dimension, as parts are read by row.
             if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
                 value = torch.from_numpy(value)
             if not isinstance(value, Tensor) or value.layout != torch.strided:
@@ -171,17 +175,19 @@ def rows_of(data: Any) -> tuple[dict[Any, dict[str, dict[str, Tensor]]], dict[An
                     f"{where} has a row per {kind}, but is {type(value).__name__}{of}: only arrays of numbers are "
                     "split, and dates become integers by astype('datetime64[s]').astype('int64')"
                 )
+            # A trained attribute would need its gradients exchanged between the ranks.
             if value.requires_grad:
                 raise TypeError(f"{where} is trained, but rows of parts are read alone; make it part of the model")
             if data.__cat_dim__(key, value, store) != 0:
                 raise TypeError(f"{where} has its {kind}s in another dimension than the first; transpose it")
             rows.setdefault(name, {}).setdefault(kind, {})[key] = value
+    # Attributes of the whole graph have no type.
     if isinstance(data, HeteroData):
         rest[None] = dict(data._global_store)
     return rows, rest
 
 
-def _described(name: Any, count: int, rows: Mapping[str, Tensor]) -> Kind:
+def _described(name: StoreType, count: int, rows: Mapping[str, Tensor]) -> Kind:
     attributes = {key: (str(value.dtype).rpartition(".")[2], list(value.shape)) for key, value in rows.items()}
     whole = {key: value for key, value in rows.items() if value.dtype in _WHOLE and value.dim() == 1 and value.numel()}
     return Kind(name, count, attributes, largest={key: int(value.max()) for key, value in whole.items()})
@@ -262,10 +268,10 @@ class Partition:
             for key in ("nodes", "edges")
         )  # fmt: skip
         self.owner = [load_array(common / f"node{place}.part.npy") for place in range(len(self.nodes))]
-        self.rest: dict[Any, dict[str, Any]] = torch.load(common / "rest.pt", weights_only=True)
+        self.rest: Rest = torch.load(common / "rest.pt", weights_only=True)
 
     @cached_property
-    def number(self) -> dict[Any, int]:
+    def number(self) -> dict[StoreType, int]:
         """The numbers of the node types and of the edge types, by name."""
         return {kind.name: place for kinds in (self.nodes, self.edges) for place, kind in enumerate(kinds)}
 
@@ -274,7 +280,7 @@ class Partition:
         name = self.edges[edge_type].name
         return (0, 0) if name is None else (self.number[name[0]], self.number[name[2]])
 
-    def split(self, stage: str) -> tuple[Any, Tensor] | None:
+    def split(self, stage: str) -> tuple[NodeType | None, Tensor] | None:
         """Return the type of the seeds and their mask or ids, as the graph had; None where there
         are none or several.
         """

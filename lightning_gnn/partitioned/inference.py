@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -37,7 +37,7 @@ class Published:
 
     def __init__(self, parts: int, ranks: int) -> None:
         self._held = holders(parts, ranks)
-        self._rows: dict[Any, tuple[list[np.ndarray], list[Tensor]]] = {}
+        self._rows: dict[Hashable, tuple[list[np.ndarray], list[Tensor]]] = {}
 
     def owner(self, part: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Return the rank that computes each node, from its part, int64 ``[n]``."""
@@ -47,15 +47,15 @@ class Published:
             owner[where] = np.array(ranks)[ids[where] % len(ranks)]
         return owner
 
-    def give(self, name: Any, ids: list[np.ndarray], rows: list[Tensor]) -> None:
+    def give(self, name: Hashable, ids: list[np.ndarray], rows: list[Tensor]) -> None:
         """Let others ask for rows of nodes, ``[n, …]`` for ascending ids ``[n]``, several of both."""
         self._rows[name] = ids, rows
 
-    def drop(self, name: Any) -> None:
+    def drop(self, name: Hashable) -> None:
         """Keep them no longer."""
         self._rows.pop(name, None)
 
-    def published(self, name: Any, ids: np.ndarray) -> Any:
+    def published(self, name: Hashable, ids: np.ndarray) -> np.ndarray:
         """Answer with the rows of some nodes, numbers ``[n, …]``."""
         known, rows = self._rows[name]
         out = rows[0].new_empty((ids.size, *rows[0].shape[1:]))
@@ -121,8 +121,8 @@ class InParts(FullInference):
         return cls(**{field.name: getattr(settings, field.name) for field in fields(FullInference)}, **more)
 
     def run(
-        self, model: nn.Module, x: Any, graph: Any, edge_weight: Any = None, stop: Callable[[], None] | None = None,
-        **more: Any,
+        self, model: nn.Module, x: object, graph: object, edge_weight: object = None,
+        stop: Callable[[], None] | None = None, **more: object,
     ) -> Tensor:  # fmt: skip
         """Return the outputs of the wanted nodes, those of ``model(x, graph)`` on one machine up to rounding.
 
@@ -226,7 +226,7 @@ class _Pass:
                 self.own[kind].append(np.flatnonzero(mine))
 
     @torch.no_grad()
-    def run(self) -> dict[Any, Tensor]:
+    def run(self) -> dict[NodeType | None, Tensor]:
         """Compute all layers; return the wanted rows of the last one, of the types that it computes."""
         for number, reached in enumerate(self.reached):
             self._prepare(number)
@@ -262,7 +262,7 @@ class _Pass:
         """Yield the outputs of a layer for a part's nodes of a type, and the number of the first."""
         raise NotImplementedError
 
-    def _publish(self, name: Any, kind: int, rows: list[Tensor]) -> None:
+    def _publish(self, name: Hashable, kind: int, rows: list[Tensor]) -> None:
         ids = [part.ids[kind][own] for part, own in zip(self.parts, self.own[kind], strict=True)]
         self.published.give(name, ids, rows)
 
@@ -276,7 +276,7 @@ class _Pass:
             return self._features(kind, ids).to(self.device, self.dtype)
         return self._ask(("layer", number, kind), kind, ids, self.widths[number]).to(self.device)
 
-    def _ask(self, name: Any, kind: int, ids: np.ndarray, width: int) -> Tensor:
+    def _ask(self, name: Hashable, kind: int, ids: np.ndarray, width: int) -> Tensor:
         """Return rows ``[n, width]`` of what is published."""
         owner = self.published.owner(self.partition.owner[kind].numpy()[ids], ids)
         places = {int(rank): np.flatnonzero(owner == rank) for rank in np.unique(owner)}
@@ -335,9 +335,9 @@ class _PlainPass(_Pass):
         self.layers = plain_layers(model, self.partition)
         self.widths, self.widest = ([getattr(layer, key) for layer in self.layers] for key in ("width", "widest"))
         self.reached = [{0: [0]}] * len(self.layers)
-        self.sums: set[Any] = set()  # of weights, as they are published
+        self.sums: set[Hashable] = set()  # of weights, as they are published
 
-    def run(self) -> dict[Any, Tensor]:
+    def run(self) -> dict[NodeType | None, Tensor]:
         out = super().run()
         for name in self.sums:
             self.published.drop(name)
@@ -429,7 +429,7 @@ class _TypedPass(_Pass):
             for name in self.model.node_types if name in number
         )  # fmt: skip
 
-    def run(self) -> dict[Any, Tensor]:
+    def run(self) -> dict[NodeType | None, Tensor]:
         return self.model.after(super().run())
 
     def _features(self, kind: int, ids: np.ndarray) -> Tensor:

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import HeteroSamplerOutput, NodeSamplerInput
-from torch_geometric.typing import EdgeType
+from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.graph.checks import check_edge_data, check_hetero_data, check_node_data
+from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.stores import stores_of
 from lightning_gnn.ops.hashing import batch_key
@@ -102,14 +102,14 @@ def partition_graph(
         check_node_data(data, check_features)
         check_edge_data(data)
     graph = topology_of(data)
-    seeds: dict[Any, Tensor] = {}
+    seeds: dict[NodeType | None, Tensor] = {}
     for name, store in stores_of(data):
         if not isinstance(name, tuple) and (ids := seeds_of(store, "train")) is not None:
             seeds[name] = ids
     tell(f"sharing out the nodes ({method})")
     assignment = assign_nodes(graph, parts, method, seeds, seed)
     write_partition(data, folder, assignment, parts, method, tell, links, link_type)
-    relations: dict[Any, Any] = graph.relations if isinstance(graph, HeteroCSCGraph) else {None: graph}
+    relations: dict[EdgeType | None, CSCGraph] = graph.relations if isinstance(graph, HeteroCSCGraph) else {None: graph}
     edges, cut, total = np.zeros(parts, np.int64), 0, 0
     for name, relation in relations.items():
         source, target = (assignment[None if name is None else name[end]].numpy() for end in (0, 2))
@@ -139,8 +139,8 @@ def partition_graph(
 
 
 def _count(
-    summary: Summary, graph: Any, assignment: Any, seeds: dict[Any, Tensor], fanouts: list[int], batch_size: int,
-    batches: int, seed: int,
+    summary: Summary, graph: CSCGraph | HeteroCSCGraph, assignment: Mapping[NodeType | None, Tensor],
+    seeds: dict[NodeType | None, Tensor], fanouts: list[int], batch_size: int, batches: int, seed: int,
 ) -> None:  # fmt: skip
     """Count the rows of sampled mini-batches, of ranks in turns."""
     sampler = NeighborSampler(graph, fanouts, seed=seed)

@@ -37,17 +37,20 @@ class Remote:
         def fetch(hop: int, frontier: list[tuple[np.ndarray, np.ndarray]]) -> list[Picks]:
             questions: dict[int, list[Any]] = {}
             asked: dict[int, list[tuple[int, np.ndarray]]] = {}
+            # Split the frontier of each relation by the rank that holds its nodes.
             for number, relation in enumerate(relations):
                 nodes, trees = frontier[relation.target]
                 fanout = relation.fanouts[hop]
                 if not nodes.size or not fanout:
                     continue
+                # Keys do not depend on the partition, so that any number of ranks picks the same edges.
                 own_key = stage_key(key, hop, number, relation.source, rule.labor)
                 for part, where in _by_part(self.partition.owner[relation.target].numpy()[nodes]):
                     of_trees = trees[where] if rule.disjoint else trees
                     rank = int(self.server[part])
                     questions.setdefault(rank, []).append((part, number, nodes[where], of_trees, fanout, own_key))
                     asked.setdefault(rank, []).append((number, where))
+            # Ask all ranks at once; their answers hold the picks of each relation.
             answers = self.exchange.ask(
                 "picks", {rank: (weighted, listed, rule, times) for rank, listed in questions.items()}
             )
@@ -55,6 +58,7 @@ class Remote:
             for rank, picks in answers.items():
                 for (number, where), answer in zip(asked[rank], picks, strict=True):
                     found[number].append((where, answer))
+            # Put the picks back into the order of the frontier.
             return [
                 _joined(frontier[relation.target][0].size, parts)
                 for relation, parts in zip(relations, found, strict=True)

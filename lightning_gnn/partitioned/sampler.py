@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.remote import DistantCSCGraph, DistantHeteroCSCGraph
 from lightning_gnn.ops.sample.relation import Relation, Rule, Times
-from lightning_gnn.partitioned.folder import Partition
+from lightning_gnn.partitioned.folder import Kind, Partition
 from lightning_gnn.partitioned.remote import Remote
 from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler
 
@@ -56,10 +56,12 @@ class PartitionedSampler(NeighborSampler):
         weight_attr: str | None = None,
         **options: Any,
     ) -> None:
+        # Find the node and edge types that have times or weights, by their numbers.
         self.partition, self.connection = partition, connection
         self.time_attr, self.weight_attr = time_attr, weight_attr
         of_nodes, of_edges = _having(partition.nodes, time_attr), _having(partition.edges, time_attr)
         weighted = _having(partition.edges, weight_attr)
+        # Check that the attributes can be sampled by, as the sampler of a whole graph does.
         if time_attr is not None and bool(of_nodes) is bool(of_edges):
             both = "both nodes and edges have" if of_nodes else "neither nodes nor edges have"
             raise ValueError(f"{both} times called {time_attr!r}: give those of nodes, or those of edges")
@@ -69,6 +71,7 @@ class PartitionedSampler(NeighborSampler):
             raise ValueError(
                 f"there is no weighted temporal sampling: leave out weight_attr={weight_attr!r}, or time_attr"
             )
+        # Times of all types need the same kind of number, so that they can be compared.
         timed = of_nodes or of_edges
         self._timed = {
             edge_type: time_attr
@@ -78,11 +81,13 @@ class PartitionedSampler(NeighborSampler):
         self._of_nodes = bool(of_nodes)
         kinds = partition.nodes if of_nodes else partition.edges
         self._floating = any(kinds[number].dtype(str(time_attr)).is_floating_point for number in timed)
+        # The base class sees a graph without edges in memory, whose picks come from the ranks that hold them.
         super().__init__(self._described(weighted), num_neighbors, *args, **options)
         self.whole_graph = self._described([])
         if of_nodes:
             times = {partition.nodes[number].name: _Times(connection, number, str(time_attr)) for number in of_nodes}
             self.node_time: Any = times if partition.typed else times[None]
+        # Ids of sampled edges are noted by thread, since mini-batches are sampled in parallel.
         self._weighted = weighted
         self._noted = threading.local()
         self.check_options()
@@ -211,5 +216,5 @@ class EdgeRows:
         return found
 
 
-def _having(kinds: Sequence[Any], name: str | None) -> list[int]:
+def _having(kinds: Sequence[Kind], name: str | None) -> list[int]:
     return [] if name is None else [number for number, kind in enumerate(kinds) if name in kind.attributes]

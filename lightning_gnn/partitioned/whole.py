@@ -2,12 +2,12 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.storage import BaseStorage
 
 from lightning_gnn.graph.csc import CSCGraph, index_dtype
 from lightning_gnn.partitioned.folder import Kind, Partition
@@ -15,7 +15,7 @@ from lightning_gnn.partitioned.folder import Kind, Partition
 
 def without_rows(partition: Partition) -> Data | HeteroData:
     """Return a graph whose attributes have the right shapes and dtypes, hold zeros and take no memory."""
-    data: Any = HeteroData() if partition.typed else Data()
+    data: Data | HeteroData = HeteroData() if partition.typed else Data()
     for name in partition.stores if partition.typed else ():
         _ = data[name]  # makes them, in this order
     for kind in partition.nodes:
@@ -41,7 +41,7 @@ def outline(root: str | Path) -> Data | HeteroData:
     many classes it has.
     """
     partition = Partition(root)
-    data: Any = without_rows(partition)
+    data: Data | HeteroData = without_rows(partition)
     for kind in partition.nodes:
         for key, largest in kind.largest.items():
             (data if kind.name is None else data[kind.name])[key] = torch.full(
@@ -52,7 +52,7 @@ def outline(root: str | Path) -> Data | HeteroData:
 
 def with_topology(partition: Partition, time_attr: str | None = None) -> Data | HeteroData:
     """Return a graph with the topology and the attributes of edges of all parts in memory, nodes without rows."""
-    data: Any = without_rows(partition)
+    data: Data | HeteroData = without_rows(partition)
     parts = [partition.open(part) for part in range(partition.parts)]
     for number, kind in enumerate(partition.edges):
         source, target = (partition.nodes[end].count for end in partition.ends(number))
@@ -88,7 +88,7 @@ def with_topology(partition: Partition, time_attr: str | None = None) -> Data | 
     return data
 
 
-def _fill(store: Any, kind: Kind, rest: dict[str, Any]) -> None:
+def _fill(store: BaseStorage, kind: Kind, rest: dict[str, object]) -> None:
     for key in kind.attributes:
         store[key] = nothing(kind.shape(key), kind.dtype(key))
     for key, value in rest.items():

@@ -1,6 +1,6 @@
 """After a run: which part of an epoch was the largest, and the setting that would cut it, where there is one."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import pytorch_lightning as pl
 import torch
@@ -71,7 +71,7 @@ def _of_other(epoch: Epoch, trainer: pl.Trainer) -> str:
     return "larger mini-batches have fewer steps"
 
 
-def _loader(trainer: pl.Trainer) -> Any:
+def _loader(trainer: pl.Trainer) -> object:
     if trainer.train_dataloader is None:
         return None
     return next(iter(CombinedLoader(trainer.train_dataloader).flattened), None)

@@ -141,11 +141,14 @@ def machine_memory(
         edges: Likewise of edges, by type; None or a triple, whose last is the type of the nodes that have the lists.
         cache: Bytes for rows of other parts.
     """
+    # A machine holds the lists of the whole graph or of its own part.
     which = 0 if topology == "whole" else 1
 
+    # Ids and places take four bytes each while they fit into 31 bits.
     def wide(count: int) -> int:
         return 4 if count < 1 << 31 else 8
 
+    # Add up the lists with the attributes of edges, the rows of nodes, and the owner of each node.
     lists = sum(
         8 * (nodes[None if name is None else name[2]][which] + 1)
         + edges[name][which] * (wide(nodes[None if name is None else name[0]][0]) + wide(edges[name][0]))

@@ -2,18 +2,21 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import HeteroSamplerOutput
+from torch_geometric.typing import NodeType
 
 from lightning_gnn.loading.batch import BatchTask
 from lightning_gnn.partitioned.folder import rows_of
 from lightning_gnn.partitioned.future import hottest
 from lightning_gnn.planning.cluster import NODE_BYTES, PICK_BYTES, Traffic
+from lightning_gnn.sampling.neighbor import Output
 
+Owners: TypeAlias = Mapping[NodeType | None, np.ndarray]  # the rank that has each node, by type
 _COUNTED = 4  # mini-batches by which is counted what a cache would hold, for each of those whose traffic is
 ENVELOPE = 420  # bytes of a message beside what it is about: names, the sampling rule, dtypes and shapes
 
@@ -30,7 +33,7 @@ def row_bytes(data: Data | HeteroData) -> dict[Any, int]:
 
 def count_traffic(
     loader: Any,
-    owner: Mapping[Any, np.ndarray],
+    owner: Owners,
     ranks: int,
     order: str = "global",
     topology: str = "parts",
@@ -64,7 +67,7 @@ def count_traffic(
     each, widths = max(2, -(-batches // ranks)), row_bytes(loader.data)
     asked, answered, sent, nodes, rows = [], [], np.zeros(ranks), 0.0, 0.0
 
-    def sampled(rank: int, number: int, of: int) -> Any:
+    def sampled(rank: int, number: int, of: int) -> Output:
         start = number * size % len(own[rank])
         index = torch.cat([own[rank][start:], own[rank][:start]])[:size]
         return loader.pipeline.sample(BatchTask(of, rank * each + number, index)).out
@@ -88,8 +91,8 @@ def count_traffic(
 
 
 def _kept(
-    outs: Iterable[Any], owner: Mapping[Any, np.ndarray], rank: int, widths: Mapping[Any, int], budget: int
-) -> dict[Any, np.ndarray]:
+    outs: Iterable[Output], owner: Owners, rank: int, widths: Mapping[Any, int], budget: int
+) -> dict[NodeType | None, np.ndarray]:
     """Return whether a rank keeps the row of each node, bool ``[num_nodes]`` by type."""
     names = [name for name in owner if name in widths]
     often = {name: np.zeros(owner[name].size, np.int64) for name in names}
@@ -108,8 +111,8 @@ def _kept(
 
 
 def _exchanged(
-    out: Any, owner: Mapping[Any, np.ndarray], ranks: int, rank: int, widths: Mapping[Any, int], topology: str,
-    kept: Mapping[Any, np.ndarray],
+    out: Output, owner: Owners, ranks: int, rank: int, widths: Mapping[Any, int], topology: str,
+    kept: Mapping[NodeType | None, np.ndarray],
 ) -> tuple[np.ndarray, int, int]:  # fmt: skip
     """Return the bytes that a rank asks of each other and gets, ``[rounds, ranks, 2]``, its nodes, and remote rows."""
     typed = isinstance(out, HeteroSamplerOutput)

@@ -161,7 +161,7 @@ def batches_of_epoch(loader: Any, limit: int | float | None) -> int:
     return min(count, limit) if isinstance(limit, int) else int(count * limit)
 
 
-def _unknown(datamodule: Any, loader: Any, preparation: Preparation, least_s: float) -> tuple[str, ...]:
+def _unknown(datamodule: object, loader: object, preparation: Preparation, least_s: float) -> tuple[str, ...]:
     sentences = []
     if not preparation.known and preparation.ready_s > least_s:
         what = f"{type(loader).__name__} is not of this package: what its sampling and its features take is unknown"

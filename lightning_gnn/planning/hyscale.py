@@ -67,17 +67,20 @@ class HybridForecast:
 
 def forecast(datamodule: pl.LightningDataModule, module: pl.LightningModule, trainer: pl.Trainer) -> HybridForecast:
     """Measure this machine, and ask the performance model."""
+    # Prepare the data module as the Trainer would.
     strategy = trainer.strategy
     assert isinstance(strategy, HyScaleStrategy)
     datamodule.prepare_data()
     datamodule.setup("fit")
     loader = datamodule.train_dataloader()
     check_training(loader, module)
+    # Each node of the cluster trains on an even part of a mini-batch.
     total = seeds_of_iteration(loader) // trainer.num_nodes
     if total < 1:
         raise ValueError(
             f"the plan needs mini-batches of a known size, with a seed for each of {trainer.num_nodes} nodes"
         )
+    # Measure the workload, the sampling of an accelerator and the platform.
     workload, sampled_per_s = describe_workload(loader, module, total, strategy.options.transfer_dtype)
     if workload is None:
         raise ValueError("the plan needs a loader that tells its fanouts, and node features data.x as one tensor")
@@ -89,6 +92,7 @@ def forecast(datamodule: pl.LightningDataModule, module: pl.LightningModule, tra
     platform = measure_platform(Trainers.of(1, strategy.trainers.accelerators), sampled_per_s, there)
     platform = replace(platform, num_nodes=trainer.num_nodes)
     model = PerformanceModel(platform, workload)
+    # Search for the best mapping of as many threads as the run would use.
     num_workers = getattr(loader, "num_threads", None) or loader.num_workers
     threads = strategy.options.threads or default_threads(
         num_workers, here, allowed_drm(strategy.options.drm) is not False
@@ -141,6 +145,7 @@ def stages(model: PerformanceModel, mapping: TaskMapping) -> list[tuple[str, flo
         ("Feature Loading", times.load, f"{memory}, {_rate(reading, 'B/s')}"),
         ("Data Transfer", times.transfer, f"PCIe, {_rate(platform.pcie_bandwidth, 'B/s')}{travelling}"),
     ]
+    # Propagation takes as long as the slowest trainer of its kind.
     cpu = model.cpu_trainer(trainer, mapping.cpu_trainers)
     groups = [("Propagation, CPU", times.train_cpu, cpu, mapping.seeds[: mapping.cpu_trainers])]
     if platform.accelerator is not None:
@@ -149,6 +154,7 @@ def stages(model: PerformanceModel, mapping: TaskMapping) -> list[tuple[str, flo
     for name, seconds, processor, seeds in groups:
         slowest = max((s or 0.0 for s in seconds), default=0.0)
         found.append((name, slowest or None, _propagation_bound(model, processor, max(seeds, default=0))))
+    # Synchronization and shared cores add to the stages above; stages without a time do not exist.
     found.append(("Synchronisation", model.sync_time() or None, "PCIe"))
     turns = f"{_threads(sum(mapping.threads))} take turns on {platform.cores}"
     found.append(("CPU cores", model.turns_time(mapping) or None, turns))
@@ -174,6 +180,7 @@ def print_forecast(found: HybridForecast, console: Console) -> None:
         table.add_row(name, _shown(name, value))
     console.print(table)
 
+    # Print the size of an iteration, by which the times below can be judged.
     size = work.sizes(found.best.total)
     kind = "as measured" if work.measured is not None else "as expected"
     console.print(
@@ -181,6 +188,7 @@ def print_forecast(found: HybridForecast, console: Console) -> None:
         f"{size.edges[0]:,.0f} edges, {kind}; widths {'-'.join(map(str, work.widths))}",
         highlight=False,
     )
+    # Print the stages; those that bound the iteration are in bold.
     rows = stages(model, found.best)
     iteration = model.iteration_time(found.best)
     table = _table(f"Best mapping: {found.best}", ["stage", "ms", "of the iteration", "bound by"])
@@ -193,6 +201,7 @@ def print_forecast(found: HybridForecast, console: Console) -> None:
     table.add_row("Epoch", f"{1e3 * model.epoch_time(found.best):.4g}", "", f"{work.num_train:,} seeds")
     table.add_row("MTEPS", f"{model.mteps(found.best):.4g}", "", "million edges trained on per second")
     console.print(table)
+    # The run begins with another mapping where its options say so.
     if found.begin == found.best:
         console.print("The run begins with this mapping.", highlight=False)
     else:

@@ -1,6 +1,7 @@
 """What preparing a mini-batch costs: a few real ones of the training loader, sampled and gathered by one thread."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import median
@@ -38,14 +39,14 @@ class Preparation:
         return self.ready_s * max(1, self.workers)
 
 
-def prepare(loader: Any) -> tuple[list[Any], Preparation]:
+def prepare(loader: Iterable[object]) -> tuple[list[object], Preparation]:
     """Prepare a few mini-batches of the first epoch, and time it."""
     if isinstance(loader, PipelineLoader):
         return _ours(loader)
     return _others(loader)
 
 
-def _ours(loader: PipelineLoader) -> tuple[list[Any], Preparation]:
+def _ours(loader: PipelineLoader) -> tuple[list[object], Preparation]:
     tasks, pipeline = [*islice(loader.tasks(0), KEPT)], loader.pipeline
     if not tasks:
         raise ValueError("the training loader is empty: there is nothing to plan")
@@ -70,7 +71,7 @@ def _ours(loader: PipelineLoader) -> tuple[list[Any], Preparation]:
     )
 
 
-def _others(loader: Any) -> tuple[list[Any], Preparation]:
+def _others(loader: Iterable[object]) -> tuple[list[object], Preparation]:
     workers, ahead = int(getattr(loader, "num_workers", 0) or 0), ahead_of(loader)
     iterator = iter(loader)
     batches = list(islice(iterator, KEPT))
@@ -86,14 +87,14 @@ def _others(loader: Any) -> tuple[list[Any], Preparation]:
     )
 
 
-def ahead_of(loader: Any) -> int:
+def ahead_of(loader: object) -> int:
     """Return how many mini-batches the workers of a loader prepare ahead, 0 without workers."""
     if isinstance(loader, PipelineLoader):
         return loader.num_ahead
     return int(getattr(loader, "num_workers", 0) or 0) * int(getattr(loader, "prefetch_factor", None) or 2)
 
 
-def _sizes(batches: list[Any]) -> dict[str, Any]:
+def _sizes(batches: list[object]) -> dict[str, Any]:
     nodes, edges, size = 0.0, 0.0, 0.0
     for batch in batches:
         x = getattr(batch, "x", None)
@@ -103,7 +104,7 @@ def _sizes(batches: list[Any]) -> dict[str, Any]:
     return {"nodes": nodes / len(batches), "edges": edges / len(batches), "feature_bytes": size / len(batches)}
 
 
-def edges_of(batch: Any) -> int:
+def edges_of(batch: object) -> int:
     """Return the edges that messages pass along in a batch of PyG, 0 for other batches."""
     if isinstance(batch, (list, tuple)):
         return sum(edges_of(part) for part in batch)

@@ -38,6 +38,7 @@ def rows(found: CPUForecast, limits: MachineLimits, bf16: bool) -> list[tuple[st
     reads = f"{1e9 * limits.random_read_s:.3g} ns a random read"
     peak = limits.flops_bf16 if bf16 else limits.flops
     edges = f"{prepared.edges:,.0f} edges"
+    # Relate each part's time to the work that it does, where that is known.
     told = {}
     for name, seconds in found.parts.items():
         work = rate = limit = ""
@@ -51,6 +52,7 @@ def rows(found: CPUForecast, limits: MachineLimits, bf16: bool) -> list[tuple[st
             work, rate = f"{step.flops / 1e9:.3g} GFLOP", f"{step.flops / seconds / 1e9:.3g} GFLOP/s"
             limit = f"{peak / 1e9:.3g} GFLOP/s"
         told[name] = (work, rate, limit)
+    # Workers prepare mini-batches; all other parts belong to training.
     workers = prepared.workers
     return [
         (

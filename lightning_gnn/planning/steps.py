@@ -49,7 +49,7 @@ class Step:
 
 
 def time_steps(
-    module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], batches: Sequence[Any], threads: int
+    module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], batches: Sequence[object], threads: int
 ) -> Step:
     """Train on some mini-batches again and again; the module is another one afterwards."""
     clock = _Clock()
@@ -63,7 +63,7 @@ def time_steps(
 
 
 def time_together(
-    module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], loader: Any, ahead: int, threads: int
+    module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], loader: object, ahead: int, threads: int
 ) -> float | None:
     """Train on a loader whose workers prepare at the same time; the module is another one afterwards.
 
@@ -77,7 +77,7 @@ def time_together(
 
 
 def _fit(
-    module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], loader: Any, watch: pl.Callback,
+    module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], loader: object, watch: pl.Callback,
     batches: int | float, threads: int,
 ) -> None:  # fmt: skip
     """Train for one epoch, or so many mini-batches of it, with so many threads, and leave nothing behind."""
@@ -108,7 +108,7 @@ class _Beat(pl.Callback):
         return (self.starts[-1] - self.starts[0]) / count if count >= TOGETHER // 2 else None
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Look at the clock."""
         if batch_idx >= self.first:
@@ -119,13 +119,13 @@ class _Beat(pl.Callback):
 class _Replay:
     """Hands out the same mini-batches again and again, until the clock has seen enough."""
 
-    def __init__(self, batches: Sequence[Any], clock: _Clock) -> None:
+    def __init__(self, batches: Sequence[object], clock: _Clock) -> None:
         self._batches, self._clock = batches, clock
 
     def __len__(self) -> int:
         return WARM_UP + TIMED + 1
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         for number in range(len(self)):
             if self._clock.parts:
                 return
@@ -145,7 +145,7 @@ class _Clock(pl.Callback):
         self._profile: Any = None
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Start the clock, or the profile."""
         late = bool(self.inside) and time.perf_counter() - self._begun > _BUDGET
@@ -157,7 +157,7 @@ class _Clock(pl.Callback):
         self._start = time.perf_counter()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Note what the step took."""
         self._end = time.perf_counter()

@@ -59,24 +59,29 @@ def slice_chart(
 
     def draw(figure: Figure) -> None:
         panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
+        # Each setting has a panel; empty values have no place in it.
         for axes, (setting, values) in zip(panels, settings.items(), strict=True):
             places = [*map(_as_number, values)]
             texts = [None if value in (None, "") else str(value)[:24] for value in values]
             known = {text: place for text, place in zip(texts, places, strict=True) if text is not None}
             numbers = sorted(place for place in known.values() if place is not None)
+            # Many numbers are an axis of their own, logarithmic if they span two decades.
             if len(known) == len(numbers) > 6:
                 axes.set_xscale("log" if 0 < 100 * numbers[0] <= numbers[-1] else "linear")
                 axes.xaxis.set_major_formatter("{x:.4g}")
             else:
+                # Few values, or texts, are put at equal distances.
                 order = sorted(known, key=lambda text: known[text] or 0.0)
                 places = [None if text is None else order.index(text) for text in texts]
                 axes.set_xticks(range(len(order)), order)
+            # Draw a point for each run that has both a value and a score.
             for place, score, name in zip(places, scores, names, strict=True):
                 if place is not None and score is not None:
                     axes.plot([place], [score], "o", color="C1", alpha=0.7, gid=_told(name))
             axes.set_title(setting)
             axes.margins(x=0.2, y=0.1)
             axes.grid(axis="y")
+        # Accuracies are shown in percent.
         if title.endswith("_acc"):
             panels[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 

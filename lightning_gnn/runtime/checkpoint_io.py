@@ -22,7 +22,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
     leaves neither checkpoint. What is read is checked against the file's checksums, which ``torch.load`` leaves out.
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint; an OSError names the file, and what was there stays until all is written."""
         if storage_options is not None or not _is_local_file_protocol(path):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -76,5 +76,5 @@ def damage_of(path: Path) -> str | None:
     return wrong and f"{path} is damaged: {wrong}; take another checkpoint, such as one of {path.parent}"
 
 
-def _local(path: Any) -> Path:
+def _local(path: str | Path) -> Path:
     return Path(str(path).removeprefix("file://"))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from pytorch_lightning.plugins import MixedPrecision, Precision
 from torch import Tensor
 
 
-def works(attempt: Callable[[], Any]) -> bool:
+def works(attempt: Callable[[], object]) -> bool:
     """Whether a device has something; a backend that is new to torch may have neither streams nor pinned memory."""
     try:
         attempt()
@@ -19,14 +18,14 @@ def works(attempt: Callable[[], Any]) -> bool:
     return True
 
 
-def new_stream(device: torch.device) -> Any:
+def new_stream(device: torch.device) -> torch.Stream | None:
     """Return a stream of its own on a device; None on the CPU, and on a backend that has none."""
     if device.type == "cpu" or not works(lambda: torch.Stream(device).record_event().synchronize()):
         return None
     return torch.Stream(device)
 
 
-def current_stream(device: torch.device) -> Any:
+def current_stream(device: torch.device) -> torch.Stream:
     """Return the stream on which a device works at present."""
     return torch.accelerator.current_stream(device)
 
@@ -43,7 +42,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def used_on(tensor: Tensor, stream: Any) -> Tensor:
+def used_on(tensor: Tensor, stream: torch.Stream) -> Tensor:
     """Keep the memory of a tensor from being used again before a stream is done with it, and return the tensor.
 
     Args:

@@ -133,15 +133,18 @@ def which_machine() -> tuple[Any, ...] | None:
 
 def _share(name: str, tensors: Sequence[Tensor], everyone: list[Any]) -> tuple[int, int]:
     """Share the memory of one name on each machine; return the bytes shared here, and saved on all machines."""
+    # Group the ranks that hold an array of this name and size by their machine.
     rank = dist.get_rank()
     machine, sizes, _ = everyone[rank]
     holders: dict[tuple[Any, int], list[int]] = {}
     for other, (where, theirs, _) in enumerate(everyone):
         if name in theirs:
             holders.setdefault((where, theirs[name]), []).append(other)
+    # All ranks take part in the collective calls below, or none does.
     outcomes: list[bool | str | None] = [None] * len(everyone)
     if any(len(ranks) > 1 for ranks in holders.values()):
         first, *others = holders.get((machine, sizes.get(name, 0)), [-1])
+        # The first rank of a machine copies its array to a file in memory, and offers it to the others.
         with ExitStack() as files:
             offer: Any = None
             if gives := bool(others) and first == rank:
@@ -153,10 +156,13 @@ def _share(name: str, tensors: Sequence[Tensor], everyone: list[Any]) -> tuple[i
                     offer = os.getpid(), file.fileno(), (state.st_dev, state.st_ino)
                 except OSError as error:
                     offer = str(error)
+            # The others map the file if its content equals their own array.
             offers = _gather(offer)
             outcomes = _gather(_take(tensors, offers[first]) if rank in others else None)
+            # The first rank maps the file too if anybody took it, so that its own copy can be freed.
             if gives and any(outcomes[other] is True for other in others):
                 _refer(tensors, file.fileno())
+    # Report failures, and add up what was saved.
     _name_others(name, holders, outcomes)
     shares = [(ranks, size) for (_, size), ranks in holders.items() if any(outcomes[other] is True for other in ranks)]
     own = sum(size for ranks, size in shares if rank == ranks[0] or (rank in ranks and outcomes[rank] is True))

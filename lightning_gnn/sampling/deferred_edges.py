@@ -13,10 +13,11 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex
 
 from torch import Tensor
-from torch_geometric.data.storage import EdgeStorage, GlobalStorage
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.storage import BaseStorage, EdgeStorage, GlobalStorage
 from torch_geometric.data.view import KeysView
 
 _MOVES = {f"BaseData.{name}.<locals>.<lambda>" for name in ("to", "cpu", "cuda", "pin_memory", "contiguous", "detach")}
@@ -68,7 +69,7 @@ def is_deferred() -> bool:
     return getattr(_asked, "yes", False)
 
 
-def defer(store: Any, edges: EdgePositions) -> None:
+def defer(store: BaseStorage, edges: EdgePositions) -> None:
     """Give a store of PyG's an ``e_id`` that is looked up when it is read."""
     kind = _KINDS.get(type(store))
     if kind is None:  # of the user's own
@@ -78,7 +79,7 @@ def defer(store: Any, edges: EdgePositions) -> None:
     _become(store, kind, edges)
 
 
-def apply_now(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def apply_now(batch: Data | HeteroData, function: Callable[[Tensor], Tensor]) -> Data | HeteroData:
     """Apply a function to all tensors that a batch holds, positions in the place of ids; it moves none of them."""
     for store in batch.stores:
         if type(store) in _KINDS.values():
@@ -100,10 +101,10 @@ class _Deferred:
         return self._resolved()._mapping
 
     @_mapping.setter
-    def _mapping(self, mapping: Any) -> None:
+    def _mapping(self, mapping: dict[str, Any]) -> None:
         vars(self)["_mapping"] = mapping
 
-    def _resolved(self) -> Any:
+    def _resolved(self) -> BaseStorage:
         """Become PyG's store."""
         ids = vars(self)["_edges"].ids()
         _become(self, self._plain)
@@ -129,7 +130,7 @@ class _Deferred:
     def get(self, key: str, value: Any = None) -> Any:
         return self[key] if key in vars(self)["_mapping"] else value
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         with self._as_plain(key != "e_id"):
             self[key] = value
 
@@ -149,7 +150,7 @@ class _Deferred:
     def items(self, *args: str) -> Iterator[tuple[str, Any]]:
         return ((key, self[key]) for key in list(self.keys(*args)))
 
-    def apply(self, function: Callable[[Any], Any], *args: str) -> Any:
+    def apply(self, function: Callable[[Any], Any], *args: str) -> BaseStorage:
         named = getattr(function, "__module__", "") == "torch_geometric.data.data"
         if args or not named or function.__qualname__ not in _MOVES:
             return self._resolved().apply(function, *args)
@@ -169,14 +170,14 @@ class _Deferred:
         vars(out)["_mapping"] = copy.copy(vars(self)["_mapping"])
         return out
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BaseStorage:
         return copy.deepcopy(self._resolved(), memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self._resolved().__reduce_ex__(protocol)
 
 
-def _become(store: Any, kind: type, edges: EdgePositions | None = None) -> None:
+def _become(store: object, kind: type, edges: EdgePositions | None = None) -> None:
     """Change the class of a store; PyG's own way to set attributes would keep it among them."""
     object.__setattr__(store, "__class__", kind)
     vars(store).pop("_edges", None)

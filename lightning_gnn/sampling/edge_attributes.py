@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.typing import NodeType
+from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.edge_attributes import as_times
@@ -26,6 +26,7 @@ def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTi
     """
     if name is None:
         return graph, None
+    # With one type, the times belong either to the nodes or to the edges.
     if isinstance(data, Data) and isinstance(graph, CSCGraph):
         time = as_times(_attribute(data, name), f"data.{name}").cpu()
         if data.is_node_attr(name):
@@ -33,6 +34,7 @@ def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTi
         if data.is_edge_attr(name) or time.numel() == graph.num_edges:
             return graph.with_time(time), None
         raise ValueError(f"data.{name} is neither of nodes nor of edges: it has the shape {list(time.shape)}")
+    # With several types, the name must be found at nodes or at edges, but not at both.
     if not isinstance(data, HeteroData) or not isinstance(graph, HeteroCSCGraph):
         raise ValueError(f"time_attr={name!r} needs the graph as Data or HeteroData, which have attributes")
     of_nodes = {store._key: store[name] for store in data.node_stores if name in store}
@@ -46,11 +48,13 @@ def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTi
             f"data[{node}].node_{name} = data[{node}].pop({name!r}) or data[{edge}].edge_{name} = "
             f"data[{edge}].pop({name!r})"
         )
+    # Relations of a sample are compared by time, so that all of them need one kind of number.
     given = {key: as_times(time, f"{name!r} of {key}").cpu() for key, time in {**of_nodes, **of_edges}.items()}
     of_nodes = {key: given[key] for key in of_nodes}
     floating = any(time.is_floating_point() for time in given.values())
 
-    def timed(edge_type: Any, relation: CSCGraph) -> CSCGraph:
+    # Relations whose source nodes or edges have no times stay as they are.
+    def timed(edge_type: EdgeType, relation: CSCGraph) -> CSCGraph:
         key = edge_type[0] if of_nodes else edge_type
         if key not in given:
             return relation
@@ -78,7 +82,7 @@ def with_weights(graph: Graph, data: Any, name: str | None) -> Graph:
     if not given:
         raise ValueError(f"no edge type has weights called {name!r}")
 
-    def weighted(edge_type: Any, relation: CSCGraph) -> CSCGraph:
+    def weighted(edge_type: EdgeType, relation: CSCGraph) -> CSCGraph:
         try:
             return relation.with_weight(given[edge_type]) if edge_type in given else relation
         except (TypeError, ValueError) as error:

@@ -127,11 +127,13 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         batch_dependency: int = 1,
         exclude_seed_edges: bool | Mapping[EdgeType, EdgeType] = False,
     ) -> None:
+        # Attach times and weights to the topology; `whole_graph` stays unweighted, as induced subgraphs take all edges.
         graph = topology_of(data)
         graph, self.node_time = with_times(graph, data, time_attr)
         self.graph: Any
         self.whole_graph: Any
         self.whole_graph, self.graph = graph, with_weights(graph, data, weight_attr)
+        # Options that PyG's sampler has as well.
         self.num_neighbors = num_neighbors
         check_flags(replace=replace, disjoint=disjoint)
         self.replace = replace
@@ -143,12 +145,14 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         self.subgraph_type = subgraph_type
         self.temporal_strategy = temporal_strategy
         self.time_window = time_window
+        # LABOR draws variates by source, and only it can make picks depend on other layers or mini-batches.
         if sampler not in ("uniform", "labor"):
             raise ValueError(f"unknown sampler {sampler!r}; choose one of uniform, labor")
         if sampler == "uniform" and (layer_dependency or batch_dependency != 1):
             raise ValueError("layer_dependency and batch_dependency need sampler='labor'")
         self.labor = Labor(layer_dependency, batch_dependency) if sampler == "labor" else None
         self.exclude_seed_edges = exclude_seed_edges
+        # Check the options against the graph, whose edge types and times are known by now.
         if time_window is not None and not self.is_temporal:
             raise ValueError("time_window needs times: give time_attr")
         check_reverse(exclude_seed_edges, self.graph.edge_types if isinstance(self.graph, HeteroCSCGraph) else None)
@@ -247,6 +251,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             IndexError: An end outside the graph.
             ValueError: Edges of a type that the graph does not have, or with times where edges of the graph have none.
         """
+        # Check that the input fits the graph: its types, and its times.
         if not isinstance(inputs, EdgeSamplerInput):
             raise TypeError(f"expected EdgeSamplerInput(None, sources, targets), got {type(inputs).__name__}")
         key = self._next_key() if key is None else key
@@ -258,8 +263,10 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
                 if inputs.input_type is None
                 else f"edges of the type {inputs.input_type} were given, but the graph has one type"
             )
+        # A negative edge without a time could leak the future into the sample.
         if neg_sampling is not None and self.node_time is not None and inputs.time is None:
             raise ValueError("negative edges need times where nodes have some: give edge_label_time (input_train_time)")
+        # Draw the negative edges from the key as well, so that the mini-batch is reproducible.
         negatives = None if neg_sampling is None else _KeyedNegatives(neg_sampling, key)
         out = edge_sample(
             inputs,
@@ -269,6 +276,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             self.node_time,
             negatives,
         )
+        # The edges to be predicted must not be seen by the model.
         if self.exclude_seed_edges:
             named = self.exclude_seed_edges if isinstance(self.exclude_seed_edges, Mapping) else {}
             out = without_seed_edges(out, inputs, named)
@@ -381,7 +389,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             batch=out.batch,
         )
 
-    def _in_edges(self, graph: Any, nodes: Tensor) -> NeighborSample:
+    def _in_edges(self, graph: CSCGraph, nodes: Tensor) -> NeighborSample:
         """Return all in-edges of some nodes, as a sample of one hop; what another device's sampler overrides."""
         return sample_neighbors(graph, nodes, [-1], 0, backend=self.backend)
 
@@ -393,7 +401,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             both.edge = _first_edges(out)
         return both
 
-    def _edges(self, graph: CSCGraph, edge: Tensor) -> Any:
+    def _edges(self, graph: CSCGraph, edge: Tensor) -> Tensor | EdgePositions:
         """Return places in the user's ``edge_index``, or what looks them up later, if this thread asked for that."""
         if graph.edge_ids is not None and is_deferred():
             return EdgePositions(edge, partial(self.original_positions, graph))
@@ -415,7 +423,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         return f"{type(self).__name__}({self.graph}, num_neighbors={self.num_neighbors})"
 
 
-def beyond_plain(sampler: Any) -> list[str]:
+def beyond_plain(sampler: BaseSampler) -> list[str]:
     """Return the names of what a sampler does beside picking uniformly in a graph of one type."""
     graph, kind = getattr(sampler, "graph", None), getattr(sampler, "subgraph_type", SubgraphType.directional)
     asked = {
@@ -429,12 +437,12 @@ def beyond_plain(sampler: Any) -> list[str]:
     return [name for name, yes in asked.items() if yes]
 
 
-def _has_weights(graph: Any) -> bool:
+def _has_weights(graph: CSCGraph | HeteroCSCGraph | None) -> bool:
     relations = graph.relations.values() if isinstance(graph, HeteroCSCGraph) else [graph]
     return any(getattr(relation, "weight", None) is not None for relation in relations)
 
 
-def topology_of(data: Any) -> Any:
+def topology_of(data: Data | HeteroData | CSCGraph | HeteroCSCGraph) -> Any:
     """Return the topology of a graph of PyG's, or a topology as it is."""
     if isinstance(data, CSCGraph | HeteroCSCGraph):
         return data

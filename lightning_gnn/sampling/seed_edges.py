@@ -23,6 +23,7 @@ def without_seed_edges(
             nodes of one type without another, the same; None: it has none.
     """
     out = copy.copy(out)
+    # In a graph of one type, edges are dropped in both directions.
     if isinstance(out, SamplerOutput):
         wanted = torch.cat([torch.stack([seeds.row, seeds.col]), torch.stack([seeds.col, seeds.row])], dim=1)
         kept = _others(out.node[out.row], out.node[out.col], wanted)
@@ -30,13 +31,16 @@ def without_seed_edges(
         if out.num_sampled_edges is not None:
             out.num_sampled_edges = _kept_per_hop(kept, out.num_sampled_edges)
         return out
+    # The dictionaries are copied, since the caller's sample must stay as it is.
     out.row, out.col = dict(out.row), dict(out.col)
     out.edge = None if out.edge is None else dict(out.edge)
     out.num_sampled_edges = None if out.num_sampled_edges is None else dict(out.num_sampled_edges)
+    # With types, the opposite direction is an edge type of its own, if there is one.
     forward, backward = torch.stack([seeds.row, seeds.col]), torch.stack([seeds.col, seeds.row])
     dropped: dict[EdgeType, list[Tensor]] = {seeds.input_type: [forward]}
     if (back := _reverse(seeds.input_type, reverse, list(out.row))) is not None:
         dropped.setdefault(back, []).append(backward)
+    # Compare global ids, as a sampled edge holds places in the sample.
     for name, pairs in dropped.items():
         if name not in out.row:
             continue

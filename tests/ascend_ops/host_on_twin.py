@@ -85,7 +85,7 @@ def results(functions, seed, heads, columns, dtype, reduce):
     source, target = (torch.randn(nodes, heads, dtype=dtype, requires_grad=True) for _ in range(2))
     weight = torch.rand(edges, heads, dtype=dtype, requires_grad=True)
     executor = chip.Chip(functions, 6)
-    with patch.object(build, "LOCAL_BYTES", 1 << 15), patch.object(derivatives, "functions_of", lambda *_: executor):
+    with patch.object(build, "MAX_VERTICES", 64), patch.object(derivatives, "functions_of", lambda *_: executor):
         attention = edge_softmax(graph, source, target)
         out = aggregate(graph, x, weight, reduce)
         plain = aggregate(graph, x, None, reduce)

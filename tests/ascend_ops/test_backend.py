@@ -36,7 +36,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Hubs are split over chunks, and vertices that share neighbours brought together, as in a large graph."""
-    monkeypatch.setattr(build, "LOCAL_BYTES", 1 << 14)
+    monkeypatch.setattr(build, "MAX_VERTICES", 32)
 
 
 def random_graph(seed, nodes, edges, num_workers=4, num_groups="auto"):

@@ -11,8 +11,8 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
+from lightning_gnn import LinkDataModule, NeighborDataModule
 from lightning_gnn.gpu_sampling import PersistentLinkDataModule, PersistentSamplerDataModule, shards
-from lightning_gnn.sampling import LinkDataModule, NeighborDataModule
 from tests.batch_checks import assert_same_batches
 from tests.batching_data import small_data
 from tests.sampling.test_node_datamodule import Model

@@ -17,12 +17,12 @@ from nbclient import NotebookClient
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
+from lightning_gnn import NeighborDataModule
 from lightning_gnn.distributed import monitored_ranks as ranks
 from lightning_gnn.distributed.notebook_launcher import NotebookLauncher, RankError
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.hyscale import HyScaleStrategy
 from lightning_gnn.nn import NodeClassifier
-from lightning_gnn.sampling import NeighborDataModule
 from tests.full_graph.launch import CONTEXT
 from tests.full_graph.training import DROPPING, SideBySide, model_of, small_data, trainer_of
 from tests.patience import PATIENCE

@@ -159,10 +159,8 @@ def seeds_of(batch, data, case):
 
 
 def marks_of(way, case):
-    # The times of a graph in parts are read a few at a time, and PyG's negatives of edges with times ask for more.
-    lacking = way == "parts" and case in ("link times, binary", "link times, triplets")
     marks = [*with_kernels] if way in ON_KERNELS else [pytest.mark.campaign] if way in COMBINED else []
-    return [*marks, *([pytest.mark.xfail(strict=True)] if lacking else ())]
+    return marks
 
 
 PAIRS = [

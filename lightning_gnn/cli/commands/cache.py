@@ -30,11 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="KIND",
         help="remove everything, or one kind, without asking; what a running process uses is left alone",
     )
+    # A removed option is answered with its replacement.
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--verify" in arguments:
         parser.error("--verify was removed: damaged files are noticed when they are read, and --clear removes all")
     chosen = parser.parse_args(arguments)
     console = Console(soft_wrap=True, highlight=False, markup=False)
+    # Remove the temporary files that interrupted runs have left, before anything is listed or cleared.
     root = cache_root()
     if root is None:
         return 1

@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     path: Path = chosen.to or Path(f"model{_ENDINGS[chosen.format]}")
+    # Compose the configuration saved with the checkpoint, in an output folder that is removed afterwards.
     try:
         with (
             initialize_config_module("lightning_gnn.conf", version_base="1.3"),
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write(cfg: DictConfig, path: Path, form: str, num_seeds: int | None) -> str:
     """Write the model of ``ckpt_path``, and return what to say of it."""
+    # Check the configuration, and build the run of the checkpoint.
     be_quiet()
     if form == "onnx":
         check_onnx()
@@ -65,11 +67,13 @@ def write(cfg: DictConfig, path: Path, form: str, num_seeds: int | None) -> str:
     if isinstance(data, HeteroData):
         raise ValueError("lgnn export writes models of graphs without types; serve those of others as examples/ do")
     _, module = build_task(cfg, data)
+    # Load the weights without executing pickled code.
     checkpoint = torch.load(to_absolute_path(cfg.ckpt_path), map_location="cpu", weights_only=True)
     module.load_state_dict(checkpoint["state_dict"])
     if not isinstance(network := getattr(module, "model", None), torch.nn.Module):
         name = type(module).__name__
         raise ValueError(f"{name} has no network as its attribute model; export it by lightning_gnn.nn.export_program")
+    # Export the network, as the format demands.
     num_features = data.num_features
     program = export_program(network, num_features, num_seeds)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +81,7 @@ def write(cfg: DictConfig, path: Path, form: str, num_seeds: int | None) -> str:
         export_onnx(network, num_features, path, num_seeds)
     else:
         torch.export.save(program, path)
+    # Compare the program with the model on a random graph, and report the difference.
     x, edge_index = torch.randn(_NUM_NODES, num_features), torch.randint(_NUM_NODES, (2, _NUM_EDGES))
     with torch.inference_mode():
         rows = program.module()(x, edge_index)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_TEMPLATE = Path(__file__).with_name("project")
+_TEMPLATE = Path(__file__).parents[1] / "project"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

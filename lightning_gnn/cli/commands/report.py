@@ -31,12 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folders", nargs="*", metavar="folder", help=said)
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     chosen = parser.parse_args(arguments)
+    # Find the folders, and name the first one that is none of a run.
     folders = [_folder(given) for given in chosen.folders] or [_latest()]
     for given, folder in zip(chosen.folders or ["here"], folders, strict=True):
         if folder is None:
             what = f"{given} is not the folder of a run or a sweep" if chosen.folders else "There are no runs here"
             print(f"{what}; `lgnn runs` lists those in {' and '.join(FOLDERS)}.", file=sys.stderr)
             return 1
+    # Several folders are compared; a single one is a run or a sweep.
     found = [folder for folder in folders if folder is not None]
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     path = _page_of(found)
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(str(path), soft_wrap=True, markup=False)
     except OSError as error:
         print(f"{path} cannot be made: {error}", file=sys.stderr)
+    # Open the page even if this call could not renew it.
     if chosen.open and path.is_file():
         webbrowser.open(path.resolve().as_uri())
     return 0

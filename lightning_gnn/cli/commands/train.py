@@ -56,6 +56,7 @@ def _run_one(cfg: DictConfig) -> float | None:
 
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Do what a composed configuration says: train and test, test, or predict."""
+    # Build all parts of the run; mistakes in the configuration are reported without a traceback.
     begin, started = time.perf_counter(), datetime.now().astimezone()
     be_quiet()
     with explained():
@@ -66,6 +67,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         data = build_data(cfg)
         datamodule, module = build_task(cfg, data)
         trainer = build_trainer(cfg)
+    # Print the heading before anything takes long.
     title = describe(cfg, module)
     if trainer.is_global_zero:
         with reporting("the heading", warn):
@@ -74,6 +76,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         if (summary := getattr(datamodule, "summary", None)) is not None:
             console().print(summary, highlight=False, soft_wrap=True)
 
+    # Train or predict, while no other run may write to the output folder.
     ckpt_path = None if cfg.ckpt_path is None else to_absolute_path(cfg.ckpt_path)
     with _alone_in(cfg.output_dir, trainer), _interruptible(trainer), explained(only_ours=True):
         if cfg.mode == "predict":
@@ -81,6 +84,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         else:
             scores = _fit_and_test(cfg, trainer, module, datamodule, ckpt_path)
 
+    # Collect the metrics from the scores and the callbacks.
     throughput = _callback(trainer, Throughput)
     curves = _callback(trainer, LearningCurves)
     metrics = collect_metrics(
@@ -99,6 +103,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         total_time_s=time.perf_counter() - begin,
         advice=_advice(throughput, trainer),
     )
+    # Only one process writes the report.
     if trainer.is_global_zero:
         _report(metrics, curves.epochs if curves is not None else [], title, cfg)
     return metrics

@@ -37,8 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", dest="most", type=float, default=1.0, metavar="LR", help="(default: %(default)s)")
     parser.add_argument("--plot", type=Path, default=Path("learning_rate.png"), help="the plot (default: %(default)s)")
     chosen = parser.parse_args(arguments)
+    # The range is logarithmic, and too few steps would show no slope.
     if not 0 < chosen.least < chosen.most or chosen.steps < 10:
         parser.error("give --from below --to, both positive, and at least 10 --steps")
+    # Search in a temporary output folder, of which only the plot remains.
     try:
         with (
             initialize_config_module("lightning_gnn.conf", version_base="1.3"),
@@ -49,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (HydraException, UserError) as error:
         say(f"error: {error}", "red")
         return 2
+    # Say what to set, or that no learning rate stands out.
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if found is None:
         console.print(f"No learning rate from {chosen.least:g} to {chosen.most:g} stands out; look at {chosen.plot}")

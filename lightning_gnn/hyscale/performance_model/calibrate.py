@@ -17,7 +17,7 @@ from torch_geometric.sampler import SamplerOutput
 
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, can_sample_on
-from lightning_gnn.hyscale.options import Trainers, check_shares, measurements_decide, replays
+from lightning_gnn.hyscale.options import PyGLoader, Trainers, check_shares, measurements_decide, replays
 from lightning_gnn.hyscale.performance_model.model import PerformanceModel
 from lightning_gnn.hyscale.performance_model.workload import BatchSizes, Platform, Processor, Workload
 from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
@@ -97,7 +97,7 @@ def resumed_mapping(
 
 def first_mapping(
     trainers: Trainers,
-    loader: Any,
+    loader: PyGLoader,
     module: nn.Module,
     total: int,
     threads: tuple[int, int, int],
@@ -122,7 +122,7 @@ def first_mapping(
 
 
 def describe_workload(
-    loader: Any, module: nn.Module, total: int, transfer_dtype: str | None = None
+    loader: PyGLoader, module: nn.Module, total: int, transfer_dtype: str | None = None
 ) -> tuple[Workload | None, float]:
     """Return what an iteration trains on, and the edges per second that one thread samples.
 
@@ -130,6 +130,7 @@ def describe_workload(
         loader: A PyG node loader; of this package's, one mini-batch is sampled.
         transfer_dtype: What floating features are on their way to accelerators; None for what they are.
     """
+    # Without known fanouts and a feature tensor there is nothing to model, and the defaults apply.
     data = getattr(loader, "data", None)
     if data is None or not hasattr(loader, "node_sampler"):
         return None, _SAMPLED_PER_S
@@ -138,6 +139,7 @@ def describe_workload(
     features = getattr(data, "x", None)
     if not fanouts or not all(isinstance(fanout, int) for fanout in fanouts) or not isinstance(features, torch.Tensor):
         return None, _SAMPLED_PER_S
+    # Layer widths come from the message-passing layers; the last one is repeated for hops without a layer.
     outputs = [
         layer.out_channels
         for layer in module.modules()
@@ -145,14 +147,17 @@ def describe_workload(
     ]
     widths = [features.size(-1), *outputs][: len(fanouts) + 1]
     widths += widths[-1:] * (len(fanouts) + 1 - len(widths))
+    # Measure the size of an iteration and the sampling rate where this package's own sampler can be run.
     measured, sampled_per_s = None, _SAMPLED_PER_S
     if isinstance(loader, NodeLoader):
         seeds = _first_seeds(loader, total)
         out, sampled_per_s = _sampled(lambda: loader.pipeline.sample(BatchTask(0, 0, seeds)).out)
         if out.num_sampled_nodes and out.num_sampled_edges:
+            # The model counts vertices and edges from the input layer to the seeds, the reverse of the sampler's order.
             vertices = list(accumulate(out.num_sampled_nodes))[::-1]
             edges = list(accumulate(out.num_sampled_edges))[::-1]
             measured = BatchSizes(len(seeds), tuple(map(float, vertices)), tuple(map(float, edges)))
+    # Collect the workload; features travel in the transfer dtype only if they are floating-point.
     workload = Workload(
         num_vertices=int(data.num_nodes),
         num_edges=count_edges(data),
@@ -238,7 +243,7 @@ def _processor(device: torch.device) -> Processor:
     return Processor(2 * _ROWS * _WIDTH * _WIDTH / product, x.nbytes / gather)
 
 
-def _seconds(work: Callable[[], Any]) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     """Return the least of a few times; the work must wait for its device."""
     best = float("inf")
     for _ in range(4):
@@ -263,7 +268,7 @@ def wanted_sampling(wanted: str | float, drm: bool | str | Path) -> str | float:
 
 def find_sampling(
     wanted: str | float,
-    loader: Any,
+    loader: PyGLoader,
     trainers: Trainers,
     present: AcceleratorSampling | None = None,
     device: torch.device | None = None,
@@ -276,10 +281,12 @@ def find_sampling(
         present: What there is, which is kept if it serves this loader too.
         device: The accelerator; by default the first one.
     """
+    # In automatic mode CPUs that stand in for accelerators do not sample.
     accelerators = trainers.devices[trainers.num_cpu :]
     automatic = wanted == "auto"
     if wanted == 0.0 or not accelerators or (automatic and any(device.type == "cpu" for device in accelerators)):
         return None
+    # Every accelerator must be able to draw the loader's samples, or none samples.
     if not all(can_sample_on(loader, device) for device in accelerators):
         if not automatic:
             rank_zero_warn(
@@ -287,8 +294,10 @@ def find_sampling(
                 "the samples of this loader"
             )
         return None
+    # A present sampler is reused, so that the topology is not copied to the device again.
     if present is not None and present.sampler is loader.node_sampler:
         return present
+    # A failure, such as a lack of device memory, is an error only if the user asked for a share.
     try:
         return AcceleratorSampling(loader.node_sampler, device or accelerators[0])
     except (RuntimeError, ValueError) as error:
@@ -301,7 +310,7 @@ def find_sampling(
 def begin_sampling(
     wanted: str | float,
     sampling: AcceleratorSampling | None,
-    loader: Any,
+    loader: PyGLoader,
     total: int,
     threads: int,
     num_accelerators: int = 1,

@@ -78,22 +78,26 @@ class PerformanceModel:
         Raises:
             ValueError: It has other accelerators than the platform.
         """
+        # The mapping must have been made for the same number of accelerators.
         platform, work = self.platform, self.workload
         on_accelerators = mapping.seeds[mapping.cpu_trainers :]
         if len(on_accelerators) != platform.num_accelerators:
             raise ValueError(
                 f"a mapping for {len(on_accelerators)} accelerators, but the platform has {platform.num_accelerators}"
             )
+        # Sampling is split between the CPU and the accelerators by the mapping's share.
         sampled = sum(work.sizes(seeds).edges[0] for seeds in mapping.seeds if seeds)
         share = mapping.accelerator_sampling
         there = platform.accelerator_sampling * platform.num_accelerators
         if share and not there:
             raise ValueError("the mapping has accelerators sample, but the platform's accelerator_sampling is 0")
+        # The CPU trainers divide the training threads evenly; each accelerator trains on its own seeds.
         cpu = self.cpu_trainer(mapping.threads[2], mapping.cpu_trainers)
         train_cpu = tuple(self.trainer_time(cpu, seeds) for seeds in mapping.seeds[: mapping.cpu_trainers])
         train_there: tuple[float, ...] = ()
         if platform.accelerator is not None:
             train_there = tuple(self.trainer_time(platform.accelerator, seeds) for seeds in on_accelerators)
+        # Transfers run in parallel, so that the slowest one counts.
         return IterationTimes(
             sample_cpu=sampled * (1 - share) / (platform.sampling * mapping.threads[0]),
             load=self.load_time(mapping),

@@ -11,8 +11,10 @@ from itertools import chain, islice, takewhile
 from typing import Any
 
 from torch import Tensor
+from torch_geometric.typing import NodeType
 
 from lightning_gnn.features.disk_features import MOST_READS, DiskFeatures
+from lightning_gnn.graph.stores import AttributeName
 from lightning_gnn.loading.batch import NO_NODES, BatchTask, PreparedBatch, SampledBatch
 from lightning_gnn.loading.collate import Allocator
 from lightning_gnn.loading.compact_ids import CompactIds
@@ -35,7 +37,7 @@ class CompactSampledBatch:
         self.task, self.key, self._seconds = sampled.task, sampled.key, sampled.seconds
         self._ids = CompactIds(sampled.out)
 
-    def nodes(self, node_type: Any) -> Tensor:
+    def nodes(self, node_type: NodeType | None) -> Tensor:
         """Return the nodes of a type, as :meth:`SampledBatch.nodes`."""
         node = self._ids.nodes(node_type)
         return NO_NODES if node is None else node
@@ -129,7 +131,7 @@ class LookaheadWindow:
         pipeline: MiniBatchPipeline,
         tasks: Iterable[BatchTask],
         first: int,
-        tables: Mapping[Any, DiskFeatures],
+        tables: Mapping[AttributeName, DiskFeatures],
         size: int | tuple[int, int],
         num_threads: int,
         ahead: int,
@@ -246,7 +248,7 @@ class LookaheadWindow:
             _release(list(self._tables.values()), self.handed_on if whole else None)
 
 
-def try_acquire_tables(tables: Mapping[Any, DiskFeatures], known: object = None) -> bool:
+def try_acquire_tables(tables: Mapping[AttributeName, DiskFeatures], known: object = None) -> bool:
     """Acquire all tables for scheduling reads, or none where another loader has one."""
     taken = [table for table in tables.values() if table.claim(known)]
     if len(taken) < len(tables):
@@ -290,15 +292,19 @@ def _window(
     What fails is given in its turn, after all that came before it. Those of the next epoch are scheduled, and handed
     on.
     """
+    # `new` holds the mini-batches sampled since the last yield, whose reads have yet to be scheduled.
     waiting: deque[CompactSampledBatch] = deque()
     new: list[CompactSampledBatch] = []
     source: Iterator[tuple[CompactSampledBatch, bool] | None] | None = iter(sampled)
     failure: BaseException | None = None
     read = held = 0
     while True:
+        # The window starts small and grows by two mini-batches per read, so that the first mini-batch is not held up.
         while source is not None and len(waiting) + len(handed_on) <= min(most, at_first + 2 * read):
+            # The byte limit pauses sampling if a mini-batch is waiting; an epoch that is used up ends it.
             if (size is not None and held > size and waiting) or (handed_on and not waiting):
                 break
+            # An error ends the sampling at once, but is kept until the mini-batches before it have been yielded.
             try:
                 found = next(source)
             except StopIteration:
@@ -315,6 +321,7 @@ def _window(
                 held += one.num_bytes
         if not waiting:
             break
+        # No reference to the mini-batch is kept after the yield, so that its memory can be freed by the consumer.
         first = waiting.popleft()
         held -= first.num_bytes
         read += 1

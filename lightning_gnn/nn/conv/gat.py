@@ -54,11 +54,13 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
     ) -> Any:
         """Return ``[num_targets, heads * out_channels]``, without ``concat`` ``[num_targets, out_channels]``."""
         source, target = (x, x) if isinstance(x, Tensor) else x
+        # Edge tensors take the fused operator where it computes the same, and else PyG's own layer.
         if not is_graph(edge_index):
             plain = edge_attr is None and size is None and return_attention_weights is None
             if plain and fuses_attention(self, source, target, edge_index):
                 return fused_gat(self, source, target, edge_index)
             return super().forward(x, edge_index, edge_attr, size, return_attention_weights)
+        # A compressed graph supports attention by sums, without edge features.
         if self.edge_dim is not None:
             raise ValueError(
                 f"GATConv(edge_dim={self.edge_dim}) reads edge features, which a compressed graph does not carry; "
@@ -66,6 +68,7 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
             )
         if check_inputs(self, edge_index, source, target=target) != "sum":
             raise ValueError(f"GATConv(aggr={self.aggr!r}) is not supported on a graph, which sums by attention")
+        # Multiply the features by the weights; sources and targets may have weights of their own.
         residual = self.res(target) if self.res is not None and target is not None else None
         shape = (-1, self.heads, self.out_channels)
         if self.lin is not None:
@@ -74,6 +77,7 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
         else:
             values = self.lin_src(source).view(shape)
             other = None if target is None else self.lin_dst(target).view(shape)
+        # Score each edge by its ends, and normalize the scores over the in-edges of a target.
         graph = with_self_loops(edge_index) if self.add_self_loops else edge_index
         source_scores = (values * self.att_src).sum(dim=-1)
         target_scores = (
@@ -83,6 +87,7 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
         )
         weight = edge_softmax(graph, source_scores, target_scores, self.negative_slope)
         weight = edge_dropout(graph, weight, self.dropout, self.training)
+        # Sum the values by attention, then join the heads, and add residual and bias.
         out = aggregate(graph, values, weight.to(values.dtype))
         out = out.flatten(1) if self.concat else out.mean(dim=1)
         if residual is not None:

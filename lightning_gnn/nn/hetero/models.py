@@ -46,6 +46,7 @@ class _HeteroGNN(nn.Module):
         **layer_options: Any,
     ) -> None:
         super().__init__()
+        # Check the sizes and the types of the metadata.
         self.node_types, self.edge_types = list(metadata[0]), [_edge_type(kind) for kind in metadata[1]]
         sizes = {"hidden_channels": hidden_channels, "num_layers": num_layers, "out_channels": out_channels}
         for name, size in sizes.items():
@@ -59,17 +60,20 @@ class _HeteroGNN(nn.Module):
             for name in (kind[0], kind[2]):
                 if name not in self.node_types:
                     raise ValueError(f"{kind} has the type {name!r}, which is not among {self.node_types}")
+        # One width may be given for all types.
         if isinstance(in_channels, int):
             in_channels = dict.fromkeys(self.node_types, in_channels)
         for name in self.node_types:
             if in_channels.get(name, 0) < 1:
                 raise ValueError(f"in_channels must be at least 1 for {name!r}, got {in_channels.get(name)}")
+        # Attributes that PyG's models have too.
         self.num_layers = num_layers
         self.act: nn.Module = nn.ReLU()
         self.norm = nn.Identity()
         self.dropout = Dropout(dropout)
         self.convs = nn.ModuleList()
         self.layers: list[list[EdgeType]] = []
+        # Follow the types whose rows still depend on edges, as a layer may leave out those that none reach.
         width, alive = dict(in_channels), set(self.node_types)
         width = self._prepare(width, hidden_channels)
         for layer in range(num_layers):
@@ -78,6 +82,7 @@ class _HeteroGNN(nn.Module):
                 raise ValueError(
                     f"no edge type is left for layer {layer + 1}: none comes from a type that edges reach; {BACK}"
                 )
+            # The last layer maps to the output channels; a layer has weights only for the edge types that it reads.
             channels = out_channels if layer == num_layers - 1 else hidden_channels
             self.convs.append(self._conv(width, channels, read, last=layer == num_layers - 1, **layer_options))
             self.layers.append(read)

@@ -69,10 +69,12 @@ def parts(
         num_nodes: Nodes of each type found in each hop, the seeds as hop 0, or None.
         num_edges: Edges of each type sampled in each hop, or None.
     """
+    # Trimming needs counts for at least as many hops as there are layers.
     read = {name: x.size(0) for name, x in x_dict.items()}
     hops = 0 if num_edges is None else min((len(numbers) for numbers in num_edges.values()), default=0)
     trims = num_nodes is not None and hops >= len(layers)
     found = []
+    # The first layer reads as many hops as there are layers, and each further one a hop less.
     for depth, types in zip(range(len(layers), 0, -1), layers, strict=True):
         edges, targets = {}, {}
         for kind in types:
@@ -83,11 +85,13 @@ def parts(
             edges[kind] = edge_index_dict[kind]
             if trims and num_edges is not None:
                 edges[kind] = edges[kind][:, : sum(num_edges[kind][:depth])]
+        # Compute the targets that a relation reaches, or those of all types if the layers keep them.
         reached = {kind[2] for kind in types}
         for name in x_dict:
             if not every and name not in reached:
                 continue
             targets[name] = sum(num_nodes[name][:depth]) if trims and num_nodes is not None else x_dict[name].size(0)
+        # Rows beyond the hops that the layers need are left out from the first layer on.
         if trims and num_nodes is not None and depth == len(layers):
             read = {name: sum(num_nodes[name][: depth + 1]) for name in x_dict}
         found.append(Part(read, targets, edges))

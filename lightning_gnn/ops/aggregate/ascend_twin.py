@@ -140,15 +140,18 @@ def aggregate_vector(
     chunk_ranges: list[int],
 ) -> tuple[Tensor, Tensor]:
     """Compute sums or means vertex by vertex, on the vector cores alone; weights stay float32."""
+    # Nothing has to be launched without edges or columns.
     heads, columns, mean = x.size(1), x.size(2), reduce == "mean"
     none = x.new_empty(0)
     if chunks[3].numel() == 0 or x.numel() == 0:
         return x.new_zeros((num_rows, heads, columns)), none
+    # Split the exponents that float16 leaves beside the longest sum between features and weights.
     made = _vector(chunks, num_rows, heads, columns, len(slices) - 1, chunk_ranges)
     left = HALF_EXPONENT - made.sum_exponent
     share = 0 if weight is None else left // 2 if left >= 0 else left
     rows = _half_rows(x, left - share, mean)
     values, exponent = (None, 0) if weight is None else _scaled(weight, share, mean)
+    # Lay the inputs out as the kernel reads them; weights are stored by head.
     wide = rows.values.shape[1]
     y = np.zeros((num_rows, wide), np.float16)
     tables = made.tables
@@ -156,6 +159,7 @@ def aggregate_vector(
     inputs = [rows.values, tables.vertices, tables.columns, weights, tables.plan]
     tiling = aggregate_vector_tiling(tables, wide, weight is not None)
     _launch("aggregate_vector", tables.num_groups * tables.num_members, inputs, [y], [], [tiling])
+    # Drop the padding, and undo the scaling and, for means, the degrees.
     out = torch.from_numpy(y).view(num_rows, heads, -1)[:, :, :columns]
     out = _unscaled(out, rows.exponent + exponent, made.degrees if mean else None)
     return out.to(x.device, x.dtype).contiguous(), none

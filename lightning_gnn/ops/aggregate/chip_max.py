@@ -89,6 +89,7 @@ def _run(
     strange: Tensor,
     outputs: list[Tensor],
 ) -> None:
+    # The plan tells each core its range of entries and its panels of columns.
     heads, columns = _heads(x, weight)
     first, panels, widest = _panels(columns, entries.num_groups, heads, x.device)
     plan = torch.cat([first, entries.bounds, panels])
@@ -103,6 +104,7 @@ def _run(
         num_edges=entries.columns.numel(),
         weighted=weight is not None,
     )
+    # A non-finite input is announced in the kernel's smallest transfer, 32 bytes.
     note = strange.to(torch.int32).repeat(8)
     launch(kernel, entries.num_groups * members, [*inputs, plan, note], outputs, tiling)
 

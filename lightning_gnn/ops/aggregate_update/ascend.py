@@ -64,16 +64,19 @@ class Chip:
         self, call: Update, grad: Tensor, kept: Kept, result: Tensor | None, wanted: list[bool]
     ) -> list[Tensor]:
         """Return what ``reference.update_backward`` does for one relation."""
+        # Go back through the activation before the gradients are rounded to float16.
         edges, x, weight, self_weight, _ = call.edges, call.x, *_of_one(call)
         if result is not None:
             grad = reference.through_relu_dropout(grad, result, call.p or 0.0)
         wants_x, wants_weight, wants_self, wants_bias = wanted
+        # The forward pass has kept its float16 sums and weights with their scales, so that nothing is converted twice.
         num_targets, (num_out, num_in) = grad.size(0), weight.shape
         none = x.new_empty(0)
         grad_x = grad_weight = grad_self = none
         sums, sums_scale, stored, stored_scale = kept
         assert stored is not None
         rows = half_rows(grad)
+        # The gradient of x is the fused kernel over the transposed edges; own rows are added by it.
         if wants_x:
             back = _backward_edges(edges, x.size(0), call.mean)
             own = 0 if self_weight is None else num_targets
@@ -81,6 +84,7 @@ class Chip:
             layout, sizes = Half(stored, stored_scale), (num_out, num_in)
             _, y = self._fused(back, table, values.values, layout, sizes, own, False, transpose_b=False)
             grad_x = _unscaled(y, _times(_times(table.scale, values.scale), stored_scale)).to(x.dtype)
+        # The gradients of the weights are products of rows; scales of both factors are undone afterwards.
         if wants_weight:
             assert sums is not None
             product = self._product_of_rows(rows.values, sums, num_out, num_in)
@@ -89,6 +93,7 @@ class Chip:
             features = half_rows(x[:num_targets])
             product = self._product_of_rows(rows.values, features.values, num_out, num_in)
             grad_self = _unscaled(product, _times(rows.scale, features.scale)).to(x.dtype)
+        # The kernel serves one relation, but the operator's parameters have a dimension for relations.
         of_parameters = grad_weight, grad_self, grad.sum(0) if wants_bias else none
         return [grad_x, *(gradient.unsqueeze(0) for gradient in of_parameters)]
 
@@ -125,11 +130,13 @@ class Chip:
         transpose_b: bool,
     ) -> tuple[Tensor, Tensor]:
         """Launch aggregate_update; return the sums, float16 and filled up, and the result, float32 ``[rows, n]``."""
+        # Allocate the outputs; the result is padded to whole blocks of columns.
         indptr, indices = edges[0].to(torch.int32), edges[1]
         (k, n), num_rows = sizes, edges[0].numel() - 1
         x = table.values
         sums = x.new_empty(num_rows, x.size(1))
         y = x.new_empty(num_rows if n else 1, up(max(n, 1)), dtype=torch.float32)
+        # Absent inputs are replaced by small tensors, as the kernel takes all of them.
         stored = x.new_zeros(1, 16) if laid is None else laid.values
         tiling = aggregate_update_tiling(
             num_rows,
@@ -143,6 +150,7 @@ class Chip:
             transpose_b=transpose_b,
         )
         weights = x.new_zeros(1, dtype=torch.float32) if values is None else values
+        # A core takes at least one tile, so that small inputs start fewer cores.
         inputs = [x, indptr, indices, weights, stored, _constants(x.device)]
         self.launch("aggregate_update", min(self.cores, -(-num_rows // TILE)), inputs, [sums, y], tiling)
         return sums, y[:, :n]

@@ -205,20 +205,24 @@ class _AggregateUpdate(torch.autograd.Function):
         edges: list[Tensor],
         rest: tuple[Any, ...],
     ) -> Tensor:
+        # A chip has a fused kernel for one relation; any other layer runs the general operator.
         call = Update(edges, x, weight, self_weight, bias, *rest)
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         ctx.chip = None
         if _is_one(call):
             ctx.chip = chip_of(x.device)
+        # The order of the sum and the product is chosen by what is cheaper, the backward pass included.
         if _is_one(call) and ctx.chip is None:
             sizes = x.size(0), edges[0].numel() - 1, edges[1].numel()
             call = call._replace(aggregate_first=aggregates_first(*sizes, weight[0], wants_x, wants_weight))
         keep = call.aggregate_first and wants_weight
+        # Aggregated rows are kept only if the gradient of the weight is computed from them.
         if ctx.chip is None:
             out, aggregated = torch.ops.lightning_gnn.aggregate_update(*call, keep)
             kept = [aggregated if keep else None]
         else:
             out, kept = ctx.chip.update(call, keep)
+        # The result is saved only with a ReLU, whose gradient is read off its sign.
         ctx.rest, ctx.num_edge_tensors = call[5:], len(edges)
         ctx.save_for_backward(*call[1:5], None if call.p is None else out, *edges, *kept)
         result: Tensor = out
@@ -306,6 +310,7 @@ def _check(
     reduce: str,
     edge_weight: Any,
 ) -> None:
+    # Check the types of the arguments; under autocast the dtypes may differ.
     if reduce not in REDUCES:
         raise ValueError(f"reduce={reduce!r} is unknown; use one of {', '.join(REDUCES)}")
     given = {"x": x, "weight": weight, "self_weight": self_weight, "bias": bias, "edge_weight": edge_weight}
@@ -320,9 +325,11 @@ def _check(
     if not isinstance(edge_index, Tensor) or edge_index.dtype != torch.int64:
         got = edge_index.dtype if isinstance(edge_index, Tensor) else type(edge_index).__name__
         raise TypeError(f"edge_index must be an int64 tensor, but is {got}")
+    # Check that everything is on one device.
     for name, tensor in (given | {"edge_index": edge_index}).items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, but x on {x.device}; move one of them with .to()")
+    # Check the shapes against each other.
     if x.dim() != 2 or weight.dim() != 2 or weight.size(1) != x.size(1):
         raise ValueError(
             f"x must be [num_sources, in] and weight [out, in], but they are {list(x.shape)} and {list(weight.shape)}"
@@ -333,6 +340,7 @@ def _check(
         raise ValueError(f"self_weight must be {list(weight.shape)} as weight is, but is {list(self_weight.shape)}")
     if bias is not None and list(bias.shape) != [weight.size(0)]:
         raise ValueError(f"bias must be [{weight.size(0)}], but is {list(bias.shape)}")
+    # Vertices are counted with int32, and targets are the first rows of the sources.
     if num_targets < 0 or max(x.size(0), 2 * num_targets) > _INT32_MAX:
         raise ValueError(f"num_targets={num_targets} and {x.size(0)} sources: vertices are counted with 31 bits")
     if self_weight is not None and num_targets > x.size(0):
@@ -340,6 +348,7 @@ def _check(
             f"self_weight reads the targets' own rows of x, but there are {num_targets} targets and {x.size(0)} rows; "
             "without self_weight targets need no rows"
         )
+    # Edge weights are constants for the backward pass, so that a wanted gradient would be lost.
     if edge_weight is None:
         return
     if list(edge_weight.shape) != [edge_index.size(1)]:

@@ -32,17 +32,21 @@ _becoming_alone = threading.Lock()
 
 def aggregate_update(call: Update, keep: bool) -> tuple[Tensor, Tensor]:
     """Do what :func:`reference.update` does."""
+    # Prepare the edges, and for each group the weights of its relations side by side for one product.
     x, weight, self_weight, bias = _contiguous(call)
     rows, groups = _SortedEdges(call.edges, x.dtype, call.mean), call.groups
     by_group = [group.side_by_side(weight) for group in groups]
+    # Large outputs lie in huge pages, which take fewer page faults.
     out = huge_pages(x.new_empty((sum(call.targets), weight.size(1))))
     kept = huge_pages(x.new_empty((rows.count, x.size(1)))) if keep else x.new_empty(0)
     table = x if call.aggregate_first else huge_pages(x.new_empty((x.size(0), weight.size(1))))
 
+    # If the product comes first, all rows are multiplied once, in tiles that stay in the cache.
     def multiply(first: int, last: int) -> None:
         for start, stop in _tiles(first, last, x):
             torch.mm(x[start:stop], weight[0].t(), out=table[start:stop])
 
+    # Each thread sums, multiplies and activates one tile after the other while it is in the cache.
     def update(first: int, last: int) -> None:
         most = max([_tile_rows(x), *(group.num_relations for group in groups)])
         buffer = x.new_empty((0 if keep or not call.aggregate_first else most, x.size(1)))
@@ -62,10 +66,12 @@ def aggregate_update(call: Update, keep: bool) -> tuple[Tensor, Tensor]:
                     rows.sums(table, span.start, span.stop, result)
                     if shift is not None:
                         result.add_(shift)
+                # Add the targets' own rows before the activation.
                 if self_weight is not None and group.own >= 0:
                     result.addmm_(x[group.own_rows(tile)], self_weight[group.kind].t())
                 _activate(result, tile.start, call.p, call.key)
 
+    # Share tiles out to threads by the edges that they read, not by their number of rows.
     if not call.aggregate_first:
         _share_out(multiply, np.arange(x.size(0) + 1), x)
     _share_out(update, rows.work_of(groups), x)

@@ -165,14 +165,18 @@ def update_backward(
         result: If ReLU and dropout came after: positive where it lets the gradient through.
     """
     x, weight, self_weight = call.x, call.weight, call.self_weight
+    # Go back through the activation.
     if result is not None:
         grad = through_relu_dropout(grad, result, call.p or 0.0)
+    # Allocate the gradients that are wanted.
     wants_x, wants_weight, wants_self, wants_bias = wanted
     none = x.new_empty(0)
     grad_x, of_groups = none, []
     grad_self = torch.zeros_like(self_weight) if wants_self and self_weight is not None else none
     grad_bias = weight.new_zeros(len(call.targets), weight.size(1)) if wants_bias else none
+    # The backward sums read `table`: gradients multiplied by the weight, or the plain ones if the product came first.
     table = x.new_empty(call.edges[0].numel() - 1, x.size(1)) if call.aggregate_first and wants_x else grad
+    # Gradients of the parameters are products by group, whose relations lie side by side.
     for group in call.groups:
         part, rows = grad[group.targets], group.rows(group.targets)
         if call.aggregate_first and wants_x:
@@ -186,12 +190,14 @@ def update_backward(
         if wants_bias:
             grad_bias[group.kind] = part.sum(0)
     grad_weight = apart(call.groups, of_groups, weight) if of_groups else none
+    # Sum over the out-edges of each source; with the product first, its gradients follow from these sums.
     if wants_x or (wants_weight and not call.aggregate_first):
         by_source = torch.ops.lightning_gnn.edges_by_source(call.edges, x.size(0))
         grad_x = sums(by_source, divided(call.edges, table, call.mean), False)
         if not call.aggregate_first:
             grad_weight = (grad_x.t() @ x).unsqueeze(0) if wants_weight else none
             grad_x = grad_x @ weight[0] if wants_x else none
+    # Targets have read their own rows of x as well.
     if wants_x and self_weight is not None:
         for group in call.groups:
             if group.own >= 0:

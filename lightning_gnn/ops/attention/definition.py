@@ -46,6 +46,7 @@ def attend(
     Returns:
         ``[num_targets, heads * channels]``, with ``weight`` ``[num_targets, heads * out_channels]``.
     """
+    # Check the arguments; the shapes depend on whether attention comes before or after the product.
     if dynamic and weight is not None:
         raise ValueError("dynamic attention scores what is multiplied already: weight must be None")
     if side.dim() != 2:
@@ -60,10 +61,12 @@ def attend(
         "factor": (factor, [edges[1].numel(), heads]),
     }
     _check(values, shapes)
+    # Give the weight a dimension for heads.
     if weight is not None:
         if weight.size(0) % max(heads, 1):
             raise ValueError(f"weight has {weight.size(0)} rows, which {heads} heads cannot share")
         weight = weight.reshape(1, heads, weight.size(0) // max(heads, 1), channels)
+    # A layer without types is one relation of one type.
     layout = Layout([num_targets], [1], False)
     call = Attend(edges, values, side.unsqueeze(0), target, weight, factor, layout, negative_slope, dynamic)
     return _run(call, with_mass=False)[0]

@@ -110,17 +110,20 @@ def _dots(block: _Block, line: _Line, factor: Callable[[ir.Value, ir.Value, int,
     Args:
         factor: Of where the row begins, a column, the head and a mask.
     """
+    # Full lines of columns are read without a mask, the rest with one.
     builder, args = block.builder, block.args
     lanes = _I64(line.width)
     whole = builder.mul(builder.sdiv(args["columns"], lanes), lanes)
     rest = builder.sub(args["columns"], whole)
     mask = line.mask(rest)
+    # Keep one sum for each head in registers.
     sums = [line.variable(line.zeros) for _ in range(block.heads)]
     with cgutils.for_range_slice(builder, args["begin"], args["end"], _I64(1), intp=_I64) as (entry, _):
         row, later = line.row(entry), line.later(entry)
         for total in sums:
             builder.store(line.zeros, total)
 
+        # Heads with the same columns share the value that the first one has read.
         def add(column: ir.Value, mask: ir.Value | None) -> None:
             for head, total in enumerate(sums):
                 if block.width == APART or head == 0:
@@ -130,6 +133,7 @@ def _dots(block: _Block, line: _Line, factor: Callable[[ir.Value, ir.Value, int,
                 side = line.read("side", at, mask)
                 builder.store(line.fma(value, side, builder.load(total)), total)
 
+        # Go over the full lines, then over the rest, and store the totals of all heads at once.
         with cgutils.for_range_slice(builder, _I64(0), whole, lanes, intp=_I64) as (column, _):
             add(column, None)
         with builder.if_then(builder.icmp_signed("!=", rest, _I64(0))):
@@ -237,6 +241,7 @@ def add_leaky(block: _Block) -> None:
         width: Lines of columns; only the last may have less than all.
         heads: 1 or 2 derivatives.
     """
+    # Load what is the same for all entries into registers; only the last line is masked.
     line, builder, args = _Line(block), block.builder, block.args
     slope, one = line.splat(args["slope"]), line.constant(1.0)
     places = [_I64(number * line.width) for number in range(block.width)]
@@ -244,18 +249,21 @@ def add_leaky(block: _Block) -> None:
     own = [line.read("own", builder.add(args["own_at"], at), mask) for at, mask in zip(places, masks, strict=True)]
     changes = [line.variable(line.zeros) for _ in places]
     outputs = [line.variable(line.zeros) for _ in places]
+    # Sum the derivatives over the entries, and prefetch the row of a later one.
     with cgutils.for_range_slice(builder, args["begin"], args["end"], _I64(1), intp=_I64) as (entry, _):
         row, later = line.row(entry), line.later(entry)
         for place in places:
             line.ask(builder.add(later, place))
         at = builder.add(builder.mul(entry, args["weight_stride"]), args["weight_at"])
         weight = line.number("weight", at)
+        # The derivative of the leaky ReLU is 1 or its slope, by the sign of its argument.
         for number, (place, mask) in enumerate(zip(places, masks, strict=True)):
             value = builder.fadd(own[number], line.read("x", builder.add(row, place), mask))
             change = builder.fmul(weight, builder.select(line.positive(value), one, slope))
             builder.store(builder.fadd(builder.load(changes[number]), change), changes[number])
             if block.heads == 2:
                 builder.store(line.fma(change, value, builder.load(outputs[number])), outputs[number])
+    # Multiply by the factors of the columns once, after the loop, and add to the outputs.
     for number, (place, mask) in enumerate(zip(places, masks, strict=True)):
         at = builder.add(args["at"], place)
         side = line.read("side", builder.add(args["side_at"], place), mask)

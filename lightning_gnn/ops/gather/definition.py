@@ -74,6 +74,7 @@ define(
 def check_arguments(call: Gather) -> None:
     """Check dtypes and shapes as :func:`gather_rows` describes them; no value is read."""
     table, index, out, scales, slot, cache = call
+    # Check what is read: the index and the table.
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"index must be int64 or int32, but is {index.dtype}")
     if table.requires_grad and torch.is_grad_enabled():
@@ -83,6 +84,7 @@ def check_arguments(call: Gather) -> None:
         )
     if index.dim() != 1 or table.dim() < 1:
         raise ValueError(f"expected a table of rows and an index [n], got {list(table.shape)} and {list(index.shape)}")
+    # Quantized tables are widened on the fly; of the others, only 16-bit ones may be.
     if scales is not None:
         if table.dtype != torch.int8 or scales.dtype != torch.float32 or list(scales.shape) != [table.size(0)]:
             raise TypeError(
@@ -93,9 +95,11 @@ def check_arguments(call: Gather) -> None:
             raise TypeError(f"out must be float32 or float16 where there are scales, but is {out.dtype}")
     elif out.dtype != table.dtype and not (table.dtype in _HALF and out.dtype == torch.float32):
         raise TypeError(f"out must be {table.dtype} as the table is, but is {out.dtype}")
+    # Check what is written.
     shape = [index.numel(), *table.shape[1:]]
     if list(out.shape) != shape or not out.is_contiguous():
         raise ValueError(f"out must be contiguous {shape}, but is {list(out.shape)}")
+    # Check the cache: a slot for each row of the table, and rows like the table's.
     if (slot is None) != (cache is None):
         raise ValueError("a cache is a slot per row and the rows; only one of them is given")
     if slot is not None and cache is not None:

@@ -124,6 +124,7 @@ def sample_neighbors(
         >>> sample.num_sampled_nodes, sample.num_sampled_edges
         ([1, 3, 1], [3, 2])
     """
+    # Check the arguments against the graph.
     fanouts = check_fanouts(fanouts)
     key = check_key(key)
     seeds = check_seeds(seeds, graph.num_nodes)
@@ -132,9 +133,11 @@ def sample_neighbors(
     )
     check_backend(backend)
     times = limits_of([graph], [seeds], seed_time if seed_time is None else [seed_time], time_window)
+    # Temporal, weighted, LABOR and partitioned sampling are done by the general sampler for relations.
     plain = times is None and labor is None and graph.weight is None and picker_of(graph) is None
     if not plain:
         check_place(backend, [graph])
+    # Without these options, pyg_lib and Triton have samplers for graphs of one type.
     if plain and backend == "pyg_lib":
         return _sample_pyg_lib(graph, seeds, fanouts, replace, disjoint)
     device = seeds.device if graph.indptr.is_cpu else graph.indptr.device
@@ -142,6 +145,7 @@ def sample_neighbors(
         sampler = triton_sampler(graph.indptr, graph.indices, None if backend == "triton" else device)
         given = seeds if backend == "triton" else seeds.to(device)
         return NeighborSample(*sampler.sample(given, fanouts, key, replace, disjoint, rule.first_tree))
+    # In all other cases the graph is sampled as one relation of one type.
     relation = describe(graph, 0, 0, fanouts, labor is not None)
     out = run(graph, [relation], [graph.num_nodes], [seeds], [0], key, rule, times, backend)
     (node,), (tree,), (node_counts,), (edge_index,), (edge,), (edge_counts,) = out
@@ -167,11 +171,14 @@ def run(
     backend: str | None,
 ) -> Sampled:
     """Sample by the backend, or by that of the device; ``graph`` is whose edges they are, the rest as for ``numba``."""
+    # A partitioned graph brings its picks from other ranks, which only the CPU backend can do.
     picker = picker_of(graph)
     if picker is not None and backend not in (None, "numba"):
         raise ValueError(f"backend={backend!r} reads lists that are here, but those of a partitioned graph are not")
+    # The GPU backend reads the tensors of the relations directly.
     if backend == "triton" or any(relation.indptr.device.type != "cpu" for relation in relations):
         return Sampled(*sample_relations_triton(graph, relations, num_nodes, seeds, starts, key, rule, times))
+    # The compiled CPU backend works on NumPy arrays that share memory with the tensors.
     if backend != "reference":
         out = sample_relations(
             [_converted(relation, Tensor.numpy) for relation in relations],
@@ -187,6 +194,7 @@ def run(
             [torch.from_numpy(array) for array in arrays] for arrays in (out.node, out.tree, out.edge_index, out.edge)
         )
         return Sampled(node, tree, out.num_sampled_nodes, edge_index, edge, out.num_sampled_edges)
+    # The reference backend works on lists, and is slow and plain on purpose.
     plain = [_converted(relation, Tensor.tolist) for relation in relations]
     limits = None if times is None else Times(*(None if part is None else part.tolist() for part in times))
     made = sample_reference(plain, [ids.tolist() for ids in seeds], starts, key, rule, limits)

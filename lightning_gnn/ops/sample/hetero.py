@@ -100,6 +100,7 @@ def sample_hetero_neighbors(
         >>> sample.num_sampled_edges
         {('author', 'writes', 'paper'): [2, 1], ('paper', 'cites', 'paper'): [1, 0]}
     """
+    # Check the fanouts, the key and the types that have seeds.
     by_type = fanouts_by_type(graph, fanouts)
     key = check_key(key)
     if not isinstance(seeds, Mapping):
@@ -109,6 +110,7 @@ def sample_hetero_neighbors(
         )
     if unknown := [name for name in seeds if name not in graph.sizes]:
         raise ValueError(f"there are seeds of {unknown[0]!r}, but the node types are {', '.join(graph.sizes)}")
+    # An operator has one rule for all relations, so that weights and times exclude each other.
     relations = list(graph.relations.values())
     weighted, temporal = any(part.weight is not None for part in relations), graph.is_temporal
     if weighted and temporal:
@@ -116,11 +118,13 @@ def sample_hetero_neighbors(
     rule = check_rule(replace, disjoint or temporal, first_tree, temporal_strategy, labor, weighted)
     check_backend(backend)
     check_place(backend, relations)
+    # Number the seeds of all types through, so that every tree has a number of its own.
     given = {name: _checked(name, ids, graph.sizes[name]) for name, ids in seeds.items()}
     starts, total = dict.fromkeys(graph.sizes, 0), 0
     for name, ids in given.items():
         starts[name] = total
         total += ids.numel()
+    # The backends know types by number, and relations in the order of the graph.
     times = limits_of(relations, list(given.values()), _in_order(seed_time, given), time_window)
     number = {name: place for place, name in enumerate(graph.sizes)}
     described = [
@@ -138,6 +142,7 @@ def sample_hetero_neighbors(
         times,
         backend,
     )
+    # Give the numbered results their names back.
     node, tree = (dict(zip(graph.sizes, parts, strict=True)) for parts in (out.node, out.tree))
     edge_index, edge = (dict(zip(graph.relations, parts, strict=True)) for parts in (out.edge_index, out.edge))
     return HeteroNeighborSample(

@@ -111,12 +111,14 @@ def sample_reference(
     times: Times | None = None,
 ) -> TypedSample:
     """Sample one mini-batch; see :mod:`lightning_gnn.ops.sample.definition`."""
+    # Nodes of each type are numbered in the order of their discovery, seeds first, within each tree.
     node = [list(ids) for ids in seeds]
     tree = [list(range(start, start + len(ids))) for ids, start in zip(seeds, starts, strict=True)]
     local: list[dict[tuple[int, int], int]] = [{} for _ in seeds]
     for ids, trees, known in zip(node, tree, local, strict=True):
         for t, v in enumerate(ids):
             known.setdefault((trees[t] if rule.disjoint else 0, v), t)
+    # Edges are collected by relation; `low` is where the frontier of the present hop begins.
     row: list[list[int]] = [[] for _ in relations]
     col: list[list[int]] = [[] for _ in relations]
     edge: list[list[int]] = [[] for _ in relations]
@@ -125,12 +127,14 @@ def sample_reference(
     low = [0 for _ in node]
     for hop in range(max((len(relation.fanouts) for relation in relations), default=0)):
         high = [len(ids) for ids in node]
+        # A relation picks for the whole frontier of its target type, whichever nodes other relations have added.
         for number, relation in enumerate(relations):
             s, fanout, first_edge = relation.source, relation.fanouts[hop], len(edge[number])
             hop_key = stage_key(key, hop, number, s, rule.labor)
             for t in range(low[relation.target], high[relation.target]):
                 v, root = node[relation.target][t], tree[relation.target][t]
                 own_key = tree_key(hop_key, rule.first_tree + root) if rule.disjoint else hop_key
+                # Pick among the edges that count, by the rule: LABOR, weighted or uniform.
                 own = eligible(relation, relation.indptr[v], relation.indptr[v + 1], root, fanout, rule, times)
                 begin, end = own.start, own.stop
                 if rule.labor is not None:
@@ -143,6 +147,7 @@ def sample_reference(
                     picks = pick_uniform(begin, end - begin, fanout, node_key(own_key, v), rule.replace)
                 edge[number] += picks
                 col[number] += [t] * len(picks)
+            # Give new nodes their local ids in the order of the picks.
             for e, t in zip(edge[number][first_edge:], col[number][first_edge:], strict=True):
                 root, u = tree[relation.target][t], relation.indices[e]
                 place = (root if rule.disjoint else 0, u)
@@ -152,6 +157,7 @@ def sample_reference(
                     tree[s].append(root)
                 row[number].append(local[s][place])
             edge_counts[number].append(len(edge[number]) - first_edge)
+        # The nodes that were found by this hop are the frontier of the next one.
         low = high
         for counts, ids, before in zip(node_counts, node, high, strict=True):
             counts.append(len(ids) - before)

@@ -82,21 +82,26 @@ def sample_relations_triton(
     Args:
         relations: The edge types, in the order of their sorted names; arrays are tensors on a GPU, or in pinned memory.
     """
+    # Triton is imported late, as machines without a GPU need not have it.
     require_triton("sampling on a GPU")
     from lightning_gnn.triton_kernels.sample import device_of
     from lightning_gnn.triton_kernels.sample_relations import Picking, RelationArrays, TritonRelationSampler
 
+    # The device follows from the relations; an empty graph leaves only the seeds to tell it.
     there = [relation.indptr for relation in relations if relation.indptr.device.type != "cpu"]
     first = there[0] if there else relations[0].indices if relations else seeds[0]
     device = device_of(first)
+    # Keep one sampler for each graph and device, with its scratch memory.
     by_device = _relation_samplers.setdefault(graph, {})
     if device not in by_device:
         by_device[device] = TritonRelationSampler(num_nodes, device)
+    # Keys are derived on the CPU, exactly as the other backends do.
     hops = max((len(relation.fanouts) for relation in relations), default=0)
     keys = [
         [stage_key(key, hop, number, relation.source, rule.labor) for number, relation in enumerate(relations)]
         for hop in range(hops)
     ]
+    # Pass times and LABOR's parameters on in the kernel's own types.
     until, after = (None if limit is None else torch.from_numpy(limit) for limit in times or (None, None))
     labor = None if rule.labor is None else (rule.labor.batch_dependency, rule.labor.batch)
     picking = Picking(rule.replace, rule.disjoint, rule.first_tree, rule.last, labor, until, after)
