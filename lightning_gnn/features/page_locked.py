@@ -1,7 +1,10 @@
-"""Host arrays that a GPU reads where they lie: their pages are locked in place, once, for all that look at them.
+"""Host arrays that a GPU reads in place: their pages are locked where they are, once for all views of them.
 
-A pinned copy would stand beside the original, rounded up to a power of two by torch's allocator. Ranks of a machine
-that share an array lock the one copy of it.
+A pinned copy would need the memory of the original again, rounded up to a power of two by torch's allocator. The ranks
+of a machine that share an array lock the one copy of it.
+
+CUDA refuses to copy to or from memory of which only a part is locked. So pages are locked in place only if they hold
+nothing but the array, and always all pages of a storage.
 """
 
 from __future__ import annotations
@@ -19,24 +22,28 @@ from torch import Tensor
 
 from lightning_gnn.runtime.shared_arrays import shared_view
 
-_COPIED = 1 << 20
-"""Bytes below which a pinned copy is made: small arrays share their pages with others."""
+_OWN_PAGES_BYTES = 32 << 20
+"""Size from which an allocator maps pages for one array alone: glibc's largest ``M_MMAP_THRESHOLD``.
+
+A smaller array shares its first and last page with other memory, so that a pinned copy of it is made.
+"""
 _PORTABLE, _READ_ONLY = 1, 8
 """Flags of ``cudaHostRegister``: for all contexts of the process; and for pages that may not be written."""
 _lock = threading.Lock()
 _users: dict[int, int] = {}
-"""Registered pieces, by address: how many arrays lie in them."""
+"""Number of tensors that read each locked range of pages, by its first address."""
 _ends: dict[int, int] = {}
-_left: deque[tuple[list[int], Tensor]] = deque()
-"""What nobody looks at any more."""
+"""End of each locked range, by its first address."""
+_released: deque[tuple[int, Tensor]] = deque()
+"""Ranges that a tensor no longer reads, with the tensor that owns the memory."""
 
 
 def page_locked(tensor: Tensor) -> Tensor:
-    """Return a tensor in page-locked memory: the same memory, if the system can lock it, else a copy.
+    """Return a tensor in page-locked memory: the same memory if it is large and can be locked, else a copy.
 
-    Its pages are unlocked when what is returned, and all views of it, are gone; until then the original stays too.
-    Arrays that have pages in common, or are given twice, share them. What is written to the one is seen in the other,
-    unless the ranks of the machine share the array (``shared_arrays.py``): then it stays as it was.
+    The pages are unlocked when the result and all views of it are gone; until then the original stays in memory. Views
+    of one storage share its locked pages. A write to the one is seen in the other where the memory is the same, unless
+    the ranks of the machine share the array (``shared_arrays.py``): then the result keeps the content it had.
     """
     if not tensor.is_cpu:
         return tensor
@@ -44,62 +51,49 @@ def page_locked(tensor: Tensor) -> Tensor:
     if not plain or _cudart() is None:
         return tensor.detach().pin_memory()
     size = tensor.numel() * tensor.element_size()
-    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    end = -(-(tensor.data_ptr() + size) // mmap.PAGESIZE) * mmap.PAGESIZE
     with _lock:
         _unlock()
-        shared = bool(_overlapping(first, end))
-    # CUDA calls pinned what begins in a page that is locked here, perhaps for others and not to its end.
-    if not shared and (size < _COPIED or tensor.is_pinned()):
-        return tensor.pin_memory()
-    if not shared and (everyones := shared_view(tensor)) is not None:
-        tensor = everyones
-        first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        end = -(-(tensor.data_ptr() + size) // mmap.PAGESIZE) * mmap.PAGESIZE
-    with _lock:
-        _unlock()
-        pieces, error = _register(first, end)
+        first, end = _pages(tensor.data_ptr(), size)
+        overlapping = [start for start in _users if start < end and _ends[start] > first]
+        if overlapping:
+            start = overlapping[0]
+            error = "" if start <= first and end <= _ends[start] else "part of them is locked for another array"
+        else:
+            mapping = shared_view(tensor)
+            if mapping is None and (tensor.untyped_storage().nbytes() < _OWN_PAGES_BYTES or tensor.is_pinned()):
+                return tensor.pin_memory()
+            tensor = tensor if mapping is None else mapping
+            start, error = _register(tensor.untyped_storage())
+        if not error:
+            _users[start] += 1
     if error:
         rank_zero_warn(f"{size / 1e9:.2f} GB of host memory cannot be page-locked in place ({error}): they are copied")
-        return tensor.pin_memory()
-    # A storage of its own over the same memory, which dies with the last tensor that looks at it. The original is held
-    # until then, so that the memory is still there when it is unlocked.
+        # CUDA takes for pinned what begins in a locked page, even if it does not end there.
+        return (tensor.clone() if tensor.is_pinned() else tensor).pin_memory()
+    # A storage of its own over the same memory, which is freed with the last view of it. The original is kept until
+    # then, so that its memory is still mapped when it is unlocked.
     array = tensor.view(-1).view(torch.uint8).numpy()
-    finalize(array, _release, pieces, tensor)
+    finalize(array, _release, start, tensor)
     return torch.from_numpy(array).view(tensor.dtype).view(tensor.shape)
 
 
-def _register(first: int, end: int) -> tuple[list[int], str]:
-    """Lock what is not locked yet of some pages; return the pieces in which they lie, or what the system said."""
-    pieces, made = _overlapping(first, end), []
-    at = first
-    for start in pieces:
-        if at < start:
-            made.append((at, start))
-        at = max(at, _ends[start])
-    if at < end:
-        made.append((at, end))
-    done: list[int] = []
-    for start, stop in made:
-        if error := _call("cudaHostRegister", start, stop - start):
-            for begun in done:
-                _call("cudaHostUnregister", begun)
-                del _users[begun], _ends[begun]
-            return [], error
-        _users[start], _ends[start] = 0, stop
-        done.append(start)
-    for start in (pieces := [*pieces, *done]):
-        _users[start] += 1
-    return pieces, ""
+def _pages(address: int, size: int) -> tuple[int, int]:
+    """Return the first address of the pages of some memory, and the end of the last one."""
+    return address // mmap.PAGESIZE * mmap.PAGESIZE, -(-(address + size) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _overlapping(first: int, end: int) -> list[int]:
-    return sorted(start for start in _users if start < end and _ends[start] > first)
+def _register(storage: torch.UntypedStorage) -> tuple[int, str]:
+    """Lock the pages of a storage; return their first address, and the message of an error."""
+    start, end = _pages(storage.data_ptr(), storage.nbytes())
+    if error := _call("cudaHostRegister", start, end - start):
+        return start, error
+    _users[start], _ends[start] = 0, end
+    return start, ""
 
 
-def _release(pieces: list[int], tensor: Tensor) -> None:
-    """Let go of pieces, and of the memory they are in; may be called in the middle of anything, as collectors do."""
-    _left.append((pieces, tensor))
+def _release(start: int, tensor: Tensor) -> None:
+    """Release a range and the memory it is in; safe at any point of the program, as garbage collection needs it."""
+    _released.append((start, tensor))
     if _lock.acquire(blocking=False):
         try:
             _unlock()
@@ -108,17 +102,17 @@ def _release(pieces: list[int], tensor: Tensor) -> None:
 
 
 def _unlock() -> None:
-    while _left:
-        pieces, _ = _left.popleft()
-        for start in pieces:
-            _users[start] -= 1
-            if not _users[start]:
-                _call("cudaHostUnregister", start)
-                del _users[start], _ends[start]
+    """Unlock the ranges that no tensor reads any more."""
+    while _released:
+        start, _ = _released.popleft()
+        _users[start] -= 1
+        if not _users[start]:
+            _call("cudaHostUnregister", start)
+            del _users[start], _ends[start]
 
 
 def _call(name: str, address: int, size: int | None = None) -> str:
-    """Call the runtime; return nothing, or its message. Memory that may not be written is locked for reading."""
+    """Call the runtime; return the message of an error, else nothing. Memory that may not be written is read-only."""
     cudart = _cudart()
     ways: list[tuple[int, ...]] = [(address,)]
     if size is not None:
@@ -127,7 +121,7 @@ def _call(name: str, address: int, size: int | None = None) -> str:
         result = getattr(cudart, name)(*arguments)
         if int(result) == 0:
             return ""
-        with suppress(RuntimeError):  # the runtime keeps the error for whoever launches next
+        with suppress(RuntimeError):  # the runtime keeps the error, and the next launch would raise it
             _forget_error()
     return str(cudart.cudaGetErrorString(result))
 

@@ -17,6 +17,8 @@ from tests.full_graph.launch import run
 from tests.runtime.test_shared_arrays import join, mapped_bytes, numbers, own_bytes
 
 MIB = 1 << 20
+LARGE = 40 * MIB
+"""Bytes of an array that has pages of its own."""
 
 
 class Runtime:
@@ -64,7 +66,7 @@ def locked(runtime, tensor):
 
 
 def test_memory_is_locked_where_it_is_and_for_as_long_as_it_is_used(runtime):
-    tensor = torch.arange(MIB)
+    tensor = torch.arange(LARGE // 8)
     there = page_locked(tensor)
     assert there.data_ptr() == tensor.data_ptr()
     assert locked(runtime, tensor)
@@ -77,7 +79,7 @@ def test_memory_is_locked_where_it_is_and_for_as_long_as_it_is_used(runtime):
 
 
 def test_what_lies_in_pages_of_others_stays_locked_when_they_are_gone(runtime):
-    whole = torch.zeros(4 * MIB)
+    whole = torch.zeros(LARGE // 4)
     # Each begins in a page that another one has locked, one of them is small.
     large, small = whole[2 * MIB + 7 :], whole[2 * MIB + 8 : 2 * MIB + 2000]
     first, second, third = page_locked(whole[: 2 * MIB + 7]), page_locked(large), page_locked(small)
@@ -93,13 +95,13 @@ def test_what_lies_in_pages_of_others_stays_locked_when_they_are_gone(runtime):
 
 def test_memory_that_may_not_be_written_is_locked_for_reading_and_else_copied_and_it_is_said(runtime):
     runtime.refused = {1}
-    there = page_locked(torch.zeros(MIB))
+    there = page_locked(torch.zeros(LARGE // 4))
     assert runtime.flags == [1 | 8]
     assert runtime.forgotten == 1
-    assert there.shape == (MIB,)
+    assert there.shape == (LARGE // 4,)
     runtime.refused = {1, 9}
-    tensor = torch.arange(MIB)
-    with pytest.warns(UserWarning, match=r"0\.01 GB of host memory cannot be page-locked in place \(operation not"):
+    tensor = torch.arange(LARGE // 8)
+    with pytest.warns(UserWarning, match=r"0\.04 GB of host memory cannot be page-locked in place \(operation not"):
         there = page_locked(tensor)
     assert there.data_ptr() != tensor.data_ptr()
     assert torch.equal(there, tensor)
@@ -107,15 +109,43 @@ def test_memory_that_may_not_be_written_is_locked_for_reading_and_else_copied_an
 
 
 def test_tables_and_graphs_are_locked_in_place(runtime):
-    values = torch.rand(MIB, 2).to(torch.bfloat16)
+    values = torch.rand(LARGE // 4, 2).to(torch.bfloat16)
     table = FeatureTable(values).pin_memory()
-    edges = torch.randint(1000, (2, MIB // 2))
+    edges = torch.randint(1000, (2, LARGE // 4))
     graph = CSCGraph.from_edge_index(edges, 1000)
     there = graph.pin_memory()
     assert table.values.data_ptr() == values.data_ptr()
     assert there.indices.data_ptr() == graph.indices.data_ptr()
     assert locked(runtime, values)
     assert locked(runtime, graph.indices)
+
+
+def test_what_shares_pages_with_other_memory_is_copied(runtime):
+    small = torch.arange(3 * MIB)
+    assert page_locked(small).data_ptr() != small.data_ptr()
+    assert runtime.ranges == {}
+    # Two storages over one array, as of two `torch.from_numpy`: the second one begins in a page of the first.
+    array = torch.arange(2 * LARGE // 8).numpy()
+    half = len(array) // 2 + 7
+    first, second = torch.from_numpy(array[:half]), torch.from_numpy(array[half:])
+    there = page_locked(first)
+    assert second.is_pinned()
+    with pytest.warns(UserWarning, match="part of them is locked for another array"):
+        other = page_locked(second)
+    assert other.data_ptr() != second.data_ptr()
+    assert torch.equal(other, second)
+    assert there.data_ptr() == first.data_ptr()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_beside_locked_arrays_can_be_copied():
+    arrays = [torch.full((size,), size) for size in (7, 1000, 9000, 200_000, MIB, 3 * MIB, 6 * MIB) for _ in range(6)]
+    held = [page_locked(array) for array in arrays[::2]]
+    for array in [*arrays, *held]:
+        for part in (array, array[3:], array[:-3]):
+            assert torch.equal(part.cuda().cpu(), part)
+    assert all(tensor.is_pinned() for tensor in held)
 
 
 class Driver(Runtime):
@@ -134,12 +164,13 @@ def shared_and_locked(rank, num_ranks, shares):
     runtime = Driver()
     module._cudart, module._forget_error = lambda: runtime, lambda: None
     torch.Tensor.is_pinned = lambda tensor: False
+    module._OWN_PAGES_BYTES = MIB  # of the mapped file, an array of any size has its pages alone
     x, indices = numbers(), torch.arange(3 << 18)
     before = x.clone()
     assert share_equal_arrays({"x": x, "indices": indices})
     dist.barrier()
     assert own_bytes() == 0
-    if not shares:  # as if nobody knew of the file
+    if not shares:  # as if the file were unknown
         module.shared_view = lambda tensor: None
     there = [page_locked(x.view(-1, 8)), page_locked(indices), page_locked(indices[:-7])]
     locked = sum(end - start for start, end in runtime.ranges.items())
