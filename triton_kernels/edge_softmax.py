@@ -21,7 +21,7 @@ _SCORES = 256  # of a program
 _SCORE_ENTRIES = 64  # at most
 
 
-@triton.jit(do_not_specialize=["negative_slope"])
+@triton.jit
 def softmax_kernel(
     out: tl.tensor,  # the scores' type [E, HEADS]
     stats: tl.tensor,  # *ACC [num_slots, 2, HEADS]: maximum, sum of exponentials
@@ -33,7 +33,7 @@ def softmax_kernel(
     vertices: tl.tensor,  # *int32 [P]
     places: tl.tensor,  # *int32 [P]: vertex, or -1 - slot
     shared: tl.tensor,  # *int32 [programs]: the parts, if FINISH
-    negative_slope: tl.tensor,
+    NEGATIVE_SLOPE: tl.constexpr,  # as an argument it would be rounded to float32
     HEADS: tl.constexpr,
     FINISH: tl.constexpr,
     ACC: tl.constexpr,
@@ -63,7 +63,7 @@ def softmax_kernel(
         for first in range(start, stop, ENTRIES):
             entry = first + tl.arange(0, ENTRIES)
             wanted = (entry < stop)[:, None] & inside[None, :]
-            score = _score(source, row_score, indices, entry, stop, head, wanted, negative_slope, HEADS, ACC)
+            score = _score(source, row_score, indices, entry, stop, head, wanted, NEGATIVE_SLOPE, HEADS, ACC)
             score = tl.where(wanted, score, float("-inf"))
             higher = tl.maximum(top, score)
             shift = tl.where(higher == float("-inf"), 0.0, higher)  # of a lane without entries: not inf - inf
@@ -77,7 +77,7 @@ def softmax_kernel(
         for first in range(start, stop, ENTRIES):
             entry = first + tl.arange(0, ENTRIES)
             wanted = (entry < stop)[:, None] & inside[None, :]
-            score = _score(source, row_score, indices, entry, stop, head, wanted, negative_slope, HEADS, ACC)
+            score = _score(source, row_score, indices, entry, stop, head, wanted, NEGATIVE_SLOPE, HEADS, ACC)
             # As torch_geometric.utils.softmax has it.
             value = tl.exp(score - highest[None, :]) / (total[None, :] + 1e-16)
             at = (entry.to(tl.int64) * HEADS)[:, None] + head[None, :]
@@ -96,14 +96,14 @@ def _score(
     stop: tl.tensor,
     head: tl.tensor,  # int32 [HEAD_TILE]
     wanted: tl.tensor,  # mask [ENTRIES, HEAD_TILE]
-    negative_slope: tl.tensor,
+    NEGATIVE_SLOPE: tl.constexpr,
     HEADS: tl.constexpr,
     ACC: tl.constexpr,
 ) -> tl.tensor:
     column = tl.load(indices + entry, mask=entry < stop, other=0).to(tl.int64)
     score = tl.load(source + (column * HEADS)[:, None] + head[None, :], mask=wanted, other=0.0).to(ACC)
     score = score + row_score[None, :]
-    return tl.where(score > 0, score, score * negative_slope)
+    return tl.where(score > 0, score, score * NEGATIVE_SLOPE)
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def combine_kernel(
             tl.store(at, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["negative_slope"])
+@triton.jit
 def softmax_backward_kernel(
     out: tl.tensor,  # the scores' type [E, HEADS]
     stats: tl.tensor,  # *ACC [num_slots, HEADS]: sum of weight * grad
@@ -159,7 +159,7 @@ def softmax_backward_kernel(
     vertices: tl.tensor,  # *int32 [P]
     places: tl.tensor,  # *int32 [P]
     shared: tl.tensor,  # *int32 [programs]: the parts, if FINISH
-    negative_slope: tl.tensor,
+    NEGATIVE_SLOPE: tl.constexpr,
     HEADS: tl.constexpr,
     FINISH: tl.constexpr,
     ACC: tl.constexpr,
@@ -200,7 +200,7 @@ def softmax_backward_kernel(
             column = tl.load(indices + entry, mask=entry < stop, other=0).to(tl.int64)
             score = tl.load(source + (column * HEADS)[:, None] + head[None, :], mask=wanted, other=0.0).to(ACC)
             # Through the leaky ReLU, whose sign is that of the score before it.
-            value = tl.where(score + row_score[None, :] > 0, value, value * negative_slope)
+            value = tl.where(score + row_score[None, :] > 0, value, value * NEGATIVE_SLOPE)
             tl.store(out + at, value.to(out.dtype.element_ty), mask=wanted)
     else:
         tl.store(slot, total, mask=inside)
@@ -325,7 +325,7 @@ def _finish(
             rows.vertices,
             rows.places,
             rows.shared,
-            negative_slope,
+            NEGATIVE_SLOPE=negative_slope,
             HEADS=heads,
             FINISH=finish,
             ACC=kind,

@@ -36,7 +36,7 @@ def scores(kernel, kind, heads, **flags):
     block = edge_softmax.score_block(heads)
     blocks = {"HEAD_TILE": block.heads}
     if "ENTRIES" in kernel.arg_names:
-        blocks["ENTRIES"] = block.entries
+        blocks |= {"ENTRIES": block.entries, "NEGATIVE_SLOPE": 0.2}
     return kernel, kind, {"HEADS": heads, **flags, **blocks}
 
 
@@ -71,10 +71,8 @@ def compiled(kernel, kind, constants, capability):
         constants = {**constants, "ACC": triton.language.float64 if kind == "fp64" else triton.language.float32}
     wide = "fp64" if kind == "fp64" else "fp32"
     pointers = dict.fromkeys(LONG, "*i64") | dict.fromkeys(INTS, "*i32") | dict.fromkeys(SCRATCH, f"*{wide}")
-    numbers = {"negative_slope": "fp32"}
     signature = {
-        name: "constexpr" if name in constants else numbers.get(name) or pointers.get(name, f"*{kind}")
-        for name in kernel.arg_names
+        name: "constexpr" if name in constants else pointers.get(name, f"*{kind}") for name in kernel.arg_names
     }
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
