@@ -58,8 +58,15 @@ def data():
 
 
 @pytest.fixture(scope="module")
-def plain(data):
-    return list(NeighborDataModule(data, **SIZES).train_dataloader())
+def epochs(data):
+    """The mini-batches of two epochs, prepared by the CPU alone."""
+    loader = NeighborDataModule(data, **SIZES).train_dataloader()
+    return [list(loader) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def plain(epochs):
+    return epochs[0]
 
 
 def collective(data, plan=COLLECTIVE, **kwargs):
@@ -68,9 +75,9 @@ def collective(data, plan=COLLECTIVE, **kwargs):
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.mode)
 @pytest.mark.parametrize("places", PLACES, ids=lambda places: "-".join(map(str, places.values())))
-def test_batches_that_are_kept_equal_those_of_the_cpu(data, plain, places, plan):
+def test_batches_that_are_kept_equal_those_of_the_cpu(data, epochs, places, plan):
     loader = collective(data, plan, **places).train_dataloader()
-    for _ in range(2):
+    for plain in epochs:
         batches = list(loader)
         for batch, expected in zip(batches, plain, strict=True):
             assert batch.x.is_cuda
@@ -166,12 +173,13 @@ def test_training_measures_plans_and_trains_the_same_batches(data):
     assert content[0] == content[1]
 
 
-def test_too_little_device_memory_means_smaller_buffers(data, plain):
+def test_too_little_device_memory_means_smaller_buffers(data, epochs):
     wide = data.clone()
     wide.x = torch.randn(data.num_nodes, 512)
     module = collective(wide, CollectivePlan("collective", 60, 4), topology="pinned", features="pinned")
     loader = module.train_dataloader()
-    sizes = [batch.x.nbytes for batch in loader]
+    first, sizes = ([batch.num_nodes * 512 * 4 for batch in epoch] for epoch in epochs)
+    assert [batch.x.nbytes for batch in loader] == first
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory

@@ -173,7 +173,7 @@ def test_cuda_arguments_are_checked():
         gather_cuda(Gather(table, index, out.half()))
     with pytest.raises(ValueError, match="index is on meta, but out on cpu"):
         gather_cuda(Gather(table, index.to("meta"), out))
-    with pytest.raises(ValueError, match="cannot read the table: it is on meta"):
+    with pytest.raises(ValueError, match="cannot read the table: it is on meta; move the index there"):
         gather_cuda(Gather(table.to("meta"), index, out))
     with pytest.raises(ValueError, match="must lie together"):
         gather_cuda(Gather(torch.randn(2, 5).t(), index, out))

@@ -18,7 +18,9 @@ def gather_cuda(call: Gather, check: bool = False) -> None:
         raise ValueError(f"index is on {index.device}, but out on {out.device}; move the index there")
     for name, tensor in (("table", table), ("scales", scales), ("slot", slot), ("cache", cache)):
         if tensor is not None and tensor.device != out.device and not (tensor.is_cpu and tensor.is_pinned()):
-            where = "pageable host memory; pin it with pin_memory()" if tensor.is_cpu else f"on {tensor.device}"
+            where = f"on {tensor.device}; move the index there"
+            if tensor.is_cpu:
+                where = "pageable host memory; pin it with pin_memory()"
             raise ValueError(f"rows are wanted on {out.device}, which cannot read the {name}: it is {where}")
     if out.numel() == 0:
         return
