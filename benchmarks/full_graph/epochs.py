@@ -121,9 +121,10 @@ def run(specs: dict[str, dict[str, Any]], runs: int) -> list[dict[str, Any]]:
                 peer.close()
 
 
-def comparisons(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Set ours against the best of PyG's forms with edges, and the best of those with sparse matrices."""
+def comparisons(rows: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
+    """Compare ours with the best of PyG's forms with edges, and the best of those with sparse matrices."""
     found = []
+    where = "on a GPU, " if device == "cuda" else ""
     for model, targets in TARGETS.items():
         for graph in SHAPES:
             ours = f"ours, {model}, {graph}"
@@ -132,7 +133,7 @@ def comparisons(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for form, target in targets.items():
                 by_edge = [name for name in PEERS[model] if model == "GAT" or name == "PyG, edge_index"]
                 peers = by_edge if form == "edge_index" else [name for name in PEERS[model] if name not in by_edge]
-                what = f"Full-graph epoch, {model} on {graph}, against PyG, {form}"
+                what = f"Full-graph epoch, {model} on {graph}, {where}against PyG, {form}"
                 names = [f"{name}, {model}, {graph}" for name in peers]
                 found.append(compare(rows, what, [ours], names, False, target))
     return found
@@ -176,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "settings": {**args.sizes, "graphs": SHAPES, "runs": args.runs},
         "machine": described,
         "rows": rows,
-        "comparisons": comparisons(rows),
+        "comparisons": comparisons(rows, device),
     }
     if device == "cpu":
         result["roofline"] = bounds(args.hidden, args.heads, args.shrink, rows)

@@ -29,8 +29,6 @@ GRAPHS = {  # nodes, edges, exponent: hubs near the real ones as far as the gene
     "Coauthor-physics": (34_493, 495_924, 3.8),
 }
 TARGET_CELL = (3, 10, 2048)
-REFERENCE = 4.9
-"""Million edges/s of pyg-lib on one core, measured where the CPU benchmarks run (3 hops, fanouts 15, 10, 5)."""
 CPU = "CPU and transfer"
 
 
@@ -81,9 +79,6 @@ def comparisons(result: dict[str, Any], target: tuple[int, int, int], default: s
             add("Whole samples, against hop by hop with the host", cell, default, "hop_by_hop", (ours, baseline), 2.3)
         if ours and cpu:
             add("Whole samples, against the CPU", cell, default, CPU, (ours, cpu), None)
-        if ours:
-            pyg = cell["sampled_edges"] / REFERENCE
-            add(f"Edges/s, against {REFERENCE} million", cell, default, "pyg-lib, one core", (ours, pyg), 100)
     other = "persistent" if default == "fused" else "fused"
     for kind, what, aim in (("whole_us", "Whole samples", 0.95), ("kernel_us", "Kernels", None)):
         pairs = [(median(cell, default, kind), median(cell, other, kind), cell) for cell in result["cells"]]
