@@ -1,14 +1,15 @@
-"""Turn the JSON files of the benchmarks into tables: ``python -m benchmarks.report``.
+"""Turn the JSON files of the benchmarks into tables and a chart: ``python -m benchmarks.report``.
 
-All comparisons stand in docs/results.md, those that tell most in README.md: between two markers, outside of which
-everything stays as it is.
+All comparisons stand in docs/results.md, folded by topic below the chart, and a selection in README.md: between two
+markers, outside of which everything stays as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import runpy
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,54 +17,99 @@ from benchmarks.harness import MISSING, RESULTS
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
+CHART = ROOT / "docs" / "images" / "results.svg"
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
-ORDER = (
-    *(
-        "sampling",
-        "typed_sampling",
-        "labor",
-        "minibatch",
-        "epoch",
-        "time_to_accuracy",
-        "collective",
-        "aggregate",
-        "aggregate_update",
-        "hyscale",
-        "full_graph",
-    ),
-    *("gpu_minibatch", "gpu_epoch", "gpu_persistent", "gpu_collective", "gpu_aggregate", "gpu_hyscale"),
-    "gpu_full_graph",
-)
+TOPICS = {
+    "Sampling, CPU": ("sampling", "typed_sampling"),
+    "Mini-batches, CPU": ("minibatch",),
+    "Training, CPU": ("epoch", "typed_epoch", "time_to_accuracy", "labor"),
+    "Aggregation, CPU": ("aggregate", "aggregate_update"),
+    "Full graphs, CPU": ("full_graph",),
+    "Collective batching, simulated": ("collective",),
+    "Hybrid training, simulated": ("hyscale",),
+    "On a GPU": ("gpu_minibatch", "gpu_epoch", "gpu_persistent", "gpu_collective", "gpu_aggregate", "gpu_hyscale",
+                 "gpu_full_graph"),
+}  # fmt: skip
+"""The files of each topic, without ``.json``; files that do not exist are left out."""
+KINDS = {"peers": "Against peers", "limits": "Against limits", "ours": "Ours against ours"}
+_PEERS = ("PyG", "pyg-lib", "torch", "plain Trainer")
+_LIMITS = ("sum of both alone", "cpu_share=", "bound")
 HEADLINES = (
-    "Sampling, one core, against pyg-lib",
-    "Typed sampling, graph like OGB-MAG, against pyg-lib, one core",
-    "Temporal sampling, against pyg-lib, one core",
-    "Weighted sampling, against pyg-lib, one core",
-    "Mini-batches, 2 workers each, against PyG's NeighborLoader",
     "Training epoch, SAGE, against the same with trim_to_layer",
     "Training epoch, GAT, against the same with trim_to_layer",
+    "Training epoch, R-GCN, against PyG",
+    "Time to accuracy, 22k nodes, against PyG's loader",
     "Full-graph epoch, GCN on Reddit, against PyG, sparse",
     "Full-graph epoch, GAT on Reddit, against PyG, edge_index",
+    "Full-graph epoch, GCN on Products, on a GPU, against PyG, sparse",
+    "Mini-batches, 2 workers each, against PyG's NeighborLoader",
+    "Sampling, one core, against pyg-lib",
     "Hybrid training, accelerator 4x the CPU trainer, against it alone",
 )
-"""The comparisons that the README shows: ten, and not all of them flattering."""
+"""The comparisons that the README shows: ten, not all of them flattering; first those of an epoch or a fit."""
 _HEAD = ["| measured | ours | peer | ratio |", "|---|---|---|---|"]
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Read the results there are, in the order of the table."""
-    files = [folder / f"{name}.json" for name in ORDER]
-    return [json.loads(file.read_text()) for file in files if file.exists()]
+    """Read the results that exist, in the order of the topics, each with its topic and its limits as comparisons."""
+    found = []
+    for topic, names in TOPICS.items():
+        for file in (folder / f"{name}.json" for name in names):
+            if file.exists():
+                result = json.loads(file.read_text())
+                result["comparisons"] += _limits(result)
+                found.append({"topic": topic, **result})
+    return found
+
+
+def _limits(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield comparisons with the shortest time that the machine's bandwidth and product rate allow."""
+    for name, found in result.get("roofline", {}).items():
+        ours = next(row for row in result["rows"] if row["name"].startswith(f"ours, {name}"))
+        bound = found["bound s"] if "bound s" in found else found["bound ms"]
+        yield {"what": f"{result['benchmark'].replace('_', '-').capitalize()}, {name}, against the machine's bound",
+               "ours": ours["name"], "peer": "bound", "medians": [ours["median"], bound],
+               "ratio": bound / ours["median"]}  # fmt: skip
+
+
+def kind(comparison: dict[str, Any]) -> str:
+    """Return the key in ``KINDS`` that a comparison belongs to."""
+    peer = comparison.get("peer", "PyG")
+    return "peers" if peer.startswith(_PEERS) else "limits" if peer.startswith(_LIMITS) else "ours"
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return the Markdown table: one line per comparison, medians with their ratio, and what they were measured on.
+    """Return the Markdown of all comparisons, folded by topic: medians, their ratio, and the machine.
 
     Behind a ratio stands its 95 % confidence interval, if the result has one.
     """
-    lines = [_line(result, comparison) for result in results for comparison in result["comparisons"]]
-    notes = [f"- {result['title']}: {_machine(result)}" for result in results]
-    return "\n".join([*_HEAD, *lines, "", *notes])
+    parts = []
+    for topic in dict.fromkeys(result["topic"] for result in results):
+        chosen = [result for result in results if result["topic"] == topic]
+        rows: dict[str, list[str]] = {name: [] for name in KINDS}
+        for result in chosen:
+            for comparison in result["comparisons"]:
+                rows[kind(comparison)].append(_line(result, comparison))
+        counts = ", ".join(f"{len(rows[name])} {title.lower()}" for name, title in KINDS.items() if rows[name])
+        parts += ['<details markdown="1">', f"<summary><b>{topic}</b>: {counts}</summary>", ""]
+        for name, title in KINDS.items():
+            if rows[name]:
+                parts += [f"**{title}**", "", *_HEAD, *rows[name], ""]
+        parts += [*(f"- {result['title']}: {_machine(result)}" for result in chosen), "", "</details>", ""]
+    return "\n".join(parts[:-1])
+
+
+def chart(results: Sequence[dict[str, Any]]) -> str:
+    """Return the SVG with all ratios and their intervals, a row per topic and a column per kind."""
+    rows: dict[str, dict[str, list[tuple[float, ...]]]] = {}
+    for result in results:
+        cells = rows.setdefault(result["topic"], {title: [] for title in KINDS.values()})
+        for comparison in result["comparisons"]:
+            if "ratio" in comparison:
+                interval = comparison.get("interval", [comparison["ratio"]] * 2)
+                cells[KINDS[kind(comparison)]].append((comparison["ratio"], *interval))
+    draw = runpy.run_path(str(ROOT / "docs" / "charts.py"))["ratios"]
+    return str(draw("Ratios of all comparisons; above 1, ours is faster", rows))
 
 
 def headlines(results: Sequence[dict[str, Any]], chosen: Sequence[str] = HEADLINES) -> str:
@@ -113,7 +159,7 @@ def replaced(text: str, content: str) -> str:
 
 
 def pages(results: Sequence[dict[str, Any]]) -> dict[Path, str]:
-    """Return the files that show results, with what stands between their markers."""
+    """Return the pages that show results, with what stands between their markers."""
     return {PAGE: table(results), README: headlines(results)}
 
 
@@ -128,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> str:
         return content
     for path, part in pages(results).items():
         path.write_text(replaced(path.read_text(encoding="utf-8"), part), encoding="utf-8")
+    CHART.write_text(chart(results), encoding="utf-8")
     return content
 
 

@@ -1,18 +1,21 @@
 """Draws the pictures of the documentation: ``python docs/charts.py`` writes docs/images/*.svg.
 
-They are SVG files, and no diagrams that a script draws in the browser, so that pages need no network and show the same
-in a repository's viewer. Colours are legible on a light and on a dark page.
+SVG files need no network, and look the same on the site and in a repository's viewer. Colors are legible on a light and
+on a dark page. ``python -m benchmarks.report`` draws results.svg with :func:`ratios`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 IMAGES = Path(__file__).parent / "images"
 FILL = {"ours": "#3949ab", "other": "#607d8b", "question": "#00796b", "warm": "#bf5b17", "train": "#2e7d32"}
-"""Colours by what a box stands for: a part of this package, what the user has, a question, a copy, training."""
+"""Colors by what a box stands for: a part of this package, what the user has, a question, a copy, training."""
+MARKS = ("#5c7cfa", "#d9822b", "#2ba39a")
+"""Colors of thin marks, one for each column of :func:`ratios`."""
 _GREY = "#808080"
 _LINE = 16
 
@@ -73,6 +76,51 @@ def picture(width: int, height: int, title: str, parts: Sequence[str]) -> str:
     return "\n".join([opened, f"<title>{escape(title)}</title>", f"<defs>{head}</defs>", *parts, "</svg>", ""])
 
 
+def ratios(title: str, rows: Mapping[str, Mapping[str, Sequence[tuple[float, ...]]]]) -> str:
+    """Return ratios with their intervals on logarithmic axes: a band for each topic, a panel for each kind.
+
+    Args:
+        rows: For each topic, for each kind, triples of a ratio and the ends of its interval.
+    """
+    kinds = [*next(iter(rows.values()))]
+    left, top, width, gap, step = 205.0, 62.0, 180.0, 24.0, 7.0
+    # Each panel has the range of its own values.
+    panels = []
+    for number, kind in enumerate(kinds):
+        ends = [end for cells in rows.values() for triple in cells[kind] for end in triple] or [1.0]
+        low, high = math.log(min(*ends, 0.9)), math.log(max(*ends, 1.1))
+        panels.append((left + number * (width + gap), low, width / (high - low)))
+    heights = [step * max(2, *map(len, cells.values())) + 16 for cells in rows.values()]
+    bottom = top + sum(heights)
+    parts = []
+    for kind, color, (x, low, scale) in zip(kinds, MARKS, panels, strict=True):
+        parts.append(f'<text x="{x + width / 2:.1f}" y="24" fill="{color}" text-anchor="middle">{escape(kind)}</text>')
+        last = -math.inf
+        for tick in (0.1, 0.2, 0.3, 0.5, 0.7, 1, 2, 5, 10, 20, 50):
+            at = x + (math.log(tick) - low) * scale
+            if x - 1 <= at <= x + width + 1 and at - last > 18:
+                last = at
+                line = f'x1="{at:.1f}" y1="{top}" x2="{at:.1f}" y2="{bottom}" stroke="{_GREY}"'
+                parts.append(f'<line {line} stroke-width="{1.5 if tick == 1 else 0.3}"/>')
+                parts += [label(round(at, 1), top - 8, f"{tick:g}"), label(round(at, 1), bottom + 18, f"{tick:g}")]
+    for (topic, cells), height in zip(rows.items(), heights, strict=True):
+        parts.append(label(left - 14, top + height / 2 + 4, topic, "end"))
+        parts.append(f'<line x1="8" y1="{top}" x2="{left + 3 * width + 2 * gap}" y2="{top}" stroke="{_GREY}" '
+                     'stroke-width="0.5"/>')  # fmt: skip
+        for kind, color, (x, low, scale) in zip(kinds, MARKS, panels, strict=True):
+            for number, triple in enumerate(sorted(cells[kind], reverse=True)):
+                at, begin, end = (x + (math.log(value) - low) * scale for value in triple)
+                y = top + 11 + number * step
+                parts.append(f'<line x1="{begin:.1f}" y1="{y}" x2="{end:.1f}" y2="{y}" stroke="{color}" '
+                             'stroke-width="2" stroke-opacity="0.6"/>')  # fmt: skip
+                parts.append(f'<circle cx="{at:.1f}" cy="{y}" r="2.8" fill="{color}"/>')
+        top += height
+    parts.append(
+        label(left + 1.5 * width + gap, bottom + 38, "ratio, and its 95 % confidence interval; above 1, ours is faster")
+    )
+    return picture(int(left + 3 * width + 2 * gap + 16), int(bottom + 50), title, parts)
+
+
 def suite() -> str:
     """Return what changes in a user's script, and what stays."""
     modules = ("NeighborDataModule\nCPU threads", "PersistentSamplerDataModule\nthe GPU samples",
@@ -127,7 +175,7 @@ def sampling() -> str:
 
 
 def pgsampler() -> str:
-    """Return hop by hop with synchronisations against one launch."""
+    """Return hop by hop with synchronizations against one launch."""
     apart = []
     for number in range(3):
         apart += [(number * 124, 24, "go", "other"), (number * 124 + 26, 50, f"hop {number + 1}", "ours"),

@@ -140,6 +140,21 @@ def test_tables_in_readme_and_docs_are_made_from_the_results(load):
     for path, content in report.pages(report.load()).items():
         text = path.read_text(encoding="utf-8")
         assert report.replaced(text, content) == text, "run python -m benchmarks.report"
+    assert report.CHART.read_text(encoding="utf-8") == report.chart(report.load()), "run python -m benchmarks.report"
+
+
+def test_the_first_screen_of_the_readme_has_measured_times(load):
+    report = load("report")
+    text = report.README.read_text(encoding="utf-8").partition("\n## ")[0]
+    found = {each["what"]: (result["unit"], each) for result in report.load() for each in result["comparisons"]}
+    for what in report.HEADLINES[0], report.HEADLINES[5]:
+        unit, comparison = found[what]
+        for median in comparison["medians"]:
+            seconds = median / 1000 if unit.startswith("ms") else median
+            assert f"{seconds:.3g} s" in text, what
+    steps = json.loads((report.RESULTS / "gpu_first.json").read_text())["parts"]["steps"]
+    for name in ("persistent, bulk=8", "NeighborDataModule"):
+        assert f"{steps[name]['median']:.3g} ms" in text
 
 
 def test_table_has_a_line_per_comparison(load):
@@ -147,9 +162,15 @@ def test_table_has_a_line_per_comparison(load):
     machine = {"python": "3", "torch": "2", "torch_geometric": "2", "pyg_lib": "0", "torch_sparse": "not installed",
                "cores": 2, "cpu": "some", "os": "Linux"}  # fmt: skip
     compared = {"what": "Sampling", "ours": "ours", "peer": "pyg-lib", "medians": [30.0, 5.0], "ratio": 6.0}
-    result = {"title": "T", "unit": "M/s", "settings": {"runs": 5}, "machine": machine,
-              "comparisons": [compared, {"what": "Other", "missing": "not installed"}]}  # fmt: skip
+    result = {"topic": "Trees", "title": "T", "unit": "M/s", "settings": {"runs": 5}, "machine": machine,
+              "comparisons": [compared, {"what": "Other", "missing": "not installed"},
+                              {**compared, "what": "Own", "peer": "ours, old"},
+                              {**compared, "what": "Least", "peer": "bound"}]}  # fmt: skip
     content = report.table([result])
+    assert "<b>Trees</b>: 2 against peers, 1 against limits, 1 ours against ours" in content
+    order = ("**Against peers**", "| Sampling", "| Other", "**Against limits**", "| Least", "**Ours against ours**",
+             "| Own", "</details>")  # fmt: skip
+    assert sorted(order, key=content.index) == [*order]
     assert "| Sampling | 30 M/s (ours) | 5 M/s (pyg-lib) | **6x** |" in content
     assert "| Other | | not installed | |" in content
     sure = report.table([{**result, "comparisons": [{**compared, "interval": [5.4, 6.6]}]}])
@@ -161,6 +182,18 @@ def test_table_has_a_line_per_comparison(load):
     assert [line.split(" |")[0] for line in short.splitlines()[2:3]] == ["| Third"]
     assert short.splitlines()[3:] == ["", f"- M{report._machine(result)[1:]}"]
     refuses(KeyError, "Fourth", report.headlines, [result], ["Fourth"])
+
+
+def test_the_chart_has_a_mark_per_ratio(load):
+    report = load("report")
+    results = report.load()
+    ratios = [each for result in results for each in result["comparisons"] if "ratio" in each]
+    assert report.chart(results).count("<circle") == len(ratios)
+    assert {result["topic"] for result in results} == {*report.TOPICS}
+    bounds = [each for each in ratios if each["peer"] == "bound"]
+    assert {report.kind(each) for each in bounds} == {"limits"}
+    over = json.loads((report.RESULTS / "epoch.json").read_text())["roofline"]["SAGE"]["measured over bound"]
+    assert bounds[0]["ratio"] == pytest.approx(1 / over, rel=0.01)
 
 
 @pytest.mark.slow

@@ -104,6 +104,28 @@ def test_the_readme_is_short():
     assert 1 <= sum(line.startswith("| ") for line in figures) - 1 <= 10
 
 
+MOST_WORDS = 35
+"""How long a sentence may be."""
+
+
+def sentences(page):
+    """Return the sentences of a page, without code, tables, headings and what scripts generate."""
+    text = re.sub(r"<!-- (\w+):start -->.*?<!-- \1:end -->", "", prose(page), flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->|^```.*?^\s*```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines = ["" if re.match(r"\s*(\||#|!\[|:::|</?\w)", line) else line for line in text.splitlines()]
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.)\s)", "\n".join(lines)):
+        plain = re.sub(r"`[^`]*`", "CODE", paragraph)
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain).replace("**", "")
+        yield from re.split(r"(?<=[.!?])\s+(?=[A-Z(])", plain.strip())
+
+
+@every_page
+def test_sentences_are_short(page):
+    for sentence in sentences(page):
+        words = [word for word in re.findall(r"[\w'’%.-]+", sentence) if re.search(r"\w", word)]
+        assert len(words) <= MOST_WORDS, f"{len(words)} words: {' '.join(sentence.split())}"
+
+
 def test_every_page_has_its_place_in_the_site():
     def listed(entry):
         return [entry] if isinstance(entry, str) else [name for value in entry.values() for name in below(value)]
@@ -119,7 +141,10 @@ def test_pictures_are_those_that_the_script_draws():
     spec = importlib.util.spec_from_file_location("charts", DOCS / "charts.py")
     charts = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(charts)
-    assert {path.stem for path in charts.IMAGES.iterdir()} == {*charts.PICTURES}
+    assert {path.stem for path in charts.IMAGES.iterdir()} == {
+        *charts.PICTURES,
+        "results",
+    }  # which test_benchmarks checks
     for name, draw in charts.PICTURES.items():
         assert (charts.IMAGES / f"{name}.svg").read_text(encoding="utf-8") == draw(), "run python docs/charts.py"
 
@@ -322,6 +347,25 @@ def test_python_runs(page, tmp_path, monkeypatch):
         if not NOT_RUN.fullmatch(before):
             source = "\n" * line + code  # so that an error shows the line of the page
             exec(compile(source, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "\n::: " in PAGES[page].read_text(encoding="utf-8")])
+def test_the_reference_names_what_modules_define(page):
+    """MkDocs reads sources, so that names which a module's ``__getattr__`` finds are not there for it."""
+    for name in re.findall(r"^::: ([\w.]+)$", PAGES[page].read_text(encoding="utf-8"), re.MULTILINE):
+        module, _, attribute = name.rpartition(".")
+        source = inspect.getsource(importlib.import_module(module))
+        nodes = list(ast.walk(ast.parse(source)))
+        defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        defined |= {
+            item.asname or item.name for node in nodes if isinstance(node, ast.ImportFrom) for item in node.names
+        }
+        defined |= {item.id for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign) for item in ast.walk(node)
+                    if isinstance(item, ast.Name)}  # fmt: skip
+        assert attribute in defined, f"{name} is not defined there"
+    if page == "docs/reference/index.md":
+        listed = re.findall(r"^::: lightning_gnn\.(\w+)$", PAGES[page].read_text(encoding="utf-8"), re.MULTILINE)
+        assert sorted(listed) == sorted(lightning_gnn.__all__)
 
 
 @pytest.mark.slow

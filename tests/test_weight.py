@@ -9,7 +9,7 @@ MOST_LINES = {
     "(top)": 600,
     "accelerators": 350,
     "ascend_ops": 1050,
-    "benchmarks": 8850,
+    "benchmarks": 8900,
     "callbacks": 400,
     "cli": 3650,
     "collective": 2450,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "report": 950,
     "runtime": 2050,
     "sampling": 950,
-    "tests": 44550,
+    "tests": 44700,
     "triton_kernels": 4100,
 }
 """By room, rounded up to 50 lines. Lower a number when a room has shrunk; raise one together with the reason."""

@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return publish(
         {
             "benchmark": "typed_epoch",
-            "title": f"Training epoch with types, {args.edges:,} edges, {args.train_nodes:,} seeds",
+            "title": f"Training epoch on a heterogeneous graph, {args.edges:,} edges, {args.train_nodes:,} seeds",
             "unit": "s per epoch",
             "settings": {**args.sizes, "fanouts": FANOUTS, "layers": 2, "classes": CLASSES, "runs": args.runs},
             "machine": described,

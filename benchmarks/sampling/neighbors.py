@@ -1,4 +1,4 @@
-"""Neighbour sampling alone: the operator ``sample_neighbors`` against pyg-lib's and torch-sparse's, on the CPU.
+"""Neighbor sampling alone: the operator ``sample_neighbors`` against pyg-lib's and torch-sparse's, on the CPU.
 
 A graph with power-law degrees, mini-batches of 1024 seeds, fanouts 15, 10, 5; no features. The figure is millions of
 sampled edges per second. Threads sample separate mini-batches. pyg-lib is also given two threads of torch's own for one
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ]
     result = {
         "benchmark": "sampling",
-        "title": f"Neighbour sampling, {args.nodes:,} nodes, {args.edges:,} edges, fanouts {FANOUTS}",
+        "title": f"Neighbor sampling, {args.nodes:,} nodes, {args.edges:,} edges, fanouts {FANOUTS}",
         "unit": "million edges/s",
         "settings": {**args.sizes, "fanouts": FANOUTS, "runs": args.runs},
         "machine": described,

@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     ]  # fmt: skip
     result = {
         "benchmark": "typed_sampling",
-        "title": f"Sampling with types, times and weights, {args.edges:,} edges, fanouts {FANOUTS}",
+        "title": f"Heterogeneous, temporal and weighted sampling, {args.edges:,} edges, fanouts {FANOUTS}",
         "unit": "million edges/s",
         "settings": {**args.sizes, "fanouts": FANOUTS, "runs": args.runs},
         "machine": described,

@@ -15,12 +15,13 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
     The graph and the features are placed when the first loader is made, on the trainer's device. On a machine without a
     GPU it says so in one line, and is a :class:`NeighborDataModule`.
 
+    Arguments of :class:`~lightning_gnn.gpu_sampling.PlacementOptions` choose where graph and features are stored, and
+    how the GPU samples: ``topology``, ``features``, ``cache_rows``, ``cache_bytes``, ``quantize``, ``mode``,
+    ``fetch_size``, ``prefetch`` and ``bulk``. The plan is :attr:`placement`. ``device``, ``device_memory`` and ``gpus``
+    are the GPU, and what :meth:`plan_placement` plans for.
+
     Args:
         *args: Graph and seeds of :class:`~lightning_gnn.NeighborDataModule`.
-        topology, features, cache_rows, cache_bytes, quantize, mode, fetch_size, prefetch, bulk: Where graph and
-            features lie, and how the GPU samples: :class:`~lightning_gnn.gpu_sampling.PlacementOptions`. The plan is
-            :attr:`placement`.
-        device, device_memory, gpus: The GPU, and what :meth:`plan_placement` plans for; likewise.
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, such as ``num_neighbors``.
 
     Raises:
