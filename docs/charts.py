@@ -83,7 +83,7 @@ def ratios(title: str, rows: Mapping[str, Mapping[str, Sequence[tuple[float, ...
         rows: For each topic, for each kind, triples of a ratio and the ends of its interval.
     """
     kinds = [*next(iter(rows.values()))]
-    left, top, width, gap, step = 205.0, 62.0, 180.0, 24.0, 7.0
+    left, top, width, gap, step = 215.0, 62.0, 180.0, 24.0, 7.0
     # Each panel has the range of its own values.
     panels = []
     for number, kind in enumerate(kinds):
@@ -98,7 +98,7 @@ def ratios(title: str, rows: Mapping[str, Mapping[str, Sequence[tuple[float, ...
         last = -math.inf
         for tick in (0.1, 0.2, 0.3, 0.5, 0.7, 1, 2, 5, 10, 20, 50):
             at = x + (math.log(tick) - low) * scale
-            if x - 1 <= at <= x + width + 1 and at - last > 18:
+            if x - 1 <= at <= x + width + 1 and at - last > 24:
                 last = at
                 line = f'x1="{at:.1f}" y1="{top}" x2="{at:.1f}" y2="{bottom}" stroke="{_GREY}"'
                 parts.append(f'<line {line} stroke-width="{1.5 if tick == 1 else 0.3}"/>')
