@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torchmetrics import Metric
 
 _SMALL = 1 << 18
 """Numbers in a buffer up to which it is compared with what it was. Larger ones are looked at where torch says that they
-were written to, which it does not of batch normalisation, kernels of others, and writes to ``buffer.data``."""
+were written to, which it does not of batch normalization, kernels of others, and writes to ``buffer.data``."""
+
+
+_Written = dict[str, tuple[list[int], Tensor, Tensor]]
+"""By the name of a buffer: its shape, which of its rows were written, and the rows."""
 
 
 class BufferSync:
-    """The buffers of a module, of which each rank writes its own part in a step.
+    """The buffers of a module, of which each rank writes its own part in a step."""
 
-    A row that one rank has written is taken as it is. Of one that several have written, the mean counts, weighted by
-    seeds: so running statistics of batch normalisation become the ranks' weighted mean. Integers are counts, and what
-    the ranks have added is added up, except where all have added the same: then it is a number of steps, unless each
-    has added just as many as it has seeds. A boolean is what the rank made of it that changed it. What a rank without
-    seeds has written does not count.
-    """
+    # A row that one rank has written is taken as it is; of one that several have written, the mean counts, weighted by
+    # seeds (running statistics of batch normalization). Integers are counts: what ranks added is added up, unless all
+    # added the same, a number of steps, and not just as many as they have seeds. A boolean is what the rank made of it
+    # that changed it. Ranks without seeds do not count.
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -34,8 +36,6 @@ class BufferSync:
         """Take the buffers to be the same on all ranks now."""
         known, self._before = self._before, {}
         for name, buffer in self._module.named_buffers():
-            if is_lazy(buffer):
-                continue
             last = known.get(name)
             if last is not None and last[0] is buffer and last[1] == buffer._version:
                 self._before[name] = last
@@ -43,11 +43,7 @@ class BufferSync:
                 self._before[name] = (buffer, buffer._version, buffer.detach().clone())
 
     def changed(self) -> bool | Tensor:
-        """Whether one has been written to on this rank, or put in the place of another, since it was noted.
-
-        Returns:
-            A tensor on the buffers' device where that is not known yet.
-        """
+        """Whether one has been written to on this rank, or put in the place of another, since it was noted."""
         buffers = dict(self._module.named_buffers())
         if any(self._written(name, buffer) for name, buffer in buffers.items()):
             return True
@@ -60,10 +56,10 @@ class BufferSync:
         buffers = dict(self._module.named_buffers())
         written = {name: self._difference(name, buffer) for name, buffer in buffers.items()}
         mine = {name: difference for name, difference in written.items() if difference is not None}
-        everybody: list[Any] = [None] * len(seeds)
+        everybody: list[_Written] = [{}] * len(seeds)
         dist.all_gather_object(everybody, mine if seeds[rank] else {})
-        for name in {name: None for told in everybody for name in told}:
-            found = {other: told[name] for other, told in enumerate(everybody) if name in told}
+        for name in {name: None for theirs in everybody for name in theirs}:
+            found = {other: theirs[name] for other, theirs in enumerate(everybody) if name in theirs}
             shapes = {tuple(shape) for shape, *_ in found.values()}
             by_all = all(other in found for other, number in enumerate(seeds) if number)
             agreed = tuple(self._before[name][2].shape) if name in self._before else None
@@ -78,7 +74,7 @@ class BufferSync:
                     buffer.copy_(self._joined(name, buffer, found, seeds).view(buffer.shape))
         if not seeds[rank]:
             with torch.no_grad():
-                for name in mine.keys() & self._before.keys() - {name for told in everybody for name in told}:
+                for name in mine.keys() & self._before.keys() - {name for theirs in everybody for name in theirs}:
                     buffers[name].resize_(self._before[name][2].shape).copy_(self._before[name][2])
         self.note()
 
@@ -87,10 +83,7 @@ class BufferSync:
         return last is None or last[0] is not buffer or last[1] != buffer._version
 
     def _difference(self, name: str, buffer: Tensor) -> tuple[list[int], Tensor, Tensor] | None:
-        """Return a buffer's shape, which of its rows differ from those noted, and the rows (of counts, what was added).
-
-        None for a buffer that is as it was.
-        """
+        """Return a buffer's shape, which rows differ from those noted, and the rows (of counts, what was added)."""
         if buffer.numel() > _SMALL and not self._written(name, buffer):
             return None
         now = _rows(buffer.detach())
@@ -159,3 +152,35 @@ def _differs(now: Tensor, before: Tensor) -> Tensor:
 
 def _rows(buffer: Tensor) -> Tensor:
     return buffer.flatten(1) if buffer.dim() > 1 else buffer.reshape(-1, 1)
+
+
+@contextmanager
+def no_side_effects(module: nn.Module) -> Iterator[None]:
+    """Run a step that must not count: buffers, and the states of torchmetrics, are put back as they were afterwards."""
+    # It makes the same calls as those of other ranks, or a metric would miss where all synchronize.
+    buffers = [
+        (part._buffers, name, buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    states = [{name: _copied(getattr(metric, name)) for name in metric._defaults} for metric in metrics]
+    counts = [(metric._update_count, metric._computed) for metric in metrics]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, before in buffers:
+                owner[name] = buffer.resize_(before.shape).copy_(before)
+        for metric, state, (count, computed) in zip(metrics, states, counts, strict=True):
+            for name, value in state.items():
+                if isinstance(value, list):  # of what was added, nothing but the shape: ranks with an empty list hang
+                    value += [item[:0] for item in getattr(metric, name)[len(value) :] if item.dim()]
+                setattr(metric, name, value)
+            metric._update_count, metric._computed = count, computed
+
+
+def _copied(state: object) -> object:
+    """Return a state of a metric as it is now: a list of what is never changed, or what is written to."""
+    return list(state) if isinstance(state, list) else state.detach().clone() if isinstance(state, Tensor) else state

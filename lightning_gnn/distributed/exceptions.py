@@ -6,8 +6,5 @@ import sys
 
 
 def is_handling_exception() -> bool:
-    """Whether an error is being handled, on this rank maybe alone: a collective that is called now may never end.
-
-    An interruption reaches all ranks, and does not count.
-    """
+    """Whether an error is being handled, on this rank maybe alone: a collective that is called now may never end."""
     return isinstance(sys.exc_info()[1], Exception)

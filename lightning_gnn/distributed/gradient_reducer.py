@@ -26,12 +26,10 @@ class GradientPiggyback(Protocol):
 
 
 class GradientReducer:
-    """Replaces gradients by their means over the ranks, whichever parameters a rank has used.
+    """Replaces gradients by their means over the ranks, whichever parameters a rank has used."""
 
-    A parameter without a gradient on one rank counts as zero there; without one on any rank, it stays without. Sparse
-    gradients (COO) stay so; until one is seen for the first time, its parameter travels as if it were dense. One that
-    is sparse on some ranks only is sparse on all from then on.
-    """
+    # A parameter without a gradient on one rank counts as zero there; without one on any rank, it stays without. Sparse
+    # gradients (COO) stay so; the first time, their parameter travels as if it were dense.
 
     def __init__(self, num_ranks: int, all_reduce: AllReduce = dist.all_reduce) -> None:
         self._num_ranks = num_ranks
@@ -41,39 +39,25 @@ class GradientReducer:
     @torch.no_grad()  # gradients may have graphs of their own
     def reduce(
         self,
-        parameters: Iterable[Tensor],
-        factor: float = 1.0,
+        parameters: Iterable[Tensor],  # in the same order on all ranks; those that require no gradient are left out
+        factor: float = 1.0,  # of the means
         piggyback: GradientPiggyback | None = None,
-        all_reduce: AllReduce | None = None,
     ) -> None:
-        """Replace the gradients. Collective: every rank must call this.
-
-        Args:
-            parameters: In the same order on all ranks; those that require no gradient are left out.
-            factor: Of the means.
-            piggyback: Travels with the first gradients, if there are any, and then tells the factor.
-            all_reduce: In the place of the usual one, for dense gradients.
-        """
-        all_reduce = all_reduce or self._all_reduce
+        """Replace the gradients. Collective: every rank must call this."""
         by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in parameters:
             if parameter.requires_grad:
                 by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        for alike in by_kind.values():
-            found, sums, factor = self._sum_dense(alike, factor, piggyback, all_reduce)
-            for parameter in self._assign_dense(alike, found, sums, factor / self._num_ranks):
+        for group in by_kind.values():
+            found, sums, factor = self._sum_dense(group, factor, piggyback)
+            for parameter in self._assign_dense(group, found, sums, factor / self._num_ranks):
                 self._reduce_sparse(parameter, factor / self._num_ranks)
             piggyback = None
 
     def _sum_dense(
-        self, parameters: list[Tensor], factor: float, piggyback: GradientPiggyback | None, all_reduce: AllReduce
+        self, parameters: list[Tensor], factor: float, piggyback: GradientPiggyback | None
     ) -> tuple[tuple[list[bool], list[bool]], list[Tensor], float]:
-        """Add up the dense gradients of parameters of one dtype on one device.
-
-        Returns:
-            Which parameters have a dense gradient on any rank, and which a sparse one; the sums, without those of
-            parameters that are known to have sparse ones; and the factor.
-        """
+        """Add up the dense gradients of parameters of one dtype on one device."""
         # The message: two flags per parameter, the dense gradients, and what travels with them.
         known = [id(p) in self._sparse for p in parameters]
         kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in parameters]
@@ -86,7 +70,7 @@ class GradientReducer:
         if piggyback is not None:
             parts.append(piggyback.write(parts[0]))
         flat = torch.cat(parts)
-        all_reduce(flat)
+        self._all_reduce(flat)
         found, *sums = torch.split(flat, [part.numel() for part in parts])
         if piggyback is not None:
             factor = piggyback.read(sums.pop())

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # not in its __all__
 
 _LOOK = 0.25
 """Seconds between two looks at the other ranks."""
+_PATIENCE = 4.0
+"""Seconds to wait for news of who was lost: an error of communication may arrive before them."""
 _GRACE = 3.0
 """Seconds that the main thread has to end by an exception of its own before the process is ended, or less where the
 timeout is short."""
@@ -66,50 +68,42 @@ def _state_and_start(pid: int) -> tuple[str, str]:
 
 
 class Heartbeats:
-    """Tells the other ranks through a store that this one is alive, and watches whether they are.
+    """Tells the other ranks through a store that this one is alive, and watches whether they are."""
 
-    A thread writes and reads the store; another one watches, because the store may itself be on a rank that has
-    stopped. Once a rank is lost, the main thread usually fails by itself, in a collective, and asks :meth:`explain`
-    whose fault it is. A backend that would wait on is not waited for: three seconds later the process is ended. No
-    Trainer is needed.
-
-    Args:
-        store: Where all ranks write; a connection of its own is made, since a waiting call blocks others.
-        timeout: Seconds without a sign of life after which a rank counts as lost. One whose process has gone, or that
-            has failed, is noticed within a second if it is on the same machine.
-        end: Called with a message to end the process; by default the message goes to stderr, and the exit code is 1.
-    """
+    # A thread writes and reads the store; another one watches, because the store may be on a rank that has stopped.
+    # Once a rank is lost, the main thread usually fails by itself in a collective; if it does not, the process is ended
+    # three seconds later.
 
     def __init__(
         self, store: Store, rank: int, num_ranks: int, timeout: float, end: Callable[[str], None] | None = None
     ) -> None:
         self.rank, self.timeout, self.interval = rank, timeout, min(1.0, timeout / 8)
-        self._store: Any = store.clone()  # type: ignore[attr-defined]
+        # A connection of its own, since a waiting call blocks others.
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(max(RENDEZVOUS, timedelta(seconds=timeout)))
         self._end = end or end_process
         self._mine = Process.this()
         self._others = [other for other in range(num_ranks) if other != rank]
         self._processes: dict[int, Process] = {}
-        self._words: dict[int, dict[str, Any]] = {}
-        """What each of the others said last."""
+        self._words: dict[int, dict[str, object]] = {}  # what each of the others said last
         self._heard: dict[int, float] = {}
         self._gone: dict[int, float] = {}
-        self._round = 0.0
-        """When the last look into the store began that was answered."""
+        self._round = 0.0  # when the last look into the store began that was answered
         self._broken = self._handled = self._running = False
-        self._word = self._written = {"done": False, "failure": None}
+        self._word: dict[str, object] = {"done": False, "failure": None}
+        self._written = self._word
         self._first: str | None = None
-        self._work: Any = None
+        self._work: tuple[str, float, int] | None = None
         self._wake, self._stopped = threading.Event(), threading.Event()
 
     @contextmanager
     def working(self, what: str | None) -> Iterator[None]:
         """Watch what runs within, in this thread: a rank that works on it for longer than the timeout hangs."""
-        before, self._work = self._work, what and (what, time.monotonic(), threading.get_ident())
+        before, self._work = self._work, (what, time.monotonic(), threading.get_ident()) if what else None
         try:
             yield
         finally:
-            self._work = before and (before[0], time.monotonic(), before[2])
+            self._work = (before[0], time.monotonic(), before[2]) if before else None
 
     def waiting(self) -> AbstractContextManager[None]:
         """Leave out what runs within: it waits for other ranks."""
@@ -141,19 +135,14 @@ class Heartbeats:
         self._say(done=True)
         self._running = False
 
-    def handle_exception(self, exception: BaseException, patience: float = 4.0) -> None:
-        """Say in an exception's message which rank was lost; or tell the other ranks that it is this one.
-
-        Args:
-            patience: Seconds to wait for news, as an error of communication may arrive before them. The process of
-                another machine cannot be seen: there, a few beats that do not come must do.
-        """
+    def handle_exception(self, exception: BaseException) -> None:
+        """Say in an exception's message which rank was lost; or let the other ranks know that it is this one."""
         text = next(iter(str(exception).splitlines()), "")
         if not is_communication_error(exception):
             self._end_with(failure=f"{type(exception).__name__}: {text}")
             return
         self._handled = True
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + _PATIENCE
         silence = min(self.timeout / 2, 3 * self.interval)
         while (found := self._first or self._find(silence)) is None and time.monotonic() < deadline:
             time.sleep(_LOOK / 2)
@@ -167,7 +156,7 @@ class Heartbeats:
         self._say(**word)
         time.sleep(self.interval + _LOOK)
 
-    def _say(self, **more: Any) -> None:
+    def _say(self, **more: object) -> None:
         """Let the others know at once, unless the store does not answer."""
         self._word = mine = {**self._word, **more}
         self._wake.set()
@@ -223,11 +212,11 @@ class Heartbeats:
     def _find(self, timeout: float) -> str | None:
         """Say which rank is lost, if one is."""
         now = time.monotonic()
-        present = [other for other in self._others if not self._words.get(other, {}).get("done")]
-        states = {other: self._processes[other].state(self._mine) for other in present}
-        for other in present:
+        for other in self._others:  # also of one that has said good-bye since
             if (failure := self._words.get(other, {}).get("failure")) is not None:
                 return f"{self._name(other)} failed: {failure}"
+        present = [other for other in self._others if not self._words.get(other, {}).get("done")]
+        states = {other: self._processes[other].state(self._mine) for other in present}
         gone = {other: self._gone.setdefault(other, now) for other in present if states[other] == "gone"}
         if gone:  # the first one; others may have ended because of it
             first = min(gone, key=gone.__getitem__)
@@ -253,9 +242,7 @@ class Heartbeats:
 
 
 def is_communication_error(exception: BaseException) -> bool:
-    """Tell whether an exception says that a rank could not be reached, which is not the fault of
-    the one that says so.
-    """
+    """Whether an exception says that a rank could not be reached, which is not the fault of the one that says so."""
     if isinstance(exception, DistError):
         return True
     text = next(iter(str(exception).splitlines()), "")

@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 Weight = float | Literal["sum"]
 """What a loss weighs among those of the other trainers; ``"sum"``: losses are sums, which are added as they are."""
@@ -60,16 +61,13 @@ def check_same_kind(none: int, numbers: int, sums: int) -> None:
 
 
 def weighs_otherwise(loss: Tensor, count: int | None = None) -> str | None:
-    """Say why a loss is certainly no mean over the seeds, None where it may be one.
-
-    Only losses of ``torch.nn.functional`` that autograd knows as such are recognised, and only where nothing that
-    could turn them into such a mean comes after: a sum that is divided may be one. This must come before the backward
-    pass, which frees what it looks at.
-    """
+    """Say why a loss is certainly no mean over the seeds, None where it may be one."""
+    # Only losses of torch.nn.functional that autograd knows are recognized, and only where nothing after them could
+    # make such a mean. To be called before the backward pass, which frees what this looks at.
     for node, scaled, summed in _losses_in(loss.grad_fn):
         try:
             why = _why(node, scaled, summed, count)
-        except RuntimeError:  # what was saved has been overwritten or freed, of which the backward pass will tell
+        except RuntimeError:  # what was saved has been overwritten or freed, which the backward pass will report
             continue
         if why is not None:
             return why
@@ -92,7 +90,7 @@ _SCALING = ("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1", "Neg
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of reductions
 
 
-def _losses_in(root: Any) -> Iterator[tuple[Any, bool, bool]]:
+def _losses_in(root: Node | None) -> Iterator[tuple[Node, bool, bool]]:
     """Yield the losses of which this is made; whether they were scaled on the way, and whether summed."""
     nodes = [] if root is None else [(root, False, False)]
     seen = set()
@@ -134,6 +132,6 @@ def warning_of(why: str, who: str, what: str) -> str:
     return (
         f"the loss is no mean over {what}: {why}. The losses of {who} are weighted by their numbers of {what}, so that "
         "the gradients differ from those of one device; let training_step return {'loss': loss, 'weight': weight} "
-        "(with automatic optimisation), where weight is what the loss was divided by: the number of labels that "
+        "(with automatic optimization), where weight is what the loss was divided by: the number of labels that "
         "count, or the sum of their class weights; and 'sum' for a loss that was not divided"
     )

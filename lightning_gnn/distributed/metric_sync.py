@@ -20,15 +20,7 @@ Key = tuple[str, str, int]
 
 
 class MetricSync:
-    """Collects what a module logs in a step on this rank, and logs it for all ranks once their values are gathered.
-
-    A mean is weighted by ``batch_size``, or else by the rank's share; sums, maxima and minima run over the ranks.
-    Metrics of torchmetrics synchronize themselves, and what is logged outside of the three steps is left to Lightning.
-
-    Args:
-        shares_only: The name of a strategy whose ranks have rows of one graph: means are weighted by share, whatever
-            their ``batch_size``, and all ranks must log. None for any other.
-    """
+    """Collects what a module logs in a step on this rank, and logs it for all ranks once their values are gathered."""
 
     def __init__(self, module: pl.LightningModule, shares_only: str | None = None) -> None:
         self._module = module
@@ -47,18 +39,14 @@ class MetricSync:
 
     @contextmanager
     def collect(self, step: str, share: int) -> Iterator[None]:
-        """Collect what is logged within.
-
-        Args:
-            share: The weight of a mean without a ``batch_size``; with 0, nothing that is logged counts.
-        """
+        """Collect what is logged within."""
         self._here, self._step, self._share = {}, step, share
         try:
             yield
         finally:
             self._step = None
 
-    def log(self, *args: Any, **kwargs: Any) -> None:
+    def log(self, *args: object, **kwargs: object) -> None:
         """Replace the module's own method."""
         given = self._signature.bind(*args, **kwargs).arguments
         reduce = given.get("reduce_fx", "mean")
@@ -93,10 +81,8 @@ class MetricSync:
                 self._known.setdefault(key, options)
 
     def row(self) -> list[float | Tensor]:
-        """Return a value and a weight for each name that is known, NaN as the weight where it is missing here.
-
-        A rank without a share has none: its step has run on a seed of another rank's.
-        """
+        """Return a value and a weight for each name that is known, NaN as the weight where it is missing here."""
+        # A rank without a share has none: its step has run on a seed of another rank's.
         numbers: list[float | Tensor] = []
         for key in self._known:
             given = self._here.get(key)
@@ -140,7 +126,6 @@ def _reduced(found: Sequence[tuple[float, float]], kind: str) -> float:
     return math.fsum(values) if kind == "sum" else max(values) if kind == "max" else min(values)
 
 
-def _tensor(value: float, like: Any) -> Tensor:
-    floating = isinstance(like, Tensor) and like.is_floating_point()
-    dtype = like.dtype if floating else torch.get_default_dtype()
-    return torch.tensor(value, dtype=dtype, device=like.device if isinstance(like, Tensor) else None)
+def _tensor(value: float, like: object) -> Tensor:
+    like = like if isinstance(like, Tensor) else torch.empty(0)
+    return torch.tensor(value, dtype=like.dtype if like.is_floating_point() else None, device=like.device)

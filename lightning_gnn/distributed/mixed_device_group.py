@@ -13,14 +13,10 @@ _T = TypeVar("_T")
 
 
 class MixedDeviceGroup:
-    """All ranks of a run, some of them on accelerators.
+    """All ranks of a run, some of them on accelerators."""
 
-    Messages between ranks on unlike devices pass through the host (gloo). Several accelerators add up among themselves
-    first, over their own links (nccl); the first of them then takes part for all.
-
-    Args:
-        accelerators: The ranks that are accelerators; a CPU may stand for one.
-    """
+    # Messages between ranks on unlike devices pass through the host (gloo). Several accelerators add up among
+    # themselves first, over their own links (nccl); the first of them then takes part for all.
 
     def __init__(self, devices: Sequence[torch.device], accelerators: Sequence[int], rank: int) -> None:
         self.size = len(devices)
@@ -58,13 +54,6 @@ class MixedDeviceGroup:
         if host is not tensor:
             tensor.copy_(host)
 
-    def broadcast_from(self, tensor: Tensor, source: int) -> None:
-        """Replace a dense tensor by that of one rank."""
-        message = tensor.to(self._message_device)
-        dist.broadcast(message, source)
-        if message is not tensor and self.rank != source:
-            tensor.copy_(message)
-
     def all_gather_floats(self, row: Sequence[float | Tensor]) -> list[list[float]]:
         """Return the rows of all ranks, which have as many numbers each; some may still lie on the device."""
         mine = self._encode(row).to(self._message_device)
@@ -73,11 +62,8 @@ class MixedDeviceGroup:
         return [row.cpu().view(torch.float64).tolist() for row in rows]
 
     def encode_for_sum(self, row: Sequence[float | Tensor], like: Tensor) -> Tensor:
-        """Encode a row so that the ranks' sum is that of :meth:`all_gather_floats`: of other ranks all bytes are zero.
-
-        Args:
-            like: Of any floating dtype, in which integers up to 255 are exact: each byte becomes one number.
-        """
+        """Encode a row so that the ranks' sum is that of `all_gather_floats`: of other ranks all bytes are zero."""
+        # Each byte becomes one number: integers up to 255 are exact in any floating dtype.
         mine = self._encode(row).to(like.device, like.dtype)
         page = mine.new_zeros(self.size, len(mine))
         page[self.rank] = mine
@@ -107,11 +93,7 @@ class MixedDeviceGroup:
         return values
 
     def broadcast_from_rank0(self, tensors: Iterable[Tensor]) -> float:
-        """Make tensors those of rank 0.
-
-        Returns:
-            The largest difference of one of this rank's tensors, relative to rank 0's largest number in it.
-        """
+        """Make tensors those of rank 0."""
         drift = 0.0
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:

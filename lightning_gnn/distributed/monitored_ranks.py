@@ -7,26 +7,27 @@ import itertools
 import os
 import sys
 from abc import ABC
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning_fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
+from pytorch_lightning.accelerators import Accelerator
+from pytorch_lightning.plugins import Precision
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in its __all__
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
-from typing_extensions import override
+from typing_extensions import TypedDict, Unpack, override
 
 from lightning_gnn.distributed.exceptions import is_handling_exception
 from lightning_gnn.distributed.heartbeat import RENDEZVOUS, Heartbeats
-from lightning_gnn.distributed.lazy_modules import initialize, uninitialized
 from lightning_gnn.distributed.notebook_launcher import NotebookLauncher
 from lightning_gnn.runtime.messages import closest, keywords_of
 
@@ -36,11 +37,7 @@ _MEETINGS = itertools.count()
 
 
 def rendezvous(rank: int, num_ranks: int, timeout: timedelta) -> Store:
-    """Return a store that all ranks have come to, at ``MASTER_ADDR`` and ``MASTER_PORT``.
-
-    Args:
-        timeout: What a call of the store may take afterwards. The meeting may take ``RENDEZVOUS``, if that is longer.
-    """
+    """Return a store that all ranks have come to, at ``MASTER_ADDR`` and ``MASTER_PORT``."""
     limit = max(RENDEZVOUS, timeout)
     store: Store
     store, _, _ = next(torch_rendezvous("env://", rank, num_ranks, timeout=limit))
@@ -55,7 +52,7 @@ def rendezvous(rank: int, num_ranks: int, timeout: timedelta) -> Store:
             "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, so that each start has a "
             "store of its own"
         )
-    # Of torchrun's store nobody waits for the others.
+    # With torchrun's store no rank has waited for the others.
     store.set(f"lightning_gnn/met/{rank}", "")
     store.wait([f"lightning_gnn/met/{other}" for other in range(num_ranks)])
     store.set_timeout(timeout)
@@ -63,11 +60,8 @@ def rendezvous(rank: int, num_ranks: int, timeout: timedelta) -> Store:
 
 
 def _leave(process: int) -> None:
-    """Close the process group before the interpreter ends, whose last steps gloo's threads may turn into an abort.
-
-    After a failure they may be waiting for a rank that is lost, and so would this one; a fork has no such threads, and
-    would wait for them for ever.
-    """
+    """Close the process group before the interpreter ends, whose last steps gloo's threads may turn into an abort."""
+    # After a failure they may wait for a rank that is lost; a fork has no such threads, and would wait for ever.
     if os.getpid() == process and dist.is_initialized() and not MonitoredRanks.any_failed:
         dist.destroy_process_group()
 
@@ -78,32 +72,40 @@ def _can_run_again() -> bool:
     return program.__spec__ is not None or Path(getattr(program, "__file__", "")).is_file()
 
 
-class MonitoredRanks(ParallelStrategy, ABC):
-    """The part of a strategy that joins its ranks, and ends them all, with a message, when one of them is lost.
+class RankOptions(TypedDict, total=False):
+    """The options of Lightning's DDPStrategy that reach it."""
 
-    It goes before the strategy that does the rest, as in ``class Mine(MonitoredRanks, DDPStrategy)``. A rank is lost at
-    once if its process dies or fails, and after a timeout if it stops; one that is only slow is waited for.
-    """
+    accelerator: Accelerator | None
+    parallel_devices: list[torch.device] | None
+    cluster_environment: ClusterEnvironment | None
+    checkpoint_io: CheckpointIO | None
+    precision_plugin: Precision | None
+    start_method: Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class MonitoredRanks(ParallelStrategy, ABC):
+    """The part of a strategy that joins its ranks, and ends them all, with a message, when one of them is lost."""
+
+    # A rank is lost at once if its process dies or fails, and after a timeout if it stops.
 
     any_failed: ClassVar[bool] = False
     """Whether a run of this process has failed."""
     synced_attributes: ClassVar[tuple[str, ...]] = ()
     """The attributes of rank 0's strategy that a notebook's has after a run of ranks that the notebook started."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        taken = keywords_of(type(self))
-        for name in kwargs:
-            if name not in taken:
-                raise TypeError(f"there is no option {name}{closest(name, taken)}")
-        super().__init__(**kwargs)
+    def __init__(self, timeout: timedelta, process_group_backend: str | None, **kwargs: Unpack[RankOptions]) -> None:
+        for name in kwargs.keys() - RankOptions.__annotations__:
+            known = keywords_of(type(self)) - keywords_of(DDPStrategy) | {*RankOptions.__annotations__}
+            raise TypeError(f"there is no option {name}{closest(name, known)}")
+        super().__init__(timeout=timeout, process_group_backend=process_group_backend, **kwargs)  # type: ignore[call-arg,misc]
         self.sync_gradients = True
         """Whether gradients are reduced over the ranks; not while they are accumulated."""
         self._heartbeats: Heartbeats | None = None
-        self._failed = self._lazy = False
+        self._failed = False
 
     @override
     def _configure_launcher(self) -> None:
-        """Choose who starts the processes of this node: nobody if there is one alone, a script, or a notebook."""
+        """Choose who starts the processes of this node: none if there is one alone, a script, or a notebook."""
         assert self.cluster_environment is not None
         assert isinstance(self, DDPStrategy)  # which has these
         if self.num_processes * self.num_nodes == 1:
@@ -123,13 +125,12 @@ class MonitoredRanks(ParallelStrategy, ABC):
         else:
             super()._configure_launcher()
 
-    def join_ranks(self, backend: str, silence: float, timeout: timedelta = RENDEZVOUS, **options: Any) -> None:
-        """Connect the ranks, and watch from now on whether they are alive.
-
-        Args:
-            silence: Seconds without a sign of life after which a rank counts as lost.
-        """
+    def join_ranks(
+        self, backend: str, silence: float, timeout: timedelta = RENDEZVOUS, device_id: torch.device | None = None
+    ) -> None:
+        """Connect the ranks, and watch from now on whether they are alive."""
         assert self.cluster_environment is not None
+        options: dict[str, Any] = {} if device_id is None else {"device_id": device_id}
         if not dist.is_initialized():
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
@@ -142,21 +143,6 @@ class MonitoredRanks(ParallelStrategy, ABC):
             store = PrefixStore(f"heartbeats {next(_RUNS)}", default)
             self._heartbeats = Heartbeats(store, self.global_rank, self.world_size, silence)
             self._heartbeats.start()
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        """Leave lazy modules out of what is made equal on all ranks, until :meth:`initialize_lazy`."""
-        module: Any = self.lightning_module
-        kept, lazy = getattr(module, "_ddp_params_and_buffers_to_ignore", []), list(uninitialized(module))
-        module._ddp_params_and_buffers_to_ignore, self._lazy = [*kept, *lazy], bool(lazy)
-        super().setup(trainer)
-        module._ddp_params_and_buffers_to_ignore = kept
-
-    def initialize_lazy(self, step: Callable[..., object], *args: object, **kwargs: object) -> bool:
-        """Initialize lazy modules with the first mini-batch, as a plain Trainer does, equally on all ranks."""
-        lazy, self._lazy = self._lazy, False
-        assert self.lightning_module is not None
-        return lazy and initialize(self.lightning_module, lambda: step(*args, **kwargs))
 
     @override
     def barrier(self, *args: object, **kwargs: object) -> None:
@@ -192,7 +178,7 @@ class MonitoredRanks(ParallelStrategy, ABC):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Say in the message which rank was lost; or tell the other ranks that it is this one."""
+        """Say in the message which rank was lost; or let the other ranks know that it is this one."""
         self._failed = MonitoredRanks.any_failed = True
         if isinstance(self._launcher, NotebookLauncher):
             self._launcher.give_back_callbacks()

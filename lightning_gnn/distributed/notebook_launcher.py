@@ -47,7 +47,7 @@ _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 class _Answer(NamedTuple):
     """What rank 0 brings home, what a rank raised, its traceback, and whether it only noticed another one's failure."""
 
-    output: Any = None
+    output: dict[str, Any] | None = None
     error: BaseException | None = None
     trace: str = ""
     noticed: bool = False
@@ -58,16 +58,11 @@ class RankError(RuntimeError):
 
 
 class NotebookLauncher(_MultiProcessingLauncher):
-    """Runs each rank of this node in a spawned process, which gets trainer, module and data as the notebook has them.
+    """Runs each rank of this node in a spawned process, with trainer, module and data as the notebook has them."""
 
-    Classes and functions defined in cells go with them. All ranks map one file in memory with the tensors,
-    copy-on-write: what a rank writes stays its own.
-
-    Afterwards the notebook has rank 0's weights and buffers (in place), metrics, progress and state of the trainer, the
-    ``state_dict`` of each callback, and what the method of the trainer returns. What a rank raises is raised in the
-    cell, caused by a :class:`RankError`. Ctrl-C goes to the ranks, which stop as scripts do; pressed again, it kills
-    them.
-    """
+    # All ranks map one file in memory with the tensors, copy-on-write. The notebook gets rank 0's weights and buffers
+    # (in place), metrics, progress, state of the trainer and of its callbacks, and what the method returns. What a rank
+    # raises is raised in the cell, caused by a RankError. Ctrl-C goes to the ranks; pressed again, it kills them.
 
     def __init__(self, strategy: ParallelStrategy) -> None:
         if find_spec("cloudpickle") is None:
@@ -86,7 +81,9 @@ class NotebookLauncher(_MultiProcessingLauncher):
         return True
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: object, trainer: pl.Trainer | None = None, **kwargs: object
+    ) -> Any:
         """Call a method of the trainer in every rank, and return what it returns in rank 0."""
         assert trainer is not None
         # After an exception Lightning ignores Ctrl-C until its teardown, which restores these.
@@ -128,6 +125,7 @@ class NotebookLauncher(_MultiProcessingLauncher):
             blamed = min(failed, key=lambda answer: answer.noticed)
             assert blamed.error is not None
             raise blamed.error from RankError(blamed.trace)
+        assert found[0].output is not None
         return found[0].output["results"]
 
     def give_back_callbacks(self) -> None:
@@ -182,7 +180,9 @@ class NotebookLauncher(_MultiProcessingLauncher):
         return _Answer(None, RuntimeError(message), message, code is None or code > 0)
 
     @override
-    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
+    def _collect_rank_zero_results(  # type: ignore[override]
+        self, trainer: pl.Trainer, results: object
+    ) -> dict[str, Any] | None:
         """Return what the notebook gets, None in other ranks."""
         module, connector = trainer.lightning_module, trainer._logger_connector
         weights = module.state_dict()  # on all ranks, as their metrics may synchronize
@@ -203,7 +203,9 @@ class NotebookLauncher(_MultiProcessingLauncher):
         }
 
     @override
-    def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
+    def _recover_results_in_main_process(  # type: ignore[override]
+        self, worker_output: dict[str, Any], trainer: pl.Trainer
+    ) -> None:
         """Put everything in its place."""
         module, weights = trainer.lightning_module, worker_output["weights"]
         trainer.strategy.connect(module)  # so that the trainer can save it
@@ -284,9 +286,16 @@ def _run_rank(notebook: int, work: int, answer: int, environment: dict[str, str]
     sys.exit(said.error is not None)
 
 
-def _work(launcher: Any, trainer: Any, function: Any, args: Any, kwargs: Any, settings: tuple[Any, ...]) -> _Answer:
+def _work(
+    launcher: NotebookLauncher,
+    trainer: pl.Trainer,
+    function: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    settings: tuple[Any, ...],
+) -> _Answer:
     _restore(settings)
-    _set_num_threads_if_needed(num_processes=trainer.strategy.num_processes)
+    _set_num_threads_if_needed(num_processes=launcher._strategy.num_processes)
     trainer.strategy._launcher = None  # all ranks are there
     said, results = _Answer(), None
     try:

@@ -6,16 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_gnn.distributed.buffer_sync import BufferSync
+from lightning_gnn.distributed.buffer_sync import BufferSync, no_side_effects
 from lightning_gnn.distributed.gradient_reducer import GradientReducer
-from lightning_gnn.distributed.lazy_modules import no_side_effects
 from lightning_gnn.distributed.loss_weights import Weight, check_same_kind, check_weight
 from lightning_gnn.distributed.metric_sync import MetricSync
 from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
@@ -33,25 +31,17 @@ class BatchWeight(NamedTuple):
 
 @dataclass
 class StepSummary:
-    """One rank's account of a step, sent as a row of numbers, of which some may still lie on the device.
+    """One rank's account of a step, sent as a row of numbers, of which some may still lie on the device."""
 
-    Args:
-        share: Seeds (or nodes) of the rank.
-        has_new_metrics: Whether it logged a name that the ranks do not know yet.
-        weight: Weight of the loss: the share where ``training_step`` returned none, 1 for ``"sum"``.
-        drift: Largest relative difference from rank 0's parameters that was found on this rank.
-        timings: Seconds of the stages of the step before; as many on all ranks.
-        metrics: A value and a weight for each known name (:meth:`MetricSync.row`).
-    """
-
-    share: float
-    has_new_metrics: float
+    share: float  # seeds (or nodes) of the rank
+    has_new_metrics: float  # whether it logged a name that the ranks do not know yet
     kind: float = _NO_LOSS
-    weight: float | Tensor = 0.0
+    weight: float | Tensor = 0.0  # weight of the loss: the share where ``training_step`` returned none, 1 for ``"sum"``
     loss: float | Tensor = 0.0
     wrote_buffers: float | Tensor = False
-    drift: float = 0.0
-    timings: Sequence[float] = ()
+    drift: float = 0.0  # largest relative difference from rank 0's parameters that was found on this rank
+    timings: Sequence[float] = ()  # seconds of the stages of the step before; as many on all ranks
+    # A value and a weight for each known name (:meth:`MetricSync.row`)
     metrics: Sequence[float | Tensor] = field(default_factory=list)
 
     def encode(self) -> list[float | Tensor]:
@@ -67,25 +57,17 @@ class StepSummary:
 
 
 class StepSync:
-    """Makes one step of all ranks: losses, gradients, logged values and buffers become the undivided mini-batch's.
+    """Makes one step of all ranks: losses, gradients, logged values and buffers become the undivided mini-batch's."""
 
-    A training step costs one collective where its gradients are new: the summary is sent in their message, and the sum
-    of the weights divides them afterwards (:class:`~lightning_gnn.distributed.gradient_reducer.GradientPiggyback`).
-    Otherwise the ranks gather their summaries first.
-
-    Args:
-        observe: Called with the summaries of all ranks once per training step, or per backward pass.
-        timings: Returns this rank's timings of the step before.
-        shards_graph: The name of a strategy whose ranks have rows of one graph, None for any other. Their steps
-            exchange rows, so that all ranks run them; what they write to buffers is their own.
-    """
+    # A training step costs one collective where its gradients are new: the summary is sent in their message, and the
+    # sum of the weights divides them afterwards. Otherwise the ranks gather their summaries first.
 
     def __init__(
         self,
         module: pl.LightningModule,
         group: MixedDeviceGroup,
         observe: Callable[[list[StepSummary]], None],
-        timings: Callable[[], Sequence[float]],
+        timings: Callable[[], Sequence[float]],  # returns this rank's timings of the step before
         shards_graph: str | None = None,
     ) -> None:
         # State of the module's training, which is known once its parameters and buffers exist.
@@ -97,8 +79,6 @@ class StepSync:
         # State of the present step.
         self.batch = BatchWeight(1, 1)
         """This rank's share of the present mini-batch."""
-        self.sole_rank: int | None = None
-        """The rank that has all seeds of the mini-batch, whose gradients are broadcast."""
         self.has_valid_loss = False
         self.global_loss = 0.0
         """The undivided mini-batch's loss, once the summaries are known."""
@@ -122,15 +102,8 @@ class StepSync:
         """Make parameters those of rank 0, also those that only optimizers have. Collective."""
         self.buffers = None if self._shards_graph else BufferSync(self._module)
         self._group.broadcast_from_rank0(parameters)
-        self.note_parameters(parameters)
-        self.sole_rank, self.is_training = None, True
-
-    def note_parameters(self, parameters: list[Tensor]) -> None:
-        """Take parameters and buffers to be equal on all ranks now."""
-        if self.buffers is not None:
-            self.buffers.note()
-        self.parameters = parameters
-        self._known_parameters = set(map(id, parameters))
+        self.parameters, self._known_parameters = parameters, set(map(id, parameters))
+        self.is_training = True
 
     def begin_step(self, parameters: list[Tensor]) -> None:
         """Begin a training step; parameters that are new are made those of rank 0. Collective, if there are any."""
@@ -192,11 +165,7 @@ class StepSync:
         self.apply_step(step, self._decode(rows))
 
     def apply_step(self, step: str, summaries: list[StepSummary]) -> None:
-        """Log what all ranks logged, join their buffers, and weigh their losses. Collective: every rank must call this.
-
-        Raises:
-            ValueError: Ranks returned weights of several kinds, or a weight that is negative or not finite.
-        """
+        """Log what all ranks logged, join their buffers, and weigh their losses. Collective: all ranks call this."""
         metrics = [[float(value) for value in one.metrics] for one in summaries]
         if any(one.has_new_metrics for one in summaries):
             self.metrics.exchange_names()
@@ -225,11 +194,7 @@ class StepSync:
     # -- gradients
 
     def loss_factor(self, piggybacks: bool) -> float | Tensor:
-        """Return by what this rank's loss is multiplied, so that the ranks' gradients add up to the whole one's.
-
-        Args:
-            piggybacks: The sum of the weights is not known yet, and divides the gradients later.
-        """
+        """Return by what this rank's loss is multiplied, so that the ranks' gradients add up to the whole one's."""
         if not self.has_valid_loss:
             return 0.0
         part: float | Tensor = self.batch.local / self.batch.total
@@ -240,24 +205,16 @@ class StepSync:
         return part if piggybacks else part * self._gradient_factor
 
     def reduce_gradients(self, piggybacks: bool) -> None:
-        """Replace the gradients by their means over the ranks. Collective: every rank must call this.
-
-        Args:
-            piggybacks: Whether the summary of the training step is sent in their message.
-        """
+        """Replace the gradients by their means over the ranks. Collective: every rank must call this."""
         if not piggybacks:
             self._reducer.reduce(self.parameters)
             return
         if self.has_valid_loss and isinstance(self._weight, float | Tensor) and not float(self._weight):
             for parameter in self.parameters:  # a mean over nothing may be NaN, which must not get in
                 parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter.grad)
-        # Nobody else has gradients to add to those of a rank that has all seeds.
-        sole = self.sole_rank
-        all_reduce = None if sole is None else partial(self._group.broadcast_from, source=sole)
-        self._reducer.reduce(self.parameters, piggyback=self, all_reduce=all_reduce)
-        if (
-            not self._gradient_factor and not self._shards_graph
-        ):  # ranks of weight 0 may have left out the backward pass
+        self._reducer.reduce(self.parameters, piggyback=self)
+        # Ranks of weight 0 may have left out the backward pass.
+        if not self._gradient_factor and not self._shards_graph:
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
@@ -267,12 +224,7 @@ class StepSync:
 
     def read(self, sums: Tensor) -> float:
         """Apply the summaries of all ranks; return the factor of the gradients."""
-        summaries = self._decode(self._group.decode_from_sum(sums))
-        if self.sole_rank is not None:  # only its summary was broadcast, and nobody else has logged what counts
-            for rank, one in enumerate(summaries):
-                if rank != self.sole_rank:
-                    one.metrics = [math.nan] * len(one.metrics)
-        self.apply_step("training_step", summaries)
+        self.apply_step("training_step", self._decode(self._group.decode_from_sum(sums)))
         return self._gradient_factor
 
     def _decode(self, rows: list[list[float]]) -> list[StepSummary]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
@@ -17,7 +17,7 @@ from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_gnn.distributed.loss_weights import (
     LOSS_CHECKS,
@@ -27,24 +27,17 @@ from lightning_gnn.distributed.loss_weights import (
     weighs_otherwise,
 )
 from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
-from lightning_gnn.distributed.monitored_ranks import MonitoredRanks
+from lightning_gnn.distributed.monitored_ranks import MonitoredRanks, RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary, StepSync
 from lightning_gnn.runtime.devices import match_device
 
-log = logging.getLogger(__name__)
-
 
 class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
-    """DDP whose gradients are those of the undivided mini-batch, of which each rank has a share.
+    """DDP whose gradients are those of the undivided mini-batch, of which each rank has a share."""
 
-    DDP's wrapper would average the gradients of unequal shares evenly, so there is none: each rank's loss is multiplied
-    by its share, or by what the weights that ``training_step`` returns make of it, and the gradients are summed in one
-    message, which also carries all that ranks must know of the step (:class:`StepSync`). A rank that is alone needs no
-    process group, and trains as under a plain Trainer.
-
-    A subclass tells what share a rank has (:meth:`batch_weight`), and may surround steps (:meth:`batch_context`,
-    :meth:`user_code`) and exchange numbers of its own (:meth:`step_timings`, :meth:`observe_step`).
-    """
+    # DDP's wrapper would average the gradients of unequal shares evenly, so there is none: each loss is multiplied by
+    # its share, or by what the returned weights make of it, and gradients are summed in one message, which carries all
+    # that ranks must know of the step. A rank that is alone trains as under a plain Trainer.
 
     strategy_name: ClassVar[str]
     """By which the Trainer knows it."""
@@ -53,8 +46,8 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     shards_graph: ClassVar[bool] = False
     """Whether ranks have rows of one graph, so that all must run every step, and what it writes is their own."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, timeout: timedelta, process_group_backend: str | None, **kwargs: Unpack[RankOptions]) -> None:
+        super().__init__(timeout, process_group_backend, **kwargs)
         self._group: MixedDeviceGroup | None = None
         self._sync: StepSync | None = None
         self._gradients_synced = False
@@ -67,7 +60,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
         """Return this rank's share of the mini-batch that is worked on."""
 
     def batch_context(self, step: str, args: tuple[object, ...]) -> AbstractContextManager[object]:
-        """Surround a step, and the initialization of lazy modules by it."""
+        """Surround a step."""
         return nullcontext()
 
     def user_code(self, name: str) -> AbstractContextManager[object]:
@@ -117,19 +110,13 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
         super().setup_environment()
 
     def _connect(self, silence: float, accelerators: Sequence[int] = ()) -> None:
-        """Connect the ranks.
-
-        Args:
-            silence: Seconds without a sign of life after which a rank counts as lost.
-            accelerators: The ranks on accelerators that reduce among themselves first.
-        """
-        log.debug(f"{self.__class__.__name__}: setting up distributed...")
+        """Connect the ranks."""
         assert self._timeout is not None
         self._process_group_backend = self._get_process_group_backend()
         devices = self.parallel_devices or []
         mixed = any(device.type == "cpu" for device in devices)
-        options = {"device_id": self.root_device} if self.root_device.type == "cuda" and not mixed else {}
-        self.join_ranks(self._process_group_backend, silence, self._timeout, **options)
+        device_id = self.root_device if self.root_device.type == "cuda" and not mixed else None
+        self.join_ranks(self._process_group_backend, silence, self._timeout, device_id)
         if self._group is None:
             self._group = MixedDeviceGroup(devices * self.num_nodes, accelerators, self.global_rank)
 
@@ -137,10 +124,15 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        log.debug(f"{self.__class__.__name__}: setting up the model of {self.rank_name}")
         if self._alone:
             Strategy.setup(self, trainer)  # DDP's would ask for a process group
             return
+        held = (*self._module.named_parameters(), *self._module.named_buffers())
+        if lazy := [name for name, tensor in held if is_lazy(tensor)]:
+            raise ValueError(
+                f"{', '.join(lazy)} has no size yet, which several ranks must know from the start: give in_channels "
+                "(or in_features), or run the module on one batch before trainer.fit"
+            )
         super().setup(trainer)
         assert self._group is not None
         self._remove_sync()
@@ -156,17 +148,14 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         """Make parameters and buffers those of rank 0."""
-        log.debug(f"{self.__class__.__name__}: broadcasting parameters and buffers of rank 0")
         assert self._group is not None
-        held = [*self._module.parameters(), *self._module.buffers()]
-        self._group.broadcast_from_rank0([tensor for tensor in held if not is_lazy(tensor)])
+        self._group.broadcast_from_rank0([*self._module.parameters(), *self._module.buffers()])
 
     def trainable_parameters(self) -> list[Tensor]:
-        """Return the parameters that have a size: the module's, then those that only optimizers know."""
+        """Return the module's parameters, then those that only optimizers know."""
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         held = (parameter for group in groups for parameter in group["params"])
-        found = dict.fromkeys([*self._module.parameters(), *held])
-        return [parameter for parameter in found if not is_lazy(parameter)]
+        return list(dict.fromkeys([*self._module.parameters(), *held]))
 
     def resync_parameters(self) -> None:
         """Make parameters and states of optimizers those of rank 0. Collective: every rank must call this."""
@@ -184,7 +173,6 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     @override
     def on_train_start(self) -> None:
         """Make equal on all ranks what training changes."""
-        log.debug(f"{self.__class__.__name__}: starting training")
         super().on_train_start()
         if self._sync is not None:
             self._sync.start_training(self.trainable_parameters())
@@ -201,7 +189,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
             self._gradients_synced = self._gradients_synced and held
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         sync = self._training_sync
         output = self._run_step("training_step", super().training_step, args, kwargs)
         if sync is None:
@@ -227,12 +215,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     def _run_step(
         self, name: str, step: Callable[..., STEP_OUTPUT], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> STEP_OUTPUT:
-        """Run a step of the module, after its lazy modules have their sizes; what it logs is collected."""
-        if self._lazy:
-            with self.batch_context(name, args):
-                initialized = self.initialize_lazy(step, *args, **kwargs)
-            if initialized and (training := self._training_sync) is not None:
-                training.note_parameters(self.trainable_parameters())
+        """Run a step of the module; what it logs is collected."""
         with self.batch_context(name, args), self.user_code(name):
             if self._sync is None or name == "predict_step":
                 return step(*args, **kwargs)
@@ -265,13 +248,13 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
                 warnings.warn(warning_of(why, f"{self.strategy_name}'s ranks", self.counts), stacklevel=2)
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: object, **kwargs: object) -> Tensor:
         """Compute gradients of the undivided mini-batch's loss: the sum of the ranks' losses, by their weights."""
         sync, module, precision = self._training_sync, self._module, self.precision_plugin
         if sync is None:
             with self.user_code("backward"):
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
-        # The weights' sum divides the gradients if these are new: one message for all, and nobody waits before it.
+        # The weights' sum divides the gradients if these are new: one message for all, and no rank waits before it.
         piggybacks = (
             module.automatic_optimization
             and self.sync_gradients
@@ -302,8 +285,8 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
         optimizer: Optimizer,
         closure: Callable[[], Any],
         model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> object:
         """Step; an optimizer that reads the loss, as a line search does, gets that of the undivided mini-batch."""
         sync = self._training_sync
         if sync is None:
@@ -317,7 +300,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
         def with_global_loss() -> Tensor | None:
-            """Return the loss by which all ranks must decide alike."""
+            """Return the loss by which all ranks must make the same decision."""
             loss: Tensor | None = closure()
             return loss if loss is None else torch.full_like(loss, sync.global_loss)
 
@@ -326,26 +309,25 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     # -- evaluation
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def validation_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         output = self._run_step("validation_step", super().validation_step, args, kwargs)
         self._all_gather_step("validation_step")
         return output
 
     @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def test_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         output = self._run_step("test_step", super().test_step, args, kwargs)
         self._all_gather_step("test_step")
         return output
 
     @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def predict_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         return self._run_step("predict_step", super().predict_step, args, kwargs)
 
     # -- the end
 
     @override
     def on_train_end(self) -> None:
-        log.debug(f"{self.__class__.__name__}: ending training")
         super().on_train_end()
         if self._sync is not None:
             self._sync.is_training = False
@@ -360,7 +342,6 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     @override
     def teardown(self) -> None:
         """Give the module its own ``log`` back, and leave the other ranks when all are through."""
-        log.debug(f"{self.__class__.__name__}: tearing down strategy")
         self._remove_sync()
         super().teardown()
 

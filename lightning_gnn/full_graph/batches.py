@@ -87,15 +87,9 @@ def agree(graph: CompressedGraph, masks: dict[str, Tensor], memory_limit: int | 
 
 
 def shard_batch(batch: Data, graph: RowShard, owners: Ownership, masks: dict[str, Tensor]) -> ShardedBatch:
-    """Cut a batch: of every tensor with one row per node, the rows that the rank owns.
-
-    Tensors are taken for such if their length is the number of nodes and their name does not contain "edge". Tensors of
-    edges stay whole, in the order of the user's ``edge_index``. ``n_id`` names the rows, and ``pred_nodes``, if there
-    are any, become places in them.
-
-    Raises:
-        ValueError: The batch has labelled edges, whose ends other ranks may own.
-    """
+    """Cut a batch: of every tensor with one row per node, the rows that the rank owns."""
+    # Tensors with a row per node have that length and no "edge" in their name. Tensors of edges stay whole, in the
+    # order of the user's edge_index. n_id names the rows, and pred_nodes become places in them.
     # The ends of a labeled edge may belong to different ranks, which no loss can handle.
     if "edge_label_index" in batch:
         raise ValueError(
@@ -147,7 +141,7 @@ class BatchCache:
     _batches: dict[Any, tuple[ShardedBatch | Data, Any]] = field(default_factory=dict)
     _shards: dict[Any, tuple[RowShard, Any]] = field(default_factory=dict)
 
-    def prepare(self, batch: Any) -> Data:
+    def prepare(self, batch: object) -> Data:
         """Return a batch on the device; with several ranks, this rank's part of it."""
         if not isinstance(batch, Data) or not isinstance(batch.get("edge_index"), CompressedGraph):
             kind = type(batch.get("edge_index") if isinstance(batch, Data) else batch).__name__

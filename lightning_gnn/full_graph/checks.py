@@ -19,24 +19,21 @@ _OVER_NODES = (
 
 
 def refuse_norms_over_nodes(model: nn.Module) -> None:
-    """Refuse layers whose statistics run over all nodes: over a rank's rows they would be other ones.
-
-    ``SyncBatchNorm`` is fine: its statistics run over the ranks.
-    """
+    """Refuse layers whose statistics run over all nodes: over a rank's rows they would be other ones."""
     found = [
         f"{name} ({type(layer).__name__})"
         for name, layer in model.named_modules()
-        if (isinstance(layer, _OVER_NODES) and not _synchronised(layer))
+        if (isinstance(layer, _OVER_NODES) and not _synchronized(layer))
         or (isinstance(layer, pyg.LayerNorm) and layer.mode == "graph")
     ]
     if found:
         raise ValueError(
-            f"{', '.join(found)} normalises over all nodes, of which each rank has a part: the results would depend on "
+            f"{', '.join(found)} normalizes over all nodes, of which each rank has a part: the results would depend on "
             "the number of devices; use LayerNorm(mode='node') or another norm over features, Trainer(sync_batchnorm="
-            "True) for batch normalisation on GPUs, or one device"
+            "True) for batch normalization on GPUs, or one device"
         )
 
 
-def _synchronised(layer: nn.Module) -> bool:
+def _synchronized(layer: nn.Module) -> bool:
     """Say whether this is a ``SyncBatchNorm``, or PyG's wrapper of one."""
     return isinstance(layer, nn.SyncBatchNorm) or isinstance(getattr(layer, "module", None), nn.SyncBatchNorm)

@@ -118,11 +118,7 @@ def cut_out(
 
 
 def in_weights(graph: CompressedGraph, edge_weight: Tensor, looped: bool, weights: bool, fill: float) -> Tensor:
-    """Return the sum of the weights of each vertex's edges, ``[V]``; differentiable.
-
-    Args:
-        edge_weight: ``[num_user_edges]``.
-    """
+    """Return the sum of the weights of each vertex's edges, ``[V]``; differentiable."""
     degrees = edge_weight.new_zeros(graph.num_targets)
     # What autograd needs to keep is as large as the graph in any case.
     for rows in row_blocks(graph.forward, graph.num_edges if edge_weight.requires_grad else _BLOCK):

@@ -31,9 +31,8 @@ class FullGraphDataModule(ResumableDataModule):
 
     The batch's ``edge_index`` is a :class:`~lightning_gnn.compressed.graph.CompressedGraph`, which the layers of
     :mod:`lightning_gnn.nn` take in place of the tensor. On several devices it needs the strategy ``"ascend_hybrid"``,
-    which shares out the graph. A first layer that sums or averages its neighbours' features does so once for all
-    epochs, as long as the batch's ``x`` is the same tensor, to which nobody writes (through numpy or ``.data`` unseen),
-    and keeps the result, as large as ``x``.
+    which shares out the graph. A first layer that sums or averages its neighbors' features does so once for all
+    epochs and keeps the result, as large as ``x``, as long as the batch's ``x`` is the same tensor and not written to.
 
     Args:
         data: The graph, with a topology and the masks, bool ``[num_nodes]``; only ``train_mask`` must be there.
@@ -47,7 +46,7 @@ class FullGraphDataModule(ResumableDataModule):
             (:func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`).
         feature_dtype: Keep ``x`` in this dtype, ``"bfloat16"`` (or float16) for half of the memory, and of the time to
             read it, best with ``Trainer(precision="bf16-mixed")``.
-        **kwargs: None; a wrong one is told the closest there is.
+        **kwargs: None; the error for a wrong one names the closest there is.
 
     Raises:
         TypeError: The graph is not homogeneous, a mask is not bool, an option is unknown.
@@ -77,7 +76,7 @@ class FullGraphDataModule(ResumableDataModule):
         check_features: bool = True,
         share_memory: bool = True,
         feature_dtype: torch.dtype | str | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__()
         for name in kwargs:
@@ -144,7 +143,7 @@ class FullGraphDataModule(ResumableDataModule):
         if self.trainer is None:
             return
         model = self.trainer.lightning_module
-        # Of a model of mixed layers, only a forward pass tells which of them read the batch's edge_index.
+        # Of a model of mixed layers, only a forward pass shows which of them read the batch's edge_index.
         layers = [] if model is None or self.graph is None or "inference" in self.data else model.modules()
         if layers and not any(getattr(layer, "takes_graph", False) for layer in layers):
             check_takes_graph(model)

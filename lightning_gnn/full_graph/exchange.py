@@ -12,11 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Who sends which rows and columns to whom.
+    """Who sends which rows and columns to whom."""
 
-    Rank ``q = m + g * M`` computes the columns of slice m for a set of rows, that of member g. Every row has one owner,
-    and a set lists its rows in the order of their owners.
-    """
+    # Rank q = m + g * M computes the columns of slice m for a set of rows, that of member g. Every row has one owner,
+    # and a set lists its rows in the order of their owners.
 
     rank: int
     slices: tuple[tuple[int, int], ...]
@@ -46,14 +45,8 @@ class Exchange:
         return max(stop for _, stop in self.slices)
 
     def spread(self, x: Tensor) -> Tensor:
-        """Send rows to the ranks that compute with them, and return the rows of this rank's set.
-
-        Args:
-            x: This rank's rows, ``[num_rows, D]``.
-
-        Returns:
-            The columns of this rank's slice of the rows of its set, ``[sum of counts, width]``.
-        """
+        """Send rows to the ranks that compute with them, and return the rows of this rank's set."""
+        # [num_rows, D], this rank's rows -> [sum of counts, width], its slice of the rows of its set.
         chosen = [x if index is None else x.index_select(0, index) for index in self.own]
         parts = [rows[:, start:stop] for rows in chosen for start, stop in self.slices]
         sizes = [part.numel() for part in parts]
@@ -64,14 +57,8 @@ class Exchange:
         return all_to_all(sent, sizes, received, self.group).view(-1, self.width)
 
     def collect(self, y: Tensor) -> Tensor:
-        """Send rows back to their owners, where what comes from several ranks adds up: the adjoint of :meth:`spread`.
-
-        Args:
-            y: ``[sum of counts, width]``.
-
-        Returns:
-            ``[num_rows, D]``; zeros in rows that are in no set.
-        """
+        """Send rows back to their owners, where what comes from several ranks adds up: the adjoint of `spread`."""
+        # [sum of counts, width] -> [num_rows, D], zeros in rows that are in no set.
         sent = [count * self.width for count in self.counts]
         heights = [self.num_rows if index is None else index.numel() for index in self.own]
         shapes = [(height, stop - start) for height in heights for start, stop in self.slices]
@@ -95,12 +82,10 @@ class Exchange:
         return all(start == stop for (start, _), stop in zip(self.slices, stops, strict=False))
 
 
-def all_to_all(sent: Tensor, sizes: Sequence[int], received: Sequence[int], group: Any = None) -> Tensor:
-    """Send a piece of a tensor to each rank, and return the pieces that came, one rank after the other.
-
-    Args:
-        sent: ``[sum of sizes]``.
-    """
+def all_to_all(
+    sent: Tensor, sizes: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Send a piece of a tensor to each rank, and return the pieces that came, one rank after the other."""
     out = sent.new_empty(sum(received))
     if not sent.numel():
         sent = sent.new_empty(0)  # an empty one may have strides that do not let it be seen as bytes
@@ -119,27 +104,21 @@ def all_to_all(sent: Tensor, sizes: Sequence[int], received: Sequence[int], grou
 def tell_owners(
     rank: int, positions: Tensor, offsets: Sequence[int], num_groups: int, group: dist.ProcessGroup | None = None
 ) -> tuple[list[Tensor | None], list[int]]:
-    """Tell the owners of rows which of them this rank's set has; all ranks call this together.
-
-    Args:
-        positions: The set, positions in the order of the owners, ascending, int32 ``[n]``.
-        offsets: Where each owner's rows begin, and the number of all.
-
-    Returns:
-        For each of the G sets, which of this rank's rows are in it, int64, ascending, None where all are; and how many
-        rows of this rank's set each rank owns: the arguments of an :class:`Exchange`.
-    """
+    """Tell the owners of rows which of them this rank's set has; all ranks call this together."""
+    # positions: the set in the order of the owners, ascending, int32 [n]. The result is what an Exchange takes: for
+    # each of the G sets which of this rank's rows are in it (int64, ascending, None: all), and the rows of each owner
+    # in its set.
     num_ranks = len(offsets) - 1
     bounds = torch.searchsorted(positions, torch.tensor(offsets, dtype=positions.dtype, device=positions.device))
     counts = bounds.diff()
-    if rank % num_groups:  # the M ranks of a member have the same set: the first of them tells
+    if rank % num_groups:  # the M ranks of a member have the same set: the first of them sends it
         positions = positions.new_empty(0)
-    told = counts if rank % num_groups == 0 else torch.zeros_like(counts)
+    sent = counts if rank % num_groups == 0 else torch.zeros_like(counts)
     one_each = [1] * num_ranks
-    heard = all_to_all(told, one_each, one_each, group).tolist()
-    rows = all_to_all(positions, told.tolist(), heard, group).to(torch.int64).sub_(offsets[rank])
+    received = all_to_all(sent, one_each, one_each, group).tolist()
+    rows = all_to_all(positions, sent.tolist(), received, group).to(torch.int64).sub_(offsets[rank])
     num_rows = offsets[rank + 1] - offsets[rank]
-    own = [None if index.numel() == num_rows else index for index in torch.split(rows, heard)[::num_groups]]
+    own = [None if index.numel() == num_rows else index for index in torch.split(rows, received)[::num_groups]]
     return own, counts.tolist()
 
 
@@ -170,11 +149,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 def all_gather_rows(values: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the rows of all ranks, one rank after the other, on every rank: constants, which autograd does not follow.
-
-    Args:
-        values: This rank's, ``[counts[rank], ...]``.
-    """
+    """Return the rows of all ranks, one rank after the other, on every rank; autograd does not follow them."""
     values = values.detach()
     # To the length of the longest: backends gather equal lengths only.
     padded = values.new_zeros((max(counts), *values.shape[1:]))

@@ -25,8 +25,6 @@ from lightning_gnn.compressed.hybrid_plan import (
     slice_columns,
 )
 
-_MOST_RANKS = 1024
-
 
 def plan_devices(
     num_columns: int,
@@ -68,8 +66,8 @@ def plan_devices(
 
     Raises:
         TypeError: Loads that are no integers.
-        ValueError: No grouping fits the memory (says how many ranks would do); no column, no rank, a negative load or
-            number of rows; a number of groups that does not divide the ranks or exceeds the columns.
+        ValueError: No grouping fits the memory; no column, no rank, a negative load or number of rows; a number of
+            groups that does not divide the ranks or exceeds the columns.
     """
     # Check the arguments, and list the numbers of groups to compare.
     check_sizes(num_columns, num_ranks)
@@ -84,18 +82,29 @@ def plan_devices(
         check_groups(num_groups, num_ranks, num_columns)
         considered = [num_groups]
     # Compute the communication volume of each grouping, and the memory of its most loaded rank.
-    layer = _LayerSizes(num_columns, num_rows, loads, element_size, edge_bytes)
     candidates = []
     for groups in considered:
-        range_loads = layer.range_loads(num_ranks // groups)
-        volume, memory = layer.volume(num_ranks, range_loads), layer.memory(num_ranks, groups, max(range_loads))
+        edges = _range_loads(loads, num_ranks // groups)
+        rows = sum(min(num_rows, load) for load in edges) + num_rows
+        # The bytes that all ranks send, and those of the rank with the widest slice and the heaviest range.
+        volume = 2 * (1 - 1 / num_ranks) * num_columns * rows * element_size
+        width = max(stop - start for start, stop in slice_columns(num_columns, groups))
+        held = min(num_rows, max(edges)) + num_rows * groups / num_ranks
+        dense = 2 * num_rows / num_ranks * num_columns
+        memory = max(edges) * edge_bytes + (held * width + dense) * element_size
         note = "too large" if memory_limit is not None and memory > memory_limit else ""
         candidates.append(GroupingCost(groups, volume, {"bytes per rank": memory}, note))
     # Groupings beyond the memory limit remain in the plan, with a note, but cannot be chosen.
     eligible = [candidate for candidate in candidates if not candidate.note]
     if not eligible:
         assert memory_limit is not None
-        raise ValueError(_too_large(layer, num_ranks, num_groups, candidates, memory_limit))
+        least = min(candidate.terms["bytes per rank"] for candidate in candidates)
+        asked, advice = ("", "") if num_groups == "auto" else (f" in num_groups={num_groups}", " or num_groups='auto'")
+        raise ValueError(
+            f"{int(loads.sum())} edges, {num_rows} rows and {num_columns} columns on {num_ranks} ranks{asked} need "
+            f"{least / 1e9:.4g} GB per rank, but {memory_limit / 1e9:.4g} GB are there; use more ranks, narrower "
+            f"features{advice}"
+        )
     # `min` over the reversed candidates prefers more groups in a tie.
     best = min(reversed(eligible), key=lambda candidate: candidate.cost).num_groups
     return HybridPlan(
@@ -104,74 +113,15 @@ def plan_devices(
         num_columns=num_columns,
         slices=slice_columns(num_columns, best),
         chunk_ranges=balance_ranges(loads, num_ranks // best),
-        loads=tuple(layer.range_loads(num_ranks // best)),
+        loads=tuple(_range_loads(loads, num_ranks // best)),
         candidates=tuple(candidates),
         unit="bytes sent by all ranks, forward and backward",
     )
 
 
-class _LayerSizes:
-    """The sizes that volume and memory follow from; the formulas are in :func:`plan_devices`."""
-
-    def __init__(self, num_columns: int, num_rows: int, loads: np.ndarray, element_size: int, edge_bytes: int) -> None:
-        self.num_columns = num_columns
-        self.num_rows = num_rows
-        self.loads = loads
-        self.element_size = element_size
-        self.edge_bytes = edge_bytes
-
-    def range_loads(self, members: int) -> list[int]:
-        """Edges of each chunk range."""
-        return [int(self.loads[start:stop].sum()) for start, stop in balance_ranges(self.loads, members)]
-
-    def volume(self, num_ranks: int, range_loads: list[int]) -> float:
-        """Bytes that all ranks send, forward and backward."""
-        rows = sum(min(self.num_rows, load) for load in range_loads) + self.num_rows
-        return 2 * (1 - 1 / num_ranks) * self.num_columns * rows * self.element_size
-
-    def memory(self, num_ranks: int, num_groups: int, load: int) -> float:
-        """Bytes of the rank with the widest slice and the heaviest range."""
-        width = max(stop - start for start, stop in slice_columns(self.num_columns, num_groups))
-        rows = min(self.num_rows, load) + self.num_rows * num_groups / num_ranks
-        dense = 2 * self.num_rows / num_ranks * self.num_columns
-        return load * self.edge_bytes + (rows * width + dense) * self.element_size
-
-    def ranks_that_fit(self, more_than: int, num_groups: int | Literal["auto"], limit: int) -> int | None:
-        """Return the least number of ranks above ``more_than`` with a grouping that fits, up to 1024."""
-        total, heaviest = int(self.loads.sum()), int(self.loads.max(initial=0))
-        for num_ranks in range(more_than + 1, _MOST_RANKS + 1):
-            for groups in divisors(num_ranks):
-                if groups > self.num_columns or num_groups not in ("auto", groups):
-                    continue
-                members = num_ranks // groups
-                at_best = max(-(-total // members), heaviest)  # a bound first: exact ranges cost time
-                if self.memory(num_ranks, groups, at_best) > limit:
-                    continue
-                if self.memory(num_ranks, groups, max(self.range_loads(members))) <= limit:
-                    return num_ranks
-        return None
-
-
-def _too_large(
-    layer: _LayerSizes,
-    num_ranks: int,
-    num_groups: int | Literal["auto"],
-    candidates: list[GroupingCost],
-    limit: int,
-) -> str:
-    least = min(candidate.terms["bytes per rank"] for candidate in candidates)
-    enough = layer.ranks_that_fit(num_ranks, num_groups, limit)
-    asked = "" if num_groups == "auto" else f" in num_groups={num_groups}"
-    if enough is not None:
-        advice = f"{enough} ranks would do"
-    elif num_groups != "auto":
-        advice = "with num_groups='auto' fewer ranks may do"
-    else:
-        advice = f"not even {_MOST_RANKS} ranks would do: use narrower features"
-    return (
-        f"{int(layer.loads.sum())} edges, {layer.num_rows} rows and {layer.num_columns} columns on {num_ranks} "
-        f"ranks{asked} need {least / 1e9:.4g} GB per rank, but {limit / 1e9:.4g} GB are there; {advice}"
-    )
+def _range_loads(loads: np.ndarray, members: int) -> list[int]:
+    """Return the edges of each range of chunks."""
+    return [int(loads[start:stop].sum()) for start, stop in balance_ranges(loads, members)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,13 +148,9 @@ class Ownership:
 
 
 def share_rows(num_rows: int, num_ranks: int, splits: Mapping[str, Tensor]) -> Ownership:
-    """Share rows out to ranks, those of each split evenly, as if they were dealt like cards.
-
-    Every rank then has some of each split: a loss over none is no number, and metrics of none are refused.
-
-    Args:
-        splits: Name and mask, bool ``[V]``, of each split. One that marks nothing does not count.
-    """
+    """Share rows out to ranks, those of each split evenly, as if they were dealt like cards."""
+    # Every rank has some of each split: a loss over none is no number. A mask, bool [V], that marks nothing does not
+    # count.
     # Give each combination of splits a number of its own, so that rows can be sorted by it.
     kind: np.ndarray = np.zeros(num_rows, np.int64)
     for name, mask in splits.items():

@@ -22,7 +22,7 @@ from lightning_gnn.compressed.hybrid_plan import (
 )
 from lightning_gnn.compressed.self_loops import inverse_root
 from lightning_gnn.full_graph.cut import Part, RowEntries, UserEdges, count_self_loops, cut_out, in_weights
-from lightning_gnn.full_graph.exchange import Exchange, all_gather_rows, rows_to_slice, slice_to_rows, tell_owners
+from lightning_gnn.full_graph.exchange import Exchange, rows_to_slice, slice_to_rows, tell_owners
 from lightning_gnn.full_graph.plan import Ownership, plan_devices
 from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
@@ -40,7 +40,7 @@ class _Cut:
     edges: tuple[int, int]  # its first edge and the one after the last, in the whole graph's forward order
     sides: tuple[dict[str, Any], dict[str, Any]] | None = None
     """For sources and targets the last arguments of an :class:`Exchange`, all but the slices; None until the ranks
-    have told each other.
+    have exchanged them.
     """
 
     @property
@@ -50,28 +50,14 @@ class _Cut:
 
 
 class RowShard:
-    """What a rank sees in place of a :class:`~lightning_gnn.compressed.graph.CompressedGraph`.
+    """What a rank sees in place of a :class:`~lightning_gnn.compressed.graph.CompressedGraph`."""
 
-    Every tensor of vertices holds the rows that the rank owns. An aggregation brings rows to slices by all-to-all,
-    aggregates this rank's slice over its range of rows, and brings the slices back to rows; backward runs the adjoints
-    (NeutronAscend, section 5; between devices M is chosen by volume and memory). So all ranks must call the same
-    operations in the same order.
-
-    Weights of edges are those of the rank's range, the same on its M ranks, each of which holds a part of their
-    gradient: the gradients of all ranks add up, for weights as for parameters.
-
-    Of the graph's edges, a rank brings those of its ranges to memory and no others: the whole graph is read, not
-    copied, and may lie on disk, mapped. Beside them, it holds arrays with an entry per vertex.
-
-    A layer with fewer columns than groups runs in fewer groups, whose ranges subdivide those of the others;
-    if ``num_groups`` was given, it is an error.
-
-    Args:
-        num_groups: M, which divides the number of ranks, or ``"auto"``.
-        memory_limit: Bytes that a rank may use, or None.
-        element_size: Bytes of a feature.
-        looped: What :meth:`with_self_loops` returns: with exactly one self-loop per vertex.
-    """
+    # Every tensor of vertices holds the rows that the rank owns. An aggregation brings rows to slices by all-to-all,
+    # aggregates this rank's slice over its range of rows, and brings the slices back to rows; backward runs the
+    # adjoints (NeutronAscend, section 5). All ranks must call the same operations in the same order. Weights of edges
+    # are those of the rank's range, the same on its M ranks, whose gradients add up, as for parameters. Of the graph's
+    # edges a rank brings those of its ranges to memory alone; the graph may be mapped from disk. A layer with fewer
+    # columns than groups runs in fewer groups, whose ranges subdivide the others'.
 
     def __init__(
         self,
@@ -79,19 +65,14 @@ class RowShard:
         owners: Ownership,
         rank: int,
         num_columns: int = 1,
-        num_groups: int | Literal["auto"] = "auto",
+        num_groups: int | Literal["auto"] = "auto",  # M, which divides the number of ranks, or ``"auto"``
         settings: PlanSettings | None = None,
         device: torch.device | str = "cpu",
-        memory_limit: int | None = None,
-        element_size: int = 4,
+        memory_limit: int | None = None,  # bytes that a rank may use, or None
+        element_size: int = 4,  # bytes of a feature
         process_group: dist.ProcessGroup | None = None,
-        looped: bool = False,
+        looped: bool = False,  # what :meth:`with_self_loops` returns: with exactly one self-loop per vertex
     ) -> None:
-        if graph.num_sources != graph.num_targets or graph.num_targets != owners.order.numel():
-            raise ValueError(
-                f"ranks share out the vertices of one set, but the graph has {graph.num_sources} sources, "
-                f"{graph.num_targets} targets and {owners.order.numel()} rows with an owner"
-            )
         self.whole = graph.to("cpu")
         self.owners = owners
         self.rank = rank
@@ -180,7 +161,7 @@ class RowShard:
         shard = self.with_self_loops() if add_self_loops else self
         if edge_weight is None:
             dtype = dtype or torch.get_default_dtype()
-            return shard._once(("gcn_weight", dtype), lambda: shard._normalised(dtype))
+            return shard._once(("gcn_weight", dtype), lambda: shard._normalized(dtype))
         self.whole.check_edge_values(edge_weight, "edge_weight")
         edge_weight = edge_weight.to(self.whole.device)
         # A self-loop that is added weighs 1 or 2; that of a graph which has them anyway, nothing.
@@ -195,12 +176,8 @@ class RowShard:
         return self._user_edges().values(values.to(self.whole.device), fill).to(self.device)
 
     def aggregate(self, x: Tensor, weight: Tensor | None = None, reduce: Reduce = "sum") -> Tensor:
-        """Aggregate over the whole graph; all ranks call this together. See :func:`~lightning_gnn.ops.aggregate`.
-
-        Args:
-            x: This rank's rows, ``[num_sources, D]`` or ``[num_sources, H, C]``.
-            weight: ``[num_edges]`` or ``[num_edges, H]``.
-        """
+        """Aggregate over the whole graph; all ranks call this together. See :func:`~lightning_gnn.ops.aggregate`."""
+        # x is [num_sources, D] or [num_sources, H, C], of this rank's rows; weight [num_edges] or [num_edges, H].
         self._check(x, "x", (2, 3))
         if weight is not None and (weight.dim() not in (1, 2) or weight.size(0) != self.num_edges):
             raise ValueError(
@@ -229,15 +206,9 @@ class RowShard:
         return slice_to_rows(part.index_select(0, cut.part.row_of), to_rows).view(x.shape)
 
     def edge_softmax(self, source_scores: Tensor, target_scores: Tensor, negative_slope: float = 0.2) -> Tensor:
-        """Turn scores into attention weights of this rank's range, for all heads; all ranks call this together.
-
-        The M ranks of a range compute the same weights. Their gradients, which are those of a slice each, add up
-        in the exchange of the scores' gradients.
-
-        Args:
-            source_scores: ``[num_sources, H]``.
-            target_scores: ``[num_targets, H]``.
-        """
+        """Turn scores into attention weights of this rank's range, for all heads; all ranks call this together."""
+        # Scores are [num_sources, H] and [num_targets, H]. The M ranks of a range compute the same weights, whose
+        # gradients, of a slice each, add up in the exchange.
         self._check(source_scores, "source_scores", (2,))
         self._check(target_scores, "target_scores", (2,))
         heads = source_scores.size(1)
@@ -245,15 +216,6 @@ class RowShard:
         of_owners = rows_to_slice(target_scores, of_targets)
         by_row = torch.zeros_like(of_owners).index_copy(0, self._base.part.row_of, of_owners)
         return edge_softmax(self._base.graph, rows_to_slice(source_scores, of_sources), by_row, negative_slope)
-
-    def gather(self, values: Tensor) -> Tensor:
-        """Return rows of all ranks in the order of the vertices, on every rank; all ranks call this together.
-
-        Args:
-            values: This rank's rows, ``[num_targets, ...]``.
-        """
-        gathered = all_gather_rows(values, self.owners.counts, self.process_group)
-        return gathered[self.owners.position.to(values.device)]
 
     def large_arrays(self) -> dict[str, object]:
         """Return the graph and what has been made of it, by names that ranks which hold the same have in common."""
@@ -323,7 +285,7 @@ class RowShard:
         return {"own": own, "counts": counts, "num_rows": self.num_targets, "group": self.process_group}
 
     def _loads(self) -> np.ndarray:
-        """Return the edges of each forward row; as large as the vertices, so nobody keeps it."""
+        """Return the edges of each forward row; as large as the vertices, so that it is not kept."""
         return self._looped_degrees(self.whole.forward.degrees()).numpy()
 
     def _user_edges(self) -> UserEdges:
@@ -334,7 +296,7 @@ class RowShard:
         """Count exactly one self-loop per vertex where the shard has them."""
         return degrees if self._loops is None else degrees + 1 - self._loops
 
-    def _normalised(self, dtype: torch.dtype) -> Tensor:
+    def _normalized(self, dtype: torch.dtype) -> Tensor:
         """Return the weights of GCN where all edges weigh 1."""
         return self._scaled(self._looped_degrees(self.whole.forward.degrees()).to(dtype), None)
 
@@ -384,11 +346,8 @@ class RowShard:
 
 
 def head_blocks(start: int, stop: int, channels: int) -> list[tuple[int, int, int]]:
-    """Cut a range of columns ``[H, C]`` into blocks of the same part of adjacent heads.
-
-    Returns:
-        First head, the one after the last, and columns of each of them; at most three blocks, in order.
-    """
+    """Cut a range of columns ``[H, C]`` into blocks of the same part of adjacent heads."""
+    # Each is (first head, one after the last, columns of each); at most three, in order.
     blocks = []
     while start < stop:
         head, offset = divmod(start, channels)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,15 +11,14 @@ from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning_fabric.utilities.seed import reset_seed
 from lightning_utilities.core.apply_func import apply_to_collection
-from pytorch_lightning.plugins import Precision
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_gnn.compressed.hybrid_plan import PlanSettings, divisors
+from lightning_gnn.distributed.monitored_ranks import RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight
 from lightning_gnn.distributed.weighted_ddp import WeightedDDPStrategy
 from lightning_gnn.full_graph.batches import BatchCache, ShardedBatch
@@ -29,7 +27,6 @@ from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
 
-log = logging.getLogger(__name__)
 _SPLITS = {"training_step": "train", "validation_step": "val", "test_step": "test", "predict_step": "predict"}
 _LOADERS = {split: number for number, split in enumerate(_SPLITS.values())}
 """Numbers of the loaders in the keys of dropout."""
@@ -39,22 +36,18 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
     """Trains on full graphs: ``Trainer(accelerator="cpu" | "cuda" | "npu", devices=N, strategy="ascend_hybrid")``.
 
     The batches are those of :class:`~lightning_gnn.full_graph.FullGraphDataModule`, and the model is built from the
-    layers of :mod:`lightning_gnn.nn`; it does not change.
-
-    With one device, the hybrid plan runs inside the aggregation: its cores form ``num_groups`` groups.
-
-    With N devices, each rank owns some rows of every tensor of nodes, evenly of each split, and sees them alone; an
-    aggregation exchanges rows and feature slices (:class:`RowShard`), in ``num_groups`` groups of ranks. Then
+    layers of :mod:`lightning_gnn.nn`. With one device, the hybrid plan runs inside the aggregation: its cores form
+    ``num_groups`` groups. With N devices, each rank owns some rows of every tensor of nodes, evenly of each split, and
+    sees them alone; an aggregation exchanges rows and feature slices, in ``num_groups`` groups of ranks. Then
 
     - the loss must be a mean over the nodes of the split's mask (over all nodes without a mask) plus, if need be, terms
-      that do not depend on nodes. Gradients are those of the mean over all ranks' nodes, before clipping and steps.
-      For another loss, ``training_step`` returns ``{"loss": loss, "weight": weight}`` on every rank: what the loss was
-      divided by (labels that count, the sum of their class weights), or ``"sum"`` where it was not divided. Manual
-      optimisation knows means over nodes only;
+      that do not depend on nodes; gradients are those of the mean over all ranks' nodes. For another loss,
+      ``training_step`` returns ``{"loss": loss, "weight": weight}`` on every rank: what the loss was divided by (labels
+      that count, the sum of their class weights), or ``"sum"``. Manual optimization knows means over nodes only;
     - ``self.log`` of a mean in a step gives the mean over all ranks' nodes of that step's split, other reductions run
-      over all ranks; metrics of torchmetrics synchronise themselves;
+      over all ranks; metrics of torchmetrics synchronize themselves;
     - ``predict_step``'s tensors of rows come back on every rank, for all nodes in their order;
-    - normalisation over nodes is refused (batch normalisation works as ``sync_batchnorm=True`` on GPUs);
+    - normalization over nodes is refused (batch normalization works as ``sync_batchnorm=True`` on GPUs);
     - the loss of a rank ends the others, with a message that names it.
 
     In all steps, dropout is drawn by row and column (:class:`~lightning_gnn.ops.dropout.drop_by_row`), so that any
@@ -65,23 +58,16 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         cores_per_device: Cores that aggregate on each device; None takes torch's threads.
         bandwidth_ratio: How many times faster the cores' shared cache is than memory.
         process_group_backend: By default gloo on CPUs, nccl on CUDA, hccl on NPUs.
-        timeout: How long a rank may give no sign of life, and a collective may take; a number means seconds. It counts
-            from when all ranks have met, for which they have half an hour, or ``timeout`` if that is longer: imports
-            may take their time.
+        timeout: How long a rank may give no sign of life, and a collective may take, once all ranks have met; a number
+            means seconds. For the meeting they have half an hour at least.
         memory_limit: Bytes that a rank may use for its part of the graph, None for no limit, or ``"auto"`` for what is
             free.
-        accelerator: What the devices are; None takes the trainer's.
-        parallel_devices: This node's devices; None takes the trainer's.
-        cluster_environment: How ranks find one another; None takes the trainer's.
-        checkpoint_io: How checkpoints are written and read; None takes Lightning's.
-        precision_plugin: Number formats of the steps; None takes the trainer's.
-        start_method: How the other processes of this node are started: ``"popen"`` runs the script again, or, from a
-            notebook, fresh processes that get what the notebook has; ``"fork"`` is refused with several devices.
+        **kwargs: Of Lightning's ``DDPStrategy``: ``checkpoint_io``, ``start_method`` (not ``"fork"``), and such.
 
     Raises:
         ValueError: An argument is out of range. Later: M does not divide the number of ranks; features are narrower
             than a given M; a split has fewer nodes than there are ranks; ranks have different graphs; the graph does
-            not fit (says how many ranks would do); several processes by fork; a normalisation over nodes.
+            not fit; several processes by fork; a normalization over nodes.
         TypeError: A batch is not a full graph.
 
     Examples:
@@ -92,7 +78,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         >>> from lightning_gnn.nn import GCN, NodeClassifier
         >>> y = torch.arange(40) % 2
         >>> ring = torch.arange(40)
-        >>> edge_index = torch.stack([ring, (ring + 2) % 40])  # neighbours are of one class
+        >>> edge_index = torch.stack([ring, (ring + 2) % 40])  # neighbors are of one class
         >>> x = torch.nn.functional.one_hot(y).float()
         >>> first = ring < 20
         >>> data = Data(x, edge_index, y=y, train_mask=first, val_mask=~first)
@@ -125,12 +111,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=10),
         memory_limit: int | Literal["auto"] | None = "auto",
-        accelerator: pl.accelerators.Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **kwargs: Unpack[RankOptions],
     ) -> None:
         # Validate the options that the base class does not know.
         timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
@@ -140,16 +121,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
             raise ValueError(f"memory_limit must be bytes, None or 'auto', but is {memory_limit!r}")
         # Settings of the plan are kept together, since each layer is planned with them.
         self.settings = PlanSettings(cores_per_device, num_groups, bandwidth_ratio)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        super().__init__(timeout, process_group_backend, **kwargs)
         # The seed, the shards and the present batch are set by the stages of the Trainer.
         self.memory_limit = memory_limit
         self._seed: int | None = None
@@ -192,13 +164,12 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
             refuse_norms_over_nodes(self._module)
         self._num_steps = 0
         if self._seed is None:
-            # Masks of one seed on all ranks, also where nobody called seed_everything.
+            # Masks of one seed on all ranks, also without seed_everything.
             self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Write a checkpoint, with the seed of the dropout masks; it loads without this strategy."""
-        log.debug(f"{self.__class__.__name__}: saving a checkpoint of {self.rank_name}")
         checkpoint = {**checkpoint, self.strategy_name: {"seed": self._seed}}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -212,7 +183,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
     # -- batches
 
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+    def batch_to_device(self, batch: object, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Return this rank's part of a full graph, on its device; the same batch is cut and moved once."""
         return super().batch_to_device(self._prepared.prepare(batch), device, dataloader_idx)
 
@@ -270,7 +241,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         return BatchWeight(1, 1) if self._batch is None else BatchWeight(*self._batch.share(self._split))
 
     @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def predict_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         """Run the module's step on this rank's rows, and return the rows of all ranks."""
         predicted = super().predict_step(*args, **kwargs)
         return predicted if self._batch is None else apply_to_collection(predicted, Tensor, self._batch.gather)

@@ -18,11 +18,7 @@ _EXACT_BACKENDS = (None, "numba", "reference")
 
 
 def can_sample_on(loader: PyGLoader, device: torch.device) -> bool:
-    """Tell whether a device can draw the samples that a loader draws on the CPU.
-
-    Args:
-        device: An accelerator; ``cpu`` stands for one.
-    """
+    """Tell whether a device can draw the samples that a loader draws on the CPU."""
     if not isinstance(loader, NodeLoader):
         return False
     sampler = loader.node_sampler
@@ -32,14 +28,7 @@ def can_sample_on(loader: PyGLoader, device: torch.device) -> bool:
 
 
 class AcceleratorSampling:
-    """Draws samples on an accelerator, and brings them back to the memory of the CPU, where features are loaded.
-
-    Args:
-        device: The accelerator. The topology lies in its memory, or in page-locked host memory where it would take more
-            than half of what is free. ``cpu`` may stand for one.
-
-    Source: HyScale-GNN, section III-B (Sampling).
-    """
+    """Draws samples on an accelerator, and brings them back to the memory of the CPU, where features are loaded."""
 
     def __init__(self, sampler: NeighborSampler, device: torch.device) -> None:
         self.sampler = sampler
@@ -49,20 +38,12 @@ class AcceleratorSampling:
 
     @staticmethod
     def takes(number: int, share: float) -> bool:
-        """Decide whether a mini-batch is sampled here, so that in the long run a share is met, in an even sequence.
-
-        Args:
-            number: Position of the mini-batch in the epoch; multiples of the golden ratio take turns.
-            share: Of this rank's sampling, 0 to 1.
-        """
+        """Decide whether a mini-batch is sampled here, so that in the long run a share is met, in an even sequence."""
+        # Multiples of the golden ratio take turns.
         return number * _GOLDEN % 1.0 < share
 
     def sample(self, inputs: NodeSamplerInput, key: int) -> SamplerOutput:
-        """Sample a mini-batch; return it in the memory of the CPU.
-
-        Args:
-            inputs: The seeds, int64 ``[batch_size]``.
-        """
+        """Sample a mini-batch; return it in the memory of the CPU."""
         if self._stream is not None:
             torch.accelerator.set_device_index(self._device)
         with self._stream or nullcontext():

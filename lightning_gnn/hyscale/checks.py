@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -20,7 +18,7 @@ from lightning_gnn.loading.loaders import PipelineLoader
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def check_training(loader: Any, module: pl.LightningModule) -> None:
+def check_training(loader: object, module: pl.LightningModule) -> None:
     """Refuse loaders and modules that cannot be shared out."""
     if isinstance(loader, PipelineLoader) and isinstance(loader.prefetcher, CollectiveBatching):
         raise ValueError(
@@ -41,7 +39,7 @@ def check_training(loader: Any, module: pl.LightningModule) -> None:
             f"or of lightning_gnn.NeighborDataModule; it got {type(loader).__name__}"
         )
     try:
-        len(loader)
+        len(loader)  # type: ignore[arg-type]  # says if it has none
     except TypeError:
         raise ValueError("the training loader has no length; give its batch_sampler a __len__") from None
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.hyscale.batch_share import BatchShare
 from lightning_gnn.hyscale.checks import check_training, overrides_transfer
 from lightning_gnn.hyscale.options import (
+    TURNED_OFF,
     HyScaleOptions,
     Trainers,
     allowed_drm,
@@ -25,12 +25,11 @@ from lightning_gnn.hyscale.options import (
     measurements_decide,
     replays,
     seeds_of_iteration,
-    turned_off,
 )
 from lightning_gnn.hyscale.performance_model.calibrate import (
-    begin_sampling,
     find_sampling,
-    first_mapping,
+    first_share,
+    model_of,
     resumed_mapping,
     wanted_sampling,
 )
@@ -42,7 +41,7 @@ from lightning_gnn.hyscale.sharded_loader import (
     can_be_cut,
     split_seeds,
 )
-from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings, StagedBatching
+from lightning_gnn.hyscale.staged_prefetcher import BatchShare, PipelineSettings, StagedBatching
 from lightning_gnn.hyscale.transfer import Transfer
 from lightning_gnn.loading.batch import Batch
 from lightning_gnn.loading.loaders import NodeLoader, PipelineLoader
@@ -79,22 +78,15 @@ class RankPlace:
 
 
 class HyScaleLoaders:
-    """Turns the user's loaders into those of one rank, and decides what share of the work training begins with.
-
-    Args:
-        group: All ranks; None where there is one alone.
-        dtype: What floating attributes are converted to.
-        balance: Of the run before, whose shares evaluation takes.
-        restored: What a checkpoint holds for the strategy, once it is read; what is used is taken out.
-    """
+    """Turns the user's loaders into those of one rank, and decides what share of the work training begins with."""
 
     def __init__(
         self,
         options: HyScaleOptions,
         place: RankPlace,
-        group: MixedDeviceGroup | None,
-        dtype: torch.dtype | None,
-        balance: BalanceController | None,
+        group: MixedDeviceGroup | None,  # all ranks; None where there is one alone
+        dtype: torch.dtype | None,  # what floating attributes are converted to
+        balance: BalanceController | None,  # of the run before, whose shares evaluation takes
         restored: dict[str, Any],
     ) -> None:
         self.balance = balance
@@ -111,11 +103,8 @@ class HyScaleLoaders:
         self._epoch_start = 0
 
     def process(self, dataloader: object, module: pl.LightningModule, trains: bool) -> object:
-        """Return a loader of this rank's part of the mini-batches.
-
-        Args:
-            trains: Whether it is the loader of training; evaluation is shared out too, and prediction done by rank 0.
-        """
+        """Return a loader of this rank's part of the mini-batches."""
+        # Evaluation is shared out too, and prediction done by rank 0.
         place, alone = self._place, self._place.is_alone
         if trains:
             # A lone trainer shares nothing; what cannot be prefetched in stages either is left as it is.
@@ -215,14 +204,6 @@ class HyScaleLoaders:
         """Take this rank's share of the mini-batch that comes next."""
         self.share = share
 
-    def sole_rank(self) -> int | None:
-        """Return the rank that has all seeds of the present iteration, None if there are several."""
-        assert self.balance is not None
-        parts = self.balance.split(self.share.total, self.balance.iteration - 1)
-        having = [trainer for trainer, (start, stop) in enumerate(parts) if stop > start]
-        alone = len(having) == 1 and self._place.num_nodes == 1
-        return self._place.trainers.rank_of(having[0]) if alone else None
-
     def resize(self) -> None:
         """Take the threads that this rank has now."""
         if self.balance is None or self.loader is None or self._place.is_alone:
@@ -277,7 +258,7 @@ class HyScaleLoaders:
         options, place = self._options, self._place
         drm = allowed_drm(options.drm)
         if place.is_alone:
-            drm = False  # there is nobody to share with
+            drm = False  # there is no one to share with
         if balances(drm) and not total:
             rank_zero_warn(
                 f"hyscale: drm={drm!r} needs mini-batches of a known size, with seeds for every node; it is off"
@@ -285,8 +266,8 @@ class HyScaleLoaders:
             drm = False
         num_workers = getattr(dataloader, "num_threads", None) or dataloader.num_workers
         shared = drm is not False or place.trainers.num_accelerators > 0  # what feeds accelerators needs cores, too
-        threads = options.threads or default_threads(num_workers, place.trainers, shared)
-        automatic = not replays(drm) and options.shares is None and options.cpu_share == "auto"
+        threads = options.first_threads(default_threads(num_workers, place.trainers, shared))
+        automatic = not replays(drm) and options.automatic
         # The state of this node in a checkpoint; those of older versions are lists.
         states = self._restored.pop("balance", None)
         state = states.get(str(place.node), {}) if isinstance(states, dict) else {}
@@ -298,9 +279,17 @@ class HyScaleLoaders:
             found = self._group.all_gather_objects(found)[place.global_rank - place.local_rank]
         assert found is not None
         weights, threads, on_accelerator, state = found
-        off = turned_off(place.trainers, options.drm, weights if automatic else None, options.accelerator_sampling)
-        if off is not None and self.balance is None and not place.is_alone:
-            rank_zero_warn(off)
+        trainers = place.trainers
+        asked = balances(options.drm) or (automatic and trainers.num_accelerators > 0 and trainers.num_cpu > 0)
+        asked |= options.accelerator_sampling == "auto" and any(device.type != "cpu" for device in trainers.devices)
+        if (
+            asked
+            and not replays(options.drm)
+            and not measurements_decide()
+            and self.balance is None
+            and not place.is_alone
+        ):
+            rank_zero_warn(TURNED_OFF)
         # How many mini-batches may be under way: decisions come into force behind these.
         workers = num_workers * (getattr(dataloader, "prefetch_factor", None) or 2)
         staged = 2 * (options.prefetch + 1) + (on_accelerator > 0)
@@ -322,32 +311,36 @@ class HyScaleLoaders:
         automatic: bool,
         state: dict[str, Any],
     ) -> tuple[list[float], tuple[int, int, int], float, dict[str, Any]]:
-        """Return the first shares, threads, part of the sampling on accelerators, and what of the state still fits.
-
-        The first rank of the node measures alone while the others wait: measurements at the same time would disturb
-        each other, and lead to mappings that differ.
-        """
+        """Return the first shares, threads, part of the sampling on accelerators, and what of the state still fits."""
+        # The first rank of the node measures alone: at the same time, ranks would disturb each other.
         options, trainers, sampling = self._options, self._place.trainers, self._sampling
-        weights = None if options.shares is None else list(options.shares)
-        modelled: float | None = None
+        weights: list[float] | None = None
+        modeled: float | None = None
         # A resumed run goes on with what it began with.
         before = None
         if automatic or (wanted == "auto" and sampling is not None):
             before, state = resumed_mapping(state, trainers, total)
         if before is not None:
-            modelled = before.accelerator_sampling or None  # 0: nothing could sample there, and now it can
+            modeled = before.accelerator_sampling or None  # 0: nothing could sample there, and now it can
             if automatic:
-                weights, threads = list(before.shares), options.threads or before.threads_of(threads)
-        # Else the performance model finds the best mapping, where measurements decide.
-        if weights is None and automatic and not measurements_decide():
-            weights = trainers.equal_weights
-        if weights is None and automatic:
+                weights, threads = list(before.shares), options.first_threads(before.threads_of(threads))
+        # Else the performance model finds the best mapping of threads that are as many, where measurements decide.
+        mixed = trainers.num_cpu > 0 and trainers.num_accelerators > 0 and total > 0
+        if weights is None and automatic and mixed and measurements_decide():
             dtype = None if overrides_transfer(module) else options.transfer_dtype
-            best = first_mapping(trainers, dataloader, module, total, threads, sampling, dtype)
-            if best is not None:
-                modelled = best.accelerator_sampling
-                weights, threads = list(best.shares), options.threads or best.threads
+            model = model_of(trainers, dataloader, module, total, sampling, dtype)
+            if model is not None:
+                best = model.best_mapping(trainers.num_cpu, max(sum(threads), 2 + trainers.num_cpu))
+                modeled = best.accelerator_sampling
+                weights, threads = list(best.shares), options.first_threads(best.threads)
         if weights is None:
-            weights = trainers.weights(options.cpu_share)
-        there = begin_sampling(wanted, sampling, dataloader, total, threads[0], trainers.num_accelerators, modelled)
+            weights = options.first_weights(trainers)
+        if sampling is None:
+            there = 0.0
+        elif not isinstance(wanted, str):
+            there = wanted
+        elif modeled is not None:
+            there = modeled
+        else:
+            there = first_share(sampling, dataloader, max(1, total), threads[0], trainers.num_accelerators)
         return weights, threads, there, state

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch_geometric.loader import LinkLoader, NodeLoader
 
-from lightning_gnn.hyscale.numa import numa_cores
 from lightning_gnn.hyscale.transfer import TRANSFER_DTYPES
 from lightning_gnn.runtime.cores import num_cores
-from lightning_gnn.runtime.messages import whole_number
+from lightning_gnn.runtime.messages import removed, whole_number
 
 PyGLoader: TypeAlias = NodeLoader | LinkLoader  # those of this package are such, too
 _MAX_TIMEOUT_S = 1e8
@@ -22,14 +21,10 @@ _MAX_TIMEOUT_S = 1e8
 
 @dataclass(frozen=True)
 class Trainers:
-    """The trainers of one node: those on the CPU first.
-
-    Args:
-        num_cpu: How many are CPU trainers. An accelerator trainer may be on ``cpu`` too, where it stands for one.
-    """
+    """The trainers of one node: those on the CPU first."""
 
     devices: tuple[torch.device, ...]
-    num_cpu: int
+    num_cpu: int  # how many are CPU trainers. An accelerator trainer may be on ``cpu`` too, where it stands for one.
 
     @classmethod
     def of(cls, cpu_trainers: int, accelerators: Sequence[torch.device]) -> Trainers:
@@ -71,11 +66,7 @@ class Trainers:
         return [1 / len(self.devices)] * len(self.devices)
 
     def weights(self, cpu_share: str | float) -> list[float]:
-        """Return each trainer's share; CPU trainers have equal ones, accelerators too.
-
-        Args:
-            cpu_share: Of all CPU trainers together, ``"auto"`` for half; without accelerators they have everything.
-        """
+        """Return each trainer's share; CPU trainers have equal ones, accelerators too."""
         if not self.num_accelerators or not self.num_cpu:
             return self.equal_weights
         share = 0.5 if isinstance(cpu_share, str) else cpu_share
@@ -83,15 +74,8 @@ class Trainers:
         return cpu + [(1 - share) / self.num_accelerators] * self.num_accelerators
 
 
-def trainers_of(
-    cpu_trainers: int | str, accelerators: Sequence[torch.device], devices: Sequence[torch.device]
-) -> Trainers:
-    """Return the trainers of a node.
-
-    Args:
-        accelerators: Devices of which those on the CPU are left out, unless they are not the Trainer's own.
-    """
-    wanted = len(numa_cores()) if isinstance(cpu_trainers, str) else cpu_trainers
+def trainers_of(wanted: int, accelerators: Sequence[torch.device], devices: Sequence[torch.device]) -> Trainers:
+    """Return the trainers of a node."""
     on_cpu = sum(device.type == "cpu" for device in devices)
     if accelerators is devices:
         accelerators = [device for device in devices if device.type != "cpu"]
@@ -126,49 +110,25 @@ def allowed_drm(drm: bool | str | Path) -> bool | str | Path:
     return False if balances(drm) and not measurements_decide() else drm
 
 
-def turned_off(
-    trainers: Trainers, drm: bool | str | Path, shares: Sequence[float] | None, accelerator_sampling: str | float
-) -> str | None:
-    """Return the words for which choices follow from no measurement although the options ask for it, None for none.
-
-    Args:
-        drm: The option, which is not in force where it asks for a manager.
-        shares: What the trainers have with ``cpu_share="auto"``; None with another option.
-    """
-    off = []
-    if balances(drm):
-        off.append(f"drm={drm!r} (nothing moves)")
-    if shares is not None and trainers.num_cpu and trainers.num_accelerators:
-        off.append(f"cpu_share='auto' (instead, shares={[round(share, 4) for share in shares]})")
-    accelerators = any(device.type != "cpu" for device in trainers.devices)
-    if not replays(drm) and accelerator_sampling == "auto" and accelerators:
-        off.append("accelerator_sampling='auto' (instead, 0.0)")
-    if measurements_decide() or not off:
-        return None
-    return (
-        f"hyscale: Trainer(deterministic=True) turns off what follows from measurements: {', '.join(off)}. "
-        "Give a mapping by hand, as `lgnn plan` finds one: shares= or cpu_share=0.3, threads=(4, 2, 10), "
-        "accelerator_sampling=0.2; or replay what decision_log= recorded: drm='decisions.jsonl'"
-    )
+TURNED_OFF = (
+    "hyscale: Trainer(deterministic=True) turns off what follows from measurements: drm=True or 'paper' acts as False, "
+    "cpu_share='auto' as equal shares, accelerator_sampling='auto' as 0.0. Give a mapping by hand, as `lgnn plan` "
+    "finds one: shares= or cpu_share=0.3, threads=(4, 2, 10), accelerator_sampling=0.2; or replay what decision_log= "
+    "recorded: drm='decisions.jsonl'"
+)
 
 
 def seeds_of_iteration(loader: PyGLoader) -> int:
-    """Return the seeds of a full mini-batch of a PyG node loader, 0 if it does not tell.
-
-    A batch size beyond all the seeds there are counts as so many: no mini-batch would ever be full.
-    """
+    """Return the seeds of a full mini-batch of a PyG node loader, 0 if that is unknown."""
+    # A batch size beyond all the seeds counts as so many: no mini-batch would ever be full.
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 0
     sampler = getattr(loader.batch_sampler, "sampler", None)
     return min(size, len(sampler)) if isinstance(sampler, Sized) else size
 
 
 def default_threads(num_workers: int, trainers: Trainers, balanced: bool) -> tuple[int, int, int]:
-    """Return the CPU threads of sampling, feature loading and training of a node where none are given.
-
-    Args:
-        balanced: Whether a manager moves threads, so that they must not be more than cores. Otherwise the CPU trainers
-            get all cores.
-    """
+    """Return the CPU threads of sampling, feature loading and training of a node where none are given."""
+    # A manager moves threads, so that they must not be more than cores; else the CPU trainers get all cores.
     cores, num_cpu = num_cores(), trainers.num_cpu
     if balanced:
         num_workers = min(num_workers, cores - int(num_cpu > 0))
@@ -179,33 +139,27 @@ def default_threads(num_workers: int, trainers: Trainers, balanced: bool) -> tup
 
 @dataclass
 class HyScaleOptions:
-    """The options of :class:`~lightning_gnn.hyscale.HyScaleStrategy`, where they are described.
+    """The options of :class:`~lightning_gnn.hyscale.HyScaleStrategy`, where they are described."""
 
-    Raises:
-        ValueError: One is out of range or of another kind.
-    """
-
-    cpu_trainers: int | Literal["numa"]
+    cpu_trainers: int
     cpu_share: str | float
     drm: bool | str | Path
     prefetch: int
     stall_timeout: float
     transfer_dtype: str | None
-    shares: list[float] | None
-    threads: tuple[int, int, int] | None
-    devices: list[torch.device] | None
+    shares: Sequence[float] | None
+    threads: Sequence[int] | None
+    devices: Sequence[str | torch.device] | None
     decision_log: str | Path | None
     accelerator_sampling: str | float
     agree_every: int
 
     def __post_init__(self) -> None:
-        # Trainers and intervals are counts.
-        drm, prefetch, stall_timeout = self.drm, self.prefetch, self.stall_timeout
-        if self.cpu_trainers != "numa":
-            whole_number(self.cpu_trainers, "cpu_trainers", 0)
+        if (gone := removed(f"strategy.cpu_trainers={self.cpu_trainers}")) is not None:
+            raise ValueError(gone)
+        whole_number(self.cpu_trainers, "cpu_trainers", 0)
         whole_number(self.agree_every, "agree_every", 1)
-        # Shares are fractions, unless they are found automatically.
-        share, sampling = self.cpu_share, self.accelerator_sampling
+        share, sampling, drm, stall_timeout = self.cpu_share, self.accelerator_sampling, self.drm, self.stall_timeout
         if share != "auto" and not (isinstance(share, (int, float)) and 0.0 < share <= 1.0):
             raise ValueError(
                 f"cpu_share is 'auto' or the CPU trainers' part of the seeds, in (0, 1], but is {share!r}; "
@@ -222,49 +176,56 @@ class HyScaleOptions:
             raise ValueError(
                 f"drm={str(drm)!r} is no file; give a log that decision_log= has left, or True, 'paper' or False"
             )
-        # Check the pipeline and the transfer.
-        if prefetch not in (0, 1, 2):
-            raise ValueError(f"prefetch is 0 (none), 1 or 2 (stages), but is {prefetch!r}")
+        if self.prefetch not in (0, 1, 2):
+            raise ValueError(f"prefetch is 0 (none), 1 or 2 (stages), but is {self.prefetch!r}")
         if not isinstance(stall_timeout, (int, float)) or not stall_timeout > 0:
             raise ValueError(f"stall_timeout must be a positive number of seconds, but is {stall_timeout!r}")
+        self.stall_timeout = min(stall_timeout, _MAX_TIMEOUT_S)
         if self.transfer_dtype not in TRANSFER_DTYPES:
             raise ValueError(f"transfer_dtype is one of {TRANSFER_DTYPES}, but is {self.transfer_dtype!r}")
-        # The timeout is cut to the longest that the waiting primitives accept.
-        self.stall_timeout = min(stall_timeout, _MAX_TIMEOUT_S)
+        if self.shares is not None:
+            self.shares = checked_shares(self.shares)
+        if self.threads is not None:
+            threads = tuple(self.threads) if isinstance(self.threads, Iterable) else ()
+            if len(threads) != 3 or not all(isinstance(number, int) and number >= 1 for number in threads):
+                raise ValueError(
+                    "threads are those of sampling, feature loading and CPU trainers, each at least 1, but are "
+                    f"{self.threads!r}"
+                )
+            if sum(threads) > max(num_cores(), 3):
+                raise ValueError(
+                    f"threads={list(threads)} are {sum(threads)}, but this process may use {num_cores()} cores"
+                )
+            self.threads = threads
+        if isinstance(self.devices, (str, torch.device)):
+            self.devices = [self.devices]
+
+    @property
+    def automatic(self) -> bool:
+        """Whether measurements, or the number of trainers, decide who has how many seeds."""
+        return self.shares is None and self.cpu_share == "auto"
+
+    def accelerators(self, devices: list[torch.device]) -> list[torch.device]:
+        """Return the devices that the user named, or else the Trainer's."""
+        return devices if self.devices is None else [torch.device(device) for device in self.devices]
+
+    def first_weights(self, trainers: Trainers) -> list[float]:
+        """Return the shares to begin with where nothing was measured."""
+        if self.shares is not None:
+            return list(self.shares)
+        equal = self.automatic and not measurements_decide()
+        return trainers.equal_weights if equal else trainers.weights(self.cpu_share)
+
+    def first_threads(self, threads: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return the threads that the user gave, or else these."""
+        return threads if self.threads is None else (self.threads[0], self.threads[1], self.threads[2])
 
 
-def check_devices(devices: Any) -> list[torch.device] | None:
-    """Return the accelerators that the user names, None where they are the Trainer's."""
-    if devices is None:
-        return None
-    return [torch.device(device) for device in ([devices] if isinstance(devices, (str, torch.device)) else devices)]
-
-
-def check_shares(shares: Sequence[float] | None, num_trainers: int | None = None) -> list[float] | None:
-    """Return the shares, which add up to one."""
-    if shares is None:
-        return None
+def checked_shares(shares: object) -> list[float]:
+    """Return the shares of trainers, which add up to one."""
     if isinstance(shares, str) or not isinstance(shares, Iterable):
         raise ValueError(f"shares is one number for each trainer, CPU trainers first, but is {shares!r}")
     checked = [float(share) for share in shares]
     if any(not 0.0 <= share <= 1.0 for share in checked) or abs(sum(checked) - 1.0) > 1e-6:
         raise ValueError(f"shares must be in [0, 1] and add up to 1, but are {checked}")
-    if num_trainers is not None and len(checked) != num_trainers:
-        raise ValueError(
-            f"shares has {len(checked)} entries, but there are {num_trainers} trainers (CPU trainers first)"
-        )
     return checked
-
-
-def check_threads(threads: Sequence[int] | None) -> tuple[int, int, int] | None:
-    """Return the CPU threads of sampling, feature loading and training."""
-    if threads is None:
-        return None
-    checked = tuple(threads) if isinstance(threads, Iterable) else (threads,)
-    if len(checked) != 3 or not all(isinstance(number, int) and number >= 1 for number in checked):
-        raise ValueError(
-            f"threads are those of sampling, feature loading and CPU trainers, each at least 1, but are {threads!r}"
-        )
-    if sum(checked) > max(num_cores(), 3):
-        raise ValueError(f"threads={list(checked)} are {sum(checked)}, but this process may use {num_cores()} cores")
-    return checked[0], checked[1], checked[2]

@@ -12,16 +12,10 @@ from lightning_gnn.ops.hashing import mix
 
 
 class RankRNG:
-    """Torch's CPU generator as one rank's steps see it.
+    """Torch's CPU generator as one rank's steps see it."""
 
-    Dropout takes other amounts of random numbers on ranks with other shares. Drawn from the generator that hooks use
-    too, it would make the ranks' hooks, new parameters and orders part ways. The generator of an accelerator belongs to
-    one rank anyway.
-
-    Args:
-        seed: Which all ranks share.
-        resumed: Where it stood when a run was interrupted, if that is known.
-    """
+    # Dropout takes other amounts of random numbers on ranks with other shares. Drawn from the generator of the hooks,
+    # it would make the ranks' hooks, new parameters and orders part ways.
 
     def __init__(self, seed: int, rank: int, resumed: Sequence[Tensor | None] = ()) -> None:
         key = mix(seed + (rank + 1) * 1_000_003)  # mix(0) is 0: never that of the hooks

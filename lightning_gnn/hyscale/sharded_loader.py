@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 from torch_geometric.data.data import BaseData
 
-from lightning_gnn.hyscale.batch_share import BatchShare
-from lightning_gnn.hyscale.staged_prefetcher import StagedBatching
+from lightning_gnn.hyscale.staged_prefetcher import BatchShare, StagedBatching
 from lightning_gnn.hyscale.transfer import Transfer
 from lightning_gnn.loading.batch import Batch, BatchTask, Positions
 from lightning_gnn.loading.prefetch import ThreadPrefetcher
@@ -28,13 +27,8 @@ last."""
 
 
 def split_seeds(num_seeds: int, weights: Sequence[float]) -> list[tuple[int, int]]:
-    """Cut seeds into consecutive ranges in proportion to weights.
-
-    Each weight that is not 0 gets a seed, where there are enough.
-
-    Args:
-        weights: Not negative, not all zero. Integers that add up to ``num_seeds`` are met exactly.
-    """
+    """Cut seeds into consecutive ranges in proportion to weights."""
+    # Integers that add up to num_seeds are met exactly; each weight that is not 0 gets a seed, if there are enough.
     whole = sum(weights)
     cuts, before = [0], 0.0
     for weight in weights:
@@ -51,32 +45,20 @@ def split_seeds(num_seeds: int, weights: Sequence[float]) -> list[tuple[int, int
 
 
 class ShardedBatchSampler:
-    """A batch sampler that yields this rank's seeds of every mini-batch of another one.
-
-    Where the order is drawn at random, rank 0 draws all of an epoch's and broadcasts it.
-
-    Args:
-        loader: The loader whose batch sampler it is.
-        split: Returns which seeds are this rank's.
-        shard: Which part of a mini-batch that is.
-        first_batch: Returns how many mini-batches of the epoch to leave out.
-        num_batches: Returns how many there are, for an epoch that ends early, or a batch sampler that never does.
-        on_epoch: Called with the number of the first mini-batch before it is yielded.
-        rank: Of this process, None where it is alone.
-    """
+    """A batch sampler that yields this rank's seeds of every mini-batch of another one."""
 
     def __init__(
         self,
-        loader: DataLoader[Batch],
-        split: Split,
-        shard: int = 0,
-        first_batch: Callable[[], int] = lambda: 0,
+        loader: DataLoader[Batch],  # the loader whose batch sampler it is
+        split: Split,  # returns which seeds are this rank's
+        shard: int = 0,  # which part of a mini-batch that is
+        first_batch: Callable[[], int] = lambda: 0,  # returns how many mini-batches of the epoch to leave out
         num_batches: Callable[[], float] = lambda: inf,
         on_epoch: Callable[[int], object] = lambda first: None,
-        rank: int | None = None,
+        rank: int | None = None,  # of this process, None where it is alone
     ) -> None:
         # Functions are passed for what the trainer decides later, such as the first mini-batch of a resumed epoch.
-        self.batches: Any = loader.batch_sampler
+        self.batches = cast(BatchSampler, loader.batch_sampler)
         self.split = split
         self.shard = shard
         self.first_batch = first_batch
@@ -154,12 +136,12 @@ class ShardedBatchSampler:
         if resumed is not None and first:
             torch.set_rng_state(resumed[0])
         self.order_state = torch.get_rng_state()
-        order: Any = [None]
+        order: list[list[int]] = []
         if self._rank in (None, 0):
             order = [list(index) for index in islice(self.batches, last)]
         if self._rank is not None:
             # With the stream after it, so that what hooks draw is the same on all ranks again.
-            message = [order, torch.get_rng_state()]
+            message: list[Any] = [order, torch.get_rng_state()]
             dist.broadcast_object_list(message, 0)
             order = message[0]
             torch.set_rng_state(message[1])
@@ -169,24 +151,16 @@ class ShardedBatchSampler:
 
 
 class ShardedDataLoader:
-    """A torch ``DataLoader`` of any kind, whose mini-batches are made of this rank's seeds.
-
-    Args:
-        loader: Has a batch sampler over a dataset with positions.
-        on_batch: Called with the share of each mini-batch before it is handed out.
-        staged: Prepares the mini-batches of one of this package's loaders; None for another loader.
-        transfer: Brings mini-batches of another loader to a device, one ahead; None leaves that to the training thread.
-        dtype: What floating attributes are converted to.
-    """
+    """A torch ``DataLoader`` of any kind, whose mini-batches are made of this rank's seeds."""
 
     def __init__(
         self,
-        loader: DataLoader[Batch],
+        loader: DataLoader[Batch],  # has a batch sampler over a dataset with positions
         batches: ShardedBatchSampler,
-        on_batch: Callable[[BatchShare], None],
+        on_batch: Callable[[BatchShare], None],  # called with the share of each mini-batch before it is handed out
         staged: StagedBatching | None = None,
         transfer: Transfer | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,  # what floating attributes are converted to
     ) -> None:
         self.loader: Any = copy.copy(loader)
         vars(self.loader)["batch_sampler"] = batches  # DataLoader refuses to have it set, but reads it at each epoch
@@ -234,11 +208,7 @@ class ShardedDataLoader:
 
 
 class UnshardedDataLoader:
-    """A loader whose mini-batches cannot be shared out: rank 0 has all of each, the others have no seeds.
-
-    Args:
-        on_batch: Called with the share of each mini-batch before it is handed out.
-    """
+    """A loader whose mini-batches cannot be shared out: rank 0 has all of each, the others have no seeds."""
 
     def __init__(self, loader: Any, on_batch: Callable[[BatchShare], None], rank: int) -> None:
         self.loader = loader

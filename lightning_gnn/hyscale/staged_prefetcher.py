@@ -5,13 +5,12 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.hyscale.batch_share import BatchShare
 from lightning_gnn.hyscale.transfer import Transfer
 from lightning_gnn.loading.batch import BatchTask, PreparedBatch, SampledBatch
 from lightning_gnn.loading.loaders import PipelineLoader
@@ -21,6 +20,17 @@ from lightning_gnn.loading.prefetch.lookahead import Lookahead, LookaheadWindow
 from lightning_gnn.runtime.precision import converted
 from lightning_gnn.runtime.thread_pipeline import Item, StagePipeline, Step
 from lightning_gnn.runtime.timeline import profiled
+
+
+@dataclass
+class BatchShare:
+    """What this rank has of a mini-batch."""
+
+    number: int  # position of the mini-batch in the epoch
+    seeds: int  # of this rank; with 0 there is a mini-batch of one seed that must not count
+    total: int  # of all ranks
+    seconds: dict[str, float] = field(default_factory=dict)  # thread-seconds that each stage has spent on it
+    sampled_there: bool | None = None  # whether an accelerator has sampled it; None where none does
 
 
 class ShardedTasks(Protocol):
@@ -41,43 +51,30 @@ class ShardedTasks(Protocol):
 
 @dataclass
 class PipelineSettings:
-    """How a :class:`StagedPrefetcher` runs.
+    """How a :class:`StagedPrefetcher` runs."""
 
-    Args:
-        prefetch: 0 prepares a mini-batch when it is asked for; 1 prefetches, with Feature Loading and Data Transfer as
-            one stage; 2 makes two stages of them (section V-B).
-        threads: Threads of Sampling and of Feature Loading.
-        ahead: Mini-batches under way at most.
-        stall_timeout: Seconds without progress after which it gives up.
-        dtype: What floating attributes are converted to before the transfer.
-    """
-
+    # 0 prepares a mini-batch when it is asked for; 1 prefetches, with Feature Loading and Data Transfer as one stage; 2
+    # makes two stages of them (section V-B)
     prefetch: int = 2
-    threads: tuple[int, int] = (1, 1)
-    ahead: int = 6
-    stall_timeout: float = 300.0
-    dtype: torch.dtype | None = None
+    threads: tuple[int, int] = (1, 1)  # threads of Sampling and of Feature Loading
+    ahead: int = 6  # mini-batches under way at most
+    stall_timeout: float = 300.0  # seconds without progress after which it gives up
+    dtype: torch.dtype | None = None  # what floating attributes are converted to before the transfer
 
 
 class StagedBatching:
-    """Begins the :class:`StagedPrefetcher` of each epoch of a loader.
+    """Begins the :class:`StagedPrefetcher` of each epoch of a loader."""
 
-    All ranks sample with the key of the whole mini-batch, so a node's neighbors (if disjoint, a seed's tree) do not
-    depend on which rank has it.
-
-    Args:
-        transfer: Brings mini-batches to a device; None leaves that to the training thread.
-        sampling: Samples on this rank's accelerator; the mini-batches do not depend on it.
-        share: Returns the part of this rank's sampling that its accelerator does.
-    """
+    # All ranks sample with the key of the whole mini-batch, so that a node's neighbors (if disjoint, a seed's tree) do
+    # not depend on which rank has it.
 
     def __init__(
         self,
         batches: ShardedTasks,
         settings: PipelineSettings,
-        transfer: Transfer | None = None,
+        transfer: Transfer | None = None,  # brings mini-batches to a device; None leaves that to the training thread
         sampling: AcceleratorSampling | None = None,
-        share: Callable[[], float] = lambda: 0.0,
+        share: Callable[[], float] = lambda: 0.0,  # returns the part of this rank's sampling that its accelerator does
     ) -> None:
         self.batches, self.settings, self.transfer, self.sampling = batches, settings, transfer, sampling
         self.share = share
@@ -166,10 +163,8 @@ class StagedPrefetcher(Prefetcher):
 def _items(
     batches: ShardedTasks, stages: _Stages, share_there: Callable[[], float], lookahead: Lookahead, epoch: int
 ) -> Iterator[Item]:
-    """Yield what passes through the stages, and sample ahead where rows are on disk.
-
-    Not where an accelerator samples, whose mini-batches would be sampled by the CPU, too.
-    """
+    """Yield what passes through the stages, and sample ahead where rows are on disk."""
+    # Not where an accelerator samples, whose mini-batches would be sampled by the CPU, too.
     for place, task in enumerate(batches.tasks(epoch)):
         share = batches.shares[-1]
         if stages.sampling is not None:

@@ -2,114 +2,96 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
 from pytorch_lightning.accelerators import CPUAccelerator
-from pytorch_lightning.plugins import Precision
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.trainer.states import RunningStage
 from pytorch_lightning.utilities import rank_zero_warn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_gnn.distributed.exceptions import is_handling_exception
+from lightning_gnn.distributed.monitored_ranks import RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary
 from lightning_gnn.distributed.weighted_ddp import WeightedDDPStrategy
 from lightning_gnn.hyscale.checks import check_precision
 from lightning_gnn.hyscale.loader_setup import HyScaleLoaders, RankPlace
-from lightning_gnn.hyscale.numa import pin_to_numa_node
 from lightning_gnn.hyscale.options import (
     HyScaleOptions,
     Trainers,
-    check_devices,
-    check_shares,
-    check_threads,
     trainers_of,
 )
 from lightning_gnn.hyscale.resource_manager.controller import BalanceController, StageClock, stage_row
 from lightning_gnn.hyscale.rng_streams import RankRNG
 from lightning_gnn.hyscale.sharded_loader import ShardedDataLoader
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
-from lightning_gnn.runtime.messages import closest, keywords_of
 from lightning_gnn.runtime.precision import convert_batches, input_dtype
-
-log = logging.getLogger(__name__)
 
 
 class HyScaleStrategy(WeightedDDPStrategy):
     """Synchronous SGD of CPU trainers and accelerators (HyScale-GNN, sections III and V), each a process of its own.
 
-    Each iteration's seeds, a mini-batch of the user's loader, are shared out: every rank makes and trains on a
-    mini-batch of its part, on the whole LightningModule, as under ``"ddp"``. The first ranks are the accelerators, the
-    last the CPU trainers. Each loss weighs as much as its rank's share of the seeds, so that the gradient is exactly
-    the weighted sum over the ranks' mini-batches. For losses that are means over seeds it equals that of the undivided
-    mini-batch where a seed's result does not depend on the other seeds: with all neighbours, and without batch
-    statistics or degrees inside the mini-batch (``GCNConv``). Normalisation layers see the rank's own mini-batch.
+    The seeds of each mini-batch of the user's loader are shared out: every rank makes and trains on a mini-batch of its
+    part, on the whole LightningModule. The first ranks are the accelerators, the last the CPU trainers. Losses weigh as
+    much as their shares, so that the gradient is exactly the weighted sum over the ranks' mini-batches. For losses that
+    are means over seeds it equals that of the undivided mini-batch where a seed's result does not depend on the other
+    seeds: with all neighbors, and without batch statistics or degrees inside the mini-batch (``GCNConv``).
 
     For a loss that is no mean over seeds, ``training_step`` returns ``{"loss": loss, "weight": weight}``: what the loss
     was divided by (the number of labels that count, or the sum of their class weights), or ``"sum"`` where it was not
-    divided. Ranks then weigh in by that, one of weight 0 not at all; where all weigh 0, the gradient is 0. Without,
-    losses of ``torch.nn.functional`` that need it are warned about in the first mini-batches. Manual optimisation
-    weighs by seeds, and must call ``self.manual_backward``.
+    divided. Without, losses of ``torch.nn.functional`` that need it are warned about in the first mini-batches. Manual
+    optimization weighs by seeds, and must call ``self.manual_backward``.
 
-    What the ranks write in a step is made one again: buffers (by
-    :class:`~lightning_gnn.distributed.buffer_sync.BufferSync`), and what ``self.log`` is given in the steps, a mean
+    What ranks write to buffers in a step is made one again, and what ``self.log`` is given in the steps becomes a mean
     weighted by its ``batch_size`` or else by seeds. Steps draw random numbers from a stream of the rank's own, hooks
     from one that all ranks share. Validation and testing are shared out too; prediction is done by rank 0, whose
-    results all ranks return. A rank without seeds runs its step on one seed, and leaves no trace of it.
+    results all ranks return. A rank without seeds runs its step on one seed, and leaves no trace of it. Modules whose
+    parameters have no size yet (``in_channels=-1``) are refused.
 
-    A lone trainer is the plain Trainer, in the process that there is; on an accelerator, mini-batches are prefetched.
-    Loaders are those whose mini-batches are made of positions in a dataset; this package's node loaders run in the
-    paper's stages. With several nodes, start a process for each trainer on each (torchrun, SLURM); ``batch_size``
-    counts the seeds of all.
+    A lone trainer is the plain Trainer; on an accelerator, mini-batches are prefetched. Loaders are those whose
+    mini-batches are made of positions in a dataset; this package's node loaders run in the paper's stages. With several
+    nodes, start a process for each trainer on each (torchrun, SLURM); ``batch_size`` counts the seeds of all.
 
     With ``Trainer(deterministic=True)`` (or ``"warn"``) no measurement decides, and a warning says what that turns off:
-    ``drm=True`` acts as False; with ``cpu_share="auto"`` all trainers have equal shares, and the threads that they have
-    by default; with ``accelerator_sampling="auto"`` the CPU samples. A replay stays.
+    ``drm=True`` acts as False; with ``cpu_share="auto"`` all trainers have equal shares and their default threads; with
+    ``accelerator_sampling="auto"`` the CPU samples. A replay stays.
 
     Args:
-        cpu_trainers: CPU trainers per node; ``"numa"``: one for each NUMA node, on its cores. ``Trainer(accelerator=
-            "cpu", devices=4)`` means four, too.
+        cpu_trainers: CPU trainers per node; ``Trainer(accelerator="cpu", devices=4)`` means four, too.
         cpu_share: Part of the seeds for the CPU trainers, in (0, 1], or ``"auto"``: what the performance model finds
-            best by short measurements; a resumed run goes on with what its checkpoint says. ``drm`` may change it.
-        drm: Balance the work while it runs; ``"paper"``: by algorithm 1 to the letter, which noise keeps moving; or the
-            path of a recorded log of decisions to replay. With ``False`` or a replay, a resumed run continues bit for
-            bit on this package's loaders.
+            best by short measurements, or what a checkpoint says. ``drm`` may change it.
+        drm: Balance the work while it runs; ``"paper"``: by algorithm 1 to the letter; or the path of a recorded log of
+            decisions to replay. With ``False`` or a replay, a resumed run continues bit for bit on this package's
+            loaders.
         prefetch: 2: two-stage prefetching; 1: feature loading and data transfer as one stage; 0: none.
         stall_timeout: Seconds after which a rank that gives no sign of life, a step that does not end, or a stage that
-            makes no progress ends the run. With ``prefetch=0`` the stages run in the main thread, and are not watched.
-        transfer_dtype: Features travel to accelerators as ``"float16"`` or row-quantised ``"int8"``; None: as they are.
+            makes no progress ends the run; the stages of ``prefetch=0`` are not watched.
+        transfer_dtype: Features travel to accelerators as ``"float16"`` or row-quantized ``"int8"``; None: as they are.
         shares: Part of the seeds of every trainer, CPU trainers first; wins over ``cpu_share``.
         threads: CPU threads of sampling, feature loading and CPU trainers of a node; by default from the loader's
             ``num_workers`` and the cores. Each rank gets its share of the first two, at least one.
         devices: The accelerators; by default the Trainer's. ``["cpu"]`` lets the CPU stand for one.
         decision_log: Where to record the decisions, one JSON line each, for a replay by ``drm``.
         accelerator_sampling: Part of the sampling that accelerators do to begin with, in [0, 1], or ``"auto"``: as
-            measured, where they can (CUDA, this package's loaders). Each samples for itself alone. ``drm`` may change
-            it, and what it replays wins. The mini-batches do not depend on it.
+            measured, where they can (CUDA, this package's loaders). ``drm`` may change it, and a replay's wins. The
+            mini-batches do not depend on it.
         agree_every: Iterations after which parameters and states of optimizers become those of rank 0 again: unlike
             devices round differently. By how much they had parted is :attr:`drift`.
         process_group_backend: By default gloo where CPUs train, else what suits the devices.
-        accelerator: What the devices are; None takes the trainer's.
-        parallel_devices: This node's devices; None takes the trainer's, to which the CPU trainers are added.
-        cluster_environment: How ranks find one another; None takes the trainer's.
-        checkpoint_io: How checkpoints are written and read; by default in a way that a crash cannot damage.
-        precision_plugin: Number formats of the steps; None takes the trainer's.
-        start_method: How the other processes of this node are started: ``"popen"`` runs the script again, or, from a
-            notebook, fresh processes that get what the notebook has; ``"fork"`` is refused with several trainers.
+        **kwargs: Of Lightning's ``DDPStrategy``: ``checkpoint_io`` (by default one that a crash cannot damage),
+            ``start_method`` (not ``"fork"``), and such.
 
     Raises:
         ValueError: An option is out of range.
-        TypeError: An option that nobody knows; says the closest one.
+        TypeError: An option is unknown.
 
     Examples:
         On a machine with a GPU, ``Trainer(strategy="hyscale")`` trains on it and on the CPU. Here the CPU trains alone:
@@ -141,7 +123,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     def __init__(
         self,
-        cpu_trainers: int | Literal["numa"] = 1,
+        cpu_trainers: int = 1,
         cpu_share: str | float = "auto",
         drm: bool | str | Path = True,
         prefetch: int = 2,
@@ -155,20 +137,11 @@ class HyScaleStrategy(WeightedDDPStrategy):
         accelerator_sampling: str | float = "auto",
         agree_every: int = 100,
         process_group_backend: str | None = None,
-        accelerator: pl.accelerators.Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **unknown: object,
+        **kwargs: Unpack[RankOptions],
     ) -> None:
-        for name in unknown:
-            raise TypeError(f"there is no option {name}{closest(name, keywords_of(HyScaleStrategy))}")
         self.options = HyScaleOptions(
-            cpu_trainers, cpu_share, drm, prefetch, stall_timeout, transfer_dtype, check_shares(shares),
-            check_threads(threads), check_devices(devices), decision_log, accelerator_sampling,
-            agree_every,
+            cpu_trainers, cpu_share, drm, prefetch, stall_timeout, transfer_dtype, shares, threads, devices,
+            decision_log, accelerator_sampling, agree_every,
         )  # fmt: skip
         self.trainers = Trainers((), 0)
         """Who trains on this node, once it is known."""
@@ -182,19 +155,12 @@ class HyScaleStrategy(WeightedDDPStrategy):
         self._rng: RankRNG | None = None
         self._clock: StageClock | None = None
         self._is_observed = False
-        self._next_sole_rank: int | None = None
         self._own_threads = torch.get_num_threads()
         self._restored: dict[str, Any] = {}
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=SafeCheckpointIO() if checkpoint_io is None else checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=max(1800.0, self.options.stall_timeout)),
-            start_method=start_method,
-        )
+        if kwargs.get("checkpoint_io") is None:
+            kwargs["checkpoint_io"] = SafeCheckpointIO()
+        timeout = timedelta(seconds=max(1800.0, self.options.stall_timeout))
+        super().__init__(timeout, process_group_backend, **kwargs)
 
     # -- ranks
 
@@ -207,8 +173,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         """Add the CPU trainers to what the Trainer has found."""
         if devices is not None:
-            wanted = self.options.devices
-            self.trainers = trainers_of(self.options.cpu_trainers, devices if wanted is None else wanted, devices)
+            self.trainers = trainers_of(self.options.cpu_trainers, self.options.accelerators(devices), devices)
             order = range(len(self.trainers.devices))
             devices = [self.trainers.devices[self.trainers.of_rank(rank)] for rank in order]
         self._parallel_devices = devices
@@ -234,11 +199,15 @@ class HyScaleStrategy(WeightedDDPStrategy):
     def setup_environment(self) -> None:
         """Check the options against the devices, find the other ranks, and prepare to share out loaders."""
         options, trainers = self.options, self.trainers
-        check_shares(options.shares, len(trainers.devices))
+        if options.shares is not None and len(options.shares) != len(trainers.devices):
+            raise ValueError(
+                f"shares has {len(options.shares)} entries, but there are {len(trainers.devices)} trainers (CPU "
+                "trainers first)"
+            )
         if options.cpu_share != "auto" and not (trainers.num_cpu and trainers.num_accelerators):
             rank_zero_warn(f"cpu_share={options.cpu_share} changes nothing: there are only {trainers.names}")
         if self._layer_sync is not None and trainers.num_cpu:
-            rank_zero_warn("sync_batchnorm=True changes nothing: hyscale's trainers normalise their own mini-batches")
+            rank_zero_warn("sync_batchnorm=True changes nothing: hyscale's trainers normalize their own mini-batches")
             self._layer_sync = None
         # One order for all; a random one is drawn by rank 0, as a plain Trainer would draw it.
         self._module.trainer._accelerator_connector.use_distributed_sampler = False
@@ -246,7 +215,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
         if self.root_device.type == "cpu" and not isinstance(self.accelerator, CPUAccelerator):
             self.accelerator = CPUAccelerator()
         super().setup_environment()
-        # Evaluation goes on with the shares of training; another training begins anew.
+        # Evaluation goes on with the shares of training; another training starts over.
         if self._module.trainer.state.fn == "fit":
             self.balance = None
         self.loader, self._restored, self._clock = None, {}, None
@@ -293,7 +262,6 @@ class HyScaleStrategy(WeightedDDPStrategy):
         trains = trainer.state.stage == RunningStage.TRAINING and (
             trainer.fit_loop._combined_loader is None or trainer.fit_loop._should_reload_train_dl
         )
-        log.debug(f"{self.__class__.__name__}: setting up a loader of {'training' if trains else 'evaluation'}")
         loader = self._loaders.process(dataloader, self._module, trains)
         self.balance, self.loader = self._loaders.balance, self._loaders.loader
         return loader
@@ -302,7 +270,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Make equal on all ranks what training changes, and take this rank's random numbers, cores and threads."""
+        """Make equal on all ranks what training changes, and take this rank's random numbers and threads."""
         if self._alone:
             return
         if len(getattr(self._module.trainer.fit_loop._combined_loader, "flattened", ())) > 1:
@@ -317,16 +285,13 @@ class HyScaleStrategy(WeightedDDPStrategy):
         streams = [each for each in self._restored.pop("random", None) or [] if isinstance(each, Tensor)]
         self._rng = RankRNG(seed, self.global_rank, streams[self.global_rank : self.global_rank + 1])
         super().on_train_start()
-        self._clock, self._next_sole_rank = StageClock(self.root_device), None
-        if self.trainers.num_cpu and self.options.cpu_trainers == "numa":
-            pin_to_numa_node(self.trainers.of_rank(self.local_rank), self.trainers.num_cpu)
+        self._clock = StageClock(self.root_device)
         self._loaders.resize()
 
     @override
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Put into force what was decided for this iteration."""
-        sync = self._training_sync
-        if self.balance is None or self._clock is None or self._loaders is None or sync is None:
+        if self.balance is None or self._clock is None or self._loaders is None or self._training_sync is None:
             return
         self._clock.next_iteration(self._loaders.share)
         before = self.balance.threads, self.balance.shares
@@ -337,9 +302,6 @@ class HyScaleStrategy(WeightedDDPStrategy):
         if self.balance.iteration % self.options.agree_every == 0:
             self.resync_parameters()
         self._is_observed = False
-        # Times of the iteration before are sent with the gradients, so that a rank must have all seeds twice.
-        last, self._next_sole_rank = self._next_sole_rank, self._loaders.sole_rank()
-        sync.sole_rank = last if last == self._next_sole_rank else None
 
     @override
     def batch_weight(self) -> BatchWeight:
@@ -374,7 +336,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
             self.balance.observe([summaries[rank].timings for rank in ranks])
 
     @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def predict_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         """Return what rank 0 has predicted."""
         if self._alone:
             return super().predict_step(*args, **kwargs)
@@ -416,9 +378,8 @@ class HyScaleStrategy(WeightedDDPStrategy):
     # -- checkpoints: what only this strategy needs lies under a key that others ignore
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Write a checkpoint, with which every rank can go on exactly; it loads without this strategy."""
-        log.debug(f"{self.__class__.__name__}: saving a checkpoint of {self.rank_name}")
         if self._group is not None and self.balance is not None and self._loaders is not None:
             alone = is_handling_exception()
             if self._training_sync is not None and not alone:

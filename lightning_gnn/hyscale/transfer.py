@@ -18,15 +18,10 @@ _FEATURES = "x"
 
 @dataclass
 class PackedRows:
-    """Feature rows in fewer bits.
+    """Feature rows in fewer bits."""
 
-    Args:
-        values: float16 or int8 ``[n, F]``.
-        scales: float32 ``[n, 1]``, the value of 1 in each int8 row; None beside float16.
-    """
-
-    values: Tensor
-    scales: Tensor | None
+    values: Tensor  # float16 or int8 ``[n, F]``
+    scales: Tensor | None  # float32 ``[n, 1]``, the value of 1 in each int8 row; None beside float16
     dtype: torch.dtype
 
     @classmethod
@@ -54,13 +49,7 @@ class PackedRows:
 
 
 class Transfer:
-    """The stage Data Transfer (section V-B): copies a batch to a device, through pinned memory and on its own stream.
-
-    A call returns when the batch has arrived, so it needs no synchronisation by whoever trains on it.
-
-    Args:
-        dtype: ``"float16"`` or ``"int8"``: features ``x`` travel so, and are what they were on arrival.
-    """
+    """The stage Data Transfer (section V-B): copies a batch to a device by pinned memory; returns on its arrival."""
 
     def __init__(self, device: torch.device, dtype: str | None = None) -> None:
         self.device = device

@@ -133,14 +133,9 @@ def machine_memory(
     batch_bytes: float = 0.0,
     batches: int = 0,
     topology: str = "parts",
-    cache: int = 0,
+    cache: int = 0,  # bytes for rows of other parts
 ) -> dict[str, float]:
-    """Return the bytes of one machine: of its lists, its rows, who owns what, its cache and its mini-batches.
-
-    Args:
-        edges: Likewise of edges, by type; None or a triple, whose last is the type of the nodes that have the lists.
-        cache: Bytes for rows of other parts.
-    """
+    """Return the bytes of one machine: of its lists, its rows, who owns what, its cache and its mini-batches."""
     # A machine holds the lists of the whole graph or of its own part.
     which = 0 if topology == "whole" else 1
 

@@ -33,23 +33,16 @@ def row_bytes(data: Data | HeteroData) -> dict[Any, int]:
 
 def count_traffic(
     loader: Any,
-    owner: Owners,
+    owner: Owners,  # the rank that has each node, integer ``[num_nodes]``, by node type (None where there is one)
     ranks: int,
     order: str = "global",
-    topology: str = "parts",
-    batches: int = 32,
+    topology: str = "parts",  # ``"parts"``, or ``"whole"`` where each rank has all edges
+    batches: int = 32,  # about how many to sample; each rank has two at least
     epoch: int = 0,
     cache: int = 0,
 ) -> Traffic:
-    """Sample mini-batches of each rank, and count what would cross the network for them.
-
-    Args:
-        owner: The rank that has each node, integer ``[num_nodes]``, by node type (None where there is one).
-        topology: ``"parts"``, or ``"whole"`` where each rank has all edges.
-        batches: About how many to sample; each rank has two at least.
-        cache: Bytes for rows of other parts on each rank: those that are read most often by some mini-batches of its
-            own, other ones and four times as many.
-    """
+    """Sample mini-batches of each rank, and count what would cross the network for them."""
+    # The cache holds the rows that are read most often by other mini-batches, four times as many.
     seeds = len(loader.dataset)
     generator = torch.Generator().manual_seed(loader.pipeline.seed % 2**62 + epoch)
     shuffled = torch.randperm(seeds, generator=generator)

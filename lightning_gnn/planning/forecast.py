@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -150,10 +149,10 @@ def measure_run(
     return found if together is None else replace(found, slowdown=together / found.rhythm.seconds)
 
 
-def batches_of_epoch(loader: Any, limit: int | float | None) -> int:
-    """Return how many mini-batches of a loader Lightning trains on in an epoch; 0 where nobody knows."""
+def batches_of_epoch(loader: object, limit: int | float | None) -> int:
+    """Return how many mini-batches of a loader Lightning trains on in an epoch; 0 where that is unknown."""
     try:
-        count = len(loader)
+        count = len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return limit if isinstance(limit, int) else 0
     if limit is None:

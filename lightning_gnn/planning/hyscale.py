@@ -5,32 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import pytorch_lightning as pl
-import torch
-from omegaconf import OmegaConf
+import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from lightning_gnn.hyscale.checks import check_training
-from lightning_gnn.hyscale.options import (
-    Trainers,
-    allowed_drm,
-    check_shares,
-    default_threads,
-    measurements_decide,
-    replays,
-    seeds_of_iteration,
-)
-from lightning_gnn.hyscale.performance_model.calibrate import (
-    accelerator_rate,
-    describe_workload,
-    find_sampling,
-    measure_platform,
-    wanted_sampling,
-)
+from lightning_gnn.hyscale.options import allowed_drm, default_threads, measurements_decide, replays, seeds_of_iteration
+from lightning_gnn.hyscale.performance_model.calibrate import find_sampling, model_of, wanted_sampling
 from lightning_gnn.hyscale.performance_model.model import PerformanceModel
 from lightning_gnn.hyscale.performance_model.workload import Platform, Processor
 from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
@@ -57,9 +41,9 @@ class HybridForecast:
             "stages_of_best": rows,
             "platform": numbers_of(self.model.platform),
         }
-        (Path(directory) / "plan.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(state)))
+        (Path(directory) / "plan.yaml").write_text(yaml.safe_dump(state, sort_keys=False))
 
-    def _predicted(self, mapping: TaskMapping) -> dict[str, Any]:
+    def _predicted(self, mapping: TaskMapping) -> dict[str, object]:
         model = self.model
         times = {"iteration_s": model.iteration_time(mapping), "epoch_s": model.epoch_time(mapping)}
         return {**mapping.to_dict(), **times, "mteps": model.mteps(mapping)}
@@ -81,51 +65,39 @@ def forecast(datamodule: pl.LightningDataModule, module: pl.LightningModule, tra
             f"the plan needs mini-batches of a known size, with a seed for each of {trainer.num_nodes} nodes"
         )
     # Measure the workload, the sampling of an accelerator and the platform.
-    workload, sampled_per_s = describe_workload(loader, module, total, strategy.options.transfer_dtype)
-    if workload is None:
+    options, trainers = strategy.options, strategy.trainers
+    wanted = wanted_sampling(options.accelerator_sampling, options.drm)
+    sampling = find_sampling(wanted, loader, trainers)
+    model = model_of(trainers, loader, module, total, sampling, options.transfer_dtype)
+    if model is None:
         raise ValueError("the plan needs a loader that tells its fanouts, and node features data.x as one tensor")
-    sampling_wanted = wanted_sampling(strategy.options.accelerator_sampling, strategy.options.drm)
-    here = strategy.trainers
-    num_cpu = here.num_cpu
-    sampling = find_sampling(sampling_wanted, loader, here)
-    there = 0.0 if sampling is None else accelerator_rate(sampling, loader, total)
-    platform = measure_platform(Trainers.of(1, strategy.trainers.accelerators), sampled_per_s, there)
-    platform = replace(platform, num_nodes=trainer.num_nodes)
-    model = PerformanceModel(platform, workload)
+    model.platform = replace(model.platform, num_nodes=trainer.num_nodes)
     # Search for the best mapping of as many threads as the run would use.
     num_workers = getattr(loader, "num_threads", None) or loader.num_workers
-    threads = strategy.options.threads or default_threads(
-        num_workers, here, allowed_drm(strategy.options.drm) is not False
-    )
-    best = model.best_mapping(num_cpu, max(sum(threads), 2 + num_cpu))
-    begin = _begin(strategy, num_cpu, platform, best, threads, sampling_wanted)
-    return HybridForecast(model, best, begin)
+    threads = options.first_threads(default_threads(num_workers, trainers, allowed_drm(options.drm) is not False))
+    best = model.best_mapping(trainers.num_cpu, max(sum(threads), 2 + trainers.num_cpu))
+    return HybridForecast(model, best, _begin(strategy, model.platform, best, threads, wanted))
 
 
 def _begin(
     strategy: HyScaleStrategy,
-    num_cpu: int,
     platform: Platform,
     best: TaskMapping,
     threads: tuple[int, int, int],
     sampling: str | float,
 ) -> TaskMapping:
-    """Return the mapping that the strategy begins with: what it is told, the best one where nothing is told."""
-    if replays(strategy.options.drm):
-        return read_decisions(read_text(strategy.options.drm, LARGEST_JSON).splitlines())[0].mapping
-    trainers = Trainers((torch.device("cpu"),) * (num_cpu + platform.num_accelerators), num_cpu)
-    weights = check_shares(strategy.options.shares, len(trainers.devices))
-    if weights is None and strategy.options.cpu_share == "auto" and not measurements_decide():
-        weights = trainers.equal_weights
-    elif weights is None and strategy.options.cpu_share == "auto" and trainers.num_cpu and trainers.num_accelerators:
-        weights, threads = list(best.shares), strategy.options.threads or best.threads
-    if weights is None:
-        weights = trainers.weights(strategy.options.cpu_share)
+    """Return the mapping that the strategy begins with: as its options say, or the best one."""
+    options, trainers = strategy.options, strategy.trainers
+    if replays(options.drm):
+        return read_decisions(read_text(options.drm, LARGEST_JSON).splitlines())[0].mapping
+    weights = options.first_weights(trainers)
+    if options.automatic and measurements_decide() and trainers.num_cpu and trainers.num_accelerators:
+        weights, threads = list(best.shares), options.first_threads(best.threads)
     seeds = tuple(stop - start for start, stop in split_seeds(best.total, weights))
     there = platform.accelerator_sampling * platform.num_accelerators
     if isinstance(sampling, str):  # both are done at the same time
         sampling = there / (there + platform.sampling * threads[0]) if there else 0.0
-    return TaskMapping(seeds, num_cpu, threads, sampling if there else 0.0)
+    return TaskMapping(seeds, trainers.num_cpu, threads, sampling if there else 0.0)
 
 
 def stages(model: PerformanceModel, mapping: TaskMapping) -> list[tuple[str, float, str]]:
@@ -134,16 +106,12 @@ def stages(model: PerformanceModel, mapping: TaskMapping) -> list[tuple[str, flo
     sampler, loader, trainer = mapping.threads
     reading = platform.read_bandwidth(loader)
     memory = "CPU memory" if reading >= platform.cpu.memory_bandwidth else _threads(loader)
-    travelling = f", features as {model.workload.transfer_dtype}" if model.workload.transfer_dtype else ""
+    traveling = f", features as {model.workload.transfer_dtype}" if model.workload.transfer_dtype else ""
     found: list[tuple[str, float | None, str]] = [
-        (
-            "Sampling, CPU",
-            times.sample_cpu,
-            f"{_threads(sampler)}, {_rate(platform.sampling * sampler, 'edges/s')}",
-        ),
+        ("Sampling, CPU", times.sample_cpu, f"{_threads(sampler)}, {_rate(platform.sampling * sampler, 'edges/s')}"),
         ("Sampling, accelerators", times.sample_accelerator, _rate(platform.accelerator_sampling, "edges/s") + " each"),
         ("Feature Loading", times.load, f"{memory}, {_rate(reading, 'B/s')}"),
-        ("Data Transfer", times.transfer, f"PCIe, {_rate(platform.pcie_bandwidth, 'B/s')}{travelling}"),
+        ("Data Transfer", times.transfer, f"PCIe, {_rate(platform.pcie_bandwidth, 'B/s')}{traveling}"),
     ]
     # Propagation takes as long as the slowest trainer of its kind.
     cpu = model.cpu_trainer(trainer, mapping.cpu_trainers)
@@ -155,7 +123,7 @@ def stages(model: PerformanceModel, mapping: TaskMapping) -> list[tuple[str, flo
         slowest = max((s or 0.0 for s in seconds), default=0.0)
         found.append((name, slowest or None, _propagation_bound(model, processor, max(seeds, default=0))))
     # Synchronization and shared cores add to the stages above; stages without a time do not exist.
-    found.append(("Synchronisation", model.sync_time() or None, "PCIe"))
+    found.append(("Synchronization", model.sync_time() or None, "PCIe"))
     turns = f"{_threads(sum(mapping.threads))} take turns on {platform.cores}"
     found.append(("CPU cores", model.turns_time(mapping) or None, turns))
     return [(name, seconds, bound) for name, seconds, bound in found if seconds is not None]
@@ -197,7 +165,7 @@ def print_forecast(found: HybridForecast, console: Console) -> None:
         own = seconds + model.sync_time() if name.startswith("Propagation") else seconds
         table.add_row(*row, style="bold" if own > 0.999 * iteration else None)
     table.add_section()
-    table.add_row("Iteration", f"{1e3 * iteration:.4g}", "", "the slowest stage; trainers, then their synchronisation")
+    table.add_row("Iteration", f"{1e3 * iteration:.4g}", "", "the slowest stage; trainers, then their synchronization")
     table.add_row("Epoch", f"{1e3 * model.epoch_time(found.best):.4g}", "", f"{work.num_train:,} seeds")
     table.add_row("MTEPS", f"{model.mteps(found.best):.4g}", "", "million edges trained on per second")
     console.print(table)
@@ -220,14 +188,10 @@ def _table(title: str, columns: list[str]) -> Table:
     return table
 
 
-def _shown(name: str, value: Any) -> str:
+def _shown(name: str, value: float) -> str:
     if isinstance(value, int):
         return str(value)
-    if name.endswith("flops"):
-        return _rate(value, "FLOP/s")
-    if name.endswith("bandwidth"):
-        return _rate(value, "B/s")
-    return _rate(value, "edges/s")
+    return _rate(value, "FLOP/s" if name.endswith("flops") else "B/s" if name.endswith("bandwidth") else "edges/s")
 
 
 def _rate(value: float, unit: str) -> str:

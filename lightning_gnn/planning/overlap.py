@@ -8,8 +8,8 @@ class Rhythm:
     """Seconds from one mini-batch to the next, and what they are for."""
 
     seconds: float  # the longest of the others
-    training: float  # of the training thread, if nobody else wants its cores
-    preparing: float  # of the workers, if nobody else wants theirs
+    training: float  # of the training thread, if nothing else needs its cores
+    preparing: float  # of the workers, if nothing else needs theirs
     cores: float  # of all cores, if they are never idle
 
     @property
@@ -19,11 +19,7 @@ class Rhythm:
 
 
 def rhythm(preparation_s: float, workers: int, step_s: float, serial_step_s: float, cores: int) -> Rhythm:
-    """Return the rhythm of a training whose preparation runs ahead.
-
-    Args:
-        preparation_s: Thread-seconds of preparing a mini-batch; without workers they are the training thread's.
-    """
+    """Return the rhythm of a training whose preparation runs ahead."""
     if not workers:
         return Rhythm(preparation_s + step_s, preparation_s + step_s, 0.0, 0.0)
     preparing = preparation_s / min(workers, cores)

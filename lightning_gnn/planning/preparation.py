@@ -29,7 +29,7 @@ class Preparation:
     nodes: float = 0.0
     edges: float = 0.0
     feature_bytes: float = 0.0  # bytes of its features x
-    known: bool = True  # whether the loader is this package's, which tells what its stages take
+    known: bool = True  # whether the loader is this package's, which measures its stages
 
     @property
     def seconds(self) -> float:

@@ -39,7 +39,7 @@ def rows(found: CPUForecast, limits: MachineLimits, bf16: bool) -> list[tuple[st
     peak = limits.flops_bf16 if bf16 else limits.flops
     edges = f"{prepared.edges:,.0f} edges"
     # Relate each part's time to the work that it does, where that is known.
-    told = {}
+    known = {}
     for name, seconds in found.parts.items():
         work = rate = limit = ""
         if name in ("sampling", "aggregation", "preparing") and prepared.edges:
@@ -51,14 +51,14 @@ def rows(found: CPUForecast, limits: MachineLimits, bf16: bool) -> list[tuple[st
         elif name == "products" and step.flops and seconds:
             work, rate = f"{step.flops / 1e9:.3g} GFLOP", f"{step.flops / seconds / 1e9:.3g} GFLOP/s"
             limit = f"{peak / 1e9:.3g} GFLOP/s"
-        told[name] = (work, rate, limit)
+        known[name] = (work, rate, limit)
     # Workers prepare mini-batches; all other parts belong to training.
     workers = prepared.workers
     return [
         (
             name,
             f"{workers} worker{'s' * (workers > 1)}" if workers and name in WHO else "training",
-            *told[name],
+            *known[name],
             1e3 * seconds,
         )
         for name, seconds in found.parts.items()
@@ -94,9 +94,8 @@ def print_forecast(
     from rich.table import Table
 
     table = Table(title="A mini-batch", title_justify="left", title_style="bold", box=box.ROUNDED)
-    for name, justify in (("part", "left"), ("by", "left"), ("work", "right"), ("rate", "right"), ("limit", "right"),
-                          ("ms", "right")):  # fmt: skip
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("part", "by", "work", "rate", "limit", "ms"):
+        table.add_column(name, justify="left" if name in ("part", "by") else "right")
     for *texts, milliseconds in rows(found, limits, bf16):
         style = "bold" if texts[0] == found.bottleneck else None
         table.add_row(*texts, f"{milliseconds:.3g}", style=style)

@@ -65,11 +65,7 @@ def time_steps(
 def time_together(
     module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], loader: object, ahead: int, threads: int
 ) -> float | None:
-    """Train on a loader whose workers prepare at the same time; the module is another one afterwards.
-
-    Returns:
-        Seconds from one mini-batch to the next, None where an epoch has too few of them.
-    """
+    """Train on a loader whose workers prepare at the same time; the module is another one afterwards."""
     first = ahead + WARM_UP
     beat = _Beat(first)
     _fit(module, make_trainer, loader, beat, first + 1 + TOGETHER, threads)

@@ -59,6 +59,7 @@ REMOVED = {
     "plan.accelerators": _HERE,
     "plan.platform": _HERE,
     "plan.platform_file": _HERE,
+    "strategy.cpu_trainers=numa": "give the number of NUMA nodes, and leave their cores to the system",
 }
 """Choices, options and public names of earlier releases, and what to use instead."""
 

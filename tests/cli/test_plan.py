@@ -11,10 +11,10 @@ from omegaconf import OmegaConf
 
 from lightning_gnn.cli.commands.plan import _Profiling
 from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.hyscale.performance_model import calibrate
 from lightning_gnn.hyscale.performance_model.model import PerformanceModel
 from lightning_gnn.hyscale.performance_model.workload import Platform, Processor, Workload
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
-from lightning_gnn.planning import hyscale as report
 from lightning_gnn.planning.hyscale import stages
 from tests.cli.command import NODE, lgnn
 
@@ -113,17 +113,17 @@ def test_this_machine_is_measured(tmp_path, capfd):
 
 
 def test_the_plan_is_that_of_the_performance_model(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(report, "measure_platform", lambda *given: SERVER)
-    told = ["+trainer.strategy.shares=[0.5,0.5,0,0,0]", "+trainer.strategy.threads=[1,1,1]"]
-    assert plan(tmp_path / "one", HYBRID, "trainer.strategy.threads=[1,1,1]") == 0
+    monkeypatch.setattr(calibrate, "measure_platform", lambda *given: SERVER)
+    told = ["trainer.strategy.threads=[1,1,1]", "+trainer.strategy.devices=[cpu,cpu,cpu,cpu]"]
+    assert plan(tmp_path / "one", HYBRID, *told) == 0
     out = capfd.readouterr().out
     state = loaded(tmp_path / "one/plan.yaml")
     assert len(state["best"]["seeds"]) == 5
     assert state["begin"] == state["best"]
     assert "The run begins with this mapping" in out
     assert state["platform"]["pcie_bandwidth"] == 1e10
-    monkeypatch.setattr(report, "measure_platform", lambda *given: replace(SERVER, accelerator_sampling=1e8))
-    assert plan(tmp_path / "two", HYBRID, *(f"+{each}" for each in told)) == 0
+    monkeypatch.setattr(calibrate, "measure_platform", lambda *given: replace(SERVER, accelerator_sampling=1e8))
+    assert plan(tmp_path / "two", HYBRID, *told, "trainer.strategy.shares=[0.5,0.5,0,0,0]") == 0
     out = capfd.readouterr().out
     assert "The run begins with seeds cpu 32 + accelerator 32/0/0/0, threads 1/1/1, 95% sampled there" in out
     assert "100 M edges/s each" in out

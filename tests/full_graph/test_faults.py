@@ -73,30 +73,13 @@ def test_a_rank_that_comes_later_than_the_timeout_is_waited_for():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [1, 0])  # rank 0 keeps the store in which the heartbeats are
-def test_a_rank_that_dies_ends_the_others_long_before_the_timeout(lost):
+def test_a_rank_that_dies_ends_the_others_long_before_the_timeout():
+    lost = 0  # which keeps the store in which the heartbeats are
     signal_ = Signal(lost, signal.SIGKILL)
     outcome = observe(train_for_ever, 3, 3, NEVER, during=signal_, lost=[lost])
     for rank in {0, 1, 2} - {lost}:
         assert f"rank {lost} (process {signal_.pid} on " in outcome.errors[rank]
         assert "died" in outcome.errors[rank]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [2, 0])
-def test_a_rank_that_stops_ends_the_others(lost):
-    signal_ = Signal(lost, signal.SIGSTOP)
-    outcome = observe(train_for_ever, 3, 3, 10.0, during=signal_, lost=[lost])  # between the watch and gloo: seconds
-    for rank in {0, 1, 2} - {lost}:
-        assert f"rank {lost} (process {signal_.pid} on " in outcome.errors[rank]
-        assert "is stopped" in outcome.errors[rank]
-
-
-class Fails(SideBySide):
-    def training_step(self, batch, index):
-        if self.global_rank == 1 and self.current_epoch == 2:
-            raise ArithmeticError("no luck today")
-        return super().training_step(batch, index)
 
 
 def train_with(rank, num_ranks, module, data, options):
@@ -125,7 +108,7 @@ def small_split(rank):
     return data
 
 
-class Normalised(SideBySide):
+class Normalized(SideBySide):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.norm = torch.nn.BatchNorm1d(4)
@@ -136,8 +119,8 @@ REFUSED = [
     (SideBySide, other_splits, {}, "all ranks must have the same splits, but rank 2 has another one than rank 0"),
     (SideBySide, small_split, {}, "the val split has 2 nodes, but there are 3 ranks"),
     (SideBySide, same, {"num_groups": 2}, "num_groups=2 does not divide the 3 devices"),
-    (SideBySide, same, {"memory_limit": 12_000}, "ranks would do"),
-    (Normalised, same, {}, "norm (BatchNorm1d) normalises over all nodes"),
+    (SideBySide, same, {"memory_limit": 12_000}, "GB are there; use more ranks"),
+    (Normalized, same, {}, "norm (BatchNorm1d) normalizes over all nodes"),
 ]
 
 
@@ -156,15 +139,6 @@ def test_what_cannot_work_is_refused_on_every_rank():
     for errors in run(refused, 3, 3):
         for error, (_, _, _, message) in zip(errors, REFUSED, strict=True):
             assert message in error
-
-
-@pytest.mark.slow
-def test_the_others_say_what_one_rank_failed_of():
-    outcome = observe(train_with, 3, 3, Fails, same, {})
-    assert "ArithmeticError: no luck today" in outcome.errors[1]
-    for rank in (0, 2):
-        assert "failed: ArithmeticError: no luck today" in outcome.errors[rank]
-        assert "rank 1 (process" in outcome.errors[rank]
 
 
 def wait_for_ever(rank):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_gnn.nn import NodeClassifier
-from tests.full_graph.launch import observe, run
+from tests.full_graph.launch import run
 from tests.full_graph.training import SideBySide, Twice, assert_same, model_of, train
 
 KINDS = ("class weights", "ignored", "labelled", "sum", "mean")
@@ -34,8 +34,6 @@ class Weighted(SideBySide):
             loss, own = F.cross_entropy(out, y, reduction="sum"), "sum"
         elif self.kind == "nowhere":
             loss, own = F.cross_entropy(out, torch.full_like(y, -100)), 0
-        elif self.kind == "bad":
-            loss, own = F.cross_entropy(out, y), -1.0
         else:
             loss, own = F.cross_entropy(out, y), y.numel()
         return {"loss": loss, "weight": own} if self.returned else loss
@@ -101,23 +99,3 @@ def test_without_weights_such_losses_are_warned_about_once():
         assert "'weight': weight" in message
     assert not any(first.values())
     assert not any(without_weights(0, 1).values())
-
-
-class Differing(Weighted):
-    def training_step(self, batch, index):
-        self.returned = self.trainer.global_rank == 0
-        return super().training_step(batch, index)
-
-
-def differing(rank, num_ranks):
-    train(num_ranks, module=Differing("mean"), max_epochs=1)
-
-
-def bad(rank, num_ranks):
-    train(num_ranks, module=Weighted("bad"), max_epochs=1)
-
-
-@pytest.mark.slow
-def test_bad_weights_are_refused_on_every_rank():
-    for function, said in ((differing, "always or never"), (bad, "not negative, but is -1")):
-        assert all(said in error for error in observe(function, 2, 2).errors)

@@ -9,10 +9,10 @@ import torch
 from lightning_gnn import CSCGraph, NeighborDataModule
 from lightning_gnn.hyscale import options
 from lightning_gnn.hyscale.options import Trainers, default_threads
-from lightning_gnn.hyscale.performance_model.calibrate import describe_workload, first_mapping, measure_platform
+from lightning_gnn.hyscale.performance_model import calibrate
+from lightning_gnn.hyscale.performance_model.calibrate import describe_workload, measure_platform
 from lightning_gnn.hyscale.performance_model.model import PerformanceModel
 from lightning_gnn.hyscale.performance_model.workload import Platform, Processor
-from lightning_gnn.planning import hyscale as report
 from lightning_gnn.planning.hyscale import forecast, stages
 from lightning_gnn.runtime.cores import num_cores
 from tests.full_graph import launch
@@ -48,15 +48,6 @@ def test_a_machine_without_accelerators_is_measured():
     assert len(mapping.seeds) == 2
 
 
-@pytest.mark.parametrize(("dtype", "row"), [(None, 6 * 8), ("float16", 6 * 2), ("int8", 6 + 4)])
-def test_what_features_are_on_their_way_is_in_the_workload(dtype, row):
-    loader = loader_of()
-    workload, _ = describe_workload(loader, Plain(), 20, dtype)
-    assert workload.transferred_row_bytes == row
-    assert workload.row_bytes == 6 * 8
-    assert first_mapping(Trainers.of(1, [CPU]), loader, Plain(), 20, (1, 1, 1), transfer_dtype=dtype).total == 20
-
-
 def test_the_edges_of_a_graph_in_csc_order_are_in_the_workload():
     data = graph()
     edges = data.num_edges
@@ -69,7 +60,7 @@ def test_the_edges_of_a_graph_in_csc_order_are_in_the_workload():
 
 def test_a_plan_for_one_core_and_features_in_fewer_bits(monkeypatch):
     there = Platform(Processor(1e12, 1e11), 1, Processor(1e12, 1e11), 1, 1e9, 1e6)
-    monkeypatch.setattr(report, "measure_platform", lambda *given: there)
+    monkeypatch.setattr(calibrate, "measure_platform", lambda *given: there)
     found = []
     for dtype in (None, "int8"):
         data, run = datamodule(batch_size=1000), trainer(hybrid(1, transfer_dtype=dtype, threads=(1, 1, 1)))

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_gnn.distributed.buffer_sync import BufferSync
-from lightning_gnn.distributed.lazy_modules import no_side_effects
+from lightning_gnn.distributed.buffer_sync import BufferSync, no_side_effects
 from tests.full_graph import launch
 from tests.hyscale.ranks import joined
 

@@ -26,42 +26,31 @@ _HOOKS_COME_FIRST = "as under DDP, hooks on parameters see the rank's own gradie
 _OWN_ROWS = "as under DDP, what a step writes into the module is of the rank's own nodes, unless it is reduced"
 _TWO_RANKS = {
     "hooks_on_parameters_which_are_not_linear": (("weights", "metrics"), _HOOKS_COME_FIRST),
-    "a_loss_that_is_no_mean": (("weights", "metrics"), "such a loss needs a weight, as a warning says once"),
-    "a_rate_is_found": (("losses",), "Lightning's finder plots the loss of rank 0; all take its rate"),
     "a_metric_by_step": (("each", "metrics"), "torchmetrics joins single steps with dist_sync_on_step=True only"),
-}
-_REFUSED = {
-    "a_batch_size_is_found": (
-        "not supported with distributed strategies",
-        "Lightning refuses it under all of DDP's kind",
-    ),
-    "two_loaders_of_training": ("hyscale trains with one loader", "two orders of seeds cannot be cut alike"),
 }
 OTHERWISE = {
     "hyscale": _TWO_RANKS
-    | _REFUSED
     | {
         "a_mean_without_a_batch_size": (("each", "metrics", "logged"), "it counts seeds, Lightning sampled nodes"),
-        "batch_normalisation": (("weights", "metrics", "running"), "as under DDP, statistics are of a rank's seeds"),
+        "batch_normalization": (("weights", "metrics", "running"), "as under DDP, statistics are of a rank's seeds"),
         "hooks_of_prediction": (("calls",), "rank 0 predicts, and the others wait for what it found"),
     },
-    "hyscale alone": {"a_batch_size_is_found": _REFUSED["a_batch_size_is_found"]},
     "ascend_hybrid on two ranks": _TWO_RANKS
     | {
         "a_step_without_a_loss_is_skipped": ("Skipping the `training_step`", "Lightning refuses it on several devices"),
         "a_histogram_of_labels": (("labels",), _OWN_ROWS),
         "a_history_of_embeddings": (("history",), _OWN_ROWS),
-        "batch_normalisation": ("normalises over all nodes", "statistics would be of each rank's rows"),
+        "batch_normalization": ("normalizes over all nodes", "statistics would be of each rank's rows"),
         "by_rank_zero_alone": ("rank_zero_only=True", "each rank has some of the rows, and all must log"),
     },
 }
 """By way and scenario: what must differ, by name, or a pattern of the error; and why that is right."""
 ALWAYS = (
     "plain_training", "lbfgs_with_a_line_search", "gradients_are_accumulated_by_a_schedule",
-    "accumulated_gradients_are_clipped", "parameters_are_added_in_mid_training", "class_weights",
-    "batch_normalisation", "a_step_without_a_loss_is_skipped", "by_hand_two_optimizers_take_turns",
+    "parameters_are_added_in_mid_training",
+    "batch_normalization", "a_step_without_a_loss_is_skipped", "by_hand_two_optimizers_take_turns",
     "training_stops_early", "exponential_weight_averaging", "the_best_are_saved", "training_goes_on_in_mid_epoch",
-    "all_stages_one_after_another", "pygs_own_loader", "hooks_of_fitting", "several_metrics", "in_all_hooks",
+    "all_stages_one_after_another", "pygs_own_loader", "hooks_of_fitting", "in_all_hooks",
     "validation_within_an_epoch", "a_rate_that_falls_on_a_plateau_of_validation", "a_history_of_embeddings",
 )  # fmt: skip
 """Of two trainers of hyscale: a scenario or two of each kind, which all slices take."""

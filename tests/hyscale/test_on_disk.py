@@ -8,9 +8,8 @@ import torch
 from lightning_gnn.features import DiskFeatures, FeatureTable
 from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, split_seeds
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
-from tests.full_graph import launch
 from tests.hyscale.staging import staged_loader
-from tests.hyscale.training import Plain, datamodule, fit, hybrid, state
+from tests.hyscale.training import datamodule
 
 F32 = {"dtype": torch.float32, "batch_size": 20, "num_neighbors": (3, 2)}
 
@@ -87,27 +86,3 @@ def test_looking_ahead_reads_less(store, prefetch, monkeypatch):
         assert asked == ([] if lookahead == 0 else rows)
         read[lookahead] = table.counts.hits
     assert read[None] > read[0]
-
-
-class Single(Plain):
-    """In float32, as features on disk are."""
-
-    def __init__(self):
-        super().__init__()
-        self.float()
-
-
-def trained(rank, store):
-    weights = []
-    for options in ({}, {"memory": "3MB", "store": store}):
-        module = Single()
-        fit(module, hybrid(2), datamodule(**F32, **options))
-        weights.append(state(module))
-    return weights
-
-
-@pytest.mark.slow
-def test_weights_are_those_of_memory(store):
-    for plain, disk in launch.run(trained, 2, store):
-        for name, value in plain.items():
-            assert torch.equal(disk[name], value), name

@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.hyscale.resource_manager.decisions import ReplayedDecisions, read_decisions
 from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager
-from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager, find_remedy
-from tests.hyscale.closed_loop import Node, run
+from lightning_gnn.hyscale.resource_manager.resources import find_remedy
 
 BEGIN = TaskMapping((320, 320, 320), 1, (2, 2, 2), 0.5)
 WORK, NONE = 30, (0, 0, 0)
@@ -134,26 +132,3 @@ def test_no_seed_and_no_thread_is_ever_lost_and_equal_times_decide_the_same(draw
             other.load_state_dict(state)
     assert other.log == manager.log
     assert other.state_dict() == manager.state_dict()
-
-
-def test_the_log_replays_the_same_mappings():
-    node = Node([200, 900, 1500], noise=0.1, sampling=1.0, loading=0.5, reference_threads=4)
-    manager = PublishedResourceManager(TaskMapping((400, 400, 224), 1, (1, 1, 4)))
-    made, _ = run(manager, node, 100)
-    assert len(manager.log) > 20
-    decisions = read_decisions(decision.to_json() for decision in manager.log)
-    assert run(ReplayedDecisions(decisions), node, 100)[0] == made
-
-
-def test_states_of_others_are_refused():
-    mapping = TaskMapping((4, 4), 1)
-    state = PublishedResourceManager(mapping).state_dict()
-    for other in (TaskMapping((4, 4), 2), TaskMapping((4, 4, 0), 1), TaskMapping((4, 5), 1)):
-        with pytest.raises(ValueError, match="does not fit"):
-            PublishedResourceManager(other).load_state_dict(state)
-    with pytest.raises(KeyError):
-        DynamicResourceManager(mapping).load_state_dict(state)
-    with pytest.raises(ValueError, match="2 CPU"):
-        PublishedResourceManager(mapping).observe(IterationTimes(1.0, 1.0, (1.0, 1.0)))
-    with pytest.raises(ValueError, match="2 trainers"):
-        PublishedResourceManager(mapping).observe(IterationTimes(1.0, 1.0, (1.0,), (1.0,), seeds=(8,)))

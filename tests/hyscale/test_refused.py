@@ -36,6 +36,7 @@ from tests.patience import NEVER
         ({"shares": "auto"}, "one number for each trainer"),
         ({"cpu_trainers": -1}, "must not be negative"),
         ({"cpu_trainers": 1.5}, "whole number, but is 1.5"),
+        ({"cpu_trainers": "numa"}, "cpu_trainers=numa was removed: give the number of NUMA nodes"),
         ({"agree_every": 0}, "agree_every"),
         ({"agree_every": 2.5}, "whole number, but is 2.5"),
         ({"drm": None}, "drm is True, 'paper', False or the path"),
@@ -150,6 +151,12 @@ class SeveralLosses(Plain):
         return self.scores(batch).sum(1)
 
 
+class Lazy(Plain):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.LazyLinear(3)
+
+
 class Raw(Plain):
     """Computes gradients behind Lightning's back."""
 
@@ -188,6 +195,7 @@ REFUSED = {
         "one loader, but the DataModule returns several",
     ),
     "fetches by itself": ({"module": Fetching}, "must not take a dataloader_iter"),
+    "lazy": ({"module": Lazy}, "head.weight, head.bias has no size yet, which several ranks .*: give in_channels"),
     "several losses": ({"module": SeveralLosses}, r"loss of one number, but that of trainer \d \(CPU\) has the shape"),
     "raw backward": ({"module": Raw}, r"call self.manual_backward\(loss\) instead of loss.backward\(\)"),
     "half precision": ({"precision": "16-true"}, r"trainer \d \(CPU\) of hyscale: which CPUs do not train in"),

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.hyscale.resource_manager.decisions import Decision, ReplayedDecisions, read_decisions
+from lightning_gnn.hyscale.resource_manager.decisions import ReplayedDecisions, read_decisions
 from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, TaskMapping
+from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager
 from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager, find_remedy
 from tests.hyscale.closed_loop import Node, run
 
@@ -190,9 +191,6 @@ def test_threads_that_do_not_help_come_back():
     assert all(min(decision.mapping.threads) >= 1 for decision in manager.log)
 
 
-# Taking the CPU out, and back
-
-
 # Log, replay, state
 
 
@@ -235,41 +233,12 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been(at):
     assert manager.state_dict() == other.state_dict()
 
 
-def test_a_state_of_an_older_version_is_read():
-    """With what had been measured, by threads and by whether CPU trainers had seeds, and what has gone since."""
-    mapping = {"seeds": [93, 931], "cpu_trainers": 1, "threads": [1, 1, 1], "accelerator_sampling": 0.0}
-    known = [["trainer 0", 1, True, [[512.0, 5.12]] * 3 + [[93.0, 0.93]]], ["trainer 1", 0, True, [[931.0, 0.931]] * 9]]
-    state = {
-        "mapping": mapping,
-        "hybrid": mapping,
-        "in_flight": [mapping] * 3,
-        "history": [["Feature Loading", 1, True, [[1.0, 0.1]] * 30], *known],
-        "iterations": [1.0],
-        "log": [Decision(TaskMapping((93, 931), 1), "", "take_out").to_json()],
-        "number": 40,
-        "act_from": 12,
-        "look_from": 44,
-        "finding": "",
-        "next_trial": 50,
-        "patience": 200,
-        "moved": [mapping, 1.0, "load"],
-        "blocked": ["load"],
-        "trial": None,
-    }
-    manager = DynamicResourceManager(TaskMapping((512, 512), 1))
-    manager.load_state_dict(json.loads(json.dumps(state)))
-    assert manager.mapping.seeds == (93, 931)
-    assert manager._measured.state()["trainer 0"] == [[1, 512.0, 5.12]] * 3 + [[1, 93.0, 0.93]]
-    assert manager.state_dict()["blocked"] == {"load": 80}
-    run(manager, Node([100, 1000], loading=0.1), 30)
-    assert manager.mapping.seeds == (93, 931)
-
-
-def test_a_state_of_other_trainers_is_refused():
-    state = DynamicResourceManager(TaskMapping((4, 4), 1)).state_dict()
+@pytest.mark.parametrize("kind", [DynamicResourceManager, PublishedResourceManager])
+def test_a_state_of_other_trainers_is_refused(kind):
+    state = kind(TaskMapping((4, 4), 1)).state_dict()
     for mapping in (TaskMapping((4, 4), 2), TaskMapping((4, 4, 0), 1), TaskMapping((4, 5), 1)):
         with pytest.raises(ValueError, match="does not fit"):
-            DynamicResourceManager(mapping).load_state_dict(state)
+            kind(mapping).load_state_dict(state)
 
 
 @pytest.mark.parametrize(

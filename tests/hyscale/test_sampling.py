@@ -9,9 +9,8 @@ from torch_geometric.loader import NeighborLoader
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, _on_host, can_sample_on
 from lightning_gnn.hyscale.options import Trainers
-from lightning_gnn.hyscale.performance_model.calibrate import begin_sampling, find_sampling, first_mapping, first_share
+from lightning_gnn.hyscale.performance_model.calibrate import find_sampling, first_share, model_of
 from lightning_gnn.hyscale.resource_manager.controller import BalanceController, stage_row
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, split_seeds
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
@@ -197,17 +196,12 @@ def test_a_cpu_that_stands_for_an_accelerator_samples_only_if_asked(wanted, trai
             assert find_sampling(wanted, loader, trainers, sampling) is None
 
 
-def test_the_share_to_begin_with_is_measured_or_said():
+def test_the_share_to_begin_with_is_measured():
     loader = loader_of()
     sampling = AcceleratorSampling(loader.node_sampler, CPU)
     assert 0 < first_share(sampling, loader, 20, 2) < 1
-    mapping = first_mapping(Trainers.of(1, [CPU] * 2), loader, Plain(), 20, (1, 1, 1), sampling)
-    assert isinstance(mapping, TaskMapping)
-    assert 0 < mapping.accelerator_sampling < 1
-    assert begin_sampling("auto", None, loader, 20, 1) == 0.0
-    assert begin_sampling(0.3, sampling, loader, 20, 1, modelled=0.9) == 0.3
-    assert begin_sampling("auto", sampling, loader, 20, 1, modelled=0.9) == 0.9
-    assert 0 < begin_sampling("auto", sampling, loader, 20, 1) < 1
+    model = model_of(Trainers.of(1, [CPU] * 2), loader, Plain(), 20, sampling)
+    assert 0 < model.best_mapping().accelerator_sampling < 1
 
 
 def test_what_comes_from_a_device_keeps_the_rows_of_one_edge_index():

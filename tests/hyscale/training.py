@@ -35,7 +35,7 @@ def graph(num_nodes=230, dtype=torch.float64, classes=3):
 
 
 def datamodule(num_neighbors=(-1,), batch_size=60, dtype=torch.float64, **options):
-    """Return mini-batches with all neighbours, the last of which is smaller."""
+    """Return mini-batches with all neighbors, the last of which is smaller."""
     return NeighborDataModule(
         graph(dtype=dtype), num_neighbors=list(num_neighbors), batch_size=batch_size, seed=0, **options
     )

@@ -17,11 +17,10 @@ from torch_geometric.sampler import SamplerOutput
 
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, can_sample_on
-from lightning_gnn.hyscale.options import PyGLoader, Trainers, check_shares, measurements_decide, replays
+from lightning_gnn.hyscale.options import PyGLoader, Trainers, checked_shares, measurements_decide, replays
 from lightning_gnn.hyscale.performance_model.model import PerformanceModel
 from lightning_gnn.hyscale.performance_model.workload import BatchSizes, Platform, Processor, Workload
 from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.loading.batch import BatchTask
 from lightning_gnn.loading.loaders import NodeLoader
 from lightning_gnn.ops import batch_key
@@ -36,20 +35,14 @@ _ROWS, _WIDTH = 1 << 15, 128
 
 @dataclass(frozen=True)
 class FirstMapping:
-    """What a run begins with, as a checkpoint keeps it: a resumed run goes on with it, and measures nothing.
+    """What a run begins with, as a checkpoint keeps it: a resumed run goes on with it, and measures nothing."""
 
-    Args:
-        shares: Of each trainer, those on the CPU first; they are not rounded to seeds, as a mapping's are.
-        total: Seeds of the node in a full iteration.
-        threads: CPU threads of Sampling, Feature Loading and the CPU trainers.
-        accelerator_sampling: Share of the sampling that accelerators do; 0 where they cannot.
-    """
-
+    # of each trainer, those on the CPU first; they are not rounded to seeds, as a mapping's are
     shares: tuple[float, ...]
     cpu_trainers: int
-    total: int
-    threads: tuple[int, int, int]
-    accelerator_sampling: float = 0.0
+    total: int  # seeds of the node in a full iteration
+    threads: tuple[int, int, int]  # CPU threads of Sampling, Feature Loading and the CPU trainers
+    accelerator_sampling: float = 0.0  # share of the sampling that accelerators do; 0 where they cannot
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain lists and numbers."""
@@ -58,18 +51,15 @@ class FirstMapping:
     @classmethod
     def from_dict(cls, state: Mapping[str, Any], trainers: Trainers, total: int) -> FirstMapping:
         """Take back what :meth:`to_dict` returned."""
-        try:
-            sampling, loading, training = map(int, state["threads"])
-            shares = check_shares(state["shares"]) or []
-            found = (len(shares), int(state["cpu_trainers"]), int(state["total"]))
-            there = float(state["accelerator_sampling"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the mapping is of another version ({type(error).__name__}: {error})") from error
+        sampling, loading, training = map(int, state["threads"])
+        shares = checked_shares(state["shares"])
+        found = (len(shares), int(state["cpu_trainers"]), int(state["total"]))
         if found != (len(trainers.devices), trainers.num_cpu, total):
             raise ValueError(
-                f"the saved mapping is for {found[0]} trainers, {found[1]} on the CPU, and {found[2]} seeds, but here "
-                f"are {len(trainers.devices)}, {trainers.num_cpu} and {total}"
+                f"it is for {found[0]} trainers, {found[1]} on the CPU, and {found[2]} seeds, but here are "
+                f"{len(trainers.devices)}, {trainers.num_cpu} and {total}"
             )
+        there = float(state["accelerator_sampling"])
         return cls(tuple(shares), found[1], total, (sampling, loading, training), there)
 
     def threads_of(self, threads: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -81,55 +71,36 @@ class FirstMapping:
 def resumed_mapping(
     state: dict[str, Any], trainers: Trainers, total: int
 ) -> tuple[FirstMapping | None, dict[str, Any]]:
-    """Return what the run began with that wrote a checkpoint, None where it does not fit or tell, and what else fits.
-
-    Args:
-        state: Of a ``BalanceController``; an older one has no first mapping.
-    """
+    """Return what the run began with that wrote a checkpoint, None where it does not fit, and what else fits."""
     if "first" not in state:
         return None, state
     try:
         return FirstMapping.from_dict(state["first"], trainers, total), state
-    except ValueError as error:
-        rank_zero_warn(f"hyscale balances anew: {error}")
+    except (KeyError, TypeError, ValueError) as error:
+        rank_zero_warn(f"hyscale balances anew: the saved mapping does not fit ({type(error).__name__}: {error})")
         return None, {}
 
 
-def first_mapping(
+def model_of(
     trainers: Trainers,
     loader: PyGLoader,
     module: nn.Module,
     total: int,
-    threads: tuple[int, int, int],
-    sampling: AcceleratorSampling | None = None,
-    transfer_dtype: str | None = None,
-) -> TaskMapping | None:
-    """Return the mapping that the performance model finds best, None where it cannot tell.
-
-    Args:
-        threads: CPU threads, whose sum is kept if there is at least one for every CPU trainer.
-        sampling: What samples on accelerators; None if nothing does.
-        transfer_dtype: What features are on their way to accelerators; None for what they are.
-    """
-    if not trainers.num_cpu or not trainers.num_accelerators or total < 1:
-        return None
+    sampling: AcceleratorSampling | None = None,  # what samples on accelerators; None if nothing does
+    transfer_dtype: str | None = None,  # what features are on their way to accelerators; None for what they are
+) -> PerformanceModel | None:
+    """Return the performance model of this node and workload, as measured; None where the loader says too little."""
     workload, sampled_per_s = describe_workload(loader, module, total, transfer_dtype)
     if workload is None:
         return None
     there = 0.0 if sampling is None else accelerator_rate(sampling, loader, total)
-    model = PerformanceModel(measure_platform(trainers, sampled_per_s, there), workload)
-    return model.best_mapping(trainers.num_cpu, max(sum(threads), 2 + trainers.num_cpu))
+    return PerformanceModel(measure_platform(trainers, sampled_per_s, there), workload)
 
 
 def describe_workload(
     loader: PyGLoader, module: nn.Module, total: int, transfer_dtype: str | None = None
 ) -> tuple[Workload | None, float]:
-    """Return what an iteration trains on, and the edges per second that one thread samples.
-
-    Args:
-        loader: A PyG node loader; of this package's, one mini-batch is sampled.
-        transfer_dtype: What floating features are on their way to accelerators; None for what they are.
-    """
+    """Return what an iteration trains on, and the edges per second that one thread samples."""
     # Without known fanouts and a feature tensor there is nothing to model, and the defaults apply.
     data = getattr(loader, "data", None)
     if data is None or not hasattr(loader, "node_sampler"):
@@ -175,7 +146,7 @@ def describe_workload(
 
 
 def first_share(
-    sampling: AcceleratorSampling, loader: NodeLoader, total: int, threads: int, num_accelerators: int = 1
+    sampling: AcceleratorSampling, loader: PyGLoader, total: int, threads: int, num_accelerators: int = 1
 ) -> float:
     """Return the share of the sampling with which accelerators and CPU are done at the same time, as measured."""
     seeds = _first_seeds(loader, total)
@@ -202,13 +173,7 @@ def _sampled(sample: Callable[[], SamplerOutput]) -> tuple[SamplerOutput, float]
 
 
 def measure_platform(trainers: Trainers, sampled_per_s: float, sampled_there: float = 0.0) -> Platform:
-    """Return the numbers of this node, by measurements of some ten milliseconds.
-
-    Args:
-        trainers: CPU trainers and accelerators; accelerators, if there are any, are taken to be equal.
-        sampled_per_s: Edges that one CPU thread samples per second.
-        sampled_there: Edges that one accelerator samples per second.
-    """
+    """Return the numbers of this node, by measurements of some ten milliseconds."""
     cpu = torch.device("cpu")
     accelerators = trainers.devices[trainers.num_cpu :]
     pcie = float("inf")
@@ -254,12 +219,8 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def wanted_sampling(wanted: str | float, drm: bool | str | Path) -> str | float:
-    """Return which share accelerators are to have: what the user says, or what a replay needs.
-
-    Args:
-        wanted: ``"auto"``, which is 0 where measurements decide nothing, or a share.
-        drm: Whether the work is balanced while it runs, or the path of a log of decisions to replay.
-    """
+    """Return which share accelerators are to have: what the user says, or what a replay needs."""
+    # ``wanted`` is "auto", 0 where measurements decide nothing, or a share.
     if not replays(drm):
         return 0.0 if wanted == "auto" and not measurements_decide() else wanted
     decisions = read_decisions(read_text(drm, LARGEST_JSON).splitlines())
@@ -270,17 +231,10 @@ def find_sampling(
     wanted: str | float,
     loader: PyGLoader,
     trainers: Trainers,
-    present: AcceleratorSampling | None = None,
-    device: torch.device | None = None,
+    present: AcceleratorSampling | None = None,  # what there is, which is kept if it serves this loader too
+    device: torch.device | None = None,  # the accelerator; by default the first one
 ) -> AcceleratorSampling | None:
-    """Return what samples on an accelerator, None where nothing does.
-
-    Args:
-        wanted: A share; 0 for none. ``"auto"`` leaves out CPUs that stand for accelerators: their sampling would take
-            cores that nobody has counted.
-        present: What there is, which is kept if it serves this loader too.
-        device: The accelerator; by default the first one.
-    """
+    """Return what samples on an accelerator, None where nothing does."""
     # In automatic mode CPUs that stand in for accelerators do not sample.
     accelerators = trainers.devices[trainers.num_cpu :]
     automatic = wanted == "auto"
@@ -305,26 +259,3 @@ def find_sampling(
             raise
         rank_zero_warn(f"hyscale samples on the CPU alone: {error}")
         return None
-
-
-def begin_sampling(
-    wanted: str | float,
-    sampling: AcceleratorSampling | None,
-    loader: PyGLoader,
-    total: int,
-    threads: int,
-    num_accelerators: int = 1,
-    modelled: float | None = None,
-) -> float:
-    """Return the share of the sampling that accelerators do to begin with.
-
-    Args:
-        modelled: What a checkpoint or the performance model says, if there is such; otherwise it is measured.
-    """
-    if sampling is None:
-        return 0.0
-    if not isinstance(wanted, str):
-        return wanted
-    if modelled is not None:
-        return modelled
-    return first_share(sampling, loader, max(1, total), threads, num_accelerators)

@@ -18,7 +18,7 @@ class PerformanceModel:
 
     The paper's equations with these corrections: layer l aggregates ``|E^l| * f^(l-1)`` numbers and multiplies
     ``|V^l| * f^(l-1) * f^l`` times (11 and 12 are off by one); sums over trainers have n terms; the backward pass of an
-    update is two products, except in layer 1, where nobody asks for the gradient of the features; a transfer carries
+    update is two products, except in layer 1, where no one needs the gradient of the features; a transfer carries
     the topology too; more CPU threads than cores take turns.
 
     Args:
@@ -31,7 +31,7 @@ class PerformanceModel:
         self.workload = workload
 
     def aggregate_time(self, layer: int, seeds: float, bandwidth: float) -> float:
-        """Return the seconds in which layer l reads its neighbours' features: equation 11, corrected."""
+        """Return the seconds in which layer l reads its neighbors' features: equation 11, corrected."""
         work = self.workload
         return work.sizes(seeds).edges[layer - 1] * work.widths[layer - 1] * work.feature_bytes / bandwidth
 

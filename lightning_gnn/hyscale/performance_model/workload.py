@@ -6,23 +6,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, inf
 
-_TRAVELLING = {"float16": (2, 0), "int8": (1, 4)}
+_TRAVELING = {"float16": (2, 0), "int8": (1, 4)}
 """Bytes of one number, and of what comes with each row, of features that travel in fewer bits."""
 
 
 @dataclass(frozen=True)
 class Processor:
-    """One CPU complex or one accelerator.
+    """One CPU complex or one accelerator."""
 
-    Args:
-        flops: Floating-point operations per second; a multiply-add is two. Twice the paper's ``N * freq``.
-        memory_bandwidth: Bytes per second of its own memory, in bursts.
-        pipelined: Whether aggregation and update overlap, as on an FPGA: the operator of equation 10.
-    """
-
-    flops: float
-    memory_bandwidth: float
-    pipelined: bool = False
+    flops: float  # floating-point operations per second; a multiply-add is two. Twice the paper's ``N * freq``.
+    memory_bandwidth: float  # bytes per second of its own memory, in bursts
+    pipelined: bool = False  # whether aggregation and update overlap, as on an FPGA: the operator of equation 10
 
     def __post_init__(self) -> None:
         if not (self.flops > 0 and self.memory_bandwidth > 0):
@@ -31,38 +25,28 @@ class Processor:
 
 @dataclass(frozen=True)
 class Platform:
-    """A node, or several that are equal.
-
-    Args:
-        cores: CPU cores, one thread each.
-        accelerator: One of them; None for a node without.
-        pcie_bandwidth: Bytes per second to each accelerator.
-        sampling: Edges per second that one CPU thread samples; infinite leaves sampling out.
-        accelerator_sampling: Edges per second that one accelerator samples; 0 if it does not.
-        core_bandwidth: Bytes per second that one thread gathers or reads; by default one core is enough for all of the
-            CPU's memory bandwidth, as in the paper.
-        num_nodes: How many such nodes train together.
-    """
+    """A node, or several that are equal."""
 
     cpu: Processor
-    cores: int
-    accelerator: Processor | None = None
+    cores: int  # CPU cores, one thread each
+    accelerator: Processor | None = None  # one of them; None for a node without
     num_accelerators: int = 0
-    pcie_bandwidth: float = inf
-    sampling: float = inf
-    accelerator_sampling: float = 0.0
+    pcie_bandwidth: float = inf  # bytes per second to each accelerator
+    sampling: float = inf  # edges per second that one CPU thread samples; infinite leaves sampling out
+    accelerator_sampling: float = 0.0  # edges per second that one accelerator samples; 0 if it does not
+    # bytes per second that one thread gathers or reads; by default one core is enough for all of the CPU's memory
+    # bandwidth, as in the paper
     core_bandwidth: float = inf
-    num_nodes: int = 1
+    num_nodes: int = 1  # how many such nodes train together
 
     def __post_init__(self) -> None:
         if (self.accelerator is None) != (self.num_accelerators == 0) or self.num_accelerators < 0:
             raise ValueError(
                 f"num_accelerators={self.num_accelerators} with accelerator={self.accelerator}: give both or neither"
             )
-        if self.cores < 1 or self.num_nodes < 1 or min(self.pcie_bandwidth, self.core_bandwidth, self.sampling) <= 0:
+        rates = (self.pcie_bandwidth, self.core_bandwidth, self.sampling)
+        if min(self.cores, self.num_nodes) < 1 or min(rates) <= 0 or self.accelerator_sampling < 0:
             raise ValueError(f"cores, nodes, bandwidths and sampling rates must be positive: {self}")
-        if self.accelerator_sampling < 0:
-            raise ValueError(f"accelerator_sampling must not be negative: {self}")
 
     def read_bandwidth(self, threads: float) -> float:
         """Return the bytes per second that some CPU threads read from the CPU's memory."""
@@ -71,16 +55,11 @@ class Platform:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sizes of one mini-batch.
-
-    Args:
-        vertices: ``|V^0|, ..., |V^L|``: ``V^0`` are all its vertices, ``V^L`` the seeds.
-        edges: ``|E^1|, ..., |E^L|``: ``E^l`` are the edges into ``V^l``, which layer l aggregates over.
-    """
+    """Sizes of one mini-batch."""
 
     seeds: float
-    vertices: tuple[float, ...]
-    edges: tuple[float, ...]
+    vertices: tuple[float, ...]  # ``|V^0|, ..., |V^L|``: ``V^0`` are all its vertices, ``V^L`` the seeds
+    edges: tuple[float, ...]  # ``|E^1|, ..., |E^L|``: ``E^l`` are the edges into ``V^l``, which layer l aggregates over
 
     @property
     def num_edges(self) -> float:
@@ -90,31 +69,21 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class Workload:
-    """A data set, a model and a batch.
-
-    Args:
-        num_train: Seeds of an epoch.
-        batch_size: Seeds of an iteration, of all trainers of a node together.
-        fanouts: Of each hop, the seeds' first; -1 for all neighbours.
-        widths: ``f^0, ..., f^L``: columns of the features, hidden layers and output.
-        feature_bytes: ``S_feat``, of one number.
-        index_bytes: Of one vertex id in a mini-batch.
-        update_inputs: Vectors that the update takes in for a vertex: 1 for GCN, 2 for GraphSAGE (self and neighbours).
-        measured: Sizes of a mini-batch that was measured, taken to grow with the seeds.
-        transfer_dtype: What features are on their way to accelerators: ``"float16"``, ``"int8"`` with a float32 scale
-            per row, or None for what they are.
-    """
+    """A data set, a model and a batch."""
 
     num_vertices: int
     num_edges: int
-    num_train: int
-    batch_size: int
-    fanouts: tuple[int, ...]
-    widths: tuple[int, ...]
-    feature_bytes: float = 4
-    index_bytes: float = 8
+    num_train: int  # seeds of an epoch
+    batch_size: int  # seeds of an iteration, of all trainers of a node together
+    fanouts: tuple[int, ...]  # of each hop, the seeds' first; -1 for all neighbors
+    widths: tuple[int, ...]  # ``f^0, ..., f^L``: columns of the features, hidden layers and output
+    feature_bytes: float = 4  # ``S_feat``, of one number
+    index_bytes: float = 8  # of one vertex id in a mini-batch
+    # vectors that the update takes in for a vertex: 1 for GCN, 2 for GraphSAGE (self and neighbors)
     update_inputs: int = 1
-    measured: BatchSizes | None = None
+    measured: BatchSizes | None = None  # sizes of a mini-batch that was measured, taken to grow with the seeds
+    # what features are on their way to accelerators: ``"float16"``, ``"int8"`` with a float32 scale per row, or None
+    # for what they are
     transfer_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -127,8 +96,8 @@ class Workload:
             )
         if min(self.fanouts) < -1 or not (self.feature_bytes > 0 and self.index_bytes >= 0):
             raise ValueError(f"fanouts must be at least -1, bytes not negative: {self}")
-        if self.transfer_dtype not in (None, *_TRAVELLING):
-            raise ValueError(f"transfer_dtype is None or one of {list(_TRAVELLING)}, but is {self.transfer_dtype!r}")
+        if self.transfer_dtype not in (None, *_TRAVELING):
+            raise ValueError(f"transfer_dtype is None or one of {list(_TRAVELING)}, but is {self.transfer_dtype!r}")
         found = self.measured
         if found is not None and (len(found.vertices), len(found.edges)) != (len(self.widths), len(self.fanouts)):
             raise ValueError(
@@ -151,7 +120,7 @@ class Workload:
         """Size of the features of one vertex on their way to an accelerator."""
         if self.transfer_dtype is None:
             return self.row_bytes
-        number, row = _TRAVELLING[self.transfer_dtype]
+        number, row = _TRAVELING[self.transfer_dtype]
         return self.widths[0] * number + row
 
     @property
@@ -161,11 +130,9 @@ class Workload:
         return self.update_inputs * numbers * self.feature_bytes
 
     def sizes(self, seeds: float) -> BatchSizes:
-        """Return the expected sizes of a mini-batch of some seeds.
-
-        A vertex is expanded once, at the lowest hop, as PyG does. Each has the graph's mean degree, and neighbours are
-        as if drawn evenly, so that a mini-batch does not outgrow the graph; measured sizes are more precise.
-        """
+        """Return the expected sizes of a mini-batch of some seeds."""
+        # A vertex is expanded once, at the lowest hop, as PyG does. Each has the graph's mean degree, and neighbors are
+        # as if drawn evenly, so that a mini-batch does not outgrow the graph.
         if self.measured is not None:
             factor = seeds / self.measured.seeds
             return BatchSizes(

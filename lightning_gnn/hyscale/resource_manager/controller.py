@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_gnn.hyscale.batch_share import BatchShare
 from lightning_gnn.hyscale.options import Trainers, balances, replays
 from lightning_gnn.hyscale.performance_model.calibrate import FirstMapping
 from lightning_gnn.hyscale.resource_manager.decisions import Decision, ReplayedDecisions, read_decisions
@@ -21,11 +20,12 @@ from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, TaskM
 from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager
 from lightning_gnn.hyscale.resource_manager.resources import LEAST_SHARE, DynamicResourceManager
 from lightning_gnn.hyscale.sharded_loader import split_seeds
+from lightning_gnn.hyscale.staged_prefetcher import BatchShare
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 from lightning_gnn.runtime.timeline import StepTimer
 
 STEP_FIELDS = ("seeds", "sampled_there", "sample", "sample_accelerator", "load", "transfer", "train")
-"""What a rank tells the others of its last iteration: seeds, whether its accelerator sampled, then thread-seconds."""
+"""What a rank sends of its last iteration: seeds, whether its accelerator sampled, then thread-seconds."""
 
 
 def stage_row(share: BatchShare | None, train: float = 0.0) -> list[float]:
@@ -45,7 +45,7 @@ class StageClock:
         self._share: BatchShare | None = None
         self._seconds = 0.0
         self.row = stage_row(None)
-        """What this rank tells of the last iteration."""
+        """What this rank sends about the last iteration."""
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -67,29 +67,21 @@ class StageClock:
 
 
 class BalanceController:
-    """Shares out the seeds and threads of one node, and changes that as its manager decides.
+    """Shares out the seeds and threads of one node, and changes that as its manager decides."""
 
-    Each rank of the node has one, makes the same decisions from the same times, and puts them into force at the same
-    iteration: the first that no rank can have begun to prepare when the decision is made.
-
-    Args:
-        total: Seeds of this node in a full iteration.
-        drm: True: this package's manager; ``"paper"``: the published one; False: nothing changes; a path: replay the
-            decisions recorded there.
-        ahead: Iterations that a rank prepares before their turn, at most.
-        sampling: Share of the sampling that accelerators do, to begin with; 0 where they cannot.
-    """
+    # Each rank of the node has one, decides the same from the same times, and puts it into force at the same iteration:
+    # the first that no rank can have begun to prepare by then.
 
     def __init__(
         self,
         trainers: Trainers,
         weights: Sequence[float],
         threads: tuple[int, int, int],
-        total: int,
+        total: int,  # seeds of this node in a full iteration
         drm: bool | str | Path,
         record: str | Path | None = None,
-        ahead: int = 6,
-        sampling: float = 0.0,
+        ahead: int = 6,  # iterations that a rank prepares before their turn, at most
+        sampling: float = 0.0,  # share of the sampling that accelerators do, to begin with; 0 where they cannot
         is_logging_rank: bool = True,
     ) -> None:
         self.trainers = trainers
@@ -167,18 +159,18 @@ class BalanceController:
         self.iteration += 1
 
     def observe(self, rows: Sequence[Sequence[float]]) -> Decision | None:
-        """Take what the ranks tell of the iteration before the present one, and let the manager decide."""
-        told = all(row[0] >= 0 for row in rows)
-        if not told and self.iteration <= 1:
-            return None  # nobody has anything to tell yet
-        times = self._times(rows) if told else self._unknown
+        """Take what the ranks sent about the iteration before the present one, and let the manager decide."""
+        measured = all(row[0] >= 0 for row in rows)
+        if not measured and self.iteration <= 1:
+            return None  # no iteration has been measured yet
+        times = self._times(rows) if measured else self._unknown
         decision = None
         if self.manager is not None:
             decision = self.manager.observe(times)
             if decision.changed:
                 self._planned.append((self.iteration + self.ahead, decision.mapping))
                 self._tell(decision)
-        if told:
+        if measured:
             self.history.append((times, decision))
         return decision
 
@@ -251,17 +243,14 @@ class BalanceController:
         if self.manager is None or "manager" not in state:
             return
         if state.get("kind") != type(self.manager).__name__:
-            return  # recorded by another kind of manager: begin anew
+            return  # recorded by another kind of manager: start over
         loaded = copy.deepcopy(self.manager)  # not half of a state
         try:
             loaded.load_state_dict(state["manager"])
             planned = [(int(begin), TaskMapping.from_dict(mapping)) for begin, mapping in state["planned"]]
             iteration = int(state["iteration"])
-        except ValueError as error:
-            rank_zero_warn(f"hyscale balances anew: {error}")
-            return
-        except (KeyError, TypeError) as error:
-            rank_zero_warn(f"hyscale balances anew: the state is of another version ({type(error).__name__}: {error})")
+        except (KeyError, TypeError, ValueError) as error:
+            rank_zero_warn(f"hyscale balances anew: the saved state does not fit ({type(error).__name__}: {error})")
             return
         self.manager, self.iteration = loaded, iteration
         if self._record is not None:

@@ -22,18 +22,13 @@ STAGE_NAMES: dict[Stage, str] = {
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do from now on, and why.
-
-    Args:
-        action: ``start``, ``hold``, ``balance_work``, ``balance_thread`` or ``undo`` (threads go back).
-        changed: Whether the mapping is another one than before.
-    """
+    """What to do from now on, and why."""
 
     mapping: TaskMapping
     explanation: str
-    action: str = "hold"
+    action: str = "hold"  # ``start``, ``hold``, ``balance_work``, ``balance_thread`` or ``undo`` (threads go back)
     observation: int = 0
-    changed: bool = False
+    changed: bool = False  # whether the mapping is another one than before
 
     def __str__(self) -> str:
         return f"{self.observation}: {self.action}: {self.explanation}"
@@ -104,22 +99,14 @@ class Recorder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
-
-        Raises:
-            ValueError: It belongs to other trainers or another batch size.
-        """
+        """Go on from a state."""
         mapping = TaskMapping.from_dict(state["mapping"])
         self.mapping.check_same_work(mapping)
         self.mapping, self.log, self._number = mapping, read_decisions(state["log"]), int(state["number"])
 
 
 class ReplayedDecisions:
-    """Stands in for a :class:`~lightning_gnn.hyscale.DynamicResourceManager`: repeats what one decided.
-
-    Args:
-        decisions: A log, as :func:`read_decisions` returns; the first is what the run began with.
-    """
+    """Stands in for a :class:`~lightning_gnn.hyscale.DynamicResourceManager`: repeats what one decided."""
 
     def __init__(self, decisions: Iterable[Decision]) -> None:
         self._decisions = list(decisions)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from lightning_gnn.hyscale.resource_manager.mapping import Cost, IterationTimes, Stage, TaskMapping
 
@@ -21,18 +20,12 @@ LEAST_SLOPE = 0.25
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the stages take under a mapping, by the measurements.
-
-    Args:
-        times: Stage times under it.
-        costs: Of each trainer for its seeds; None where nothing is known.
-        count: How many measurements there are of the task that has the fewest under this mapping.
-    """
+    """What the stages take under a mapping, by the measurements."""
 
     mapping: TaskMapping
-    times: IterationTimes
-    costs: tuple[Cost | None, ...]
-    count: int = 0
+    times: IterationTimes  # stage times under it
+    costs: tuple[Cost | None, ...]  # of each trainer for its seeds; None where nothing is known
+    count: int = 0  # how many measurements there are of the task that has the fewest under this mapping
 
     @cached_property
     def stages(self) -> dict[Stage, float]:
@@ -70,11 +63,9 @@ class Estimate:
 
 
 class Measurements:
-    """What every task took in the last iterations: a line through them, which an outlier hardly moves.
+    """What every task took in the last iterations: a line through them, which an outlier hardly moves."""
 
-    Measurements of a CPU task with another number of threads count only while there are none with the present one.
-    What a trainer took that has no seeds any more stays.
-    """
+    # Measurements of a CPU task with another number of threads count only while there are none with the present one.
 
     def __init__(self) -> None:
         self._known: dict[str, deque[tuple[int, float, float]]] = {}
@@ -86,22 +77,18 @@ class Measurements:
                 self._known.setdefault(name, deque(maxlen=HISTORY)).append((threads, units, seconds))
 
     def estimate(self, mapping: TaskMapping, last: IterationTimes) -> Estimate:
-        """Return what the stages take under a mapping.
-
-        Args:
-            last: The last times, for tasks of which nothing else is known.
-        """
+        """Return what the stages take under a mapping."""
         found: list[float | None] = []
         costs: list[Cost | None] = []
         counts = []
         for name, threads, units, seconds in _tasks(mapping, last):
             known = self._known.get(name, ())
-            alike = [(work, time) for then, work, time in known if then == threads]
-            scaled = alike or [(work, time * then / threads) for then, work, time in known]
+            same = [(work, time) for then, work, time in known if then == threads]
+            scaled = same or [(work, time * then / threads) for then, work, time in known]
             costs.append(_fitted(scaled, units) if scaled else None)
             found.append(costs[-1].seconds(units) if costs[-1] and units else seconds)
             if units and (seconds or name.startswith("trainer")):
-                counts.append(len(alike))
+                counts.append(len(same))
         sample_cpu, sample_accelerator, load, transfer, *trainers = found
         cpus = mapping.cpu_trainers
         times = IterationTimes(
@@ -113,22 +100,14 @@ class Measurements:
         """Return all it knows, as plain lists and numbers."""
         return {name: [list(one) for one in known] for name, known in self._known.items()}
 
-    def load_state(self, state: Any) -> None:
-        """Take back what :meth:`state` returned; versions before have a row for each task, threads and a mark."""
-        rows: dict[str, list[Any]] = {}
-        if isinstance(state, dict):
-            rows = state
-        else:
-            for name, threads, _, known in state:
-                rows.setdefault(name, []).extend([threads, units, seconds] for units, seconds in known)
-        self._known = {name: deque(map(tuple, known), maxlen=HISTORY) for name, known in rows.items()}
+    def load_state(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:
+        """Take back what :meth:`state` returned."""
+        rows = dict(state).items()
+        self._known = {name: deque(((int(t), u, s) for t, u, s in known), maxlen=HISTORY) for name, known in rows}
 
 
 def _tasks(mapping: TaskMapping, times: IterationTimes) -> list[tuple[str, int, float, float | None]]:
-    """Return stages and trainers, each with its CPU threads (0 for accelerators'), its units of work and its seconds.
-
-    Units are seeds, or the part of the work that is done there.
-    """
+    """Return stages and trainers: name, CPU threads (0 for accelerators), work in seeds or parts, and seconds."""
     share, cpus = mapping.accelerator_sampling, mapping.cpu_trainers
     sampler, loader, trainer = mapping.threads
     return [
@@ -144,11 +123,9 @@ def _tasks(mapping: TaskMapping, times: IterationTimes) -> list[tuple[str, int, 
 
 
 def _fitted(known: Sequence[tuple[float, float]], units: float) -> Cost:
-    """Return the cost by measurements of some work, for about so many units; 0 stands for as many as were measured.
-
-    Least squares of the relative errors, with an overhead that is expected to be a small part of the time. What took
-    far too long hardly counts: its error is at most its own time.
-    """
+    """Return the cost by measurements of some work, for about so many units; 0 stands for as many as were measured."""
+    # Least squares of the relative errors, with an overhead that is expected to be small. What took far too long hardly
+    # counts: its error is at most its own time.
     points = [(work / time, 1 / time) for work, time in known]
     units = units or sum(work for work, _ in known) / len(points)
     work, one = sum(x for x, _ in points), sum(y for _, y in points)

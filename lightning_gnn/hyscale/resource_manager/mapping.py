@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 Stage = Literal["sample_cpu", "sample_accelerator", "load", "train_cpu", "accelerator"]
@@ -18,19 +18,15 @@ CPU_TASKS: tuple[Stage, ...] = ("sample_cpu", "load", "train_cpu")
 
 @dataclass(frozen=True)
 class TaskMapping:
-    """How the work and the CPU threads of one node are shared out (section III-B of HyScale-GNN).
+    """How the work and the CPU threads of one node are shared out (section III-B of HyScale-GNN)."""
 
-    Args:
-        seeds: Seeds of each trainer in one iteration, the CPU trainers first, then the accelerators; 0 for a trainer
-            that is taken out. Their sum never changes.
-        threads: CPU threads of Sampling, of Feature Loading and of the CPU trainers together. Their sum never changes.
-        accelerator_sampling: Share of the sampling that accelerators do, 0 to 1.
-    """
-
+    # seeds of each trainer in one iteration, the CPU trainers first, then the accelerators; 0 for a trainer that is
+    # taken out. Their sum never changes.
     seeds: tuple[int, ...]
     cpu_trainers: int = 0
+    # CPU threads of Sampling, of Feature Loading and of the CPU trainers together. Their sum never changes.
     threads: tuple[int, int, int] = (1, 1, 1)
-    accelerator_sampling: float = 0.0
+    accelerator_sampling: float = 0.0  # share of the sampling that accelerators do, 0 to 1
 
     def __post_init__(self) -> None:
         if not self.seeds or sum(self.seeds) < 1 or min(self.seeds) < 0:
@@ -93,12 +89,7 @@ class TaskMapping:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain lists and numbers."""
-        return {
-            "seeds": list(self.seeds),
-            "cpu_trainers": self.cpu_trainers,
-            "threads": list(self.threads),
-            "accelerator_sampling": self.accelerator_sampling,
-        }
+        return {**vars(self), "seeds": list(self.seeds), "threads": list(self.threads)}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> TaskMapping:
@@ -117,26 +108,19 @@ class TaskMapping:
 
 @dataclass(frozen=True)
 class IterationTimes:
-    """What one iteration of hybrid training took in each stage, in seconds; None for a stage that does not exist.
+    """What one iteration of hybrid training took in each stage, in seconds; None for a stage that does not exist."""
 
-    A stage's time is the time between two iterations if the stage were the only one: where several threads work at
-    mini-batches of their own, their thread-seconds divided by the number of threads.
-
-    Args:
-        sample_accelerator: Sampling on accelerators, the slowest.
-        transfer: Data Transfer, the slowest accelerator's.
-        train_cpu: Propagation of each CPU trainer; None or 0 for one without seeds.
-        train_accelerator: Propagation of each accelerator.
-        seeds: Seeds of each trainer with which this was measured; None means the mapping that was in force as many
-            observations ago as the pipeline is deep.
-    """
+    # A stage's time is that between two iterations if the stage were the only one: where several threads work at mini-
+    # batches of their own, their thread-seconds divided by the number of threads.
 
     sample_cpu: float | None
     load: float | None
-    train_cpu: tuple[float | None, ...] = ()
-    train_accelerator: tuple[float | None, ...] = ()
-    transfer: float | None = None
-    sample_accelerator: float | None = None
+    train_cpu: tuple[float | None, ...] = ()  # propagation of each CPU trainer; None or 0 for one without seeds
+    train_accelerator: tuple[float | None, ...] = ()  # propagation of each accelerator
+    transfer: float | None = None  # data Transfer, the slowest accelerator's
+    sample_accelerator: float | None = None  # sampling on accelerators, the slowest
+    # seeds of each trainer with which this was measured; None means the mapping that was in force as many observations
+    # ago as the pipeline is deep
     seeds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -176,15 +160,9 @@ class IterationTimes:
         def times(seconds: float | None) -> float | None:
             return None if seconds is None else seconds * factor
 
-        return IterationTimes(
-            times(self.sample_cpu),
-            times(self.load),
-            tuple(map(times, self.train_cpu)),
-            tuple(map(times, self.train_accelerator)),
-            times(self.transfer),
-            times(self.sample_accelerator),
-            self.seeds,
-        )
+        trainers = {name: tuple(map(times, getattr(self, name))) for name in ("train_cpu", "train_accelerator")}
+        stages = {name: times(getattr(self, name)) for name in ("sample_cpu", "load", "transfer", "sample_accelerator")}
+        return replace(self, **trainers, **stages)  # type: ignore[arg-type]  # by name
 
 
 def _slowest(times: Sequence[float | None]) -> float | None:
@@ -210,12 +188,7 @@ class Cost(NamedTuple):
 def split_evenly(
     total: int, costs: Sequence[Cost | None], group: Sequence[int] = (), group_per_seed: float = 0.0, least: int = 1
 ) -> tuple[int, ...]:
-    """Share seeds out to trainers so that the slowest is done as early as possible.
-
-    Args:
-        costs: Of each trainer; None for one that gets nothing.
-        least: Seeds that each trainer with a cost gets at least, if there are enough.
-    """
+    """Share seeds out to trainers so that the slowest is done as early as possible."""
     present = {index: cost for index, cost in enumerate(costs) if cost is not None}
     if not present:
         raise ValueError(f"there is no trainer for {total} seeds")

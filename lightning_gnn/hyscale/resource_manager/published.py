@@ -13,25 +13,13 @@ STEP = 1 / 32
 
 
 class PublishedResourceManager(Recorder):
-    """Ease the slowest stage of the last iteration by one step: algorithm 1, lines 1 to 32, and nothing besides.
+    """Ease the slowest stage of the last iteration by one step: algorithm 1, lines 1 to 32, and nothing besides."""
 
-    A pure state machine with the interface of :class:`~lightning_gnn.hyscale.DynamicResourceManager`. The
-    cases are those of ``resources.find_remedy``. What the paper leaves open is read so:
-
-    - *How far* (section IV-A says "varying the mini-batch size" and "reducing the number of threads"): a 32nd
-      of the iteration's seeds or of the sampling, and one thread. There is no word of a dead band or of an end, so
-      there is none. Other steps, or half of the way to where both would take equally long, make little difference in
-      ``benchmarks/hyscale/resource_manager.py``; the whole way at once is worse under noise.
-    - *When* ("in each iteration"): after every one, by its times alone. That the times of the next iterations, which
-      are in the pipeline already, were made with an older mapping does not matter to it.
-    - *Who*, where there are several CPU trainers or accelerators, whose stage takes as long as its slowest: the slowest
-      of the bottleneck's kind gives seeds to the fastest of the other kind (lines 14, 27 and 29 move work between the
-      CPU and the accelerators, never among either). The one that gives keeps a seed.
-    - *From whom* (lines 23 and 31 take threads from the fastest stage, which may be an accelerator's): from the fastest
-      CPU task, as line 16 and the text have it. Every task keeps a thread, and each CPU trainer.
-    - *A stage that does not exist* is not sorted. A remedy that needs one, or that finds nothing to move, changes
-      nothing: the paper has no other for that stage.
-    """
+    # What the paper leaves open is read so. How far (section IV-A): a 32nd of the iteration's seeds or of the sampling,
+    # and one thread; no dead band. When: after every iteration, by its times alone. Who, of several: the slowest of the
+    # bottleneck's kind gives seeds to the fastest of the other kind, and keeps one (lines 14, 27, 29). From whom (lines
+    # 23, 31): from the fastest CPU task, as in line 16; each task and each CPU trainer keeps a thread. A remedy that
+    # finds nothing to move changes nothing.
 
     def observe(self, times: IterationTimes) -> Decision:
         """Take in the times of one iteration and decide what to do from now on."""

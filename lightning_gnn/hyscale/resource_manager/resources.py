@@ -37,13 +37,10 @@ SURE = 0.12
 
 
 class Remedy(NamedTuple):
-    """What algorithm 1 calls for.
+    """What algorithm 1 calls for."""
 
-    Args:
-        kind: ``balance_work`` shares work out anew between the processors of the two stages; ``balance_thread`` takes
-            threads from the first for the second; ``none`` where there is no other CPU task to take them from.
-    """
-
+    # ``balance_work`` shares work out again between the processors of the two stages; ``balance_thread`` takes threads
+    # from the first for the second; ``none`` where there is no other CPU task to take them from
     kind: Literal["balance_work", "balance_thread", "none"]
     first: Stage
     second: Stage
@@ -51,16 +48,9 @@ class Remedy(NamedTuple):
 
 
 def find_remedy(times: Mapping[Stage, float]) -> Remedy:
-    """Return what algorithm 1 does about the slowest stage.
-
-    Stages that do not exist are left out of the sort. In lines 23 and 31 the paper takes threads from the fastest of
-    all stages, which may be one of an accelerator: there it is the fastest CPU task. Of two equal times, the one that
-    line 2 names first counts as the slower.
-
-    Args:
-        times: Seconds of each stage that exists, as returned by
-            :meth:`~lightning_gnn.hyscale.resource_manager.mapping.IterationTimes.stages`, which does line 1.
-    """
+    """Return what algorithm 1 does about the slowest stage."""
+    # Lines 23 and 31 of the paper take threads from the fastest of all stages, which may be an accelerator's: here it
+    # is the fastest CPU task. Of two equal times, the one that line 2 names first counts as the slower.
     if not times:
         raise ValueError("there is no stage time to find a bottleneck in")
     by_time = sorted((stage for stage in STAGES if stage in times), key=lambda stage: -times[stage])  # line 2
@@ -88,11 +78,8 @@ def _leads(partner: Stage, other: Stage, fastest: Stage, second: Stage) -> bool:
 
 
 def gain(now: Estimate, mapping: TaskMapping) -> float:
-    """Return by what part another mapping would shorten the slowest of the stages that it changes.
-
-    Not the slowest of all: of two stages that are equally slow, one must be eased first. If the slowest of all takes
-    longer for it, the gain is none.
-    """
+    """Return by what part another mapping would shorten the slowest of the stages that it changes."""
+    # Not the slowest of all: of two stages that are equally slow, one must be eased first.
     before, after = now.stages, now.under(mapping).stages
     changed = [stage for stage in {*before, *after} if before.get(stage) != after.get(stage)]
     old = max((before.get(stage, 0.0) for stage in changed), default=0.0)
@@ -103,10 +90,8 @@ def gain(now: Estimate, mapping: TaskMapping) -> float:
 
 
 def balance_work(now: Estimate) -> TaskMapping:
-    """Share the seeds out anew, so that all trainers are done at the same time; CPU trainers that do not pay get none.
-
-    A CPU trainer without seeds gets some again by what it took when it had some.
-    """
+    """Share the seeds out so that all trainers are done at the same time; CPU trainers that do not pay get none."""
+    # A CPU trainer without seeds gets some again by what it took when it had some.
     mapping = now.mapping
     split = partial(split_evenly, mapping.total, group_per_seed=now.transfer_per_seed)
     there = range(mapping.cpu_trainers, len(mapping.seeds))
@@ -123,7 +108,7 @@ def balance_work(now: Estimate) -> TaskMapping:
 
 
 def balance_sampling(now: Estimate) -> TaskMapping:
-    """Share the sampling out anew between the CPU and the accelerators."""
+    """Share the sampling out again between the CPU and the accelerators."""
     mapping, times = now.mapping, now.times
     share = mapping.accelerator_sampling
     if not times.sample_cpu or not times.sample_accelerator:
@@ -134,10 +119,7 @@ def balance_sampling(now: Estimate) -> TaskMapping:
 
 
 def balance_thread(now: Estimate, donor: Stage, receiver: Stage) -> Iterator[TaskMapping]:
-    """Yield mappings with 1, 2, 4, ... threads of a CPU task moved to another, their work shared out anew.
-
-    Every task keeps one thread, and each CPU trainer.
-    """
+    """Yield mappings with 1, 2, 4, ... threads of a CPU task moved to another, their work shared out again."""
     mapping, source, to = now.mapping, CPU_TASKS.index(donor), CPU_TASKS.index(receiver)
     spare, count = mapping.threads[source] - (mapping.cpu_trainers if donor == "train_cpu" else 1), 1
     while count <= spare:
@@ -238,11 +220,8 @@ class DynamicResourceManager(Recorder):
         return self._hold(f"{cause}; nothing would shorten it by {threshold:.1%}")
 
     def _remedies(self, now: Estimate, remedy: Remedy) -> Iterator[tuple[str, TaskMapping]]:
-        """Yield what to try against the slowest stage, the paper's remedy first.
-
-        Where that gains nothing (no thread is left to move, say) the paper's algorithm would stand still: then the
-        other one is next, with threads of whichever task gains most by it.
-        """
+        """Yield what to try against the slowest stage, the paper's remedy first."""
+        # Where the paper's gains nothing its algorithm would stand still: then the other one is next.
         mapping, slowest = now.mapping, remedy.bottleneck
         share = balance_sampling(now) if slowest.startswith("sample") else balance_work(now)
         if remedy.kind == "balance_work":
@@ -279,12 +258,11 @@ class DynamicResourceManager(Recorder):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, also of an older version."""
+        """Go on from a state."""
         super().load_state_dict(state)
         self._in_flight.clear()
         self._in_flight.extend(map(TaskMapping.from_dict, state["in_flight"]))
         self._measured.load_state(state["history"])
-        blocked, moved = state["blocked"], state["moved"]  # older versions have a list of tasks
-        self._blocked = dict(blocked if isinstance(blocked, dict) else dict.fromkeys(blocked, 2 * self._number))
+        moved, self._blocked = state["moved"], dict(state["blocked"])
         self._act_from = state["act_from"]
         self._moved = None if moved is None else _Move(TaskMapping.from_dict(moved[0]), float(moved[1]), moved[2])

@@ -1,11 +1,10 @@
-"""Automatic optimisation: optimizers, gradients that are edited on the way, and losses of many shapes."""
+"""Automatic optimization: optimizers, gradients that are edited on the way, and losses of many shapes."""
 
 import torch
-import torch.nn.functional as F
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import nn
 
-from tests.hyscale.behaviour.task import CLASSES, Task, of_split, scenario
+from tests.hyscale.behaviour.task import CLASSES, Task, scenario
 
 
 @scenario
@@ -33,11 +32,6 @@ def lbfgs_with_a_line_search(run):
 @scenario
 def gradients_are_accumulated_by_a_schedule(run):
     return run.fit(Task(), max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})])
-
-
-@scenario
-def accumulated_gradients_are_clipped(run):
-    return run.fit(Task(), gradient_clip_val=0.05, accumulate_grad_batches=2)
 
 
 @scenario
@@ -141,30 +135,6 @@ def a_step_without_a_loss_is_skipped(run):
 
 
 @scenario
-def class_weights(run):
-    weight = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
-
-    def make(module, batch, batch_idx):
-        y = of_split(batch.y, batch, "train")
-        loss = F.cross_entropy(of_split(module(batch), batch, "train"), y, weight=weight)
-        return {"loss": loss, "weight": weight[y].sum()}
-
-    return run.fit(returning(make))
-
-
-@scenario
-def a_loss_that_is_no_mean(run):
-    def make(module, batch, batch_idx):
-        return F.cross_entropy(
-            of_split(module(batch), batch, "train"),
-            of_split(batch.y, batch, "train"),
-            weight=torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64),
-        )
-
-    return run.fit(returning(make))
-
-
-@scenario
 def the_module_steps_every_second_time(run):
     class Second(Task):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
@@ -181,7 +151,7 @@ def the_module_steps_every_second_time(run):
 
 
 @scenario
-def batch_normalisation(run):
+def batch_normalization(run):
     class Normed(Task):
         def __init__(self):
             super().__init__()

@@ -1,10 +1,8 @@
-"""Manual optimisation: the module steps by itself."""
+"""Manual optimization: the module steps by itself."""
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from tests.hyscale.behaviour.task import CLASSES, FEATURES, ByHand, of_split, scenario
+from tests.hyscale.behaviour.task import ByHand, scenario
 
 
 def stepping(step, configure=None):
@@ -18,18 +16,6 @@ def stepping(step, configure=None):
             return super().configure_optimizers() if configure is None else configure(self)
 
     return Stepping()
-
-
-@scenario
-def by_hand_gradients_are_accumulated(run):
-    def step(module, batch, batch_idx):
-        optimizer = module.optimizers()
-        module.manual_backward(module.loss(batch) / 2)
-        if batch_idx % 2 or module.trainer.is_last_batch:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return run.fit(stepping(step))
 
 
 def one_each(module):
@@ -79,28 +65,3 @@ def by_hand_with_logs_and_outputs(run):
             seen.append(float(outputs["kind"]))
 
     return {**run.fit(Logging()), "seen": seen}
-
-
-@scenario
-def by_hand_an_auxiliary_network(run):
-    """Two losses of two networks, one of which gets no gradient in some steps."""
-
-    class Auxiliary(ByHand):
-        def __init__(self):
-            super().__init__()
-            self.other = nn.Linear(FEATURES, CLASSES).double()
-
-        def training_step(self, batch, batch_idx):
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            if batch_idx % 2:
-                y = of_split(batch.y, batch, "train")
-                self.manual_backward(F.cross_entropy(self.other(of_split(batch.x, batch, "train")), y))
-            for optimizer in self.optimizers():
-                optimizer.step()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.net.parameters(), 0.2), torch.optim.SGD(self.other.parameters(), 0.1)
-
-    return run.fit(Auxiliary())

@@ -2,7 +2,6 @@
 
 import pytorch_lightning as pl
 import torch
-import torchmetrics
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.hyscale.behaviour.task import CLASSES, Task, of_split, scenario
@@ -21,21 +20,15 @@ class Steps(pl.Callback):
         self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def logging(run, training=None, validation=None, **options):
+def logging(run, training, **options):
     """Train a module whose steps log by these functions."""
 
     class Logging(Task):
         def training_step(self, batch, batch_idx):
             out = of_split(self(batch), batch, "train")
             loss = torch.nn.functional.cross_entropy(out, of_split(batch.y, batch, "train"))
-            if training is not None:
-                training(self, batch, batch_idx, out, loss)
+            training(self, batch, batch_idx, out, loss)
             return loss
-
-        def validation_step(self, batch, batch_idx):
-            if validation is not None:
-                out = of_split(self(batch), batch, "val")
-                validation(self, batch, batch_idx, out, of_split(batch.y, batch, "val"))
 
     steps = Steps()
     out = run.fit(Logging(), callbacks=[steps], **options)
@@ -45,60 +38,8 @@ def logging(run, training=None, validation=None, **options):
 
 
 @scenario
-def a_mean_by_step_and_epoch(run):
-    def training(module, batch, batch_idx, out, loss):
-        module.tell("loss", loss, batch, "train", on_step=True, on_epoch=True)
-
-    return logging(run, training)
-
-
-@scenario
 def a_mean_without_a_batch_size(run):
     return logging(run, lambda module, batch, batch_idx, out, loss: module.log("loss", loss, on_epoch=True))
-
-
-@scenario
-def a_sum(run):
-    def training(module, batch, batch_idx, out, loss):
-        module.log("seeds", float(out.shape[0]), reduce_fx="sum", on_step=False, on_epoch=True)
-        module.log("sum", out.detach().sum(), reduce_fx=torch.sum, on_step=True, on_epoch=True)
-
-    return logging(run, training)
-
-
-@scenario
-def the_largest_and_the_smallest(run):
-    def training(module, batch, batch_idx, out, loss):
-        module.log("largest", out.max(), reduce_fx="max", on_step=True, on_epoch=True)
-        module.log("smallest", out.min(), reduce_fx=torch.min, on_step=False, on_epoch=True)
-
-    def validation(module, batch, batch_idx, out, y):
-        module.log("val_largest", out.max(), reduce_fx=max)
-
-    return logging(run, training, validation)
-
-
-@scenario
-def a_metric(run):
-    class Measured(Task):
-        def __init__(self):
-            super().__init__()
-            self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
-            self.of_val = MulticlassAccuracy(CLASSES, average="macro")
-
-        def training_step(self, batch, batch_idx):
-            out, y = of_split(self(batch), batch, "train"), of_split(batch.y, batch, "train")
-            self.accuracy(out, y)
-            self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
-            return torch.nn.functional.cross_entropy(out, y)
-
-        def validation_step(self, batch, batch_idx):
-            self.of_val.update(of_split(self(batch), batch, "val"), of_split(batch.y, batch, "val"))
-            self.log("val_accuracy", self.of_val)
-
-    out = run.fit(Measured(), max_epochs=3)
-    assert 0 < out["metrics"]["accuracy"] < 1
-    return out
 
 
 @scenario
@@ -117,21 +58,6 @@ def a_metric_by_step(run):
             return torch.nn.functional.cross_entropy(out, y)
 
     return {**run.fit(Measured(), callbacks=[steps]), "each": steps.seen}
-
-
-@scenario
-def several_metrics(run):
-    class Measured(Task):
-        def __init__(self):
-            super().__init__()
-            kinds = {"micro": MulticlassAccuracy(CLASSES, average="micro"), "macro": MulticlassAccuracy(CLASSES)}
-            self.found = torchmetrics.MetricCollection(kinds, prefix="val_")
-
-        def validation_step(self, batch, batch_idx):
-            self.found.update(of_split(self(batch), batch, "val"), of_split(batch.y, batch, "val"))
-            self.log_dict(self.found)
-
-    return run.fit(Measured())
 
 
 @scenario

@@ -46,9 +46,3 @@ def an_interruption(run):
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         trainer.fit(module, datamodule=run.data())
     return {"told": told, "steps": trainer.global_step, "interrupted": trainer.interrupted}
-
-
-@scenario
-def a_loader_without_a_strategys_help(run):
-    module, data = Task(), run.data()
-    return run.fit(module, data, use_distributed_sampler=False)

@@ -74,19 +74,3 @@ def random_weights_are_the_same_on_all_ranks(run):
         module.net.convs[0].lin_l.weight.add_(module.global_rank)
     run.fit(module)
     return {"alike": module.alike}
-
-
-@scenario
-def names_that_are_logged_in_some_steps(run):
-    class Sometimes(Task):
-        def training_step(self, batch, batch_idx):
-            loss = self.loss(batch)
-            y = of_split(batch.y, batch, "train")
-            if batch_idx == 1:
-                self.tell("now", loss, batch, "train", on_step=False, on_epoch=True)
-            for kind in range(CLASSES):
-                count = float((y == kind).sum())
-                self.log(f"of_kind_{kind}", count, reduce_fx="sum", on_step=False, on_epoch=True)
-            return loss
-
-    return run.fit(Sometimes())
