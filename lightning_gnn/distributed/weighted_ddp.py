@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks, RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary, StepSync
 from lightning_gnn.runtime.devices import match_device
+
+log = logging.getLogger(__name__)
 
 
 class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
@@ -106,6 +109,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     @override
     def setup_environment(self) -> None:
         """Make the device the current one, that of mixed precision too, and find the other ranks."""
+        log.debug(f"{self.__class__.__name__}: setting up distributed")
         match_device(self.precision_plugin, self.root_device)
         super().setup_environment()
 
@@ -124,6 +128,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        log.debug(f"{self.__class__.__name__}, {self.rank_name}: setting up the model")
         if self._alone:
             Strategy.setup(self, trainer)  # DDP's would ask for a process group
             return
@@ -148,6 +153,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         """Make parameters and buffers those of rank 0."""
+        log.debug(f"{self.__class__.__name__}, {self.rank_name}: broadcasting parameters and buffers of rank 0")
         assert self._group is not None
         self._group.broadcast_from_rank0([*self._module.parameters(), *self._module.buffers()])
 
@@ -173,6 +179,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     @override
     def on_train_start(self) -> None:
         """Make equal on all ranks what training changes."""
+        log.debug(f"{self.__class__.__name__}, {self.rank_name}: starting training")
         super().on_train_start()
         if self._sync is not None:
             self._sync.start_training(self.trainable_parameters())
@@ -328,6 +335,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
+        log.debug(f"{self.__class__.__name__}, {self.rank_name}: ending training")
         super().on_train_end()
         if self._sync is not None:
             self._sync.is_training = False
@@ -335,6 +343,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Name the rank that was lost, or let the other ranks know that this one failed; then end training."""
+        log.debug(f"{self.__class__.__name__}: handling {type(exception).__name__}")
         super().on_exception(exception)  # first of all, so that the other ranks know it soon
         if self._sync is not None:
             self._sync.is_training = False
@@ -342,6 +351,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     @override
     def teardown(self) -> None:
         """Give the module its own ``log`` back, and leave the other ranks when all are through."""
+        log.debug(f"{self.__class__.__name__}: tearing down strategy")
         self._remove_sync()
         super().teardown()
 

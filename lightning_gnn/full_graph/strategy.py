@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +27,8 @@ from lightning_gnn.full_graph.checks import refuse_norms_over_nodes
 from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
+
+log = logging.getLogger(__name__)
 
 _SPLITS = {"training_step": "train", "validation_step": "val", "test_step": "test", "predict_step": "predict"}
 _LOADERS = {split: number for number, split in enumerate(_SPLITS.values())}
@@ -136,6 +139,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
     @override
     def setup_distributed(self) -> None:
         """Connect the ranks; one alone needs no process group."""
+        log.debug(f"{self.__class__.__name__}: creating the process group")
         self.set_world_ranks()
         if self._alone:
             return
@@ -170,12 +174,14 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Write a checkpoint, with the seed of the dropout masks; it loads without this strategy."""
+        log.debug(f"{self.__class__.__name__}, {self.rank_name}: saving a checkpoint")
         checkpoint = {**checkpoint, self.strategy_name: {"seed": self._seed}}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, whatever strategy wrote it."""
+        log.debug(f"{self.__class__.__name__}, {self.rank_name}: loading a checkpoint")
         checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
         self._seed = checkpoint.get(self.strategy_name, {}).get("seed", self._seed)
         return checkpoint

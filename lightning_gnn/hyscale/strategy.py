@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -34,6 +35,8 @@ from lightning_gnn.hyscale.rng_streams import RankRNG
 from lightning_gnn.hyscale.sharded_loader import ShardedDataLoader
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from lightning_gnn.runtime.precision import convert_batches, input_dtype
+
+log = logging.getLogger(__name__)
 
 
 class HyScaleStrategy(WeightedDDPStrategy):
@@ -229,6 +232,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
         Random numbers go on where they were, as in the plain Trainer, while DDP begins again with the global seed.
         """
+        log.debug(f"{self.__class__.__name__}: creating the process group")
         self.set_world_ranks()
         if not self._alone:
             nodes, on_node = range(self.num_nodes), range(self.trainers.num_accelerators)
@@ -256,6 +260,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        log.debug(f"{self.__class__.__name__}, {self.rank_name}: setting up a loader")
         assert self._loaders is not None
         # Lightning's batch size scaler sets up the loaders of validation while training, too, after that of training.
         trainer = self._module.trainer
@@ -380,6 +385,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Write a checkpoint, with which every rank can go on exactly; it loads without this strategy."""
+        log.debug(f"{self.__class__.__name__}, {self.rank_name}: saving a checkpoint")
         if self._group is not None and self.balance is not None and self._loaders is not None:
             alone = is_handling_exception()
             if self._training_sync is not None and not alone:
@@ -397,6 +403,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, whatever strategy wrote it."""
+        log.debug(f"{self.__class__.__name__}, {self.rank_name}: loading a checkpoint")
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._restored.clear()
         self._restored.update(checkpoint.get(self.strategy_name, {}))
