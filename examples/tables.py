@@ -11,9 +11,9 @@ import argparse
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from torch_geometric.data import HeteroData
 
 from lightning_gnn import NeighborDataModule
-from lightning_gnn.datasets import from_tables
 from lightning_gnn.nn import HeteroGraphSAGE, NodeClassifier
 
 DAYS, MONTH = 360, 30
@@ -35,11 +35,24 @@ def draw_tables(num_customers: int, num_products: int, seed: int = 0) -> dict[st
             day += int(rng.exponential(10)) + 1
     customer, product, day, amount = (np.array(column) for column in zip(*rows, strict=True))
     return {
-        "customer": {"name": np.array([f"c{i}" for i in range(num_customers)]),
-                     "country": rng.choice(["DE", "FR", "PT"], num_customers)},
-        "product": {"id": np.arange(num_products), "stars": 2 * good + rng.normal(2, 0.7, num_products)},
-        "order": {"customer": np.array([f"c{i}" for i in customer]), "product": product, "day": day, "amount": amount},
-    }  # fmt: skip
+        "customer": {"country": rng.integers(3, size=num_customers)},
+        "product": {"stars": 2 * good + rng.normal(2, 0.7, num_products)},
+        "order": {"customer": customer, "product": product, "day": day, "amount": amount},
+    }
+
+
+def make_graph(tables: dict[str, dict[str, np.ndarray]]) -> HeteroData:
+    """Make a node of each row and an edge, in both directions, of each key, named as RelBench names them."""
+    data, order = HeteroData(), tables["order"]
+    data["customer"].x = torch.eye(3)[torch.from_numpy(tables["customer"]["country"])]
+    for name, column in (("product", tables["product"]["stars"]), ("order", order["amount"])):
+        data[name].x = torch.from_numpy((column - column.mean()) / column.std()).float()[:, None]
+    data["order"].time = torch.from_numpy(order["day"])
+    for name in ("customer", "product"):
+        edges = torch.from_numpy(np.stack([np.arange(order[name].size), order[name]]))
+        data["order", f"f2p_{name}", name].edge_index = edges
+        data[name, f"rev_f2p_{name}", "order"].edge_index = edges.flip(0)
+    return data
 
 
 def main() -> None:
@@ -52,18 +65,11 @@ def main() -> None:
     pl.seed_everything(0, verbose=False)
 
     tables = draw_tables(args.customers, args.products)
-    data = from_tables(
-        tables,
-        primary_keys={"customer": "name", "product": "id"},
-        foreign_keys={("order", "customer"): "customer", ("order", "product"): "product"},
-        time_columns={"order": "day"},
-    )
+    data = make_graph(tables)
     # What is asked for: does a customer order within a month after the day? It differs from day to day, so that a
     # customer stands in the table once per day: rows without features of their own, which refer to the customer.
     days = {"train": 180, "val": 240, "test": 300}
-    orders = {name: tables["order"][name] for name in ("customer", "day")}
-    number = {name: i for i, name in enumerate(tables["customer"]["name"])}
-    who = np.array([number[name] for name in orders["customer"]])
+    orders, who = tables["order"], tables["order"]["customer"]
     y, asked = [], {}
     for stage, day in days.items():
         known = np.unique(who[orders["day"] <= day])

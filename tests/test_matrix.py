@@ -169,7 +169,7 @@ def train_all(rank, strategy, folder):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
     for name in GRAPHS:
-        partition_graph(graph_of(name), folder / name, 2, "ldg", batches=0)
+        partition_graph(graph_of(name), folder / name, 2, "ldg")
     return str(folder)
 
 

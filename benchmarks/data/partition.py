@@ -7,17 +7,17 @@ one machine, and of the rank's own part; and of the stream without its seven fur
 
 from __future__ import annotations
 
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import compare, machine, measure, parse, publish
+from lightning_gnn import NeighborDataModule
 from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.partitioned import assign, partition_graph
+from lightning_gnn.partitioned import assign
+from lightning_gnn.planning.cluster_traffic import count_traffic
 
 SIZES = {
     "nodes": (50_000, 400),
@@ -49,21 +49,24 @@ class Contestant:
         finally:
             assign._PASSES = before
 
-    def counts(self, batch_size: int, batches: int) -> dict[str, float | None]:
+    def counts(self, batch_size: int, batches: int) -> dict[str, float]:
         """Return what ranks ask of each other."""
         before, assign._PASSES = assign._PASSES, self.passes
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                found = partition_graph(
-                    self.data, Path(folder) / "parts", self.parts, self.method, batch_size=batch_size, batches=batches
-                )
+            owner = assign.assign_nodes(self.graph, self.parts, self.method, self.seeds)[None].numpy()
         finally:
             assign._PASSES = before
+        source, target = self.graph.to_edge_index().numpy()
+        module = NeighborDataModule(self.data, num_neighbors=[10, 10], batch_size=batch_size)
+        one, own = (
+            count_traffic(module.train_dataloader(), {None: owner}, self.parts, order, batches=batches)
+            for order in ("global", "local")
+        )
         return {
-            "edges between parts": round(found.cut, 3),
-            "nodes of a mini-batch": found.rows and round(found.rows),
-            "of other parts, order of one machine": found.elsewhere and round(found.elsewhere),
-            "of other parts, own seeds": found.elsewhere_local and round(found.elsewhere_local),
+            "edges between parts": round(float((owner[source] != owner[target]).mean()), 3),
+            "nodes of a mini-batch": round(one.nodes),
+            "of other parts, order of one machine": round(one.remote_rows),
+            "of other parts, own seeds": round(own.remote_rows),
         }
 
 

@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if ranks > args.ranks:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            partition_graph(data, Path(folder) / "parts", ranks, "ldg", batches=0)
+            partition_graph(data, Path(folder) / "parts", ranks, "ldg")
             found = measured(folder, ranks, {**args.sizes, "runs": args.runs}, cases)
             for name, case in cases.items():
                 told, (times, asked) = predicted(data, folder, ranks, args.sizes, case), found[name]

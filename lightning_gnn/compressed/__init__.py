@@ -1,8 +1,5 @@
-"""The graph that full-graph training aggregates over, and its chunks on NPUs (NeutronAscend).
-
-Reading order: ``compressed/graph.py`` (both directions as plain rows), ``compressed/builder.py`` and
-``compressed/chunks.py`` (the chunks of an NPU), ``compressed/locality_partition.py`` (the order of their rows,
-algorithm 2), ``compressed/hybrid_plan.py`` (who computes which, algorithm 1), ``compressed/self_loops.py``.
+"""The graph that full-graph training aggregates over (``graph.py``), and its chunks on NPUs (NeutronAscend):
+``builder.py``, ``chunks.py``, ``locality_partition.py`` (algorithm 2), ``hybrid_plan.py`` (algorithm 1).
 """
 
 from lightning_gnn.compressed.chunks import Chunks

@@ -70,12 +70,7 @@ def layout_of(matrix: CSR) -> ChipLayout:
 
 
 def build_layout(matrix: CSR, max_vertices: int | None = None) -> ChipLayout:
-    """Order the rows by algorithm 2 unless that loads more of them, cut them into chunks, and compress their columns.
-
-    Args:
-        max_vertices: Rows and columns of a chunk together, at least 3 and by default 2,048; a row that overfills a
-            chunk is split.
-    """
+    """Order the rows by algorithm 2 unless that loads more of them, cut them into chunks, compress their columns."""
     max_vertices = MAX_VERTICES if max_vertices is None else max_vertices
     here = matrix.to("cpu")
     indptr, indices, num_columns = here.indptr.numpy(), here.indices.numpy(), here.num_columns

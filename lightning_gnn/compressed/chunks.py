@@ -63,11 +63,7 @@ class Chunks:
         return self.columns[of_chunk.add_(self.local)]
 
     def recut(self, height: int) -> Chunks:
-        """Return the same rows and entries in the same order, in chunks of ``height`` rows, the last of the rest.
-
-        Args:
-            height: Rows of a chunk, at least 1.
-        """
+        """Return the same rows and entries in the same order, in chunks of ``height`` rows, the last of the rest."""
         row_ptr: _Array = np.append(np.arange(0, self.rows.numel(), height), self.rows.numel())
         offsets, columns = self.indptr.cpu().numpy(), self.entry_columns().cpu().numpy()
         spans = offsets[:-1], offsets[1:], row_ptr
@@ -127,14 +123,9 @@ def cut_rows(
     max_vertices: int,  # at least 3
     max_entries: int,  # at least 1
 ) -> tuple[_Array, _Array, _Array, _Array]:
-    """Cut rows into chunks of at most ``max_vertices`` rows and columns together and at most ``max_entries`` entries.
-
-    Rows are taken in order for as long as they fit. One that fits no chunk is split over its columns, and its parts
-    are rows that follow each other. A row's own vertex counts as a column: a self-loop that is added later has room.
-
-    Returns:
-        ``rows``, ``first``, ``last``, with more rows where some were split, and ``row_ptr`` int64 ``[K + 1]``.
-    """
+    """Cut rows, in order, into chunks of at most so many rows and columns together, and so many entries."""
+    # A row that fits no chunk is split over its columns into rows that follow each other. A row's own vertex counts as
+    # a column, so that a self-loop that is added later has room.
     stamps = np.zeros(num_columns, np.int64)  # a column is in the chunk where this is the chunk's stamp
     size = rows.size + 16  # without splits nothing has to grow
     cut = np.empty(size, np.int32)
@@ -213,7 +204,7 @@ def _compress(
         columns[begin:end].sort()
         for at in range(begin, end):
             slots[columns[at]] = at - begin
-        # Write the entries anew, by these numbers.
+        # Write the entries by these numbers.
         for row in range(row_ptr[chunk], row_ptr[chunk + 1]):
             indptr[row] = entry
             for e in range(first[row], last[row]):
@@ -234,22 +225,8 @@ def compress_columns(
     num_rows: int,
     num_columns: int,
 ) -> tuple[Chunks, _Array]:
-    """Keep, of each chunk, only the columns that it uses (section 6.2), in two passes over the entries.
-
-    The arrays are those of :func:`cut_rows`.
-
-    Returns:
-        The chunks, and for each of their entries its place in ``indices``, int64 ``[E]``.
-    """
+    """Keep only the columns that each chunk uses (section 6.2); also return each entry's place in ``indices``."""
     indptr, local, columns, places = _compress(indices, first, last, row_ptr, column_ptr, num_columns)
-    chunks = Chunks(
-        rows=torch.from_numpy(rows),
-        row_ptr=torch.from_numpy(row_ptr),
-        indptr=torch.from_numpy(indptr),
-        local=torch.from_numpy(local),
-        columns=torch.from_numpy(columns),
-        column_ptr=torch.from_numpy(column_ptr),
-        num_rows=num_rows,
-        num_columns=num_columns,
-    )
-    return chunks, places
+    arrays = rows, row_ptr, indptr, local, columns, column_ptr
+    fields: Any = (*map(torch.from_numpy, arrays), num_rows, num_columns)
+    return Chunks(*fields), places

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +34,7 @@ class CompressedGraph:
             self-loop that was added; None where both orders are the same.
         settings: Who executes an aggregation.
         num_user_edges: Edges in the user's ``edge_index``.
-        cache: Values derived from the graph, such as normalised weights; neither compared nor saved.
+        cache: Values derived from the graph, such as normalized weights; not compared.
 
     Examples:
         >>> import torch
@@ -102,13 +101,8 @@ class CompressedGraph:
         return self.forward.known_bytes() + (0 if self.edge_ids is None else self.edge_ids.nbytes)
 
     @classmethod
-    def from_graph(cls, graph: CSCGraph, *, settings: PlanSettings | None = None, **gone: Any) -> CompressedGraph:
-        """Take a graph's arrays, which are shared, not copied.
-
-        Args:
-            graph: The topology.
-            settings: Who executes an aggregation.
-            **gone: None; options of earlier releases are told what to use instead.
+    def from_graph(cls, graph: CSCGraph, *, settings: PlanSettings | None = None, **gone: object) -> CompressedGraph:
+        """Take a graph's arrays, which are shared, not copied; ``settings`` say who executes an aggregation.
 
         Raises:
             TypeError: ``graph`` is no CSCGraph, or there is no such option.
@@ -133,39 +127,26 @@ class CompressedGraph:
         return cls(forward, edge_ids, settings or PlanSettings())
 
     @classmethod
-    def from_edge_index(cls, edge_index: Tensor, num_nodes: int | None = None, **options: Any) -> CompressedGraph:
+    def from_edge_index(
+        cls, edge_index: Tensor, num_nodes: int | None = None, settings: PlanSettings | None = None, **gone: object
+    ) -> CompressedGraph:
         """Sort a COO edge list, int32 or int64 ``[2, num_edges]``, by target; see :meth:`from_graph`."""
-        return cls.from_graph(CSCGraph.from_edge_index(edge_index, num_nodes), **options)
+        return cls.from_graph(CSCGraph.from_edge_index(edge_index, num_nodes), settings=settings, **gone)
 
     @classmethod
     def from_csc(
         cls, indptr: Tensor, indices: Tensor, num_sources: int, edge_ids: Tensor | None = None, **options: Any
     ) -> CompressedGraph:
-        """Take a bipartite graph, sources and targets numbered on their own; see :meth:`from_graph`.
-
-        Args:
-            indptr: Offsets, integer ``[num_targets + 1]``.
-            indices: Source of each edge, integer ``[num_edges]``.
-            num_sources: Number of sources.
-            edge_ids: Place of each edge in the user's order, integer ``[num_edges]``, or None.
-            **options: Those of :meth:`from_graph`.
-
-        Raises:
-            TypeError: A tensor is not of an integer dtype.
-            ValueError: As for :meth:`CSCGraph.from_csc`.
-        """
+        """Take a bipartite graph, sources and targets numbered on their own, as :meth:`CSCGraph.from_csc` does."""
         return cls.from_graph(CSCGraph.from_csc(indptr, indices, edge_ids, num_sources), **options)
 
-    def chunked(self, *, transposed: bool = False, **gone: Any) -> ChipLayout:
-        """Return a direction in chunks of rows that share in-neighbours, as NPUs read it (NeutronAscend, section 6.2).
+    def chunked(self, *, transposed: bool = False, **gone: object) -> ChipLayout:
+        """Return a direction in chunks of rows that share in-neighbors, as NPUs read it (NeutronAscend, section 6.2).
 
-        Rows are in the order of algorithm 2, unless that of their ids loads fewer rows. A chunk has at most 2048 rows
-        and columns together, and a row that overfills one is split; so is a chunk with more than twice as many edges,
-        and more than a 1024th of all: ranges of chunks can then be balanced. Kept as long as the graph.
-
-        Args:
-            transposed: The other direction: rows are sources.
-            **gone: None; options of earlier releases are told what to use instead.
+        Rows are in the order of algorithm 2, unless that of their ids loads fewer rows; those of the direction
+        ``transposed`` are sources. A chunk has at most 2048 rows and columns together, and a row that overfills one is
+        split; so is a chunk with more than twice as many edges, and more than a 1024th of all: ranges of chunks can
+        then be balanced. Kept as long as the graph.
         """
         _refuse_options("chunked", gone)
         return layout_of(self.backward if transposed else self.forward)
@@ -179,11 +160,9 @@ class CompressedGraph:
         return edge_index[:, torch.where(ids < 0, self.num_user_edges + edge_index[1], ids).argsort()]
 
     def edge_order(self, values: Tensor, fill: float = 0.0) -> Tensor:
-        """Bring values of the edges into the order of the forward direction, in which the ops take them.
+        """Bring values ``[num_user_edges, …]`` from the user's order of the edges into that of the forward direction.
 
-        Args:
-            values: ``[num_user_edges, …]``, in the order of the user's ``edge_index``; differentiable.
-            fill: Value of the self-loops that were added.
+        Differentiable; ``fill`` is the value of the self-loops that were added.
 
         Raises:
             ValueError: Another number of values than edges.
@@ -221,34 +200,33 @@ class CompressedGraph:
         add_self_loops: bool = True,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Return the symmetric normalisation of GCN (arXiv:1609.02907), as ``torch_geometric``'s ``gcn_norm`` has it.
+        """Return the symmetric normalization of GCN (arXiv:1609.02907), as ``torch_geometric``'s ``gcn_norm`` has it.
 
         Args:
             edge_weight: ``[num_user_edges]`` in the order of the user's ``edge_index``, differentiable, or None for
                 ones; without it the result is kept for later calls.
             improved: Self-loops that are added weigh 2, not 1 (PyG: only with ``edge_weight``). One that exists keeps
                 its weight, of several the last one.
-            add_self_loops: Normalise the graph :meth:`with_self_loops`.
+            add_self_loops: Normalize the graph :meth:`with_self_loops`.
             dtype: Of the result where there is no ``edge_weight``; by default torch's default.
 
         Returns:
-            ``[num_edges]`` of :meth:`with_self_loops`, or of this graph without ``add_self_loops``, in the order of
-            the forward direction.
+            ``[num_edges]`` of the normalized graph, in the order of the forward direction.
 
         Raises:
             ValueError: The graph is bipartite, or another number of weights than edges.
         """
         if edge_weight is not None:
             self.check_edge_values(edge_weight, "edge_weight")
-            return self._normalised(edge_weight, improved, add_self_loops, None)
+            return self._normalized(edge_weight, improved, add_self_loops, None)
         dtype = dtype or torch.get_default_dtype()
         key = f"gcn_weight add_self_loops={add_self_loops} {dtype}"
-        return self._derived(key, lambda: self._normalised(None, improved, add_self_loops, dtype))
+        return self._derived(key, lambda: self._normalized(None, improved, add_self_loops, dtype))
 
-    def _normalised(
+    def _normalized(
         self, edge_weight: Tensor | None, improved: bool, add_self_loops: bool, dtype: torch.dtype | None
     ) -> Tensor:
-        self._check_square("the symmetric normalisation")
+        self._check_square("the symmetric normalization")
         looped = self.with_self_loops() if add_self_loops else self
         if edge_weight is None:
             return symmetric_norm(looped.forward, looped.forward.degrees().to(dtype))
@@ -269,7 +247,7 @@ class CompressedGraph:
         if (device := torch.empty(0, device=device).device) == self.device:
             return self
 
-        def moved(value: Any) -> Any:
+        def moved(value: object) -> Any:
             return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
 
         with _plain_tensors():
@@ -284,50 +262,16 @@ class CompressedGraph:
         }
         return replace(self, settings=settings, cache=cache)
 
-    def save(self, folder: str | Path) -> Path:
-        """Write the topology into a folder, as :meth:`CSCGraph.save` does.
-
-        Raises:
-            ValueError: Self-loops were added: add them to what is loaded.
-        """
-        if self.edge_ids is not None and self.num_edges and bool((self.edge_ids < 0).any()):
-            raise ValueError("self-loops that were added are not saved: save the graph without, and add them again")
-        return CSCGraph(self.forward.indptr, self.forward.indices, self.edge_ids).to("cpu").save(folder)
-
-    @classmethod
-    def load(cls, folder: str | Path, mmap: bool = True, num_sources: int | None = None) -> CompressedGraph:
-        """Read what :meth:`save` wrote, as :meth:`CSCGraph.load` does, which says what may be wrong with it.
-
-        Args:
-            folder: The folder.
-            mmap: Leave the arrays on disk and let the system page them in; writes never reach the files.
-            num_sources: Number of sources, where these are numbered on their own.
-
-        Raises:
-            FileNotFoundError: The folder lacks a file.
-            ValueError: A file is truncated, or the folder holds the chunks that earlier releases wrote.
-        """
-        if (Path(folder) / "graph.json").exists() and not (Path(folder) / "indptr.npy").exists():
-            raise ValueError(
-                f"{folder} holds the chunks of an earlier release, which are not read any more: make the graph again, "
-                "with CompressedGraph.from_edge_index or from_graph, and save it"
-            )
-        return cls.from_graph(CSCGraph.load(folder, mmap, num_sources))
-
     def _check_square(self, what: str) -> None:
         if self.num_sources != self.num_targets:
-            raise ValueError(
-                f"{what} must have the same vertices on both sides, but the graph has {self.num_sources} sources and "
-                f"{self.num_targets} targets"
-            )
+            sides = f"the graph has {self.num_sources} sources and {self.num_targets} targets"
+            raise ValueError(f"{what} must have the same vertices on both sides, but {sides}")
 
     def check_edge_values(self, values: Tensor, name: str) -> None:
         """Raise a ValueError unless there is one value per edge of the user's; ``name`` is for the message."""
         if values.dim() < 1 or values.size(0) != self.num_user_edges:
-            raise ValueError(
-                f"{name} must have one entry per edge of the graph, {self.num_user_edges}, but has the shape "
-                f"{list(values.shape)}"
-            )
+            wanted = f"one entry per edge of the graph, {self.num_user_edges}"
+            raise ValueError(f"{name} must have {wanted}, but has the shape {list(values.shape)}")
 
     def _derived(self, name: str, function: Callable[[], T]) -> T:
         if name not in self.cache:
@@ -348,7 +292,7 @@ class CompressedGraph:
         )
 
 
-def _refuse_options(of: str, gone: dict[str, Any]) -> None:
+def _refuse_options(of: str, gone: dict[str, object]) -> None:
     for name in gone:
         raise TypeError(removed(f"{of}.{name}") or f"{of} has no option {name}")
 

@@ -1,9 +1,4 @@
-"""The plan of tensor-data hybrid parallelism (section 5 of NeutronAscend): who computes which columns and chunks.
-
-:func:`plan_cores` plans for the cores of one device: cost-effective grouping (algorithm 1) chooses how many groups
-share out the columns. Inside a group, range-based partitioning (:func:`balance_ranges`) gives each member contiguous
-chunks of equal work.
-"""
+"""The plan of tensor-data hybrid parallelism (section 5 of NeutronAscend): who computes which columns and chunks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,33 +12,25 @@ from lightning_gnn.runtime.messages import aligned
 
 BLOCK = 16
 """Columns of a block: the cube unit computes tiles of 16 x 16, and 16 float16 numbers are an aligned 32 bytes."""
-TOLERATED = 1.05
-"""Up to this multiple of the least possible, the slowest worker's work (padding included) counts as balanced."""
-_BYTES_PER_MULTIPLY_ADD = 4
 
 
 @dataclass(frozen=True)
 class PlanSettings:
     """Who executes an aggregation; everything else of a plan follows from the graph and the features."""
 
-    num_workers: int | None = None  # N, cores or threads; None leaves it to whoever executes the plan
+    num_workers: int | None = None  # N, cores or threads; None leaves it to the executor
     num_groups: int | Literal["auto"] = "auto"  # M, which divides N, or "auto"
     bandwidth_ratio: float = 20  # r, how many times faster the shared cache is than global memory; at least 1
     mode: Literal["balanced", "paper"] = "balanced"
-    """``"balanced"`` counts the imbalance of the chunk ranges; ``"paper"`` is algorithm 1 as published, which
-    answers one group for every r.
-    """
+    """``"balanced"`` counts what chunks cost the kernels; ``"paper"`` is algorithm 1, whose answer is always M = 1."""
 
     def __post_init__(self) -> None:
-        if self.num_workers is not None and self.num_workers < 1:
-            raise ValueError(f"num_workers must be at least 1, but is {self.num_workers}")
-        if isinstance(self.num_groups, str):
-            if self.num_groups != "auto":
-                raise ValueError(f"num_groups must be a number or 'auto', but is {self.num_groups!r}")
-        elif self.num_groups < 1:
-            raise ValueError(f"num_groups must be at least 1, but is {self.num_groups}")
-        if not self.bandwidth_ratio >= 1:
-            raise ValueError(f"bandwidth_ratio must be at least 1, but is {self.bandwidth_ratio}")
+        if isinstance(self.num_groups, str) and self.num_groups != "auto":
+            raise ValueError(f"num_groups must be a number or 'auto', but is {self.num_groups!r}")
+        for name in ("num_workers", "num_groups", "bandwidth_ratio"):
+            value = getattr(self, name)
+            if value not in (None, "auto") and not value >= 1:
+                raise ValueError(f"{name} must be at least 1, but is {value}")
         if self.mode not in ("balanced", "paper"):
             raise ValueError(f"mode={self.mode!r} is unknown; use 'balanced' or 'paper'")
 
@@ -60,11 +47,7 @@ class GroupingCost:
 
 @dataclass(frozen=True)
 class HybridPlan:
-    """N workers in M groups of G = N / M: across groups each takes some columns, inside a group some chunks.
-
-    Worker ``i`` is member ``i // M`` of group ``i % M``; it aggregates the chunks of ``chunk_ranges[i // M]`` over the
-    columns of ``slices[i % M]``. Section 5 of NeutronAscend.
-    """
+    """N workers in M groups of G = N / M: group ``i % M`` has worker ``i``, as its member ``i // M`` (section 5)."""
 
     num_workers: int  # N: cores, threads or ranks
     num_groups: int
@@ -100,11 +83,6 @@ class HybridPlan:
         """The heaviest worker's work over the mean: 1 is perfect."""
         return max_over_mean(self.work)
 
-    @property
-    def padding(self) -> float:
-        """Columns that the cube unit computes, padded to whole blocks in the widest slice, over those there are."""
-        return padding(self.num_columns, self.num_groups)
-
     def __str__(self) -> str:
         """Return the plan as a table."""
         lines = [
@@ -118,7 +96,8 @@ class HybridPlan:
             (start, stop), (first, last) = self.slices[group], self.chunk_ranges[member]
             cells = (index, group, member, f"{start}:{stop}", f"{first}:{last}", self.loads[member], work)
             rows.append([str(cell) for cell in cells])
-        lines += [*aligned(rows), f"work, max/mean: {self.balance:.3f}; columns padded by {self.padding - 1:.1%}"]
+        padded = padding(self.num_columns, self.num_groups)
+        lines += [*aligned(rows), f"work, max/mean: {self.balance:.3f}; columns padded by {padded - 1:.1%}"]
         if self.candidates:
             terms = list(self.candidates[0].terms)
             rows = [["groups", *terms, "cost", ""]]
@@ -131,105 +110,47 @@ class HybridPlan:
         return "\n".join(lines).rstrip()
 
 
-def plan_cores(
-    num_columns: int,
-    chunk_loads: npt.ArrayLike,
-    settings: PlanSettings | None = None,
-    num_workers: int | None = None,
-    *,
-    compute_time: float | None = None,
-    memory_time: float | None = None,
-    element_size: int = 4,
-) -> HybridPlan:
-    """Plan one aggregation on the cores of one device, for one layer and direction.
+def plan_cores(num_columns: int, chunk_loads: npt.ArrayLike, settings: PlanSettings, num_workers: int) -> HybridPlan:
+    """Plan one aggregation on the cores of one device by algorithm 1, as published: the M of the least cost.
 
     For every M that divides N, with S = ceil(D / M) and G = N / M, the cost is ``T_idle - T_saved`` (section 5.3):
 
     - ``T_idle = T_comp * (16 * ceil(S / 16) * M / D - 1)``, the cube unit's padding; for whole S the paper's formula;
-    - ``T_saved = T_mem * (1 - 1 / (1 + (G - 1) * (r - 1)))``, what members read from the shared cache;
-    - in the mode ``balanced`` plus ``T_imb = T_comp * (max / mean load of the G chunk ranges - 1)``: load imbalance,
-      the reason for groups, is not in the paper's cost, which is therefore always least at M = 1. Numbers of groups
-      at which the slowest worker does more than 1.05 times an even share of the padded work at M = 1 are then left
-      out, unless all are: a cache that saves much must not buy idle cores.
-
-    The least cost wins, the smaller M in a tie.
-
-    Args:
-        chunk_loads: Edges of each chunk, integer ``[num_chunks]``.
-        settings: Who executes; by default :class:`PlanSettings` as it stands.
-        num_workers: N, where the settings leave it open; given, it wins.
-        compute_time: T_comp, the time of the aggregation's multiply-adds on N workers, ideally shared out; by default
-            edges * D / N, in multiply-adds of one worker.
-        memory_time: T_mem, the time in which N workers load one row per edge from global memory, in the same unit; by
-            default edges * D * element_size / N bytes, four bytes in the time of one multiply-add.
+    - ``T_saved = T_mem * (1 - 1 / (1 + (G - 1) * (r - 1)))``, what members read from the shared cache.
     """
-    # Determine the number of workers, which the caller may override.
-    settings = settings or PlanSettings()
-    num_workers = settings.num_workers if num_workers is None else num_workers
-    if num_workers is None:
-        raise ValueError("num_workers is neither in the settings nor given")
-    # Check the arguments, and estimate the times that are not given.
     check_sizes(num_columns, num_workers)
     loads = check_loads(chunk_loads)
-    share = int(loads.sum()) * num_columns / num_workers
-    t_comp = share if compute_time is None else compute_time
-    t_mem = share * element_size / _BYTES_PER_MULTIPLY_ADD if memory_time is None else memory_time
-    if not (t_comp >= 0 and t_mem >= 0):
-        raise ValueError(f"times must not be negative, but compute_time={t_comp} and memory_time={t_mem}")
+    # A float32 is loaded in the time of one multiply-add.
+    t_comp = t_mem = int(loads.sum()) * num_columns / num_workers
     # List the numbers of groups to compare.
     if settings.num_groups == "auto":
         considered = [groups for groups in divisors(num_workers) if groups <= num_columns]
     else:
         check_groups(settings.num_groups, num_workers, num_columns)
         considered = [settings.num_groups]
-
-    # The cost follows section 5.3 of the paper, with load imbalance added in the mode `balanced`.
-    def cost_of(num_groups: int, range_loads: list[int]) -> GroupingCost:
-        padded = padding(num_columns, num_groups)
-        others = num_workers // num_groups - 1
-        idle, saved = t_comp * (padded - 1), t_mem * (1 - 1 / (1 + others * (settings.bandwidth_ratio - 1)))
-        if settings.mode == "paper":
-            return GroupingCost(num_groups, idle - saved, {"T_idle": idle, "T_saved": saved})
-        imbalance = max_over_mean(np.array(range_loads))
-        unbalanced = t_comp * (imbalance - 1)
-        note = "unbalanced" if padded * imbalance > TOLERATED * padding(num_columns, 1) else ""
-        terms = {"T_idle": idle, "T_saved": saved, "T_imb": unbalanced}
-        return GroupingCost(num_groups, idle - saved + unbalanced, terms, note)
-
-    # Compute the cost of every candidate from its balanced chunk ranges.
-    plans = {}
+    candidates = []
     for num_groups in considered:
-        ranges = balance_ranges(loads, num_workers // num_groups)
-        range_loads = [int(loads[start:stop].sum()) for start, stop in ranges]
-        plans[num_groups] = cost_of(num_groups, range_loads), ranges, range_loads
-    # Unbalanced candidates are considered only if there are no others.
-    eligible = [candidate for candidate, _, _ in plans.values() if not candidate.note]
-    best = min(eligible or [candidate for candidate, _, _ in plans.values()], key=lambda candidate: candidate.cost)
-    _, ranges, range_loads = plans[best.num_groups]
+        idle = t_comp * (padding(num_columns, num_groups) - 1)
+        others = num_workers // num_groups - 1
+        saved = t_mem * (1 - 1 / (1 + others * (settings.bandwidth_ratio - 1)))
+        candidates.append(GroupingCost(num_groups, idle - saved, {"T_idle": idle, "T_saved": saved}))
+    best = min(candidates, key=lambda candidate: candidate.cost).num_groups
+    ranges = balance_ranges(loads, num_workers // best)
     return HybridPlan(
         num_workers=num_workers,
-        num_groups=best.num_groups,
+        num_groups=best,
         num_columns=num_columns,
-        slices=slice_columns(num_columns, best.num_groups),
+        slices=slice_columns(num_columns, best),
         chunk_ranges=ranges,
-        loads=tuple(range_loads),
-        candidates=tuple(candidate for candidate, _, _ in plans.values()),
-        unit="multiply-adds of one worker" if compute_time is None and memory_time is None else "the unit of the times",
+        loads=tuple(int(loads[start:stop].sum()) for start, stop in ranges),
+        candidates=tuple(candidates),
+        unit="multiply-adds of one worker",
     )
 
 
 def slice_columns(num_columns: int, num_groups: int) -> tuple[tuple[int, int], ...]:
-    """Share columns out to groups: in whole blocks of 16 where there are enough, else evenly.
-
-    Either way the widest slice, padded to blocks, has ``16 * ceil(ceil(D / M) / 16)`` columns. Slices with one block
-    more come last: the last block may be a part of one.
-
-    Args:
-        num_groups: M, at most D.
-
-    Returns:
-        M pairs ``(start, stop)`` from 0 to D, none empty.
-    """
+    """Share columns out to M groups, as pairs ``(start, stop)``: in whole blocks of 16 where there are enough."""
+    # Either way the widest slice, padded to blocks, has 16 * ceil(ceil(D / M) / 16) columns.
     num_blocks = -(-num_columns // BLOCK)
     unit, count = (BLOCK, num_blocks) if num_blocks >= num_groups else (1, num_columns)
     share, rest = divmod(count, num_groups)
@@ -260,19 +181,15 @@ def max_over_mean(values: np.ndarray) -> float:
 
 
 def check_groups(num_groups: int, num_workers: int, num_columns: int) -> None:
-    """Check a number of groups that somebody asked for."""
+    """Check a number of groups that was asked for."""
     if num_groups < 1:
         raise ValueError(f"num_groups must be at least 1, but is {num_groups}")
     if num_workers % num_groups:
-        raise ValueError(
-            f"num_groups={num_groups} does not divide the {num_workers} workers; "
-            f"use one of {', '.join(map(str, divisors(num_workers)))}"
-        )
+        known = ", ".join(map(str, divisors(num_workers)))
+        raise ValueError(f"num_groups={num_groups} does not divide the {num_workers} workers; use one of {known}")
     if num_groups > num_columns:
-        raise ValueError(
-            f"features narrower than the groups: {num_columns} columns cannot be cut into num_groups={num_groups} "
-            f"slices; use num_groups='auto' or at most {num_columns}"
-        )
+        narrow = f"features narrower than the groups: {num_columns} columns for num_groups={num_groups}"
+        raise ValueError(f"{narrow}; use num_groups='auto' or at most {num_columns}")
 
 
 def check_sizes(num_columns: int, num_workers: int) -> None:
@@ -284,18 +201,7 @@ def check_sizes(num_columns: int, num_workers: int) -> None:
 
 
 def balance_ranges(loads: npt.ArrayLike, parts: int) -> tuple[tuple[int, int], ...]:
-    """Cut a sequence into contiguous ranges such that the heaviest range is as light as possible.
-
-    Exact: a binary search for the least maximum over prefix sums. Within it, each range in turn comes as near as it can
-    to an even share of what is left; no range is empty where there are enough items.
-
-    Args:
-        loads: Work of each item, integer ``[num_items]``, none negative.
-
-    Returns:
-        ``parts`` pairs ``(start, stop)`` that follow one another from 0 to ``num_items``; with fewer items than parts,
-        each item has a range of its own and the ranges at the end are empty.
-    """
+    """Cut loads ``[num_items]`` into contiguous ranges ``(start, stop)``, the heaviest as light as possible."""
     loads = check_loads(loads)
     if parts < 1:
         raise ValueError(f"parts must be at least 1, but is {parts}")
@@ -305,6 +211,7 @@ def balance_ranges(loads: npt.ArrayLike, parts: int) -> tuple[tuple[int, int], .
     else:
         if not loads.any():
             loads = np.ones_like(loads)  # share out the items themselves
+        # A binary search over prefix sums; within the least maximum, each range comes near an even share of the rest.
         prefix: np.ndarray = np.concatenate([[0], np.cumsum(loads)])
         bounds = _spread(prefix, parts, _least_maximum(prefix, int(loads.max()), parts))
     return tuple(pairwise(bounds))

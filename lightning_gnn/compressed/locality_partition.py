@@ -1,6 +1,5 @@
-"""Locality-aware partition: chunks of vertices that share in-neighbours (algorithm 2 of NeutronAscend)."""
+"""Locality-aware partition: chunks of vertices that share in-neighbors (algorithm 2 of NeutronAscend)."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -11,39 +10,27 @@ from torch import Tensor
 
 from lightning_gnn.graph.csc import CSCGraph, transpose
 
-Progress = Callable[[str, float], None]  # is told the name of a step and the fraction of it that is done, from 0 to 1
 _Array = npt.NDArray[Any]
 
 WORK_PER_EDGE = 16
 """Steps through out-lists that a sweep over the chunks may take, per edge of the graph: what bounds the work."""
 
-_REPORTS = 50
 
+def locality_aware_partition(graph: CSCGraph, num_chunks: int) -> tuple[Tensor, Tensor]:
+    """Partition the vertices into chunks that share in-neighbors (section 6.2, algorithm 2).
 
-def locality_aware_partition(
-    graph: CSCGraph, num_chunks: int, progress: Progress | None = None
-) -> tuple[Tensor, Tensor]:
-    """Partition the vertices into chunks that share in-neighbours (section 6.2, algorithm 2).
-
-    Phase 1 picks one seed per chunk: the vertex with the most in-neighbours in the chunk's interval of ids among those
-    that are no seed yet. Phase 2 fills one chunk after the other with the vertices that share the most in-neighbours
-    with those the chunk has, counted again after each of them, as long as any share one. Vertices that are left fill
-    the chunks with room in the same way, each time starting from the lowest id. What differs from the paper:
+    Phase 1 picks one seed per chunk: the vertex with the most in-neighbors in the chunk's interval of ids among those
+    that are no seed yet. Phase 2 fills one chunk after the other with the vertices that share the most in-neighbors
+    with those the chunk has, as long as any share one. Vertices that are left fill the chunks with room in the same
+    way, each time starting from the lowest id. What differs from the paper:
 
     - a seed must be unvisited, else one hub would be the seed of every interval;
     - chunks are filled to quotas of floor or ceil of V / k, else the last ones would stay empty;
     - a vertex that shares nothing is left over, not taken as if it shared;
-    - a chunk walks through the out-lists of its in-neighbours for at most ``16 * E / k`` steps and skips the lists of
-      hubs that exceed what is left of them (nearly every chunk reads a hub: it tells little), so the work is
-      O(E + V), where it would be tens to hundreds of E.
+    - a chunk walks through the out-lists of its in-neighbors for at most ``16 * E / k`` steps and skips the lists of
+      hubs that exceed what is left of them (nearly every chunk reads a hub), so the work is O(E + V).
 
-    Ties go to the lowest id among seeds, otherwise to the vertex whose count rose last. The result depends on nothing
-    but the graph and ``num_chunks``.
-
-    Args:
-        graph: The topology.
-        num_chunks: Number of chunks k, from 1 to the number of vertices.
-        progress: Called with the name of the step and the fraction that is done, from 0 to 1.
+    Ties go to the lowest id among seeds, otherwise to the vertex whose count rose last.
 
     Returns:
         The vertices, chunk by chunk in the order in which they joined, int32 ``[V]``, and where the chunks begin,
@@ -51,7 +38,7 @@ def locality_aware_partition(
 
     Raises:
         TypeError: ``graph`` is no CSCGraph.
-        ValueError: ``num_chunks`` is out of range.
+        ValueError: ``num_chunks`` is out of range, from 1 to V.
     """
     if not isinstance(graph, CSCGraph):
         raise TypeError(f"graph must be a CSCGraph, but is {type(graph).__name__}")
@@ -61,7 +48,7 @@ def locality_aware_partition(
     indptr, indices = graph.indptr.numpy(), graph.indices.numpy()
     offsets, targets, _ = transpose(indptr, indices, graph.num_nodes)
     bounds = even_bounds(graph.num_nodes, num_chunks)
-    order = partition_rows(indptr, indices, offsets, targets, bounds, progress)
+    order = partition_rows(indptr, indices, offsets, targets, bounds)
     return torch.from_numpy(order), torch.from_numpy(bounds)
 
 
@@ -76,17 +63,12 @@ def partition_rows(
     offsets: _Array,  # first entry of each column, int64 [C + 1]
     targets: _Array,  # rows with an entry in each column, ascending, int32 [E]
     bounds: _Array,  # where the chunks begin, int64 [k + 1]: their quotas
-    progress: Progress | None = None,
 ) -> _Array:
-    """Order the rows of a sparse matrix by algorithm 2; see :func:`locality_aware_partition`.
-
-    Returns:
-        The rows, chunk by chunk, int32 ``[V]``.
-    """
+    """Order the rows of a sparse matrix by algorithm 2, int32 ``[V]``; see :func:`locality_aware_partition`."""
     num_rows, num_chunks = indptr.size - 1, bounds.size - 1
     lists, ends = _distinct_lists(offsets, targets)
     visited = np.zeros(num_rows, np.bool_)
-    shared = np.zeros(num_rows, np.int32)  # in-neighbours in common with the chunk that is being filled
+    shared = np.zeros(num_rows, np.int32)  # in-neighbors in common with the chunk that is being filled
     head = np.full(offsets.size, -1, np.int32)  # the first of the rows that share so many
     following, preceding = (np.empty(num_rows, np.int32) for _ in range(2))  # the others that share as many
     touched = np.empty(num_rows, np.int32)  # rows that share something
@@ -95,26 +77,17 @@ def partition_rows(
     filled = bounds[:-1].copy()
     _choose_seeds(offsets, lists, ends, bounds, order, filled, visited, shared)
     steps = WORK_PER_EDGE * indices.size // num_chunks
-    batch = -(-num_chunks // _REPORTS)
-    cursor = 0
     for sweep in (0, 1):
-        for start in range(0, num_chunks, batch):
-            stop = min(start + batch, num_chunks)
-            # fmt: off
-            cursor = _fill(
-                indptr, indices, offsets, lists, ends, bounds, order, filled, start, stop, sweep, cursor, steps,
-                visited, shared, head, following, preceding, touched, stamps,
-            )
-            # fmt: on
-            if progress is not None:
-                # The second sweep has only the few vertices that are left.
-                progress("partition", (0.9, 0.1)[sweep] * stop / num_chunks + 0.9 * sweep)
+        _fill(
+            indptr, indices, offsets, lists, ends, bounds, order, filled, sweep, steps, visited, shared, head,
+            following, preceding, touched, stamps,
+        )  # fmt: skip
     return order
 
 
 @numba.njit(nogil=True, cache=True)
 def _distinct_lists(offsets: _Array, targets: _Array) -> tuple[_Array, _Array]:
-    """Copy the out-lists without the duplicates, which are neighbours; a list ends where ``ends`` says."""
+    """Copy the out-lists without the duplicates, which are neighbors; a list ends where ``ends`` says."""
     lists = np.empty_like(targets)
     ends = np.empty(offsets.size - 1, np.int64)
     for column in range(offsets.size - 1):
@@ -129,21 +102,15 @@ def _distinct_lists(offsets: _Array, targets: _Array) -> tuple[_Array, _Array]:
 
 @numba.njit(nogil=True, cache=True)
 def _choose_seeds(
-    offsets: _Array,
-    lists: _Array,
-    ends: _Array,
-    bounds: _Array,
-    order: _Array,
-    filled: _Array,
-    visited: _Array,
+    offsets: _Array, lists: _Array, ends: _Array, bounds: _Array, order: _Array, filled: _Array, visited: _Array,
     shared: _Array,
-) -> None:
+) -> None:  # fmt: skip
     """Phase 1. An interval whose out-lists hold seeds alone, or nothing, gets no seed."""
     num_chunks, num_columns = filled.size, ends.size
     for chunk in range(num_chunks):
         begin = chunk * num_columns // num_chunks
         end = (chunk + 1) * num_columns // num_chunks
-        # How many in-neighbours each row has in the interval: one per list that names it.
+        # How many in-neighbors each row has in the interval: one per list that names it.
         for column in range(begin, end):
             for at in range(offsets[column], ends[column]):
                 shared[lists[at]] += 1
@@ -168,12 +135,12 @@ def _choose_seeds(
 @numba.njit(nogil=True, cache=True)
 def _fill(
     indptr: _Array, indices: _Array, offsets: _Array, lists: _Array, ends: _Array, bounds: _Array, order: _Array,
-    filled: _Array, start: int, stop: int, sweep: int, cursor: int, budget: int, visited: _Array, shared: _Array,
-    head: _Array, following: _Array, preceding: _Array, touched: _Array, stamps: _Array,
-) -> int:  # fmt: skip
-    """Phase 2 for the chunks from ``start`` to ``stop``; the second sweep takes another start where none shares."""
-    num_chunks = filled.size
-    for chunk in range(start, stop):
+    filled: _Array, sweep: int, budget: int, visited: _Array, shared: _Array, head: _Array, following: _Array,
+    preceding: _Array, touched: _Array, stamps: _Array,
+) -> None:  # fmt: skip
+    """Phase 2; the second sweep takes another start where none shares."""
+    num_chunks, cursor = filled.size, 0
+    for chunk in range(num_chunks):
         quota = bounds[chunk + 1]
         mark = sweep * num_chunks + chunk
         steps = budget
@@ -207,7 +174,7 @@ def _fill(
             expand += 1
             if filled[chunk] == quota and expand == quota:
                 break
-            # Whoever reads an in-neighbour of the row that the chunk did not have shares one more with the chunk.
+            # Whoever reads an in-neighbor of the row that the chunk did not have shares one more with the chunk.
             for e in range(indptr[row], indptr[row + 1]):
                 column = indices[e]
                 if stamps[column] == mark:
@@ -221,7 +188,7 @@ def _fill(
                 while at < ends[column]:
                     other = lists[at]
                     if visited[other]:
-                        # Nobody asks for it any more: drop it from the list.
+                        # It is not asked for any more: drop it from the list.
                         ends[column] -= 1
                         lists[at] = lists[ends[column]]
                         continue
@@ -251,4 +218,3 @@ def _fill(
         for i in range(num_touched):
             head[shared[touched[i]]] = -1
             shared[touched[i]] = 0
-    return cursor

@@ -1,4 +1,4 @@
-"""Self-loops and the symmetric normalisation of whole graphs, as PyG defines them."""
+"""Self-loops and the symmetric normalization of whole graphs, as PyG defines them."""
 
 from typing import Any, NamedTuple
 
@@ -24,14 +24,7 @@ class LoopedRows(NamedTuple):
 
 
 def loop_rows(first: int, indptr: _Array, columns: _Array, user_edges: _Array) -> LoopedRows:
-    """Replace the self-loops of rows by one each.
-
-    Args:
-        first: Vertex of the first row; the others follow it.
-        indptr: First entry of each row, from 0, ``[R + 1]``.
-        columns: Column of each entry, int32 ``[n]``.
-        user_edges: The user's edge of each entry, ``[n]``, -1 for none.
-    """
+    """Replace the self-loops of rows, which stand for the vertices from ``first`` on, by one each."""
     num_rows = indptr.size - 1
     row_of = np.repeat(np.arange(num_rows), np.diff(indptr))
     stays = columns != first + row_of
@@ -51,12 +44,7 @@ def loop_rows(first: int, indptr: _Array, columns: _Array, user_edges: _Array) -
 
 
 def symmetric_norm(rows: CSR, degrees: Tensor, values: Tensor | None = None) -> Tensor:
-    """Scale values of a square graph's entries by one over the root of both vertices' sums.
-
-    Args:
-        degrees: Sum of each vertex's values, float ``[V]``.
-        values: ``[num_edges]``, or None for ones.
-    """
+    """Scale values ``[num_edges]``, by default ones, by one over the root of both vertices' sums of them."""
     scale = inverse_root(degrees)
     from_column, to_row = scale[rows.indices], scale[rows.entry_rows()]
     return from_column * to_row if values is None else from_column * values * to_row
@@ -69,12 +57,7 @@ def inverse_root(degrees: Tensor) -> Tensor:
 
 
 def pick(values: Tensor, ids: Tensor, fill: float) -> Tensor:
-    """Return ``values[ids]``, and ``fill`` where an id is negative.
-
-    Args:
-        values: ``[n, …]``, differentiable.
-        ids: int32 or int64 ``[m]``, below n.
-    """
+    """Return ``values[ids]``, and ``fill`` where an id is negative; differentiable in the values."""
     missing = ids < 0
     if not bool(missing.any()):
         return values[ids]

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from lightning_gnn.datasets.folder import load_folder
 from lightning_gnn.datasets.hetero_folder import BETWEEN, TYPES, type_folders
 from lightning_gnn.datasets.named_tables import ALONE, BETWEEN_ALONE, ENDS, INTEGERS, Kind, NamedTables, Say, table_of
 from lightning_gnn.datasets.published_files import published
-from lightning_gnn.datasets.synthetic_labels import Labels
+from lightning_gnn.datasets.synthetic import Labels
 from lightning_gnn.datasets.table_files import Columns, TableFiles, listed, matching, quoted, text
 from lightning_gnn.datasets.text_files import check_content
 from lightning_gnn.datasets.topology_files import TOPOLOGY
@@ -24,18 +24,19 @@ from lightning_gnn.graph.csc import index_dtype
 from lightning_gnn.runtime.files import write_whole
 
 _NUMBERS = (*INTEGERS, "FLOAT", "DOUBLE", "BOOLEAN", "DECIMAL")
-_SHOWN = 12  # names of features that are told
+_SHOWN = 12  # names of features that a message shows
 _BLOCK = 1 << 22  # numbers that are written at a time, at least a row of them
 _CODES_FROM, _MOST_CODES, _NUMBERS_TO = 1 << 16, 1000, 1 << 24
 """From which number on labels may be codes, how many codes there may be, and up to which number labels may be else."""
+Tables: TypeAlias = str | Path | Mapping[str, str | Path]
 _OF_DATABASE = 0.6
 """Share of the memory that the database gets; the rest is for what is on its way from there to the files."""
 
 
 def convert_tables(
-    source: str | Path | Mapping[str, str | Path],
+    source: Tables,
     out: str | Path,
-    nodes: str | Path | Mapping[str, str | Path] | None = None,
+    nodes: Tables | None = None,
     memory: int = 4 << 30,
     undirected: bool = False,
     random_features: int = 0,
@@ -46,26 +47,25 @@ def convert_tables(
 
     Text, Parquet, Arrow files, or ``.npy`` of edges; a pattern stands for several files. Of text (packed with gzip or
     zstd or not), the encoding, the separator (tabs, commas, semicolons, bars, double colons, runs of blanks) and
-    whether the first row is a header are found and reported by ``say``: a header names known columns, stands
-    over numbers, or has texts that occur nowhere below. Lines that begin with ``#`` or ``%`` are comments at the top,
-    and anywhere in edges without a header. The tables pass through DuckDB, which keeps what does not fit into memory on
-    the disk; in addition, 8 bytes per node are held. An interrupted conversion goes on where it stopped.
+    whether the first row is a header are found and reported by ``say``. Lines that begin with ``#`` or ``%`` are
+    comments at the top, and anywhere in edges without a header. The tables pass through DuckDB, which keeps what does
+    not fit into memory on the disk; in addition, 8 bytes per node are held. An interrupted conversion goes on where it
+    stopped.
 
     Without types, ``source`` may also be what graphs are published as: a sparse matrix whose entry ``[s, t]`` is an
     edge from s to t (``.npz`` of SciPy in CSR, CSC or COO, ``.mtx`` of Matrix Market, or a folder with ``indptr.npy``
     and ``indices.npy``, rows being sources), WebGraph's text ``.graph-txt``, or a folder of OGB with features, labels
-    and split. Nodes are then called by their numbers, and those without edges are kept. Triples of a head, a relation
-    and a tail (by these names, or three columns of text without names) become a graph with a type of edges for each
-    relation.
+    and split. Triples of a head, a relation and a tail (by these names, or three columns of text without names) become
+    a graph with a type of edges for each relation.
 
     Of edges, the columns ``source`` and ``target`` (or ``src`` and ``dst``, ``from`` and ``to``, …, or else the first
     two) are the ends, and further columns of numbers and times are attributes. Of nodes, ``id`` is what edges refer to,
     numbers or texts; else the one column such as ``node_id`` that holds the ids of all edges; else the number of the
-    row, from 0 on. ``label`` becomes ``y`` (texts, and few large numbers, which are codes: class numbers, in the order
-    of ``classes.json``; NULL: -1, or NaN), ``split`` the three masks (columns ``train_mask`` and so on do, too),
-    ``time`` an attribute, and all other numbers, also lists of one length, features, in which NULL is 0. Texts are left
-    out. These names may be in upper or lower case. Nodes without a table are those that edges refer to, in ascending
-    order of their ids, which ``id.npy`` or ``id.parquet`` holds then.
+    row, from 0 on. ``label`` becomes ``y`` (texts, and few large numbers: class numbers, in the order of
+    ``classes.json``; NULL: -1, or NaN), ``split`` the three masks (columns ``train_mask`` and so on do, too), ``time``
+    an attribute, and all other numbers, also lists of one length, features, in which NULL is 0. Texts are left out.
+    Nodes without a table are those that edges refer to, in ascending order of their ids, which ``id.npy`` or
+    ``id.parquet`` holds then.
 
     Args:
         source: Edges; for a graph with types, a file for each ``SOURCE__RELATION__TARGET``.
@@ -73,17 +73,16 @@ def convert_tables(
         nodes: Nodes; for a graph with types, a file for each type that has one.
         memory: Bytes that the process may use.
         undirected: Add the reverse of each edge, and keep each edge once; between two types, as a type ``rev_…``.
-        random_features: Draw so many features, where there are none, as is usual for graphs that are published without.
+        random_features: Draw so many features, where there are none.
         random_labels: Draw one of so many classes for each node, and a tenth of the nodes for each split, where there
             are no labels.
-        say: Is told what is done.
+        say: Called with what is done.
 
     Returns:
         The numbers of nodes by type, then of edges by type.
 
     Raises:
-        FileExistsError: There is such a folder already.
-        FileNotFoundError: A file is missing.
+        FileExistsError, FileNotFoundError: There is such a folder already, or a file is missing.
         ModuleNotFoundError: DuckDB is missing, or for Arrow files pyarrow.
         OSError: The disk has no room for it.
         ValueError: A file cannot be read or holds no rows, as many classes as nodes, an id that is missing or twice
@@ -120,7 +119,7 @@ def convert_tables(
     return counts
 
 
-def _named(source: Any, nodes: Any) -> tuple[dict[Kind, str | Path], dict[str, str | Path], bool]:
+def _named(source: Tables, nodes: Tables | None) -> tuple[dict[Kind, str | Path], dict[str, str | Path], bool]:
     """Return the files of edges and of nodes by type, and whether there are no types."""
     if not isinstance(source, Mapping):
         if isinstance(nodes, Mapping):
@@ -294,7 +293,7 @@ class _Conversion(NamedTables):
         for block in self.database.blocks(table, chosen, rows):
             yield np.column_stack([np.stack(list(block[name])) if name in lists else block[name] for name in widths])
 
-    def _write_column(self, table: str, column: str, kind: str, path: Path, count: int, where: Any) -> None:
+    def _write_column(self, table: str, column: str, kind: str, path: Path, count: int, where: object) -> None:
         """Write an attribute: times as seconds since 1970, numbers as they are; ``where`` says what it is read from."""
         if path.exists():
             return
@@ -482,10 +481,8 @@ class _Conversion(NamedTables):
             f"SELECT {quoted(end)}, rowid FROM {quoted(table)} WHERE {broken} LIMIT 1"
         ):
             nodes = self.tables.get(of, "the graph")
-            raise ValueError(
-                f"{self.edges[kind]}: the {end} of row {row}, {value!r}, is no number of a row, as which it is read: "
-                f"{nodes} has no column id"
-            )
+            wrong = f"the {end} of row {row}, {value!r}, is no number of a row"
+            raise ValueError(f"{self.edges[kind]}: {wrong}, as which it is read: {nodes} has no column id")
         return "::BIGINT"
 
 

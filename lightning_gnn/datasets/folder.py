@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.datasets.hetero_folder import is_hetero_folder, load_hetero_folder
-from lightning_gnn.datasets.synthetic_labels import Labels
+from lightning_gnn.datasets.synthetic import Labels
 from lightning_gnn.datasets.topology_files import TOPOLOGY, load_topology
 from lightning_gnn.features.arrays import expect_scattered_reads, load_array, save_arrays
 from lightning_gnn.features.feature_file import refuse_rows
@@ -35,24 +35,21 @@ def load_folder(
     - ``indptr.npy``, ``indices.npy`` and optionally ``edge_ids.npy``: the topology as a :class:`CSCGraph` keeps it.
     - ``edge_index.npy``, int32 or int64 ``[2, E]``, instead of these. It is sorted by target at the first load; from a
       million edges on the result is kept in the user's cache (see ``lgnn cache``) until the file changes.
-    - ``y.npy``: class numbers, integers ``[N]`` or ``[N, 1]``. Floats are taken where they are whole numbers; NaN,
-      which stands for an unlabelled node, becomes -1. Or what ``labels`` says.
-    - ``train_mask.npy`` bool ``[N]`` or ``train_idx.npy`` int64 ``[n]``, and likewise ``val_…`` (or ``valid_…``) and
-      ``test_…``.
+    - ``y.npy``: class numbers, integers ``[N]`` or ``[N, 1]``, or floats that are whole; NaN, for an unlabeled node,
+      becomes -1. Or what ``labels`` says.
+    - ``train_mask.npy`` bool ``[N]`` or ``train_idx.npy`` int64 ``[n]``; so ``val_…`` (or ``valid_…``) and ``test_…``.
 
     Args:
         root: The folder.
         mmap: Leave the arrays on disk and let the system page them in; writes never reach the files.
         check: Look for ids out of range, one pass over the topology and the splits; a large topology that passed is
-            not read again until its files change. Features are not read. Without the check, an id out of range crashes
-            the sampler.
+            not read again until its files change. Without the check, an id out of range crashes the sampler.
         labels: What ``y.npy`` holds: ``"classes"``; ``"several"``, 0 or 1 for each label, ``[N, L]``; or ``"numbers"``,
             ``[N]`` or ``[N, T]``. Of a graph with types, arrays are as they are.
 
     Returns:
         ``Data`` with ``x``, ``y`` int64 ``[N]`` (several: as it is; numbers: floating), the splits under the names of
-        their files (``valid_…`` as ``val_…``) and the topology as ``graph``, a :class:`CSCGraph`. There is no
-        ``edge_index``. Or ``HeteroData``.
+        their files (``valid_…`` as ``val_…``) and the topology as ``graph``, a :class:`CSCGraph`. Or ``HeteroData``.
 
     Raises:
         FileNotFoundError: The folder or a file that it needs is missing.
@@ -86,13 +83,10 @@ def load_folder(
 
 
 def save_folder(data: Data, root: str | Path) -> Path:
-    """Write a graph as a folder that :func:`load_folder` reads.
+    """Write a graph as a folder, which must not hold one yet, that :func:`load_folder` reads.
 
-    Args:
-        data: ``x`` float32, float16 or bfloat16 ``[N, F]``, a topology (``edge_index``, ``adj_t`` or ``graph``), and
-            optionally ``y`` ``[N]`` and ``{train,val,test}_mask`` bool ``[N]`` or ``{train,val,test}_idx`` int64
-            ``[n]``.
-        root: The folder; it must not hold a graph yet.
+    ``data`` has ``x`` float32, float16 or bfloat16 ``[N, F]``, a topology (``edge_index``, ``adj_t`` or ``graph``), and
+    perhaps ``y`` ``[N]`` and ``{train,val,test}_mask`` bool ``[N]`` or ``{train,val,test}_idx`` int64 ``[n]``.
     """
     root = Path(root)
     check_node_data(data)
@@ -101,12 +95,10 @@ def save_folder(data: Data, root: str | Path) -> Path:
         raise ValueError(f"a folder has no place for data.{', data.'.join(sorted(unknown))}; remove it from data first")
     if data.get("x") is None:
         raise ValueError("data has no x: a folder needs features, floating [num_nodes, num_features]")
-    arrays = {}
     num_nodes = data.x.size(0)
+    arrays = {name: check_nodes(data[name].detach().cpu(), num_nodes, f"data.{name}") for name in splits}
     if data.get("y") is not None:
         arrays["y"] = class_numbers(data.y.detach().cpu(), num_nodes, "data.y")
-    for name in splits:
-        arrays[name] = check_nodes(data[name].detach().cpu(), num_nodes, f"data.{name}")
     features = FeatureTable(data.x.detach().cpu())
     graph = CSCGraph.from_data(data)
     if graph.num_nodes != num_nodes:
@@ -161,10 +153,8 @@ def class_numbers(y: Tensor, num_nodes: int, name: str) -> Tensor:
     labels = y.masked_fill(y.isnan(), -1.0)
     if bool((bad := (labels != labels.trunc()) | labels.isinf()).any()):
         node = int(bad.nonzero()[0])
-        raise ValueError(
-            f"{name} holds {float(y[node])} for node {node}, but labels are class numbers: 0, 1, 2, …; "
-            "for other numbers give task=regression (in Python, labels='numbers')"
-        )
+        fix = "for other numbers give task=regression (in Python, labels='numbers')"
+        raise ValueError(f"{name} holds {float(y[node])} for node {node}, but labels are class numbers; {fix}")
     return labels.to(torch.int64)
 
 

@@ -38,25 +38,18 @@ def load_hetero_folder(root: str | Path, mmap: bool = True, check: bool = True) 
       ``y.npy``, ``{train,val,test}_mask.npy`` bool ``[N]`` or ``{train,val,test}_idx.npy`` int64 ``[n]``, and any other
       array with a row per node, such as ``time.npy``;
     - of edges: ``edge_index.npy``, int32 or int64 ``[2, E]``, and any array with a row per edge, such as ``time.npy``.
-      From a million edges on it is sorted by target once, and kept in the user's cache (see ``lgnn cache``) until the
-      file changes: ``data[SOURCE, RELATION, TARGET].graph`` is then the memory-mapped
-      :class:`~lightning_gnn.graph.CSCGraph`, and there is no ``edge_index``. So it is with ``indptr.npy`` int64
-      ``[N_target + 1]``, ``indices.npy`` int32 or int64 ``[E]`` and, where other arrays have another order than these,
-      ``edge_ids.npy`` ``[E]`` instead of ``edge_index.npy``: the topology as a :class:`CSCGraph` keeps it.
+      From a million edges on it is sorted once, and kept in the user's cache (see ``lgnn cache``) until the file
+      changes: ``graph`` is then the memory-mapped :class:`~lightning_gnn.graph.CSCGraph`, and there is no
+      ``edge_index``. So it is with ``indptr.npy``, ``indices.npy`` and perhaps ``edge_ids.npy`` in its place.
 
-    A file ``NAME.json`` with a list of texts, such as ``feature_names``, becomes that list.
-
-    Where the names of types cannot be those of folders, the folders are numbered, ``nodes/0`` and ``edges/0``, and
-    ``types.json`` says which types these are: ``{"nodes": [TYPE, …], "edges": [[SOURCE, RELATION, TARGET], …]}``.
+    A file ``NAME.json`` with a list of texts becomes that list. Where the names of types cannot be those of folders,
+    the folders are numbered, ``nodes/0`` and ``edges/0``, and ``types.json`` says which types these are:
+    ``{"nodes": [TYPE, …], "edges": [[SOURCE, RELATION, TARGET], …]}``.
 
     Args:
         root: The folder.
-        mmap: Leave the arrays on disk and let the system page them in; writes never reach the files. An ``edge_index``
-            that is not kept sorted is sorted in memory by whoever samples.
+        mmap: Leave the arrays on disk and let the system page them in; writes never reach the files.
         check: Look for ids out of range; a large topology that passed is not read again until its files change.
-
-    Returns:
-        ``HeteroData``.
 
     Raises:
         FileNotFoundError: The folder or a file that it needs is missing.
@@ -100,15 +93,11 @@ def _types(root: Path) -> tuple[dict[NodeType, Path], dict[EdgeType, Path]]:
     for path in folders[1]:
         kinds = _kinds(path.name, list(nodes))
         if not kinds:
-            raise ValueError(
-                f"{path} must be called SOURCE{BETWEEN}RELATION{BETWEEN}TARGET, with types of nodes that there are: "
-                f"{', '.join(nodes)}"
-            )
+            known = f"types of nodes that there are: {', '.join(nodes)}"
+            raise ValueError(f"{path} must be called SOURCE{BETWEEN}RELATION{BETWEEN}TARGET, with {known}")
         if len(kinds) > 1:
-            raise ValueError(
-                f"{path} may hold edges of {' or '.join(map(str, kinds))}; number the folders and name their types in "
-                f"{root / TYPES}, or write the graph with save_hetero_folder"
-            )
+            several = " or ".join(map(str, kinds))
+            raise ValueError(f"{path} may hold edges of {several}; number the folders, as save_hetero_folder does")
         edges[kinds[0]] = path
     return nodes, edges
 
@@ -127,10 +116,9 @@ def _numbered(root: Path, *folders: list[Path]) -> tuple[dict[NodeType, Path], d
         raise ValueError(f"{root / TYPES} must hold {form}: {error}") from None
     for of, types, found in zip((NODES, EDGES), (nodes, edges), folders, strict=True):
         if {path.name for path in found} != {str(number) for number in range(len(set(types)))}:
-            raise ValueError(
-                f"{root / TYPES} lists {len(types)} types of {of}, but {root / of} holds the folders "
-                f"{', '.join(path.name for path in found)}; expected one for each, called by its number, from 0 on"
-            )
+            names = ", ".join(path.name for path in found)
+            wrong = f"lists {len(types)} types of {of}, but {root / of} holds the folders {names}"
+            raise ValueError(f"{root / TYPES} {wrong}; expected one for each, called by its number, from 0 on")
     return (
         {name: root / NODES / str(number) for number, name in enumerate(nodes)},
         {kind: root / EDGES / str(number) for number, kind in enumerate(edges)},
@@ -174,23 +162,15 @@ def _are_read_back(nodes: Sequence[NodeType], edges: Sequence[EdgeType]) -> bool
 
 
 def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
-    """Write a graph with types as a folder that :func:`load_hetero_folder` reads.
+    """Write a graph with types as a folder that :func:`load_hetero_folder` reads; return the folder.
 
-    Args:
-        data: Attributes of nodes and edges must be tensors, or lists of texts; the ``graph`` of a type, a
-            :class:`CSCGraph`, is written in CSC order.
-        root: The folder; it must not hold a graph yet.
-
-    Returns:
-        The folder.
+    Attributes of nodes and edges must be tensors, or lists of texts; the ``graph`` of a type, a :class:`CSCGraph`, is
+    written in CSC order.
 
     Raises:
         FileExistsError: The folder holds a graph already.
         OSError: The disk has no room for it, or cannot be written to.
-        TypeError: An attribute is neither a tensor nor a list of texts.
-        ValueError: The name of an attribute cannot be that of a file, edges are of a type without nodes, the graph has
-            attributes of its own, or a type has both ``graph`` and ``edge_index``, or a ``graph`` with times or
-            weights.
+        TypeError, ValueError: An attribute or its name that a folder has no place for, or edges of unknown nodes.
     """
     # Check everything before the first file is written.
     root = Path(root)

@@ -5,8 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lightning_gnn.datasets.column_names import OF_NODES, edge_columns, is_end, is_id
 from lightning_gnn.datasets.folder import class_numbers
 from lightning_gnn.datasets.hetero_folder import BETWEEN
@@ -89,9 +87,8 @@ class NamedTables:
         found = edge_columns([*columns])
         if found is None:
             if len(columns) < 2 or any(is_end(name) for name in [*columns][2:]):
-                raise ValueError(
-                    f"{path} has the columns {', '.join(columns)}; edges need source and target, or src and dst"
-                )
+                there = ", ".join(columns)
+                raise ValueError(f"{path} has the columns {there}; edges need source and target, or src and dst")
             found = [*columns][:2]
             if next(iter(columns)).startswith("column0") and len(columns) == 3 and self._are_triples(kind, columns):
                 found = [[*columns][n] for n in (0, 2, 1)]
@@ -119,10 +116,8 @@ class NamedTables:
         else:
             are = not share(a, b) and (share(a, c) or middle <= last)
             if not are or (not self.alone and share(a, c)):
-                raise ValueError(
-                    f"{self.edges[kind]} has three columns of text without names: say which is which by a first line, "
-                    "head,relation,tail for triples without a type given, or source,target,kind"
-                )
+                fix = "say which is which by a first line, head,relation,tail for triples, or source,target,kind"
+                raise ValueError(f"{self.edges[kind]} has three columns of text without names: {fix}")
         return are and self.alone
 
     def _split_relations(self) -> None:
@@ -165,10 +160,8 @@ class NamedTables:
         if number == 0:
             del renamed[str(label)]
         elif number == count >= (2 if label == "Label" else _TINY):  # Gephi writes names as Label
-            raise ValueError(
-                f"{path}: the column {label} has {count} classes for {count} nodes, so it holds names; rename or "
-                "remove it, and call what is to be predicted label"
-            )
+            names = f"has {count} classes for {count} nodes, so it holds names"
+            raise ValueError(f"{path}: the column {label} {names}; rename it, and call what is to be predicted label")
         self.database.rename(table, renamed)
 
     def _choose_ids(self, name: str) -> None:
@@ -199,7 +192,7 @@ class NamedTables:
             self.say(f"the ids of nodes{self.called(name)} are in the column {found[0]} of {path}")
             self.database.rename(table, {found[0]: "id"})
         elif "id" not in columns:
-            # Without ids, nodes are numbered by row, and the user is told why.
+            # Without ids, nodes are numbered by row, and a message says why.
             why = f"{', '.join(found)} hold the ids of all edges" if found else "none holds the ids of all edges"
             self.say(f"nodes{self.called(name)} are numbered by row, from 0 on; of the columns of {path}, {why}")
 
@@ -266,15 +259,10 @@ class NamedTables:
                 raise ValueError(f"{next(iter(form.splits.values())).parent} names a node twice")
             self.tables = {ALONE: form.features}
         elif not form.arrays:
-            # Without any features only the number of nodes is known, and splits become masks.
+            # Without any features only the number of nodes is known.
             self.rows = form.num_nodes
         if form.features is None:
-            for name, path in form.splits.items():
-                ids, mask = read_ids(path), np.zeros(self.rows or 0, np.bool_)
-                if len(ids) and not 0 <= ids.min() <= ids.max() < len(mask):
-                    raise ValueError(f"{path} names nodes up to {ids.max()}, but there are {len(mask)}")
-                mask[ids] = True
-                save_arrays(self.folder, {f"{name}_mask": mask})
+            save_arrays(self.folder, {f"{name}_idx": read_ids(path) for name, path in form.splits.items()})
 
     def called(self, name: str) -> str:
         """Return a type as messages name it, nothing in a homogeneous graph."""

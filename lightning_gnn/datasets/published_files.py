@@ -1,10 +1,9 @@
 """Forms in which graphs are published, as edges by blocks: sparse matrices, WebGraph's text, OGB's raw folders."""
 
-import gzip
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -15,13 +14,15 @@ import numpy.typing as npt
 import scipy.io
 import scipy.sparse
 
-from lightning_gnn.datasets.table_files import Columns
+from lightning_gnn.datasets.table_files import Columns, undamaged
+from lightning_gnn.datasets.text_files import opened
 from lightning_gnn.features.arrays import load_array, new_file
 
 _BLOCK = 1 << 22  # edges that are read at a time, or a row of them
 _TEXT = 1 << 25  # characters of lines that are read at a time
 _WEBGRAPH = (".graph-txt", ".graph-txt.gz")
 _MATRIX_MARKET = (".mtx", ".mtx.gz")
+_OF_NODES = ("node-feat.csv.gz", "node-label.csv.gz")  # of OGB
 _SPLITS = {"train": "train", "val": "valid", "test": "test"}
 
 
@@ -42,16 +43,7 @@ class Published:
 
 
 def published(path: str | Path, scratch: Path) -> Published | None:
-    """Return what lies at a path if it is a published form, None if it is a table.
-
-    - A folder with ``indptr.npy`` and ``indices.npy``, an ``.npz`` file of ``scipy.sparse.save_npz`` (CSR, CSC or COO),
-      or a file ``*.mtx`` of Matrix Market, packed or not, which is read into memory: an adjacency matrix, whose entry
-      ``[s, t]`` is an edge from s to t. Values are left out.
-    - A file ``*.graph-txt``, packed or not: WebGraph's ``ASCIIGraph``, the number of nodes and then a line of
-      successors for each node.
-    - A folder of OGB, or the ``raw`` in it: ``edge.csv.gz``, and where they are there ``node-feat.csv.gz``,
-      ``node-label.csv.gz`` and the one split; or ``data.npz`` and ``node-label.npz``, as of ogbn-papers100M.
-    """
+    """Return what lies at a path if it is a published form, as :func:`convert_tables` lists them; None for a table."""
     path = Path(path)
     if path.is_dir():
         if (path / "indptr.npy").exists() and (path / "indices.npy").exists():
@@ -71,7 +63,7 @@ def published(path: str | Path, scratch: Path) -> Published | None:
 
 def unpack(archive: Path, name: str, path: Path) -> None:
     """Write one array of an ``.npz`` file as an ``.npy`` file, which is what lies in it."""
-    with explained(archive), zipfile.ZipFile(archive) as members:
+    with undamaged(archive), zipfile.ZipFile(archive) as members:
         if f"{name}.npy" not in members.namelist():
             raise ValueError(f"{archive} holds no {name}, but {', '.join(members.namelist())}")
         size = members.getinfo(f"{name}.npy").file_size
@@ -88,16 +80,9 @@ def read_ids(path: Path) -> npt.NDArray[np.int64]:
         raise ValueError(f"{path} is damaged ({error}); download it again") from None
 
 
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Say which packed file is damaged."""
-    try:
-        yield
-    except (EOFError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); download it again") from None
-
-
-def _matrix(files: list[Path], indptr: Any, indices: Any, by_target: bool = False) -> Published:
+def _matrix(
+    files: list[Path], indptr: npt.NDArray[Any], indices: npt.NDArray[Any], by_target: bool = False
+) -> Published:
     """Edges of a sparse matrix, by its rows, or by its columns, which are the targets."""
     where = files[0]
     if indptr.ndim != 1 or indices.ndim != 1 or not len(indptr) or indptr[0] != 0 or indptr[-1] != len(indices):
@@ -111,7 +96,8 @@ def _matrix(files: list[Path], indptr: Any, indices: Any, by_target: bool = Fals
             begin = int(indptr[row])
             end = int(np.searchsorted(indptr, begin + _BLOCK, side="right")) - 1
             end = min(last, max(row + 1, end))
-            counts = np.diff(indptr[row : end + 1].astype(np.int64))
+            offsets = indptr[row : end + 1].astype(np.int64)
+            counts = offsets[1:] - offsets[:-1]
             if (counts < 0).any():
                 raise ValueError(f"{where}: indptr falls at row {row + int((counts < 0).argmax())}")
             rows = np.repeat(np.arange(row, end, dtype=np.int64), counts)
@@ -123,7 +109,7 @@ def _matrix(files: list[Path], indptr: Any, indices: Any, by_target: bool = Fals
 
 
 def _scipy(path: Path, scratch: Path) -> Published:
-    with explained(path), np.load(path) as archive:
+    with undamaged(path), np.load(path) as archive:
         if not {"format", "shape"} <= {*archive.files}:
             raise ValueError(f"{path} is no sparse matrix of SciPy: it holds {', '.join(archive.files)}")
         kind, shape = archive["format"].item(), archive["shape"].tolist()
@@ -166,11 +152,8 @@ def _entries(path: Path, num_nodes: int, rows: npt.NDArray[Any], columns: npt.ND
 
 
 def _webgraph(path: Path) -> Published:
-    def opened() -> Any:
-        return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-
     # The first line holds the number of nodes.
-    with explained(path), opened() as file:
+    with undamaged(path), opened(path) as file:
         first = file.readline().strip()
     if not first.isdigit():
         raise ValueError(f"{path} begins with {first[:40]!r}, not with the number of nodes")
@@ -179,7 +162,7 @@ def _webgraph(path: Path) -> Published:
     # Each following line lists the successors of one node.
     def blocks() -> Iterator[Columns]:
         row = 0
-        with explained(path), opened() as file:
+        with undamaged(path), opened(path) as file:
             file.readline()
             while lines := file.readlines(_TEXT):
                 words = [line.split() for line in lines]
@@ -188,7 +171,8 @@ def _webgraph(path: Path) -> Published:
                 try:
                     targets = np.array(list(chain.from_iterable(words)), dtype=np.bytes_).astype(np.int64)
                 except (ValueError, OverflowError):
-                    wrong = next(n for n, line in enumerate(words) if not all(map(_is_number, line)))
+                    is_number = re.compile(rb"\d{1,18}").fullmatch
+                    wrong = next(n for n, line in enumerate(words) if not all(map(is_number, line)))
                     raise ValueError(f"{path}: line {row + wrong + 2} holds something else than numbers") from None
                 yield {"source": np.repeat(np.arange(row, row + len(lines)), counts), "target": targets}
                 row += len(lines)
@@ -197,10 +181,6 @@ def _webgraph(path: Path) -> Published:
             raise ValueError(f"{path} has lines for {row} nodes, but begins with {num_nodes}; it is cut off or damaged")
 
     return Published([path], num_nodes, blocks=blocks)
-
-
-def _is_number(word: bytes) -> bool:
-    return word.isdigit() and len(word) < 19
 
 
 def _ogb(path: Path, scratch: Path) -> Published:
@@ -229,18 +209,14 @@ def _ogb(path: Path, scratch: Path) -> Published:
         return Published([archive, labels, *splits.values()], blocks=blocks, splits=splits, arrays=arrays)
     # The others come as compressed tables, with the number of nodes in a file or by the rows of features.
     if not (raw / "edge.csv.gz").exists():
-        raise FileNotFoundError(
-            f"{path} holds neither indptr.npy and indices.npy, nor OGB's raw/edge.csv.gz or raw/data.npz; for tables "
-            f"in it give a pattern, such as '{path}/*.parquet'"
-        )
-    tables = {name: raw / f"node-{end}.csv.gz" for name, end in (("features", "feat"), ("labels", "label"))}
-    there: dict[str, Any] = {name: table for name, table in tables.items() if table.exists()}
+        none = "neither indptr.npy and indices.npy, nor OGB's raw/edge.csv.gz or raw/data.npz"
+        raise FileNotFoundError(f"{path} holds {none}; for tables in it give a pattern, such as '{path}/*.parquet'")
+    edges = raw / "edge.csv.gz"
+    features, classes = (path if path.exists() else None for path in map(raw.joinpath, _OF_NODES))
     num_nodes = None
     if (raw / "num-node-list.csv.gz").exists():
         num_nodes = int(read_ids(raw / "num-node-list.csv.gz").sum())
-    elif "features" not in there:
-        raise FileNotFoundError(
-            f"{raw} has neither num-node-list.csv.gz nor node-feat.csv.gz: how many nodes are there?"
-        )
-    edges = raw / "edge.csv.gz"
-    return Published([edges, *there.values(), *splits.values()], num_nodes, edges=edges, splits=splits, **there)
+    elif features is None:
+        raise FileNotFoundError(f"{raw} lacks num-node-list.csv.gz and node-feat.csv.gz: how many nodes are there?")
+    files = [path for path in (edges, features, classes, *splits.values()) if path is not None]
+    return Published(files, num_nodes, edges=edges, features=features, labels=classes, splits=splits)

@@ -1,20 +1,22 @@
 """Published datasets, each as one ``Data``, or ``HeteroData``, with features, labels and the three masks."""
 
 import errno
+import operator
 import os
 import pickle
 import re
-import shutil
 import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch_geometric.io.planetoid as planetoid_io
+from scipy.sparse import csr_matrix
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.dataset import files_exist
@@ -23,15 +25,13 @@ from torch_geometric.datasets import OGB_MAG, Coauthor, Flickr, Planetoid, Reddi
 from torch_geometric.transforms import NormalizeFeatures, RandomNodeSplit, ToUndirected
 from torch_geometric.utils import index_to_mask, to_undirected
 
-from lightning_gnn.datasets import planetoid_files
 from lightning_gnn.datasets.convert import convert_tables
-from lightning_gnn.datasets.folder import class_numbers, load_folder
-from lightning_gnn.datasets.published_files import read_ids, unpack
-from lightning_gnn.datasets.topology_files import write_csc
-from lightning_gnn.features.arrays import check_file, load_array, save_arrays
+from lightning_gnn.datasets.folder import load_folder
+from lightning_gnn.runtime.moved_names import find_moved
 from lightning_gnn.runtime.store import cache_root, checksum, is_writable, locked
 
-__all__ = ["coauthor", "convert_papers100m", "flickr", "ogb_mag", "ogbn", "planetoid", "reddit", "yelp"]
+T = TypeVar("T")
+__all__ = ["coauthor", "flickr", "ogb_mag", "ogbn", "planetoid", "reddit", "yelp"]
 
 _COAUTHOR = {"cs": "CS", "physics": "Physics"}
 _PLANETOID = {"cora": "Cora", "citeseer": "CiteSeer", "pubmed": "PubMed"}
@@ -39,26 +39,49 @@ _OGBN = ("ogbn-arxiv", "ogbn-products", "ogbn-papers100M")
 _DISTRUST, _TRUST = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _unpickling_lock = threading.Lock()
 _PAPERS_URL = "http://snap.stanford.edu/ogb/data/nodeproppred/papers100M-bin.zip"
-_PAPERS_FILES = (
-    "raw/data.npz",
-    "raw/node-label.npz",
-    "split/time/train.csv.gz",
-    "split/time/valid.csv.gz",
-    "split/time/test.csv.gz",
-)
+_PAPERS_FILES = ["raw/data.npz", "raw/node-label.npz"]
+_PAPERS_FILES += [f"split/time/{split}.csv.gz" for split in ("train", "valid", "test")]
+_PLAIN = re.compile(
+    r"numpy\.(ndarray|dtype|_?core\.multiarray\._reconstruct)|scipy\.sparse\._?csr\.csr_matrix|_codecs\.encode|"
+    r"(__builtin__|builtins)\.list|collections\.(defaultdict|OrderedDict)"
+)  # what Planetoid's raw files are made of
 _PROMPT = "ogb asks a question on the terminal, and there is none; load it once in a terminal"
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes arrays and containers alone, and runs no code of a file."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if not _PLAIN.fullmatch(f"{module}.{name}"):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no file of numbers needs")
+        return super().find_class(module, name)
+
+
+def _load_plain(file: IO[bytes], encoding: str) -> Any:
+    """Stand for ``pickle.load`` where PyG reads Planetoid's raw files."""
+    try:
+        found = _PlainUnpickler(file, encoding=encoding).load()
+        if isinstance(found, csr_matrix):
+            found.check_format(full_check=True)  # scipy writes out of bounds where an index is
+        return found
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ValueError(f"{file.name}: {type(error).__name__}: {error}") from None
 
 
 class _Planetoid(Planetoid):  # type: ignore[misc]
     def process(self) -> None:
         with open(self.raw_paths[4], "rb") as labels, open(self.raw_paths[7]) as nodes:
-            rows = planetoid_files.load(labels, "latin1").shape[0]
+            rows = _load_plain(labels, "latin1").shape[0]
             count = len(set(nodes.read().split("\n")[:-1]))
         if rows != count:  # PyG would take fewer test nodes
-            raise planetoid_files.DamagedFile(f"it has {count} nodes, but ty {rows} rows", self.raw_paths[7])
+            raise ValueError(f"{self.raw_paths[7]} has {count} nodes, but ty {rows} rows")
         data = planetoid_io.read_planetoid_data(self.raw_dir, self.name)
         data.validate()  # edges to nodes that there are not would be kept
         self.save([data], self.processed_paths[0])
+
+
+class _ReadOnlyError(FileNotFoundError):
+    """A data set is not processed yet, and cannot be where it lies."""
 
 
 def planetoid(
@@ -85,8 +108,7 @@ def planetoid(
         ``val_mask``, ``test_mask`` bool ``[N]``.
 
     Raises:
-        FileNotFoundError: It is not processed yet, and the folder is read-only.
-        RuntimeError: Files are missing, and the download failed.
+        FileNotFoundError, RuntimeError: The folder is read-only and not processed, or the download failed.
         ValueError: Another name or split, or a file that is damaged or asks for code to be run.
     """
     if name.lower() not in _PLANETOID:
@@ -101,12 +123,8 @@ def planetoid(
 def reddit(root: str | Path = "data/reddit", trust: bool = False) -> Data:
     """Load the Reddit posts of GraphSAGE (232,965 nodes, 114,615,892 edges) through PyG.
 
-    Args:
-        root: Folder with ``raw/reddit_data.npz`` and ``raw/reddit_graph.npz``; what is missing is downloaded.
-        trust: As for :func:`planetoid`, as what is raised.
-
-    Returns:
-        ``Data`` like that of :func:`planetoid`.
+    ``root`` has ``raw/reddit_data.npz`` and ``raw/reddit_graph.npz``, or they are downloaded. ``trust``, what is
+    returned and what is raised are as for :func:`planetoid`.
     """
     return _load(Reddit, root, trust)
 
@@ -114,13 +132,8 @@ def reddit(root: str | Path = "data/reddit", trust: bool = False) -> Data:
 def flickr(root: str | Path = "data/flickr", trust: bool = False) -> Data:
     """Load the Flickr images of GraphSAINT (89,250 nodes, 899,756 edges) through PyG.
 
-    Args:
-        root: Folder with ``raw/adj_full.npz``, ``raw/feats.npy``, ``raw/class_map.json`` and ``raw/role.json``; what is
-            missing is downloaded.
-        trust: As for :func:`planetoid`, as what is raised.
-
-    Returns:
-        ``Data`` like that of :func:`planetoid`.
+    ``root`` has ``raw/adj_full.npz``, ``raw/feats.npy``, ``raw/class_map.json`` and ``raw/role.json``, or they are
+    downloaded. ``trust``, what is returned and what is raised are as for :func:`planetoid`.
     """
     return _load(Flickr, root, trust)
 
@@ -128,15 +141,9 @@ def flickr(root: str | Path = "data/flickr", trust: bool = False) -> Data:
 def yelp(root: str | Path = "data/yelp", trust: bool = False) -> Data:
     """Load the Yelp reviewers of GraphSAINT (716,847 nodes, 13,954,819 edges, 100 labels) through PyG's ``Yelp``.
 
-    Args:
-        root: Folder with ``raw/adj_full.npz``, ``raw/feats.npy``, ``raw/class_map.json`` and ``raw/role.json``; what is
-            missing is downloaded.
-        trust: As for :func:`planetoid`, as what is raised.
-
-    Returns:
-        ``Data`` like that of :func:`planetoid`, but ``y`` float32 ``[N, 100]``: 0 or 1 for each label.
+    As :func:`flickr`, but ``y`` is float32 ``[N, 100]``: 0 or 1 for each label.
     """
-    data = _load(Yelp, root, trust)
+    data: Data = _load(Yelp, root, trust)
     data.y = data.y.float()
     return data
 
@@ -144,22 +151,16 @@ def yelp(root: str | Path = "data/yelp", trust: bool = False) -> Data:
 def coauthor(root: str | Path = "data/coauthor", name: str = "CS", seed: int = 0, trust: bool = False) -> Data:
     """Load authors who wrote papers together (CS: 18,333 nodes; Physics: 34,493) through PyG's ``Coauthor``.
 
-    It has no public split. As in "Pitfalls of Graph Neural Network Evaluation" (arXiv:1811.05868), 20 nodes of each
-    class are drawn for training and 30 for each class for validation; the rest are for testing.
+    It has no public split. As in "Pitfalls of Graph Neural Network Evaluation" (arXiv:1811.05868), ``seed`` draws 20
+    nodes of each class for training and 30 for each class for validation; the rest are for testing.
 
-    Args:
-        root: Folder with ``<name>/raw/ms_academic_*.npz``; what is missing is downloaded.
-        name: ``"CS"`` or ``"Physics"``.
-        seed: Of the split.
-        trust: As for :func:`planetoid`, as what is raised.
-
-    Returns:
-        ``Data`` like that of :func:`planetoid`.
+    ``root`` has ``<name>/raw/ms_academic_*.npz``, or they are downloaded; ``name`` is ``"CS"`` or ``"Physics"``.
+    ``trust``, what is returned and what is raised are as for :func:`planetoid`.
     """
     if name.lower() not in _COAUTHOR:
         raise ValueError(f"name={name!r} is no Coauthor dataset; use one of {', '.join(_COAUTHOR.values())}")
     name = _COAUTHOR[name.lower()]
-    data = _load(Coauthor, root, trust, name=name)
+    data: Data = _load(Coauthor, root, trust, name=name)
     num_val = 30 * (int(data.y.max()) + 1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -171,23 +172,19 @@ def ogbn(
 ) -> Data:
     """Load a node dataset of the Open Graph Benchmark.
 
-    ``ogbn-papers100M`` is not downloaded (56 GB), needs no ``ogb`` package and is converted once, see
-    :func:`convert_papers100m`; the result is memory-mapped.
+    ``ogbn-papers100M`` is not downloaded (56 GB), needs no ``ogb`` package and is converted once, by
+    :func:`~lightning_gnn.datasets.convert_tables`; the result is memory-mapped, its edges are numbered in the order of
+    their targets, and unlabeled nodes have the label -1.
 
     Args:
         root: Folder in which ``ogb`` keeps its datasets; what is missing is downloaded.
         name: ``"ogbn-arxiv"``, ``"ogbn-products"`` or ``"ogbn-papers100M"``.
-        undirected: Add the reverse of each edge; by default for ogbn-arxiv only (ogbn-products has them already). For
-            ogbn-papers100M that is a folder of its own, made by :func:`~lightning_gnn.graph.convert_tables`.
-        trust: As for :func:`planetoid`, as what is raised, also of ``split/*/*.pt``.
-
-    Returns:
-        ``Data`` like that of :func:`planetoid`; for ``ogbn-papers100M`` that of
-        :func:`~lightning_gnn.datasets.folder.load_folder`.
+        undirected: Add the reverse of each edge; by default for ogbn-arxiv only (ogbn-products has them already).
+        trust: As for :func:`planetoid`, as what is returned and raised, also of ``split/*/*.pt``.
 
     Raises:
         FileNotFoundError: The files of ogbn-papers100M are missing, or the folder is read-only.
-        ImportError: The ``ogb`` package is missing.
+        ImportError: The ``ogb`` package is missing, or DuckDB for ogbn-papers100M.
     """
     if name not in _OGBN:
         raise ValueError(f"name={name!r} is not supported; use one of {', '.join(_OGBN)}")
@@ -197,11 +194,9 @@ def ogbn(
         folder = root / "ogbn_papers100M"
         made = folder / ("npy_undirected" if undirected else "npy")
         with _one_process(folder):
-            if not made.exists() and undirected:
+            if not made.exists():
                 _check_papers(folder, made)
-                convert_tables(folder, made, undirected=True)
-            elif not made.exists():
-                convert_papers100m(folder, made)
+                convert_tables(folder, made, undirected=bool(undirected))
         return load_folder(made)
     # The other datasets are read by OGB's own package, which downloads them.
     try:
@@ -227,7 +222,7 @@ def ogb_mag(
     """Load the papers, authors, institutions and fields of OGB's MAG (1.9M nodes, 21M edges) through PyG's ``OGB_MAG``.
 
     Args:
-        root: Folder with ``mag/raw``; what is missing is downloaded.
+        root: Folder with ``mag/raw``; what is missing is downloaded, and read by pandas.
         preprocess: Features of all types but papers: ``"metapath2vec"`` or ``"TransE"``; None leaves them without
             features, in whose place :class:`~lightning_gnn.nn.TypeEmbeddings` can be trained.
         undirected: Add the reverse of each edge type, ``rev_…``, and of each citation.
@@ -236,115 +231,58 @@ def ogb_mag(
     Returns:
         ``HeteroData``; of ``paper`` ``x`` float32 ``[N, 128]``, ``y`` int64 ``[N]`` in ``[0, 349)``, ``year`` int64
         ``[N]`` and ``train_mask``, ``val_mask``, ``test_mask`` bool ``[N]``.
-
-    Raises:
-        ImportError: pandas is missing, which reads the raw files.
     """
     if preprocess is not None and preprocess.lower() not in ("metapath2vec", "transe"):
         raise ValueError(f"preprocess={preprocess!r} is unknown; use 'metapath2vec', 'TransE' or None")
-    data = _load(OGB_MAG, root, trust, preprocess=preprocess)
+    data: HeteroData = _load(OGB_MAG, root, trust, preprocess=preprocess)
     return ToUndirected()(data) if undirected else data
 
 
-def convert_papers100m(source: str | Path, folder: str | Path) -> None:
-    """Convert the raw files of ogbn-papers100M to a folder for ``load_folder``, without the graph ever in memory.
-
-    The arrays are unpacked block by block to disk, and the edges sorted there. The result takes 65 GB,
-    another 32 GB are needed meanwhile, and 2 GB of memory. Edges are then numbered in the order of their targets.
-
-    Args:
-        source: The unpacked archive of ogb: ``raw/data.npz`` with ``edge_index`` int64 ``[2, E]`` and ``node_feat``
-            float32 ``[N, F]``, ``raw/node-label.npz`` with ``node_label`` float32 ``[N, 1]`` (NaN: unlabelled), and
-            ``split/time/{train,valid,test}.csv.gz``.
-        folder: The folder to make. Unlabelled nodes get the label -1.
-
-    Raises:
-        FileExistsError: There is such a folder already.
-        FileNotFoundError: A raw file is missing, or the folder cannot be written to.
-        OSError: The disk has no room for it.
-        ValueError: A raw file is damaged.
-    """
-    source, folder = Path(source), Path(folder)
-    data, label, *splits = _check_papers(source, folder)
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        unpack(data, "node_feat", partial / "x.npy")
-        unpack(data, "edge_index", partial / "edge_index.npy")
-        unpack(label, "node_label", partial / "y.npy")
-        num_nodes = load_array(partial / "x.npy").size(0)
-        y = class_numbers(load_array(partial / "y.npy", mmap=False), num_nodes, f"node_label of {label}")
-        save_arrays(partial, {"y": y})
-        for split, path in zip(("train", "val", "test"), splits, strict=True):
-            save_arrays(partial, {f"{split}_idx": read_ids(path)})
-        write_csc(load_array(partial / "edge_index.npy"), num_nodes, partial, edge_ids=False)
-        (partial / "edge_index.npy").unlink()
-        load_folder(partial)  # its checks run once, here
-        partial.rename(folder)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{source} cannot be converted: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _check_papers(source: Path, folder: Path) -> list[Path]:
-    """Return the raw files of ogbn-papers100M, if they are there and the folder can be made."""
-    paths = [source / file for file in _PAPERS_FILES]
-    if missing := [str(path.relative_to(source)) for path in paths if not path.exists()]:
+def _check_papers(source: Path, folder: Path) -> None:
+    """Check that the raw files of ogbn-papers100M are there and the folder can be made."""
+    if missing := [file for file in _PAPERS_FILES if not (source / file).exists()]:
+        lacks = f"{source} lacks {', '.join(missing)}"
         raise FileNotFoundError(
-            f"{source} lacks {', '.join(missing)}; download {_PAPERS_URL} (56 GB) and unpack it, so that "
-            f"its content lies in {source}"
+            f"{lacks}; download {_PAPERS_URL} (56 GB) and unpack it, so that its content lies there"
         )
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists already; remove it first")
     if not is_writable(folder):
         raise FileNotFoundError(f"{folder} cannot be made, its place is read-only; link the raw files elsewhere")
-    return paths
 
 
 def _load(
     kind: type[InMemoryDataset],
     root: str | Path,
     trust: bool,
-    read: Callable[[Any], Any] = lambda dataset: dataset[0],
-    **options: Any,
-) -> Any:
+    read: Callable[[InMemoryDataset], T] = operator.itemgetter(0),
+    **options: object,
+) -> T:
     """Make a data set of PyG or ogb and read it, by one process at a time; say what to do where that fails."""
-    checked = False
 
     class Checked(kind):  # type: ignore[misc]
         def _download(self) -> None:
-            nonlocal checked
             base = Path(self.processed_dir).parent
-            for path in map(Path, (*self.raw_paths, *self.processed_paths)):
-                if os.path.lexists(path) and not path.is_dir():
-                    check_file(path)  # a FIFO would be waited for
             if not files_exist(self.processed_paths) and not is_writable(base):
-                raise FileNotFoundError(
-                    f"{base} is read-only and lacks {self.processed_paths[0]}: copy it to a folder that can be written "
-                    "to, and give that as root (data.root)"
-                )
-            checked = True
+                fix = "copy it to a folder that can be written to, and give that as root (data.root)"
+                raise _ReadOnlyError(f"{base} is read-only and lacks {self.processed_paths[0]}: {fix}")
             super()._download()
 
-    dataset: Any = Checked.__new__(Checked)  # an error finds its folders in it
+    dataset = Checked.__new__(Checked)  # an error finds its folders in it
     with _one_process(Path(root)), _unpickling(trust):
         try:
-            dataset.__init__(root=str(root), **options)
+            dataset.__init__(root=str(root), **options)  # type: ignore[misc]
             return read(dataset)
         except ModuleNotFoundError as error:
             raise ImportError(f"{kind.__name__} needs another package ({error}): pip install {error.name}") from None
         except Exception as error:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if not checked or full or isinstance(error, MemoryError):
+            if full or isinstance(error, MemoryError | _ReadOnlyError):
                 raise
-            raise _explained(dataset, Path(root), error) from None
+            raise _explained(dataset, error, trust) from None
 
 
-def _explained(dataset: InMemoryDataset, root: Path, error: Exception) -> Exception:
+def _explained(dataset: InMemoryDataset, error: Exception, trust: bool) -> Exception:
     """Return an error that says what to do where a data set cannot be downloaded or read."""
-    raw, reason = Path(dataset.raw_dir), str(error) or type(error).__name__
+    raw, reason, advice = Path(dataset.raw_dir), str(error) or type(error).__name__, ""
     lacking = ", ".join(Path(path).name for path in dataset.raw_paths if not os.path.exists(path))
     if lacking and not isinstance(error, zipfile.BadZipFile):
         reason = _PROMPT if isinstance(error, EOFError) else reason
@@ -352,42 +290,26 @@ def _explained(dataset: InMemoryDataset, root: Path, error: Exception) -> Except
             f"{raw} lacks {lacking}, and the download failed ({reason}): connect to the network, copy the files there, "
             "or set root to a folder that has them"
         )
-    advice = ""
     if isinstance(error, pickle.UnpicklingError):
         cause = re.search(r"((?:Unsupported|Trying) .*?)\.(?:\s|$)", reason, re.MULTILINE)
-        cause_line = cause[1] if cause else reason.splitlines()[0]
-        reason = f"it holds more than tensors and PyG's own data, or is damaged: {cause_line}"
-        if os.environ.get(_TRUST) != "1":  # some modules torch refuses even so
+        reason = cause[1] if cause else reason.splitlines()[0]
+        reason = f"a file holds more than tensors and PyG's own data, or is damaged: {reason}"
+        if not trust:  # some modules torch refuses even so
             advice = ". If you know who made it, trust=True (data.trust=true) opens it, and runs the code in it"
-    named = error.path if isinstance(error, planetoid_files.DamagedFile) else None
-    file = next(root.rglob("*.zip"), raw) if lacking else named or _unreadable(raw)
-    return ValueError(f"delete and load again: {file} ({reason}){advice}")
-
-
-def _unreadable(raw: Path) -> Path:
-    """Return the first file of tensors of a data set that torch does not read, or else the folder of its raw files."""
-    for path in sorted(raw.parent.rglob("*.pt")):
-        try:
-            torch.load(path, weights_only=True)
-        except Exception:
-            return path
-    return raw
+    return ValueError(f"delete and load again: {raw.parent} ({reason}){advice}")
 
 
 @contextmanager
 def _unpickling(trust: bool) -> Iterator[None]:
-    """Let PyG and ogb unpickle tensors and PyG's own data alone, or anything; of Planetoid's raw files arrays alone.
-
-    PyG asks torch for anything where that does not suffice. Torch's own switch overrules it, for all threads.
-    """
-    # ogb's files hold these, and it does not tell torch so.
+    """Let PyG and ogb unpickle tensors and PyG's own data alone, or anything; of Planetoid's raw files arrays alone."""
+    # ogb's files hold these, without allowing torch to make them.
     safe = torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage])
     with _unpickling_lock, safe, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Weights only load failed|Environment variable TORCH_FORCE")
         before = {name: os.environ.pop(name, None) for name in (_DISTRUST, _TRUST)}
         chosen = _TRUST if trust else _DISTRUST
         os.environ[chosen] = "1"
-        theirs, planetoid_io.pickle = planetoid_io.pickle, planetoid_files
+        theirs, planetoid_io.pickle = planetoid_io.pickle, SimpleNamespace(load=_load_plain)
         try:
             yield
         finally:
@@ -402,3 +324,7 @@ def _one_process(base: Path) -> Iterator[None]:
     root = cache_root()
     with nullcontext() if root is None else locked(root, "data", checksum(str(base.resolve()))):
         yield
+
+
+if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
+    __getattr__ = find_moved(__name__)

@@ -1,17 +1,19 @@
 """Seeded synthetic graphs: a learnable one for accuracy checks, a large topology for benchmarks."""
 
 import math
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch_geometric.data import Data
 
-from lightning_gnn.datasets.synthetic_labels import Labels, planted_labels
-
 __all__ = ["planted_power_law", "power_law_graph"]
 
 _MAX_ROUNDS = 64
+Labels = Literal["classes", "several", "numbers"]
+"""That of a node's community; that and those of some others; a number drawn for the community."""
+_SHARE = 0.2  # how likely a community has the label of another one
 
 
 def planted_power_law(
@@ -35,19 +37,17 @@ def planted_power_law(
 
     Args:
         num_nodes: Number of nodes ``V``, at least 2.
-        num_edges: Number of stored (directed) edges ``E``, rounded down to an even number; both directions of each
-            undirected edge are stored. At most half of all ``V * (V - 1)`` ordered pairs.
+        num_edges: Number of directed edges ``E``, rounded down to an even number; both directions of each undirected
+            edge are stored. At most half of all ``V * (V - 1)`` ordered pairs.
         num_classes: Number of equally large communities ``C``, from 1 to ``num_nodes``.
         num_features: Feature width ``F``, at least 1.
-        seed: Non-negative seed. The same seed gives the same bits with the same NumPy on the same kind of machine.
+        seed: Of the bits, which are the same with the same NumPy on the same kind of machine.
         homophily: Probability that an edge is drawn inside one community; the others ignore communities.
         feature_noise: Standard deviation, per feature, of the noise around the unit-length mean of a community.
-        label_noise: Probability that a label is redrawn uniformly instead of naming the node's community; of numbers
-            the standard deviation of what is added.
+        label_noise: Probability that a label is redrawn uniformly; of numbers the standard deviation of what is added.
         exponent: Power-law exponent of the expected degrees, above 2.
         split: Fractions of the nodes in the train, validation and test masks; they sum to at most 1.
-        labels: ``"classes"``; ``"several"``, for classification with several labels per node; or ``"numbers"``, for
-            regression. Graph and features are the same.
+        labels: ``"classes"``; ``"several"``, for several labels per node; or ``"numbers"``, for regression.
 
     Returns:
         ``Data`` with ``x`` float32 ``[V, F]``, ``edge_index`` int64 ``[2, E]`` (sorted, no self loops, no duplicates),
@@ -55,7 +55,7 @@ def planted_power_law(
         ``train_mask``, ``val_mask``, ``test_mask`` bool ``[V]``. A few nodes may have no edge.
 
     Raises:
-        ValueError: If an argument is out of range, or if so many distinct edges do not fit the communities.
+        ValueError: An argument is out of range, or so many distinct edges do not fit the communities.
     """
     # Check the arguments; a denser graph would leave too few distinct pairs to draw.
     _check_common(num_nodes, num_edges, exponent, seed)
@@ -78,11 +78,8 @@ def planted_power_law(
     x += means[community]
     y = planted_labels(rng, community, num_classes, labels, label_noise)
 
-    data = Data(
-        x=torch.from_numpy(x),
-        edge_index=torch.from_numpy(np.stack(np.divmod(keys, num_nodes))),
-        y=y,
-    )
+    edge_index = torch.from_numpy(np.stack(np.divmod(keys, num_nodes)))
+    data = Data(x=torch.from_numpy(x), edge_index=edge_index, y=y)
     data.update(split_masks(rng, num_nodes, split))
     return data
 
@@ -99,14 +96,11 @@ def power_law_graph(
         num_nodes: Number of nodes ``V``, at least 2.
         num_edges: Number of directed edges ``E``, at least 0.
         exponent: Power-law exponent of the expected degrees, above 2; nearer 2 is more skewed.
-        seed: Non-negative seed. The same seed gives the same bits with the same NumPy on the same kind of machine.
+        seed: As for :func:`planted_power_law`.
 
     Returns:
-        ``(indptr, indices)``, int64 ``[V + 1]`` and int64 ``[E]``: the in-neighbours of ``v`` are
+        ``(indptr, indices)``, int64 ``[V + 1]`` and int64 ``[E]``: the in-neighbors of ``v`` are
         ``indices[indptr[v]:indptr[v + 1]]``, in no order.
-
-    Raises:
-        ValueError: If an argument is out of range.
     """
     _check_common(num_nodes, num_edges, exponent, seed)
     rng = np.random.Generator(np.random.PCG64(seed))
@@ -120,14 +114,19 @@ def power_law_graph(
     return torch.from_numpy(indptr), torch.from_numpy(indices)
 
 
+def at_least(least: int, **counts: int) -> None:
+    """Raise a ValueError unless each of some numbers is at least that."""
+    for name, count in counts.items():
+        if count < least:
+            raise ValueError(f"{name}={count}; use at least {least}")
+
+
 def check_planted(
     num_classes: int, num_features: int, homophily: float, feature_noise: float, seed: int, label_noise: float = 0.0,
     split: tuple[float, ...] = (0.0, 0.0, 0.0),
 ) -> None:  # fmt: skip
     """Check what all graphs with planted communities are drawn by."""
-    for name, count in (("num_classes", num_classes), ("num_features", num_features)):
-        if count < 1:
-            raise ValueError(f"{name}={count}; use at least 1")
+    at_least(1, num_classes=num_classes, num_features=num_features)
     for name, probability in (("homophily", homophily), ("label_noise", label_noise)):
         if not 0.0 <= probability <= 1.0:
             raise ValueError(f"{name}={probability}; use a probability from 0 to 1")
@@ -136,8 +135,25 @@ def check_planted(
     # The tolerance admits splits such as (0.7, 0.2, 0.1), whose float sum may exceed 1 by rounding.
     if len(split) != 3 or not all(part >= 0.0 for part in split) or sum(split) > 1.0 + 1e-9:
         raise ValueError(f"split={split}; use three fractions of at least 0 that sum to at most 1")
-    if seed < 0:
-        raise ValueError(f"seed={seed}; use a non-negative integer")
+    at_least(0, seed=seed)
+
+
+def planted_labels(
+    rng: np.random.Generator, community: npt.NDArray[np.int64], num_classes: int, labels: Labels, noise: float
+) -> torch.Tensor:
+    """Draw labels int64 ``[N]``, int64 ``[N, C]`` or float32 ``[N]`` that follow from communities, with some noise."""
+    size = community.size
+    if labels == "classes":
+        redrawn = rng.random(size) < noise
+        return torch.from_numpy(np.where(redrawn, rng.integers(num_classes, size=size), community))
+    if labels == "several":
+        has = np.eye(num_classes, dtype=np.bool_) | (rng.random((num_classes, num_classes)) < _SHARE)
+        redrawn = rng.random((size, num_classes)) < noise
+        return torch.from_numpy(np.where(redrawn, rng.integers(2, size=redrawn.shape), has[community]))
+    if labels == "numbers":
+        numbers = rng.standard_normal(num_classes)[community] + noise * rng.standard_normal(size)
+        return torch.from_numpy(numbers.astype(np.float32))
+    raise ValueError(f"labels={labels!r} is unknown; use classes, several or numbers")
 
 
 def split_masks(rng: np.random.Generator, num_nodes: int, split: tuple[float, ...]) -> dict[str, torch.Tensor]:
@@ -152,14 +168,10 @@ def split_masks(rng: np.random.Generator, num_nodes: int, split: tuple[float, ..
 
 
 def _check_common(num_nodes: int, num_edges: int, exponent: float, seed: int) -> None:
-    if num_nodes < 2:
-        raise ValueError(f"num_nodes={num_nodes}; use at least 2")
-    if num_edges < 0:
-        raise ValueError(f"num_edges={num_edges}; use at least 0")
+    at_least(2, num_nodes=num_nodes)
+    at_least(0, num_edges=num_edges, seed=seed)
     if not 2.0 < exponent < math.inf:
         raise ValueError(f"exponent={exponent}; use a finite number above 2, or the mean degree diverges")
-    if seed < 0:
-        raise ValueError(f"seed={seed}; use a non-negative integer")
 
 
 def _degree_weights(
@@ -198,10 +210,8 @@ def _planted_pairs(
         keys = np.minimum(u, v) * num_nodes + np.maximum(u, v)
         pairs = np.union1d(pairs, keys[u != v])
     if len(pairs) < count:
-        raise ValueError(
-            f"num_edges={2 * count} does not fit: only {2 * len(pairs)} distinct edges were found with "
-            f"homophily={homophily}; lower num_edges, homophily or num_classes, or raise num_nodes"
-        )
+        found = f"only {2 * len(pairs)} distinct edges were found with homophily={homophily}"
+        raise ValueError(f"num_edges={2 * count} does not fit: {found}; lower one of them, or raise num_nodes")
     # The keys are sorted, so cutting the surplus off the end would thin out the high ids.
     return np.delete(pairs, rng.choice(len(pairs), len(pairs) - count, replace=False))
 

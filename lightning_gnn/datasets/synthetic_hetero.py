@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
-from lightning_gnn.datasets.synthetic import check_planted, split_masks
-from lightning_gnn.datasets.synthetic_labels import Labels, planted_labels
+from lightning_gnn.datasets.synthetic import Labels, at_least, check_planted, planted_labels, split_masks
 
 __all__ = ["planted_papers", "planted_ratings"]
 
@@ -35,38 +34,22 @@ def planted_papers(
     end of an edge is drawn with a skew, so that there are hubs.
 
     Args:
-        num_papers: Papers.
-        num_authors: Authors.
-        num_topics: Topics.
+        num_papers, num_authors, num_topics: Nodes of each type.
         num_classes: Communities.
         num_features: Features of each node.
-        citations: Papers that a paper cites.
-        authors: Authors of a paper.
-        topics: Topics of a paper.
+        citations, authors, topics: How many of them a paper has.
         homophily: Probability that the other end of an edge is drawn from the same community, else from all nodes.
-        feature_noise: Standard deviation, per feature, of the noise around the unit-length mean of a community.
-        label_noise: Probability that a label is redrawn uniformly; of numbers the standard deviation of what is added.
-        split: Fractions of the papers in the train, validation and test masks; they sum to at most 1.
-        labels: ``"classes"``; ``"several"``, for classification with several labels per paper; or ``"numbers"``, for
-            regression. Graph and features are the same.
-        seed: Non-negative seed. The same seed gives the same bits with the same NumPy on the same kind of machine.
+        feature_noise, label_noise, split, labels, seed: As for
+            :func:`~lightning_gnn.datasets.synthetic.planted_power_law`, of papers.
 
     Returns:
         ``HeteroData`` with ``x`` float32 ``[N_t, num_features]`` of ``paper``, ``author`` and ``topic``, the papers'
-        ``y`` (as of :func:`~lightning_gnn.datasets.synthetic.planted_power_law`) and masks bool, and the edge types
-        ``(paper, cites, paper)``, ``(author, writes, paper)``, ``(topic, describes, paper)`` and their reverses,
-        ``rev_…``, each ``edge_index`` int64 sorted by target.
-
-    Raises:
-        ValueError: An argument is out of range.
+        ``y`` and masks as there, and the edge types ``(paper, cites, paper)``, ``(author, writes, paper)``,
+        ``(topic, describes, paper)`` and their reverses, ``rev_…``, each ``edge_index`` int64 sorted by target.
     """
     sizes = {"paper": num_papers, "author": num_authors, "topic": num_topics}
-    for name, count in sizes.items():
-        if count < num_classes:
-            raise ValueError(f"num_{name}s={count} must be at least num_classes={num_classes}")
-    for name, count in (("citations", citations), ("authors", authors), ("topics", topics)):
-        if count < 0:
-            raise ValueError(f"{name}={count}; use at least 0")
+    at_least(num_classes, num_papers=num_papers, num_authors=num_authors, num_topics=num_topics)
+    at_least(0, citations=citations, authors=authors, topics=topics)
     check_planted(num_classes, num_features, homophily, feature_noise, seed, label_noise, split)
     rng = np.random.Generator(np.random.PCG64(seed))
     data, community = _nodes(rng, sizes, num_classes, num_features, feature_noise)
@@ -98,28 +81,19 @@ def planted_ratings(
     """Draw users who rate items, one rating after the other, mostly items of their own community.
 
     Args:
-        num_users: Users.
-        num_items: Items.
-        num_ratings: Edges.
+        num_users, num_items, num_ratings: Nodes of each type, and edges.
         num_classes: Communities.
         num_features: Features of each user and item.
         homophily: Probability that an item is drawn from the user's community, else from all.
-        feature_noise: Standard deviation, per feature, of the noise around the unit-length mean of a community.
-        seed: Non-negative seed. The same seed gives the same bits with the same NumPy on the same kind of machine.
+        feature_noise, seed: As for :func:`~lightning_gnn.datasets.synthetic.planted_power_law`.
 
     Returns:
         ``HeteroData`` with ``x`` float32 ``[N_t, num_features]`` of ``user`` and ``item``, and the edge types ``(user,
         rates, item)`` and ``(item, rev_rates, user)``, with ``time`` int64: 0 for the first rating.
-
-    Raises:
-        ValueError: An argument is out of range.
     """
-    # Check the arguments; each community needs a user and an item.
-    for name, count in (("num_users", num_users), ("num_items", num_items)):
-        if count < num_classes:
-            raise ValueError(f"{name}={count} must be at least num_classes={num_classes}")
-    if num_ratings < 1:
-        raise ValueError(f"num_ratings={num_ratings}; use at least 1")
+    # Each community needs a user and an item.
+    at_least(num_classes, num_users=num_users, num_items=num_items)
+    at_least(1, num_ratings=num_ratings)
     check_planted(num_classes, num_features, homophily, feature_noise, seed)
     # Draw nodes with features of their community.
     rng = np.random.Generator(np.random.PCG64(seed))

@@ -4,6 +4,7 @@ import glob
 import gzip
 import json
 import shutil
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,15 +25,9 @@ _MISSING = '{} needs {} ({}): pip install "lightning-gnn[convert]"'
 
 
 class TableFiles:
-    """A database of the tables of some files, in a folder, which an interrupted conversion finds again.
+    """A database of the tables of some files, in a folder, which an interrupted conversion finds again."""
 
-    Args:
-        memory: Bytes that it may hold; what is more lies on the disk.
-        of: What identifies the conversion: if another one left its database here, it is removed.
-        made: The folder of what is made of the tables, which goes with them.
-    """
-
-    def __init__(self, folder: Path, memory: int, of: Any, made: Path) -> None:
+    def __init__(self, folder: Path, memory: int, of: object, made: Path) -> None:
         try:
             import duckdb
         except ImportError as error:
@@ -43,13 +38,13 @@ class TableFiles:
         self.folder = folder
         self.error: type[Exception] = duckdb.Error
         path, note = folder / "tables.duckdb", folder / "of.json"
-        told = json.dumps(of, default=str)
-        if not note.exists() or note.read_text() != told:
+        about = json.dumps(of, default=str)
+        if not note.exists() or note.read_text() != about:
             note.unlink(missing_ok=True)  # first, so that what is left of a run that is killed here is not gone on with
             for old in (path, path.with_name(f"{path.name}.wal")):
                 old.unlink(missing_ok=True)
             shutil.rmtree(made, ignore_errors=True)
-            write_whole(note, told)
+            write_whole(note, about)
             self.resumed = False
         else:
             self.resumed = path.exists()
@@ -94,11 +89,7 @@ class TableFiles:
         header: bool | None = None,  # whether text has one; None: its rows show it
         then: Callable[[], None] = lambda: None,
     ) -> str | None:
-        """Make a table of a file, or of all files of a pattern, whose rows keep their order.
-
-        Returns:
-            How a text is laid out; None: it is none, or an earlier run has made the table.
-        """
+        """Make a table of a file or of all files of a pattern, in order; return how new text is laid out, else None."""
         if self.has(name):
             return None
         files = matching(path)
@@ -118,7 +109,7 @@ class TableFiles:
             except _UnlikeError as error:
                 raise ValueError(f"{path} cannot be read: {error}") from None
             return None
-        with _undamaged(path):
+        with undamaged(path):
             layouts = [look(file, self._unpacked(file), edges, header) for file in files]
         first = layouts[0]
         line = f"; its first line is {shortened(first.line)!r}"
@@ -143,7 +134,7 @@ class TableFiles:
         self, name: str, layouts: Sequence[Layout], header: bool, edges: bool, then: Callable[[], None]
     ) -> str:
         """Make a table as the first rows look, else as all look, else of a copy; return how, where not as described."""
-        # One scan can read all files only if they are laid out alike and need no rewriting.
+        # One scan can read all files only if they have one layout and need no rewriting.
         first, error = layouts[0], ""
         same = all(
             layout.plain
@@ -169,7 +160,7 @@ class TableFiles:
                 error = str(unlike)
         # As a last resort the files are rewritten as one plain CSV file.
         copy = self.folder / "rows.csv"
-        with _undamaged(first.path):
+        with undamaged(first.path):
             how = rewrite(layouts, header, edges, copy)
         scan = f"read_csv({text(copy)}, delim = ',', quote = '\"', escape = '\"', header = {header}, comment = '', "
         try:
@@ -225,9 +216,7 @@ class TableFiles:
             raise
 
     def fill(self, name: str, blocks: Callable[[], Iterator[Columns]]) -> None:
-        """Make a table of edges, ``source`` and ``target``, of blocks; all of it or nothing,
-        unless an earlier run has.
-        """
+        """Make a table of edges, ``source`` and ``target``, of blocks: all or nothing, unless it is there."""
         if self.has(name):
             return
         with self._whole():
@@ -302,12 +291,12 @@ def matching(path: str | Path) -> list[Path]:
 
 
 @contextmanager
-def _undamaged(path: str | Path) -> Iterator[None]:
+def undamaged(path: str | Path) -> Iterator[None]:
     """Say which packed file is damaged."""
     try:
         yield
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}; download it again") from None
+    except (EOFError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged ({error}); download it again") from None
 
 
 def _ending(path: Path) -> str:
@@ -316,7 +305,7 @@ def _ending(path: Path) -> str:
     return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in _PACKED else "".join(suffixes[-1:])
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """Return a text of SQL."""
     return "'" + str(value).replace("'", "''") + "'"
 

@@ -169,11 +169,7 @@ def padded(rows: Sequence[Sequence[str]]) -> bool:
 
 
 def rewrite(layouts: Sequence[Layout], header: bool, edges: bool, out: Path) -> str:
-    """Write the rows of files as one CSV file: UTF-8, separated by commas, the header once, and no comments.
-
-    Returns:
-        How the files were read, if it is not as their first lines say.
-    """
+    """Write rows of files as one CSV file in UTF-8, the header once; return how, if not as their first lines say."""
     first = layouts[0]
     quotes = _QUOTES[_QUOTES.index(first.quotes) :]
     encodings = [first.encoding, "latin-1"][: 1 + first.encoding.startswith("utf-8")]
@@ -216,10 +212,8 @@ def _whole(layout: Layout, encoding: str, quotes: tuple[str, str], header: bool,
     try:
         for row in _parsed(lines(), layout.separator, quotes):
             if len(row) != layout.width:
-                raise ValueError(
-                    f"line {number} has {len(row)} fields, but most have {layout.width}, separated by "
-                    f"{_SEPARATORS[layout.separator]}: {shortened(line.rstrip())!r}"
-                )
+                most = f"but most have {layout.width}, separated by {_SEPARATORS[layout.separator]}"
+                raise ValueError(f"line {number} has {len(row)} fields, {most}: {shortened(line.rstrip())!r}")
             yield [cell.strip() for cell in row] if strip else row
     except csv.Error as error:
         raise csv.Error(f"line {number}: {error}: {shortened(line.rstrip())!r}") from None

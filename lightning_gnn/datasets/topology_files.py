@@ -25,18 +25,8 @@ KEPT_FROM = 1_000_000  # edge lists with so many edges or more are kept sorted
 CHECKED_ONCE = 1 << 26  # bytes of a topology from which it is remembered that its ids were checked
 
 
-def write_csc(
-    edge_index: Tensor, num_nodes: int, folder: str | Path, edge_ids: bool = True, num_sources: int | None = None
-) -> None:
-    """Sort an edge list by target straight into the files of a folder, holding only ``16 * N`` bytes in memory.
-
-    Args:
-        edge_index: Sources and targets, int32 or int64 ``[2, E]``, memory-mapped if it is large.
-        folder: Where to write ``indptr.npy``, ``indices.npy`` and, where the orders differ, ``edge_ids.npy``.
-        edge_ids: Keep ``edge_ids.npy``; without it, edges are numbered in CSC order.
-        num_sources: Number of nodes that edges come from, where these are of another type than the targets, of which
-            there are then ``num_nodes``.
-    """
+def write_csc(edge_index: Tensor, num_nodes: int, folder: str | Path, num_sources: int | None = None) -> None:
+    """Sort a mapped edge list by target straight into the files of a folder, holding ``16 * N`` bytes in memory."""
     folder = Path(folder)
     check_edge_index(edge_index)
     num_sources = num_nodes if num_sources is None else num_sources
@@ -58,7 +48,7 @@ def write_csc(
         bool((col[at + 1 : at + 1 + block] >= col[at : at + block][: col.size - 1 - at]).all())
         for at in range(0, col.size, block)
     )
-    if in_order or not edge_ids:
+    if in_order:
         (folder / "edge_ids.npy").unlink()
 
 
@@ -89,10 +79,8 @@ def load_topology(
             )
     graph = _load_csc(folder, mmap, check, num_sources)
     if graph.num_nodes != num_nodes:
-        raise ValueError(
-            f"{folder / 'indptr.npy'} has {graph.num_nodes + 1} entries, but {counted}, and so it needs "
-            f"{num_nodes + 1}; write both for the same nodes"
-        )
+        entries = f"has {graph.num_nodes + 1} entries, but {counted}, and so it needs {num_nodes + 1}"
+        raise ValueError(f"{folder / 'indptr.npy'} {entries}; write both for the same nodes")
     return graph
 
 

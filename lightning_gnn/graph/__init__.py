@@ -1,8 +1,5 @@
-"""Topology: in-edges by target, of homogeneous and heterogeneous graphs, with times and weights.
-
-Reading order: ``graph/csc.py`` (in-edges), ``graph/hetero.py`` (one such topology per edge type),
-``graph/edge_attributes.py`` (times and weights), ``graph/csr.py`` (both directions, for full graphs),
-``graph/stores.py`` (PyG's stores), ``graph/prefetch_lists.py`` (topologies that stay on disk).
+"""Topology: in-edges by target (``graph/csc.py``), one such topology per edge type (``graph/hetero.py``),
+times and weights (``graph/edge_attributes.py``), both directions for full graphs (``graph/csr.py``).
 """
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,6 @@
 """Checks of a user's data at the boundary: each says what is wrong, where, and what to do."""
 
+from collections.abc import Callable
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
@@ -19,6 +20,7 @@ from lightning_gnn.runtime.memory_info import total_bytes
 _MAPPED = 1 << 30  # bytes of a memory-mapped table that are read only to be checked; a disk may give no more in seconds
 _MEMORY = ("/dev/", "/memfd:", "/SYSV")  # names of what is mapped as a file and is memory
 _INTEGERS = (torch.int32, torch.int64)
+_OF_EDGES = ("edge_attr", "edge_weight")
 
 
 def check_node_data(data: Data, check_features: bool = False, dense: bool = True) -> None:
@@ -36,7 +38,7 @@ def check_node_data(data: Data, check_features: bool = False, dense: bool = True
         if dense and of_rows and is_sparse(value):
             raise ValueError(f"data.{key} is sparse, but rows are read one by one; use data.{key}.to_dense()")
     # Lists of numbers would stay lists in every mini-batch.
-    for key in ("x", "y", "edge_attr", "edge_weight"):
+    for key in ("x", "y", *_OF_EDGES):
         value = data.get(key)
         if _holds_numbers(value):
             raise TypeError(
@@ -51,12 +53,7 @@ def check_node_data(data: Data, check_features: bool = False, dense: bool = True
             raise ValueError(f"data.{key} has the shape {list(value.shape)}, but the graph has {num_nodes} nodes{fix}")
     # A single NaN or infinity would spread to the whole model.
     if check_features:
-        for key, kind in (("x", "node"), ("edge_attr", "edge"), ("edge_weight", "edge")):
-            value = data.get(key)
-            if isinstance(value, np.ndarray) and value.dtype.kind == "f":
-                value = torch.as_tensor(value)
-            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and not is_sparse(value):
-                _check_finite(value, f"data.{key}", kind)
+        _check_features(data)
 
 
 def check_hetero_data(data: HeteroData, check_features: bool = False) -> None:
@@ -65,34 +62,28 @@ def check_hetero_data(data: HeteroData, check_features: bool = False) -> None:
         node_type = store._key
         count = store.num_nodes
         if count is None:
-            raise ValueError(f"how many nodes of {node_type!r} there are cannot be told: set data[…].num_nodes")
+            raise ValueError(f"the number of nodes of {node_type!r} is unknown: set data[…].num_nodes")
         part = Data.from_dict({key: value for key, value in store.items() if key != "num_nodes"})
         part.num_nodes = count
-        _named(check_node_data, part, check_features, f"data[{node_type!r}]")
+        _named(check_node_data, part, f"data[{node_type!r}]", check_features)
     for store in data.edge_stores:
-        edge_index = store.get("edge_index")
-        if not isinstance(edge_index, Tensor):
+        if not isinstance(store.get("edge_index"), Tensor):
             continue
-        for key in ("edge_attr", "edge_weight"):
-            value = store.get(key)
-            if isinstance(value, (Tensor, np.ndarray)) and (value.ndim == 0 or value.shape[0] != edge_index.size(1)):
-                raise ValueError(
-                    f"data[{store._key}].{key} has the shape {list(value.shape)}, but there are {edge_index.size(1)} "
-                    "edges"
-                )
-            if check_features and isinstance(value, Tensor) and value.is_floating_point() and not is_sparse(value):
-                _check_finite(value, f"data[{store._key}].{key}", "edge")
+        part = Data.from_dict({key: store[key] for key in ("edge_index", *_OF_EDGES) if key in store})
+        _named(check_edge_data, part, f"data[{store._key}]")
+        if check_features:
+            _named(_check_features, part, f"data[{store._key}]")
 
 
-def _named(check: Any, data: Data, check_features: bool, name: str) -> None:
+def _named(check: Callable[..., None], data: Data, name: str, *options: bool) -> None:
     """Run a check of a graph of one type, and name the type in what it says."""
     try:
-        check(data, check_features)
+        check(data, *options)
     except (TypeError, ValueError) as error:
         raise type(error)(str(error).replace("data.", f"{name}.")) from None
 
 
-def _holds_numbers(value: Any) -> bool:
+def _holds_numbers(value: object) -> bool:
     """Whether these are lists of numbers, which would stay lists; texts and other objects do so rightly."""
     inner = value
     while isinstance(inner, (list, tuple)) and inner:
@@ -100,11 +91,21 @@ def _holds_numbers(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and isinstance(inner, (Real, Tensor, np.ndarray))
 
 
+def _check_features(data: Data) -> None:
+    """Refuse NaN and infinity in features of nodes and edges."""
+    for key, kind in (("x", "node"), *((key, "edge") for key in _OF_EDGES)):
+        value = data.get(key)
+        if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+            value = torch.as_tensor(value)
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and not is_sparse(value):
+            _check_finite(value, f"data.{key}", kind)
+
+
 def check_edge_data(data: Data) -> None:
     """Check the attributes of edges; with another number of rows they would go into mini-batches as they are."""
     if data.get("edge_index") is None:
         return
-    for key in ("edge_attr", "edge_weight"):
+    for key in _OF_EDGES:
         value = data.get(key)
         if isinstance(value, (Tensor, np.ndarray)) and (value.ndim == 0 or value.shape[0] != data.num_edges):
             raise ValueError(f"data.{key} has the shape {list(value.shape)}, but the graph has {data.num_edges} edges")
@@ -137,17 +138,8 @@ def _is_on_disk(values: Tensor) -> bool:
     return False
 
 
-def check_nodes(nodes: Any, num_nodes: int, name: str) -> Tensor:
-    """Check a choice of nodes.
-
-    Args:
-        nodes: A bool mask ``[num_nodes]`` (or ``[num_nodes, 1]``), or ids, int32 or int64 ``[n]``; or a sequence of
-            either.
-        name: What to call it in the message; what ends in ``mask`` must be one.
-
-    Returns:
-        The mask, or the ids as int64.
-    """
+def check_nodes(nodes: object, num_nodes: int, name: str) -> Tensor:
+    """Return a bool mask, or ids as int64, of a choice of nodes; what is called ``…mask`` must be one."""
     refuse_type(nodes, name, "node")
     chosen = _as_tensor(nodes, name, "a bool mask or int64 ids")
     if chosen.dim() == 2 and chosen.shape == (num_nodes, 1):
@@ -171,11 +163,7 @@ def check_nodes(nodes: Any, num_nodes: int, name: str) -> Tensor:
 
 
 def check_labels(data: Data, nodes: Tensor, name: str) -> None:
-    """Refuse targets ``data.y`` that are NaN or infinite at some nodes; elsewhere that may mean unlabelled.
-
-    Args:
-        nodes: A bool mask ``[num_nodes]``, or int64 ids ``[n]``.
-    """
+    """Refuse targets ``data.y`` that are NaN or infinite at some nodes; elsewhere that may mean unlabeled."""
     y = data.get("y")
     if isinstance(y, np.ndarray) and y.dtype.kind == "f":
         y = torch.as_tensor(y)
@@ -186,15 +174,8 @@ def check_labels(data: Data, nodes: Tensor, name: str) -> None:
     check_finite_rows(y[ids.to(y.device)], f"data.y at {name}", fix=fix, rows=ids)
 
 
-def check_edges(edges: Any, sizes: tuple[int, int], name: str) -> Tensor:
-    """Check edges that are given as pairs of nodes.
-
-    Args:
-        edges: Integers ``[2, n]``; a tensor, an array or nested lists.
-
-    Returns:
-        The edges, int64 ``[2, n]``.
-    """
+def check_edges(edges: object, sizes: tuple[int, int], name: str) -> Tensor:
+    """Return edges that are given as pairs of nodes ``[2, n]``, a tensor, an array or lists, as int64."""
     refuse_type(edges, name, "edge")
     pairs = _as_tensor(edges, name, "an int64 tensor [2, n]")
     if pairs.dtype not in _INTEGERS:
@@ -207,7 +188,7 @@ def check_edges(edges: Any, sizes: tuple[int, int], name: str) -> Tensor:
     return pairs.as_subclass(Tensor).to(torch.int64)
 
 
-def check_edge_labels(labels: Any, num_edges: int, name: str) -> Tensor:
+def check_edge_labels(labels: object, num_edges: int, name: str) -> Tensor:
     """Check the labels of edges, numbers ``[n, ...]`` as a tensor, an array or lists."""
     found = _as_tensor(labels, name, "numbers, one per edge")
     if found.dim() == 0 or found.size(0) != num_edges:
@@ -217,7 +198,7 @@ def check_edge_labels(labels: Any, num_edges: int, name: str) -> Tensor:
     return found
 
 
-def refuse_type(values: Any, name: str, kind: str) -> None:
+def refuse_type(values: object, name: str, kind: str) -> None:
     """Refuse what PyG takes for a heterogeneous graph: a type, or a pair of a type and what is chosen of it."""
     first = values[0] if isinstance(values, (tuple, list)) and values else values
     if isinstance(first, str) or (isinstance(first, tuple) and first and isinstance(first[0], str)):

@@ -1,12 +1,12 @@
-"""The topology of a graph in compressed sparse columns: the in-neighbours of each node, side by side."""
+"""The topology of a graph in compressed sparse columns: the in-neighbors of each node, side by side."""
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class CSCGraph:
-    """A directed graph, stored by target: the in-neighbours of ``v`` are ``indices[indptr[v]:indptr[v + 1]]``.
+    """A directed graph, stored by target: the in-neighbors of ``v`` are ``indices[indptr[v]:indptr[v + 1]]``.
 
     Build it with one of the ``from_…`` constructors, which check their input; the plain constructor does not.
 
@@ -50,7 +50,7 @@ class CSCGraph:
         >>> graph = CSCGraph.from_edge_index(torch.tensor([sources, targets]))
         >>> graph
         CSCGraph(num_nodes=3, num_edges=4)
-        >>> graph.indices[graph.indptr[1] : graph.indptr[2]]  # the in-neighbours of node 1
+        >>> graph.indices[graph.indptr[1] : graph.indptr[2]]  # the in-neighbors of node 1
         tensor([0, 2], dtype=torch.int32)
         >>> graph.in_degrees
         tensor([0, 2, 2])
@@ -102,10 +102,7 @@ class CSCGraph:
 
     @cached_property
     def parallel(self) -> Tensor | None:
-        """How many edges before one in its list come from the same source, int32 ``[num_edges]``; None if none do.
-
-        It is where ``indices`` is.
-        """
+        """How many edges before one in its list come from the same source, int32 ``[num_edges]``; None if none do."""
         counts = count_parallel(self.indptr.cpu().numpy(), self.indices.cpu().numpy(), self.num_sources)
         if counts is None:
             return None
@@ -121,34 +118,25 @@ class CSCGraph:
         Args:
             edge_index: Sources and targets, int32 or int64 ``[2, num_edges]``.
             num_nodes: Number of nodes; by default one more than the largest id.
-            num_sources: Number of nodes that edges come from, where these are of another type than the targets, of
-                which there are then ``num_nodes``.
+            num_sources: Number of nodes that edges come from, where these are of another type than the targets.
 
         Raises:
             TypeError: ``edge_index`` is no integer tensor, or ``num_nodes`` no integer.
-            ValueError: Its shape is not ``[2, num_edges]``, it holds a node outside ``[0, num_nodes)``, or there are so
-                many nodes that their offsets alone exceed this machine's memory.
+            ValueError: Another shape, a node outside ``[0, num_nodes)``, or more nodes than fit this machine's memory.
         """
         check_edge_index(edge_index)
         edge_index = edge_index.detach().cpu()
-        if num_sources is None:
-            num_nodes = _count_nodes(edge_index, num_nodes)
-        else:
-            num_nodes = _count_nodes(edge_index[1], num_nodes)
-            num_sources = _count_nodes(edge_index[0], num_sources)
-        for side, count in ((0, num_nodes if num_sources is None else num_sources), (1, num_nodes)):
+        num_nodes = _count_nodes(edge_index if num_sources is None else edge_index[1], num_nodes)
+        count_of_sources = num_nodes if num_sources is None else _count_nodes(edge_index[0], num_sources)
+        for side, count in enumerate((count_of_sources, num_nodes)):
             check_ids(edge_index[side], count, f"edge_index[{side}]")
         row, col = edge_index[0].numpy(), edge_index[1].numpy()
-        indices: np.ndarray = np.empty(row.size, index_dtype(num_nodes if num_sources is None else num_sources))
+        indices: np.ndarray = np.empty(row.size, index_dtype(count_of_sources))
         edge_ids: np.ndarray = np.empty(row.size, index_dtype(row.size))
         indptr = sort_by_target(row, col, num_nodes, indices, edge_ids)
         in_order = bool((col[1:] >= col[:-1]).all())
-        return cls(
-            torch.from_numpy(indptr),
-            torch.from_numpy(indices),
-            None if in_order else torch.from_numpy(edge_ids),
-            source_count=num_sources,
-        )
+        ids = None if in_order else torch.from_numpy(edge_ids)
+        return cls(torch.from_numpy(indptr), torch.from_numpy(indices), ids, source_count=num_sources)
 
     @classmethod
     def from_csc(
@@ -163,31 +151,10 @@ class CSCGraph:
             num_sources: As for :meth:`from_edge_index`.
 
         Raises:
-            TypeError: A tensor is not of an integer dtype.
-            ValueError: Offsets that do not ascend from 0 to ``num_edges``, or a node out of range.
+            TypeError, ValueError: Another dtype, offsets that do not ascend, or a node out of range.
         """
         check_csc(indptr, indices, edge_ids, indptr.numel() - 1 if num_sources is None else num_sources)
         return cls(indptr.to(torch.int64).contiguous(), indices.contiguous(), edge_ids, source_count=num_sources)
-
-    @classmethod
-    def from_csr(cls, rowptr: Tensor, col: Tensor, num_nodes: int | None = None) -> CSCGraph:
-        """Transpose a graph that is stored by source (CSR); ``edge_ids`` then refer to positions in ``col``.
-
-        Args:
-            rowptr: Offsets, integer ``[num_nodes + 1]``.
-            col: Targets, integer ``[num_edges]``.
-            num_nodes: Number of nodes, if larger than ``rowptr`` tells.
-
-        Raises:
-            TypeError: A tensor is not of an integer dtype.
-            ValueError: As for :meth:`from_csc` and :meth:`from_edge_index`.
-        """
-        by_source = cls.from_csc(rowptr, col)
-        if num_nodes is not None and num_nodes < by_source.num_nodes:
-            raise ValueError(f"num_nodes is {num_nodes}, but rowptr describes {by_source.num_nodes} nodes")
-        row = torch.repeat_interleave(torch.arange(by_source.num_nodes), by_source.indptr.diff())
-        edge_index = torch.stack([row, by_source.indices.to(torch.int64)])
-        return cls.from_edge_index(edge_index, num_nodes or by_source.num_nodes)
 
     @classmethod
     def from_data(cls, data: Data) -> CSCGraph:
@@ -213,38 +180,27 @@ class CSCGraph:
     def with_time(self, time: Tensor, floating: bool = False) -> CSCGraph:
         """Return the graph with times of its edges, each list sorted by them; equal ones keep their order.
 
-        A sampler then picks, for each seed with its time, among the edges that are not later: see
-        :func:`~lightning_gnn.ops.sample_neighbors`.
-
         Args:
             time: Integer or floating ``[num_edges]``, in the user's order of the edges.
             floating: Take integers as floating numbers, because other edges' times are.
 
         Raises:
-            TypeError: It is no tensor of numbers.
-            ValueError: It does not hold one number per edge, or holds NaN; or the edges have weights.
+            TypeError, ValueError: Not one number per edge, or NaN; or the edges have weights.
         """
-        if self.weight is not None:
-            raise ValueError("edges with weights cannot have times too: there is no weighted temporal sampling")
         times = self._by_edge(ordered_times(time, "times of edges", floating), "times")
         return self._sorted_by(times, floating or time.is_floating_point())
 
     def with_source_time(self, time: Tensor, floating: bool = False) -> CSCGraph:
-        """Return the graph with the times of the nodes that edges come from as those of the edges.
-
-        Args:
-            time: Integer or floating ``[num_sources]``.
-            floating: As for :meth:`with_time`, which raises the same errors.
-        """
+        """Return the graph with times ``[num_sources]`` of its source nodes as those of edges, as :meth:`with_time`."""
         times = ordered_times(time, "times of nodes", floating)
         if times.numel() != self.num_sources:
             raise ValueError(f"there are {times.numel()} times of nodes, but {self.num_sources} nodes")
-        if self.weight is not None:
-            raise ValueError("edges with weights cannot have times too: there is no weighted temporal sampling")
         return self._sorted_by(times[self.indices.to(torch.int64)], floating or time.is_floating_point())
 
     def _sorted_by(self, times: Tensor, floating: bool) -> CSCGraph:
         """Sort each list by times ``[num_edges]``, given in CSC order."""
+        if self.weight is not None:
+            raise ValueError("edges with weights cannot have times too: there is no weighted temporal sampling")
         graph = replace(self, floating_time=floating)
         order = order_by_time(self.indptr.numpy(), times.numpy())
         if order is None:
@@ -257,14 +213,10 @@ class CSCGraph:
         """Return the graph with weights of its edges, in proportion to which a sampler picks them.
 
         Edges of the weight 0 are never picked, so they are left out: a graph with some has fewer edges than before.
-
-        Args:
-            weight: Floating or integer ``[num_edges]``, none negative, in the user's order of the edges.
+        ``weight`` is floating or integer ``[num_edges]``, in the user's order of the edges.
 
         Raises:
-            TypeError: It is no tensor of numbers.
-            ValueError: It does not hold one number per edge, or one that is negative, infinite or NaN; or the edges
-                have times.
+            TypeError, ValueError: Not one finite number of at least 0 per edge; or the edges have times.
         """
         if self.time is not None:
             raise ValueError("edges with times cannot have weights too: there is no weighted temporal sampling")
@@ -296,11 +248,7 @@ class CSCGraph:
         return edge_index[:, self.edge_ids.to(torch.int64).argsort()]  # of some edges, where others had the weight 0
 
     def cache_adjacency(self, nodes: Tensor, device: torch.device | str) -> CachedAdjacency:
-        """Copy the adjacency lists of some nodes to a device, so that sampling reads them there.
-
-        Args:
-            nodes: Whose lists, int64 or int32 ``[n]``, none of them twice.
-            device: Where to.
+        """Copy the adjacency lists of distinct nodes ``[n]`` to a device, so that sampling reads them there.
 
         Raises:
             IndexError: A node outside the graph.
@@ -318,10 +266,7 @@ class CSCGraph:
         return self._map(lambda tensor: tensor.to(device))
 
     def pin_memory(self) -> CSCGraph:
-        """Return the graph in page-locked host memory, which an accelerator can read directly.
-
-        It is the same memory, if the system can lock it where it is, else a copy.
-        """
+        """Return the graph in page-locked memory, which accelerators read: in place if the system can, else a copy."""
         return self._map(page_locked)
 
     def share_memory_(self) -> CSCGraph:
@@ -334,7 +279,7 @@ class CSCGraph:
 
         Raises:
             OSError: The disk has no room for them, or cannot be written to; the folder holds what it held before.
-            ValueError: Edges have times or weights, or come from another type: those files would not tell.
+            ValueError: Edges have times, weights or another type of sources, which those files do not hold.
         """
         if self.time is not None or self.weight is not None or self.source_count is not None:
             raise ValueError(
@@ -348,18 +293,12 @@ class CSCGraph:
 
     @classmethod
     def load(cls, folder: str | Path, mmap: bool = True, num_sources: int | None = None) -> CSCGraph:
-        """Read what :meth:`save` wrote.
-
-        Args:
-            folder: The folder.
-            mmap: Leave the arrays on disk and let the system page them in; writes never reach the files.
-            num_sources: As for :meth:`from_edge_index`.
+        """Read what :meth:`save` wrote; with ``mmap`` the arrays stay on disk, and writes never reach the files.
 
         Raises:
             FileNotFoundError: The folder lacks an array.
             OSError, MemoryError: A file cannot be read, or is too large.
-            TypeError: An array is not of an integer dtype.
-            ValueError: A file is truncated or its content is not valid.
+            TypeError, ValueError: A file is truncated, or as for :meth:`from_csc`.
         """
         folder = Path(folder)
         edge_ids = folder / "edge_ids.npy"
@@ -375,9 +314,8 @@ class CSCGraph:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> CSCGraph:
         names = ("indptr", "indices", "edge_ids", "time", "weight", "prefix")
-        moved: dict[str, Any] = {
-            name: function(tensor) for name in names if (tensor := getattr(self, name)) is not None
-        }
+        held = {name: getattr(self, name) for name in names}
+        moved: dict[str, Any] = {name: function(tensor) for name, tensor in held.items() if tensor is not None}
         return replace(self, **moved)
 
     def __repr__(self) -> str:
@@ -396,21 +334,16 @@ def count_edges(data: Data | HeteroData) -> int:
 def _count_nodes(edge_index: Tensor, num_nodes: int | None) -> int:
     """Return the number of nodes, which is checked before anything is allocated for them."""
     largest = int(edge_index.max()) if edge_index.numel() else -1
-    if num_nodes is None:
-        count = largest + 1
-    elif isinstance(num_nodes, bool) or not hasattr(num_nodes, "__index__"):
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, Integral | None):
         raise TypeError(f"num_nodes must be an integer, but is {num_nodes!r}")
-    else:
-        count = operator.index(num_nodes)
+    count = largest + 1 if num_nodes is None else int(num_nodes)
     if count < 0:
         raise ValueError(f"num_nodes must not be negative, but is {count}")
     memory = total_bytes()
     if 8 * count > memory:
-        raise ValueError(
-            f"a graph of {count} nodes needs {8 * count / 1e9:.0f} GB for their offsets alone, but this machine has "
-            f"{memory / 1e9:.0f} GB; the largest id in edge_index is {largest}: number the nodes from 0 without gaps, "
-            "or correct num_nodes"
-        )
+        needs = f"{count} nodes needs {8 * count / 1e9:.0f} GB for their offsets alone, of {memory / 1e9:.0f} GB"
+        fix = "number the nodes from 0 without gaps, or correct num_nodes"
+        raise ValueError(f"a graph of {needs} here; the largest id in edge_index is {largest}: {fix}")
     return count
 
 
@@ -432,11 +365,7 @@ def sort_by_target(
     indices: npt.NDArray[Any],  # where the sorted sources go, [E]
     edge_ids: npt.NDArray[Any],  # where their places in row go, [E]
 ) -> npt.NDArray[np.int64]:
-    """Sort edges by target, keeping the order of those of one target.
-
-    Returns:
-        ``indptr``, int64 ``[N + 1]``.
-    """
+    """Sort edges by target, those of one target in their order; return ``indptr``, int64 ``[N + 1]``."""
     indptr = np.zeros(num_nodes + 1, np.int64)
     for target in col:
         indptr[target + 1] += 1
@@ -454,23 +383,13 @@ def sort_by_target(
 def transpose(
     indptr: npt.NDArray[Any], indices: npt.NDArray[Any], num_columns: int
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Sort the entries of a sparse matrix by column.
-
-    Args:
-        indptr: First entry of each row, int64 ``[R + 1]``.
-        indices: Column of each entry, integer ``[E]``, checked.
-        num_columns: Number of columns ``C``.
-
-    Returns:
-        ``indptr`` int64 ``[C + 1]``, the rows, int32 ``[E]`` ascending in each column, and the entries they come from,
-        int64 ``[E]``.
-    """
+    """Sort a matrix's entries by column: ``indptr`` int64 ``[C + 1]``, rows int32 (ascending), entries int64."""
     row_of_entry = np.repeat(np.arange(indptr.size - 1, dtype=np.int32), np.diff(indptr))
     rows, entries = np.empty(indices.size, np.int32), np.empty(indices.size, np.int64)
     return sort_by_target(row_of_entry, indices, num_columns, rows, entries), rows, entries
 
 
-def transposed_csr(adj_t: Any) -> tuple[Tensor, Tensor]:
+def transposed_csr(adj_t: object) -> tuple[Tensor, Tensor]:
     """Return offsets and sources of a transposed adjacency matrix, sparse CSR or PyG's ``SparseTensor``."""
     if isinstance(adj_t, Tensor) and adj_t.layout == torch.sparse_csr:
         return adj_t.crow_indices(), adj_t.col_indices()
@@ -482,14 +401,7 @@ def transposed_csr(adj_t: Any) -> tuple[Tensor, Tensor]:
 
 
 def check_csc(indptr: Tensor, indices: Tensor, edge_ids: Tensor | None, num_sources: int) -> None:
-    """Check arrays that are in CSC order already.
-
-    Args:
-        indptr: Offsets, integer ``[num_targets + 1]``.
-        indices: Source nodes, integer ``[num_edges]``.
-        edge_ids: A permutation of the user's edges, integer ``[num_edges]``, or None.
-        num_sources: Number of nodes that ``indices`` may name.
-    """
+    """Check offsets ``[num_targets + 1]``, sources ``[num_edges]`` and a permutation of edges that are in CSC order."""
     for name, tensor in (("indptr", indptr), ("indices", indices), ("edge_ids", edge_ids)):
         if tensor is not None:
             check_integers(tensor, name)

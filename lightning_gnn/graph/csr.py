@@ -71,21 +71,16 @@ class CSR:
 
     def known_bytes(self) -> int:
         """Return the bytes of all arrays, those of the transpose too where it was made."""
-        tensors = [self.indptr, self.indices, self.edge_ids]
-        if (back := self.known_transpose()) is not None:
-            tensors += [back.indptr, back.indices, back.edge_ids]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        own = sum(tensor.nbytes for tensor in (self.indptr, self.indices, self.edge_ids) if tensor is not None)
+        back = self.known_transpose()
+        return own if back is None else own + back.known_bytes()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> CSR:
         """Return a copy on a device, or this where it is there already."""
         if self.indices.device == torch.device(device):
             return self
-        indptr, indices, edge_ids = (
-            None if tensor is None else tensor.to(device, non_blocking=non_blocking)
-            for tensor in (self.indptr, self.indices, self.edge_ids)
-        )
-        assert indptr is not None
-        assert indices is not None
+        indptr, indices = (part.to(device, non_blocking=non_blocking) for part in (self.indptr, self.indices))
+        edge_ids = None if self.edge_ids is None else self.edge_ids.to(device, non_blocking=non_blocking)
         return replace(self, indptr=indptr, indices=indices, edge_ids=edge_ids)
 
 

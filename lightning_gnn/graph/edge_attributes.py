@@ -13,25 +13,19 @@ from torch import Tensor
 _Array = npt.NDArray[Any]
 
 
-def as_times(time: Any, name: str) -> Tensor:
+def as_times(time: object, name: str) -> Tensor:
     """Return times that the user gave as a tensor."""
     if isinstance(time, Tensor):
         return time
     array = np.asarray(time)
     if array.dtype.kind not in "biuf":
-        raise TypeError(
-            f"{name} must be numbers, those of nodes, edges, seeds and time_window in one unit, but are {array.dtype}: "
-            "torch.from_numpy(np.asarray(times, 'datetime64[s]').astype('int64')) gives dates in seconds"
-        )
+        fix = "torch.from_numpy(np.asarray(times, 'datetime64[s]').astype('int64')) gives dates in seconds"
+        raise TypeError(f"{name} must be numbers, all times in one unit, but are {array.dtype}: {fix}")
     return torch.as_tensor(array)
 
 
 def ordered_times(time: object, name: str, floating: bool) -> Tensor:
-    """Return times as int64 in the same order; floating ones as the integers in whose order their bits are.
-
-    Args:
-        time: Integer or floating ``[n]``.
-    """
+    """Return times ``[n]`` as int64 in the same order; floating ones as the integers in whose order their bits are."""
     if not isinstance(time, Tensor) or time.dtype == torch.bool or time.is_complex():
         kind = as_times(time, name).dtype if isinstance(time, Tensor | np.ndarray) else type(time).__name__
         raise TypeError(f"{name} must be an integer or floating tensor, but are {kind}")
@@ -56,12 +50,7 @@ def _bits(time: Tensor) -> Tensor:
 
 
 def time_limits(time: Tensor, window: float | None, floating: bool) -> tuple[Tensor, Tensor | None]:
-    """Return until when edges count for each seed, and after when, as :func:`ordered_times` makes them.
-
-    Args:
-        time: Of the seeds, integer or floating ``[n]``.
-        window: For how long before its time edges count for a seed, or None: for ever.
-    """
+    """Return until when, and with a window after when, edges count for each seed, as :func:`ordered_times` has them."""
     check_window(window)
     if window is not None and window == math.inf:
         window = None
@@ -128,12 +117,7 @@ def _is_sorted(indptr: _Array, time: _Array) -> bool:
 
 
 def order_by_time(indptr: _Array, time: _Array) -> _Array | None:
-    """Return the places from which edges come when each list is sorted by time, int64 ``[E]``, or None: they are.
-
-    Args:
-        indptr: int64 ``[N + 1]``.
-        time: int64 ``[E]``; equal ones keep their order.
-    """
+    """Return the places that sort each list by time (stable), int64 ``[E]``; None where they are sorted."""
     return None if _is_sorted(indptr, time) else _sorted_places(indptr, time)
 
 
@@ -149,12 +133,7 @@ def _sums(indptr: _Array, weight: _Array) -> _Array:
 
 
 def sum_weights(indptr: _Array, weight: _Array) -> _Array:
-    """Return the sum of the weights of each list up to and with each edge, added in order, float64 ``[E]``.
-
-    Args:
-        indptr: int64 ``[N + 1]``.
-        weight: float64 ``[E]``.
-    """
+    """Return the sum of the weights of each list up to and with each edge, added in order, float64 ``[E]``."""
     prefix = _sums(indptr, weight)
     if not np.isfinite(prefix).all():
         raise ValueError("the weights of the edges into one node add up to infinity: give smaller ones")
@@ -179,12 +158,6 @@ def _parallel(indptr: _Array, indices: _Array, num_sources: int) -> tuple[_Array
 
 
 def count_parallel(indptr: _Array, indices: _Array, num_sources: int) -> _Array | None:
-    """Count, for each edge, those before it in its list with the same source, int32 ``[E]``; None if there are none.
-
-    Args:
-        indptr: int64 ``[N + 1]``.
-        indices: int32 or int64 ``[E]``.
-        num_sources: Number of nodes that ``indices`` may name.
-    """
+    """Count, for each edge, those before it in its list with the same source, int32 ``[E]``; None if there are none."""
     counts, found = _parallel(indptr, indices, num_sources)
     return counts if found else None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
+from torch_geometric.data.storage import EdgeStorage
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.graph.csc import CSCGraph, narrow, transposed_csr
@@ -85,7 +85,7 @@ class HeteroCSCGraph:
 
         Raises:
             TypeError: ``data`` is no ``HeteroData``, or an ``edge_index`` holds no integers.
-            ValueError: A type whose number of nodes nobody knows, or edges that are not valid.
+            ValueError: A type without a known number of nodes, or edges that are not valid.
         """
         if not isinstance(data, HeteroData):
             raise TypeError(f"expected a torch_geometric.data.HeteroData, got {type(data).__name__}")
@@ -93,7 +93,7 @@ class HeteroCSCGraph:
         for node_type in data.metadata()[0]:
             count = data[node_type].num_nodes
             if count is None:
-                raise ValueError(f"how many nodes of {node_type!r} there are cannot be told: set data[…].num_nodes")
+                raise ValueError(f"the number of nodes of {node_type!r} is unknown: set data[…].num_nodes")
             sizes[node_type] = int(count)
         relations = {}
         for edge_type in data.edge_types:
@@ -141,7 +141,7 @@ def edges_of(data: HeteroData, edge_type: EdgeType) -> Tensor:
     return _relation(store, data[edge_type[0]].num_nodes, data[edge_type[2]].num_nodes).to_edge_index()
 
 
-def _relation(store: Any, num_sources: int, num_targets: int) -> CSCGraph:
+def _relation(store: EdgeStorage, num_sources: int, num_targets: int) -> CSCGraph:
     graph = store.get("graph")
     if isinstance(graph, CSCGraph):
         return graph

@@ -21,12 +21,7 @@ _expected: set[int] = set()  # where the lists of topologies begin that are read
 
 
 def expect_list_reads(indices: Tensor, larger_than: int | None = None) -> Tensor:
-    """Tell the system, and our sampler, that lists of a mapped topology will be read here and there; returns them.
-
-    Args:
-        larger_than: Bytes from which this is worth it; by default half of the memory: smaller ones come in as a whole
-            sooner or later, and sooner in large pieces.
-    """
+    """Note that a mapped topology's lists will be read here and there; by default one above half of the memory."""
     least = total_bytes() // 2 if larger_than is None else larger_than
     if sys.platform == "linux" and indices.is_cpu and indices.nbytes > least:
         advise(indices, "MADV_RANDOM")
@@ -35,17 +30,7 @@ def expect_list_reads(indices: Tensor, larger_than: int | None = None) -> Tensor
 
 
 def read_lists_ahead(indptr: npt.NDArray[Any], indices: npt.NDArray[Any], nodes: npt.NDArray[Any], fanout: int) -> int:
-    """Let the system read the lists of some nodes, in ascending, merged ranges, while the caller goes on.
-
-    Only where :func:`expect_list_reads` was told of these lists. A list of more pages than there are picks is left out:
-    its picks need fewer pages than it has.
-
-    Args:
-        indptr: Where each list begins, int64 ``[num_nodes + 1]``.
-        indices: The lists, int32 or int64.
-        nodes: Of the frontier, int64 ``[n]``.
-        fanout: Picks for each node, -1 for all.
-    """
+    """Let the system read the lists of a frontier that :func:`expect_list_reads` knows, in ascending, merged ranges."""
     if not _expected or indices.ctypes.data not in _expected or not nodes.size:
         return 0
     return int(_ask(indptr, indices.ctypes.data, indices.itemsize, np.sort(nodes), fanout))
@@ -60,7 +45,7 @@ def _ask(indptr: npt.NDArray[Any], address: int, size: int, nodes: npt.NDArray[A
         if first == last:
             continue
         low, high = (address + first * size) // _PAGE, (address + last * size - 1) // _PAGE + 1
-        if fanout >= 0 and high - low > max(fanout, 1):
+        if fanout >= 0 and high - low > max(fanout, 1):  # its picks need fewer pages than it has
             continue
         if begin >= 0 and low <= end + _GAP:
             end = max(end, high)

@@ -51,7 +51,7 @@ class DistantCSCGraph(CSCGraph):
 
     @property
     def parallel(self) -> Tensor | None:
-        """Known to whoever has the lists."""
+        """Known where the lists are."""
         return None
 
 

@@ -1,7 +1,4 @@
-"""Which part each node goes to: by METIS, by a stream that fits any graph, or by chance.
-
-Of all types at once, and even in three things: nodes, the edges that go to them, and training seeds.
-"""
+"""Which part each node goes to, by METIS, a stream or chance: even in nodes, edges into them and training seeds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,9 +14,10 @@ from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.runtime.memory_info import available_bytes
 
 METHODS = ("metis", "ldg", "random")
+"""Few cut edges, with several copies in memory; eight passes over the lists, in 18 bytes per node; by chance."""
 MOST_PARTS = 1 << 15
 SLACK = 0.05  # by how much more than its share of nodes, of edges and of seeds a part may have
-_PASSES = 8  # how often the stream goes by: the first time most neighbours have no part yet
+_PASSES = 8  # how often the stream goes by: the first time most neighbors have no part yet
 _METIS_BYTES = 120
 """What METIS needs at its peak, per edge in both directions, with what it is given: measured, rounded up."""
 
@@ -31,19 +29,7 @@ def assign_nodes(
     seeds: Mapping[NodeType | None, Tensor] | None = None,
     seed: int = 0,
 ) -> dict[NodeType | None, Tensor]:
-    """Share out the nodes of a graph.
-
-    Args:
-        parts: How many parts, from 1 to the number of nodes.
-        method: ``"metis"`` cuts few edges and has the whole graph in memory several times; ``"ldg"`` goes over the
-            lists eight times, in order, and needs 18 bytes per node (for several types 8 per edge as well);
-            ``"random"`` cuts all it can.
-        seeds: Ids of the training seeds, by node type; that of a graph of one type is None.
-
-    Returns:
-        The part of each node, int16 ``[num_nodes]``, by node type; that of a graph of one type is None. No part has
-        more than 5 % above its share of nodes, of edges into them or of seeds, as far as single nodes allow that.
-    """
+    """Return the part of each node, int16 ``[num_nodes]``, by node type; the type of a graph without types is None."""
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
     sizes: dict[Any, int] = graph.sizes if isinstance(graph, HeteroCSCGraph) else {None: graph.num_nodes}
@@ -109,10 +95,8 @@ def _metis(indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray, parts: 
         ) from None
     need, free = 2 * _METIS_BYTES * indices.size, available_bytes() or 0
     if need > free:
-        raise MemoryError(
-            f"METIS needs about {need / 1e9:.0f} GB for {indices.size} edges, but {free / 1e9:.0f} GB are free; use "
-            "method=ldg"
-        )
+        needs = f"METIS needs about {need / 1e9:.0f} GB for {indices.size} edges"
+        raise MemoryError(f"{needs}, but {free / 1e9:.0f} GB are free; use method=ldg")
     total = indptr.size - 1
     col = np.repeat(np.arange(total), np.diff(indptr))
     ends = np.concatenate([col * total + indices, indices.astype(np.int64) * total + col])
@@ -150,7 +134,7 @@ def _best(
     indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray, part: np.ndarray, limits: np.ndarray,
     loads: np.ndarray, shared: np.ndarray, touched: np.ndarray, v: int,
 ) -> int:  # fmt: skip
-    """Return the part with room that has most of a node's neighbours, times the room that it has left."""
+    """Return the part with room that has most of a node's neighbors, times the room that it has left."""
     edges, seeds, count = weights[v, 0], weights[v, 1], 0
     for e in range(indptr[v], indptr[v + 1]):
         p = part[indices[e]]
@@ -184,11 +168,7 @@ def _stream(
     indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray, part: np.ndarray, limits: np.ndarray, parts: int,
     passes: int, relieve: bool,
 ) -> None:  # fmt: skip
-    """Place one node after the other (Stanton and Kliot: Streaming Graph Partitioning, KDD 2012), several times over.
-
-    A pass takes each node out and places it anew (Nishimura and Ugander: Restreaming Graph Partitioning, KDD 2013), or
-    only those of parts that have too much of what the node adds to.
-    """
+    """Place one node after the other, several times over (Stanton and Kliot 2012; Nishimura and Ugander 2013)."""
     loads = np.zeros((parts, 3), np.int64)
     for v in range(part.size):
         if part[v] >= 0:
@@ -197,6 +177,7 @@ def _stream(
             loads[part[v], 2] += weights[v, 1]
     shared, touched = np.zeros(parts, np.int64), np.empty(parts, np.int64)
     for _ in range(passes):
+        # To relieve moves only nodes of parts that have too much of what the node adds to.
         for v in range(part.size):
             p, edges, seeds = part[v], weights[v, 0], weights[v, 1]
             if relieve and not (

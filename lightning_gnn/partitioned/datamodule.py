@@ -33,7 +33,7 @@ from lightning_gnn.nn.module import GNNModule
 from lightning_gnn.partitioned.elastic import Elastic
 from lightning_gnn.partitioned.exchange import Exchange
 from lightning_gnn.partitioned.folder import SPLITS, Partition
-from lightning_gnn.partitioned.future import keep_hottest
+from lightning_gnn.partitioned.future import count_future, hottest
 from lightning_gnn.partitioned.inference import InParts, Published, check_model
 from lightning_gnn.partitioned.remote import Remote
 from lightning_gnn.partitioned.sampler import Connection, EdgeRows, NodeRows, PartitionedSampler
@@ -44,10 +44,10 @@ from lightning_gnn.runtime.messages import memory_bytes, true_or_false
 ORDERS = ("global", "local")
 TOPOLOGIES = ("parts", "whole")
 _ELSEWHERE = {
-    "feature_dtype": (None, "is chosen when the graph is partitioned"),
-    "memory": (None, "reads one file, and a part's rows are mapped into memory by themselves"),
-    "node_sampler": (None, "would have to reach all parts"),
-    "link_sampler": (None, "would have to reach all parts"),
+    "feature_dtype": "is chosen when the graph is partitioned",
+    "memory": "reads one file, and a part's rows are mapped into memory by themselves",
+    "node_sampler": "would have to reach all parts",
+    "link_sampler": "would have to reach all parts",
 }
 _RUNS = itertools.count()
 
@@ -72,11 +72,9 @@ class _OnParts(MiniBatchDataModule):
         for name, value, choices in (("topology", topology, TOPOLOGIES), ("order", order, ORDERS)):
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
-        for name, (without, why) in _ELSEWHERE.items():
-            if name in kwargs and kwargs[name] != without:
-                raise ValueError(
-                    f"{name}={kwargs[name]!r} does not go with a partitioned graph: it {why}; leave it out"
-                )
+        for name, why in _ELSEWHERE.items():
+            if (given := kwargs.get(name)) is not None:
+                raise ValueError(f"{name}={given!r} does not go with a partitioned graph: it {why}; leave it out")
         if true_or_false(elastic, "elastic") and order != "global":
             raise ValueError(f"elastic=True counts in the order of one machine, so it does not go with order={order!r}")
         if not isinstance(root, str | os.PathLike):
@@ -162,24 +160,22 @@ class _OnParts(MiniBatchDataModule):
             "num_neighbors": str(self.num_neighbors), "batch_size": self.batch_size,
             **({"seed": self.seed} if self._own_seed else {}),
         }  # fmt: skip
-        told = exchange.gather((None if trouble is None else f"{type(trouble).__name__}: {trouble}", about, self.seed))
+        given = exchange.gather((None if trouble is None else f"{type(trouble).__name__}: {trouble}", about, self.seed))
         try:
             if trouble is not None:
                 raise trouble
-            for other, (wrong, theirs, _) in enumerate(told):
+            for other, (wrong, theirs, _) in enumerate(given):
                 if wrong is not None:
                     raise RuntimeError(f"rank {other} cannot open its part of the graph: {wrong}")
                 for name, value in about.items():
                     if theirs.get(name) != value:
-                        raise ValueError(
-                            f"rank {rank} has {name}={value}, but rank {other} has {name}={theirs.get(name)}: all "
-                            "ranks need the same"
-                            + (", so copy all parts of one partition" if name == "partition" else "")
-                        )
+                        fix = ", so copy all parts of one partition" if name == "partition" else ""
+                        unlike = f"rank {rank} has {name}={value}, but rank {other} has {name}={theirs.get(name)}"
+                        raise ValueError(f"{unlike}: all ranks need the same{fix}")
         except (OSError, ValueError, RuntimeError):
             exchange.close()
             raise
-        self.seed = told[0][2]  # that of rank 0, where nobody gave one
+        self.seed = given[0][2]  # that of rank 0, where none was given
         self.connection.remote = Remote(self.partition, shard, exchange)
         if isinstance(self.graph_sampler, PartitionedSampler):
             self.graph_sampler.prepare()
@@ -187,7 +183,8 @@ class _OnParts(MiniBatchDataModule):
         if stage == "fit" and self.cache:
             remote, loader = self.connection.remote, cast(Any, self.make_loader("train"))
             epoch = self._passes if self.trainer is None else self.trainer.current_epoch
-            remote.keep(keep_hottest(loader, remote, epoch, self.cache, self.count_batches))
+            counts = count_future(loader, remote, epoch, self.count_batches)
+            remote.keep(hottest(counts, [remote.row_bytes(number) for number in range(len(counts))], self.cache))
             rank_zero_info(f"rows of other parts that are kept: {remote.kept_rows}")
         self._joined = True
 
@@ -271,15 +268,11 @@ class _OnParts(MiniBatchDataModule):
         mid_epoch = state_dict.get("position", {}).get("mid_epoch", False)
         if ranks != self._world_size and mid_epoch:
             if self._elastic is None or not state_dict.get("elastic"):
-                raise ValueError(
-                    f"the checkpoint is from within an epoch of {ranks} ranks, and there are {self._world_size}: "
-                    "elastic=True (in both runs) goes on with any number"
-                )
+                given = f"the checkpoint is from within an epoch of {ranks} ranks, and there are {self._world_size}"
+                raise ValueError(f"{given}: elastic=True (in both runs) goes on with any number")
             if any(state_dict.get("gradients", [])):
-                raise ValueError(
-                    f"the checkpoint holds gradients that {ranks} ranks were accumulating, which "
-                    f"{self._world_size} ranks cannot share: resume from one after a step"
-                )
+                held = f"the checkpoint holds gradients that {ranks} ranks were accumulating"
+                raise ValueError(f"{held}, which {self._world_size} ranks cannot share: resume from one after a step")
         super().load_state_dict(state_dict)
 
     def _own_share(self, stage: str, count: int) -> Tensor:
@@ -287,18 +280,14 @@ class _OnParts(MiniBatchDataModule):
         self.check_count(stage, count)
         share = torch.tensor([*self._order(stage, count, False, *self._replica)], dtype=torch.int64)
         if not share.numel():
+            ranks = self.connection.open.exchange.ranks
             raise ValueError(
-                f"inference='full': the {stage} split has {count} seeds for {self.connection.open.exchange.ranks} "
-                "ranks, of which each needs one"
+                f"inference='full': each of {ranks} ranks needs a seed of the {stage} split, which has {count}"
             )
         return share
 
-    def _whole_batch(self, wanted: dict[Any, Tensor], kind: StoreType = None, **more: Any) -> DataLoader[Batch]:
-        """Return a batch that asks for the exact outputs of some nodes, which all ranks compute together.
-
-        Args:
-            wanted: The nodes of each type, int64 ``[n]``.
-        """
+    def _whole_batch(self, wanted: dict[Any, Tensor], kind: StoreType = None, **more: object) -> DataLoader[Batch]:
+        """Return a batch that asks for exact outputs of some nodes of each type, which all ranks compute together."""
         assert isinstance(self.inference, FullInference)
         remote, typed = self.connection.open, self.partition.typed
         batch: Batch = HeteroData() if typed else Data()
@@ -322,11 +311,7 @@ class _OnParts(MiniBatchDataModule):
         return self.inference is not None
 
     def owners_of_seeds(self, ranks: int) -> Tensor:
-        """Return which of some ranks has each training seed (or the target of each training edge) in its part.
-
-        Args:
-            ranks: How many there are; those that share a part take its seeds in turns.
-        """
+        """Return which rank has each training seed (or edge's target) in its part; ranks that share one take turns."""
         node_type, ids = self._places_of_seeds()
         part = self.partition.owner[self.partition.number.get(node_type, 0)].numpy()[ids.numpy()]
         owners = np.empty(part.size, np.int64)
@@ -343,8 +328,7 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
     """A :class:`~lightning_gnn.NeighborDataModule` over a graph that ``lgnn partition`` has cut into parts.
 
     Each rank reads its own part, and asks the others for the rest. For given seeds and key the mini-batches are those
-    of one machine with the whole graph, bit for bit, for any number of parts and ranks. With more parts than ranks a
-    rank has several; with more ranks than parts, several have the same.
+    of one machine with the whole graph, bit for bit, for any number of parts and ranks.
 
     Args:
         root: The folder.
@@ -353,18 +337,17 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
         topology: ``"parts"``: each rank has the in-edges of its nodes, and hops ask the others; ``"whole"``: each has
             all edges and their attributes in memory, only the nodes' attributes are asked for.
         order: Of the training seeds. ``"global"``: that of one machine; ``"local"``: each rank draws from its own part,
-            so that far fewer rows are asked for; where it has fewer seeds than others, some come twice. Evaluation
-            always takes that of one machine.
+            so that far fewer rows are asked for; where it has fewer seeds than others, some come twice.
         elastic: Take each seed once per epoch, and let a run that was stopped go on with any number of ranks, also
-            within an epoch: what has been trained on counts in seeds. For ``order="global"``.
+            within an epoch. For ``order="global"``.
         cache: Bytes for rows of other parts, such as ``"2GB"``: those that the coming mini-batches read most often.
         count_batches: Mini-batches of the coming epoch to count that by.
         silence: Seconds without a sign of life after which a rank counts as lost.
         seed: Start of the random streams; by default that of rank 0.
-        num_workers: Threads that prepare mini-batches ahead, and with it ask other ranks, while others are trained on.
+        num_workers: Threads that prepare mini-batches ahead, and with it ask other ranks.
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, of which those that go over the whole
             graph are refused, but for ``inference="full"``: each rank computes the outputs of its own nodes layer by
-            layer, and asks the others for those of the layer before. A rank then has a batch of its share of the seeds.
+            layer, and has a batch of its share of the seeds.
 
     Raises:
         FileNotFoundError: There is no partitioned graph.
@@ -413,12 +396,9 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
 class PartitionedLinkDataModule(_OnParts, LinkDataModule):
     """A :class:`~lightning_gnn.LinkDataModule` over a graph that ``lgnn partition`` has cut into parts.
 
-    Args:
-        root: As for :class:`PartitionedDataModule`, as what is not named here.
-        *args: Edges to train on, validate, test and score, by the ids of the whole graph; by default those that the
-            graph was partitioned with (``lgnn partition task=link``, or ``task=recommend``, whose edges have times).
-        order: ``"local"``: each rank trains on the edges into the nodes of its part.
-        **kwargs: Further arguments of :class:`~lightning_gnn.LinkDataModule`.
+    It takes what :class:`PartitionedDataModule` does; edges are given by the ids of the whole graph, by default those
+    that the graph was partitioned with (``lgnn partition task=link``, or ``task=recommend``, whose edges have times).
+    With ``order="local"`` each rank trains on the edges into the nodes of its part.
 
     Raises:
         FileNotFoundError: There is no partitioned graph.
@@ -452,25 +432,18 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
                     if (values := self.partition.links(f"{stage}_{what}")) is not None:
                         kwargs[f"input_{stage}_{what}"] = values
         if not given and kwargs.get("input_train_edges") is None:
-            raise ValueError(
-                "input_train_edges is missing: no rank has all edges of the graph, so give those to train on, or "
-                "partition with some (lgnn partition task=link, or task=recommend)"
-            )
+            fix = "so give those to train on, or partition with some (lgnn partition task=link, or task=recommend)"
+            raise ValueError(f"input_train_edges is missing: no rank has all edges of the graph, {fix}")
         return kwargs
 
-    def full_loader(self, name: str, kind: StoreType = None, **more: Any) -> DataLoader[Batch]:
-        """Return a batch of this rank's share of the labelled edges, in the order of one machine.
-
-        Args:
-            name: The stage.
-            kind: Their type, of a graph with types.
-            **more: ``edge_label_index`` ``[2, P]`` by the ids of the whole graph, perhaps ``edge_label`` ``[P]``.
-        """
+    def full_loader(self, name: str, kind: StoreType = None, **more: Tensor) -> DataLoader[Batch]:
+        """Return a batch of this rank's share of a stage's labeled edges, in the order of one machine."""
         edges = more.pop("edge_label_index")
         share = self._own_share(name, edges.size(1))
         types, wanted = (None, None) if kind is None else (kind[0], kind[2]), {}
         for name in dict.fromkeys(types):
-            wanted[name] = edges[[end for end, of in enumerate(types) if of == name]][:, share].unique()
+            own = edges[[end for end, of in enumerate(types) if of == name]][:, share]
+            wanted[name] = own.unique()  # type: ignore[no-untyped-call]
         ends = [torch.searchsorted(wanted[name], edges[end, share]) for end, name in enumerate(types)]
         more = {key: value[share] for key, value in more.items()}
         return self._whole_batch(wanted, kind, edge_label_index=torch.stack(ends), **more)

@@ -9,7 +9,7 @@ from lightning_gnn.loading.seed_order import ElasticOrder
 
 
 class Elastic(pl.Callback):
-    """Keeps track of an epoch's steps, whoever takes them, and gives the ranks of an uneven one their weights."""
+    """Keeps track of an epoch's steps on any number of ranks, and gives the ranks of an uneven one their weights."""
 
     def __init__(self) -> None:
         self.order: ElasticOrder | None = None
@@ -23,24 +23,18 @@ class Elastic(pl.Callback):
             before, self._before = self._before, None  # of the first epoch that a resumed run goes through
         if before is not None and before["steps"] and trainer is not None and before["epoch"] == trainer.current_epoch:
             if before["num_seeds"] != num_seeds:
-                raise ValueError(
-                    f"the run that is resumed has {before['num_seeds']} training seeds, but there are {num_seeds}: an "
-                    "epoch that has begun goes on with the same"
-                )
+                had = f"the run that is resumed has {before['num_seeds']} training seeds"
+                raise ValueError(f"{had}, but there are {num_seeds}: an epoch that has begun goes on with the same")
             history = [(steps, seeds) for steps, seeds in before["history"]]
             history.append((before["steps"] - sum(steps for steps, _ in history), before["seeds_per_step"]))
         self.order = ElasticOrder(num_seeds, batch_size, history, **options)
         return self.order
 
     def check(self, first: int) -> None:
-        """Raise a RuntimeError unless the epoch goes on where this has counted: seeds would be
-        left out, or come twice.
-        """
+        """Raise a RuntimeError unless the epoch goes on where this has counted."""
         if self.order is not None and first != self.order.steps_before:
-            raise RuntimeError(
-                f"the epoch goes on with step {first}, but {self.order.steps_before} steps of it are known: the "
-                "checkpoint is not from a run with elastic=True"
-            )
+            known = f"the epoch goes on with step {first}, but {self.order.steps_before} steps of it are known"
+            raise RuntimeError(f"{known}: the checkpoint is not from a run with elastic=True")
 
     def state(self, trainer: pl.Trainer | None) -> dict[str, Any]:
         """Return what a resumed run of any number of ranks needs."""

@@ -1,8 +1,4 @@
-"""Questions that ranks answer each other, whenever they come: no rank waits until another asks too.
-
-So ranks may have different numbers of mini-batches, stop early or go ahead, and none hangs. Messages go through a
-process group of their own, of gloo, beside whatever the training uses.
-"""
+"""Questions that ranks answer each other over a gloo group of their own: none waits until another asks too."""
 
 import itertools
 import pickle
@@ -32,12 +28,7 @@ Handler = Callable[..., Any]
 
 
 class Exchange:
-    """Asks other ranks, and answers them; for each there are two threads, one that answers and one that is answered.
-
-    What several ranks answer is taken as it comes: one that is slow keeps nobody else's answer or question back. (gloo
-    receives from whoever is first, too, but waits for ever when a rank is gone.) All ranks must make it, and close it,
-    together.
-    """
+    """Asks other ranks, and answers them; for each there are two threads. All ranks make and close it together."""
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = dict(handlers)
@@ -51,6 +42,7 @@ class Exchange:
         self._under_way: list[Any] = []  # what may still be sent of calls that have failed: gloo does not own it
         self._lost: dict[int, str] = {}
         self._aborted: str | None = None
+        # A thread per rank, as gloo's receiving from any rank waits for ever when a rank is gone.
         self._threads: list[threading.Thread] = []
         self._open = True
         self._group: Any = None
@@ -62,7 +54,7 @@ class Exchange:
                     self._threads.append(threading.Thread(target=work, args=(other,), name=name, daemon=True))
                     self._threads[-1].start()
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """Return what each rank gives; all must call it."""
         if self.ranks == 1:
             return [value]
@@ -74,10 +66,8 @@ class Exchange:
         """Ask several ranks at once, oneself without a message; safe in any thread."""
         # After the end of the exchange no rank answers any more.
         if not self._open:
-            raise RuntimeError(
-                "the ranks have ended their exchange, and what lies in other parts cannot be read any more; read what "
-                "is needed of a mini-batch (such as e_id) while the Trainer runs"
-            )
+            fix = "read what is needed of a mini-batch (such as e_id) while the Trainer runs"
+            raise RuntimeError(f"the ranks have ended their exchange, and no other parts can be read any more; {fix}")
         # Register the call before its questions are sent, since an answer may come at once.
         others = [rank for rank in questions if rank != self.rank]
         call, answers, sent = 1 + next(self._calls) % _CALLS, {}, []

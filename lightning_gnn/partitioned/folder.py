@@ -1,7 +1,6 @@
-"""A partitioned graph on disk: a folder for each part, and a small one that every machine has.
+"""A partitioned graph on disk: a folder for each part, and ``common``, of owners and seeds, for every machine.
 
-``common`` says which node belongs to which part, what attributes there are, which nodes are seeds; ``part-00003`` holds
-the rows of its nodes and the in-edges of its nodes, all with the ids of the whole graph, and in its order.
+``part-00003`` has the rows of its nodes and of the edges into them, by the ids and in the order of the whole graph.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.datamodules.node import as_ids, seeds_in
@@ -75,13 +75,7 @@ def write_partition(
     links: Mapping[str, Tensor] | None = None,
     link_type: EdgeType | None = None,
 ) -> None:
-    """Write a graph as a folder of parts.
-
-    Args:
-        folder: Where to; made, and must be empty.
-        assignment: The part of each node, by node type (None where there is one), integer ``[num_nodes]``.
-        links: Edges to predict, by stage, int64 ``[2, n]``, their labels ``[n]``, as ``val_labels``, and times.
-    """
+    """Write a graph as a folder of parts, by the part of each node of each type."""
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is not empty; give a new folder, or remove this one")
@@ -94,10 +88,8 @@ def write_partition(
     for name, size in sizes.items():
         owner = assignment[name].numpy().astype(np.int64)
         if owner.shape != (size,) or (size and not 0 <= owner.min() <= owner.max() < parts):
-            raise ValueError(
-                f"the assignment must give a part below {parts} to each of the {size} nodes"
-                + ("" if name is None else f" of {name!r}")
-            )
+            of = "" if name is None else f" of {name!r}"
+            raise ValueError(f"the assignment must give a part below {parts} to each of the {size} nodes{of}")
         owners.append(owner.astype(np.int16 if parts > 128 else np.int8))
     rows, rest = rows_of(data)
     described = {
@@ -171,10 +163,8 @@ def rows_of(data: Data | HeteroData) -> tuple[Rows, Rest]:
                 value = torch.from_numpy(value)
             if not isinstance(value, Tensor) or value.layout != torch.strided:
                 of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
-                raise TypeError(
-                    f"{where} has a row per {kind}, but is {type(value).__name__}{of}: only arrays of numbers are "
-                    "split, and dates become integers by astype('datetime64[s]').astype('int64')"
-                )
+                fix = "only numbers are split, and dates become such by astype('datetime64[s]').astype('int64')"
+                raise TypeError(f"{where} has a row per {kind}, but is {type(value).__name__}{of}: {fix}")
             # A trained attribute would need its gradients exchanged between the ranks.
             if value.requires_grad:
                 raise TypeError(f"{where} is trained, but rows of parts are read alone; make it part of the model")
@@ -193,10 +183,8 @@ def _described(name: StoreType, count: int, rows: Mapping[str, Tensor]) -> Kind:
     return Kind(name, count, attributes, largest={key: int(value.max()) for key, value in whole.items()})
 
 
-def seeds_of(store: Any, stage: str) -> Tensor | None:
-    """Return the seeds of a stage as ids, int64 ``[n]``, None where there are none, or several
-    splits to choose from.
-    """
+def seeds_of(store: BaseStorage, stage: str) -> Tensor | None:
+    """Return a stage's seeds as ids, int64 ``[n]``; None where there are none, or several splits."""
     name, nodes = seeds_in(store, stage)
     if nodes is None or (np.ndim(nodes) == 2 and np.shape(nodes)[1] > 1):
         return None
@@ -246,10 +234,8 @@ class Partition:
         _verify(common, "every machine needs it: copy it again")
         about = read_json(read_text(common / "partition.json", 1 << 26))
         if about.get("format") != FORMAT:
-            raise ValueError(
-                f"{self.folder} was written in format {about.get('format')}, but this release reads format {FORMAT}; "
-                "partition the graph again"
-            )
+            written = f"{self.folder} was written in format {about.get('format')}"
+            raise ValueError(f"{written}, but this release reads format {FORMAT}; partition the graph again")
         self.id: str = about["id"]
         self.parts: int = about["parts"]
         self.method: str = about["method"]
@@ -258,15 +244,12 @@ class Partition:
         self.listed: list[str] = about.get("listed", [])
         """Stages whose seeds were a list of ids, whose order counts, and no mask."""
         self.link_names: list[str] = about.get("links", [])
-        kind = about.get("link_type")
-        self.link_type: EdgeType | None = None if kind is None else (kind[0], kind[1], kind[2])
-        self.stores = [tuple(name) if isinstance(name, list) else name for name in about["stores"]]
+        self.link_type: EdgeType | None = _name(about.get("link_type"))
+        self.stores = list(map(_name, about["stores"]))
         """Names of the types in the order in which the graph had them."""
         self.nodes, self.edges = (
-            [Kind(**{**kind, "name": tuple(kind["name"]) if isinstance(kind["name"], list) else kind["name"]})
-             for kind in about[key]]
-            for key in ("nodes", "edges")
-        )  # fmt: skip
+            [Kind(**{**kind, "name": _name(kind["name"])}) for kind in about[key]] for key in ("nodes", "edges")
+        )
         self.owner = [load_array(common / f"node{place}.part.npy") for place in range(len(self.nodes))]
         self.rest: Rest = torch.load(common / "rest.pt", weights_only=True)
 
@@ -281,13 +264,11 @@ class Partition:
         return (0, 0) if name is None else (self.number[name[0]], self.number[name[2]])
 
     def split(self, stage: str) -> tuple[NodeType | None, Tensor] | None:
-        """Return the type of the seeds and their mask or ids, as the graph had; None where there
-        are none or several.
-        """
+        """Return the type of a stage's seeds and their mask or ids; None where there are none or several."""
         names = self.seeds.get(stage, [])
         if len(names) != 1:
             return None
-        name = tuple(names[0]) if isinstance(names[0], list) else names[0]
+        name = _name(names[0])
         number = self.number.get(name, 0)
         ids = load_array(self.folder / "common" / f"{stage}.{number}.npy", mmap=False)
         if stage in self.listed:
@@ -314,12 +295,15 @@ class Partition:
         if about != {"format": FORMAT, "id": self.id, "part": part}:
             if about.get("id") == self.id:
                 raise ValueError(f"{root} holds part {about.get('part')}; copy part {part} here")
-            raise ValueError(
-                f"{root} is part {about.get('part')} of the partition {about.get('id')}, but "
-                f"{self.folder / 'common'} belongs to {self.id}: parts of different partitions do not go together; "
-                "copy all of one"
-            )
+            foreign = f"{root} is part {about.get('part')} of the partition {about.get('id')}"
+            fix = "copy all of one, not parts of different partitions"
+            raise ValueError(f"{foreign}, but common belongs to {self.id}: {fix}")
         return Part(self, part, root)
+
+
+def _name(name: str | list[str] | None) -> Any:
+    """Return the name of a type as it was before JSON, which knows no tuples."""
+    return tuple(name) if isinstance(name, list) else name
 
 
 def _verify(root: Path, fix: str) -> None:

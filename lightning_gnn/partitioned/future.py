@@ -13,11 +13,7 @@ from lightning_gnn.partitioned.remote import Remote
 def count_future(
     loader: PipelineLoader, remote: Remote, epoch: int, batches: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Sample the mini-batches that will come, without their features, and count the rows of other parts in them.
-
-    Returns:
-        The nodes and how often each is read, int64 ``[n]``, by node type.
-    """
+    """Sample coming mini-batches without features; return, by type, nodes of other parts and how often each is read."""
     if callable(set_epoch := getattr(loader.sampler, "set_epoch", None)):
         set_epoch(epoch)
     partition, mine = remote.partition, np.flatnonzero(remote.server == remote.exchange.rank)
@@ -32,20 +28,8 @@ def count_future(
     return [np.unique(np.concatenate(ids), return_counts=True) for ids in seen]
 
 
-def keep_hottest(loader: PipelineLoader, remote: Remote, epoch: int, budget: int, batches: int) -> list[np.ndarray]:
-    """Return the nodes whose rows are worth most to keep, ascending, by node type."""
-    counts = count_future(loader, remote, epoch, batches)
-    return hottest(counts, [remote.row_bytes(number) for number in range(len(counts))], budget)
-
-
 def hottest(counts: Sequence[tuple[np.ndarray, np.ndarray]], row_bytes: Sequence[int], budget: int) -> list[np.ndarray]:
-    """Return the nodes that are read most often, as many as there is room for, ascending, by node type.
-
-    Args:
-        counts: Nodes, and how often each is read, int64 ``[n]``, by node type.
-        row_bytes: Bytes of a row of each type.
-        budget: Bytes for all.
-    """
+    """Return the nodes that are read most often, as many as fit the budget in bytes, ascending, by node type."""
     node, often = (np.concatenate(both) for both in zip(*counts, strict=True))
     node_type = np.repeat(np.arange(len(counts)), [ids.size for ids, _ in counts])
     sizes = np.array(row_bytes)[node_type]

@@ -30,10 +30,7 @@ _AT_LEAST = 1 << 20  # bytes that a block may always take
 
 
 class Published:
-    """Numbers of this rank's nodes that others ask for while layers are computed: their outputs, and sums of weights.
-
-    Each part's nodes are shared out over the ranks that have it, by their ids.
-    """
+    """This rank's numbers that others ask for between layers; ranks with the same part share its nodes by id."""
 
     def __init__(self, parts: int, ranks: int) -> None:
         self._held = holders(parts, ranks)
@@ -68,14 +65,7 @@ class Published:
 
 
 class PartBlock(GraphBlock):
-    """Some nodes of a part with all their in-edges, as the layers of :mod:`lightning_gnn.nn.conv` take a graph.
-
-    Args:
-        targets: The nodes, int64 ``[n]``.
-        counts: In-edges of each, int64 ``[n]``.
-        source: Where they come from, int64 ``[m]``, node by node.
-        weight: What each weighs, ``[m]``, or None.
-    """
+    """Some nodes of a part with all their in-edges, node by node, as :mod:`lightning_gnn.nn.conv` takes a graph."""
 
     def __init__(self, targets: np.ndarray, counts: np.ndarray, source: np.ndarray, weight: Tensor | None) -> None:
         self.source_ids, local = np.unique(source, return_inverse=True)
@@ -86,24 +76,17 @@ class PartBlock(GraphBlock):
         rows = CSR(indptr, torch.from_numpy(local.astype(np.int32)), self.source_ids.size)
         self._graph = CompressedGraph(rows)
 
-    def gcn_weight(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the normalisation, which came with the block."""
+    def gcn_weight(self, *args: object, **kwargs: object) -> Tensor:
+        """Return the normalization, which came with the block."""
         assert self.weight is not None
         return self.weight.to(self._graph.device)
 
-    def edge_order(self, values: Tensor) -> Tensor:
-        """Return the weights of the block's edges."""
-        assert self.weight is not None
-        return self.weight.to(self._graph.device)
+    edge_order = gcn_weight
 
 
 @dataclass(frozen=True)
 class InParts(FullInference):
-    """How outputs for all nodes are computed where each rank has a part of the graph.
-
-    ``memory_limit`` bounds the rows that a block of nodes reads; the outputs of two layers of the rank's own nodes are
-    held beside them.
-    """
+    """How outputs for all nodes are computed where each rank has a part; ``memory_limit`` bounds a block's reads."""
 
     remote: Remote | None = None
     published: Published | None = None  # what others ask this rank for
@@ -114,20 +97,15 @@ class InParts(FullInference):
     def of(cls, settings: FullInference, **more: Any) -> InParts:
         """Return settings with what belongs to a rank."""
         if settings.folder is not None:
-            raise ValueError(
-                f"FullInference(folder={str(settings.folder)!r}) does not go with a partitioned graph, where each rank "
-                "holds the outputs of its own nodes in memory; leave folder out"
-            )
+            given = f"FullInference(folder={str(settings.folder)!r}) does not go with a partitioned graph"
+            raise ValueError(f"{given}, where each rank holds its nodes' outputs in memory; leave folder out")
         return cls(**{field.name: getattr(settings, field.name) for field in fields(FullInference)}, **more)
 
     def run(
         self, model: nn.Module, x: object, graph: object, edge_weight: object = None,
         stop: Callable[[], None] | None = None, **more: object,
     ) -> Tensor:  # fmt: skip
-        """Return the outputs of the wanted nodes, those of ``model(x, graph)`` on one machine up to rounding.
-
-        All ranks must call it, with the same model; ``x``, the graph and the weights are read from the parts.
-        """
+        """Return the wanted nodes' outputs, those of ``model(x, graph)`` up to rounding; all ranks must call it."""
         return _PlainPass(self, model, stop, edge_weight is not None).run()[None]
 
     def run_types(
@@ -155,10 +133,8 @@ def plain_layers(model: nn.Module, partition: Partition) -> list[Layer]:
         raise _not_by_layers(model, "GCN, GraphSAGE or GAT of lightning_gnn.nn with jk=None or 'last'")
     for layer in layers:
         if layer.whole_norm is not None:
-            raise ValueError(
-                f"{layer.whole_norm} averages over all nodes, of which no rank has the outputs: train with "
-                "norm=batch, or leave inference out"
-            )
+            fix = "train with norm=batch, or leave inference out"
+            raise ValueError(f"{layer.whole_norm} averages over all nodes, of which no rank has the outputs: {fix}")
     return layers
 
 
@@ -177,11 +153,9 @@ def typed_model(model: nn.Module, partition: Partition, embeddings: TypeEmbeddin
             continue
         kind = partition.nodes[partition.number[name]]
         if ("x" in kind.attributes) == (name in tables):
-            raise ValueError(
-                f"nodes of {name!r} have features x and embeddings; leave one of them out"
-                if name in tables
-                else f"nodes of {name!r} have no features x: give some, or embeddings that are trained"
-            )
+            wrong = "features x and embeddings; leave one of them out"
+            wrong = wrong if name in tables else "no features x: give some, or embeddings that are trained"
+            raise ValueError(f"nodes of {name!r} have {wrong}")
         if tables.get(name, kind.count) != kind.count:
             raise ValueError(f"there are {kind.count} nodes of {name!r}, but embeddings of {tables[name]}")
     return model
@@ -195,10 +169,7 @@ def _not_by_layers(model: nn.Module, others: str) -> ValueError:
 
 
 class _Pass:
-    """One pass over all layers.
-
-    A class derived from it says what the layers are and, in :meth:`_blocks`, how one is computed.
-    """
+    """One pass over all layers; derived classes say what the layers are and how a block of one is computed."""
 
     widths: Sequence[int]  # columns of what each layer returns
     widest: Sequence[int]  # columns of the widest tensor on the way there
@@ -237,7 +208,7 @@ class _Pass:
                         rows[place][start : start + out.size(0)] = out.to("cpu", self.dtype)
                         self.stop()
                 self._publish(("layer", number, target), target, rows)
-            self.exchange.gather(None)  # all have this layer, so nobody reads the one before any more
+            self.exchange.gather(None)  # all have this layer, so the one before is not read any more
             self._drop(number - 1)
         assert self.how.wanted is not None
         last, found = len(self.reached) - 1, {}
@@ -290,14 +261,7 @@ class _Pass:
         self, target: int, kinds: Sequence[int], part: Part, own: np.ndarray, width: int,
         loops: bool = False, improved: bool = False,
     ) -> Iterator[tuple[int, np.ndarray, list[tuple[np.ndarray, np.ndarray, Tensor]]]]:  # fmt: skip
-        """Yield the in-edges of a part's nodes, some nodes at a time, with exactly one self-loop each if asked for.
-
-        As PyG's ``add_remaining_self_loops`` has it, one that is there keeps its weight, of several the last one.
-
-        Yields:
-            Which of ``own`` is the first; nodes ``[n]``; for each edge type their in-edges ``[n]``, sources and weights
-            ``[m]``.
-        """
+        """Yield in-edges of a part's nodes, some at a time; on request with one self-loop each, as PyG defines them."""
         lists = [(graph.indptr.numpy(), graph.indices.numpy()) for graph in map(part.lists, kinds)]
         weights = part.edge_rows[0]["edge_weight"] if self.weighted else None
         limit = max(self.how.limit_on(self.device), _AT_LEAST)
@@ -343,7 +307,7 @@ class _PlainPass(_Pass):
             self.published.drop(name)
         return out
 
-    def _sums_for(self, conv: Any) -> Any:
+    def _sums_for(self, conv: nn.Module) -> tuple[str, bool, bool] | None:
         """Return the name of the sums of weights that a layer divides by, None where it does not."""
         if not isinstance(conv, GCNConv) or not conv.normalize:
             return None

@@ -15,8 +15,6 @@ from lightning_gnn.partitioned.exchange import Exchange
 from lightning_gnn.partitioned.folder import Partition
 from lightning_gnn.partitioned.shard import Shard, holders
 
-_NO_EDGES = Picks(*(np.empty(0, np.int64) for _ in range(3)))
-
 
 class Remote:
     """All parts of a graph, read from one rank."""

@@ -29,22 +29,13 @@ class Connection:
     def open(self) -> Remote:
         """What reads."""
         if self.remote is None:
-            raise RuntimeError(
-                "the ranks of the partitioned graph are not joined: a Trainer does it, or datamodule.setup('fit') on "
-                "all ranks; read what is needed of a mini-batch (such as e_id) while they are"
-            )
+            fix = "a Trainer does it, or datamodule.setup('fit') on all ranks; read what is needed while they are"
+            raise RuntimeError(f"the ranks of the partitioned graph are not joined: {fix}")
         return self.remote
 
 
 class PartitionedSampler(NeighborSampler):
-    """A :class:`~lightning_gnn.NeighborSampler` over lists of which each rank has those of its parts.
-
-    It picks what that of one machine picks, bit for bit: whoever has a list draws from it with the key of the
-    mini-batch and the node's id in the whole graph.
-
-    Args:
-        num_neighbors: As there, as all others.
-    """
+    """Samples, bit for bit as on one machine, from lists of which each rank has those of its parts."""
 
     def __init__(
         self,
@@ -105,8 +96,7 @@ class PartitionedSampler(NeighborSampler):
                 source, target, kind.count, number, number in self._timed, self._floating, number in weighted, picker
             )
         if not partition.typed:
-            alone: DistantCSCGraph = relations[None]
-            return alone
+            return relations[None]  # type: ignore[no-any-return]
         return DistantHeteroCSCGraph({kind.name: kind.count for kind in partition.nodes}, relations, picker)
 
     def prepare(self) -> None:
@@ -149,7 +139,7 @@ class PartitionedSampler(NeighborSampler):
         order = known.argsort()
         at = torch.searchsorted(known[order], ids)
         if ids.numel() and (not known.numel() or not torch.equal(known[order][at.clamp(max=known.numel() - 1)], ids)):
-            raise ValueError("attributes of edges that were not sampled are asked for; each part only tells its own")
+            raise ValueError("attributes of edges that were not sampled are asked for; each part has only its own")
         found: Tensor = places[order][at]
         return found
 
@@ -178,12 +168,7 @@ class _Times:
 
 
 class NodeRows:
-    """An attribute of nodes as loaders gather it; those of one type cross the network together.
-
-    Args:
-        beside: All attributes of the type; shared by their :class:`NodeRows`, as ``memo`` is.
-        memo: What each thread has read and not handed on yet.
-    """
+    """An attribute of nodes as loaders gather it; those of one type, ``beside``, cross the network together."""
 
     def __init__(
         self, connection: Connection, node_type: int, key: str, beside: Sequence[str], memo: threading.local

@@ -39,11 +39,7 @@ class Shard:
                         self.take_lists(number, edge_type, weighted, graph)
 
     def take_lists(self, part: int, edge_type: int, weighted: bool, graph: CSCGraph) -> None:
-        """Sample from these lists from now on.
-
-        Args:
-            graph: The lists, with times or weights; ``edge_ids`` are places among the part's edges.
-        """
+        """Sample from these lists from now on; their ``edge_ids`` are places among the part's edges."""
         tensors = describe(graph, 0, 0, [], True)
         arrays: dict[str, Any] = {
             key: value.numpy() for key, value in tensors._asdict().items() if isinstance(value, Tensor)
@@ -53,15 +49,7 @@ class Shard:
     def picks(
         self, weighted: bool, questions: Sequence[tuple[Any, ...]], rule: Rule, times: Times | None
     ) -> list[Picks]:
-        """Answer what nodes pick.
-
-        Args:
-            weighted: Whether by weight, where there are weights.
-            questions: For each part and edge type asked: these, the nodes, their trees, the fanout and the key.
-
-        Returns:
-            The picks of each question; places are those among all edges of the type, part by part.
-        """
+        """Answer what each (part, edge type, nodes, trees, fanout, key) picks; places are those among all edges."""
         out = []
         for part, edge_type, nodes, trees, fanout, key in questions:
             relation, places = self._lists[part, edge_type, weighted]
@@ -73,14 +61,7 @@ class Shard:
         return out
 
     def node_rows(self, node_type: int, questions: Sequence[tuple[int, np.ndarray]], keys: Sequence[str]) -> list[Any]:
-        """Answer with rows of some attributes of nodes.
-
-        Args:
-            questions: Each part asked, and nodes of it, int64 ``[n]``.
-
-        Returns:
-            For each question the bytes of the rows of each attribute, uint8 ``[n, bytes]``.
-        """
+        """Return, for each (part, nodes), the bytes of the rows of each attribute, uint8 ``[n, bytes]``."""
         out = []
         for part, nodes in questions:
             held = self.parts[part]

@@ -37,9 +37,7 @@ def without_rows(partition: Partition) -> Data | HeteroData:
 
 
 def outline(root: str | Path) -> Data | HeteroData:
-    """Return what a model must know of a partitioned graph: its types, sizes and features, and how
-    many classes it has.
-    """
+    """Return what a model must know of a partitioned graph: types, sizes, features, and how many classes."""
     partition = Partition(root)
     data: Data | HeteroData = without_rows(partition)
     for kind in partition.nodes:

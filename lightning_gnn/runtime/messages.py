@@ -19,6 +19,8 @@ _ROWS = "a graph is kept as plain rows, and chunks are made by themselves where 
 _CHUNKED = "a graph is kept as plain rows; the chunks of an NPU are in graph.chunked()"
 _SIZED = "chunks fit the memory of a core, and rows are in the order that loads fewer of them; leave it out"
 _NO_FIELD = "plans go by gpu_buffer_size, cpu_buffer_size, lead and row alone; leave it out"
+_SCHEMA = "torch_geometric.contrib.utils.from_relbench makes a graph of tables whose keys are numbers of rows"
+_COUNTED = "lgnn plan … plan.partition=FOLDER plan.network=… counts what ranks ask of each other; leave it out"
 _PREFETCHER = "use lightning_gnn.loading.NodeLoader(…, prefetcher=CollectiveBatching(…))"
 REMOVED = {
     "CompressedGraph.backward_order": _CHUNKED,
@@ -29,6 +31,7 @@ REMOVED = {
     "CompressedGraph.num_columns_hint": _ROWS,
     "CompressedGraph.order": _ROWS,
     "CompressedGraph.progress": _ROWS,
+    "CompressedGraph.save": "save the CSCGraph that it was made of, and CompressedGraph.from_graph makes it again",
     "CompressedGraph.redundancy": "the rows that an NPU loads are graph.chunked().chunks.columns.numel()",
     "CollectivePlan.backup": _NO_FIELD,
     "CollectivePlan.begin": _NO_FIELD,
@@ -50,12 +53,18 @@ REMOVED = {
     "datamodule.precompute": "epochs took as long with it; leave it out, and num_neighbors samples all hops",
     "datamodule.verify_store": "files of features have no checksums; leave it out",
     "lightning_gnn.callbacks.StageTimeline": _TRACE,
+    "lightning_gnn.datasets.from_tables": _SCHEMA,
+    "lightning_gnn.datasets.registry.convert_papers100m": "datasets.convert_tables(source, folder) makes it",
+    "lightning_gnn.graph.from_tables": _SCHEMA,
     "lightning_gnn.graph.RowFile": "features on disk are .npy files, whose path DiskFeatures and store= take",
     "lightning_gnn.graph.DualCachePlan": _CACHES,
     "lightning_gnn.graph.plan_dual_cache": _CACHES,
     "lightning_gnn.gpu_sampling.AccessCounts": _CACHES,
     "lightning_gnn.gpu_sampling.count_accesses": _CACHES,
     "lightning_gnn.graph.write_rows": "write features as x.npy by FeatureTable(x, dtype=…).save(path)",
+    "partition.batch_size": _COUNTED,
+    "partition.batches": _COUNTED,
+    "partition.num_neighbors": _COUNTED,
     "plan.accelerators": _HERE,
     "plan.platform": _HERE,
     "plan.platform_file": _HERE,

@@ -22,7 +22,7 @@ MOVED_NAMES = {
         "CachedAdjacency", "DiskFeatures", "FeatureTable", "RowCache", "hottest",
     )},
     **{f"{_GRAPH}{name}": f"lightning_gnn.datasets.{name}" for name in (
-        "convert_tables", "from_tables", "load_hetero_folder", "save_hetero_folder",
+        "convert_tables", "load_hetero_folder", "save_hetero_folder",
     )},
     f"{_SAMPLING}LinkDataModule": "lightning_gnn.datamodules.LinkDataModule",
     f"{_SAMPLING}NeighborDataModule": "lightning_gnn.datamodules.NeighborDataModule",

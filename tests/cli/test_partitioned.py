@@ -13,7 +13,7 @@ SAMPLED = [item for item in NODE if item not in GRAPH]
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     out = tmp_path_factory.mktemp("parts") / "parts"
-    assert partition_command.main([*GRAPH, "parts=3", "method=ldg", "batches=0", f"out={out}"]) == 0
+    assert partition_command.main([*GRAPH, "parts=3", "method=ldg", f"out={out}"]) == 0
     return out
 
 
@@ -55,7 +55,7 @@ def test_recommends_as_on_the_whole_graph(tmp_path, capfd):
         "trainer.enable_progress_bar=false", "torch_threads=1", "task.lr=0.02",
     ]  # fmt: skip
     parts = tmp_path / "cut"
-    assert partition_command.main([*drawn, *split, "parts=3", "method=ldg", "batches=0", f"out={parts}"]) == 0
+    assert partition_command.main([*drawn, *split, "parts=3", "method=ldg", f"out={parts}"]) == 0
     assert lgnn(tmp_path / "whole", *split, base=[*drawn, *sampled]) == 0
     of_parts = ["data=partitioned", "datamodule=partitioned_link", f"datamodule.root={parts}"]
     assert lgnn(tmp_path / "parts", *split, *of_parts, base=sampled) == 0

@@ -40,7 +40,7 @@ def test_a_folder_of_parts_is_what_is_counted_on(tmp_path, capfd):
     from lightning_gnn.cli.commands.partition import main
 
     data = [item for item in NODE if item.startswith("data.")]
-    assert main([*data, "parts=4", "method=random", f"out={tmp_path}/parts", "batches=0"]) == 0
+    assert main([*data, "parts=4", "method=random", f"out={tmp_path}/parts"]) == 0
     given = ["plan.network=1e9", f"plan.partition={tmp_path}/parts", "plan.nodes=[2,4,8]", "plan.method=random"]
     assert plan(tmp_path / "plan", *given) == 0
     found = yaml.safe_load((tmp_path / "plan" / "machines.yaml").read_text())["machines"]

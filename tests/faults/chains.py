@@ -91,7 +91,7 @@ SAMPLED = {"num_neighbors": [3, 2], "batch_size": 10, "num_workers": 2, "seed": 
 def parts():
     """The graph in three parts, for as long as this process lives."""
     folder = tempfile.TemporaryDirectory()
-    partition_graph(DATA, folder.name, 3, "ldg", batches=0)
+    partition_graph(DATA, folder.name, 3, "ldg")
     return folder
 
 

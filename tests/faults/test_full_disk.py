@@ -57,7 +57,6 @@ SAVES = {
     "int8 table": lambda folder: FeatureTable(torch.rand(N, 64)).quantized().save(folder / "x.npy"),
     "graph": lambda folder: CSCGraph.from_edge_index(EDGE_INDEX, N).save(folder),
     "folder": lambda folder: save_folder(DATA, folder),
-    "compressed graph": lambda folder: CompressedGraph.from_edge_index(EDGE_INDEX, N).save(folder),
     "sorted edges": lambda folder: write_csc(EDGE_INDEX, N, folder / "csc"),
 }
 

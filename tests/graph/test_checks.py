@@ -108,9 +108,7 @@ def test_wrong_edges_are_named(edges, error, message):
     ("data", "error", "message"),
     [
         (HeteroData(), TypeError, r"got HeteroData; data.to_homogeneous\(\) makes one"),
-        (None, TypeError, "got NoneType"),
         (Data(x=torch.eye(4).to_sparse(), num_nodes=4), ValueError, r"data.x is sparse.*use data.x.to_dense\(\)"),
-        (Data(x=torch.eye(4).to_sparse_csr(), num_nodes=4), ValueError, "data.x is sparse"),
         (Data(edge_index=torch.tensor([[0], [1]]), y=torch.zeros(4)), ValueError, "2 nodes; set data.num_nodes"),
     ],
 )  # fmt: skip

@@ -1,6 +1,5 @@
 import itertools
 import logging
-import shutil
 
 import numpy as np
 import pytest
@@ -112,12 +111,11 @@ def test_bipartite_graphs(drawn, extra):
 
 
 @pytest.mark.parametrize("num_nodes", [0, 1, 5])
-def test_graphs_without_edges(num_nodes, tmp_path):
+def test_graphs_without_edges(num_nodes):
     graph = CompressedGraph.from_edge_index(torch.empty(2, 0, dtype=torch.int64), num_nodes)
     assert (graph.num_targets, graph.num_edges, graph.chunked().chunks.num_chunks) == (num_nodes, 0, 1)
     assert torch.equal(graph.gcn_weight(), torch.ones(num_nodes))
     assert graph.chunked().chunks.columns.numel() == 0
-    assert torch.equal(CompressedGraph.load(graph.save(tmp_path / "graph")).in_degrees, graph.in_degrees)
 
 
 def test_arrays_are_shared_with_the_topology_and_the_transpose_is_made_when_asked_for():
@@ -127,36 +125,6 @@ def test_arrays_are_shared_with_the_topology_and_the_transpose_is_made_when_aske
     assert graph.num_bytes == topology.num_bytes
     graph.backward.degrees()
     assert graph.num_bytes == topology.num_bytes + 51 * 8 + 400 * (4 + 4)
-
-
-@pytest.mark.parametrize("mmap", [False, True])
-def test_save_and_load(tmp_path, mmap):
-    edge_index = torch.randint(40, (2, 300), generator=torch.Generator().manual_seed(0))
-    weight = torch.rand(300)
-    graph = CompressedGraph.from_edge_index(edge_index, 40)
-    loaded = CompressedGraph.load(graph.save(tmp_path), mmap)
-    assert loaded.checksum() == graph.checksum()
-    assert torch.equal(loaded.gcn_weight(weight), graph.gcn_weight(weight))
-    with pytest.raises(ValueError, match="save the graph without, and add them again"):
-        graph.with_self_loops().save(tmp_path / "loops")
-    bipartite = CompressedGraph.from_csc(torch.tensor([0, 2]), torch.tensor([4, 0]), 6)
-    assert CompressedGraph.load(bipartite.save(tmp_path / "two"), mmap, num_sources=6).num_sources == 6
-
-
-def test_damaged_and_foreign_files(tmp_path):
-    CompressedGraph.from_edge_index(torch.randint(40, (2, 300)), 40).save(tmp_path / "good")
-    shutil.copytree(tmp_path / "good", tmp_path / "bad")
-    path = tmp_path / "bad" / "indices.npy"
-    path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(ValueError, match=r"indices\.npy is not a complete"):
-        CompressedGraph.load(tmp_path / "bad")
-    path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"indices\.npy"):
-        CompressedGraph.load(tmp_path / "bad")
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "graph.json").write_text('{"format": "lightning_gnn compressed graph 1"}')
-    with pytest.raises(ValueError, match=r"chunks of an earlier release.*make the graph again"):
-        CompressedGraph.load(tmp_path / "old")
 
 
 def test_it_rides_in_a_pyg_data():
@@ -201,6 +169,8 @@ def test_what_is_gone_says_what_to_use(name):
     graph = CompressedGraph.from_edge_index(torch.tensor([[0], [1]]), 2)
     with pytest.raises(AttributeError, match=r"redundancy was removed: .*graph\.chunked\(\)"):
         graph.redundancy()
+    with pytest.raises(AttributeError, match=r"save was removed: save the CSCGraph"):
+        graph.save("folder")
     with pytest.raises(AttributeError, match="no attribute 'rows'"):
         _ = graph.rows
     with pytest.raises(TypeError, match=r"chunked\.local_bytes was removed: chunks fit the memory of a core"):

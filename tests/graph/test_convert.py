@@ -1,7 +1,6 @@
 """Tables in files become the folder that the same tables in memory become, whatever interrupts it."""
 
 import csv
-import errno
 import gzip
 import os
 import signal
@@ -163,26 +162,6 @@ def tree(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("step", range(4))
-def test_an_interrupted_conversion_goes_on(tmp_path, tables, step):
-    source, nodes = tables
-    convert_tables(source, tmp_path / "whole", nodes)
-    told = []
-
-    def interrupted(message):
-        told.append(message)
-        if len(told) > step:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert_tables(source, tmp_path / "graph", nodes, say=interrupted)
-    assert not (tmp_path / "graph").exists()
-    told = []
-    convert_tables(source, tmp_path / "graph", nodes, say=told.append)
-    assert told[0] == "going on with what an earlier run has left"
-    assert tree(tmp_path / "graph") == tree(tmp_path / "whole")
-
-
 def test_files_that_changed_are_read_anew(tmp_path, tables):
     source, nodes = tables
 
@@ -257,16 +236,6 @@ def test_tables_that_cannot_be(tmp_path, kind, edges, nodes, said):
     source = {kind: source} if kind else source
     refuses(ValueError, said, convert_tables, source, tmp_path / "graph", given(tmp_path, "nodes", nodes))
     assert not (tmp_path / "graph").exists()
-
-
-def test_names_that_are_no_folders_are_read_back(tmp_path):
-    edges = stored(tmp_path / "edges.parquet", "(0, 1), (2, 1)) t(source, target)")
-    kinds = ["../a__to__../a", "../a__.to__b"]
-    convert_tables(dict.fromkeys(kinds, edges), tmp_path / "out" / "graph")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"graph"}
-    data = load_folder(tmp_path / "out" / "graph")
-    assert data.node_types == ["../a", "b"]
-    assert data.edge_types == [tuple(kind.split("__")) for kind in kinds]
 
 
 def test_mistakes_of_the_call(tmp_path, tables):
@@ -348,20 +317,6 @@ def test_a_killed_conversion_goes_on(tmp_path, tables, step):
     assert told[0] == "going on with what an earlier run has left"
     assert tree(tmp_path / "graph") == tree(tmp_path / "whole")
     assert not (tmp_path / "graph.partial").exists()
-
-
-def test_a_full_disk_says_so(tmp_path, tables, monkeypatch):
-    source, nodes = tables
-
-    def full(path, dtype, shape, blocks):
-        next(iter(blocks))
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    monkeypatch.setattr(convert, "write_blocks", full)
-    refuses(OSError, "No space left on device", convert_tables, source, tmp_path / "graph", nodes)
-    monkeypatch.undo()
-    convert_tables(source, tmp_path / "graph", nodes)
-    assert load_folder(tmp_path / "graph").num_nodes == 50
 
 
 @pytest.mark.slow

@@ -4,12 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 
-from lightning_gnn import LinkDataModule, NeighborDataModule
-from lightning_gnn.nn import HeteroGraphSAGE, LinkPredictor, NodeClassifier, TypeEmbeddings
-from tests.sampling.test_node_datamodule import trainer
+from lightning_gnn import NeighborDataModule
 
 from_relbench = pytest.importorskip("torch_geometric.contrib.utils._relbench").from_relbench
 DAY = 86_400
@@ -83,9 +80,7 @@ def data():
             None, "at", user="user", item="item",
         ),
     }  # fmt: skip
-    found = from_relbench(SimpleNamespace(table_dict=tables))
-    found["user"].y = torch.arange(12) % 2
-    return found
+    return from_relbench(SimpleNamespace(table_dict=tables))
 
 
 def test_its_times_are_of_two_kinds(data):
@@ -110,26 +105,3 @@ def test_mini_batches_hold_nothing_later_than_the_times_of_the_seeds(data, strat
             assert bool((batch[name].time <= batch["user"].seed_time[batch[name].batch]).all())
             rows += batch[name].num_nodes
     assert rows > 20
-
-
-def test_users_are_classified_and_items_recommended(data):
-    def model(width):
-        return HeteroGraphSAGE(data.metadata(), data.num_features | embeddings().num_features, 8, 2, width)
-
-    def embeddings():
-        return TypeEmbeddings(data, 4)
-
-    times = torch.full((12,), 1_708_000_000)
-    sizes = {"time_attr": "time", "num_neighbors": [3, 2], "batch_size": 30}
-    users = NeighborDataModule(data, ("user", torch.arange(12)), times, **sizes)
-    trainer(max_epochs=1).fit(NodeClassifier(model(2), 2, target="user", embeddings=embeddings()), users)
-    kind = ("user", "buys", "item")
-    orders = data["order", "f2p_user", "user"].edge_index
-    item = data["order", "f2p_item", "item"].edge_index[1]
-    bought = torch.stack([orders[1], item[orders[0]]])
-    links = LinkDataModule(
-        data, (kind, bought), None, data["order"].time[orders[0]] - 1,
-        neg_sampling={"mode": "triplet", "amount": 2}, **sizes,
-    )  # fmt: skip
-    pl.seed_everything(0, verbose=False)
-    trainer(max_epochs=1).fit(LinkPredictor(model(4), target=kind, embeddings=embeddings()), links)

@@ -109,7 +109,6 @@ def test_what_comes_late_in_a_list_is_read_as_if_it_came_first(tmp_path, row):
     ("rows", "is_header"),
     [
         (["a b", "b c", "c a"], False),
-        (["10.0.0.1 10.0.0.2", "10.0.0.3 10.0.0.4"], False),
         (["u1 c#1", "u2 c#2", "u3 c#3"], False),
         (["http://a#x http://b#y", "http://c#x http://d#y"], False),
         (["2001:db8::1 2001:db8::2", "2001:db8::3 2001:db8::4"], False),
@@ -154,15 +153,6 @@ def test_triples_have_a_type_of_edges_for_each_relation(tmp_path_factory, triple
     }
 
 
-@pytest.mark.parametrize("names", ["Source,Target,Weight", "SRC,DST,Weight", ":START_ID,:END_ID,Weight"])
-@pytest.mark.parametrize("kind", [None, "u__t__u"])
-def test_names_of_columns_are_known_in_any_case_with_and_without_types(tmp_path, names, kind):
-    out, _ = convert(tmp_path, "edges.csv", f"{names}\n1,2,5\n2,3,1\n", kind=kind)
-    folder = out / "edges/u__t__u" if kind else out
-    expected = {"indptr", "indices", "Weight"} if kind else {"indptr", "indices", "x", "id"}
-    assert {path.stem for path in folder.glob("*.npy")} == expected
-
-
 def test_labels_that_are_names_are_refused_and_classes_counted(tmp_path):
     edges = "Source,Target\n1,2\n2,3\n"
     with pytest.raises(ValueError, match=r"the column Label has 3 classes for 3 nodes, so it holds names"):
@@ -202,7 +192,6 @@ def test_the_ids_of_nodes_are_what_edges_refer_to(tmp_path, nodes, x, said):
     ("content", "error"),
     [
         ("source,target\n", r"holds no edges; its first line is 'source,target'"),
-        ("hello world\n", r"holds no edges; its first line is 'hello world'"),
         ("hello\n", r"edges\.csv holds no edges; its first line is 'hello'"),
         ("# a\n# b\n", r"holds no rows; its first line is '# a'"),
         ("", r"holds no rows; its first line is ''"),
@@ -213,7 +202,7 @@ def test_the_ids_of_nodes_are_what_edges_refer_to(tmp_path, nodes, x, said):
         ("source,target\n1,2\n3,4,5\n", r"edges\.csv: line 3 has 3 fields, but most have 2.*: '3,4,5'"),
         ("# x\nsource,target\n" + "1,2\n" * LONG + "3\n", r"line 30003 has 1 fields, but most have 2.*: '3'"),
         ('a,b\n1,"A, b"\n2,"Great" Perf, x\n3,"C, d"\n', r"line 3: .*expected after.*: '2,\"Great\" Perf, x'"),
-        (gzip.compress(b"0 1\n" * 999, mtime=0)[:-20], r"cannot be read: .*; download it again"),
+        (gzip.compress(b"0 1\n" * 999, mtime=0)[:-20], r"is damaged .*; download it again"),
     ],
 )  # fmt: skip
 def test_what_is_no_table_is_refused_with_the_line(tmp_path, content, error):

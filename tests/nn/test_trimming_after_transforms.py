@@ -176,7 +176,7 @@ def _pyg_samples():
 @pytest.fixture(scope="module")
 def parts():
     with tempfile.TemporaryDirectory() as folder:
-        partition_graph(graph(), folder, 2, "ldg", batches=0)
+        partition_graph(graph(), folder, 2, "ldg")
         yield folder
 
 

@@ -40,7 +40,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster") / "parts"
-    partition_graph(planted_power_law(2000, 12000, num_classes=4, num_features=8, seed=1), folder, 4, "ldg", batches=0)
+    partition_graph(planted_power_law(2000, 12000, num_classes=4, num_features=8, seed=1), folder, 4, "ldg")
     return str(folder)
 
 

@@ -1,9 +1,5 @@
 """A run that was stopped goes on with another number of ranks, in the same epoch, with the seeds that are left."""
 
-import os
-import signal
-from pathlib import Path
-
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -101,7 +97,7 @@ def _train(rank, ranks, folder, batch_size, steps, from_checkpoint, options=None
 
 @pytest.fixture
 def folder(tmp_path):
-    partition_graph(plain_graph(), tmp_path / "parts", 4, "ldg", batches=0)
+    partition_graph(plain_graph(), tmp_path / "parts", 4, "ldg")
     return str(tmp_path)
 
 
@@ -115,7 +111,7 @@ def seeds_of(outcomes, epoch):
 @pytest.mark.slow
 def test_other_numbers_of_ranks_train_as_one(folder, tmp_path_factory):
     alone = tmp_path_factory.mktemp("alone")
-    partition_graph(plain_graph(), alone / "parts", 4, "ldg", batches=0)
+    partition_graph(plain_graph(), alone / "parts", 4, "ldg")
     (_, expected, steps), *_ = run(_train, 1, 1, str(alone), 8, -1, False)
     # The same eight seeds per step, by one, four and two ranks; each stops within an epoch.
     outcomes = [
@@ -130,34 +126,6 @@ def test_other_numbers_of_ranks_train_as_one(folder, tmp_path_factory):
     for _, weights, _ in outcomes[-1]:
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
-
-
-def _dies(rank, ranks, folder):
-    class Die(pl.Callback):
-        def on_train_batch_start(self, trainer, module, batch, number):
-            if rank == 1 and trainer.global_step == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    before = pl.Trainer.__init__
-
-    def with_death(self, *args, callbacks, **options):
-        before(self, *args, callbacks=[*callbacks, Die()], **options)
-
-    pl.Trainer.__init__ = with_death
-    return _train(rank, ranks, folder, 4, -1, False)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_with_fewer_ranks(folder):
-    lost = observe(_dies, 3, 3, folder, nodes=3)
-    assert all("rank 1" in error for rank, error in enumerate(lost.errors) if rank != 1)
-    assert Path(folder, "last.ckpt").exists()
-    seeds = plain_graph().train_mask.nonzero().view(-1).tolist()
-    outcome = run(_train, 2, 2, folder, 5, -1, True, nodes=2)
-    # Three steps of three times four seeds were taken; another global batch takes what is left, each once.
-    assert len(seeds_of([outcome], 0)) == len(seeds) - 36
-    for epoch in (1, 2):
-        assert seeds_of([outcome], epoch) == seeds
 
 
 @pytest.mark.slow

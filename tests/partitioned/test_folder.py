@@ -24,7 +24,7 @@ OPTIONS = {"num_neighbors": [2], "batch_size": 8, "seed": 1}
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     folder = tmp_path_factory.mktemp("original")
-    partition_graph(plain_graph(), folder / "parts", 3, "ldg", batches=0)
+    partition_graph(plain_graph(), folder / "parts", 3, "ldg")
     return folder / "parts"
 
 
@@ -94,12 +94,12 @@ def test_each_part_holds_its_own_and_nothing_else(original):
     assert torch.equal(torch.cat(edges).sort().values, torch.arange(400))
 
 
-def test_the_summary_counts_what_is_sampled(tmp_path):
-    summary = partition_graph(plain_graph(), tmp_path / "one", 1, "ldg", batch_size=8)
-    assert (summary.nodes, summary.edges, summary.cut, summary.elsewhere) == ([60], [400], 0.0, 0.0)
-    summary = partition_graph(plain_graph(), tmp_path / "four", 4, "random", batch_size=8)
-    assert 0.6 < summary.cut < 0.9
-    assert 0 < summary.elsewhere < summary.rows
+def test_the_summary_counts_edges_between_parts(tmp_path):
+    summary = partition_graph(plain_graph(), tmp_path / "one", 1, "ldg")
+    assert (summary.nodes, summary.edges, summary.cut) == ([60], [400], 0.0)
+    assert 0.6 < partition_graph(plain_graph(), tmp_path / "four", 4, "random").cut < 0.9
+    with pytest.raises(TypeError, match=r"partition\.batches was removed: lgnn plan .*; leave it out"):
+        partition_graph(plain_graph(), tmp_path / "none", 2, batches=0)
 
 
 def flip(path):
@@ -113,7 +113,7 @@ def swap(folder):
 
 
 def mix(folder):
-    partition_graph(plain_graph(), folder / "other", 3, "ldg", batches=0)
+    partition_graph(plain_graph(), folder / "other", 3, "ldg")
     shutil.rmtree(folder / "part-00002")
     (folder / "other" / "part-00002").rename(folder / "part-00002")
 
@@ -166,7 +166,7 @@ def test_what_is_wrong_on_one_rank_is_said_on_all(folder, original, tmp_path):
     errors = observe(_join, 2, 2, [str(folder), str(original)]).errors
     assert "part-00001 is damaged" in errors[0]
     assert "rank 0 cannot open its part of the graph" in errors[1]
-    partition_graph(plain_graph(), tmp_path / "other", 3, "ldg", batches=0)
+    partition_graph(plain_graph(), tmp_path / "other", 3, "ldg")
     errors = observe(_join, 2, 2, [str(original), str(tmp_path / "other")]).errors
     assert all("copy all parts of one partition" in error for error in errors)
 
@@ -187,7 +187,7 @@ EDGES = torch.tensor([[0, 1], [1, 0]])
 )
 def test_what_cannot_be_split_is_refused(data, parts, method, said, tmp_path):
     with pytest.raises((TypeError, ValueError), match=said):
-        partition_graph(data, tmp_path / "parts", parts, method, batches=0)
+        partition_graph(data, tmp_path / "parts", parts, method)
     assert not list(tmp_path.glob("parts/*"))
 
 
@@ -197,7 +197,7 @@ def test_a_part_that_is_none_and_a_folder_in_use_are_refused(tmp_path):
     (tmp_path / "parts").mkdir(exist_ok=True)
     (tmp_path / "parts" / "mine").touch()
     with pytest.raises(FileExistsError, match="is not empty"):
-        partition_graph(plain_graph(), tmp_path / "parts", 2, "ldg", batches=0)
+        partition_graph(plain_graph(), tmp_path / "parts", 2, "ldg")
     assert (tmp_path / "parts" / "mine").exists()
 
 
@@ -223,17 +223,18 @@ def test_options_that_cannot_work_are_refused(original, options, said):
 
 
 def test_the_command(tmp_path, capsys):
-    arguments = ["data=synthetic", "data.num_nodes=300", "data.num_edges=2000", "parts=3", "method=ldg", "batches=6"]
+    arguments = ["data=synthetic", "data.num_nodes=300", "data.num_edges=2000", "parts=3", "method=ldg"]
     out = tmp_path / "parts"
-    assert command.main([*arguments, f"out={out}", "batch_size=20"]) == 0
+    assert command.main([*arguments, f"out={out}"]) == 0
     said = capsys.readouterr().out
-    for line in ("nodes per part: ", "of the edges go from one part to another", "order=local: "):
+    for line in ("nodes per part: ", "of the edges go from one part to another"):
         assert line in said
     assert Partition(out).parts == 3
     for wrong, told in (
         (["data=synthetic", "parts=3"], "give out="),
         ([*arguments, f"out={out}"], "is not empty"),
         ([*arguments, "out=x", "sort=true"], "lgnn partition --help"),
+        ([*arguments, "out=x", "batches=6"], "partition.batches was removed"),
     ):
         assert command.main(wrong) == 2
         assert told in " ".join(capsys.readouterr().err.split())

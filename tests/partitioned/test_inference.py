@@ -107,7 +107,7 @@ def partition(data, folder, parts, seed=0):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inference")
     for weighted in (False, True):
-        partition_graph(plain(weighted), folder / str(weighted), 3, "ldg", batches=0)
+        partition_graph(plain(weighted), folder / str(weighted), 3, "ldg")
     return folder
 
 

@@ -83,7 +83,7 @@ reads all parts before the ranks are joined."""
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lost") / "parts"
-    partition_graph(plain_graph(), folder, RANKS, "ldg", batches=0)
+    partition_graph(plain_graph(), folder, RANKS, "ldg")
     return str(folder)
 
 
@@ -127,7 +127,7 @@ def _read_by_hand(rank, folder, number, said):
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_without_a_trainer_a_lost_rank_ends_the_others_too(number, tmp_path):
     folder = tmp_path / "parts"
-    partition_graph(plain_graph(), folder, 2, "ldg", batches=0)
+    partition_graph(plain_graph(), folder, 2, "ldg")
     outcome = observe(_read_by_hand, 2, str(folder), number, str(tmp_path), lost=[1])
     said = outcome.errors[0] + (tmp_path / "0").read_text()
     assert re.search(r"rank 1 \(process \d+ on \S+\) (died|is stopped)|rank 1 does not answer", said), said

@@ -37,7 +37,7 @@ def _compare(rank, ranks, folder, cases, topology, order, cache):
 def four_parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("four")
     for (name, make), method in zip(GRAPHS.items(), ("metis", "random"), strict=True):
-        partition_graph(make(), folder / name, 4, method, batches=0)
+        partition_graph(make(), folder / name, 4, method)
     return str(folder)
 
 

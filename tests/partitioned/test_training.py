@@ -29,7 +29,7 @@ def module_of():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    partition_graph(plain_graph(), folder / "parts", 4, "ldg", batches=0)
+    partition_graph(plain_graph(), folder / "parts", 4, "ldg")
     return str(folder / "parts")
 
 

@@ -88,7 +88,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("three")
     for name, make in GRAPHS.items():
         data = make()
-        partition_graph(data, folder / name, 3, "ldg", batches=0)
+        partition_graph(data, folder / name, 3, "ldg")
         for store in data.node_stores:
             if store.num_nodes:
                 FeatureTable(store.x).save(folder / f"{store._key}.npy")

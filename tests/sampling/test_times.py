@@ -43,7 +43,7 @@ def typed(node=None, edge=None):
 
 
 def partitioned(data, folder, **options):
-    partition_graph(data, folder, 2, "ldg", batches=0)
+    partition_graph(data, folder, 2, "ldg")
     return PartitionedDataModule(folder, **SIZES, **options)
 
 

@@ -1,9 +1,9 @@
-"""``lgnn partition``: cut a graph into parts, one for each machine, and tell what training will ask between them."""
+"""``lgnn partition``: cut a graph into parts, one for each machine."""
 
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,6 @@ _SETTINGS = """settings:
   out=FOLDER                 the folder to make: one folder per part, and a small one that all machines need
   method=metis               metis (fewest edges between parts; in memory), ldg (a stream, for any size) or random
   seed=0                     of what is random
-  num_neighbors=[10,10]      of the mini-batches that are sampled to count the rows that ranks ask of each other
-  batch_size=1024            their seeds
-  batches=20                 how many; 0 counts nothing
   check_features=true        look for NaN and infinity first
 Copy common/ and its own part-…/ to each machine, or all to a file system that they share. Train on it with
 PartitionedDataModule(FOLDER, …), or lgnn datamodule=partitioned datamodule.root=FOLDER"""
@@ -43,9 +40,6 @@ class _Settings:
     out: str = MISSING
     method: str = "metis"
     seed: int = 0
-    num_neighbors: list[int] = field(default_factory=lambda: [10, 10])
-    batch_size: int = 1024
-    batches: int = 20
     check_features: bool = True
 
 
@@ -77,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.print(f"{time.perf_counter() - start:8.1f} s  {message}")
 
             summary = partition_graph(
-                data, chosen.out, chosen.parts, chosen.method, chosen.seed, chosen.num_neighbors, chosen.batch_size,
-                chosen.batches, chosen.check_features, tell, links, kind,
+                data, chosen.out, chosen.parts, chosen.method, chosen.seed, chosen.check_features, tell, links, kind,
             )  # fmt: skip
     except UserError as error:
         say(f"error: {error}", "red")
@@ -119,9 +112,4 @@ def _lines(summary: Summary) -> list[str]:
         for what, counts in (("nodes", summary.nodes), ("edges", summary.edges), ("seeds", summary.seeds))
     ]
     lines.append(f"{summary.cut:.1%} of the edges go from one part to another")
-    for name, rows in (("global", summary.elsewhere), ("local", summary.elsewhere_local)):
-        if rows is not None and summary.rows:
-            lines.append(f"order={name}: {rows:,.0f} rows of a mini-batch are of other parts")
-    if summary.rows is not None:
-        lines.append(f"a mini-batch has {summary.rows:,.0f} nodes on average")
     return lines
