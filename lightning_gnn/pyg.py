@@ -1,4 +1,4 @@
-"""Lets PyG's own neighbour loaders run on our samplers: opt-in, and undone without a trace."""
+"""Lets PyG's own neighbor loaders run on our samplers: opt-in, and undone without a trace."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def enable_pyg_sampling() -> PyGSampling:
     """Make PyG's ``NeighborLoader`` and ``LinkNeighborLoader``, and its Lightning data modules, use our sampler.
 
     It holds for loaders that are made from now on, in this process, until the handle is disabled; use the handle as a
-    context manager to limit it to a block. A loader keeps the sampler that it was made with, so one made while this was
-    enabled goes on working afterwards (but a Lightning ``Trainer`` can make loaders anew, for several devices: leave it
-    enabled while one runs). Enabling twice is fine: it ends when every handle is disabled.
+    context manager to limit it to a block. A loader keeps the sampler that it was made with (but a Lightning
+    ``Trainer`` can make loaders again, for several devices: leave it enabled while one runs). Enabling twice is fine:
+    it ends when every handle is disabled.
 
     Graphs of one type and of several, with times and with weights, are sampled by us, without pyg-lib: on the GPU where
     all of their ``edge_index`` lie on one, all others (and in worker processes) on the CPU. The random numbers come
@@ -105,21 +105,9 @@ class PyGSampling:
 class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
     """What PyG's loaders make in place of PyG's ``NeighborSampler``; takes the same arguments.
 
-    Only the picking of neighbours is replaced. Negative edges, labels and the conversion to bidirectional subgraphs are
-    PyG's own code. ``edge`` of its output holds positions in the user's ``edge_index``.
-
-    Args:
-        data: A graph, of one type or of several, or PyG's (feature store, graph store) of one.
-        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
-        subgraph_type: ``"directional"``, ``"bidirectional"`` or ``"induced"``.
-        disjoint: One tree per seed, told apart by ``batch``.
-        time_attr: Attribute with the times of nodes or of edges.
-        weight_attr: Attribute with the weights of edges. Edges of the weight 0 are never picked (pyg-lib takes them
-            where a node has no more in-edges than are to be picked).
-        is_sorted: Not needed: the order of the edges is looked at.
-        share_memory: Move the topology into shared memory, for loaders with worker processes.
-        directed: PyG's deprecated way to ask for induced subgraphs.
-        sample_direction: ``"forward"``: from the seeds against the edges; ``"backward"``: along them.
+    Only the picking of neighbors is replaced: negative edges, labels and the conversion to bidirectional subgraphs are
+    PyG's own code. ``edge`` of its output holds positions in the user's ``edge_index``. Edges of the weight 0 are never
+    picked (pyg-lib takes them where a node has no more in-edges than are to be picked); ``is_sorted`` is not needed.
     """
 
     def __init__(

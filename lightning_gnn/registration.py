@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
 
@@ -36,7 +35,7 @@ def register() -> None:
 
 
 def _imported_on_use(room: str, name: str) -> Callable[..., Strategy]:
-    def build(**options: Any) -> Strategy:
+    def build(**options: object) -> Strategy:
         strategy: Strategy = getattr(import_module(f"lightning_gnn.{room}"), name)(**options)
         return strategy
 

@@ -15,7 +15,7 @@ _LIGHT = {"init", "report", "runs"}
 
 
 def begin() -> None:
-    """Let Ctrl-C end this process with exit code 130, if it is the command and nobody else handles the signal.
+    """Let Ctrl-C end this process with exit code 130, if it is the command and nothing else handles the signal.
 
     Some of the libraries that take seconds to import swallow a KeyboardInterrupt.
     """
@@ -37,7 +37,7 @@ def asks_for_help() -> bool:
 
 @contextmanager
 def ending_with_the_reader() -> Iterator[None]:
-    """End this process in silence when nobody reads on, as in `lgnn --help | head`; Python would raise an error."""
+    """End this process in silence when its reader is gone, as in `lgnn --help | head`; Python would raise an error."""
     signals = hasattr(signal, "SIGPIPE") and threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL) if signals else None
     try:

@@ -123,18 +123,6 @@ def test_rows_and_comparisons_have_intervals(load):
     assert "speedup" not in rows[0]
 
 
-def _fail(spec, gate):
-    gate.wait()
-    raise ValueError(f"broken {spec['what']}")
-
-
-@pytest.mark.slow
-def test_failing_contestant_says_why(load):
-    contestant = load("harness").Isolated(_fail, {"what": "contestant"}, rounds=2)
-    refuses(RuntimeError, "broken contestant", contestant)
-    contestant.close()
-
-
 def test_tables_in_readme_and_docs_are_made_from_the_results(load):
     report = load("report")
     for path, content in report.pages(report.load()).items():

@@ -20,6 +20,7 @@ import torch_geometric.datasets
 import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.utils import get_object
 from pytorch_lightning.callbacks import ProgressBar
 from torch.utils.data import DataLoader
 from torch_geometric.data import HeteroData
@@ -27,7 +28,6 @@ from torch_geometric.loader import LinkLoader as PyGLinkLoader
 from torch_geometric.loader import NodeLoader as PyGNodeLoader
 
 import lightning_gnn
-from lightning_gnn.cli.assemble import check_arguments_of
 from lightning_gnn.cli.main import PRINTING
 from lightning_gnn.datamodules.base import MiniBatchDataModule
 from lightning_gnn.datasets.synthetic import planted_power_law
@@ -224,7 +224,7 @@ def check_command(words):
     if words and words[0] in PRINTING:
         module = importlib.import_module(f"lightning_gnn.cli.commands.{words[0]}")
         assert {word.partition("=")[0] for word in words if word.startswith("-")} <= flags_of(module)
-        if words[0] not in ("export", "tune", "warmup"):
+        if words[0] != "export":
             return
         words = [word for word in words[1:] if not word.startswith("-")]
     if words[:1] == ["predict"]:
@@ -248,7 +248,15 @@ def check_command(words):
     ]
     for chosen in [first, *others]:
         launched = any(item.key_or_group.startswith("hydra") for item in parsed)
-        check_arguments_of(compose(config, [*chosen.values(), "output_dir=out"], return_hydra_config=launched))
+        cfg = compose(config, [*chosen.values(), "output_dir=out"], return_hydra_config=launched)
+        for node in (cfg.data, cfg.model, cfg.datamodule, cfg.trainer, *cfg.callbacks.values()):
+            target = get_object(node._target_)
+            parameters = inspect.signature(target).parameters
+            taken = options_of(target) if isinstance(target, type) else {*parameters}
+            if node is cfg.model and any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+                continue  # it hands them on to its layers
+            given = {key for key, value in node.items() if value is not None and not key.startswith("_")}
+            assert given <= taken, f"{node._target_} takes no {given - taken}"
 
 
 def values_of(item):

@@ -1,8 +1,8 @@
-"""Lightning callbacks: throughput, curves, progress, checkpoints that outlive a run, stopping by signal."""
+"""Lightning callbacks: throughput, curves, checkpoints that outlive a run, stopping by signal."""
 
 from typing import TYPE_CHECKING
 
-from lightning_gnn.callbacks.epochs import EpochThroughput, LearningCurves, ShortProgressBar, Throughput
+from lightning_gnn.callbacks.epochs import EpochThroughput, LearningCurves, Throughput
 from lightning_gnn.callbacks.interrupt import BestCheckpoint, StopOnSignal
 from lightning_gnn.runtime.moved_names import find_moved
 
@@ -10,7 +10,6 @@ __all__ = [
     "BestCheckpoint",
     "EpochThroughput",
     "LearningCurves",
-    "ShortProgressBar",
     "StopOnSignal",
     "Throughput",
 ]

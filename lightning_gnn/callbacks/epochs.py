@@ -1,15 +1,14 @@
-"""What is told of each epoch: how fast it was and where its time went, its figures, and those that are shown."""
+"""How fast each epoch was, where its time went, and its figures."""
 
 import copy
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import RichProgressBar
 from pytorch_lightning.utilities import CombinedLoader
 
 from lightning_gnn.loading.batch import LoaderStats
@@ -23,9 +22,9 @@ class EpochThroughput:
     Args:
         epoch_time_s: Seconds from the start of the epoch to the end of its last batch.
         model_s: Seconds that the training thread spent on forward, backward and optimizer.
-        wait_s: Seconds that it waited for mini-batches: those in its loader's ``__next__``, where the loader tells
+        wait_s: Seconds that it waited for mini-batches: those in its loader's ``__next__``, where the loader counts
             them, else those between two steps.
-        sampling_s: Thread-seconds of sampling; None if the loader does not tell.
+        sampling_s: Thread-seconds of sampling; None if the loader counts none.
         features_s: Thread-seconds of feature loading; likewise.
         batches: Mini-batches of this process.
         edges: Their edges.
@@ -60,7 +59,7 @@ class EpochThroughput:
 class Throughput(pl.Callback):
     """Measures each training epoch and logs ``epoch_time_s``, ``mteps`` and ``sampled_edges_per_s``.
 
-    It works with any loader: those of this package tell what sampling and feature loading cost; with others only the
+    It works with any loader: those of this package count what sampling and feature loading cost; with others only the
     training thread is measured. Nothing of it goes into checkpoints. ``epochs`` holds one
     :class:`EpochThroughput` per finished epoch.
     """
@@ -78,18 +77,18 @@ class Throughput(pl.Callback):
             return None
         rows = [asdict(epoch) for epoch in (self.epochs[1:] or self.epochs)]
         middle: dict[str, Any] = {}
-        for field in fields(EpochThroughput):
-            values = [row[field.name] for row in rows]
-            middle[field.name] = None if None in values else type(values[0])(median(values))
+        for name in rows[0]:
+            values = [row[name] for row in rows]
+            middle[name] = None if None in values else type(values[0])(median(values))
         return EpochThroughput(**middle)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
-        self._begin(trainer)
+        self._epoch = EpochThroughput()
+        self._before = [copy.copy(times) for times in preparation_times(trainer)]
+        self._mark = time.perf_counter()
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock of a run that is resumed in mid-epoch, which has no epoch start."""
-        self._begin(trainer)
+    on_train_start = on_train_epoch_start  # a run that is resumed in mid-epoch has no epoch start
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave a validation in mid-epoch out."""
@@ -129,7 +128,7 @@ class Throughput(pl.Callback):
             epoch.wait_s, epoch.sampling_s, epoch.features_s = spent["wait_s"], spent["sampling_s"], spent["features_s"]
         epoch.all_edges = epoch.edges
         if trainer.world_size > 1:
-            # On rank 0 the progress bar has asked for the metrics already, which synchronise then. Let the others do so
+            # On rank 0 the progress bar has asked for the metrics already, which synchronize then. Let the others do so
             # before the next collective, or each would wait for the other.
             _ = trainer.callback_metrics
             edges = torch.tensor(float(epoch.edges), dtype=torch.float64, device=trainer.strategy.root_device)
@@ -139,11 +138,6 @@ class Throughput(pl.Callback):
         if epoch.sampled_edges_per_s is not None:
             figures["sampled_edges_per_s"] = epoch.sampled_edges_per_s
         pl_module.log_dict(figures, batch_size=1, rank_zero_only=True)
-
-    def _begin(self, trainer: pl.Trainer) -> None:
-        self._epoch = EpochThroughput()
-        self._before = [copy.copy(times) for times in preparation_times(trainer)]
-        self._mark = time.perf_counter()
 
 
 class LearningCurves(pl.Callback):
@@ -172,44 +166,15 @@ class LearningCurves(pl.Callback):
             self.epochs = list(state_dict["epochs"])
 
 
-class ShortProgressBar(RichProgressBar):
-    """Lightning's ``RichProgressBar`` with a choice of figures behind it.
-
-    Args:
-        metrics: Names of logged figures; those that a task does not log are left out.
-    """
-
-    def __init__(self, metrics: Sequence[str] = ("train_loss", "val_acc", "val_auc")) -> None:
-        super().__init__()
-        self.metrics_shown = tuple(metrics)
-
-    def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
-        """Return Lightning's columns without the speed, which the report tells, and with a bar that leaves room."""
-        from rich.progress import BarColumn
-
-        columns = super().configure_columns(trainer)[:4]
-        for column in columns:
-            if isinstance(column, BarColumn):
-                column.bar_width = 12
-        return columns
-
-    def get_metrics(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule
-    ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return the figures to show."""
-        values = super().get_metrics(trainer, pl_module)
-        chosen = {name: values.get(name, values.get(f"{name}_step")) for name in self.metrics_shown}
-        return {name: value for name, value in chosen.items() if value is not None}
-
-
 def preparation_times(trainer: pl.Trainer) -> list[LoaderStats]:
     """Return the loaders' counts, empty for loaders that keep none."""
     if trainer.train_dataloader is None:
         return []
     loaders: Iterable[object] = CombinedLoader(trainer.train_dataloader).flattened
-    times: list[Any] = [getattr(loader, "times", None) for loader in loaders]
-    return times if all(hasattr(t, "sampling_s") for t in times) else []
+    times = [getattr(loader, "times", None) for loader in loaders]
+    known = [each for each in times if isinstance(each, LoaderStats)]
+    return known if len(known) == len(times) else []
 
 
-def _spent(before: list[LoaderStats], after: list[LoaderStats], name: str) -> float:
+def _spent(before: Iterable[LoaderStats], after: Iterable[LoaderStats], name: str) -> float:
     return float(sum(getattr(times, name) for times in after) - sum(getattr(times, name) for times in before))

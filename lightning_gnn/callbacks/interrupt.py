@@ -20,7 +20,7 @@ class StopOnSignal(pl.Callback):
     """Answers the first SIGINT or SIGTERM by a checkpoint at the next optimizer step, then ends the run.
 
     A second signal ends the run at once. Outside the main thread, as in some notebooks, signals are left alone. Where
-    several processes train together, all stop as soon as one was told to.
+    several processes train together, all stop as soon as one is to.
 
     Args:
         dirpath: Where to write ``interrupted.ckpt``; by default the directory of the first checkpoint callback, or
@@ -68,7 +68,7 @@ class StopOnSignal(pl.Callback):
             raise KeyboardInterrupt
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep a run that was told to stop in its very last moments from going on to its next stage."""
+        """Keep a run that is stopped in its very last moments from going on to its next stage."""
         if self._must_stop(trainer):
             self._save(trainer)
             raise KeyboardInterrupt
@@ -76,35 +76,32 @@ class StopOnSignal(pl.Callback):
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: object, **kwargs: object) -> None:
         """Stop at once where there is nothing to resume: outside of training."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
-            self._stop_if_told(trainer)
+            self._stop_if_asked(trainer)
 
     def on_test_batch_end(self, trainer: pl.Trainer, *args: object, **kwargs: object) -> None:
         """Stop at once: there is nothing to resume."""
-        self._stop_if_told(trainer)
+        self._stop_if_asked(trainer)
 
     on_predict_batch_end = on_test_batch_end
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Listen; earlier, Lightning would replace the handler of SIGTERM by its own."""
-        self._listen()
+        for number in self._previous:
+            signal.signal(number, self._handle)
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = on_sanity_check_start
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give the signals back to whoever handled them before."""
+        """Give the signals back to their former handlers."""
         self._restore()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Write the checkpoint if this ends the run as told; Lightning calls no teardown hook after an exception."""
+        """Write the checkpoint if this ends the run as asked; Lightning calls no teardown hook after an exception."""
         try:
             if isinstance(exception, SIGTERMException) and self._ending:
                 self._save(trainer)
         finally:
             self._restore()
-
-    def _listen(self) -> None:
-        for number in self._previous:
-            signal.signal(number, self._handle)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
@@ -120,10 +117,10 @@ class StopOnSignal(pl.Callback):
         os.write(2, f"\n{name}: stopping after this batch. Press Ctrl-C again to stop at once.\n".encode())
 
     def _must_stop(self, trainer: pl.Trainer) -> bool:
-        told = self.signal is not None
-        return trainer.strategy.reduce_boolean_decision(told, all=False) if trainer.world_size > 1 else told
+        asked = self.signal is not None
+        return trainer.strategy.reduce_boolean_decision(asked, all=False) if trainer.world_size > 1 else asked
 
-    def _stop_if_told(self, trainer: pl.Trainer) -> None:
+    def _stop_if_asked(self, trainer: pl.Trainer) -> None:
         if self._must_stop(trainer):
             raise KeyboardInterrupt
 
@@ -141,7 +138,7 @@ class StopOnSignal(pl.Callback):
 class BestCheckpoint(ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, which keeps its best score when a run is resumed in another directory.
 
-    Lightning starts anew there, so that a resumed run could end with a worse checkpoint than an uninterrupted one.
+    Lightning starts afresh there, so that a resumed run could end with a worse checkpoint than an uninterrupted one.
     Takes the same arguments.
     """
 

@@ -1,23 +1,20 @@
 """From a composed configuration to data, DataModule, LightningModule and Trainer."""
 
-import re
-from collections.abc import Iterable
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate, to_absolute_path
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from pytorch_lightning.callbacks import Checkpoint, ProgressBar
-from pytorch_lightning.strategies import StrategyRegistry
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.utilities import rank_zero_only
+from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType
 
-from lightning_gnn.accelerators.npu import why_unavailable
-from lightning_gnn.cli.check_arguments import check_arguments, fits, shown, without_null
 from lightning_gnn.cli.command_line import check_writable
 from lightning_gnn.cli.predictions import check_format
 from lightning_gnn.cli.saved_run import KeepConfig
@@ -26,23 +23,12 @@ from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.graph.hetero import edges_of
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.hetero.models import BACK
+from lightning_gnn.partitioned import PartitionedDataModule, PartitionedLinkDataModule
 from lightning_gnn.report.console import console
-from lightning_gnn.runtime.messages import closest
 
 MODES = ("train", "test", "predict")
-LOGGERS = ("tensorboard", "wandb", "mlflow")  # those that are packages of their own, and extras of this one
-_SIZES = ("in_channels", "out_channels", "metadata")
 _NOT_OF_THE_MODULE = ("name", "metric", "mode", "split", "time", "embeddings")
 """Keys of a task that are no arguments of its LightningModule."""
-_INSTEAD = {
-    "trainer.logger": "choose logger=OPTION, or add one with +logger.NAME._target_=CLASS",
-    "trainer.default_root_dir": "give output_dir=FOLDER",
-    "datamodule.data": "choose data=OPTION",
-    "datamodule.time_attr": "give task.time=NAME",
-    "task.model": "choose model=OPTION",
-    "task.num_classes": "they are counted in the labels of data",
-}
-"""What to do instead of setting an argument that the command sets; of all others, task.split decides."""
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -56,88 +42,21 @@ def check_config(cfg: DictConfig) -> None:
     check_format(cfg.predictions)
     if cfg.ckpt_path is None and cfg.mode != "train":
         raise ValueError(f"mode={cfg.mode} needs a checkpoint; give ckpt_path=PATH")
-    if not isinstance(cfg.ckpt_path, (str, type(None))):
-        raise ValueError(f"ckpt_path={cfg.ckpt_path} must be the path of a file")
-    if cfg.ckpt_path is not None and not (path := Path(to_absolute_path(cfg.ckpt_path))).is_file():
+    if cfg.ckpt_path is not None and not (path := Path(to_absolute_path(str(cfg.ckpt_path)))).is_file():
         inside = [*path.glob("*.ckpt"), *path.glob("checkpoints/*.ckpt")]
         found = sorted(inside, key=lambda file: file.name != "best.ckpt")
         hint = f"a folder; give a file, such as {found[0]}" if found else "there is no such file"
         raise FileNotFoundError(f"ckpt_path={cfg.ckpt_path}: {hint}")
-    for name, least, most, more in (
-        ("seed", 0, 2**32 - 1, ""),  # the range of NumPy's
-        ("torch_threads", 1, 2**16, "; null leaves torch's choice"),
-    ):
-        value = cfg[name]
-        if not (fits(value, int) and least <= value <= most) and (value is not None or not more):
-            raise ValueError(f"{name}={shown(value)} must be a whole number from {least} to {most}{more}")
     _partitioned(cfg)
-    check_arguments_of(cfg)
     fanouts = OmegaConf.select(cfg, "datamodule.num_neighbors")
     depth = OmegaConf.select(cfg, "model.num_layers")
-    if fanouts is not None and depth is not None and len(fanouts) != depth:
+    if OmegaConf.is_list(fanouts) and depth is not None and len(fanouts) != depth:
         listed = ",".join(str(fanout) for fanout in fanouts)
         raise ValueError(
             f"model.num_layers={depth}, but datamodule.num_neighbors=[{listed}] has {len(fanouts)} fanouts; "
             "give one fanout per layer"
         )
-    _refuse_set(cfg.trainer, "trainer", [] if cfg.trainer.get("logger") is False else ["logger"])
-    _refuse_set(cfg.trainer, "trainer", ["default_root_dir"])
     check_writable(cfg.output_dir, "output_dir")
-    for name, node in _callbacks(cfg).items():
-        directory = node.get("dirpath") if isinstance(node, DictConfig) else None
-        if isinstance(directory, str) and "://" not in directory:
-            check_writable(directory, f"{name}.dirpath")
-    check_accelerator(cfg.trainer.get("accelerator", "auto"))
-
-
-def check_arguments_of(cfg: DictConfig) -> None:
-    """Hold everything that will be built against the signatures of its classes."""
-    typed: list[str] = []
-    experiment = None
-    if HydraConfig.initialized():
-        typed = [item.lstrip("+").partition("=")[0] for item in HydraConfig.get().overrides.task]
-        experiment = HydraConfig.get().runtime.choices.get("experiment")
-    task = _task_settings(cfg)
-    if cfg.task.name in ("link", "recommend") and isinstance(task.get("target"), str):
-        task.target = task.target.split("__")  # both are taken
-    nodes = {"data": cfg.data, "model": cfg.model, "datamodule": cfg.datamodule, "task": task, "trainer": cfg.trainer}
-    nodes |= {f"logger.{name}": node for name, node in (cfg.get("logger") or {}).items()} | _callbacks(cfg)
-    for name, node in nodes.items():
-        filled = {"model": _SIZES, "data": ("labels",)}.get(name, ())
-        check_arguments(node, name, typed, experiment, filled=filled)
-    for name, value in (cfg.task.get("split") or {}).items():
-        if value is not None and (not fits(value, float) or value < 0):
-            raise ValueError(f"task.split.{name}={value} must be a number of at least 0")
-    width = cfg.task.get("embeddings")
-    if width is not None and not (fits(width, int) and width >= 1):
-        raise ValueError(f"task.embeddings={shown(width)} must be a whole number of at least 1, or null")
-    for name in ("check_val_every_n_epoch", "accumulate_grad_batches"):
-        if (value := cfg.trainer.get(name)) is not None and value < 1:
-            raise ValueError(f"trainer.{name}={value} must be at least 1")
-    devices = cfg.trainer.get("devices", "auto")
-    if isinstance(devices, str) and devices != "auto" and not re.fullmatch(r"[\d\s,-]+", devices):
-        raise ValueError(f"trainer.devices={devices!r} must be a number of devices, a list of their numbers, or auto")
-    if cfg.trainer.get("accelerator") == "cpu" and not (
-        isinstance(devices, str) or (fits(devices, int) and devices > 0)
-    ):
-        raise ValueError(f"trainer.devices={shown(devices)} must be a whole number of at least 1 with accelerator=cpu")
-    strategy, known = cfg.trainer.get("strategy"), ["auto", *StrategyRegistry.available_strategies()]
-    if isinstance(strategy, str) and strategy not in known:
-        hint = closest(strategy, known, aside=True)
-        raise ValueError(f"trainer.strategy={strategy} is unknown{hint}; strategy=auto, ddp, hyscale or ascend_hybrid")
-
-
-def check_accelerator(name: str) -> None:
-    """Say what is missing for a kind of processor."""
-    if name in ("gpu", "cuda") and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
-        built = (
-            f"torch {torch.__version__} was built with CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else (f"torch {torch.__version__} was built without CUDA")
-        )
-        raise RuntimeError(f"trainer.accelerator={name} needs a GPU, but torch finds none ({built}); use trainer=cpu")
-    if name == "npu" and (reason := why_unavailable()):
-        raise RuntimeError(f"trainer.accelerator=npu cannot be used: {reason}; `lgnn doctor` shows what is there")
 
 
 def build_data(cfg: DictConfig) -> Data | HeteroData:
@@ -162,7 +81,7 @@ def build_node_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.Lightn
     target = _target(cfg, data)
     if not _partitioned(cfg) and (note := fill_splits(data if target is None else data[target])):
         rank_zero_only(console().print)(note, soft_wrap=True, highlight=False, markup=False)
-    num_outputs = _OUTPUTS[cfg.task.name](data if target is None else data[target])
+    num_outputs = _count_outputs(cfg.task.name, data if target is None else data[target])
     datamodule = _on_parts(cfg) if _partitioned(cfg) else build(cfg.datamodule, "datamodule", data=data)
     if isinstance(datamodule, LinkDataModule):
         raise ValueError(
@@ -184,41 +103,47 @@ def _partitioned(cfg: DictConfig) -> bool:
     return parts
 
 
-def _on_parts(cfg: DictConfig, **given: Any) -> Any:
+def _on_parts(cfg: DictConfig, **given: Any) -> PartitionedDataModule | PartitionedLinkDataModule:
     node = cfg.datamodule.copy()
     node.root = to_absolute_path(node.root)
-    return build(node, "datamodule", **given)
+    datamodule: PartitionedDataModule | PartitionedLinkDataModule = build(node, "datamodule", **given)
+    return datamodule
+
+
+def _check_links(cfg: DictConfig) -> None:
+    """Refuse a DataModule that makes no mini-batches of edges."""
+    if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
+        raise ValueError(
+            f"task={cfg.task.name} trains on mini-batches of edges; use datamodule=link, persistent_link, "
+            "collective_link or partitioned_link"
+        )
 
 
 def build_link_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDataModule, pl.LightningModule]:
     """Hide some edges from the graph, and build what predicts them."""
-    if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
-        raise ValueError(
-            "task=link trains on mini-batches of edges; use datamodule=link, persistent_link, collective_link or "
-            "partitioned_link"
-        )
+    _check_links(cfg)
     if _partitioned(cfg):  # which were hidden when it was partitioned
         datamodule = _on_parts(cfg)
         return datamodule, _module(cfg, data, cfg.model.hidden_channels, target=_kept_type(cfg, datamodule))
     kind = link_type(cfg, data)
     train, *evaluation = split_links(data, kind, **cfg.task.split)
-    given: dict[str, Any] = {"input_train_edges": _labelled(train, kind)[0]}
+    given: dict[str, Any] = {"input_train_edges": _labeled(train, kind)[0]}
     for name, part in zip(("val", "test"), evaluation, strict=True):
-        given[f"input_{name}_edges"], given[f"input_{name}_labels"] = _labelled(part, kind)
+        given[f"input_{name}_edges"], given[f"input_{name}_labels"] = _labeled(part, kind)
     for key in ("edge_label", "edge_label_index"):
         del (train if kind is None else train[kind])[key]  # the loader attaches those of each batch
     datamodule = build(cfg.datamodule, "datamodule", data=train, **given)
     return datamodule, _module(cfg, data, cfg.model.hidden_channels, target=kind)
 
 
-def _labelled(split: Data | HeteroData, kind: EdgeType | None) -> tuple[Any, torch.Tensor]:
-    """Return labelled edges as DataModules take them, and their labels."""
+def _labeled(split: Data | HeteroData, kind: EdgeType | None) -> tuple[Tensor | tuple[EdgeType, Tensor], Tensor]:
+    """Return labeled edges as DataModules take them, and their labels."""
     part = split if kind is None else split[kind]
     edges = part.edge_label_index
     return edges if kind is None else (kind, edges), part.edge_label
 
 
-def _kept_type(cfg: DictConfig, datamodule: Any) -> EdgeType | None:
+def _kept_type(cfg: DictConfig, datamodule: PartitionedDataModule | PartitionedLinkDataModule) -> EdgeType | None:
     """Return the type of the edges that a folder was partitioned to predict."""
     kind: EdgeType | None = datamodule.partition.link_type
     chosen = cfg.task.get("target")
@@ -259,11 +184,7 @@ def build_recommend_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.L
             "task=recommend predicts edges with times of a heterogeneous graph, and this one is homogeneous; use "
             "task=link, or convert tables by type (lgnn convert source.user__rates__item=FILE …)"
         )
-    if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
-        raise ValueError(
-            "task=recommend trains on mini-batches of edges; use datamodule=link, persistent_link, collective_link or "
-            "partitioned_link"
-        )
+    _check_links(cfg)
     given: dict[str, Any] = {"time_attr": cfg.task.time}
     if _partitioned(cfg):  # whose last edges were chosen when it was partitioned
         datamodule = _on_parts(cfg, **given)
@@ -276,7 +197,7 @@ def build_recommend_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.L
     return datamodule, _module(cfg, data, cfg.model.hidden_channels, target=kind)
 
 
-def split_in_time(cfg: DictConfig, data: HeteroData) -> tuple[EdgeType, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+def split_in_time(cfg: DictConfig, data: HeteroData) -> tuple[EdgeType, dict[str, tuple[Tensor, Tensor]]]:
     """Return the type of the edges that ``task=recommend`` predicts and, by stage, these and what times they see."""
     kind = _recommended(cfg, data)
     edges, time = edges_of(data, kind), data[kind][cfg.task.time]
@@ -290,7 +211,7 @@ def split_in_time(cfg: DictConfig, data: HeteroData) -> tuple[EdgeType, dict[str
     return kind, {stage: (edges[:, part], _before(time[part])) for stage, part in parts}
 
 
-def _before(time: torch.Tensor) -> torch.Tensor:
+def _before(time: Tensor) -> Tensor:
     """Return the last moment before each time."""
     return torch.nextafter(time, time.new_tensor(-torch.inf)) if time.is_floating_point() else time - 1
 
@@ -299,7 +220,7 @@ def _recommended(cfg: DictConfig, data: HeteroData) -> EdgeType:
     """Return the type of the edges that are predicted."""
     timed = [kind for kind in data.edge_types if cfg.task.time in data[kind] and not kind[1].startswith("rev_")]
     if not timed:
-        found = {key for store in data.edge_stores for key, value in store.items() if isinstance(value, torch.Tensor)}
+        found = {key for store in data.edge_stores for key, value in store.items() if isinstance(value, Tensor)}
         others = sorted(found - {"edge_index"})
         of = f", but {', '.join(others)}, of which task.time=NAME may be the time" if others else ""
         raise ValueError(
@@ -329,68 +250,39 @@ def build_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.LightningDa
 
 def build_trainer(cfg: DictConfig) -> pl.Trainer:
     """Build loggers, callbacks and the Trainer."""
-    given = cfg.trainer
-    loggers = {} if given.get("logger") is False else cfg.get("logger") or {}
-    switches = ((ProgressBar, "enable_progress_bar"), (Checkpoint, "enable_checkpointing"))
-    off = tuple(kind for kind, switch in switches if given.get(switch) is False)
-    built = ((name, build(node, name)) for name, node in _callbacks(cfg).items())
-    callbacks = [callback for name, callback in built if name.startswith("trainer.") or not isinstance(callback, off)]
+    callbacks = [build(node, f"callbacks.{name}") for name, node in (cfg.get("callbacks") or {}).items()]
+    loggers = [build(node, f"logger.{name}") for name, node in (cfg.get("logger") or {}).items()]
     arguments = {
-        "logger": [_logger(name, node) for name, node in loggers.items()] or False,
+        "logger": loggers or False,
         "callbacks": [*callbacks, KeepConfig(cfg)],
-        "enable_checkpointing": given.get(
-            "enable_checkpointing", any(isinstance(item, Checkpoint) for item in callbacks)
-        ),
         "default_root_dir": cfg.output_dir,
     }
-    kept = OmegaConf.masked_copy(given, [key for key in given if key not in arguments])
-    trainer: pl.Trainer = build(kept, "trainer", **arguments)
+    if "enable_checkpointing" not in cfg.trainer:
+        arguments["enable_checkpointing"] = any(isinstance(item, Checkpoint) for item in callbacks)
+    trainer: pl.Trainer = build(cfg.trainer, "trainer", **arguments)
     return trainer
 
 
-def _callbacks(cfg: DictConfig) -> dict[str, Any]:
-    """Return the configured callbacks by their keys: those of the group, then those that the Trainer is given."""
-    found = {f"callbacks.{name}": node for name, node in (cfg.get("callbacks") or {}).items()}
-    given = cfg.trainer.get("callbacks")
-    if isinstance(given, ListConfig):
-        return found | {f"trainer.callbacks[{place}]": node for place, node in enumerate(given)}
-    return found if given is None else found | {"trainer.callbacks": given}
-
-
-def _logger(name: str, node: DictConfig) -> Any:
-    try:
-        return build(node, f"logger.{name}")
-    except ModuleNotFoundError as error:
-        if name not in LOGGERS:
-            raise
-        raise ModuleNotFoundError(
-            f"logger={name} needs a package: pip install 'lightning-gnn[{name}]' ({error})"
-        ) from error
-
-
 def build(node: DictConfig, name: str, **kwargs: Any) -> Any:
-    """Build an object from ``_target_`` and its arguments.
+    """Build an object from ``_target_`` and its arguments; what is null and not taken by its class is left out.
 
     Hydra makes a partial of the configured arguments only: it would copy tensors that pass through it.
     """
     try:
-        _refuse_set(node, name, kwargs)
+        if lost := [key for key in kwargs if node.get(key) is not None]:
+            raise ValueError(f"{name}.{lost[0]}={node[lost[0]]} has no effect, the command sets it; leave it out")
         partial = instantiate(node, _partial_=True, _convert_="all")
-        return partial.func(*partial.args, **without_null(partial.func, partial.keywords | kwargs))
+        given = partial.keywords | kwargs
+        parameters = signature(partial.func).parameters
+        if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            given = {key: value for key, value in given.items() if value is not None or key in parameters}
+        return partial.func(*partial.args, **given)
     except (ArithmeticError, AssertionError, AttributeError, LookupError) as error:
         target = str(node.get("_target_")).rpartition(".")[2]
         raise ValueError(f"{name}: {target} cannot be built so: {type(error).__name__}: {error}") from error
     except Exception as error:
         error.__notes__ = [*getattr(error, "__notes__", []), name]  # type: ignore[attr-defined]
         raise
-
-
-def _refuse_set(node: DictConfig, name: str, arguments: Iterable[str]) -> None:
-    """Refuse a configured argument whose place another option takes, which would be lost."""
-    for key in arguments:
-        if (value := node.get(key)) is not None:
-            instead = _INSTEAD.get(f"{name}.{key}", "task.split decides")
-            raise ValueError(f"{name}.{key}={shown(value)} has no effect, the command sets it: {instead}")
 
 
 def _module(cfg: DictConfig, data: Data | HeteroData, out_channels: int, **kwargs: Any) -> pl.LightningModule:
@@ -414,15 +306,10 @@ def _module(cfg: DictConfig, data: Data | HeteroData, out_channels: int, **kwarg
     reached = {kind[2] for kind in model.layers[-1]} if getattr(model, "every", True) is False else {*ends}
     for name in {*ends} - reached:
         raise ValueError(f"model: {type(model).__name__} has no output for {name!r}, which no edges reach; {BACK}")
-    settings = _task_settings(cfg)
-    settings = OmegaConf.masked_copy(settings, [str(key) for key in settings if key not in kwargs or key != "target"])
+    left_out = [*_NOT_OF_THE_MODULE, *(["target"] if "target" in kwargs else [])]
+    settings = OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in left_out])
     module: pl.LightningModule = build(settings, "task", model=model, **kwargs)
     return module
-
-
-def _task_settings(cfg: DictConfig) -> DictConfig:
-    """Return the arguments of the LightningModule."""
-    return OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in _NOT_OF_THE_MODULE])
 
 
 def _target(cfg: DictConfig, data: Data | HeteroData) -> str | None:
@@ -432,23 +319,32 @@ def _target(cfg: DictConfig, data: Data | HeteroData) -> str | None:
         if target is not None:
             raise ValueError(f"task.target={target}, but the graph has no types; leave it out")
         return None
-    labelled = [name for name in data.node_types if data[name].get("y") is not None]
-    if target is None and len(labelled) == 1:
-        target = labelled[0]
-    if labelled and target not in labelled:
-        raise ValueError(f"task.target={target} is not a node type with labels; give one of {', '.join(labelled)}")
-    if not labelled:
+    labeled = [name for name in data.node_types if data[name].get("y") is not None]
+    if target is None and len(labeled) == 1:
+        target = labeled[0]
+    if labeled and target not in labeled:
+        raise ValueError(f"task.target={target} is not a node type with labels; give one of {', '.join(labeled)}")
+    if not labeled:
         _labels(data)  # says what is missing
     return str(target)
 
 
-def _count_classes(data: Any) -> int:
-    y = _labels(data)
-    if y.is_floating_point() or (y.dim() > 1 and y.size(1) > 1):
+def _count_outputs(task: str, store: Data | HeteroData | BaseStorage) -> int:
+    """Return how many outputs a model needs for the labels of nodes."""
+    y = _labels(store)
+    columns = y.size(1) if y.dim() > 1 else 1
+    fits, wanted = {
+        "node": (columns == 1 and not y.is_floating_point(), "one integer class per node"),
+        "multilabel": (y.dim() == 2 and columns > 0, "0 or 1 for each label of each node, [N, L]"),
+        "regression": (y.dim() in (1, 2) and y.is_floating_point(), "numbers, floating [N] or [N, T]"),
+    }[task]
+    if not fits:
         raise ValueError(
-            f"data: y must hold one integer class per node, but is {y.dtype} {list(y.shape)}; for several labels per "
-            "node use task=multilabel, for numbers task=regression"
+            f"data: y must hold {wanted}, but is {y.dtype} {list(y.shape)}; for one class per node use task=node, for "
+            "several labels per node task=multilabel, for numbers task=regression"
         )
+    if task != "node":
+        return columns
     count = int(y.max()) + 1
     if count > max(_CLASSES, y.numel()):
         raise ValueError(
@@ -458,38 +354,16 @@ def _count_classes(data: Any) -> int:
     return count
 
 
-def _count_labels(data: Any) -> int:
-    y = _labels(data)
-    if y.dim() != 2 or y.size(1) < 1:
-        raise ValueError(
-            f"data: y must hold 0 or 1 for each label of each node, [N, L], but is {y.dtype} {list(y.shape)}; for one "
-            "class per node use task=node, for numbers task=regression"
-        )
-    return int(y.size(1))
-
-
-def _count_numbers(data: Any) -> int:
-    y = _labels(data)
-    if not y.is_floating_point() or y.dim() not in (1, 2):
-        raise ValueError(
-            f"data: y must hold numbers, floating [N] or [N, T], but is {y.dtype} {list(y.shape)}; for one class per "
-            "node use task=node, for several labels task=multilabel"
-        )
-    return 1 if y.dim() == 1 else int(y.size(1))
-
-
-def _labels(data: Any) -> torch.Tensor:
-    y: torch.Tensor | None = None if isinstance(data, HeteroData) else data.get("y")
+def _labels(store: Data | HeteroData | BaseStorage) -> Tensor:
+    y: Tensor | None = None if isinstance(store, HeteroData) else store.get("y")
     if y is None:
         raise ValueError("data: the graph has no labels y; use one with labels, or task=link")
     return y
 
 
 _CLASSES = 1 << 16  # classes from which on there are hardly more than nodes
-_OUTPUTS = {"node": _count_classes, "multilabel": _count_labels, "regression": _count_numbers}
-"""How many outputs a model needs, by the task and the labels."""
 TASKS = {
-    **dict.fromkeys(_OUTPUTS, build_node_task),
+    **dict.fromkeys(("node", "multilabel", "regression"), build_node_task),
     "link": build_link_task,
     "recommend": build_recommend_task,
 }

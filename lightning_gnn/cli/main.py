@@ -3,15 +3,15 @@
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr, suppress
+from contextlib import nullcontext, redirect_stderr
 from importlib import import_module
 from io import StringIO
 
 from lightning_gnn import startup
+from lightning_gnn.runtime.messages import removed
 
-PRINTING = ("cache", "convert", "doctor", "export", "init", "partition", "report", "runs", "tune", "warmup")
+PRINTING = ("cache", "convert", "doctor", "export", "init", "partition", "report", "runs", "warmup")
 """Commands with arguments of their own, which print and end; each is a file of the folder ``commands``."""
-_COMPOSED = ("export", "plan", "predict", "tune", "warmup")  # commands that take what a run takes
 _SHOWING = ("--cfg", "-c", "--info")  # flags with which Hydra shows something instead of a run
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 """Flags of Hydra behind which another word belongs to them."""
@@ -26,6 +26,9 @@ def main() -> None:
         sys.path.append(os.getcwd())
     arguments = sys.argv[1:]
     command = arguments[0] if arguments else ""
+    if command == "tune":
+        print(f"error: {removed('lgnn tune')}", file=sys.stderr)
+        sys.exit(2)
     if command in PRINTING:
         module = import_module(f"lightning_gnn.cli.commands.{command}")
         startup.done()
@@ -53,40 +56,26 @@ def _bring_forward(commands: Sequence[str]) -> None:
 
 
 def _help(command: str) -> None:
-    """Print the version, or let Hydra print help or what the Tab key offers; it knows of no commands."""
+    """Print the version, or let Hydra print help or what the Tab key offers."""
     if "--version" in sys.argv:
         from lightning_gnn.cli.versions import versions
 
         print(", ".join(f"{name} {number}" for name, number in versions().items()))
         return
-    if not {"-sc", "--shell-completion"}.isdisjoint(sys.argv) and (line := os.environ.get("COMP_LINE")):
-        name, *words = line[: int(os.environ.get("COMP_POINT", len(line)))].split(" ")
-        if len(words) == 1:
-            print("\n".join(each for each in sorted({*PRINTING, "plan", "predict"}) if each.startswith(words[0])))
-        elif words and words[0] in _COMPOSED:
-            command = words.pop(0)
-        os.environ["COMP_LINE"] = " ".join([name, *words])
-        with suppress(SystemExit), redirect_stderr(StringIO()):  # errors would stand in the line that is typed
-            _hydra(sys.argv, command)
-        return
-    argv = [sys.argv[0], *sys.argv[2:]] if command == "plan" else sys.argv
-    if "--help-all" in argv:
-        argv = ["--help" if item == "--help-all" else item for item in argv]
-        argv += ["hydra/help=all"] * (command != "plan")
-    _hydra(argv, command)
-
-
-def _hydra(argv: list[str], command: str) -> None:
-    """Let Hydra show what it is asked for of a command's configuration."""
     import hydra
 
-    before, sys.argv = sys.argv, argv
-    name = "plan" if command == "plan" else "train"
+    before, name = sys.argv, "plan" if command == "plan" else "train"
+    sys.argv = [before[0], *before[1 + (name == "plan") :]]
+    if "--help-all" in sys.argv:
+        sys.argv = ["--help" if item == "--help-all" else item for item in sys.argv]
+        sys.argv += ["hydra/help=all"] * (name != "plan")
+    completes = not {"-sc", "--shell-completion"}.isdisjoint(sys.argv) and "COMP_LINE" in os.environ
     try:
-        hydra.main(version_base="1.3", config_path="pkg://lightning_gnn.conf", config_name=name)(_never_run)()
+        # Errors would stand in the line that is typed.
+        with redirect_stderr(StringIO()) if completes else nullcontext():
+            hydra.main(version_base="1.3", config_path="pkg://lightning_gnn.conf", config_name=name)(lambda cfg: None)()
+    except SystemExit:
+        if not completes:
+            raise
     finally:
         sys.argv = before
-
-
-def _never_run(cfg: object) -> None:
-    """Stand for the job where Hydra prints its help instead."""

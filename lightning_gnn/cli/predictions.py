@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from lightning_gnn.datasets.hetero_folder import node_folder
 from lightning_gnn.runtime.files import whole_file
 
 FORMATS = ("npy", "parquet")
+Column = npt.NDArray[np.generic] | list[str]
 _ROWS = 1 << 17  # of one group of a table, so that outputs in a file need not come into memory
 
 
@@ -40,11 +40,7 @@ def write_npy(rows: Tensor, path: Path) -> str:
 
 
 def write_parquet(rows: Tensor, path: Path, task: str, ids: Sequence[str] | None = None) -> str:
-    """Write a table with a row for each node, see :func:`columns`, and return what to say of the file.
-
-    Args:
-        rows: Outputs ``[num_nodes, outputs]``; they may be memory-mapped.
-    """
+    """Write a row for each node, see :func:`columns`; ``rows`` ``[num_nodes, outputs]`` may be memory-mapped."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -54,26 +50,22 @@ def write_parquet(rows: Tensor, path: Path, task: str, ids: Sequence[str] | None
         writer.write_table(first)
         for table in tables:
             writer.write_table(table)
-    return f"{path.name}: {len(rows)} rows of {', '.join(_shortened(first.column_names))}"
+    names = first.column_names
+    return f"{path.name}: {len(rows)} rows of {', '.join(names if len(names) <= 5 else [*names[:3], '…', names[-1]])}"
 
 
-def columns(rows: Tensor, task: str, begin: int = 0, ids: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the columns of the table.
+def columns(
+    rows: Tensor, task: str, begin: int = 0, ids: Sequence[str] | None = None
+) -> dict[str, npt.NDArray[np.generic] | list[str]]:
+    """Return the columns for outputs ``[n, outputs]`` of nodes from ``begin`` on, float32 ``[n]``, and ``id``.
 
-    Args:
-        rows: Outputs ``[n, outputs]`` of nodes that follow one another.
-        task: ``"node"``: ``class`` int64, the likeliest one, and ``p0``, ``p1``, …, the probability of each class;
-            ``"multilabel"``: ``p0``, …, the probability of each label; ``"regression"``: ``value``, or ``value0``, ….
-        ids: What all nodes of the graph are called; by default they have numbers.
-
-    Returns:
-        float32 ``[n]``, where nothing else is said, and ``id``, int64 or text.
+    ``"node"``: ``class`` int64, the likeliest one, and the probabilities ``p0``, …; ``"multilabel"``: ``p0``, …;
+    ``"regression"``: ``value``, or ``value0``, …. ``ids`` are what all nodes are called; by default they have numbers.
     """
     rows = rows.float()
-    found: dict[str, Any] = {
-        "id": np.arange(begin, begin + len(rows)) if ids is None else list(ids[begin : begin + len(rows)])
-    }
-    name, values = "p", rows
+    end, name, values = begin + len(rows), "p", rows
+    found: dict[str, Column] = {}
+    found["id"] = np.arange(begin, end) if ids is None else list(ids[begin:end])
     if task == "node":
         found["class"] = rows.argmax(1).numpy()
         values = rows.softmax(1)
@@ -81,9 +73,9 @@ def columns(rows: Tensor, task: str, begin: int = 0, ids: Sequence[str] | None =
         values = rows.sigmoid()
     else:
         name = "value"
-    if name == "value" and values.size(1) == 1:
-        return found | {name: _array(values[:, 0])}
-    return found | {f"{name}{i}": _array(values[:, i]) for i in range(values.size(1))}
+    numbers = [np.ascontiguousarray(column.numpy()) for column in values.t()]
+    alone = name == "value" and len(numbers) == 1
+    return found | {name if alone else f"{name}{i}": column for i, column in enumerate(numbers)}
 
 
 def node_names(cfg: DictConfig, target: str | None, count: int) -> list[str] | None:
@@ -105,11 +97,3 @@ def as_rows(batches: Sequence[Tensor]) -> Tensor:
     """Return all outputs as one tensor; those that lie in a file stay there."""
     rows = [batch.float().cpu() for batch in batches]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-def _array(values: Tensor) -> npt.NDArray[np.float32]:
-    return np.ascontiguousarray(values.numpy())
-
-
-def _shortened(names: Sequence[str]) -> list[str]:
-    return [*names] if len(names) <= 5 else [*names[:3], "…", names[-1]]

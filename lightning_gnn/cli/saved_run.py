@@ -1,6 +1,5 @@
 """The configuration of a run, kept in its checkpoints, and runs that are rebuilt from it."""
 
-import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-import yaml
 from hydra import compose
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -43,8 +41,7 @@ class KeepConfig(pl.Callback):
 
     def __init__(self, cfg: DictConfig) -> None:
         initialized = HydraConfig.initialized()
-        choices = OmegaConf.to_container(HydraConfig.get().runtime.choices) if initialized else {}
-        assert isinstance(choices, dict)
+        choices = HydraConfig.get().runtime.choices if initialized else {}
         self.state = {
             "config": OmegaConf.to_container(cfg, resolve=False),
             "choices": {group: name for group, name in choices.items() if isinstance(name, str)},
@@ -67,23 +64,11 @@ class Rebuilt:
     deletions: list[str] = field(default_factory=list)  # overrides that delete what the saved run did not have
 
 
-@dataclass
-class _Saved:
-    config: dict[str, Any]
-    choices: dict[str, Any]
-    cwd: str
-    place: str
-
-
 def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
     """Prepare the configuration that was saved with ``ckpt_path``; call it where Hydra is initialized.
 
-    Args:
-        overrides: What was typed. A group's new option takes the place of what was saved of that group.
-
-    Returns:
-        ``config_name`` itself without ``ckpt_path``, where there is no such file, and, with a note, where nothing was
-        saved with it, or another task or experiment is asked for.
+    A group's new option takes the place of what was saved of that group. Returns ``config_name`` itself without such a
+    file and, with a note, where nothing was saved with it, or another task or experiment is asked for.
     """
     # Find the checkpoint that was typed; a sweep over several has no single configuration.
     typed = [item for item in overrides if item.key_or_group == "ckpt_path"]
@@ -95,27 +80,28 @@ def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
     path = Path(str(value)).expanduser()
     if value is None or not path.is_file():
         return Rebuilt(config_name)
-    # Without a configuration that can be read, the run is built from the defaults, and the user is told why.
+    # Without a configuration, the run is built from the defaults, and a note says why.
     saved = _saved_with(path)
-    if isinstance(saved, str):
-        return Rebuilt(config_name, f"{saved}: the run is built from the defaults and what you typed")
+    if saved is None:
+        return Rebuilt(config_name, f"no configuration was saved with {path}: the run is built from the defaults")
+    config, choices = _kept(saved["config"]), saved.get("choices", {})
     # Groups for which another option was typed are not taken from the saved run.
     chosen = [
         item
         for item in overrides
         if item.key_or_group in (*GROUPS, *_OTHER_RUNS)
-        and (item.is_sweep_override() or item.value() != saved.choices.get(item.key_or_group))
+        and (item.is_sweep_override() or item.value() != choices.get(item.key_or_group))
     ]
     # Another task or experiment is another run, for which the saved configuration does not count.
     for item in chosen:
         if item.key_or_group in _OTHER_RUNS:
-            return Rebuilt(config_name, f"{item.input_line} makes another run than the one saved in {saved.place}")
+            return Rebuilt(config_name, f"{item.input_line} makes another run than the one saved in {path}")
     # Register the saved configuration under a name of its own, from which Hydra composes.
     name = f"{config_name}_rebuilt"
-    config = _pruned(saved, {item.key_or_group for item in chosen}, overrides)
-    ConfigStore.instance().store(name, OmegaConf.create({"defaults": _defaults(config_name, saved), **config}))
+    config = _pruned(config, str(saved.get("cwd", "")), {item.key_or_group for item in chosen}, overrides)
+    ConfigStore.instance().store(name, OmegaConf.create({"defaults": _defaults(config_name, choices), **config}))
     # Delete the keys that the defaults have beyond the saved ones, apart from what was typed.
-    default = OmegaConf.to_container(compose(name), resolve=False)
+    default = _plain(compose(name))
     fresh = tuple(GROUPS[item.key_or_group] for item in chosen)
     given = tuple(str(item.key_or_group) for item in overrides)
     deletions = [
@@ -125,36 +111,17 @@ def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
         and not any(key == other or key.startswith(f"{other}.") for other in fresh)
         and not any(other == key or other.startswith(f"{key}.") for other in given)
     ]
-    return Rebuilt(name, f"rebuilt from the configuration saved in {saved.place}; what you typed wins", deletions)
+    return Rebuilt(name, f"rebuilt from the configuration saved in {path}; what you typed wins", deletions)
 
 
-def _saved_with(path: Path) -> _Saved | str:
-    """Return what was saved in a checkpoint or beside it, or why there is nothing."""
+def _saved_with(path: Path) -> dict[str, Any] | None:
+    """Return what :class:`KeepConfig` saved in a checkpoint; None where there is nothing."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
-        if path.is_file() and (damage := damage_of(path)) is not None:
-            raise ValueError(damage) from None
-        found = re.search(r"WeightsUnpickler error: *\s*(.+)", str(error))
-        reason = found[1] if found else str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"ckpt_path={path} cannot be read as a checkpoint: {reason}") from None
+        raise ValueError(damage_of(path) or f"ckpt_path={path} cannot be read as a checkpoint: {error}") from None
     state = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
-    if isinstance(state, dict) and isinstance(state.get("config"), dict):
-        return _Saved(_kept(state["config"]), dict(state.get("choices", {})), str(state.get("cwd", "")), str(path))
-    for folder in (path.absolute().parent, path.absolute().parent.parent):
-        if (file := folder / ".hydra/config.yaml").is_file():
-            try:
-                config, job = (_plain(file.with_name(name)) for name in ("config.yaml", "hydra.yaml"))
-                runtime = job["hydra"]["runtime"]
-                return _Saved(_kept(config), runtime["choices"], runtime["cwd"], str(file))
-            except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-                return f"{file} cannot be read ({str(error).partition(chr(10))[0]})"
-    return f"no configuration was saved with {path}"
-
-
-def _plain(file: Path) -> dict[str, Any]:
-    content: Any = OmegaConf.to_container(OmegaConf.load(file))
-    return dict(content)
+    return state if isinstance(state, dict) and isinstance(state.get("config"), dict) else None
 
 
 def _kept(config: dict[str, Any]) -> dict[str, Any]:
@@ -168,9 +135,9 @@ def _kept(config: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _pruned(saved: _Saved, chosen: set[str], overrides: Sequence[Override]) -> dict[str, Any]:
-    """Return the saved configuration without what is chosen or added anew, and without options that are gone."""
-    config: Any = OmegaConf.create(deepcopy(saved.config))
+def _pruned(saved: dict[str, Any], cwd: str, chosen: set[str], overrides: Sequence[Override]) -> dict[str, Any]:
+    """Return the saved configuration without what is chosen or added now, and without options that are gone."""
+    config = OmegaConf.create(deepcopy(saved))
     inner = {key: group for group, key in GROUPS.items() if "." in key}
     for key in (GROUPS[group] for group in chosen):
         parts = [other for other in inner if other.startswith(f"{key}.") and inner[other] not in chosen]
@@ -189,30 +156,35 @@ def _pruned(saved: _Saved, chosen: set[str], overrides: Sequence[Override]) -> d
         if not isinstance(node, DictConfig) or OmegaConf.is_interpolation(node, "root"):
             continue
         root = node.get("root")
-        if isinstance(root, str) and saved.cwd and (there := Path(saved.cwd) / root).exists():
-            node.root = root if Path(saved.cwd) == Path.cwd() else str(there)
-    pruned: Any = OmegaConf.to_container(config, resolve=False)
-    return dict(pruned)
+        if isinstance(root, str) and cwd and (there := Path(cwd) / root).exists():
+            node.root = root if Path(cwd) == Path.cwd() else str(there)
+    return _plain(config)
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    found = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
 
 
 def _remove(config: DictConfig, key: str) -> None:
     *parents, last = key.split(".")
-    node: Any = OmegaConf.select(config, ".".join(parents)) if parents else config
+    node = OmegaConf.select(config, ".".join(parents)) if parents else config
     if isinstance(node, DictConfig) and last in node:
         del node[last]
 
 
-def _defaults(config_name: str, saved: _Saved) -> list[Any]:
+def _defaults(config_name: str, choices: dict[str, object]) -> list[str | dict[str, str | None]]:
     """Return a defaults list that makes the same choices, as far as they still exist."""
     loader = GlobalHydra.instance().config_loader()
-    found: list[Any] = [config_name]
+    found: list[str | dict[str, str | None]] = [config_name]
     for group in (*GROUPS, *_OTHER_RUNS):
-        if isinstance(name := saved.choices.get(group), str):
+        if isinstance(name := choices.get(group), str):
             found.append({f"override /{group}": name if name in loader.get_group_options(group) else None})
     return [*found, "_self_"]
 
 
-def _keys_only_in(whole: Any, part: Any, prefix: str = "") -> Iterator[str]:
+def _keys_only_in(whole: dict[str, Any], part: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield the keys that only the first of two nested dictionaries has; Hydra cannot delete those of null."""
     for key, value in whole.items():
         if key not in part:

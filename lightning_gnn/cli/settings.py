@@ -1,24 +1,51 @@
 """``NAME=VALUE`` of commands that take few settings, and no configuration of Hydra's."""
 
-from collections.abc import Sequence
-from typing import Any
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
 
 from lightning_gnn.runtime.messages import removed
 
+T = TypeVar("T")
 
-def parsed(kind: type, settings: Sequence[str], command: str) -> Any:
+
+def typed_settings(arguments: Sequence[str] | None, command: str, description: str, epilog: str) -> list[str]:
+    """Return the settings that were typed behind a command, or print its help."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(command, description=description, epilog=epilog, formatter_class=form)
+    parser.add_argument("settings", nargs="+", metavar="NAME=VALUE", help="see below")
+    settings: list[str] = parser.parse_args(arguments).settings
+    return settings
+
+
+def parsed(kind: type[T], settings: Sequence[str], command: str) -> T:
     """Return a dataclass filled with settings."""
     for name in (setting.partition("=")[0] for setting in settings):
         if (gone := removed(f"{command.rpartition(' ')[2]}.{name}")) is not None:
             raise ValueError(gone)
     try:
-        found = OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.from_dotlist(list(settings)))
-        missing = sorted(map(str, OmegaConf.missing_keys(found)))
+        merged = OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.from_dotlist(list(settings)))
+        if missing := sorted(map(str, OmegaConf.missing_keys(merged))):
+            raise ValueError(f"give {', '.join(f'{name}=' for name in missing)}; see {command} --help")
+        found = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(f"{str(error).splitlines()[0]}; see {command} --help") from None
-    if missing:
-        raise ValueError(f"give {', '.join(f'{name}=' for name in missing)}; see {command} --help")
-    return OmegaConf.to_object(found)
+    assert isinstance(found, kind)
+    return found
+
+
+def print_with_time() -> Callable[[str], None]:
+    """Return what prints a message to the standard error stream, behind the seconds since now."""
+    start, console = time.perf_counter(), Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    return lambda message: console.print(f"{time.perf_counter() - start:8.1f} s  {message}")
+
+
+def gigabytes_in(folder: str) -> str:
+    """Return the size of all files below a folder, to read."""
+    return f"{sum(path.stat().st_size for path in Path(folder).rglob('*') if path.is_file()) / 1e9:.3g} GB"

@@ -1,10 +1,11 @@
 """Which edges are predicted, and which nodes train, where a graph does not say so."""
 
 import copy
-from typing import Any
+from typing import TypeAlias
 
 import torch
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.storage import EdgeStorage, NodeStorage
 from torch_geometric.transforms import RandomLinkSplit
 from torch_geometric.typing import EdgeType
 from torch_geometric.utils import index_to_mask
@@ -14,12 +15,13 @@ from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import edges_of
 from lightning_gnn.loading.random_state import keyed_random
 
+Graph: TypeAlias = Data | HeteroData
 _LINKS = {"num_train": 20000, "num_val": 2000, "num_test": 5000}
 """How many links are predicted, of a graph with twice as many."""
 
 
-def fill_splits(part: Any) -> str:
-    """Draw the splits that labelled nodes lack, always the same ones, and drop an empty one; return a note of it."""
+def fill_splits(part: Data | NodeStorage) -> str:
+    """Draw the splits that labeled nodes lack, always the same ones, and drop an empty one; return a note of it."""
     if (y := part.get("y")) is None:
         return ""
     given = {stage: seeds_in(part, stage) for stage in ("train", "val", "test")}
@@ -51,22 +53,20 @@ def fill_splits(part: Any) -> str:
 
 
 def split_links(
-    data: Any,
+    data: Graph,
     kind: EdgeType | None = None,
     num_train: float | None = None,
     num_val: float | None = None,
     num_test: float | None = None,
     seed: int = 0,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Graph, Graph, Graph]:
     """Split with PyG, from random streams of its own, so that each run of a sweep predicts the same edges.
 
-    Args:
-        num_train: A number or a fraction; None: 20,000, and so of the others 2,000 and 5,000, or as many in proportion
-            as are half of the links.
+    Each is a number or a fraction; None: 20,000, 2,000 and 5,000, or as many in proportion as are half of the links.
     """
     if kind is None:
         edges = CSCGraph.from_data(data).to_edge_index() if data.edge_index is None else data.edge_index
-        graph: Any = Data(x=data.x, edge_index=edges)
+        graph: Graph = Data(x=data.x, edge_index=edges)
         part, reverses = graph, None
     else:
         graph, edges, reverse = copy.copy(data), edges_of(data, kind), (kind[2], f"rev_{kind[1]}", kind[0])
@@ -100,7 +100,7 @@ def split_links(
     return train, val, test
 
 
-def _with_edges(store: Any, edges: torch.Tensor) -> Any:
+def _with_edges(store: EdgeStorage, edges: torch.Tensor) -> EdgeStorage:
     """Return a type of edges that holds its topology as a tensor."""
     for key in ("graph", "adj_t"):
         store.pop(key, None)
@@ -108,7 +108,7 @@ def _with_edges(store: Any, edges: torch.Tensor) -> Any:
     return store
 
 
-def _alternate(split: Any) -> None:
+def _alternate(split: Data | EdgeStorage) -> None:
     """Let links and non-links alternate, so that each mini-batch has both: PyG puts all links first."""
     place = torch.empty(split.edge_label.numel(), dtype=torch.float64)
     for kind in (split.edge_label > 0, split.edge_label == 0):

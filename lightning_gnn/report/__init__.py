@@ -1,8 +1,4 @@
-"""What a run leaves behind: metrics.json, a table on the screen, report.html and report.png.
-
-The pictures, which need matplotlib, are in :mod:`~lightning_gnn.report.charts`; the comparison of a sweep, which needs
-Hydra, is in :mod:`~lightning_gnn.report.comparison`.
-"""
+"""What a run leaves behind: metrics.json, a table on the screen, report.html and report.png."""
 
 from lightning_gnn.report.metrics import collect_metrics, print_table, reporting, write_metrics
 

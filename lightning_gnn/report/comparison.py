@@ -6,9 +6,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from hydra.core.utils import JobStatus
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from rich import box
@@ -16,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_gnn.report.console import warn
-from lightning_gnn.report.metrics import SPEEDS, reporting, shown
-from lightning_gnn.report.pages import run_name, write_runs_page
+from lightning_gnn.report.metrics import SPEEDS, Metrics, reporting, shown
+from lightning_gnn.report.pages import Name, run_name, write_runs_page
 from lightning_gnn.report.runs import Run, find_runs, write_csv
 from lightning_gnn.runtime.files import write_whole
 
@@ -36,16 +35,16 @@ class ComparisonTable(Callback):
     def __init__(self) -> None:
         self._returned: dict[int, float] = {}
 
-    def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: object) -> None:
         """Called by Hydra when a run has ended, in this process or in the one that ran it."""
         numbered = not OmegaConf.is_missing(config.hydra.job, "num")  # it is a run of a sweep
         if numbered and job_return.status == JobStatus.COMPLETED and isinstance(job_return.return_value, float):
             self._returned[int(config.hydra.job.num)] = job_return.return_value
 
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_multirun_end(self, config: DictConfig, **kwargs: object) -> None:
         """Called by Hydra when all runs have ended."""
         directory = Path(config.hydra.sweep.dir)
-        rows: list[dict[str, Any]] = []
+        rows: list[Metrics] = []
         with reporting("the comparison", warn):
             rows = compare(directory, self._returned)
         if not rows:
@@ -58,7 +57,7 @@ class ComparisonTable(Callback):
         with reporting(directory / "comparison.csv", warn):
             write_csv(rows, directory / "comparison.csv", _columns(rows))
         with reporting(directory / "report.html", warn):
-            write_sweep_page(directory, rows)
+            write_comparison_page(directory / "report.html", rows, runs_of_sweep(directory), "Sweep")
         if any(row["status"] != "ok" for row in rows):
             sys.exit(1)
 
@@ -69,35 +68,32 @@ def runs_of_sweep(directory: str | Path) -> dict[int, Run]:
     return dict(sorted(runs.items()))
 
 
-def compare(directory: str | Path, returned: Mapping[int, float] = MappingProxyType({})) -> list[dict[str, Any]]:
+def compare(directory: str | Path, returned: Mapping[int, float] = MappingProxyType({})) -> list[Metrics]:
     """Read the runs below a sweep's directory.
 
-    Args:
-        returned: What runs of this process have returned, by number; NaN is a failure. Others count as failed where
-            they have left no ``metrics.json``.
+    ``returned`` is what runs of this process have returned, by number; NaN is a failure. Others count as failed where
+    they have left no ``metrics.json``.
     """
     return compare_runs(runs_of_sweep(directory), returned)
 
 
-def compare_runs(
-    runs: Mapping[int, Run] | Mapping[str, Run], returned: Mapping[int, float] = MappingProxyType({})
-) -> list[dict[str, Any]]:
-    """Put runs beside one another.
+def compare_runs(runs: Mapping[Name, Run], returned: Mapping[int, float] = MappingProxyType({})) -> list[Metrics]:
+    """Return one row per run, in order.
 
-    Returns:
-        One row per run, in order: ``job`` (its name), ``status`` (``ok`` or ``failed``), what was typed for one of the
-        runs and is not the same in all, its figures, ``<score>_mean``, ``<score>_std`` and ``runs`` over all runs that
-        differ in the seed only, and ``error``.
+    A row has ``job`` (its name), ``status`` (``ok`` or ``failed``), what was typed for one of the runs and is not the
+    same in all, its figures, ``<score>_mean``, ``<score>_std`` and ``runs`` over all runs that differ in the seed only,
+    and ``error``.
     """
     keys = dict.fromkeys(item.lstrip("+").partition("=")[0] for run in runs.values() for item in run.overrides)
-    told = [run.settings(keys) for run in runs.values()]
-    varied = [key for key in keys if len({given[key] for given in told}) > 1]
-    rows, groups = [], dict[tuple[str, ...], list[dict[str, Any]]]()
-    for (name, run), given in zip(runs.items(), told, strict=True):
-        metrics = run.metrics or {"error": "the run has left no metrics.json"}
+    settings = [run.settings(keys) for run in runs.values()]
+    varied = [key for key in keys if len({given[key] for given in settings}) > 1]
+    rows: list[Metrics] = []
+    groups: dict[tuple[str, ...], list[Metrics]] = {}
+    for (name, run), given in zip(runs.items(), settings, strict=True):
+        metrics: Metrics = run.metrics or {"error": "the run has left no metrics.json"}
         error, figures = metrics.get("error") or "", (*scores_of(metrics), *SPEEDS)
         succeeded = isinstance(name, int) and not math.isnan(returned.get(name, math.nan))
-        row = {"job": name, "status": "failed" if error and not succeeded else "ok"}
+        row: Metrics = {"job": name, "status": "failed" if error and not succeeded else "ok"}
         row |= {key: given[key] for key in varied}
         row |= {name: metrics[name] for name in figures if isinstance(metrics.get(name), (int, float))}
         rows.append(row | {"error": error})
@@ -120,48 +116,42 @@ def scores_of(figures: Iterable[str]) -> list[str]:
     return sorted(dict.fromkeys(found), key=lambda name: known.index(name) if name in known else len(known))
 
 
-def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _columns(rows: Sequence[Metrics]) -> list[str]:
     return [*dict.fromkeys(column for row in rows for column in row if column != "error"), "error"]
 
 
-def told_differently(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the columns of :func:`compare_runs` that hold what the runs were told."""
+def _settings(rows: Sequence[Metrics]) -> list[str]:
+    """Return the columns of :func:`compare_runs` with settings."""
     others = {*SPEEDS, "runs", "job", "status", "error"}
     return [key for key in _columns(rows) if key not in others and not key.startswith(("test_", "val_"))]
 
 
-def write_sweep_page(folder: str | Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Make ``report.html`` in the folder of a sweep."""
-    return write_comparison_page(Path(folder) / "report.html", rows, runs_of_sweep(folder), "Sweep")
-
-
 def write_comparison_page(
-    path: Path, rows: Sequence[dict[str, Any]], runs: Mapping[Any, Run], what: str = "Comparison"
+    path: Path, rows: Sequence[Metrics], runs: Mapping[Name, Run], what: str = "Comparison"
 ) -> Path:
     """Make the page of several runs, which are given by their names in the rows."""
     scores = sorted(scores_of(_columns(rows)), key=lambda name: not name.startswith("test_"))
-    return write_runs_page(path, rows, runs, told_differently(rows), scores, what)
+    return write_runs_page(path, rows, runs, _settings(rows), scores, what)
 
 
-def print_comparison(rows: list[dict[str, Any]], path: Path) -> None:
+def print_comparison(rows: list[Metrics], path: Path) -> None:
     """Print the rows of :func:`compare_runs` as a table; ``path`` stands below it."""
-    scores, told = scores_of(_columns(rows)), told_differently(rows)
+    scores, settings = scores_of(_columns(rows)), _settings(rows)
     score = next((name for name in scores if name.startswith("test_")), next(iter(scores), "test_acc"))
     figures = [name for name in (*scores, *SPEEDS) if any(name in row for row in rows)]
-    look: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "caption_justify": "left"}
-    table = Table(title="Comparison", caption=str(path), box=box.ROUNDED, **look)
-    for name in ["job", *told]:
+    table = Table(title="Comparison", caption=str(path), box=box.ROUNDED, title_justify="left", title_style="bold")
+    for name in ["job", *settings]:
         table.add_column(name, style="cyan", no_wrap=name == "job")
     for name in [*figures, f"{score}: mean ± std"]:
         table.add_column(name, justify="right", no_wrap=name in figures)
-    groups = [tuple(row[key] for key in told if key != "seed") for row in rows]
+    groups = [tuple(row[key] for key in settings if key != "seed") for row in rows]
     repeated = any(row.get("runs", 1) > 1 for row in rows)
     for i, row in enumerate(rows):
         if repeated and i and groups[i] != groups[i - 1]:
             table.add_section()
         cells = [shown(name, row.get(name)) for name in figures]
         cells = [*cells, _spread(row, score)] if row["status"] == "ok" else ["[red]failed[/red]"]
-        table.add_row(str(row["job"]), *(str(row[key]) for key in told), *cells)
+        table.add_row(str(row["job"]), *(str(row[key]) for key in settings), *cells)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     for row in rows:
@@ -170,6 +160,6 @@ def print_comparison(rows: list[dict[str, Any]], path: Path) -> None:
             console.print(f"{said}: {row['error']}", style="red", markup=False, highlight=False)
 
 
-def _spread(row: dict[str, Any], score: str) -> str:
+def _spread(row: Metrics, score: str) -> str:
     mean, std = (shown(score, row.get(f"{score}_{what}")) for what in ("mean", "std"))
     return f"{mean} ± {std} ({row['runs']})" if row.get("runs", 1) > 1 else ""

@@ -30,9 +30,11 @@ SPEEDS = ("epoch_time_s", "sampled_edges_per_s", "mteps")
 SPLIT = ("sampling_s", "features_s", "model_s", "wait_s", "other_s")
 """Parts of an epoch's time: of the preparing threads, then of the training thread."""
 Row = tuple[str, str, str]
+Metrics = dict[str, Any]
+"""Figures and texts by name, as in metrics.json."""
 
 
-def collect_metrics(scores: dict[str, float], throughput: Any, num_epochs: int, **more: Any) -> dict[str, Any]:
+def collect_metrics(scores: dict[str, float], throughput: object, num_epochs: int, **more: object) -> Metrics:
     """Put together what metrics.json holds.
 
     Args:
@@ -50,25 +52,26 @@ def collect_metrics(scores: dict[str, float], throughput: Any, num_epochs: int, 
     return {**scores, "epochs": num_epochs, **speeds, "time_split": split, **more}
 
 
-def write_metrics(metrics: dict[str, Any], directory: str | Path) -> Path:
+def write_metrics(metrics: Metrics, directory: str | Path) -> Path:
     """Write ``metrics.json``; figures that are no finite number become null, which JSON has no other word for."""
     text = json.dumps(_plain(metrics), indent=2, allow_nan=False) + "\n"
     return write_whole(Path(directory) / "metrics.json", text)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """Return a finite number as it is; None for anything else that a file may hold."""
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return value if known else None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return value
+    return None
 
 
-def shown(name: str, value: Any) -> str:
+def shown(name: str, value: object) -> str:
     """Return a score or a speed as people read it, accuracy in percent; empty for what is no number."""
     if not isinstance(value, (int, float)):
         return ""
@@ -77,23 +80,23 @@ def shown(name: str, value: Any) -> str:
     return f"{value:.2%}" if name.endswith("_acc") else f"{value:.4f}"
 
 
-def shown_seconds(seconds: Any) -> str:
+def shown_seconds(seconds: object) -> str:
     """Return a duration in seconds, minutes or hours; empty for what is none."""
-    if number(seconds) is None:
+    if (found := number(seconds)) is None:
         return ""
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
+    if found < 100:
+        return f"{found:.3g} s"
+    minutes = round(found / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def tested(metrics: dict[str, Any]) -> str:
+def tested(metrics: Metrics) -> str:
     """Return which weights were tested."""
     trained = metrics.get("mode", "train") == "train"
     return "best checkpoint" if metrics.get("checkpoint") and trained else "last weights" if trained else "checkpoint"
 
 
-def score_rows(metrics: dict[str, Any]) -> list[Row]:
+def score_rows(metrics: Metrics) -> list[Row]:
     """Return name, figure and a note for each score."""
     note = f"of the {tested(metrics)}"
     parts = [(name.partition("_"), shown(name, value)) for name, value in metrics.items()]
@@ -104,7 +107,7 @@ def score_rows(metrics: dict[str, Any]) -> list[Row]:
     ]
 
 
-def speed_rows(metrics: dict[str, Any]) -> list[Row]:
+def speed_rows(metrics: Metrics) -> list[Row]:
     """Return name, figure and a note for each speed that was measured."""
     if not (epoch := number(metrics.get("epoch_time_s"))):
         return []
@@ -116,7 +119,7 @@ def speed_rows(metrics: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def split_rows(metrics: dict[str, Any]) -> dict[Row, float]:
+def split_rows(metrics: Metrics) -> dict[Row, float]:
     """Return name, figure, note and share for each part of an epoch's time that was measured."""
     epoch, split = number(metrics.get("epoch_time_s")), metrics.get("time_split")
     known = {name: number(split.get(name)) for name in SPLIT} if epoch and isinstance(split, dict) else {}
@@ -130,7 +133,7 @@ def split_rows(metrics: dict[str, Any]) -> dict[Row, float]:
     return rows
 
 
-def print_table(metrics: dict[str, Any], title: str, console: Console) -> None:
+def print_table(metrics: Metrics, title: str, console: Console) -> None:
     """Print the figures of :func:`~lightning_gnn.report.collect_metrics`, leaving out what was not measured."""
     from rich import box
     from rich.table import Table

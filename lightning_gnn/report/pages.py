@@ -1,99 +1,69 @@
-"""The pages of runs, of sweeps and of plans, whose templates are in the folder beside this file."""
+"""The pages of runs and of sweeps, whose templates are in the folder beside this file."""
 
-import math
 import os
 import re
 import shlex
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 from urllib.parse import quote
 
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 
 from lightning_gnn.report import metrics as figures
-from lightning_gnn.report.metrics import number
-from lightning_gnn.report.runs import Run, is_run, read_curves, read_run
+from lightning_gnn.report.metrics import Metrics, number
+from lightning_gnn.report.runs import Run, read_curves, read_run
 from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
 
 _LARGEST_TEXT = 1 << 20
-_ONLY_PLANS = ("plan.", "plan=", "hydra.")  # what is told to the plan alone
 _ONCE = ("hydra.mode=", "hydra.run.dir=", "hydra.sweep.dir=")
 """What is not typed again: a sweep repeated in its old folder would write over it."""
+Name = TypeVar("Name", int, str)
 
 
 def write_run_page(folder: str | Path) -> Path:
     """Make ``report.html`` of what lies in the folder of a run; whatever is missing there is left out."""
     run = read_run(folder)
-    epochs, curves = read_curves(run.folder), []
+    epochs, curves = read_curves(run.folder), ""
     if epochs:
         from lightning_gnn.report import charts
 
-        kinds = [name.removeprefix("val_") for row in epochs[-1:] for name in row if name.startswith("val_")]
-        for kind in dict.fromkeys(["loss", *kinds]):
-            lines, levels = charts.curves_of(run.metrics, epochs, kind)
-            curves.append(charts.line_chart(charts.name_of(kind), lines, levels, kind))
-    default = " ".join(["lgnn", *["plan"] * (run.state == "plan"), *run.overrides])
+        kinds = [name.removeprefix("val_") for name in epochs[-1] if name.startswith("val_")]
+        panels = [charts.panel_of(run.metrics, epochs, kind) for kind in dict.fromkeys(["loss", *kinds])]
+        curves = b64encode(charts.draw(panels)).decode()
     return _write(
-        run.folder / "report.html", "run", run.metrics.get("title") or default, run=run, curves=[*filter(None, curves)],
+        run.folder / "report.html", "run", run.metrics.get("title") or run.command, run=run, curves=curves,
         scores=figures.score_rows(run.metrics), speeds=figures.speed_rows(run.metrics),
         split=figures.split_rows(run.metrics).items(),
     )  # fmt: skip
 
 
-def write_plan_page(folder: str | Path, title: str = "", said: Sequence[str] = ()) -> Path:
-    """Make ``plan.html`` of what a plan has left in its folder: ``plan.yaml``.
-
-    Args:
-        title: Heads the page; by default the command.
-    """
-    folder = Path(folder)
-    run = read_run(folder) if is_run(folder) else None
-    try:
-        plan = _pairs(read_yaml(read_text(folder / "plan.yaml")))
-    except (OSError, ValueError):
-        plan = []
-    told, state = ["lgnn"], dict(plan)
-    if run is not None:
-        told += [item for item in run.overrides if not item.startswith(_ONLY_PLANS)]
-        told += [f"datamodule.plan={folder.absolute() / 'plan.yaml'}"] if "gpu_buffer_size" in state else []
-    more = {"run": run, "plan": state, "told": shlex.join(told), "said": said}
-    title = title or (run.command if run is not None else "lgnn plan")
-    return _write(folder / "plan.html", "plan", title, folder=folder, **more)
-
-
 def write_runs_page(
-    path: Path, rows: Sequence[dict[str, Any]], runs: Mapping[Any, Run], told: list[str], scores: list[str], what: str
+    path: Path, rows: Sequence[Metrics], runs: Mapping[Name, Run], settings: list[str], scores: list[str], what: str
 ) -> Path:
-    """Make the page of several runs.
-
-    Args:
-        scores: The columns of the scores; by the first the runs are ordered.
-        what: They are, as in ``"Sweep"``.
-    """
+    """Make the page of several runs, ordered by the first score; ``what`` they are, as in ``"Sweep"``."""
     ok, score = [row for row in rows if row["status"] == "ok"], next(iter(scores), "")
-    kind, keys = score.partition("_")[2], [key for key in told if key != "seed"]
-    lowest, slices, curves = kind in figures.LOWER_IS_BETTER, None, None
+    kind, keys = score.partition("_")[2], [key for key in settings if key != "seed"]
+    lowest, curves = kind in figures.LOWER_IS_BETTER, ""
     if ok and score:
         from lightning_gnn.report import charts
 
-        lines: dict[str, Any] = {}
+        lines = {}
         for row in ok:
-            given = ", ".join(f"{key}={_setting(row[key])}" for key in told if row.get(key))
+            given = ", ".join(f"{key}={_setting(row[key])}" for key in settings if row.get(key))
             epochs = read_curves(runs[row["job"]].folder) if row["job"] in runs else []
-            lines[f"{run_name(row['job'])}: {given}"] = charts.curves_of({}, epochs, kind)[0].get("validation", [])
-        if told and len(ok) > 1:
-            settings = {key: [row.get(key) for row in ok] for key in told}
-            slices = charts.slice_chart(score, settings, [row.get(score) for row in ok], [*lines])
-        curves = charts.line_chart(f"val_{kind}", lines, kind=kind, width=1080)
+            lines[f"{run_name(row['job'])}: {given}"] = charts.panel_of({}, epochs, kind).lines["validation"]
+        curves = b64encode(charts.draw([charts.Panel(kind, lines, {})])).decode()
     repeated = [row for row in ok if row.get("runs", 1) > 1 and f"{score}_mean" in row]
     groups = {tuple(row.get(key) for key in keys): row for row in repeated}.values()
     pages = {name: run.folder / "report.html" for name, run in runs.items()}
     there = {name: Path(os.path.relpath(page, path.parent)) for name, page in pages.items() if page.is_file()}
+    title = f"{what} over {', '.join(settings)}" if settings else what
     return _write(
-        path, "sweep", f"{what} over {', '.join(told)}" if told else what, folder=path.parent, rows=rows, runs=runs,
-        told=told, scores=scores, score=score, slices=slices, curves=curves, command=_sweep_command(path.parent),
+        path, "sweep", title, folder=path.parent, rows=rows, runs=runs, settings=settings,
+        scores=scores, score=score, curves=curves, command=_sweep_command(path.parent),
         groups=sorted(groups, key=lambda row: row[f"{score}_mean"], reverse=not lowest), keys=keys,
         links={name: quote(page.as_posix()) for name, page in there.items()},
         first=min((run.started for run in runs.values()), default=None),
@@ -117,7 +87,7 @@ def _sweep_command(folder: Path) -> str:
     return f"cd {shlex.quote(cwd)}\n{shlex.join(['lgnn', '-m', *typed])}"
 
 
-def _write(path: Path, template: str, title: Any, **content: Any) -> Path:
+def _write(path: Path, template: str, title: str, **content: object) -> Path:
     """Write a page as a whole file."""
     return write_whole(path, _templates().get_template(f"{template}.html.j2").render(title=title, **content))
 
@@ -130,43 +100,24 @@ def _templates() -> Environment:
         loader=folder, autoescape=True, undefined=ChainableUndefined, trim_blocks=True, lstrip_blocks=True
     )
     found.filters |= {
-        "by_time": lambda options: sorted(
-            (each for each in _listed(options) if isinstance(each, dict)),
-            key=lambda each: math.inf if (seconds := number(each.get("epoch_s"))) is None else seconds,
-        ),
-        "listed": _listed,
         "minute": lambda time: f"{time:%Y-%m-%d %H:%M}",
-        "ms": lambda value: _shown(value, "%.4g ms", 1e3),
         "number": number,
-        "of": _of,
+        "of": lambda key, row: row.get(key, ""),
         "pairs": _pairs,
         "quote": shlex.quote,
         "score": lambda key, row, name=None: figures.shown(name or key, row.get(key)),
         "seconds": figures.shown_seconds,
         "setting": _setting,
-        "shown": _shown,
         "text": _text,
     }
     return found
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _pairs(value: Any) -> list[tuple[Any, Any]]:
+def _pairs(value: object) -> list[tuple[object, object]]:
     return [*value.items()] if isinstance(value, dict) else []
 
 
-def _of(key: str, value: Any) -> Any:
-    return value.get(key, "") if isinstance(value, dict) else ""
-
-
-def _shown(value: Any, form: str, factor: float = 1) -> str:
-    return "" if number(value) is None else form % (factor * value)
-
-
-def _setting(value: Any) -> str:
+def _setting(value: object) -> str:
     """Return a setting, of a number that was drawn four digits; comparison.csv has all of them."""
     text = str(value)
     return f"{float(text):.4g}" if re.fullmatch(r"-?\d*\.\d{6,}(e-?\d+)?", text) else text

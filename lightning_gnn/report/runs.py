@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_gnn.report.metrics import number
+from lightning_gnn.report.metrics import Metrics, number
 from lightning_gnn.runtime.files import LARGEST_JSON, read_json, read_text, read_yaml, write_whole
 
 State = Literal["done", "failed", "unfinished", "plan"]
@@ -25,7 +25,7 @@ class Run:
     state: State  # "unfinished" if it has left no metrics.json, because it was interrupted or still runs
     started: datetime  # when it began, or was configured
     overrides: list[str] = field(default_factory=list)
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     job: int | None = None  # its number in a sweep, or None
     cwd: str = ""  # where it was started; empty if that is not known
 
@@ -91,7 +91,7 @@ def read_run(folder: str | Path) -> Run:
     )
 
 
-def write_csv(rows: Sequence[dict[str, Any]], path: Path, columns: Sequence[str] = ()) -> Path:
+def write_csv(rows: Sequence[Metrics], path: Path, columns: Sequence[str] = ()) -> Path:
     """Write rows as a table, by default with all their columns."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns or [*dict.fromkeys(name for row in rows for name in row)], restval="")
@@ -114,7 +114,7 @@ def read_curves(folder: str | Path) -> list[dict[str, float]]:
         return []
 
 
-def _metrics(path: Path) -> dict[str, Any]:
+def _metrics(path: Path) -> Metrics:
     try:
         found = read_json(read_text(path, LARGEST_JSON))
     except FileNotFoundError:
@@ -131,14 +131,14 @@ def _yaml(path: Path) -> Any:
         return None
 
 
-def _below(value: Any, key: str) -> Any:
+def _below(value: object, key: str) -> Any:
     """Return what is in nested mappings; None if there is nothing."""
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
 
-def _typed(value: Any) -> str:
+def _typed(value: object) -> str:
     """Return a setting as one types it; what is null or a whole section counts as left out."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -147,7 +147,7 @@ def _typed(value: Any) -> str:
     return "" if value is None or isinstance(value, dict) else str(value)
 
 
-def _started(folder: Path, metrics: dict[str, Any]) -> datetime:
+def _started(folder: Path, metrics: Metrics) -> datetime:
     try:
         return datetime.fromisoformat(str(metrics.get("started"))).astimezone()
     except ValueError:

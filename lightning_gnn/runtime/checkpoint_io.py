@@ -18,8 +18,7 @@ from lightning_gnn.runtime.files import flush, whole_file
 class SafeCheckpointIO(TorchCheckpointIO):
     """Lightning's own, but a local file is written beside its target, brought to the disk and then renamed.
 
-    Lightning's writes to the directory for temporary files and copies from there: a process that is killed meanwhile
-    leaves neither checkpoint. What is read is checked against the file's checksums, which ``torch.load`` leaves out.
+    What is read is checked against the file's checksums, which ``torch.load`` leaves out.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:

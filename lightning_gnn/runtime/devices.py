@@ -31,25 +31,15 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a host's tensor on a device, whose current stream makes it while nobody waits.
-
-    Args:
-        tensor: Small; it is copied to page-locked memory first.
-        device: Where to; what is there already is returned as it is.
-    """
+    """Return a copy of a small host tensor, by page-locked memory, on a device, whose current stream makes it."""
     if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def used_on(tensor: Tensor, stream: torch.Stream) -> Tensor:
-    """Keep the memory of a tensor from being used again before a stream is done with it, and return the tensor.
-
-    Args:
-        tensor: Of any layout, or a sparse matrix of torch_sparse; on the CPU there is nothing to keep.
-        stream: Where it is used, if that is another one than it was allocated on.
-    """
-    if not isinstance(tensor, Tensor):
+    """Keep the memory of a tensor, of any layout, from reuse before a stream is done with it; return the tensor."""
+    if not isinstance(tensor, Tensor):  # a sparse matrix of torch_sparse
         tensor.record_stream(stream)
     elif not tensor.is_cpu:
         for part in parts_of(tensor):
@@ -71,8 +61,8 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 def match_device(plugin: Precision, device: torch.device) -> None:
     """Make a precision plugin autocast, and scale losses, on the device that trains.
 
-    Lightning's connector gives ``16-mixed`` and ``bf16-mixed`` the device ``"cuda"`` for every accelerator that it does
-    not know by name; autocast would then do nothing on another device. Call it in a strategy's ``setup_environment``.
+    Lightning gives it the device ``"cuda"`` for every accelerator that it does not know by name. Call it in a
+    strategy's ``setup_environment``.
     """
     if not isinstance(plugin, MixedPrecision) or plugin.device == device.type:
         return

@@ -42,12 +42,9 @@ def verify(folder: Path, sources: Iterable[Path] = ()) -> None:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Return title, time and hashes of a folder, also of an earlier release; a ValueError says if there are none."""
+    """Return title, time and hashes of a folder; a ValueError says if there are none."""
     try:
-        state = json.loads((folder / NAME).read_text(encoding="utf-8").splitlines()[-1])
-        if "seen" in state:  # an earlier release: sizes with the hashes of files, sources and identities apart
-            hashes = {name: digest for name, (_, digest) in state["files"].items()} | state["sources"]
-            state["files"] = {name: (state["seen"].get(name), digest) for name, digest in hashes.items()}
+        state = json.loads((folder / NAME).read_text(encoding="utf-8"))
         return {"title": str(state["title"]), "made": float(state["made"]), "files": dict(state["files"])}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{NAME} is missing or cannot be used ({error})") from None

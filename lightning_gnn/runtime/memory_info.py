@@ -19,11 +19,7 @@ def total_bytes() -> int:
 
 
 def available_bytes(device: torch.device | None = None, ranks: int = 1) -> int | None:
-    """Return the free memory of a device, in bytes; None where the device does not report it.
-
-    Args:
-        device: By default the CPU, whose memory is the host's, as far as the process's control groups allow.
-    """
+    """Return the free memory in bytes of a device, or a rank's share of the host's; None where it is not reported."""
     if device is not None and device.type != "cpu":
         module: Any = getattr(torch, device.type, None)
         return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else None

@@ -52,7 +52,9 @@ REMOVED = {
     "datamodule.order": _ROWS,
     "datamodule.precompute": "epochs took as long with it; leave it out, and num_neighbors samples all hops",
     "datamodule.verify_store": "files of features have no checksums; leave it out",
+    "lgnn tune": "pytorch_lightning.tuner.Tuner(trainer).lr_find(module, datamodule) finds a learning rate",
     "lightning_gnn.callbacks.StageTimeline": _TRACE,
+    "lightning_gnn.callbacks.ShortProgressBar": "Lightning shows its own bar; leave it out",
     "lightning_gnn.datasets.from_tables": _SCHEMA,
     "lightning_gnn.datasets.registry.convert_papers100m": "datasets.convert_tables(source, folder) makes it",
     "lightning_gnn.graph.from_tables": _SCHEMA,
@@ -78,7 +80,7 @@ def removed(name: str) -> str | None:
     return f"{name} was removed: {REMOVED[name]}" if name in REMOVED else None
 
 
-def whole_number(value: Any, name: str, least: int | None = None) -> int:
+def whole_number(value: object, name: str, least: int | None = None) -> int:
     """Return a number as ``int``."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{name} must be a whole number, but is {value!r}")
@@ -88,7 +90,7 @@ def whole_number(value: Any, name: str, least: int | None = None) -> int:
     return int(value)
 
 
-def true_or_false(value: Any, name: str) -> bool:
+def true_or_false(value: object, name: str) -> bool:
     """Return a bool as it is, and nothing else: ``"no"`` and ``"false"`` would count as true."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, but is {value!r}")
@@ -127,7 +129,7 @@ def aligned(rows: list[list[str]]) -> list[str]:
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
-def memory_bytes(value: Any, name: str) -> int:
+def memory_bytes(value: object, name: str) -> int:
     """Return a number of bytes, given as such or with a unit: ``"80GB"``, ``"512 MiB"``."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value

@@ -1,10 +1,8 @@
 """One copy per machine of the large tensors that its ranks hold, however the ranks were started.
 
-Each rank has read or made its tensors for itself. The first rank of a machine writes the memory of a tensor to a file
-in memory. Every rank that holds the same bytes maps that file, copy-on-write, and lets its tensor refer to the mapping:
-the tensor object stays the same, so that the user's ``Data`` and the DataModule see one another's writes as before. A
-page that a rank writes to becomes that rank's own. A NumPy array or a view that the user made before keeps the old
-memory.
+The first rank of a machine writes a tensor to a file in memory; every rank that holds the same bytes maps that file
+copy-on-write, and lets its tensor, which stays the same object, refer to the mapping. A page that a rank writes to
+becomes its own; NumPy arrays and views that the user made before keep the old memory.
 """
 
 from __future__ import annotations
@@ -37,22 +35,19 @@ _OWN_MEMORY = (
     "tensorboard.", "wandb.", "mlflow.",
 )  # fmt: skip
 """Modules whose threads write to no tensor of the user's: observers, progress bars, loggers."""
+Offer = tuple[int, int, tuple[int, int]] | str
+"""Process, descriptor, and device and inode of a file; or why there is none."""
 _files: dict[int, int] = {}
 """Descriptors of the files that tensors of this process are mapped from, by where their memory begins."""
 
 
 def share_equal_arrays(held: Mapping[str, Any]) -> int:
-    """Let the ranks of each machine use one copy of the tensors that are equal on them.
+    """Let the ranks of each machine use one copy of the tensors that are equal on them; a collective call.
 
-    Collective: every rank must call this. Tensors of the same name are shared where their bytes are equal. Left as they
-    are: tensors below :data:`MIN_SHARED_BYTES`, sparse or trained ones, those on a device, page-locked, mapped from a
-    file or shared already, and all of a rank with another thread that may write to them meanwhile. Files have no name
-    in any folder, so that a killed process leaves nothing behind; where the system grants no file in memory, a
-    temporary one takes its place.
-
-    Args:
-        held: What this rank holds, by names that are the same on all ranks: tensors, PyG's ``Data``, dataclasses, and
-            mappings and tuples of these.
+    ``held`` is what this rank holds, by names that are the same on all ranks: tensors, PyG's ``Data``, dataclasses, and
+    mappings and tuples of these. Left as they are: tensors below :data:`MIN_SHARED_BYTES`, sparse or trained ones,
+    those on a device, page-locked, mapped from a file or shared already, and all of a rank with another thread that may
+    write to them meanwhile. Returns the bytes of this rank that are shared.
     """
     machine, mine, why = which_machine(), {}, ""
     if machine is not None and (writers := other_threads()):
@@ -89,13 +84,10 @@ def find_tensors(held: Mapping[str, Any]) -> dict[str, list[Tensor]]:
 
 
 def shared_view(tensor: Tensor) -> Tensor | None:
-    """Return the same content in the memory that all ranks of the machine share, for a device to lock there.
+    """Return the same content in the memory that all ranks share, for a device to lock; None where it is not shared.
 
     A driver that locks pages counts as a writer, so that to lock the tensor itself would give each rank a copy of its
     own. What is returned must not be written to.
-
-    Returns:
-        None where its memory is not shared, or has been written to since.
     """
     storage = tensor.untyped_storage()
     if (file := _files.get(storage.data_ptr())) is None:
@@ -105,10 +97,7 @@ def shared_view(tensor: Tensor) -> Tensor | None:
 
 
 def other_threads() -> list[str]:
-    """Return the names of Python threads that may write to a tensor while its memory is copied to a file.
-
-    Threads that keep to their own memory are left out.
-    """
+    """Return the names of Python threads that may write to a tensor while its memory is copied to a file."""
     here = threading.current_thread()
     found = []
     for thread in threading.enumerate():
@@ -146,7 +135,7 @@ def _share(name: str, tensors: Sequence[Tensor], everyone: list[Any]) -> tuple[i
         first, *others = holders.get((machine, sizes.get(name, 0)), [-1])
         # The first rank of a machine copies its array to a file in memory, and offers it to the others.
         with ExitStack() as files:
-            offer: Any = None
+            offer: Offer | None = None
             if gives := bool(others) and first == rank:
                 try:
                     file = files.enter_context(file_in_memory())
@@ -193,7 +182,7 @@ def file_in_memory() -> IO[bytes]:
         return tempfile.TemporaryFile()
 
 
-def _take(tensors: Sequence[Tensor], offer: Any) -> bool | str:
+def _take(tensors: Sequence[Tensor], offer: Offer) -> bool | str:
     """Refer to another rank's file; return False where it holds other bytes, or why that cannot be."""
     if isinstance(offer, str):
         return offer
@@ -241,7 +230,7 @@ def _on(whole: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(whole.untyped_storage(), *place)
 
 
-def _tensors(held: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def _tensors(held: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the dense tensors on the host that are not trained."""
     if isinstance(held, BaseData):
         held = held.to_dict()
@@ -253,8 +242,9 @@ def _tensors(held: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         for key, value in held.items():
             yield from _tensors(value, f"{name}.{key}" if name else str(key))
         return
-    plain = type(held) in (Tensor, torch.nn.Parameter)  # another class may keep its memory elsewhere
-    if plain and held.is_cpu and held.layout == torch.strided and not held.requires_grad:
+    if not isinstance(held, Tensor) or type(held) not in (Tensor, torch.nn.Parameter):
+        return  # another class may keep its memory elsewhere
+    if held.is_cpu and held.layout == torch.strided and not held.requires_grad:
         yield name, held
 
 

@@ -1,7 +1,6 @@
-"""The one store for everything cached: entries that are written at once, and made again when damaged.
+"""Everything cached: folders ``<root>/<kind>/<key>`` with a manifest, written at once and made again when damaged.
 
-An entry is a folder ``<root>/<kind>/<key>`` with the files of one thing and a manifest. Where the folder cannot be used
-or the disk is full, a warning says so and nothing is kept: nothing cached may end a run.
+Where a folder cannot be used or the disk is full, a warning says so and nothing is kept: no cache may end a run.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def say_once(message: str, about: str = "") -> None:
         rank_zero_warn(message)
 
 
-def checksum(*parts: Any) -> str:
+def checksum(*parts: object) -> str:
     """Return 32 hexadecimal digits of the content of tensors, read block by block, and the ``repr`` of other parts."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
@@ -183,22 +182,16 @@ def scratch(kind: str) -> Iterator[Path | None]:
         yield None
         return
     part = root / kind / f"{key}.part"
-    try:
-        with locked(root, kind, key) as alone:
-            try:
-                if alone:
-                    sweep(root, kind)
-                part.mkdir(mode=0o700, parents=True)
-            except OSError as error:
-                say_once(f"nothing can be kept in {root} ({error})")
-                yield None
-                return
-            try:
-                yield part
-            finally:
-                discard(part)
-    finally:
-        discard(root / "locks" / f"{kind}-{key}.lock")
+    with locked(root, kind, key) as alone, ExitStack() as stack:
+        stack.callback(discard, root / "locks" / f"{kind}-{key}.lock")
+        try:
+            if alone:
+                sweep(root, kind)
+            part.mkdir(mode=0o700, parents=True)
+            stack.callback(discard, part)
+        except OSError as error:
+            say_once(f"nothing can be kept in {root} ({error})")
+        yield part if part.is_dir() else None
 
 
 @contextmanager

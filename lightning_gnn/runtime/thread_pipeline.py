@@ -31,16 +31,11 @@ def one_torch_thread() -> None:
 
 
 class Crew:
-    """Threads in groups, which take jobs as soon as there are any, until they are told to stop or a job fails.
+    """Threads in groups, which take jobs as soon as there are any, until they are stopped or a job fails.
 
-    Threads that wait keep nothing alive: whoever gives out the jobs may be dropped with all that hangs on it, such as a
-    Trainer, which its mini-batches lead to. Then they end.
-
-    Args:
-        claim: A method, called under the lock with the numbers of a group and of a thread in it; returns a job for that
-            thread, or None to wait until the group is woken.
-        names: Of the groups; their threads have a number behind.
-        begin: Called first in each thread.
+    Threads that wait keep nothing alive, and end when the owner of ``claim`` is dropped. That method is called under
+    the lock with the numbers of a group and of a thread in it, and returns a job, or None to wait until the group is
+    woken; ``begin`` is called first in each thread.
     """
 
     def __init__(
@@ -48,7 +43,7 @@ class Crew:
     ) -> None:
         self.lock = threading.RLock()
         self.news = threading.Condition(self.lock)
-        """For those who wait for the crew; notified when a job fails, and by whoever else has news."""
+        """For those who wait for the crew; notified when a job fails, and by others that have news."""
         self.error: BaseException | None = None
         """What a job has raised, with its traceback."""
         self.stopped = False
@@ -60,11 +55,9 @@ class Crew:
 
     @property
     def can_be_joined(self) -> bool:
-        """Whether its threads can be waited for, and its lock taken.
-
-        Not so in a fork: the threads are the parent's, and one of them may have held the lock. Nor in one of them: the
-        garbage collector has dropped the owner there, and may have done so with the lock held.
-        """
+        """Whether its threads can be waited for, and its lock taken."""
+        # Not so in a fork, whose parent has the threads, one of which may have held the lock; nor in one of them, where
+        # the garbage collector has dropped the owner, maybe with the lock held.
         own = any(threading.current_thread() in group for group in self._threads)
         return self._process == os.getpid() and not own
 
@@ -89,11 +82,7 @@ class Crew:
             )
 
     def close(self, patience: float = inf) -> list[str]:
-        """Stop, and join the threads once they are done with the jobs that they have; as often as you like.
-
-        Returns:
-            The names of those that have not ended by then.
-        """
+        """Stop, join the threads once they are done with their jobs, and return the names of those that go on."""
         if self._process != os.getpid():
             return []
         with self.lock:
@@ -157,14 +146,10 @@ def _weakly(function: Callable[[], object]) -> Callable[[], Callable[[], object]
 
 @dataclass
 class Item:
-    """What passes through the stages.
-
-    Args:
-        value: What the steps turn into something else, one after another.
-        note: Anything that the steps need besides.
-    """
+    """What passes through the stages."""
 
     value: Any
+    """What the steps turn into something else, one after another."""
     note: Any = None
     seconds: dict[str, float] = field(default_factory=dict)
     """Thread-seconds of each step."""
@@ -183,16 +168,12 @@ class Item:
 class StagePipeline:
     """Take items through stages, in order, with at most a few of them in each.
 
-    A stage holds an item from when it begins with it until the next one begins: one that is slow keeps those before it
-    from running ahead. An exception in a step is raised by :meth:`take` of that item, with its own traceback.
+    A stage holds an item until the next one begins with it: one that is slow keeps those before it from running ahead.
+    An exception in a step is raised by :meth:`take` of that item, with its own traceback.
 
     Args:
-        stages: The steps of each stage, one after another.
-        num_threads: Threads of each stage.
         bound: Items in a stage beyond those that its threads are busy with.
         stall_timeout: Seconds without any progress after which :meth:`take` gives up.
-        name: Begins the names of the threads, before that of the stage's first step.
-        begin: Called first in each thread.
         patience: Seconds to wait for the threads' last jobs.
     """
 

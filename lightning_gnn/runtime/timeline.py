@@ -1,14 +1,10 @@
-"""When each stage of each mini-batch ran: clocks of devices, what is recorded by them, and timelines.
-
-Stages also have names for ``torch.profiler``, so that a user's own profile shows them: with
-``experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True)`` those of worker threads too.
-"""
+"""When each stage of each mini-batch ran: clocks of devices, what is recorded by them, and timelines."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Literal, ParamSpec, TypeVar
@@ -98,10 +94,7 @@ def seconds_between(start: Timestamp, end: Timestamp) -> float:
 
 
 class StepTimer:
-    """Times an accelerator's steps by events, which are read once they are reached, so that nothing waits for them.
-
-    Where a backend has no events, the time is that of the thread.
-    """
+    """Times an accelerator's steps by events that nothing waits for; where a backend has none, those of the thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
@@ -132,22 +125,14 @@ class StepTimer:
 
 @dataclass(frozen=True)
 class Interval:
-    """One stage of one mini-batch.
-
-    Args:
-        stage: ``"cpu_batching"``, ``"dma"``, ``"gpu_batching"``, ``"uva"`` or ``"model"``, or any other name.
-        batch: Number of the mini-batch.
-        start: Seconds since the beginning.
-        end: Seconds since the beginning.
-        lane: Which of several workers of the resource.
-    """
+    """One stage of one mini-batch; times are seconds since the beginning."""
 
     resource: Resource
-    stage: str
-    batch: int
+    stage: str  # "cpu_batching", "dma", "gpu_batching", "uva" or "model", or any other name
+    batch: int  # the number of the mini-batch
     start: float
     end: float
-    lane: int = 0
+    lane: int = 0  # which of several workers of the resource
 
 
 @dataclass
@@ -157,23 +142,9 @@ class Timeline:
     intervals: list[Interval] = field(default_factory=list)
 
     @property
-    def start(self) -> float:
-        """Seconds at which the first interval begins, 0 without any."""
-        return min((interval.start for interval in self.intervals), default=0.0)
-
-    @property
     def end(self) -> float:
         """Seconds at which the last interval ends, 0 without any."""
         return max((interval.end for interval in self.intervals), default=0.0)
-
-    @property
-    def makespan(self) -> float:
-        """Seconds from the first start to the last end."""
-        return self.end - self.start
-
-    def busy(self, resource: Resource) -> float:
-        """Return the seconds in which at least one interval occupies a resource."""
-        return _union((i.start, i.end) for i in self.intervals if i.resource == resource)
 
 
 class Recorder:
@@ -240,11 +211,3 @@ class Recorder:
             resources, stage, number, start, end, lane = self._queued.popleft()
             seconds = self.clock.host_seconds(start), self.clock.host_seconds(end)
             self.timeline.intervals += [Interval(name, stage, number, *seconds, lane) for name in resources]
-
-
-def _union(spans: Iterable[tuple[float, float]]) -> float:
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

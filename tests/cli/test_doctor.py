@@ -1,6 +1,5 @@
 """``lgnn doctor`` tells what is there, and says of broken packages that they are broken."""
 
-import json
 import shutil
 import sys
 
@@ -11,7 +10,6 @@ from lightning_gnn.cli import main as cli
 from lightning_gnn.cli.commands import doctor
 from lightning_gnn.ops.aggregate import ascend_twin
 from lightning_gnn.ops.aggregate.ascend_twin import record_launches
-from lightning_gnn.runtime.store import keep
 
 
 def by_name(findings):
@@ -56,14 +54,6 @@ def test_a_torch_npu_that_cannot_be_imported_is_broken_and_does_no_harm(monkeypa
     assert "torch_npu" not in sys.modules
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--nonsense"]])
-def test_the_arguments_are_checked(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        doctor.main(arguments)
-    assert stopped.value.code == (0 if arguments == ["--help"] else 2)
-    capsys.readouterr()
-
-
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the twin needs g++")
 
 
@@ -93,24 +83,17 @@ def test_a_wrong_and_a_broken_kernel_are_named(monkeypatch, capsys):
         outputs[0].mul_(1.01)
 
     monkeypatch.setattr(ascend_twin, "launch", broken)
-    assert doctor.main(["--kernels", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert [check["right"] for check in found["checks"]] == [True, False, True, False, False]
-    assert "aggregate (max): WRONG, error " in found["report"][3]
-    assert "aggregate_update: WRONG, error " in found["report"][5]
-    assert found["report"][6] == "  gather_rows: failed: RuntimeError: aclrtlaunch failed"
-    assert found["report"][-1] == "3 of 5 are wrong: aggregate (max), aggregate_update, gather_rows"
+    assert doctor.main(["--kernels"]) == 1
+    report = capsys.readouterr().out.splitlines()
+    assert "aggregate (max): WRONG, error " in report[3]
+    assert "aggregate_update: WRONG, error " in report[5]
+    assert report[6] == "  gather_rows: failed: RuntimeError: aclrtlaunch failed"
+    assert report[-1] == "3 of 5 are wrong: aggregate (max), aggregate_update, gather_rows"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["doctor"], "torch"), (["cache"], "1 entry,"), (["cache", "--clear"], "plans: 1 entry removed")],
-)
-def test_doctor_and_cache_are_commands_of_lgnn(arguments, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path))
-    keep("plans", "0" * 32, lambda folder: (folder / "plan.yaml").write_text("x"), title="plan for this machine")
-    monkeypatch.setattr("sys.argv", ["lgnn", *arguments])
+def test_it_is_a_command_of_lgnn(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["lgnn", "doctor"])
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert not caught.value.code
-    assert said in capsys.readouterr().out
+    assert "torch" in capsys.readouterr().out

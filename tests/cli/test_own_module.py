@@ -87,10 +87,3 @@ def test_a_metric_that_is_not_logged_is_refused_before_training(told, logged, tm
     assert lgnn(tmp_path, "task.metric=macro_ap", *told) == 2
     said = f"error: task.metric=macro_ap is none of what is logged ({logged}); add it by 'task.metrics=[macro_ap]'\n"
     assert capfd.readouterr().err == said
-
-
-def test_a_file_that_is_not_there_is_one_line(folder, capfd):
-    assert lgnn(folder / "run", "model._target_=my_own_file.Nothing") == 2
-    err = capfd.readouterr().err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1

@@ -81,7 +81,6 @@ PARTS = "datamodule=partitioned datamodule.root=nowhere "
         (PARTS + "data=synthetic", "and no other: give data=part"),
         ("data=partitioned", "data=partitioned is the graph of datamodule=partitioned, and of no other"),
         (PARTS + "inference=full", "holds no partitioned graph"),
-        (PARTS + "datamodule.order=3", "datamodule.order=3 must be text"),
         (
             "task=link datamodule=partitioned_link datamodule.root=PARTS",
             "so give those to train on, or partition with some (lgnn partition task=link, or task=recommend)",

@@ -59,7 +59,6 @@ def test_a_gpu_that_is_not_there_is_planned_for(tmp_path, capfd):
     made = loaded(tmp_path / "plan.yaml")
     assert {part["place"] for part in made["placement"].values()} == {"device"}
     assert made["nbytes"] <= made["memory"] == 80 * 10**9
-    assert "What lies where" in (tmp_path / "plan.html").read_text()
     assert plan(tmp_path / "small", *memory, "datamodule.device_memory=1kB") == 2
     assert "are wanted on a device with 1 kB free" in capfd.readouterr().err
 
@@ -207,8 +206,8 @@ def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
         ([*COLLECTIVE, "plan.max_batches=2"], "no plan after 2 mini-batches"),
         ([*COLLECTIVE, "trainer.devices=2", "strategy=ddp"], "profiles one process"),
         ([*COLLECTIVE, "datamodule.plan=nowhere.yaml"], "nowhere.yaml"),
-        ([*COLLECTIVE, "trainer.limit_train_batches=0"], "limit_train_batches=0 leaves nothing to train"),
-        ([*COLLECTIVE, "datamodule.profile_batches=x"], "datamodule.profile_batches='x' must be a whole number"),
+        ([*COLLECTIVE, "trainer.limit_train_batches=0"], "training ended before there was a plan"),
+        ([*COLLECTIVE, "datamodule.profile_batches=x"], "profile_batches must be a whole number, but is 'x'"),
         ([*COLLECTIVE, "+trainer.no_such_argument=1"], "no_such_argument"),
     ],
     ids=lambda value: "-".join(value)[-40:] if isinstance(value, list) else "",
@@ -218,6 +217,3 @@ def test_one_line_and_exit_code_2(tmp_path, capfd, overrides, message):
     line = capfd.readouterr().err.strip().splitlines()[-1]
     assert re.search(message, line), line
     assert line.startswith("error: ")
-
-
-# -- help and configuration

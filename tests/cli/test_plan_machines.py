@@ -32,7 +32,6 @@ def test_machines_are_planned_on_the_graph_at_hand(tmp_path, capfd):
     assert "parts=100000" in many["missing"]
     assert "parts=100000" in printed
     assert "remote MB/step" in printed
-    assert "On 4 machines" in (tmp_path / "plan.html").read_text()
 
 
 @pytest.mark.slow

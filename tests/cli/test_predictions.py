@@ -6,7 +6,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_gnn.cli import predictions
-from lightning_gnn.cli.predictions import check_format, columns, node_names, write_parquet
+from lightning_gnn.cli.predictions import check_format, node_names, write_parquet
 from lightning_gnn.datasets.folder import save_folder
 from lightning_gnn.datasets.synthetic import planted_power_law
 from tests.cli.command import NODE, lgnn
@@ -15,17 +15,6 @@ from tests.refusals import refuses
 
 def rows(outputs, count=7):
     return torch.randn(count, outputs, generator=torch.Generator().manual_seed(0)) * 3
-
-
-def test_classes_and_their_probabilities():
-    logits = rows(3)
-    found = columns(logits, "node")
-    assert [*found] == ["id", "class", "p0", "p1", "p2"]
-    assert found["id"].tolist() == [*range(7)]
-    assert found["class"].tolist() == logits.argmax(1).tolist()
-    table = torch.from_numpy(np.stack([found[f"p{i}"] for i in range(3)], axis=1))
-    torch.testing.assert_close(table, torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True))
-    assert {found[name].dtype for name in ("p0", "p1")} == {np.dtype(np.float32)}
 
 
 def test_names_of_nodes_and_formats_that_there_are(tmp_path, monkeypatch):

@@ -14,9 +14,8 @@ import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from lightning_gnn.runtime import checkpoint_io
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO, use_safe_files
-from tests.faults.chains import DATA_MODULES, Chain, Killed, Node
+from tests.faults.chains import DATA_MODULES, Killed, Node
 from tests.full_graph.launch import CONTEXT
 from tests.patience import PATIENCE
 from tests.refusals import refuses
@@ -107,23 +106,6 @@ def test_a_full_disk(last):
     assert raised.value.filename == str(last)
     assert number_in(last) == 1
     assert alone(last)
-
-
-def test_a_disk_that_fills_while_training(tmp_path, monkeypatch):
-    chain = Chain(tmp_path, DATA_MODULES["neighbor"])
-    saved, original = [], torch.save
-
-    def save(checkpoint, file):
-        saved.append(checkpoint["global_step"])
-        if len(saved) == 3:
-            raise OSError(28, "No space left on device")
-        return original(checkpoint, file)
-
-    monkeypatch.setattr(checkpoint_io.torch, "save", save)
-    with pytest.raises(OSError, match=r"could not be written: No space left on device; the one .*last.ckpt"):
-        chain.run(last={"every_n_train_steps": 2})
-    assert saved == [2, 4, 6]
-    assert SafeCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 4
 
 
 def test_other_places_are_lightning_s(tmp_path):

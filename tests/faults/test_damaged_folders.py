@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from lightning_gnn.datasets.folder import load_folder
-from lightning_gnn.features import FeatureTable
 from lightning_gnn.graph import CSCGraph
 
 N, F, E = 40, 6, 200
@@ -60,18 +59,6 @@ def read_folder(root, mmap):
         return found | {"edge_index.npy": data.graph.to_edge_index().numpy()}
     parts = {name: getattr(data.graph, name) for name in ("indptr", "indices", "edge_ids")}
     return found | {f"{name}.npy": part.numpy() for name, part in parts.items() if part is not None}
-
-
-def table_files(dtype):
-    x = np.random.default_rng(0).standard_normal((N, F)) * 30
-    files = {"x.npy": npy(x.astype(dtype))}
-    return files | ({"x.scales.npy": npy(np.ones(N, np.float32))} if dtype == "int8" else {})
-
-
-def read_table(root, mmap):
-    table = FeatureTable.load(root / "x.npy", mmap)
-    found = {"x.npy": table.values.numpy()}
-    return found if table.scales is None else found | {"x.scales.npy": table.scales.numpy()}
 
 
 def flipped(rng, content, start, end):
@@ -133,13 +120,13 @@ def expected(name, content):
     return array
 
 
-def outcome(root, files, whole, read, name, damage, mmap):
+def outcome(root, files, whole, name, damage, mmap):
     """Damage one file, load the folder, mend the file; returns ``loaded``, ``error`` or what is wrong."""
     path = root / name
     path.unlink()
     path.write_bytes(damage) if isinstance(damage, bytes) else SPECIAL[damage](path)
     try:
-        found = read(root, mmap)
+        found = read_folder(root, mmap)
     except (OSError, TypeError, ValueError) as error:
         # TypeError is what is documented for an array of another dtype.
         named = path.stem.split(".")[-1] in str(error) and str(path.parent) in str(error)
@@ -156,28 +143,19 @@ def outcome(root, files, whole, read, name, damage, mmap):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs and sockets in folders")
-@pytest.mark.parametrize(
-    ("make", "of", "read", "flips"),
-    [
-        (folder_files, True, read_folder, 20),
-        (folder_files, False, read_folder, 12),
-        (table_files, "float32", read_table, 60),
-        (table_files, "int8", read_table, 60),
-    ],
-    ids=["folder in CSC order", "folder of edges", "float32 table", "int8 table"],
-)
-def test_each_damaged_file_loads_to_what_it_says_or_is_named(tmp_path, monkeypatch, make, of, read, flips):
+@pytest.mark.parametrize(("sorted_edges", "flips"), [(True, 20), (False, 12)], ids=["in CSC order", "of edges"])
+def test_each_damaged_file_loads_to_what_it_says_or_is_named(tmp_path, monkeypatch, sorted_edges, flips):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    files, root = make(of), tmp_path / "data"
+    files, root = folder_files(sorted_edges), tmp_path / "data"
     root.mkdir()
     for name, content in files.items():
         (root / name).write_bytes(content)
-    whole = read(root, True)
+    whole = read_folder(root, True)
     counts, wrong = Counter(), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of NumPy, about headers that are odd
-        for i, (name, damage) in enumerate(damages(random.Random(f"{make.__name__} {of}"), files, flips)):
-            found = outcome(root, files, whole, read, name, damage, mmap=i % 2 == 0)
+        for i, (name, damage) in enumerate(damages(random.Random(f"folder_files {sorted_edges}"), files, flips)):
+            found = outcome(root, files, whole, name, damage, mmap=i % 2 == 0)
             counts[found] += 1
             if found not in ("loaded", "error"):
                 wrong.append((i, name, found))

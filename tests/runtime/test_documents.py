@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lightning_gnn.collective.plan import CollectivePlan
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
 from lightning_gnn.runtime.files import LARGEST, read_json, read_text, read_yaml, write_whole
 from tests.refusals import refuses
@@ -56,3 +56,15 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     refuses(OSError, "No space left", write_whole, path, "new")
     assert path.read_text() == "old"
     assert [found.name for found in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+def test_plans_that_were_cut(tmp_path):
+    times = StageTimes(Duration(0.08, 0.004), Duration(0.002), Duration(0.004), Duration(0.003), Duration(0.005), 8)
+    epochs = {"collective": 1.0, "cpu": 3.0}
+    path, plan = tmp_path / "plan.yaml", CollectivePlan("collective", 8, 3, 100, 2.5, times, epochs, 4, "here", "this")
+    plan.save(path)
+    assert CollectivePlan.load(path) == plan
+    whole = path.read_text()
+    for at in range(0, len(whole) - 4, 7):
+        path.write_text(whole[:at])
+        refuses(ValueError, r"plan\.yaml holds no plan of collective batching: ", CollectivePlan.load, path)

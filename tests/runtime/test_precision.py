@@ -9,7 +9,6 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch_geometric.data import HeteroData
-from torch_geometric.data.data import BaseData
 
 from lightning_gnn import NeighborDataModule, nn
 from lightning_gnn.nn import GCN, RGCN, GraphSAGE, LinkPredictor, NodeClassifier, NodeRegressor
@@ -140,35 +139,6 @@ def test_floating_labels_are_converted_and_integers_are_not():
         assert batch.n_id.dtype == batch.edge_index.dtype == batch.e_id.dtype == torch.int64
         assert torch.equal(batch.x, data.x[batch.n_id].double())
         assert batch.train_mask.dtype == torch.bool
-
-
-class Own(pl.LightningModule):
-    """A module of the user's own, which gets several batches at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = torch.nn.Linear(WIDTH, 3)
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        batches = [batch] if isinstance(batch, BaseData) else [*batch.values()]
-        self.seen += [each.x.dtype for each in batches]
-        return sum(self.lin(each.x).square().mean() for each in batches)
-
-    validation_step = predict_step = training_step
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-@pytest.mark.parametrize(("data", "precision"), zip(DATA_MODULES, itertools.cycle(DTYPES), strict=False))
-def test_modules_of_the_users_own_get_converted_batches(data, precision):
-    module, made = Own(), DATA_MODULES[data]()
-    run = trainer(precision)
-    run.fit(module, made)
-    if "link" not in data and "own sampler" not in data:
-        run.predict(module, made)
-    assert {*module.seen} == {DTYPES[precision]}
 
 
 @pytest.mark.parametrize("inference", ["sampled", "full"])

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch_geometric.data import Data
 
 from lightning_gnn import (
-    AscendHybridParallelStrategy,
     CollectiveDataModule,
     FullGraphDataModule,
     LinkDataModule,
@@ -410,52 +409,7 @@ def test_ranks_of_a_hybrid_run_share_too():
     run(hybrid, 2)
 
 
-class Derived(pl.Callback):
-    """Notes how many bytes of what layers have derived from the graph are shared, and which are not."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.current_epoch == 2:
-            held = trainer.strategy._prepared.large_arrays()
-            # Weights in the order of the backward direction may be made anew in a later step.
-            self.own = [name for name in find_tensors(held) if "backward_weight" not in name]
-            looped = batch.edge_index.with_self_loops()
-            graphs = [looped.whole, looped._base.graph]
-            self.shared = [
-                mapped_bytes(getattr(graph, way).indices)
-                for graph, ways in zip(graphs, (("forward",), ("forward", "backward")), strict=True)
-                for way in ways
-            ]
-            self.groups = batch.edge_index.plan.num_groups
-
-
-def derived(rank, num_ranks, num_groups):
-    found = []
-    for share in (False, True):
-        pl.seed_everything(1, verbose=False)
-        data = large_graph(num_edges=600_000)  # also of half of the edges, arrays are more than a megabyte
-        datamodule = FullGraphDataModule(data, share_memory=share)
-        module = NodeClassifier(GCN(64, 8, 2, 4), num_classes=4)
-        callback = Derived()
-        strategy = AscendHybridParallelStrategy(num_groups=num_groups)
-        fit(num_ranks, module, datamodule, strategy, callbacks=[callback], max_epochs=3)
-        assert callback.groups == num_groups
-        found.append((callback.own, callback.shared, checksum(*module.state_dict().values())))
-    (apart, nothing, weights), (left, shared, same) = found
-    assert weights == same
-    assert apart
-    assert not left
-    assert not any(nothing)
-    assert all(size > 1 << 20 for size in shared)
-    return weights
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_groups", [4, 2])
-def test_what_layers_derive_from_a_full_graph_is_shared_after_the_first_step(num_groups):
-    assert len(set(run(derived, 4, 4, num_groups))) == 1
-
-
-class Normalising(NeighborDataModule):
+class Normalizing(NeighborDataModule):
     """Writes to what it was given, before and after the ranks share it."""
 
     def setup(self, stage):
@@ -472,7 +426,7 @@ def written(rank, who):
     if who == "module":
         module.table = data.x = torch.nn.Parameter(data.x)
     pl.seed_everything(1, verbose=False)
-    fit(2, module, (Normalising if who == "datamodule" else NeighborDataModule)(data, **SAMPLED), "ddp")
+    fit(2, module, (Normalizing if who == "datamodule" else NeighborDataModule)(data, **SAMPLED), "ddp")
     assert mapped_bytes(data.edge_index)
     if who == "module":
         assert not mapped_bytes(data.x.detach())

@@ -1,7 +1,6 @@
 """The store of cached files: verified once, healed, private, swept, and never in the way of a run."""
 
 import errno
-import json
 import multiprocessing
 import os
 import threading
@@ -291,22 +290,12 @@ def test_the_command_lists_and_clears(root, capsys):
     assert "0 entries, 0 bytes in" in printed(capsys)[1]
 
 
-def test_what_earlier_releases_left_is_listed_and_cleared_or_read(root, capsys):
-    thing = Thing()
-    thing.get()
-    path = root / "graphs" / KEY / manifest.NAME
-    state = json.loads(path.read_text())
-    files = {name: [(path.parent / name).stat().st_size, digest] for name, (_, digest) in state["files"].items()}
-    old = {"format": 1, **state, "files": files, "sources": {}, "seen": {}}
-    path.write_text("0" * 32 + "\n" + json.dumps(old) + "\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert thing.get() == "content"
-    assert thing.made == 1
+def test_what_earlier_releases_left_is_listed_and_cleared(root, capsys):
     (root / "first_layer" / KEY).mkdir(parents=True)
-    (root / "graphs" / f".{OTHER}.{KEY}.part").mkdir()
+    (root / "graphs" / f".{OTHER}.{KEY}.part").mkdir(parents=True)
+    root.chmod(0o700)
     code, text = printed(capsys)
-    assert (code, "2 entries" in text) == (0, True)
+    assert (code, "1 entry" in text) == (0, True)
     assert not list((root / "graphs").glob("*.part"))
     assert printed(capsys, "--clear")[0] == 0
     assert not list((root / "first_layer").iterdir())

@@ -1,7 +1,6 @@
 """``lgnn cache``: what is kept on this machine, and how to be rid of it."""
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "lgnn cache",
         description="What is kept in LIGHTNING_GNN_CACHE, by default the user's cache folder. All of it can be made "
-        "again: damaged files are noticed when they are read, and made anew.",
+        "again: damaged files are noticed when they are read, and then made again.",
         epilog="kinds: " + "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items()),
     )
     parser.add_argument(
@@ -30,10 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="KIND",
         help="remove everything, or one kind, without asking; what a running process uses is left alone",
     )
-    # A removed option is answered with its replacement.
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if "--verify" in arguments:
-        parser.error("--verify was removed: damaged files are noticed when they are read, and --clear removes all")
     chosen = parser.parse_args(arguments)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     # Remove the temporary files that interrupted runs have left, before anything is listed or cleared.
@@ -48,17 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _list(root: Path, console: Console) -> int:
-    table = Table("kind", "for", "size", "age", box=None, pad_edge=False)
+    table = Table("kind", "for", "size", "made", box=None, pad_edge=False)
     total = 0
     for kind in KINDS:
         for path in entries(root, kind):
             total += (size := _size(path))
             title, made = _about(path)
-            table.add_row(kind, title, shown(size), _age(made))
+            table.add_row(kind, title, shown(size), time.strftime("%Y-%m-%d %H:%M", time.localtime(made)))
     if table.row_count:
         console.print(table)
-    count = table.row_count
-    console.print(f"{count} {'entry' if count == 1 else 'entries'}, {shown(total)} in {root}")
+    console.print(f"{_entries(table.row_count)}, {shown(total)} in {root}")
     return 0
 
 
@@ -78,10 +72,14 @@ def _clear(root: Path, kinds: Sequence[str], console: Console) -> int:
             else:
                 gone, size = gone + 1, size + taken
         if gone:
-            console.print(f"{kind}: {gone} {'entry' if gone == 1 else 'entries'} removed, {shown(size)}")
+            console.print(f"{kind}: {_entries(gone)} removed, {shown(size)}")
     if not failed and not any(entries(root, kind) for kind in kinds):
         console.print(f"{root} holds nothing of {', '.join(kinds)} any more")
     return int(failed)
+
+
+def _entries(count: int) -> str:
+    return f"{count} {'entry' if count == 1 else 'entries'}"
 
 
 def _about(path: Path) -> tuple[str, float]:
@@ -97,11 +95,3 @@ def _size(path: Path) -> int:
     """Return the bytes on the disk."""
     found = [path, *path.rglob("*")] if path.is_dir() else [path]
     return sum(file.lstat().st_size for file in found if not file.is_dir())
-
-
-def _age(made: float) -> str:
-    seconds = max(0.0, time.time() - made)
-    for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {name}"
-    return "now"

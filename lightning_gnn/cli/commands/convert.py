@@ -1,6 +1,5 @@
 """``lgnn convert``: tables of edges and nodes, of any size, as a folder that ``lgnn data=custom`` reads."""
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
-from rich.console import Console
 
 from lightning_gnn.cli.command_line import UserError, explained
-from lightning_gnn.cli.settings import parsed
+from lightning_gnn.cli.settings import gigabytes_in, parsed, print_with_time, typed_settings
 from lightning_gnn.datasets.convert import convert_tables
 from lightning_gnn.datasets.hetero_folder import is_hetero_folder, load_hetero_folder
 from lightning_gnn.features.arrays import load_array
@@ -52,28 +50,15 @@ class _Settings:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Convert; returns 2 where something about the files is wrong."""
-    parser = argparse.ArgumentParser(
-        "lgnn convert",
-        description="Convert tables of edges and nodes to a folder for data=custom. They may be larger than memory.",
-        epilog=_SETTINGS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("settings", nargs="+", metavar="NAME=VALUE", help="see below")
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    description = "Convert tables of edges and nodes to a folder for data=custom. They may be larger than memory."
+    settings, start = typed_settings(arguments, "lgnn convert", description, _SETTINGS), time.perf_counter()
     try:
         with explained():
-            chosen = parsed(_Settings, parser.parse_args(arguments).settings, "lgnn convert")
-            start = time.perf_counter()
-            with console.status("") as status:
-
-                def tell(message: str) -> None:
-                    status.update(message)
-                    console.print(f"{time.perf_counter() - start:8.1f} s  {message}")
-
-                counts = convert_tables(
-                    chosen.source, chosen.out, chosen.nodes, memory_bytes(chosen.memory, "memory"), chosen.undirected,
-                    chosen.random_features, chosen.random_labels, tell,
-                )  # fmt: skip
+            chosen = parsed(_Settings, settings, "lgnn convert")
+            counts = convert_tables(
+                chosen.source, chosen.out, chosen.nodes, memory_bytes(chosen.memory, "memory"), chosen.undirected,
+                chosen.random_features, chosen.random_labels, print_with_time(),
+            )  # fmt: skip
     except UserError as error:
         say(f"error: {error}", "red")
         return 2
@@ -81,9 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{count:>15,}  {name}")
     if len(counts) > _SHOWN:
         print(f"{'…':>15}  and {len(counts) - _SHOWN} more")
-    size = sum(path.stat().st_size for path in Path(chosen.out).rglob("*") if path.is_file())
     train = f"lgnn {_task(Path(chosen.out))}data=custom data.root={chosen.out}"
-    print(f"{size / 1e9:.3g} GB in {time.perf_counter() - start:.0f} s: {train}")
+    print(f"{gigabytes_in(chosen.out)} in {time.perf_counter() - start:.0f} s: {train}")
     return 0
 
 
@@ -93,12 +77,12 @@ def _task(out: Path) -> str:
         y = out / "y.npy"
         return "task=link " if not y.exists() else "task=regression " if load_array(y).is_floating_point() else ""
     data = load_hetero_folder(out, check=False)
-    labelled = [name for name in data.node_types if "y" in data[name]]
+    labeled = [name for name in data.node_types if "y" in data[name]]
     kinds = [kind for kind in data.edge_types if not kind[1].startswith("rev_")]
     timed = [kind for kind in kinds if "time" in data[kind]]
     task, targets = "task=link ", ["__".join(kind) for kind in timed or kinds]
-    if labelled:
-        task, targets = "task=regression " if data[labelled[0]].y.is_floating_point() else "", labelled
+    if labeled:
+        task, targets = "task=regression " if data[labeled[0]].y.is_floating_point() else "", labeled
     elif timed:
         task = "task=recommend "
     both = {kind[2] for kind in data.edge_types} == {*data.node_types}

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -10,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -62,27 +61,22 @@ def examine() -> list[Finding]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the findings as a table, or as JSON; returns 1 where something that every use needs is missing."""
+    """Print the findings as a table; returns 1 where something that every use needs is missing."""
     parser = argparse.ArgumentParser("lgnn doctor", description="What is present and what is missing on this machine.")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--kernels",
         action="store_true",
         help="compile the Ascend C kernels, compare them with torch on the NPU, or simulated where there is none, and "
         "print a report that fits an issue",
     )
-    chosen = parser.parse_args(arguments)
-    if chosen.kernels:
-        return _check_kernels(chosen.json)
+    if parser.parse_args(arguments).kernels:
+        return _check_kernels()
     findings = examine()
-    if chosen.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
-    else:
-        _print(findings)
+    _print(findings)
     return int(any(finding.state != "present" for finding in findings if finding.needed_for == "everything"))
 
 
-def _check_kernels(as_json: bool) -> int:
+def _check_kernels() -> int:
     """Print how far the kernels are from torch's own operators; returns 1 where one is wrong, or none can run."""
     try:
         device, backend = kernel_check.place()
@@ -90,12 +84,7 @@ def _check_kernels(as_json: bool) -> int:
     except binding.BindingError as error:
         print(error)
         return 1
-    lines = kernel_check.report(device, backend, checks)
-    if as_json:
-        found = [asdict(check) | {"right": check.right} for check in checks]
-        print(json.dumps({"device": device, "report": lines, "checks": found}, indent=2))
-    else:
-        print("\n".join(lines))
+    print("\n".join(kernel_check.report(device, checks)))
     return int(not all(check.right for check in checks))
 
 
@@ -197,13 +186,8 @@ def _npu() -> Finding:
     devices = sorted(Path("/dev").glob("davinci[0-9]*"))
     if devices:
         return Finding("Ascend NPU", "present", f"{len(devices)} of them", needed)
-    return Finding(
-        "Ascend NPU",
-        "missing",
-        "no /dev/davinci*",
-        needed,
-        "on a machine with an NPU, install Huawei's driver and firmware; in a container, pass the devices through",
-    )
+    advice = "on a machine with an NPU, install Huawei's driver and firmware; in a container, pass the devices through"
+    return Finding("Ascend NPU", "missing", "no /dev/davinci*", needed, advice)
 
 
 def _kernels() -> Finding:

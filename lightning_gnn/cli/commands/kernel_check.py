@@ -98,12 +98,17 @@ def check_kernels(device: str, backend: str) -> list[Check]:
     ]
 
 
-def report(device: str, backend: str, checks: list[Check]) -> list[str]:
+def report(device: str, checks: list[Check]) -> list[str]:
     """Return the result in a few lines that fit an issue: versions, chip, and each operator."""
     from lightning_gnn.cli.versions import version_of, versions
 
     known = {**versions(), "torch_npu": version_of("torch-npu") or "missing"}
-    where = f"{binding.soc_version()}, {_cores()} AI cores" if device == "npu" else "the twin: simulated on this CPU"
+    where = "the twin: simulated on this CPU"
+    if device == "npu":
+        from lightning_gnn.ops.aggregate.npu import num_cores
+
+        cores = num_cores(int(torch.get_device_module("npu").current_device()))
+        where = f"{binding.soc_version()}, {cores} AI cores"
     wrong = [check.name for check in checks if not check.right]
     return [
         ", ".join(f"{name} {release}" for name, release in known.items()),
@@ -111,12 +116,6 @@ def report(device: str, backend: str, checks: list[Check]) -> list[str]:
         *(f"  {check}" for check in checks),
         f"{len(wrong)} of {len(checks)} are wrong: {', '.join(wrong)}" if wrong else f"all {len(checks)} are right",
     ]
-
-
-def _cores() -> int:
-    from lightning_gnn.ops.aggregate.npu import num_cores
-
-    return num_cores(int(torch.get_device_module("npu").current_device()))
 
 
 def _check(

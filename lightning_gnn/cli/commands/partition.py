@@ -1,26 +1,23 @@
 """``lgnn partition``: cut a graph into parts, one for each machine."""
 
-import argparse
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from hydra import compose, initialize_config_module
 from omegaconf import MISSING, DictConfig
-from rich.console import Console
 from torch import Tensor
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType
 
 from lightning_gnn.cli.assemble import build_data, link_type, split_in_time
 from lightning_gnn.cli.command_line import UserError, explained
-from lightning_gnn.cli.settings import parsed
+from lightning_gnn.cli.settings import gigabytes_in, parsed, print_with_time, typed_settings
 from lightning_gnn.cli.splits import split_links
 from lightning_gnn.partitioned.partition import Summary, partition_graph
 from lightning_gnn.report.console import say
 
+Graph: TypeAlias = Data | HeteroData
 _SETTINGS = """settings:
   data=NAME, data.KEY=VALUE  the graph, as for a run: data=custom data.root=FOLDER
   task=link, task.split.…    choose edges, as a run of this task (or of task=recommend) would, and keep them for
@@ -45,17 +42,10 @@ class _Settings:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Partition; returns 2 where something about the graph or the settings is wrong."""
-    parser = argparse.ArgumentParser(
-        "lgnn partition",
-        description="Cut a graph into parts that are even in nodes, edges and training seeds.",
-        epilog=_SETTINGS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("settings", nargs="+", metavar="NAME=VALUE", help="see below")
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    description = "Cut a graph into parts that are even in nodes, edges and training seeds."
+    settings = typed_settings(arguments, "lgnn partition", description, _SETTINGS)
     try:
         with explained():
-            settings = parser.parse_args(arguments).settings
             of_run = [item for item in settings if item.lstrip("+").partition("=")[0].split(".")[0] in ("data", "task")]
             chosen = parsed(_Settings, [item for item in settings if item not in of_run], "lgnn partition")
             with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
@@ -65,24 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 data, links, kind = _hidden(data, cfg)
             if cfg.task.name == "recommend":
                 kind, links = _last_in_time(data, cfg)
-            start = time.perf_counter()
-
-            def tell(message: str) -> None:
-                console.print(f"{time.perf_counter() - start:8.1f} s  {message}")
-
             summary = partition_graph(
-                data, chosen.out, chosen.parts, chosen.method, chosen.seed, chosen.check_features, tell, links, kind,
+                data, chosen.out, chosen.parts, chosen.method, chosen.seed, chosen.check_features, print_with_time(),
+                links, kind,
             )  # fmt: skip
     except UserError as error:
         say(f"error: {error}", "red")
         return 2
     print("\n".join(_lines(summary)))
-    size = sum(path.stat().st_size for path in Path(chosen.out).rglob("*") if path.is_file())
-    print(f"{size / 1e9:.3g} GB in {chosen.out}: PartitionedDataModule({chosen.out!r}, …) trains on it")
+    print(f"{gigabytes_in(chosen.out)} in {chosen.out}: PartitionedDataModule({chosen.out!r}, …) trains on it")
     return 0
 
 
-def _hidden(data: Any, cfg: DictConfig) -> tuple[Any, dict[str, Tensor], EdgeType | None]:
+def _hidden(data: Graph, cfg: DictConfig) -> tuple[Graph, dict[str, Tensor], EdgeType | None]:
     """Return the graph without the edges that ``task=link`` predicts, these, and their type."""
     kind = link_type(cfg, data)
     parts = split_links(data, kind, **cfg.task.split)
@@ -97,7 +82,7 @@ def _hidden(data: Any, cfg: DictConfig) -> tuple[Any, dict[str, Tensor], EdgeTyp
     return parts[0], links, kind
 
 
-def _last_in_time(data: Any, cfg: DictConfig) -> tuple[EdgeType, dict[str, Tensor]]:
+def _last_in_time(data: Graph, cfg: DictConfig) -> tuple[EdgeType, dict[str, Tensor]]:
     """Return the type of the edges that ``task=recommend`` predicts, these and their times; they stay in the graph."""
     if not isinstance(data, HeteroData):
         raise ValueError("task=recommend predicts edges of a graph with types and times")

@@ -33,12 +33,8 @@ MACHINES = tuple(f"plan.{name}" for name in ("nodes", "latency", "partition", "m
 """Settings that are of no use without ``plan.network``."""
 
 
-def given_network(bandwidth: Any, latency: Any) -> Network:
-    """Return the network of ``plan.network`` and ``plan.latency``.
-
-    Args:
-        bandwidth: Bytes per second, or a text such as ``"10Gbit/s"`` or ``"1.25GB/s"``.
-    """
+def given_network(bandwidth: float | str, latency: float | str) -> Network:
+    """Return the network of ``plan.network`` (bytes per second, or as ``"10Gbit/s"``) and ``plan.latency``."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([KMGTkmgt]?)(bit|B)/s\s*", str(bandwidth))
     try:
         rate = float(bandwidth) if found is None else float(found[1]) * _UNITS[found[2].upper()]
@@ -70,8 +66,8 @@ def plan_machines(
     datamodule: pl.LightningDataModule,
     module: pl.LightningModule,
     console: Console,
-) -> list[str]:
-    """Predict, print and save ``machines.yaml``; return what was predicted in words."""
+) -> None:
+    """Predict, print and save ``machines.yaml``."""
     network, counts, cache = checked_options(cfg)
     if hasattr(datamodule, "partition"):
         raise ValueError("plan.network counts on the whole graph: give datamodule=neighbor, and plan.partition=FOLDER")
@@ -98,7 +94,7 @@ def plan_machines(
         except ValueError as error:
             rows.append({"machines": ranks, "missing": str(error)})
             continue
-        told = predict(traffic, work, network)
+        predicted = predict(traffic, work, network)
         memory = machine_memory(
             _largest(owner, ((name, owner[name], None) for name in sizes), ranks),
             _largest(owner, (
@@ -107,7 +103,7 @@ def plan_machines(
             ), ranks),
             row_bytes(data), ranks, batch_bytes, batches, cache=cache if ranks > 1 else 0,
         )  # fmt: skip
-        rows.append(_row(told, how, first, memory))
+        rows.append(_row(predicted, how, first, memory))
     _print(rows, network, cfg.plan.order + (f", cache={shown(cache)}" if cache else ""), console)
     folder = Path(cfg.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,12 +115,6 @@ def plan_machines(
         "machines": rows,
     }
     (folder / "machines.yaml").write_text(yaml.safe_dump(state, sort_keys=False))
-    return [
-        f"On {row['machines']} machines (predicted): {row['epoch_s']:.3g} s per epoch, {row['speedup']:.2f}x; "
-        f"{row['bound']} sets the pace."
-        for row in rows
-        if "missing" not in row
-    ]
 
 
 def _work(found: CPUForecast, nodes: float, module: pl.LightningModule) -> Work:
@@ -167,19 +157,19 @@ def _largest(owner: Any, kinds: Iterable[tuple[Any, np.ndarray, Any]], ranks: in
     return found
 
 
-def _row(told: Prediction, how: str, first: float, memory: dict[str, float]) -> dict[str, Any]:
+def _row(predicted: Prediction, how: str, first: float, memory: dict[str, float]) -> dict[str, Any]:
     return {
-        "machines": told.ranks,
+        "machines": predicted.ranks,
         "partition": how,
-        "epoch_s": told.epoch_s,
-        "step_s": told.step_s,
-        "steps": told.traffic.steps,
-        "speedup": first / told.epoch_s,
-        "efficiency": first / told.epoch_s / told.ranks,
-        "bound": told.bound,
-        "bounds_s": told.bounds,
-        "remote_rows": told.traffic.remote_rows,
-        "remote_bytes": told.traffic.remote_bytes,
+        "epoch_s": predicted.epoch_s,
+        "step_s": predicted.step_s,
+        "steps": predicted.traffic.steps,
+        "speedup": first / predicted.epoch_s,
+        "efficiency": first / predicted.epoch_s / predicted.ranks,
+        "bound": predicted.bound,
+        "bounds_s": predicted.bounds,
+        "remote_rows": predicted.traffic.remote_rows,
+        "remote_bytes": predicted.traffic.remote_bytes,
         "memory": {name: float(size) for name, size in memory.items()},
         "memory_bytes": float(sum(memory.values())),
     }

@@ -1,4 +1,4 @@
-"""``lgnn runs``: earlier runs, with what they were told and what came out."""
+"""``lgnn runs``: earlier runs, with their settings and what came out."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _print(runs: Sequence[Run], total: int) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("started", "folder", "told", "scores", "time", ""):
+    for name in ("started", "folder", "settings", "scores", "time", ""):
         table.add_column(name, overflow="fold", justify="right" if name == "time" else "left")
     for run in runs:
         scores = "\n".join(f"{name} {shown(name, value)}" for name, value in run.scores.items())
@@ -59,5 +59,5 @@ def _print(runs: Sequence[Run], total: int) -> None:
 
 
 def _plain(run: Run) -> dict[str, object]:
-    told = {"folder": str(run.folder), "started": run.started.isoformat(), "state": run.state}
-    return {**told, "overrides": run.overrides, "scores": run.scores, "seconds": run.seconds, "command": run.command}
+    found = {"folder": str(run.folder), "started": run.started.isoformat(), "state": run.state}
+    return {**found, "overrides": run.overrides, "scores": run.scores, "seconds": run.seconds, "command": run.command}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import pytorch_lightning as pl
 import torch
@@ -19,6 +19,7 @@ from hydra.types import RunMode
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
+from torch import Tensor
 
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
 from lightning_gnn.cli.assemble import build_data, build_task, build_trainer, check_config
@@ -34,6 +35,9 @@ from lightning_gnn.report.console import be_quiet, console, describe, say, warn
 from lightning_gnn.report.pages import write_run_page
 from lightning_gnn.report.runs import write_curves
 
+Kind = TypeVar("Kind", bound=pl.Callback)
+_PATHS = ("best_model_path", "last_model_path")  # of a checkpoint callback
+
 
 def main() -> None:
     """Run ``lgnn``; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
@@ -41,7 +45,7 @@ def main() -> None:
 
 
 def _run_one(cfg: DictConfig) -> float | None:
-    """Return the score that a sweep may optimise; a run of a sweep that fails does not end the others."""
+    """Return the score that a sweep may optimize; a run of a sweep that fails does not end the others."""
     try:
         return run(cfg).get(f"val_{cfg.task.metric}")
     except Exception as error:
@@ -183,8 +187,8 @@ def _predict(
     ckpt_path: str | None,
 ) -> dict[str, float]:
     """Write the outputs for each node as ``predictions`` says."""
-    batches: Any = trainer.predict(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
-    rows, path = as_rows(batches or []), Path(cfg.output_dir) / f"predictions.{cfg.predictions}"
+    batches = trainer.predict(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
+    rows, path = as_rows(cast(list[Tensor], batches or [])), Path(cfg.output_dir) / f"predictions.{cfg.predictions}"
     if cfg.predictions == "parquet":
         names = node_names(cfg, getattr(module, "target", None), len(rows))
         said = write_parquet(rows, path, cfg.task.name, names)
@@ -229,7 +233,9 @@ def _interruptible(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def _say_how_to_resume(trainer: pl.Trainer, saved: Path | None) -> None:
-    checkpoint = saved or _latest_checkpoint(trainer)
+    kept = {getattr(item, name, "") for item in trainer.checkpoint_callbacks for name in _PATHS}
+    files = [Path(path) for path in kept if path and Path(path).is_file()]
+    checkpoint = saved or max(files, key=lambda path: path.stat().st_mtime, default=None)
     if checkpoint is None:
         say("Interrupted; there is no checkpoint to resume from.", "yellow")
         return
@@ -237,32 +243,26 @@ def _say_how_to_resume(trainer: pl.Trainer, saved: Path | None) -> None:
     say(f"Interrupted. {found}\n  {_resume_command(checkpoint)}", "yellow")
 
 
-def _latest_checkpoint(trainer: pl.Trainer) -> Path | None:
-    named = {getattr(callback, "best_model_path", "") for callback in trainer.checkpoint_callbacks}
-    named |= {getattr(callback, "last_model_path", "") for callback in trainer.checkpoint_callbacks}
-    paths = [Path(path) for path in named if path and Path(path).is_file()]
-    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
-
-
 def _resume_command(checkpoint: Path) -> str:
-    typed = HydraConfig.get() if HydraConfig.initialized() else None
-    overrides = [] if typed is None else [item for item in typed.overrides.task if not item.startswith("ckpt_path=")]
-    sources = (
-        [] if typed is None else [item for item in typed.runtime.config_sources if item.provider == "command-line"]
-    )
+    words = ["lgnn"]
+    if HydraConfig.initialized():
+        typed = HydraConfig.get()
+        found = [item.path for item in typed.runtime.config_sources if item.provider == "command-line"]
+        words += [f"--config-dir={path}" for path in found]
+        words += [item for item in typed.overrides.task if not item.startswith("ckpt_path=")]
     path = str(checkpoint.resolve())
     if re.search(r"[^\w./-]", path):
         path = "'" + path.replace("'", "\\'") + "'"  # Hydra's own quotes, inside the shell's
-    return shlex.join(["lgnn", *(f"--config-dir={item.path}" for item in sources), *overrides, f"ckpt_path={path}"])
+    return shlex.join([*words, f"ckpt_path={path}"])
 
 
 def _failed(cfg: DictConfig, message: str) -> float:
-    """Leave a trace of a failed run of a sweep; NaN is what optimising sweepers take for failure."""
+    """Leave a trace of a failed run of a sweep; NaN is what optimizing sweepers take for failure."""
     figures = {"error": re.sub(r"\s+", " ", message), "task": cfg.task.name, "mode": cfg.mode, "seed": cfg.seed}
     with reporting(Path(cfg.output_dir) / "metrics.json", warn):
         write_metrics(figures, cfg.output_dir)
     return float("nan")
 
 
-def _callback(trainer: pl.Trainer, kind: type) -> Any:
+def _callback(trainer: pl.Trainer, kind: type[Kind]) -> Kind | None:
     return next((callback for callback in trainer.callbacks if isinstance(callback, kind)), None)  # type: ignore[attr-defined]
