@@ -322,4 +322,4 @@ def _takes_key(sampler: BaseSampler, method: str) -> tuple[bool, bool]:
     parameters = signature(getattr(sampler, method)).parameters
     named = "key" in parameters
     passed_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
-    return named or passed_on, named and getattr(sampler, "backend", None) != "pyg_lib"
+    return named or passed_on, named

@@ -1,8 +1,7 @@
 """One operator per hot path; the backend follows the device.
 
 Each folder is an operator: its ``definition`` is what users call, its ``reference`` says in torch's own operators (or
-in plain Python) what it computes, and the others are its backends. ``library`` is torch's registry of them, ``hashing``
-the random stream, ``intrinsics`` and ``worker_threads`` are what compiled loops on the CPU stand on.
+in plain Python) what it computes, and the others are its backends.
 """
 
 from lightning_gnn.runtime import kernels  # noqa: F401  finds a folder for what numba compiles

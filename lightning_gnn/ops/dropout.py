@@ -16,7 +16,7 @@ from torch.utils._device import DeviceContext
 
 from lightning_gnn.ops.aggregate.numba_rows import huge_pages, wide
 from lightning_gnn.ops.hashing import GOLDEN, MIX_1, MIX_2, NODE_STEP, mix, mix_compiled, node_key_compiled
-from lightning_gnn.ops.library import define, library
+from lightning_gnn.ops.library import Context, check_shapes, define, library
 from lightning_gnn.ops.worker_threads import run_all
 
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
@@ -24,37 +24,21 @@ _PER_THREAD = 1 << 18  # numbers that a further thread must have to draw; fewer 
 
 
 def row_dropout(x: Tensor, p: float, key: int, rows: Tensor | None = None) -> Tensor:
-    """Zero each number with probability ``p`` and multiply the others with ``1 / (1 - p)``.
+    """Zero each number with probability ``p`` and multiply the others with ``1 / (1 - p)``, the same on every device.
 
-    Whether number (i, c) is dropped is decided by half of the 64 bits of a hash of (``key``, ``rows[i]``, ``c // 2``):
-    the lower half where c is even, the upper one where it is odd. It is the same on every device and for every number
-    of threads. Differentiable any number of times; backward draws the mask again instead of keeping it.
-
-    Args:
-        x: Floating ``[n, ...]``; ``c`` counts over the dimensions after the first.
-        p: Probability in [0, 1].
-        key: 64-bit integer.
-        rows: Number of each row in the whole, int64 or int32 ``[n]``; by default 0, 1, …
+    Number (i, c) stays by half of the 64 bits of a hash of (``key``, ``rows[i]``, ``c // 2``), the lower half where c
+    is even. ``rows`` are int64 or int32 ``[n]``, by default 0, 1, …; backward draws the mask again.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p is a probability in [0, 1], but is {p}")
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating, but is {x.dtype}")
-    if x.dim() < 1:
-        raise ValueError("x must have rows, but is a single number")
+    if not x.is_floating_point() or (rows is not None and rows.dtype not in (torch.int64, torch.int32)):
+        kinds = x.dtype, None if rows is None else rows.dtype
+        raise TypeError(f"x must be floating and rows int64 or int32, but they are {kinds[0]} and {kinds[1]}")
     if rows is not None:
-        if rows.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"rows must be int64 or int32, but are {rows.dtype}")
-        if rows.dim() != 1 or rows.numel() != x.size(0):
-            raise ValueError(f"rows must be [{x.size(0)}], one number per row of x, but are {list(rows.shape)}")
-        if rows.device != x.device:
-            raise ValueError(f"x is on {x.device}, but rows on {rows.device}; move one of them with .to()")
+        check_shapes({"rows": (rows, [*x.shape[:1]])})
     if p == 0.0:
         return x.clone()
-    mixed = mixed_key(key)
-    drop = torch.ops.lightning_gnn.row_dropout if torch.compiler.is_compiling() else _with_autograd
-    dropped: Tensor = drop(x, p, mixed, rows)
-    return dropped
+    return _with_autograd(x, p, mixed_key(key), rows)
 
 
 def mixed_key(key: int) -> int:
@@ -64,25 +48,15 @@ def mixed_key(key: int) -> int:
 
 class _RowDropout(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tensor:
+    def forward(ctx: Context, x: Tensor, p: float, key: int, rows: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.rest = p, key
         dropped: Tensor = torch.ops.lightning_gnn.row_dropout(x, p, key, rows)
         return dropped
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.p, ctx.key, rows = inputs
-        ctx.save_for_backward(rows)
-        ctx.save_for_forward(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (rows,) = ctx.saved_tensors
-        return _with_autograd(grad, ctx.p, ctx.key, rows), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        (rows,) = ctx.saved_tensors
-        return _with_autograd(tangent, ctx.p, ctx.key, rows)
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _with_autograd(grad, *ctx.rest, *ctx.saved_tensors), None, None, None
 
 
 _with_autograd: Callable[..., Tensor] = _RowDropout.apply
@@ -132,12 +106,6 @@ define(
     row_dropout_torch,
     fake=lambda x, *_: x.new_empty(x.shape),
 )
-torch.library.register_autograd(
-    "lightning_gnn::row_dropout",
-    lambda ctx, grad: (torch.ops.lightning_gnn.row_dropout(grad, ctx.p, ctx.key, *ctx.saved_tensors), None, None, None),
-    setup_context=_RowDropout.setup_context,
-    lib=library,
-)
 
 
 @torch.library.impl(library, "row_dropout", "CPU")
@@ -160,7 +128,7 @@ def drawn(p: float, key: int) -> tuple[np.uint64, np.uint32]:
     return np.uint64(key & _MASK), np.uint32(_threshold(p))
 
 
-def _share_out(function: Any, shape: tuple[int, int], *arguments: Any) -> None:
+def _share_out(function: Callable[..., None], shape: tuple[int, int], *arguments: object) -> None:
     """Run a compiled loop over rows on as many threads as torch has."""
     num_threads = max(1, min(torch.get_num_threads(), shape[0] * shape[1] // _PER_THREAD))
     bounds = [shape[0] * i // num_threads for i in range(num_threads + 1)]
@@ -211,12 +179,7 @@ def relu_drop_rows(first: int, key: np.uint64, threshold: np.uint32, out: np.nda
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """Do what ``torch.nn.functional.dropout`` does, on the CPU with the mask of one key from torch's generator.
-
-    Args:
-        x: Floating ``[n, ...]``.
-        p: Probability in [0, 1].
-    """
+    """Do what ``torch.nn.functional.dropout`` does, on the CPU with the mask of one key from torch's generator."""
     if not training or p == 0.0 or not draws_by_key(x):
         return F.dropout(x, p, training)
     return row_dropout(x, p, draw_key())
@@ -243,17 +206,10 @@ def draw_key() -> int:
 class drop_by_row(TorchFunctionMode):
     """Within this context torch's dropout draws by row number: ranks that share out the rows draw the masks of one.
 
-    Every call of ``torch.nn.functional.dropout``, and so of ``torch.nn.Dropout``, has a key of its own, made from
-    ``key`` and how many were called before. A tensor with ``len(rows)`` rows is taken for features of these rows;
-    another one for something that all ranks have alike, and all draw the same mask for it.
-
-    A call that comes again draws the same mask again: one that finds torch's generator as an earlier one found it, to
-    which gradient checkpointing sets it back. So every call that drops draws a number from it, and the backward pass
-    belongs into the context too.
-
-    Args:
-        key: 64-bit integer.
-        rows: Number of each row in the whole graph, int64 ``[n]``, or None: 0, 1, …
+    Every call has a key of its own, made from ``key`` and how many were called before. A tensor with ``len(rows)`` rows
+    has features of these rows; of another one all ranks draw the same mask. A call that finds torch's generator as an
+    earlier one found it, to which gradient checkpointing sets it back, draws the same mask again. So every call that
+    drops draws a number from it, and the backward pass belongs into the context too.
     """
 
     def __init__(self, key: int, rows: Tensor | None = None) -> None:
@@ -264,11 +220,7 @@ class drop_by_row(TorchFunctionMode):
         self._found: dict[bytes, int] = {}
 
     def next_key(self, drops: bool = True) -> int:
-        """Return the key of the next call, or that of the call which comes again.
-
-        Args:
-            drops: Whether the call drops anything; no other can come again.
-        """
+        """Return the key of the next call, or of the one that comes again, which only a call that drops can."""
         if not drops or torch.compiler.is_compiling():
             self.calls += 1
             number = self.calls
@@ -312,14 +264,7 @@ def _backward(
 
 
 def edge_dropout(graph: Any, weight: Tensor, p: float, training: bool = True) -> Tensor:
-    """Drop weights of edges, such as attention: as :func:`dropout`, but by the edge's number in :class:`drop_by_row`.
-
-    Args:
-        graph: A :class:`~lightning_gnn.compressed.graph.CompressedGraph`, whose edges are numbered in forward order, or
-            a part of one, which says by ``edge_places`` (int64 ``[E]``) where its edges are in the whole.
-        weight: Floating ``[E]`` or ``[E, H]``, in the graph's forward order.
-        p: Probability in [0, 1].
-    """
+    """Drop weights of edges, ``[E]`` or ``[E, H]`` in forward order, by the edge's number in :class:`drop_by_row`."""
     # A compiler cannot look for modes; where there is a mode, it sees this call of torch's.
     modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     context = next((mode for mode in reversed(modes) if isinstance(mode, drop_by_row)), None)

@@ -1,8 +1,6 @@
-"""The counter-based random stream that every sampling backend shares.
+"""The counter-based random stream that every sampling backend shares: a pick follows from (key, node, j) alone.
 
-A pick depends on (key, node, j) alone, and in a disjoint sample on the position of its tree's seed too, so a mini-batch
-is the same whichever processor, thread or schedule made it.
-The mixer is the finaliser of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
+The mixer is the finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
 """
 
 from typing import Any
@@ -17,14 +15,7 @@ NODE_STEP = 0xD1342543DE82EF95
 
 
 def mix(z: int) -> int:
-    """Mix 64 bits so that each output bit depends on each input bit.
-
-    Args:
-        z: Any integer; its lower 64 bits count.
-
-    Returns:
-        An unsigned 64-bit integer.
-    """
+    """Mix the lower 64 bits of an integer into an unsigned one, each output bit of which depends on each input bit."""
     z &= _MASK
     z = (z ^ (z >> 30)) * MIX_1 & _MASK
     z = (z ^ (z >> 27)) * MIX_2 & _MASK
@@ -39,17 +30,9 @@ class BatchKey(int):
 
 
 def batch_key(seed: int, rank: int = 0, loader: int = 0, epoch: int = 0, batch: int = 0) -> BatchKey:
-    """Derive the key of one mini-batch.
+    """Derive the key of one mini-batch, a signed 64-bit integer, from the user's seed and where the batch is.
 
-    Args:
-        seed: The user's seed.
-        rank: Which process of a distributed run.
-        loader: Which loader of the run (training, validation, …).
-        epoch: Which pass over the seeds.
-        batch: The position at which the batch is yielded.
-
-    Returns:
-        A signed 64-bit integer, so that it fits a ``torch.library`` ``int``.
+    That is its process, loader (training, validation, …), pass over the seeds, and position at which it is yielded.
     """
     key = mix(seed + GOLDEN)
     epoch_key = key

@@ -5,14 +5,12 @@ The loops over the entries of a row have vectors for accumulators, of a width kn
 added up on its own, in the order of the entries, with fused multiply-adds, so that a result depends neither on the
 width nor on the processor's vectors.
 
-Such a loop is emitted once for each kind of block in a table (``SUMS``, ``MAXIMA``, ``PRODUCTS``, ``COPIES``): how many
-columns a block has, and how many weights an entry has for them, none, one, or several that take adjacent columns each.
-At run time a switch finds the loop of the block's ``width`` and ``heads``. Positions count elements.
-
-An array of uint16 holds bfloat16, the upper halves of float32: its numbers are widened in registers as they are loaded,
-and everything is computed in float32.
+Such a loop is emitted once for each kind of block in a table (``SUMS``, ``MAXIMA``, ``PRODUCTS``, ``COPIES``): its
+columns, and the weights of an entry for them, none, one, or several that take adjacent columns each. An array of uint16
+holds bfloat16, the upper halves of float32, widened as they are loaded: everything is computed in float32.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import Parameter, Signature
@@ -36,8 +34,8 @@ COPIES: Kinds = tuple((width, 0) for width in WIDTHS)
 
 AHEAD = 20
 """How many entries ahead rows are asked for: tried 4 to 32; below, the memory's latency shows, above, rows are lost."""
-_LINE = 64
-_EXP_WIDTH = 16
+LINE = 64
+_SPAN = 16  # numbers of a vector where a loop goes over numbers that lie together
 _ROUNDS = 1.5 * 2**23
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 """Of (exp(r) - 1 - r) / r^2 for |r| <= log(2) / 2, highest power first (Cephes)."""
@@ -46,86 +44,29 @@ _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
 
-def _ask_for(builder: Any, pointer: ir.Value) -> None:
-    """Emit a prefetch for reading, into all caches, of the line at a byte pointer."""
-    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _I32, _I32, _I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")  # type: ignore[no-untyped-call]
-    builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+def repeated(kind: ir.Type, number: float, count: int) -> ir.Constant:
+    """Return a vector of one number."""
+    return ir.Constant(ir.VectorType(kind, count), [number] * count)
 
 
-def _element(context: Any, builder: Any, array: Any, value: Any, index: Any, index_type: Any) -> ir.Value:
-    """Return a byte pointer to an element of a C-contiguous array, without a check."""
-    view = context.make_array(array)(context, builder, value)
-    at = context.cast(builder, index, index_type, types.intp)
-    pointer = cgutils.get_item_pointer(context, builder, array, view, [at], wraparound=False)  # type: ignore[no-untyped-call]
-    return builder.bitcast(pointer, cgutils.voidptr_t)
+class Call:
+    """The arguments of an intrinsic by name, their types, and Numba's builder at the place where to emit."""
 
-
-def _prefetch(typingctx: Any, array: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
-    """Ask for the cache line of ``array[index]`` (one dimension); any index is safe, nothing is read.
-
-    Args:
-        array: A C-contiguous array.
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _ask_for(builder, _element(context, builder, signature.args[0], args[0], args[1], signature.args[1]))
-        return context.get_dummy_value()
-
-    return types.void(array, index), codegen
-
-
-def _copy_bytes(
-    typingctx: Any, target: Any, target_at: Any, source: Any, source_at: Any, count: Any
-) -> tuple[Any, Callable[..., Any]]:
-    """Copy ``count`` bytes from ``source[source_at:]`` to ``target[target_at:]``, without checks.
-
-    Args:
-        target: A C-contiguous uint8 array.
-        source: A C-contiguous uint8 array that does not overlap.
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kinds = signature.args
-        to = _element(context, builder, kinds[0], args[0], args[1], kinds[1])
-        origin = _element(context, builder, kinds[2], args[2], args[3], kinds[3])
-        size = context.cast(builder, args[4], kinds[4], types.intp)
-        cgutils.raw_memcpy(builder, to, origin, size, 1)  # type: ignore[no-untyped-call]
-        return context.get_dummy_value()
-
-    return types.void(target, target_at, source, source_at, count), codegen
-
-
-class _Block:
-    """Emits instructions for a block of columns: ``width`` of them, with ``heads`` weights per entry.
-
-    Args:
-        builder: Numba's, at the place where to emit.
-        values: The arguments of the intrinsic by name.
-        kinds: Their types by name; the first is what is gathered, ``x`` says the dtype.
-    """
-
-    def __init__(
-        self, context: Any, builder: Any, values: dict[str, Any], kinds: dict[str, Any], width: int, heads: int
-    ) -> None:
+    def __init__(self, context: Any, builder: ir.IRBuilder, values: dict[str, ir.Value], kinds: dict[str, Any]) -> None:
         self.context, self.builder = context, builder
         self.args, self.types = values, kinds
-        self.width, self.heads = width, heads
-        dtype = types.float32 if kinds["x"].dtype == types.uint16 else kinds["x"].dtype
-        self.scalar = context.get_value_type(dtype)
-        self.bytes: int = dtype.bitwidth // 8
-        self.vector = ir.VectorType(self.scalar, width)
-        self.order: list[int] | None = None
-        gathered = next(iter(kinds.values()))
-        if gathered.dtype == types.uint16 and width > 1:
-            # Two bfloat16 in 32 bits come apart by a shift and a mask: even columns first, then the odd ones.
-            self.order = [*range(0, width, 2), *range(1, width, 2)]
 
     def pointer(self, name: str, at: ir.Value) -> ir.Value:
+        """Point to an element of a C-contiguous array, without a check."""
         array = self.context.make_array(self.types[name])(self.context, self.builder, self.args[name])
         return self.builder.gep(array.data, [at])
 
+    def byte(self, name: str, at: ir.Value) -> ir.Value:
+        """Point to the first byte of an element."""
+        return self.builder.bitcast(self.pointer(name, at), cgutils.voidptr_t)
+
     def bytes_of(self, name: str) -> int:
+        """Return how large an element of an array is."""
         count: int = self.types[name].dtype.bitwidth // 8
         return count
 
@@ -135,18 +76,84 @@ class _Block:
         value.align = self.bytes_of(name)
         return value
 
+    def store(self, value: ir.Value, name: str, at: ir.Value) -> None:
+        """Store numbers as they are."""
+        pointer = self.builder.bitcast(self.pointer(name, at), value.type.as_pointer())
+        self.builder.store(value, pointer).align = self.bytes_of(name)
+
+    def integer(self, name: str) -> ir.Value:
+        """Return an integer of any width as int64."""
+        return self.context.cast(self.builder, self.args[name], self.types[name], types.intp)
+
+    def ask_for(self, pointer: ir.Value) -> None:
+        """Emit a prefetch for reading, into all caches, of the line at a byte pointer."""
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")  # type: ignore[no-untyped-call]
+        self.builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+
+
+def instruction(names: str, returns: Any = types.void) -> Callable[[Callable[[Call], ir.Value | None]], Any]:
+    """Make an intrinsic, with arguments of these names, of a function that emits it and returns its value, if any."""
+
+    def make(emit: Callable[[Call], ir.Value | None]) -> Any:
+        def typed(typingctx: object, *arguments: types.Type) -> tuple[Any, Callable[..., ir.Value]]:
+            return returns(*arguments), codegen
+
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+            values, kinds = (dict(zip(names.split(), given, strict=True)) for given in (args, signature.args))
+            value = emit(Call(context, builder, values, kinds))
+            return context.get_dummy_value() if value is None else value
+
+        # Numba calls it by these names.
+        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("typingctx", *names.split())]
+        typed.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        typed.__name__, typed.__doc__ = emit.__name__, emit.__doc__
+        return intrinsic(typed)
+
+    return make
+
+
+@instruction("array index")
+def prefetch(call: Call) -> None:
+    """Ask for the cache line of ``array[index]`` (one dimension); any index is safe, nothing is read."""
+    call.ask_for(call.byte("array", call.integer("index")))
+
+
+@instruction("target target_at source source_at count")
+def copy_bytes(call: Call) -> None:
+    """Copy ``count`` bytes from ``source[source_at:]`` to ``target[target_at:]``, uint8 arrays that do not overlap."""
+    to, origin = (call.byte(name, call.integer(f"{name}_at")) for name in ("target", "source"))
+    cgutils.raw_memcpy(call.builder, to, origin, call.integer("count"), 1)  # type: ignore[no-untyped-call]
+
+
+class _Block(Call):
+    """A block of ``width`` columns, with ``heads`` weights per entry; the first argument is gathered."""
+
+    def __init__(self, call: Call, width: int, heads: int) -> None:
+        super().__init__(call.context, call.builder, call.args, call.types)
+        self.width, self.heads = width, heads
+        dtype = types.float32 if self.types["x"].dtype == types.uint16 else self.types["x"].dtype
+        self.scalar = self.context.get_value_type(dtype)
+        self.bytes: int = dtype.bitwidth // 8
+        self.vector = ir.VectorType(self.scalar, width)
+        self.order: list[int] | None = None
+        gathered = next(iter(self.types.values()))
+        if gathered.dtype == types.uint16 and width > 1:
+            # Two bfloat16 in 32 bits come apart by a shift and a mask: even columns first, then the odd ones.
+            self.order = [*range(0, width, 2), *range(1, width, 2)]
+
     def load(self, name: str, at: ir.Value) -> ir.Value:
         """Load the block's numbers, in the block's order of columns."""
         if self.types[name].dtype != types.uint16:
             value = self.load_as(self.vector, name, at)
-            return value if self.order is None else self._shuffle(value, value, self.order)
+            return value if self.order is None else self.shuffle(value, value, self.order)
         if self.order is None:
             return self._loaded(name, at, self.width)
         half = self.width // 2
         pairs = self.load_as(ir.VectorType(_I32, half), name, at)
-        even = self.builder.shl(pairs, self._same_integers(16, half))
-        odd = self.builder.and_(pairs, self._same_integers(-(1 << 16), half))
-        return self.builder.bitcast(self._shuffle(even, odd, range(self.width)), self.vector)
+        even = self.builder.shl(pairs, repeated(_I32, 16, half))
+        odd = self.builder.and_(pairs, repeated(_I32, -(1 << 16), half))
+        return self.builder.bitcast(self.shuffle(even, odd, range(self.width)), self.vector)
 
     def _loaded(self, name: str, at: ir.Value, count: int) -> ir.Value:
         """Load numbers one after the other."""
@@ -155,24 +162,16 @@ class _Block:
             return self.load_as(vector, name, at)
         integers = ir.VectorType(_I32, count)
         halves = self.builder.zext(self.load_as(ir.VectorType(_I16, count), name, at), integers)
-        return self.builder.bitcast(self.builder.shl(halves, self._same_integers(16, count)), vector)
-
-    def store(self, value: ir.Value, name: str, at: ir.Value) -> None:
-        """Store numbers as they are."""
-        pointer = self.builder.bitcast(self.pointer(name, at), value.type.as_pointer())
-        self.builder.store(value, pointer).align = self.bytes_of(name)
+        return self.builder.bitcast(self.builder.shl(halves, repeated(_I32, 16, count)), vector)
 
     def store_columns(self, value: ir.Value, name: str, at: ir.Value) -> None:
         """Store a result of the block in the order of the columns."""
         if self.order is not None:
-            value = self._shuffle(value, value, [self.order.index(column) for column in range(self.width)])
+            value = self.shuffle(value, value, [self.order.index(column) for column in range(self.width)])
         self.store(value, name, at)
 
-    def _same_integers(self, number: int, count: int) -> ir.Constant:
-        return ir.Constant(ir.VectorType(_I32, count), [number] * count)
-
     def constant(self, number: float) -> ir.Constant:
-        return ir.Constant(self.vector, [number] * self.width)
+        return repeated(self.scalar, number, self.width)
 
     def variable(self, value: ir.Value) -> ir.Value:
         slot = cgutils.alloca_once(self.builder, value.type)  # type: ignore[no-untyped-call]
@@ -194,21 +193,21 @@ class _Block:
             ahead = builder.select(builder.icmp_signed("<", ahead, last), ahead, last)
             later = self.row(ahead)
             for name in gathered:
-                first = builder.bitcast(self.pointer(name, later), cgutils.voidptr_t)
-                for offset in range(0, self.width * self.bytes_of(name), _LINE):
-                    _ask_for(builder, builder.gep(first, [_I64(offset)]))
+                first = self.byte(name, later)
+                for offset in range(0, self.width * self.bytes_of(name), LINE):
+                    self.ask_for(builder.gep(first, [_I64(offset)]))
             yield entry
 
     def splat(self, value: ir.Value) -> ir.Value:
         one = self.builder.insert_element(ir.Constant(self.vector, ir.Undefined), value, _I32(0))
-        return self._shuffle(one, one, [0] * self.width)
+        return self.shuffle(one, one, [0] * self.width)
 
     def weights(self, entry: ir.Value) -> ir.Value:
         """The entry's weight of each column."""
         at = self.builder.add(self.builder.mul(entry, self.args["weight_stride"]), self.args["weight_at"])
         few = self._loaded("weight", at, self.heads)
         each = self.width // self.heads
-        return self._shuffle(few, few, [column // each for column in self.order or range(self.width)])
+        return self.shuffle(few, few, [column // each for column in self.order or range(self.width)])
 
     def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         name = f"llvm.fma.v{self.width}f{8 * self.bytes}"
@@ -228,74 +227,52 @@ class _Block:
             half = each // 2
             low = [head * each + column for head in range(self.heads) for column in range(half)]
             halves = ([order.index(column) for column in part] for part in (low, [column + half for column in low]))
-            value = self.builder.fadd(*(self._shuffle(value, value, part) for part in halves))
+            value = self.builder.fadd(*(self.shuffle(value, value, part) for part in halves))
             each, order = half, list(range(self.heads * half))
         return value
 
-    def _shuffle(self, a: ir.Value, b: ir.Value, order: Sequence[int]) -> ir.Value:
+    def shuffle(self, a: ir.Value, b: ir.Value, order: Sequence[int]) -> ir.Value:
         return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(order)), list(order)))
 
 
-def _row_loop(table: Kinds, names: str) -> Callable[[Callable[[_Block], None]], Any]:
-    """Make an intrinsic of a function that emits a block: a switch from ``width`` and ``heads`` to each kind of block.
-
-    Args:
-        table: The kinds. Whoever cuts columns into blocks keeps to them; another one is undefined.
-        names: Of the intrinsic's arguments; ``width`` and ``heads`` (where there are weights) among them are int64.
-    """
+def row_loop(table: Kinds, names: str) -> Callable[[Callable[[_Block], None]], Any]:
+    """Make an intrinsic that finds, by its int64 ``width`` and ``heads``, the loop of a block; others are undefined."""
 
     def make(emit: Callable[[_Block], None]) -> Any:
-        def typed(typingctx: Any, *arguments: Any) -> tuple[Any, Callable[..., Any]]:
-            return types.void(*arguments), codegen
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            values = dict(zip(names.split(), args, strict=True))
-            kinds = dict(zip(names.split(), signature.args, strict=True))
-            number = builder.shl(values["width"], _I64(8))
-            number = builder.add(number, values["heads"]) if "heads" in values else number
+        @functools.wraps(emit)
+        def switch(call: Call) -> None:
+            builder = call.builder
+            number = builder.shl(call.args["width"], _I64(8))
+            number = builder.add(number, call.args["heads"]) if "heads" in call.args else number
             end, unknown = builder.append_basic_block("end"), builder.append_basic_block("unknown")
-            switch = builder.switch(number, unknown)
+            cases = builder.switch(number, unknown)
             for width, heads in table:
                 case = builder.append_basic_block(f"width_{width}_heads_{heads}")
-                switch.add_case(_I64((width << 8) + heads), case)
+                cases.add_case(_I64((width << 8) + heads), case)
                 builder.position_at_end(case)
-                emit(_Block(context, builder, values, kinds, width, heads))
+                emit(_Block(call, width, heads))
                 builder.branch(end)
             builder.position_at_end(unknown)
             builder.unreachable()
             builder.position_at_end(end)
-            return context.get_dummy_value()
 
-        # Numba calls it by these names.
-        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("typingctx", *names.split())]
-        typed.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        typed.__name__, typed.__doc__ = emit.__name__, emit.__doc__
-        return intrinsic(typed)
+        return instruction(names)(switch)
 
     return make
 
 
-@_row_loop(SUMS, "x base stride indices weight weight_stride weight_at begin end last divisor out at width heads")
-def add_entries(block: _Block) -> None:
-    """Write ``sum over e of weight[e] * x[row(e)]``, divided by ``divisor`` unless that is 1.
+# Arguments that the loops have in common; integers are int64, but for indices, and positions count elements:
+# - x: floating, or bfloat16 as uint16, one dimension; the block of row c begins at base + c * stride;
+# - indices: int32 [num_edges], the row of each entry; begin, end, last: first entry, one past the last, and the last
+#   that there is at all, for looking ahead;
+# - weight: of the dtype of x or of out; those of entry e begin at e * weight_stride + weight_at;
+# - out: of the dtype of x, float32 for bfloat16; at: where to write; width, heads: columns of the block, and weights
+#   per entry for them.
 
-    Arguments of the intrinsic:
-        x: Floating, or bfloat16 as uint16, one dimension; the block of row c begins at ``base + c * stride``.
-        base: int64.
-        stride: int64.
-        indices: int32 ``[num_edges]``, the row of each entry.
-        weight: Of the dtype of ``x`` or of ``out``; those of entry e begin at ``e * weight_stride + weight_at``.
-        weight_stride: int64.
-        weight_at: int64.
-        begin: First entry.
-        end: One past the last entry.
-        last: The last entry that there is at all, for looking ahead.
-        divisor: Of the dtype of ``out``.
-        out: Of the dtype of ``x``, float32 for bfloat16.
-        at: Where to write.
-        width: Columns of the block.
-        heads: Weights per entry for them.
-    """
+
+@row_loop(SUMS, "x base stride indices weight weight_stride weight_at begin end last divisor out at width heads")
+def add_entries(block: _Block) -> None:
+    """Write ``sum over e of weight[e] * x[row(e)]``, divided by ``divisor``, of the dtype of ``out``, if not 1."""
     builder = block.builder
     total = block.variable(block.constant(0.0))
     with block.entries("x") as entry:
@@ -309,12 +286,9 @@ def add_entries(block: _Block) -> None:
     block.store_columns(builder.load(total), "out", block.args["at"])
 
 
-@_row_loop(MAXIMA, "x base stride indices weight weight_stride weight_at begin end last out ties at width heads")
+@row_loop(MAXIMA, "x base stride indices weight weight_stride weight_at begin end last out ties at width heads")
 def max_entries(block: _Block) -> None:
-    """Write the largest ``weight[e] * x[row(e)]``, NaN being larger than any number, and how many entries attain it.
-
-    Without an entry both are -inf and 0. The arguments are those of ``add_entries``; ``ties`` is as ``out`` is.
-    """
+    """Write the largest ``weight[e] * x[row(e)]``, NaN above any number, and how many attain it; else -inf and 0."""
     builder = block.builder
     best = block.variable(block.constant(float("-inf")))
     count = block.variable(block.constant(0.0))
@@ -334,15 +308,12 @@ def max_entries(block: _Block) -> None:
     block.store_columns(builder.load(count), "ties", block.args["at"])
 
 
-@_row_loop(
+@row_loop(
     MAXIMA,
     "grad best base stride indices weight weight_stride weight_at begin end last x row_at out at width heads",
 )
 def route_entries(block: _Block) -> None:
-    """Write ``sum over e of weight[e] * grad[row(e)]`` over what attains a maximum: ``weight[e] * x == best[row(e)]``.
-
-    ``grad`` and ``best`` are laid out as ``x`` of ``add_entries`` is; ``x[row_at:]`` is the block of the row itself.
-    """
+    """Write ``sum over e of weight[e] * grad[row(e)]`` where ``weight[e] * x == best[row(e)]``; own x at ``row_at``."""
     builder = block.builder
     own = block.load("x", block.args["row_at"])
     total = block.variable(block.constant(0.0))
@@ -357,27 +328,9 @@ def route_entries(block: _Block) -> None:
     block.store_columns(builder.load(total), "out", block.args["at"])
 
 
-@_row_loop(PRODUCTS, "x base stride indices side side_at begin end last out out_stride out_at add width heads")
+@row_loop(PRODUCTS, "x base stride indices side side_at begin end last out out_stride out_at add width heads")
 def dot_entries(block: _Block) -> None:
-    """Write, or add, the dot products of ``side[side_at:]`` and each entry's row, one per head.
-
-    Arguments of the intrinsic:
-        x: Floating, or bfloat16 as uint16, one dimension; the block of row c begins at ``base + c * stride``.
-        base: int64.
-        stride: int64.
-        indices: int32 ``[num_edges]``, the row of each entry.
-        side: Of the dtype of ``x`` or of ``out``.
-        side_at: Where the row's own block begins.
-        begin: First entry.
-        end: One past the last entry.
-        last: The last entry that there is at all.
-        out: Of the dtype of ``x``, float32 for bfloat16; the products of entry e begin at ``e * out_stride + out_at``.
-        out_stride: int64.
-        out_at: int64.
-        add: Boolean: add to what is there.
-        width: Columns of the block.
-        heads: How many heads share them, at least 1.
-    """
+    """Write, or ``add``, per head the products of ``side[side_at:]`` and rows to ``e * out_stride + out_at``."""
     builder = block.builder
     own = block.load("side", block.args["side_at"])
     with block.entries("x") as entry:
@@ -388,7 +341,7 @@ def dot_entries(block: _Block) -> None:
         block.store(builder.fadd(sums, sofar), "out", at)
 
 
-@_row_loop(COPIES, "x source out at width")
+@row_loop(COPIES, "x source out at width")
 def copy_block(block: _Block) -> None:
     """Copy ``width`` elements from ``x[source:]`` to ``out[at:]``."""
     stored = block.context.get_data_type(block.types["x"].dtype)
@@ -396,50 +349,63 @@ def copy_block(block: _Block) -> None:
     block.store(bits, "out", block.args["at"])
 
 
-def _exp_span(typingctx: Any, x: Any, begin: Any, end: Any) -> tuple[Any, Callable[..., Any]]:
-    """Replace the float32 numbers ``x[begin:end]``, none of them above 0, by their exp.
+def _by_vectors(call: Call, count: ir.Value, emit: Callable[[_Block, ir.Value], None]) -> None:
+    """Emit a loop over positions below ``count``: whole vectors first, then one by one, by the same formula."""
+    builder = call.builder
+    middle = builder.and_(count, _I64(-_SPAN))
+    for first, end, width in ((_I64(0), middle, _SPAN), (middle, count, 1)):
+        block = _Block(call, width, 0)
+        with cgutils.for_range_slice(builder, first, end, _I64(width), intp=_I64) as (at, _):
+            emit(block, at)
 
-    Correct to three units in the last place; below exp(-87.3), where float32 stops being normal, 0.
-    """
 
-    def emit(block: _Block, begin: ir.Value, end: ir.Value) -> None:
-        builder = block.builder
+@instruction("x begin end")
+def exp_span(call: Call) -> None:
+    """Replace float32 ``x[begin:end]``, none above 0, by their exp, to three units in the last place."""
+    builder, begin = call.builder, call.integer("begin")
+
+    def emit(block: _Block, offset: ir.Value) -> None:
+        at = builder.add(begin, offset)
+        x = block.load("x", at)
+        # x = n * log(2) + r, with n rounded by adding a number whose last bit counts ones.
+        shifted = block.fma(x, block.constant(1.4426950408889634), block.constant(_ROUNDS))
+        n = builder.fsub(shifted, block.constant(_ROUNDS))
+        # log(2) in two parts, of which n times the first is exact.
+        r = block.fma(n, block.constant(-0.693359375), x)
+        r = block.fma(n, block.constant(2.12194440e-4), r)
+        # exp(r) = 1 + r + r^2 * polynomial, by Horner.
+        power = block.constant(_EXP[0])
+        for coefficient in _EXP[1:]:
+            power = block.fma(power, r, block.constant(coefficient))
+        power = builder.fadd(block.fma(builder.fmul(r, r), power, r), block.constant(1.0))
+        # Times 2^n: n, which stands in the last bits of the shifted number, is added to the exponent.
         integers = ir.VectorType(_I32, block.width)
-        with cgutils.for_range_slice(builder, begin, end, _I64(block.width), intp=_I64) as (at, _):
-            x = block.load("x", at)
-            # x = n * log(2) + r, with n rounded by adding a number whose last bit counts ones.
-            shifted = block.fma(x, block.constant(1.4426950408889634), block.constant(_ROUNDS))
-            n = builder.fsub(shifted, block.constant(_ROUNDS))
-            # log(2) in two parts, of which n times the first is exact.
-            r = block.fma(n, block.constant(-0.693359375), x)
-            r = block.fma(n, block.constant(2.12194440e-4), r)
-            # exp(r) = 1 + r + r^2 * polynomial, by Horner.
-            power = block.constant(_EXP[0])
-            for coefficient in _EXP[1:]:
-                power = block.fma(power, r, block.constant(coefficient))
-            power = builder.fadd(block.fma(builder.fmul(r, r), power, r), block.constant(1.0))
-            # Times 2^n: n, which stands in the last bits of the shifted number, is added to the exponent.
-            exponent = builder.shl(builder.bitcast(shifted, integers), ir.Constant(integers, [23] * block.width))
-            scaled = builder.bitcast(builder.add(builder.bitcast(power, integers), exponent), block.vector)
-            scaled = builder.select(
-                builder.fcmp_ordered("<", x, block.constant(-87.33654022216797)), block.constant(0.0), scaled
-            )
-            # A NaN stays one.
-            block.store(builder.select(builder.fcmp_unordered("uno", x, x), x, scaled), "x", at)
+        exponent = builder.shl(builder.bitcast(shifted, integers), repeated(_I32, 23, block.width))
+        scaled = builder.bitcast(builder.add(builder.bitcast(power, integers), exponent), block.vector)
+        small = builder.fcmp_ordered("<", x, block.constant(-87.33654022216797))
+        scaled = builder.select(small, block.constant(0.0), scaled)
+        # A NaN stays one.
+        block.store(builder.select(builder.fcmp_unordered("uno", x, x), x, scaled), "x", at)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values, kinds = {"x": args[0]}, {"x": signature.args[0]}
-        begin, end = args[1:]
-        # As many whole vectors as there are, then one number at a time, by the same formula.
-        length = builder.sub(end, begin)
-        middle = builder.sub(end, builder.srem(length, _I64(_EXP_WIDTH)))
-        emit(_Block(context, builder, values, kinds, _EXP_WIDTH, 0), begin, middle)
-        emit(_Block(context, builder, values, kinds, 1, 0), middle, end)
-        return context.get_dummy_value()
-
-    return types.void(x, begin, end), codegen
+    _by_vectors(call, builder.sub(call.integer("end"), begin), emit)
 
 
-prefetch: Any = intrinsic(_prefetch)
-copy_bytes: Any = intrinsic(_copy_bytes)
-exp_span: Any = intrinsic(_exp_span)
+@instruction("x begin out at count")
+def round_span(call: Call) -> None:
+    """Write ``count`` float32 of ``x[begin:]`` to uint16 ``out[at:]`` as bfloat16, as torch does: ties to even."""
+    builder, begin, target = call.builder, call.integer("begin"), call.integer("at")
+
+    def emit(block: _Block, offset: ir.Value) -> None:
+        def same(number: int) -> ir.Constant:
+            return repeated(_I32, number, block.width)
+
+        x = block.load("x", builder.add(begin, offset))
+        bits = builder.bitcast(x, ir.VectorType(_I32, block.width))
+        last = builder.and_(builder.lshr(bits, same(16)), same(1))
+        rounded = builder.add(builder.add(bits, same(0x7FFF)), last)
+        # Rounding could carry a NaN's fraction over into infinity: it becomes the NaN of torch.
+        rounded = builder.select(builder.fcmp_unordered("uno", x, x), same(0x7FC00000), rounded)
+        halved = builder.trunc(builder.lshr(rounded, same(16)), ir.VectorType(_I16, block.width))
+        block.store(halved, "out", builder.add(target, offset))
+
+    _by_vectors(call, call.integer("count"), emit)

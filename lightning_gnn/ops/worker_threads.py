@@ -18,11 +18,7 @@ _size = 0
 
 
 def run_all(shares: Sequence[Callable[[], object]]) -> None:
-    """Run every share once, the first one in the calling thread, and return when all are done.
-
-    Args:
-        shares: What to run; they must not wait for one another.
-    """
+    """Run every share once, the first in the calling thread, and wait; shares must not wait for one another."""
     if len(shares) == 1:
         shares[0]()
         return

@@ -36,6 +36,7 @@ REMOVED = {
     "CollectivePlan.backup": _NO_FIELD,
     "CollectivePlan.begin": _NO_FIELD,
     "CollectivePlan.cover": _NO_FIELD,
+    "backend=pyg_lib": "PyG's NeighborLoader samples by pyg-lib where that is installed; leave it out",
     "callbacks=timeline": _TRACE,
     "lightning_gnn.collective.CollectiveLoader": _PREFETCHER,
     "chunked.element_size": _SIZED,

@@ -74,7 +74,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         replace: Draw with replacement.
         disjoint: One tree per seed, told apart by ``batch``; trees are drawn independently of each other.
         seed: Start of the random stream; by default torch's initial seed, which ``seed_everything`` sets.
-        backend: ``"numba"``, ``"pyg_lib"`` or ``"reference"``; by default the one for the device.
+        backend: ``"numba"`` or ``"reference"``; by default the one for the device.
         subgraph_type: ``"directional"``: the edges that were picked; ``"bidirectional"``: and their reverses;
             ``"induced"``: all that the graph has between the nodes that were found.
         time_attr: Attribute with the times of nodes or of edges. A seed then sees no edge, and no source, that is later

@@ -174,7 +174,7 @@ def test_it_is_off_where_nothing_draws_the_same_samples():
         assert not can_sample_on(loader, torch.device("cuda:0"))
     loader.node_sampler = OfTheUser(graph(), [2])
     assert not can_sample_on(loader, CPU)
-    loader.node_sampler = NeighborSampler(graph(), [2], backend="pyg_lib")
+    loader.node_sampler = NeighborSampler(graph(), [2], backend="triton")
     assert not can_sample_on(loader, CPU)
     with enable_pyg_sampling():
         assert not can_sample_on(NeighborLoader(graph(), [2], input_nodes=torch.arange(9)), CPU)

@@ -6,16 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn import aggregate
-from lightning_gnn.compressed.hybrid_plan import PlanSettings
-from lightning_gnn.ops.rounding import round_span
-from tests.ops.test_aggregate import REDUCES, hub_graph, problems, use
+from lightning_gnn.ops.intrinsics import round_span
+from tests.ops.test_aggregate import REDUCES, hub_graph, problems, storage, use  # noqa: F401  storage is a fixture
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(params=["as they are", "packed"])
-def storage(request, monkeypatch):
-    use(monkeypatch, request.param == "packed")
 
 
 def same(got, want):
@@ -75,7 +69,8 @@ def test_weights_of_float32_make_float32_of_rows_that_are_read_as_they_are(probl
 @pytest.mark.parametrize("backend", ["reference", None])
 @pytest.mark.parametrize("reduce", REDUCES)
 @pytest.mark.parametrize("heads", [1, 3])
-def test_the_reference_agrees(storage, backend, reduce, heads):
+@pytest.mark.usefixtures("storage")
+def test_the_reference_agrees(backend, reduce, heads):
     _, graph = hub_graph()
     x, weight = torch.randn(30, heads, 20).to(BF16).requires_grad_(), torch.rand(400, heads).requires_grad_()
     for inputs in ([x], [x, weight], [x, weight.to(BF16)]):
@@ -83,30 +78,6 @@ def test_the_reference_agrees(storage, backend, reduce, heads):
         want = aggregate(graph, *(tensor.double() for tensor in inputs), reduce=reduce, backend="reference")
         eps = torch.finfo(got.dtype).eps
         torch.testing.assert_close(got.double(), want, atol=1000 * torch.finfo(torch.float32).eps, rtol=eps)
-
-
-@pytest.mark.parametrize("reduce", REDUCES)
-def test_the_same_bits_for_any_number_of_workers(storage, reduce):
-    _, graph = hub_graph(num_nodes=200, num_edges=3000)
-    inputs = [torch.randn(200, 49).to(BF16).requires_grad_(), torch.randn(3000).to(BF16).requires_grad_()]
-    results = []
-    for workers in (1, 2, 3, 6):
-        planned = graph.replace_settings(PlanSettings(num_workers=workers))
-        out = aggregate(planned, *inputs, reduce)
-        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
-
-
-@pytest.mark.parametrize("reduce", REDUCES)
-def test_nan_and_infinity_come_out(storage, reduce):
-    _, graph = hub_graph()
-    x = torch.randn(30, 19).to(BF16)
-    x[5, 3], x[6, 4], x[:, 5], x[:, 6] = torch.nan, torch.inf, -torch.inf, 3e38
-    out = aggregate(graph, x, None, reduce)
-    assert out.isnan().any()
-    assert out.isinf().any()
-    same(out, aggregate(graph, x.float(), None, reduce).to(BF16))
 
 
 @numba.njit

@@ -238,16 +238,6 @@ def test_workers_products_take_one_thread_and_nobody_elses_number_changes():
         assert later == [5]
 
 
-def test_autocast_multiplies_in_its_dtype():
-    (num_sources, num_targets), edges = hub_batch()
-    x, weight = normal(num_sources, 8, dtype=torch.float32), normal(4, 8, seed=1, dtype=torch.float32)
-    exact = aggregate_update(x, edges, weight, None, None, num_targets, "mean")
-    with torch.autocast("cpu", torch.bfloat16):
-        out = aggregate_update(x, edges, weight, None, None, num_targets, "mean")
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), exact, rtol=3e-2, atol=3e-2)
-
-
 @given(batches(), st.booleans())
 @settings(max_examples=25)
 def test_edges_sorted_on_the_cpu_are_those_sorted_by_torch(batch, weighted):

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.utils import softmax
 
-from lightning_gnn import CompressedGraph, aggregate, edge_softmax
+from lightning_gnn import CompressedGraph, edge_softmax
 from lightning_gnn.compressed.hybrid_plan import PlanSettings
 from lightning_gnn.ops.aggregate import numba_rows
 from tests.ops.test_aggregate import hub_graph, use
@@ -41,16 +41,6 @@ def test_weights_and_gradients_are_pygs(graph, heads, workers, dtype, packed, ba
     torch.testing.assert_close(out.double(), compressed.edge_order(expected), **tolerance)
     for got, want in zip(grads, torch.autograd.grad(expected, exact, grad), strict=True):
         torch.testing.assert_close(got.double(), want, **tolerance)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_gradcheck(monkeypatch, packed):
-    use(monkeypatch, packed)
-    _, graph = hub_graph(num_nodes=9, num_edges=30, settings=PlanSettings(num_workers=2))
-    scores = tuple(torch.randn(9, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(lambda a, b: edge_softmax(graph, a, b, 0.3), scores)
-    x = torch.randn(9, 2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda a, b, x: aggregate(graph, x, edge_softmax(graph, a, b)), (*scores, x))
 
 
 def test_the_same_bits_for_any_number_of_workers(monkeypatch):
@@ -108,21 +98,13 @@ def test_no_edges():
     assert not any(grad.any() for grad in torch.autograd.grad(out.sum(), scores))
 
 
-def test_a_sharded_graph_normalises_itself():
-    class Part:
-        def edge_softmax(self, source_scores, target_scores, negative_slope):
-            return negative_slope
-
-    assert edge_softmax(Part(), torch.randn(2, 1), torch.randn(2, 1), 0.1) == 0.1
-
-
 @pytest.mark.parametrize(
     ("error", "message", "source", "target"),
     [
-        (ValueError, "source_scores must be \\[30, H\\]", torch.randn(29, 2), torch.randn(30, 2)),
-        (ValueError, "target_scores must be \\[30, H\\]", torch.randn(30, 2), torch.randn(31, 2)),
-        (ValueError, "one row per source", torch.randn(30), torch.randn(30, 2)),
-        (ValueError, "sources have 3 heads, but targets 2", torch.randn(30, 3), torch.randn(30, 2)),
+        (ValueError, "source_scores must be \\[30, 2\\], but is \\[29, 2\\]", torch.randn(29, 2), torch.randn(30, 2)),
+        (ValueError, "target_scores must be \\[30, 2\\]", torch.randn(30, 2), torch.randn(31, 2)),
+        (ValueError, "source_scores must be", torch.randn(30), torch.randn(30, 2)),
+        (ValueError, "target_scores must be", torch.randn(30, 3), torch.randn(30, 2)),
         (ValueError, "on meta, but the graph on cpu", torch.randn(30, 2, device="meta"), torch.randn(30, 2)),
         (TypeError, "must be a floating tensor, but is torch.int64", torch.ones(30, 2).long(), torch.randn(30, 2)),
         (TypeError, "of one dtype", torch.randn(30, 2).double(), torch.randn(30, 2)),

@@ -1,4 +1,4 @@
-"""GCN's normalisation in one pass: PyG's numbers, in the order of sorted edges."""
+"""GCN's normalization in one pass: PyG's numbers, in the order of sorted edges."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def dense(edge_index, weight, num_nodes):
     st.booleans(),
     st.sampled_from([torch.float32, torch.float64]),
 )
-def test_it_is_pygs_normalisation_sorted(graph, share, weights, improved, loops, ordered, dtype):
+def test_it_is_pygs_normalization_sorted(graph, share, weights, improved, loops, ordered, dtype):
     num_nodes, edge_index = graph
     if ordered:
         edge_index = edge_index[:, torch.argsort(edge_index[1], stable=True)]

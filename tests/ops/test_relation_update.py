@@ -11,7 +11,7 @@ from lightning_gnn.ops.aggregate_update.definition import Relation, relation_upd
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout, Update
 from lightning_gnn.ops.dropout import row_dropout
 from lightning_gnn.ops.library import triton_installed
-from tests.ops.test_aggregate_update import execution
+from tests.ops.test_aggregate_update import execution, normal
 
 
 @st.composite
@@ -33,10 +33,6 @@ def batches(draw):
             edges = edges[:, torch.argsort(edges[1], stable=True)]
         relations.append(Relation(source, target, edges))
     return sources, targets, sorted(relations, key=lambda relation: relation.target)
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def dense(x, sources, targets, relations, weight, self_weight, bias, mean):
@@ -166,8 +162,8 @@ def test_the_kernel_of_a_gpu_gives_the_same(mean, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"x": torch.ones(12, 3)}, ValueError, r"x must be \[13, in\], a row per node, but is \[12, 3\]"),
-        ({"weight": torch.ones(2, 2, 3)}, ValueError, r"weight must be \[3, out, 3\], but is \[2, 2, 3\]"),
+        ({"x": torch.ones(12, 3)}, ValueError, r"x must be \[13, 3\], but is \[12, 3\]"),
+        ({"weight": torch.ones(2, 2, 3)}, ValueError, r"weight must be \[3, 2, 3\], but is \[2, 2, 3\]"),
         ({"self_weight": torch.ones(2, 2, 3)}, ValueError, r"self_weight must be \[3, 2, 3\], but is \[2, 2, 3\]"),
         ({"bias": torch.ones(2)}, ValueError, r"bias must be \[3, 2\], but is \[2\]"),
         ({"relations": RELATIONS[::-1]}, ValueError, "relations must be sorted by the type of their targets"),

@@ -200,7 +200,6 @@ def test_bad_attributes(action, kind, message):
         ({"labor": Labor(), "replace": True}, ValueError, "no LABOR sampling with replacement"),
         ({"labor": Labor(), "temporal_strategy": "last"}, ValueError, "no LABOR sampling of the newest"),
         ({"labor": Labor(batch_dependency=0)}, ValueError, "batch_dependency is 0"),
-        ({"backend": "pyg_lib"}, ValueError, "not sampled by backend 'pyg_lib'"),
     ],
 )
 def test_bad_arguments(change, kind, message):

@@ -335,7 +335,9 @@ def test_features_of_another_dtype_than_the_weights_are_named(kind, dtype):
     data.x = data.x.to(dtype)
     module = NodeClassifier(GraphSAGE(12, 8, 2, 4), 4)
     (batch, *_) = build(kind, data).train_dataloader()
-    with pytest.raises(TypeError, match=f"x is {dtype}, but the model's weights|x must be floating, but is {dtype}"):
+    with pytest.raises(
+        TypeError, match=f"x is {dtype}, but the model's weights|x must be a floating tensor, but is {dtype}"
+    ):
         module(batch)
 
 

@@ -46,15 +46,14 @@ def assert_equal_to_reference(
     """Compare a Triton sample with the reference, exactly."""
     relation, rule = Relation(0, 0, fanouts, *graph), Rule(replace, disjoint, first_tree)
     wanted = [by_type[0] for by_type in sample_reference([relation], [seeds], [0], key, rule)]
-    node, edge_index, edge, batch, *counts = sampler.sample(
+    node, edge_index, edge, batch, nodes, edges = sampler.sample(
         torch.tensor(seeds, dtype=dtype), fanouts, key, replace, disjoint, first_tree
     )
-    tree = [] if batch is None else [batch]
-    assert all(ids.dtype == torch.int64 for ids in (node, edge_index, edge, *tree))
+    found = [node, torch.empty(0).long() if batch is None else batch, edge_index, edge]
+    assert all(ids.dtype == torch.int64 for ids in found)
     assert (batch is None) != disjoint
-    if not disjoint:
-        del wanted[1]
-    assert [*(ids.tolist() for ids in (node, *tree, *edge_index, edge)), *counts] == wanted
+    node, tree, edge_index, edge = (ids.tolist() for ids in found)
+    assert [node, tree, nodes, edge_index, edge, edges] == wanted
 
 
 def dealt_out(table, num_shards, shift, own=0, place=lambda part: part):

@@ -13,7 +13,7 @@ from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.ops.aggregate import triton as aggregate_triton
 from lightning_gnn.ops.aggregate.backends import REFERENCE
 from lightning_gnn.ops.aggregate.definition import aggregate
-from lightning_gnn.ops.aggregate.matrix import Matrix
+from lightning_gnn.ops.aggregate.matrix import Matrix, Scores
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from lightning_gnn.triton_kernels import row_parts
 
@@ -45,11 +45,17 @@ def matrices(draw, max_vertices=40, max_entries=150):
     return made_matrix(row, column, num_rows, num_columns)
 
 
+def changed(value, function):
+    """Apply a function to each tensor of a matrix, scores or a pair."""
+    if isinstance(value, tuple):
+        parts = [changed(part, function) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return function(value) if isinstance(value, torch.Tensor) else value
+
+
 def moved(value, device):
-    if isinstance(value, Matrix):
-        return Matrix(*(moved(part, device) for part in value))
     # New tensors, always: what is kept of a graph is kept by them.
-    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+    return changed(value, lambda tensor: tensor.to(device, copy=True))
 
 
 def check(name, *arguments, dtype):
@@ -65,7 +71,7 @@ def check(name, *arguments, dtype):
 
 
 def wide(value):
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return changed(value, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 def normal(*shape, dtype, seed=0):
@@ -97,7 +103,7 @@ def test_maxima_and_their_gradients_equal_the_reference(matrix, shape, dtype, we
     best, _ = REFERENCE.aggregate(matrix, x, weight, "max")
     grad = normal(num_rows, *shape, dtype=dtype, seed=2)
     if weight is not None:
-        check("edge_products", matrix, grad, x, best, weight, dtype=dtype)
+        check("edge_products", matrix, grad, x, (best, weight), dtype=dtype)
     # The matrix as its own transpose: rows send, columns have received.
     sent = normal(num_rows, *shape, dtype=dtype, seed=3).round()
     received, grad = (normal(num_columns, *shape, dtype=dtype, seed=seed).round() for seed in (4, 5))
@@ -120,10 +126,11 @@ def test_products_equal_the_reference(matrix, shape, dtype):
 def test_attention_and_its_gradient_equal_the_reference(matrix, heads, dtype, slope, scale):
     row = normal(matrix.num_rows, heads, dtype=dtype) * scale
     column = normal(matrix.num_columns, heads, dtype=dtype, seed=1)
-    check("edge_softmax", matrix, row, column, slope, dtype=dtype)
-    weight = REFERENCE.edge_softmax(matrix, row.double(), column.double(), slope).to(dtype)
+    scores = Scores(row, column, slope)
+    check("edge_softmax", matrix, scores, dtype=dtype)
+    weight = REFERENCE.edge_softmax(matrix, wide(scores)).to(dtype)
     grad = normal(matrix.num_edges, heads, dtype=dtype, seed=2)
-    check("edge_softmax_backward", matrix, row, column, slope, weight, grad, dtype=dtype)
+    check("edge_softmax_backward", matrix, scores, weight, grad, dtype=dtype)
 
 
 @settings(max_examples=25)

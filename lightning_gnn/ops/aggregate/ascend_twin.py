@@ -1,9 +1,7 @@
-"""Aggregation and attention by the Ascend C kernels, run on their CPU twin: what an NPU computes, as strictly checked.
+"""Aggregation and attention by the Ascend C kernels, run on their CPU twin, as strictly checked as on an NPU.
 
-``backend="ascend_twin"``. Sums and means, attention, and the gradients of both go through the kernels, with the tables,
-the float16 numbers and the plan that the binding for a real NPU (``ascend_ops/host``) gives them; a block stands for a
-worker of the plan, so that ``PlanSettings(num_workers=24)`` simulates 24 cores. Maxima are computed in float32 and are
-those of torch. Nothing here is fast: it simulates every instruction.
+``backend="ascend_twin"``: kernels get the tables, float16 numbers and plan of a real NPU, a block being a worker of the
+plan. Maxima are in float32 and are those of torch. Nothing here is fast: every instruction is simulated.
 """
 
 import math
@@ -11,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,24 +42,11 @@ _lock = threading.RLock()
 _recorded: list[list[LaunchResult]] = []
 
 
-class _Half(NamedTuple):
-    """Numbers in float16, and the power of two by which they were multiplied."""
+class _Sums(NamedTuple):
+    """How long the sums of a graph are."""
 
-    values: Array
-    exponent: int
-
-
-class _Cube(NamedTuple):
-    tables: CubeTables
-    ones: Array
-    degrees: Tensor
-    sum_exponent: int
-
-
-class _Vector(NamedTuple):
-    tables: RowTables
-    degrees: Tensor
-    sum_exponent: int
+    degrees: Tensor  # entries of each vertex, at least 1, float32 [num_rows]
+    exponent: int  # k such that none has more than 2^k
 
 
 @contextmanager
@@ -83,51 +69,29 @@ def aggregate_chunks(
     slices: list[int],
     chunk_ranges: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Sum the weighted rows of ``x`` over the entries of each vertex, or take their mean.
-
-    Numbers are float16 inside, sums float32, the result float16 again. Wider numbers are brought into the range of
-    float16 by a power of two per tensor, so that neither a vertex's sum overflows nor small gradients vanish.
-    """
+    """Compute sums or means on the cube cores, in float16 scaled by a power of two, added up in float32."""
     if chunks[3].numel() == 0 or x.numel() == 0:
         return x.new_zeros((num_rows, *x.shape[1:])), x.new_empty(0)
-    _check_heads(x, weight)
-    cube = _cube(chunks, num_rows, x.size(1), x.size(2), len(slices) - 1, chunk_ranges)
-    return _on_cubes(cube, num_rows, x, weight, reduce == "mean"), x.new_empty(0)
-
-
-def _check_heads(x: Tensor, weight: Tensor | None) -> None:
     if weight is None and x.size(1) > 1:
         raise ValueError(
             f"the kernel of dense tiles has weights per head, but there are none for the {x.size(1)} heads of x "
             f"{list(x.shape)}; without weights give them as one, x.reshape({x.size(0)}, 1, {x.size(1) * x.size(2)})"
         )
-
-
-def _on_cubes(made: _Cube, num_rows: int, x: Tensor, weight: Tensor | None, mean: bool) -> Tensor:
-    """Launch the kernel of dense tiles, and what adds split rows up."""
-    tables = made.tables
-    left = HALF_EXPONENT - made.sum_exponent
-    share = 0 if weight is None else left // 2 if left >= 0 else left
-    rows = _half_rows(x, left - share, mean)
-    values = _Half(made.ones, 0)
-    if weight is not None:
-        given, exponent = _scaled(weight, share, mean)
-        values = _Half(tables.values(given.numpy(), x.size(1)), exponent)
-    wide = rows.values.shape[1]
+    made, tables, ones = _cube(chunks, num_rows, x.size(1), x.size(2), len(slices) - 1, chunk_ranges)
+    rows, values, exponent = _operands(made, x, weight, reduce == "mean")
+    wide = rows.shape[1]
     y = np.zeros((num_rows, wide), np.float16)
-    # Filled with NaN for combine_parts, which must find no part that nobody wrote.
+    # Filled with NaN for combine_parts, which must find no part that was not written.
     parts = np.full((max(tables.num_parts, 1), wide), np.nan, np.float32)
     workspace = np.zeros(tables.workspace_bytes // 2, np.float16)
-    inputs = [rows.values, tables.plan, tables.row_blocks, tables.tiles, tables.columns, tables.positions]
-    inputs += values.values, tables.runs
+    inputs = [rows, tables.plan, tables.row_blocks, tables.tiles, tables.columns, tables.positions]
+    inputs += ones if values is None else tables.values(values.numpy(), x.size(1)), tables.runs
     _launch("aggregate_cube", tables.num_blocks, inputs, [y], [parts, workspace], [tables.tiling])
     if len(tables.splits):
         blocks = min(2 * tables.num_blocks, len(tables.splits))
         combine = combine_tiling(len(tables.splits), wide)
         _launch("combine_parts", blocks, [parts, tables.splits], [y], [], [combine])
-    out = torch.from_numpy(y).view(num_rows, x.size(1), -1)[:, :, : x.size(2)]
-    out = _unscaled(out, rows.exponent + values.exponent, made.degrees if mean else None)
-    return out.to(x.device, x.dtype).contiguous()
+    return _result(y, x, exponent, made.degrees if reduce == "mean" else None), x.new_empty(0)
 
 
 def aggregate_vector(
@@ -140,29 +104,33 @@ def aggregate_vector(
     chunk_ranges: list[int],
 ) -> tuple[Tensor, Tensor]:
     """Compute sums or means vertex by vertex, on the vector cores alone; weights stay float32."""
-    # Nothing has to be launched without edges or columns.
     heads, columns, mean = x.size(1), x.size(2), reduce == "mean"
-    none = x.new_empty(0)
     if chunks[3].numel() == 0 or x.numel() == 0:
-        return x.new_zeros((num_rows, heads, columns)), none
-    # Split the exponents that float16 leaves beside the longest sum between features and weights.
-    made = _vector(chunks, num_rows, heads, columns, len(slices) - 1, chunk_ranges)
-    left = HALF_EXPONENT - made.sum_exponent
-    share = 0 if weight is None else left // 2 if left >= 0 else left
-    rows = _half_rows(x, left - share, mean)
-    values, exponent = (None, 0) if weight is None else _scaled(weight, share, mean)
-    # Lay the inputs out as the kernel reads them; weights are stored by head.
-    wide = rows.values.shape[1]
-    y = np.zeros((num_rows, wide), np.float16)
-    tables = made.tables
+        return x.new_zeros((num_rows, heads, columns)), x.new_empty(0)
+    made, tables = _vector(chunks, num_rows, heads, columns, len(slices) - 1, chunk_ranges)
+    rows, values, exponent = _operands(made, x, weight, mean)
+    y = np.zeros((num_rows, rows.shape[1]), np.float16)
+    # Weights are stored by head.
     weights = np.zeros(1, np.float32) if values is None else values.t().contiguous().numpy()
-    inputs = [rows.values, tables.vertices, tables.columns, weights, tables.plan]
-    tiling = aggregate_vector_tiling(tables, wide, weight is not None)
+    inputs = [rows, tables.vertices, tables.columns, weights, tables.plan]
+    tiling = aggregate_vector_tiling(tables, rows.shape[1], weight is not None)
     _launch("aggregate_vector", tables.num_groups * tables.num_members, inputs, [y], [], [tiling])
-    # Drop the padding, and undo the scaling and, for means, the degrees.
-    out = torch.from_numpy(y).view(num_rows, heads, -1)[:, :, :columns]
-    out = _unscaled(out, rows.exponent + exponent, made.degrees if mean else None)
-    return out.to(x.device, x.dtype).contiguous(), none
+    return _result(y, x, exponent, made.degrees if mean else None), x.new_empty(0)
+
+
+def _operands(made: _Sums, x: Tensor, weight: Tensor | None, mean: bool) -> tuple[Array, Tensor | None, int]:
+    """Return features and weights, and the exponents that float16 leaves beside the longest sum, which they share."""
+    left = HALF_EXPONENT - made.exponent
+    share = 0 if weight is None else left // 2 if left >= 0 else left
+    rows, exponent = _half_rows(x, left - share, mean)
+    values, of_weight = (None, 0) if weight is None else _scaled(weight, share, mean)
+    return rows, values, exponent + of_weight
+
+
+def _result(y: Array, x: Tensor, exponent: int, degrees: Tensor | None) -> Tensor:
+    """Drop the padding, and undo the scaling and, for means, the degrees."""
+    out = torch.from_numpy(y).view(len(y), x.size(1), -1)[:, :, : x.size(2)]
+    return _unscaled(out, exponent, degrees).to(x.device, x.dtype).contiguous()
 
 
 def edge_products(
@@ -179,30 +147,21 @@ def edge_products(
     if num_edges == 0 or columns == 0:
         return column_side.new_zeros((num_edges, heads))
     tables = _rows(chunks, chunk_ranges)
-    left, right = _half_rows(row_side, PRODUCT_EXPONENT), _half_rows(column_side, PRODUCT_EXPONENT)
+    (left, by_left), (right, by_right) = (_half_rows(side, PRODUCT_EXPONENT) for side in (row_side, column_side))
     tiling = products_tiling(tables, heads, columns)
     out = np.zeros((num_edges, heads), np.float32)
-    inputs = [left.values, right.values, tables.vertices, tables.columns, tables.plan]
+    inputs = [left, right, tables.vertices, tables.columns, tables.plan]
     _launch("edge_products", tables.num_members, inputs, [out], [], [tiling])
-    result = _unscaled(torch.from_numpy(out), left.exponent + right.exponent, None)
+    result = _unscaled(torch.from_numpy(out), by_left + by_right, None)
     return result.to(column_side.device, column_side.dtype)
 
 
 def edge_softmax(
-    chunks: list[Tensor],
-    row_scores: Tensor,
-    column_scores: Tensor,
-    negative_slope: float,
-    chunk_ranges: list[int],
+    chunks: list[Tensor], row_scores: Tensor, column_scores: Tensor, negative_slope: float, chunk_ranges: list[int]
 ) -> Tensor:
-    """Normalise ``exp(leaky_relu(row + column))`` over the entries of each vertex, in float32."""
-    out = np.zeros((chunks[3].numel(), row_scores.size(1)), np.float32)
-    if out.size:
-        tables = _rows(chunks, chunk_ranges)
-        inputs = [_float(column_scores), _float(row_scores), tables.vertices, tables.columns, tables.plan]
-        tiling = softmax_tiling(tables, out.shape[1], negative_slope)
-        _launch("edge_softmax", tables.num_members, inputs, [out], [], [tiling])
-    return torch.from_numpy(out).to(row_scores.device, row_scores.dtype)
+    """Normalize ``exp(leaky_relu(row + column))`` over the entries of each vertex, in float32."""
+    outputs = [np.zeros((chunks[3].numel(), row_scores.size(1)), np.float32)]
+    return _softmax("edge_softmax", chunks, row_scores, column_scores, negative_slope, chunk_ranges, [], outputs)
 
 
 def edge_softmax_backward(
@@ -214,17 +173,29 @@ def edge_softmax_backward(
     grad: Tensor,
     chunk_ranges: list[int],
 ) -> Tensor:
-    """Return the gradient of ``row + column`` of each entry from that of its normalised weight."""
-    out = np.zeros(tuple(attention.shape), np.float32)
-    if out.size:
+    """Return the gradient of ``row + column`` of each entry from that of its normalized weight."""
+    # The kernel also adds the gradient up by row, which here is left to edge_sums: it is wanted less often.
+    outputs = [np.zeros(tuple(of.shape), np.float32) for of in (attention, row_scores)]
+    scores, of_edges = (row_scores, column_scores, negative_slope), [_float(attention), _float(grad)]
+    return _softmax("edge_softmax_backward", chunks, *scores, chunk_ranges, of_edges, outputs)
+
+
+def _softmax(
+    kernel: str,
+    chunks: list[Tensor],
+    rows: Tensor,
+    columns: Tensor,
+    slope: float,
+    chunk_ranges: list[int],
+    of_edges: list[Array],
+    outputs: list[Array],
+) -> Tensor:
+    if outputs[0].size:
         tables = _rows(chunks, chunk_ranges)
-        inputs = [_float(column_scores), _float(row_scores), tables.vertices, tables.columns, tables.plan]
-        # The kernel also adds the gradient up by row, which here is left to edge_sums: it is wanted less often.
-        row_grad = np.zeros(tuple(row_scores.shape), np.float32)
-        tiling = softmax_tiling(tables, out.shape[1], negative_slope)
-        inputs += [_float(attention), _float(grad)]
-        _launch("edge_softmax_backward", tables.num_members, inputs, [out, row_grad], [], [tiling])
-    return torch.from_numpy(out).to(row_scores.device, row_scores.dtype)
+        inputs = [_float(columns), _float(rows), tables.vertices, tables.columns, tables.plan, *of_edges]
+        tiling = softmax_tiling(tables, outputs[0].shape[1], slope)
+        _launch(kernel, tables.num_members, inputs, outputs, [], [tiling])
+    return torch.from_numpy(outputs[0]).to(rows.device, rows.dtype)
 
 
 def edge_sums(
@@ -258,32 +229,31 @@ def launch(kernel: str, blocks: int, inputs: list[Tensor], outputs: list[Tensor]
         np.full(tuple(output.shape), np.nan if dtype.kind == "f" else 0, dtype)
         for output, dtype in zip(outputs, dtypes, strict=True)
     ]
-    given = [ReadOnly(array if array.size else np.zeros(32, array.dtype)) for array in map(_numpy, inputs)]
-    result = default_twin().launch(kernel, [*given, *map(Scratch, arrays), ReadOnly(tiling)], max(blocks, 1))
-    for results in _recorded:
-        results.append(result)
+    _launch(kernel, blocks, [*map(_numpy, inputs)], [], arrays, [tiling])
     for output, array in zip(outputs, arrays, strict=True):
         output.copy_(torch.from_numpy(array))
 
 
 def _cube(
     chunks: list[Tensor], num_rows: int, heads: int, columns: int, num_groups: int, chunk_ranges: list[int]
-) -> _Cube:
-    def make() -> _Cube:
+) -> tuple[_Sums, CubeTables, Array]:
+    """Return tables of dense tiles, and the tiles' values where there are no weights."""
+
+    def make() -> tuple[_Sums, CubeTables, Array]:
         arrays, pairs = [_numpy(tensor) for tensor in chunks], list(pairwise(chunk_ranges))
         tables = cube_tables(arrays, pairs, num_groups, columns, heads=heads)
-        return _Cube(tables, tables.values(None), *_degrees(arrays, num_rows))
+        return _Sums(*_degrees(arrays, num_rows)), tables, tables.values(None)
 
     return _made(chunks, ("cube", num_rows, heads, columns, num_groups, *chunk_ranges), make)
 
 
 def _vector(
     chunks: list[Tensor], num_rows: int, heads: int, columns: int, num_groups: int, chunk_ranges: list[int]
-) -> _Vector:
-    def make() -> _Vector:
+) -> tuple[_Sums, RowTables]:
+    def make() -> tuple[_Sums, RowTables]:
         arrays, pairs = [_numpy(tensor) for tensor in chunks], list(pairwise(chunk_ranges))
         tables = row_tables(arrays, chunk_ranges=pairs, num_groups=num_groups, num_columns=columns, heads=heads)
-        return _Vector(tables, *_degrees(arrays, num_rows))
+        return _Sums(*_degrees(arrays, num_rows)), tables
 
     return _made(chunks, ("vector", num_rows, heads, columns, num_groups, *chunk_ranges), make)
 
@@ -306,7 +276,7 @@ def _rows(chunks: list[Tensor], chunk_ranges: list[int]) -> RowTables:
     return _made(chunks, ("rows", members), make)
 
 
-def _made(chunks: list[Tensor], key: Any, make: Callable[[], Made]) -> Made:
+def _made(chunks: list[Tensor], key: tuple[object, ...], make: Callable[[], Made]) -> Made:
     with _lock:
         known: dict[Any, Any] = _tables.setdefault(chunks[3], {})  # type: ignore[no-untyped-call]
         if key not in known:
@@ -315,20 +285,16 @@ def _made(chunks: list[Tensor], key: Any, make: Callable[[], Made]) -> Made:
         return made
 
 
-def _half_rows(x: Tensor, exponent: int, rescale: bool = False) -> _Half:
-    """Return ``[N, H * C]``, each head filled up with zeros to a multiple of 16 columns."""
+def _half_rows(x: Tensor, exponent: int, rescale: bool = False) -> tuple[Array, int]:
+    """Return float16 ``[N, H * C]``, each head filled up with zeros to a multiple of 16 columns, and as ``_scaled``."""
     scaled, factor = _scaled(x, exponent, rescale)
     out = torch.zeros((x.size(0), x.size(1), up(x.size(2))), dtype=torch.float16)
     out[:, :, : x.size(2)] = scaled
-    return _Half(out.flatten(1).numpy(), factor)
+    return out.flatten(1).numpy(), factor
 
 
 def _scaled(x: Tensor, exponent: int, rescale: bool) -> tuple[Tensor, int]:
-    """Return numbers in float32 whose largest finite one is at most ``2^exponent``, and the power of two that did it.
-
-    float16 has 5 bits of exponent, too few for the gradients of a mean over a large split. It stays as it is unless
-    ``rescale``.
-    """
+    """Return float32 numbers, at most ``2^exponent``, and the power of two for it; float16 stays unless ``rescale``."""
     x = x.detach().cpu()
     if x.dtype == torch.float16 and not rescale:
         return x.float(), 0
@@ -349,19 +315,14 @@ def _unscaled(out: Tensor, exponent: int, divisors: Tensor | None) -> Tensor:
     return out if divisors is None else out / divisors.view(-1, 1, 1)
 
 
-_said = False
-
-
+@cache
 def say_converted(dtype: torch.dtype) -> None:
     """Warn, once, that numbers of a dtype become float16 in the kernels."""
-    global _said
-    if not _said:
-        _said = True
-        warnings.warn(
-            f"the Ascend C kernels compute in float16 with float32 sums; {dtype} is scaled by a power of two per "
-            "tensor and converted",
-            stacklevel=2,
-        )
+    warnings.warn(
+        f"the Ascend C kernels compute in float16 with float32 sums; {dtype} is scaled by a power of two per tensor "
+        "and converted",
+        stacklevel=2,
+    )
 
 
 def _float(x: Tensor) -> Array:

@@ -1,8 +1,4 @@
-"""Who executes the functions under ``aggregate`` and ``edge_softmax``.
-
-Every backend has the same six: those of ``reference.py`` here and in ``edge_softmax``, which define them. Each takes a
-:class:`~lightning_gnn.ops.aggregate.matrix.Matrix` first.
-"""
+"""Who executes ``aggregate`` and ``edge_softmax``: each backend has the six functions of the two ``reference.py``."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,34 +18,16 @@ DEVICE = "device"  # in place of a backend's name: what belongs to the device
 _default: str | None = None
 
 
-def _together(*modules: Any) -> SimpleNamespace:
-    names = (
-        "aggregate",
-        "aggregate_max_backward",
-        "edge_products",
-        "edge_softmax",
-        "edge_softmax_backward",
-        "edge_sums",
-    )
-    found = {name: getattr(module, name) for module in modules for name in names if hasattr(module, name)}
-    return SimpleNamespace(**found)
-
-
-REFERENCE = _together(reference, softmax_reference)
-NUMBA = _together(numba, softmax_numba)
+REFERENCE = SimpleNamespace(**vars(reference) | vars(softmax_reference))
+NUMBA = SimpleNamespace(**vars(numba) | vars(softmax_numba))
 
 
 @contextmanager
 def default_backend(name: str | None) -> Iterator[None]:
-    """Let aggregations for which nobody names a backend, such as those of layers, run on this one, in all threads.
-
-    The gradient of an aggregation runs where the aggregation ran.
+    """Let aggregations without a backend, such as those of layers, run on this one, in all threads; gradients too.
 
     Args:
-        name: One of ``BACKENDS``, or None for what belongs to the device.
-
-    Raises:
-        ValueError: There is no such backend.
+        name: One of ``BACKENDS``, or None for what belongs to the device; another is a ValueError.
     """
     global _default
     _check_name(name)
@@ -90,21 +68,21 @@ def _check_name(backend: str | None) -> None:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}, or None")
 
 
-def _npu() -> Any:
-    from lightning_gnn.ops.aggregate import npu
-
-    return npu
-
-
 def runs_on_chip(device: torch.device, backend: str) -> bool:
     """Say whether the Ascend C kernels execute a sum, in simulation or on an NPU; the first call builds them."""
-    return backend == "ascend_twin" or (device.type == "npu" and backend == DEVICE and bool(_npu().available()))
+    if device.type != "npu" or backend != DEVICE:
+        return backend == "ascend_twin"
+    from lightning_gnn.ops.aggregate import npu
+
+    return npu.available()
 
 
 def chip_executor(device: torch.device, backend: str) -> tuple[Any, int]:
     """Return the module whose functions run Ascend C kernels where :func:`runs_on_chip`, and the AI cores there."""
-    if backend != "ascend_twin":
-        return _npu(), _npu().num_cores(device.index or 0)
-    from lightning_gnn.ops.aggregate import ascend_twin
+    if backend == "ascend_twin":
+        from lightning_gnn.ops.aggregate import ascend_twin
 
-    return ascend_twin, torch.get_num_threads()
+        return ascend_twin, torch.get_num_threads()
+    from lightning_gnn.ops.aggregate import npu
+
+    return npu, npu.num_cores(device.index or 0)

@@ -1,7 +1,6 @@
 """The functions of a backend by Ascend C kernels, on an NPU or on their twin.
 
-The kernels read a graph in chunks (:meth:`~lightning_gnn.compressed.graph.CompressedGraph.chunked`), which are made at
-its first use and kept as long as the graph. Numbers of the edges are brought into the order of the chunks and back.
+The kernels read a graph in chunks, kept as long as it; numbers of edges are brought into their order and back.
 """
 
 from collections.abc import MutableMapping
@@ -16,7 +15,7 @@ from lightning_gnn.compressed.builder import ChipLayout, layout_of
 from lightning_gnn.compressed.hybrid_plan import HybridPlan, plan_cores
 from lightning_gnn.ops.aggregate import chip_plan, reference
 from lightning_gnn.ops.aggregate.chip_max import Entries, entries_of_edges, maxima, maxima_backward
-from lightning_gnn.ops.aggregate.matrix import Matrix
+from lightning_gnn.ops.aggregate.matrix import Match, Matrix, Scores
 
 
 @dataclass(eq=False)
@@ -32,17 +31,12 @@ class _Chunked:
 _known: MutableMapping[Tensor, _Chunked] = WeakIdKeyDictionary()
 
 
+@dataclass
 class Chip:
-    """What ``reference.py`` here and in ``edge_softmax`` defines, by the kernels.
+    """What ``reference.py`` here and in ``edge_softmax`` defines, by the kernels of a module."""
 
-    Args:
-        kernels: The module that launches them, ``npu`` or ``ascend_twin``.
-        cores: AI cores, unless the settings say otherwise.
-    """
-
-    def __init__(self, kernels: Any, cores: int) -> None:
-        self.kernels = kernels
-        self.cores = cores
+    kernels: Any  # npu or ascend_twin
+    cores: int  # AI cores, unless settings say otherwise
 
     def plan(self, matrix: Matrix, num_columns: int, heads: int = 1) -> tuple[list[Tensor], HybridPlan]:
         """Return the chunks of an aggregation, cut as its plan wants them, and the plan, which names the kernel."""
@@ -88,39 +82,24 @@ class Chip:
         return maxima_backward(self.kernels.launch, self._entries(matrix), grad, best, x, weight)
 
     def edge_products(
-        self,
-        matrix: Matrix,
-        row_side: Tensor,
-        column_side: Tensor,
-        best: Tensor | None = None,
-        weight: Tensor | None = None,
+        self, matrix: Matrix, row_side: Tensor, column_side: Tensor, match: Match | None = None
     ) -> Tensor:
-        """Take the dot product of both ends of each entry, per head; with ``best`` torch's operators do."""
-        if best is not None:
-            return reference.edge_products(matrix, row_side, column_side, best, weight)
+        """Take the dot product of both ends of each entry, per head; with ``match`` torch's operators do."""
+        if match is not None:
+            return reference.edge_products(matrix, row_side, column_side, match)
         chunks, plan = self._by_edge(matrix, row_side.size(1) * row_side.size(2))
         cut = bounds(plan.slices), bounds(plan.chunk_ranges)
         return _back(matrix, self.kernels.edge_products(chunks, row_side, column_side, None, None, *cut))
 
-    def edge_softmax(self, matrix: Matrix, row_scores: Tensor, column_scores: Tensor, negative_slope: float) -> Tensor:
-        """Normalise ``exp(leaky_relu(row + column))`` over the entries of each row."""
+    def edge_softmax(self, matrix: Matrix, scores: Scores) -> Tensor:
+        """Normalize ``exp(leaky_relu(row + column))`` over the entries of each row."""
         chunks, plan = self._by_edge(matrix, 1)
-        given = row_scores, column_scores, negative_slope
-        return _back(matrix, self.kernels.edge_softmax(chunks, *given, bounds(plan.chunk_ranges)))
+        return _back(matrix, self.kernels.edge_softmax(chunks, *scores, bounds(plan.chunk_ranges)))
 
-    def edge_softmax_backward(
-        self,
-        matrix: Matrix,
-        row_scores: Tensor,
-        column_scores: Tensor,
-        negative_slope: float,
-        attention: Tensor,
-        grad: Tensor,
-    ) -> Tensor:
-        """Return the gradient of ``row + column`` of each entry from that of its normalised weight."""
+    def edge_softmax_backward(self, matrix: Matrix, scores: Scores, attention: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of ``row + column`` of each entry from that of its normalized weight."""
         chunks, plan = self._by_edge(matrix, 1)
-        of_edges = _ordered(matrix, attention), _ordered(matrix, grad)
-        given = row_scores, column_scores, negative_slope, *of_edges
+        given = *scores, _ordered(matrix, attention), _ordered(matrix, grad)
         return _back(matrix, self.kernels.edge_softmax_backward(chunks, *given, bounds(plan.chunk_ranges)))
 
     def edge_sums(self, matrix: Matrix, edge_ids: Tensor | None, values: Tensor) -> Tensor:

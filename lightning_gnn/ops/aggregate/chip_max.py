@@ -1,7 +1,6 @@
-"""Maxima and their gradient by the Ascend C kernels, on an NPU or on their twin, of a whole graph or of a mini-batch.
+"""Maxima and their gradient by the Ascend C kernels, of a whole graph or of a mini-batch, float32 alone.
 
-Unlike sums they stay in float32: rounded to float16, numbers would tie that do not, and share a gradient. What is not
-float32 (float64) is not theirs.
+Rounded to float16, numbers would tie that do not, and share a gradient.
 """
 
 from collections.abc import Callable
@@ -28,11 +27,7 @@ class Entries:
 
 
 def entries_of_edges(edges: list[Tensor], cores: int) -> Entries:
-    """Return edges by row, in ranges of about as many edges and vertices; nothing waits for the device.
-
-    Args:
-        edges: ``indptr`` and ``indices`` by row, see ``aggregate_update/edge_order.py``.
-    """
+    """Return edges by row, in ranges of about equal work for the cores; nothing waits for the device."""
     indptr, indices = edges[0], edges[1]
     num_rows, num_edges = indptr.numel() - 1, indices.numel()
     members = max(1, min(2 * cores, num_rows))
@@ -44,12 +39,7 @@ def entries_of_edges(edges: list[Tensor], cores: int) -> Entries:
 
 
 def maxima(launch: Launch, entries: Entries, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the maxima and how many entries attain each, float32 ``[num_rows, H, C]``; 0 and 0 of no entries.
-
-    Args:
-        x: float32 ``[num_columns, H, C]``.
-        weight: Of each entry, float32 ``[num_edges, H]``, or None.
-    """
+    """Return the maxima and how many entries attain each, float32 ``[num_rows, H, C]``; 0 and 0 of no entries."""
     table, values, strange = _filled_up(x, weight), _values(x, weight), ~x.isfinite().all()
     if weight is not None:
         strange = strange | ~weight.isfinite().all()
@@ -64,13 +54,7 @@ def maxima(launch: Launch, entries: Entries, x: Tensor, weight: Tensor | None) -
 def maxima_backward(
     launch: Launch, entries: Entries, shares: Tensor, best: Tensor, x: Tensor, weight: Tensor | None
 ) -> Tensor:
-    """Return the gradient of ``x``, float32 ``[num_rows, H, C]``.
-
-    Args:
-        shares: Gradient of each maximum by the edges that attain it, ``[num_columns, H, C]``.
-        x: float32 ``[num_rows, H, C]``.
-        weight: Of each entry, float32 ``[num_edges, H]``, or None.
-    """
+    """Return the gradient of ``x``, float32 ``[num_rows, H, C]``; ``shares``: of a maximum by each of its edges."""
     pairs = torch.stack([_filled_up(best, weight), _filled_up(shares, weight)], 1)
     table = _filled_up(x, weight)
     outputs = [torch.empty_like(table)]

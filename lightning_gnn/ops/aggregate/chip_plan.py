@@ -1,8 +1,6 @@
 """Who computes what of an aggregation on an Ascend chip: kernel, groups of columns and ranges of chunks, by one rule.
 
-The cube kernel is worth its dense tiles where many entries share a column, else the vector kernel is faster. What a
-chunk costs either of them is estimated from its counts; ranges of chunks cost about the same, and of all kernels and
-numbers of groups the one whose slowest worker is done first is taken.
+Of all kernels and numbers of groups the one is taken whose slowest worker, by estimated cycles, is done first.
 """
 
 from collections.abc import Sequence
@@ -55,12 +53,7 @@ def plan_chip(
     kernels: Sequence[Kernel] = ("cube", "vector"),
     heads: int = 1,
 ) -> HybridPlan:
-    """Plan one aggregation on the cores of an Ascend chip, for one layer and direction.
-
-    Returns:
-        The plan with its kernel; its ranges are of chunks cut to ``HEIGHT[kernel]``. ``candidates`` has the best of
-        each number of groups.
-    """
+    """Plan one layer and direction; ranges are of chunks cut to ``HEIGHT[kernel]``, candidates the best by groups."""
     check_sizes(num_columns, cores)
     best: dict[int, HybridPlan] = {}
     costs: dict[int, GroupingCost] = {}
@@ -92,10 +85,7 @@ def plan_chip(
 
 
 def estimate_cycles(kernel: Kernel, counts: Counts, num_columns: int, num_groups: int, heads: int = 1) -> Array:
-    """Return about how many cycles a worker of the widest group takes for each chunk, int64 ``[num_chunks]``.
-
-    The numbers follow from the twin's costs of copies, instructions and latencies (``twin/include/twin/cost.h``).
-    """
+    """Estimate the cycles of each chunk on a worker of the widest group, by the twin's ``cost.h``, int64."""
     # Heads have weights of their own, each of whole blocks of columns; a panel is of one head.
     blocks = heads * -(-num_columns // heads // BLOCK)
     width = BLOCK * -(-blocks // num_groups)

@@ -1,4 +1,4 @@
-"""Aggregation over a whole graph: every vertex reduces the weighted features of its in-neighbours."""
+"""Aggregation over a whole graph: every vertex reduces the weighted features of its in-neighbors."""
 
 from typing import Literal, Protocol, runtime_checkable
 from weakref import ref
@@ -9,9 +9,10 @@ from torch import Tensor
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.compressed.hybrid_plan import HybridPlan
 from lightning_gnn.ops.aggregate.backends import DEVICE, backend_name, functions_of, runs_on_chip
-from lightning_gnn.ops.aggregate.derivatives import Graph, GraphMax, GraphSum, in_order
+from lightning_gnn.ops.aggregate.derivatives import Graph, in_order, max_over_edges, sum_over_edges
 from lightning_gnn.ops.aggregate.matrix import Matrix
 from lightning_gnn.ops.aggregate.reference import accumulator
+from lightning_gnn.ops.library import check_floating
 
 Reduce = Literal["sum", "mean", "max"]
 REDUCES = ("sum", "mean", "max")
@@ -26,7 +27,7 @@ class ShardedGraph(Protocol):
         ...
 
     def edge_softmax(self, source_scores: Tensor, target_scores: Tensor, negative_slope: float) -> Tensor:
-        """Normalise as :func:`~lightning_gnn.ops.edge_softmax` does, with autograd."""
+        """Normalize as :func:`~lightning_gnn.ops.edge_softmax` does, with autograd."""
         ...
 
 
@@ -37,12 +38,11 @@ def aggregate(
     reduce: Reduce = "sum",
     backend: str | None = None,
 ) -> Tensor:
-    """Reduce the features of the in-neighbours of every target, ``y[i] = reduce of weight[e] * x[j] over e = (j, i)``.
+    """Reduce the features of the in-neighbors of every target, ``y[i] = reduce of weight[e] * x[j] over e = (j, i)``.
 
-    On a CPU workers share out the rows; on an NPU cores share out columns and chunks by the hybrid plan of
-    NeutronAscend (section 5). Each number of the result is added up in one fixed order, on a CPU that of the row's
-    edges, so that there it is the same to the last bit for any number of workers. Differentiable with respect to ``x``
-    and ``weight`` in reverse mode: sums and means any number of times, a maximum once.
+    On an NPU cores share out columns and chunks by the hybrid plan of NeutronAscend (section 5). On a CPU the result is
+    the same to the last bit for any number of workers. Differentiable with respect to ``x`` and ``weight`` in reverse
+    mode: sums and means any number of times, a maximum once.
 
     Args:
         graph: The graph, on the device of ``x``, or what stands for it (:class:`ShardedGraph`).
@@ -96,10 +96,10 @@ def aggregate(
     narrow = x if x.dtype == torch.bfloat16 and wide == torch.float32 and _reads_bfloat16(x, backend) else x.to(wide)
     by_head = narrow.reshape(x.size(0), heads, x.shape[1:].numel() // heads)
     if reduce == "max":
-        out: Tensor = GraphMax.call(by_head, by_edge, *arguments)[0]
+        out = max_over_edges(by_head, by_edge, arguments)
     else:
         permuted = None if weight is None or by_edge is None else _kept_in_order(graph, x, weight, by_edge)
-        out = GraphSum.call(by_head, by_edge, permuted, reduce == "mean", False, *arguments)
+        out = sum_over_edges(by_head, by_edge, permuted, reduce == "mean", False, arguments)
     return out.view(shape).to(dtype)
 
 
@@ -111,12 +111,7 @@ def _reads_bfloat16(x: Tensor, backend: str | None) -> bool:
 def hybrid_plan(graph: CompressedGraph, num_columns: int) -> HybridPlan:
     """Return the plan by which an NPU, or its twin, executes a forward aggregation; it prints as a table.
 
-    Args:
-        graph: The graph.
-        num_columns: D, columns of the features, heads times channels.
-
-    Raises:
-        ValueError: The graph is where rows are shared out without a plan: on a CPU or a GPU.
+    ``num_columns`` are those of the features, heads times channels. On a CPU or a GPU, without a plan, a ValueError.
     """
     backend, forward = backend_name(None), graph.forward
     if not runs_on_chip(graph.device, backend):
@@ -130,20 +125,13 @@ def hybrid_plan(graph: CompressedGraph, num_columns: int) -> HybridPlan:
 
 
 def _kept_in_order(graph: CompressedGraph, x: Tensor, weight: Tensor, by_edge: Tensor) -> Tensor | None:
-    """Return constant weights, such as GCN's, in the order of the backward direction: they are permuted once.
-
-    Args:
-        by_edge: ``[E, H]``, a view or a conversion of it.
-
-    Returns:
-        None where they are not constant, or not needed.
-    """
+    """Return constant weights in the order of the backward direction, permuted once; None if not needed."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return None
-    # Inside a compiler or a transform a tensor stands for others.
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    # Inside a compiler a tensor stands for others.
+    if torch.compiler.is_compiling() or type(weight) not in (Tensor, torch.nn.Parameter):
         return None
-    if type(weight) not in (Tensor, torch.nn.Parameter) or weight.requires_grad or weight.is_inference():
+    if weight.requires_grad or weight.is_inference():
         return None
     # Known by the object itself, which is held weakly: a new tensor at the address of an old one is another object.
     # Every change in place counts up the version, except one through .data, which autograd does not see either.
@@ -162,16 +150,7 @@ def _kept_in_order(graph: CompressedGraph, x: Tensor, weight: Tensor, by_edge: T
 
 def check_features(graph: CompressedGraph, x: Tensor, weight: Tensor | None) -> None:
     """Check features and weights as :func:`aggregate` describes them; no value is read."""
-    device = graph.device
-    for name, tensor in (("x", x), ("weight", weight)):
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, but is {type(tensor).__name__}")
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be floating, but is {tensor.dtype}; convert it with .float()")
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, but the graph on {device}; move one of them with .to()")
+    check_floating("the graph", graph.device, x=x, weight=weight)
     if x.dim() not in (2, 3):
         raise ValueError(f"x must be [num_sources, D] or [num_sources, H, C], but is {list(x.shape)}")
     if x.size(0) != graph.num_sources:

@@ -8,6 +8,16 @@ from torch import Tensor
 from lightning_gnn.compressed.hybrid_plan import PlanSettings
 from lightning_gnn.graph.csr import CSR
 
+Match = tuple[Tensor, Tensor]  # maxima [num_rows, H, C], and weights [num_edges, H]: what attains the maximum counts
+
+
+class Scores(NamedTuple):
+    """What an edge softmax is computed from: a row's number and a column's, added up, then a leaky ReLU."""
+
+    row: Tensor  # [num_rows, H]
+    column: Tensor  # [num_columns, H], of the same dtype
+    slope: float  # of the leaky ReLU
+
 
 class Matrix(NamedTuple):
     """A sparse matrix in compressed rows, and who executes what is computed with it."""

@@ -1,7 +1,6 @@
 """Aggregation and attention on an NPU: the binding of the Ascend C kernels, built on first use.
 
-The binding registers its kernels with torch's dispatcher (``ascend_ops/host/ops.cpp``); those of a maximum are
-launched from here. ``chunks`` are the six arrays of :class:`~lightning_gnn.compressed.chunks.Chunks`.
+The binding registers kernels with torch's dispatcher (``ascend_ops/host/ops.cpp``); those of maxima start from here.
 """
 
 import ctypes
@@ -66,10 +65,6 @@ def num_cores(index: int) -> int:
 
 
 def launch(kernel: str, blocks: int, inputs: list[Tensor], outputs: list[Tensor], tiling: Any) -> None:
-    """Launch a kernel on an NPU's tensors, on the current stream; ``ascend_twin.launch`` does the same in simulation.
-
-    Args:
-        outputs: Contiguous; their contents are replaced.
-    """
+    """Launch a kernel on an NPU's tensors, on the current stream; the contents of outputs are replaced."""
     words = torch.from_numpy(tiling.view(np.int32)).to(outputs[0].device)
     torch.ops.lightning_gnn.launch_kernel(kernel, max(blocks, 1), inputs, outputs, words)

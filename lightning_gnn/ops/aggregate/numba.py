@@ -1,8 +1,6 @@
 """Aggregation on the CPU: every worker takes a range of rows with about as many entries as the others'.
 
-Feature rows that are read often are first packed into contiguous slices of 64 columns, the most popular rows first, so
-that the level-2 cache holds as many of them as it can. One worker adds up a row, in the order of its entries, so the
-result is the same to the last bit for any number of workers.
+Rows that are read often are packed by 64 columns first, for the level-2 cache; one worker adds up a row, in order.
 """
 
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from lightning_gnn.ops.aggregate import numba_kernels as kernels
 from lightning_gnn.ops.aggregate import reference
-from lightning_gnn.ops.aggregate.matrix import Matrix
+from lightning_gnn.ops.aggregate.matrix import Match, Matrix
 from lightning_gnn.ops.aggregate.numba_rows import execute, flat, huge_pages, loadable, row_ranges, rows_of
 from lightning_gnn.ops.aggregate.reference import accumulator
 from lightning_gnn.ops.intrinsics import MAX_WIDTHS, WIDTHS
@@ -60,8 +58,8 @@ def aggregate(matrix: Matrix, x: Tensor, weight: Tensor | None, reduce: str) -> 
 
         execute(matrix, work, share)
     if is_max and rows.empty.size:
-        kernels.clear_rows(rows.empty, num_columns, out)
-        kernels.clear_rows(rows.empty, num_columns, counts)
+        for written in (result, ties):
+            written[torch.from_numpy(rows.empty)] = 0
     return (result if is_max else result.to(dtype)), ties
 
 
@@ -84,14 +82,14 @@ def aggregate_max_backward(matrix: Matrix, grad: Tensor, best: Tensor, x: Tensor
     return out.to(x.dtype)
 
 
-def edge_products(
-    matrix: Matrix, row_side: Tensor, column_side: Tensor, best: Tensor | None = None, weight: Tensor | None = None
-) -> Tensor:
+def edge_products(matrix: Matrix, row_side: Tensor, column_side: Tensor, match: Match | None = None) -> Tensor:
     """Do what the function of this name in ``reference.py`` does."""
-    if best is not None:
-        return reference.edge_products(matrix, row_side, column_side, best, weight)
+    if match is not None:
+        return reference.edge_products(matrix, row_side, column_side, match)
     dtype = torch.promote_types(row_side.dtype, column_side.dtype)
-    row_side, column_side = _alike(row_side, column_side)
+    row_side, column_side = loadable(row_side), loadable(column_side)
+    if torch.float64 in (row_side.dtype, column_side.dtype):  # the loops multiply no other two dtypes
+        row_side, column_side = row_side.double(), column_side.double()
     rows, heads, channels = rows_of(matrix), row_side.size(1), row_side.size(2)
     num_columns = heads * channels
     out = huge_pages(torch.empty((matrix.num_edges, heads), dtype=accumulator(dtype)))
@@ -132,11 +130,3 @@ def _gathered(
     )
     yield table, packed
     rows.scratch.extend(buffers)
-
-
-def _alike(row_side: Tensor, column_side: Tensor) -> tuple[Tensor, Tensor]:
-    """Return numbers that the loops load, of dtypes that they multiply with one another."""
-    row_side, column_side = loadable(row_side), loadable(column_side)
-    if torch.float64 in (row_side.dtype, column_side.dtype):
-        return row_side.to(torch.float64), column_side.to(torch.float64)
-    return row_side, column_side

@@ -13,7 +13,7 @@ Arguments that all have in common:
 - ``weight`` ``[E * weight_stride]``: weights of each entry, ``x`` and 0 where there are none;
 - ``first``, ``last``: the share's rows, one past the last; ``num_columns``: D, elements of a row of ``out``.
 
-Numba's cache on disk follows changes of this file only: after one in ``intrinsics.py`` or ``rounding.py``, touch it.
+Numba's cache on disk follows changes of this file only: after one in ``intrinsics.py``, touch it.
 """
 
 import functools
@@ -29,9 +29,9 @@ from lightning_gnn.ops.intrinsics import (
     copy_block,
     dot_entries,
     max_entries,
+    round_span,
     route_entries,
 )
-from lightning_gnn.ops.rounding import round_span
 
 COLUMN, WIDTH, BASE, STRIDE, WEIGHT, HEADS, ADD = range(7)
 
@@ -40,13 +40,7 @@ COLUMN, WIDTH, BASE, STRIDE, WEIGHT, HEADS, ADD = range(7)
 def blocks_of(
     num_columns: int, channels: int, heads: int, widths: tuple[int, ...], overlap: bool, packed_rows: int
 ) -> tuple[np.ndarray, int]:
-    """Cut the columns into blocks, lay these out in the gathered array, and return the table and the array's size.
-
-    Args:
-        heads: H, weights per entry, or 0.
-        widths: Which widths a block may have, falling; with ``WIDTHS`` narrow heads share blocks besides.
-        packed_rows: Rows of the packed array, or 0 where it is not packed.
-    """
+    """Cut the columns into blocks and lay these out; return the table and the array's size, 0 if not packed."""
     total = 0
     table: list[tuple[int, ...]] = []
     for column, width, head, count in _cut_by_head(num_columns, channels, heads, widths, overlap):
@@ -105,10 +99,7 @@ def sum_rows(
     degrees: np.ndarray, first: int, last: int, out: np.ndarray, num_columns: int, spare: int,
     rounded: np.ndarray | None = None,
 ) -> None:  # fmt: skip
-    """Sum of the gathered rows times the entry's weight; divided by ``degrees`` of the row where that is not empty.
-
-    With ``rounded``, which takes bfloat16, sums are rounded into it by way of ``out[spare:]``, which a block fits.
-    """
+    """Sum rows times weights, over ``degrees`` if any; with ``rounded`` into bfloat16 by way of ``out[spare:]``."""
     end = indices.size - 1
     one = out.dtype.type(1)
     # Blocks outside, rows inside: the gathered pieces of one block stay in the level-2 cache.
@@ -147,10 +138,7 @@ def route_rows(
     grad: np.ndarray, best: np.ndarray, blocks: np.ndarray, indptr: np.ndarray, indices: np.ndarray,
     weight: np.ndarray, weight_stride: int, first: int, last: int, x: np.ndarray, out: np.ndarray, num_columns: int,
 ) -> None:  # fmt: skip
-    """Gradient of the maxima, for the rows that were gathered.
-
-    The graph is the transposed one: a row is a source, whose entries lead to the targets that it may have won.
-    """
+    """Write the gradient of the maxima for the gathered rows, of which each is a source of the transposed graph."""
     end = indices.size - 1
     for b in range(blocks.shape[0]):
         column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]
@@ -175,11 +163,3 @@ def dot_rows(
         for r in range(first, last):
             p, q, own = indptr[r], indptr[r + 1], r * num_columns + column
             dot_entries(x, base, stride, indices, side, own, p, q, end, out, num_heads, head, add, width, heads)
-
-
-@numba.njit(nogil=True, cache=True)
-def clear_rows(rows: np.ndarray, num_columns: int, out: np.ndarray) -> None:
-    """Write zeros into some rows."""
-    for r in rows:
-        for d in range(num_columns):
-            out[r * num_columns + d] = 0

@@ -33,10 +33,7 @@ class Rows:
     indices: np.ndarray  # column of each entry, in the order of order if that is given, int32 [num_edges]
     degrees: np.ndarray  # entries of each row, at least 1, int64 [R]
     empty: np.ndarray  # rows without entries, int64
-    order: np.ndarray | None
-    """Columns by falling degree, int64 ``[num_columns]``, where feature rows are packed: what is read most then lies
-    together; else None.
-    """
+    order: np.ndarray | None  # columns by falling degree, int64 [num_columns], where feature rows are packed so
     scratch: list[Tensor] = field(default_factory=list)  # packed features of earlier calls, to be used again
 
     def take_scratch(self, count: int, dtype: torch.dtype) -> Tensor:

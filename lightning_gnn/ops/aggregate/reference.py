@@ -1,30 +1,17 @@
-"""Aggregation with torch's own operators: for the tests, and for devices that have no kernel of their own.
-
-Edges are taken in blocks, so that the rows gathered for them never exceed ``BLOCK`` numbers.
-"""
+"""Aggregation with torch's own operators, in blocks of edges whose gathered rows never exceed ``BLOCK`` numbers."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate.matrix import Matrix
+from lightning_gnn.ops.aggregate.matrix import Match, Matrix
 
 BLOCK = 1 << 26
 
 
 def aggregate(matrix: Matrix, x: Tensor, weight: Tensor | None, reduce: str) -> tuple[Tensor, Tensor]:
-    """Reduce the weighted rows of ``x`` over the entries of each row.
-
-    Args:
-        x: ``[num_columns, H, C]``.
-        weight: Of each entry, ``[num_edges, H]``, or None; for maxima, of the dtype in which numbers are added up.
-        reduce: ``"sum"``, ``"mean"`` or ``"max"``.
-
-    Returns:
-        ``[num_rows, H, C]`` of the dtype to which ``x`` and ``weight`` promote; for maxima, which are not rounded, also
-        how many entries attain each (else empty).
-    """
+    """Reduce the weighted rows of ``x`` ``[num_columns, H, C]`` by row; with maxima, not rounded, come the ties."""
     dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
     wide = accumulator(dtype)
     row, column = matrix.entry_rows(), matrix.indices
@@ -48,10 +35,7 @@ def aggregate(matrix: Matrix, x: Tensor, weight: Tensor | None, reduce: str) -> 
 
 
 def aggregate_max_backward(matrix: Matrix, grad: Tensor, best: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
-    """Send the gradient of a maximum to the rows of ``x`` that attain it; ``grad`` and ``best`` are not rounded.
-
-    The matrix is the transpose of the one that was aggregated: its rows are those of ``x``.
-    """
+    """Send the gradient of a maximum to the rows of ``x`` that attain it; the matrix is the transpose."""
     wide = accumulator(x.dtype)
     row, column = matrix.entry_rows(), matrix.indices
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
@@ -63,10 +47,8 @@ def aggregate_max_backward(matrix: Matrix, grad: Tensor, best: Tensor, x: Tensor
     return out.to(x.dtype)
 
 
-def edge_products(
-    matrix: Matrix, row_side: Tensor, column_side: Tensor, best: Tensor | None = None, weight: Tensor | None = None
-) -> Tensor:
-    """Take the dot product of both ends of each entry, per head; with ``best`` only over what attains the maximum."""
+def edge_products(matrix: Matrix, row_side: Tensor, column_side: Tensor, match: Match | None = None) -> Tensor:
+    """Take the dot product of both ends of each entry, per head; with ``match`` only over what attains it."""
     dtype = torch.promote_types(row_side.dtype, column_side.dtype)
     wide = accumulator(dtype)
     row, column = matrix.entry_rows(), matrix.indices
@@ -74,7 +56,8 @@ def edge_products(
     for part in _blocks(row.numel(), column_side):
         source = column_side[column[part]].to(wide)
         product = row_side[row[part]].to(wide) * source
-        if best is not None and weight is not None:
+        if match is not None:
+            best, weight = match
             message = source * weight[part].to(wide).unsqueeze(-1)
             product.masked_fill_(~_same(message, best[row[part]]), 0)
         out[part] = product.sum(-1)

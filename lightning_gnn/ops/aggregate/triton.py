@@ -1,21 +1,17 @@
-"""Aggregation and attention on a GPU, by Triton.
-
-Everything that the kernels derive from a graph is made on the first call and kept as long as the graph: rows in parts,
-those of hubs in several. After that no call waits for the device.
-"""
+"""Aggregation and attention on a GPU, by Triton; parts of rows, several of a hub, are kept as long as the graph."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_gnn.ops.aggregate.matrix import Matrix
+from lightning_gnn.ops.aggregate.matrix import Match, Matrix, Scores
 from lightning_gnn.ops.sample.triton import runs_on
 
 if TYPE_CHECKING:
@@ -38,100 +34,88 @@ def prepare(matrix: Matrix) -> RowParts:
         return found
 
 
-def aggregate(matrix: Matrix, x: Tensor, weight: Tensor | None, reduce: str) -> tuple[Tensor, Tensor]:
-    """Reduce the weighted rows of ``x`` over the entries of each row; ``reference.py`` defines it."""
-    _check(x)
-    from lightning_gnn.triton_kernels import aggregate as kernels
-
-    shape = (matrix.num_rows, *x.shape[1:])
-    # Without weights nothing tells the heads apart.
-    x = _rows(x if weight is not None else x.reshape(x.size(0), 1, -1))
-    weight = None if weight is None else weight.contiguous()
-    out = x.new_empty((matrix.num_rows, *x.shape[1:]))
-    with _on(x.device):
-        if reduce == "max":
-            ties = torch.empty_like(out)
-            kernels.aggregate_max(x, weight, prepare(matrix), out, ties)
-            return out.view(shape), ties.view(shape)
-        kernels.aggregate_sum(x, weight, prepare(matrix), reduce == "mean", out)
-    return out.view(shape), x.new_empty(0)
-
-
-def aggregate_max_backward(matrix: Matrix, grad: Tensor, best: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
-    """Send the gradient of a maximum to the rows of ``x`` that attain it."""
-    _check(x)
-    from lightning_gnn.triton_kernels import aggregate as kernels
-
-    weight = None if weight is None else weight.contiguous()
-    with _on(x.device):
-        out = x.new_empty(x.shape)
-        match = x.contiguous(), best.contiguous()
-        kernels.aggregate_sum(_rows(grad), weight, prepare(matrix), False, out, match)
-    return out
-
-
-def edge_products(
-    matrix: Matrix, row_side: Tensor, column_side: Tensor, best: Tensor | None = None, weight: Tensor | None = None
-) -> Tensor:
-    """Take the dot product of both ends of each entry, per head; with ``best`` only over what attains the maximum."""
-    _check(row_side)
-    from lightning_gnn.triton_kernels import edge_softmax as kernels
-
-    match = None if best is None or weight is None else (best.contiguous(), weight.contiguous())
-    out = column_side.new_empty((matrix.num_edges, row_side.size(1)))
-    with _on(out.device):
-        kernels.edge_products(_rows(row_side), _rows(column_side), prepare(matrix), out, match)
-    return out
-
-
-def edge_softmax(matrix: Matrix, row_scores: Tensor, column_scores: Tensor, negative_slope: float) -> Tensor:
-    """Normalise ``exp(leaky_relu(row + column))`` over the entries of each row."""
-    _check(row_scores)
-    from lightning_gnn.triton_kernels import edge_softmax as kernels
-
-    out = row_scores.new_empty((matrix.num_edges, row_scores.size(1)))
-    with _on(out.device):
-        scores = column_scores.contiguous(), row_scores.contiguous()
-        kernels.edge_softmax(*scores, negative_slope, prepare(matrix), out)
-    return out
-
-
-def edge_softmax_backward(
-    matrix: Matrix,
-    row_scores: Tensor,
-    column_scores: Tensor,
-    negative_slope: float,
-    attention: Tensor,
-    grad: Tensor,
-) -> Tensor:
-    """Return the gradient of ``row + column`` of each entry from that of its normalised weight."""
-    _check(row_scores)
-    from lightning_gnn.triton_kernels import edge_softmax as kernels
-
-    arrays = [tensor.contiguous() for tensor in (grad, attention, column_scores, row_scores)]
-    out = torch.empty_like(arrays[1])
-    with _on(out.device):
-        kernels.edge_softmax_backward(*arrays, negative_slope, prepare(matrix), out)
-    return out
-
-
-def edge_sums(matrix: Matrix, edge_ids: Tensor | None, values: Tensor) -> Tensor:
-    """Add up numbers of the edges over the entries of each row."""
-    _check(values)
-    from lightning_gnn.triton_kernels import aggregate as kernels
-
-    out = values.new_empty((matrix.num_rows, values.size(1)))
-    with _on(values.device):
-        kernels.edge_sums(values.contiguous(), edge_ids, prepare(matrix), out)
-    return out
-
-
-def _check(tensor: Tensor) -> None:
+@contextlib.contextmanager
+def _launching(tensor: Tensor) -> Iterator[None]:
+    """Check that kernels run where a tensor is, and let them."""
     if not runs_on(tensor.device):
         raise ValueError(
             "backend='triton' needs a CUDA device and the package triton (pip install 'lightning-gnn[gpu]'), but the "
             f"tensors are on {tensor.device}; leave the backend out"
         )
+    with _on(tensor.device):
+        yield
+
+
+def aggregate(matrix: Matrix, x: Tensor, weight: Tensor | None, reduce: str) -> tuple[Tensor, Tensor]:
+    """Reduce the weighted rows of ``x`` over the entries of each row; ``reference.py`` defines it."""
+    with _launching(x):
+        from lightning_gnn.triton_kernels import aggregate as kernels
+
+        shape = (matrix.num_rows, *x.shape[1:])
+        # Without weights heads do not differ.
+        x = _rows(x if weight is not None else x.reshape(x.size(0), 1, -1))
+        weight = None if weight is None else weight.contiguous()
+        out = x.new_empty((matrix.num_rows, *x.shape[1:]))
+        if reduce == "max":
+            ties = torch.empty_like(out)
+            kernels.aggregate_max(x, weight, prepare(matrix), out, ties)
+            return out.view(shape), ties.view(shape)
+        kernels.aggregate_sum(x, weight, prepare(matrix), reduce == "mean", out)
+        return out.view(shape), x.new_empty(0)
+
+
+def aggregate_max_backward(matrix: Matrix, grad: Tensor, best: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
+    """Send the gradient of a maximum to the rows of ``x`` that attain it."""
+    with _launching(x):
+        from lightning_gnn.triton_kernels import aggregate as kernels
+
+        out, match = x.new_empty(x.shape), (x.contiguous(), best.contiguous())
+        weight = None if weight is None else weight.contiguous()
+        kernels.aggregate_sum(_rows(grad), weight, prepare(matrix), False, out, match)
+        return out
+
+
+def edge_products(matrix: Matrix, row_side: Tensor, column_side: Tensor, match: Match | None = None) -> Tensor:
+    """Take the dot product of both ends of each entry, per head; with ``match`` only over what attains it."""
+    with _launching(row_side):
+        from lightning_gnn.triton_kernels import edge_softmax as kernels
+
+        match = None if match is None else (match[0].contiguous(), match[1].contiguous())
+        out = column_side.new_empty((matrix.num_edges, row_side.size(1)))
+        kernels.edge_products(_rows(row_side), _rows(column_side), prepare(matrix), out, match)
+        return out
+
+
+def edge_softmax(matrix: Matrix, scores: Scores) -> Tensor:
+    """Normalize ``exp(leaky_relu(row + column))`` over the entries of each row."""
+    with _launching(scores.row):
+        from lightning_gnn.triton_kernels import edge_softmax as kernels
+
+        out = scores.row.new_empty((matrix.num_edges, scores.row.size(1)))
+        given = scores.column.contiguous(), scores.row.contiguous()
+        kernels.edge_softmax(*given, scores.slope, prepare(matrix), out)
+        return out
+
+
+def edge_softmax_backward(matrix: Matrix, scores: Scores, attention: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of ``row + column`` of each entry from that of its normalized weight."""
+    with _launching(scores.row):
+        from lightning_gnn.triton_kernels import edge_softmax as kernels
+
+        arrays = [tensor.contiguous() for tensor in (grad, attention, scores.column, scores.row)]
+        out = torch.empty_like(arrays[1])
+        kernels.edge_softmax_backward(*arrays, scores.slope, prepare(matrix), out)
+        return out
+
+
+def edge_sums(matrix: Matrix, edge_ids: Tensor | None, values: Tensor) -> Tensor:
+    """Add up numbers of the edges over the entries of each row."""
+    with _launching(values):
+        from lightning_gnn.triton_kernels import aggregate as kernels
+
+        out = values.new_empty((matrix.num_rows, values.size(1)))
+        kernels.edge_sums(values.contiguous(), edge_ids, prepare(matrix), out)
+        return out
 
 
 def _rows(x: Tensor) -> Tensor:

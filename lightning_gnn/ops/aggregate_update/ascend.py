@@ -1,7 +1,6 @@
 """Aggregate and update on an Ascend chip, or on its twin: sums on the vector cores while the cube core multiplies.
 
-Numbers are float16 inside, sums and products float32. Numbers of other dtypes are brought into the range of float16 by
-a power of two per tensor, found and taken off on the device, so that the host never waits for it.
+Numbers are float16 inside, scaled by a power of two per tensor found on the device; sums and products are float32.
 """
 
 from collections.abc import Callable
@@ -37,10 +36,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Chip:
-    """The operators of ``reference.py``, executed by the kernels; ``launch`` runs them.
-
-    A layer is aggregated first: then sums and product are one kernel, and the product is nearly free.
-    """
+    """The operators of ``reference.py``, executed by the kernels: sums first, so that the product is nearly free."""
 
     launch: Launch  # runs a kernel, on the device of its tensors or in simulation
     cores: int
@@ -51,9 +47,9 @@ class Chip:
         num_targets, num_out, num_in = edges[0].numel() - 1, *weight.shape
         laid = _laid_out(weight, self_weight)
         own = 0 if self_weight is None else num_targets
-        table, values = _prepared(edges, x, call.mean, own > 0)
-        sums, y = self._fused(edges, table, values.values, laid, (num_in, num_out), own, call.mean, transpose_b=True)
-        scale = _times(table.scale, values.scale)
+        table, values, of_values = _prepared(edges, x, call.mean, own > 0)
+        sums, y = self._fused(edges, table, values, laid, (num_in, num_out), own, call.mean, transpose_b=True)
+        scale = _times(table.scale, of_values)
         out = _unscaled(y, _times(scale, laid.scale))
         out = (out if bias is None else out + bias).to(x.dtype)
         if call.p is not None:
@@ -80,10 +76,10 @@ class Chip:
         if wants_x:
             back = _backward_edges(edges, x.size(0), call.mean)
             own = 0 if self_weight is None else num_targets
-            table, values = _prepared(back, grad, False, own > 0)
+            table, values, of_values = _prepared(back, grad, False, own > 0)
             layout, sizes = Half(stored, stored_scale), (num_out, num_in)
-            _, y = self._fused(back, table, values.values, layout, sizes, own, False, transpose_b=False)
-            grad_x = _unscaled(y, _times(_times(table.scale, values.scale), stored_scale)).to(x.dtype)
+            _, y = self._fused(back, table, values, layout, sizes, own, False, transpose_b=False)
+            grad_x = _unscaled(y, _times(_times(table.scale, of_values), stored_scale)).to(x.dtype)
         # The gradients of the weights are products of rows; scales of both factors are undone afterwards.
         if wants_weight:
             assert sums is not None
@@ -99,9 +95,9 @@ class Chip:
 
     def sums(self, edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
         """Add up rows as ``reference.sums`` does, in float32, without autograd."""
-        table, values = _prepared(edges, x, mean, False)
-        sums, _ = self._fused(edges, table, values.values, None, (x.size(1), 0), 0, mean, transpose_b=True)
-        return _unscaled(sums[:, : x.size(1)].float(), _times(table.scale, values.scale))
+        table, values, of_values = _prepared(edges, x, mean, False)
+        sums, _ = self._fused(edges, table, values, None, (x.size(1), 0), 0, mean, transpose_b=True)
+        return _unscaled(sums[:, : x.size(1)].float(), _times(table.scale, of_values))
 
     def sums_backward(self, edges: list[Tensor], grad: Tensor, num_sources: int, mean: bool) -> Tensor:
         """Return the gradient of the rows that :meth:`sums` adds up, in float32."""
@@ -197,23 +193,14 @@ def _of_one(call: Update) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return call.weight[0], self_weight, bias
 
 
-@dataclass(frozen=True)
-class _Values:
-    values: Tensor | None
-    scale: Tensor | None
-
-
-def _prepared(edges: list[Tensor], x: Tensor, mean: bool, own: bool) -> tuple[Half, _Values]:
-    """Return features and weights of edges in ranges in which no sum overflows float16, nor vanishes needlessly.
-
-    With terms of their own, rows of x enter the result unsummed as well, so that all sums keep the scale of x.
-    """
+def _prepared(edges: list[Tensor], x: Tensor, mean: bool, own: bool) -> tuple[Half, Tensor | None, Tensor | None]:
+    """Return features and edge weights scaled so that no sum overflows float16; ``own``: weights keep their scale."""
     indptr, indices, *weight = edges
     if not weight:
         if mean or x.dtype == torch.float16:
-            return half_rows(x), _Values(None, None)
+            return half_rows(x), None, None
         most = indptr.diff().amax().clamp(min=1).to(torch.float32).log2().ceil()
-        return half_rows(x, HALF_EXPONENT - most), _Values(None, None)
+        return half_rows(x, HALF_EXPONENT - most), None, None
     values, degrees = weight[0].detach().float(), indptr.diff()
     rows = torch.repeat_interleave(degrees, output_size=indices.numel())
     largest = values.new_zeros(degrees.numel()).index_add(0, rows, values.abs())
@@ -224,7 +211,7 @@ def _prepared(edges: list[Tensor], x: Tensor, mean: bool, own: bool) -> tuple[Ha
     if not own:
         scale = (-power.clamp(max=0)).exp2()
         values = values * scale
-    return half_rows(x, HALF_EXPONENT - power.clamp(min=0)), _Values(values.contiguous(), scale)
+    return half_rows(x, HALF_EXPONENT - power.clamp(min=0)), values.contiguous(), scale
 
 
 def _backward_edges(edges: list[Tensor], num_sources: int, mean: bool) -> list[Tensor]:

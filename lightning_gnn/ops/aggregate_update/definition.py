@@ -1,24 +1,21 @@
 """Aggregate and update in one operator: a layer of a mini-batch, with types or without, not through memory."""
 
-import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from lightning_gnn.ops.aggregate.backends import backend_name, runs_on_chip
 from lightning_gnn.ops.aggregate_update import gcn_edges as aggregate_update_gcn_edges  # noqa: F401  defines the operator
 from lightning_gnn.ops.aggregate_update import numba as aggregate_update_numba  # noqa: F401  registers the backends
 from lightning_gnn.ops.aggregate_update import reference
-from lightning_gnn.ops.aggregate_update import rows as aggregate_update_rows  # noqa: F401  registers the operators
 from lightning_gnn.ops.aggregate_update import triton as aggregate_update_triton  # noqa: F401  registers the backends
-from lightning_gnn.ops.aggregate_update.on_chip import chip_of
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout, Update
+from lightning_gnn.ops.aggregate_update.rows import chip_of
 from lightning_gnn.ops.dropout import mixed_key
+from lightning_gnn.ops.library import Context, check_floating, check_shapes, differentiable_gradients
 
 REDUCES = ("sum", "mean")
 _MACS_PER_ELEMENT = 16
@@ -37,15 +34,11 @@ def aggregate_update(
     edge_weight: Tensor | None = None,
     then: ReluDropout | None = None,
 ) -> Tensor:
-    """Aggregate the in-neighbours of each target and multiply, ``(A x) W^T + x[:num_targets] S^T + b``.
+    """Aggregate the in-neighbors of each target and multiply, ``(A x) W^T + x[:num_targets] S^T + b``.
 
-    HyScale's aggregate-and-update (section IV): edges are taken target by target, and the aggregated rows of a tile of
-    targets go into the product while they are in the cache, instead of through memory. Where that costs less, x is
-    multiplied before it is aggregated, which is the same but for rounding. Differentiable with respect to all but
-    ``edge_weight``, any number of times; a second derivative is computed by torch's own operators.
-
-    Edges that are sorted by target, as those of this package's samplers and of PyG's loaders are, are used as they are
-    on the CPU; others are sorted first.
+    HyScale's aggregate-and-update (section IV): the aggregated rows of a tile of targets go into the product while they
+    are in the cache. Where that costs less, x is multiplied first. Differentiable with respect to all but
+    ``edge_weight``, any number of times. Edges that are sorted by target, as samplers give them, are not sorted again.
 
     Args:
         x: Features of the sources, floating ``[num_sources, in]``; the first ``num_targets`` are those of the targets.
@@ -109,26 +102,25 @@ def relation_update(
     mean: bool = True,
     then: ReluDropout | None = None,
 ) -> Tensor:
-    """Return ``sum_r (A_r x) W_r^T + x_t S_t^T + b_t`` for the targets of all types.
+    """Return ``sum_r (A_r x) W_r^T + x_t S_t^T + b_t`` for the targets of all types: R-GCN (arXiv:1703.06103, eq. 2).
 
-    This is R-GCN's layer (arXiv:1703.06103, eq. 2).
-    A tile of targets is aggregated by relation while it is in the cache, and what its relations bring is multiplied in
-    one product. Differentiable with respect to x, weights and bias, any number of times; a second derivative is
-    computed by torch's own operators.
-
-    Args:
-        x: Features of the nodes of all types, one type after the other, floating ``[sum(num_sources), in]``.
-        num_targets: How many of them, the first ones, are targets; of a type without sources any number, which then
-            have no term of their own.
-        relations: The edges, sorted by type of target.
-        weight: W, of each relation, of the dtype of ``x``, ``[R, out, in]``.
-        self_weight: S, of each type, ``[types, out, in]``, or None.
-        bias: b, of each type, ``[types, out]``, or None.
-
-    Returns:
-        ``[sum(num_targets), out]``, one type after the other, of the dtype of ``x`` (under autocast, of that dtype).
+    Nodes of all types are rows of ``x``, each type's targets first, and relations are sorted by type of target. Targets
+    of a type without sources have no term of their own. Differentiable any number of times.
     """
-    _check_relations(x, num_sources, num_targets, relations, weight, self_weight, bias)
+    kinds, width, columns = len(num_targets), weight.size(1), x.size(1)
+    check_shapes(
+        {
+            "x": (x, [sum(num_sources), columns]),
+            "weight": (weight, [len(relations), width, columns]),
+            "self_weight": (self_weight, [kinds, width, columns]),
+            "bias": (bias, [kinds, width]),
+        }
+    )
+    if any(one.target > other.target for one, other in pairwise(relations)):
+        raise ValueError("relations must be sorted by the type of their targets")
+    for sources, targets in zip(num_sources, num_targets, strict=True):
+        if self_weight is not None and 0 < sources < targets:
+            raise ValueError(f"self_weight reads the rows of {targets} targets, but there are {sources}")
     edges, count = sort_relations(num_sources, num_targets, relations)
     own = [first if sources else -1 for first, sources in zip(_starts(num_sources), num_sources, strict=True)]
     return _run(Update(edges, x, weight, self_weight, bias, list(num_targets), count, own, mean, True), then)
@@ -137,32 +129,21 @@ def relation_update(
 def sort_relations(
     num_sources: Sequence[int], num_targets: Sequence[int], relations: Sequence[Relation]
 ) -> tuple[list[Tensor], list[int]]:
-    """Sort the edges of all relations by target and relation: a row of edges is a target and a relation.
-
-    Returns:
-        ``indptr`` int64 ``[num_rows + 1]`` and ``indices`` int32 ``[E]``, rows of the table of all types' nodes; and
-        how many relations reach each type, which is how many rows its targets have.
-    """
-    count = [0] * len(num_targets)
-    for relation in relations:
-        count[relation.target] += 1
-    first_row, row = [], 0
-    for targets, rows in zip(num_targets, count, strict=True):
-        first_row.append(row)
-        row += targets * rows
-    slots, rows_of = [0] * len(count), []
-    for relation in relations:
-        rows_of.append(first_row[relation.target] + slots[relation.target])
-        slots[relation.target] += 1
-    first_source = _starts(num_sources)
+    """Sort edges by target and relation; return ``indptr`` and ``indices``, and how many relations reach each type."""
+    reached = [relation.target for relation in relations]
+    count = [reached.count(kind) for kind in range(len(num_targets))]
+    sizes = [targets * rows for targets, rows in zip(num_targets, count, strict=True)]
+    first_row, first_source = _starts(sizes), _starts(num_sources)
+    # The rows of a target are those of the relations that reach it, in their order.
+    rows_of = [first_row[kind] + reached[:number].count(kind) for number, kind in enumerate(reached)]
     edges = torch.ops.lightning_gnn.relation_edges(
         [relation.edge_index for relation in relations],
         [num_sources[relation.source] for relation in relations],
         [num_targets[relation.target] for relation in relations],
         [first_source[relation.source] for relation in relations],
         rows_of,
-        [count[relation.target] for relation in relations],
-        row,
+        [count[kind] for kind in reached],
+        sum(sizes),
     )
     return edges, count
 
@@ -178,42 +159,32 @@ def _run(call: Update, then: ReluDropout | None) -> Tensor:
     if autocast or (device == "cpu" and dtype.itemsize < 4):
         # CPUs multiply and add in float32: 16 bits were measured to take longer.
         computed_in = torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
-        given: list[Any] = [None if tensor is None else tensor.to(computed_in) for tensor in call[1:5]]
+        names = ("x", "weight", "self_weight", "bias")
+        given = {name: tensor.to(computed_in) for name in names if (tensor := getattr(call, name)) is not None}
         with torch.autocast(device, enabled=False):
-            return _run(_with_inputs(call, given), then).to(dtype)
+            return _run(call._replace(**given), then).to(dtype)
     if then is not None:
         call = call._replace(p=then.p, key=mixed_key(then.key))
     x, weight = call.x, call.weight
-    # Forward mode and torch.func go through torch's own operators.
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if transformed or call.edges[1].numel() == 0 or x.numel() == 0 or sum(call.targets) * weight.size(1) == 0:
+    if call.edges[1].numel() == 0 or x.numel() == 0 or sum(call.targets) * weight.size(1) == 0:
         return reference.aggregate_update(call, False)[0]
     if _is_one(call) and runs_on_chip(x.device, backend_name(None)):
-        computed: Tensor = _outside_compilers(torch.compiler.is_compiling(), call)
+        computed: Tensor = _outside_compilers(call)
         return computed
-    return _with_autograd(*call[1:5], call.edges, call[5:])
+    return _with_autograd(*call[1:5], call)
 
 
 class _AggregateUpdate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        self_weight: Tensor | None,
-        bias: Tensor | None,
-        edges: list[Tensor],
-        rest: tuple[Any, ...],
+        ctx: Context, x: Tensor, weight: Tensor, self_weight: Tensor | None, bias: Tensor | None, call: Update
     ) -> Tensor:
-        # A chip has a fused kernel for one relation; any other layer runs the general operator.
-        call = Update(edges, x, weight, self_weight, bias, *rest)
         wants_x, wants_weight = ctx.needs_input_grad[:2]
-        ctx.chip = None
-        if _is_one(call):
-            ctx.chip = chip_of(x.device)
+        # A chip has a fused kernel for one relation; any other layer runs the general operator.
+        ctx.chip = chip_of(x.device) if _is_one(call) else None
         # The order of the sum and the product is chosen by what is cheaper, the backward pass included.
         if _is_one(call) and ctx.chip is None:
-            sizes = x.size(0), edges[0].numel() - 1, edges[1].numel()
+            sizes = x.size(0), call.edges[0].numel() - 1, call.edges[1].numel()
             call = call._replace(aggregate_first=aggregates_first(*sizes, weight[0], wants_x, wants_weight))
         keep = call.aggregate_first and wants_weight
         # Aggregated rows are kept only if the gradient of the weight is computed from them.
@@ -223,24 +194,28 @@ class _AggregateUpdate(torch.autograd.Function):
         else:
             out, kept = ctx.chip.update(call, keep)
         # The result is saved only with a ReLU, whose gradient is read off its sign.
-        ctx.rest, ctx.num_edge_tensors = call[5:], len(edges)
-        ctx.save_for_backward(*call[1:5], None if call.p is None else out, *edges, *kept)
+        ctx.rest, ctx.num_edge_tensors = call[5:], len(call.edges)
+        ctx.save_for_backward(*call[1:5], None if call.p is None else out, *call.edges, *kept)
         result: Tensor = out
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, self_weight, bias, result, *others = ctx.saved_tensors
         edges, kept = others[: ctx.num_edge_tensors], others[ctx.num_edge_tensors :]
         call, wanted = Update(edges, x, weight, self_weight, bias, *ctx.rest), list(ctx.needs_input_grad[:4])
         if torch.is_grad_enabled():  # create_graph=True
-            return *_differentiable(call, grad, wanted), None, None
+
+            def compute(*inputs: Any) -> tuple[Tensor]:
+                return (reference.aggregate_update(Update(edges, *inputs, *ctx.rest), False)[0],)
+
+            return *differentiable_gradients(compute, call[1:5], wanted, [grad]), None
         if ctx.chip is not None:
             grads = ctx.chip.backward(call, grad.contiguous(), kept, result, wanted)
         else:
             backward = torch.ops.lightning_gnn.aggregate_update_backward
             grads = backward(*call, grad.contiguous(), kept[0], result, wanted)
-        return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None, None
+        return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None
 
 
 _with_autograd: Callable[..., Tensor] = _AggregateUpdate.apply
@@ -252,47 +227,15 @@ def _is_one(call: Update) -> bool:
 
 
 @torch.compiler.disable(reason="its kernels are launched from Python")  # type: ignore[no-untyped-call]
-def _outside_compilers(compiling: bool, call: Update) -> Tensor:
-    """Run on a chip; a compiler's graph ends before and goes on after, which is said once."""
-    if compiling:
-        _say_graph_break()
-    return _with_autograd(*call[1:5], call.edges, call[5:])
-
-
-@cache
-def _say_graph_break() -> None:
-    warnings.warn(
-        "torch.compile breaks the graph at aggregate_update on an NPU: its kernels are launched from Python. Results "
-        "are the same; only what is around it is compiled",
-        stacklevel=2,
-    )
-
-
-def _with_inputs(call: Update, inputs: list[Any]) -> Update:
-    """Return the same with other x, weight, self_weight and bias."""
-    x, weight, self_weight, bias = inputs
-    return call._replace(x=x, weight=weight, self_weight=self_weight, bias=bias)
-
-
-def _differentiable(call: Update, grad: Tensor, wanted: list[bool]) -> list[Tensor | None]:
-    # Views, so that a tensor that is two of the inputs gets the gradient of each of them apart.
-    inputs: list[Any] = [None if tensor is None else tensor.view_as(tensor) for tensor in call[1:5]]
-    out, _ = reference.aggregate_update(_with_inputs(call, inputs), False)
-    some = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want]
-    grads = iter(torch.autograd.grad(out, some, grad, create_graph=True))
-    return [next(grads) if want else None for want in wanted]
+def _outside_compilers(call: Update) -> Tensor:
+    """Run on a chip; a compiler's graph ends before and goes on after."""
+    return _with_autograd(*call[1:5], call)
 
 
 def aggregates_first(
     num_sources: int, num_targets: int, num_edges: int, weight: Tensor, wants_x: bool, wants_weight: bool
 ) -> bool:
-    """Say whether ``(A x) W^T`` costs less than ``A (x W^T)``, forward and backward together.
-
-    Args:
-        weight: W, ``[out, in]``.
-        wants_x: Whether x wants a gradient: a second aggregation, and a product more.
-        wants_weight: Whether W wants one: a product more, and a second aggregation if it was multiplied by first.
-    """
+    """Say whether ``(A x) W^T`` costs less than ``A (x W^T)``, forward and wanted gradients together."""
     wide, narrow = weight.size(1), weight.size(0)
     elements, products = _MACS_PER_ELEMENT * num_edges, wide * narrow * (1 + wants_x + wants_weight)
     before = elements * wide * (1 + wants_x) + num_targets * products
@@ -301,34 +244,28 @@ def aggregates_first(
 
 
 def _check(
-    x: Any,
-    edge_index: Any,
-    weight: Any,
-    self_weight: Any,
-    bias: Any,
+    x: Tensor,
+    edge_index: Tensor,
+    weight: Tensor,
+    self_weight: Tensor | None,
+    bias: Tensor | None,
     num_targets: int,
     reduce: str,
-    edge_weight: Any,
+    edge_weight: Tensor | None,
 ) -> None:
     # Check the types of the arguments; under autocast the dtypes may differ.
     if reduce not in REDUCES:
         raise ValueError(f"reduce={reduce!r} is unknown; use one of {', '.join(REDUCES)}")
-    given = {"x": x, "weight": weight, "self_weight": self_weight, "bias": bias, "edge_weight": edge_weight}
+    given = {"weight": weight, "self_weight": self_weight, "bias": bias}
+    check_floating("x", x.device, x=x, **given, edge_weight=edge_weight)
     for name, tensor in given.items():
-        if tensor is None and name not in ("x", "weight"):
-            continue
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a floating tensor, but is {got}")
-        if name != "edge_weight" and tensor.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        if tensor is not None and tensor.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"{name} is {tensor.dtype}, but x {x.dtype}; convert one of them")
     if not isinstance(edge_index, Tensor) or edge_index.dtype != torch.int64:
         got = edge_index.dtype if isinstance(edge_index, Tensor) else type(edge_index).__name__
         raise TypeError(f"edge_index must be an int64 tensor, but is {got}")
-    # Check that everything is on one device.
-    for name, tensor in (given | {"edge_index": edge_index}).items():
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, but x on {x.device}; move one of them with .to()")
+    if edge_index.device != x.device:
+        raise ValueError(f"edge_index is on {edge_index.device}, but x on {x.device}; move one of them with .to()")
     # Check the shapes against each other.
     if x.dim() != 2 or weight.dim() != 2 or weight.size(1) != x.size(1):
         raise ValueError(
@@ -336,10 +273,13 @@ def _check(
         )
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(f"edge_index must be [2, E], but is {list(edge_index.shape)}")
-    if self_weight is not None and self_weight.shape != weight.shape:
-        raise ValueError(f"self_weight must be {list(weight.shape)} as weight is, but is {list(self_weight.shape)}")
-    if bias is not None and list(bias.shape) != [weight.size(0)]:
-        raise ValueError(f"bias must be [{weight.size(0)}], but is {list(bias.shape)}")
+    check_shapes(
+        {
+            "self_weight": (self_weight, [*weight.shape]),
+            "bias": (bias, [weight.size(0)]),
+            "edge_weight": (edge_weight, [edge_index.size(1)]),
+        }
+    )
     # Vertices are counted with int32, and targets are the first rows of the sources.
     if num_targets < 0 or max(x.size(0), 2 * num_targets) > _INT32_MAX:
         raise ValueError(f"num_targets={num_targets} and {x.size(0)} sources: vertices are counted with 31 bits")
@@ -349,38 +289,8 @@ def _check(
             "without self_weight targets need no rows"
         )
     # Edge weights are constants for the backward pass, so that a wanted gradient would be lost.
-    if edge_weight is None:
-        return
-    if list(edge_weight.shape) != [edge_index.size(1)]:
-        raise ValueError(f"edge_weight must be [{edge_index.size(1)}], but is {list(edge_weight.shape)}")
-    if edge_weight.requires_grad and torch.is_grad_enabled():
+    if edge_weight is not None and edge_weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "edge_weight wants a gradient, which aggregate_update does not give; detach() it, or multiply the result "
             "of lightning_gnn.aggregate, which does, with the weight"
         )
-
-
-def _check_relations(
-    x: Tensor,
-    num_sources: Sequence[int],
-    num_targets: Sequence[int],
-    relations: Sequence[Relation],
-    weight: Tensor,
-    self_weight: Tensor | None,
-    bias: Tensor | None,
-) -> None:
-    if x.dim() != 2 or x.size(0) != sum(num_sources):
-        raise ValueError(f"x must be [{sum(num_sources)}, in], a row per node, but is {list(x.shape)}")
-    if weight.dim() != 3 or weight.size(0) != len(relations) or weight.size(2) != x.size(1):
-        raise ValueError(f"weight must be [{len(relations)}, out, {x.size(1)}], but is {list(weight.shape)}")
-    width, kinds = weight.size(1), len(num_targets)
-    if self_weight is not None and list(self_weight.shape) != [kinds, width, x.size(1)]:
-        raise ValueError(f"self_weight must be [{kinds}, {width}, {x.size(1)}], but is {list(self_weight.shape)}")
-    if bias is not None and list(bias.shape) != [kinds, width]:
-        raise ValueError(f"bias must be [{kinds}, {width}], but is {list(bias.shape)}")
-    if any(one.target > other.target for one, other in pairwise(relations)):
-        raise ValueError("relations must be sorted by the type of their targets")
-    if self_weight is not None:
-        for sources, targets in zip(num_sources, num_targets, strict=True):
-            if 0 < sources < targets:
-                raise ValueError(f"self_weight reads the rows of {targets} targets, but there are {sources}")

@@ -1,10 +1,7 @@
 """The edges of a mini-batch by target and by source: sorted by counting on the CPU, by torch elsewhere.
 
-Sorted edges are a list: ``indptr`` int64 ``[num_rows + 1]``, ``indices`` int32 ``[E]``, and, if edges are weighted,
-their weights ``[E]``. The order within a row is that in which the edges were given.
-
-In a graph with types the nodes of all types stand in one table. A target that R relations reach has R rows, one after
-the other, one per relation: with the rows' sums side by side, the products of all relations are one.
+Sorted edges are a list: ``indptr`` int64 ``[num_rows + 1]``, ``indices`` int32 ``[E]``, and weights ``[E]`` if any, in
+the order given. With types, a target that R relations reach has R rows, one after the other, one per relation.
 """
 
 import numba
@@ -18,12 +15,7 @@ SORTED, UNSORTED = -1, -2  # what counting edges returns in place of a bad one
 
 
 def edges_by_target(edge_index: Tensor, num_sources: int, num_targets: int, edge_weight: Tensor | None) -> list[Tensor]:
-    """Sort edges by target, where they are not, with torch's own operators; nothing waits for the device.
-
-    Args:
-        edge_index: int64 ``[2, E]``.
-        edge_weight: ``[E]``, or None.
-    """
+    """Sort edges ``[2, E]`` by target with torch's own operators; nothing waits for the device."""
     source, target = edge_index
     if edge_index.size(1):
         inside = (edge_index >= 0).all() & (source < num_sources).all() & (target < num_targets).all()
@@ -45,11 +37,7 @@ def relation_edges(
     stride: list[int],
     num_rows: int,
 ) -> list[Tensor]:
-    """Sort the edges of all relations by target and relation, with torch's own operators.
-
-    Returns:
-        ``indptr`` int64 ``[num_rows + 1]`` and ``indices`` int32 ``[E]``, rows of the table.
-    """
+    """Sort the edges of all relations by target and relation, with torch's own operators."""
     moved = [edge_indices[0].new_empty(2, 0)] if edge_indices else [torch.empty(2, 0, dtype=torch.int64)]
     for edges, sources, targets, source, row, step in zip(
         edge_indices, num_sources, num_targets, first_source, first_row, stride, strict=True
@@ -162,10 +150,7 @@ def _count(
     source: np.ndarray, target: np.ndarray, num_sources: int, num_targets: int, first: int, stride: int,
     indptr: np.ndarray, indices: np.ndarray,
 ) -> int:  # fmt: skip
-    """Count the edges of each row and copy the sources; return a bad edge, or whether they are sorted.
-
-    Of sorted edges this copy is the answer already; of others it is overwritten. An empty ``indices`` takes none.
-    """
+    """Count each row's edges and copy the sources, if ``indices`` has room; return a bad edge, or whether sorted."""
     previous, answer = np.int64(0), SORTED
     for e in range(source.size):
         s, t = source[e], target[e]

@@ -1,4 +1,4 @@
-"""Edges by target with the symmetric normalisation of GCN (Kipf and Welling, ICLR 2017), for all layers of a batch."""
+"""Edges by target with the symmetric normalization of GCN (Kipf and Welling, ICLR 2017), for all layers of a batch."""
 
 import numba
 import numpy as np
@@ -13,18 +13,7 @@ def gcn_edges(
     edge_index: Tensor, num_nodes: int, num_targets: int, edge_weight: Tensor | None, loop_weight: float,
     add_self_loops: bool, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    """Sort edges by target and weigh them as PyG's ``gcn_norm`` does, with torch's own operators.
-
-    Args:
-        edge_index: int64 ``[2, E]``.
-        edge_weight: Of the dtype ``dtype`` ``[E]``, or None.
-        add_self_loops: Give each node exactly one self-loop, the last entry of its row; of the graph's own the last one
-            keeps its weight.
-        dtype: Of the weights, float32 or float64.
-
-    Returns:
-        ``indptr`` int64 ``[num_targets + 1]``, ``indices`` int32 and weights, as ``edge_order.py`` has them.
-    """
+    """Sort edges by target and weigh them as PyG's ``gcn_norm``; a self-loop, if added, ends its row."""
     from torch_geometric.nn.conv.gcn_conv import gcn_norm  # takes longer to import than all that is here
 
     improved = loop_weight != 1.0

@@ -1,12 +1,11 @@
 """Aggregate and update on the CPU: tiles of rows that stay in the cache between the aggregation and the product.
 
-A worker takes a range of targets (or sources), tile by tile: compiled loops add up the rows of the tile's edges, and
-torch's BLAS multiplies the tile. In backward the gradient's rows, too, are read once, for all products they are in.
-Features are float32 or float64.
+A worker takes a range of targets (or sources): compiled loops add up a tile's edges, torch's BLAS multiplies it.
 """
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -69,7 +68,11 @@ def aggregate_update(call: Update, keep: bool) -> tuple[Tensor, Tensor]:
                 # Add the targets' own rows before the activation.
                 if self_weight is not None and group.own >= 0:
                     result.addmm_(x[group.own_rows(tile)], self_weight[group.kind].t())
-                _activate(result, tile.start, call.p, call.key)
+                if call.p == 0.0:
+                    result.relu_()
+                elif call.p is not None:
+                    given = result.numpy()
+                    relu_drop_rows(tile.start, *drawn(call.p, call.key), given, given.dtype.type(1.0 / (1.0 - call.p)))
 
     # Share tiles out to threads by the edges that they read, not by their number of rows.
     if not call.aggregate_first:
@@ -97,20 +100,21 @@ def aggregate_update_backward(
         table = huge_pages(torch.empty_like(grad))
     # The gradient before ReLU and dropout: tile by tile, whole only where it is read again after.
     whole = torch.empty_like(grad) if result is not None and received and not by_first else None
-    parts = _Parts()
+    parts: dict[int, list[Tensor]] = {}  # gradients of parameters by the first row of a worker
 
     def send(first: int, last: int) -> None:
         of_weight = [torch.zeros_like(weights) for weights in by_group] if wants_weight and by_first else []
         of_self = torch.zeros_like(self_weight) if wants_self and self_weight is not None else x.new_empty(0)
         of_bias = x.new_zeros((len(call.targets), grad.size(1)) if wants_bias else 0)
-        parts.add(first, [of_self, of_bias, *of_weight])
+        parts[first] = [of_self, of_bias, *of_weight]
         buffer = None if result is None or whole is not None else grad.new_empty((_tile_rows(x), grad.size(1)))
         for number, (group, weights) in enumerate(zip(groups, by_group, strict=True)):
             for tile in _tiles_of(group, first, last, x):
                 count, span, given = tile.stop - tile.start, group.rows(tile), grad[tile]
                 if result is not None:
                     before = whole[tile] if whole is not None else buffer[:count]  # type: ignore[index]
-                    given = _deactivate(given, result[tile], call.p or 0.0, before)
+                    torch.ops.aten.threshold_backward.grad_input(given, result[tile], 0, grad_input=before)
+                    given = before.mul_(1.0 / (1.0 - call.p)) if call.p else before
                 if received and by_first:
                     torch.mm(given, weights, out=table[span].view(count, weights.size(1)))
                     if self_weight is not None and group.own >= 0:
@@ -130,7 +134,7 @@ def aggregate_update_backward(
     if whole is not None:
         grad, table = whole, table if call.mean else whole
     grad_x = huge_pages(x.new_empty(x.shape if wants_x else 0))
-    by_source = _Parts()
+    by_source: dict[int, list[Tensor]] = {}
     if received:
         edges = torch.ops.lightning_gnn.edges_by_source(call.edges, x.size(0))
         rows = _SortedEdges(edges, x.dtype, False)
@@ -138,7 +142,7 @@ def aggregate_update_backward(
         def receive(first: int, last: int) -> None:
             buffer = x.new_empty((0 if by_first else _tile_rows(x), table.size(1)))
             part = x.new_zeros(0 if by_first or not wants_weight else weight.shape[1:])
-            by_source.add(first, [part])
+            by_source[first] = [part]
             for start, stop in _tiles(first, last, x):
                 tile = grad_x[start:stop] if by_first else buffer[: stop - start]
                 rows.sums(table, start, stop, tile)
@@ -157,10 +161,10 @@ def aggregate_update_backward(
                         grad_x[low:high].addmm_(grad[low + move : high + move], self_weight[group.kind])
 
         _share_out(receive, rows.work, x)
-    grad_self, grad_bias, *of_groups = parts.sums()
+    grad_self, grad_bias, *of_groups = _added_up(parts)
     grad_weight = apart(groups, of_groups, weight) if of_groups else x.new_empty(0)
     if wants_weight and not by_first:
-        grad_weight = by_source.sums()[0].unsqueeze(0)
+        grad_weight = _added_up(by_source)[0].unsqueeze(0)
     return [grad_x, grad_weight, grad_self, grad_bias]
 
 
@@ -174,11 +178,7 @@ def _contiguous(call: Update) -> tuple[Tensor, Tensor, Tensor | None, Tensor | N
 
 
 class _SortedEdges:
-    """Sorted edges, as the compiled loops read them.
-
-    Args:
-        edges: ``indptr``, ``indices`` and, if there are any, weights, as ``edge_order.py`` sorts them.
-    """
+    """Sorted edges (``edge_order.py``), as the compiled loops read them."""
 
     def __init__(self, edges: list[Tensor], dtype: torch.dtype, mean: bool) -> None:
         self.indptr, self.indices = edges[0].numpy(), edges[1].numpy()
@@ -226,35 +226,10 @@ class _SortedEdges:
         return kernels.blocks_of(x.size(1), x.size(1), heads, widths, True, 0)[0]
 
 
-class _Parts:
-    """Gradients of parameters: those of each worker, added up in the order of the workers."""
-
-    def __init__(self) -> None:
-        self.parts: dict[int, list[Tensor]] = {}
-
-    def add(self, first: int, gradients: list[Tensor]) -> None:
-        """Take what a worker adds to, whose rows begin there."""
-        self.parts[first] = gradients
-
-    def sums(self) -> list[Tensor]:
-        """Return the gradients."""
-        of_workers = zip(*(part for _, part in sorted(self.parts.items())), strict=True)
-        return [found[0] if len(found) == 1 else torch.stack(found).sum(0) for found in of_workers]
-
-
-def _activate(tile: Tensor, first_row: int, p: float | None, key: int) -> None:
-    """Apply ReLU and dropout to rows of the result, if wanted."""
-    if p == 0.0:
-        tile.relu_()
-    elif p is not None:
-        rows = tile.numpy()
-        relu_drop_rows(first_row, *drawn(p, key), rows, rows.dtype.type(1.0 / (1.0 - p)))
-
-
-def _deactivate(grad: Tensor, activated: Tensor, p: float, out: Tensor) -> Tensor:
-    """Write the gradient before ReLU and dropout."""
-    torch.ops.aten.threshold_backward.grad_input(grad, activated, 0, grad_input=out)
-    return out.mul_(1.0 / (1.0 - p)) if p else out
+def _added_up(parts: dict[int, list[Tensor]]) -> list[Tensor]:
+    """Add the workers' gradients of parameters up in the order of the workers' first rows."""
+    of_workers = zip(*(part for _, part in sorted(parts.items())), strict=True)
+    return [found[0] if len(found) == 1 else torch.stack(found).sum(0) for found in of_workers]
 
 
 def _tile_rows(x: Tensor) -> int:
@@ -284,11 +259,16 @@ def _share_out(share: Callable[[int, int], None], work: np.ndarray, x: Tensor) -
     bounds = np.searchsorted(work, np.linspace(work[0], work[-1], workers + 1))
     bounds[0], bounds[-1] = 0, num_rows
     ranges = [(int(first), int(last)) for first, last in pairwise(bounds) if last > first]
-    # The caller only waits: its own products would take all of torch's threads, those of a worker take one.
-    run_all([_nothing, *(lambda first=first, last=last: _alone(share, first, last) for first, last in ranges)])
+    run_all_alone([partial(share, *rows) for rows in ranges])
 
 
-def _alone(share: Callable[[int, int], None], first: int, last: int) -> None:
+def run_all_alone(shares: list[Callable[[], None]]) -> None:
+    """Run every share in a worker of its own, whose products take one thread."""
+    # The caller only waits: its own products would take all of torch's threads.
+    run_all([lambda: None, *(partial(_alone, share) for share in shares)])
+
+
+def _alone(share: Callable[[], None]) -> None:
     if not getattr(_thread, "is_alone", False):
         # One worker at a time: the next would take the 1 for what everybody has, and put that back.
         with _becoming_alone:
@@ -300,8 +280,4 @@ def _alone(share: Callable[[int, int], None], first: int, last: int) -> None:
             other.join()
         _thread.is_alone = True
     with torch.inference_mode():  # modes are those of a thread, and what a caller in this mode made is written here
-        share(first, last)
-
-
-def _nothing() -> None:
-    pass
+        share()

@@ -1,7 +1,4 @@
-"""Aggregate and update with torch's own operators: for the tests, and for devices that have no kernel of their own.
-
-How rows are added up is an argument, which a backend replaces. ``edges`` are those of ``edge_order.py``.
-"""
+"""Aggregate and update with torch's own operators; how rows are added up is an argument, which a backend replaces."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -94,10 +91,9 @@ class Update(NamedTuple):
     weight: Tensor  # [R, out, in], of each relation
     self_weight: Tensor | None  # [types, out, in], or None
     bias: Tensor | None  # [types, out], or None
-    targets: list[int]
-    """How many targets of each type, relations that reach it, and the row of x with its first target, or -1."""
-    relations: list[int]
-    own: list[int]
+    targets: list[int]  # how many of each type
+    relations: list[int]  # how many reach each type
+    own: list[int]  # the row of x with the first target of each type, or -1
     mean: bool  # divide sums by the number of edges
     aggregate_first: bool  # aggregate x, and not the products; else there is one relation
     p: float | None = None  # probability of dropping a number of the result after a ReLU, or None: neither
@@ -110,15 +106,7 @@ class Update(NamedTuple):
 
 
 def sums(edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
-    """Add up ``weight[e] * x[indices[e]]`` over the edges of each row; differentiable.
-
-    Args:
-        edges: Sorted by row.
-        x: ``[num_columns, D]``.
-
-    Returns:
-        ``[num_rows, D]`` of the dtype of ``x``, accumulated in float32 at least.
-    """
+    """Add up ``weight[e] * x[indices[e]]`` over the edges of each row, in float32 at least; differentiable."""
     indptr, indices, *weight = edges
     wide = torch.promote_types(x.dtype, torch.float32)
     degrees = indptr.diff()
@@ -131,11 +119,7 @@ def sums(edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
 
 
 def update(sums: Sums, call: Update, keep: bool) -> tuple[Tensor, Tensor]:
-    """Return the result and, if ``keep``, the aggregated rows of x, for the gradient of ``weight``, else nothing.
-
-    Args:
-        sums: Adds up rows; all is differentiable as far as this is.
-    """
+    """Return the result and, if ``keep``, the aggregated rows of x; differentiable as far as ``sums`` is."""
     x = call.x
     rows = sums(call.edges, x if call.aggregate_first else x @ call.weight[0].t(), call.mean)
     parts = []
@@ -157,13 +141,7 @@ def update(sums: Sums, call: Update, keep: bool) -> tuple[Tensor, Tensor]:
 def update_backward(
     sums: Sums, call: Update, grad: Tensor, aggregated: Tensor | None, result: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
-    """Return the gradients of x, weight, self_weight and bias, empty where not wanted.
-
-    Args:
-        grad: Of the result, ``[num_targets, out]``, contiguous.
-        aggregated: What :func:`update` kept, or None.
-        result: If ReLU and dropout came after: positive where it lets the gradient through.
-    """
+    """Return the gradients of x, weight, self_weight and bias, empty where not wanted; ``result``: after a ReLU."""
     x, weight, self_weight = call.x, call.weight, call.self_weight
     # Go back through the activation.
     if result is not None:

@@ -1,47 +1,36 @@
 """The aggregation of a mini-batch alone, for layers whose update is a network of the user's, and for maxima."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from lightning_gnn.ops.aggregate import numba_kernels as kernels
+from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor, runs_on_chip
 from lightning_gnn.ops.aggregate.numba_rows import huge_pages, wide
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update.numba import _share_out, _SortedEdges, _tiles
-from lightning_gnn.ops.aggregate_update.on_chip import chip_of
-from lightning_gnn.ops.library import define, library
+from lightning_gnn.ops.library import Context, define, differentiable_gradients, library
+
+if TYPE_CHECKING:
+    from lightning_gnn.ops.aggregate_update.ascend import Chip
 
 
 def aggregate_rows(x: Tensor, edges: list[Tensor], reduce: Literal["sum", "mean", "max"]) -> Tensor:
-    """Aggregate the in-neighbours of each target of a mini-batch.
-
-    Differentiable with respect to ``x`` any number of times; a second derivative is computed by torch's own operators.
-    Neighbours that attain a maximum share its gradient.
-
-    Args:
-        x: Floating ``[num_sources, D]``.
-        edges: By target, without weights, as ``edge_order.py`` sorts them.
-        reduce: Of nothing it is 0.
-
-    Returns:
-        ``[num_targets, D]``.
-    """
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Aggregate the in-neighbors of each target, 0 of none; those that attain a maximum share its gradient."""
     if x.is_cpu and x.dtype.itemsize < 4:  # as CPUs add up
         return aggregate_rows(x.float(), edges, reduce).to(x.dtype)
     no_kernel = not x.is_cpu and _chip(x, reduce) is None
-    if transformed or no_kernel or edges[1].numel() == 0 or x.numel() == 0:
+    if no_kernel or edges[1].numel() == 0 or x.numel() == 0:
         return _by_torch(edges, x, reduce)
     return _with_autograd(x, edges, reduce)
 
 
 class _AggregateRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, edges: list[Tensor], reduce: str) -> Tensor:
+    def forward(ctx: Context, x: Tensor, edges: list[Tensor], reduce: str) -> Tensor:
         ctx.reduce, ctx.chip, ties = reduce, _chip(x, reduce), None
         if ctx.chip is None:
             out, ties = torch.ops.lightning_gnn.aggregate_rows(edges, x, reduce)
@@ -55,11 +44,11 @@ class _AggregateRows(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, None, None]:
         x, out, ties, *edges = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            x = x.view_as(x)
-            return *torch.autograd.grad(_by_torch(edges, x, ctx.reduce), x, grad, create_graph=True), None, None
+            again = differentiable_gradients(lambda x: (_by_torch(edges, x, ctx.reduce),), [x], [True], [grad])
+            return again[0], None, None
         if ctx.chip is None:
             return torch.ops.lightning_gnn.aggregate_rows_backward(edges, grad, x, out, ties, ctx.reduce), None, None
         if ctx.reduce == "max":
@@ -72,7 +61,18 @@ class _AggregateRows(torch.autograd.Function):
 _with_autograd: Callable[..., Tensor] = _AggregateRows.apply
 
 
-def _chip(x: Tensor, reduce: str) -> Any:
+def chip_of(device: torch.device) -> Chip | None:
+    """Return what executes the operators on an NPU or in its simulation, or None: then torch's dispatcher finds it."""
+    backend = backend_name(None)
+    if not runs_on_chip(device, backend):
+        return None
+    from lightning_gnn.ops.aggregate_update.ascend import Chip
+
+    executor, cores = chip_executor(device, backend)
+    return Chip(executor.launch, cores)
+
+
+def _chip(x: Tensor, reduce: str) -> Chip | None:
     """Return what reduces rows in place of the dispatcher's operator, or None; no chip compares float64."""
     return None if reduce == "max" and x.dtype == torch.float64 else chip_of(x.device)
 
@@ -112,8 +112,7 @@ def _aggregate_rows_cpu(edges: list[Tensor], x: Tensor, reduce: str) -> tuple[Te
 
     _share_out(share, rows.work, x)
     if reduce == "max":
-        empty = np.flatnonzero(np.diff(rows.indptr) == 0)
-        kernels.clear_rows(empty, x.size(1), out.view(-1).numpy())
+        out[edges[0].diff() == 0] = 0
     return out, ties
 
 

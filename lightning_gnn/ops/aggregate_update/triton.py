@@ -1,8 +1,6 @@
 """Aggregate and update on a GPU: the CUDA implementation of the operators.
 
-The result comes from one fused kernel if x is aggregated before it is multiplied, and if tensor cores may multiply. All
-else is a kernel that adds up rows before or after the products of the GPU's BLAS: so are gradients, and so are float64
-and the exact float32, whose products in a fused kernel do not fit into registers.
+One fused kernel if x is aggregated first and tensor cores may multiply; else sums beside products by its BLAS.
 """
 
 from collections.abc import Callable

@@ -4,21 +4,15 @@ Columns are taken a cache line at a time; what the last line holds beyond them i
 Heads are taken up to four at a time. Either all of them read the same columns of a row, which is then loaded once, or
 each has columns of its own. Each sum has one fixed order.
 
-Arguments that all have in common:
-
-- ``x``: floating, one dimension; the row of entry e begins at ``base + indices[e] * stride``;
-- ``begin``, ``end``: the entries, one past the last; ``last``: the last that there is at all, for looking ahead;
-- ``columns``: how many there are, of each head or of the block.
-
-All integers are int64 but ``indices``, which is int32; all floating numbers are of the dtype of ``x``.
+Arguments are those of ``ops/intrinsics.py``, floating ones of one dtype; ``columns`` are those of each head or block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from llvmlite import ir
 from numba.core import cgutils
 
-from lightning_gnn.ops.intrinsics import _I32, _I64, _LINE, AHEAD, _ask_for, _Block, _row_loop
+from lightning_gnn.ops.intrinsics import _I32, _I64, AHEAD, LINE, _Block, row_loop
 
 HEADS = (4, 2, 1)  # heads that a loop may take together
 LINES = 4  # lines of columns that a sum may take together: with four heads they fill half of AVX-512's registers
@@ -34,7 +28,7 @@ class _Line(_Block):
 
     def __init__(self, block: _Block) -> None:
         size: int = block.types["x"].dtype.bitwidth // 8
-        super().__init__(block.context, block.builder, block.args, block.types, _LINE // size, 1)
+        super().__init__(block, LINE // size, 1)
         self.zeros = self.constant(0.0)
         self.masks = ir.VectorType(ir.IntType(1), self.width)
 
@@ -42,7 +36,7 @@ class _Line(_Block):
         """Return which of a line's columns are among the first ``count``."""
         integers = ir.VectorType(_I32, self.width)
         one = self.builder.insert_element(ir.Constant(integers, ir.Undefined), self.builder.trunc(count, _I32), _I32(0))
-        counts = self._shuffle(one, one, [0] * self.width)
+        counts = self.shuffle(one, one, [0] * self.width)
         return self.builder.icmp_signed("<", ir.Constant(integers, list(range(self.width))), counts)
 
     def read(self, name: str, at: ir.Value, mask: ir.Value | None) -> ir.Value:
@@ -78,7 +72,7 @@ class _Line(_Block):
 
     def ask(self, at: ir.Value) -> None:
         """Ask for a line of ``x``."""
-        _ask_for(self.builder, self.builder.bitcast(self.pointer("x", at), cgutils.voidptr_t))
+        self.ask_for(self.byte("x", at))
 
     def positive(self, value: ir.Value) -> ir.Value:
         return self.builder.fcmp_ordered(">", value, self.zeros)
@@ -96,22 +90,28 @@ class _Line(_Block):
             ]
             high = [at + each // 2 for at in low]
             values = [
-                self.builder.fadd(self._shuffle(a, b, low), self._shuffle(a, b, high))
+                self.builder.fadd(self.shuffle(a, b, low), self.shuffle(a, b, high))
                 for a, b in zip(values[::2], values[1::2], strict=True)
             ]
             each //= 2
-        grouped = _Block(self.context, self.builder, self.args, self.types, self.width, self.width // each)
+        grouped = _Block(self, self.width, self.width // each)
         return grouped.head_sums(values[0])
 
 
-def _dots(block: _Block, line: _Line, factor: Callable[[ir.Value, ir.Value, int, ir.Value | None], ir.Value]) -> None:
-    """Emit a loop that writes, per entry and head, the product of ``side`` and what ``factor`` makes of the row.
+def _dots(block: _Block) -> None:
+    """Emit a loop that writes, per entry and head, the product of ``side`` and a row or ``leaky_relu(own + row)``."""
+    line, builder, args = _Line(block), block.builder, block.args
+    slope = line.splat(args["slope"]) if "own" in args else None
 
-    Args:
-        factor: Of where the row begins, a column, the head and a mask.
-    """
+    def factor(row: ir.Value, column: ir.Value, head: int, mask: ir.Value | None) -> ir.Value:
+        offset = builder.add(column, _times(builder, head, args["step"])) if block.width == APART else column
+        value = line.read("x", builder.add(row, offset), mask)
+        if slope is None:
+            return value
+        value = builder.fadd(line.read("own", builder.add(args["own_at"], offset), mask), value)
+        return builder.select(line.positive(value), value, builder.fmul(value, slope))
+
     # Full lines of columns are read without a mask, the rest with one.
-    builder, args = block.builder, block.args
     lanes = _I64(line.width)
     whole = builder.mul(builder.sdiv(args["columns"], lanes), lanes)
     rest = builder.sub(args["columns"], whole)
@@ -146,61 +146,26 @@ def _times(builder: ir.IRBuilder, count: int, step: ir.Value) -> ir.Value:
     return builder.mul(_I64(count), step)
 
 
-@_row_loop(_DOTS, "x base stride step indices side side_at begin end last columns out out_stride out_at width heads")
+@row_loop(_DOTS, "x base stride step indices side side_at begin end last columns out out_stride out_at width heads")
 def dot_heads(block: _Block) -> None:
-    """Write the dot products of each entry's row with a vector per head.
-
-    Arguments of the intrinsic:
-        step: Columns from a head's to the next one's in ``x``, where they are apart.
-        side: The heads' vectors, one after another from ``side_at`` on.
-        out: That of head h and entry e goes to ``e * out_stride + out_at + h``.
-        width: ``SHARED`` or ``APART``.
-        heads: How many.
-    """
-    line = _Line(block)
-
-    def factor(row: ir.Value, column: ir.Value, head: int, mask: ir.Value | None) -> ir.Value:
-        at = block.builder.add(row, column)
-        if block.width == APART:
-            at = block.builder.add(at, _times(block.builder, head, block.args["step"]))
-        return line.read("x", at, mask)
-
-    _dots(block, line, factor)
+    """Write the products of each row with a vector per head, ``side[side_at:]``, to ``e * out_stride + out_at + h``."""
+    _dots(block)
 
 
-@_row_loop(
+@row_loop(
     _LEAKY_DOTS,
     "x base stride step indices own own_at slope side side_at begin end last columns out out_stride out_at width heads",
 )
 def dot_leaky_heads(block: _Block) -> None:
-    """Write the dot products of ``leaky_relu(own + row)`` with a vector per head, as ``dot_heads`` does.
-
-    ``own`` is laid out as a row: head h's columns begin at ``own_at + h * step``.
-    """
-    line, builder = _Line(block), block.builder
-    slope = line.splat(block.args["slope"])
-
-    def factor(row: ir.Value, column: ir.Value, head: int, mask: ir.Value | None) -> ir.Value:
-        offset = builder.add(column, _times(builder, head, block.args["step"]))
-        own = line.read("own", builder.add(block.args["own_at"], offset), mask)
-        value = builder.fadd(own, line.read("x", builder.add(row, offset), mask))
-        return builder.select(line.positive(value), value, builder.fmul(value, slope))
-
-    _dots(block, line, factor)
+    """Write the products of ``leaky_relu(own + row)`` with a vector per head; head h's ``own`` is ``h * step`` on."""
+    _dots(block)
 
 
-@_row_loop(
+@row_loop(
     _SUMS, "x base stride indices weight weight_stride weight_at begin end last columns out at out_step width heads"
 )
 def add_heads(block: _Block) -> None:
-    """Add the sum over the entries of weight times row to ``out``, for each head's weight.
-
-    Arguments of the intrinsic:
-        weight: That of head h and entry e is at ``e * weight_stride + weight_at + h``.
-        out: The sums of head h go to ``at + h * out_step``.
-        width: Lines of columns; only the last may have less than all.
-        heads: How many, which share the columns.
-    """
+    """Add each head's sum of weight times row to ``out``; ``width`` counts lines, of which the last may be short."""
     line, builder, args = _Line(block), block.builder, block.args
     places = [_I64(number * line.width) for number in range(block.width)]
     masks = [*[None] * (block.width - 1), line.mask(builder.sub(args["columns"], places[-1]))]
@@ -224,23 +189,13 @@ def add_heads(block: _Block) -> None:
             line.write(builder.load(total), "out", at, mask)
 
 
-@_row_loop(
+@row_loop(
     _LEAKY_SUMS,
     "x base stride indices own own_at slope weight weight_stride weight_at side side_at begin end last columns"
     " out at outputs outputs_at width heads",
 )
 def add_leaky(block: _Block) -> None:
-    """Add the sum over the entries of weight times a derivative to ``out``, that of ``side * leaky_relu(own + row)``.
-
-    Arguments of the intrinsic:
-        own: One row of columns, at ``own_at``.
-        weight: That of entry e is at ``e * weight_stride + weight_at``.
-        side: The factors of the columns, at ``side_at``.
-        out: Of the derivative with respect to ``own``, at ``at``.
-        outputs: Of the derivative with respect to ``side``, at ``outputs_at``, if there are two ``heads``.
-        width: Lines of columns; only the last may have less than all.
-        heads: 1 or 2 derivatives.
-    """
+    """Add weight times the derivative of ``side * leaky_relu(own + row)`` by ``own``, if ``heads`` is 2 ``side``."""
     # Load what is the same for all entries into registers; only the last line is masked.
     line, builder, args = _Line(block), block.builder, block.args
     slope, one = line.splat(args["slope"]), line.constant(1.0)

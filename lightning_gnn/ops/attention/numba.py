@@ -1,7 +1,6 @@
 """Attention over a mini-batch's edges on the CPU: tiles of targets, whose sums are multiplied while in the cache.
 
-Tiles lie in sections, which depend on the batch alone. Gradients of parameters are summed up per section, and then
-section by section, so that results are the same for any number of threads.
+Gradients of parameters are summed up per section of tiles, then in order: the same for any number of threads.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,11 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate.numba_rows import flat, huge_pages
-from lightning_gnn.ops.aggregate_update.numba import _alone, _nothing
+from lightning_gnn.ops.aggregate_update.numba import run_all_alone
 from lightning_gnn.ops.aggregate_update.reference import Group
 from lightning_gnn.ops.attention import numba_kernels as kernels
 from lightning_gnn.ops.attention.reference import Attend
-from lightning_gnn.ops.worker_threads import run_all
 
 TILE_BYTES = 1 << 19  # a tile's sums, half of a level-2 cache of 1 MB: what they are multiplied with stays there too
 MAX_SECTIONS = 32
@@ -37,13 +35,7 @@ def with_self_loops(edges: list[Tensor], num_loops: int) -> list[Tensor]:
 
 
 def attend(call: Attend, keep: bool, with_mass: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Return what the function of this name in ``reference.py`` does, and what backward needs.
-
-    The latter is the sums if ``keep``, the attention ``[E, heads]``, and the same before ``factor``, with signs.
-
-    Args:
-        with_mass: Whether the sum of attention of each row is wanted; else there is an empty one.
-    """
+    """Return what ``reference.attend`` does, the sums if ``keep``, attention, and that before ``factor`` with signs."""
     plan, weight, values = _Plan(call), call.weight, call.values
     attention = huge_pages(values.new_empty((call.edges[1].numel(), plan.heads)))
     signed = huge_pages(torch.empty_like(attention))
@@ -57,7 +49,7 @@ def attend(call: Attend, keep: bool, with_mass: bool) -> tuple[Tensor, Tensor, T
     results = tuple(flat(tensor) for tensor in (mass, attention, signed))
 
     def run(tiles: list[_Tile], section: int) -> None:
-        buffer = None if whole is not None else values.new_empty((plan.most_rows(tiles), plan.width))
+        buffer = None if whole is not None else values.new_empty((max(tile.num_rows for tile in tiles), plan.width))
         for tile in tiles:
             sums = whole[tile.rows] if whole is not None else buffer[: tile.num_rows]  # type: ignore[index]
             kernels.attend_rows(*plan.arguments, *plan.of_tile(tile), factors, flat(sums), *results)
@@ -100,7 +92,7 @@ def attend_backward(
     before = tuple(flat(tensor) for tensor in (grad_mass, attention, signed, grad_scores, grad_shift))
 
     def run(tiles: list[_Tile], section: int) -> None:
-        buffer = None if whole is not None else values.new_empty((plan.most_rows(tiles), plan.width))
+        buffer = None if whole is not None else values.new_empty((max(tile.num_rows for tile in tiles), plan.width))
         of_side = flat(sides[0 if call.layout.across else section])
         for tile in tiles:
             sums = whole[tile.rows] if whole is not None else buffer[: tile.num_rows]  # type: ignore[index]
@@ -166,10 +158,6 @@ class _Plan:
         if self.call.layout.across:
             return rows.start, rows.stop, max(group.num_relations, 1), rows.start, max(tile.num_rows, 1)
         return rows.start, rows.stop, 1, group.first_relation, max(group.num_relations, 1)
-
-    def most_rows(self, tiles: list[_Tile]) -> int:
-        """Return how many rows one of the tiles has at most."""
-        return max(tile.num_rows for tile in tiles)
 
     def by_head(self, rows: Tensor) -> Tensor:
         """View rows as ``[n, heads, a head's columns]``."""
@@ -244,8 +232,7 @@ def _run(sections: list[list[T]], run: Callable[[list[T], int], None]) -> None:
         share(0, len(sections))
         return
     bounds = [len(sections) * i // workers for i in range(workers + 1)]
-    # The caller only waits: its own products would take all of torch's threads, those of a worker take one.
-    run_all([_nothing, *(partial(_alone, share, first, last) for first, last in pairwise(bounds))])
+    run_all_alone([partial(share, first, last) for first, last in pairwise(bounds)])
 
 
 def _total(parts: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from lightning_gnn.ops.attention.head_loops import (
     dot_leaky_heads,
 )
 from lightning_gnn.ops.edge_softmax.numba import exp_all
-from lightning_gnn.ops.intrinsics import _LINE
+from lightning_gnn.ops.intrinsics import LINE
 
 
 @numba.njit(inline="always", cache=True)
@@ -42,34 +42,24 @@ def _group(heads: int) -> int:
 
 @numba.njit(nogil=True, cache=True)
 def _write_dots(
-    x: np.ndarray, num_columns: int, step: int, indices: np.ndarray, side: np.ndarray, side_at: int, begin: int,
-    end: int, heads: int, channels: int, out: np.ndarray,
+    x: np.ndarray, num_columns: int, step: int, indices: np.ndarray, own: np.ndarray, own_at: int, slope: float,
+    dynamic: bool, side: np.ndarray, side_at: int, begin: int, end: int, heads: int, channels: int, out: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write each entry's products with ``side[side_at:]``, ``[E * heads]``."""
+    """Write products with ``side[side_at:]`` of each entry's row, or of ``leaky_relu(own + row)``, ``[E * heads]``."""
     last, kind = indices.size - 1, APART if step else SHARED
     h = 0
     while h < heads:
-        group = _group(heads - h)
-        dot_heads(
-            x, h * step, num_columns, step, indices, side, side_at + h * channels, begin, end, last, channels, out,
-            heads, h, kind, group,
-        )  # fmt: skip
-        h += group
-
-
-@numba.njit(nogil=True, cache=True)
-def _write_leaky_dots(
-    x: np.ndarray, step: int, indices: np.ndarray, own: np.ndarray, own_at: int, slope: float, side: np.ndarray,
-    begin: int, end: int, heads: int, out: np.ndarray,
-) -> None:  # fmt: skip
-    last = indices.size - 1
-    h = 0
-    while h < heads:
-        group = _group(heads - h)
-        dot_leaky_heads(
-            x, h * step, heads * step, step, indices, own, own_at + h * step, slope, side, h * step, begin, end, last,
-            step, out, heads, h, APART, group,
-        )  # fmt: skip
+        group, at = _group(heads - h), side_at + h * channels
+        if dynamic:
+            dot_leaky_heads(
+                x, h * step, num_columns, step, indices, own, own_at + h * step, slope, side, at, begin, end, last,
+                step, out, heads, h, APART, group,
+            )  # fmt: skip
+        else:
+            dot_heads(
+                x, h * step, num_columns, step, indices, side, at, begin, end, last, channels, out, heads, h, kind,
+                group,
+            )  # fmt: skip
         h += group
 
 
@@ -79,7 +69,7 @@ def _add_sums(
     heads: int, channels: int, out: np.ndarray, out_at: int,
 ) -> None:  # fmt: skip
     """Add the sums of the entries' rows times their weights ``[E * heads]`` to ``out[out_at:]``, heads side by side."""
-    last, lanes = indices.size - 1, _LINE // x.itemsize
+    last, lanes = indices.size - 1, LINE // x.itemsize
     column = 0
     while column < channels:
         count = min(LINES * lanes, channels - column)
@@ -102,11 +92,7 @@ def attend_rows(
     first_side: int, num_sides: int, factor: np.ndarray, out: np.ndarray, mass: np.ndarray, attention: np.ndarray,
     signed: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the weights of the tile's entries, and per row the weighted sum of their values and that of the weights.
-
-    ``factor`` is what weights are multiplied with after the softmax, ``[E * heads]``, or empty; ``out`` is
-    ``[(last - first) * heads * channels]``; ``mass`` ``[num_rows * heads]``, or empty: it is not wanted.
-    """
+    """Write the entries' weights, and per row the weighted sum of values and that of weights, if ``mass`` has room."""
     largest, total = np.empty(heads, values.dtype), np.empty(heads, values.dtype)
     zero, tiny = values.dtype.type(0), values.dtype.type(1e-16)
     width = heads * channels
@@ -117,11 +103,11 @@ def attend_rows(
         for row in range(row0, row0 + each):
             begin, end = indptr[row], indptr[row + 1]
             # 1. Products, for which the rows of values come into the cache.
-            if dynamic:
-                _write_leaky_dots(values, step, indices, shift, row * width, slope, side, begin, end, heads, signed)
-            else:
-                at = (first_side + (row - first) % num_sides) * width
-                _write_dots(values, num_columns, step, indices, side, at, begin, end, heads, channels, signed)
+            at = (first_side + (row - first) % num_sides) * width
+            _write_dots(
+                values, num_columns, step, indices, shift, row * width, slope, dynamic, side, at, begin, end, heads,
+                channels, signed,
+            )  # fmt: skip
             # 2. Scores and the largest per head. "Not less or equal", so that a NaN, once met, is the largest.
             for e in range(begin, end):
                 for h in range(heads):
@@ -170,21 +156,19 @@ def scores_backward(
     first_side: int, num_sides: int, grad: np.ndarray, grad_mass: np.ndarray, attention: np.ndarray,
     signed: np.ndarray, grad_scores: np.ndarray, grad_shift: np.ndarray, grad_side: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the gradients of the tile's scores and shifts, and add to that of ``side``.
-
-    ``grad`` is that of the weighted sums, ``[(last - first) * heads * channels]``; ``grad_mass`` that of the sums of
-    weights, or empty; ``grad_scores`` that of each entry's score, after the leaky ReLU if ``dynamic``, else before it,
-    ``[E * heads]``.
-    """
+    """Write the gradients of scores (after the leaky ReLU if ``dynamic``) and shifts, and add to that of ``side``."""
     total, whole = np.empty(heads, values.dtype), np.empty(heads, values.dtype)
-    zero, width, lanes = values.dtype.type(0), heads * channels, _LINE // values.itemsize
+    zero, width, lanes = values.dtype.type(0), heads * channels, LINE // values.itemsize
     for row0 in range(first, last, each):
         total[:] = zero
         # 1. The gradient of a weight is the product of its value with that of the sum.
         for row in range(row0, row0 + each):
             begin, end = indptr[row], indptr[row + 1]
             at = (row - first) * width
-            _write_dots(values, num_columns, step, indices, grad, at, begin, end, heads, channels, grad_scores)
+            _write_dots(
+                values, num_columns, step, indices, shift, 0, slope, False, grad, at, begin, end, heads, channels,
+                grad_scores,
+            )  # fmt: skip
             if grad_mass.size:
                 for e in range(begin, end):
                     for h in range(heads):
@@ -232,13 +216,8 @@ def values_backward(
     dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, sides: np.ndarray, first: int, last: int,
     grad: np.ndarray, attention: np.ndarray, grad_scores: np.ndarray, out: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the gradient of the values of a tile of sources, ``out`` ``[num_sources * num_columns]``.
-
-    Rows are sources here, ``indices`` the rows that read them, and entries and what belongs to them are in their order;
-    ``sides`` int32 ``[E]`` is the side of each entry, or empty: there is one. ``grad`` is that of the weighted sums of
-    all rows, ``[num_rows * heads * channels]``; ``grad_scores`` is what :func:`scores_backward` wrote.
-    """
-    zero, width, lanes = values.dtype.type(0), heads * channels, _LINE // values.itemsize
+    """Write the values' gradient for a tile of sources: rows are sources, ``indices`` the rows that read them."""
+    zero, width, lanes = values.dtype.type(0), heads * channels, LINE // values.itemsize
     end_entry, numbers, whole = indices.size - 1, np.arange(heads).astype(np.int32), np.empty(heads, values.dtype)
     for s in range(first, last):
         begin, end = indptr[s], indptr[s + 1]

@@ -15,10 +15,7 @@ class Layout(NamedTuple):
 
     targets: list[int]  # how many targets of each type
     relations: list[int]  # how many relations reach each type
-    across: bool
-    """Whether a softmax goes over all rows of a target, each with a side of its own, or over one row, with the side
-    of its relation.
-    """
+    across: bool  # a softmax goes over all rows of a target, each with its own side; else over one, with its relation's
 
     @property
     def groups(self) -> list[Group]:

@@ -4,7 +4,8 @@ from torch import Tensor
 
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.ops.aggregate.definition import ShardedGraph
-from lightning_gnn.ops.aggregate.derivatives import Graph, GraphSoftmax
+from lightning_gnn.ops.aggregate.derivatives import Graph, softmax_over_edges
+from lightning_gnn.ops.library import check_floating, check_shapes
 
 
 def edge_softmax(
@@ -24,8 +25,7 @@ def edge_softmax(
         source_scores: Floating ``[num_sources, H]``.
         target_scores: Floating ``[num_targets, H]``, of the same dtype.
         negative_slope: Of the leaky ReLU.
-        backend: ``"numba"``, ``"triton"``, ``"reference"``, ``"ascend_twin"`` (the NPU's kernels, simulated), or None
-            for what belongs to the device.
+        backend: As for :func:`~lightning_gnn.ops.aggregate`.
 
     Returns:
         Weights ``[E, H]`` in the graph's forward order, as :func:`~lightning_gnn.ops.aggregate` takes them.
@@ -53,24 +53,12 @@ def edge_softmax(
         return graph.edge_softmax(source_scores, target_scores, negative_slope)
     arguments = Graph.of(graph, backend)
     _check_scores(graph, source_scores, target_scores)
-    weight: Tensor = GraphSoftmax.call(source_scores, target_scores, float(negative_slope), *arguments)
-    return weight
+    return softmax_over_edges(source_scores, target_scores, float(negative_slope), arguments)
 
 
 def _check_scores(graph: CompressedGraph, source: Tensor, target: Tensor) -> None:
-    device = graph.device
-    for name, scores, count, ends in (
-        ("source_scores", source, graph.num_sources, "source"),
-        ("target_scores", target, graph.num_targets, "target"),
-    ):
-        if not isinstance(scores, Tensor) or not scores.is_floating_point():
-            kind = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
-            raise TypeError(f"{name} must be a floating tensor, but is {kind}")
-        if scores.device != device:
-            raise ValueError(f"{name} is on {scores.device}, but the graph on {device}; move one of them with .to()")
-        if scores.dim() != 2 or scores.size(0) != count:
-            raise ValueError(f"{name} must be [{count}, H], one row per {ends}, but is {list(scores.shape)}")
+    check_floating("the graph", graph.device, source_scores=source, target_scores=target)
+    of_sources, of_targets = ([count, source.size(-1)] for count in (graph.num_sources, graph.num_targets))
+    check_shapes({"source_scores": (source, of_sources), "target_scores": (target, of_targets)})
     if source.dtype != target.dtype:
         raise TypeError(f"the scores must be of one dtype, but are {source.dtype} and {target.dtype}")
-    if source.size(1) != target.size(1):
-        raise ValueError(f"sources have {source.size(1)} heads, but targets {target.size(1)}")

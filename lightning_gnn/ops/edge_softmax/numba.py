@@ -1,15 +1,11 @@
-"""Edge softmax on the CPU: a worker normalises the entries of whole rows, outside the GIL.
-
-The entries of a row are gone through a few times, in one fixed order, so that the result is the same to the last bit
-for any number of workers; after the first time they are in the cache.
-"""
+"""Edge softmax on the CPU: a worker normalizes whole rows in a fixed order: the same bits for any number of workers."""
 
 import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate.matrix import Matrix
+from lightning_gnn.ops.aggregate.matrix import Matrix, Scores
 from lightning_gnn.ops.aggregate.numba_rows import Rows, execute, flat, huge_pages, rows_of, wide
 from lightning_gnn.ops.intrinsics import exp_span, prefetch
 
@@ -17,36 +13,22 @@ _AHEAD = 24  # how many entries ahead the scores of columns are asked for
 _WORK = 8  # a score takes about as long as so many features that are added up
 
 
-def edge_softmax(matrix: Matrix, row_scores: Tensor, column_scores: Tensor, negative_slope: float) -> Tensor:
+def edge_softmax(matrix: Matrix, scores: Scores) -> Tensor:
     """Do what the function of this name in ``reference.py`` does."""
-    dtype, row_scores, column_scores = row_scores.dtype, wide(row_scores), wide(column_scores)
-    rows, heads = rows_of(matrix), row_scores.size(1)
-    out = huge_pages(torch.empty((matrix.num_edges, heads), dtype=row_scores.dtype))
-    source, target, result = _ordered(rows, column_scores), flat(row_scores), flat(out)
-    slope = result.dtype.type(negative_slope)
+    rows, heads, out, (source, target, slope) = _prepared(matrix, scores)
+    result = flat(out)
 
     def share(_: int, first: int, last: int) -> None:
         _softmax_rows(source, target, slope, rows.indptr, rows.indices, first, last, heads, result)
 
     execute(matrix, _WORK * result.size, share)
-    return out.to(dtype)
+    return out.to(scores.row.dtype)
 
 
-def edge_softmax_backward(
-    matrix: Matrix,
-    row_scores: Tensor,
-    column_scores: Tensor,
-    negative_slope: float,
-    attention: Tensor,
-    grad: Tensor,
-) -> Tensor:
+def edge_softmax_backward(matrix: Matrix, scores: Scores, attention: Tensor, grad: Tensor) -> Tensor:
     """Do what the function of this name in ``reference.py`` does."""
-    dtype, row_scores, column_scores = row_scores.dtype, wide(row_scores), wide(column_scores)
-    rows, heads = rows_of(matrix), row_scores.size(1)
-    out = huge_pages(torch.empty((matrix.num_edges, heads), dtype=row_scores.dtype))
-    source, target, result = _ordered(rows, column_scores), flat(row_scores), flat(out)
-    weights, grads = flat(wide(attention)), flat(wide(grad))
-    slope = result.dtype.type(negative_slope)
+    rows, heads, out, (source, target, slope) = _prepared(matrix, scores)
+    weights, grads, result = flat(wide(attention)), flat(wide(grad)), flat(out)
 
     def share(_: int, first: int, last: int) -> None:
         _softmax_backward_rows(
@@ -54,7 +36,7 @@ def edge_softmax_backward(
         )
 
     execute(matrix, _WORK * result.size, share)
-    return out.to(dtype)
+    return out.to(scores.row.dtype)
 
 
 def edge_sums(matrix: Matrix, edge_ids: Tensor | None, values: Tensor) -> Tensor:
@@ -72,9 +54,13 @@ def edge_sums(matrix: Matrix, edge_ids: Tensor | None, values: Tensor) -> Tensor
     return out.to(dtype)
 
 
-def _ordered(rows: Rows, scores: Tensor) -> np.ndarray:
-    """Return scores of the columns as the entries index them."""
-    return flat(scores if rows.order is None else scores[torch.from_numpy(rows.order)])
+def _prepared(matrix: Matrix, scores: Scores) -> tuple[Rows, int, Tensor, tuple[np.ndarray, np.ndarray, float]]:
+    """Return rows, heads, room for the result, and scores of columns as entries index them, of rows, and slope."""
+    row, column, rows = wide(scores.row), wide(scores.column), rows_of(matrix)
+    out = huge_pages(torch.empty((matrix.num_edges, row.size(1)), dtype=row.dtype))
+    target = flat(row)
+    source = flat(column if rows.order is None else column[torch.from_numpy(rows.order)])
+    return rows, row.size(1), out, (source, target, target.dtype.type(scores.slope))
 
 
 @numba.njit(nogil=True, cache=True)
@@ -82,13 +68,7 @@ def _softmax_rows(
     source: np.ndarray, target: np.ndarray, slope: float, indptr: np.ndarray, indices: np.ndarray, first: int,
     last: int, heads: int, out: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the attention weights of the entries of some rows.
-
-    Args:
-        source: Scores of the columns, floating ``[num_columns * heads]``.
-        target: Scores of the rows, ``[num_rows * heads]``.
-        out: ``[num_edges * heads]``.
-    """
+    """Write the attention weights ``[num_edges * heads]`` of the entries of some rows."""
     largest, total = np.empty(heads, source.dtype), np.empty(heads, source.dtype)
     zero, tiny = source.dtype.type(0), source.dtype.type(1e-16)
     for r in range(first, last):

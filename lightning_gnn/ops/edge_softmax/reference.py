@@ -3,47 +3,37 @@
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate.matrix import Matrix
+from lightning_gnn.ops.aggregate.matrix import Matrix, Scores
 from lightning_gnn.ops.aggregate.reference import accumulator
 
 
-def edge_softmax(matrix: Matrix, row_scores: Tensor, column_scores: Tensor, negative_slope: float) -> Tensor:
-    """Normalise ``exp(leaky_relu(row + column))`` over the entries of each row, ``[num_edges, H]``."""
-    wide = accumulator(row_scores.dtype)
-    row, column = matrix.entry_rows(), matrix.indices
-    score = row_scores[row].to(wide) + column_scores[column].to(wide)
-    score = torch.nn.functional.leaky_relu(score, negative_slope)
-    largest = torch.full(row_scores.shape, -torch.inf, dtype=wide, device=row.device)
+def edge_softmax(matrix: Matrix, scores: Scores) -> Tensor:
+    """Normalize ``exp(leaky_relu(row + column))`` over the entries of each row, ``[num_edges, H]``."""
+    dtype, wide, row = scores.row.dtype, accumulator(scores.row.dtype), matrix.entry_rows()
+    score = torch.nn.functional.leaky_relu(_added(matrix, row, scores), scores.slope)
+    largest = torch.full(scores.row.shape, -torch.inf, dtype=wide, device=row.device)
     largest.scatter_reduce_(0, row.view(-1, 1).expand_as(score), score, "amax")
     score = (score - largest[row]).exp()
     total = torch.zeros_like(largest).index_add_(0, row, score)
-    return (score / (total + 1e-16)[row]).to(row_scores.dtype)
+    return (score / (total + 1e-16)[row]).to(dtype)
 
 
-def edge_softmax_backward(
-    matrix: Matrix,
-    row_scores: Tensor,
-    column_scores: Tensor,
-    negative_slope: float,
-    attention: Tensor,
-    grad: Tensor,
-) -> Tensor:
-    """Return the gradient of ``row + column`` of each entry from that of its normalised weight."""
-    wide = accumulator(row_scores.dtype)
-    row, column = matrix.entry_rows(), matrix.indices
+def edge_softmax_backward(matrix: Matrix, scores: Scores, attention: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of ``row + column`` of each entry from that of its normalized weight."""
+    dtype, wide, row = scores.row.dtype, accumulator(scores.row.dtype), matrix.entry_rows()
     product = attention.to(wide) * grad.to(wide)
-    total = torch.zeros(row_scores.shape, dtype=wide, device=row.device).index_add_(0, row, product)
+    total = torch.zeros(scores.row.shape, dtype=wide, device=row.device).index_add_(0, row, product)
     out = product - attention.to(wide) * total[row]
-    score = row_scores[row].to(wide) + column_scores[column].to(wide)
-    return torch.where(score > 0, out, out * negative_slope).to(row_scores.dtype)
+    return torch.where(_added(matrix, row, scores) > 0, out, out * scores.slope).to(dtype)
+
+
+def _added(matrix: Matrix, row: Tensor, scores: Scores) -> Tensor:
+    wide = accumulator(scores.row.dtype)
+    return scores.row[row].to(wide) + scores.column[matrix.indices].to(wide)
 
 
 def edge_sums(matrix: Matrix, edge_ids: Tensor | None, values: Tensor) -> Tensor:
-    """Add up numbers of the edges ``[num_edges, H]`` over the entries of each row.
-
-    Args:
-        edge_ids: Which of the numbers each entry has; None: those in order.
-    """
+    """Add up numbers of the edges ``[num_edges, H]``, those of ``edge_ids`` if given, over the entries of each row."""
     wide = accumulator(values.dtype)
     out = torch.zeros((matrix.num_rows, values.size(1)), dtype=wide, device=values.device)
     ordered = values if edge_ids is None else values[edge_ids]

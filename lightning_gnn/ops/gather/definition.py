@@ -20,7 +20,7 @@ def gather_rows(
     cache: RowCache | None = None,
     check: bool = False,
 ) -> Tensor:
-    """Copy rows of a table, ``out[i] = table[index[i]]``, to where the index is.
+    """Copy rows of a table, ``out[i] = table[index[i]]``, to where the index is, and return ``out``.
 
     With a CUDA index this is a Triton kernel (without Triton, torch), and the table may be on the device or in pinned
     host memory, which the kernel reads in place.
@@ -32,11 +32,8 @@ def gather_rows(
             or float16 where there are ``scales``; by default a buffer from the pool, or new device memory.
         scales: What the rows of an int8 table are multiplied with, float32 ``[num_rows]``.
         cache: Copies of some rows, read instead of the table's, on the device of the index.
-        check: Check the index on CUDA too, which waits for the device. Unchecked, a row out of range comes out as NaN
-            (-1 in a table of integers); the samplers of this package give none. On the CPU the check is always made.
-
-    Returns:
-        ``out``.
+        check: Check the index on CUDA too, as always on the CPU, which waits for the device. Unchecked, a row out of
+            range comes out as NaN (-1 in a table of integers).
 
     Raises:
         IndexError: An index is outside ``[0, num_rows)``.
@@ -51,8 +48,8 @@ def gather_rows(
         >>> gather_rows(table, torch.tensor([2, 0]))
         tensor([[5., 6.],
                 [1., 2.]])
-        >>> quantised = torch.tensor([[10, 20], [-3, 7]], dtype=torch.int8)
-        >>> gather_rows(quantised, torch.tensor([1]), scales=torch.tensor([1.0, 0.5]))
+        >>> quantized = torch.tensor([[10, 20], [-3, 7]], dtype=torch.int8)
+        >>> gather_rows(quantized, torch.tensor([1]), scales=torch.tensor([1.0, 0.5]))
         tensor([[-1.5000,  3.5000]])
     """
     if out is None:
@@ -100,8 +97,6 @@ def check_arguments(call: Gather) -> None:
     if list(out.shape) != shape or not out.is_contiguous():
         raise ValueError(f"out must be contiguous {shape}, but is {list(out.shape)}")
     # Check the cache: a slot for each row of the table, and rows like the table's.
-    if (slot is None) != (cache is None):
-        raise ValueError("a cache is a slot per row and the rows; only one of them is given")
     if slot is not None and cache is not None:
         if slot.dtype != torch.int32 or list(slot.shape) != [table.size(0)]:
             raise ValueError(f"slot must be int32 [{table.size(0)}], but is {slot.dtype} {list(slot.shape)}")

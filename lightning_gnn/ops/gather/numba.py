@@ -1,6 +1,6 @@
 """Gathering rows on the CPU: by a compiled copy, outside the GIL, or by torch in the main thread if it has several."""
 
-import threading
+from threading import current_thread, main_thread
 
 import numba
 import numpy as np
@@ -33,7 +33,7 @@ def gather_cpu(call: Gather, check: bool = True) -> None:
         rows = out if out.dtype == torch.float32 else pool.empty(out.shape, torch.float32)
         shape = (-1, rows[0].numel())
         contiguous = table.contiguous().reshape(shape)
-        _dequantise(contiguous.numpy(), scales.numpy(), index.contiguous().numpy(), rows.view(shape).numpy())
+        _dequantize(contiguous.numpy(), scales.numpy(), index.contiguous().numpy(), rows.view(shape).numpy())
         if rows is not out:
             out.copy_(rows)
     elif out.dtype != table.dtype:
@@ -42,17 +42,13 @@ def gather_cpu(call: Gather, check: bool = True) -> None:
         out.copy_(rows)
     # torch spreads the copy over its threads. In a worker thread the batches are the parallelism, and a team of threads
     # per worker would only fight the others.
-    elif not table.is_contiguous() or (_in_main_thread() and torch.get_num_threads() > 1):
+    elif not table.is_contiguous() or (current_thread() is main_thread() and torch.get_num_threads() > 1):
         torch.index_select(table, 0, index, out=out)
     else:
         _copy(table, index.contiguous().numpy(), out)
 
 
 register("CPU", gather_cpu)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _copy(table: Tensor, index: np.ndarray, out: Tensor) -> None:
@@ -87,7 +83,7 @@ def _copy_rows(table: np.ndarray, index: np.ndarray, out: np.ndarray, row_bytes:
 
 
 @numba.njit(nogil=True, cache=True)
-def _dequantise(table: np.ndarray, scales: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
+def _dequantize(table: np.ndarray, scales: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
     for i in range(index.size):
         row = index[i]
         scale = scales[row]

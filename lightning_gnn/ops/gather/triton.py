@@ -49,15 +49,7 @@ register("CUDA", gather_cuda)
 def gather_from_shards(
     local: Tensor, addresses: Tensor, num_rows: int, shift: int, index: Tensor, out: Tensor, scales: Tensor | None
 ) -> None:
-    """Gather rows of a table that lies in parts in the memories of several GPUs.
-
-    Args:
-        local: One of the parts, ``[n, num_columns]``, all as large.
-        addresses: Of all, int64 ``[num_shards]``, as this device reads them.
-        shift: Logarithm of how many rows each has in turn.
-        index: int64 or int32 ``[m]``, on the device, not checked.
-        out: ``[m, num_columns]``, there too.
-    """
+    """Gather rows of a table in equal parts on several GPUs, ``2^shift`` rows in turn; ``index`` is not checked."""
     require_triton("reading the memory of other GPUs")
     from lightning_gnn.triton_kernels.gather import gather
 

@@ -1,4 +1,4 @@
-"""Multi-hop neighbour sampling, defined once for every backend.
+"""Multi-hop neighbor sampling, defined once for every backend.
 
 Pick j of node v with in-degree d is the j-th step of a forward Fisher-Yates shuffle of its in-edges, driven by a hash
 of (key, v, j): uniform without replacement, and the picks for a smaller fanout are the first of those for a larger one.
@@ -27,7 +27,6 @@ there are fewer nodes. Parallel edges have variates of their own.
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -36,12 +35,13 @@ from torch import Tensor
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.edge_attributes import time_limits
 from lightning_gnn.graph.remote import DistantCSCGraph, DistantHeteroCSCGraph, Picker
-from lightning_gnn.ops.sample.numba import Sampled, sample_relations
+from lightning_gnn.ops.sample.numba import sample_relations
 from lightning_gnn.ops.sample.reference import sample_reference
-from lightning_gnn.ops.sample.relation import Labor, Relation, Rule, Times
+from lightning_gnn.ops.sample.relation import Labor, Relation, Rule, Sampled, Times
 from lightning_gnn.ops.sample.triton import runs_on, sample_relations_triton, triton_sampler
+from lightning_gnn.runtime.messages import removed
 
-BACKENDS = ("numba", "triton", "pyg_lib", "reference")
+BACKENDS = ("numba", "triton", "reference")
 
 
 class NeighborSample(NamedTuple):
@@ -79,36 +79,27 @@ def sample_neighbors(
     labor: Labor | None = None,
     backend: str | None = None,
 ) -> NeighborSample:
-    """Sample in-neighbours of the seeds, hop by hop.
+    """Sample in-neighbors of the seeds, hop by hop.
 
     Args:
-        graph: The topology, on the CPU, on a GPU, or in pinned memory. Edges with times
-            (:meth:`~lightning_gnn.CSCGraph.with_time`) are sampled by time, into one tree per seed; edges with weights
-            (:meth:`~lightning_gnn.CSCGraph.with_weight`) by weight.
-        seeds: Global ids, int64 or int32 ``[batch_size]``; duplicates are allowed. Checking them on a GPU waits for
-            it.
+        graph: The topology, on the CPU, on a GPU, or in pinned memory. Edges with times are sampled by time, into one
+            tree per seed; edges with weights by weight.
+        seeds: Global ids, int64 or int32 ``[batch_size]``, also several times; checking them waits for a GPU.
         fanouts: In-edges to pick per node and hop; -1 takes all.
         key: What :func:`~lightning_gnn.ops.batch_key` made for this mini-batch, 64-bit.
         replace: Draw with replacement.
         disjoint: One tree per seed, which shares no node with the others and is drawn independently of them.
-        first_tree: Position of ``seeds[0]`` in the whole mini-batch, where ``seeds`` are a consecutive part of one; the
-            trees are then those of the whole. Without effect unless ``disjoint``.
+        first_tree: Position of ``seeds[0]`` in the whole mini-batch, if they are a part of one; for ``disjoint`` alone.
         seed_time: Times of the seeds, ``[batch_size]``, if edges have times.
-        time_window: For how long before its time t edges count for a seed: those of the times in ``(t - time_window,
-            t]``, without its begin; by default all until t.
+        time_window: Edges count for a seed of the time t in ``(t - time_window, t]``; by default all until t.
         temporal_strategy: ``"uniform"``: pick among the edges that count; ``"last"``: take the newest of them.
         labor: Sample by variates of the sources.
-        backend: ``"numba"``, ``"triton"``, ``"pyg_lib"`` (a random stream of its own, equal only in distribution) or
-            ``"reference"``; by default Triton if the graph or the seeds are on a GPU, else numba.
-
-    Returns:
-        The sample, in buffers from the pool.
+        backend: ``"numba"``, ``"triton"`` or ``"reference"``; by default Triton if the graph or the seeds are on a GPU.
 
     Raises:
         TypeError: Seeds that are no integer tensor, or fanouts, a key or a position that are no integers.
         IndexError: A seed outside ``[0, num_nodes)``.
-        ValueError: A fanout below -1, a key of more than 64 bits, a negative position, an unknown backend, times of
-            seeds or of edges without the others, or options that exclude each other.
+        ValueError: A value out of range, times of seeds or of edges alone, or options that exclude each other.
 
     Examples:
         >>> import torch
@@ -137,9 +128,7 @@ def sample_neighbors(
     plain = times is None and labor is None and graph.weight is None and picker_of(graph) is None
     if not plain:
         check_place(backend, [graph])
-    # Without these options, pyg_lib and Triton have samplers for graphs of one type.
-    if plain and backend == "pyg_lib":
-        return _sample_pyg_lib(graph, seeds, fanouts, replace, disjoint)
+    # Without these options, Triton has a sampler for graphs of one type.
     device = seeds.device if graph.indptr.is_cpu else graph.indptr.device
     if plain and (backend == "triton" or (backend != "reference" and device.type != "cpu")):
         sampler = triton_sampler(graph.indptr, graph.indices, None if backend == "triton" else device)
@@ -178,38 +167,20 @@ def run(
     # The GPU backend reads the tensors of the relations directly.
     if backend == "triton" or any(relation.indptr.device.type != "cpu" for relation in relations):
         return Sampled(*sample_relations_triton(graph, relations, num_nodes, seeds, starts, key, rule, times))
-    # The compiled CPU backend works on NumPy arrays that share memory with the tensors.
-    if backend != "reference":
-        out = sample_relations(
-            [_converted(relation, Tensor.numpy) for relation in relations],
-            num_nodes,
-            [ids.numpy() for ids in seeds],
-            starts,
-            key,
-            rule,
-            times,
-            None if picker is None else picker(relations, key, rule, times),
-        )
-        node, tree, edge_index, edge = (
-            [torch.from_numpy(array) for array in arrays] for arrays in (out.node, out.tree, out.edge_index, out.edge)
-        )
-        return Sampled(node, tree, out.num_sampled_nodes, edge_index, edge, out.num_sampled_edges)
-    # The reference backend works on lists, and is slow and plain on purpose.
-    plain = [_converted(relation, Tensor.tolist) for relation in relations]
-    limits = None if times is None else Times(*(None if part is None else part.tolist() for part in times))
-    made = sample_reference(plain, [ids.tolist() for ids in seeds], starts, key, rule, limits)
-
-    def tensors(lists: Sequence[Sequence[int]]) -> list[Tensor]:
-        return [torch.tensor(ids, dtype=torch.int64) for ids in lists]
-
-    return Sampled(
-        tensors(made.node),
-        tensors(made.tree if rule.disjoint else [[] for _ in made.tree]),
-        made.num_sampled_nodes,
-        [torch.stack(ends) for ends in zip(tensors(made.row), tensors(made.col), strict=True)],
-        tensors(made.edge),
-        made.num_sampled_edges,
-    )
+    convert: Callable[[Tensor], Any] = Tensor.tolist if backend == "reference" else Tensor.numpy
+    plain, ids = [_converted(relation, convert) for relation in relations], [convert(part) for part in seeds]
+    if backend == "reference":
+        # It works on lists, and is slow and plain on purpose.
+        limits = None if times is None else Times(*(None if part is None else part.tolist() for part in times))
+        made = sample_reference(plain, ids, starts, key, rule, limits)
+    else:
+        # It works on NumPy arrays that share memory with the tensors.
+        fetch = None if picker is None else picker(relations, key, rule, times)
+        made = sample_relations(plain, num_nodes, ids, starts, key, rule, times, fetch)
+    tensors: dict[str, Any] = {}
+    for name in ("node", "tree", "edge_index", "edge"):
+        tensors[name] = [torch.as_tensor(part, dtype=torch.int64) for part in getattr(made, name)]
+    return made._replace(**tensors)
 
 
 def picker_of(graph: object) -> Picker | None:
@@ -250,12 +221,7 @@ def limits_of(
 
 
 def check_rule(
-    replace: bool,
-    disjoint: bool,
-    first_tree: int,
-    temporal_strategy: str,
-    labor: Labor | None,
-    weighted: bool,
+    replace: bool, disjoint: bool, first_tree: int, temporal_strategy: str, labor: Labor | None, weighted: bool
 ) -> Rule:
     """Return how edges are picked."""
     check_flags(replace=replace, disjoint=disjoint)
@@ -263,13 +229,9 @@ def check_rule(
     if temporal_strategy not in ("uniform", "last"):
         raise ValueError(f"unknown temporal_strategy {temporal_strategy!r}; choose one of uniform, last")
     if labor is not None:
-        for what, wrong in (
-            ("with replacement", replace),
-            ("by weight", weighted),
-            ("of the newest edges", temporal_strategy == "last"),
-        ):
-            if wrong:
-                raise ValueError(f"there is no LABOR sampling {what}: it takes the smallest variates of the sources")
+        wrong = {"with replacement": replace, "by weight": weighted, "of the newest edges": temporal_strategy == "last"}
+        for what in filter(wrong.get, wrong):
+            raise ValueError(f"there is no LABOR sampling {what}: it takes the smallest variates of the sources")
         check_flags(layer_dependency=labor.layer_dependency)
         check_integer("batch_dependency", labor.batch_dependency, 1, 2**31 - 1)
         check_integer("batch", labor.batch, 0, 2**62)
@@ -278,10 +240,6 @@ def check_rule(
 
 def check_place(backend: str | None, graphs: Sequence[CSCGraph]) -> None:
     """Raise a ValueError unless the backend samples types, times, weights and LABOR where the graph is."""
-    if backend == "pyg_lib":
-        raise ValueError(
-            "edges with types, times or weights, and LABOR, are not sampled by backend 'pyg_lib': leave it out"
-        )
     places = {graph.indptr.device for graph in graphs}
     if len(places) > 1:
         raise ValueError(f"edges of different types are on {' and '.join(sorted(map(str, places)))}: use graph.to()")
@@ -298,16 +256,12 @@ def check_fanouts(fanouts: Sequence[int]) -> list[int]:
         )
     if isinstance(fanouts, (str, bytes, set)) or not hasattr(fanouts, "__iter__") or getattr(fanouts, "ndim", 1) != 1:
         raise TypeError(f"num_neighbors must be a list of integers, one per hop, such as [15, 10], but is {fanouts!r}")
-    out = []
-    for item in fanouts:
-        fanout = item.item() if hasattr(item, "item") else item  # of NumPy or torch
+    out = [item.item() if hasattr(item, "item") else item for item in fanouts]  # of NumPy or torch
+    for fanout in out:
         if isinstance(fanout, bool) or not isinstance(fanout, int):
             raise TypeError(f"num_neighbors holds {fanout!r}, but a fanout is an integer")
         if fanout < -1 or fanout > 2**31 - 1:
-            raise ValueError(
-                f"num_neighbors holds {fanout}, but a fanout is -1 (all neighbours), 0 or a positive int32"
-            )
-        out.append(fanout)
+            raise ValueError(f"num_neighbors holds {fanout}, but a fanout is -1 (all neighbors), 0 or a positive int32")
     if not out:
         raise ValueError("num_neighbors is empty; give one fanout per hop, such as [15, 10]")
     return out
@@ -355,28 +309,5 @@ def check_flags(**flags: object) -> None:
 def check_backend(backend: str | None) -> None:
     """Raise a ValueError unless this is one of ``BACKENDS``, or None."""
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"unknown sampling backend {backend!r}; choose one of {', '.join(BACKENDS)}")
-
-
-_indices_for_pyg_lib: WeakKeyDictionary[CSCGraph, Tensor] = WeakKeyDictionary()
-
-
-def _sample_pyg_lib(
-    graph: CSCGraph, seeds: Tensor, fanouts: list[int], replace: bool, disjoint: bool
-) -> NeighborSample:
-    import torch_geometric.typing
-
-    if not torch_geometric.typing.WITH_PYG_LIB:
-        raise ValueError(
-            "backend 'pyg_lib' needs the package pyg-lib, which cannot be imported; see PyG's install page"
-        )
-    if graph not in _indices_for_pyg_lib:
-        _indices_for_pyg_lib[graph] = graph.indices.to(torch.int64)
-    times = (None, None, None) if torch_geometric.typing.WITH_EDGE_TIME_NEIGHBOR_SAMPLE else (None, None)
-    weight = (None,) if torch_geometric.typing.WITH_WEIGHTED_NEIGHBOR_SAMPLE else ()
-    row, col, node, edge, node_counts, edge_counts = torch.ops.pyg.neighbor_sample(
-        graph.indptr, _indices_for_pyg_lib[graph], seeds, fanouts, *times, *weight,
-        True, replace, True, disjoint, "uniform", True,
-    )  # fmt: skip
-    batch, node = node.t().contiguous() if disjoint else (None, node)
-    return NeighborSample(node, torch.stack([row, col]), edge, batch, node_counts, edge_counts)
+        unknown = f"unknown sampling backend {backend!r}; choose one of {', '.join(BACKENDS)}"
+        raise ValueError(removed(f"backend={backend}") or unknown)

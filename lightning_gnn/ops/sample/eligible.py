@@ -1,67 +1,38 @@
 """Which in-edges the time of a tree allows, compiled: a range of each list, as times ascend in it.
 
-Lists are searched in blocks of nodes, and a block step by step: what a step reads, the one before has asked for, so
-that no node waits for the memory alone. A step ends in sixteen times that lie side by side, which are compared in
-vectors, without a branch.
+Lists are searched in blocks of nodes, step by step: what a step reads, the one before has asked for. It ends in sixteen
+times side by side, compared in vectors without a branch.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
 
-from lightning_gnn.ops.intrinsics import prefetch
+from lightning_gnn.ops.intrinsics import Call, instruction, prefetch, repeated
 
 _SHIFT = 4
 _SPAN = 1 << _SHIFT  # times that are compared at once; one in so many is among the coarse ones
 _ROWS = 64  # nodes of a block
-_I1, _I16, _I64 = ir.IntType(1), ir.IntType(16), ir.IntType(64)
+_I16, _I64 = ir.IntType(16), ir.IntType(64)
 _TIMES = ir.VectorType(_I64, _SPAN)
 
 
-def _early(typingctx: Any, times: Any, at: Any, limit: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return a mask of sixteen bits: which of the times from ``at`` on are no later than the limit.
-
-    Args:
-        times: int64, with sixteen from ``at`` on.
-        at: int64.
-        limit: int64.
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, args[0])
-        first = builder.gep(array.data, [args[1]])
-        found = builder.load(builder.bitcast(first, _TIMES.as_pointer()))
-        found.align = 8
-        one = builder.insert_element(ir.Constant(_TIMES, ir.Undefined), args[2], _I64(0))
-        same = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), _SPAN), [0] * _SPAN))
-        mask = builder.bitcast(builder.icmp_signed("<=", found, same), _I16)
-        return builder.zext(mask, _I64)
-
-    return types.int64(times, types.int64, types.int64), codegen
+@instruction("times at limit", types.int64)
+def early(call: Call) -> ir.Value:
+    """Return a mask of sixteen bits: which of the int64 times from ``at`` on are no later than the limit."""
+    builder = call.builder
+    found = call.load_as(_TIMES, "times", call.integer("at"))
+    one = builder.insert_element(ir.Constant(_TIMES, ir.Undefined), call.integer("limit"), _I64(0))
+    same = builder.shuffle_vector(one, one, repeated(ir.IntType(32), 0, _SPAN))
+    mask = builder.bitcast(builder.icmp_signed("<=", found, same), _I16)
+    return builder.zext(mask, _I64)
 
 
-def _count_bits(typingctx: Any, mask: Any) -> tuple[Any, Callable[..., Any]]:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.int64(types.int64), codegen
-
-
-early: Any = intrinsic(_early)
-count_bits: Any = intrinsic(_count_bits)
-
-
-def no_times() -> tuple[Any, ...]:
-    """Return what says that all in-edges count: whether times matter; of which node the first numbers are; for each
-    node from there on, the first in-edge that counts, and how many do.
-    """
-    none = np.empty(0, np.int64)
-    return False, 0, none, none
+@instruction("mask", types.int64)
+def count_bits(call: Call) -> ir.Value:
+    """Return how many bits are set."""
+    return call.builder.ctpop(call.integer("mask"))
 
 
 @numba.njit(nogil=True, cache=True)
@@ -69,17 +40,7 @@ def count_eligible(
     indptr: np.ndarray, time: np.ndarray, coarse: np.ndarray, node: np.ndarray, tree: np.ndarray, low: int, high: int,
     until: np.ndarray, after: np.ndarray, window: bool, newest: int, first: np.ndarray, count: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write which in-edges of the nodes ``[low, high)`` the times of their trees allow.
-
-    Args:
-        indptr: int64 ``[num_nodes + 1]``.
-        time: Of the edges, ascending in each list, int64.
-        node: Global ids, int64, up to ``high``.
-        tree: Their trees, int64.
-        newest: How many of them count at most, the newest; below zero means all.
-        first: Where to write the first edges, int64 ``[high - low]``.
-        count: Where to write how many count, int64 ``[high - low]``.
-    """
+    """Write first in-edge and count, at most ``newest`` if not negative, that the times of the trees allow."""
     chunks = np.empty(_ROWS, np.int64)
     for t in range(low, min(low + _ROWS, high)):
         prefetch(indptr, node[t])
@@ -128,7 +89,7 @@ def _find_ends(
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
-def _end_of_early(times: np.ndarray, begin: int, end: int, limit: int) -> Any:
+def _end_of_early(times: np.ndarray, begin: int, end: int, limit: int) -> int:
     """Return the first place in a range of at most sixteen times that is later than the limit, or the range's end."""
     if times.size < _SPAN:
         while begin < end and times[begin] <= limit:
@@ -137,4 +98,5 @@ def _end_of_early(times: np.ndarray, begin: int, end: int, limit: int) -> Any:
     # Sixteen are looked at, of which those outside do not count.
     at = max(min(begin, times.size - _SPAN), 0)
     inside = ((1 << max(end - at, 0)) - 1) & -(1 << (begin - at))
-    return begin + count_bits(early(times, at, limit) & inside)
+    early_ones: int = count_bits(early(times, at, limit) & inside)
+    return begin + early_ones

@@ -1,4 +1,4 @@
-"""Neighbour sampling in a graph with several types of nodes and edges: arguments by type, and the sample by type."""
+"""Neighbor sampling in a graph with several types of nodes and edges: arguments by type, and the sample by type."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -27,13 +27,7 @@ _NO_SEEDS = torch.empty(0, dtype=torch.int64)
 class HeteroNeighborSample(NamedTuple):
     """One sampled subgraph with types, over h hops; all types of the graph are named, also those it has nothing of.
 
-    Args:
-        node: Ids within each node type, int64 ``[n]``; the seeds come first.
-        edge_index: Local ids of sources and targets of each edge type, int64 ``[2, m]``.
-        edge: Positions of the edges in their type's CSC order, int64 ``[m]``.
-        batch: The seed whose tree a node belongs to, int64 ``[n]``, if disjoint, else None.
-        num_sampled_nodes: Seeds, then new nodes per hop, ``h + 1`` numbers.
-        num_sampled_edges: Edges per hop, ``h`` numbers.
+    Each is as in :class:`~lightning_gnn.ops.NeighborSample`, by node type or by edge type; ids are those within a type.
     """
 
     node: dict[NodeType, Tensor]
@@ -59,31 +53,22 @@ def sample_hetero_neighbors(
     labor: Labor | None = None,
     backend: str | None = None,
 ) -> HeteroNeighborSample:
-    """Sample in-neighbours of the seeds along all edge types, hop by hop.
-
-    A graph of one type gives the sample of :func:`~lightning_gnn.ops.sample_neighbors`.
+    """Sample in-neighbors of the seeds along all edge types, as :func:`~lightning_gnn.ops.sample_neighbors` does.
 
     Args:
         graph: The topology, on the CPU, on a GPU, or in pinned memory; edges of some types may have times, or weights.
         seeds: Ids within each node type that has seeds, int64 or int32 ``[batch_size]``. Trees are numbered in the
             order of the types given here.
         fanouts: In-edges to pick per node and hop, for all edge types or for each; -1 takes all.
-        key: What :func:`~lightning_gnn.ops.batch_key` made for this mini-batch, 64-bit.
-        replace: Draw with replacement.
-        disjoint: One tree per seed; always where edges have times.
-        first_tree: Position of the first seed in the whole mini-batch.
+        key: What :func:`~lightning_gnn.ops.batch_key` made for this mini-batch.
+        replace, disjoint, first_tree, time_window, temporal_strategy, backend: As there; always disjoint with times.
         seed_time: Times of the seeds by type, if edges of any type have times.
-        time_window: For how long before its time t edges count for a seed: those of the times in ``(t - time_window,
-            t]``, without its begin; by default all until t.
-        temporal_strategy: ``"uniform"`` or ``"last"``.
         labor: Sample by variates of the sources, which all edge types from one node type share.
-        backend: ``"numba"``, ``"triton"`` or ``"reference"``; by default the one for the device.
 
     Raises:
         TypeError: Seeds by no type, or as for :func:`~lightning_gnn.ops.sample_neighbors`.
         IndexError: A seed that its type has no node of.
-        ValueError: A type that the graph does not have, an edge type without fanouts, fanouts over different numbers of
-            hops, or as there.
+        ValueError: A type that the graph does not have, fanouts of too few types or of different lengths, or as there.
 
     Examples:
         >>> import torch

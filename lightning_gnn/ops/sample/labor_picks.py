@@ -1,7 +1,4 @@
-"""Layer-neighbour picks on the CPU, compiled: a node takes the in-edges whose sources have the smallest variates.
-
-All sources of a list are hashed, one after the other in memory; few of the hashes are looked at a second time.
-"""
+"""Layer-neighbor picks on the CPU, compiled: a node takes the in-edges whose sources have the smallest variates."""
 
 import numba
 import numpy as np
@@ -28,12 +25,7 @@ def pick_labor(
     indptr: np.ndarray, indices: np.ndarray, parallel: np.ndarray, often: Word, batch: Word, frontier: Frontier,
     edge: np.ndarray, ends: np.ndarray, m: int,
 ) -> int:  # fmt: skip
-    """Write the edges that the nodes of the frontier pick, from position m on; return the position behind them.
-
-    Args:
-        often: In how many mini-batches a variate is renewed once, uint64.
-        batch: Number of the mini-batch, uint64.
-    """
+    """Write the picks of the frontier from position m on, of mini-batch ``batch``; return the position behind them."""
     place, _, tree, low, high, fanout, _, disjoint, key, first_tree, times = frontier
     temporal, base, eligible, counts = times
     variates = np.empty(1024, np.uint64)
@@ -72,13 +64,7 @@ def pick_labor(
 
 @numba.njit(nogil=True, cache=True)
 def _smallest(variates: np.ndarray, least: np.ndarray, places: np.ndarray) -> None:
-    """Write the places of the smallest numbers, ascending; of equal ones the first count.
-
-    Args:
-        variates: uint64 ``[n]``.
-        least: uint64 ``[k]``, scratch, k below n.
-        places: int64 ``[k]``.
-    """
+    """Write the places of the k smallest numbers, ascending, of equal ones the first; ``least`` is scratch."""
     k, count, largest = places.size, 0, 0
     # As many hashes as this are expected below the limit, rarely fewer than k: what is above is not sorted in.
     few = k + 4.0 * np.sqrt(k) + 4.0

@@ -1,9 +1,7 @@
-"""Neighbour sampling on the CPU, compiled, outside the GIL.
+"""Neighbor sampling on the CPU, compiled, outside the GIL.
 
-A hop goes through the edges of a type in blocks that stay in the cache: a block is picked (``picks``), then as many
-edges are relabelled (``relabel``), while what those a little later read of the graph and of the table is on its way.
-What is written is the mini-batch itself, in int64, in memory of the pool. Types of edges take turns; a node of any type
-has one entry in one table, behind those of the types before its own.
+A block of edges of a type is picked (``picks``), then relabeled (``relabel``), while what later ones read is on its
+way. What is written is the mini-batch itself, int64, in memory of the pool.
 """
 
 import threading
@@ -18,7 +16,7 @@ import torch
 
 from lightning_gnn.features.memory_pool import pool
 from lightning_gnn.graph.prefetch_lists import read_lists_ahead
-from lightning_gnn.ops.sample.eligible import count_eligible, no_times
+from lightning_gnn.ops.sample.eligible import count_eligible
 from lightning_gnn.ops.sample.labor_picks import pick_labor
 from lightning_gnn.ops.sample.picks import hop_size, lane_scratch, pick_edges
 from lightning_gnn.ops.sample.relabel import (
@@ -35,17 +33,17 @@ from lightning_gnn.ops.sample.relabel import (
     relabel_forest,
     relabel_trees,
 )
-from lightning_gnn.ops.sample.relation import Frontier, Relation, Rule, Times, stage_key
+from lightning_gnn.ops.sample.relation import Frontier, Relation, Rule, Sampled, Times, stage_key
 from lightning_gnn.ops.sample.weighted_picks import pick_weighted
 
 TABLE_LIMIT = 1 << 29
-"""Largest node table a thread may hold, in bytes (4 per node); larger graphs are relabelled by hashing."""
-_BLOCK = 128  # about how many edges are picked before as many are relabelled
+"""Largest node table a thread may hold, in bytes (4 per node); larger graphs are relabeled by hashing."""
+_BLOCK = 128  # about how many edges are picked before as many are relabeled
 _FIRST_BITS = 20
 _TABLE, _HASH, _TREES, _FOREST = range(4)  # how nodes get local ids: see relabel
 _NONE = np.zeros(0, np.int64)
 _NO_PARALLEL = np.zeros(0, np.int32)
-_NO_TIMES = no_times()
+_NO_TIMES = (False, 0, _NONE, _NONE)  # all in-edges count: see Frontier.times
 
 
 @dataclass
@@ -80,8 +78,7 @@ class _Scratch(threading.local):
     stamp: int = 0  # of the last mini-batch in it
     slots: defaultdict[int, _Slots] = field(default_factory=lambda: defaultdict(_Slots))  # hash tables, by node type
     edges: defaultdict[int, _Edges] = field(default_factory=lambda: defaultdict(_Edges))
-    nodes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    """Nodes that the next mini-batch begins with room for, by node type."""
+    nodes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # room of the next, by node type
     lanes: tuple[np.ndarray, ...] = field(default_factory=lane_scratch)  # of rows whose picks are drawn together
 
     def begin_table(self, num_nodes: int) -> None:
@@ -133,14 +130,9 @@ class _Found:
             enter_forest(slots.words, slots.stamp, self.node, self.tree, self.count)
 
     @property
-    def new(self) -> np.ndarray:
-        """The nodes that the hop before has found."""
-        return self.node[self.low : self.high]
-
-    @property
-    def new_trees(self) -> np.ndarray:
-        """Their trees, if disjoint."""
-        return self.tree[self.low : self.high]
+    def new(self) -> tuple[np.ndarray, np.ndarray]:
+        """The nodes that the hop before has found, and their trees, if disjoint."""
+        return self.node[self.low : self.high], self.tree[self.low : self.high]
 
     def entries(self, scratch: _Scratch) -> np.ndarray:
         """Its part of the table."""
@@ -167,18 +159,7 @@ class Picks(NamedTuple):
 
 
 Fetch = Callable[[int, list[tuple[np.ndarray, np.ndarray]]], list[Picks]]
-"""Is told the hop, and the new nodes and their trees of each node type; returns the picks along each edge type."""
-
-
-class Sampled(NamedTuple):
-    """A mini-batch, by number of the node type, then by number of the edge type, in arrays or tensors."""
-
-    node: list[Any]  # ids, int64 [n]
-    tree: list[Any]  # trees, int64 [n] if disjoint, else [0]
-    num_sampled_nodes: list[list[int]]  # seeds, then new nodes per hop
-    edge_index: list[Any]  # local ids of sources and targets, int64 [2, m]
-    edge: list[Any]  # positions, int64 [m]
-    num_sampled_edges: list[list[int]]  # per hop
+"""Takes the hop, and the new nodes and their trees of each node type; returns the picks along each edge type."""
 
 
 def sample_relations(
@@ -204,7 +185,8 @@ def sample_relations(
         _widen(scratch, found, 1 + max((nodes.count for nodes in found), default=0), False)
     for number, nodes in enumerate(found):
         nodes.enter(scratch, number)
-    picked = [_Picked(scratch.edges[number], relation) for number, relation in enumerate(relations)]
+    hows = [_How(relation, rule, times) for relation in relations]
+    picked = [_Picked(scratch.edges[number], how) for number, how in enumerate(hows)]
     begins = _NONE.reshape(1, 0)
     if how == _TREES:  # the first node of each tree among those that a hop found
         begins = np.zeros((len(relations[0].fanouts) + 1, found[0].count + 1), np.int64)
@@ -213,7 +195,7 @@ def sample_relations(
         # The frontier of a type are its new nodes of the hop before.
         for nodes in found:
             nodes.low, nodes.high = nodes.high, nodes.count
-        brought = None if fetch is None else fetch(hop, [(nodes.new, nodes.new_trees) for nodes in found])
+        brought = None if fetch is None else fetch(hop, [nodes.new for nodes in found])
         for number, relation in enumerate(relations):
             source, target = found[relation.source], found[relation.target]
             own_key = stage_key(key, hop, number, relation.source, rule.labor)
@@ -226,8 +208,8 @@ def sample_relations(
                 if how == _TABLE:
                     _widen(scratch, found, most + 1, True)
                 if here is None:
-                    read_lists_ahead(relation.indptr, relation.indices, target.new, relation.fanouts[hop])
-                edges.expand(scratch, source, target, hop, own_key, rule, times, begins, here)
+                    read_lists_ahead(relation.indptr, relation.indices, target.new[0], relation.fanouts[hop])
+                edges.expand(scratch, source, target, hop, own_key, begins, here)
             edges.counts.append(edges.count - begin)
         for nodes in found:
             nodes.counts.append(nodes.count - nodes.high)
@@ -257,35 +239,32 @@ def pick_from_lists(
     rule: Rule,
     times: Times | None,
 ) -> Picks:
-    """Pick in-edges of some nodes, without relabelling: what whoever has their lists does for whoever samples.
-
-    Returns:
-        The picks; their places are those in ``relation.indices``.
-    """
+    """Pick in-edges of some nodes, without relabeling, at places of ``relation.indices``: for another rank."""
     room = hop_size(relation.indptr, place, 0, node.size, fanout, rule.replace)
     edge, ends = np.empty(room, np.int64), np.empty(node.size, np.int64)
-    frontier = _frontier(relation, place, node, tree, (0, node.size), fanout, key, rule, times)
+    how = _How(relation, rule, times)
+    frontier = _frontier(how, place, node, tree, (0, node.size), fanout, key)
     if rule.labor is not None or relation.weight is not None:
-        total = _pick_all(relation, frontier, rule, edge, ends, 0)
+        total = _pick_all(how, frontier, edge, ends, 0)
     else:
         _, total = pick_edges(relation.indptr, frontier, 0, edge, ends, 0, room + 1, _scratch.lanes)
     edge = edge[:total]
     return Picks(np.diff(ends, prepend=0), relation.indices[edge].astype(np.int64), edge)
 
 
+class _How(NamedTuple):
+    """The edges of a type and how they are picked."""
+
+    relation: Relation
+    rule: Rule
+    times: Times | None
+
+
 def _frontier(
-    relation: Relation,
-    place: np.ndarray,
-    node: np.ndarray,
-    tree: np.ndarray,
-    span: tuple[int, int],
-    fanout: int,
-    key: int,
-    rule: Rule,
-    times: Times | None,
+    how: _How, place: np.ndarray, node: np.ndarray, tree: np.ndarray, span: tuple[int, int], fanout: int, key: int
 ) -> Frontier:
-    """Return who picks, with the in-edges that the times of their trees allow, where both have times."""
-    (low, high), limits = span, _NO_TIMES
+    """Return what nodes pick, with the in-edges that the times of their trees allow, where both have times."""
+    (relation, rule, times), (low, high), limits = how, span, _NO_TIMES
     if relation.time is not None and times is not None:
         eligible, counts = np.empty((2, high - low), np.int64)
         count_eligible(
@@ -298,8 +277,9 @@ def _frontier(
     return Frontier(place, node, tree, low, high, fanout, rule.replace, rule.disjoint, own_key, first_tree, limits)
 
 
-def _pick_all(relation: Relation, frontier: Frontier, rule: Rule, edge: np.ndarray, ends: np.ndarray, m: int) -> int:
+def _pick_all(how: _How, frontier: Frontier, edge: np.ndarray, ends: np.ndarray, m: int) -> int:
     """Write what all nodes pick by variates of the sources, or by weight; return the position behind it."""
+    relation, rule, _ = how
     if rule.labor is None:
         by_weight: int = pick_weighted(relation.indptr, relation.weight, relation.prefix, frontier, edge, ends, m)
         return by_weight
@@ -312,8 +292,8 @@ def _pick_all(relation: Relation, frontier: Frontier, rule: Rule, edge: np.ndarr
 class _Picked:
     """The edges of one type that a mini-batch has so far."""
 
-    def __init__(self, kept: _Edges, relation: Relation) -> None:
-        self.kept, self.relation = kept, relation
+    def __init__(self, kept: _Edges, how: _How) -> None:
+        self.kept, self.how, self.relation = kept, how, how.relation
         # Rows first: where the targets go, behind them, is known once the edges are counted.
         self.room, self.count, self.needed = kept.room, 0, 0
         self.row, self.edge = _room(2 * self.room), _room(self.room)
@@ -342,25 +322,21 @@ class _Picked:
         target: _Found,
         hop: int,
         key: int,
-        rule: Rule,
-        times: Times | None,
         begins: np.ndarray,
         brought: Picks | None,
     ) -> None:
         """Sample one hop."""
         relation, ends, first, m = self.relation, self.kept.ends, target.low, self.count
-        given, indices = None if brought is not None else times, relation.indices
-        frontier = _frontier(
-            relation, target.node, target.node, target.tree, (target.low, target.high), relation.fanouts[hop], key,
-            rule, given,
-        )  # fmt: skip
+        how, indices = self.how if brought is None else self.how._replace(times=None), relation.indices
+        span, fanout = (target.low, target.high), relation.fanouts[hop]
+        frontier = _frontier(how, target.node, target.node, target.tree, span, fanout, key)
         if brought is not None:
             first, indices, start = target.high, brought.source, m
             m += indices.size
             ends[target.low : target.high] = start + np.cumsum(brought.counts)
             self.edge[start:m] = np.arange(indices.size)  # for the time being, places among what was brought
-        elif rule.labor is not None or relation.weight is not None:
-            first, m = target.high, _pick_all(relation, frontier, rule, self.edge, ends, m)
+        elif how.rule.labor is not None or relation.weight is not None:
+            first, m = target.high, _pick_all(how, frontier, self.edge, ends, m)
         slots = scratch.slots[relation.source]
         slots.words, slots.stamp, source.used, source.count, self.count = _expand(
             relation.indptr, indices, frontier, source.node, source.tree, source.count, hop, self.row, self.edge, ends,
@@ -412,12 +388,10 @@ def _expand(
     hop: int, row: np.ndarray, edge: np.ndarray, ends: np.ndarray, m: int, t: int, picked: int, how: int,
     table: np.ndarray, own: int, bits: int, slots: np.ndarray, stamp: int, used: int, begins: np.ndarray, lanes: Any,
 ) -> tuple[np.ndarray, int, int, int, int]:  # fmt: skip
-    """Sample one hop of one edge type, of which the targets before t have picked their edges,
-    those before ``picked``.
-    """
+    """Sample one hop of an edge type; targets before t have picked, their edges end before ``picked``."""
     tree, low, high, fanout = frontier.tree, frontier.low, frontier.high, frontier.fanout
     tree_slots, current = slots, np.int64(-1)
-    # Edges before `picked` are picked, of targets before t; those before `done` are relabelled, of targets before t0.
+    # Edges before `picked` are picked, of targets before t; those before `done` are relabeled, of targets before t0.
     done, t0 = m, low
     while t < high or done < picked:
         if t < high:

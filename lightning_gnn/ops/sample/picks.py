@@ -1,7 +1,4 @@
-"""Picking in-edges uniformly on the CPU, compiled: what a node picks follows from its degree and the key alone.
-
-Neither ``indices`` nor the table of nodes is looked at here. Where edges have times, those that count are a range.
-"""
+"""Picking in-edges uniformly on the CPU, compiled: picks follow from the degree, or range of times, and the key."""
 
 from typing import Any
 
@@ -49,13 +46,7 @@ def lane_scratch() -> tuple[np.ndarray, ...]:
 def pick_edges(
     indptr: np.ndarray, frontier: Frontier, t: int, edge: np.ndarray, ends: np.ndarray, m: int, room: int, scratch: Any
 ) -> tuple[int, int]:
-    """Write the edges that nodes from t on pick, from position m on, until there are ``room`` of them or no more nodes.
-
-    Args:
-        indptr: int64 ``[num_nodes + 1]``.
-        edge: Where to write, int64.
-        ends: Where to write the end of each node's edges, int64, one per node.
-    """
+    """Write the picks of nodes from t on, from position m on, until there are ``room`` or no more; return t and m."""
     state, degrees, begins, starts, _ = scratch
     place, node, tree, _, high, fanout, replace, disjoint, key, first_tree, times = frontier
     temporal, base, eligible, counts = times

@@ -3,30 +3,13 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 from lightning_gnn.ops.hashing import GOLDEN, draw, draw_fraction, mix, node_key, tree_key
-from lightning_gnn.ops.sample.relation import Labor, Relation, Rule, Times, most_draws, stage_key
-
-
-class TypedSample(NamedTuple):
-    """One sampled subgraph, by type."""
-
-    node: list[list[int]]  # ids of the nodes of each node type
-    tree: list[list[int]]  # the tree of each node, by node type
-    row: list[list[int]]  # local ids of the sources of each edge type
-    col: list[list[int]]  # local ids of the targets
-    edge: list[list[int]]  # positions of the edges
-    num_sampled_nodes: list[list[int]]  # for each node type, seeds, then new nodes per hop
-    num_sampled_edges: list[list[int]]  # for each edge type, edges per hop
+from lightning_gnn.ops.sample.relation import Labor, Relation, Rule, Sampled, Times, most_draws, stage_key
 
 
 def pick_uniform(begin: int, degree: int, fanout: int, stream: int, replace: bool) -> list[int]:
-    """Pick in-edges of one node: all in CSC order if the fanout allows, else the first picks of a Fisher-Yates shuffle.
-
-    Args:
-        fanout: How many to pick; below zero means all.
-    """
+    """Pick in-edges of a node: all in CSC order if the fanout allows or is negative, else by Fisher-Yates."""
     if fanout < 0 or (degree <= fanout and not replace):
         return list(range(begin, begin + degree))
     if degree == 0:
@@ -109,7 +92,7 @@ def sample_reference(
     key: int,
     rule: Rule,
     times: Times | None = None,
-) -> TypedSample:
+) -> Sampled:
     """Sample one mini-batch; see :mod:`lightning_gnn.ops.sample.definition`."""
     # Nodes of each type are numbered in the order of their discovery, seeds first, within each tree.
     node = [list(ids) for ids in seeds]
@@ -161,4 +144,5 @@ def sample_reference(
         low = high
         for counts, ids, before in zip(node_counts, node, high, strict=True):
             counts.append(len(ids) - before)
-    return TypedSample(node, tree, row, col, edge, node_counts, edge_counts)
+    ends = [[*pair] for pair in zip(row, col, strict=True)]
+    return Sampled(node, tree if rule.disjoint else [[] for _ in tree], node_counts, ends, edge, edge_counts)

@@ -1,12 +1,10 @@
 """From global ids to local ones on the CPU, compiled: the next local id for a node that is new to the mini-batch.
 
 Graphs have a table with an entry of 32 bits per node: a stamp, which says of which mini-batch the entry is, so that
-nothing is cleared in between, and the local id in as many bits as ids need. It costs one cache miss per edge.
-
-A graph too large for that has a hash table of the size of the mini-batch. Trees of a disjoint sample take turns in one
-that is as small as a tree and stays in the cache: the edges of a hop come tree by tree. When a tree's turn comes, what
-earlier hops found of it is entered again. With several types of nodes or edges a tree's edges come in many places; all
-trees are then in one hash table, by tree and node.
+nothing is cleared in between, and the local id in as many bits as ids need. It costs one cache miss per edge. A graph
+too large for that has a hash table of the size of the mini-batch. Trees of a disjoint sample take turns in one that is
+as small as a tree and stays in the cache, where what earlier hops found of it is entered again. With several types a
+tree's edges come in many places: all trees are then in one hash table, by tree and node.
 """
 
 import numba
@@ -28,12 +26,7 @@ _TREE_STEP = 0x5851F42D4C957F2D  # by which trees of one node are told apart in 
 
 @numba.njit(nogil=True, cache=True)
 def enter_all(table: np.ndarray, own: int, node: np.ndarray, count: int) -> None:
-    """Enter the first nodes of a mini-batch into a table; of equal ones the first is what edges will refer to.
-
-    Args:
-        table: uint32 ``[num_nodes]``.
-        node: Global ids, int64.
-    """
+    """Enter the first nodes of a mini-batch into a table; of equal ones the first is what edges will refer to."""
     for t in range(count - 1, -1, -1):
         table[node[t]] = own | t
 
@@ -45,13 +38,7 @@ def _place(slots: np.ndarray, u: int) -> int:
 
 @numba.njit(nogil=True, cache=True)
 def begin_reading(indices: np.ndarray, edge: np.ndarray, row: np.ndarray, begin: int, stop: int) -> None:
-    """Do for the first edges of a hop what relabelling does for those far ahead.
-
-    Args:
-        indices: int32 or int64 ``[num_edges]``.
-        edge: int64.
-        row: int64.
-    """
+    """Do for the first edges of a hop what relabeling does for those far ahead."""
     for q in range(begin, min(begin + FAR, stop)):
         prefetch(indices, edge[q])
     for q in range(begin, min(begin + NEAR, stop)):
@@ -63,20 +50,10 @@ def relabel_by_table(
     table: np.ndarray, own: int, bits: int, node: np.ndarray, k: int, indices: np.ndarray, edge: np.ndarray,
     row: np.ndarray, begin: int, end: int, stop: int,
 ) -> int:  # fmt: skip
-    """Write the local ids of the sources of the edges ``[begin, end)``; new nodes get the next, from k on.
-
-    Two memory accesses follow each other, to ``indices`` and to the table. Each is asked for long before its turn, in
-    three stages of a pipeline: ask for ``indices`` of a pick far ahead, read those of a nearer one into ``row`` and ask
-    for its entry in the table, relabel.
-
-    Args:
-        table: uint32 ``[num_nodes]``.
-        node: Global ids of the nodes, int64, with room for one more than there will be.
-        indices: int32 or int64 ``[num_edges]``.
-        edge: int64.
-        row: int64; the next ``NEAR`` numbers are global ids.
-    """
+    """Write the local ids of the sources of the edges ``[begin, end)``; new nodes get the next, from k on."""
     limit = 1 << bits
+    # A pipeline of three stages: ask for ``indices`` of a pick far ahead, read those of a nearer one into ``row`` and
+    # ask for its entry in the table, relabel. The last new node is written once more than there is: ``node`` has room.
     # Unsigned places: whether a signed one counts from the end would be asked at each access.
     past = np.uint64(stop)
     for q in range(np.uint64(begin), np.uint64(end)):
@@ -134,24 +111,14 @@ def _with_room(slots: np.ndarray, stamp: int, node: np.ndarray, count: int) -> n
 def enter_hashed(
     slots: np.ndarray, stamp: int, used: int, node: np.ndarray, begin: int, end: int
 ) -> tuple[np.ndarray, int]:
-    """Enter the nodes ``[begin, end)``; of equal ones the first is what edges will refer to.
-
-    Returns:
-        The hash table, larger if need be, and how many nodes it holds.
-    """
+    """Enter nodes, of equal ones the first; return the hash table, maybe larger, and how many nodes it holds."""
     slots = _with_room(slots, stamp, node, used + end - begin)
-    return slots, used + _enter(slots, stamp, node, begin, end)
-
-
-@numba.njit(nogil=True, cache=True)
-def _enter(slots: np.ndarray, stamp: int, node: np.ndarray, begin: int, end: int) -> int:
-    new = 0
     for t in range(begin, end):
         at = _probe(slots, stamp, node, node[t])
         if (slots[at] >> 48) != stamp:
             slots[at] = _word(stamp, node[t], t)
-            new += 1
-    return new
+            used += 1
+    return slots, used
 
 
 @numba.njit(nogil=True, cache=True)
@@ -159,14 +126,7 @@ def relabel_by_hash(
     slots: np.ndarray, stamp: int, used: int, node: np.ndarray, k: int, indices: np.ndarray, edge: np.ndarray,
     row: np.ndarray, begin: int, end: int, stop: int,
 ) -> tuple[np.ndarray, int, int]:  # fmt: skip
-    """Do what :func:`relabel_by_table` does with a hash table.
-
-    Args:
-        slots: int64, a power of two of them, at most half of them used.
-
-    Returns:
-        The hash table, larger if need be, how many nodes it holds, and how many nodes there are.
-    """
+    """Do the same with a hash table of 2^n slots; return it, maybe larger, its nodes, and how many there are."""
     slots = _with_room(slots, stamp, node, used + end - begin)
     most = _relabel_hashed(slots, stamp, node, k, indices, edge, row, begin, end, stop)
     return slots, used + most - k, most
@@ -203,14 +163,7 @@ def relabel_trees(
     k: int, indices: np.ndarray, edge: np.ndarray, row: np.ndarray, ends: np.ndarray, low: int, high: int, begin: int,
     stop: int, hop: int, begins: np.ndarray, fanout: int,
 ) -> tuple[np.ndarray, np.ndarray, int, int, int, int]:  # fmt: skip
-    """Do the same for the edges of the targets ``[low, high)`` of a disjoint sample, tree by tree.
-
-    Args:
-        slots: That of the last tree, part of it or not.
-        current: Which tree that was in this hop; -1 before the first.
-        tree: The tree of each node, int64, with as much room.
-        begins: int64 ``[hops + 1, trees + 1]``: the first node of a tree among those that a hop found (seeds: hop 0).
-    """
+    """Do the same for the edges of targets ``[low, high)`` tree by tree; ``begins``: a tree's first node by hop."""
     t = low
     while t < high:
         root = tree[t]
@@ -291,13 +244,7 @@ def relabel_forest(
     slots: np.ndarray, stamp: int, node: np.ndarray, tree: np.ndarray, k: int, indices: np.ndarray, edge: np.ndarray,
     row: np.ndarray, roots: np.ndarray, ends: np.ndarray, low: int, high: int, begin: int, stop: int,
 ) -> int:  # fmt: skip
-    """Do what :func:`relabel_by_hash` does for the edges of the targets ``[low, high)`` of a disjoint sample.
-
-    Args:
-        slots: As there; it holds as many nodes as there are, and has room for one more per edge.
-        tree: The tree of each node, int64, with as much room.
-        roots: The tree of each target, int64.
-    """
+    """Do the same for the edges of targets ``[low, high)``, all trees in one table with room for each edge."""
     # Unsigned places, as above.
     ahead = np.uint64(low)  # the target of the edge whose slot is asked for
     last, past, q, mask = np.uint64(high - 1), np.uint64(stop), np.uint64(begin), slots.size - 1

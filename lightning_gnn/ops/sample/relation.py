@@ -2,7 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from lightning_gnn.ops.hashing import layer_key, relation_key
+import numpy as np
+
+from lightning_gnn.ops.hashing import Word, layer_key, relation_key
+
+Numbers = Any  # a list for the reference, an array for compiled code, a tensor for a GPU, or None
 
 
 class Relation(NamedTuple):
@@ -11,26 +15,20 @@ class Relation(NamedTuple):
     source: int  # type of the sources, as a number: the place of its name among the sorted names
     target: int  # type of the targets
     fanouts: list[int]  # in-edges to pick per target, for each hop
-    indptr: Any  # offsets, int64 [num_targets + 1]
-    indices: Any  # sources, int32 or int64 [num_edges]
-    time: Any = None  # times of the edges, ascending in each list, int64 [num_edges], or None: an edge always counts
-    coarse_time: Any = None  # every sixteenth of them, which stays in the cache while lists are searched
-    weight: Any = None  # weights of the edges, all positive, float64 [num_edges], or None: all alike
-    prefix: Any = None  # sums of a list's weights up to and with each edge, added in order, float64 [num_edges]
-    parallel: Any = None
-    """For LABOR, how many edges before this one in its list have the same source, int32 ``[num_edges]``, or None:
-    none has any.
-    """
+    indptr: Numbers  # offsets, int64 [num_targets + 1]
+    indices: Numbers  # sources, int32 or int64 [num_edges]
+    time: Numbers = None  # times of the edges, ascending in each list, int64 [num_edges], or None: all count
+    coarse_time: Numbers = None  # every sixteenth of them, which stays in the cache while lists are searched
+    weight: Numbers = None  # weights of the edges, all positive, float64 [num_edges], or None: all the same
+    prefix: Numbers = None  # sums of a list's weights up to and with each edge, added in order, float64 [num_edges]
+    parallel: Numbers = None  # for LABOR, edges before with the same source, int32 [num_edges], or None: none has any
 
 
 class Labor(NamedTuple):
-    """Layer-neighbour sampling (Balin and Catalyurek: Layer-Neighbor Sampling, NeurIPS 2023).
+    """Layer-neighbor sampling (Balin and Catalyurek: Layer-Neighbor Sampling, NeurIPS 2023).
 
-    Args:
-        layer_dependency: Sources keep their variates from hop to hop.
-        batch_dependency: In how many mini-batches a source's variate is renewed once.
-        batch: Number of the mini-batch in its epoch; matters where ``batch_dependency`` is more than 1, and the key is
-            then that of the epoch.
+    With ``layer_dependency`` sources keep their variates from hop to hop. In ``batch_dependency`` mini-batches a
+    source's variate is renewed once; if that is not 1, the key is that of the epoch, and ``batch`` the number in it.
     """
 
     layer_dependency: bool = False
@@ -51,24 +49,35 @@ class Rule(NamedTuple):
 class Times(NamedTuple):
     """From when until when edges count for each tree."""
 
-    until: Any  # the latest time that counts, int64 [trees]
-    after: Any = None  # the latest time that no longer counts, int64 [trees], or None: all count that are early enough
+    until: Numbers  # the latest time that counts, int64 [trees]
+    after: Numbers = None  # the latest time that no longer counts, int64 [trees], or None: all early ones count
+
+
+class Sampled(NamedTuple):
+    """A mini-batch, by number of the node type, then by number of the edge type, in lists, arrays or tensors."""
+
+    node: list[Numbers]  # ids, int64 [n]
+    tree: list[Numbers]  # trees, int64 [n] if disjoint, else [0]
+    num_sampled_nodes: list[list[int]]  # seeds, then new nodes per hop
+    edge_index: list[Numbers]  # local ids of sources and targets, int64 [2, m]
+    edge: list[Numbers]  # positions, int64 [m]
+    num_sampled_edges: list[list[int]]  # per hop
 
 
 class Frontier(NamedTuple):
     """The nodes that pick in-edges of one type in a hop, and how they do, as compiled code takes it."""
 
-    place: Any  # where in indptr the lists are, int64, up to high: node, where it has all
-    node: Any  # global ids, int64, up to high
-    tree: Any  # their trees, int64, if disjoint
+    place: np.ndarray  # where in indptr the lists are, int64, up to high: node, where it has all
+    node: np.ndarray  # global ids, int64, up to high
+    tree: np.ndarray  # their trees, int64, if disjoint
     low: int  # the first node that picks
     high: int  # one past the last
     fanout: int  # in-edges to pick per node; below zero means all
     replace: bool  # with replacement
     disjoint: bool  # trees draw independently
-    key: Any  # of the hop, uint64
-    first_tree: Any  # position of the first seed, uint64
-    times: Any  # which in-edges count (~lightning_gnn.ops.sample.eligible.no_times)
+    key: Word  # of the hop, uint64
+    first_tree: Word  # position of the first seed, uint64
+    times: tuple[Any, ...]  # whether they matter; of nodes from some number on, first in-edge that counts, how many do
 
 
 def stage_key(key: int, hop: int, number: int, source: int, labor: Labor | None) -> int:

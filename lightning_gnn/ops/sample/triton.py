@@ -24,13 +24,7 @@ _relation_samplers: MutableMapping[object, dict[torch.device, TritonRelationSamp
 def triton_sampler(
     indptr: Tensor, indices: Tensor, device: torch.device | None = None, **options: Any
 ) -> TritonNeighborSampler:
-    """Return the sampler of a graph; one without options is made once, and lives as long as the graph.
-
-    Args:
-        indptr: int64 ``[num_nodes + 1]``, on a GPU or in pinned memory.
-        indices: int32 or int64 ``[num_edges]``, on a GPU or in pinned memory.
-        device: Where to sample, if the graph is in pinned memory.
-    """
+    """Return the sampler of a graph on a GPU or in pinned memory; one without options lives as long as it."""
     require_triton("sampling on a GPU")
     from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
 
@@ -77,17 +71,13 @@ def sample_relations_triton(
     rule: Rule,
     times: Times | None,
 ) -> RelationSample:
-    """Sample one mini-batch of a graph of any number of types; its scratch memory lives as long as the graph.
-
-    Args:
-        relations: The edge types, in the order of their sorted names; arrays are tensors on a GPU, or in pinned memory.
-    """
+    """Sample one mini-batch of relations in the order of their names; scratch lives as long as the graph."""
     # Triton is imported late, as machines without a GPU need not have it.
     require_triton("sampling on a GPU")
     from lightning_gnn.triton_kernels.sample import device_of
     from lightning_gnn.triton_kernels.sample_relations import Picking, RelationArrays, TritonRelationSampler
 
-    # The device follows from the relations; an empty graph leaves only the seeds to tell it.
+    # The device follows from the relations; in an empty graph, from the seeds.
     there = [relation.indptr for relation in relations if relation.indptr.device.type != "cpu"]
     first = there[0] if there else relations[0].indices if relations else seeds[0]
     device = device_of(first)

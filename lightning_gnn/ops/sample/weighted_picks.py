@@ -60,10 +60,7 @@ def pick_weighted(
 def _hits(
     prefix: np.ndarray, begin: int, degree: int, stream: Word, number: int, found: np.ndarray, places: np.ndarray
 ) -> None:
-    """Write the edges that consecutive draws fall on, from a number on.
-
-    The searches go side by side: none waits for what another reads, and nothing branches on what they find.
-    """
+    """Write the edges that consecutive draws fall on; searches go side by side, and nothing branches on them."""
     total = prefix[begin + degree - 1]
     for j in range(found.size):
         places[j] = draw_fraction_compiled(stream, number + j) * total
@@ -83,13 +80,7 @@ def _pick_distinct(
     weight: np.ndarray, prefix: np.ndarray, begin: int, degree: int, stream: Word, picks: np.ndarray,
     drawn: np.ndarray, places: np.ndarray,
 ) -> None:  # fmt: skip
-    """Pick without replacement: draw again what has been drawn, and go through what is left if that takes too long.
-
-    Args:
-        picks: Where to write, int64.
-        drawn: Scratch, int64 ``[_CHUNK]``.
-        places: Scratch, float64 ``[_CHUNK]``.
-    """
+    """Pick without replacement: draw again what was drawn, or go through what is left if that takes long."""
     fanout, most = picks.size, _most_draws(picks.size)
     count, number, seen = 0, 0, np.uint64(0)
     while count < fanout and number < most:
