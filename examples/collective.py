@@ -50,9 +50,8 @@ def main() -> None:
     sizes = data.num_features, int(data.y.max()) + 1
     print("CPU alone:", train(NeighborDataModule(data, **kwargs), sizes, args.epochs))
     collective = CollectiveDataModule(
-        data, **kwargs, gpu_route=args.gpu_route, gpu_buffer_size=args.gpu_buffer_size, profile_batches=8,
-        cache_plan=False,
-    )  # fmt: skip
+        data, **kwargs, gpu_route=args.gpu_route, gpu_buffer_size=args.gpu_buffer_size, profile_batches=8
+    )
     print("together:", train(collective, sizes, args.epochs))
     print(collective.plan)
 

@@ -18,7 +18,7 @@ PLAN = CollectivePlan("collective", 2, 1)
 STAGES = {"lightning_gnn::sampling", "lightning_gnn::feature_loading"}
 
 
-ROUTE = {"gpu_route": "cpu", "plan": PLAN, "cache_plan": False}
+ROUTE = {"gpu_route": "cpu", "plan": PLAN}
 
 
 @pytest.mark.parametrize(

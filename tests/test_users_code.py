@@ -26,7 +26,7 @@ MODULES = {
     "neighbor": lambda data, **kwargs: NeighborDataModule(data, **OPTIONS, num_workers=0, **kwargs),
     "threads": lambda data, **kwargs: NeighborDataModule(data, **OPTIONS, num_workers=3, **kwargs),
     "collective": lambda data, **kwargs: CollectiveDataModule(
-        data, **OPTIONS, num_workers=2, gpu_route="cpu", cache_plan=False, **kwargs
+        data, **OPTIONS, num_workers=2, gpu_route="cpu", **kwargs
     ),
     "persistent": lambda data, **kwargs: PersistentSamplerDataModule(data, **OPTIONS, num_workers=2, **kwargs),
 }

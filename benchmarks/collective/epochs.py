@@ -141,7 +141,7 @@ def make(spec: dict[str, Any]) -> tuple[pl.LightningModule, pl.LightningDataModu
         return model, LightningNodeData(data, seeds, num_workers=1, **kwargs)
     if spec["way"] == "both":
         kwargs |= {"gpu_route": "cpu", "profile_batches": 4, "gpu_buffer_size": 4}
-    return model, CollectiveDataModule(data, seeds, num_workers=1, cache_plan=False, **kwargs)
+    return model, CollectiveDataModule(data, seeds, num_workers=1, **kwargs)
 
 
 def contestant(spec: dict[str, Any], gate: Gate) -> None:

@@ -76,7 +76,6 @@ class Bench:
             seed=0,
             gpu_buffer_size=gpu_buffer_size,
             profile_batches=self.profile_batches,
-            cache_plan=False,
             **gpu,
         )
 

@@ -1,14 +1,10 @@
 """MorphGL: CPU and GPU prepare the mini-batches of an epoch together, by a plan.
 
 Source: "Efficient GNN Training on Giant Graphs with Collective Batching and Scheduling". Stage times are measured in
-the first epoch, the dispatcher finds how many mini-batches each processor prepares and how far ahead; the schedule
-overlaps preparation, transfer and training, and trains in the order of the epoch.
+the first epoch, the dispatcher plans who prepares which, and mini-batches are trained in the order of the epoch.
 
-Reading order: ``collective/plan.py`` (what is measured and decided), ``collective/dispatcher.py`` (equation 6,
-repaired), ``collective/reorder_buffer.py`` (the schedule as decisions), ``collective/simulate.py`` (no device),
-``collective/prefetcher.py`` (the training thread), ``collective/workers.py`` (the CPU's threads),
-``collective/routes.py`` (streams and page-locked memory), ``collective/datamodule.py``. Durations come from
-``collective/profile.py``; what lies below are ``loading/pipeline.py`` and ``runtime/thread_pipeline.py``.
+Reading order: ``plan.py``, ``dispatcher.py`` (equation 6, repaired), ``reorder_buffer.py`` (the schedule as decisions),
+``simulate.py``, ``prefetcher.py`` (the training thread), ``workers.py`` (the CPU's threads), ``routes.py`` (streams).
 """
 
 from typing import TYPE_CHECKING

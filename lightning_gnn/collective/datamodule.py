@@ -1,11 +1,8 @@
-"""Node-level training on neighbourhoods that CPU and GPU prepare together, as they are measured to do best."""
+"""Node-level training on neighborhoods that CPU and GPU prepare together, as they are measured to do best."""
 
 from __future__ import annotations
 
 import os
-import platform
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakSet
@@ -13,13 +10,9 @@ from weakref import WeakSet
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
-from torch.nn.parameter import is_lazy
-from torch_geometric.data import Data, HeteroData
-from torch_geometric.sampler import BaseSampler
 from typing_extensions import override
 
-from lightning_gnn.collective.plan import CollectivePlan, keep_plan, kept_plan
+from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.datamodules.base import Loader
 from lightning_gnn.features.table import FeatureTable
@@ -28,20 +21,11 @@ from lightning_gnn.gpu_sampling.link_datamodule import PersistentLinkDataModule
 from lightning_gnn.gpu_sampling.placement import PlacedOnGPU
 from lightning_gnn.graph.stores import AttributeName, name_of, stores_of
 from lightning_gnn.loading.loaders import PipelineLoader
-from lightning_gnn.runtime.cores import is_busy, num_cores
-from lightning_gnn.runtime.messages import true_or_false, whole_number
-from lightning_gnn.runtime.store import checksum
-from lightning_gnn.sampling.neighbor import beyond_plain
+from lightning_gnn.runtime.cores import num_cores
+from lightning_gnn.runtime.messages import removed, whole_number
 
 ROUTES = ("auto", "cpu")
-_CPU_PART = 4
-"""Without an accelerator the model needs the cores: one in so many prepares mini-batches."""
-_PLACES = 1024
-"""Of each tensor, that are looked at to tell graphs apart."""
-_SAMPLING = (
-    "num_neighbors", "replace", "disjoint", "backend", "subgraph_type", "temporal_strategy", "time_window", "labor",
-)  # fmt: skip
-"""What of a sampler changes how long it takes."""
+_CPU_PART = 4  # without an accelerator the model needs the cores: one in so many prepares mini-batches
 
 
 class _PreparedTogether(PlacedOnGPU):
@@ -54,8 +38,6 @@ class _PreparedTogether(PlacedOnGPU):
         plan: CollectivePlan | str | Path = "auto",
         gpu_buffer_size: int = 10,
         profile_batches: int = 20,
-        cache_plan: bool = True,
-        replan: bool = True,
         gpu_route: str = "auto",
         **kwargs: Any,
     ) -> None:
@@ -63,8 +45,9 @@ class _PreparedTogether(PlacedOnGPU):
         gpu_buffer_size = whole_number(gpu_buffer_size, "gpu_buffer_size", 1)
         profile_batches = whole_number(profile_batches, "profile_batches", 1)
         num_workers = None if num_workers is None else whole_number(num_workers, "num_workers", 0)
-        true_or_false(cache_plan, "cache_plan")
-        true_or_false(replan, "replan")
+        for name in ("cache_plan", "replan"):  # configurations that earlier releases saved have them
+            if kwargs.pop(name, None):
+                rank_zero_warn(f"{removed(f'datamodule.{name}')}")
         if gpu_route not in ROUTES:
             raise ValueError(f"gpu_route={gpu_route!r} is unknown; use one of {', '.join(ROUTES)}")
         self._given = _read_plan(plan)
@@ -72,11 +55,10 @@ class _PreparedTogether(PlacedOnGPU):
         super().__init__(*args, num_workers=num_workers or 0, **kwargs)
         self.num_workers = num_workers
         self.gpu_buffer_size, self.profile_batches = gpu_buffer_size, profile_batches
-        self.cache_plan, self.replan, self.gpu_route = cache_plan, replan, gpu_route
+        self.gpu_route = gpu_route
         # The plan and the running batchings are unknown until the loader is made.
         self._plan: CollectivePlan | None = None
         self._batchings: WeakSet[CollectiveBatching] = WeakSet()
-        self._names = "", ""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, such as that of a process of ddp_spawn, makes loaders of its own.
@@ -98,21 +80,6 @@ class _PreparedTogether(PlacedOnGPU):
         """Stop preparing, and free the host memory, when training ends before its time."""
         self._close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-        return {**super().state_dict(), "plan": None if self._plan is None else self._plan.to_yaml()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the seed, and the plan if it fits this run."""
-        super().load_state_dict(state_dict)
-        plan = state_dict.get("plan")
-        self._plan = None
-        if plan is not None:
-            try:
-                self._plan = CollectivePlan.from_yaml(plan)
-            except ValueError as error:
-                rank_zero_warn(f"collective batching: the checkpoint's plan cannot be read, measuring anew: {error}")
-
     @override
     def make_loader(self, stage: str) -> Loader:
         device = self._device()
@@ -132,7 +99,7 @@ class _PreparedTogether(PlacedOnGPU):
         route = None if device is None and self.gpu_route != "cpu" else cast(PipelineLoader, super().make_loader(stage))
         if self.gpu_route == "cpu":
             training_device = torch.device("cpu")
-        plan = self._plan_for(training_device, workers, route is not None)
+        plan = self._plan_for(workers, route is not None)
         cores = cores_of_process(self.trainer)
         on_disk = self._from_disk(stage)
         batching = CollectiveBatching(
@@ -144,7 +111,6 @@ class _PreparedTogether(PlacedOnGPU):
             num_batches=self._num_batches,
             torch_threads=max(1, cores - workers) if route is not None or training_device.type != "cpu" else None,
             on_plan=self._keep,
-            replan=self.replan and (plan is None or plan is not self._given),
         )
         self._batchings.add(batching)
         tables = {**self._host_tables(route), **on_disk.get("tables", {})}
@@ -188,7 +154,7 @@ class _PreparedTogether(PlacedOnGPU):
             return float("inf")
         return self.trainer.num_training_batches
 
-    def _plan_for(self, device: torch.device, workers: int, has_route: bool) -> CollectivePlan | None:
+    def _plan_for(self, workers: int, has_route: bool) -> CollectivePlan | None:
         """Return the plan to begin with, None to measure."""
         if not has_route or not workers:
             mode, size = ("cpu", max(2 * workers, 1)) if workers else ("gpu", 0)
@@ -201,63 +167,17 @@ class _PreparedTogether(PlacedOnGPU):
                     f"mini-batches ({mode}); it is not used"
                 )
             return self._plan
-        names = self._names = (
-            machine_name(device, cores_of_process(self.trainer)),
-            self._configuration(device, workers),
-        )
-        made = self._plan if self._plan is not None and self._plan.configuration else None
-        if self._given is not None and self._fits(self._given):
-            self._plan = self._given
-        elif made is None or not self._fits(made):
-            if self._given is not None:
-                rank_zero_warn(
-                    f"collective batching: the plan was made on another machine or for another configuration "
-                    f"({self._given.machine or 'any machine'}; this is {names[0]}); it is not used"
-                )
-            self._plan = self._cached()
+        # One that was made here before is gone by again, unless it was for one processor alone.
+        made = self._plan if self._plan is not None and self._plan.times is not None else None
+        self._plan = made if self._given is None else self._given
         if self._plan is not None:
             rank_zero_info(_one_line(self._plan, "going by the plan"))
         return self._plan
 
-    def _fits(self, plan: CollectivePlan) -> bool:
-        machine, configuration = self._names
-        return plan.machine in ("", machine) and plan.configuration in ("", configuration)
-
-    def _configuration(self, device: torch.device, workers: int) -> str:
-        model = None if self.trainer is None else self.trainer.lightning_module
-        placing = self.placement_options
-        settings = (
-            placing.topology, placing.features, placing.cache_rows, placing.cache_budget, placing.quantize, placing.mode
-        )  # fmt: skip
-        return configuration_name(
-            self.data,
-            self.graph_sampler,
-            model,
-            [
-                device.type,
-                workers,
-                self._world_size,
-                self.loader_kwargs.get("batch_size"),
-                self._count("train"),
-                *settings,
-                placing.fetch_size,
-                self.gpu_route,
-                self.gpu_buffer_size,
-                None if self.trainer is None else str(self.trainer.precision),
-            ],
-        )
-
-    def _cached(self) -> CollectivePlan | None:
-        plan = kept_plan(*self._names) if self.cache_plan else None
-        return plan if plan is not None and self._fits(plan) else None
-
-    def _keep(self, plan: CollectivePlan, why: str) -> CollectivePlan:
+    def _keep(self, plan: CollectivePlan) -> CollectivePlan:
         """Take a plan that has been made."""
-        machine, configuration = self._names
-        self._plan = plan = replace(plan, machine=machine, configuration=configuration)
-        rank_zero_info(_one_line(plan, why))
-        if self.cache_plan and self._rank == 0 and plan.times is not None:
-            keep_plan(plan)
+        self._plan = plan
+        rank_zero_info(_one_line(plan, "measured and planned"))
         return plan
 
     def _close(self) -> None:
@@ -268,29 +188,24 @@ class _PreparedTogether(PlacedOnGPU):
 class CollectiveDataModule(_PreparedTogether, PersistentSamplerDataModule):
     """Mini-batches of :class:`NeighborDataModule` for training, prepared by CPU threads and the GPU together.
 
-    In the first epoch it measures what the stages take, while the model trains, and plans who prepares which. The plan
-    is kept on disk for the same machine and configuration, and made anew after an epoch that took a tenth longer or
-    shorter than it said. On a machine without a GPU, CPU threads prepare the
-    mini-batches while the model trains; on another accelerator they do so through page-locked memory. Validation,
-    testing and prediction are those of :class:`PersistentSamplerDataModule`.
+    In the first epoch it measures what the stages take, while the model trains, and plans who prepares which. On a
+    machine without a GPU, CPU threads prepare the mini-batches while the model trains; on another accelerator they do
+    so through page-locked memory. Validation, testing and prediction are those of
+    :class:`PersistentSamplerDataModule`.
 
     Args:
         *args: The graph and how it is sampled, as :class:`NeighborDataModule` takes them.
         num_workers: Threads that prepare mini-batches on the CPU; by default all cores of this process but one, or a
             quarter of them where the model needs them too.
-        plan: ``"auto"``, a :class:`~lightning_gnn.collective.CollectivePlan`, or the path of a file with
-            one. A plan that was made on another machine or for another configuration is made anew.
-        gpu_buffer_size: Mini-batches that the GPU holds ready; fewer if its memory does not suffice.
+        plan: ``"auto"``, a :class:`~lightning_gnn.collective.CollectivePlan`, or the path of a file with one.
+        gpu_buffer_size: Mini-batches that the GPU holds ready.
         profile_batches: Measurements of each stage before planning.
-        cache_plan: Keep plans on disk, and use those that are there.
-        replan: Plan anew where epochs part from what the plan said; one that is given is never changed.
         gpu_route: ``"auto"``, or ``"cpu"`` to let the CPU play the GPU's part, to try a schedule out without one.
         **kwargs: What of the graph lies where, and the loaders' options, as :class:`PersistentSamplerDataModule` takes
             them.
 
     Raises:
-        ValueError: A buffer without a place, no measurement, no plan, an unknown route, or an option that
-            :class:`PersistentSamplerDataModule` refuses.
+        ValueError: An option, or a plan, that cannot work.
         FileNotFoundError: There is no such plan.
 
     Source: MorphGL, section 4.
@@ -316,10 +231,6 @@ class CollectiveLinkDataModule(_PreparedTogether, PersistentLinkDataModule):
     Args:
         *args: The graph and its edges, as :class:`~lightning_gnn.LinkDataModule` takes them.
         **kwargs: Options of :class:`CollectiveDataModule`, and of :class:`~lightning_gnn.PersistentLinkDataModule`.
-
-    Raises:
-        ValueError: What :class:`CollectiveDataModule` refuses.
-        FileNotFoundError: There is no such plan.
 
     Examples:
         >>> from lightning_gnn import CollectiveLinkDataModule
@@ -351,70 +262,9 @@ def _one_line(plan: CollectivePlan, beginning: str) -> str:
 
 
 def cores_of_process(trainer: pl.Trainer | None) -> int:
-    """Return how many cores this process may use, if it shares them with others of the run on this machine.
-
-    Args:
-        trainer: Tells how many processes there are; without one, the environment does.
-    """
+    """Return how many cores this process may use, if it shares them with others of the run on this machine."""
     available = num_cores()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     if trainer is not None and trainer.world_size > 1:
         processes = trainer.num_devices
     return max(1, available // max(1, min(processes, available)))
-
-
-def machine_name(device: torch.device, cores: int) -> str:
-    """Return what tells machines apart on which the stages take other times: processor, cores, accelerator, its load.
-
-    Args:
-        cores: How many this process may use.
-    """
-    processor = platform.processor() or platform.machine()
-    for line in _lines("/proc/cpuinfo"):
-        if line.startswith("model name"):
-            processor = line.split(":", 1)[1].strip()
-            break
-    accelerator = device.type
-    if device.type == "cuda":
-        accelerator = torch.cuda.get_device_name(device)
-    return f"{processor}, {cores} cores, {accelerator}" + (", busy" if is_busy() else "")
-
-
-def configuration_name(
-    data: Data | HeteroData, sampler: BaseSampler, model: pl.LightningModule | None, settings: Sequence[object]
-) -> str:
-    """Return 32 hexadecimal digits that change with what the stages' times depend on.
-
-    Args:
-        data: The graph: the shapes of its tensors, and their content at :data:`_PLACES` places each, which tells graphs
-            of one size apart and reads no large file.
-        settings: Anything else, by its ``repr``.
-    """
-    tensors = [
-        (name, key, value)
-        for name, store in stores_of(data)
-        for key, value in store.items()
-        if isinstance(value, Tensor)
-    ]
-    shapes = [(name, key, str(value.dtype), tuple(value.shape)) for name, key, value in tensors]
-    content = [_places(value) for _, _, value in tensors]
-    sampling = [*beyond_plain(sampler), *(getattr(sampler, name, None) for name in _SAMPLING)]
-    parameters = [] if model is None else [None if is_lazy(p) else tuple(p.shape) for p in model.parameters()]
-    kind = None if model is None else f"{type(model).__module__}.{type(model).__qualname__}"
-    graph = (data.num_nodes, shapes, type(sampler).__name__, sampling)
-    return checksum(graph, *content, kind, parameters, list(settings), torch.__version__)
-
-
-def _places(tensor: Tensor) -> Tensor | None:
-    """Return what stands at evenly spread places of a strided tensor."""
-    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
-        return None
-    flat = torch.linspace(0, tensor.numel() - 1, min(_PLACES, tensor.numel()), dtype=torch.float64).long()
-    return tensor.detach()[torch.unravel_index(flat, tensor.shape)]
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []

@@ -11,37 +11,22 @@ from statistics import fmean, pstdev
 from lightning_gnn.collective.plan import STAGES, CollectivePlan, StageTimes
 from lightning_gnn.collective.simulate import Durations, drawn_durations, makespan, simulate_dual_buffer
 
-SIMULATED_BATCHES = 400
-"""Of a longer epoch only so many are simulated: the others would go on like them."""
-GPU_BUFFERS = (1, 2, 5)
-"""Mini-batches in a row that are tried for the GPU, beside the most that it may prepare."""
-CPU_BUFFERS = (1, 2, 4, 8, 16, 32)
-"""Mini-batches in host memory that are tried where the processors take no turns."""
-HOST_PER_WORKER = 4
-"""The host holds at most so many mini-batches for each worker, or twice as many as the device, if that is more: what
-more could gain is little, and all of it is page-locked."""
-HOPELESS = 0.03
-"""A plan that takes so much longer than the best one in one epoch is not tried in others."""
-FINALISTS = 8
-"""So many of the plans that are best in :data:`DRAWN` epochs are compared on new epochs at last."""
+SIMULATED_BATCHES = 400  # of a longer epoch only so many are simulated: the others would go on like them
+GPU_BUFFERS = (1, 2, 5)  # mini-batches in a row that are tried for the GPU, beside the most that it may prepare
+CPU_BUFFERS = (1, 2, 4, 8, 16, 32)  # mini-batches in host memory that are tried where the processors take no turns
+HOST_PER_WORKER = 4  # the host holds at most so many for each worker, or twice as many as the device: they are locked
+HOPELESS = 0.03  # a plan that takes so much longer than the best one in one epoch is not tried in others
+FINALISTS = 8  # so many of the plans that are best in DRAWN epochs are compared on new epochs at last
 DRAWN, DRAWN_AT_LAST = 2, 16
-LEAST_GAIN = 0.003
-"""A plan for both processors must promise so much over the better one alone, and twice the standard error of that."""
-WORTH_CHANGING = 0.05
-"""A plan must promise so much over the one in force, measured anew, to take its place."""
+LEAST_GAIN = 0.003  # a plan for both must promise so much over the better one alone, and twice its standard error
 
 
 def relaxed_time(x: float, times: StageTimes) -> float:
-    """Return C'(x) / n, seconds per mini-batch with unlimited buffers and divisible work.
+    """Return C'(x) / n, seconds per mini-batch with unlimited buffers and divisible work (equation 6, repaired).
 
-    Equation 6 with the terms that the scan lost: of x mini-batches of the GPU and one of the CPU, the longest of what
-    PCIe, the GPU and the CPU have to do.
-
-    Args:
-        x: Mini-batches of the GPU for every one of the CPU; infinite: the GPU prepares all.
+    It is the longest of what PCIe, the GPU and the CPU have to do for x mini-batches of the GPU and one of the CPU;
+    where x is infinite, the GPU prepares all.
     """
-    if not x >= 0:
-        raise ValueError(f"x must be at least 0, but is {x}")
     on_gpu = 1.0 if x == inf else x / (1 + x)
     on_cpu = 0.0 if x == inf else 1 / (1 + x)
     pcie = on_gpu * times.gpu + on_cpu * times.dma.mean
@@ -50,10 +35,7 @@ def relaxed_time(x: float, times: StageTimes) -> float:
 
 
 def initial_ratio(times: StageTimes) -> float:
-    """Return the x that minimises :func:`relaxed_time`, the smallest of several.
-
-    Each of its three terms rises or falls throughout, so the minimum is at 0 or where two of them cross.
-    """
+    """Return the smallest x that minimizes :func:`relaxed_time`: 0, or where two of its three monotonic terms cross."""
     cpu, gpu, dma, model = times.cpu, times.gpu, times.dma.mean, times.model.mean
     candidates = [0.0, (cpu - model) / (gpu + model), dma / model - 1]
     if gpu > 0:
@@ -65,10 +47,8 @@ def initial_ratio(times: StageTimes) -> float:
 class Dispatcher:
     """Chooses the plan with the shortest simulated epoch, of a grid over both buffers, the CPU's lead and turns.
 
-    Equation 6 tells the best that any schedule could reach, and with it how long a CPU worker takes in mini-batches
-    trained: so far ahead the CPU has to begin, and a little more where durations vary; and the CPU's share. Plans are
-    compared on epochs whose durations are drawn with the measured spreads, the same for all plans. The best few and
-    each processor alone are compared on further draws, for of many plans one is best by luck; one for both processors
+    Plans are compared on epochs whose durations are drawn with the measured spreads, the same for all plans. The best
+    few and each processor alone are compared on further draws, for of many plans one is best by luck; one for both
     must win by more than such luck explains.
 
     Args:
@@ -76,16 +56,11 @@ class Dispatcher:
         gpu_buffer_size: The most mini-batches that the GPU may prepare in a row (``gbs``).
         num_batches: Mini-batches of an epoch; of more than :data:`SIMULATED_BATCHES` that many are simulated, and the
             predicted seconds are scaled.
-
-    Raises:
-        ValueError: There is no mini-batch, or no place in device memory.
     """
 
     def __init__(self, times: StageTimes, gpu_buffer_size: int = 10, *, num_batches: int) -> None:
-        if num_batches < 1:
-            raise ValueError(f"num_batches must be at least 1, but is {num_batches}: there is nothing to plan for")
-        if gpu_buffer_size < 1:
-            raise ValueError(f"gpu_buffer_size must be at least 1, but is {gpu_buffer_size}")
+        if min(num_batches, gpu_buffer_size) < 1:
+            raise ValueError(f"num_batches={num_batches} and gpu_buffer_size={gpu_buffer_size} must be at least 1")
         self.times = times
         self.gpu_buffer_size = gpu_buffer_size
         self.num_batches = num_batches
@@ -93,12 +68,8 @@ class Dispatcher:
         self._varies = any(getattr(times, stage).spread for stage in STAGES)
         self._drawn: dict[int, Durations] = {}
 
-    def plan(self, kept: CollectivePlan | None = None) -> CollectivePlan:
-        """Return the plan with the shortest predicted epoch.
-
-        Args:
-            kept: The plan in force, which stays, with new predictions, unless another one is clearly better.
-        """
+    def plan(self) -> CollectivePlan:
+        """Return the plan with the shortest predicted epoch."""
         # The candidates are each processor alone, and the grid of plans for both.
         ratio = initial_ratio(self.times)
         on_host = max(self.gpu_buffer_size, 2 * self.times.cpu_workers)
@@ -109,9 +80,6 @@ class Dispatcher:
         grid = list(dict.fromkeys(self._grid(ratio)))
         # Finalists are compared on further draws, as the best of many on the same draws is partly luck.
         tried = {plan: self._makespans(plan, 1 + DRAWN, DRAWN_AT_LAST) for plan in [*self._best(grid), *alone.values()]}
-        if kept is not None:
-            kept = replace(kept.decisions, times=self.times)
-            tried[kept] = self._makespans(kept, 1 + DRAWN, DRAWN_AT_LAST)
         # A plan for both processors must beat the better one alone by more than the spread of the draws explains.
         means = {plan: fmean(makespans) for plan, makespans in tried.items()}
         simple = min(alone.values(), key=lambda plan: means[plan])
@@ -119,9 +87,6 @@ class Dispatcher:
         gains = [one - other for one, other in zip(tried[simple], tried[chosen], strict=True)]
         if means[simple] - means[chosen] <= max(LEAST_GAIN * means[simple], 2 * pstdev(gains) / sqrt(len(gains))):
             chosen = simple
-        # The plan in force stays unless another one is clearly better, since a change of plan has a cost.
-        if kept is not None and means[kept] <= (1 + WORTH_CHANGING) * means[chosen]:
-            chosen = kept
         # Scale the predictions from the simulated mini-batches to the whole epoch.
         scale = self.num_batches / self._simulated
         return replace(

@@ -16,23 +16,17 @@ import yaml
 from lightning_gnn.collective.reorder_buffer import ReorderBuffer
 from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
 from lightning_gnn.runtime.messages import aligned, removed
-from lightning_gnn.runtime.store import checksum, find, keep
 
 Mode = Literal["collective", "cpu", "gpu"]
 _BEGIN = "# Plan of collective batching. It is complete where it ends with the line '...'.\n"
-_END = "..."
+_END = "..."  # the end of a document in YAML
 STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
-_REMOVED = {"cover", "backup", "begin"}
-"""Fields of plans of earlier releases, which are read over."""
+_REMOVED = {"cover", "backup", "begin", "machine", "configuration"}  # fields of earlier releases, which are read over
 
 
 @dataclass(frozen=True)
 class Duration:
-    """Mean and spread of what was measured.
-
-    Args:
-        spread: Standard deviation in seconds.
-    """
+    """Mean and standard deviation of what was measured, in seconds."""
 
     mean: float
     spread: float = 0.0
@@ -44,23 +38,14 @@ class Duration:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What each stage takes for one mini-batch, measured while the other stages run.
+    """What each stage takes for one mini-batch, measured while the other stages run."""
 
-    Args:
-        cpu_batching: A CPU worker prepares a mini-batch, while all the others do (``T_CBT``).
-        dma: The transfer of a mini-batch that the CPU has prepared (``T_DMA``); 0 where there is nothing to transfer.
-        gpu_batching: The GPU samples a mini-batch (``T_GBT``).
-        uva: The GPU gathers its features (``T_UVA``).
-        model: Forward, backward and optimizer (``T_Model``).
-        cpu_workers: How many workers prepare mini-batches.
-    """
-
-    cpu_batching: Duration
-    dma: Duration
-    gpu_batching: Duration
-    uva: Duration
-    model: Duration
-    cpu_workers: int = 1
+    cpu_batching: Duration  # a CPU worker prepares a mini-batch, while all the others do (T_CBT)
+    dma: Duration  # the transfer of one that the CPU has prepared (T_DMA); 0 where there is nothing to transfer
+    gpu_batching: Duration  # the GPU samples one (T_GBT)
+    uva: Duration  # the GPU gathers its features (T_UVA)
+    model: Duration  # forward, backward and optimizer (T_Model)
+    cpu_workers: int = 1  # that prepare mini-batches
 
     def __post_init__(self) -> None:
         _check_whole("cpu_workers", self.cpu_workers, 1)
@@ -95,12 +80,9 @@ class CollectivePlan:
         epoch_s: Predicted seconds of an epoch with this plan (``"collective"``, whatever its mode), with the CPU alone
             (``"cpu"``) and with the GPU alone (``"gpu"``).
         rounds: How many plans it was chosen from.
-        machine: Fingerprint of the machine that it was made for.
-        configuration: Fingerprint of the data, sampling and model that it was made for.
 
     Raises:
-        ValueError: A field is no plan: the message names it.
-        TypeError: A field is that of an earlier release; the message says what to do.
+        TypeError, ValueError: A field is none of a plan's: the message names it.
     """
 
     mode: Mode
@@ -114,8 +96,6 @@ class CollectivePlan:
     times: StageTimes | None = None
     epoch_s: Mapping[str, float] = field(default_factory=dict, hash=False)
     rounds: int = 0
-    machine: str = ""
-    configuration: str = ""
 
     def __new__(cls, *args: object, **kwargs: object) -> CollectivePlan:
         """Refuse fields of earlier releases."""
@@ -130,32 +110,22 @@ class CollectivePlan:
         least |= {"num_batches": 0, "rounds": 0} | ({} if self.lead is None else {"lead": 0})
         for name, minimum in least.items():
             _check_whole(name, getattr(self, name), minimum)
-        numbers = {name: getattr(self, name) for name in ("ratio", "cpu_part")}
         if not isinstance(self.epoch_s, Mapping) or not self.epoch_s.keys() <= set(get_args(Mode)):
             raise ValueError(
                 f"epoch_s must map collective, cpu and gpu to seconds, but is {reprlib.repr(self.epoch_s)}"
             )
-        numbers |= {f"epoch_s[{name!r}]": seconds for name, seconds in self.epoch_s.items()}
-        for name, number in numbers.items():
-            if number is not None or name.startswith("epoch_s"):
-                _check_number(name, number)
-        if not isinstance(self.times, StageTimes | None):
-            raise ValueError(f"times must be StageTimes, but is {reprlib.repr(self.times)}")
-        for name in ("machine", "configuration"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be text, but is {reprlib.repr(getattr(self, name))}")
+        given = {name: number for name in ("ratio", "cpu_part") if (number := getattr(self, name)) is not None}
+        for name, number in (given | {f"epoch_s[{name!r}]": seconds for name, seconds in self.epoch_s.items()}).items():
+            _check_number(name, number)
 
     @property
     def buffers(self) -> tuple[int, int]:
-        """``gbs`` and ``cbs`` as :class:`~lightning_gnn.collective.ReorderBuffer` takes them.
-
-        A plain pipeline has a place for each CPU worker, and as many as are brought to the device ahead of training:
-        with one, no transfer would run while the model trains.
-        """
+        """``gbs`` and ``cbs`` as :class:`~lightning_gnn.collective.ReorderBuffer` takes them."""
         if self.mode == "collective":
             return self.gpu_buffer_size, self.cpu_buffer_size
         if self.mode == "gpu":
             return 1, 0
+        # A place for each CPU worker, and those brought over ahead: with one, no transfer would run beside training.
         return 0, max(self.cpu_buffer_size, self.times.cpu_workers if self.times else 1, ReorderBuffer.AHEAD)
 
     @property
@@ -165,18 +135,8 @@ class CollectivePlan:
             return 0
         return self.gpu_buffer_size + self.cpu_buffer_size if self.lead is None else self.lead
 
-    @property
-    def decisions(self) -> CollectivePlan:
-        """The plan with nothing but what its schedule depends on."""
-        return CollectivePlan(self.mode, self.gpu_buffer_size, self.cpu_buffer_size, lead=self.lead, row=self.row)
-
     def schedule(self, num_batches: int, cpu_workers: int) -> ReorderBuffer:
-        """Return what decides by this plan in an epoch.
-
-        Args:
-            num_batches: Mini-batches of the epoch.
-            cpu_workers: That prepare mini-batches.
-        """
+        """Return what decides by this plan in an epoch."""
         return ReorderBuffer(num_batches, *self.buffers, cpu_workers, self.ahead, self.row)
 
     @property
@@ -236,11 +196,7 @@ class CollectivePlan:
 
     @classmethod
     def from_yaml(cls, text: str) -> CollectivePlan:
-        """Read a plan from YAML, also of an earlier release; only ``mode`` and the buffer sizes must be there.
-
-        Raises:
-            ValueError: It is no YAML, no plan, or one of :meth:`to_yaml` that was cut off.
-        """
+        """Read a plan from YAML, also of an earlier release; a ValueError says what is wrong with it."""
         if text.startswith(_BEGIN) and text.rstrip().rpartition("\n")[2] != _END:
             raise ValueError(
                 f"it is incomplete: the line {_END!r} that ends a plan is missing; write the plan again, or remove its "
@@ -260,34 +216,14 @@ class CollectivePlan:
 
     @classmethod
     def load(cls, path: str | Path) -> CollectivePlan:
-        """Read a plan from a YAML file.
-
-        Raises:
-            FileNotFoundError: There is none.
-            ValueError: It holds no plan; the message names the file and what is wrong.
-        """
+        """Read a plan from a YAML file, which a ValueError names where it holds none."""
         try:
             return cls.from_yaml(read_text(path))
         except ValueError as error:
             raise ValueError(f"{path} holds no plan of collective batching: {error}") from error
 
 
-def kept_plan(machine: str, configuration: str) -> CollectivePlan | None:
-    """Return the plan that was kept, or None."""
-    return find("plans", _key(machine, configuration), lambda folder: CollectivePlan.load(folder / "plan.yaml"))
-
-
-def keep_plan(plan: CollectivePlan) -> None:
-    """Keep a plan for the next run on its machine and of its configuration, where that is possible."""
-    key = _key(plan.machine, plan.configuration)
-    keep("plans", key, lambda folder: plan.save(folder / "plan.yaml"), title=f"plan for {plan.machine}")
-
-
-def _key(machine: str, configuration: str) -> str:
-    return checksum("plan 4", machine, configuration)
-
-
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return nested values of a dataclass without NumPy's kinds of numbers."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}

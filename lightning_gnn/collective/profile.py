@@ -8,12 +8,9 @@ from statistics import fmean, median, pstdev
 from lightning_gnn.collective.plan import STAGES, Duration, StageTimes
 from lightning_gnn.runtime.timeline import Timestamp, is_reached, seconds_between
 
-_OUTLIER = 3.0
-"""What takes so many times the median was something else as well: compiling, a validation, a checkpoint."""
-_LEAST = 3
-"""Measurements of each stage that will do once an epoch is over."""
-_RECENT = 256
-"""So many of each stage are kept, or those wanted if these are more."""
+_OUTLIER = 3.0  # what takes so many times the median was something else as well: compiling, a validation, a checkpoint
+_LEAST = 3  # measurements of each stage that will do once an epoch is over
+_RECENT = 256  # so many of each stage are kept, or those wanted if these are more
 
 
 class Profiler:
@@ -21,19 +18,14 @@ class Profiler:
 
     Durations of a device are read when it has come so far, so nothing waits for it. Of several ranks, a step includes
     what this one waits for the others.
-
-    Args:
-        num_measurements: Of each stage, after the first few.
-        cpu_workers: How many prepare mini-batches on the CPU.
-        warm_up: First measurements of each stage that do not count, or half of them where there are few.
     """
 
     def __init__(self, num_measurements: int = 20, cpu_workers: int = 1, warm_up: int = 3) -> None:
         if num_measurements < 1:
             raise ValueError(f"profile_batches must be at least 1, but is {num_measurements}")
-        self.num_measurements = num_measurements
+        self.num_measurements = num_measurements  # of each stage, after the first few
         self.cpu_workers = cpu_workers
-        self.warm_up = warm_up
+        self.warm_up = warm_up  # first measurements that do not count, or half of them where there are few
         self.epochs = 0
         """Epochs that have begun while measuring."""
         kept = max(_RECENT, 2 * (num_measurements + warm_up + cpu_workers))
@@ -57,10 +49,6 @@ class Profiler:
         """Whether to plan now: all has been measured, or one epoch is over and something of each stage is known."""
         least = self.num_measurements if self.epochs <= 1 else min(_LEAST, self.num_measurements)
         return all(self.count(stage) >= least for stage in STAGES)
-
-    def exhausted(self) -> bool:
-        """Whether to measure no more: two epochs have gone by, which were too short."""
-        return self.epochs > 2
 
     def stage_times(self) -> StageTimes | None:
         """Return means and spreads; None as long as some stage has not been measured at all."""

@@ -9,29 +9,18 @@ from bisect import insort
 from typing import Literal, NamedTuple
 
 Route = Literal["cpu", "gpu"]
-Phase = Literal["filling", "blocking", "flushing"]
 Kind = Literal["batch", "transfer", "train", "wait", "end"]
-Sizes = tuple[int, int, int, int, int]
-"""What :meth:`ReorderBuffer.resize` takes."""
+Sizes = tuple[int, int, int, int, int]  # what ReorderBuffer.resize takes
 
 
 class Step(NamedTuple):
-    """What the training thread does next.
-
-    Args:
-        kind: ``"batch"``: the GPU prepares a mini-batch; ``"transfer"``: one that the CPU has prepared sets out for the
-            GPU, and nobody waits for its arrival; ``"train"``; ``"wait"``: until a CPU worker has finished;
-            ``"end"``: of the epoch.
-        number: Of the mini-batch, its position in the epoch.
-        route: Who has prepared it.
-        phase: Of the schedule: ``"filling"`` while the GPU prepares what is trained next, ``"flushing"`` while it
-            trains and the CPU's come over, ``"blocking"`` while what is trained next is with a CPU worker.
-    """
+    """What the training thread does next."""
 
     kind: Kind
-    number: int = -1
-    route: Route = "gpu"
-    phase: Phase = "filling"
+    """``"batch"``: the GPU prepares a mini-batch; ``"transfer"``: one of the CPU's sets out for the GPU; ``"train"``;
+    ``"wait"``: until a CPU worker has finished; ``"end"``: of the epoch."""
+    number: int = -1  # of the mini-batch, its position in the epoch
+    route: Route = "gpu"  # who has prepared it
 
 
 class ReorderBuffer:
@@ -40,15 +29,10 @@ class ReorderBuffer:
     The training thread asks for :meth:`next` step after step; CPU workers :meth:`claim` mini-batches and report them
     :meth:`ready`. It holds no lock: who calls it from several threads must.
 
-    Nobody owns a mini-batch beforehand. A CPU worker takes the first free one that is trained ``lead`` mini-batches
-    later or later still, by which time it will be ready; the GPU prepares what the CPU has left free once it is to be
-    trained, up to ``gpu_buffer_size`` in a row, and looks further ahead while a worker is late. So a slow mini-batch
-    delays nobody until its turn comes, and both processors' shares follow their speed; what limits the CPU's is that
-    of every ``lead`` mini-batches it has no more under way than its buffer and its workers hold.
-
-    Where PCIe is what limits, the two should take turns: a transfer that is longer than a training step then hides
-    behind those of the GPU's row as well. So after ``row`` mini-batches, one after the other, the CPU leaves as many as
-    the GPU prepares in a row. Training is that of a plain loader.
+    A CPU worker takes the first free mini-batch that is trained ``lead`` mini-batches later or later still; the GPU
+    prepares what the CPU has left free once it is to be trained, up to ``gpu_buffer_size`` in a row, and looks further
+    ahead while a worker is late. Where PCIe is what limits, the two take turns: after ``row`` mini-batches the CPU
+    leaves as many as the GPU prepares in a row, behind which its transfers hide. Training is that of a plain loader.
 
     Args:
         num_batches: Mini-batches of the epoch.
@@ -93,11 +77,7 @@ class ReorderBuffer:
         self._train_now = False
 
     def resize(self, gpu_buffer_size: int, cpu_buffer_size: int, cpu_workers: int, lead: int = 0, row: int = 0) -> None:
-        """Go on with other sizes; what is prepared stays so.
-
-        Raises:
-            ValueError: Both buffers have no place, or a number is negative.
-        """
+        """Go on with other sizes; what is prepared stays so."""
         if min(gpu_buffer_size, cpu_buffer_size, lead, row) < 0 or gpu_buffer_size + cpu_buffer_size < 1:
             raise ValueError(
                 f"gpu_buffer_size={gpu_buffer_size}, cpu_buffer_size={cpu_buffer_size}, lead={lead}, row={row}: none "
@@ -131,27 +111,18 @@ class ReorderBuffer:
         self._working.remove(number)
         insort(self.cpu_buffer, number)
 
-    def give_up(self, number: int) -> None:
-        """Take a mini-batch back from whoever has it, for memory did not suffice; train what is on the device first."""
-        self._working.discard(number)
-        self._taken.discard(number)
-        self.gpu_buffer.pop(number, None)
-        if number in self.cpu_buffer:
-            self.cpu_buffer.remove(number)
-        self._run, self._train_now = 0, True
-
     # -- the training thread's side
 
     def next(self) -> Step:
         """Decide the next step; it counts as taken, unless it is to wait."""
         head = self.head
         if head == self.num_batches:
-            return Step("end", phase="flushing")
+            return Step("end")
         if self._run:
             self._run -= 1
             number = self._free_from(head)
             if number < min(head + self.gpu_buffer_size, self.num_batches):
-                return self._batch(number, "filling")
+                return self._batch(number)
             self._run = 0
         if head in self.gpu_buffer:
             reach = head + self.gpu_buffer_size + self.AHEAD
@@ -163,33 +134,33 @@ class ReorderBuffer:
         if self.gpu_buffer_size:
             if head not in self._working:
                 self._run = self.gpu_buffer_size - 1
-                return self._batch(head, "filling")
+                return self._batch(head)
             number = self._free_from(head)
             if number < min(head + self.gpu_buffer_size, self.num_batches):
-                return self._batch(number, "blocking")
-        return Step("wait", phase="blocking")
+                return self._batch(number)
+        return Step("wait")
 
-    def _batch(self, number: int, phase: Phase) -> Step:
+    def _batch(self, number: int) -> Step:
         self.gpu_buffer[number] = "gpu"
         self._taken.add(number)
-        return Step("batch", number, "gpu", phase)
+        return Step("batch", number, "gpu")
 
     def _transfer(self) -> Step:
         """Send the first one on its way, while what is on the device is trained (algorithm 4)."""
         number = self.cpu_buffer.pop(0)
         self._train_now = number != self.head
         self.gpu_buffer[number] = "cpu"
-        return Step("transfer", number, "cpu", "flushing")
+        return Step("transfer", number, "cpu")
 
     def _train(self) -> Step:
         self._train_now = False
         number = self.head
         self.head += 1
         self._taken.remove(number)
-        return Step("train", number, self.gpu_buffer.pop(number), "flushing")
+        return Step("train", number, self.gpu_buffer.pop(number))
 
     def _free_from(self, number: int) -> int:
-        """Return the first mini-batch from one on that nobody has taken, or ``num_batches``."""
+        """Return the first mini-batch from one on that is free, or ``num_batches``."""
         while number in self._taken:
             number += 1
         return min(number, self.num_batches)

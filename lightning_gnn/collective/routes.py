@@ -1,8 +1,7 @@
 """Both routes to the device: it prepares mini-batches itself (1), or fetches the CPU's from page-locked memory (0).
 
-The page-locked memory goes round in a ring. Torch's own allocator of such memory would also keep a block until the
-copies from it are done, but it rounds sizes up to powers of two, hands nothing back, and bounds nothing: the ring is
-what tells that memory is short, and by how many mini-batches.
+The page-locked memory goes round in a ring: torch's own allocator of such memory rounds sizes up to powers of two,
+hands nothing back, and bounds nothing.
 """
 
 from __future__ import annotations
@@ -31,37 +30,21 @@ from lightning_gnn.nn.sampled_edges import moved
 from lightning_gnn.runtime.devices import used_on, works
 from lightning_gnn.runtime.timeline import Clock, Recorder, profiled
 
-_SPARE = 8
-"""Buffers are so many parts larger by one than what they are made for: mini-batches differ a little in size."""
-_STEPS_AHEAD = 2
-"""Steps that the host may queue before the device has trained: torch's allocator keeps the memory of a mini-batch until
-the host has seen its step end, so that a host which runs ahead takes new memory for as many as it is ahead."""
-
-
-class HostMemoryError(RuntimeError):
-    """The system refused page-locked memory."""
+_SPARE = 8  # buffers are so many parts larger by one than what they are made for: mini-batches differ a little in size
+_STEPS_AHEAD = 2  # steps that the host may queue: torch's allocator keeps a mini-batch until it has seen its step end
 
 
 class HostSlot:
-    """The memory of one mini-batch: a buffer for each of its attributes, which grows when it must.
-
-    Args:
-        allocate: Returns that many bytes, uint8 ``[n]``.
-    """
+    """The memory of one mini-batch: a buffer for each of its attributes, which grows when it must."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
-        self._allocate = allocate
+        self._allocate = allocate  # returns that many bytes, uint8 [n]
         self._blocks: dict[AttributeName, Tensor] = {}
         self.read_until: torch.Event | None = None
         """Event after which a device no longer reads it."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(block.numel() for block in self._blocks.values())
-
     def empty(self, name: AttributeName, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor in the buffer of that name, whose content is lost."""
+        """Return an uninitialized tensor in the buffer of that name, whose content is lost."""
         size = math.prod(shape) * dtype.itemsize
         block = self._blocks.get(name)
         if block is None or block.numel() < size:
@@ -74,10 +57,6 @@ class HostSlot:
         """Whether a strided tensor lies in one of the buffers."""
         address = tensor.untyped_storage().data_ptr()
         return any(block.untyped_storage().data_ptr() == address for block in self._blocks.values())
-
-    def may_own(self, value: object) -> bool:
-        """Whether a value may lie in one of the buffers: it does not look into sparse ones and subclasses."""
-        return not _is_plain(value) or self.owns(value)
 
     def hold(self, batch: BaseData) -> BaseData:
         """Bring those tensors of a mini-batch into the buffers that are not there yet."""
@@ -93,12 +72,7 @@ class HostSlot:
 
 
 class HostRing:
-    """Slots that go round: a worker fills one, the device reads it, and the next worker gets it; safe across threads.
-
-    Args:
-        device: Who reads; the memory is page-locked if the device can use that.
-        capacity: Slots beyond which one that is still being read is waited for rather than making another.
-    """
+    """Slots that go round: a worker fills one, the device reads it, the next worker gets it; safe across threads."""
 
     def __init__(self, device: torch.device, capacity: int = 1) -> None:
         self.device = device
@@ -110,7 +84,7 @@ class HostRing:
 
     @property
     def capacity(self) -> int:
-        """Slots beyond which no more are made; where it gets smaller, idle ones are freed once nobody reads them."""
+        """Slots beyond which no more are made; where it gets smaller, idle ones are freed once they have been read."""
         return self._capacity
 
     @capacity.setter
@@ -127,14 +101,8 @@ class HostRing:
         """Slots that exist."""
         return len(self._idle) + self._taken
 
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes of the slots that nobody has taken."""
-        with self._lock:
-            return sum(slot.num_bytes for slot in self._idle)
-
     def take(self) -> HostSlot:
-        """Return a slot that nobody reads; it never waits for one that is taken, which could be for ever."""
+        """Return a slot that is not being read; it never waits for one that is taken, which could be for ever."""
         with self._lock:
             self._taken += 1
             slot = next((slot for slot in self._idle if _is_read(slot)), None)
@@ -157,54 +125,37 @@ class HostRing:
             if self.num_slots < self.capacity:
                 self._idle.append(slot)
 
-    def discard(self, slot: HostSlot) -> None:
-        """Take a slot out of the ring for good."""
-        with self._lock:
-            self._taken -= 1
-
     def clear(self) -> None:
-        """Free the slots that nobody has taken, once nobody reads them; one that is given back later is freed too."""
-        self.capacity = 0  # whoever goes on sets it
+        """Free the idle slots, once they have been read; one that is given back later is freed too."""
+        self.capacity = 0  # the next epoch sets it
 
     def _allocate(self, num_bytes: int) -> Tensor:
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.pins)
         except RuntimeError as error:
-            raise HostMemoryError(
+            raise RuntimeError(
                 f"page-locked memory for mini-batches, {num_bytes / 1e6:.1f} MB more, was refused "
-                f"({str(error).splitlines()[0]})"
+                f"({str(error).splitlines()[0]}); lower gpu_buffer_size, num_workers or batch_size"
             ) from error
 
 
 @dataclass
 class HostBatch:
-    """A mini-batch that a CPU worker has prepared.
-
-    Args:
-        slot: The memory that it lies in; None if it is its own.
-    """
+    """A mini-batch that a CPU worker has prepared."""
 
     prepared: PreparedBatch
-    slot: HostSlot | None = None
+    slot: HostSlot | None = None  # the memory that it lies in; None if it is its own
 
 
 class HostRoute:
-    """Route 0's first half: mini-batches that CPU threads make in memory which the device can fetch.
-
-    Args:
-        ring: The memory; None where they need not move.
-        window: What has sampled them ahead, where rows are on disk.
-    """
+    """Route 0's first half: mini-batches that CPU threads make in memory which the device can fetch."""
 
     def __init__(self, pipeline: MiniBatchPipeline, ring: HostRing | None, window: LookaheadWindow | None) -> None:
+        # Without a ring they need not move; a window has sampled them ahead, where rows are on disk.
         self._pipeline, self._ring, self._window = pipeline, ring, window
 
     def prepare(self, task: BatchTask) -> HostBatch:
-        """Make a mini-batch; safe in any thread.
-
-        Raises:
-            HostMemoryError: The system refused memory.
-        """
+        """Make a mini-batch; safe in any thread."""
         if self._ring is None:
             return HostBatch(self._gathered(task, None))
         slot = self._ring.take()
@@ -212,7 +163,7 @@ class HostRoute:
             prepared = self._gathered(task, slot.empty)
             return HostBatch(replace(prepared, batch=slot.hold(prepared.batch)), slot)
         except BaseException:
-            self._ring.discard(slot)
+            self._ring.give_back(slot)
             raise
 
     def drop(self, batch: HostBatch) -> None:
@@ -228,15 +179,10 @@ class HostRoute:
 
 @dataclass
 class DeviceBatch:
-    """A mini-batch that is on the device, or on its way.
-
-    Args:
-        prepared: Where it is trained.
-        arrival: Event after which it has come; None where nothing is to be waited for.
-    """
+    """A mini-batch that is on the device, or on its way."""
 
     prepared: PreparedBatch
-    arrival: torch.Event | None = None
+    arrival: torch.Event | None = None  # after which it has come; None where nothing is to be waited for
 
 
 class DeviceRoutes:
@@ -244,10 +190,6 @@ class DeviceRoutes:
 
     A transfer waits for the device's reads of host memory that have been queued, and the next such reads wait for it:
     both use the same bus (constraint 2). Nothing waits on the host. All calls come from the training thread.
-
-    Args:
-        device: Where mini-batches are trained.
-        ring: Memory in which those of the CPU lie; None if they need not move.
     """
 
     def __init__(self, device: torch.device, ring: HostRing | None) -> None:
@@ -322,7 +264,8 @@ class DeviceRoutes:
 
     def _moved(self, batch: Data, slot: HostSlot, non_blocking: bool) -> Data:
         if self.device.type == "cpu":
-            return batch.apply(lambda tensor: tensor.clone() if slot.may_own(tensor) else tensor)
+            # Sparse tensors and subclasses are not looked into.
+            return batch.apply(lambda value: value.clone() if not _is_plain(value) or slot.owns(value) else value)
         there = partial(Tensor.to, device=self.device, non_blocking=non_blocking)
         return moved(batch, lambda batch: batch.apply(there))
 

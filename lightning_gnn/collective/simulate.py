@@ -12,29 +12,21 @@ from lightning_gnn.collective.plan import STAGES, CollectivePlan, StageTimes
 from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Step
 from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
 
-Durations = Callable[[str, int], float]
-"""Seconds of a stage of a mini-batch, by the stage's name and the mini-batch's number."""
+Durations = Callable[[str, int], float]  # seconds of a stage, by its name and the mini-batch's number
 
-LEAST = 0.01
-"""Of the mean: no drawn duration is shorter."""
+LEAST = 0.01  # of the mean: no drawn duration is shorter
 
 
 @dataclass
 class Simulation:
-    """What happened in a simulated epoch.
+    """What happened in a simulated epoch."""
 
-    Args:
-        makespan: Seconds until the last mini-batch is trained.
-        timeline: Every stage of every mini-batch, the lane of a CPU stage being its worker. The GPU's batching is
-            there twice, for it occupies the GPU and PCIe (equation 1).
-        steps: What the training thread did, in order.
-        on_cpu: Mini-batches that the CPU prepared.
-    """
-
-    makespan: float
+    makespan: float  # seconds until the last mini-batch is trained
     timeline: Timeline
-    steps: list[Step]
-    on_cpu: int
+    """Each stage of each mini-batch, the lane of a CPU stage being its worker; the GPU's batching is there twice, as it
+    occupies the GPU and PCIe (equation 1)."""
+    steps: list[Step]  # what the training thread did, in order
+    on_cpu: int  # mini-batches that the CPU prepared
 
 
 def simulate_dual_buffer(
@@ -52,27 +44,25 @@ def simulate_dual_buffer(
         plan: Who prepares the mini-batches; its ``buffers`` and what it is ``ahead`` count.
         num_batches: Mini-batches of the epoch.
         durations: Seconds of each stage of each mini-batch instead of the means of ``times``.
-        seed: Draw them from normal distributions with the means and spreads of ``times`` instead.
+        seed: Without them, draw them from normal distributions with the means and spreads of ``times``.
 
     Raises:
-        ValueError: There is no mini-batch, a duration is negative, or both ``durations`` and ``seed`` are given.
+        ValueError: There is no mini-batch.
     """
     if num_batches < 1:
         raise ValueError(f"num_batches must be at least 1, but is {num_batches}")
-    if durations is not None and seed is not None:
-        raise ValueError("durations and seed exclude one another: seed draws the durations")
-    if durations is not None:
-        source = _checked(durations)
-    else:
-        source = drawn_durations(times, num_batches, seed) if seed is not None else _mean_durations(times)
-    clock = _clock(times, plan, num_batches, source)
+    if durations is None:
+        means = {stage: getattr(times, stage).mean for stage in STAGES}
+        drawn = None if seed is None else drawn_durations(times, num_batches, seed)
+        durations = drawn or (lambda stage, number: means[stage])
+    clock = _clock(times, plan, num_batches, durations)
     clock.recorded = True
     clock.run()
     return Simulation(clock.now, Timeline(clock.intervals), clock.steps, clock.on_cpu)
 
 
 def makespan(times: StageTimes, plan: CollectivePlan, num_batches: int, durations: Durations) -> float:
-    """Return the seconds of :func:`simulate_dual_buffer` alone, in half the time; durations are not checked."""
+    """Return the seconds of :func:`simulate_dual_buffer` alone, in half the time."""
     clock = _clock(times, plan, num_batches, durations)
     clock.run()
     return clock.now
@@ -83,11 +73,7 @@ def _clock(times: StageTimes, plan: CollectivePlan, num_batches: int, durations:
 
 
 def drawn_durations(times: StageTimes, num_batches: int, seed: int) -> Durations:
-    """Draw every duration of an epoch, whoever will prepare which mini-batch.
-
-    Args:
-        times: Means and spreads of normal distributions; what is drawn below 1% of the mean counts as that.
-    """
+    """Draw the durations of an epoch from normal distributions, at least 1% of the mean, for any plan."""
     generator = np.random.default_rng(seed)
     drawn = {}
     for stage in STAGES:
@@ -95,21 +81,6 @@ def drawn_durations(times: StageTimes, num_batches: int, seed: int) -> Durations
         normal = generator.normal(duration.mean, duration.spread, num_batches)
         drawn[stage] = np.maximum(normal, LEAST * duration.mean).tolist()
     return lambda stage, number: drawn[stage][number]
-
-
-def _mean_durations(times: StageTimes) -> Durations:
-    means = {stage: getattr(times, stage).mean for stage in STAGES}
-    return lambda stage, number: means[stage]
-
-
-def _checked(durations: Durations) -> Durations:
-    def checked(stage: str, number: int) -> float:
-        seconds = durations(stage, number)
-        if not 0 <= seconds < float("inf"):
-            raise ValueError(f"{stage} of mini-batch {number} must take finite seconds of at least 0, but: {seconds}")
-        return seconds
-
-    return checked
 
 
 @dataclass

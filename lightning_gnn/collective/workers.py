@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Sizes, Step
-from lightning_gnn.collective.routes import DeviceBatch, HostBatch, HostMemoryError, HostRoute
+from lightning_gnn.collective.routes import DeviceBatch, HostBatch, HostRoute
 from lightning_gnn.loading.batch import BatchTask
 from lightning_gnn.runtime.devices import works
 from lightning_gnn.runtime.thread_pipeline import Crew, Job, one_torch_thread
@@ -20,15 +20,7 @@ THREAD_NAME = "lightning-gnn-collective"
 
 
 class Workers:
-    """An epoch's buffers, and the threads that fill the one in host memory; the training thread asks :meth:`next`.
-
-    The schedule's sizes may change in mid-epoch; what is ready stays so.
-
-    Args:
-        tasks: The epoch's mini-batches from the first on.
-        host: Makes one in host memory, in a worker's thread, and takes the memory back of one that is not needed.
-        recorder: Is told what each mini-batch took.
-    """
+    """An epoch's buffers, whose sizes may change, and the threads that fill the one in host memory."""
 
     def __init__(
         self,
@@ -43,8 +35,6 @@ class Workers:
         """Ready in host memory, by number."""
         self.device: dict[int, DeviceBatch] = {}
         """On the device, or on their way there."""
-        self.shortage: HostMemoryError | None = None
-        """Page-locked memory was refused; who makes the schedule's buffers smaller sets it back."""
         self._tasks, self._pulled = tasks, dict[int, BatchTask]()
         self._route, self._recorder = host, recorder
         self._num_threads, self._busy = num_threads, 0
@@ -54,14 +44,12 @@ class Workers:
         self._crew.grow(0, num_threads)
 
     def next(self) -> Step:
-        """Return the next step of the training thread; ``"wait"`` also where memory is short."""
+        """Return the next step of the training thread."""
         self._crew.check_process()
         with self._crew.lock:
             if self._crew.error is not None:
                 raise self._crew.error
             self._seen = self._news
-            if self.shortage is not None:
-                return Step("wait", phase="blocking")
             step = self.schedule.next()
             self._assign()  # there may be room in host memory, or more that is far enough ahead
             return step
@@ -83,27 +71,10 @@ class Workers:
             return self.device.pop(number)
 
     def resize(self, sizes: Sizes) -> None:
-        """Go on with other sizes; where host memory was short, what is ready there is freed, and prepared again."""
+        """Go on with other sizes; what is ready stays so."""
         with self._crew.lock:
             self.schedule.resize(*sizes)
-            if self.shortage is not None:
-                self._crew.news.wait_for(lambda: not self._busy or self._crew.error is not None)
-                self.shortage = None
-                for number in list(self.host):
-                    self._give_up(number)
             self._assign()
-
-    def give_up(self, number: int) -> None:
-        """Free a mini-batch, for which the device had no room; whoever is next prepares it again."""
-        with self._crew.lock:
-            self._give_up(number)
-
-    def _give_up(self, number: int) -> None:
-        self.schedule.give_up(number)
-        self.device.pop(number, None)
-        batch = self.host.pop(number, None)
-        if batch is not None:
-            self._route.drop(batch)
 
     def close(self, patience: float = 10.0) -> None:
         """Stop, join the threads and give all memory back; again and again if you like."""
@@ -140,26 +111,14 @@ class Workers:
 
     def _assign(self) -> None:
         """Give mini-batches to the workers that are free at this moment, before the training thread goes on."""
-        while (
-            self.shortage is None and self._busy < self._num_threads and (number := self.schedule.claim()) is not None
-        ):
+        while self._busy < self._num_threads and (number := self.schedule.claim()) is not None:
             self._busy += 1
             self._assigned.append(number)
             self._crew.wake(0)
 
     def _work(self, lane: int, task: BatchTask) -> None:
         number, start = task.index, time.perf_counter()
-        try:
-            batch = self._route.prepare(task)
-        except HostMemoryError as error:
-            with self._crew.lock:  # the workers wait for smaller buffers
-                self.shortage = HostMemoryError(*error.args)  # without the traceback, which holds memory
-                for each in (number, *self._assigned):
-                    self.schedule.give_up(each)
-                self._busy -= 1 + len(self._assigned)
-                self._assigned.clear()
-                self._tell()
-            return
+        batch = self._route.prepare(task)
         self._recorder.add("CPU", "cpu_batching", number, start, time.perf_counter(), lane)
         with self._crew.lock:
             self._busy -= 1
@@ -169,8 +128,5 @@ class Workers:
                 self.schedule.ready(number)
                 self.host[number] = batch
                 self._assign()
-            self._tell()
-
-    def _tell(self) -> None:
-        self._news += 1
-        self._crew.news.notify_all()
+            self._news += 1
+            self._crew.news.notify_all()

@@ -34,7 +34,7 @@ from lightning_gnn.loading.options import checked_options
 from lightning_gnn.loading.seed_order import EvaluationOrder, TrainingOrder, UnshardedOrder
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import OF_NEWER_TORCH, keywords_of, true_or_false, whole_number
-from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
+from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, beyond_plain
 
 LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
 """Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
@@ -52,18 +52,8 @@ _SET_HERE = {
 class MiniBatchDataModule(ResumableDataModule):
     """Builds threaded loaders whose mini-batches depend on (seed, rank, loader, epoch, batch number) alone.
 
-    In a checkpoint lie the seed and the state of the random streams. A resumed run asks Lightning's own loop for the
-    batch to go on with, so the loaders need no state of their own (which Lightning would drop as soon as
-    ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``).
-
-    Args:
-        seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.
-        options: Keywords of :class:`~lightning_gnn.datamodules.SamplingOptions` and
-            :class:`~lightning_gnn.datamodules.StorageOptions`, and further arguments of the training loader;
-            ``shuffle=False`` trains in the order of the seeds.
-        eval_loader_kwargs: What the other loaders, and their sampler, take instead.
-        inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
-            prediction get the whole graph as one batch, whose outputs are computed layer by layer, exactly.
+    A resumed run asks Lightning's own loop for the batch to go on with, so the loaders need no state of their own
+    (which Lightning would drop as soon as ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``).
     """
 
     kind: ClassVar[str] = "node"
@@ -75,7 +65,7 @@ class MiniBatchDataModule(ResumableDataModule):
         self,
         seed: int | None,
         batch_size: int,
-        num_neighbors: Any,
+        num_neighbors: Fanouts | None,
         inference: str | FullInference,
         eval_loader_kwargs: dict[str, Any] | None,
         options: dict[str, Any],
@@ -182,7 +172,7 @@ class MiniBatchDataModule(ResumableDataModule):
 
     @property
     def batch_size(self) -> int:
-        """Seeds (or labelled edges) per mini-batch; Lightning's ``Tuner.scale_batch_size`` sets it.
+        """Seeds (or labeled edges) per mini-batch; Lightning's ``Tuner.scale_batch_size`` sets it.
 
         Validation, testing and prediction follow, unless ``eval_loader_kwargs`` gave them a size of their own.
         """
@@ -193,13 +183,13 @@ class MiniBatchDataModule(ResumableDataModule):
     def batch_size(self, batch_size: int) -> None:
         batch_size = whole_number(batch_size, "batch_size", 1)
         if "loader_kwargs" not in self.__dict__:
-            return  # a class of the user's own has such an attribute, before __init__ is told
+            return  # a class of the user's own has such an attribute, before ours is initialized
         if not self._own_eval_batch_size:
             self.eval_loader_kwargs["batch_size"] = batch_size
         self.loader_kwargs["batch_size"] = batch_size
 
     def train_dataloader(self) -> Loader:
-        """Return shuffled mini-batches of the training seeds (or labelled edges)."""
+        """Return shuffled mini-batches of the training seeds (or labeled edges)."""
         return self.make_loader("train")
 
     def val_dataloader(self) -> Loader:
@@ -223,13 +213,7 @@ class MiniBatchDataModule(ResumableDataModule):
         raise NotImplementedError
 
     def sampled_loader(self, stage: str, data: Batch, sampler: BaseSampler, **options: Any) -> PipelineLoader:
-        """Return a loader of sampled mini-batches: seeds, order, keys and rank of a stage are filled in.
-
-        Args:
-            data: The graph, from which features are cut.
-            sampler: A sampler of PyG's interface.
-            **options: Further arguments of the loader, such as ``pipeline`` and ``prefetcher``.
-        """
+        """Return a loader of sampled mini-batches: seeds, order, keys and rank of a stage are filled in."""
         raise NotImplementedError
 
     def _sampler_of(self, stage: str) -> BaseSampler:
@@ -302,11 +286,6 @@ class MiniBatchDataModule(ResumableDataModule):
         super().load_state_dict(state_dict)
         self.seed = state_dict["seed"]
         self._size_before = state_dict.get("batch_size")
-        if before := state_dict.get("precompute"):
-            rank_zero_warn(
-                f"the checkpoint was trained with precompute={before!r}, which was removed: its first layer had all "
-                "in-neighbours, this run's has those that num_neighbors samples"
-            )
 
     def _first_batch(self) -> int:
         """Called when an epoch's first batch is asked for: where Lightning's loop stands in this epoch."""
@@ -363,8 +342,8 @@ class MiniBatchDataModule(ResumableDataModule):
     def _replica(self) -> tuple[int, int]:
         """Among how many the seeds are shared out, and which of them this process is, as the strategy sees it."""
         strategy = None if self.trainer is None else self.trainer.strategy
-        told = getattr(strategy, "distributed_sampler_kwargs", {})
-        return told.get("num_replicas", self._world_size), told.get("rank", self._rank)
+        given = getattr(strategy, "distributed_sampler_kwargs", {})
+        return given.get("num_replicas", self._world_size), given.get("rank", self._rank)
 
 
 def _evaluation_epoch(number: int) -> int:

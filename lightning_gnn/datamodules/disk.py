@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,34 +20,22 @@ from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.loading.prefetch.lookahead import CompactSampledBatch
 from lightning_gnn.runtime.messages import memory_bytes, shown, whole_number
 
-_WINDOW_SHARE = 8
-"""Of the memory, what mini-batches that wait for their features take by default: an eighth."""
-_MARGIN = 1.25
-"""How much larger than the one that was measured mini-batches are taken to be."""
-
+Store: TypeAlias = str | Path | Mapping[str, str | Path] | None  # .npy files, one or by type
+_WINDOW_SHARE = 8  # of the memory, mini-batches that wait for their features take by default: an eighth
+_MARGIN = 1.25  # how much larger than the one that was measured mini-batches are taken to be
 _USUAL_BATCH = 1024
-_COMPARED = 258
-"""Rows of a given file that are compared with those in the graph: the first, the last, and some evenly between."""
+_COMPARED = 258  # rows of a given file that are compared with those in the graph: first, last, some evenly between
 
 
 class OnDisk:
-    """Where ``x`` of a graph is read from, with how much memory.
-
-    Args:
-        memory: Bytes for everything together, such as ``"8GB"``: what is kept of the features, mini-batches that were
-            sampled ahead, and those that are ready.
-        lookahead: Mini-batches that are sampled ahead, or bytes of them (``"500MB"``); by default an eighth of the
-            memory.
-        store: ``.npy`` files, one or by type; by default those from which ``x`` is memory-mapped. Where the graph has
-            ``x`` too, some rows are compared.
-    """
+    """Where ``x`` of a graph is read from, with how much memory; options of :class:`StorageOptions`."""
 
     def __init__(
         self,
         data: Batch,
         memory: int | str,
         lookahead: int | str | None = None,
-        store: str | Path | Mapping[str, str | Path] | None = None,
+        store: Store = None,
     ) -> None:
         self.memory = memory_bytes(memory, "memory")
         if lookahead is None:
@@ -86,7 +74,7 @@ class OnDisk:
             ready = max(measured.num_ahead, 1) + 2
             most, size = self.window
             window = min(most * waiting, self.memory) if size is None else size
-            batches = int(_MARGIN * ready * sum(rows[name] * _read_bytes(file) for name, file in self.files.items()))
+            batches = int(_MARGIN * ready * sum(rows[name] * file.row_bytes for name, file in self.files.items()))
             least = {name: DiskFeatures.least_bytes(file) for name, file in self.files.items()}
             if (left := self.memory - window - batches - sum(least.values())) < 0:
                 raise ValueError(
@@ -167,7 +155,7 @@ def _check_same(file: FeatureFile, x: Tensor, where: str) -> None:
     given = x.detach()[ids.to(x.device)].cpu()
     if behind is not None:
         advise(x, "MADV_NORMAL")
-    wrong = ~_alike(there, given)
+    wrong = ~_is_equal(there, given)
     if wrong.any():
         rows = wrong.any(1)
         place, column = wrong.nonzero()[0].tolist()
@@ -179,15 +167,14 @@ def _check_same(file: FeatureFile, x: Tensor, where: str) -> None:
         )
 
 
-def _alike(there: Tensor, given: Tensor) -> Tensor:
+def _is_equal(there: Tensor, given: Tensor) -> Tensor:
     """Say which numbers of a file are those given, but for what the coarser of both dtypes rounds, bool ``[n, f]``."""
-    a, b = there.double(), given.double()
-    allowed = torch.zeros_like(b)
-    rounding = [torch.finfo(dtype) for dtype in (there.dtype, given.dtype) if dtype.is_floating_point]
-    if there.dtype != given.dtype and rounding:
-        coarser = max(rounding, key=lambda info: info.eps)
-        allowed = coarser.eps * (b.abs() + coarser.tiny)
-    return (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= allowed)
+    eps = 0.0
+    if there.dtype != given.dtype:
+        floating = [torch.finfo(dtype) for dtype in (there.dtype, given.dtype) if dtype.is_floating_point]
+        coarser = max(floating, key=lambda info: info.eps)
+        eps, tiny = coarser.eps, coarser.tiny
+    return torch.isclose(there.double(), given.double(), rtol=eps, atol=eps * tiny if eps else 0.0, equal_nan=True)
 
 
 def _measured(loader: PipelineLoader, files: Mapping[Any, FeatureFile]) -> tuple[dict[AttributeName, int], int]:
@@ -198,7 +185,3 @@ def _measured(loader: PipelineLoader, files: Mapping[Any, FeatureFile]) -> tuple
     sampled = loader.pipeline.sample(BatchTask(0, 0, torch.arange(min(size, len(loader.dataset)))))
     kinds = {name: name[0] if isinstance(name, tuple) else None for name in files}
     return {name: sampled.nodes(kind).numel() for name, kind in kinds.items()}, CompactSampledBatch(sampled).num_bytes
-
-
-def _read_bytes(file: FeatureFile) -> int:
-    return file.row_bytes

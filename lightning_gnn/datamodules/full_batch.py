@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +17,12 @@ from lightning_gnn.runtime.messages import OF_NEWER_TORCH
 
 
 class FullBatch(Data):  # type: ignore[misc]
-    """A PyG ``Data`` whose ``edge_index`` is a compressed graph.
-
-    Its ``inference``, if there is one, tells :class:`~lightning_gnn.nn.GNNModule` to evaluate layer by layer. Then
-    features and graph stay in host memory if a device is too small for them.
-    """
+    """A PyG ``Data`` over a compressed graph; where it has ``inference``, a module evaluates layer by layer."""
 
     is_handed_out_again = True  # loaders hand out the same object each time, so that it is converted and moved once
 
     @classmethod
-    def from_data(cls, data: Data, graph: CompressedGraph, **more: Any) -> FullBatch:
+    def from_data(cls, data: Data, graph: CompressedGraph, **more: object) -> FullBatch:
         """Share the attributes of ``data``, except for its topology, and add others."""
         kept = {key: value for key, value in data.to_dict().items() if key not in ("graph", "adj_t", "edge_index")}
         batch: FullBatch = cls.from_dict({**kept, "edge_index": graph, **more})

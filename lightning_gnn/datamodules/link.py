@@ -1,4 +1,4 @@
-"""Link-level training on sampled neighbourhoods."""
+"""Link-level training on sampled neighborhoods."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import BaseSampler, NegativeSampling
-from torch_geometric.typing import EdgeType
+from torch_geometric.typing import EdgeType, InputEdges
 from typing_extensions import Unpack, override
 
 from lightning_gnn.datamodules.base import Loader, MiniBatchDataModule
@@ -24,29 +24,21 @@ from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling.neighbor import Fanouts
 
 _NEGATIVES = ("neg_sampling", "neg_sampling_ratio")
-_MOST_WEIGHTS = 1 << 24
-"""As many outcomes torch.multinomial draws from at most."""
 
 
 class LinkDataModule(MiniBatchDataModule):
-    """Mini-batches of edges with their sampled neighbourhoods, with the keywords of PyG's ``LightningLinkData``.
+    """Mini-batches of edges with their sampled neighborhoods, with the keywords of PyG's ``LightningLinkData``.
 
     Args:
         data: The graph to sample from; leave out of it the edges that are to be predicted.
         input_train_edges: Training edges, int64 ``[2, n]``; all edges of the graph by default. With several types a
             pair of the edge type and these, or the type alone for all of its edges.
-        input_train_labels: Labels of the training edges ``[n]``; without, all are positive.
-        input_train_time: Times of the training edges ``[n]``, where edges of the graph have times: their ends then
-            see nothing later. By default each end sees what is not later than itself.
-        input_val_edges: Validation edges, int64 ``[2, n]``; no validation loader without.
-        input_val_labels: Labels of the validation edges ``[n]``.
-        input_val_time: Their times.
-        input_test_edges: Test edges, int64 ``[2, n]``.
-        input_test_labels: Labels of the test edges ``[n]``.
-        input_test_time: Their times.
-        input_pred_edges: Edges to score, int64 ``[2, n]``.
-        input_pred_labels: Labels of the edges to score ``[n]``.
-        input_pred_time: Their times.
+        input_val_edges, input_test_edges, input_pred_edges: Edges for validation, for testing and to score; there is no
+            loader without.
+        input_train_labels, input_val_labels, input_test_labels, input_pred_labels: Their labels ``[n]``; without, all
+            are positive.
+        input_train_time, input_val_time, input_test_time, input_pred_time: Their times ``[n]``, where edges of the
+            graph have times: their ends then see nothing later. By default each end sees what is not later than itself.
         num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
         neg_sampling: PyG's ``NegativeSampling``, or its mode; where edges have labels, evaluation adds no negatives,
             and prediction never does.
@@ -61,15 +53,13 @@ class LinkDataModule(MiniBatchDataModule):
             ``neg_sampling``.
         **options: :class:`~lightning_gnn.datamodules.SamplingOptions` (such as ``disjoint``, ``time_attr``
             or ``exclude_seed_edges``), :class:`~lightning_gnn.datamodules.StorageOptions` (such as
-            ``memory="8GB"`` or ``feature_dtype="bfloat16"``), and further arguments of
-            :class:`~lightning_gnn.loading.LinkLoader`, such as ``shuffle=False``, ``drop_last`` or
-            ``transform``. What PyG takes to tune its processes changes nothing:
+            ``memory="8GB"``), and further arguments of :class:`~lightning_gnn.loading.LinkLoader`, such as
+            ``shuffle=False``. What PyG takes to tune its processes changes nothing:
             :data:`~lightning_gnn.loading.options.WITHOUT_EFFECT`.
 
     Raises:
-        TypeError: The graph is none of PyG's, edges are no integers, an option is unknown.
-        ValueError: Edges of a wrong shape or out of range, labels of a wrong length, no training edges, NaN, an option
-            or a value that cannot work.
+        TypeError, ValueError: The graph is none of PyG's, edges or labels do not fit it, there are no training edges,
+            features hold NaN, or an option is unknown or has a value that cannot work.
 
     Examples:
         >>> import torch
@@ -90,16 +80,16 @@ class LinkDataModule(MiniBatchDataModule):
     def __init__(
         self,
         data: Data | HeteroData,
-        input_train_edges: Any = None,
+        input_train_edges: InputEdges = None,
         input_train_labels: Tensor | None = None,
         input_train_time: Tensor | None = None,
-        input_val_edges: Any = None,
+        input_val_edges: InputEdges = None,
         input_val_labels: Tensor | None = None,
         input_val_time: Tensor | None = None,
-        input_test_edges: Any = None,
+        input_test_edges: InputEdges = None,
         input_test_labels: Tensor | None = None,
         input_test_time: Tensor | None = None,
-        input_pred_edges: Any = None,
+        input_pred_edges: InputEdges = None,
         input_pred_labels: Tensor | None = None,
         input_pred_time: Tensor | None = None,
         *,
@@ -148,20 +138,16 @@ class LinkDataModule(MiniBatchDataModule):
             self.eval_neg_sampling = _negatives(**own, sizes=ends["train"], where="eval_loader_kwargs: ")
         evaluated = [self._edges[stage][1] for stage in ("val", "test") if self._edges[stage][0] is not None]
         if own and self.eval_neg_sampling is not None and evaluated and all(labels is not None for labels in evaluated):
-            raise ValueError(f"eval_loader_kwargs: {min(own)} has no effect: to labelled edges no negatives are added")
+            raise ValueError(f"eval_loader_kwargs: {min(own)} has no effect: to labeled edges no negatives are added")
         if self.neg_sampling is not None and self.neg_sampling.is_triplet() and input_train_labels is not None:
             raise ValueError("input_train_labels has no place in triplets, where all edges are positive; leave it out")
 
     def large_arrays(self) -> dict[str, object]:
-        """Return graph, features and labelled edges, by name."""
+        """Return graph, features and labeled edges, by name."""
         return {**super().large_arrays(), **{f"{stage} edges": edges for stage, edges in self._edges.items()}}
 
     def predict_dataloader(self) -> Loader:
-        """Return mini-batches of the edges to score, in order, or the whole graph.
-
-        Raises:
-            ValueError: There are none.
-        """
+        """Return mini-batches of the edges to score, in order, or the whole graph; ValueError where there are none."""
         if self._edges["predict"][0] is None:
             raise ValueError("there are no edges to score; give input_pred_edges")
         return super().predict_dataloader()
@@ -203,7 +189,7 @@ class LinkDataModule(MiniBatchDataModule):
 
 
 def _typed_edges(data: Data | HeteroData, given: Any, stage: str) -> tuple[EdgeType | None, Any, tuple[int, int]]:
-    """Return the type of labelled edges, the edges, and the numbers of nodes at both ends."""
+    """Return the type of labeled edges, the edges, and the numbers of nodes at both ends."""
     if isinstance(data, Data):
         return None, given, (data.num_nodes, data.num_nodes)
     if given is None:
@@ -223,7 +209,8 @@ def _typed_edges(data: Data | HeteroData, given: Any, stage: str) -> tuple[EdgeT
     return edge_type, edges, (data[edge_type[0]].num_nodes, data[edge_type[2]].num_nodes)
 
 
-def _checked(edges: Any, labels: Any, sizes: tuple[int, int], stage: str) -> tuple[Tensor | None, Tensor | None]:
+def _checked(edges: object, labels: object, sizes: tuple[int, int], stage: str) -> tuple[Tensor | None, Tensor | None]:
+    """Return the edges and labels of a stage as tensors."""
     name = f"input_{'pred' if stage == 'predict' else stage}"
     if edges is None:
         if labels is not None:
@@ -234,7 +221,7 @@ def _checked(edges: Any, labels: Any, sizes: tuple[int, int], stage: str) -> tup
 
 
 def _negatives(
-    neg_sampling: Any = None, neg_sampling_ratio: Any = None, sizes: tuple[int, int] = (0, 0), where: str = ""
+    neg_sampling: object = None, neg_sampling_ratio: object = None, sizes: tuple[int, int] = (0, 0), where: str = ""
 ) -> NegativeSampling | None:
     """Return PyG's description of the negative edges, None for none, out of any of PyG's ways to ask for them."""
     if neg_sampling_ratio is not None:
@@ -270,15 +257,6 @@ def _probabilities(given: object, num_nodes: int, name: str) -> Tensor | None:
             f"{name} of the negative sampling must have one entry per node, {num_nodes}, but has the shape "
             f"{list(weight.shape)}"
         )
-    if num_nodes > _MOST_WEIGHTS:
-        raise ValueError(f"{name} of the negative sampling: torch draws by weight from {_MOST_WEIGHTS} nodes at most")
-    if not weight.is_floating_point():
-        weight = weight.float()
-    wrong = ~weight.isfinite() | (weight < 0)
-    if bool(wrong.any()):
-        node = int(wrong.nonzero()[0])
-        found = f"{weight[node]:g} at node {node}"
-        raise ValueError(f"{name} of the negative sampling must not be negative, but is {found}")
-    if not bool(weight.sum() > 0):
-        raise ValueError(f"{name} of the negative sampling is zero at every node, which leaves none to draw")
-    return weight
+    if not (bool((weight >= 0).all()) and 0 < float(weight.sum()) < float("inf")):
+        raise ValueError(f"{name} of the negative sampling must be finite, not negative, and not zero at every node")
+    return weight if weight.is_floating_point() else weight.float()

@@ -1,4 +1,4 @@
-"""Node-level training on sampled neighbourhoods."""
+"""Node-level training on sampled neighborhoods."""
 
 from __future__ import annotations
 
@@ -24,21 +24,17 @@ from lightning_gnn.sampling.neighbor import Fanouts
 
 
 class NeighborDataModule(MiniBatchDataModule):
-    """Mini-batches of sampled neighbourhoods, with the keywords and the batches of PyG's ``LightningNodeData``.
+    """Mini-batches of sampled neighborhoods, with the keywords and the batches of PyG's ``LightningNodeData``.
 
     Args:
-        data: The graph, of one type or of several; ``x``, ``y`` and any other attribute of nodes or edges come with
-            each batch.
+        data: The graph, of one type or of several; any attribute of nodes or edges comes with each batch.
         input_train_nodes: Seeds for training, a bool mask ``[num_nodes]`` or int64 ids; by default ``data.train_mask``.
             With several types a pair of the seeds' type and these, or the type alone for all of its nodes; by default
             the one type with a ``train_mask``.
-        input_train_time: Times of the seeds ``[n]``, where edges have times; by default those of their nodes.
-        input_val_nodes: Seeds for validation; no validation loader without.
-        input_val_time: Their times.
-        input_test_nodes: Seeds for testing.
-        input_test_time: Their times.
+        input_val_nodes, input_test_nodes: Seeds for validation and testing; there is no loader without.
         input_pred_nodes: Seeds for prediction; all nodes by default.
-        input_pred_time: Their times.
+        input_train_time, input_val_time, input_test_time, input_pred_time: Times of the seeds ``[n]``, where edges have
+            times; by default those of their nodes.
         num_neighbors: In-edges to pick per node, one number per hop; -1 takes all. With several types also a list for
             each edge type.
         batch_size: Seeds per mini-batch.
@@ -46,19 +42,17 @@ class NeighborDataModule(MiniBatchDataModule):
         seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.
         node_sampler: A sampler of your own instead of the one made from these arguments.
         inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
-            prediction run over the whole graph, layer by layer, with all neighbours and no sampling.
+            prediction run over the whole graph, layer by layer, with all neighbors and no sampling.
         eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.
         **options: :class:`~lightning_gnn.datamodules.SamplingOptions` (such as ``disjoint``, ``time_attr``,
             ``weight_attr`` or ``sampler="labor"``), :class:`~lightning_gnn.datamodules.StorageOptions` (such as
-            ``memory="8GB"`` or ``feature_dtype="bfloat16"``), and further arguments of
-            :class:`~lightning_gnn.loading.NodeLoader`, such as ``shuffle=False``, ``drop_last`` or
-            ``transform``. What PyG takes to tune its processes changes nothing:
+            ``memory="8GB"``), and further arguments of :class:`~lightning_gnn.loading.NodeLoader`, such as
+            ``shuffle=False``. What PyG takes to tune its processes changes nothing:
             :data:`~lightning_gnn.loading.options.WITHOUT_EFFECT`.
 
     Raises:
-        TypeError: The graph is none of PyG's, a tensor is not of an integer or bool dtype, an option is unknown.
-        ValueError: A mask of the wrong length, an empty training split, a node out of range, NaN, an option or a value
-            that cannot work.
+        TypeError, ValueError: The graph is none of PyG's, seeds do not fit it, the training split is empty, features
+            hold NaN, or an option is unknown or has a value that cannot work.
 
     Examples:
         >>> import torch
@@ -71,7 +65,7 @@ class NeighborDataModule(MiniBatchDataModule):
         >>> batch = next(iter(datamodule.train_dataloader()))
         >>> batch.n_id, batch.y[: batch.batch_size]
         (tensor([4, 1, 3, 0]), tensor([0, 1]))
-        >>> batch.edge_index  # as in PyG: from the neighbours to the seeds, by their places in the mini-batch
+        >>> batch.edge_index  # as in PyG: from the neighbors to the seeds, by their places in the mini-batch
         tensor([[2, 3],
                 [0, 1]])
     """
@@ -79,13 +73,13 @@ class NeighborDataModule(MiniBatchDataModule):
     def __init__(
         self,
         data: Data | HeteroData,
-        input_train_nodes: Any = None,
+        input_train_nodes: InputNodes = None,
         input_train_time: Tensor | None = None,
-        input_val_nodes: Any = None,
+        input_val_nodes: InputNodes = None,
         input_val_time: Tensor | None = None,
-        input_test_nodes: Any = None,
+        input_test_nodes: InputNodes = None,
         input_test_time: Tensor | None = None,
-        input_pred_nodes: Any = None,
+        input_pred_nodes: InputNodes = None,
         input_pred_time: Tensor | None = None,
         *,
         num_neighbors: Fanouts | None = None,

@@ -33,16 +33,10 @@ class SamplingOptions(_Group):
     Args:
         num_neighbors: In-edges to pick per node, one number per hop; -1 takes all. In a heterogeneous graph also a list
             for each edge type.
-        replace: Sample with replacement.
-        disjoint: One tree per seed.
-        subgraph_type: ``"directional"``, ``"bidirectional"`` or ``"induced"``.
-        time_attr: Attribute with the times of nodes or of edges.
-        temporal_strategy: ``"uniform"`` or ``"last"``.
-        time_window: For how long before its own time edges count for a seed.
+        replace, disjoint, subgraph_type, sampler: With replacement, one tree per seed, which edges, and LABOR.
+        time_attr, temporal_strategy, time_window: Attribute with times of nodes or edges, and how they are picked by.
         weight_attr: Attribute with the weights of edges.
-        sampler: ``"uniform"`` or ``"labor"``.
-        layer_dependency: With LABOR, all hops share variates.
-        batch_dependency: With LABOR, variates are kept for so many consecutive mini-batches.
+        layer_dependency, batch_dependency: With LABOR, hops, or so many mini-batches, share variates.
         exclude_seed_edges: In link prediction, take seed edges and their reverses out of the messages; a dict names
             reverse edge types that are not called ``rev_…``.
     """
@@ -78,12 +72,10 @@ class StorageOptions(_Group):
             memory-mapped and of more than a gigabyte, and in ``y`` of the seeds.
         feature_dtype: Keep ``x`` in this dtype, ``"bfloat16"`` (or float16) for half of the memory, and of the time to
             read it; batches have it too, best with ``Trainer(precision="bf16-mixed")``.
-        share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
-            were started: pages are copied only where a rank writes to them
-            (:func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`).
-        memory: Leave ``x`` on disk and read it past the page cache, with so much memory (``"8GB"``) for all that this
-            takes: rows that will be used soonest, mini-batches that were sampled ahead, and those that are ready. In
-            each process. Mini-batches are equal to those from memory.
+        share_memory: On several devices, let the ranks of one machine use one copy of graph and features: pages are
+            copied only where a rank writes to them.
+        memory: Leave ``x`` on disk and read it past the page cache, with so much memory (``"8GB"``) in each process for
+            rows that will be used soonest, mini-batches that were sampled ahead, and those that are ready.
         lookahead: With ``memory``, how many mini-batches are sampled ahead of the one that is read, or bytes of them
             (``"500MB"``); by default an eighth of the memory.
         store: With ``memory``, the ``.npy`` file to read; in a heterogeneous graph one for each type that is to be read

@@ -29,10 +29,9 @@ _BY_RANK = ("rng", "logged", "gradients", "order_state")
 class ResumableDataModule(pl.LightningDataModule):
     """Adds to checkpoints what Lightning leaves out of them, and puts it back when training goes on.
 
-    That is: the random streams of torch, NumPy and Python, from which also a sampler of the user's drew its order; what
-    was logged and measured in the epoch so far; gradients that are being accumulated; whether the run was about to
-    stop; and what was still to be done for the last batch. Lightning alone leaves out the validation that follows a
-    checkpoint of an epoch's last batch, and steps of plateau schedules, or trains too much.
+    That is: the random streams, from which also a sampler of the user's drew its order; what was logged and measured in
+    the epoch so far; gradients that are being accumulated; whether the run was about to stop; and what was still to be
+    done for the last batch, such as a validation, or steps of plateau schedules.
     """
 
     _resumed: dict[str, Any] | None = None
@@ -114,7 +113,7 @@ def logged_state(trainer: pl.Trainer) -> dict[str, Any]:
     epochs: Any = trainer.fit_loop.epoch_progress.total
     ended = epochs.started == epochs.processed
     results = [] if ended else [_saved(key, metric) for key, metric in trainer.fit_loop.epoch_loop._results.items()]
-    # What Lightning is about to reset: at the end of an epoch, or for a validation that will begin anew.
+    # What Lightning is about to reset: at the end of an epoch, or for a validation that will begin again.
     logged = trainer.fit_loop.epoch_loop.val_loop._results if trainer.validating else {}
     logged = {**logged, **(trainer.fit_loop.epoch_loop._results if ended else {})}
     left_out = {metric.meta.metric_attribute for metric in logged.values()}
@@ -164,7 +163,7 @@ def load_logged(trainer: pl.Trainer, state: dict[str, Any] | None, mid_epoch: bo
         connector._first_loop_iter = True  # else the first batch would reset what earlier ones logged
 
 
-def _saved(key: str, metric: Any) -> dict[str, Any] | None:
+def _saved(key: str, metric: _ResultMetric) -> dict[str, Any] | None:
     meta = metric.meta
     reduction = next((name for name in _REDUCTIONS if getattr(meta, f"is_{name}_reduction")), None)
     if metric.has_reset or not (metric.is_tensor or meta.metric_attribute):

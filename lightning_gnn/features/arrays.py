@@ -8,25 +8,25 @@ import mmap
 import os
 import platform
 import shutil
-import stat
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lightning_gnn.runtime.files import whole_file
 from lightning_gnn.runtime.memory_info import total_bytes
 
+Order = Literal["C", "F"]
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 # Python names the flag from version 3.13 on.
 _USUAL = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64")
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if _USUAL else 0)
-_OTHERS = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket"}
 _FULL = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # NumPy gives no number where a write falls short
 
 _BFLOAT16 = np.dtype("V2")  # what NumPy calls bfloat16, for which it has no name, also where JAX writes it
@@ -36,23 +36,17 @@ _scattered: set[int] = set()  # where tensors begin that are read here and there
 
 def check_file(path: Path) -> None:
     """Raise unless there is a file, or a link to one: opening a FIFO would wait for ever."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        link = f": it is a link to {os.readlink(path)}, where nothing is" if path.is_symlink() else ""
-        raise FileNotFoundError(f"{path} does not exist{link}") from None
-    if not stat.S_ISREG(mode):
-        kind = next((name for is_kind, name in _OTHERS.items() if is_kind(mode)), "a device")
-        raise ValueError(f"{path} is {kind}, but must be a file; put the file there instead")
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist{', but as a link to nothing' if path.is_symlink() else ''}")
+    if not path.is_file():
+        raise ValueError(f"{path} is a folder, FIFO, socket or device, but must be a file; put the file there instead")
 
 
 def load_array(path: str | Path, mmap: bool = True) -> Tensor:
     """Read one ``.npy`` file as a tensor; numbers of two bytes that NumPy has no name for are bfloat16.
 
-    Args:
-        mmap: Map it copy-on-write: pages come in as they are touched, and writes stay in memory. The file may be larger
-            than memory. Where the system counts mapped files as memory and refuses so much, it is mapped read-only with
-            a warning: writing to such a tensor ends the process.
+    By ``mmap`` it is mapped copy-on-write: pages come in as they are touched, and writes stay in memory. Where the
+    system counts mapped files as memory and refuses so much, it is mapped read-only with a warning.
     """
     path = Path(path)
     check_file(path)
@@ -87,7 +81,7 @@ def _read(file: IO[bytes], dtype: np.dtype, count: int, path: Path) -> np.ndarra
     return array
 
 
-def _described(file: IO[bytes], size: int, path: Path) -> tuple[np.dtype, tuple[int, ...], Any, int]:
+def _described(file: IO[bytes], size: int, path: Path) -> tuple[np.dtype, tuple[int, ...], Order, int]:
     try:
         version = np.lib.format.read_magic(file)
         if version not in _HEADERS:
@@ -114,7 +108,7 @@ def _described(file: IO[bytes], size: int, path: Path) -> tuple[np.dtype, tuple[
 def _mapped(file: IO[bytes], size: int, path: Path) -> mmap.mmap:
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-    # The kernel counts pages that might be copied as memory unless it is told not to: 40 GB would not fit into 24.
+    # The kernel counts pages that might be copied as memory unless asked not to: 40 GB would not fit into 24.
     options = (
         {"flags": mmap.MAP_PRIVATE | _NO_RESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE},
         {"flags": mmap.MAP_SHARED, "prot": mmap.PROT_READ},
@@ -141,11 +135,7 @@ def _mapped(file: IO[bytes], size: int, path: Path) -> mmap.mmap:
 
 
 def save_arrays(folder: Path, arrays: Mapping[str, Tensor | np.ndarray | None]) -> None:
-    """Write ``.npy`` files into a folder; until all of them are on the disk, none is seen under its name.
-
-    Args:
-        arrays: What to write, by the name without ``.npy``, None: nothing; the first one gets its name last.
-    """
+    """Write ``.npy`` files into a folder; until all of them are on the disk, none is seen under its name."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         for name, array in arrays.items():
@@ -162,11 +152,11 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
     return tensor.view(torch.int16).numpy().view(_BFLOAT16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-def create_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.memmap:
+def create_array(path: Path, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> np.memmap:
     """Make one ``.npy`` file of zeros with all its room on the disk reserved, mapped for writing."""
     header = _header(np.dtype(dtype), shape)
     try:
-        path.unlink(missing_ok=True)  # whoever has mapped the old file keeps what is in it
+        path.unlink(missing_ok=True)  # mappings of the old file keep what is in it
         with path.open("xb") as file:
             reserve(file, len(header) + math.prod(shape) * np.dtype(dtype).itemsize, path)
             file.write(header)
@@ -176,7 +166,7 @@ def create_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.memmap:
     return np.lib.format.open_memmap(path, mode="r+")
 
 
-def write_blocks(path: Path, dtype: Any, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> None:
+def write_blocks(path: Path, dtype: npt.DTypeLike, shape: tuple[int, ...], blocks: Iterable[np.ndarray]) -> None:
     """Write one ``.npy`` file, block after block of its rows; it gets its name once it is whole."""
     header, rows = _header(np.dtype(dtype), shape), 0
     with new_file(path, len(header) + math.prod(shape) * np.dtype(dtype).itemsize) as file:
@@ -240,11 +230,8 @@ def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def expect_scattered_reads(rows: Tensor) -> Tensor:
-    """Tell the system that rows of a mapped tensor will be read here and there; returns the tensor.
-
-    It then reads no neighbourhood of megabytes around each. Only for a table of more than half the memory: a smaller
-    one comes in whole sooner or later, and sooner in large pieces.
-    """
+    """Tell the system that rows of a mapped tensor will be read here and there; it then reads little around each."""
+    # Smaller ones come in whole sooner or later, and sooner in large pieces.
     if rows.nbytes > total_bytes() // 2:
         advise(rows, "MADV_RANDOM")
         _scattered.add(rows.data_ptr())

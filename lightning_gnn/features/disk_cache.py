@@ -1,8 +1,6 @@
 """Which rows of a file stay in memory: those that will be used soonest, as far as the coming reads are known.
 
-This is Belady's rule, over a window of reads that were announced. Rows that the window does not name come after all
-others, and among them those go first that were not used for longest. A list of slots for each coming read makes every
-decision a step or two.
+Belady's rule, over a window of announced reads; other rows come after these, those used least recently go first.
 """
 
 from dataclasses import dataclass, field
@@ -72,11 +70,7 @@ class RowLocations:
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
 
     def announce(self, rows: npt.NDArray[Any]) -> None:
-        """Add a read after those that are known.
-
-        Args:
-            rows: What it reads, integers ``[n]`` within range; a row may be named twice.
-        """
+        """Add a read of some rows, integers ``[n]`` within range, after those known; a row may be named twice."""
         if len(self._starts) >= self.most_reads:
             raise ValueError(f"{self.most_reads} reads are announced already, which is all that there is room for")
         start = sum(self._starts[-1]) if self._starts else 0
@@ -110,14 +104,7 @@ class RowLocations:
         self._counts.fill(0)
 
     def keep(self, rows: npt.NDArray[np.int64]) -> int:
-        """Give slots to rows that are being read, as far as they are needed sooner than what is there.
-
-        Args:
-            rows: Rows without a slot, int64 ``[n]``, each once; those first that are to win among equals.
-
-        Returns:
-            A stamp: of the rows that got a slot, as :meth:`stamps` gives it.
-        """
+        """Give slots to rows being read, int64 ``[n]``, each once, that are needed sooner; return a stamp."""
         self._round += 1
         order = np.argsort(self.next_read[rows], kind="stable")
         _keep(rows[order], self._front, len(self._starts), self._round, self._stamp, self.next_read, self._state)

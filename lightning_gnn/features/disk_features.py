@@ -44,9 +44,8 @@ class DiskFeatures:
         memory: Bytes that all of this takes, such as ``"2GB"``: 12 bytes per row of the file, buffers, and the cache.
 
     Raises:
-        FileNotFoundError, OSError: There is no such file, or it cannot be read.
-        TypeError: Its numbers are no features.
-        ValueError: It is no table of features, or the memory does not suffice.
+        OSError: There is no such file, or it cannot be read.
+        TypeError, ValueError: It is no table of features, or the memory does not suffice.
 
     Examples:
         >>> import tempfile
@@ -63,6 +62,8 @@ class DiskFeatures:
     def __init__(self, file: FeatureFile | str | Path, memory: int | str) -> None:
         self.file = file if isinstance(file, FeatureFile) else FeatureFile.open(file)
         self.memory = memory_bytes(memory, "memory")
+        self.num_nodes, self.num_features = self.file.num_rows, self.file.num_columns
+        self.dtype, self.row_bytes = self.file.dtype, self.file.row_bytes
         self.counts = DiskCounts()
         self._lock = threading.RLock()
         self._claimed = False
@@ -74,9 +75,11 @@ class DiskFeatures:
                 f"{shown(location_bytes(rows, MOST_READS))} to keep track of, and all together at least {shown(least)}"
             )
         self._reader = DirectReader(self.file)
-        slots = min(rows, min(rows, _LEAST_ROWS) + (self.memory - least) // self.slot_bytes(self.file))
-        self._where = RowLocations(rows, slots, MOST_READS)
-        self._kept = np.empty((slots, self.file.row_bytes), np.uint8)
+        self.direct = self._reader.direct  # whether rows are read past the page cache
+        more = (self.memory - least) // self.slot_bytes(self.file)
+        self.cache_rows = min(rows, min(rows, _LEAST_ROWS) + more)  # rows that there is room for in memory
+        self._where = RowLocations(rows, self.cache_rows, MOST_READS)
+        self._kept = np.empty((self.cache_rows, self.row_bytes), np.uint8)
 
     @staticmethod
     def slot_bytes(file: FeatureFile) -> int:
@@ -90,36 +93,6 @@ class DiskFeatures:
         return location_bytes(file.num_rows, MOST_READS) + reader_bytes(file) + few
 
     @property
-    def num_nodes(self) -> int:
-        """Number of rows."""
-        return self.file.num_rows
-
-    @property
-    def num_features(self) -> int:
-        """Number of columns."""
-        return self.file.num_columns
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the rows."""
-        return self.file.dtype
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one stored row."""
-        return self.file.row_bytes
-
-    @property
-    def cache_rows(self) -> int:
-        """Rows that there is room for in memory."""
-        return self._where.num_slots
-
-    @property
-    def direct(self) -> bool:
-        """Whether rows are read past the page cache."""
-        return self._reader.direct
-
-    @property
     def num_bytes(self) -> int:
         """Bytes that are taken in memory."""
         return self._where.num_bytes + self._kept.nbytes + reader_bytes(self.file)
@@ -130,11 +103,7 @@ class DiskFeatures:
         return self._where.announced
 
     def claim(self, by: object = None) -> bool:
-        """Begin to announce reads, unless another one does; :meth:`release` when done.
-
-        Args:
-            by: Who does: of what was announced before, this keeps what was left for the same object.
-        """
+        """Begin to announce reads, unless another one does; those that were left for ``by`` stay."""
         with self._lock:
             if self._claimed:
                 return False
@@ -144,11 +113,7 @@ class DiskFeatures:
             return True
 
     def release(self, left_for: object = None) -> None:
-        """Let others announce, and drop what was announced.
-
-        Args:
-            left_for: Keep it for who claims next, if that is this object.
-        """
+        """Let others announce, and drop what was announced unless it is ``left_for`` who claims next."""
         with self._lock:
             self._left_for = left_for
             if left_for is None:
@@ -161,14 +126,7 @@ class DiskFeatures:
             self._where.forget()
 
     def announce(self, n_id: Tensor) -> None:
-        """Add a read after those that were announced.
-
-        Args:
-            n_id: Whose rows, int64 or int32 ``[n]``.
-
-        Raises:
-            IndexError: A node is out of range.
-        """
+        """Add a read of some rows, int64 or int32 ``[n]`` within range, after those that were announced."""
         ids = self._checked(n_id)
         with self._lock:
             self._where.announce(ids)
@@ -182,14 +140,12 @@ class DiskFeatures:
         """Return the rows of some nodes, from memory or from the disk; safe in any thread.
 
         Args:
-            n_id: Node ids, int64 or int32 ``[n]``; the rows come to the device where they are.
+            n_id: Node ids, int64 or int32 ``[n]``, which always are checked; the rows come to where they are.
             out: Where to write, ``[n, num_features]`` of the table's dtype on the CPU; by default a buffer of the pool.
-            check: As for :meth:`FeatureTable.gather`; they always are.
 
         Raises:
             IndexError: A node is out of range.
-            OSError: The disk refuses.
-            ValueError: The file was cut off, or ``out`` does not fit.
+            OSError, ValueError: The disk refuses, the file was cut off, or ``out`` does not fit.
         """
         shape = (n_id.numel(), self.num_features)
         ids = self._checked(n_id)
@@ -201,7 +157,7 @@ class DiskFeatures:
             try:
                 self._gather(ids, out.view(torch.uint8).numpy())
             except BaseException:
-                self._where.clear()  # slots were given out that nobody has filled
+                self._where.clear()  # slots were given out that have not been filled
                 raise
         return out if n_id.is_cpu else out.to(n_id.device)
 

@@ -67,8 +67,8 @@ class _Job(NamedTuple):
 class DirectReader:
     """Threads that read rows of a file, without the page cache where the file system can.
 
-    Where the system lets reads be queued, one thread keeps up to 256 of them under way, two where there are cores
-    enough, and that takes a third of the processor's time; elsewhere each of eight threads waits for one.
+    Where reads can be queued, one thread, or two, keeps up to 256 of them under way; else eight threads wait for one
+    each.
     """
 
     def __init__(self, file: FeatureFile) -> None:
@@ -94,7 +94,7 @@ class DirectReader:
         """Stop the threads and close the file; as often as you like."""
 
     def _forget_parent(self) -> None:
-        """Leave to the process that this one was forked from what belongs to it; the kernel may number alike."""
+        """Leave to the process that this one was forked from what belongs to it, even where numbers are the same."""
         self.close.detach()
         for _, queue in self._idle:
             if queue is not None:
@@ -352,14 +352,10 @@ def _read_queued(
 
 @_njit
 def _hand_out(job: _Job, buffer: npt.NDArray[np.uint8], k: int, got: int) -> int:
-    """Copy the rows of a range to where they go, from its bytes; those after the first ``got`` are read first.
-
-    Returns:
-        0; or :data:`SHORT` plus how many bytes came, where the file has no more; or :data:`REFUSED` by the disk.
-    """
+    """Copy a range's rows to where they go; return 0, :data:`REFUSED`, or :data:`SHORT` plus the bytes that came."""
     width, address = job.out.shape[1], buffer.ctypes.data
     start, size = job.first[k] * BLOCK_BYTES, job.blocks[k] * BLOCK_BYTES
-    needed = 0
+    needed = 0  # bytes; those after the first `got` are read first
     for i in range(job.begins[k], job.begins[k + 1]):
         needed = max(needed, _begin_of(job.rows[i], job.layout) + width - start)
     got = max(got, 0)

@@ -50,11 +50,7 @@ class FeatureFile:
 
     @classmethod
     def behind(cls, values: Tensor) -> FeatureFile | None:
-        """Return the file that a memory-mapped table shows; None if it lies in memory.
-
-        Args:
-            values: float32, float16 or bfloat16 ``[num_nodes, num_features]``.
-        """
+        """Return the file that a memory-mapped table ``[num_nodes, num_features]`` shows; None if it lies in memory."""
         if values.dtype not in FEATURE_DTYPES or values.dim() != 2 or not values.is_contiguous():
             return None
         if (part := MappedFiles().find(values)) is None:
@@ -64,14 +60,7 @@ class FeatureFile:
         return cls(part.path, values.dtype, rows, columns, int(offset))
 
     def read_some(self, ids: Tensor) -> Tensor:
-        """Return a few rows, read one by one; :class:`DiskFeatures` reads many.
-
-        Args:
-            ids: Which, int64 ``[n]``.
-
-        Returns:
-            ``[n, num_columns]`` of ``dtype``.
-        """
+        """Return a few rows, int64 ``[n]``, read one by one, as ``[n, num_columns]``."""
         raw = np.empty((ids.numel(), self.row_bytes), np.uint8)
         with open(self.path, "rb", buffering=0) as file:
             for place, row in enumerate(ids.tolist()):

@@ -1,10 +1,7 @@
 """What an accelerator keeps of a graph that lies in host memory: hot feature rows, hot adjacency lists, one budget.
 
-:class:`CacheOrder` fills the budget greedily by benefit per byte: against the best possible choice it loses at most the
-benefit of the first entry that does not fit.
-
-The two caches and the split of one budget between them by pre-sampling are DUCATI's (Zhang, Shen, Shao, Chen: DUCATI: A
-Dual-Cache Training System for Graph Neural Networks on Giant Graphs with the GPU, SIGMOD 2023).
+Source: DUCATI (Zhang, Shen, Shao, Chen: DUCATI: A Dual-Cache Training System for Graph Neural Networks on Giant Graphs
+with the GPU, SIGMOD 2023): both caches, and the split of one budget between them by pre-sampling.
 """
 
 from __future__ import annotations
@@ -29,15 +26,10 @@ _Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class RowCache:
-    """Copies of some rows of a table.
+    """Copies of some rows of a table."""
 
-    Args:
-        slot: int32 ``[num_rows]``, the place of each row in ``rows``, or -1.
-        rows: The copies, of the table's dtype ``[cache_rows, num_columns]``, on the device of ``slot``.
-    """
-
-    slot: Tensor
-    rows: Tensor
+    slot: Tensor  # int32 [num_rows], the place of each row in rows, or -1
+    rows: Tensor  # of the table's dtype [cache_rows, num_columns], on the device of slot
 
     @classmethod
     def build(cls, table: Tensor, nodes: Tensor, device: torch.device | str) -> RowCache:
@@ -45,12 +37,7 @@ class RowCache:
 
         Args:
             table: ``[num_rows, num_columns]``.
-            nodes: Which rows, int64 or int32 ``[cache_rows]``, none of them twice.
-            device: Where to.
-
-        Raises:
-            IndexError: A row outside the table.
-            ValueError: A row is given twice.
+            nodes: Which rows, int64 or int32 ``[cache_rows]``, within range and none of them twice.
         """
         nodes = _checked(nodes, table.size(0))
         rows = torch.empty((nodes.numel(), *table.shape[1:]), dtype=table.dtype, device=device)
@@ -69,37 +56,20 @@ class RowCache:
 
 @dataclass(frozen=True, eq=False)
 class CachedAdjacency:
-    """A graph's in-neighbours, with the lists of some nodes on a device.
+    """A graph's in-neighbors, with the lists of some nodes on a device.
 
-    In-neighbour p of node v is ``cached_indices[offset[v] + p]`` where ``offset[v] >= 0``, else
-    ``indices[indptr[v] + p]``.
-
-    Args:
-        indptr: A copy of the graph's offsets on the device, int64 ``[num_nodes + 1]``.
-        indices: The graph's own source nodes in host memory, int32 or int64 ``[num_edges]``.
-        offset: int64 ``[num_nodes]``, where the list of a node starts in ``cached_indices``, or -1; on the device.
-        cached_indices: Lists of the cached nodes, one after the other, of the dtype of ``indices``; on the device.
+    In-neighbor p of node v is ``cached_indices[offset[v] + p]`` where ``offset[v] >= 0``, else ``indices[indptr[v] +
+    p]``.
     """
 
-    indptr: Tensor
-    indices: Tensor
-    offset: Tensor
-    cached_indices: Tensor
+    indptr: Tensor  # a copy of the graph's offsets on the device, int64 [num_nodes + 1]
+    indices: Tensor  # the graph's own source nodes in host memory, int32 or int64 [num_edges]
+    offset: Tensor  # where a node's list starts in cached_indices, or -1, int64 [num_nodes], on the device
+    cached_indices: Tensor  # lists of the cached nodes, one after the other, of the dtype of indices, on the device
 
     @classmethod
     def build(cls, indptr: Tensor, indices: Tensor, nodes: Tensor, device: torch.device | str) -> CachedAdjacency:
-        """Copy the adjacency lists of some nodes to a device.
-
-        Args:
-            indptr: int64 ``[num_nodes + 1]``.
-            indices: int32 or int64 ``[num_edges]``.
-            nodes: Whose lists, int64 or int32 ``[n]``, none of them twice.
-            device: Where to.
-
-        Raises:
-            IndexError: A node outside the graph.
-            ValueError: A node is given twice.
-        """
+        """Copy the adjacency lists of some nodes, int64 or int32 ``[n]``, none of them twice, to a device."""
         nodes = _checked(nodes, indptr.numel() - 1)
         starts, degrees = indptr[nodes], indptr[nodes + 1] - indptr[nodes]
         ends = degrees.cumsum(0)
@@ -154,10 +124,7 @@ class CacheOrder:
         self._order = np.argsort(-(self._gain / self._size), kind="stable")
 
     def best(self, budget: int, among: Collection[int] | None = None) -> CacheChoice:
-        """Fill a budget greedily: an entry that does not fit is passed over for smaller ones.
-
-        A larger budget never gains less.
-        """
+        """Fill a budget greedily by benefit per byte: an entry that does not fit is passed over for smaller ones."""
         wanted = range(len(self._kinds)) if among is None else sorted(among)
         best, best_gain = np.empty(0, np.int64), 0.0
         for used in _some_subsets(wanted, lambda kind: self._kinds[kind].total):
@@ -181,11 +148,7 @@ class CacheOrder:
 
 
 def _some_subsets(numbers: Sequence[int], weight: Callable[[int], float]) -> Iterator[tuple[int, ...]]:
-    """Give the subsets that are worth a look, none of them empty, the smallest first.
-
-    Args:
-        numbers: Of what; all subsets of up to four, else the single ones, and the heaviest two, three, ... and all.
-    """
+    """Give the subsets worth a look, the smallest first: all of up to four, else single ones and the heaviest."""
     if len(numbers) <= 4:
         for size in range(1, len(numbers) + 1):
             yield from combinations(numbers, size)
@@ -201,14 +164,7 @@ def row_cost(row_bytes: int) -> int:
 
 
 def hottest_of_types(scores: Mapping[Any, Tensor], count: int) -> dict[Any, Tensor]:
-    """Return the nodes with the highest scores of all types together, by type; ties go to earlier types.
-
-    Args:
-        scores: Numbers ``[num_nodes]`` of each type, at least of one.
-
-    Returns:
-        int64 ``[n]`` of each type that has any, the hottest first.
-    """
+    """Return the nodes with the highest scores ``[num_nodes]`` of all types together, int64 by type, hottest first."""
     chosen, first = hottest(torch.cat([*scores.values()]), count), 0
     out: dict[Any, Tensor] = {}
     for name, own in scores.items():
@@ -220,15 +176,7 @@ def hottest_of_types(scores: Mapping[Any, Tensor], count: int) -> dict[Any, Tens
 
 
 def hottest(scores: Tensor, count: int) -> Tensor:
-    """Return the nodes with the highest scores, such as degrees or access counts; ties go to lower ids.
-
-    Args:
-        scores: Numbers ``[num_nodes]``.
-        count: How many nodes; all of them if there are fewer.
-
-    Returns:
-        int64 ``[min(count, num_nodes)]``, the hottest first.
-    """
+    """Return the nodes with the highest scores ``[num_nodes]``, int64 ``[count]`` at most; ties go to lower ids."""
     return torch.argsort(scores, descending=True, stable=True)[: max(count, 0)]
 
 

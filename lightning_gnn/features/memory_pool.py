@@ -71,11 +71,10 @@ def pinned(data: P, num_bytes: int, device: torch.device, what: str) -> P:
 
 
 class BufferPool:
-    """Hands out uninitialised host tensors from blocks that return by themselves; safe across threads.
+    """Hands out uninitialized host tensors from blocks that return by themselves; safe across threads.
 
-    A mini-batch can take a hundred megabytes. The system hands such blocks out page by page and takes them back when
-    they are freed, which costs more time than filling them. The pool keeps them instead: a buffer returns by itself
-    when the last tensor that looks at it dies, so a batch that the user keeps is never overwritten.
+    A buffer returns when the last tensor that looks at it dies. The system would hand out large blocks page by page,
+    and take them back when they are freed, which costs more time than filling them.
     """
 
     def __init__(self, max_idle: int = 8) -> None:
@@ -83,16 +82,12 @@ class BufferPool:
         self._idle: dict[int, deque[np.ndarray]] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised contiguous tensor.
-
-        Args:
-            dtype: One of float16, float32, float64, int32, int64; others, and small tensors, bypass the pool.
-        """
+        """Return an uninitialized contiguous tensor; small ones, and dtypes unknown to NumPy, bypass the pool."""
         size = math.prod(shape) * dtype.itemsize
         if size < _SMALL or dtype not in _DTYPES:
             return torch.empty(tuple(shape), dtype=dtype)
         size_class = _size_class(size)
-        # No lock: deques append and pop atomically, and a finaliser may run in the middle of anything.
+        # No lock: deques append and pop atomically, and a finalizer may run in the middle of anything.
         idle = self._idle.setdefault(size_class, deque(maxlen=self.max_idle))
         try:
             block = idle.pop()
@@ -101,10 +96,6 @@ class BufferPool:
         view = block[:size].view(_DTYPES[dtype]).reshape(tuple(shape))
         weakref.finalize(view, idle.append, block).atexit = False
         return torch.from_numpy(view)
-
-    def idle_bytes(self) -> int:
-        """Return how many bytes the pool holds that no tensor uses."""
-        return sum(size * len(blocks) for size, blocks in list(self._idle.items()))
 
 
 def _size_class(size: int) -> int:

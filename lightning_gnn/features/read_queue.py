@@ -12,8 +12,7 @@ import numpy.typing as npt
 from numba import types
 
 DEPTH = 256  # reads of a queue under way at once
-_NUMBERS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
-"""Of the system calls io_setup, io_destroy, io_submit and io_getevents."""
+_NUMBERS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}  # of io_setup, _destroy, _submit and _getevents
 _READ_BYTES, _EVENT_BYTES = 64, 32  # sizes of the kernel's struct iocb and struct io_event
 QUEUE_BYTES = DEPTH * (_READ_BYTES + 8) + 24  # bytes of a queue's arrays
 _INTERRUPTED = 10_000  # so often in a row waiting may be cut short by signals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from lightning_gnn.features.memory_pool import pool
 from lightning_gnn.features.page_locked import page_locked
 
 FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what a table keeps features in
+GraphT = TypeVar("GraphT", Data, HeteroData)
 _BLOCK = 1 << 16
 _NAMED = 5  # rows with NaN that a message names
 
@@ -24,7 +25,7 @@ class FeatureTable:
     """Node features in host memory, on a device, or memory-mapped from a file, with or without a cache of hot rows.
 
     Tables of bfloat16 and float16 take half of the memory, and of the time to read it. Int8 tables are symmetrically
-    quantised by row: a feature is its value times the scale of its row.
+    quantized by row: a feature is its value times the scale of its row.
 
     Args:
         values: float32, float16 or bfloat16 ``[num_nodes, num_features]``, or int8 with ``scales``.
@@ -34,8 +35,7 @@ class FeatureTable:
         dtype: What to keep, float32, float16 or bfloat16; ``values`` of another one are converted once, in memory.
 
     Raises:
-        TypeError: Another dtype, int8 without ``scales`` or with ``dtype``.
-        ValueError: A wrong shape, or a value that is not finite.
+        TypeError, ValueError: Another dtype or shape, int8 without ``scales``, or a value that is not finite.
 
     Examples:
         >>> import torch
@@ -62,17 +62,17 @@ class FeatureTable:
     ) -> None:
         # Check the dtype: floating-point, or int8 with scales.
         kind = str(values.dtype) if isinstance(values, Tensor) else type(values).__name__
-        quantised = kind == "torch.int8" and scales is not None
-        if not quantised and (not isinstance(values, Tensor) or values.dtype not in FEATURE_DTYPES):
+        quantized = kind == "torch.int8" and scales is not None
+        if not quantized and (not isinstance(values, Tensor) or values.dtype not in FEATURE_DTYPES):
             hint = " without scales; FeatureTable.quantized() makes both" if kind == "torch.int8" else ""
             raise TypeError(f"features must be float32, float16 or bfloat16, but are {kind}{hint}")
-        if dtype is not None and (quantised or dtype not in FEATURE_DTYPES):
+        if dtype is not None and (quantized or dtype not in FEATURE_DTYPES):
             raise TypeError(f"{kind} features cannot be kept as {dtype}; give float32, float16 or bfloat16 for both")
         # Check the shapes: a row for each node, and a scale for each row.
         if values.dim() != 2:
             raise ValueError(f"features must have the shape [num_nodes, num_features], but have {list(values.shape)}")
         if scales is not None:
-            if not quantised or scales.dtype != torch.float32:
+            if not quantized or scales.dtype != torch.float32:
                 raise TypeError(f"float32 scales belong to int8 features, but got {scales.dtype} for {values.dtype}")
             if list(scales.shape) != [values.size(0)]:
                 raise ValueError(f"scales must have the shape [{values.size(0)}], but have {list(scales.shape)}")
@@ -115,13 +115,11 @@ class FeatureTable:
             n_id: Node ids, int64 or int32 ``[n]``. On an accelerator, the table must be there too, or in pinned memory.
             out: Where to write, ``[n, num_features]`` of the table's dtype, or float32 for 16 bits, or float16 for an
                 int8 table; by default a buffer from the pool, or new device memory.
-            check: Check the ids on an accelerator too, which waits for it; on the CPU they always are. Unchecked rows
-                out of range come out as NaN.
+            check: Check the ids on an accelerator too, which waits for it; else rows out of range come out as NaN.
 
         Raises:
             IndexError: A node id is out of range.
-            TypeError: Wrong dtype of ``n_id`` or ``out``.
-            ValueError: Wrong shape of ``out``, or memory that the accelerator cannot read.
+            TypeError, ValueError: ``n_id`` or ``out`` do not fit, or memory that the accelerator cannot read.
         """
         if out is None:
             shape = (n_id.numel(), self.num_features)
@@ -134,11 +132,8 @@ class FeatureTable:
     def quantized(self) -> FeatureTable:
         """Return an int8 copy of the table, a quarter (of 16 bits, half) of its size; without the cache.
 
-        The scale of a row is its largest absolute value over 127. A feature comes back with an error of at most half
-        the scale of its row, beside the rounding of float32 (a further 3e-5 of the scale).
-
-        Raises:
-            ValueError: A value is not finite.
+        The scale of a row is its largest absolute value over 127, the error of a feature at most half of that, beside
+        the rounding of float32 (a further 3e-5 of the scale).
         """
         if self.scales is not None:
             return FeatureTable(self.values, scales=self.scales)
@@ -156,16 +151,11 @@ class FeatureTable:
         return FeatureTable(values, scales=scales)
 
     def cached(self, nodes: Tensor, device: torch.device | str) -> FeatureTable:
-        """Return the table with the rows of some nodes, and all scales, copied to a device.
+        """Return the table with some nodes' rows, and all scales, copied to a device; for an accelerator, pin it too.
 
         Args:
             nodes: Whose rows, int64 or int32 ``[cache_rows]``, none of them twice, such as
                 ``hottest(graph.out_degrees, cache_rows)``.
-            device: Where gathered rows are wanted. For an accelerator, pin the table too.
-
-        Raises:
-            IndexError: A node outside the table.
-            ValueError: A node is given twice.
         """
         scales = None if self.scales is None else self.scales.to(device)
         return FeatureTable(self.values, scales=scales, cache=RowCache.build(self.values, nodes, device))
@@ -175,28 +165,12 @@ class FeatureTable:
         return FeatureTable(self.values.to(device), scales=None if self.scales is None else self.scales.to(device))
 
     def pin_memory(self) -> FeatureTable:
-        """Return the table in page-locked host memory, which an accelerator can read directly.
-
-        It is the same memory, if the system can lock it where it is, else a copy; a cache stays as it is.
-        """
+        """Return the table in page-locked host memory, the same where the system can lock it, for accelerators."""
         scales = None if self.scales is None else page_locked(self.scales)
         return FeatureTable(page_locked(self.values), scales=scales, cache=self.cache)
 
-    def share_memory_(self) -> FeatureTable:
-        """Move the table into shared memory; returns self."""
-        for tensor in (self.values, self.scales):
-            if tensor is not None:
-                tensor.share_memory_()  # type: ignore[no-untyped-call]
-        return self
-
     def save(self, path: str | Path) -> Path:
-        """Write the table as one ``.npy`` file (bfloat16 as NumPy's ``V2``); an int8 table's scales go beside it.
-
-        Args:
-            path: The file; ``.npy`` is appended where it is missing.
-
-        Returns:
-            The file.
+        """Write one ``.npy`` file (bfloat16 as ``V2``) and return its path; an int8 table's scales go beside it.
 
         Raises:
             OSError: The disk has no room for it, or cannot be written to; what was there before is still there.
@@ -211,10 +185,8 @@ class FeatureTable:
         """Read what :meth:`save` wrote; with ``mmap`` the rows stay on disk until they are gathered.
 
         Raises:
-            FileNotFoundError: There is no such file, or no scales beside an int8 table.
-            OSError, MemoryError: A file cannot be read, or is too large.
-            TypeError: The file holds another dtype.
-            ValueError: A file is truncated or holds no numbers, or no rows of them.
+            OSError, MemoryError: There is no such file, or it cannot be read.
+            TypeError, ValueError: The file holds no features, or is truncated.
         """
         path = Path(path)
         values = load_array(path, mmap)
@@ -242,12 +214,8 @@ def in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def with_feature_dtype(data: Any, dtype: torch.dtype | str | None, check_finite: bool = True) -> Any:
-    """Return a graph whose ``x``, of each type that has one, is kept in another dtype; the user's own stays as it is.
-
-    Args:
-        dtype: float32, float16 or bfloat16, or its name; None leaves ``data`` alone.
-    """
+def with_feature_dtype(data: GraphT, dtype: torch.dtype | str | None, check_finite: bool = True) -> GraphT:
+    """Return a graph with each ``x`` in another dtype, or its name; the user's own graph stays as it is."""
     # Dtypes may be given by name, as in configuration files.
     if dtype is None:
         return data

@@ -17,17 +17,11 @@ from lightning_gnn.sampling.neighbor import NeighborSampler
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """What some mini-batches of any kind read.
+    """What some mini-batches of any kind read."""
 
-    Args:
-        rows: Times that the row of each node was read, int64 ``[num_nodes]``, by type; None names the only one.
-        edges: Edges of each type in these mini-batches; None names the only one.
-        lists: Entries read from the adjacency list of each node, int64 ``[num_nodes]``; None in graphs with types.
-    """
-
-    rows: dict[NodeType | None, Tensor]
-    edges: dict[EdgeType | None, int]
-    lists: Tensor | None
+    rows: dict[NodeType | None, Tensor]  # reads of each node's row, int64 [num_nodes], by type; None: the only one
+    edges: dict[EdgeType | None, int]  # edges of each type in these mini-batches
+    lists: Tensor | None  # entries read of each node's adjacency list, int64 [num_nodes]; None in graphs with types
     num_batches: int
 
     def __add__(self, other: Reads) -> Reads:
@@ -45,11 +39,7 @@ def count_reads(
     seed: int = 0,
     neg_sampling: NegativeSampling | None = None,
 ) -> Reads:
-    """Sample mini-batches of shuffled seeds in any way and count what they read.
-
-    Args:
-        inputs: The training nodes, or edges, with their type and times; without any, nothing is read.
-        batches: The numbers of the mini-batches; seeds are shuffled anew when they run out.
+    """Sample mini-batches of shuffled seeds in any way and count what they read; seeds are shuffled again at their end.
 
     Source: the pre-sampling of GNNLab (Yang et al., EuroSys 2022), which DUCATI extends to adjacency lists.
     """

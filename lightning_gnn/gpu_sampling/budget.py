@@ -1,8 +1,6 @@
 """One plan for the memory of a device: topology, features, caches of hot rows and lists, mini-batches.
 
-All of them compete for the same bytes. What is read from host memory costs the bytes that cross the bus, as counted in
-mini-batches that were sampled first; the plan is the one that saves most. With several GPUs in a machine a table may be
-on each of them, dealt out to them, or in host memory.
+What is read from host memory costs the bytes that cross the bus, as counted in mini-batches that were sampled first.
 """
 
 from __future__ import annotations
@@ -18,39 +16,26 @@ from torch import Tensor
 from lightning_gnn.features.hot_cache import Cacheable, CacheOrder
 from lightning_gnn.runtime.messages import shown
 
-FOR_THE_MODEL = 0.25
-"""Of the device's memory, how much is left to the model and its activations."""
+FOR_THE_MODEL = 0.25  # of the device's memory, how much is left to the model and its activations
+# What a byte from another GPU of the machine costs, of one from host memory: NVLink brings nine to twelve times as much
+# as the PCIe beside it (450 and 50 GB/s, 300 and 25).
 LINK = 0.1
-"""What a byte from another GPU of the machine costs, of one from host memory: NVLink brings nine to twelve times as
-much as the PCIe beside it (450 and 50 GB/s, 300 and 25)."""
 _NONE = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Something that is read to make mini-batches.
-
-    Args:
-        name: What messages call it.
-        nbytes: What it takes on the device as a whole.
-        place: What the user asked for: ``"device"``, ``"shard"``, ``"pinned"`` or ``"auto"``.
-        reads: What it would cost to read it from host memory, in bytes that cross the bus.
-        pinned_bytes: What of it is on the device all the same where it lies in host memory.
-        hot: What of it may be cached where it lies in host memory; None: nothing.
-        kept: Entries of ``hot`` that are cached there anyway, int64 ``[n]``, and no others; in ``pinned_bytes``.
-        shard_bytes: What of it each GPU of the machine has where it is dealt out to them; None: it cannot be.
-        gpus: How many these are.
-    """
+    """Something that is read to make mini-batches."""
 
     name: str
-    nbytes: int
-    place: str = "auto"
-    reads: float = 0.0
-    pinned_bytes: int = 0
-    hot: Cacheable | None = None
-    kept: Tensor | None = None
-    shard_bytes: int | None = None
-    gpus: int = 1
+    nbytes: int  # on the device as a whole
+    place: str = "auto"  # what the user asked for: device, shard, pinned or auto
+    reads: float = 0.0  # what reading it from host memory would cost, in bytes that cross the bus
+    pinned_bytes: int = 0  # of it on the device all the same where it lies in host memory
+    hot: Cacheable | None = None  # what may be cached where it lies in host memory
+    kept: Tensor | None = None  # entries of hot, int64 [n], that alone are cached there, counted in pinned_bytes
+    shard_bytes: int | None = None  # on each GPU of the machine where it is dealt out; None: it cannot be
+    gpus: int = 1  # how many these are
 
     def bytes_at(self, place: str) -> int:
         """Return what it takes on each device, its cache left out."""
@@ -67,23 +52,14 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """Where a part lies.
-
-    Args:
-        place: ``"device"``, ``"shard"`` or ``"pinned"``.
-        nbytes: What it takes on each device, its cache left out.
-        nodes: Whose rows or lists the device holds of what is pinned, int64 ``[n]``, the most beneficial
-            first.
-        cache_bytes: What these take, their lookup table included.
-        gpus: To how many it is dealt out, where it is.
-    """
+    """Where a part lies: ``"device"``, ``"shard"`` or ``"pinned"``."""
 
     name: str
     place: str
-    nbytes: int
-    nodes: Tensor = _NONE
-    cache_bytes: int = 0
-    gpus: int = 1
+    nbytes: int  # on each device, its cache left out
+    nodes: Tensor = _NONE  # whose rows or lists are cached of what is pinned, int64 [n], the most beneficial first
+    cache_bytes: int = 0  # with the lookup table
+    gpus: int = 1  # to how many it is dealt out, where it is
 
     def served(self, part: Part) -> float:
         """Return what of the cost of some reads is saved."""
@@ -96,25 +72,15 @@ class Placed:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """What lies where, and what it takes.
+    """What lies where, and what it takes."""
 
-    Args:
-        memory: Bytes of the device that were free.
-        fixed: Bytes of other attributes, which are always on the device.
-        buffers: Bytes of mini-batches and of what sampling needs beside the graph.
-        bulk: Mini-batches that are sampled in one launch.
-        hit_rate: The share of the bytes read that does not cross the bus; of those that come from other GPUs, nine
-            tenths.
-        num_batches: Mini-batches that were counted for it; 0 where all fits.
-    """
-
-    memory: int
+    memory: int  # bytes of the device that were free
     parts: tuple[Placed, ...]
-    fixed: int
-    buffers: int
-    bulk: int = 1
-    hit_rate: float = 1.0
-    num_batches: int = 0
+    fixed: int  # bytes of other attributes, which are always on the device
+    buffers: int  # bytes of mini-batches and of what sampling needs beside the graph
+    bulk: int = 1  # mini-batches that are sampled in one launch
+    hit_rate: float = 1.0  # share of the bytes read that does not cross the bus; nine tenths of other GPUs' bytes
+    num_batches: int = 0  # mini-batches that were counted for it; 0 where all fits
 
     @property
     def nbytes(self) -> int:
@@ -168,11 +134,6 @@ def place_parts(
     """Choose where topology and tables lie, and what of them is cached, so that most reads are on the device.
 
     A quarter of the memory is left to the model, unless what the user wants on the device takes it.
-
-    Args:
-        memory: Free bytes of the device.
-        cache_bytes: Of caches, at most; None: whatever is left.
-
     Source: DUCATI splits one budget between two caches by the benefit of the next hottest entry per byte; here whole
     tables, and what mini-batches take, are in the same plan.
     """
@@ -196,7 +157,7 @@ def place_parts(
     limit = max(least, memory - int(FOR_THE_MODEL * memory))
     # Parts that may be pinned, have counted reads and no fixed cache compete for the caches.
     hot = [n for n, part in enumerate(parts) if given[n] in ("auto", "pinned") and part.hot and part.kept is None]
-    order = CacheOrder([_hot(parts[number]) for number in hot])
+    order = CacheOrder([kind for number in hot if (kind := parts[number].hot) is not None])
     free = [number for number in given if given[number] == "auto"]
     # Try every combination of places, and divide the remaining memory among the caches of what stays pinned.
     best: tuple[float, Any] = (-1.0, None)
@@ -235,18 +196,11 @@ def _pinned(part: Part) -> tuple[Placed, Part]:
     return Placed(part.name, "pinned", part.pinned_bytes, _NONE if part.kept is None else part.kept), part
 
 
-def _hot(part: Part) -> Cacheable:
-    assert part.hot is not None
-    return part.hot
-
-
 def _choices(free: Sequence[int], parts: Sequence[Part]) -> Iterator[dict[int, str]]:
-    """Give what may be where, the most on the device first: of equals, what no cache has to be right about.
-
-    All choices of up to six parts; of more, those that are read most per byte, with or without any one of them, and of
-    the others as many as fit dealt out to the GPUs.
-    """
+    """Give what may be where, the most on the device first: of equals, what no cache has to be right about."""
     dealt = [number for number in free if parts[number].shard_bytes is not None and parts[number].gpus > 1]
+    # All choices of up to six parts; of more, those read most per byte, without any one of them, and of the others as
+    # many as fit dealt out to the GPUs.
     if len(free) <= 6:
         ways = [("device", "shard", "pinned") if number in dealt else ("device", "pinned") for number in free]
         rank = {"device": 0, "shard": 1, "pinned": 2}

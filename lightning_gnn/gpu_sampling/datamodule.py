@@ -1,4 +1,4 @@
-"""Node-level training on neighbourhoods that a GPU samples."""
+"""Node-level training on neighborhoods that a GPU samples."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, such as ``num_neighbors``.
 
     Raises:
-        ValueError: What :class:`~lightning_gnn.NeighborDataModule` refuses; an unknown place; a cache for features on
-            the device; when the first loader is made, more wanted on the device than it has, another number of
-            ``gpus``, or ``"shard"`` among GPUs that do not read each other's memory.
+        ValueError: What :class:`~lightning_gnn.NeighborDataModule` or ``PlacementOptions`` refuse; when the first
+            loader is made, more wanted on the device than it has, another number of ``gpus``, or ``"shard"`` among
+            GPUs that do not read each other's memory.
         RuntimeError: Page-locked memory was refused, when the first loader is made.
 
     Examples:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,74 +16,45 @@ from lightning_gnn.features.hot_cache import SECTOR_BYTES, Cacheable, hottest_of
 from lightning_gnn.features.table import FeatureTable
 from lightning_gnn.gpu_sampling.access_counts import Reads
 from lightning_gnn.gpu_sampling.budget import Part, Placement, place_parts
+from lightning_gnn.gpu_sampling.options import PlacementOptions
 from lightning_gnn.gpu_sampling.shards import LIST_SHIFT, ROW_SHIFT, Dealt
 from lightning_gnn.graph.csc import CSCGraph
+from lightning_gnn.graph.hetero import HeteroCSCGraph
+from lightning_gnn.graph.stores import StoreType
 from lightning_gnn.loading.batch import Attribute
 from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
 
 TOPOLOGY = "topology"
 _ALL_THERE = ("device", "shard")
-START_EDGES = 1 << 22
-"""Edges for which the kernels take scratch memory at first (``DeviceSampler.START_EDGES``)."""
-At = Attribute
-"""An attribute: its type, None where there is one, and its name."""
-_FIRST, _MOST = 8, 128
-"""Mini-batches that are sampled to begin with, and at most."""
-_SETTLED = 0.01
-"""What twice as many mini-batches must add to the hit rate to go on."""
-_SPREAD = 1.25
-"""How much larger than their mean mini-batches may be."""
+START_EDGES = 1 << 22  # for which the kernels take scratch memory at first (DeviceSampler.START_EDGES)
+At = Attribute  # its type, None where there is one, and its name
+_FIRST, _MOST = 8, 128  # mini-batches that are sampled to begin with, and at most
+_SETTLED = 0.01  # what twice as many mini-batches must add to the hit rate to go on
+_SPREAD = 1.25  # how much larger than their mean mini-batches may be
 
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """What wants to be on a device.
+    """What wants to be on a device."""
 
-    Args:
-        sampler: On the CPU, of the training mini-batches.
-        tables: Matrices of node and edge features, in host memory.
-        others: Further attributes, which are always on the device.
-        of_edges: Which of the attributes are those of edges.
-        by_row: Which of ``others`` mini-batches have rows of.
-        on_disk: Matrices of which mini-batches alone have rows on the device.
-        topology: Its place: ``"device"``, ``"shard"``, ``"pinned"`` or ``"auto"``.
-        features: That of the tables.
-        quantize: Whether ``x`` is stored as int8.
-        cache_rows: Rows of ``x``, of all types, with the most out-edges, that the device holds.
-        cache_bytes: Of caches by measured benefit, at most; None: what is left.
-        held: Mini-batches, with their features, on the device at a time.
-        bulk: Mini-batches that are sampled in one launch, at most.
-        queue: Whether a task queue samples.
-        gpus: Of the machine, to which tables may be dealt out.
-    """
-
-    sampler: NeighborSampler
-    tables: Mapping[At, FeatureTable]
-    others: Mapping[At, Tensor]
-    of_edges: Collection[At]
-    by_row: Collection[At]
-    on_disk: Mapping[At, DiskFeatures]
-    topology: str = "auto"
-    features: str = "auto"
-    quantize: bool = False
-    cache_rows: int = 0
-    cache_bytes: int | None = 0
-    held: int = 3
-    bulk: int = 8
-    queue: bool = False
-    gpus: int = 1
+    sampler: NeighborSampler  # on the CPU, of the training mini-batches
+    tables: Mapping[At, FeatureTable]  # matrices of node and edge features, in host memory
+    others: Mapping[At, Tensor]  # further attributes, which are always on the device
+    of_edges: Collection[At]  # which of the attributes are those of edges
+    by_row: Collection[At]  # which of others mini-batches have rows of
+    on_disk: Mapping[At, DiskFeatures]  # matrices of which mini-batches alone have rows on the device
+    placing: PlacementOptions
+    held: int = 3  # mini-batches, with their features, on the device at a time
+    gpus: int = 1  # of the machine, to which tables may be dealt out
 
     def plan(self, memory: int, read: Callable[[range], Reads]) -> Placement:
-        """Plan for a device with so many free bytes.
-
-        Where all fits, one mini-batch tells how large they are. Else more are sampled, twice as many each time, until
-        what is planned by the earlier half serves the later half hardly better than the plan before did.
-        """
+        """Plan for a device with so many free bytes."""
         seen = read(range(1))
         plan = self._plan(memory, seen)
         if not any(part.place == "pinned" for part in plan.parts):
             return plan
         if seen.num_batches and any(seen.rows[name].any() for name in seen.rows):
+            # Twice as many each time, until the later half is served hardly better than by the plan before.
             seen, rate = seen + read(range(1, _FIRST)), -1.0
             while True:
                 plan = self._plan(memory, seen)
@@ -103,7 +73,7 @@ class Demand:
         return plan
 
     def _plan(self, memory: int, reads: Reads, cache_bytes: int | None = None) -> Placement:
-        most = self.cache_bytes if cache_bytes is None else cache_bytes
+        most = self.placing.cache_budget if cache_bytes is None else cache_bytes
         fixed = sum(value.nbytes for value in self.others.values())
         bulk = self.bulk_size(memory, reads)
         plan = place_parts(self.parts(reads), memory, buffers=self.buffers(bulk, reads), fixed=fixed, cache_bytes=most)
@@ -124,34 +94,33 @@ class Demand:
         offsets = sum(relation.indptr.nbytes for relation in relations)  # always on the device
         twice = self.sampler.subgraph_type == SubgraphType.induced and whole is not graph
         total = graph.num_bytes + (whole.num_bytes if twice else 0)
-        # A random read of a neighbour, and one of the edge's place in the user's order where it has rows.
+        # A random read of a neighbor, and one of the edge's place in the user's order where it has rows.
         reads_per_edge = 1 + (bool(self.of_edges) and any(relation.edge_ids is not None for relation in relations))
         cost = float(sum(reads.edges.values()) * SECTOR_BYTES * reads_per_edge)
         hot = None
         if reads.lists is not None and isinstance(graph, CSCGraph) and self._is_plain and self._caches:
             sizes = graph.in_degrees.numpy() * graph.indices.element_size()
-            hot = Cacheable(_array(reads.lists), sizes, SECTOR_BYTES, 8 * graph.num_nodes)
+            hot = Cacheable(reads.lists.numpy(), sizes, SECTOR_BYTES, 8 * graph.num_nodes)
         dealt = None
         if self._is_plain and isinstance(graph, CSCGraph) and not twice:
             ids = 0 if graph.edge_ids is None else graph.edge_ids.element_size()
             rows = Dealt(graph.num_edges, self.gpus, LIST_SHIFT).size
             dealt = offsets + rows * (graph.indices.element_size() + ids)
-        return Part(TOPOLOGY, total, self.topology, cost, offsets, hot, None, dealt, self.gpus)
+        return Part(TOPOLOGY, total, self.placing.topology, cost, offsets, hot, None, dealt, self.gpus)
 
     def _table(self, at: At, reads: Reads) -> Part:
-        table, name = self.tables[at], self.name_of(at)
+        table, name, place = self.tables[at], self.name_of(at), self.placing.features
         width, scale = self._row_bytes(at)
         total = table.num_nodes * (width + scale)
         dealt = Dealt(table.num_nodes, self.gpus, ROW_SHIFT).size * width + scale * table.num_nodes
         if at in self.of_edges:
-            return Part(
-                name, total, self.features, float(row_cost(width) * reads.edges[at[0]]), 0, None, None, dealt, self.gpus
-            )
-        counts, cost = _array(reads.rows[at[0]]), float(row_cost(width))
+            cost = float(row_cost(width) * reads.edges[at[0]])
+            return Part(name, total, place, cost, 0, None, None, dealt, self.gpus)
+        counts, cost = reads.rows[at[0]].numpy(), float(row_cost(width))
         sizes, lookup = np.full(table.num_nodes, width, np.int64), (4 + scale) * table.num_nodes
-        hot = Cacheable(counts, sizes, cost, lookup) if self._caches or self.cache_rows else None
-        part = Part(name, total, self.features, float(counts.sum() * cost), 0, hot, None, dealt, self.gpus)
-        if self.cache_rows:
+        hot = Cacheable(counts, sizes, cost, lookup) if self._caches or self.placing.cache_rows else None
+        part = Part(name, total, place, float(counts.sum() * cost), 0, hot, None, dealt, self.gpus)
+        if self.placing.cache_rows:
             kept = self._rows.get(at, torch.empty(0, dtype=torch.int64))
             part = replace(part, kept=kept, pinned_bytes=lookup * bool(kept.numel()) + width * kept.numel())
         return part
@@ -159,11 +128,10 @@ class Demand:
     @cached_property
     def _rows(self) -> dict[At, Tensor]:
         """Which rows ``cache_rows`` asks for, of each ``x`` that may be in host memory, int64 ``[n]``."""
-        graph = self.sampler.graph
-        names = [
-            at for at in self.tables if at[1] == "x" and at not in self.of_edges and self.features not in _ALL_THERE
-        ]
-        return hottest_of_types({at: _out_degrees(graph, at[0]) for at in names}, self.cache_rows) if names else {}
+        graph, there = self.sampler.graph, self.placing.features in _ALL_THERE
+        names = [at for at in self.tables if at[1] == "x" and at not in self.of_edges and not there]
+        degrees = {at: _out_degrees(graph, at[0]) for at in names}
+        return hottest_of_types(degrees, self.placing.cache_rows) if names else {}
 
     def buffers(self, bulk: int, reads: Reads) -> int:
         """Return the bytes of mini-batches and of the kernels' scratch memory."""
@@ -179,19 +147,17 @@ class Demand:
         total = sum(graph.num_edges.values()) if isinstance(graph.num_edges, dict) else graph.num_edges
         hops = len(self.sampler.num_neighbors) if isinstance(self.sampler.num_neighbors, list) else 1
         capacity = max(bulk * num_edges, min(START_EDGES, bulk * (hops * total + 2 * num_nodes)))
-        words = 0 if self.sampler.disjoint else sum(sizes) * (12 if self.queue else 8 * bulk)
+        words = 0 if self.sampler.disjoint else sum(sizes) * (12 if self._queue else 8 * bulk)
         per_edge = 80 if self.sampler.disjoint else 12
         scratch = words + per_edge * capacity + 8 * min(capacity, bulk * (sum(sizes) + num_nodes))
         return int(scratch + bulk * topology + self.held * (topology + features))
 
     def bulk_size(self, memory: int, reads: Reads) -> int:
-        """Return how many mini-batches are sampled in one launch: all buffers take a quarter of the memory at most, or
-        it is one; the words of nodes, which grow with the graph, take an eighth.
-        """
+        """Return how many mini-batches a launch samples: buffers take a quarter of the memory, words an eighth."""
         graph = self.sampler.graph
-        if not isinstance(graph, CSCGraph) or not self._is_plain or self.queue or self.sampler.disjoint:
+        if not isinstance(graph, CSCGraph) or not self._is_plain or self._queue or self.sampler.disjoint:
             return 1
-        bulk = max(1, min(self.bulk, memory // 8 // (8 * max(graph.num_nodes, 1))))
+        bulk = max(1, min(self.placing.bulk, memory // 8 // (8 * max(graph.num_nodes, 1))))
         while bulk > 1 and self.buffers(bulk, reads) > memory // 4:
             bulk //= 2
         return bulk
@@ -201,13 +167,17 @@ class Demand:
         return not beyond_plain(self.sampler)
 
     @property
+    def _queue(self) -> bool:
+        return self.placing.mode == "persistent"
+
+    @property
     def _caches(self) -> bool:
-        return self.cache_bytes is None or self.cache_bytes > 0
+        return self.placing.cache_budget != 0
 
     def _row_bytes(self, at: At) -> tuple[int, int]:
         """Return the bytes of a stored row, and of its scale."""
         table = self.tables[at]
-        if table.scales is not None or (self.quantize and at[1] == "x"):
+        if table.scales is not None or (self.placing.quantize and at[1] == "x"):
             return table.num_features, 4
         return table.row_bytes, 0
 
@@ -222,7 +192,7 @@ class Demand:
         return table.num_features * (4 if self._row_bytes(at)[1] else table.dtype.itemsize)
 
 
-def _out_degrees(graph: Any, name: Any) -> Tensor:
+def _out_degrees(graph: CSCGraph | HeteroCSCGraph, name: StoreType) -> Tensor:
     """Return how many edges come from each node of a type, int64 ``[num_nodes]``."""
     if isinstance(graph, CSCGraph):
         return graph.out_degrees
@@ -231,7 +201,3 @@ def _out_degrees(graph: Any, name: Any) -> Tensor:
         if source == name:
             degrees += relation.out_degrees
     return degrees
-
-
-def _array(counts: Tensor) -> np.ndarray:
-    return counts.numpy()

@@ -1,4 +1,4 @@
-"""Link-level training on neighbourhoods that a GPU samples."""
+"""Link-level training on neighborhoods that a GPU samples."""
 
 from __future__ import annotations
 
@@ -13,22 +13,13 @@ from lightning_gnn.gpu_sampling.placement import PlacedOnGPU
 class PersistentLinkDataModule(PlacedOnGPU, LinkDataModule):
     """Mini-batches of edges, sampled and gathered by the GPU that trains on them: those of :class:`LinkDataModule`.
 
-    The neighbourhoods of both ends, also of negative edges, are one launch. The graph and the features are placed when
-    the first loader is made, on the trainer's device. On a machine without a GPU it says so in one line, and is a
-    :class:`LinkDataModule`.
+    The neighborhoods of both ends, also of negative edges, are one launch. Otherwise it is as
+    :class:`~lightning_gnn.PersistentSamplerDataModule`.
 
     Args:
         *args: Graph and edges of :class:`~lightning_gnn.LinkDataModule`.
-        **kwargs: Its further arguments, such as ``neg_sampling``, ``time_attr`` or ``exclude_seed_edges``, and of
-            :class:`~lightning_gnn.PersistentSamplerDataModule` what lies where: ``topology``, ``features``,
-            ``cache_rows``, ``cache_bytes``, ``quantize``, ``mode``, ``fetch_size``, ``prefetch``, ``device``,
-            ``device_memory`` and ``gpus``.
-
-    Raises:
-        TypeError: ``bulk``, which is for mini-batches of nodes.
-        ValueError: What :class:`~lightning_gnn.LinkDataModule` refuses; an unknown place; a cache for features on the
-            device.
-        RuntimeError: Page-locked memory was refused, when the first loader is made.
+        **kwargs: Its further arguments, such as ``neg_sampling``, and
+            :class:`~lightning_gnn.gpu_sampling.PlacementOptions` but for ``bulk``, which is for mini-batches of nodes.
 
     Examples:
         >>> import torch

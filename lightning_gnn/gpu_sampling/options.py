@@ -26,10 +26,9 @@ class PlacementOptions:
         features: The same for the features, of any graph; other attributes of nodes and edges always lie on the device.
             With ``memory=``, what is on disk comes by way of the host.
         cache_rows: Feature rows of the nodes with most out-edges that the device holds where features are pinned.
-        cache_bytes: Instead, at most so many bytes (``4 << 30``, ``"4GB"``) for hot feature rows and hot adjacency
-            lists, or ``"auto"``, whatever the plan leaves. Mini-batches are sampled first to count what is read, until
-            more of them would hardly raise the hit rate, and each byte goes where it saves most (DUCATI's dual cache).
-            Lists have a share in uniform sampling of homogeneous graphs; else rows, of all types, have all of it.
+        cache_bytes: Instead, at most so many bytes (``4 << 30``, ``"4GB"``) for hot feature rows and, in uniform
+            sampling of homogeneous graphs, hot adjacency lists, or ``"auto"``, whatever the plan leaves. Mini-batches
+            that are sampled first tell where each byte saves most (DUCATI's dual cache).
         quantize: Store ``x`` as int8 with one scale per row, a quarter of float32, dequantized when gathered.
         mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, which samples uniformly in
             homogeneous graphs; all else runs hop by hop); the samples are equal.
@@ -37,8 +36,7 @@ class PlacementOptions:
         prefetch: Mini-batches prepared beyond the one that is trained on, on a stream of their own; 0 prepares them in
             turn with training.
         bulk: Mini-batches that are sampled in one launch, in uniform sampling of homogeneous graphs with
-            ``mode="fused"``; fewer where their words, 8 bytes for each node of the graph and mini-batch, would take
-            more than an eighth of the free memory, or all mini-batches on the device more than a quarter.
+            ``mode="fused"``; fewer where they would take much of the memory.
         device: Where to sample; by default the trainer's device, or the current GPU.
         device_memory: Bytes that the device has free (``"80GB"``); by default it is asked. With it
             ``plan_placement`` needs no GPU.
@@ -86,12 +84,3 @@ class PlacementOptions:
             self.device = None if self.device is None else torch.device(self.device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device={self.device!r} is none: {error}") from None
-
-    def in_memory_alone(self) -> list[str]:
-        """Return the given options that are for features in memory, not on disk."""
-        given = {
-            f"features={self.features!r}": self.features in ("device", "shard"),
-            "cache_rows": self.cache_rows,
-            "quantize": self.quantize,
-        }
-        return [name for name, value in given.items() if value]

@@ -23,17 +23,11 @@ from lightning_gnn.sampling.neighbor import Output
 
 @dataclass(eq=False)
 class PendingLaunch:
-    """Mini-batches that the GPU samples in one launch.
-
-    Args:
-        tasks: What was asked for.
-        samples: What the sampler has launched.
-        ids: Of each, the positions of its seeds on the device, int64 ``[batch_size]``.
-    """
+    """Mini-batches that the GPU samples in one launch."""
 
     tasks: list[BatchTask]
-    samples: Any
-    ids: list[Tensor]
+    samples: Any  # what the sampler has launched
+    ids: list[Tensor]  # of each, the positions of its seeds on the device, int64 [batch_size]
 
     def is_ready(self) -> bool:
         """Return whether :meth:`DevicePipeline.result` would not wait."""
@@ -41,12 +35,7 @@ class PendingLaunch:
 
 
 class DevicePipeline(MiniBatchPipeline):
-    """A :class:`MiniBatchPipeline` on a GPU: no tensor of a mini-batch is left for Lightning's transfer, which waits.
-
-    Args:
-        *args: The graph, and a sampler and tables that lie where the GPU reads them.
-        device: The GPU.
-    """
+    """A :class:`MiniBatchPipeline` on a GPU: nothing of a mini-batch is left for Lightning's transfer, which waits."""
 
     def __init__(self, *args: Any, device: torch.device, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -69,12 +58,7 @@ class DevicePipeline(MiniBatchPipeline):
         return bool(self.sampler.can_begin)
 
     def launch(self, tasks: Sequence[BatchTask], share: float = 1.0) -> PendingLaunch:
-        """Launch the sampling of mini-batches on the current stream, without waiting.
-
-        Args:
-            tasks: At most as many as the sampler's ``bulk_size``.
-            share: Of the GPU, how much the launch may fill.
-        """
+        """Launch the sampling of at most ``bulk_size`` mini-batches on the current stream, without waiting."""
         seeds, ids = zip(*(self._seeds_on_device(task.seeds) for task in tasks), strict=True)
         keys = [self.key(task) for task in tasks]
         return PendingLaunch(list(tasks), self.sampler.begin(seeds, keys, share), list(ids))
@@ -104,7 +88,7 @@ class DevicePipeline(MiniBatchPipeline):
             raise ValueError(f"seeds must have one dimension, but have the shape {list(inputs.node.shape)}")
         return sent(inputs.node, self.device), sent(inputs.input_id, self.device)
 
-    def _to_device(self, value: Any) -> Any:
+    def _to_device(self, value: Tensor) -> Tensor:
         if isinstance(value, Tensor) and value.is_cpu and not value.requires_grad:
             return sent(value, self.device)
         return value

@@ -36,10 +36,7 @@ _EVALUATION = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "tim
 
 
 class PlacedOnGPU(MiniBatchDataModule):
-    """Mixed into a DataModule: its graph and features lie where a GPU reads them, which samples and gathers.
-
-    The arguments are those of :class:`~lightning_gnn.PersistentSamplerDataModule`.
-    """
+    """Mixed into a DataModule: its graph and features lie where a GPU reads them, which samples and gathers."""
 
     on_cpu: ClassVar[str]
     """The class that samples the same mini-batches on the CPU."""
@@ -73,10 +70,10 @@ class PlacedOnGPU(MiniBatchDataModule):
                 f"{type(self).__name__} samples by kernels of its own, so it cannot take the sampler "
                 f"{type(self.graph_sampler).__name__}; use {self.on_cpu} with it"
             )
-        if self._disk is not None and (asked := placing.in_memory_alone()):
+        if self._disk is not None and (features in ("device", "shard") or cache_rows or quantize):
             raise ValueError(
-                f"{asked[0]} is for features in memory, but with memory= those on disk come by way of the host; leave "
-                "one of them out"
+                f"features={features!r}, cache_rows={cache_rows}, quantize={quantize}: one is for features in memory, "
+                "but with memory= those on disk come by way of the host; leave it out"
             )
         self.placement_options = placing
         self._placement: Placement | None = None
@@ -131,14 +128,9 @@ class PlacedOnGPU(MiniBatchDataModule):
         return self._placement
 
     def plan_placement(self, device: torch.device | None = None) -> Placement:
-        """Say what would lie where on a GPU, without copying anything there.
-
-        Args:
-            device: By default that of the first loader; needed where ``device_memory`` does not say what is free.
-        """
-        return self._demand(self.placement_options.gpus or 1).plan(
-            self._memory(device or self._device()), self._count_reads
-        )
+        """Say what would lie where on a GPU, by default that of the first loader, without copying anything there."""
+        demand = self._demand(self.placement_options.gpus or 1)
+        return demand.plan(self._memory(device or self._device()), self._count_reads)
 
     def _memory(self, device: torch.device | None) -> int:
         if self.placement_options.memory_budget is not None:
@@ -148,10 +140,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         return available_bytes(device) or 0
 
     def _meet(self, device: torch.device | None) -> LocalMachine | None:
-        """Return the ranks of this machine among whose GPUs tables may be sharded; None where there is one at most.
-
-        Collective: every rank must call this, also one without a GPU, as a CPU trainer of hyscale is.
-        """
+        """Return this machine's ranks whose GPUs may share tables, or None; collective: each rank must call this."""
         places = {"topology": self.placement_options.topology, "features": self.placement_options.features}
         sharded = [f"{name}='shard'" for name, place in places.items() if place == "shard"]
         machine = None
@@ -180,7 +169,9 @@ class PlacedOnGPU(MiniBatchDataModule):
         edges = {(name, key) for name, store in stores_of(data) for key in store if of_edges(store, key)}
         for name, store in stores_of(data):
             for key in store:
-                value = _as_tensor(store[key])
+                value = store[key]
+                if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+                    value = torch.from_numpy(value)  # mini-batches hold arrays of numbers as tensors
                 # What is trained stays the user's own tensor; so do attributes that are no numbers.
                 if name_of(store, key) in on_disk:
                     disk_tables[name, key] = on_disk[name_of(store, key)]
@@ -188,7 +179,7 @@ class PlacedOnGPU(MiniBatchDataModule):
                 if key in ("num_nodes", "edge_index", "adj_t") or not isinstance(value, Tensor) or value.requires_grad:
                     continue
                 at, by_row = (name, key), (name, key) in of_rows or (name, key) in edges
-                if by_row and _is_table(value) and key != "y":
+                if by_row and value.dim() == 2 and value.dtype in FEATURE_DTYPES and key != "y":
                     tables[at] = FeatureTable(value)
                 else:
                     others[at] = value
@@ -199,14 +190,8 @@ class PlacedOnGPU(MiniBatchDataModule):
             edges,
             [at for at in others if at in edges or at in of_rows],
             disk_tables,
-            self.placement_options.topology,
-            self.placement_options.features,
-            self.placement_options.quantize,
-            self.placement_options.cache_rows,
-            self.placement_options.cache_budget,
+            self.placement_options,
             self._held,
-            self.placement_options.bulk,
-            self.placement_options.mode == "persistent",
             gpus,
         )
 
@@ -252,26 +237,12 @@ class PlacedOnGPU(MiniBatchDataModule):
             part = self._placed_data if kind is None else self._placed_data[kind]
             part[key] = value.to(device)
         topology = plan[TOPOLOGY]
+        options = {"mode": self.placement_options.mode, "fetch_size": self.placement_options.fetch_size}
+        hot = topology.nodes if topology.nodes.numel() else None
         train = PersistentNeighborSampler.of(
-            self.graph_sampler,
-            device=device,
-            topology=topology.place,
-            mode=self.placement_options.mode,
-            fetch_size=self.placement_options.fetch_size,
-            hot_nodes=topology.nodes if topology.nodes.numel() else None,
-            machine=machine,
+            self.graph_sampler, device=device, topology=topology.place, hot_nodes=hot, machine=machine, **options
         )
         train.seed = self.seed
         evaluation = train.with_options(**{name: getattr(self.eval_graph_sampler, name) for name in _EVALUATION})
         self._samplers = {"train": train, "eval": evaluation}
         self._placed_on = device
-
-
-def _as_tensor(value: Any) -> Any:
-    """Return what mini-batches would hold as a tensor as one: arrays of numbers."""
-    numbers = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
-    return torch.from_numpy(value) if numbers else value
-
-
-def _is_table(value: Tensor) -> bool:
-    return value.dim() == 2 and value.dtype in FEATURE_DTYPES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace as changed
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pytorch_lightning.utilities import rank_zero_warn
@@ -21,31 +21,23 @@ from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.ops import NeighborSample, gather_rows
 from lightning_gnn.ops.library import require_triton
 from lightning_gnn.ops.sample.definition import check_seeds
-from lightning_gnn.ops.sample.triton import (
-    begin_samples,
-    most_batches,
-    runs_on,
-    triton_sampler,
-)
+from lightning_gnn.ops.sample.triton import begin_samples, most_batches, runs_on, triton_sampler
 from lightning_gnn.runtime.devices import sent
+from lightning_gnn.sampling.edge_attributes import NodeTime
 from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output, beyond_plain
 
 MODES = ("fused", "persistent")
+GraphT = TypeVar("GraphT", CSCGraph, HeteroCSCGraph)
 
 
 class PersistentNeighborSampler(NeighborSampler):
-    """Neighbour sampling on a GPU, with the mini-batches of :class:`NeighborSampler`.
+    """Neighbor sampling on a GPU, with the mini-batches of :class:`NeighborSampler`.
 
     All hops of a mini-batch run in one launch, and the host waits once, for the sizes. On a machine without a GPU
     it says so and samples on the CPU: the mini-batches are identical.
 
     Args:
-        data: The graph, of one type or of several.
-        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all. With several types also a list for
-            each edge type.
-        replace: Draw with replacement.
-        disjoint: One tree per seed.
-        seed: Start of the random stream; by default torch's initial seed.
+        data, num_neighbors, replace, disjoint, seed: As for :class:`NeighborSampler`.
         device: Where to sample; by default the current GPU.
         topology: ``"device"`` copies the graph to the GPU; ``"pinned"`` leaves it in page-locked host memory, which the
             kernel reads over PCIe; ``"auto"`` takes the first if at most half of the free memory is needed.
@@ -58,8 +50,7 @@ class PersistentNeighborSampler(NeighborSampler):
             without.
 
     Raises:
-        TypeError: ``data`` is no graph, fanouts are no integers, or an option is unknown.
-        ValueError: A graph, fanout, topology, mode, fetch size or option that is not valid.
+        TypeError, ValueError: What :class:`NeighborSampler` refuses; a topology, mode or fetch size that is not valid.
         RuntimeError: Page-locked memory was refused; the message has the sizes.
 
     Examples:
@@ -97,33 +88,20 @@ class PersistentNeighborSampler(NeighborSampler):
         self._place(device, topology, mode, fetch_size, hot_nodes)
 
     @classmethod
-    def of(
-        cls,
-        sampler: NeighborSampler,
-        *,
+    def of(cls, sampler: NeighborSampler, **where: Any) -> PersistentNeighborSampler:
+        """Return a sampler on a GPU like one on the CPU; ``"shard"`` deals edges out to those of ``machine``."""
+        other = cls.__new__(cls)
+        other.__dict__.update(vars(sampler))
+        other._place(**where)
+        return other
+
+    def _place(
+        self,
         device: torch.device | str | None = None,
         topology: str = "auto",
         mode: str = "fused",
         fetch_size: int = 128,
         hot_nodes: Tensor | None = None,
-        machine: LocalMachine | None = None,
-    ) -> PersistentNeighborSampler:
-        """Return a sampler on a GPU with the graph and the options of one on the CPU; arguments as for the class.
-
-        With ``topology="shard"`` the edges are dealt out to the GPUs of ``machine``, all of whose processes call it.
-        """
-        other = cls.__new__(cls)
-        other.__dict__.update(vars(sampler))
-        other._place(device, topology, mode, fetch_size, hot_nodes, machine)
-        return other
-
-    def _place(
-        self,
-        device: torch.device | str | None,
-        topology: str,
-        mode: str,
-        fetch_size: int,
-        hot_nodes: Tensor | None,
         machine: LocalMachine | None = None,
     ) -> None:
         """Copy the graph to where the GPU reads it."""
@@ -176,7 +154,7 @@ class PersistentNeighborSampler(NeighborSampler):
         local, options = sources.local.view(-1), {"mode": mode, "fetch_size": fetch_size, "shards": sources}
         self._kernel = triton_sampler(indptr, local, self.device, **options)
 
-    def _placed(self, graph: Any) -> Any:
+    def _placed(self, graph: GraphT) -> GraphT:
         """Return a copy of a graph where the GPU reads it."""
         assert self.device is not None
         if isinstance(graph, HeteroCSCGraph):
@@ -211,12 +189,8 @@ class PersistentNeighborSampler(NeighborSampler):
         other._place_whole()
         return other
 
-    def _sample(self, seeds: Any, times: Any, key: int, first: int = 0) -> Output:
-        """Sample on the GPU; what picks uniformly in a homogeneous graph in one launch of the persistent kernel.
-
-        Raises:
-            RuntimeError: A worker process of a loader asks; it cannot use its parent's GPU.
-        """
+    def _sample(self, seeds: Any, times: NodeTime, key: int, first: int = 0) -> Output:
+        """Sample on the GPU; what picks uniformly in a homogeneous graph in one launch of the persistent kernel."""
         self._check_process()
         plain = times is None and self.labor is None and not isinstance(seeds, dict)
         if self._kernel is None or self.device is None or not plain:
@@ -241,7 +215,7 @@ class PersistentNeighborSampler(NeighborSampler):
     def sample_from_edges(
         self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None, key: int | None = None
     ) -> Output:
-        """Sample both ends of edges as :class:`NeighborSampler` does; what tells the edges is on the GPU too."""
+        """Sample both ends of edges as :class:`NeighborSampler` does; their metadata is on the GPU too."""
         out = super().sample_from_edges(inputs, neg_sampling, key)
         if self.device is not None:
             out.metadata = tuple(part.to(self.device) if isinstance(part, Tensor) else part for part in out.metadata)
@@ -253,11 +227,10 @@ class PersistentNeighborSampler(NeighborSampler):
         return self._kernel is not None and not beyond_plain(self)
 
     def begin(self, seeds: Sequence[Tensor], keys: Sequence[int], share: float = 1.0) -> Any:
-        """Launch mini-batches on the current stream; what :meth:`end` takes. It does not wait.
+        """Launch mini-batches on the current stream, without waiting; returns what :meth:`end` takes.
 
         Args:
-            seeds: Of each, int64 ``[batch_size]``, on the device; not checked. At most as many
-                mini-batches as :meth:`bulk_size` says.
+            seeds: Of at most :meth:`bulk_size` mini-batches, int64 ``[batch_size]``, on the device; not checked.
             keys: Of each.
             share: Of the GPU, how much the launch may fill.
         """
@@ -269,14 +242,10 @@ class PersistentNeighborSampler(NeighborSampler):
         return [self.as_output(NeighborSample(*sample)) for sample in begun.end()]
 
     def bulk_size(self, wanted: int = 8) -> int:
-        """Return how many mini-batches :meth:`begin` had best be given at a time.
+        """Return how many mini-batches, ``wanted`` at most, :meth:`begin` had best be given at a time.
 
-        One, where each takes a launch of its own: in graphs with several types, times or weights, with LABOR, in
-        disjoint and in induced samples, and by the queue. Else so many that the words of their nodes, 8 bytes each per
-        node of the graph, take an eighth of the free memory.
-
-        Args:
-            wanted: At most so many.
+        One, where each takes a launch of its own. Else so many that the words of their nodes, 8 bytes each per node of
+        the graph, take an eighth of the free memory.
         """
         induced = self.subgraph_type == SubgraphType.induced
         if self._kernel is None or self.disjoint or self.labor is not None or induced:
@@ -306,11 +275,7 @@ def check_dealt(*samplers: BaseSampler) -> None:
 
 
 def find_gpu(device: torch.device | str | None = None) -> torch.device | None:
-    """Return where Triton kernels can run: the device asked for, or the current GPU; None if they cannot.
-
-    Args:
-        device: What the user asked for; ``"cpu"`` runs kernels only under Triton's interpreter.
-    """
+    """Return where Triton kernels can run, the device asked for or the current GPU; None if they cannot."""
     there = torch.cuda.is_available()
     if device is None:
         if not there:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from lightning_gnn.runtime.shared_arrays import which_machine
 T = TypeVar("T")
 ROW_SHIFT, LIST_SHIFT = 0, 10
 """Logarithms of how many rows, and how many entries of adjacency lists, each GPU gets in turn: those that are read much
-are often neighbours, as in orders by degree, and what all lists hold is read side by side where all of it is taken."""
+are often neighbors, as in orders by degree, and what all lists hold is read side by side where all of it is taken."""
 _BLOCK = 1 << 18
 
 
@@ -49,30 +49,19 @@ class Dealt:
             yield start, rows[rows < self.num_rows]  # what is missing are the last ones
 
     def deal(self, table: Tensor, shard: int, out: Tensor) -> None:
-        """Copy the rows of a shard.
-
-        Args:
-            table: ``[num_rows, num_columns]``, on the host.
-            out: ``[size, num_columns]``, anywhere.
-        """
+        """Copy the rows of a shard from a table ``[num_rows, num_columns]`` on the host to ``[size, num_columns]``."""
         for start, rows in self.rows_of(shard):
             out[start : start + rows.numel()] = table.index_select(0, rows).to(out.device)
 
 
 @dataclass(frozen=True, eq=False)
 class PeerShards:
-    """A table in the memories of several GPUs, each of which reads all of it.
-
-    Args:
-        local: The own part, ``[size, num_columns]``.
-        addresses: Of all parts, as this process's device knows them, int64 ``[num_shards]``, there.
-        held: Whatever keeps the others' memory mapped.
-    """
+    """A table in the memories of several GPUs, each of which reads all of it."""
 
     dealt: Dealt
-    local: Tensor
-    addresses: Tensor
-    held: object = None
+    local: Tensor  # the own part, [size, num_columns]
+    addresses: Tensor  # of all parts, as this process's device knows them, int64 [num_shards], there
+    held: object = None  # whatever keeps the others' memory mapped
 
     @property
     def num_rows(self) -> int:
@@ -85,43 +74,20 @@ class PeerShards:
         return self.dealt.shift
 
     def take(self, index: Tensor, out: Tensor, scales: Tensor | None = None) -> None:
-        """Gather rows, by one kernel.
-
-        Args:
-            index: int64 or int32 ``[n]``, on the device, not checked.
-            scales: Of all rows of an int8 table.
-        """
+        """Gather rows by one kernel, for int64 or int32 ``[n]`` on the device, which are not checked."""
         gather_from_shards(self.local, self.addresses, self.num_rows, self.shift, index, out, scales)
 
 
 class ShardedTable:
-    """Node or edge features of which each GPU of a machine holds a part; what loaders ask of a ``FeatureTable``.
-
-    Args:
-        shards: The rows.
-        scales: Of an int8 table, all of them, float32 ``[num_rows]``, on the device.
-    """
+    """Node or edge features of which each GPU of a machine holds a part; what loaders ask of a ``FeatureTable``."""
 
     cache = None
     cache_rows = 0
 
     def __init__(self, shards: PeerShards, scales: Tensor | None = None) -> None:
-        self.shards, self.scales = shards, scales
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of rows."""
-        return self.shards.num_rows
-
-    @property
-    def num_features(self) -> int:
-        """Number of columns."""
-        return self.shards.local.size(1)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What :meth:`gather` returns: what is kept; float32 for int8 tables."""
-        return self.shards.local.dtype if self.scales is None else torch.float32
+        self.shards, self.scales = shards, scales  # of an int8 table those of all rows, float32 [num_rows], there
+        self.num_nodes, self.num_features = shards.num_rows, shards.local.size(1)
+        self.dtype = shards.local.dtype if scales is None else torch.float32  # of gathered rows
 
     def gather(self, n_id: Tensor, out: Tensor | None = None, check: bool = False) -> Tensor:
         """Copy the rows of some nodes to where ``n_id`` is; arguments as for ``FeatureTable.gather``."""
@@ -146,17 +112,12 @@ class LocalMachine:
         """Why no table can be dealt out to these GPUs; empty where one can."""
 
     def share(self, table: Tensor, shift: int = ROW_SHIFT) -> PeerShards:
-        """Deal out a table; all processes must call it for the same one.
-
-        Args:
-            table: ``[num_rows, num_columns]``, on the host, as each has it.
-            shift: Logarithm of the rows that each gets in turn.
-        """
+        """Deal out a table ``[num_rows, num_columns]`` on the host, ``2^shift`` rows in turn; all must call it."""
         dealt = Dealt(table.size(0), self.size, shift)
         shape = (max(dealt.size, 1), table.size(1))
         local, addresses, barrier, held = symmetric(shape, table.dtype, self.device, self.group)
         dealt.deal(table, self.rank, local)
-        barrier()  # nobody reads what is not written yet
+        barrier()  # no rank reads what is not written yet
         return PeerShards(dealt, local, torch.tensor(addresses, device=self.device), held)
 
     def gather(self, value: T) -> list[T]:
@@ -167,7 +128,7 @@ class LocalMachine:
 
     def first(self, make: Callable[[], T]) -> T:
         """Return what the first process makes, or raise its error in all of them."""
-        made: Any = None
+        made: T | ValueError | None = None
         if self.rank == 0:
             try:
                 made = make()
@@ -176,16 +137,13 @@ class LocalMachine:
         made = self.gather(made)[0]
         if isinstance(made, ValueError):
             raise made
-        return made  # type: ignore[no-any-return]
+        return cast(T, made)
 
 
 def meet_on_machine(device: torch.device | None) -> LocalMachine | None:
-    """Group the ranks of each machine that have a GPU, and find out whether these read each other's memory.
+    """Group each machine's ranks that have a GPU, and see whether these read each other's memory; None without one.
 
     Collective: every rank of the run must call this.
-
-    Args:
-        device: Of this rank; None where it has no GPU, for which the result is None, too.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     own = which_machine() or socket.gethostname()
@@ -234,12 +192,7 @@ def reads_right(machine: LocalMachine) -> bool:
 def symmetric(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, list[int], Callable[[], None], object]:
-    """Allocate as much on each GPU of a machine, and map all of it on each.
-
-    Returns:
-        The own part; where all parts lie for this process; a barrier for all, on the current stream; what must be kept
-        for as long as they are read.
-    """
+    """Allocate as much on each GPU and map all: return the own part, all addresses, a barrier, what to keep."""
     import torch.distributed._symmetric_memory as memory
 
     local = memory.empty(*shape, dtype=dtype, device=device)

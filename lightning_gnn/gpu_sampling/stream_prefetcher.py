@@ -14,19 +14,11 @@ from lightning_gnn.loading.prefetch import Prefetcher
 from lightning_gnn.runtime.devices import current_stream, new_stream, used_on
 from lightning_gnn.sampling.deferred_edges import apply_now
 
-SHARE = 0.5
-"""Of the GPU, how much sampling may fill beside training."""
+SHARE = 0.5  # of the GPU, how much sampling may fill beside training
 
 
 def prefetch_on_stream(loader: PipelineLoader, epoch: int, first: int, *, depth: int, bulk: int) -> Prefetcher:
-    """Return the prefetcher of a loader with a :class:`DevicePipeline`.
-
-    Where rows lie on disk, mini-batches are sampled one by one, far ahead, and wait in the host's memory.
-
-    Args:
-        depth: Mini-batches prepared beyond the one that is trained on; 0 prepares them in turn with training.
-        bulk: Mini-batches that are sampled in one launch, if memory and the kind of sampling allow.
-    """
+    """Return the prefetcher of a loader with a :class:`DevicePipeline`; rows on disk are sampled for far ahead."""
     pipeline = loader.pipeline
     assert isinstance(pipeline, DevicePipeline)
     window = loader.lookahead.begin(loader.tasks(epoch, first), first, loader.next_epoch_tasks(epoch))
@@ -41,17 +33,9 @@ def prefetch_on_stream(loader: PipelineLoader, epoch: int, first: int, *, depth:
 class StreamPrefetcher(Prefetcher):
     """Prepares an epoch's mini-batches in order, at most ``depth`` beyond the one that is trained on.
 
-    Some are sampled in one launch, when those before them are about to end, on a stream of its own, and so beside the
-    training that has been queued; one at a time is gathered. The host waits for sizes only where nothing is ready, and
-    training for a mini-batch on the device alone. So that the host does not run ahead for as long as memory lasts, it
-    waits for the step ``depth`` before the last.
-
-    Args:
-        tasks: The epoch's mini-batches.
-        depth: How many; 0 prepares on the stream that trains.
-        bulk: Mini-batches of one launch.
-        prepare: Makes a mini-batch when it is asked for, on the same stream, instead of launches.
-        on_close: Called when it is closed.
+    Up to ``bulk`` are sampled in one launch, or made one by one by ``prepare``, on a stream of its own beside training;
+    one at a time is gathered. The host waits for sizes only where nothing is ready, and training for a mini-batch on
+    the device alone. So that the host does not run ahead without end, it waits for the step ``depth`` before the last.
     """
 
     def __init__(
@@ -65,7 +49,7 @@ class StreamPrefetcher(Prefetcher):
     ) -> None:
         self._pipeline, self._tasks, self._depth, self._on_close = pipeline, tasks, depth, on_close
         self._prepare, self._bulk = prepare, bulk
-        self._stream: Any = new_stream(pipeline.device) if depth else None
+        self._stream = new_stream(pipeline.device) if depth else None
         self._launch: PendingLaunch | None = None
         self._sampled: deque[SampledBatch] = deque()
         self._ready: deque[tuple[PreparedBatch | BaseException, Any]] = deque()
@@ -147,4 +131,5 @@ class StreamPrefetcher(Prefetcher):
             raise StopIteration
 
     def _put(self, prepared: PreparedBatch) -> None:
+        assert self._stream is not None
         self._ready.append((prepared, self._stream.record_event()))

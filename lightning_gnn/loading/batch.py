@@ -16,8 +16,7 @@ from lightning_gnn.graph.stores import StoreType
 
 Batch: TypeAlias = Data | HeteroData
 Positions: TypeAlias = Tensor | Sequence[int]  # of seeds among those of a stage, int64 [n]
-Attribute = tuple[StoreType, str]
-"""The type that has an attribute (None in a homogeneous graph), and the attribute's name."""
+Attribute = tuple[StoreType, str]  # the type that has an attribute, None in a homogeneous graph, and its name
 NO_NODES = torch.empty(0, dtype=torch.int64)
 
 
@@ -26,8 +25,6 @@ class BatchTask:
     """A mini-batch to make.
 
     Args:
-        epoch: Number of the epoch.
-        index: Number of the mini-batch in the epoch.
         seeds: Positions among the pipeline's seeds, int64 ``[n]``. A list is converted, which takes longer than
             sampling can.
         seed_offset: Position of the first of these seeds in the whole mini-batch, where ranks share one.
@@ -35,7 +32,7 @@ class BatchTask:
     """
 
     epoch: int
-    index: int
+    index: int  # of the mini-batch in the epoch
     seeds: Positions
     seed_offset: int = 0
     shard: int = 0
@@ -51,16 +48,7 @@ class BatchTask:
 
 @dataclass
 class LoaderStats:
-    """What preparing mini-batches has cost since the last reset.
-
-    Args:
-        batches: Mini-batches handed out.
-        nodes: Nodes in these mini-batches.
-        edges: Edges in these mini-batches.
-        sampling_s: Thread-seconds of sampling.
-        features_s: Thread-seconds of feature loading.
-        wait_s: Seconds for which the consumer waited.
-    """
+    """What preparing mini-batches has cost since the last reset, in thread-seconds; ``wait_s`` is the consumer's."""
 
     batches: int = 0
     nodes: int = 0
@@ -84,7 +72,6 @@ class SampledBatch:
     """A sampled subgraph, without features.
 
     Args:
-        task: What was asked for.
         out: PyG's output of the sampler.
         key: The key of the mini-batch, from which all its random numbers follow.
         seconds: Thread-seconds of sampling.
@@ -107,8 +94,6 @@ class PreparedBatch:
 
     Args:
         batch: PyG's mini-batch, without the rows in ``deferred``.
-        task: What was asked for.
-        key: The key of the mini-batch.
         stats: What it has cost so far.
         deferred: Rows that are gathered when the mini-batch is trained on, as training changes them, int64 ``[n]``.
     """

@@ -37,11 +37,10 @@ def collate(
     permutation: Tensor | dict[EdgeType, Tensor] | None = None,
     allocate: Allocator | None = None,
 ) -> tuple[Batch, dict[Attribute, Tensor]]:
-    """Return PyG's mini-batch of a subgraph, and the rows of trained attributes, which are left out of it.
+    """Return PyG's mini-batch of a subgraph, and the rows of ``trained`` attributes, which are left out of it.
 
     Args:
         tables: Where to gather some attributes from instead of ``data``, by name.
-        trained: Attributes that training changes.
         permutation: Of the sampler's edges into the user's, int64 ``[num_edges]`` or a dict by edge type.
         allocate: Returns the memory that rows on the CPU are gathered into.
     """
@@ -49,12 +48,9 @@ def collate(
     typed = isinstance(out, HeteroSamplerOutput)
     for name, store in stores_of(data):
         part = batch[name] if typed else batch._store
-        node: Any
-        row: Any
-        col: Any
-        node, row, col, edge = (
-            (values or {}).get(name) if typed else values for values in (out.node, out.row, out.col, out.edge)
-        )
+        parts: list[Any] = [out.node, out.row, out.col, out.edge]
+        parts = [(values or {}).get(name) for values in parts] if typed else parts
+        node, row, col, edge = parts
         # PyG gives a type that was not reached empty stores.
         if typed and isinstance(name, str) and node is None:
             node = NO_NODES

@@ -1,8 +1,6 @@
 """A sampled subgraph in few bytes, while it waits for its features: ids in 32 bits where these hold them, and steps.
 
-Targets of edges, which samplers list one after another, rise by less than 256 from edge to edge: a byte says by how
-much. What a device has sampled waits in the host's memory. What a sampler of the user's own gives in another form stays
-as it is.
+Targets of edges rise by less than 256 from edge to edge where samplers list one after another: a byte says by how much.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ _PARTS = ("node", "row", "col", "edge", "batch")
 _NOTHING = torch.empty(0, dtype=torch.int64)
 
 Packed: TypeAlias = "Tensor | EdgePositions | _Narrow | _Steps | _Positions | None"  # ids as they came, or in few bytes
+Part: TypeAlias = "Packed | dict[Any, Packed]"  # those of each type in a heterogeneous graph
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,7 @@ class CompactIds:
         for name in _PARTS:
             setattr(out, name, _each(getattr(out, name), _unpacked))
         for kind in self._together:
-            rows, columns = _part(out.row, kind), _part(out.col, kind)
-            both = torch.stack([rows, columns])
+            both = torch.stack([cast(Tensor, _part(ends, kind)) for ends in (out.row, out.col)])
             if kind is None:
                 out.row, out.col = both[0], both[1]
             else:
@@ -89,7 +87,7 @@ class CompactIds:
     def nodes(self, kind: NodeType | None) -> Tensor | None:
         """Return the nodes of a type, or of a graph without types for None, int64 or int32 ``[n]``."""
         node = _part(self._out.node, kind)
-        return node.ids if isinstance(node, _Narrow) else node
+        return node.ids if isinstance(node, _Narrow) else cast("Tensor | None", node)
 
     @property
     def num_nodes(self) -> int:
@@ -117,15 +115,15 @@ def both_of(row: Tensor, col: object) -> Tensor | None:
     return base if one else None
 
 
-def _items(values: Any) -> list[tuple[StoreType, Packed]]:
+def _items(values: Part) -> list[tuple[StoreType, Packed]]:
     return [*values.items()] if isinstance(values, dict) else [(None, values)]
 
 
-def _part(values: Any, kind: StoreType) -> Any:
+def _part(values: Part, kind: StoreType) -> Packed:
     return values.get(kind) if isinstance(values, dict) else values
 
 
-def _each(values: Any, function: Callable[[Packed], Packed]) -> Any:
+def _each(values: Part, function: Callable[[Packed], Packed]) -> Part:
     return {kind: function(value) for kind, value in values.items()} if isinstance(values, dict) else function(values)
 
 
@@ -154,10 +152,10 @@ def _steps(ids: Packed) -> Packed:
     return _Steps(int(ids[0]), steps.to(torch.uint8).cpu(), ids.device) if rises else _narrow(ids)
 
 
-def _unpacked(value: Packed) -> Any:
+def _unpacked(value: Packed) -> Packed:
     if isinstance(value, _Positions):
         edges = copy.copy(value.edges)
-        edges.positions = _unpacked(value.positions)
+        edges.positions = cast(Tensor, _unpacked(value.positions))
         return edges
     if isinstance(value, _Narrow | _Steps):
         return value.wide()

@@ -47,11 +47,7 @@ def prefetch_in_threads(loader: PipelineLoader, epoch: int, first: int) -> Prefe
 
 
 class PipelineLoader:
-    """What :class:`NodeLoader` and :class:`LinkLoader` add to PyG's: one pipeline, its tasks, and who prefetches.
-
-    ``num_workers`` threads share the graph and the features with the trainer; nothing is pickled or copied. Each thread
-    keeps 4 bytes per node.
-    """
+    """What :class:`NodeLoader` and :class:`LinkLoader` add to PyG's: a pipeline, its tasks, and who prefetches."""
 
     data: Batch
     dataset: range
@@ -70,7 +66,7 @@ class PipelineLoader:
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         seed: int = 0,
         rank: int | None = None,
         loader_id: int = 0,
@@ -158,10 +154,7 @@ class PipelineLoader:
         return batch if transform is None else transform(batch)
 
     def begin_epoch(self) -> int:
-        """Return the number of a pass that begins: what was set on the sampler since the last one, or the next.
-
-        The ``epoch`` that the loader was made with has the last word.
-        """
+        """Return the number of a pass that begins: that of ``epoch``, else what was set on the sampler, or the next."""
         given = getattr(self.sampler, "epoch", None)
         self._pass = given if isinstance(given, int) and given != self._epoch_seen else self._pass + 1
         if self.epoch is not None:
@@ -235,32 +228,25 @@ class NodeLoader(PipelineLoader, PyGNodeLoader):  # type: ignore[misc]
     Args:
         num_workers: Threads that prepare mini-batches; 0 prepares in the caller's thread.
         prefetch_factor: Mini-batches prepared ahead per thread, 2 by default.
-        seed: Start of the random stream.
-        rank: Which process of a distributed run; by default that of ``torch.distributed``.
-        loader_id: Which loader of the run.
+        seed, rank, loader_id, tables, sparse_grad: As for :class:`MiniBatchPipeline`.
         first_batch: Called when iteration starts; returns how many batches of the epoch to skip.
         epoch: Called before it, with the number of the pass; returns which epoch it is. The number is the one that was
             set on the sampler since the last pass, as Lightning does, or else passes are counted.
-        tables: Where to gather some attributes from, as for :class:`MiniBatchPipeline`.
         lookahead: Mini-batches that are sampled before the first one of them is read from a disk, or how many at most
             and how many bytes of them.
         is_last: Returns whether an epoch is the last; else the lookahead goes on into the next one.
         thread_safe: Your transforms, and a sampler of your own, draw no random numbers and may run in worker threads.
             Otherwise they run in the training thread, with torch, NumPy and ``random`` seeded from the mini-batch's key
             and put back afterwards, so that what they draw does not depend on the number of workers.
-        sparse_grad: Give attributes that require gradients sparse ones, for ``SparseAdam`` and ``SGD``. Their rows are
-            gathered when the mini-batch is handed out, from the values of then.
         pipeline: Makes the stages; called with the arguments of :class:`MiniBatchPipeline`.
         prefetcher: Called when an epoch begins, with the loader, the epoch, and the number of its first mini-batch;
             returns the :class:`Prefetcher` that runs the stages.
 
     Raises:
-        TypeError: The data is not a graph of PyG's, or a sparse tensor requires gradients.
-        ValueError: A negative number of workers, no prefetching, or attributes that require gradients where rows cannot
-            be gathered in time or sparsely.
+        TypeError, ValueError: What :class:`MiniBatchPipeline` refuses, or a keyword that cannot work here.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: Any) -> None:
         # Lightning makes loaders again to overfit, from the arguments of the first __init__ that it finds in a class
         # derived from torch's DataLoader; our own would be those of PyG's.
         super().__init__(*args, **kwargs)
@@ -271,13 +257,9 @@ class NodeLoader(PipelineLoader, PyGNodeLoader):  # type: ignore[misc]
 
 
 class LinkLoader(PipelineLoader, PyGLinkLoader):  # type: ignore[misc]
-    """Mini-batches of seed edges, in deterministic order, prepared ahead by threads.
+    """Mini-batches of seed edges, prepared ahead by threads; takes what PyG's does and :class:`NodeLoader` adds."""
 
-    Takes the arguments of PyG's ``LinkLoader``, whose batches it equals attribute by attribute, and those that
-    :class:`NodeLoader` adds.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # here for Lightning, as in NodeLoader
 
     @property

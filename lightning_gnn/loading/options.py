@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypedDict
 
 import torch
 from torch.utils.data import DataLoader
 from torch_geometric.loader import LinkLoader, NodeLoader
 
+from lightning_gnn.loading.batch import Batch, Positions
 from lightning_gnn.runtime.messages import closest, keywords_of, removed, true_or_false, whole_number
+from lightning_gnn.sampling.neighbor import Output
 
 WITHOUT_EFFECT = {
     "custom_cls": "it is for remote feature stores, not for graphs in memory",
-    "filter_per_worker": "features are joined where the neighbours are sampled",
+    "filter_per_worker": "features are joined where the neighbors are sampled",
     "in_order": "mini-batches always come in order",
     "is_sorted": "the order of the edges is looked at",
     "multiprocessing_context": "there are no worker processes",
@@ -43,14 +45,14 @@ _REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
 class LoaderOptions(TypedDict, total=False):
     """The keywords that DataModules hand on to their sampler and loaders, for tools that read signatures."""
 
-    sampler: Any
+    sampler: str | Iterable[int]
     shuffle: bool | None
     drop_last: bool
-    batch_sampler: Any
+    batch_sampler: Iterable[Positions]
     prefetch_factor: int | None
     pin_memory: bool
-    transform: Callable[[Any], Any] | None
-    transform_sampler_output: Callable[[Any], Any] | None
+    transform: Callable[[Batch], Batch] | None
+    transform_sampler_output: Callable[[Output], Output] | None
     thread_safe: bool
     sparse_grad: bool
     subgraph_type: str
@@ -73,11 +75,7 @@ _PYG_LOADERS = {"node": NodeLoader, "link": LinkLoader}
 def checked_options(
     kwargs: Mapping[str, Any], kind: str, known: Collection[str] = (), never: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Drop the keywords that change nothing, and refuse those that would ask for what is not done.
-
-    Returns:
-        The keywords that have an effect; numbers as ``int``.
-    """
+    """Return the keywords that have an effect, numbers as ``int``; refuse those that ask for what is not done."""
     taken = {*keywords_of(_PYG_LOADERS[kind]), *known}
     options: dict[str, Any] = {}
     for name, value in kwargs.items():
@@ -99,7 +97,8 @@ def checked_options(
     return options
 
 
-def _checked(name: str, value: Any) -> Any:
+def _checked(name: str, value: object) -> object:
+    """Return the value of a keyword as loaders take it, or say what is wrong with it."""
     if value is None and name in ("prefetch_factor", "shuffle", "transform", "transform_sampler_output"):
         return None
     if name in _LEAST:
@@ -112,9 +111,8 @@ def _checked(name: str, value: Any) -> Any:
     if name in ("sampler", "batch_sampler") and value is not None and not positions:
         raise TypeError(f"{name} must give positions among the seeds, as torch's samplers do, but is {value!r}")
     typed = isinstance(value, tuple | list) and len(value) and isinstance(value[0], tuple | str)
-    return (
-        torch.as_tensor(value) if name in ("edge_label_index", "edge_label") and not (value is None or typed) else value
-    )
+    numbers = name in ("edge_label_index", "edge_label") and not (value is None or typed)
+    return torch.as_tensor(value) if numbers else value
 
 
 def _unknown(name: str, taken: Collection[str], never: Collection[str]) -> str:

@@ -36,8 +36,7 @@ from lightning_gnn.sampling.neighbor import NeighborSampler, Output, ProcessRank
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
-_SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3
-"""Stages in which a user's own code may draw random numbers."""
+_SAMPLING, _OUTPUT, _TRANSFORM = 1, 2, 3  # stages in which a user's own code may draw random numbers
 
 
 class MiniBatchPipeline:
@@ -50,20 +49,17 @@ class MiniBatchPipeline:
     Args:
         data: The graph, homogeneous or heterogeneous.
         sampler: A sampler of PyG's interface, such as :class:`~lightning_gnn.NeighborSampler`.
-        seeds: What the tasks' positions refer to: nodes as PyG's ``NodeLoader`` takes them (a bool mask
-            ``[num_nodes]``, int64 ids, a node type, a pair of both, None for all nodes), or PyG's
+        seeds: What the tasks' positions refer to: nodes as PyG's ``NodeLoader`` takes them, or PyG's
             ``NodeSamplerInput`` or ``EdgeSamplerInput``.
         neg_sampling: PyG's negative edges, where the seeds are edges.
-        seed: Start of the random stream.
-        rank: Which process of a distributed run; by default that of ``torch.distributed``.
-        loader_id: Which loader of the run; loaders of different ids have different random streams.
+        seed, rank, loader_id: What the random stream follows from; the rank is by default that of
+            ``torch.distributed``.
         tables: Where to gather some attributes from instead of ``data``, such as device memory or a disk; by attribute,
             or in a heterogeneous graph by (type, attribute).
-        transform: Applied to each mini-batch.
-        transform_sampler_output: Applied to each output of the sampler.
+        transform, transform_sampler_output: Applied to each mini-batch, and to each output of the sampler.
         filter_fn: Makes the mini-batch of the sampler's output, instead of :meth:`gather`'s own code.
         thread_safe: The user's code draws no random numbers and may run in any thread.
-        sparse_grad: Give attributes that require gradients sparse ones.
+        sparse_grad: Give attributes that require gradients sparse ones, for ``SparseAdam`` and ``SGD``.
         pin_memory: Copy mini-batches into page-locked memory.
 
     Raises:
@@ -129,11 +125,7 @@ class MiniBatchPipeline:
 
     @profiled("sampling")
     def sample(self, task: BatchTask) -> SampledBatch:
-        """Sample the subgraph of a task.
-
-        Raises:
-            RuntimeError: The sampler raised ``StopIteration``, which would end the epoch without a word.
-        """
+        """Sample the subgraph of a task."""
         key, start, offset = self.key(task), time.perf_counter(), task.seed_offset
         inputs, keyed = self.inputs(task), {"key": key} if self._takes_key else {}
         own_draws = self.thread_safe or self._keyed
@@ -153,11 +145,7 @@ class MiniBatchPipeline:
 
     @profiled("feature_loading")
     def gather(self, sampled: SampledBatch, allocate: Allocator | None = None) -> PreparedBatch:
-        """Gather the features of a sampled subgraph, as far as that can be done ahead of training.
-
-        Args:
-            allocate: Returns the memory for rows on the CPU; by default that of this package's pool.
-        """
+        """Gather features as far as can be done ahead of training, on the CPU into what ``allocate`` returns."""
         start, out, key, shard = time.perf_counter(), sampled.out, sampled.key, sampled.task.shard
         waiting: dict[Attribute, Tensor] = {}
         if self.filter_fn is not None:

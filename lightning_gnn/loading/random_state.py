@@ -44,10 +44,7 @@ def set_random_state(state: dict[str, Any] | None) -> None:
 
 @contextmanager
 def keyed_random(key: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed torch, NumPy and Python's ``random`` within a block, and put them back afterwards as they were.
-
-    These generators are the process's: nobody else may draw from them meanwhile, so this is for the training thread.
-    """
+    """Seed torch, NumPy and ``random`` within a block, and put them back; for the training thread alone."""
     accelerator: Any = None if device is None or device.type == "cpu" else getattr(torch, device.type, None)
     python, array, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     there = None if accelerator is None else accelerator.get_rng_state(device)

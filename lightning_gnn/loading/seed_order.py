@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -12,40 +13,40 @@ from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler, UnrepeatedDistributedSamplerWrapper
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler, SequentialSampler
+from typing_extensions import override
 
 from lightning_gnn.loading.batch import Positions
 from lightning_gnn.ops.hashing import batch_key
 
 
-class TrainingOrder(DistributedSampler[int]):
-    """Torch's ``DistributedSampler``, whose order can also be had as a tensor; with one process too.
+class _TensorOrder(ABC):
+    """An order of positions that can be had as a tensor."""
 
-    Lightning gives it the epoch and leaves it alone.
-    """
-
+    @abstractmethod
     def positions(self) -> Tensor:
         """Return this process's positions in the present epoch, int64 ``[num_samples]``."""
-        order = _shuffled(self, self.seed + self.epoch)
-        if order.numel() < self.total_size:
-            order = order.repeat(-(-self.total_size // max(order.numel(), 1)))
-        return order[self.rank : self.total_size : self.num_replicas]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.positions().tolist())
 
 
-class OwnSeedsOrder(DistributedSampler[int]):
-    """Each process goes over seeds of its own, which none of the others has.
+class TrainingOrder(_TensorOrder, DistributedSampler[int]):
+    """Torch's ``DistributedSampler``, to which Lightning gives the epoch, with its order as a tensor too."""
 
-    All have as many steps: where one has fewer seeds than another, its first ones come once more, as torch's
-    ``DistributedSampler`` does it.
+    @override
+    def positions(self) -> Tensor:
+        order = _shuffled(self, self.seed + self.epoch)
+        if order.numel() < self.total_size:
+            order = order.repeat(-(-self.total_size // max(order.numel(), 1)))
+        return order[self.rank : self.total_size : self.num_replicas]
 
-    Args:
-        owner: Which process has each seed, integer ``[num_seeds]``.
-    """
+
+class OwnSeedsOrder(_TensorOrder, DistributedSampler[int]):
+    """Each process goes over seeds of its own, and where it has fewer than another, over its first ones once more."""
 
     def __init__(self, owner: Tensor, **options: Any) -> None:
         super().__init__(range(owner.numel()), **options)  # type: ignore[arg-type]
+        # owner: which process has each seed, integer [num_seeds]
         counts = torch.bincount(owner.long(), minlength=self.num_replicas)
         if without := (counts == 0).nonzero().view(-1).tolist():
             raise ValueError(
@@ -56,37 +57,20 @@ class OwnSeedsOrder(DistributedSampler[int]):
         self.num_samples = int(counts.min() if self.drop_last else counts.max())
         self.total_size = self.num_samples * self.num_replicas
 
+    @override
     def positions(self) -> Tensor:
-        """Return this process's positions in the present epoch, int64 ``[num_samples]``."""
         own = (self.owner == self.rank).nonzero().view(-1)
         if self.shuffle:
             key = batch_key(self.seed, self.rank, epoch=self.epoch) % 2**62
             own = own[torch.randperm(own.numel(), generator=torch.Generator().manual_seed(key))]
         return own.repeat(-(-self.num_samples // own.numel()))[: self.num_samples]
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.positions().tolist())
 
-
-class ElasticOrder(DistributedSampler[int]):
+class ElasticOrder(_TensorOrder, DistributedSampler[int]):
     """Each seed once per epoch, for any number of processes, which may change within it: its place counts in seeds.
 
     A step takes the next ``batch_size`` seeds for each process. The last one shares out what is left, which
     :meth:`weight` says the weight of; a process that nothing is left for has one seed, of no weight.
-
-    Args:
-        num_seeds: How many there are.
-        batch_size: Seeds of one process in one step.
-        history: Steps of this epoch that other numbers of processes have taken, and the seeds of each of these steps.
-
-    Examples:
-        >>> from lightning_gnn.loading.seed_order import ElasticOrder
-        >>> two = [ElasticOrder(7, 2, num_replicas=2, rank=rank, shuffle=False) for rank in range(2)]
-        >>> [order.positions().tolist() for order in two]
-        [[0, 1, 4], [2, 3, 5, 6]]
-        >>> one = ElasticOrder(7, 2, history=[(1, 4)], num_replicas=1, rank=0, shuffle=False)
-        >>> one.positions().tolist()[2:]  # behind the step that was taken
-        [4, 5, 6]
     """
 
     def __init__(
@@ -94,7 +78,7 @@ class ElasticOrder(DistributedSampler[int]):
     ) -> None:
         super().__init__(range(num_seeds), **options)  # type: ignore[arg-type]
         self.batch_size = batch_size
-        self.history = list(history)
+        self.history = list(history)  # steps of this epoch that other numbers of processes took, and seeds of each
         self.steps_before = sum(steps for steps, _ in self.history)
         self.seeds_before = sum(steps * seeds for steps, seeds in self.history)
         self.whole_steps, self.rest = divmod(max(num_seeds - self.seeds_before, 0), batch_size * self.num_replicas)
@@ -120,34 +104,31 @@ class ElasticOrder(DistributedSampler[int]):
         return torch.cat([torch.zeros(self.steps_before * self.batch_size, dtype=torch.int64), mine, own])
 
     def weight(self, number: int) -> float:
-        """Return what the loss of this process's mini-batch must be multiplied with, as processes count alike."""
+        """Return what the loss of this process's mini-batch must be multiplied with, as processes weigh the same."""
         if number < self.steps_before + self.whole_steps or not self.rest:
             return 1.0
         return self._share * self.num_replicas / self.rest
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.positions().tolist())
 
-
-class EvaluationOrder(UnrepeatedDistributedSampler):
+class EvaluationOrder(_TensorOrder, UnrepeatedDistributedSampler):  # type: ignore[misc]
     """Each seed once, and the same mini-batches in each epoch, so that scores of different epochs compare."""
 
     def set_epoch(self, epoch: int) -> None:
         """Leave the order as it is."""
 
+    @override
     def positions(self) -> Tensor:
-        """Return this process's positions, int64 ``[num_samples]``."""
         return _shuffled(self, self.epoch)[self.rank :: self.num_replicas]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.positions().tolist())
+
+_ORDERS = (TrainingOrder, EvaluationOrder, OwnSeedsOrder, ElasticOrder)
 
 
 class UnshardedOrder(Sampler[int]):
     """The order of a loader that no Trainer has asked for, which Lightning and Fabric therefore still shard.
 
-    They leave a ``DistributedSampler`` as it is, so this is a plain sampler. What they wrap it in is replaced by
-    :meth:`sharded`, so that mini-batches equal those of a Trainer that has the DataModule.
+    They leave a ``DistributedSampler`` as it is, so this is a plain sampler, and :meth:`sharded` replaces their
+    wrapper.
     """
 
     def __init__(self, make: Callable[[int, int], DistributedSampler[int]]) -> None:
@@ -176,7 +157,7 @@ class UnshardedOrder(Sampler[int]):
         return iter(self.order)
 
 
-def sharded_order(sampler: Any) -> Any:
+def sharded_order(sampler: object) -> object:
     """Return this rank's order where Lightning or Fabric has wrapped an unsharded one, else the sampler."""
     if isinstance(sampler, DistributedSamplerWrapper | UnrepeatedDistributedSamplerWrapper):
         wrapped = sampler.dataset._sampler  # type: ignore[attr-defined]
@@ -185,7 +166,7 @@ def sharded_order(sampler: Any) -> Any:
     return sampler
 
 
-def unwrap_order(batch_sampler: Any) -> None:
+def unwrap_order(batch_sampler: object) -> None:
     """Let a batch sampler go over our own order, which can be cut as a tensor, instead of a wrapper around it."""
     order = sharded_order(getattr(batch_sampler, "sampler", None))
     if isinstance(order, UnshardedOrder):
@@ -196,17 +177,12 @@ def unwrap_order(batch_sampler: Any) -> None:
             vars(each)["sampler"] = order  # Lightning repeats on a new object what setattr does within its hooks
 
 
-def mini_batches(batch_sampler: Any, first: int = 0, device: torch.device | None = None) -> Iterator[Positions]:
-    """Give the positions of the seeds of each mini-batch.
+def mini_batches(
+    batch_sampler: Iterable[Positions], first: int = 0, device: torch.device | None = None
+) -> Iterator[Positions]:
+    """Yield the positions of each mini-batch's seeds, int64 ``[batch_size]``; a user's own as they are, one by one.
 
-    Where the order is known as a tensor they are cut from it. Whatever else yields is asked one by one: it may go on
-    for ever, or follow from what has been trained.
-
-    Args:
-        device: Where the order is to be; by default on the CPU. What is asked batch by batch stays there.
-
-    Yields:
-        Int64 ``[batch_size]``; what is neither a plain list nor a tensor, as it is.
+    Where the order is known as a tensor they are cut from it, and may lie on another ``device`` than the CPU.
     """
     order = _whole_order(batch_sampler)
     if order is None:
@@ -214,12 +190,12 @@ def mini_batches(batch_sampler: Any, first: int = 0, device: torch.device | None
         return
     if device is not None:
         order = order.to(device)
-    size: int = batch_sampler.batch_size
+    assert isinstance(batch_sampler, BatchSampler)
+    size = batch_sampler.batch_size
     end = order.numel() - order.numel() % size if batch_sampler.drop_last else order.numel()
     for begin in range(first * size, end, size):
-        yield order.narrow(
-            0, begin, min(size, end - begin)
-        ).clone()  # a batch that is kept, or saved, is not to hold all seeds
+        # A copy: a batch that is kept, or saved, is not to hold all seeds.
+        yield order.narrow(0, begin, min(size, end - begin)).clone()
 
 
 def as_positions(index: Positions) -> Positions:
@@ -232,14 +208,13 @@ def as_positions(index: Positions) -> Positions:
     return torch.from_numpy(np.array(index, dtype=np.int64)) if len(index) else torch.empty(0, dtype=torch.int64)
 
 
-def _whole_order(batch_sampler: Any) -> Tensor | None:
+def _whole_order(batch_sampler: object) -> Tensor | None:
     """Return the order of an epoch, if it is sure to be what iteration would give; else None."""
     if type(batch_sampler) is not BatchSampler:
         return None
     sampler = batch_sampler.sampler
-    if type(sampler) in (TrainingOrder, EvaluationOrder, OwnSeedsOrder, ElasticOrder):
-        order: Tensor = sampler.positions()  # type: ignore[union-attr]
-        return order
+    if isinstance(sampler, _TensorOrder) and type(sampler) in _ORDERS:
+        return sampler.positions()
     return torch.arange(len(sampler)) if type(sampler) is SequentialSampler else None
 
 

@@ -1,8 +1,4 @@
-"""Neighbor sampling in PyG's sampler interface: the ground on which the mini-batches of all systems stand.
-
-Reading order, from the definition to the sampler: ``ops/sample/reference.py``, ``ops/sample/definition.py`` (what a
-sample is), ``ops/sample/numba.py`` (how it is drawn), ``sampling/neighbor.py``.
-"""
+"""Neighbor sampling in PyG's sampler interface: the ground on which the mini-batches of all systems stand."""
 
 from typing import TYPE_CHECKING
 

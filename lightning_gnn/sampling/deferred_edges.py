@@ -1,10 +1,7 @@
-"""``e_id`` of a mini-batch, looked up when somebody reads it: a random read for each sampled edge that few models need.
+"""``e_id`` of a mini-batch, looked up when it is read: a random read for each sampled edge that few models need.
 
-Sampling knows edges by their position in CSC order. Where the user's ``edge_index`` has another order, ``e_id`` is read
-from an array as large as the graph. A mini-batch holds the positions instead, in a store that answers for single
-attributes, and becomes PyG's own store, with ``e_id`` in it, as soon as anything else is done with it: iterated,
-pickled, cloned, turned into a dict. It stays as it is when it is moved to a device, pinned or copied as PyG's ``Data``
-does that; what is moved then is what has been looked up.
+A mini-batch holds positions in CSC order instead, in a store that answers for single attributes, and becomes PyG's own
+store, with ``e_id`` in it, as soon as anything else is done with it but moving, pinning or copying.
 """
 
 from __future__ import annotations
@@ -26,17 +23,12 @@ _asked = threading.local()
 
 
 class EdgePositions:
-    """Edges by their positions in CSC order.
-
-    Args:
-        positions: int64 ``[m]``.
-        look_up: From positions to places in the user's ``edge_index``, int64 ``[m]``.
-        moves: What is to be done with these.
-    """
+    """Edges by their positions in CSC order, int64 ``[m]``."""
 
     def __init__(
         self, positions: Tensor, look_up: Callable[[Tensor], Tensor], moves: tuple[Callable[[Tensor], Tensor], ...] = ()
     ) -> None:
+        # look_up: from positions to places in the user's edge_index, int64 [m]; moves: what is done with these
         self.positions, self._look_up, self._moves = positions, look_up, moves
         self._ids: Tensor | None = None
 
@@ -127,7 +119,7 @@ class _Deferred:
     def __getitem__(self, key: str) -> Any:
         return self._resolved()[key] if key == "e_id" else vars(self)["_mapping"][key]
 
-    def get(self, key: str, value: Any = None) -> Any:
+    def get(self, key: str, value: object = None) -> object:
         return self[key] if key in vars(self)["_mapping"] else value
 
     def __setitem__(self, key: str, value: object) -> None:

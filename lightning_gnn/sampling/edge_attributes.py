@@ -17,13 +17,8 @@ Graph = CSCGraph | HeteroCSCGraph
 NodeTime = Tensor | dict[NodeType, Tensor] | None
 
 
-def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTime]:
-    """Give edges their times: their own, or those of the nodes that they come from.
-
-    Returns:
-        The topology, and the times of nodes, by type if there are several, on the CPU; None where edges have times of
-        their own.
-    """
+def with_times(graph: Graph, data: object, name: str | None) -> tuple[Graph, NodeTime]:
+    """Give edges their times, and return those of nodes too, on the CPU; None where edges have times of their own."""
     if name is None:
         return graph, None
     # With one type, the times belong either to the nodes or to the edges.
@@ -68,7 +63,7 @@ def with_times(graph: Graph, data: Any, name: str | None) -> tuple[Graph, NodeTi
     return graph.map_relations(timed), of_nodes or None
 
 
-def with_weights(graph: Graph, data: Any, name: str | None) -> Graph:
+def with_weights(graph: Graph, data: object, name: str | None) -> Graph:
     """Give edges their weights; those of types without the attribute have none, and are picked uniformly."""
     if name is None:
         return graph

@@ -39,7 +39,7 @@ from lightning_gnn.ops.sample.definition import (
 )
 from lightning_gnn.ops.sample.hetero import fanouts_by_type
 from lightning_gnn.sampling.deferred_edges import EdgePositions, is_deferred
-from lightning_gnn.sampling.edge_attributes import with_times, with_weights
+from lightning_gnn.sampling.edge_attributes import NodeTime, with_times, with_weights
 from lightning_gnn.sampling.seed_edges import check_reverse, without_seed_edges
 
 Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]
@@ -48,14 +48,7 @@ Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
 
 
 class SeedRange(NodeSamplerInput):  # type: ignore[misc]
-    """Consecutive seeds of a larger mini-batch, which know where they stand in it.
-
-    A sampler of the user's own that hands its input on to :class:`NeighborSampler` hands this on too.
-
-    Args:
-        seeds: Int64 ``[n]``, with what PyG says of them.
-        first: Position of the first of them in the whole mini-batch.
-    """
+    """Consecutive seeds, int64 ``[n]``, that know where they stand in a larger mini-batch; user samplers hand it on."""
 
     def __init__(self, seeds: NodeSamplerInput, first: int) -> None:
         super().__init__(seeds.input_id, seeds.node, seeds.time, seeds.input_type)
@@ -63,7 +56,7 @@ class SeedRange(NodeSamplerInput):  # type: ignore[misc]
 
 
 class NeighborSampler(BaseSampler):  # type: ignore[misc]
-    """Neighbour sampling for PyG's ``NodeLoader``, ``LinkLoader`` and ``LightningNodeData``, and for ours.
+    """Neighbor sampling for PyG's ``NodeLoader``, ``LinkLoader`` and ``LightningNodeData``, and for ours.
 
     The ``edge`` of its output holds positions in the user's ``edge_index``, so it needs no ``edge_permutation``.
 
@@ -72,7 +65,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         num_neighbors: In-edges to pick per node, one number per hop; -1 takes all. With several types also a list for
             each edge type.
         replace: Draw with replacement.
-        disjoint: One tree per seed, told apart by ``batch``; trees are drawn independently of each other.
+        disjoint: One tree per seed, numbered by ``batch``; trees are drawn independently of each other.
         seed: Start of the random stream; by default torch's initial seed, which ``seed_everything`` sets.
         backend: ``"numba"`` or ``"reference"``; by default the one for the device.
         subgraph_type: ``"directional"``: the edges that were picked; ``"bidirectional"``: and their reverses;
@@ -80,14 +73,12 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         time_attr: Attribute with the times of nodes or of edges. A seed then sees no edge, and no source, that is later
             than its own time; it has a tree of its own.
         temporal_strategy: ``"uniform"``: pick among the edges that are early enough; ``"last"``: take the newest.
-        time_window: For how long before its time t edges count for a seed: those of the times in ``(t - time_window,
-            t]``, without its begin; by default all until t.
-        weight_attr: Attribute with the weights of edges, in proportion to which they are picked; edges of the weight 0
-            never are.
+        time_window: Edges of the times in ``(t - time_window, t]`` count for a seed of the time t; by default all
+            until t.
+        weight_attr: Attribute with the weights of edges, in proportion to which they are picked.
         sampler: ``"uniform"``, or ``"labor"``: targets share their sources, so that mini-batches have fewer nodes.
         layer_dependency: With LABOR, all hops share them: fewer nodes again, hops that depend on each other.
-        batch_dependency: With LABOR, a source's variate is kept for so many consecutive mini-batches, so that these
-            have nodes in common; for our loaders, which number them.
+        batch_dependency: With LABOR and our loaders, so many consecutive mini-batches share them too.
         exclude_seed_edges: In link prediction, take the edges that are to be predicted out of the messages, and their
             reverses: of ``(a, "rel", b)`` those of ``(b, "rev_rel", a)``. A dict names other reverse edge types.
 
@@ -159,12 +150,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         self.check_options()
 
     def check_options(self) -> None:
-        """Check what can be set later, too.
-
-        Raises:
-            TypeError: A flag that is no boolean.
-            ValueError: Options that exclude each other.
-        """
+        """Check what can be set later, too."""
         check_window(self.time_window)
         check_rule(self.replace, self.disjoint, 0, self.temporal_strategy, self.labor, _has_weights(self.graph))
         if self.disjoint and self.subgraph_type == SubgraphType.induced:
@@ -217,16 +203,15 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         return other
 
     def sample_from_nodes(self, inputs: NodeSamplerInput, key: int | None = None) -> Output:
-        """Sample the neighbourhoods of some seeds.
+        """Sample the neighborhoods of some seeds.
 
         Args:
             inputs: The seeds, int64 ``[batch_size]``, perhaps with their type and times.
             key: The key of the mini-batch; by default one is drawn from torch's global random stream.
 
         Raises:
-            TypeError: The input is no ``NodeSamplerInput``.
             IndexError: A seed outside the graph.
-            ValueError: Seeds of a type that the graph does not have, or without times where they need some.
+            TypeError, ValueError: No ``NodeSamplerInput``, or seeds that lack types or times, or have unknown ones.
         """
         if not isinstance(inputs, NodeSamplerInput):
             raise TypeError(f"expected NodeSamplerInput(None, seeds), got {type(inputs).__name__}")
@@ -237,7 +222,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
     def sample_from_edges(
         self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None, key: int | None = None
     ) -> Output:
-        """Sample the neighbourhoods of both ends of some edges, and of negative edges beside them.
+        """Sample the neighborhoods of both ends of some edges, and of negative edges beside them.
 
         Disjoint trees are numbered by edge, as PyG does, but each end has a tree of its own, drawn independently.
 
@@ -245,11 +230,6 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             inputs: Sources and targets, int64 ``[batch_size]`` each, with optional labels, times and type.
             neg_sampling: PyG's description of the negative edges; their ends are drawn from the key too.
             key: The key of the mini-batch, as for :meth:`sample_from_nodes`.
-
-        Raises:
-            TypeError: The input is no ``EdgeSamplerInput``.
-            IndexError: An end outside the graph.
-            ValueError: Edges of a type that the graph does not have, or with times where edges of the graph have none.
         """
         # Check that the input fits the graph: its types, and its times.
         if not isinstance(inputs, EdgeSamplerInput):
@@ -282,15 +262,8 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             out = without_seed_edges(out, inputs, named)
         return self._both_ways(out)
 
-    def _sample(self, seeds: Any, times: Any, key: int, first: int = 0) -> Output:
-        """Sample the neighborhoods of seeds, by type in a heterogeneous graph; what another device's sampler overrides.
-
-        Args:
-            seeds: int64 ``[batch_size]``.
-            times: Of the seeds ``[batch_size]``, or None: those of their nodes, where edges have times.
-            key: The key of the mini-batch.
-            first: Position of the first seed in the whole mini-batch.
-        """
+    def _sample(self, seeds: Any, times: NodeTime, key: int, first: int = 0) -> Output:
+        """Sample seeds, int64 ``[n]``, by type in a heterogeneous graph; what another device's sampler overrides."""
         if isinstance(self.graph, HeteroCSCGraph):
             if not isinstance(seeds, dict):
                 raise ValueError(
@@ -304,6 +277,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             if self.node_time is None:
                 raise ValueError(f"times are those of edges, so seeds have none: {_GIVE_TIMES}")
             times = self.node_time[seeds.cpu()]
+        assert not isinstance(times, dict)
         fanouts, options = self.num_neighbors, self._options(key, first)
         sample = sample_neighbors(self.graph, seeds, fanouts, seed_time=times, **options, backend=self.backend)
         return self.as_output(sample)
@@ -347,8 +321,11 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             raise ValueError(f"seeds of {name!r} have no times of their own: {_GIVE_TIMES}")
         return self.node_time[name][ids.cpu()]
 
-    def _sample_types(self, seeds: dict[NodeType, Tensor], times: Any, key: int, first: int) -> HeteroSamplerOutput:
+    def _sample_types(
+        self, seeds: dict[NodeType, Tensor], times: NodeTime, key: int, first: int
+    ) -> HeteroSamplerOutput:
         graph = self.graph
+        assert not isinstance(times, Tensor)
         out = sample_hetero_neighbors(
             graph,
             seeds,
@@ -416,7 +393,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         return out
 
     def _next_key(self) -> int:
-        # torch seeds its global stream in each worker process anew, in each epoch, but alike on all ranks.
+        # torch seeds its global stream in each worker process and epoch, but equally on all ranks.
         return int(batch_key(self.seed, rank=self._rank.get(), batch=int(torch.randint(2**62, ()))))
 
     def __repr__(self) -> str:
@@ -459,10 +436,7 @@ def known_subgraph_type(value: SubgraphType | str) -> SubgraphType:
 
 
 def _first_edges(out: SamplerOutput) -> Tensor:
-    """Return the ids of the edges of a bidirectional subgraph, by (target, source).
-
-    Several edges, and reverses, between the same two nodes become one: PyG takes any id, this the first.
-    """
+    """Return the ids of the edges of a bidirectional subgraph, by (target, source): of several, the first one's."""
     num_nodes = out.node.numel()
     ends = torch.cat([out.col * num_nodes + out.row, out.row * num_nodes + out.col])
     ends, order = ends.sort(stable=True)
@@ -473,11 +447,7 @@ def _first_edges(out: SamplerOutput) -> Tensor:
 
 
 class ProcessRank:
-    """Which process of a distributed run asks, also in worker processes, which are not part of the group themselves.
-
-    A worker that is forked inherits the group. One that is spawned is sent a copy of this by its parent, which notes
-    the parent's rank.
-    """
+    """Which process of a distributed run asks; a spawned worker gets a copy, which notes its parent's rank."""
 
     def __init__(self) -> None:
         self._parent = 0

@@ -15,13 +15,7 @@ from torch_geometric.typing import EdgeType
 def without_seed_edges(
     out: SamplerOutput | HeteroSamplerOutput, seeds: EdgeSamplerInput, reverse: Mapping[EdgeType, EdgeType | None]
 ) -> SamplerOutput | HeteroSamplerOutput:
-    """Drop from a sample the edges that it was made for, in both directions; nodes stay, and counts follow.
-
-    Args:
-        seeds: The edges, int64 ``[n]`` each.
-        reverse: The reverse of each edge type, where it is not ``(b, "rev_rel", a)`` of ``(a, "rel", b)``, or, between
-            nodes of one type without another, the same; None: it has none.
-    """
+    """Drop from a sample the edges that it was made for, in both directions; nodes stay, and counts follow."""
     out = copy.copy(out)
     # In a graph of one type, edges are dropped in both directions.
     if isinstance(out, SamplerOutput):

@@ -32,7 +32,7 @@ def main(kind, folder, ckpt_path=None):
     data = NeighborDataModule(graph(), **options)
     if kind == "collective":
         plan = CollectivePlan("collective", 2, 1)
-        data = CollectiveDataModule(graph(), **options, plan=plan, gpu_route="cpu", cache_plan=False)
+        data = CollectiveDataModule(graph(), **options, plan=plan, gpu_route="cpu")
     trainer = pl.Trainer(max_epochs=2, strategy=strategy, callbacks=[keep], **quiet)
     trainer.fit(model, data, ckpt_path=ckpt_path)
     if trainer.is_global_zero:

@@ -5,17 +5,13 @@ import os
 import signal
 import threading
 import warnings
-from dataclasses import replace
 
 import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_gnn.collective import datamodule as collective_datamodule
 from lightning_gnn.collective.datamodule import (
     CollectiveDataModule,
-    configuration_name,
-    machine_name,
 )
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.prefetcher import CollectiveBatching
@@ -33,12 +29,10 @@ PLANS = [COLLECTIVE, CollectivePlan("cpu", 1, 2), CollectivePlan("gpu", 1, 0), "
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """No plan of another test, and nothing left behind by any."""
-    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(collective_datamodule, "is_busy", lambda: False)
+def nothing_left():
+    """No thread is left behind by any test, and torch has as many as before."""
     torch_threads = torch.get_num_threads()
-    yield tmp_path / "cache"
+    yield
     gc.collect()
     assert not threads()
     assert torch.get_num_threads() == torch_threads
@@ -200,84 +194,25 @@ def test_resuming_in_mid_epoch_is_bit_exact(tmp_path, plan):
 # -- plans
 
 
-def test_a_plan_is_made_once_kept_and_found_again(cache):
+def test_a_plan_is_made_once_and_taken_from_a_file(tmp_path):
     data = collective("auto")
     assert data.plan is None
     fitted(data)
-    plan = data.plan
-    assert plan.times is not None
-    assert plan.machine
-    assert [CollectivePlan.load(path) for path in cache.glob("plans/*/plan.yaml")] == [plan]
-
-    again = collective("auto")
+    made = data.plan
+    assert made.times is not None
+    fitted(data)
+    assert data.plan is made
+    made.save(tmp_path / "plan.yaml")
+    again = collective(tmp_path / "plan.yaml")
     fitted(again, max_epochs=1)
-    assert again.plan == plan
-    assert fitted(collective("auto", cache_plan=False), max_epochs=1) is not None
-
-    other = collective("auto", num_neighbors=[3, 3])
-    fitted(other)
-    assert other.plan.configuration != plan.configuration
-    assert len(list(cache.glob("plans/*/plan.yaml"))) == 2
+    assert again.plan == made
 
 
-def test_the_graphs_content_and_the_machines_load_are_part_of_what_a_plan_is_kept_for(monkeypatch):
-    data = small_data()
-    names = [configuration_name(graph, None, None, []) for graph in (data, data.clone())]
-    assert names[0] == names[1]
-    other = data.clone()
-    other.edge_index = other.edge_index.flip(1)
-    assert configuration_name(other, None, None, []) != names[0]
-    transposed = data.clone()
-    transposed.x = data.x.t().contiguous().t()  # strided in another way, the same content
-    assert configuration_name(transposed, None, None, []) == names[0]
-    name = machine_name(torch.device("cpu"), 2)
-    monkeypatch.setattr(collective_datamodule, "is_busy", lambda: True)
-    assert machine_name(torch.device("cpu"), 2) == f"{name}, busy"
-
-
-@pytest.mark.parametrize("damage", ["other text", "a cut"])
-def test_a_kept_plan_that_was_damaged_is_made_anew(cache, damage):
-    fitted(collective("auto"))
-    (path,) = cache.glob("plans/*/plan.yaml")
-    lines = path.read_text().splitlines(keepends=True)
-    machine = next(at for at, line in enumerate(lines) if line.startswith("machine"))
-    path.write_text("mode: 7" if damage == "other text" else "".join(lines[:machine]))
-    data = collective("auto")
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        fitted(data)
-    assert len(messages(warned, "is damaged or out of date (plan.yaml holds ")) == 1
-    (path,) = cache.glob("plans/*/plan.yaml")
-    assert CollectivePlan.load(path) == data.plan
-    assert data.plan.times is not None
-
-
-def test_a_plan_from_a_file(tmp_path):
-    path = tmp_path / "plan.yaml"
-    COLLECTIVE.save(path)
-    data = collective(path)
-    fitted(data, max_epochs=1)
-    assert data.plan == COLLECTIVE
-
-
-def test_a_plan_of_another_machine_is_not_used(tmp_path):
-    replace(COLLECTIVE, machine="abacus, 2 cores", configuration="0" * 32).save(tmp_path / "plan.yaml")
-    data = collective(str(tmp_path / "plan.yaml"))
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        fitted(data)
-    assert len(messages(warned, "on another machine or for another configuration (abacus, 2 cores; this is ")) == 1
-    assert data.plan.times is not None
-
-
-def test_a_resumed_run_keeps_its_plan(tmp_path):
-    # In the second epoch, at whose beginning the plan is waited for.
-    saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=20, save_top_k=-1, filename="{step}")
-    data = collective("auto", cache_plan=False)
-    fitted(data, callbacks=[saver])
-    resumed = collective("auto", cache_plan=False)
-    fitted(resumed, ckpt_path=tmp_path / "step=20.ckpt")
-    assert resumed.plan == data.plan
+def test_options_that_saved_configurations_still_have_are_warned_of():
+    with pytest.warns(UserWarning, match=r"datamodule\.cache_plan was removed: each run measures in its first epoch"):
+        collective(cache_plan=True, replan=False)
+    with pytest.warns(UserWarning, match=r"datamodule\.replan was removed: a plan stays as it was made"):
+        collective(replan=True)
 
 
 # -- machines
@@ -302,10 +237,8 @@ def test_without_a_gpu_it_says_so_once_and_is_the_plain_pipeline(num_workers):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_plan_for_both_is_not_used_where_one_is_missing():
     data = collective(COLLECTIVE, gpu_route="auto")
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match=r"here only one of them prepares mini-batches \(cpu\)"):
         data.train_dataloader()
-    assert len(messages(warned, "here only one of them prepares mini-batches (cpu)")) == 1
     assert data.plan.mode == "cpu"
 
 
@@ -346,16 +279,13 @@ def test_two_processes_share_the_seeds_and_resume(tmp_path):
     ("options", "error", "message"),
     [
         ({"gpu_buffer_size": 0}, ValueError, "gpu_buffer_size must be at least 1, but is 0"),
+        ({"gpu_buffer_size": True}, ValueError, "gpu_buffer_size must be a whole number, but is True"),
         ({"profile_batches": 0}, ValueError, "profile_batches must be at least 1, but is 0"),
         ({"gpu_route": "npu"}, ValueError, "gpu_route='npu' is unknown; use one of auto, cpu"),
         ({"plan": 3}, ValueError, "plan must be 'auto', a CollectivePlan or the path of a file with one, but is 3"),
         ({"plan": None}, ValueError, "plan must be 'auto'"),
         ({"plan": "nowhere.yaml"}, FileNotFoundError, "nowhere.yaml"),
-        ({"gpu_buffer_size": 2.5}, ValueError, "gpu_buffer_size must be a whole number, but is 2.5"),
-        ({"profile_batches": "x"}, ValueError, "profile_batches must be a whole number, but is 'x'"),
-        ({"num_workers": "x"}, ValueError, "num_workers must be a whole number, but is 'x'"),
         ({"num_workers": -1}, ValueError, "num_workers must not be negative"),
-        ({"cache_rows": -1}, ValueError, "cache_rows must not be negative"),
     ],
 )
 def test_bad_arguments_are_named(options, error, message):

@@ -1,10 +1,9 @@
 import threading
 
-import pytest
 import torch
 from torch_geometric.data import Data
 
-from lightning_gnn.collective.routes import HostMemoryError, HostRing, HostSlot
+from lightning_gnn.collective.routes import HostRing, HostSlot
 from tests.patience import PATIENCE
 from tests.sampling.test_loader import assert_same
 
@@ -34,12 +33,9 @@ def test_buffers_of_different_names_do_not_overlap_and_are_used_again():
     a.fill_(1)
     b.fill_(2)
     assert bool((a == 1).all())
-    before = memory.num_bytes
     again = memory.empty("a", [105], torch.int64)  # a little more than at first
     assert again.data_ptr() == a.data_ptr()
-    assert memory.num_bytes == before
-    memory.empty("a", [1000], torch.int64)
-    assert memory.num_bytes > before
+    assert memory.empty("a", [1000], torch.int64).numel() == 1000
 
 
 def test_a_batch_is_brought_into_the_slot_whole():
@@ -92,16 +88,3 @@ def test_a_ring_never_waits_for_a_slot_that_is_taken():
     for taken in slots:
         ring.give_back(taken)
     assert ring.num_slots == 1
-    ring.discard(ring.take())
-    assert ring.num_slots == 0
-
-
-def test_memory_that_is_refused_is_named(monkeypatch):
-    ring = HostRing(CPU)
-
-    def refused(*args, **kwargs):
-        raise RuntimeError("CUDA error: out of memory\nmore lines")
-
-    monkeypatch.setattr(torch, "empty", refused)
-    with pytest.raises(HostMemoryError, match=r"page-locked memory .*, 9.0 MB more, was refused \(CUDA error: out of"):
-        ring.take().empty("x", [8_000_000], torch.uint8)

@@ -7,12 +7,11 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_gnn.collective.datamodule import CollectiveDataModule, configuration_name
+from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.workers import THREAD_NAME
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.features import DiskFeatures, FeatureTable
-from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batch_checks import assert_same_batches
 from tests.batching_data import small_data
 from tests.sampling.test_typed import CITES, Typed, typed_data
@@ -23,7 +22,7 @@ COLLECTIVE = CollectivePlan("collective", 2, 1)
 
 def compare(data, options, plan, **more):
     """Compare all loaders with the CPU's; return that of the training set."""
-    ours = CollectiveDataModule(data, plan=plan, cache_plan=False, **options, **more)
+    ours = CollectiveDataModule(data, plan=plan, **options, **more)
     theirs = NeighborDataModule(data, **options)
     names = ("train_dataloader", "val_dataloader", "predict_dataloader")
     loaders = [getattr(ours, name)() for name in names]
@@ -33,9 +32,8 @@ def compare(data, options, plan, **more):
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """No plan of another test, and no thread left behind by any."""
-    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
+def nothing_left():
+    """No thread is left behind by any test."""
     yield
     gc.collect()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
@@ -113,27 +111,3 @@ def test_rows_of_a_type_that_are_trained_are_those_of_the_step():
             data["venue"].x += 1
             data["venue"].x.grad = None
     assert len(batches) > 3
-
-
-def test_plans_tell_kinds_of_sampling_apart():
-    data, typed = small_data(), typed_data()
-    data.time = torch.arange(400)
-    kinds = [
-        (data, {}),
-        (data, {"time_attr": "time"}),
-        (data, {"time_attr": "time", "time_window": 5}),
-        (data, {"time_attr": "time", "temporal_strategy": "last"}),
-        (data, {"weight_attr": "edge_weight"}),
-        (data, {"sampler": "labor"}),
-        (data, {"sampler": "labor", "layer_dependency": True}),
-        (data, {"subgraph_type": "induced"}),
-        (typed, {}),
-        (typed, {"weight_attr": "weight"}),
-    ]
-    names = [configuration_name(graph, NeighborSampler(graph, [3], **options), None, []) for graph, options in kinds]
-    assert len(set(names)) == len(kinds)
-    wider = typed_data()
-    wider["author"].x = torch.randn(120, 5)
-    assert configuration_name(wider, NeighborSampler(wider, [3]), None, []) != names[8]
-    assert configuration_name(typed_data(), NeighborSampler(typed, [3]), None, []) == names[8]
-    assert configuration_name(typed_data(seed=1), NeighborSampler(typed, [3]), None, []) != names[8]  # another graph

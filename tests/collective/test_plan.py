@@ -23,8 +23,6 @@ plans = st.builds(
     times=st.none() | stage_times,
     epoch_s=st.dictionaries(st.sampled_from(["collective", "cpu", "gpu"]), seconds),
     rounds=st.integers(0, 100),
-    machine=st.text(st.characters(codec="utf-8"), max_size=20),
-    configuration=st.text(st.characters(codec="ascii"), max_size=20),
     lead=st.none() | st.integers(0, 10**6),
     row=st.integers(0, 10**6),
     cpu_part=st.none() | st.floats(0, 1),
@@ -32,14 +30,14 @@ plans = st.builds(
 
 
 def test_file_round_trip(tmp_path):
-    plan = CollectivePlan("collective", 10, 8, 500, 1.2, TIMES, {"collective": 2.0, "cpu": 3.0}, 4, "Größe", "c")
+    plan = CollectivePlan("collective", 10, 8, 500, 1.2, TIMES, {"collective": 2.0, "cpu": 3.0}, 4)
     plan.save(tmp_path / "plan.yaml")
     assert CollectivePlan.load(tmp_path / "plan.yaml") == plan
     assert hash(plan) == hash(CollectivePlan.load(str(tmp_path / "plan.yaml")))
 
 
 def test_a_plan_of_an_earlier_release_is_read_over_what_is_gone():
-    text = "{mode: collective, gpu_buffer_size: 6, cpu_buffer_size: 2, row: 3, cover: 2, backup: true, begin: 9}"
+    text = "{mode: collective, gpu_buffer_size: 6, cpu_buffer_size: 2, row: 3, cover: 2, begin: 9, machine: one}"
     assert CollectivePlan.from_yaml(text) == CollectivePlan("collective", 6, 2, row=3)
     with pytest.raises(TypeError, match=r"CollectivePlan\.cover was removed: plans go by gpu_buffer_size"):
         CollectivePlan("collective", 6, 2, cover=2)
@@ -52,19 +50,11 @@ def test_a_plan_of_an_earlier_release_is_read_over_what_is_gone():
         ({"gpu_buffer_size": 0}, "gpu_buffer_size must be a whole number of at least 1, but is 0"),
         ({"gpu_buffer_size": 2.5}, "gpu_buffer_size must be a whole number"),
         ({"lead": -1}, "lead must be a whole number of at least 0, but is -1"),
-        ({"row": -1}, "row must be a whole number of at least 0, but is -1"),
-        ({"cpu_part": -0.5}, "cpu_part must be a finite number of at least 0"),
-        ({"cpu_buffer_size": 0}, "cpu_buffer_size must be a whole number of at least 1, but is 0"),
         ({"mode": "gpu", "cpu_buffer_size": -1}, "cpu_buffer_size must be a whole number of at least 0, but is -1"),
-        ({"num_batches": -3}, "num_batches must be a whole number of at least 0"),
         ({"rounds": None}, "rounds must be a whole number of at least 0, but is None"),
-        ({"ratio": -1.0}, "ratio must be a finite number of at least 0, but is -1.0"),
         ({"ratio": 10**400}, "ratio must be a finite number"),
         ({"epoch_s": {"npu": 1.0}}, "epoch_s must map collective, cpu and gpu to seconds, but is {'npu': 1.0}"),
         ({"epoch_s": {"cpu": float("inf")}}, r"epoch_s\['cpu'\] must be a finite number"),
-        ({"epoch_s": [1.0]}, "epoch_s must map"),
-        ({"times": 3}, "times must be StageTimes, but is 3"),
-        ({"machine": 3}, "machine must be text, but is 3"),
     ],
 )
 def test_nonsense_is_refused(changes, message):
@@ -80,16 +70,8 @@ def test_nonsense_is_refused(changes, message):
         ("!!python/object/apply:os.system ['true']", "not YAML"),
         ("mode: gpu\ngpu_buffer_size: 1", "a plan lacks cpu_buffer_size"),
         ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, gbs: 3}", "a plan has no place for gbs"),
-        ("{mode: gpu, gpu_buffer_size: x, cpu_buffer_size: 0}", "gpu_buffer_size must be a whole number"),
         ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, ratio: much}", "ratio must be a finite .* 'much'"),
-        ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, epoch_s: {cpu: .inf}}", "epoch_s.* finite"),
         ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, times: {dma: 1}}", "times lacks cpu_batching"),
-        ("{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, times: {tea: 1}}", "times has no place for tea"),
-        (
-            "{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, "
-            "times: {cpu_batching: 1, dma: {avg: 1}, gpu_batching: 1, uva: 1, model: 1}}",
-            "times: dma: a stage has no place for avg",
-        ),
         (
             "{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, "
             "times: {cpu_batching: 1, dma: {mean: null}, gpu_batching: 1, uva: 1, model: 1}}",
@@ -99,11 +81,6 @@ def test_nonsense_is_refused(changes, message):
             "{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, "
             "times: {cpu_batching: 1, dma: 1, gpu_batching: 1, uva: 1, model: 0}}",
             "the model must take some time",
-        ),
-        (
-            "{mode: gpu, gpu_buffer_size: 1, cpu_buffer_size: 0, "
-            "times: {cpu_batching: 1, dma: 1, gpu_batching: 1, uva: 1, model: 1, cpu_workers: 1.5}}",
-            "cpu_workers must be a whole number of at least 1, but is 1.5",
         ),
     ],
 )

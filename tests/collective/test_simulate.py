@@ -82,16 +82,8 @@ def test_constraints_and_lower_bounds(source):
         busy = sum(item.end - item.start for item in simulation.timeline.intervals if item.resource == resource)
         assert busy == pytest.approx(bound * (workers if resource == "CPU" else 1))
     assert simulation.makespan == simulation.timeline.end
-
-
-@pytest.mark.parametrize("mode", ["collective", "cpu", "gpu"])
-def test_steps_cover_the_epoch(mode):
-    plan = CollectivePlan(mode, 10, 8)
-    simulation = simulate_dual_buffer(SPREAD, plan, 100, seed=3)
-    order = [step.number for step in simulation.steps if step.kind == "train"]
-    assert order == list(range(100))
-    assert simulation.on_cpu == [step.kind for step in simulation.steps].count("transfer")
-    assert [step.kind for step in simulation.steps].count("end") == 1
+    assert [step.number for step in simulation.steps if step.kind == "train"] == list(range(num_batches))
+    assert simulation.on_cpu == len(on_cpu)
 
 
 def test_drawn_durations_depend_on_the_seed_alone():
@@ -126,7 +118,3 @@ def test_nonsense_is_refused():
     plan, times = CollectivePlan("collective", 2, 2), stage_times(1, 1, 1, 1, 1)
     with pytest.raises(ValueError, match="num_batches must be at least 1, but is 0"):
         simulate_dual_buffer(times, plan, 0)
-    with pytest.raises(ValueError, match="exclude one another"):
-        simulate_dual_buffer(times, plan, 3, durations=lambda stage, number: 1.0, seed=1)
-    with pytest.raises(ValueError, match="model of mini-batch 0 must take"):
-        simulate_dual_buffer(times, plan, 3, durations=lambda stage, number: -1.0 if stage == "model" else 1.0)

@@ -114,11 +114,11 @@ DATA_MODULES = {
     "link": link,
     "persistent link": lambda: link(PersistentLinkDataModule),
     "collective": lambda: CollectiveDataModule(DATA, **SAMPLED),
-    "collective routes": lambda: CollectiveDataModule(DATA, gpu_route="cpu", cache_plan=False, **SAMPLED),
+    "collective routes": lambda: CollectiveDataModule(DATA, gpu_route="cpu", **SAMPLED),
     "persistent": lambda: PersistentSamplerDataModule(DATA, **SAMPLED),
     "own sampler": lambda: NeighborDataModule(DATA, sampler=WeightedRandomSampler(torch.ones(30), 60), **SAMPLED),
     "own sampler, collective": lambda: CollectiveDataModule(
-        DATA, gpu_route="cpu", cache_plan=False, sampler=RandomSampler(range(35)), **SAMPLED
+        DATA, gpu_route="cpu", sampler=RandomSampler(range(35)), **SAMPLED
     ),
     "partitioned": lambda: PartitionedDataModule(parts().name, cache=2000, **SAMPLED),
     "partitioned, elastic": lambda: PartitionedDataModule(parts().name, elastic=True, **SAMPLED),

@@ -84,10 +84,8 @@ def test_without_a_gpu_it_says_so_and_samples_the_same():
         ({"topology": "shard"}, ValueError, "use PersistentSamplerDataModule"),
         ({"fetch_size": 0}, ValueError, "fetch_size must be at least 1"),
         ({"mode": "quick"}, ValueError, "unknown sampling mode 'quick'"),
-        ({"num_neighbors": [-3]}, ValueError, "num_neighbors holds -3"),
         ({"hot_nodes": torch.tensor([400]), "topology": "pinned"}, IndexError, "400"),
         ({"hot_nodes": torch.tensor([4]), "weight_attr": "edge_weight"}, ValueError, "of one type without times"),
-        ({"exclude_seed_edges": "no"}, TypeError, "exclude_seed_edges must be True, False or a dict"),
     ],
 )
 def test_bad_arguments_are_named(options, error, message):

@@ -157,13 +157,13 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
     path = tmp_path / "x.npy"
     refuses(FileNotFoundError, r"x\.npy does not exist$", load_array, path)
     path.mkdir()
-    refuses(ValueError, r"x\.npy is a folder, but must be a file", load_array, path)
+    refuses(ValueError, r"x\.npy is a folder, .*but must be a file", load_array, path)
     path.rmdir()
     path.symlink_to(tmp_path / "gone.npy")
-    refuses(FileNotFoundError, r"x\.npy does not exist: it is a link to .*gone\.npy, where not", load_array, path)
+    refuses(FileNotFoundError, r"x\.npy does not exist, but as a link to nothing", load_array, path)
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "gone.npy")
-        refuses(ValueError, r"x\.npy is a FIFO", load_array, path)
+        refuses(ValueError, r"x\.npy is a .*FIFO", load_array, path)
 
 
 def test_a_link_to_nothing_is_not_the_same_as_no_labels(tmp_path):
@@ -174,7 +174,7 @@ def test_a_link_to_nothing_is_not_the_same_as_no_labels(tmp_path):
         path = tmp_path / f"{name}.npy"
         path.unlink(missing_ok=True)
         path.symlink_to(tmp_path / "unmounted" / "a.npy")
-        refuses(FileNotFoundError, rf"{name}\.npy does not exist: it is a link", load_folder, tmp_path)
+        refuses(FileNotFoundError, rf"{name}\.npy does not exist, but as a link", load_folder, tmp_path)
         path.unlink()
 
 

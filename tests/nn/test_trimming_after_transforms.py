@@ -206,7 +206,7 @@ LOADERS = {
         graph(), transform=t, device="cpu", **SIZES
     ).train_dataloader(),
     "collective": lambda t, parts: CollectiveDataModule(
-        graph(), transform=t, gpu_route="cpu", cache_plan=False, num_workers=1, **SIZES
+        graph(), transform=t, gpu_route="cpu", num_workers=1, **SIZES
     ).train_dataloader(),
     "partitioned": lambda t, parts: joined(PartitionedDataModule(parts, transform=t, cache=2000, **SIZES)),
     "PyG's": lambda t, parts: NeighborLoader(graph(), [4, 3], input_nodes=SEEDS, batch_size=8, transform=t),
@@ -305,7 +305,7 @@ TYPED_LOADERS = {
         typed_graph(), "paper", transform=t, **SIZES
     ).train_dataloader(),
     "collective": lambda t: CollectiveDataModule(
-        typed_graph(), "paper", transform=t, gpu_route="cpu", cache_plan=False, **SIZES
+        typed_graph(), "paper", transform=t, gpu_route="cpu", **SIZES
     ).train_dataloader(),
     "PyG's": lambda t: NeighborLoader(
         typed_graph(), [4, 3], input_nodes=("paper", torch.arange(0, 150, 10)), batch_size=8, transform=t

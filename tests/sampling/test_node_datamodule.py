@@ -136,22 +136,6 @@ def test_a_resumed_run_keeps_its_seed(tmp_path):
     assert resumed.history == whole.history[3:]
 
 
-@pytest.mark.parametrize("precompute", [None, "first_layer"])
-def test_checkpoints_of_the_removed_precompute_resume_and_a_warning_says_what_changes(precompute, tmp_path):
-    saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    whole, resumed = Model(), Model()
-    trainer(callbacks=[saver]).fit(whole, datamodule())
-    checkpoint = torch.load(tmp_path / "step=3.ckpt", weights_only=True)
-    checkpoint["NeighborDataModule"]["precompute"] = precompute
-    torch.save(checkpoint, tmp_path / "old.ckpt")
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        trainer().fit(resumed, datamodule(), ckpt_path=tmp_path / "old.ckpt")
-    assert resumed.history == whole.history[3:]
-    said = "trained with precompute='first_layer', which was removed"
-    assert any(said in str(warning.message) for warning in found) == (precompute is not None)
-
-
 def test_resuming_with_another_batch_size_warns_in_mid_epoch_only(tmp_path):
     saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     whole = Model()

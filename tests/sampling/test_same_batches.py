@@ -48,9 +48,8 @@ def tables_of(loader):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(tmp_path, monkeypatch):
-    """No plan of another test, and no thread of collective batching left behind by any."""
-    monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
+def nothing_left():
+    """No thread of collective batching is left behind by any test."""
     yield
     gc.collect()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
@@ -99,8 +98,6 @@ def datamodule_of(way, case, data, folder, most):
     """The DataModule of a case."""
     of_nodes, of_edges, given = WAYS[way]
     options = {**options_of(case, data, most), **given}
-    if of_nodes is CollectiveDataModule:
-        options["cache_plan"] = False
     if "memory" in given:
         one = {name: folder / f"{name}.npy" for name in ("paper", "author")}
         options["store"] = one if CASES[case][0] == "typed" else folder / "None.npy"
@@ -224,7 +221,7 @@ def test_any_graph_and_any_options(way, case, plan, parts, seed):
             source = Path(folder) / "parts"
             write_partition(data, source, owner, parts)
         elif kind is CollectiveDataModule:
-            given = {**given, "plan": plan if way != "both routes" else COLLECTIVE, "cache_plan": False}
+            given = {**given, "plan": plan if way != "both routes" else COLLECTIVE}
         module = kind(source, **options, **given)
         module.setup("fit")
         expected = NeighborDataModule(data, **options)

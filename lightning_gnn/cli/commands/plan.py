@@ -143,13 +143,9 @@ def _trainer(cfg: DictConfig, **more: Any) -> pl.Trainer:
 def profile(
     datamodule: CollectiveDataModule, module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], most: int
 ) -> tuple[CollectivePlan, torch.device]:
-    """Train, for so many mini-batches at most, until the DataModule has a plan; return it and the device of the route.
-
-    Plans that are kept from earlier runs do not count: it always measures, unless the DataModule was given a plan.
-    """
+    """Train on at most ``most`` mini-batches, until there is a plan; return it and the device of the route."""
     if most < 1:
         raise ValueError(f"plan.max_batches must be at least 1, but is {most}")
-    kept, datamodule.cache_plan = datamodule.cache_plan, False
     options = {"max_epochs": -1, "max_steps": -1, "limit_val_batches": 0, "num_sanity_val_steps": 0}
     trainer = make_trainer(callbacks=[_Profiling(datamodule, most)], **options)
     if trainer.world_size > 1:
@@ -163,8 +159,6 @@ def profile(
         if trainer.interrupted:
             raise KeyboardInterrupt from None  # what Lightning has made a SystemExit of
         raise
-    finally:
-        datamodule.cache_plan = kept
     if datamodule.plan is None:
         raise ValueError("training ended before there was a plan; leave out what ends it, such as trainer.max_time")
     return datamodule.plan, trainer.strategy.root_device

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice, takewhile
-from typing import Any
+from typing import TypeAlias, cast
 
 from torch import Tensor
 from torch_geometric.typing import NodeType
@@ -21,13 +21,9 @@ from lightning_gnn.loading.compact_ids import CompactIds
 from lightning_gnn.loading.pipeline import MiniBatchPipeline
 from lightning_gnn.loading.prefetch.threads import ThreadPrefetcher
 
-_FIRST_WINDOW = 64
-"""Mini-batches that are sampled before the first one is read, at most: what is read by then knows little of what comes,
-and training waits for it. Then two for each one, until the window is full."""
-_MAX_OUT_OF_ORDER = 64
-"""Mini-batches that may be read before an earlier one is."""
-_BOOKKEEPING_BYTES = 10
-"""Of each node of a mini-batch that waits: what the window keeps of it besides."""
+_FIRST_WINDOW = 64  # mini-batches sampled before the first one is read, at most, for which training waits
+_MAX_OUT_OF_ORDER = 64  # mini-batches that may be read before an earlier one is
+_BOOKKEEPING_BYTES = 10  # what the window keeps besides of each node of a mini-batch that waits
 
 
 class CompactSampledBatch:
@@ -56,14 +52,12 @@ class CompactSampledBatch:
         return SampledBatch(self.task, self._ids.unpacked(), self.key, self._seconds)
 
 
-class Lookahead:
-    """Begins a :class:`LookaheadWindow` for each epoch of a loader, and hands the end of one on to the next.
+Ahead: TypeAlias = tuple[CompactSampledBatch, bool] | None
+"""A mini-batch, and whether it is of the next epoch; None where one of that has failed, which it does again there."""
 
-    Args:
-        size: Mini-batches beyond the one that is read, or these and the bytes that they may take; 0 for none.
-        num_threads: How many threads sample; 0 samples in the thread that asks.
-        ahead: How many mini-batches may have been sampled beyond those.
-    """
+
+class Lookahead:
+    """Begins a :class:`LookaheadWindow` for each epoch of a loader, and hands the end of one on to the next."""
 
     def __init__(
         self, pipeline: MiniBatchPipeline, size: int | tuple[int, int], num_threads: int = 0, ahead: int = 0
@@ -71,28 +65,14 @@ class Lookahead:
         self._pipeline, self.size, self._num_threads, self._ahead = pipeline, size, num_threads, ahead
         self._handed_on: list[CompactSampledBatch] = []
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether coming mini-batches are sampled so that their rows can be read in the best order.
-
-        A sampler of the user's own that may change as training goes on is not run ahead of it.
-        """
-        return self.size != 0 and not self._pipeline.requires_main_thread
-
     def begin(
         self, tasks: Iterable[BatchTask], first: int, next_epoch: Iterable[BatchTask] = ()
     ) -> LookaheadWindow | None:
-        """Return what samples an epoch ahead, to be closed.
-
-        Args:
-            tasks: The epoch's mini-batches from the number ``first`` on.
-            next_epoch: Those of the epoch after it.
-
-        Returns:
-            The window; None where nothing is on disk, or where another loader looks ahead already.
-        """
+        """Return what samples an epoch ahead from ``first`` on, to be closed; None where nothing is on disk."""
         tables = self._pipeline.disk_tables
-        if not (tables and self.is_wanted and try_acquire_tables(tables, self._handed_on)):
+        # A sampler of the user's own that may change as training goes on is not run ahead of it.
+        is_wanted = self.size != 0 and not self._pipeline.requires_main_thread
+        if not (tables and is_wanted and try_acquire_tables(tables, self._handed_on)):
             return None
         known, self._handed_on = self._handed_on, []
         if known:  # unless it is another epoch than the one that was expected
@@ -113,17 +93,6 @@ class LookaheadWindow:
 
     Several threads may ask for mini-batches, about in order. Where one reads all of them in turn, which rows are read
     when follows from the mini-batches alone, never from time.
-
-    Args:
-        first: The number of the first one; the others follow one by one.
-        tables: Those on disk, acquired, by the name of their attribute.
-        size: Mini-batches beyond the one that is read, or these and the bytes that they may take.
-        num_threads: How many threads sample; 0 samples in that of who asks.
-        ahead: How many mini-batches may have been sampled beyond those.
-        next_epoch: The mini-batches of the next epoch. Their reads are only scheduled, so that an epoch's end keeps
-            what the next one begins with, and they are handed on.
-        known: Those of this epoch that the last one has handed on. Where the tables still have their reads scheduled,
-            these are not scheduled again.
     """
 
     def __init__(
@@ -147,11 +116,11 @@ class LookaheadWindow:
                 table.forget()
         sample = partial(_sample, pipeline, {(each.task.epoch, each.task.index): each for each in known})
         both = chain(((task, False) for task in tasks), ((task, True) for task in next_epoch))
-        self._sampled: Any = ThreadPrefetcher(sample, both, num_threads, max(ahead, 2 * num_threads))
+        self._sampled = ThreadPrefetcher(sample, both, num_threads, max(ahead, 2 * num_threads))
         self.handed_on: list[CompactSampledBatch] = []
         """The mini-batches of the next epoch that have been sampled."""
         closed = self._closed = threading.Event()
-        source: Any = takewhile(lambda _: not closed.is_set(), self._sampled)
+        source = cast("Iterator[Ahead]", takewhile(lambda _: not closed.is_set(), self._sampled))
         most = min(most, MOST_READS - 1 - _MAX_OUT_OF_ORDER)
         self._window = _window(source, most, most_bytes, max(_FIRST_WINDOW, len(known)), self.handed_on)
         self._failure: BaseException | None = None
@@ -172,11 +141,7 @@ class LookaheadWindow:
             yield number
 
     def sampled(self, number: int, task: BatchTask | None = None) -> SampledBatch:
-        """Return a mini-batch, which will be read.
-
-        Args:
-            task: What is wanted. If it is not what was sampled, or has been read already, it is sampled again.
-        """
+        """Return a mini-batch, which will be read; sampled again if it has been read, or is not that of ``task``."""
         self._sample_until(number)
         with self._lock:
             waiting = self._held.get(number)
@@ -232,10 +197,7 @@ class LookaheadWindow:
         return number
 
     def close(self) -> None:
-        """Cancel what has not begun, wait for the threads to end, and release the tables.
-
-        Where all of the epoch has been read, the reads scheduled for the next one stay so.
-        """
+        """Cancel what has not begun, join the threads and release the tables; the next epoch's reads stay."""
         self._closed.set()
         with self._pulling:
             whole = self.handed_on and self._front == self._next and next(self._window, None) is None
@@ -263,11 +225,8 @@ def _release(tables: list[DiskFeatures], left_for: object = None) -> None:
 
 def _sample(
     pipeline: MiniBatchPipeline, known: dict[tuple[int, int], CompactSampledBatch], wanted: tuple[BatchTask, bool]
-) -> tuple[CompactSampledBatch, bool] | None:
-    """Sample a mini-batch, unless it is known; with it, whether it is of the next epoch, None where that one fails.
-
-    What has failed in advance fails again in its own epoch.
-    """
+) -> Ahead:
+    """Sample a mini-batch, unless it is known, with whether it is of the next epoch; None where one of that fails."""
     task, is_next_epoch = wanted
     found = known.pop((task.epoch, task.index), None)
     if found is not None and found.is_of(pipeline.key(task), task):
@@ -281,21 +240,17 @@ def _sample(
 
 
 def _window(
-    sampled: Iterable[tuple[CompactSampledBatch, bool] | None],
+    sampled: Iterable[Ahead],
     most: int,
     size: int | None,
     at_first: int,
     handed_on: list[CompactSampledBatch],
 ) -> Generator[tuple[CompactSampledBatch | BaseException, list[CompactSampledBatch]]]:
-    """Yield each mini-batch with those whose reads are to be scheduled before it is read.
-
-    What fails is given in its turn, after all that came before it. Those of the next epoch are scheduled, and handed
-    on.
-    """
+    """Yield each mini-batch, or the error in its turn, with those whose reads are to be scheduled before it is read."""
     # `new` holds the mini-batches sampled since the last yield, whose reads have yet to be scheduled.
     waiting: deque[CompactSampledBatch] = deque()
     new: list[CompactSampledBatch] = []
-    source: Iterator[tuple[CompactSampledBatch, bool] | None] | None = iter(sampled)
+    source: Iterator[Ahead] | None = iter(sampled)
     failure: BaseException | None = None
     read = held = 0
     while True:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import TracebackType
 
 from typing_extensions import Self
 
@@ -18,11 +17,7 @@ class Prefetcher(ABC):
 
     @abstractmethod
     def __next__(self) -> PreparedBatch:
-        """Return the next mini-batch.
-
-        Raises:
-            StopIteration: The epoch is over.
-        """
+        """Return the next mini-batch, or raise ``StopIteration`` where the epoch is over."""
 
     @abstractmethod
     def close(self) -> None:
@@ -31,7 +26,5 @@ class Prefetcher(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
