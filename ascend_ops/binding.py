@@ -11,29 +11,19 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from .build import CSRC, ROOT, digest, keep_folder
+from lightning_gnn.runtime.store import kept_folder
+
+from .build import CSRC, ROOT, digest
 
 HOST = ROOT / "host"
 LIBRARY = "liblightning_gnn_ascend.so"
 CHIPS = re.compile(r"Ascend910B\d|Ascend910_93\d\d")
 """Chips of the architecture dav-c220, by CANN's names; ``Ascend910B`` without a digit is the first generation."""
 
-_CMAKE = (
-    "tools/tikcpp/ascendc_kernel_cmake",
-    "compiler/tikcpp/ascendc_kernel_cmake",
-    "tikcpp/ascendc_kernel_cmake",
-    "*-linux/tikcpp/ascendc_kernel_cmake",
-    "ascendc_devkit/tikcpp/samples/cmake",
-)
-_COMPILER = tuple(
-    f"{folder}ccec_compiler/bin/bisheng" for folder in ("tools/", "compiler/", "", "*-linux/", "ascendc_devkit/")
-)
-_PERCENT = re.compile(r"^\[ *(\d+)%\]")
 _lock = threading.Lock()
 _loaded: Path | None = None
 
@@ -59,7 +49,7 @@ def missing() -> list[str]:
     if importlib.util.find_spec("torch_npu") is None:
         release = torch.__version__.split("+")[0]
         problems.append(f"torch_npu (pip install 'lightning-gnn[npu]', in the release for torch {release})")
-    # The toolkit is checked part by part, as installations without the compiler are common.
+    # What an installed toolkit lacks, such as the compiler, CMake says in its output.
     home = os.environ.get("ASCEND_HOME_PATH", "")
     if not home or not Path(home).is_dir():
         state = f"ASCEND_HOME_PATH={home!r} is no folder" if home else "ASCEND_HOME_PATH is not set"
@@ -67,11 +57,6 @@ def missing() -> list[str]:
             f"CANN ({state}: install the CANN toolkit from https://www.hiascend.com/software/cann and source its "
             "set_env.sh)"
         )
-    else:
-        if not _find(home, [f"{folder}/ascendc.cmake" for folder in _CMAKE]):
-            problems.append(f"Ascend C's CMake files under {home} (install the CANN toolkit, 8.0 or newer)")
-        if not _find(home, _COMPILER):
-            problems.append(f"the Ascend C compiler under {home} (install the CANN toolkit, not only its runtime)")
     # The build needs host tools.
     if shutil.which("cmake") is None:
         problems.append("cmake 3.18 or newer (pip install cmake)")
@@ -85,47 +70,36 @@ def missing() -> list[str]:
     return problems
 
 
-def build(progress: Callable[[str], None] | None = None) -> Path:
-    """Build the library, or return the one that was built from the same sources for the same chip and releases.
-
-    Args:
-        progress: Called with a line when a build starts and as it proceeds; None prints them to stderr.
-    """
+def build() -> Path:
+    """Build the library, or return the one that was built from the same sources for the same chip and releases."""
     problems = missing()
     chip = soc_version()
     known = importlib.util.find_spec("torch_npu") is not None and os.environ.get("ASCEND_HOME_PATH") and chip
     if not known:
         raise BindingError(f"the NPU kernels cannot be built without {'; '.join(problems)}")
-    say = progress or _show
 
     def make(folder: Path) -> None:  # what is kept needs no compiler any more
         if problems:
             raise BindingError(f"the NPU kernels cannot be built without {'; '.join(problems)}")
-        say(f"building the Ascend C kernels for {chip}, once, into {folder.parent}")
-        _compile(chip, folder / LIBRARY, say)
+        where = f"{chip}, once, into {folder.parent}; this takes minutes"
+        print(f"building the Ascend C kernels for {where}", file=sys.stderr, flush=True)
+        _compile(chip, folder / LIBRARY)
 
-    return keep_folder("npu", _digest(chip), make, f"kernels for {chip}") / LIBRARY
+    return kept_folder("npu", _digest(chip), make, f"kernels for {chip}") / LIBRARY
 
 
-def load(progress: Callable[[str], None] | None = None) -> Path:
-    """Build the library where needed and register its operators for the device ``npu``; a second call does nothing.
-
-    ``lightning_gnn.ops`` must be imported before: it defines the operators.
-    """
+def load() -> Path:
+    """Build the library where needed and register its operators, of ``lightning_gnn.ops``, for ``npu``, once."""
     global _loaded
     with _lock:
         if _loaded is None:
-            library = build(progress)
+            library = build()
             try:
                 torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
             except Exception as error:
                 raise BindingError(f"torch cannot load {library}: {error}") from error
             _loaded = library
         return _loaded
-
-
-def _find(home: str, patterns: list[str] | tuple[str, ...]) -> bool:
-    return any(next(Path(home).glob(pattern), None) for pattern in patterns)
 
 
 def _torch_npu() -> Path:
@@ -144,17 +118,13 @@ def _digest(chip: str) -> str:
     return digest(words, (file for file in files if file.is_file()))
 
 
-def _compile(chip: str, library: Path, say: Callable[[str], None]) -> None:
+def _compile(chip: str, library: Path) -> None:
     number, name = tempfile.mkstemp("-build.log", "lightning_gnn-npu-")
     os.close(number)
     log = Path(name)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         configure = [
-            "cmake",
-            "-S",
-            str(HOST),
-            "-B",
-            scratch,
+            *("cmake", "-S", str(HOST), "-B", scratch),
             f"-DSOC_VERSION={chip}",
             f"-DTORCH_NPU_PATH={_torch_npu()}",
             f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
@@ -162,34 +132,15 @@ def _compile(chip: str, library: Path, say: Callable[[str], None]) -> None:
         ]
         if compiler := os.environ.get("CXX"):
             configure.append(f"-DCMAKE_CXX_COMPILER={compiler}")
-        _run(configure, log, say)
-        _run(["cmake", "--build", scratch, "--parallel", str(min(os.cpu_count() or 1, 8))], log, say)
+        _run(configure, log)
+        _run(["cmake", "--build", scratch, "--parallel", str(min(os.cpu_count() or 1, 8))], log)
         os.replace(Path(scratch) / LIBRARY, library)
     log.unlink()
 
 
-def _run(command: list[str], log: Path, say: Callable[[str], None]) -> None:
-    done = ""
-    with (
-        log.open("a") as file,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as run,
-    ):
-        assert run.stdout is not None
-        for line in run.stdout:
-            file.write(line)
-            found = _PERCENT.match(line)
-            if found and found[1] != done:
-                done = found[1]
-                say(f"building the Ascend C kernels: {done} %")
-    if run.returncode != 0:
-        end = "\n".join(log.read_text().splitlines()[-40:])
-        raise BindingError(f"{' '.join(command[:2])} failed with status {run.returncode} (all of it in {log}):\n{end}")
-
-
-def _show(line: str) -> None:
-    if not sys.stderr.isatty():
-        if "%" not in line:  # a log file needs no counter
-            print(line, file=sys.stderr, flush=True)
-        return
-    end = "" if "%" in line and not line.endswith(" 100 %") else "\n"
-    print(f"\r{line}\033[K", end=end, file=sys.stderr, flush=True)
+def _run(command: list[str], log: Path) -> None:
+    with log.open("a") as file:
+        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    if status != 0:
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+        raise BindingError(f"{' '.join(command[:2])} failed with status {status} (all of it in {log}):\n{end}")

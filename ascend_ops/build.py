@@ -1,6 +1,5 @@
 """Compiles the CPU twin and Ascend C kernels with g++ into shared libraries, cached by the content of their sources."""
 
-import atexit
 import hashlib
 import os
 import platform
@@ -9,12 +8,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+
+from lightning_gnn.runtime.store import kept_folder
 
 ROOT = Path(__file__).resolve().parent
 TWIN = ROOT / "twin"
@@ -34,30 +34,6 @@ class Built:
 
     library: Path  # path of the shared library
     kernels: dict[str, tuple[str, ...]]  # kernel name -> names of its parameters, in order
-
-
-def keep_folder(kind: str, key: str, make: Callable[[Path], Any], title: str) -> Path:
-    """Return a folder with what ``make`` writes into one: as long as this process lasts, unless a store takes over.
-
-    Args:
-        key: 32 hexadecimal digits that tell what was built.
-    """
-    return _keep[0](kind, key, make, title)
-
-
-def use_store(keep: Callable[[str, str, Callable[[Path], Any], str], Path]) -> None:
-    """Let built libraries be kept: ``keep`` takes the arguments of :func:`keep_folder` and verifies what it returns."""
-    _keep[0] = keep
-
-
-def _for_this_process(kind: str, key: str, make: Callable[[Path], Any], title: str) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    make(folder)
-    return folder
-
-
-_keep: list[Callable[[str, str, Callable[[Path], Any], str], Path]] = [_for_this_process]
 
 
 @lru_cache(maxsize=4)
@@ -82,17 +58,9 @@ def kernels_in(source: Path) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def build(
-    sources: Sequence[Path] | None = None, sanitize: bool = False, progress: Callable[[str], None] | None = None
-) -> tuple[Path, list[Built]]:
-    """Builds the twin's runtime and one library for every kernel source.
-
-    Args:
-        sources: Kernel sources; None takes every one in ``csrc`` that defines a kernel.
-        sanitize: Build with the address and undefined-behaviour sanitizers. The process that loads the result must have
-            the address sanitizer's library preloaded (see `sanitizer_environment`).
-        progress: Called with a line when something has to be compiled; None prints it to stderr.
-    """
+def build(sources: Sequence[Path] | None = None, sanitize: bool = False) -> tuple[Path, list[Built]]:
+    """Build the twin's runtime and one library for every kernel source, by default all in ``csrc``."""
+    # With sanitize, the process that loads the result needs sanitizer_environment().
     if sources is None:
         sources = [s for s in sorted(CSRC.glob("*.cpp")) if kernels_in(s)]
     path, version = compiler()
@@ -105,18 +73,17 @@ def build(
     for source, kernels in wanted:
         if not kernels:
             raise BuildError(f'{source} defines no kernel (extern "C" __global__ __aicore__ void name(...))')
-    say = progress or _say
     name = f"libtwin-{runtime_key[:16]}.so"
 
     def make_runtime(pool: ThreadPoolExecutor, folder: Path) -> None:
-        say(f"building the Ascend twin with {Path(path).name} into {folder.parent}")
+        _say(f"building the Ascend twin with {Path(path).name} into {folder.parent}")
         halves = (parts[0::2], parts[1::2])  # two files at once: the headers cost more than the code
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             objects = list(pool.map(lambda h: _object(path, flags, h, Path(scratch) / f"{h[0].stem}.o"), halves))
             _link(path, flags, [*map(str, objects), f"-Wl,-soname,{name}"], folder / name, TWIN)
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        made = keep_folder("twin", runtime_key, lambda folder: make_runtime(pool, folder), f"runtime, {version}")
+        made = kept_folder("twin", runtime_key, lambda folder: make_runtime(pool, folder), f"runtime, {version}")
         runtime = made / name
 
         def library(item: tuple[Path, dict[str, tuple[str, ...]]]) -> Path:
@@ -124,19 +91,19 @@ def build(
             file = f"{source.stem}.so"
 
             def make(folder: Path) -> None:
-                say(f"building the Ascend twin's kernels in {source.name} with {Path(path).name}")
+                _say(f"building the Ascend twin's kernels in {source.name} with {Path(path).name}")
                 _kernel(path, flags, source, kernels, runtime, folder / file)
 
             # The library names the runtime's folder.
             key = digest([runtime_key, str(runtime)], _needed(source))
-            return keep_folder("twin", key, make, f"{source.name}, {version}") / file
+            return kept_folder("twin", key, make, f"{source.name}, {version}") / file
 
         libraries = list(pool.map(library, wanted))
     return runtime, [Built(library, kernels) for library, (_, kernels) in zip(libraries, wanted, strict=True)]
 
 
 def build_tiling() -> Path:
-    """Builds the host's tiling (``csrc/host_*.cpp``), which needs nothing of the twin, and returns its library."""
+    """Build the host's tiling (``csrc/host_*.cpp``), which needs nothing of the twin, and return its library."""
     path, version = compiler()
     flags = ["-std=c++17", "-fPIC", "-O2", "-Wall", "-Wextra"]
     sources = sorted(CSRC.glob("host_*.cpp"))
@@ -147,7 +114,7 @@ def build_tiling() -> Path:
         _link(path, flags, list(map(str, sources)), folder / name, CSRC)
 
     key = digest([version, *flags], [*sources, *sorted(CSRC.glob("*tiling.h"))])
-    return keep_folder("twin", key, make, f"tiling, {version}") / name
+    return kept_folder("twin", key, make, f"tiling, {version}") / name
 
 
 def sanitizer_environment() -> dict[str, str]:

@@ -1,7 +1,6 @@
 """What the Ascend C kernels read, from chunks and a plan: csrc/host_tiling.cpp, called from Python.
 
-The NPU's binding links the same C++. The layouts of the tables and structs are in csrc/tiling.h. The C++ compiler
-builds the library on first use, and it is kept as the twin is (:mod:`lightning_gnn.ascend_ops.build`).
+The NPU's binding links the same C++. The layouts of the tables and structs are in csrc/tiling.h.
 """
 
 import ctypes
@@ -34,8 +33,7 @@ class CubeTables:
     tiles: npt.NDArray[np.int32]  # int32 [numTiles, 8]
     columns: npt.NDArray[np.int32]
     positions: npt.NDArray[np.uint16]  # uint16 [num_values]
-    slots: npt.NDArray[np.int32]
-    """int32 ``[num_edges]``, the place of each entry's weight among the values; parallel edges share one."""
+    slots: npt.NDArray[np.int32]  # int32 [num_edges], the place of each weight among the values
     runs: npt.NDArray[np.int32]  # int32 [.., 4]
     splits: npt.NDArray[np.int32]  # int32 [.., 4], for combine_parts: vertices whose rows lie apart
     num_parts: int  # rows of the float parts
@@ -43,11 +41,7 @@ class CubeTables:
     workspace_bytes: int  # bytes of the workspace
 
     def values(self, weights: Array | None, heads: int = 1) -> npt.NDArray[np.float16]:
-        """Return weights in the kernel's order, parallel edges added up in float32, fillers 0.
-
-        Args:
-            weights: ``[num_edges]`` or ``[num_edges, heads]``, in the order of the entries; None for ones.
-        """
+        """Return weights ``[num_edges]`` or ``[num_edges, heads]`` in the kernel's order, parallel edges summed."""
         given = np.ones((self.slots.size, heads), np.float32) if weights is None else np.asarray(weights, np.float32)
         given = given.reshape(self.slots.size, heads)
         stride = self.positions.size
@@ -83,15 +77,7 @@ def cube_tables(
     tile_columns: int = 128,
     panel: int = 256,
 ) -> CubeTables:
-    """Make what aggregate_cube reads from one direction of a graph and a plan.
-
-    Args:
-        chunks: The six arrays of :class:`lightning_gnn.compressed.Chunks`: vertex of each row, int32 ``[R]``; first
-            row of each chunk, int64 ``[num_chunks + 1]``; first entry of each row, int64 ``[R + 1]``; column of each
-            entry, int32 ``[num_edges]``; vertex of each column, int32 ``[L]``; first column of each chunk, int64
-            ``[num_chunks + 1]``.
-        num_columns: D, columns of the features (of one head); the kernel sees them filled up to a multiple of 16.
-    """
+    """Make what aggregate_cube reads from a plan and the arrays of :class:`~lightning_gnn.compressed.Chunks`."""
     numbers = (num_groups, num_columns, heads, tile_rows, tile_columns, panel)
     made = _make("cube tables", numbers, _CUBE_NAMES, chunks, chunk_ranges)
     num_parts, num_blocks, workspace_bytes = made.pop("sizes").tolist()
@@ -112,17 +98,7 @@ def row_tables(
     """Make what the vertex-by-vertex kernels read."""
     numbers = (num_members, num_groups, num_columns, heads, max_panel)
     made = _make("row tables", numbers, ("plan", "vertices", "columns", "sizes"), chunks, chunk_ranges)
-    range_offset, panel_offset, groups, members, panel_columns = made["sizes"].tolist()
-    return RowTables(
-        plan=made["plan"],
-        vertices=made["vertices"].reshape(-1, 4),
-        columns=made["columns"],
-        range_offset=range_offset,
-        panel_offset=panel_offset,
-        num_groups=groups,
-        num_members=members,
-        panel_columns=panel_columns,
-    )
+    return RowTables(made["plan"], made["vertices"].reshape(-1, 4), made["columns"], *made["sizes"].tolist())
 
 
 def aggregate_vector_tiling(tables: RowTables, stride: int, weighted: bool) -> Words:
@@ -132,12 +108,7 @@ def aggregate_vector_tiling(tables: RowTables, stride: int, weighted: bool) -> W
 
 
 def cut_panels(num_columns: int, num_groups: int, heads: int, max_panel: int) -> tuple[Array, Array, int]:
-    """Return the panels of columns of each group of a plan, as :func:`row_tables` has them.
-
-    Returns:
-        First panel of each group, int32 ``[M + 1]``; first column, columns and head of each panel and 0, int32
-        ``[4 * num_panels]``; the columns of the widest.
-    """
+    """Return each group's first panel, of each panel first column, columns, head and 0, and the widest's columns."""
     made = _make("panels", (heads, num_columns, num_groups, max_panel), ("first", "panels", "sizes"))
     return made["first"], made["panels"], int(made["sizes"][0])
 
@@ -158,11 +129,7 @@ def max_tiling(
 
 
 def softmax_tiling(tables: RowTables, heads: int, slope: float = 0.0) -> Words:
-    """Return ``RowsTiling`` for edge_softmax, edge_softmax_backward and edge_sum.
-
-    Args:
-        slope: Slope of the leaky ReLU below 0.
-    """
+    """Return ``RowsTiling`` for edge_softmax, edge_softmax_backward and edge_sum; ``slope`` of the leaky ReLU."""
     bits = int(np.float32(slope).view(np.uint32))
     return _words("edge_softmax", tables.num_members, tables.range_offset, heads, bits)
 
@@ -173,13 +140,7 @@ def products_tiling(tables: RowTables, heads: int, num_columns: int) -> Words:
 
 
 def combine_tiling(num_vertices: int, num_columns: int, *, parts_per_row: int = 0, float_out: bool = False) -> Words:
-    """Return ``CombineTiling``.
-
-    Args:
-        num_columns: Columns, a multiple of 16, also the strides of parts and result.
-        parts_per_row: Parts of each row, where there is no list.
-        float_out: Whether the result is float32, not float16.
-    """
+    """Return ``CombineTiling``; ``num_columns``, also the strides, is a multiple of 16."""
     return _words("combine_parts", num_vertices, num_columns, parts_per_row, float_out)
 
 
@@ -233,24 +194,6 @@ def update_constants() -> npt.NDArray[np.float16]:
     ones = np.zeros((128, 16), np.float16)
     ones[:, :2] = 1
     return np.concatenate([np.zeros(16 * 128, np.float16), ones.reshape(-1)])
-
-
-def update_bias(bias: npt.ArrayLike) -> npt.NDArray[np.float16]:
-    """Return a bias as two float16 rows that add up to nearly float32, and fourteen of zeros.
-
-    Args:
-        bias: float32 ``[n]``.
-
-    Returns:
-        ``[16, n]``, n filled up to a multiple of 16.
-    """
-    exact = np.asarray(bias, np.float32)
-    rows = np.zeros((16, up(exact.size)), np.float16)
-    with np.errstate(over="ignore", invalid="ignore"):
-        rows[0, : exact.size] = exact
-        rest = exact - rows[0, : exact.size]
-        rows[1, : exact.size] = np.where(np.isfinite(rest), rest, 0)
-    return rows
 
 
 def up(value: int, unit: int = CUBE_EDGE) -> int:

@@ -1,4 +1,4 @@
-"""Runs Ascend C kernels on the CPU twin: strict checks, results, byte and cycle counts, a timeline."""
+"""Run Ascend C kernels on the CPU twin: strict checks, results, byte and cycle counts."""
 
 import ctypes
 import json
@@ -7,33 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 
 from .build import build
 
 _LOCK = threading.Lock()  # the runtime holds one launch at a time
 _BY_VALUE, _READ_WRITE, _READ_ONLY, _SCRATCH = range(4)
 
-RECORD = np.dtype(
-    {
-        "names": ["block", "core", "pipe", "kind", "line", "start", "finish", "bytes", "fractals", "elements"],
-        "formats": ["i4", "i4", "u1", "u1", "u2", "f8", "f8", "i8", "i8", "i8"],
-        "offsets": [0, 4, 8, 9, 10, 16, 24, 32, 40, 48],
-        "itemsize": 56,
-    }
-)
-PIPES = ("scalar", "vector", "cube", "mte1", "mte2", "mte3", "", "fix")
-KINDS = ("scalar", "copy", "vector", "exp", "reduce", "load_data", "mmad", "fixpipe", "sync")
+Array = np.ndarray[Any, Any] | torch.Tensor | ctypes.Structure
+"""Memory of a kernel: C-contiguous NumPy arrays and CPU tensors are read and written in place, structures copied."""
 
 
 class TwinViolation(RuntimeError):
-    """A kernel broke a rule of the chip.
-
-    Args:
-        record: kernel, block, core ("cube core", "vector core 0"), file, line, rule and message of the violation.
-    """
+    """A kernel broke a rule of the chip: kernel, block, core, file, line, rule and message of the violation."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         self.kernel: str = record["kernel"]
@@ -52,14 +41,17 @@ class TwinViolation(RuntimeError):
 class ReadOnly:
     """An array the kernel may only read; reads of it are not tracked, which makes the run faster."""
 
-    array: Any
+    array: Array
 
 
 @dataclass(frozen=True)
 class Scratch:
     """An array whose content is undefined at the start: reading a byte before writing it is a violation."""
 
-    array: Any
+    array: Array
+
+
+Argument = float | Array | ReadOnly | Scratch
 
 
 @dataclass(frozen=True)
@@ -68,23 +60,15 @@ class LaunchResult:
 
     kernel: str  # name of the kernel
     makespan: float  # cycles until the last core finished
-    bytes: dict[str, float]
-    """Bytes moved by path (hbm_read, l2_read, gm_write, gm_to_ub, gm_to_l1, ub_to_gm, l0c_to_gm, l1_to_l0a,
-    l1_to_l0b, ub_read, ub_write, scalar_gm).
-    """
+    bytes: dict[str, float]  # moved by path: hbm_read, l2_read, gm_write, gm_to_ub, gm_to_l1, ub_to_gm, l0c_to_gm, …
     fractals: float  # 16x16x16 products of the cube
     elements: float  # elements of vector instructions
     instructions: int
-    cores: list[dict[str, Any]]
-    """For every core: block, kind, sub, end (cycles) and the busy cycles of scalar, vector, cube, mte1, mte2, mte3
-    and fix.
-    """
-    lints: list[str] = field(default_factory=list)
-    """Remarks that are not violations, for example a queue with a single buffer."""
-    timeline: np.ndarray | None = None  # structured array (RECORD) of every instruction, or None
+    cores: list[dict[str, Any]]  # of each: block, kind, sub, end and busy cycles of scalar, vector, cube, …
+    lints: list[str] = field(default_factory=list)  # remarks that are not violations
 
     def busy(self, unit: str) -> float:
-        """Busy cycles of one unit, summed over all cores."""
+        """Return the busy cycles of one unit, summed over all cores."""
         return float(sum(core[unit] for core in self.cores))
 
 
@@ -113,20 +97,14 @@ class _Options(ctypes.Structure):
 
 
 class Twin:
-    """The twin's runtime with a set of kernels.
-
-    Args:
-        sources: Kernel sources; None takes those of ``csrc``.
-        sanitize: Build with sanitizers (see `lightning_gnn.ascend_ops.build.build`).
-    """
+    """The twin's runtime with a set of kernels, by default those of ``csrc``, built with sanitizers if asked for."""
 
     def __init__(self, sources: Sequence[Path | str] | None = None, sanitize: bool = False) -> None:
         runtime, built = build(None if sources is None else [Path(s) for s in sources], sanitize=sanitize)
         self._library = ctypes.CDLL(str(runtime))
         self._parts = [ctypes.CDLL(str(b.library)) for b in built]
-        for function in ("twin_kernels", "twin_parameters", "twin_launch", "twin_line"):
+        for function in ("twin_kernels", "twin_parameters", "twin_launch"):
             getattr(self._library, function).restype = ctypes.c_char_p
-        self._library.twin_records.restype = ctypes.c_void_p
         signatures = json.loads(self._library.twin_kernels())
         self.kernels: dict[str, list[tuple[str, str, int]]] = {}
         for part in built:
@@ -135,34 +113,20 @@ class Twin:
                 self.kernels[name] = [(p, kind, size) for p, (kind, size) in zip(parameters, types, strict=True)]
         rows = json.loads(self._library.twin_parameters())
         self.parameters: dict[str, float] = {name: value for name, value, _ in rows}
-        self.parameter_units: dict[str, str] = {name: unit for name, _, unit in rows}
 
     def launch(
         self,
         kernel: str,
-        args: Sequence[Any],
-        num_blocks: int,
-        arch: str = "910b",
-        seed: int = 0,
-        require_double_buffer: bool = False,
-        mmad_nan: bool = True,
-        parameters: Mapping[str, float] | None = None,
-        timeline: bool = False,
-        max_instructions: int = 1 << 40,
+        args: Sequence[Argument],  # one per parameter; by value numbers or a ctypes.Structure, for pointers the others
+        num_blocks: int,  # a block of a mixed kernel is a cube core and two vector cores
+        arch: str = "910b",  # or "910", the unified core; "910b" is Atlas A2, with split cores
+        seed: int = 0,  # 0 runs the cores in order; any other number draws the order of the cores
+        require_double_buffer: bool = False,  # make a queue with a single buffer, used repeatedly, a violation
+        mmad_nan: bool = True,  # False makes NaN operands of Mmad a violation
+        parameters: Mapping[str, float] | None = None,  # costs in place of those of the chip
+        max_instructions: int = 1 << 40,  # stop a kernel that does not end
     ) -> LaunchResult:
-        """Runs a kernel on all blocks; arrays are changed in place.
-
-        Args:
-            args: One value per parameter. Pointers take C-contiguous numpy arrays or CPU tensors (read and written in
-                place), `ReadOnly` or `Scratch` around one, or a ``ctypes.Structure`` (copied, read-only). Parameters by
-                value take numbers or ``ctypes.Structure``.
-            num_blocks: Blocks, at least 1; a block of a mixed kernel is a cube core and two vector cores.
-            arch: "910b" (Atlas A2, split cores) or "910" (unified core).
-            seed: 0 runs the cores in order; any other number draws the order of the cores.
-            require_double_buffer: Make a queue with a single buffer that is used repeatedly a violation, not a lint.
-            mmad_nan: False makes NaN operands of Mmad a violation.
-            max_instructions: Stop a kernel that does not end.
-        """
+        """Run a kernel on all blocks; arrays are changed in place."""
         if kernel not in self.kernels:
             raise ValueError(f"no kernel {kernel!r}: there are {sorted(self.kernels)}")
         if arch not in ("910b", "910"):
@@ -172,7 +136,7 @@ class Twin:
         signature = self.kernels[kernel]
         if len(args) != len(signature):
             raise ValueError(f"{kernel} takes {len(signature)} arguments {[s[0] for s in signature]}, not {len(args)}")
-        keep: list[Any] = []  # what the pointers point to
+        keep: list[object] = []  # what the pointers point to
         packed = (_Argument * max(len(args), 1))()
         for slot, value, (name, kind, size) in zip(packed, args, signature, strict=False):
             _pack(slot, value, f"{kernel}: argument {name!r}", name, kind, size, keep)
@@ -182,62 +146,37 @@ class Twin:
         numbers = {**self.parameters, **(parameters or {})}
         values = (ctypes.c_double * len(numbers))(*(numbers[name] for name in self.parameters))
         options = _Options(
-            arch.encode(), num_blocks, seed, max_instructions, require_double_buffer, mmad_nan, timeline, 0, values
+            arch.encode(), num_blocks, seed, max_instructions, require_double_buffer, mmad_nan, 0, 0, values
         )
         with _LOCK:
             text = self._library.twin_launch(kernel.encode(), packed, len(args), ctypes.byref(options))
             reply = json.loads(text.decode())
-            records = self._records() if timeline else None
+
         if reply["violation"]:
             raise TwinViolation(reply["violation"])
-        return LaunchResult(
-            kernel=kernel,
-            makespan=reply["makespan"],
-            bytes=reply["bytes"],
-            fractals=reply["fractals"],
-            elements=reply["elements"],
-            instructions=reply["instructions"],
-            cores=reply["cores"],
-            lints=[f"{Path(v['file']).name}:{v['line']}: {v['rule']}: {v['message']}" for v in reply["lints"]],
-            timeline=records,
-        )
-
-    def source_line(self, number: int) -> str:
-        """``file:line`` of the number in a timeline record's field ``line``."""
-        return str(self._library.twin_line(int(number)).decode())
-
-    def _records(self) -> np.ndarray:
-        count = ctypes.c_int64()
-        pointer = self._library.twin_records(ctypes.byref(count))
-        if not pointer:
-            return np.zeros(0, RECORD)
-        raw = ctypes.string_at(pointer, count.value * RECORD.itemsize)
-        records: np.ndarray = np.frombuffer(raw, RECORD).copy()
-        return records
+        lints = [f"{Path(v['file']).name}:{v['line']}: {v['rule']}: {v['message']}" for v in reply["lints"]]
+        counted = {name: reply[name] for name in ("makespan", "bytes", "fractals", "elements", "instructions", "cores")}
+        return LaunchResult(kernel, **counted, lints=lints)
 
 
 @lru_cache(maxsize=1)
 def default_twin() -> Twin:
-    """The twin with the kernels of ``csrc``, built on first use."""
+    """Return the twin with the kernels of ``csrc``, built on first use."""
     return Twin()
 
 
-def launch(kernel: str, args: Sequence[Any], num_blocks: int, **options: Any) -> LaunchResult:
-    """`Twin.launch` on the kernels of ``csrc``."""
-    return default_twin().launch(kernel, args, num_blocks, **options)
-
-
-def _pack(slot: _Argument, value: Any, where: str, name: str, kind: str, size: int, keep: list[Any]) -> None:
+def _pack(slot: _Argument, value: Argument, where: str, name: str, kind: str, size: int, keep: list[object]) -> None:
     slot.name = name.encode()
     if kind == "p":
         _pack_pointer(slot, value, where, keep)
         return
+    data: ctypes.Structure | ctypes._SimpleCData[Any]
     if isinstance(value, ctypes.Structure):
-        data: Any = value
+        data = value
     elif kind == "f":
-        data = {4: ctypes.c_float, 8: ctypes.c_double}[size](float(value))
+        data = {4: ctypes.c_float, 8: ctypes.c_double}[size](float(cast(float, value)))
     elif kind == "i":
-        number = int(value)
+        number = int(cast(int, value))
         if not -(1 << (8 * size - 1)) <= number < 1 << (8 * size):
             raise ValueError(f"{where}: {number} does not fit in {size} bytes")
         data = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}[size](number)
@@ -249,14 +188,14 @@ def _pack(slot: _Argument, value: Any, where: str, name: str, kind: str, size: i
     slot.data, slot.bytes, slot.mode, slot.unit = ctypes.addressof(data), size, _BY_VALUE, 1
 
 
-def _pack_pointer(slot: _Argument, value: Any, where: str, keep: list[Any]) -> None:
+def _pack_pointer(slot: _Argument, value: Argument, where: str, keep: list[object]) -> None:
     mode = _READ_WRITE
     if isinstance(value, ReadOnly | Scratch):
         mode = _READ_ONLY if isinstance(value, ReadOnly) else _SCRATCH
         value = value.array
     if isinstance(value, ctypes.Structure):
         value, mode = np.frombuffer(bytes(value), np.uint8), _READ_ONLY
-    if hasattr(value, "data_ptr"):  # a tensor
+    if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
             raise ValueError(f"{where}: the twin reads CPU memory, the tensor is on {value.device}")
         value = value.detach().numpy()

@@ -14,7 +14,7 @@ BELOW = {
     "runtime": set(),
     "distributed": {"runtime"},
     "triton_kernels": set(),
-    "ascend_ops": set(),
+    "ascend_ops": {"runtime"},
     "features": {"runtime"},
     "graph": {"runtime", "features"},
     "compressed": {"runtime", "graph"},

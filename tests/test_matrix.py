@@ -19,7 +19,7 @@ TASKS = ("node", "link", "typed", "temporal", "negatives")
 """Classes of nodes; edges with labels; either in a graph with types; either with times of nodes; edges of which half
 are drawn, with times of nodes and sampled neighbors. All others see all neighbors."""
 REFUSALS = {
-    "E": "the batch has no labell?ed edges",
+    "E": "the batch has no labeled edges",
     "S": "mini-batch of edges, which has no seed nodes",
     "N": "mini-batches of nodes have no negative edges; use LinkDataModule",
     "F": "trains on full graphs, .*; use FullGraphDataModule",

@@ -1,10 +1,8 @@
-"""Sums and maxima over the neighbours of each vertex: the rows of a sparse matrix times a table of features, on a GPU.
+"""Sums and maxima over the neighbors of each vertex: the rows of a sparse matrix times a table of features, on a GPU.
 
-One program of one warp takes a part of a row and a block of feature columns. It reads several entries at a time, whose
-feature rows are in flight together, and adds them up in registers. Parts are numbered along the first axis of the grid
-and blocks of columns along the second, so the GPU works through all rows one slice of the features at a time: where the
-table is larger than the L2 cache, a slice of it is not. Nothing is added up by atomics: parts of a split row go to a
-scratch table and are added up in order by the same kernel.
+A program of one warp takes a part of a row and a block of columns; blocks are the second axis of the grid, so that all
+rows read one slice of the features before the next, which fits into the L2 cache. There are no atomics: parts of a
+split row go to a scratch table, and are added up in order.
 """
 
 from __future__ import annotations
@@ -53,10 +51,7 @@ def rows_kernel(
     HEAD_TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Add up a block of columns of ``weight[e] * x[indices[e]]`` over the entries of one part.
-
-    If MATCH, x is the gradient of a maximum, and only entries count whose message ``weight[e] * own[row]`` attained it.
-    """
+    """Add up a block of columns of ``weight[e] * x[indices[e]]`` over a part; if MATCH, of what attained a maximum."""
     part = tl.program_id(0)
     head, offset, inside = head_block(HEADS, CHANNELS, HEAD_TILE, WIDTH)
     start = tl.load(starts + part)
@@ -208,11 +203,7 @@ class Block(NamedTuple):
 
 
 def block_shape(num_columns: int, heads: int, channels: int, dtype: torch.dtype, cache_bytes: int) -> Block:
-    """Choose the block of a program.
-
-    The widest slice of the features that stays in the L2 cache while all rows are read; the widest of all where even
-    the narrowest does not. Narrow heads are taken several at a time.
-    """
+    """Choose the block of a program: the widest slice of the features that stays in the L2 cache."""
     tile = TILE if dtype.itemsize <= 4 else TILE // 4
     fitting = [width for width in _WIDTHS if num_columns * width * dtype.itemsize <= _CACHE_SHARE * cache_bytes]
     width = min(fitting[0] if fitting else _WIDTHS[0], triton.next_power_of_2(channels))
@@ -241,15 +232,7 @@ def aggregate_sum(
     out: Tensor,
     match: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write the sums over the entries of each row.
-
-    Args:
-        x: float ``[num_columns, H, C]``, the last two dimensions adjacent.
-        weight: float ``[E, H]``, contiguous, or None.
-        out: ``[num_rows, H, C]``, contiguous.
-        match: What the rows send and the largest that the columns received, ``[num_rows, H, C]`` and ``[num_columns, H,
-            C]``, contiguous: only entries count that attain it.
-    """
+    """Write sums over each row of ``x`` float ``[num_columns, H, C]`` and ``weight`` ``[E, H]``, all contiguous."""
     block = block_shape(x.size(0), x.size(1), x.size(2), x.dtype, cache_bytes(x.device))
     if match is not None:
         block = block._replace(entries=max(1, block.entries // 2))  # two tables are gathered
@@ -257,13 +240,7 @@ def aggregate_sum(
 
 
 def edge_sums(values: Tensor, edge_ids: Tensor | None, rows: RowParts, out: Tensor) -> None:
-    """Write the sums over the entries of each row of ``values[edge_ids[e]]``, or of ``values[e]``.
-
-    Args:
-        values: float ``[E, H]``, contiguous.
-        edge_ids: int32 or int64 ``[E]``, or None.
-        out: ``[num_rows, H]``, contiguous.
-    """
+    """Write the sums over each row of ``values[edge_ids[e]]``, or ``values[e]``, float ``[E, H]``."""
     block = block_shape(0, 1, values.size(1), values.dtype, cache_bytes(values.device))
     _sum_parts(values.unsqueeze(1), edge_ids, None, rows, False, out, block)
 
@@ -282,58 +259,61 @@ def _sum_parts(
     heads, channels = x.shape[1:]
     if rows.num_parts == 0 or heads * channels == 0:
         return
-    own, best = (x, x) if match is None else match
     dtype = torch.promote_types(x.dtype, torch.float32)
     scratch = torch.empty((rows.num_slots, 1, heads * channels), dtype=dtype, device=x.device)
-
-    def launch(
-        x: Tensor, indices: Tensor | None, weight: Tensor | None, parts: tuple[Tensor, Tensor, Tensor, Tensor],
-        block: Block, matches: bool,
-    ) -> None:  # fmt: skip
-        heads, channels = x.shape[1:]
-        starts, stops, places, vertices = parts
-        rows_kernel[starts.numel(), block.grid(heads, channels)](
-            out,
-            scratch,
-            x,
-            starts if indices is None else indices,
-            x if weight is None else weight,
-            starts,
-            stops,
-            places,
-            rows.degrees,
-            vertices,
-            own,
-            best,
-            x_stride=x.stride(0),
-            HEADS=heads,
-            CHANNELS=channels,
-            GATHER=indices is not None,
-            WEIGHTED=weight is not None,
-            MEAN=mean,
-            MATCH=matches,
-            ACC=accumulator(scratch.dtype),
-            ENTRIES=block.entries,
-            HEAD_TILE=block.heads,
-            WIDTH=block.width,
-            num_warps=NUM_WARPS,
-        )
-
-    launch(x, indices, weight, (rows.starts, rows.stops, rows.places, rows.vertices), block, match is not None)
+    parts = rows.starts, rows.stops, rows.places, rows.vertices
+    degrees = rows.degrees if mean else None
+    launch_rows(out, scratch, x, indices, weight, parts, degrees, block, match)
     if rows.num_slots:
         narrow = block_shape(0, 1, heads * channels, dtype, cache_bytes(out.device))
-        launch(scratch, None, None, slot_parts(rows), narrow, False)
+        launch_rows(out, scratch, scratch, None, None, slot_parts(rows), degrees, narrow)
+
+
+def launch_rows(
+    out: Tensor,
+    scratch: Tensor,
+    x: Tensor,  # [num_columns, H, C]
+    indices: Tensor | None,
+    weight: Tensor | None,
+    parts: tuple[Tensor, Tensor, Tensor, Tensor],  # starts, stops, places and vertices
+    degrees: Tensor | None,  # for means
+    block: Block,
+    match: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Launch :func:`rows_kernel` over parts; absent inputs are replaced by any valid tensor, and are not read."""
+    heads, channels = x.shape[1:]
+    starts, stops, places, vertices = parts
+    own, best = (x, x) if match is None else match
+    rows_kernel[starts.numel(), block.grid(heads, channels)](
+        out,
+        scratch,
+        x,
+        starts if indices is None else indices,
+        x if weight is None else weight,
+        starts,
+        stops,
+        places,
+        vertices if degrees is None else degrees,
+        vertices,
+        own,
+        best,
+        x_stride=x.stride(0),
+        HEADS=heads,
+        CHANNELS=channels,
+        GATHER=indices is not None,
+        WEIGHTED=weight is not None,
+        MEAN=degrees is not None,
+        MATCH=match is not None,
+        ACC=accumulator(x.dtype),
+        ENTRIES=block.entries,
+        HEAD_TILE=block.heads,
+        WIDTH=block.width,
+        num_warps=NUM_WARPS,
+    )
 
 
 def aggregate_max(x: Tensor, weight: Tensor | None, rows: RowParts, out: Tensor, ties: Tensor) -> None:
-    """Write the maxima over the entries of each row.
-
-    Args:
-        x: float32 or float64 ``[num_columns, H, C]``, the last two dimensions adjacent.
-        weight: ``[E, H]`` of the same dtype, contiguous, or None.
-        out: ``[num_rows, H, C]``, contiguous; 0 for a row without entries.
-        ties: How many entries attain the maximum, ``[num_rows, H, C]`` of the same dtype, contiguous.
-    """
+    """Write the maxima over each row, 0 without entries, and how many entries attain it, ``[num_rows, H, C]``."""
     heads, channels = x.shape[1:]
     if rows.num_parts == 0 or heads * channels == 0:
         return

@@ -1,9 +1,8 @@
 """Aggregate and update on a GPU: a tile of targets is aggregated in registers and goes from there into the product.
 
-One program takes a tile of targets and a block of output columns, as wide as the output where that is at most 256
-columns, so that the features of a source are read once per tile. It gathers a slice of the feature columns, one edge of
-every target at a time, multiplies it with the slice's rows of the weights, and goes on to the next slice. Targets of a
-tile wait for the one with the most edges: made for mini-batches, whose fanout bounds that.
+A program gathers a slice of the features, one edge of every target of its tile at a time, and multiplies it with the
+slice's rows of the weights. Targets of a tile wait for the one with the most edges: made for mini-batches, whose fanout
+bounds that.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gnn.triton_kernels.aggregate import NUM_WARPS as ROW_WARPS
-from lightning_gnn.triton_kernels.aggregate import accumulator, block_shape, cache_bytes, rows_kernel
+from lightning_gnn.triton_kernels.aggregate import block_shape, cache_bytes, launch_rows
 
 ROWS = 32
 DEPTH = 64
@@ -110,29 +108,17 @@ def tile_shape(wide: int, narrow: int) -> dict[str, int]:
 
 
 def aggregate_update(
-    edges: list[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    self_weight: Tensor | None,
-    bias: Tensor | None,
-    mean: bool,
-    tf32: bool,
-    out: Tensor,
-    aggregated: Tensor | None,
+    edges: list[Tensor],  # by target: indptr, indices and, if weighted, their weights
+    x: Tensor,  # float32, float16 or bfloat16 [num_sources, in]; it and all others of its dtype and contiguous
+    weight: Tensor,  # [out, in]
+    self_weight: Tensor | None,  # [out, in]
+    bias: Tensor | None,  # [out]
+    mean: bool,  # divide the sums by the number of edges
+    tf32: bool,  # float32 may be rounded to TF32 in the product
+    out: Tensor,  # [num_targets, out]
+    aggregated: Tensor | None,  # [num_targets, in]
 ) -> None:
-    """Write the result, and the aggregated rows of x.
-
-    Args:
-        edges: By target: ``indptr``, ``indices`` and, if weighted, their weights, contiguous.
-        x: float32, float16 or bfloat16 ``[num_sources, in]``; it and all others of its dtype and contiguous.
-        weight: ``[out, in]``.
-        self_weight: ``[out, in]``, or None.
-        bias: ``[out]``, or None.
-        mean: Divide the sums by the number of edges.
-        tf32: float32 may be rounded to TF32 in the product.
-        out: ``[num_targets, out]``.
-        aggregated: ``[num_targets, in]``, or None.
-    """
+    """Write the result, and the aggregated rows of x."""
     # Choose tiles by the widths of the layer.
     indptr, indices, *edge_weight = edges
     num_targets, narrow = out.shape
@@ -164,40 +150,11 @@ def aggregate_update(
 
 
 def sum_rows(edges: list[Tensor], x: Tensor, mean: bool, out: Tensor) -> None:
-    """Write the sums over the edges of each row; a program takes all edges of a row, for a block of columns.
-
-    Args:
-        edges: Sorted by row: ``indptr``, ``indices`` and, if weighted, their weights, contiguous.
-        x: Floating ``[num_columns, D]``, contiguous.
-        out: ``[num_rows, D]`` of the dtype of ``x``, contiguous.
-    """
+    """Write the sums over the edges of each row, ``[num_rows, D]``; a program takes a row and a block of columns."""
     indptr, indices, *weight = edges
-    num_rows, num_columns = out.shape
-    block = block_shape(x.size(0), 1, num_columns, x.dtype, cache_bytes(x.device))
-    rows = torch.arange(num_rows, dtype=torch.int32, device=x.device)
-    rows_kernel[num_rows, block.grid(1, num_columns)](
-        out,
-        out,  # the scratch table of split rows, of which there are none
-        x,
-        indices,
-        weight[0] if weight else x,
-        indptr[:-1],
-        indptr[1:],
-        rows,
-        indptr.diff().to(torch.int32) if mean else rows,
-        rows,
-        x,
-        x,
-        x_stride=num_columns,
-        HEADS=1,
-        CHANNELS=num_columns,
-        GATHER=True,
-        WEIGHTED=bool(weight),
-        MEAN=mean,
-        MATCH=False,
-        ACC=accumulator(x.dtype),
-        ENTRIES=block.entries,
-        HEAD_TILE=block.heads,
-        WIDTH=block.width,
-        num_warps=ROW_WARPS,
-    )
+    block = block_shape(x.size(0), 1, x.size(1), x.dtype, cache_bytes(x.device))
+    rows = torch.arange(out.size(0), dtype=torch.int32, device=x.device)
+    parts = indptr[:-1], indptr[1:], rows, rows
+    degrees = indptr.diff().to(torch.int32) if mean else None
+    # No row is split, so that there is no scratch table.
+    launch_rows(out, out, x.unsqueeze(1), indices, weight[0] if weight else None, parts, degrees, block)

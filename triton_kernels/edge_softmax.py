@@ -1,8 +1,7 @@
 """Attention on a GPU: softmax over the entries of each row, its gradient, and products of the two ends of an entry.
 
-As in the sums, one program of one warp takes a part of a row. A row that is one part is finished in the same program,
-which reads its entries twice; of a row in several parts, each leaves its statistics in a slot, they are put together
-in order and handed back to the slots, and a second launch over these parts alone finishes them.
+A program of one warp takes a part of a row, and finishes a row that is one part. The parts of a split row leave their
+statistics in slots, which are put together in order; a second launch over these parts finishes them.
 """
 
 from __future__ import annotations
@@ -227,10 +226,7 @@ def products_kernel(
     HEAD_TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Write the dot product of both ends, per entry of a part and head.
-
-    If MATCH, over the channels alone whose message ``weight[e] * column_values[column]`` is the largest of the row.
-    """
+    """Write the dot product of both ends, per entry and head; if MATCH, over channels that attained the maximum."""
     part = tl.program_id(0)
     start = tl.load(starts + part)
     stop = tl.load(stops + part)
@@ -275,14 +271,7 @@ def product_block(heads: int, channels: int, dtype: torch.dtype) -> Block:
 
 
 def edge_softmax(source: Tensor, target: Tensor, negative_slope: float, rows: RowParts, out: Tensor) -> None:
-    """Write ``softmax(leaky_relu(source[column] + target[row]))`` over the entries of each row, heads apart.
-
-    Args:
-        source: float ``[num_columns, H]``, contiguous.
-        target: ``[num_rows, H]`` of the same dtype, contiguous.
-        negative_slope: Of the leaky ReLU.
-        out: ``[E, H]`` of the same dtype, contiguous.
-    """
+    """Write ``softmax(leaky_relu(source[column] + target[row]))`` over each row, of contiguous ``[num_…, H]``."""
     _finish(softmax_kernel, True, (source, target), negative_slope, rows, out)
 
 
@@ -345,21 +334,13 @@ def _finish(
 
 
 def edge_products(
-    row_values: Tensor,
-    column_values: Tensor,
+    row_values: Tensor,  # float [num_rows, H, C], the last two dimensions adjacent
+    column_values: Tensor,  # float [num_columns, H, C], the last two dimensions adjacent
     rows: RowParts,
-    out: Tensor,
-    match: tuple[Tensor, Tensor] | None = None,
+    out: Tensor,  # float [E, H], contiguous
+    match: tuple[Tensor, Tensor] | None = None,  # the largest that each row received, and the weights: what attains it
 ) -> None:
-    """Write ``out[e, h] = dot(row_values[row, h], column_values[column, h])`` for each entry.
-
-    Args:
-        row_values: float ``[num_rows, H, C]``, the last two dimensions adjacent.
-        column_values: float ``[num_columns, H, C]``, the last two dimensions adjacent.
-        out: float ``[E, H]``, contiguous.
-        match: The largest that each row received ``[num_rows, H, C]``, and the weights ``[E, H]``, contiguous: only
-            channels count that attain it.
-    """
+    """Write ``out[e, h] = dot(row_values[row, h], column_values[column, h])`` for each entry."""
     # Empty products need no launch.
     heads, channels = row_values.shape[1:]
     if out.numel() == 0:

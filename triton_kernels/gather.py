@@ -1,7 +1,6 @@
 """Gathering feature rows on a GPU: from device memory, of several GPUs too, from pinned host memory, through a cache.
 
-A pinned host tensor is read in place over the bus (unified virtual addressing), so one kernel serves all three. The
-values of a row are adjacent, so the threads of a warp read whole sectors wherever the table lies.
+A pinned host tensor is read in place over the bus (unified virtual addressing), so one kernel serves all three.
 """
 
 from __future__ import annotations
@@ -71,30 +70,16 @@ def gather_kernel(
 
 
 def gather(
-    table: Tensor,
-    index: Tensor,
-    out: Tensor,
-    scales: Tensor | None = None,
-    slot: Tensor | None = None,
-    cache: Tensor | None = None,
+    table: Tensor,  # any dtype [num_rows, num_columns], columns adjacent, in device memory or pinned host memory
+    index: Tensor,  # int64 or int32 [num_out], contiguous, on the device as the rest
+    out: Tensor,  # [num_out, num_columns], contiguous: of the table's dtype, or float32 or float16
+    scales: Tensor | None = None,  # float32 [num_rows], what the values of an int8 row are multiplied with
+    slot: Tensor | None = None,  # int32 [num_rows], the place of each row in the cache, or -1
+    cache: Tensor | None = None,  # hot rows, of the table's dtype [cache_rows, num_columns], contiguous
     shards: tuple[Tensor, int, int] | None = None,
+    # of parts of one table, without a cache: addresses int64 [n], rows of all, logarithm of how many each gets in turn
 ) -> Tensor:
-    """Gather rows into ``out``, without reading beyond the table whatever the index holds.
-
-    Rows of an index outside the table come out as NaN, or as -1 (False) where ``out`` holds integers (bools).
-
-    Args:
-        table: Any dtype ``[num_rows, num_columns]``, columns adjacent, in device memory or pinned host memory.
-        index: int64 or int32 ``[num_out]``, contiguous, on the device.
-        out: ``[num_out, num_columns]``, contiguous, on the device: of the table's dtype, or float32 or float16 where
-            the table is float32, float16, or int8 with ``scales``.
-        scales: float32 ``[num_rows]``, what the values of an int8 row are multiplied with.
-        slot: int32 ``[num_rows]``, the place of each row in the cache, or -1.
-        cache: Hot rows, of the table's dtype ``[cache_rows, num_columns]``, contiguous, on the device.
-        shards: Where ``table`` is one of several parts, as long as each other and contiguous: their addresses, int64
-            ``[n]``, on the device; the number of rows of all; and the logarithm of how many each gets in turn. They lie
-            where the device reads them, as the memory of other GPUs does that is mapped there. Without a cache.
-    """
+    """Gather rows into ``out``; those outside the table come out as NaN, or as -1 (False) of integers (bools)."""
     if out.numel() == 0:
         return out
     copy = scales is None and table.dtype == out.dtype

@@ -1,11 +1,7 @@
 """The random stream of ``lightning_gnn.ops.hashing`` and the picks it drives, on the device.
 
-A pick is a function of (key, node, j) alone, in a disjoint sample of the tree's position too, so any program may
-compute it, in any order, as often as it likes.
-
-The arguments of device functions are one of three things, all ``tl.tensor`` to Triton, which ignores the annotations:
-an ``Array`` is a pointer to the first element, a ``Scalar`` the same in all threads of a program, and ``Lanes`` are one
-value for each thread.
+A pick is a function of (key, node, j) alone, in a disjoint sample of the tree's position too. Arguments of device
+functions are an ``Array`` (pointer), a ``Scalar`` (the same in all threads of a program) or ``Lanes`` (one per thread).
 """
 
 from typing import TypeAlias
@@ -58,21 +54,7 @@ def width(degree: Lanes, fanout: Lanes, replace: Scalar) -> Lanes:
 
 @triton.jit
 def pick_row(stream: Lanes, degree: Lanes, fanout: Lanes, replace: Scalar, K: tl.constexpr) -> tuple[Lanes, ...]:
-    """Pick in-edges for one row per thread, in registers.
-
-    The value that forward Fisher-Yates meets at a position is found by walking the earlier draws backwards: if draw i
-    fell on the position, what stands there is what stood at position i before step i. So only the draws are kept.
-
-    Args:
-        stream: uint64 ``[R]``.
-        degree: int32 ``[R]``.
-        fanout: int32 scalar or ``[R]``.
-        replace: Scalar, 1 to draw with replacement.
-        K: Number of picks, at least the fanout; later ones are to be masked off.
-
-    Returns:
-        K tensors int32 ``[R]`` of offsets from the first in-edge.
-    """
+    """Pick K in-edges for one row per thread, in registers: K offsets int32 ``[R]``; mask those behind the fanout."""
     # Tuples of K blocks, unrolled: each draw stays in a register of its own, where an array indexed at run time would
     # go to local memory. The inner walk makes K^2 / 2 compares, cheap beside the gathers that follow.
     draws = ()
@@ -93,21 +75,7 @@ def pick_row(stream: Lanes, degree: Lanes, fanout: Lanes, replace: Scalar, K: tl
 
 @triton.jit
 def pick_one(stream: Lanes, j: Lanes, degree: Lanes, fanout: Scalar, replace: Scalar, on: Lanes) -> Lanes:
-    """Pick the j-th in-edge for one edge per thread, for fanouts too large for registers and for all neighbours.
-
-    The earlier draws are hashed again: O(j) work where ``degree > fanout``, O(1) otherwise.
-
-    Args:
-        stream: uint64 ``[T]``.
-        j: int32 ``[T]``.
-        degree: int32 ``[T]``.
-        fanout: int32 scalar.
-        replace: Scalar, 1 to draw with replacement.
-        on: Mask ``[T]``.
-
-    Returns:
-        Offsets from the first in-edge, int32 ``[T]``.
-    """
+    """Pick the j-th in-edge for one edge per thread, int32 ``[T]``: O(j) hashes where ``degree > fanout``."""
     drawn = on & (fanout >= 0) & ((degree > fanout) | (replace != 0))
     start = tl.where(replace != 0, 0, j)
     p = start + bounded(stream + (j + 1).to(tl.uint64) * GOLDEN, tl.maximum(degree - start, 1))

@@ -1,31 +1,23 @@
 """Sampling hop by hop in one cooperative launch: the phases of a hop and the kernel that runs them.
 
-Level 0 is the seeds; level l >= 1 the edges of hop l. Edge positions are final from the start: positions ``[0, B)`` are
-the seeds, position B + x is edge x of the output. Each level runs two phases, a grid barrier after each: *expand*
+Level 0 is the seeds; level l >= 1 the edges of hop l. Edge positions are final from the start: positions ``[0, B)``
+are the seeds, position B + x is edge x of the output. Each level runs two phases, a grid barrier after each: *expand*
 (the rows of the level before pick in-edges, and every edge bids for its source), *settle* (which edges won their
-source, how many edges those nodes will have, and from both the local ids and edge offsets in the order of the winners).
-``queue.py`` runs the same phases after its own discovery.
-
-Settling is one pass over the edges, by a scan with decoupled look-back (Merrill and Garland, Single-pass Parallel
-Prefix Scan with Decoupled Look-back, 2016). Programs take tiles of edges in order, so a tile waits only for those that
-are under way or done. Each says first what it has found, then, once it knows what lies before it, the sum.
+source, and from these, in their order, local ids and edge offsets). ``queue.py`` runs the same phases after its own
+discovery. Settling is one pass by a scan with decoupled look-back (Merrill and Garland, 2016): programs take tiles of
+edges in order; each says first what it has found, then, once it knows what lies before it, the sum.
 
 One 64-bit word per node both deduplicates and orders. It is only ever lowered within a batch and never cleared between
-batches::
+batches, so a relaxed atomic minimum is the whole protocol::
 
     word = (stamp << 44) | (code << 32) | low       the stamp counts down, so a word of an older batch is larger
     code = 2 * level + 1: found, low = position of the lowest edge that bids for it
     code = 2 * level:     assigned, low = local id
 
-so a relaxed atomic minimum is the whole protocol: whatever order the bids arrive in, the lowest position of the lowest
-level remains. A disjoint sample has one node per (tree, node), found through a hash table; its slot takes the place of
-the node id. A bulk is several mini-batches in one launch, whose levels lie side by side: node v of mini-batch b is
-number ``b * num_nodes + v`` here, in ``nodes``, ``src`` and ``state``, so that within a level all is sorted by
-mini-batch, and each has the order that it would have alone. One barrier then serves all of them.
-
-Edge positions, local ids and nodes are int32, which halves what the random accesses move; offsets into the graph's
-edges are int64. Where a position is computed as ``program * share``, that is int64 too: it passes the end of the array
-before it is cut.
+A disjoint sample has one node per (tree, node), found through a hash table; its slot takes the place of the node id. A
+bulk is several mini-batches in one launch: node v of mini-batch b is number ``b * num_nodes + v``, so that within a
+level all is sorted by mini-batch. Edge positions, local ids and nodes are int32, which halves what the random accesses
+move; offsets into the graph's edges, and ``program * share``, which may pass the end of an array, are int64.
 """
 
 import triton
@@ -100,11 +92,7 @@ def word(stamp: Scalar, code: Lanes, low: Lanes) -> Lanes:
 
 @triton.jit
 def grid_barrier(bar: Array, target: Scalar) -> None:
-    """Wait until the counter reaches the target, the number of arrivals of all programs so far.
-
-    All programs must be resident at once, which is what a cooperative launch promises. The counter only rises: it is 0
-    when a batch begins, and nobody has to reset it between two barriers.
-    """
+    """Wait until the counter reaches the arrivals of all programs so far; all must be resident at once."""
     tl.debug_barrier()  # every thread's stores come before the release of one; Triton puts no barrier there
     # Release: what this program wrote is visible to whoever acquires the sum. Acquire below: plain loads after the
     # barrier see what the others released, not what a cache of this multiprocessor still holds.
@@ -116,10 +104,7 @@ def grid_barrier(bar: Array, target: Scalar) -> None:
 
 @triton.jit
 def level_edges(sizes: Array, level: Scalar, pid: Scalar, programs: Scalar, T: tl.constexpr) -> tuple[Scalar, Scalar]:
-    """Return this program's contiguous share of the edge positions of a level, whole tiles of T but for the last.
-
-    Contiguous, as adjacent edges have adjacent rows.
-    """
+    """Return this program's contiguous share of the edge positions of a level, whole tiles of T but for the last."""
     low = tl.load(sizes + EDGES + level).to(tl.int32)
     high = tl.load(sizes + EDGES + 1 + level).to(tl.int32)
     share = tl.cdiv(tl.cdiv(high - low, programs), T) * T
@@ -218,9 +203,7 @@ def neighbor(
     indices: Array, hot: Array, at: Lanes, begin: Lanes, e: Lanes, on: Lanes, CACHED: tl.constexpr,
     SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
 ) -> Lanes:  # fmt: skip
-    """Read the source of in-edge e of a node whose first is begin; if CACHED, a list that has a copy at ``hot + at``
-    (-1 if not) is read there; if there are several SHARDS, the addresses at ``hot`` tell where each of them lies.
-    """
+    """Read the source of in-edge e: from the copy of a hot list at ``hot + at``, or from the shard that has it."""
     if SHARDS > 1:
         shard, place = place_of(e, SHARDS, SHIFT)
         u = tl.load(tl.load(hot + shard, mask=on, other=0).to(indices.dtype) + place, mask=on, other=0).to(tl.int32)
@@ -337,7 +320,7 @@ def replay_rows(
 @triton.jit
 def row_of(rowptr: Array, pos: Lanes, first: Scalar, last: Scalar, on: Lanes) -> Lanes:
     """Return which of the rows ``[first, last)`` has an edge position: the last one that starts at or before it."""
-    # Rows without edges are passed over. A binary search over `rowptr` with as many steps for every lane; neighbouring
+    # Rows without edges are passed over. A binary search over `rowptr` with as many steps for every lane; neighboring
     # edges take the same path, so its loads hit caches.
     low = pos * 0 + first
     high = pos * 0 + last
@@ -360,7 +343,7 @@ def expand_flat(
     programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, SHARDS: tl.constexpr,
     SHIFT: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """All neighbours, or fanouts above K: one thread per edge, so that hubs are shared among programs."""
+    """All neighbors, or fanouts above K: one thread per edge, so that hubs are shared among programs."""
     t, end = level_edges(sizes, level, pid, programs, T)
     first = tl.load(sizes + NODES + level - 1).to(tl.int32)
     last = tl.load(sizes + NODES + level).to(tl.int32)
@@ -589,7 +572,7 @@ def split(nodes: Array, rowptr: Array, control: Array, sizes: Array, T: tl.const
         t += T
 
 
-# Arguments that change from batch to batch are not specialised: otherwise the first batch whose seeds lie at an
+# Arguments that change from batch to batch are not specialized: otherwise the first batch whose seeds lie at an
 # address that is no multiple of 16, or a range that begins at 1, would compile the kernel once more.
 @triton.jit(do_not_specialize=["seeds", "slots", "begin", "end"])
 def hop_kernel(
@@ -599,11 +582,7 @@ def hop_kernel(
     DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr, SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
 ) -> None:  # fmt: skip
-    """Sample hop by hop: phases ``[begin, end)``; all of a batch are ``[0, 2 * (num_hops + 1))``, of a bulk one more.
-
-    Phase ``2 * level + EXPAND`` or ``SETTLE``, and of a bulk :func:`split` at the end; the other arguments
-    are those of :func:`level_phase`.
-    """
+    """Run phases ``[begin, end)`` of ``2 * level + EXPAND`` or ``SETTLE``, and of a bulk :func:`split` at the end."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     phase = begin

@@ -1,20 +1,18 @@
 """The persistent sampler: a queue of (node, hop) tasks in device memory (PGSampler, algorithms 1 and 2).
 
-Resident programs claim tasks, sample them, deduplicate what they found and push it as new tasks, until none is left;
-there is no barrier between hops. Where the paper's termination test can lose tasks, this one is exact for every fetch
-size:
+Resident programs claim tasks, sample them, deduplicate what they found and push it as new tasks, until none is left.
+Where the paper's termination test can lose tasks, this one is exact for every fetch size:
 
 - *One word for the counters*, ``(slots reserved << 32) | outstanding``: a single atomic addition reserves slots for the
   new tasks, counts them, and retires the finished ones. Outstanding is zero only when every task has been done.
-- *Published slots*: a slot holds ``(stamp << 44) | (hop << 32) | node``. The stamp of the batch is the publication, and
-  travels in the same word as the task, so no fence is needed and nothing is cleared.
-- *A claimed slot is waited for*, and given up only when nothing is outstanding.
-- *Lowest hop*: a node may first be met at a later hop than its lowest. The atomic minimum on its word lowers the hop,
-  and a node whose hop fell is pushed again. With fanouts that never grow, the picks of the later hop are among those of
-  the earlier one, so the fixpoint is that of hop-by-hop sampling, whatever the schedule.
+- *Published slots*: a slot holds ``(stamp << 44) | (hop << 32) | node``; the stamp of the batch publishes the task in
+  one word with it, so no fence is needed. A claimed slot is waited for, until nothing is outstanding.
+- *Lowest hop*: the atomic minimum on a node's word lowers its hop, and a node whose hop fell is pushed again. With
+  fanouts that never grow, the picks of the later hop are among those of the earlier one, so the fixpoint is that of
+  hop-by-hop sampling, whatever the schedule.
 
-What races write is keyed by slot, so that expansions of one node never mix. The order of the output comes from the
-phases of ``hops.py`` afterwards, which take the sampled edges from the slot of each node's final hop.
+What races write is keyed by slot. The phases of ``hops.py`` order it afterwards, from the slot of each node's final
+hop.
 """
 
 import triton
@@ -63,11 +61,7 @@ def discover(
     ONCE: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
     SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
 ) -> None:  # fmt: skip
-    """Do tasks until none is outstanding, or if ONCE (for the benchmarks) those of a single claim.
-
-    Arguments as for :func:`queue_kernel`. R is the number of threads: one slot per thread, so that each racing read of
-    a slot has one reader.
-    """
+    """Do tasks, one slot per thread of R, until none is outstanding, or if ONCE those of a single claim."""
     stamp = tl.load(control + STAMP)
     num_seeds = tl.load(control + NUM_SEEDS).to(tl.int32)
     num_hops = tl.load(control + NUM_HOPS).to(tl.int32)

@@ -1,7 +1,4 @@
-"""What in-edges a row may pick by time, and how it picks by weight and by the variates of its sources, on the device.
-
-The definition is that of ``lightning_gnn.ops.sample.reference``, bit for bit, in the order of its additions too.
-"""
+"""What in-edges a row may pick by time, and how it picks by weight and by the variates of its sources."""
 
 import triton
 import triton.language as tl
@@ -11,17 +8,7 @@ from lightning_gnn.triton_kernels.hashing import GOLDEN, Array, Lanes, Scalar, m
 
 @triton.jit
 def count_at_most(values: Array, begin: Lanes, count: Lanes, limit: Lanes) -> Lanes:
-    """Count those of ascending numbers that are not above a limit, a row to each thread.
-
-    Args:
-        values: Times, int64, or sums of weights, float64, ``[num_edges]``.
-        begin: First edge of each row, int64 ``[R]``.
-        count: Edges of each row, int32 ``[R]``.
-        limit: Of the dtype of the values, ``[R]``.
-
-    Returns:
-        int32 ``[R]``.
-    """
+    """Count those of ``count`` ascending numbers that are not above a limit: int32 ``[R]``, a row to each thread."""
     found = count * 0
     left = count
     while tl.max(left, 0) > 0:
@@ -68,21 +55,7 @@ def pick_left(
     weight: Array, eid: Array, begin: Lanes, degree: Lanes, at: Lanes, stream: Lanes, number: Scalar, count: Lanes,
     on: Lanes,
 ) -> Lanes:  # fmt: skip
-    """Pick one edge of each row by weight among those that are left, which are gone through in order.
-
-    Args:
-        weight: float64 ``[num_edges]``.
-        eid: Where earlier picks stand, int32 or int64.
-        begin: First edge of each row, int64 ``[R]``.
-        degree: Edges of each row, int32 ``[R]``.
-        at: Where in ``eid`` the picks of each row begin, int32 ``[R]``.
-        stream: uint64 ``[R]``.
-        count: Picks so far, int32 ``[R]``.
-        on: Mask ``[R]``.
-
-    Returns:
-        Offsets from the first edge, int32 ``[R]``.
-    """
+    """Pick one edge of each row by weight among those left, which are gone through in order: offsets int32 ``[R]``."""
     fraction = draw_fraction(stream, degree * 0 + number)
     longest = tl.max(tl.where(on, degree, 0), 0)
     total = fraction * 0.0
@@ -119,15 +92,7 @@ def pick_by_weight(
     weight: Array, prefix: Array, eid: Array, begin: Lanes, degree: Lanes, at: Lanes, stream: Lanes, fanout: Scalar,
     replace: Scalar, on: Lanes,
 ) -> None:  # fmt: skip
-    """Write what rows pick one after the other, each in proportion to its weight among those that are left.
-
-    Args:
-        prefix: Sums of each list's weights, float64 ``[num_edges]``.
-        eid: Where to write, int32 or int64.
-        fanout: int32, how many to pick.
-        replace: 1 to draw with replacement.
-        on: The rows that draw, ``[R]``.
-    """
+    """Write what rows pick one after the other, each in proportion to its weight among those that are left."""
     total = tl.load(prefix + begin + degree - 1, mask=on, other=0.0)
     count = degree * 0
     most = 8 * fanout.to(tl.int64) + 32
@@ -160,15 +125,7 @@ def pick_by_weight(
 
 @triton.jit
 def variate(key: Scalar, source: Lanes, earlier: Lanes, often: Scalar, batch: Scalar) -> Lanes:
-    """Return the variates of edges, uint64 ``[T]``: those of their sources, the same for all targets.
-
-    Args:
-        key: Of the hop, or in it of the tree, 64-bit.
-        source: int32 ``[T]``.
-        earlier: How many edges before one in its list have the same source, int32 ``[T]``.
-        often: In how many mini-batches a variate is renewed once, int64.
-        batch: Number of the mini-batch, int64.
-    """
+    """Return the variates of edges, uint64 ``[T]``: those of their sources, renewed once in ``often`` mini-batches."""
     out = node_key(key, source)
     if often > 1:
         step = often.to(tl.uint64)
@@ -211,18 +168,7 @@ def pick_by_variate(
     indices: Array, stride: Scalar, parallel: Array, has_parallel: Scalar, eid: Array, begin: Scalar, degree: Scalar,
     at: Scalar, fanout: Scalar, key: Scalar, often: Scalar, batch: Scalar, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the edges of one row with the smallest variates, in CSC order; of equal ones the first. By a whole program.
-
-    The bound below which as many lie is searched for by halving: numbers that are spread evenly are told apart after
-    about as many steps as there are bits in the count that the first guess leaves.
-
-    Args:
-        indices: Lower halves of the sources, int32 ``[stride * num_edges]``.
-        stride: int32, 1 if sources are int32, 2 if int64.
-        begin: First edge of the row, int64.
-        degree: Its edges, int32, more than the fanout.
-        fanout: int32, at least 1.
-    """
+    """Write the edges of a row with the smallest variates, in CSC order, of equal ones the first; by a program."""
     # Fewer than `fanout` variates lie below `low`, `number`, which are enough, not above `high`.
     low = key.to(tl.uint64) * 0
     high = low - 1

@@ -1,13 +1,10 @@
 """Sampling edge type by edge type in one cooperative launch: graphs with types, times and weights, and LABOR.
 
-A *stage* is one edge type in one hop; stages follow each other in the order of (hop, edge type), so the order of edges
-and of new nodes is that of ``hops.py`` with stages in the place of levels, and so are the words of nodes: ids of all
-types are numbered on, one word for each. Local ids, and the lists of sampled nodes, are by type. Each stage runs six
-phases, a grid barrier after each: *measure* (which in-edges of a row count, and how many of them it picks), *place*
-(where the edges of each row stand), *pick*, *bid* (every edge bids for its source), *count* (which edges won their
-source), *assign* (local ids in the order of the winning edges).
-
-All that differs from stage to stage is read from ``control``, the addresses of the edge type's arrays too.
+A *stage* is one edge type in one hop, in the order of (hop, edge type); stages are what levels are in ``hops.py``. Ids
+of all types are numbered on, one word for each; local ids are by type. Each stage runs six phases, a grid barrier after
+each: *measure* (which in-edges of a row count, and how many of them it picks), *place* (where the edges of each row
+stand), *pick*, *bid*, *count* (which edges won their source), *assign* (local ids in the order of the winning edges).
+What differs from stage to stage is read from ``control``.
 """
 
 import triton
@@ -407,7 +404,7 @@ def assign(
             number += 1
 
 
-# Arguments that change from batch to batch are not specialised, as in hops.py.
+# Arguments that change from batch to batch are not specialized, as in hops.py.
 @triton.jit(do_not_specialize=["slots", "begin", "end"])
 def relation_kernel(
     control: Array,  # int64 [TABLES + num_stages * STAGE_SIZE + num_types * TYPE_SIZE], places above

@@ -1,8 +1,7 @@
 """What the kernels of whole graphs run over, built once per graph: rows of a sparse matrix, in parts.
 
-A row is read in parts of bounded length, one program each, so that a hub does not keep one program busy while the
-others wait. A row of one part goes straight to the output; parts of others go to slots of a scratch table, which are
-added up in order. So no atomic is needed, and the same call gives the same bits.
+A row is read in parts of bounded length, one program each, so that no hub keeps one program busy. A row of one part
+goes straight to the output, parts of others to slots of a scratch table, which are added up in order.
 """
 
 from __future__ import annotations
@@ -41,12 +40,7 @@ class RowParts:
 
 
 def build_parts(indptr: Tensor, indices: Tensor) -> RowParts:
-    """Cut rows into parts of at most ``MAX_ENTRIES`` entries, at least one each.
-
-    Args:
-        indptr: First entry of each row, int64 ``[R + 1]``.
-        indices: Column of each entry, int32 ``[E]``.
-    """
+    """Cut rows, int64 ``[R + 1]`` and int32 ``[E]``, into parts of at most ``MAX_ENTRIES`` entries, one at least."""
     degrees = indptr.diff()
     pieces = ((degrees + MAX_ENTRIES - 1) // MAX_ENTRIES).clamp(min=1)
     row = torch.repeat_interleave(pieces)

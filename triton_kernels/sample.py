@@ -1,15 +1,13 @@
-"""Multi-hop neighbour sampling on a GPU, in two ways with one result.
+"""Multi-hop neighbor sampling on a GPU, in two ways with one result, that of ``lightning_gnn.ops.sample.reference``.
 
-- ``fused``: hop by hop in one cooperative launch, with grid barriers between the phases.
-- ``persistent``: a task queue without barriers between hops, then the ordering, in one launch (PGSampler).
-
-The result is that of ``lightning_gnn.ops.sample.reference``, exactly. There is one host synchronisation per batch, for
-the sizes of the output (and one more for each time the scratch memory has to grow).
+``fused`` goes hop by hop in one cooperative launch; ``persistent`` uses a task queue without barriers between hops and
+orders then (PGSampler). There is one host synchronization per batch, and one each time the scratch memory has to grow.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,66 +19,40 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from lightning_gnn.triton_kernels import hops
 from lightning_gnn.triton_kernels.emit import emit_kernel
-from lightning_gnn.triton_kernels.hops import (
-    CONTROL_SIZE,
-    EDGES,
-    FANOUT,
-    MAX_HOPS,
-    NEEDED,
-    PHASES,
-    SIZES_SIZE,
-    STAMP_SHIFT,
-    WORK,
-    hop_kernel,
-)
+from lightning_gnn.triton_kernels.hops import hop_kernel
 from lightning_gnn.triton_kernels.queue import FIRST_LEVEL, queue_kernel
 
 MODES = ("fused", "persistent")
-INTERPRETED = not isinstance(hop_kernel, JITFunction)
-"""Whether ``TRITON_INTERPRET`` was set when Triton was imported: programs then run one after another, on the CPU."""
+INTERPRETED = not isinstance(hop_kernel, JITFunction)  # as TRITON_INTERPRET says: programs run in turn, on the CPU
 
-REGISTER_FANOUTS = (5, 10, 15, 20, 25, 32)
-"""Kernels are compiled for the next of these; larger fanouts cost O(k^2) hashes per row instead of O(k)."""
+REGISTER_FANOUTS = (5, 10, 15, 20, 25, 32)  # kernels are compiled for the next; larger ones cost O(k^2) hashes
 
 UNTOUCHED = 2**63 - 1
-_FIRST_STAMP = 2 ** (63 - STAMP_SHIFT.value) - 2
+_FIRST_STAMP = 2 ** (63 - hops.STAMP_SHIFT.value) - 2
 LARGEST = 2**31 - 2**16
 
 Sample = tuple[Tensor, Tensor, Tensor, "Tensor | None", list[int], list[int]]
 
 
 class CachedLists(Protocol):
-    """What the sampler needs of ``lightning_gnn.features.hot_cache.CachedAdjacency``.
+    """What the sampler needs of ``lightning_gnn.features.hot_cache.CachedAdjacency``."""
 
-    Args:
-        offset: Where the copy of a node's list begins, or -1, int64 ``[num_nodes]``, on the device.
-        cached_indices: The copies, one after another, of the dtype of ``indices``, on the device.
-    """
-
-    offset: Tensor
-    cached_indices: Tensor
+    offset: Tensor  # where the copy of a node's list begins, or -1, int64 [num_nodes], on the device
+    cached_indices: Tensor  # the copies, one after another, of the dtype of indices, on the device
 
 
 class Shards(Protocol):
-    """What the sampler needs of ``lightning_gnn.gpu_sampling.shards.PeerShards``, parts of ``indices`` on several GPUs.
+    """What the sampler needs of ``lightning_gnn.gpu_sampling.shards.PeerShards``, parts of ``indices`` on GPUs."""
 
-    Args:
-        addresses: Where each part lies, int64 ``[n]``, on the device, which reads all of them.
-        shift: The logarithm of how many entries each gets in turn.
-    """
-
-    addresses: Tensor
+    addresses: Tensor  # where each part lies, int64 [n], on the device, which reads all of them
     num_rows: int
-    shift: int
+    shift: int  # the logarithm of how many entries each gets in turn
 
 
 class DeviceSampler:
-    """What samplers on a device share: scratch memory that is allocated once and reused, stamps, turns, and launches.
-
-    Args:
-        num_programs: Programs per launch; by default as many as are resident at once.
-    """
+    """What samplers on a device share: scratch memory that is allocated once, stamps, turns, and launches."""
 
     START_EDGES = 1 << 22
     PROGRAMS_PER_SM = 4
@@ -91,14 +63,13 @@ class DeviceSampler:
         self._stamp: int = _FIRST_STAMP + 1
         self._buffers: dict[str, Tensor] = {}
         self._programs: dict[tuple[object, ...], int] = {}
-        self._sms: int | None = None
+
         self._lock = threading.RLock()  # a bulk that is too large is sampled again in halves
         self._stream: Any = None
-        self._host_control = self.host_words(CONTROL_SIZE)
-        self._host_sizes = self.host_words(SIZES_SIZE)
+        self._host_control = self.host_words(hops.CONTROL_SIZE)
+        self._host_sizes = self.host_words(hops.SIZES_SIZE)
         self._open: Pending | None = None
-        self.share = 1.0
-        """Of the GPU, how much a launch may fill; a part leaves room for what is trained at the same time."""
+        self.share = 1.0  # of the GPU, how much a launch may fill; a part leaves room for training
 
     def host_words(self, size: int) -> Tensor:
         """Return int64 zeros ``[size]`` in host memory from which a GPU copies without waiting."""
@@ -119,7 +90,7 @@ class DeviceSampler:
         return torch.empty(size, dtype=dtype, device=self.device)
 
     def scratch(self, name: str, size: int, dtype: torch.dtype, fill: int | None = None) -> Tensor:
-        """Return the buffer of a name, larger than before if need be; ``fill`` initialises what is allocated."""
+        """Return the buffer of a name, larger than before if need be; ``fill`` initializes what is allocated."""
         if name not in self._buffers or self._buffers[name].numel() < size:
             old = self._buffers.pop(name, None)
             if old is not None and old.device.type == "cuda":  # an earlier batch may still be read on this stream
@@ -179,12 +150,11 @@ class DeviceSampler:
             return self.num_programs
         if INTERPRETED:
             return 2
-        return self._num_sms() * self.PROGRAMS_PER_SM
+        return self._num_sms * self.PROGRAMS_PER_SM
 
+    @functools.cached_property
     def _num_sms(self) -> int:
-        if self._sms is None:
-            self._sms = int(torch.cuda.get_device_properties(self.device).multi_processor_count)
-        return self._sms
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def resident(self, kernel: Any, variant: tuple[object, ...], args: tuple[Any, ...], options: dict[str, Any]) -> int:
         """Return how many programs a cooperative launch may have, from the registers of the compiled kernel."""
@@ -196,7 +166,7 @@ class DeviceSampler:
             registers = getattr(compiled, "n_regs", None) or 255
             threads = 32 * self.num_warps
             per_sm = min(65536 // (-(-registers // 8) * 8 * threads), 1024 // threads, self.PROGRAMS_PER_SM)
-            self._programs[variant] = max(1, per_sm) * self._num_sms()
+            self._programs[variant] = max(1, per_sm) * self._num_sms
         return max(1, int(self._programs[variant] * self.share))
 
     def ranges(self, first: int, end: int, programs: int) -> list[tuple[int, int]]:
@@ -206,41 +176,27 @@ class DeviceSampler:
 
 
 class TritonNeighborSampler(DeviceSampler):
-    """Sample mini-batches of one graph; its scratch memory is allocated once and reused.
+    """Sample mini-batches of one graph; calls take turns, ordered on the current stream, and share scratch memory."""
 
-    Scratch memory: 8 bytes per node of the graph (12 if ``persistent``); 12 bytes per edge a batch may have (16 in
-    graphs of 2^31 edges and more) and 8 per node it may have; if ``persistent``, ``8 + 8 * max(fanouts)`` per task; if
-    disjoint, no bytes per node of the graph, but 36 to 68 more per edge. The edges a batch may have are bounded by its
-    fanouts and the graph; memory is taken for up to ``START_EDGES`` of them, and for more when a batch has more. Calls
-    take turns, and are ordered on the stream that is current; the output is the caller's.
-
-    Args:
-        indptr: Offsets in CSC order, int64 ``[num_nodes + 1]``, on the device or in pinned host memory.
-        indices: Source nodes, int32 or int64 ``[num_edges]``, on the device or in pinned host memory.
-        mode: One of ``MODES``. Disjoint sampling, growing fanouts and fanouts above 32, which the queue cannot do, run
-            hop by hop in one launch if it is ``persistent``.
-        fetch_size: Tasks that a program claims at a time; at least 1.
-        num_programs: Programs per launch; by default as many as are resident at once.
-        device: Where to sample; by default where ``indices`` is, or the accelerator if it is in pinned memory.
-        cached: Copies of hot adjacency lists on the device, read instead of ``indices``.
-        shards: Where ``indices`` is this GPU's part alone, those of all; without ``cached``.
-    """
+    # Scratch memory: 8 bytes per node of the graph (12 if persistent); 12 bytes per edge a batch may have (16 in graphs
+    # of 2^31 edges and more) and 8 per node; if persistent, 8 + 8 * max(fanouts) per task; if disjoint, none per node
+    # of the graph, but 36 to 68 more per edge. It is taken for START_EDGES at first, for more when a batch has more.
 
     MODES: tuple[str, ...] = MODES
     QUEUE_MODES: tuple[str, ...] = ("persistent",)
 
     def __init__(
         self,
-        indptr: Tensor,
-        indices: Tensor,
+        indptr: Tensor,  # offsets in CSC order, int64 [num_nodes + 1], on the device or in pinned host memory
+        indices: Tensor,  # source nodes, int32 or int64 [num_edges], on the device or in pinned host memory
         *,
-        mode: str = "fused",
-        fetch_size: int = 128,
-        num_programs: int | None = None,
+        mode: str = "fused",  # one of MODES; what the queue cannot do (queue_can, disjoint) runs hop by hop
+        fetch_size: int = 128,  # tasks that a program claims at a time
+        num_programs: int | None = None,  # per launch; None: as many as are resident at once
         num_warps: int = 4,
-        device: torch.device | str | None = None,
-        cached: CachedLists | None = None,
-        shards: Shards | None = None,
+        device: torch.device | str | None = None,  # None: where indices is, or the accelerator if that is pinned
+        cached: CachedLists | None = None,  # copies of hot adjacency lists on the device, read instead of indices
+        shards: Shards | None = None,  # where indices is this GPU's part alone, those of all; without cached
     ) -> None:
         if mode not in self.MODES:
             raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(self.MODES)}")
@@ -269,14 +225,7 @@ class TritonNeighborSampler(DeviceSampler):
         disjoint: bool = False,
         first_tree: int = 0,  # position of the first seed in the whole mini-batch, not negative; matters if disjoint
     ) -> Sample:
-        """Sample in-neighbours of the seeds, hop by hop.
-
-        Returns:
-            ``node`` ``[n]``, ``edge_index`` ``[2, m]``, ``edge`` ``[m]``, ``batch`` ``[n]`` (None unless disjoint), all
-            int64 on the device; nodes per hop, seeds first, and edges per hop.
-        """
-        fanouts = [int(fanout) for fanout in fanouts]
-        check_hops(fanouts)
+        """Sample in-neighbors of the seeds, hop by hop, as :data:`Sample`."""
         with self.turn():
             self.share = 1.0
             batch = self.batch(seeds, fanouts, key, replace, disjoint, first_tree)
@@ -301,9 +250,8 @@ class TritonNeighborSampler(DeviceSampler):
         first_tree: int = 0,
     ) -> Batch:
         """Return what :meth:`begin` launches; arguments as for :meth:`sample`."""
-        fanouts = [int(fanout) for fanout in fanouts]
-        check_hops(fanouts)
-        return self._batch(seeds.to(self.device).contiguous(), fanouts, key, replace, disjoint, first_tree)
+        on_device = seeds.to(self.device).contiguous()
+        return self._batch(on_device, checked_hops(fanouts), key, replace, disjoint, first_tree)
 
     def _batch(
         self, seeds: Tensor, fanouts: list[int], key: int, replace: bool, disjoint: bool, first_tree: int
@@ -329,10 +277,7 @@ class Fetched(NamedTuple):
 
 
 class Pending:
-    """A mini-batch, or several, that have been launched by :meth:`TritonNeighborSampler.begin`.
-
-    It leaves the sampler's scratch memory when it is asked for, or when the sampler is to sample something else.
-    """
+    """Mini-batches that ``begin`` launched; they leave the scratch memory before the sampler's next ones."""
 
     def __init__(self, sampler: TritonNeighborSampler, batch: Batch) -> None:
         self.stream = sampler.current_stream()  # where it has been launched, and where its output is made
@@ -373,7 +318,7 @@ class Batch:
     def __post_init__(self) -> None:
         sampler = self.sampler
         self.num_seeds, self.num_hops = self.seeds.numel(), len(self.fanouts)
-        self.num_sizes = SIZES_SIZE + (2 * self.parts * (self.num_hops + 1) if self.parts > 1 else 0)
+        self.num_sizes = hops.SIZES_SIZE + (2 * self.parts * (self.num_hops + 1) if self.parts > 1 else 0)
         small = [fanout for fanout in self.fanouts if 0 <= fanout <= REGISTER_FANOUTS[-1]]
         self.K = next(k for k in REGISTER_FANOUTS if k >= max(small, default=0))
         self.bound, self.queue_slots = self._bounds()
@@ -408,7 +353,7 @@ class Batch:
     def finish(self) -> list[Sample]:
         """Return the samples of what has been started, in a list; waits for the sizes."""
         sizes = self.fetched.read()
-        while needed := sizes[NEEDED.value]:
+        while needed := sizes[hops.NEEDED.value]:
             self.grow(needed)
             self.start()
             sizes = self.fetched.read()
@@ -425,7 +370,7 @@ class Batch:
         self.nodes = s.scratch("nodes", most_nodes, torch.int32)
         self.rowptr = s.scratch("rowptr", most_nodes + 1, torch.int32)
         self.sizes = s.scratch("sizes", self.num_sizes, torch.int64)
-        self.control = s.scratch("control", CONTROL_SIZE, torch.int64)
+        self.control = s.scratch("control", hops.CONTROL_SIZE, torch.int64)
         self.totals = s.scratch("totals", 2 * triton.cdiv(self.capacity, 64 * s.num_warps), torch.int64, 0)
         self.trees, self.table, self.slots = self.nodes, self.sizes, 1
         if self.disjoint:
@@ -445,15 +390,15 @@ class Batch:
         words[:] = 0  # the counters too
         words[:6] = (s.next_stamp(), self.num_seeds, self.key, self.replace, self.num_hops, self.capacity)
         words[6] = self.first_tree
-        words[WORK.value] = (self.num_seeds << 32) | self.num_seeds  # the seeds are tasks that nobody pushes
-        words[FANOUT.value : FANOUT.value + self.num_hops] = self.fanouts
+        words[hops.WORK.value] = (self.num_seeds << 32) | self.num_seeds  # the seeds are tasks that nobody pushes
+        words[hops.FANOUT.value : hops.FANOUT.value + self.num_hops] = self.fanouts
         self.describe(words)
         self.control.copy_(host, non_blocking=True)
         self.launch()
         self.fetched = s.fetch(self.sizes[: self.num_sizes])
 
     def describe(self, words: Any) -> None:
-        """Add to what the kernel is told, int64 ``[CONTROL_SIZE]``."""
+        """Add to what the kernel is told, int64 ``[hops.CONTROL_SIZE]``."""
 
     def launch(self) -> None:
         """Launch what samples into the scratch memory."""
@@ -479,7 +424,7 @@ class Batch:
         """Launch all hops as one cooperative kernel."""
         args, options = self.hop_arguments()
         options["launch_cooperative_grid"] = True
-        end = PHASES.value * (self.num_hops + 1) + (self.parts > 1)
+        end = hops.PHASES.value * (self.num_hops + 1) + (self.parts > 1)
         variant = ("hop", self.disjoint, self.parts > 1, self.K, self.seeds.dtype)
         programs = self.sampler.resident(hop_kernel, variant, (*args, 0, end), options)
         for begin, stop in self.sampler.ranges(0, end, programs):
@@ -497,7 +442,7 @@ class Batch:
             "T": 64 * s.num_warps, "num_warps": s.num_warps,
             "launch_cooperative_grid": True, **s.shards,
         }  # fmt: skip
-        end = FIRST_LEVEL.value + PHASES.value * (self.num_hops + 1)
+        end = FIRST_LEVEL.value + hops.PHASES.value * (self.num_hops + 1)
         programs = s.resident(queue_kernel, ("queue", self.K, self.seeds.dtype), (*args, first, end), options)
         for begin, stop in s.ranges(first, end, programs):
             queue_kernel[(programs,)](*args, begin, stop, **options)
@@ -505,7 +450,7 @@ class Batch:
     def emit(self, sizes: list[int]) -> Sample:
         """Copy the batch out of the scratch memory."""
         nodes_at = sizes[: self.num_hops + 2]
-        edges_at = sizes[EDGES.value + 1 : EDGES.value + 2 + self.num_hops]
+        edges_at = sizes[hops.EDGES.value + 1 : hops.EDGES.value + 2 + self.num_hops]
         num_nodes, num_edges = nodes_at[-1], edges_at[-1] - self.num_seeds
         device = self.sampler.device
         node = torch.empty(num_nodes, dtype=torch.int64, device=device)
@@ -521,10 +466,11 @@ class Batch:
         return node, edge_index, edge, batch, node_counts, edge_counts
 
 
-def check_hops(fanouts: Sequence[int]) -> None:
-    """Raise a ValueError if there are more hops than the kernels do."""
-    if len(fanouts) > MAX_HOPS:
-        raise ValueError(f"there are {len(fanouts)} hops, but this sampler does at most {MAX_HOPS}")
+def checked_hops(fanouts: Sequence[int]) -> list[int]:
+    """Return fanouts as numbers; raise a ValueError if there are more hops than the kernels do."""
+    if len(fanouts) > hops.MAX_HOPS:
+        raise ValueError(f"there are {len(fanouts)} hops, but this sampler does at most {hops.MAX_HOPS}")
+    return [int(fanout) for fanout in fanouts]
 
 
 def queue_can(fanouts: Sequence[int]) -> bool:

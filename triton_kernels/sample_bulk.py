@@ -1,7 +1,6 @@
 """Several mini-batches in one launch: hop h of each beside hop h of the others, so that one barrier serves all of them.
 
-Each is what :meth:`TritonNeighborSampler.sample` returns for it alone, bit for bit. There is one host synchronisation
-for all of them, and one launch for their output.
+Each is what :meth:`TritonNeighborSampler.sample` returns for it alone, bit for bit; there is one host synchronization.
 """
 
 from __future__ import annotations
@@ -16,29 +15,16 @@ import torch
 import triton
 from torch import Tensor
 
+from lightning_gnn.triton_kernels import hops
 from lightning_gnn.triton_kernels.emit import EDGE_INDEX_OUT, EDGE_OUT, NODE_OUT, OWN_EDGES, ROW, emit_bulk_kernel
-from lightning_gnn.triton_kernels.hops import (
-    EDGES,
-    KEYS,
-    MAX_BATCHES,
-    NEEDED,
-    NODES,
-    NUM_BATCHES,
-    NUM_NODES,
-    PARTS,
-    STARTS,
-)
-from lightning_gnn.triton_kernels.sample import LARGEST, Batch, Sample, TritonNeighborSampler, check_hops
+from lightning_gnn.triton_kernels.sample import LARGEST, Batch, Sample, TritonNeighborSampler, checked_hops
 
 
 def most_batches(sampler: TritonNeighborSampler) -> int:
-    """Return how many mini-batches a launch takes at most: their nodes together are numbered in 31 bits.
-
-    The queue takes one at a time: it is there to do without barriers, and a bulk has few.
-    """
+    """Return how many mini-batches a launch takes at most: their nodes are numbered in 31 bits; the queue takes one."""
     if sampler.mode in sampler.QUEUE_MODES:
         return 1
-    return int(min(MAX_BATCHES, LARGEST // max(sampler.num_nodes, 1)))
+    return int(min(hops.MAX_BATCHES, LARGEST // max(sampler.num_nodes, 1)))
 
 
 def sample_bulk(
@@ -48,18 +34,7 @@ def sample_bulk(
     keys: Sequence[int],
     replace: bool = False,
 ) -> list[Sample]:
-    """Sample several mini-batches of one graph, as many at a time as fit.
-
-    Scratch memory: 8 bytes per node of the graph for each mini-batch of a launch, and for their edges and nodes
-    together what one of them takes alone.
-
-    Args:
-        sampler: Whose graph and scratch memory it uses; in ``mode="persistent"`` it takes one at a time.
-        seeds: Of each mini-batch, int32 or int64 ``[batch_size]``, not checked; all of one dtype on one
-            device.
-        keys: Of each mini-batch, signed 64-bit.
-    """
-    fanouts = [int(fanout) for fanout in fanouts]
+    """Sample several mini-batches, whose seeds are of one dtype, with a key each, as many at a time as fit."""
     most = most_batches(sampler)
     if len(seeds) > most:
         return [
@@ -71,7 +46,6 @@ def sample_bulk(
         ]
     if len(seeds) < 2:
         return [sampler.sample(own, fanouts, key, replace) for own, key in zip(seeds, keys, strict=True)]
-    check_hops(fanouts)
     with sampler.turn():
         sampler.share = 1.0
         bulk = joined(sampler, seeds, fanouts, keys, replace)
@@ -83,11 +57,9 @@ def joined(
     sampler: TritonNeighborSampler, seeds: Sequence[Tensor], fanouts: Sequence[int], keys: Sequence[int], replace: bool
 ) -> Bulk:
     """Return mini-batches as what ``sampler.begin`` launches; arguments as for sample_bulk."""
-    fanouts = [int(fanout) for fanout in fanouts]
-    check_hops(fanouts)
     starts = np.cumsum([0, *(own.numel() for own in seeds)]).tolist()
     together = torch.cat(list(seeds)).to(sampler.device, non_blocking=True)
-    return Bulk(sampler, together, fanouts, 0, replace, False, 0, len(seeds), keys, starts)
+    return Bulk(sampler, together, checked_hops(fanouts), 0, replace, False, 0, len(seeds), keys, starts)
 
 
 @dataclass(eq=False)
@@ -99,14 +71,14 @@ class Bulk(Batch):  # type: ignore[misc]
 
     def describe(self, words: Any) -> None:
         """Add the size of the graph, and the keys and seeds of each."""
-        words[NUM_NODES.value], words[NUM_BATCHES.value] = self.sampler.num_nodes, self.parts
-        words[KEYS.value : KEYS.value + self.parts] = self.keys
-        words[STARTS.value : STARTS.value + self.parts] = self.starts[:-1]
+        words[hops.NUM_NODES.value], words[hops.NUM_BATCHES.value] = self.sampler.num_nodes, self.parts
+        words[hops.KEYS.value : hops.KEYS.value + self.parts] = self.keys
+        words[hops.STARTS.value : hops.STARTS.value + self.parts] = self.starts[:-1]
 
     def finish(self) -> list[Sample]:
         """Return the samples of what has been started; waits for the sizes."""
         sizes = self.fetched.read()
-        while (needed := sizes[NEEDED.value]) and needed <= self.limit:
+        while (needed := sizes[hops.NEEDED.value]) and needed <= self.limit:
             self.grow(needed)
             self.start()
             sizes = self.fetched.read()
@@ -124,9 +96,11 @@ class Bulk(Batch):  # type: ignore[misc]
         """Copy the mini-batches out of the scratch memory."""
         levels, parts, device = self.num_hops + 1, self.parts, self.sampler.device
         where = np.array(sizes)
-        num_nodes, last_edge = int(where[NODES.value + levels]), int(where[EDGES.value + levels])
-        node_at = where[PARTS.value :][: levels * parts]
-        edge_at = np.concatenate([self.starts[:-1], where[PARTS.value + levels * parts :][: self.num_hops * parts]])
+        num_nodes, last_edge = int(where[hops.NODES.value + levels]), int(where[hops.EDGES.value + levels])
+        node_at = where[hops.PARTS.value :][: levels * parts]
+        edge_at = np.concatenate(
+            [self.starts[:-1], where[hops.PARTS.value + levels * parts :][: self.num_hops * parts]]
+        )
         # From one (level, mini-batch) to the next: level by level, and in each by mini-batch.
         node_counts = np.diff(node_at, append=num_nodes).reshape(levels, parts)
         edge_counts = np.diff(edge_at, append=last_edge).reshape(levels, parts)

@@ -1,7 +1,6 @@
-"""Neighbour sampling on a GPU in graphs with types, times and weights, and LABOR: one cooperative launch per batch.
+"""Neighbor sampling on a GPU in graphs with types, times and weights, and LABOR: one cooperative launch per batch.
 
-The result is that of ``lightning_gnn.ops.sample.reference``, exactly. There is one host synchronisation per batch, for
-the sizes of the output (and one more for each time the scratch memory has to grow).
+The result is that of ``lightning_gnn.ops.sample.reference``. There is one host synchronization per batch.
 """
 
 from __future__ import annotations
@@ -15,25 +14,9 @@ import torch
 import triton
 from torch import Tensor
 
+from lightning_gnn.triton_kernels import relations as places
 from lightning_gnn.triton_kernels.hops import CAPACITY, CODE, FIRST_TREE, REPLACE, STAMP
-from lightning_gnn.triton_kernels.relations import (
-    AFTER,
-    BATCH,
-    INDPTR,
-    NEEDED,
-    NEWEST,
-    NUM_STAGES,
-    NUM_TYPES,
-    OFTEN,
-    PHASES,
-    ROWS_FROM,
-    STAGE_SIZE,
-    TABLES,
-    TYPE_SIZE,
-    UNTIL,
-    emit_relations_kernel,
-    relation_kernel,
-)
+from lightning_gnn.triton_kernels.relations import emit_relations_kernel, relation_kernel
 from lightning_gnn.triton_kernels.sample import LARGEST, UNTOUCHED, DeviceSampler
 
 MOST_STAGES = CODE.value // 2 - 1  # how many stages the words of nodes tell apart
@@ -50,8 +33,7 @@ class RelationArrays(NamedTuple):
     time: Tensor | None = None  # times of the edges, ascending in each list, int64 [num_edges], or None
     weight: Tensor | None = None  # weights of the edges, all positive, float64 [num_edges], or None
     prefix: Tensor | None = None  # sums of a list's weights up to and with each edge, float64 [num_edges], or None
-    parallel: Tensor | None = None
-    """How many edges before one in its list have the same source, int32 ``[num_edges]``, or None."""
+    parallel: Tensor | None = None  # edges before one in its list with the same source, int32 [num_edges]
 
 
 class Picking(NamedTuple):
@@ -61,27 +43,22 @@ class Picking(NamedTuple):
     disjoint: bool = False  # one tree per seed
     first_tree: int = 0  # position of the first seed in the whole mini-batch
     newest: bool = False  # of the edges whose time allows it, only the newest count
-    labor: tuple[int, int] | None = None
-    """In how many mini-batches a variate is renewed once, and the number of the mini-batch, to pick by variates of
-    the sources; or None.
-    """
+    labor: tuple[int, int] | None = None  # in how many batches a variate is renewed once; the number of the batch
     until: Tensor | None = None  # the latest time that counts for each tree, int64 [trees], or None: all edges count
-    after: Tensor | None = None
-    """The latest time that no longer counts for each tree, int64 ``[trees]``, or None: there is no window."""
+    after: Tensor | None = None  # latest time that no longer counts for each tree, int64 [trees]
 
 
-RelationSample = tuple[
-    list[Tensor], list[Tensor], list[list[int]], list[Tensor], list[Tensor], list[list[int]]
-]  # fmt: skip
+RelationSample = tuple[list[Tensor], list[Tensor], list[list[int]], list[Tensor], list[Tensor], list[list[int]]]
+"""By node type ids ``[n]``, trees ``[n]`` (empty unless disjoint), nodes per hop, seeds first; by edge type local ids
+of sources and targets ``[2, m]``, positions ``[m]``, edges per hop. All int64 on the device."""
 
 
 class TritonRelationSampler(DeviceSampler):  # type: ignore[misc]
-    """Sample mini-batches of one graph of any number of types; its scratch memory is allocated once and reused.
+    """Sample mini-batches of one graph of any number of types, as ``TritonNeighborSampler`` does of one type."""
 
-    Scratch memory: 8 bytes per node of the graph; 12 bytes per edge a batch may have (16 where an edge type has 2^31
-    edges and more); 4 per node it may have, and 16 per node of one type; if disjoint, no bytes per node of the graph,
-    but 32 to 64 more per edge and 4 per node. Otherwise as ``TritonNeighborSampler``.
-    """
+    # Scratch memory: 8 bytes per node of the graph; 12 per edge a batch may have (16 where an edge type has 2^31 edges
+    # and more); 4 per node, and 16 per node of one type; if disjoint, none per node of the graph, but 32 to 64 more per
+    # edge and 4 per node.
 
     def __init__(
         self, num_nodes: Sequence[int], device: torch.device, num_programs: int | None = None, num_warps: int = 4
@@ -93,29 +70,18 @@ class TritonRelationSampler(DeviceSampler):  # type: ignore[misc]
 
     def sample(
         self,
-        relations: Sequence[RelationArrays],
-        seeds: Sequence[Tensor],
-        starts: Sequence[int],
-        keys: Sequence[Sequence[int]],
+        relations: Sequence[RelationArrays],  # in the order of their sorted names, all with as many hops
+        seeds: Sequence[Tensor],  # of each node type, not checked, int32 or int64 [batch_size]; may repeat
+        starts: Sequence[int],  # the tree of the first seed of each node type
+        keys: Sequence[Sequence[int]],  # of each hop and edge type, 64-bit
         picking: Picking,
     ) -> RelationSample:
-        """Sample in-neighbours of the seeds, hop by hop, in each of them edge type by edge type.
-
-        Args:
-            relations: The edge types, in the order of their sorted names, all with as many hops.
-            seeds: Of each node type, not checked, int32 or int64 ``[batch_size]``; duplicates are allowed.
-            keys: Of each hop and edge type, 64-bit.
-
-        Returns:
-            By node type ids ``[n]``, trees ``[n]`` (empty unless disjoint), and nodes per hop, seeds first; by edge
-            type local ids of sources and targets ``[2, m]``, positions ``[m]``, and edges per hop. All int64 on the
-            device.
-        """
+        """Sample in-neighbors of the seeds, hop by hop, in each of them edge type by edge type."""
         with self.turn():
             on_device = [ids.to(self.device) for ids in seeds]
             batch = RelationBatch(self, relations, on_device, list(starts), keys, picking)
             sizes = batch.run()
-            while needed := sizes[NEEDED.value]:
+            while needed := sizes[places.NEEDED.value]:
                 batch.grow(needed)
                 sizes = batch.run()
             return batch.emit(sizes)
@@ -128,9 +94,9 @@ class RelationBatch:
     sampler: TritonRelationSampler  # whose scratch memory it uses
     relations: Sequence[RelationArrays]  # as for TritonRelationSampler.sample, as the rest
     seeds: list[Tensor]  # on the sampler's device
-    starts: list[int]  # the tree of the first seed of each node type
-    keys: Sequence[Sequence[int]]  # of each hop and edge type
-    picking: Picking  # how edges are picked
+    starts: list[int]
+    keys: Sequence[Sequence[int]]
+    picking: Picking
 
     def __post_init__(self) -> None:
         self.num_types, self.num_relations = len(self.seeds), len(self.relations)
@@ -176,7 +142,7 @@ class RelationBatch:
         self.sampler._start = max(self.sampler._start, self.capacity)
 
     def run(self) -> list[int]:
-        """Sample into the scratch memory; return the sizes, after the batch's host synchronisation."""
+        """Sample into the scratch memory; return the sizes, after the batch's host synchronization."""
         # Bound the nodes of each type: disjoint trees may repeat nodes; otherwise each one is found at most once.
         s, disjoint = self.sampler, self.picking.disjoint
         most = [
@@ -220,24 +186,26 @@ class RelationBatch:
     def _write_control(self) -> None:
         """Write what differs from stage to stage, and from batch to batch, to where the kernel reads it."""
         s, picking = self.sampler, self.picking
-        size = TABLES.value + self.num_stages * STAGE_SIZE.value + self.num_types * TYPE_SIZE.value
+        size = places.TABLES.value + self.num_stages * places.STAGE_SIZE.value + self.num_types * places.TYPE_SIZE.value
         if s._host_control.numel() < size:
             s._host_control = s.host_words(2 * size)
-        words = s._host_control.numpy()  # not in use: the last batch ended with a synchronisation
+        words = s._host_control.numpy()  # not in use: the last batch ended with a synchronization
         words[:size] = 0  # the counter of the barrier too
         often, number = picking.labor or (1, 0)
         for place, word in (
-            (STAMP, s.next_stamp()), (NUM_TYPES, self.num_types), (NUM_STAGES, self.num_stages),
-            (REPLACE, picking.replace), (CAPACITY, self.capacity), (FIRST_TREE, picking.first_tree), (OFTEN, often),
-            (BATCH, number), (UNTIL, _address(self.until)), (AFTER, _address(self.after)), (NEWEST, picking.newest),
+            (STAMP, s.next_stamp()), (REPLACE, picking.replace), (CAPACITY, self.capacity),
+            (FIRST_TREE, picking.first_tree), (places.NUM_TYPES, self.num_types), (places.NUM_STAGES, self.num_stages),
+            (places.OFTEN, often), (places.BATCH, number), (places.NEWEST, picking.newest),
+            (places.UNTIL, _address(self.until)), (places.AFTER, _address(self.after)),
         ):  # fmt: skip
             words[place.value] = word
-        stages = words[TABLES.value : TABLES.value + self.num_stages * STAGE_SIZE.value].reshape(-1, STAGE_SIZE.value)
+        tables, width = words[places.TABLES.value : size], places.STAGE_SIZE.value
+        stages = tables[: self.num_stages * width].reshape(-1, width)
         first_id = [sum(s.num_nodes[:number]) for number in range(self.num_types)]
         step = 1 + self.num_types  # from what `sizes` has of a stage to what it has of the next
         for number, relation in enumerate(self.relations):
             own = stages[number :: self.num_relations]
-            own[:, INDPTR.value : ROWS_FROM.value] = (
+            own[:, places.INDPTR.value : places.ROWS_FROM.value] = (
                 _address(relation.indptr), _address(relation.indices), relation.indices.element_size() // 4,
                 _address(relation.time) if self.until is not None else 0, _address(relation.weight),
                 _address(relation.prefix), _address(relation.parallel), relation.source, first_id[relation.source],
@@ -245,11 +213,11 @@ class RelationBatch:
             )  # fmt: skip
             for hop, fanout in enumerate(relation.fanouts):
                 key = self.keys[hop][number] & (2**64 - 1)
-                own[hop, : INDPTR.value] = key - ((key >> 63) << 64), fanout
+                own[hop, : places.INDPTR.value] = key - ((key >> 63) << 64), fanout
                 rows = 2 + hop * self.num_relations * step + relation.target
                 edges = 1 + (hop * self.num_relations + number) * step
-                own[hop, ROWS_FROM.value :] = rows - self.num_relations * step if hop else -1, rows, edges
-        types = words[TABLES.value + stages.size : size].reshape(-1, TYPE_SIZE.value)
+                own[hop, places.ROWS_FROM.value :] = rows - self.num_relations * step if hop else -1, rows, edges
+        types = tables[stages.size :].reshape(-1, places.TYPE_SIZE.value)
         for number, row in enumerate(zip(self.nodes_at, first_id, self.num_seeds, strict=True)):
             types[number, :3] = row
         self.control = s.scratch("control", s._host_control.numel(), torch.int64)
@@ -272,7 +240,7 @@ class RelationBatch:
             **kinds, "R": 32 * s.num_warps, "T": 64 * s.num_warps, "P": triton.next_power_of_2(s.most_programs()),
             "num_warps": s.num_warps, "launch_cooperative_grid": True,
         }  # fmt: skip
-        end = 1 + PHASES.value * self.num_stages
+        end = 1 + places.PHASES.value * self.num_stages
         programs = s.resident(relation_kernel, (*kinds.values(), self.eid.dtype), (*args, 0, end), options)
         for begin, stop in s.ranges(0, end, programs):
             relation_kernel[(programs,)](*args, begin, stop, **options)
@@ -291,13 +259,13 @@ class RelationBatch:
         before = [sum(map(sum, counts[:r])) for r in range(kinds + 1)]
         # Copy the edges of all stages in one launch, which looks up the local ids of their sources.
         if total:
-            places = [
+            table = [
                 (edges_at[hop * kinds + r], counts[r][hop], sum(counts[r][:hop]), before[r], sum(counts[r]))
                 for hop in range(self.num_hops)
                 for r in range(kinds)
             ]
             emit_relations_kernel[(triton.cdiv(most, 1024), self.num_stages)](
-                self.state, self.src, self.eid, self.col, torch.tensor(places, device=device), edge_index, edge, T=1024
+                self.state, self.src, self.eid, self.col, torch.tensor(table, device=device), edge_index, edge, T=1024
             )
         # Copy the nodes and trees of each type, and count them by hop.
         node_counts, node, tree = [], [], []

@@ -7,9 +7,10 @@ from pytorch_lightning.trainer.connectors.accelerator_connector import _Accelera
 from lightning_gnn.accelerators.npu import NPUAccelerator, SingleNPUStrategy, choose_npus, why_unavailable
 
 if NPUAccelerator.name() not in AcceleratorRegistry:
-    NPUAccelerator.register_accelerators(AcceleratorRegistry)
+    AcceleratorRegistry.register(NPUAccelerator.name(), NPUAccelerator, description="Ascend NPUs, through torch_npu")
 if SingleNPUStrategy.strategy_name not in StrategyRegistry:
-    SingleNPUStrategy.register_strategies(StrategyRegistry)
+    name = SingleNPUStrategy.strategy_name
+    StrategyRegistry.register(name, SingleNPUStrategy, description="Training on one Ascend NPU")
 choose_npus(_AcceleratorConnector)
 
 __all__ = ["NPUAccelerator", "SingleNPUStrategy", "why_unavailable"]

@@ -3,21 +3,21 @@
 import ctypes
 import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.accelerators.registry import _AcceleratorRegistry
 from lightning_fabric.plugins import CheckpointIO
-from lightning_fabric.strategies.registry import _StrategyRegistry
+from lightning_fabric.utilities import device_parser
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from lightning_fabric.utilities.types import _DEVICE
 from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.plugins import Precision
-from pytorch_lightning.strategies import SingleDeviceStrategy
+from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy
+from pytorch_lightning.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from typing_extensions import override
 
 from lightning_gnn.runtime.devices import match_device
@@ -34,13 +34,9 @@ class NPUAccelerator(Accelerator):
     Examples:
         On a machine without an NPU:
 
-        >>> from pytorch_lightning import Trainer
         >>> from lightning_gnn import NPUAccelerator
         >>> NPUAccelerator.is_available()
         False
-        >>> trainer = Trainer(accelerator="npu" if NPUAccelerator.is_available() else "cpu", logger=False)
-        >>> type(trainer.accelerator).__name__
-        'CPUAccelerator'
     """
 
     def __init__(self) -> None:
@@ -49,11 +45,7 @@ class NPUAccelerator(Accelerator):
 
     @override
     def setup_device(self, device: torch.device) -> None:
-        """Make a device the current one.
-
-        Raises:
-            MisconfigurationException: The strategy chose a device that is no NPU.
-        """
+        """Make a device, which must be an NPU, the current one."""
         if device.type != "npu":
             raise MisconfigurationException(
                 f"accelerator='npu' was asked for, but the strategy trains on {device}; "
@@ -81,32 +73,19 @@ class NPUAccelerator(Accelerator):
     @staticmethod
     @override
     def parse_devices(devices: int | str | Iterable[int]) -> list[int]:
-        """Return the indices of the devices that ``Trainer(devices=…)`` asks for.
-
-        Args:
-            devices: How many (``2``, ``"2"``), which (``[0, 2]``, ``"0,2"``, ``"1,"``), or all (``-1``, ``"auto"``).
-
-        Raises:
-            MisconfigurationException: It asks for none, for one twice, or for one that is not there.
-        """
+        """Return the indices that ``Trainer(devices=…)`` asks for: ``2``, ``[0, 2]``, ``"0,2"``, or ``-1`` for all."""
         count = NPUAccelerator.auto_device_count()
-        asked = _numbers(devices)
-        if asked == -1:
-            asked = count
-        if isinstance(asked, int):
-            if not 1 <= asked <= count:
-                raise MisconfigurationException(f"devices={devices!r}, but this machine has {count} NPUs")
-            return list(range(asked))
-        if not asked:
-            raise MisconfigurationException(f"devices={devices!r} names no NPU")
-        if len(set(asked)) < len(asked):
-            raise MisconfigurationException(f"devices={devices!r} names an NPU twice")
-        for index in asked:
-            if not 0 <= index < count:
-                raise MisconfigurationException(
-                    f"devices={devices!r} names NPU {index}, but this machine has {count}, numbered from 0"
-                )
-        return asked
+        device_parser._check_data_type(devices)
+        given = devices if isinstance(devices, int | str) else list(devices)
+        asked = device_parser._normalize_parse_gpu_string_input(given)
+        asked = count if asked == -1 else asked
+        chosen = list(range(asked)) if isinstance(asked, int) else asked
+        device_parser._check_unique(chosen)
+        if not chosen or not set(chosen) <= set(range(count)):
+            raise MisconfigurationException(
+                f"devices={devices!r}, but this machine has {count} NPUs: give how many, or some numbers from 0"
+            )
+        return chosen
 
     @staticmethod
     @override
@@ -132,25 +111,9 @@ class NPUAccelerator(Accelerator):
         """Return ``"npu"``."""
         return "npu"
 
-    @classmethod
-    @override
-    def register_accelerators(cls, accelerator_registry: _AcceleratorRegistry) -> None:
-        """Make ``accelerator="npu"`` known."""
-        accelerator_registry.register(cls.name(), cls, description="Ascend NPUs, through torch_npu")
-
 
 class SingleNPUStrategy(SingleDeviceStrategy):
-    """Trains on one NPU.
-
-    Args:
-        device: Which, e.g. ``"npu:1"``; None takes the one that ``Trainer(devices=…)`` names.
-        accelerator: What the device is; None takes the trainer's.
-        checkpoint_io: How checkpoints are written and read; None takes Lightning's.
-        precision_plugin: Number formats of the steps; None takes the trainer's.
-
-    Raises:
-        MisconfigurationException: There is no NPU to use, or the device is none.
-    """
+    """Trains on one NPU: ``device``, e.g. ``"npu:1"``, or the one that ``Trainer(devices=…)`` names."""
 
     strategy_name = "single_npu"
 
@@ -188,12 +151,6 @@ class SingleNPUStrategy(SingleDeviceStrategy):
         match_device(self.precision_plugin, self.root_device)
         super().setup_environment()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Make ``strategy="single_npu"`` known."""
-        strategy_registry.register(cls.strategy_name, cls, description="Training on one Ascend NPU")
-
 
 def device_module() -> ModuleType:
     """Return ``torch.npu``, which torch_npu registers."""
@@ -208,11 +165,9 @@ def check_available() -> None:
 
 
 def why_unavailable() -> str | None:
-    """Say what is missing for the use of an NPU, and how to get it; None where nothing is.
-
-    torch_npu is imported only where CANN's runtime loads: without it, the import fails and may leave torch half
-    changed. (torch imports an installed torch_npu by itself, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.)
-    """
+    """Say what is missing for the use of an NPU, and how to get it; None where nothing is."""
+    # torch_npu is imported only where CANN's runtime loads: without it, the import fails and may leave torch half
+    # changed. (torch imports an installed torch_npu by itself, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.)
     if not hasattr(torch, "npu"):
         missing = []
         if importlib.util.find_spec("torch_npu") is None:
@@ -251,38 +206,16 @@ def _problem_of_import() -> str:
     return "" if hasattr(torch, "npu") else "torch_npu did not register the device"
 
 
-def _numbers(devices: Any) -> int | list[int]:
-    """Return a count, or indices."""
-    if isinstance(devices, str):
-        text = devices.strip()
-        if text == "auto":
-            return -1
-        try:
-            return [int(part) for part in text.split(",") if part.strip()] if "," in text else int(text)
-        except ValueError:
-            raise MisconfigurationException(
-                f"devices={devices!r} is neither a number of NPUs nor a list of their indices such as '0,1'"
-            ) from None
-    if isinstance(devices, int) and not isinstance(devices, bool):
-        return devices
-    if isinstance(devices, list | tuple) and all(type(index) is int for index in devices):
-        return list(devices)
-    raise MisconfigurationException(f"devices must be a number, a string or a list of indices, but is {devices!r}")
-
-
-def choose_npus(connector: type) -> None:
-    """Teach Lightning's connector which strategy ``"auto"`` stands for on NPUs.
-
-    Left alone, it answers a single-device strategy on the CPU for one device of an accelerator that it does not know,
-    and trains there without a word. It has no hook for the choice, so the method that makes it is wrapped; every other
-    accelerator goes to the original. Should a later Lightning lose the method, :class:`NPUAccelerator` refuses the CPU.
-    """
-    original = getattr(connector, "_choose_strategy", None)
+def choose_npus(connector: type[_AcceleratorConnector]) -> None:
+    """Wrap the method of Lightning's connector, which has no hook, that chooses for ``strategy="auto"``."""
+    # Left alone, it answers a single-device strategy on the CPU for one device of an accelerator that it does not know,
+    # and trains there without a word. Should a later Lightning lose the method, NPUAccelerator refuses the CPU.
+    original: Callable[[_AcceleratorConnector], Strategy | str] | None = getattr(connector, "_choose_strategy", None)
     if original is None or getattr(original, "chooses_npus", False):
         return
 
     @wraps(original)
-    def choose(self: Any) -> Any:
+    def choose(self: _AcceleratorConnector) -> Strategy | str:
         if not isinstance(self.accelerator, NPUAccelerator):
             return original(self)
         if len(self._parallel_devices) == 1 and self._num_nodes_flag == 1:
@@ -294,7 +227,7 @@ def choose_npus(connector: type) -> None:
         )
 
     choose.chooses_npus = True  # type: ignore[attr-defined]
-    connector._choose_strategy = choose  # type: ignore[attr-defined]
+    connector._choose_strategy = choose  # type: ignore[method-assign]
 
 
 def _check_device(device: torch.device) -> None:

@@ -18,8 +18,7 @@ from lightning_gnn.datamodules.resumable import ResumableDataModule
 from lightning_gnn.features.table import with_feature_dtype
 from lightning_gnn.graph.checks import check_edge_data, check_labels, check_node_data, check_nodes
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.nn.conv import check_takes_graph
-from lightning_gnn.nn.conv.graph import keep_constant
+from lightning_gnn.nn.conv.graph import check_takes_graph, keep_constant
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import closest, keywords_of, removed, true_or_false
 

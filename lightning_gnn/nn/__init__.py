@@ -1,9 +1,7 @@
 """Models, layers and LightningModules: GCN, GraphSAGE, GIN, GAT and those of graphs with types, and what trains them.
 
-Reading order: ``nn/conv`` (layers on an ``edge_index`` or a compressed graph), ``nn/models.py`` (PyG's models,
-trimmed exactly), ``nn/type_modules.py`` (modules by node type or edge type), ``nn/hetero`` (graphs with types),
-``nn/module.py`` and what comes from it (training), ``datamodules/full_batch.py`` (the whole graph as one batch),
-``nn/inference.py`` (outputs for all nodes),
+Reading order: ``nn/conv`` (layers), ``nn/models.py`` (PyG's models, trimmed exactly), ``nn/type_modules.py``,
+``nn/hetero`` (graphs with types), ``nn/module.py`` and what comes from it (training), ``nn/inference.py``,
 ``nn/layer_files.py`` (outputs that do not fit into memory), ``nn/export.py`` (programs for other places).
 """
 

@@ -23,40 +23,33 @@ class NodeClassifier(NodeModule):
 
     It works on both kinds of batch, without configuration:
 
-    - mini-batches of neighbour sampling (``x`` ``[N, F]``, ``edge_index`` ``[2, E]``, ``y``, ``batch_size``; with
+    - mini-batches of neighbor sampling (``x`` ``[N, F]``, ``edge_index`` ``[2, E]``, ``y``, ``batch_size``; with
       ``num_sampled_nodes`` and ``num_sampled_edges`` the model trims each layer): the first ``batch_size`` rows;
     - full graphs (no ``batch_size``): the rows of the stage's ``train_mask``, ``val_mask`` or ``test_mask`` ``[N]``.
 
-    Of a graph with types (``HeteroData``), ``target`` names the type that is classified, and the model maps two
-    dictionaries, of features and of edges, to one of rows, as :class:`~lightning_gnn.nn.RGCN` and the models of PyG's
-    ``to_hetero`` and ``HeteroConv`` do.
+    Of a graph with types (``HeteroData``), the model maps two dictionaries, of features and of edges, to one of rows,
+    as :class:`~lightning_gnn.nn.RGCN` and the models of PyG's ``to_hetero`` and ``HeteroConv`` do.
 
     ``y`` is int64, ``[N]`` or ``[N, 1]``; for ``kind="multilabel"`` it holds 0 and 1 (or False and True), ``[N,
-    num_classes]``. Logged, each weighted by the number of labelled nodes: ``train_loss`` (``train_loss_step``,
-    ``train_loss_epoch``), ``train_acc``, ``val_loss``, ``val_acc``, ``test_loss``, ``test_acc``; with several labels,
-    in place of the accuracy, the micro-averaged F1 score: ``train_f1``, ``val_f1``, ``test_f1``; and the ``metrics``.
-
-    Checkpoints keep ``num_classes``, ``lr`` and ``weight_decay`` but no objects; give these again:
+    num_classes]``. Logged, each weighted by the number of labeled nodes: ``train_loss`` (``train_loss_step``,
+    ``train_loss_epoch``), ``val_loss``, ``test_loss``; ``train_acc``, ``val_acc``, ``test_acc``, with several labels
+    the micro-averaged ``train_f1``, ``val_f1``, ``test_f1``; and the ``metrics``. Checkpoints keep no objects:
     ``NodeClassifier.load_from_checkpoint(path, model=model)``.
     Arguments that are not listed here are those of :class:`~lightning_gnn.nn.GNNModule`.
 
     Args:
         model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to logits ``[N, num_classes]``.
-        num_classes: Number of classes, or of labels.
         target: The node type that is classified, for graphs with types.
         kind: ``"multiclass"`` (cross-entropy), or ``"multilabel"`` (binary cross-entropy, the mean over labels).
         class_weights: Of each class, positive: ``weight`` of torch's ``cross_entropy``, so that losses are divided by
-            the sum of the nodes' weights; with several labels, of each label what having it counts beside not having
-            it, torch's ``pos_weight``.
-        label_smoothing: That of torch's ``cross_entropy``, in [0, 1): the part of a label that is spread over all
-            classes.
+            the sum of the nodes' weights; with several labels torch's ``pos_weight``.
+        label_smoothing: That of torch's ``cross_entropy``, in [0, 1).
         metrics: What else is logged of validation and test, by the names of
             :func:`~lightning_gnn.nn.metrics.named_metric`: ``["top5", "macro_f1"]`` as ``val_top5``, ``val_macro_f1``.
 
     Raises:
         ValueError: an argument is out of range; at the first batch: features, labels or the stage's mask are missing,
-            empty, of a wrong shape or type, a label is not in ``[0, num_classes)``, or the model has another number of
-            outputs.
+            empty, of a wrong shape or type, a label is out of range, or the model has another number of outputs.
     """
 
     class_weights: Tensor | None
@@ -101,15 +94,10 @@ class NodeClassifier(NodeModule):
         weights = None if class_weights is None else torch.tensor(class_weights)
         self.register_buffer("class_weights", weights, persistent=False)
         self.metric_name = "acc" if kind == "multiclass" else "f1"
+        metric = MulticlassAccuracy if kind == "multiclass" else MultilabelF1Score
         for stage in STAGES:
             # Labels are checked here, once; torchmetrics would check them on the device at every batch.
-            setattr(
-                self,
-                f"{stage}_{self.metric_name}",
-                MulticlassAccuracy(num_classes, average="micro", validate_args=False)
-                if kind == "multiclass"
-                else MultilabelF1Score(num_classes, average="micro", validate_args=False),
-            )
+            setattr(self, f"{stage}_{self.metric_name}", metric(num_classes, average="micro", validate_args=False))
         self._take_metrics(metrics, kind, num_classes)
 
     def _shares(self, rows: Tensor) -> Tensor:

@@ -11,14 +11,7 @@ class Dropout(nn.Dropout):
     Each call draws a 64-bit key from torch's generator of the CPU, and number (i, c) of ``[n, ...]`` is kept or dropped
     by a hash of (key, i, c). So ``seed_everything``, activation checkpointing and resumed runs repeat masks, for any
     number of threads. Elsewhere (other devices, compiled or transformed functions, in place, modes of torch such as the
-    one in which ``"ascend_hybrid"`` draws dropout) it is torch's own. It has no parameters and no buffers.
-
-    Args:
-        p: Probability of dropping a number.
-        inplace: Write to the input, as torch does it.
-
-    Raises:
-        ValueError: ``p`` is no probability.
+    one in which ``"ascend_hybrid"`` draws dropout) it is torch's own.
 
     Examples:
         >>> import torch

@@ -18,15 +18,11 @@ class TypeEmbeddings(nn.Module):
     :class:`~lightning_gnn.nn.LinkPredictor` as ``embeddings``: it is trained with the model, kept in checkpoints, and
     used by full inference.
 
-    With ``sparse`` a step takes time and memory for the rows of its mini-batch alone, and an optimizer for sparse
-    gradients updates these only: SparseAdam, at the module's learning rate and without weight decay, beside the
-    optimizer of all else. It updates moments of the rows of the mini-batch only, so that it is Adam where each step
-    reaches all rows. Without ``sparse`` the module's optimizer trains all.
-
     Args:
         data: The graph, whose types without ``x`` get tables; or how many nodes there are of each such type.
         num_features: Columns of a table, of all or of each type.
-        sparse: Gradients of the rows that were read, in place of those of the whole table.
+        sparse: A step takes time and memory for the rows of its mini-batch alone, which SparseAdam updates, at the
+            module's learning rate and without weight decay; else the module's optimizer trains all rows.
         optimizer: With ``sparse``: takes the tables and returns an optimizer in place of SparseAdam.
 
     Raises:
@@ -40,8 +36,6 @@ class TypeEmbeddings(nn.Module):
         >>> data = HeteroData()
         >>> data["author"].num_nodes, data["paper"].x = 5, torch.ones(3, 8)
         >>> embeddings = TypeEmbeddings(data, 16)
-        >>> data.num_features | embeddings.num_features
-        {'author': 16, 'paper': 8}
         >>> embeddings(data)["author"].shape
         torch.Size([5, 16])
     """

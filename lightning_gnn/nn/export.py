@@ -21,15 +21,6 @@ if TYPE_CHECKING:  # which takes a second to import
     from torch.export import ExportedProgram
 
 _NUM_NODES, _NUM_EDGES = 5, 7  # of the graph that the program is made on; others have any numbers of both
-_REFUSED = {
-    "data-dependent": "a program's course must not depend on values of tensors",
-    "Constraints violated": "it would fit this number of nodes or edges alone",
-}
-"""What torch.export says, and what that means here."""
-_INSTEAD = (
-    "; use another layer, such as aggr='mean', 'sum', 'max', 'std' or 'softmax', or serve the module itself from its "
-    "checkpoint"
-)
 
 
 def export_program(
@@ -38,13 +29,12 @@ def export_program(
     """Return a trained model as a program of ATen's operators for graphs of any size.
 
     It takes ``x`` float32 ``[N, num_features]`` and ``edge_index`` int64 ``[2, E]`` (source, target), and returns what
-    the model returns for them in evaluation. They may be a whole graph, or the sampled neighbourhood of some nodes, as
+    the model returns for them in evaluation. They may be a whole graph, or the sampled neighborhood of some nodes, as
     mini-batches hold it: the seeds first, whose rows are then the first ones.
 
     Args:
         model: Maps ``x`` and ``edge_index`` to a row per node; or ``NodeClassifier`` and the like, whose ``model`` is
             taken. It stays as it is.
-        num_features: Number of features.
         num_seeds: How many rows to return, those of the first nodes: 1 for programs that answer for a single node. None
             returns all.
         edge_weight: Whether it takes ``edge_weight`` float32 ``[E]`` besides, as a GCN may.
@@ -92,12 +82,10 @@ def export_program(
 
 def _reason(error: Exception, running: list[tuple[str, nn.Module]]) -> str:
     """Say in short why an export has failed, in which layer, and what to do."""
-    text, fix = textwrap.shorten(str(error).strip().partition("\n")[0], 200), ""
-    for sign, reason in _REFUSED.items():
-        if sign in text:
-            text, fix = reason, _INSTEAD
+    text = textwrap.shorten(str(error).strip().partition("\n")[0], 200)
     path, layer = running[-1] if running else ("", None)
-    return f"{text}{f', in {type(layer).__name__} ({path})' if path else ''}{fix}"
+    where = f", in {type(layer).__name__} ({path})" if path else ""
+    return f"{text}{where}; use another layer or aggr, or serve the module itself from its checkpoint"
 
 
 @contextmanager
@@ -118,14 +106,7 @@ def _without_traces() -> Iterator[None]:
 def export_onnx(
     model: nn.Module, num_features: int, path: str | Path, num_seeds: int | None = None, verbose: bool = False
 ) -> Path:
-    """Write a trained model as an ONNX file; see :func:`export_program`.
-
-    Args:
-        model: The model.
-        num_features: Number of features.
-        path: Where to. Inputs are called ``x`` and ``edge_index``, the output ``rows``.
-        num_seeds: How many rows to return; None returns all.
-        verbose: Let the exporter say what it does.
+    """Write a trained model as an ONNX file of ``x``, ``edge_index`` and ``rows``; see :func:`export_program`.
 
     Raises:
         ModuleNotFoundError: The packages onnx and onnxscript are missing.

@@ -1,12 +1,8 @@
-"""Exact outputs of a trained model for all nodes: no sampling, whole layers one after another.
-
-Where the outputs of layers do not fit into memory, a layer is computed block by block, from file to file.
-"""
+"""Exact outputs of a trained model for all nodes: whole layers one after another, or block by block between files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,18 +11,18 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress
+from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.features.arrays import read_in_order
 from lightning_gnn.graph.csr import CSR
-from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv, layers_without_graph
+from lightning_gnn.nn.conv import GATConv, GCNConv, SAGEConv
+from lightning_gnn.nn.conv.graph import layers_without_graph
 from lightning_gnn.nn.layer_files import layer_outputs
 from lightning_gnn.nn.models import _InputDropoutGNN
-from lightning_gnn.ops.aggregate.definition import aggregate
+from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from lightning_gnn.runtime.memory_info import available_bytes
 
@@ -43,7 +39,7 @@ class FullInference:
             By default a temporary folder below the user's cache directory.
         memory_limit: Bytes of features and layer outputs to hold in memory, on the device or off it; ``"auto"``: half
             of what is free.
-        progress: Show a progress bar while outputs go to files.
+        progress: Log how far each layer is, by tenths, while outputs go to files.
 
     Raises:
         ValueError: Another ``memory_limit``.
@@ -74,7 +70,7 @@ class FullInference:
         """Return how many bytes may be held there."""
         return (available_bytes(device) or 0) * _SHARE if self.memory_limit == "auto" else float(self.memory_limit)
 
-    def run(self, model: nn.Module, x: Tensor, graph: Any, **more: Any) -> Tensor:
+    def run(self, model: nn.Module, x: Tensor, graph: CompressedGraph, **more: Any) -> Tensor:
         """Return what :func:`infer` does."""
         return infer(model, x, graph, settings=self, **more)
 
@@ -97,7 +93,6 @@ def infer(
     edge_weight: Tensor | None = None,
     edge_attr: Tensor | None = None,
     settings: FullInference | None = None,
-    bar: Any = None,
     stop: Callable[[], None] | None = None,
 ) -> Tensor:
     """Return the model's outputs for all nodes, exactly those of ``model(x, graph)``.
@@ -109,18 +104,16 @@ def infer(
     Args:
         model: In evaluation mode.
         x: Features ``[N, F]``, in memory or memory-mapped.
-        graph: The graph.
         edge_weight: Weights ``[E]`` in the order of the user's ``edge_index``, for models that take them.
         edge_attr: Features of edges ``[E, …]`` in the same order, for models that take them.
-        settings: How; by default ``FullInference()``.
-        bar: A ``rich.progress.Progress`` on the screen already, to show the layers in; False shows none.
+        settings: By default ``FullInference()``.
         stop: Called after each block of rows that goes to a file; may raise to interrupt the run.
 
     Returns:
         ``[N, out_channels]``, on the model's device, or memory-mapped.
 
     Raises:
-        ValueError: The model is in training mode, or a normalisation over all nodes meets outputs that do not fit.
+        ValueError: The model is in training mode, or a normalization over all nodes meets outputs that do not fit.
         RuntimeError: Another process writes to the same folder.
     """
     settings = settings or FullInference()
@@ -133,22 +126,13 @@ def infer(
         named = {"edge_weight": edge_weight, "edge_attr": edge_attr}
         extra = {name: value.to(device) for name, value in named.items() if value is not None}
         return _run_whole(model, x.to(device), graph.to(device), extra)
-    for layer in layers:
-        if layer.whole_norm is not None:
-            raise ValueError(
-                f"{layer.whole_norm} averages over all nodes, so that outputs of layers must be in memory, which takes "
-                f"{_whole_graph_bytes(layers, x, graph, device) / 1e9:.3g} GB; raise memory_limit (now "
-                f"{settings.limit_on(device) / 1e9:.3g} GB), or train with norm=batch"
-            )
-    in_memory = _output_bytes(layers, x) <= settings.limit_on(torch.device("cpu"))
-    return _stream(
-        layers, x, graph, edge_weight, device,
-        limit=settings.limit_on(device),
-        folder=settings.folder,
-        in_memory=in_memory,
-        bar=bar if settings.progress else False,
-        stop=stop,
-    )  # fmt: skip
+    if whole := [layer.whole_norm for layer in layers if layer.whole_norm is not None]:
+        raise ValueError(
+            f"{whole[0]} averages over all nodes, so that outputs of layers must be in memory, which takes "
+            f"{_whole_graph_bytes(layers, x, graph, device) / 1e9:.3g} GB; raise memory_limit (now "
+            f"{settings.limit_on(device) / 1e9:.3g} GB), or train with norm=batch"
+        )
+    return _stream(layers, x, graph, edge_weight, device, settings, stop)
 
 
 @dataclass(frozen=True)
@@ -156,11 +140,10 @@ class Layer:
     """One layer of a model."""
 
     conv: nn.Module  # a layer of lightning_gnn.nn.conv
-    after: list[Callable[[Tensor], Tensor]]
-    """What follows it, row by row: normalisation, activation, a last linear layer."""
+    after: list[Callable[[Tensor], Tensor]]  # what follows it by row: normalization, activation, a last linear layer
     width: int  # columns of the result
     widest: int  # columns of the widest tensor on the way
-    whole_norm: str | None = None  # the class of a normalisation in after that reads all rows, or None
+    whole_norm: str | None = None  # the class of a normalization in after that reads all rows, or None
 
 
 def layers_of(model: nn.Module) -> list[Layer] | None:
@@ -191,8 +174,7 @@ def layers_of(model: nn.Module) -> list[Layer] | None:
 
 def _run_whole(model: nn.Module, x: Tensor, graph: CompressedGraph, extra: dict[str, Tensor]) -> Tensor:
     ours = any(getattr(module, "takes_graph", False) for module in model.modules())
-    edges: Any = graph if ours and not layers_without_graph(model) else graph.to_edge_index()
-    out: Tensor = model(x, edges, **extra)
+    out: Tensor = model(x, graph if ours and not layers_without_graph(model) else graph.to_edge_index(), **extra)
     return out
 
 
@@ -210,7 +192,7 @@ def _whole_graph_bytes(layers: list[Layer], x: Tensor, graph: CompressedGraph, d
 
 
 def _reads_rows_alone(norm: nn.Module) -> bool:
-    """Say whether a normalisation, in evaluation, changes each row by itself."""
+    """Say whether a normalization, in evaluation, changes each row by itself."""
     if type(norm).__name__ == "LayerNorm":
         return getattr(norm, "mode", "node") == "node"
     if type(norm).__name__ in ("BatchNorm", "BatchNorm1d"):
@@ -220,13 +202,7 @@ def _reads_rows_alone(norm: nn.Module) -> bool:
 
 
 class GraphBlock:
-    """Some targets of a graph as a bipartite graph of their own, for the layers of :mod:`lightning_gnn.nn.conv`.
-
-    Args:
-        graph: The whole graph, with self-loops if the layer adds them.
-        user_graph: The whole graph without.
-        memo: Weights that are the same for all blocks of a layer.
-    """
+    """Targets ``[first, last)`` of a graph, with its self-loops, as a bipartite graph of their own for our layers."""
 
     def __init__(
         self, graph: CompressedGraph, user_graph: CompressedGraph, first: int, last: int, memo: dict[str, Tensor]
@@ -257,7 +233,7 @@ class GraphBlock:
         add_self_loops: bool = True,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Return the normalisation by the degrees in the whole graph."""
+        """Return the normalization by the degrees in the whole graph."""
         if "gcn" not in self._memo:
             self._memo["gcn"] = self._user_graph.gcn_weight(edge_weight, improved, add_self_loops, dtype=dtype)
         return self._of_block(self._memo["gcn"])
@@ -268,13 +244,13 @@ class GraphBlock:
             self._memo["order"] = self._user_graph.edge_order(values)
         return self._of_block(self._memo["order"])
 
-    def aggregate(self, x: Tensor, weight: Tensor | None = None, reduce: Any = "sum", **kwargs: Any) -> Tensor:
+    def aggregate(self, x: Tensor, weight: Tensor | None = None, reduce: Reduce = "sum") -> Tensor:
         """Aggregate ``x`` ``[num_sources, …]`` at the targets."""
-        return aggregate(self._graph, x, weight, reduce, **kwargs)
+        return aggregate(self._graph, x, weight, reduce)
 
-    def edge_softmax(self, source: Tensor, target: Tensor, negative_slope: float = 0.2, **kwargs: Any) -> Tensor:
+    def edge_softmax(self, source: Tensor, target: Tensor, negative_slope: float = 0.2) -> Tensor:
         """Return the attention of each edge."""
-        return edge_softmax(self._graph, source, target, negative_slope, **kwargs)
+        return edge_softmax(self._graph, source, target, negative_slope)
 
     def _of_block(self, values: Tensor) -> Tensor:
         return values[self._edges].to(self._graph.device)
@@ -282,32 +258,26 @@ class GraphBlock:
 
 def _stream(
     layers: list[Layer],
-    x: Tensor,  # features [N, F] in host memory, or memory-mapped
+    x: Tensor,
     graph: CompressedGraph,
     edge_weight: Tensor | None,
     device: torch.device,
-    *,
-    limit: float,  # bytes that a block may take there, about
-    folder: str | Path | None = None,  # where the files go; None: a temporary folder in the user's cache directory
-    in_memory: bool = False,
-    bar: Any = None,  # A rich.progress.Progress on the screen already; None shows one, False none
-    stop: Callable[[], None] | None = None,  # called after each block; may raise
+    settings: FullInference,
+    stop: Callable[[], None] | None,
 ) -> Tensor:
     """Return the output of the last layer for all nodes ``[N, D]``, in host memory or memory-mapped."""
+    limit = settings.limit_on(device)  # bytes that a block may take there, about
+    in_memory = _output_bytes(layers, x) <= settings.limit_on(torch.device("cpu"))
     x, graph, edge_weight = x.cpu(), graph.to("cpu"), None if edge_weight is None else edge_weight.cpu()
     dtype = next(parameter.dtype for layer in layers for parameter in layer.conv.parameters())
     looped = [getattr(layer.conv, "add_self_loops", False) for layer in layers]
     graphs = [graph.with_self_loops() if loops else graph for loops in looped]
-    total = len(layers) * x.size(0)
-    with (
-        read_in_order(x),
-        layer_outputs(folder, in_memory) as files,
-        _progress_shown(bar, total) as show,
-    ):
-        files.prepare([(x.size(0), layer.width) for layer in layers], dtype)
+    num_nodes = x.size(0)
+    with read_in_order(x), layer_outputs(settings.folder, in_memory) as files:
+        files.prepare([(num_nodes, layer.width) for layer in layers], dtype)
         source = x
         for i, layer in enumerate(layers):
-            target = files.layer_output(i, (x.size(0), layer.width), dtype)
+            target = files.layer_output(i, (num_nodes, layer.width), dtype)
             memo: dict[str, Tensor] = {}
             widest = (source.size(1) + layer.widest) * dtype.itemsize
             for first, last in _blocks(graphs[i].forward, max(LEAST, int(limit // max(widest, 1)))):
@@ -320,7 +290,8 @@ def _stream(
                 for function in layer.after:
                     out = function(out)
                 target[block.targets] = out.to("cpu", target.dtype)
-                show(i, last - first)
+                if settings.progress and 10 * last // num_nodes > 10 * first // num_nodes:
+                    rank_zero_info(f"layer {i + 1} of {len(layers)}: {100 * last // num_nodes} % of the nodes are done")
                 if stop is not None:
                     stop()
             source = files.finished(i, target)
@@ -351,24 +322,3 @@ def fitting_rows(indptr: np.ndarray, indices: np.ndarray, first: int, most: int,
         if vertices > most:
             return max(row, first + 1)
     return indptr.size - 1
-
-
-@contextmanager
-def _progress_shown(bar: Any, total: int) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows that so many more rows of a layer are done."""
-    if bar is False:
-        yield lambda layer, rows: None
-        return
-    console = Console(stderr=True)
-    own = Progress(console=console, transient=True, disable=not console.is_terminal)
-    with own if bar is None else nullcontext(bar) as progress:
-        task = progress.add_task("layer 1", total=total)
-
-        def show(layer: int, rows: int) -> None:
-            progress.update(task, description=f"layer {layer + 1}", advance=rows)
-
-        try:
-            yield show
-        finally:
-            if bar is not None:
-                progress.remove_task(task)

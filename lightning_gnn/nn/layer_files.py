@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from lightning_gnn.features.arrays import check_room, create_array, load_array
-from lightning_gnn.runtime.store import discard, say_once, scratch
+from lightning_gnn.runtime.store import discard, scratch
 
 
 class Outputs:
@@ -69,16 +69,12 @@ class OutputFiles(Outputs):
 
 @contextmanager
 def layer_outputs(folder: str | Path | None, in_memory: bool) -> Iterator[Outputs]:
-    """Yield where the outputs of layers go; an interrupted run leaves none of them.
-
-    Args:
-        folder: Where the files go; None: a temporary folder in the user's cache directory.
-    """
+    """Yield where the outputs of layers go, by default a temporary folder; an interrupted run leaves none of them."""
     with ExitStack() as stack:
-        chosen = None if in_memory else _place(stack, folder)
-        if chosen is None:
+        if in_memory:
             yield Outputs()
             return
+        chosen = _place(stack, folder)
         try:
             stack.enter_context(FileLock(chosen / "lock", timeout=0))
         except Timeout:
@@ -91,8 +87,8 @@ def layer_outputs(folder: str | Path | None, in_memory: bool) -> Iterator[Output
             raise
 
 
-def _place(stack: ExitStack, folder: str | Path | None) -> Path | None:
-    """Return the folder for the files, made; None where the outputs must stay in memory."""
+def _place(stack: ExitStack, folder: str | Path | None) -> Path:
+    """Return the folder for the files, made."""
     if folder is not None:
         chosen = Path(folder)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -102,13 +98,7 @@ def _place(stack: ExitStack, folder: str | Path | None) -> Path | None:
     part: Path | None = stack.enter_context(scratch("inference"))
     if part is not None:
         return part
-    try:
-        return Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_gnn-", ignore_cleanup_errors=True))
-        )
-    except OSError as error:
-        say_once(f"there is no folder for layer outputs ({error}); they are held in memory")
-        return None
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_gnn-", ignore_cleanup_errors=True)))
 
 
 def _stored_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -21,7 +21,7 @@ _MOST_QUERIES = 1 << 40  # how many queries a rank may ask per epoch: their numb
 
 
 class LinkPredictor(GNNModule):
-    """Trains a PyG model so that the dot product of two nodes' outputs tells whether they are linked.
+    """Trains a PyG model so that the dot product of two nodes' outputs predicts whether they are linked.
 
     The loss is binary cross-entropy with the dot product as logit (the graph auto-encoder of Kipf and Welling, 2016,
     arXiv:1611.07308). It works on the batches of PyG's ``LinkNeighborLoader`` and on full graphs (``RandomLinkSplit``):
@@ -29,14 +29,11 @@ class LinkPredictor(GNNModule):
     - binary: ``edge_label_index`` ``[2, P]`` int64 and ``edge_label`` ``[P]``, 1 for links and 0 for others;
     - triplet: ``src_index`` ``[P]``, ``dst_pos_index`` ``[P]`` and ``dst_neg_index`` ``[P]`` or ``[P, K]``, int64.
 
-    Of a graph with types (``HeteroData``), ``target`` names the type of the edges that are predicted, and the model
-    maps dictionaries of features and edges to one of embeddings, as those of PyG's ``to_hetero`` do.
-
-    Logged, each weighted by the number of labelled edges: ``train_loss`` (``train_loss_step``, ``train_loss_epoch``),
-    ``val_loss``, ``val_auc``, ``test_loss``, ``test_auc``; the area under the ROC curve is exact and keeps an epoch's
-    scores in memory, and so do the other ``metrics``. Those rank each link among the K non-links that are drawn to its
-    source, so that they need triplets: ``neg_sampling=NegativeSampling("triplet", amount=K)``, and no labels.
-    Checkpoints keep no objects: ``LinkPredictor.load_from_checkpoint(path, model=model)``.
+    Logged, each weighted by the number of labeled edges: ``train_loss`` (``train_loss_step``, ``train_loss_epoch``),
+    ``val_loss``, ``test_loss`` and the ``metrics``, which are exact and keep an epoch's scores in memory. All but
+    ``"auc"`` rank each link among the K non-links that are drawn to its source, so that they need triplets:
+    ``neg_sampling=NegativeSampling("triplet", amount=K)``, and no labels. Checkpoints keep no objects:
+    ``LinkPredictor.load_from_checkpoint(path, model=model)``.
     Arguments that are not listed here are those of :class:`~lightning_gnn.nn.GNNModule`.
 
     Args:
@@ -46,7 +43,7 @@ class LinkPredictor(GNNModule):
             ``"recall@10"`` with any number; as ``val_auc``, ``val_mrr``, ``val_hits@10``.
 
     Raises:
-        ValueError: an argument is out of range; at the first batch: features or labelled edges are missing, empty or of
+        ValueError: an argument is out of range; at the first batch: features or labeled edges are missing, empty or of
             a wrong shape, or a label is neither 0 nor 1.
     """
 
@@ -73,16 +70,16 @@ class LinkPredictor(GNNModule):
         self._queries = 0
 
     def training_step(self, batch: Data | HeteroData, batch_idx: int) -> Tensor:
-        """Return the mean binary cross-entropy of the batch's labelled edges."""
+        """Return the mean binary cross-entropy of the batch's labeled edges."""
         losses, _, _ = self._step(batch, "train")
         return self._log_loss("train", losses)
 
     def validation_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
-        """Log loss and area under the ROC curve of the batch's labelled edges."""
+        """Log loss and area under the ROC curve of the batch's labeled edges."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
-        """Log loss and area under the ROC curve of the batch's labelled edges."""
+        """Log loss and area under the ROC curve of the batch's labeled edges."""
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: Data | HeteroData, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
@@ -121,7 +118,7 @@ class LinkPredictor(GNNModule):
         return first + torch.cat([own, own.repeat_interleave(scores.size(0) // count - 1)])
 
     def _step(self, batch: Data | HeteroData, stage: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return loss, logit and label of each labelled edge, ``[P]``."""
+        """Return loss, logit and label of each labeled edge, ``[P]``."""
         source, target, labels = self._pairs(batch)
         if labels is None:
             raise ValueError(
@@ -129,9 +126,9 @@ class LinkPredictor(GNNModule):
                 "since links alone teach the model nothing"
             )
         if source.numel() == 0:
-            raise ValueError(f"the {stage} batch has no labelled edges")
+            raise ValueError(f"the {stage} batch has no labeled edges")
         if labels.shape != source.shape:
-            raise ValueError(f"edge_label must be [{source.size(0)}], one per labelled edge, got {list(labels.shape)}")
+            raise ValueError(f"edge_label must be [{source.size(0)}], one per labeled edge, got {list(labels.shape)}")
         if self._must_check(stage, labels):
             wrong = labels[(labels != 0) & (labels != 1)]
             if wrong.numel() > 0:
@@ -150,22 +147,14 @@ class LinkPredictor(GNNModule):
         return scores.to(source.device)
 
     def _parts(self, batch: Data | HeteroData) -> tuple[Any, Any, Any]:
-        """Return what has the labelled edges, and what has their sources and targets."""
-        if isinstance(batch, HeteroData) == (self.target is None):
-            raise ValueError(
-                f"the batch has the edge types {batch.edge_types}: give LinkPredictor(target=…)"
-                if isinstance(batch, HeteroData)
-                else f"target={self.target} needs batches with types, as of LinkDataModule with a HeteroData"
-            )
+        """Return what has the labeled edges, and what has their sources and targets."""
+        self._check_types(batch, self.target, [] if self.target is None else [self.target[0], self.target[-1]])
         if self.target is None:
             return batch, batch, batch
-        for name in (self.target[0], self.target[-1]):
-            if name not in batch.node_types:
-                raise ValueError(f"the batch has no type {name!r}, only {', '.join(batch.node_types)}")
         return batch[self.target], batch[self.target[0]], batch[self.target[-1]]
 
     def _pairs(self, batch: Data | HeteroData) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return source, target (``[P]`` local node ids) and label of the labelled edges."""
+        """Return source, target (``[P]`` local node ids) and label of the labeled edges."""
         edges, sources_of, targets_of = self._parts(batch)
         if edges.get("edge_label_index") is not None:
             index = edges.edge_label_index
@@ -175,7 +164,7 @@ class LinkPredictor(GNNModule):
         triplet = [sources_of.get("src_index"), *(targets_of.get(name) for name in ("dst_pos_index", "dst_neg_index"))]
         if any(part is None for part in triplet):
             raise ValueError(
-                "the batch has no labelled edges: neither 'edge_label_index' nor 'src_index', 'dst_pos_index' and "
+                "the batch has no labeled edges: neither 'edge_label_index' nor 'src_index', 'dst_pos_index' and "
                 f"'dst_neg_index', only {sorted(edges.keys())}"
             )
         source, positive, negative = triplet

@@ -18,11 +18,7 @@ from lightning_gnn.ops.aggregate_update.edge_order import first_rows
 
 
 def trims_exactly(model: nn.Module, num_hops: int) -> bool:
-    """Say whether ``model`` gives the seeds the same rows when it trims a batch of ``num_hops`` hops.
-
-    A model that is no PyG ``BasicGNN`` brings its own trimming and is trusted with it. Batch normalisation counts as
-    exact: it is in evaluation; in training its statistics are those of the nodes that are left.
-    """
+    """Say whether ``model`` gives the seeds the same rows when it trims a batch of ``num_hops`` hops, in evaluation."""
     if not isinstance(model, BasicGNN):
         return True
     # With more hops than layers trimming is exact; with fewer, outer layers would lack the edges that they need.
@@ -39,11 +35,7 @@ def trims_exactly(model: nn.Module, num_hops: int) -> bool:
 
 
 def num_layers(model: nn.Module) -> int | None:
-    """Return how often a model passes messages; None where that cannot be told.
-
-    A model of the user's tells by its attribute ``num_layers``, if it has as many modules that pass messages, or, where
-    a layer is made of several, as many ``convs``.
-    """
+    """Return how often a model passes messages; None where its modules do not confirm ``num_layers``."""
     model = getattr(model, "_orig_mod", model)
     layers = getattr(model, "num_layers", None)
     if not isinstance(layers, int) or isinstance(model, BasicGNN):
@@ -71,15 +63,11 @@ class _Part:
     edge_index: Tensor  # [2, E]
     edge_weight: Tensor | None = None  # [E], or None
     edge_attr: Tensor | None = None  # [E, …], or None
-    sorted_edges: list[Tensor] | None = None
-    """Weighted edges by target in place of those above, for a layer that is fused, or None."""
+    sorted_edges: list[Tensor] | None = None  # weighted edges by target, for a layer that is fused
 
 
 class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
-    """A PyG ``BasicGNN`` that drops input features and checks its arguments.
-
-    Neither adds a parameter or a buffer, so state dicts are those of PyG's class.
-    """
+    """A PyG ``BasicGNN`` that drops input features, checks its arguments, and has no state of its own."""
 
     def __init__(
         self,
@@ -133,11 +121,7 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         return self._trimmed(x, _Sampled(edge_index, edge_weight, edge_attr, nodes, edges))
 
     def _trimmed(self, x: Tensor, batch: _Sampled) -> Tensor:
-        """Run each layer as a bipartite one, from the nodes that it reads to those that the next layer needs.
-
-        PyG's ``trim_to_layer`` leaves out a hop after each layer, so that a layer still computes rows of its own last
-        hop, which nobody reads: nearly all rows of the first layer.
-        """
+        """Run each layer as a bipartite one, from the nodes that it reads to those that the next layer needs."""
         parts = self._parts(x, batch)
         x = self.input_dropout(x[: sum(batch.num_nodes[: self.num_layers + 1])])
         for i, (conv, norm, part) in enumerate(zip(self.convs, self.norms, parts, strict=True)):
@@ -166,11 +150,7 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         return parts
 
     def _layer(self, conv: MessagePassing, x: Tensor, part: _Part, norm: nn.Module | None) -> tuple[Tensor, bool]:
-        """Apply one layer to ``x`` ``[num_sources, F]``.
-
-        Args:
-            norm: What comes after the layer, before activation and dropout; None if nothing of these does.
-        """
+        """Apply a layer to ``x`` ``[num_sources, F]``; say if ``norm`` and what follows it are in the result."""
         extra: dict[str, Any] = {"edge_attr": part.edge_attr} if self.supports_edge_attr else {}
         out: Tensor = conv((x, x[: part.num_targets]), part.edge_index, **extra)
         return out, False
@@ -182,10 +162,9 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
     Takes ``torch_geometric.nn.models.GCN``'s arguments, and ``input_dropout``, the probability of dropping an input
     feature. Parameter names are those of PyG's class.
 
-    In a mini-batch the symmetric normalisation uses the in-degrees inside the mini-batch, not those of the graph:
-    sampled neighbours weigh more, and nodes of the last hop count as isolated. PyG's class, when it trims, also takes
-    these degrees anew from each layer's remaining edges, so that its trimmed output differs from the untrimmed one.
-    Here they are taken once, from the whole mini-batch: trimming changes the cost, not the result.
+    In a mini-batch the symmetric normalization uses the in-degrees inside the mini-batch, not those of the graph.
+    PyG's class, when it trims, takes them again from each layer's remaining edges; here they are taken once, from the
+    whole mini-batch: trimming changes the cost, not the result.
 
     Raises:
         ValueError: an argument is out of range, or a trimmed batch meets ``cached=True``.
@@ -205,21 +184,24 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
             cut = [first_rows(edges, count) for count in targets]
             # A layer has no more sources than the one before has targets; what reads others is PyG's to complain about.
             sources = [sum(num_nodes[: self.num_layers + 1]), *targets]
-            if all(_reads_below(part, count) for part, count in zip(cut, sources, strict=False)):
+            read = zip((part[1] for part in cut), sources, strict=False)
+            if all(not indices.numel() or int(indices.max()) < count for indices, count in read):
                 return [_Part(count, edge_index, sorted_edges=part) for count, part in zip(targets, cut, strict=True)]
         return super()._parts(x, self._normalize(x, batch) if conv.normalize else batch)
 
     def _fuses(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> bool:
-        """Say whether all layers run as one operator each; the normalisation is theirs together."""
+        """Say whether all layers run as one operator each; the normalization is theirs together."""
         first, *others = self.convs
-        if not all(type(conv) is GCNConv and _same_norm(conv, first) for conv in self.convs):
+        if not all(type(conv) is GCNConv for conv in self.convs):
+            return False
+        if len({(conv.normalize, conv.improved, conv.add_self_loops) for conv in self.convs}) > 1:
             return False
         if not fuses(first, x, x, edge_index, edge_weight):
             return False
         return all(obstacle(conv) is None and conv.lin.weight.dtype == first.lin.weight.dtype for conv in others)
 
     def _layer(self, conv: MessagePassing, x: Tensor, part: _Part, norm: nn.Module | None) -> tuple[Tensor, bool]:
-        # GCNConv.forward without its normalisation, which would see the trimmed edges only.
+        # GCNConv.forward without its normalization, which would see the trimmed edges only.
         if part.sorted_edges is not None:
             then = None if norm is None else relu_dropout(conv, norm, self.act, self.dropout, x)
             return conv.run_fused(x, part.sorted_edges, then), then is not None
@@ -235,7 +217,7 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
         if not conv.add_self_loops:
             return batch._replace(edge_weight=weight)
         # gcn_norm moves the graph's own self-loops to the end: give them weight 0 where they were, so that the number
-        # of edges per hop stays known without a device synchronisation.
+        # of edges per hop stays known without a device synchronization.
         weight, loop_weight = weight[:-size], weight[-size:]
         weight = weight.new_zeros(edge_index.size(1)).masked_scatter(edge_index[0] != edge_index[1], weight)
         loops = torch.arange(size, device=x.device)
@@ -253,23 +235,10 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
         return batch._replace(edge_index=torch.cat(indices, dim=1), edge_weight=torch.cat(weights), num_edges=counts)
 
 
-def _same_norm(conv: GCNConv, other: GCNConv) -> bool:
-    names = ("normalize", "improved", "add_self_loops", "cached")
-    return all(getattr(conv, name) == getattr(other, name) for name in names)
-
-
-def _reads_below(edges: list[Tensor], num_sources: int) -> bool:
-    return edges[1].numel() == 0 or int(edges[1].max()) < num_sources
-
-
 class GraphSAGE(_InputDropoutGNN, pyg.GraphSAGE):  # type: ignore[misc]
     """GraphSAGE (Hamilton, Ying and Leskovec, NeurIPS 2017, arXiv:1706.02216), mean aggregation by default.
 
-    Takes ``torch_geometric.nn.models.GraphSAGE``'s arguments, and ``input_dropout``, the probability of dropping an
-    input feature. Parameter names are those of PyG's class.
-
-    Raises:
-        ValueError: an argument is out of range.
+    Takes ``torch_geometric.nn.models.GraphSAGE``'s arguments and ``input_dropout``, as :class:`GCN` does.
     """
 
     def init_conv(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> MessagePassing:
@@ -288,11 +257,7 @@ class GraphSAGE(_InputDropoutGNN, pyg.GraphSAGE):  # type: ignore[misc]
 class GIN(_InputDropoutGNN, pyg.GIN):  # type: ignore[misc]
     """Graph isomorphism network (Xu, Hu, Leskovec and Jegelka, ICLR 2019, arXiv:1810.00826).
 
-    Takes ``torch_geometric.nn.models.GIN``'s arguments, and ``input_dropout``, the probability of dropping an input
-    feature. Parameter names are those of PyG's class.
-
-    Raises:
-        ValueError: an argument is out of range.
+    Takes ``torch_geometric.nn.models.GIN``'s arguments and ``input_dropout``, as :class:`GCN` does.
     """
 
     def init_conv(self, in_channels: int, out_channels: int, **kwargs: Any) -> MessagePassing:
@@ -304,12 +269,11 @@ class GIN(_InputDropoutGNN, pyg.GIN):  # type: ignore[misc]
 class GAT(_InputDropoutGNN, pyg.GAT):  # type: ignore[misc]
     """Graph attention network (Velickovic et al., ICLR 2018, arXiv:1710.10903; ``v2=True``: arXiv:2105.14491).
 
-    Takes ``torch_geometric.nn.models.GAT``'s arguments, and ``input_dropout``, the probability of dropping an input
-    feature, and ``output_heads``, the heads of the layer that computes ``out_channels``, which are averaged (default:
-    ``heads``, as in PyG). ``hidden_channels`` counts all heads together; ``dropout`` also drops attention weights.
-    The paper's setting for Cora and CiteSeer is ``hidden_channels=64, heads=8, output_heads=1, dropout=0.6,
-    input_dropout=0.6, act="elu"``. Parameter names are those of PyG's class, and so are the shapes as long as
-    ``output_heads`` equals ``heads``. ``v2=True`` and ``edge_dim`` do not take a compressed graph.
+    Takes ``torch_geometric.nn.models.GAT``'s arguments, ``input_dropout``, as :class:`GCN` does, and ``output_heads``,
+    the heads of the layer that computes ``out_channels``, which are averaged (default: ``heads``, as in PyG).
+    ``hidden_channels`` counts all heads together; ``dropout`` also drops attention weights. ``v2=True`` and
+    ``edge_dim`` do not take a compressed graph. Parameter names are those of PyG's class. The paper's setting for Cora
+    and CiteSeer is ``hidden_channels=64, heads=8, output_heads=1, dropout=0.6, input_dropout=0.6, act="elu"``.
 
     Raises:
         ValueError: an argument is out of range, ``heads`` does not divide ``hidden_channels``, or ``output_heads`` is

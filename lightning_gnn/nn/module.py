@@ -1,8 +1,7 @@
 """What all tasks share: a PyG model as a LightningModule, its optimizer, and the forward pass over any batch."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,13 @@ from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import EdgeType, NodeType
 from torchmetrics import MeanMetric, Metric
 
 from lightning_gnn.compressed.graph import CompressedGraph
-from lightning_gnn.nn.conv import check_takes_graph, is_graph, unfused_layers
+from lightning_gnn.nn.conv import unfused_layers
 from lightning_gnn.nn.conv.fused import FUSED_ON
+from lightning_gnn.nn.conv.graph import check_takes_graph, is_graph
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.inference import Elsewhere
 from lightning_gnn.nn.models import num_layers, trims_exactly
@@ -41,7 +42,7 @@ class GNNModule(pl.LightningModule):
 
     Raises:
         TypeError: ``model`` is no module, or ``embeddings`` are no ``TypeEmbeddings``.
-        ValueError: ``lr`` or ``weight_decay`` is out of range.
+        ValueError: ``lr`` is not positive.
     """
 
     def __init__(
@@ -60,8 +61,6 @@ class GNNModule(pl.LightningModule):
             raise TypeError(f"embeddings must be TypeEmbeddings, got {type(embeddings).__name__}")
         if not lr > 0:
             raise ValueError(f"lr must be positive, got {lr}")
-        if not weight_decay >= 0:
-            raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
         self.model = model
         self.embeddings = embeddings
         self.lr = lr
@@ -79,26 +78,36 @@ class GNNModule(pl.LightningModule):
         """Return the model's rows for the batch's first nodes, seeds first; of a graph with types, those of each type.
 
         The batch's ``edge_weight`` and ``edge_attr`` are passed on to models that take them, and so are the numbers of
-        sampled nodes and edges per hop when trimming by them cannot change the seeds' rows: the edges are looked at,
-        on a device those only that are not known to be as they were sampled. In evaluation, a whole graph with the
-        attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`. A warning says, once, where mini-batches have
-        another number of hops than the model has layers. Features of 16 bits are widened for a model of float32,
-        except under autocast.
+        sampled nodes and edges per hop when trimming by them cannot change the seeds' rows. In evaluation, a whole
+        graph with the attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`. Features of 16 bits are
+        widened for a model of float32, except under autocast.
 
         Raises:
             TypeError: the batch holds a compressed graph, and the model has layers that need an ``edge_index`` tensor;
-                ``x`` is of a dtype that the model cannot multiply by its weights.
+                ``x`` is float64, and the weights are not.
             ValueError: the batch has no ``x`` or no ``edge_index``.
         """
+        try:
+            return self._forward_types(batch) if isinstance(batch, HeteroData) else self._forward_nodes(batch)
+        except (RuntimeError, TypeError) as error:
+            found = {store.x.dtype for store in batch.node_stores if store.get("x") is not None}
+            weights = {value.dtype for value in self.model.parameters()}
+            if "type" not in str(error) or torch.float64 not in found - weights:
+                raise
+            raise TypeError(
+                "x is torch.float64, but the model's weights are not: use x.to(torch.float32) or "
+                "Trainer(precision='64-true')"
+            ) from error
+
+    def _forward_nodes(self, batch: Data) -> Tensor:
+        """Return the model's rows of a graph of one type."""
         # Check the batch, and warn if hops and layers do not match.
-        if isinstance(batch, HeteroData):
-            return self._forward_types(batch)
         for name in ("x", "edge_index"):
             if batch.get(name) is None:
                 raise ValueError(f"the batch has no {name!r}, only {sorted(batch.keys())}")
         self._compare_hops(batch)
         x = self._widened(batch.x)
-        self._tell_unfused(batch)
+        self._name_unfused(batch)
         # Pass on only what the model takes.
         extra: dict[str, Any] = {}
         for name in ("edge_weight", "edge_attr"):
@@ -109,26 +118,21 @@ class GNNModule(pl.LightningModule):
             extra["num_sampled_nodes_per_hop"] = [int(n) for n in batch.num_sampled_nodes]
             extra["num_sampled_edges_per_hop"] = [int(n) for n in batch.num_sampled_edges]
         # In evaluation, a whole graph is computed layer by layer, so that it need not fit on the device.
-        whole = isinstance(batch.edge_index, CompressedGraph | Elsewhere)
-        if whole and batch.get("inference") is not None and not self.training:
-            shown = {"bar": self._progress_shown(), "stop": self._stop_if_told}
-            with self._explained({"x": batch.x}):
-                rows: Tensor = batch.inference.run(self.model, x, batch.edge_index, **shown, **extra)
-            return rows
+        settings = batch.get("inference") if isinstance(batch.edge_index, CompressedGraph | Elsewhere) else None
+        if settings is not None and not self.training:
+            whole: Tensor = settings.run(self.model, x, batch.edge_index, stop=self._stop_at_signal, **extra)
+            return whole
         # Layers that need an edge tensor are refused by name.
         if is_graph(batch.edge_index):
             check_takes_graph(self.model)
-        with self._explained({"x": batch.x}):
-            out: Tensor = self.model(x, batch.edge_index, **extra)
-        return out
+        rows: Tensor = self.model(x, batch.edge_index, **extra)
+        return rows
 
     def _forward_types(self, batch: HeteroData) -> Any:
         """Return the model's rows of each node type, from features and edges by type, as PyG's models do."""
         # In evaluation, a whole graph is computed layer by layer, so that it need not fit on the device.
         if (inference := getattr(batch, "inference", None)) is not None and not self.training:
-            with self._explained({f"x of {name!r}": x for name, x in batch.collect("x", True).items()}):
-                rows: dict[str, Tensor] = inference.run_types(self.model, self.embeddings, self._stop_if_told)
-            return rows
+            return inference.run_types(self.model, self.embeddings, self._stop_at_signal)
         # Types without features need embeddings that are trained.
         found = batch.collect("x", True) | (self.embeddings(batch) if self.embeddings is not None else {})
         if featureless := [name for name in batch.node_types if name not in found]:
@@ -146,32 +150,15 @@ class GNNModule(pl.LightningModule):
             if name in self._forward_arguments and (values := batch.collect(name.removesuffix("_dict"), True))
         }
         self._compare_hops(batch)
-        self._tell_unfused(batch)
+        self._name_unfused(batch)
         # Run the model, and check that it returns rows by type.
         x_dict = {name: self._widened(found[name]) for name in batch.node_types}
-        with self._explained({f"x of {name!r}": x for name, x in x_dict.items()}):
-            out = self.model(x_dict, batch.edge_index_dict, **extra)
+        out = self.model(x_dict, batch.edge_index_dict, **extra)
         if not isinstance(out, Mapping):
             raise TypeError(
                 f"a model of a graph with types must return rows by node type, but returns {type(out).__name__}"
             )
         return out
-
-    @contextmanager
-    def _explained(self, features: Mapping[str, Tensor]) -> Iterator[None]:
-        """Say which features are of another dtype than the weights, where torch has refused to multiply them."""
-        try:
-            yield
-        except (RuntimeError, TypeError) as error:
-            weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
-            others = [(name, x.dtype) for name, x in features.items() if x.dtype not in weights]
-            if "type" not in str(error) or not others or len(weights) != 1:
-                raise
-            (name, dtype), (wanted,) = others[0], weights
-            fix = " or Trainer(precision='64-true')" if dtype == torch.float64 else ""
-            raise TypeError(
-                f"{name} is {dtype}, but the model's weights are {wanted}: use x.to({wanted}){fix}"
-            ) from error
 
     def _widened(self, x: Tensor) -> Tensor:
         """Return features of 16 bits in the dtype of the weights, unless autocast takes them as they are."""
@@ -198,36 +185,21 @@ class GNNModule(pl.LightningModule):
             f"hop{'s' if hops != 1 else ''}: {effect}; give num_neighbors one fanout per layer"
         )
 
-    def _tell_unfused(self, batch: Data | HeteroData) -> None:
+    def _name_unfused(self, batch: Data | HeteroData) -> None:
         """Say, once, which layers run as PyG's operators on mini-batches on the CPU, and why."""
         if "fused" in self._checked or not self.training or self._trainer is None:
             return
         self._checked.add("fused")
-        devices = {edges.device.type for edges in _edge_tensors(batch)}
+        found = batch.collect("edge_index", True).values() if isinstance(batch, HeteroData) else [batch.edge_index]
+        devices = {edges.device.type for edges in found if isinstance(edges, Tensor)}
         if _num_hops(batch) is None or not devices:
             return
         if devices <= set(FUSED_ON) and (reasons := unfused_layers(self.model)):
-            told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-            rank_zero_info(f"Layers that run as PyG's several operators, which take longer than one fused: {told}")
+            which = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            rank_zero_info(f"Layers that run as PyG's several operators, which take longer than one fused: {which}")
 
-    def _progress_shown(self) -> Any:
-        """Return the bars of Lightning's rich display, if there is one, since a terminal shows one display at a time.
-
-        False says that no bars are wanted, None that others may be shown.
-        """
-        if self._trainer is None:
-            return None
-        callback: Any = self._trainer.progress_bar_callback
-        if callback is None or callback.is_disabled:
-            return False
-        bar = getattr(callback, "progress", None)
-        return bar if hasattr(bar, "add_task") else None
-
-    def _stop_if_told(self) -> None:
-        """Answer a signal that a callback waits to answer after the batch, which here may take hours.
-
-        In training it must wait: the callback writes a checkpoint then.
-        """
+    def _stop_at_signal(self) -> None:
+        """Answer a signal that a callback would answer after the batch, which here may take hours; not in training."""
         trainer = self._trainer
         if trainer is None or trainer.world_size > 1 or trainer.state.fn == "fit":
             return
@@ -238,11 +210,8 @@ class GNNModule(pl.LightningModule):
         """Let the trainer convert batches of PyG to its precision, as it converts tensors."""
         convert_batches(self.trainer)
 
-    def _call_batch_hook(self, hook_name: str, *args: Any) -> Any:
-        """Move a batch, and note that its edges are as they were sampled, which a device would have to be asked.
-
-        To override the hook itself would hide the user's own, or make Lightning warn of that.
-        """
+    def _call_batch_hook(self, hook_name: str, *args: object) -> object:
+        """Move a batch, and note that its edges are as they were sampled, which a device would have to be asked."""
         call = partial(super()._call_batch_hook, hook_name)
         owners = (self, getattr(self._trainer, "datamodule", None))
         if hook_name != "transfer_batch_to_device" or any(is_overridden(hook_name, owner) for owner in owners):
@@ -258,9 +227,7 @@ class GNNModule(pl.LightningModule):
         return exact and in_sampled_order(batch, {None: batch.x.size(0)})
 
     def configure_optimizers(self) -> Any:
-        """Return Adam, or what ``optimizer`` builds, with the scheduler if there is one.
-
-        Embeddings with sparse gradients have an optimizer of their own in it.
+        """Return Adam, or what ``optimizer`` builds, with the scheduler; sparse embeddings have their own in it.
 
         Raises:
             ValueError: the model has parameters without a size yet (``in_channels=-1``).
@@ -295,6 +262,20 @@ class GNNModule(pl.LightningModule):
         clipped = with_values(optimizer) if gradient_clip_val else optimizer
         super().configure_gradient_clipping(clipped, gradient_clip_val, gradient_clip_algorithm)
 
+    def _check_types(
+        self, batch: Data | HeteroData, target: NodeType | EdgeType | None, names: Sequence[NodeType]
+    ) -> None:
+        """Refuse a batch without the node types of what is predicted, or with types where no target is given."""
+        if isinstance(batch, HeteroData) == (target is None):
+            raise ValueError(
+                f"the batch has the types {', '.join(batch.node_types)}: give {type(self).__name__}(target=…)"
+                if isinstance(batch, HeteroData)
+                else f"target={target!r} needs batches with types, as of a DataModule with a HeteroData"
+            )
+        for name in names:
+            if name not in batch.node_types:
+                raise ValueError(f"the batch has no type {name!r}, only {', '.join(batch.node_types)}")
+
     def _must_check(self, stage: str, values: Tensor) -> bool:
         """Say whether to look at ``values``: a look stalls a device, which gets one only at a stage's first batch."""
         must = stage not in self._checked or values.device.type == "cpu"
@@ -302,12 +283,7 @@ class GNNModule(pl.LightningModule):
         return must
 
     def _log_loss(self, stage: str, losses: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Log ``losses``, one per node or edge, and return their mean.
-
-        Args:
-            losses: ``[n]``, times their weights where they have some.
-            weights: ``[n]``, by whose sum they are divided; None divides by their number.
-        """
+        """Log ``losses`` ``[n]``, times their weights where they have some, and return their mean."""
         loss, size = losses.mean() if weights is None else losses.sum() / weights.sum(), losses.size(0)
         if stage == "train":
             self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=size)
@@ -326,8 +302,3 @@ def _num_hops(batch: Data | HeteroData) -> int | None:
         return max((len(numbers) for numbers in by_type.values()), default=None)
     hops = batch.get("num_sampled_edges")
     return len(hops) if isinstance(hops, (list, tuple)) else None
-
-
-def _edge_tensors(batch: Data | HeteroData) -> list[Tensor]:
-    found = batch.collect("edge_index", True).values() if isinstance(batch, HeteroData) else [batch.edge_index]
-    return [edges for edges in found if isinstance(edges, Tensor)]

@@ -1,4 +1,4 @@
-"""Prediction for nodes as a LightningModule, on neighbour-sampled mini-batches and on full graphs."""
+"""Prediction for nodes as a LightningModule, on neighbor-sampled mini-batches and on full graphs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +14,7 @@ from lightning_gnn.nn.module import GNNModule
 
 
 class NodeModule(GNNModule):
-    """What all predictions for nodes share: which nodes have labels in a batch, loss and metric of a stage.
-
-    A class derived from it has ``metric_name``, a metric per stage as its attribute ``{stage}_{metric_name}``,
-    :meth:`_labels`, :meth:`_losses` and ``target``, the node type in question, or None; :meth:`_take_metrics` adds what
-    else is logged of validation and test.
-    """
+    """What predictions for nodes share; a subclass has a metric ``{stage}_{metric_name}`` for each stage."""
 
     metric_name: str
     metric_names: Sequence[str] = ()
@@ -79,14 +74,7 @@ class NodeModule(GNNModule):
 
     def _predicted(self, batch: Data | HeteroData) -> Any:
         """Return what is predicted: the batch, or its part of the type that is."""
-        if isinstance(batch, HeteroData) == (self.target is None):
-            raise ValueError(
-                f"the batch has the types {', '.join(batch.node_types)}: give {type(self).__name__}(target=…)"
-                if isinstance(batch, HeteroData)
-                else f"target={self.target!r} needs batches with types, as of NeighborDataModule with a HeteroData"
-            )
-        if self.target is not None and self.target not in batch.node_types:
-            raise ValueError(f"the batch has no type {self.target!r}, only {', '.join(batch.node_types)}")
+        self._check_types(batch, self.target, [] if self.target is None else [self.target])
         return batch if self.target is None else batch[self.target]
 
     def _rows(self, batch: Data | HeteroData) -> Tensor:
@@ -103,7 +91,7 @@ class NodeModule(GNNModule):
                 f"the {stage} batch is a mini-batch of edges, which has no seed nodes: train LinkPredictor on it, or "
                 "sample nodes (NeighborDataModule)"
             )
-        nodes = _labelled_nodes(part, stage)
+        nodes = _labeled_nodes(part, stage)
         y = part.get("y")
         if y is None:
             raise ValueError(f"the batch has no labels 'y', only {sorted(part.keys())}")
@@ -129,7 +117,7 @@ class NodeModule(GNNModule):
             self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, batch_size=labels.size(0))
 
 
-def _labelled_nodes(batch: Any, stage: str) -> slice | Tensor:
+def _labeled_nodes(batch: Any, stage: str) -> slice | Tensor:
     if "batch_size" in batch:
         if batch.batch_size < 1:
             raise ValueError(f"the {stage} batch has batch_size={batch.batch_size}: it has no seeds")

@@ -11,23 +11,8 @@ from torch.optim import Optimizer
 class SplitOptimizer(Optimizer):
     """Steps several optimizers together, where Lightning's automatic optimization, or a scheduler, takes one.
 
-    Its parameter groups and its state are theirs, the first optimizer's first: what a scheduler or a checkpoint changes
-    here, changes there.
-
-    Args:
-        parts: Optimizers that have no parameter in common, and that need no closure.
-
-    Examples:
-        >>> import torch
-        >>> from lightning_gnn.nn.optimizers import SplitOptimizer
-        >>> table, linear = torch.nn.Embedding(9, 4, sparse=True), torch.nn.Linear(4, 1)
-        >>> optimizer = SplitOptimizer(
-        ...     torch.optim.Adam(linear.parameters()), torch.optim.SparseAdam(table.parameters())
-        ... )
-        >>> linear(table(torch.tensor([1, 3]))).sum().backward()
-        >>> optimizer.step()
-        >>> len(optimizer.param_groups), len(optimizer.state)
-        (2, 3)
+    Its parameter groups and its state are theirs, the first optimizer's first. They have no parameter in common, and
+    need no closure.
     """
 
     def __init__(self, *parts: Optimizer) -> None:
@@ -73,13 +58,7 @@ class SplitOptimizer(Optimizer):
 
 
 def with_values(optimizer: torch.optim.Optimizer) -> Any:
-    """Return an optimizer's parameters such that clipping reads and changes the values of sparse gradients.
-
-    Rows that a sparse gradient lacks are zero: they count nothing in a norm, and stay zero when it is clipped.
-
-    Returns:
-        The optimizer itself if no gradient is sparse; else an object with its ``param_groups``.
-    """
+    """Return ``param_groups`` in which the values of sparse gradients stand for tables, so that they are clipped."""
     found, sparse = [], False
     for group in optimizer.param_groups:
         for parameter in group["params"]:

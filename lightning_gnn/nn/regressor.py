@@ -17,20 +17,16 @@ from lightning_gnn.nn.node_module import NodeModule
 class NodeRegressor(NodeModule):
     """Trains a PyG model to predict one or more numbers per node, by the mean squared error.
 
-    Batches are those of :class:`~lightning_gnn.nn.NodeClassifier`; ``y`` is floating, ``[N]`` or ``[N, T]``, and the
-    model has as many outputs. Logged, each weighted by the number of labelled nodes: ``train_loss``, ``val_loss``,
-    ``test_loss``, and the mean absolute error: ``train_mae``, ``val_mae``, ``test_mae``; and the ``metrics``.
-    Checkpoints keep no objects: ``NodeRegressor.load_from_checkpoint(path, model=model)``.
-    Arguments that are not listed here are those of :class:`~lightning_gnn.nn.GNNModule`.
+    Batches and arguments are those of :class:`~lightning_gnn.nn.NodeClassifier`; ``y`` is floating, ``[N]`` or ``[N,
+    T]``, and the model has as many outputs. Logged, each weighted by the number of labeled nodes: ``train_loss``,
+    ``val_loss``, ``test_loss``, the mean absolute error ``train_mae``, ``val_mae``, ``test_mae``, and the ``metrics``.
 
     Args:
         model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to numbers ``[N, T]``.
-        target: The node type in question, for graphs with types.
         metrics: What else is logged of validation and test: ``"mse"``, ``"rmse"``, ``"r2"``, as ``val_r2``.
 
     Raises:
-        ValueError: an argument is out of range; at the first batch: features, numbers or the stage's mask are missing,
-            empty, of a wrong shape or type, a number is NaN or infinite, or the model has another number of outputs.
+        ValueError: as NodeClassifier; at the first batch also: a number is NaN or infinite.
     """
 
     metric_name = "mae"
@@ -62,7 +58,7 @@ class NodeRegressor(NodeModule):
             )
         numbers = y[nodes].view(-1, 1 if y.dim() == 1 else y.size(1))
         if self._must_check(stage, numbers) and not numbers.isfinite().all():
-            raise ValueError("y holds NaN or infinity among the labelled nodes")
+            raise ValueError("y holds NaN or infinity among the labeled nodes")
         return numbers
 
     def _check_rows(self, rows: Tensor, labels: Tensor) -> None:

@@ -1,15 +1,12 @@
 """Whether layers may be trimmed by the numbers of sampled nodes and edges: a transform may have rewired a mini-batch.
 
-Trimming leaves the seeds' rows as they are if, and only if a model uses them, three things hold of every relation: the
-edges of a hop lead to nodes that were found in the hop before, so that no layer drops an edge into a row that it
-computes; they come from nodes that were found by then, so that no source is cut off; and the rows in question are those
-of the seeds. All three are read off the tensors themselves, whatever loader made them and whatever has been done to
-them since: two reductions per hop, on the CPU under 1 % of a training step, each time.
+Trimming is exact if three things hold of every relation: the edges of a hop lead to nodes that were found in the hop
+before; they come from nodes that were found by then; and the rows in question are those of the seeds. All three are
+read off the tensors, each time on the CPU (under 1 % of a step).
 
-On a device the look would wait for the work that is queued. There a tensor is known by its identity and its version:
-that of our samplers, or one that was in order when :func:`moved` copied it. Any other is looked at, once. A version
-does not count what is written through ``.data`` or another library's view of the memory, so a transform that does that
-on a device must replace the tensor. Tensors made in inference mode have no version and are looked at each time.
+On a device, where the look would wait for queued work, a tensor is known by its identity and its version: that of our
+samplers, or one that was in order when :func:`moved` copied it. A version does not count writes through ``.data``, so
+a transform that does that on a device must replace the tensor. Tensors of inference mode are looked at each time.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric.data import Data, HeteroData
 
 _SEEDS = ("src_index", "dst_pos_index", "dst_neg_index")  # attributes that name seeds of link prediction, in triplets
-_known: Any = WeakTensorKeyDictionary()
-"""Tensors on devices that were in order, with their version then, and in which order."""
+_known: Any = WeakTensorKeyDictionary()  # tensors on devices that were in order, their version then, and the order
 
 
 class _Span(NamedTuple):
@@ -40,11 +36,7 @@ _Claims = list[tuple[Tensor, tuple[_Span, ...]]]
 
 
 def in_sampled_order(batch: Data | HeteroData, num_rows: Mapping[Any, int] | None = None) -> bool:
-    """Say whether trimming by ``num_sampled_nodes`` and ``num_sampled_edges`` leaves the seeds' rows as they are.
-
-    Args:
-        num_rows: How many nodes have features, by type, or of None for a homogeneous graph; by default enough.
-    """
+    """Say whether trimming leaves the seeds' rows as they are, if nodes have ``num_rows`` features by type."""
     claims = _claims(batch, num_rows)
     if claims is None:
         return False

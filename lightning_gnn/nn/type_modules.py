@@ -17,11 +17,7 @@ _CODE = re.compile(r"%([0-9A-F]{2})?")
 
 @lru_cache(1 << 12)
 def type_key(name: str) -> str:
-    """Return a name that a module may have, another one for each type; most types keep theirs.
-
-    A dot becomes ``#``, as in PyG. So that names joined by ``___`` come apart again, there is no ``___`` in it and no
-    ``_`` at its end.
-    """
+    """Return a name that a module may have, another one for each type, without ``___`` and without ``_`` at its end."""
     coded = _CODED.sub(lambda found: f"%{ord(found[0]):02X}", name).replace(".", "#")
     return coded if name and name not in _TAKEN else f"%{coded}"
 

@@ -7,11 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnn.ascend_ops import build
-from lightning_gnn.runtime.store import kept_folder
-
 library = torch.library.Library("lightning_gnn", "DEF")  # type: ignore[no-untyped-call]
-build.use_store(kept_folder)  # that package knows nothing of this one
 
 
 class Context:

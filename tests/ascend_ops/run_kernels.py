@@ -133,6 +133,17 @@ def gather_rows(table, index, blocks, **options):
     return out
 
 
+def update_bias(bias):
+    """A bias float32 [n] as two float16 rows that add up to nearly float32, and fourteen of zeros."""
+    exact = np.asarray(bias, np.float32)
+    rows = np.zeros((16, tiling.up(exact.size)), np.float16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        rows[0, : exact.size] = exact
+        rest = exact - rows[0, : exact.size]
+        rows[1, : exact.size] = np.where(np.isfinite(rest), rest, 0)
+    return rows
+
+
 def update(a, b, bias=None, *, blocks=1, relu=False, transpose_a=False, transpose_b=False, split=1, full=False, seed=0):
     """The product of the matrices as given; the flags say how they are stored for the kernel."""
     (m, k), n = a.shape, b.shape[1]
@@ -152,7 +163,7 @@ def update(a, b, bias=None, *, blocks=1, relu=False, transpose_a=False, transpos
     )
     parts = tiling.fields("UpdateTiling", packed)["splitK"]
     wide = tiling.up(n)
-    bias_rows = np.zeros((16, wide), np.float16) if bias is None else tiling.update_bias(bias)
+    bias_rows = np.zeros((16, wide), np.float16) if bias is None else update_bias(bias)
     out = np.zeros((m * parts, wide), np.float32 if full or parts > 1 else np.float16)
     inputs = map(given, (stored_a, stored_b, bias_rows, tiling.update_constants()))
     launch("update", [*inputs, out, given(packed)], blocks, seed=seed)

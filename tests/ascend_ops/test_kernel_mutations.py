@@ -30,9 +30,7 @@ UPDATE = {
         "deadlock|cross-core flag",
     ),
     "said before the sums are written": ("<0x2, PIPE_MTE3>(FLAG_SUMMED)", "<0x2, PIPE_S>(FLAG_SUMMED)", "race|uninit"),
-    "the cube core takes no tile off": ("CrossCoreSetFlag<0x2, PIPE_MTE2>(FLAG_TAKEN);", "", "deadlock|cross-core"),
     "vector cores run ahead without end": ("if (ahead == AHEAD) {", "if (false) {", "cross-core flag"),
-    "counters are left": ("for (; ahead > 0; --ahead) {", "for (; false; --ahead) {", "cross-core flag"),
     "a row's sums are cleared too early": (
         "AscendC::PipeBarrier<PIPE_V>();  // the sums before may still be read",
         "",
@@ -46,9 +44,7 @@ UPDATE = {
         "uninit|race|",
     ),
     "an edge of the next row is added to this one": ("e + i >= rows.End()", "e + i > rows.End()", ""),
-    "the mean forgets an edge": ("(rowEnd - rowBegin)));", "(rowEnd - rowBegin + 1)));", ""),
     "a row of another row's own": ("Multiply(sum, xGm, first, own,", "Multiply(sum, xGm, 0, own,", ""),
-    "own weights from the wrong place": ("column, n, tiling.ownOffset);", "column, n, 0);", ""),
     "each core sums a half too much": (
         "Least(first + TILE / 2, tiling.rows)",
         "Least(first + TILE, tiling.rows)",
@@ -60,41 +56,23 @@ UPDATE = {
 VECTOR = {
     "a group is asked for that has no room": ("e + BUFFER_NUM * atOnce", "e + 3 * atOnce", "queue"),
     "a list's last group is as long as the others": ("Least(n - asked, atOnce)", "atOnce", "uninit|global bounds"),
-    "a list adds more rows than there are": (
-        "first, e, Least(n - e, atOnce)",
-        "first, e, atOnce",
-        "uninit|race|",
-    ),
-    "a group's rows lie in one place": ("DataCopy(group[i * width],", "DataCopy(group,", "race|uninit"),
-    "a group's last row is not asked for": (
-        "for (uint32_t i = 0; i < n; ++i) {\n            const",
-        "for (uint32_t i = 0; i + 1 < n; ++i) {\n            const",
-        "uninit|",
-    ),
     "a group is given back before it is read": (
         "AscendC::Cast(wide, group,",
         "rowQueue.FreeTensor(group);\n        AscendC::Cast(wide, group,",
         "queue",
     ),
-    "a group is never given back": ("rowQueue.FreeTensor(group);", "", "queue"),
     "rows are added before they are float32": (
         "AscendC::PipeBarrier<PIPE_V>();\n            if (weighted)",
         "if (weighted)",
         "race",
     ),
-    "the first row is added again and again": ("Axpy(sum, wide[i * width],", "Axpy(sum, wide,", ""),
     "every group has the weights of the first": ("weights.GetValue(e + i)", "weights.GetValue(i)", ""),
-    "an edge of the next vertex is added to this one": ("e + i >= rows.End()", "e + i > rows.End()", ""),
-    "the list is read before it is there": ("Sync<AscendC::HardEvent::MTE2_S>();", "", "race|uninit"),
-    "the list is overwritten while it is read": ("Sync<AscendC::HardEvent::S_MTE2>();", "", "race"),
     "a vertex keeps the sums of the one before": (
         "outQueue.FreeTensor(out);\n        Clear();",
         "outQueue.FreeTensor(out);",
         "",
     ),
     "the last vertex is not sent away": ("end);\n            Close();", "end);", ""),
-    "the second head has the weights of the first": ("(head) * tiling.valueStride", "(head) * 0", ""),
-    "a panel begins where the last one ended": ("next = range.begin;", "", "global bounds|"),
     "sums of a result that is still on its way": ("out = outQueue.DeQue<half>();", "", "queue"),
 }
 

@@ -190,30 +190,3 @@ def test_layers_on_mini_batches_equal_pygs_operators(layer, aggr):
     tolerance = 1e-4 if aggr == "max" else 0.02
     for left, right in zip(got, expected, strict=True):
         torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_layer_with_a_maximum_under_autocast(dtype):
-    torch.manual_seed(0)
-    layer, x, edge_index = conv.SAGEConv(24, 12, aggr="max"), torch.randn(70, 24), mini_batch(0, targets=70)
-    graph = CompressedGraph.from_edge_index(edge_index, 70, settings=PlanSettings(num_workers=2))
-    expected = layer(x, edge_index)
-    for given_edges in (edge_index, graph):
-        with default_backend("ascend_twin"), record_launches() as launches, torch.autocast("cpu", dtype):
-            y = layer(x, given_edges)
-        assert y.dtype == dtype
-        assert [launch.kernel for launch in launches] == ["aggregate_max"]
-        torch.testing.assert_close(y.float(), expected, rtol=0.05, atol=0.05)
-
-
-def test_a_compiler_looks_through_it():
-    graph, x, _ = drawn(12, 60, 400, 1, 24, False, False)
-    x.requires_grad_()
-    compiled = torch.compile(lambda x: aggregate(graph, x, reduce="max").relu(), backend="aot_eager", fullgraph=True)
-    with default_backend("ascend_twin"), record_launches() as launches:
-        expected = aggregate(graph, x, reduce="max").relu()
-        y = compiled(x)
-        (grad,) = torch.autograd.grad(y.sum(), x)
-    assert [launch.kernel for launch in launches] == ["aggregate_max"] * 2 + ["aggregate_max_backward"]
-    assert torch.equal(y, expected)
-    torch.testing.assert_close(grad, torch.autograd.grad(aggregate(graph, x, reduce="max").relu().sum(), x)[0])

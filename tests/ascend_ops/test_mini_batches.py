@@ -183,18 +183,6 @@ def test_a_compiler_goes_on_around_it():
     assert x.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_the_result_has_its_dtype(dtype):
-    torch.manual_seed(0)
-    conv, x, edge_index = SAGEConv(40, 20), torch.randn(150, 40), torch.randint(150, (2, 1000))
-    expected = conv(x, edge_index)
-    with default_backend("ascend_twin"), record_launches() as launches, torch.autocast("cpu", dtype):
-        found = conv(x, edge_index)
-    assert found.dtype == dtype
-    assert [launch.kernel for launch in launches] == ["aggregate_update"]
-    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.02)
-
-
 def test_second_derivatives_are_torchs():
     x = torch.randn(30, 8, dtype=torch.float64, requires_grad=True)
     edge_index, weight = torch.randint(30, (2, 90)), torch.randn(4, 8, dtype=torch.float64)

@@ -63,11 +63,3 @@ def test_a_copy_ends_its_latency_after_its_last_byte(twin, out, name, cycles):
     with_it, without = copy(twin, 1, 1, 4096, out=out), copy(twin, 1, 1, 4096, out=out, **{name: 0})
     assert with_it.makespan - without.makespan == cycles
     assert with_it.busy("mte3" if out else "mte2") == without.busy("mte3" if out else "mte2")
-
-
-def scalar(twin, count, stride, times=1, clean=0, **parameters):
-    x, y = np.arange(max(count * stride // 4, 1), dtype=np.int32), np.zeros(1, np.int32)
-    run = twin.launch("scalar_reads", [ReadOnly(x), y, count, stride, times, clean], 1, parameters=parameters)
-    assert y[0] == times * x[:: stride // 4][:count].sum()
-    reads = run.busy("scalar") - twin.parameters["scalar_gm_cycles"] * (times * count + 1)
-    return reads / twin.parameters["l2_read_latency"] - 1  # lines that were missing, but that of the result

@@ -11,7 +11,7 @@ from torch_geometric.nn import models as pyg_models
 
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.nn import GAT, GCN, GATConv, GCNConv, GraphSAGE, NodeClassifier, SAGEConv
-from lightning_gnn.nn.conv import layers_without_graph
+from lightning_gnn.nn.conv.graph import layers_without_graph
 from tests.strategies import edge_indices
 
 NODES = 40

@@ -4,7 +4,6 @@ import copy
 from functools import partial
 
 import pytest
-import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -13,16 +12,10 @@ from torch.optim import SGD, Adagrad, Adam, SparseAdam
 from lightning_gnn import NeighborDataModule
 from lightning_gnn.nn import HeteroGraphSAGE, NodeClassifier, TypeEmbeddings
 from lightning_gnn.nn.optimizers import SplitOptimizer
+from tests.nn.quiet import trainer
 from tests.sampling.test_typed import typed_data
 
 VENUES, WIDTH = 7, 5
-
-
-def trainer(tmp_path, **options):
-    return pl.Trainer(**{
-        "max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path, **options,
-    })  # fmt: skip
 
 
 def network(data, kind=HeteroGraphSAGE, outputs=3):
@@ -57,7 +50,7 @@ def by_hand(tmp_path, make, clip=None, algorithm="norm"):
     x = data["venue"].x = torch.nn.Parameter(table())
     module = NodeClassifier(network(data), 3, target="paper", optimizer=lambda parameters: make([*parameters, x]))
     options = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm if clip else None}
-    trainer(tmp_path, **options).fit(module, datamodule=batches(data, sparse_grad=False))
+    trainer(tmp_path, max_epochs=2, **options).fit(module, datamodule=batches(data, sparse_grad=False))
     return module.model.state_dict(), x.detach()
 
 
@@ -71,7 +64,7 @@ def same(module, expected):
 
 def test_dense_gradients_train_as_a_parameter_does_under_the_same_optimizer(tmp_path):
     module = embedded(data := typed_data(), sparse=False, lr=0.02, weight_decay=0.01)
-    run = trainer(tmp_path)
+    run = trainer(tmp_path, max_epochs=2)
     run.fit(module, datamodule=batches(data))
     assert type(run.optimizers[0]) is Adam
     same(module, by_hand(tmp_path, partial(Adam, lr=0.02, weight_decay=0.01)))
@@ -80,7 +73,7 @@ def test_dense_gradients_train_as_a_parameter_does_under_the_same_optimizer(tmp_
 @pytest.mark.parametrize("optimizer", [partial(SGD, lr=0.3), partial(Adagrad, lr=0.05)])
 def test_sparse_gradients_train_as_a_parameter_does_where_rows_without_a_gradient_stay(tmp_path, optimizer):
     module = embedded(data := typed_data(), optimizer=optimizer, table_optimizer=optimizer)
-    trainer(tmp_path).fit(module, datamodule=batches(data))
+    trainer(tmp_path, max_epochs=2).fit(module, datamodule=batches(data))
     same(module, by_hand(tmp_path, optimizer))
 
 
@@ -90,7 +83,7 @@ def test_sparse_gradients_are_clipped_as_dense_ones(tmp_path, algorithm):
     clip = 0.05 if algorithm == "norm" else 0.002
     module = embedded(data := typed_data(), optimizer=optimizer, table_optimizer=optimizer)
     options = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm}
-    trainer(tmp_path, **options).fit(module, datamodule=batches(data))
+    trainer(tmp_path, max_epochs=2, **options).fit(module, datamodule=batches(data))
     clipped, free = by_hand(tmp_path, optimizer, clip, algorithm), by_hand(tmp_path, optimizer)
     same(module, clipped)
     assert not torch.allclose(clipped[1], free[1], atol=1e-3)
@@ -99,7 +92,7 @@ def test_sparse_gradients_are_clipped_as_dense_ones(tmp_path, algorithm):
 def test_adam_and_sparse_adam_step_as_two_optimizers_by_hand(tmp_path):
     module = embedded(data := typed_data(), lr=0.02, weight_decay=0.01)
     other = copy.deepcopy(module)
-    run = trainer(tmp_path)
+    run = trainer(tmp_path, max_epochs=2)
     run.fit(module, datamodule=batches(data))
     assert isinstance(run.optimizers[0], SplitOptimizer)
 
@@ -165,9 +158,9 @@ def test_full_inference_reads_all_rows(tmp_path):
     with torch.no_grad():
         expected = module.model.eval()(given.x_dict, given.edge_index_dict)["paper"]
     datamodule = batches(data, inference="full", input_pred_nodes=("paper", torch.arange(300)))
-    (rows,) = trainer(tmp_path).predict(module, datamodule)
+    (rows,) = trainer(tmp_path, max_epochs=2).predict(module, datamodule)
     torch.testing.assert_close(rows, expected)
-    (found,) = trainer(tmp_path).validate(module, datamodule, verbose=False)
+    (found,) = trainer(tmp_path, max_epochs=2).validate(module, datamodule, verbose=False)
     mask = data["paper"].val_mask
     assert found["val_acc"] == pytest.approx((expected[mask].argmax(1) == data["paper"].y[mask]).float().mean().item())
 

@@ -146,12 +146,11 @@ class Failing(torch.nn.Module):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: GraphSAGE(4, 8, 2, 3, aggr="lstm"), r"in LSTMAggregation \(convs.0.aggr_module\); use .*aggr='mean'"),
-        (lambda: GraphSAGE(4, 8, 2, 3, aggr="median"), "it would fit this number of nodes or edges alone; use"),
-        (Branching, "must not depend on values of tensors; use another layer"),
+        (lambda: GraphSAGE(4, 8, 2, 3, aggr="lstm"), r"in LSTMAggregation \(convs.0.aggr_module\); use another"),
+        (Branching, "data-dependent"),
         (lambda: torch.nn.ModuleList([Branching()]), "ModuleList"),
-        (Fixed, "it would fit this number of nodes or edges alone; use"),
-        (Failing, r"word word \[...\]$"),
+        (Fixed, "Constraints violated"),
+        (Failing, r"word word \[...\]; use another"),
     ],
 )
 def test_what_torch_refuses_is_said_in_short_and_without_the_graph(model, reason, capfd):

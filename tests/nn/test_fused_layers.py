@@ -16,6 +16,7 @@ from lightning_gnn.nn.conv import fused, gcn, gin, sage
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from lightning_gnn.ops.dropout import row_dropout
+from tests.nn.quiet import trainer
 from tests.nn.test_trimming import lists, sample
 from tests.ops.test_aggregate_update import batches, execution, executions, gradients, hub_batch, normal
 from tests.strategies import edge_indices
@@ -52,7 +53,7 @@ def same(ours, theirs, run, inputs=(), tolerance=1e-10):
 
 
 GCN_OPTIONS = [
-    {}, {"improved": True}, {"add_self_loops": False}, {"normalize": False}, {"bias": False}, {"cached": True}
+    {}, {"improved": True}, {"add_self_loops": False}, {"normalize": False}, {"bias": False}
 ]  # fmt: skip
 
 
@@ -66,13 +67,13 @@ def test_gcn_is_pygs(graph, options, weighted, chosen):
     with pytest.MonkeyPatch.context() as patch, execution(**chosen):
         patch.setattr(fused, "UNFUSED_UP_TO", 0)
         same(ours, theirs, lambda layer: layer(x, edge_index, weight), [x])
-        if options.get("cached"):  # what it keeps, and what PyG's path would
-            same(ours, theirs, lambda layer: layer(x, edge_index[:, :0], None), [x])
-            patch.setattr(fused, "UNFUSED_UP_TO", 1 << 40)
-            same(ours, theirs, lambda layer: layer(x, edge_index[:, :0], None), [x])
 
 
 SAGE_OPTIONS = [
+    {},
+    {"aggr": "sum"},
+    {"aggr": "add", "bias": False},
+    {"root_weight": False},
     {"aggr": "max"},
     {"aggr": "max", "root_weight": False},
     {"project": True},
@@ -127,20 +128,6 @@ def test_each_of_them_is_fused(calls):
     GCNConv(6, 4).double()(x, edges, normal(edges.size(1), dtype=torch.float32))
     GCNConv(6, 4, aggr="mean").double()(x, edges)
     assert not calls
-
-
-def test_a_cache_with_gradients_is_pygs_to_use(calls):
-    (num_nodes, _), edges = hub_batch()
-    x, weight = normal(num_nodes, 6), normal(edges.size(1)).abs().requires_grad_()
-    for run in (lambda layer: (layer(x, edges, weight), layer(x, edges))[1],):
-        same(GCNConv(6, 4, cached=True).double(), pyg.GCNConv(6, 4, cached=True).double(), run, [weight])
-    layer = GCNConv(6, 4, cached=True).double()
-    one = layer(x, edges)
-    layer.reset_parameters()
-    assert layer._cached_edges is None
-    more = torch.cat([x, x])  # as many rows as x has, whatever was kept
-    assert layer(more, edges).size(0) == 2 * num_nodes
-    assert one.size(0) == num_nodes
 
 
 # ReLU and dropout in the operator.
@@ -360,8 +347,6 @@ def test_dropout_is_ours_in_training_only():
 
 
 def test_a_run_says_what_is_not_fused(caplog, tmp_path):
-    import pytorch_lightning as pl
-
     from lightning_gnn import NeighborDataModule
     from lightning_gnn.nn import NodeClassifier
 
@@ -373,15 +358,11 @@ def test_a_run_says_what_is_not_fused(caplog, tmp_path):
     )
     for model, said in ((GraphSAGE(4, 8, 2, 3), False), (GraphSAGE(4, 8, 2, 3, aggr="lstm"), True)):
         caplog.clear()
-        trainer = pl.Trainer(
-            max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
-        )  # fmt: skip
         with caplog.at_level(logging.INFO):
-            trainer.fit(
+            trainer(max_epochs=2).fit(
                 NodeClassifier(model, num_classes=3),
                 NeighborDataModule(data, torch.arange(20), num_neighbors=[2, 2], batch_size=8),
             )
-        told = [record.message for record in caplog.records if "PyG's several operators" in record.message]
-        assert len(told) == said
-        assert not said or "convs.0: aggr='lstm'" in told[0]
+        found = [record.message for record in caplog.records if "PyG's several operators" in record.message]
+        assert len(found) == said
+        assert not said or "convs.0: aggr='lstm'" in found[0]

@@ -39,19 +39,6 @@ def compare(ours, theirs, x, target, edges, inputs):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"aggr": "sum"}, {"aggr": "add", "bias": False}, {"root_weight": False}])
-@pytest.mark.parametrize("size", [(6, 4), (6, 30)])
-def test_the_layer_fuses_a_mini_batch(calls, options, size):
-    (num_sources, num_targets), edges = hub_batch()
-    leaf = normal(num_sources, 6).requires_grad_()
-    compare(*layers(size, **options), leaf.detach(), leaf.detach()[:num_targets], edges, [])
-    edges = edges[:, edges[0] < num_sources - 20]
-    for made in (lambda: leaf, lambda: leaf.relu(), lambda: leaf.relu()[:-10].relu()[:-5]):
-        compare(*layers(size, **options), made, lambda x: x[:num_targets], edges, [leaf])
-    assert len(calls) == 4
-    assert all((call[3] is not None) == options.get("root_weight", True) for call in calls)
-
-
 def test_targets_that_are_not_the_first_sources_keep_their_own_gradient(calls):
     (num_sources, num_targets), edges = hub_batch()
     x, other = normal(num_sources, 6).requires_grad_(), normal(num_targets, 6, seed=1).requires_grad_()

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.nn import GATConv, HeteroConv, HGTConv, RGCNConv, SAGEConv
+from torch_geometric.nn import HeteroConv, RGCNConv, SAGEConv
 from torch_geometric.transforms import AddSelfLoops, RemoveDuplicatedEdges, ToUndirected
 
 from lightning_gnn import NeighborDataModule
 from lightning_gnn.nn import HGT, RGAT, RGCN, GraphSAGE, HeteroGraphSAGE, NodeClassifier
+from tests.nn.quiet import trainer
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 MODELS = [HeteroGraphSAGE, RGCN, RGAT, HGT]
@@ -114,31 +115,6 @@ def test_rgcn_maps_features_of_several_widths():
     same(model(data.x_dict, data.edge_index_dict), narrow(mapped, data.edge_index_dict))
 
 
-def test_attention_is_that_of_pyg():
-    def make(layer):
-        width = channels(layer, (5, 5, 5))
-        out = {"out_channels": 3, "concat": False} if layer == 1 else {"out_channels": 4}
-        more = {"heads": 2, "add_self_loops": False, "residual": True}
-        return {k: GATConv((width[k[0]], width[k[2]]), **more, **out) for k in TYPES}
-
-    data, theirs = graph(), Plain(make, 2).double()
-    ours = RGAT(data.metadata(), 5, 8, 2, 3, heads=2).double()
-    ours.load_state_dict(theirs.state_dict())
-    same(ours(data.x_dict, data.edge_index_dict), theirs(data.x_dict, data.edge_index_dict))
-
-
-def test_the_transformer_is_that_of_pyg():
-    data = graph()
-    ours = HGT(data.metadata(), 5, 8, 2, 3, heads=2).double()
-    theirs = [HGTConv(8, 8, data.metadata(), heads=2).double() for _ in range(2)]
-    for one, other in zip(ours.convs, theirs, strict=True):
-        other.load_state_dict(one.state_dict())
-    x = {name: rows.relu() for name, rows in ours.lin(data.x_dict).items()}
-    for conv in theirs:
-        x = conv(x, data.edge_index_dict)
-    same(ours(data.x_dict, data.edge_index_dict), {name: ours.lin_out(rows) for name, rows in x.items()})
-
-
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("hops", [1, 2, 3])
 def test_trimming_leaves_the_seeds_as_they_are(kind, hops):
@@ -202,12 +178,9 @@ def test_it_trains_with_one_line(kind, precision, tmp_path):
     data["a"].train_mask = data["a"].val_mask = torch.ones(200, dtype=torch.bool)
     pl.seed_everything(0, verbose=False)
     module = NodeClassifier(kind(data.metadata(), 5, 16, 2, 2, dropout=0.1), 2, lr=0.02, target="a")
-    trainer = pl.Trainer(
-        max_epochs=8, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path, precision=precision,
-    )  # fmt: skip
-    trainer.fit(module, datamodule=NeighborDataModule(data, num_neighbors=[5, 5], batch_size=50))
-    assert trainer.callback_metrics["val_acc"] > 0.85
+    run = trainer(tmp_path, max_epochs=8, precision=precision)
+    run.fit(module, datamodule=NeighborDataModule(data, num_neighbors=[5, 5], batch_size=50))
+    assert run.callback_metrics["val_acc"] > 0.85
 
 
 @pytest.mark.parametrize("transform", [AddSelfLoops(), ToUndirected(merge=False), RemoveDuplicatedEdges()])

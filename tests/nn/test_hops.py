@@ -3,7 +3,6 @@
 import warnings
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import nn
 from torch_geometric.loader import NodeLoader
@@ -13,9 +12,9 @@ from lightning_gnn import LinkDataModule, NeighborDataModule, NeighborSampler
 from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.nn.models import num_layers
+from tests.nn.quiet import trainer
 
 DATA = planted_power_law(300, 2000, 3, 8)
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 FEWER = "the model has 2 layers, but its mini-batches have 1 hop: nodes of the last hop get no messages"
 MORE = "the model has 2 layers, but its mini-batches have 3 hops: what is sampled beyond the layers changes nothing"
 
@@ -36,10 +35,10 @@ class Own(nn.Module):
 
 def warned(module, loaders):
     """Return the warnings of hops in training and validation."""
-    trainer = pl.Trainer(max_epochs=2, limit_train_batches=2, limit_val_batches=1, accelerator="cpu", **QUIET)
+    run = trainer(max_epochs=2, limit_train_batches=2, limit_val_batches=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, loaders)
+        run.fit(module, loaders)
     return [str(item.message) for item in caught if "hop" in str(item.message)]
 
 

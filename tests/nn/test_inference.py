@@ -198,21 +198,11 @@ def test_wrong_use_is_named(tmp_path):
         infer(trained(GCN), X, GRAPH, settings=options)
 
 
-def test_progress_counts_every_row_once():
-    class Bar:
-        total, done, removed = 0, 0, False
-
-        def add_task(self, description, total):
-            self.total = total
-            return 7
-
-        def update(self, task, description, advance):
-            self.done += advance
-
-        def remove_task(self, task):
-            self.removed = True
-
-    bar = Bar()
-    infer(trained(GraphSAGE), X, GRAPH, settings=FullInference(memory_limit=0), bar=bar)
-    assert bar.total == bar.done == 3 * NODES
-    assert bar.removed
+def test_progress_is_logged_up_to_the_last_node(caplog):
+    with caplog.at_level("INFO"):
+        infer(trained(GraphSAGE), X, GRAPH, settings=FullInference(memory_limit=0))
+    said = [record.message for record in caplog.records if "of the nodes are done" in record.message]
+    assert [message for message in said if "100 %" in message] == [
+        f"layer {layer} of 3: 100 % of the nodes are done" for layer in (1, 2, 3)
+    ]
+    assert len(said) > 3

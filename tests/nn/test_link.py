@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
@@ -15,6 +14,7 @@ from torch_geometric.utils import stochastic_blockmodel_graph
 from torchmetrics.functional.classification import binary_auroc
 
 from lightning_gnn.nn import GCN, GraphSAGE, LinkPredictor
+from tests.nn.quiet import trainer
 
 
 @cache
@@ -40,18 +40,6 @@ def triplets(data: Data) -> Data:
 
 def loader(*batches: Data) -> DataLoader[Any]:
     return DataLoader(list(batches), batch_size=None)  # type: ignore[arg-type]
-
-
-def trainer(path: Path, max_epochs: int = 1) -> pl.Trainer:
-    return pl.Trainer(
-        default_root_dir=path,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_epochs=max_epochs,
-    )
 
 
 @pytest.mark.parametrize("make", [lambda data: data, triplets], ids=["binary", "triplet"])
@@ -115,12 +103,12 @@ def changed(**values: Any) -> Data:
     ("values", "message"),
     [
         ({"x": None}, "no 'x'"),
-        ({"edge_label_index": None}, "no labelled edges: neither 'edge_label_index' nor 'src_index'"),
+        ({"edge_label_index": None}, "no labeled edges: neither 'edge_label_index' nor 'src_index'"),
         ({"edge_label": None}, "no 'edge_label': give the loader labels or neg_sampling"),
         ({"edge_label": torch.tensor([1.0])}, r"edge_label must be \["),
         ({"edge_label": splits()[0].edge_label + 1}, "edge_label holds 2.0, but must be 0 or 1"),
         ({"edge_label_index": torch.zeros(3, 5).long()}, r"edge_label_index must be \[2, P\], got \[3, 5\]"),
-        ({"edge_label_index": torch.zeros(2, 0).long(), "edge_label": torch.zeros(0)}, "has no labelled edges"),
+        ({"edge_label_index": torch.zeros(2, 0).long(), "edge_label": torch.zeros(0)}, "has no labeled edges"),
     ],
 )
 def test_bad_batches(values: dict[str, Any], message: str, tmp_path: Path) -> None:

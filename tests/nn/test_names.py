@@ -4,7 +4,6 @@ from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from hypothesis import example, given, settings
 from torch_geometric.data import HeteroData
@@ -19,6 +18,7 @@ from lightning_gnn.nn.hetero.layers import TypedConv
 from lightning_gnn.nn.type_modules import TypeModules
 from lightning_gnn.partitioned.partition import partition_graph
 from tests.graph.names import EDGES, NAMES, edge_types
+from tests.nn.quiet import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:There exist type names")
 MODELS = [HeteroGraphSAGE, RGCN, RGAT, HGT]
@@ -120,10 +120,9 @@ def test_a_checkpoint_of_any_names_is_read_back(model, names, tmp_path):
         data, (nodes, torch.arange(12)), num_neighbors=[2, 2], batch_size=4, inference="full"
     )
     module = NodeClassifier(model(data.metadata(), 4, 8, 2, 3), 3, target=nodes)
-    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(max_epochs=1, default_root_dir=tmp_path, **options)
-    trainer.fit(module, datamodule)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    run = trainer(tmp_path)
+    run.fit(module, datamodule)
+    run.save_checkpoint(tmp_path / "last.ckpt")
     state = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     again = NodeClassifier(model(data.metadata(), 4, 8, 2, 3), 3, target=nodes)
     again.load_state_dict(state)

@@ -12,6 +12,7 @@ from torch_geometric.datasets import Planetoid
 
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
+from tests.nn.quiet import trainer
 
 RAW = Path(__file__).parents[2].parent / "shared" / "data" / "planetoid"
 
@@ -57,23 +58,11 @@ def test_mean_test_accuracy(model: str, dataset: str, root: Path, record_propert
     accuracies = []
     for seed in range(seeds):
         pl.seed_everything(seed, verbose=False)
-        module = NodeClassifier(
-            build(data.num_features, num_layers=2, out_channels=num_classes),
-            num_classes,
-            lr=lr,
-            weight_decay=weight_decay,
-        )
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            max_epochs=epochs,
-            limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(module, datamodule)
-        accuracies.append(trainer.test(module, datamodule, verbose=False)[0]["test_acc"])
+        net = build(data.num_features, num_layers=2, out_channels=num_classes)
+        module = NodeClassifier(net, num_classes, lr=lr, weight_decay=weight_decay)
+        run = trainer(max_epochs=epochs, limit_val_batches=0)
+        run.fit(module, datamodule)
+        accuracies.append(run.test(module, datamodule, verbose=False)[0]["test_acc"])
     mean = sum(accuracies) / seeds
     record_property("mean_test_accuracy", mean)
     print(f"{model} on {dataset}: {mean:.4f}, {accuracies}")

@@ -10,18 +10,12 @@ from torch_geometric.sampler import NegativeSampling
 from lightning_gnn import LinkDataModule, NeighborDataModule
 from lightning_gnn.nn import GraphSAGE, LinkPredictor, NodeClassifier, NodeRegressor
 from tests.batching_data import small_data
+from tests.nn.quiet import trainer
 from tests.nn.test_typed_classifier import featured_data
 from tests.sampling.test_typed import WRITES
 
 
-def trainer(tmp_path, epochs=5):
-    return pl.Trainer(
-        max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-
-
-def labelled(kind):
+def labeled(kind):
     """Return a graph whose labels are told by its features."""
     data = small_data()
     x = data.x = torch.randn(data.num_nodes, 6, generator=torch.Generator().manual_seed(0))
@@ -36,15 +30,15 @@ def labelled(kind):
 @pytest.mark.parametrize("full", [False, True])
 def test_labels_and_numbers_are_learned(kind, full, tmp_path):
     pl.seed_everything(0, verbose=False)
-    data = labelled(kind)
+    data = labeled(kind)
     model = GraphSAGE(6, 32, 2, data.y.size(1))
     module = NodeClassifier(model, 3, kind="multilabel") if kind == "multilabel" else NodeRegressor(model)
     if full:
         batches = torch.utils.data.DataLoader([data], collate_fn=lambda parts: parts[0])
-        run = trainer(tmp_path, 60)
+        run = trainer(tmp_path, max_epochs=60)
         run.fit(module, batches, batches)
     else:
-        run = trainer(tmp_path, 12)
+        run = trainer(tmp_path, max_epochs=12)
         run.fit(module, datamodule=NeighborDataModule(data, num_neighbors=[5, 5], batch_size=32))
     found = run.callback_metrics
     if kind == "multilabel":
@@ -54,7 +48,7 @@ def test_labels_and_numbers_are_learned(kind, full, tmp_path):
 
 
 def test_losses_and_metrics_are_those_by_hand():
-    data = labelled("multilabel")
+    data = labeled("multilabel")
     batch = next(iter(NeighborDataModule(data, num_neighbors=[3], batch_size=20).train_dataloader()))
     module = NodeClassifier(GraphSAGE(6, 8, 1, 3), 3, kind="multilabel")
     loss, y = module.training_step(batch, 0), batch.y[:20]
@@ -63,7 +57,7 @@ def test_losses_and_metrics_are_those_by_hand():
     right = ((rows > 0) & (y == 1)).sum()
     torch.testing.assert_close(module.train_f1.compute(), 2 * right / ((rows > 0).sum() + y.sum()))
 
-    batch.y = labelled("regression").y[batch.n_id]
+    batch.y = labeled("regression").y[batch.n_id]
     module = NodeRegressor(GraphSAGE(6, 8, 1, 2))
     loss, rows = module.training_step(batch, 0), module(batch)[:20].detach()
     torch.testing.assert_close(loss["loss"], F.mse_loss(rows, batch.y[:20]))
@@ -73,7 +67,7 @@ def test_losses_and_metrics_are_those_by_hand():
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weights", [None, [0.5, 2.0]])
 def test_class_weights_and_smoothing_are_those_of_torch(weights, smoothing, tmp_path):
-    data = labelled("one")
+    data = labeled("one")
     data.y = (data.y > 0.5).long()
     model = GraphSAGE(6, 8, 1, 2)
     module = NodeClassifier(model, 2, class_weights=weights, label_smoothing=smoothing)
@@ -94,8 +88,8 @@ def test_class_weights_and_smoothing_are_those_of_torch(weights, smoothing, tmp_
 
 def test_one_number_per_node_may_be_a_vector(tmp_path):
     module = NodeRegressor(GraphSAGE(6, 8, 2, 1))
-    run = trainer(tmp_path, 1)
-    datamodule = NeighborDataModule(labelled("one"), num_neighbors=[5, 5], batch_size=32)
+    run = trainer(tmp_path, max_epochs=1)
+    datamodule = NeighborDataModule(labeled("one"), num_neighbors=[5, 5], batch_size=32)
     run.fit(module, datamodule=datamodule)
     assert run.test(module, datamodule, verbose=False)[0].keys() == {"test_loss", "test_mae"}
     assert run.predict(module, datamodule)[0].shape[1] == 1
@@ -108,7 +102,7 @@ def test_a_type_has_numbers(tmp_path):
 
     widths = {name: data[name].x.size(1) for name in data.node_types}
     module = NodeRegressor(RGCN(data.metadata(), widths, 16, 2, 1), target="paper", lr=0.02)
-    run = trainer(tmp_path, 8)
+    run = trainer(tmp_path, max_epochs=8)
     run.fit(module, datamodule=NeighborDataModule(data, num_neighbors=[5, 5], batch_size=32))
     assert run.callback_metrics["val_mae"] < 1.8
 
@@ -124,7 +118,7 @@ def test_a_type_has_numbers(tmp_path):
         (lambda m: NodeClassifier(m, 3, kind="multilabel"), torch.full((9, 3), 2), "y holds 2, but must be 0 or 1"),
         (lambda m: NodeClassifier(m, 3), torch.ones(9, 3), "for several labels per node use kind='multilabel'"),
         (lambda m: NodeRegressor(m), torch.ones(9, dtype=torch.long), "for classes use NodeClassifier"),
-        (lambda m: NodeRegressor(m), torch.full((9, 3), torch.nan), "y holds NaN or infinity among the labelled nodes"),
+        (lambda m: NodeRegressor(m), torch.full((9, 3), torch.nan), "y holds NaN or infinity among the labeled nodes"),
         (lambda m: NodeRegressor(m), torch.ones(9, 2), "the model has 3 outputs, but y holds 2 numbers per node"),
     ],
 )

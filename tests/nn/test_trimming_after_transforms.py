@@ -17,8 +17,6 @@ from lightning_gnn import (
     LinkDataModule,
     NeighborDataModule,
     PartitionedDataModule,
-    PartitionedLinkDataModule,
-    PersistentLinkDataModule,
     PersistentSamplerDataModule,
 )
 from lightning_gnn.hyscale.transfer import Transfer
@@ -194,14 +192,10 @@ def joined(datamodule):
 
 LOADERS = {
     "neighbor": lambda t, parts: NeighborDataModule(graph(), transform=t, **SIZES).train_dataloader(),
-    "threads": lambda t, parts: NeighborDataModule(
-        graph(), transform=t, num_workers=2, thread_safe=True, **SIZES
-    ).train_dataloader(),
     "temporal": lambda t, parts: NeighborDataModule(timed(), transform=t, time_attr="time", **SIZES).train_dataloader(),
     "both ways": lambda t, parts: NeighborDataModule(
         graph(), transform=t, subgraph_type="bidirectional", **SIZES
     ).train_dataloader(),
-    "persistent": lambda t, parts: PersistentSamplerDataModule(graph(), transform=t, **SIZES).train_dataloader(),
     "persistent, kernels": lambda t, parts: PersistentSamplerDataModule(
         graph(), transform=t, device="cpu", **SIZES
     ).train_dataloader(),
@@ -210,17 +204,10 @@ LOADERS = {
     ).train_dataloader(),
     "partitioned": lambda t, parts: joined(PartitionedDataModule(parts, transform=t, cache=2000, **SIZES)),
     "PyG's": lambda t, parts: NeighborLoader(graph(), [4, 3], input_nodes=SEEDS, batch_size=8, transform=t),
-    "PyG's workers": lambda t, parts: NeighborLoader(
-        graph(), [4, 3], input_nodes=SEEDS, batch_size=8, transform=t, num_workers=1, filter_per_worker=True
-    ),
 }
 LINK_LOADERS = {
     "neighbor": lambda t, parts: links(LinkDataModule, graph(), t, neg_sampling="binary").train_dataloader(),
     "triplets": lambda t, parts: links(LinkDataModule, graph(), t, neg_sampling="triplet").train_dataloader(),
-    "persistent": lambda t, parts: links(
-        PersistentLinkDataModule, graph(), t, neg_sampling="binary"
-    ).train_dataloader(),
-    "partitioned": lambda t, parts: joined(links(PartitionedLinkDataModule, parts, t, neg_sampling="binary")),
     "PyG's": lambda t, parts: LinkNeighborLoader(
         graph(), [4, 3], edge_label_index=graph().edge_index[:, :20], neg_sampling="binary", batch_size=8, transform=t
     ),
@@ -303,9 +290,6 @@ TYPED_LOADERS = {
     "neighbor": lambda t: NeighborDataModule(typed_graph(), "paper", transform=t, **SIZES).train_dataloader(),
     "persistent": lambda t: PersistentSamplerDataModule(
         typed_graph(), "paper", transform=t, **SIZES
-    ).train_dataloader(),
-    "collective": lambda t: CollectiveDataModule(
-        typed_graph(), "paper", transform=t, gpu_route="cpu", **SIZES
     ).train_dataloader(),
     "PyG's": lambda t: NeighborLoader(
         typed_graph(), [4, 3], input_nodes=("paper", torch.arange(0, 150, 10)), batch_size=8, transform=t

@@ -8,6 +8,7 @@ from torch_geometric.nn import HeteroConv, SAGEConv, to_hetero
 from lightning_gnn import LinkDataModule, NeighborDataModule
 from lightning_gnn.nn import LinkPredictor, NodeClassifier
 from tests.batching_data import small_data
+from tests.nn.quiet import trainer
 from tests.sampling.test_typed import CITES, SIZES, WRITES, typed_data
 
 
@@ -51,14 +52,11 @@ def test_it_learns_and_predicts(kind, tmp_path):
     )
     with torch.no_grad():
         module(next(iter(datamodule.val_dataloader())))
-    trainer = pl.Trainer(
-        max_epochs=6, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(module, datamodule=datamodule)
-    assert trainer.callback_metrics["train_acc"] > 0.8
-    assert trainer.test(module, datamodule, verbose=False)[0]["test_acc"] > 0.7
-    (logits,) = trainer.predict(module, datamodule)
+    run = trainer(tmp_path, max_epochs=6)
+    run.fit(module, datamodule=datamodule)
+    assert run.callback_metrics["train_acc"] > 0.8
+    assert run.test(module, datamodule, verbose=False)[0]["test_acc"] > 0.7
+    (logits,) = run.predict(module, datamodule)
     assert logits.shape == (7, 2)
 
 
@@ -119,9 +117,6 @@ def test_links_of_a_type(name, negatives, tmp_path):
     source, target, _ = module._pairs(batch)
     torch.testing.assert_close(scores, (z[name[0]][source] * z[name[2]][target]).sum(-1))
     assert losses.shape == labels.shape == scores.shape
-    trainer = pl.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(module, datamodule=datamodule)
-    assert 0 <= trainer.callback_metrics["val_auc"] <= 1
+    run = trainer(tmp_path, max_epochs=2)
+    run.fit(module, datamodule=datamodule)
+    assert 0 <= run.callback_metrics["val_auc"] <= 1

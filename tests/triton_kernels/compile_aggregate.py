@@ -4,11 +4,9 @@ import re
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from lightning_gnn.triton_kernels import aggregate, edge_softmax
-from tests.triton_kernels.compiling import targets, usage
+from tests.triton_kernels.compiling import compiled, targets, usage
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 LONG = ("starts", "stops", "slot_ptr")
@@ -66,32 +64,19 @@ VARIANTS = [
 ]
 
 
-def compiled(kernel, kind, constants, capability):
-    if "ACC" in kernel.arg_names:
-        constants = {**constants, "ACC": triton.language.float64 if kind == "fp64" else triton.language.float32}
+def made_of(kernel, kind, constants, capability):
     wide = "fp64" if kind == "fp64" else "fp32"
+    if "ACC" in kernel.arg_names:
+        constants = {**constants, "ACC": getattr(triton.language, f"float{wide[2:]}")}
     pointers = dict.fromkeys(LONG, "*i64") | dict.fromkeys(INTS, "*i32") | dict.fromkeys(SCRATCH, f"*{wide}")
-    signature = {
-        name: "constexpr" if name in constants else pointers.get(name, f"*{kind}") for name in kernel.arg_names
-    }
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
-    }
-    options = {"num_warps": aggregate.NUM_WARPS}
-    source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return compiled(kernel, kind, constants, pointers, capability, num_warps=aggregate.NUM_WARPS)
 
 
 def rows(number):
     """Yield what each variant of a slice needs of a GPU, and its instructions."""
     for capability, (kernel, kind, constants) in targets(VARIANTS, number):
-        made = compiled(kernel, kind, constants, capability)
+        made = made_of(kernel, kind, constants, capability)
         found = sorted(set(re.findall(r"ld\.global[.\w]*|atom[.\w]*", made.asm["ptx"])))
-        row = dict(
-            kernel=kernel.fn.__name__,
-            sm=capability,
-            kind=kind,
-            **usage(made),
-        )
+        row = dict(kernel=kernel.fn.__name__, sm=capability, kind=kind, **usage(made))
         row |= {name: value for name, value in constants.items() if isinstance(value, int)}
         yield row | {"instructions": found}

@@ -2,12 +2,8 @@
 
 import re
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from lightning_gnn.triton_kernels.gather import block_shape, gather_kernel
-from tests.triton_kernels.compiling import targets, usage
+from tests.triton_kernels.compiling import compiled, targets, usage
 
 VARIANTS = [  # out, table, columns, cached or the number of GPUs
     ("i32", "i32", 1, True),
@@ -23,7 +19,7 @@ VARIANTS = [  # out, table, columns, cached or the number of GPUs
 ]
 
 
-def compiled(out, table, columns, cached, capability):
+def made_of(out, table, columns, cached, capability):
     constants = {
         "num_columns": columns,
         "row_stride": columns,
@@ -35,18 +31,22 @@ def compiled(out, table, columns, cached, capability):
         "SHIFT": 0,
     }
     constants["COLUMNS"], constants["ROWS"] = block_shape(columns)
-    pointers = {"out": out, "index": "i64", "table": table, "scales": "fp32", "slot": "i32", "cache": table}
-    pointers |= {"cache": "i64"} if cached > 1 else {}
-    signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"num_out": "i32", "num_rows": "i32"}
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
-    source = ASTSource(gather_kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    pointers = {
+        "out": f"*{out}",
+        "index": "*i64",
+        "scales": "*fp32",
+        "slot": "*i32",
+        "num_out": "i32",
+        "num_rows": "i32",
+    }
+    pointers |= {"cache": "*i64"} if cached > 1 else {}
+    return compiled(gather_kernel, table, constants, pointers, capability, num_warps=4)
 
 
 def rows(number):
     """Yield what each variant of a slice needs of a GPU, and its instructions."""
     for capability, (out, table, columns, cached) in targets(VARIANTS, number):
-        kernel = compiled(out, table, columns, cached, capability)
+        kernel = made_of(out, table, columns, cached, capability)
         loads = sorted(set(re.findall(r"ld\.global[.\w]*", kernel.asm["ptx"])))
         row = dict(sm=capability, out=out, table=table, columns=columns, cached=cached, loads=loads, **usage(kernel))
         yield row

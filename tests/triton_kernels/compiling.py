@@ -8,6 +8,10 @@ import json
 import sys
 from pathlib import Path
 
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
 from benchmarks.gpu.kernel_usage import usage as usage
 
 GENERATIONS = (80, 90)
@@ -25,6 +29,15 @@ def targets(variants, number="all"):
         for i, variant in enumerate(variants):
             if number == "all" or GENERATIONS[(i + int(number)) % 2] == capability:
                 yield capability, variant
+
+
+def compiled(kernel, kind, constants, pointers, capability, **options):
+    """Compile a kernel whose arguments point to ``kind``, but for ``pointers``, and are aligned to 16 bytes."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else pointers.get(name, f"*{kind}") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def main():

@@ -187,22 +187,6 @@ def test_no_task_is_lost_under_any_schedule(case, prefix, seed):
         run(case, schedule, random.Random(seed))
 
 
-@pytest.mark.parametrize("fetch_size", [1, 2, 3, 50])
-@pytest.mark.parametrize("programs", [1, 2, 5])
-def test_path_with_fanout_1_and_one_seed(programs, fetch_size):
-    path = [[v + 1] for v in range(11)] + [[]]
-    for seed in range(10):
-        rng = random.Random(seed)
-        run((path, [0], [1] * 8, programs, fetch_size, 1), [rng.randrange(programs) for _ in range(300)], rng)
-
-
-def test_fewer_seeds_than_programs():
-    for seed in range(20):
-        rng = random.Random(seed)
-        clique = [[u for u in range(6) if u != v] for v in range(6)]
-        run((clique, [2], [3, 2, 2], 6, 3, 2), [rng.randrange(6) for _ in range(500)], rng)
-
-
 @pytest.mark.parametrize("bug", ["the paper's end", "unpublished slots", "retired first"])
 def test_the_model_finds_planted_bugs(bug):
     rng = random.Random(0)

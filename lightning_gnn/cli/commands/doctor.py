@@ -110,12 +110,15 @@ def _print(findings: Sequence[Finding]) -> None:
 def _layers() -> Table:
     """Return which layers run as one operator on mini-batches; why one of a model does not, its run says."""
     from lightning_gnn.nn.conv.fused import FUSED_ON
-    from lightning_gnn.nn.conv.table import fused_layers
-    from lightning_gnn.nn.hetero.table import fused_models
+    from lightning_gnn.nn.conv.table import OURS
+    from lightning_gnn.nn.hetero.attention import TransformerConv
+    from lightning_gnn.nn.hetero.layers import RelationalConv
 
     table = Table("layer or model of lightning_gnn.nn", f"in one operator on mini-batches on: {', '.join(FUSED_ON)}")
-    for name, what in (*fused_layers(), *fused_models()):
-        table.add_row(name, what)
+    for kind in OURS:
+        table.add_row(kind.__name__, kind.fused.what)
+    table.add_row("HeteroGraphSAGE, RGCN", RelationalConv.fused.what)
+    table.add_row("RGAT, HGT", TransformerConv.fused.what)
     table.add_row("all others", "nothing: PyG's own operators run")
     return table
 

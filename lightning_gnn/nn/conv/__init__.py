@@ -4,9 +4,8 @@ from lightning_gnn.nn.conv.gat import GATConv
 from lightning_gnn.nn.conv.gatv2 import GATv2Conv
 from lightning_gnn.nn.conv.gcn import GCNConv
 from lightning_gnn.nn.conv.gin import GINConv
-from lightning_gnn.nn.conv.graph import check_takes_graph, is_graph, layers_without_graph
 from lightning_gnn.nn.conv.sage import SAGEConv
-from lightning_gnn.nn.conv.table import fused_layers, unfused_layers
+from lightning_gnn.nn.conv.table import unfused_layers
 
 __all__ = [
     "GATConv",
@@ -14,9 +13,5 @@ __all__ = [
     "GCNConv",
     "GINConv",
     "SAGEConv",
-    "check_takes_graph",
-    "fused_layers",
-    "is_graph",
-    "layers_without_graph",
     "unfused_layers",
 ]

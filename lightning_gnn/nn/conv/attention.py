@@ -1,31 +1,26 @@
 """When a GAT or GATv2 layer on an ``edge_index`` runs as one operator of this package instead of PyG's several."""
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch_geometric.nn.conv import MessagePassing
 
 from lightning_gnn.nn.conv.fused import AUTOCAST_DTYPES, obstacle, runs_here
 from lightning_gnn.ops.attention.definition import attend, with_self_loops
 from lightning_gnn.ops.dropout import dropout
 
-UNFUSED_UP_TO = 1 << 17
-"""Edges times columns of all heads up to which PyG's path is faster all the same: its operators are few."""
+UNFUSED_UP_TO = 1 << 17  # edges times columns of all heads up to which PyG's path is faster
 FUSED_DTYPES = (torch.float32, torch.float64)
 _GATHER = 16  # multiply-adds of a dense product in the time in which an edge reads one number of a row
 _SCORE = 3  # the same for what a head does with a number that was read
 _TILED = 1.5  # what a product of a head and a tile costs, of one of all heads and rows at once
 
 
-def fuses_attention(layer: Any, source: Any, target: Any, edge_index: Any) -> bool:
-    """Say whether the fused layers give what PyG's own path would, also to hooks and transforms, and give it sooner.
-
-    Args:
-        layer: A ``GATConv`` or ``GATv2Conv``, or of a class derived from it.
-    """
+def fuses_attention(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> bool:
+    """Say whether the fused layers give what PyG's own path would, also to hooks and transforms, and give it sooner."""
     tensors = (source, target, edge_index)
     if not runs_here(tensors) or obstacle(layer) is not None:
         return False
@@ -44,33 +39,20 @@ def fuses_attention(layer: Any, source: Any, target: Any, edge_index: Any) -> bo
     return fits and edge_index.size(1) * weights[0].size(0) > UNFUSED_UP_TO
 
 
-_Layer = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+@contextmanager
+def in_float32(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield features in float32 also under autocast, where PyG's path, too, sums in it and returns it."""
+    device = source.device.type
+    if not torch.is_autocast_enabled(device):
+        yield source, target
+        return
+    wide = source.float()
+    with torch.autocast(device, enabled=False):
+        yield wide, wide if target is source else target.float()
 
 
-def _in_float32(run: _Layer) -> _Layer:
-    """Run a layer in float32 also under autocast, where PyG's path, too, sums in it and returns it."""
-
-    @functools.wraps(run)
-    def widened(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
-        device = source.device.type
-        if not torch.is_autocast_enabled(device):
-            return run(layer, source, target, edge_index)
-        wide = source.float()
-        with torch.autocast(device, enabled=False):
-            return run(layer, wide, wide if target is source else target.float(), edge_index)
-
-    return widened
-
-
-@_in_float32
-def fused_gat(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
-    """Return what ``GATConv`` returns for a pair of features.
-
-    Args:
-        source: ``[num_sources, in]``.
-        target: ``[num_targets, in of the targets]``.
-        edge_index: ``[2, E]``.
-    """
+def fused_gat(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
+    """Return what ``GATConv`` returns for features of sources and targets, ``[n, in]``, and edges ``[2, E]``."""
     edges, factor = _edges(layer, source, target, edge_index)
     heads, slope = layer.heads, layer.negative_slope
     weight, *others = (lin.weight for lin in layer.fused.products(layer).values())
@@ -84,15 +66,8 @@ def fused_gat(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) ->
     return _finish(layer, out, target)
 
 
-@_in_float32
-def fused_gatv2(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
-    """Return what ``GATv2Conv`` returns for a pair of features.
-
-    Args:
-        source: ``[num_sources, in]``.
-        target: ``[num_targets, in of the targets]``.
-        edge_index: ``[2, E]``.
-    """
+def fused_gatv2(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
+    """Return what ``GATv2Conv`` returns for features of sources and targets, ``[n, in]``, and edges ``[2, E]``."""
     edges, factor = _edges(layer, source, target, edge_index)
     left = F.linear(source, layer.lin_l.weight, layer.lin_l.bias)
     same = target is source and layer.lin_r is layer.lin_l
@@ -102,12 +77,7 @@ def fused_gatv2(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) 
 
 
 def aggregates_first(source: Tensor, edges: list[Tensor], weight: Tensor, heads: int) -> bool:
-    """Say whether it costs less to aggregate the features for each head and multiply than the other way round.
-
-    Args:
-        source: ``[num_sources, in]``.
-        weight: ``[heads * out, in]``.
-    """
+    """Say whether it costs less to aggregate the features for each head and multiply than the other way round."""
     before, after = costs(source, edges[1].numel(), edges[0].numel() - 1, weight, heads)
     return before < after
 
@@ -131,7 +101,9 @@ def through(att: Tensor, weight: Tensor) -> Tensor:
     return (by_head * att.squeeze(0).unsqueeze(2)).sum(1)
 
 
-def _edges(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> tuple[list[Tensor], Tensor | None]:
+def _edges(
+    layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor
+) -> tuple[list[Tensor], Tensor | None]:
     edges = torch.ops.lightning_gnn.edges_by_target(edge_index, source.size(0), target.size(0), None)
     if layer.add_self_loops:
         edges = with_self_loops(edges, source.size(0))
@@ -140,7 +112,7 @@ def _edges(layer: Any, source: Tensor, target: Tensor, edge_index: Tensor) -> tu
     return edges, dropout(source.new_ones(edges[1].numel(), layer.heads), layer.dropout)
 
 
-def _finish(layer: Any, out: Tensor, target: Tensor) -> Tensor:
+def _finish(layer: MessagePassing, out: Tensor, target: Tensor) -> Tensor:
     if not layer.concat:
         out = out.view(out.size(0), layer.heads, layer.out_channels).mean(1)
     if layer.res is not None:

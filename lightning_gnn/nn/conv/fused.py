@@ -37,7 +37,7 @@ class Fused:
     base: type[MessagePassing]  # PyG's class, whose results the layer has
     what: str  # what runs as one, in words
     reduces: tuple[str, ...]
-    products: Callable[[Any], dict[str, Any]]  # returns PyG's Linear modules whose product is a part of it, by name
+    products: Callable[[MessagePassing], dict[str, Linear]]  # whose product is a part of it, by name
     node_dim: int = -2  # the node_dim of PyG's class
     on_chip: tuple[str, ...] = ()  # reductions that the Ascend C kernels have, too
 
@@ -56,6 +56,8 @@ def obstacle(layer: MessagePassing) -> str | None:
         return f"aggr={layer.aggr!r} is not one of {', '.join(fused.reduces)}"
     if layer.explain:
         return "an explainer masks its messages"
+    if getattr(layer, "cached", False):
+        return "cached=True keeps the normalization of PyG's operators"
     if getattr(layer, "edge_dim", None) is not None:
         return "it reads features of edges"
     if layer.flow != "source_to_target" or layer.node_dim != fused.node_dim or layer.decomposed_layers != 1:
@@ -76,35 +78,30 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def runs_here(tensors: Sequence[Any], on_chip: bool = False) -> bool:
-    """Say whether fused operators may run on what a layer got, in the mode that torch is in.
-
-    Args:
-        on_chip: Ascend C kernels would execute it: they are on other devices, and take float16.
-    """
+    """Say whether fused operators may run on what a layer got in torch's mode; ``on_chip``: as Ascend C kernels."""
     # Exact types: subclasses of tensors (PyG's EdgeIndex, those of transforms) have ways of their own.
     if any(type(tensor) not in PLAIN_TENSORS or tensor.layout != torch.strided for tensor in tensors):
         return False
     device = tensors[0].device.type
     if (device not in FUSED_ON and not on_chip) or _has_any_global_hook():  # type: ignore[no-untyped-call]
         return False
-    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) not in _autocast_dtypes(on_chip):
+    known = (torch.bfloat16, torch.float16) if on_chip else (torch.bfloat16,)
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) not in known:
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
-def _autocast_dtypes(on_chip: bool) -> tuple[torch.dtype, ...]:
-    return (torch.bfloat16, torch.float16) if on_chip else (torch.bfloat16,)
-
-
-def _has_kernels(layer: Any, device: torch.device) -> bool:
+def _has_kernels(layer: MessagePassing, device: torch.device) -> bool:
     """Say whether the Ascend C kernels, on an NPU or in simulation, compute a layer."""
     reduce = REDUCE.get(layer.aggr) if isinstance(layer.aggr, str) else None
     return reduce in layer.fused.on_chip and runs_on_chip(device, backend_name(None))
 
 
-def fuses(layer: Any, source: Any, target: Any, edge_index: Any, edge_weight: Any = None) -> bool:
+def fuses(
+    layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+) -> bool:
     """Say whether fused operators give what PyG's own path would, also to hooks and transforms, and give it sooner."""
     tensors = [source, target, edge_index, *(() if edge_weight is None else (edge_weight,))]
     # What is no tensor, runs_here refuses.
@@ -125,20 +122,12 @@ def fuses(layer: Any, source: Any, target: Any, edge_index: Any, edge_weight: An
     fits = all(tensor.dtype in dtypes and tensor.device == device for tensor in floating)
     fits = fits and source.dim() == 2 and target.dim() == 2 and (not weights or source.size(1) == weights[0].size(1))
     fits = fits and edge_index.device == device and edge_index.dtype == torch.int64
-    return (
-        fits
-        and edge_index.dim() == 2
-        and edge_index.size(0) == 2
-        and edge_index.numel() > 0
-        and (on_chip or edge_index.size(1) * source.size(1) > UNFUSED_UP_TO)
-    )
+    fits = fits and edge_index.dim() == 2 and edge_index.size(0) == 2 and edge_index.numel() > 0
+    return fits and (on_chip or edge_index.size(1) * source.size(1) > UNFUSED_UP_TO)
 
 
 def multiplied(module: nn.Module, x: Tensor) -> Tensor:
-    """Return ``module(x)``, under autocast on the CPU computed in float32 and rounded, as its fused operators are.
-
-    Products of bfloat16, which most CPUs emulate, take about ten times as long.
-    """
+    """Return ``module(x)``, under autocast on the CPU computed in float32, 10 times as fast, and rounded."""
     low = x.is_cpu and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
     if not low or any(parameter.dtype != torch.float32 for parameter in module.parameters()):
         out: Tensor = module(x)
@@ -147,11 +136,8 @@ def multiplied(module: nn.Module, x: Tensor) -> Tensor:
         return module(x.float()).to(torch.bfloat16)  # type: ignore[no-any-return]
 
 
-def relu_dropout(layer: nn.Module, norm: nn.Module, act: Any, dropout: nn.Module, x: Tensor) -> ReluDropout | None:
-    """Return what follows a layer, as an operator takes it, or None where it is something else, or looked at by hooks.
-
-    Draws the key of dropout.
-    """
+def relu_dropout(layer: nn.Module, norm: nn.Module, act: object, dropout: nn.Module, x: Tensor) -> ReluDropout | None:
+    """Return what follows a layer, its dropout key drawn; None where it is something else or looked at by hooks."""
     if type(norm) is not nn.Identity or type(act) is not nn.ReLU or type(dropout) is not Dropout:
         return None
     if dropout.p >= 1.0 or dropout.inplace or any(has_hooks(module) for module in (layer, norm, act, dropout)):

@@ -6,7 +6,8 @@ from torch import Tensor
 from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptPairTensor, OptTensor
 
-from lightning_gnn.nn.conv.attention import fused_gat, fuses_attention
+from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.nn.conv.attention import fused_gat, fuses_attention, in_float32
 from lightning_gnn.nn.conv.fused import Fused
 from lightning_gnn.nn.conv.graph import TENSOR, check_inputs, is_graph, with_self_loops
 from lightning_gnn.ops.aggregate.definition import aggregate
@@ -14,21 +15,13 @@ from lightning_gnn.ops.dropout import edge_dropout
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 
 
-def _products(layer: Any) -> dict[str, Any]:
-    if layer.lin is not None:
-        return {"lin": layer.lin}
-    return {"lin_src": layer.lin_src, "lin_dst": layer.lin_dst}
-
-
 class GATConv(pyg.GATConv):  # type: ignore[misc]
     """PyG's ``GATConv`` (arXiv:1710.10903), whose ``edge_index`` may also be a graph.
 
-    On an ``edge_index`` on the CPU, such as a mini-batch's, it computes scores, softmax and sums in one pass over the
-    edges, before or after it multiplies, whichever costs less, unless something about the layer is out of the ordinary;
-    dropout then draws one number from torch's generator, and its mask from that.
-
-    Constructor, parameters and results are PyG's. ``return_attention_weights`` with a graph returns the graph that the
-    weights belong to (with self-loops) and the weights ``[E, heads]`` in its own order of edges.
+    On an ``edge_index`` on the CPU it computes scores, softmax and sums in one pass over the edges, unless something
+    about the layer is out of the ordinary (:func:`~lightning_gnn.nn.unfused_layers`); dropout then draws one number
+    from torch's generator, and its mask from that. Constructor, parameters and results are PyG's. With a graph,
+    ``return_attention_weights`` returns it (with self-loops) and weights ``[E, heads]`` in its order of edges.
 
     Raises:
         ValueError: With a graph: ``edge_dim``, features of a wrong shape, another ``aggr`` than sum,
@@ -37,7 +30,13 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
 
     propagate_type = {"x": OptPairTensor, "alpha": Tensor}  # noqa: RUF012
     edge_updater_type = {"alpha": OptPairTensor, "edge_attr": OptTensor}  # noqa: RUF012
-    fused = Fused(pyg.GATConv, "scores, softmax, sums and product", ("sum",), _products, node_dim=0)
+    fused = Fused(
+        pyg.GATConv,
+        "scores, softmax, sums and product",
+        ("sum",),
+        lambda gat: {"lin": gat.lin} if gat.lin is not None else {"lin_src": gat.lin_src, "lin_dst": gat.lin_dst},
+        node_dim=0,
+    )
 
     @property
     def takes_graph(self) -> bool:
@@ -46,8 +45,8 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
 
     def forward(
         self,
-        x: Any,
-        edge_index: Any,
+        x: Tensor | OptPairTensor,
+        edge_index: Tensor | CompressedGraph,
         edge_attr: Tensor | None = None,
         size: tuple[int, int] | None = None,
         return_attention_weights: bool | None = None,
@@ -58,7 +57,8 @@ class GATConv(pyg.GATConv):  # type: ignore[misc]
         if not is_graph(edge_index):
             plain = edge_attr is None and size is None and return_attention_weights is None
             if plain and fuses_attention(self, source, target, edge_index):
-                return fused_gat(self, source, target, edge_index)
+                with in_float32(source, target) as wide:
+                    return fused_gat(self, *wide, edge_index)
             return super().forward(x, edge_index, edge_attr, size, return_attention_weights)
         # A compressed graph supports attention by sums, without edge features.
         if self.edge_dim is not None:

@@ -1,12 +1,11 @@
 """The graph isomorphism layer, on PyG's ``edge_index`` or a graph."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptPairTensor
 
+from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.nn.conv.fused import Fused, fuses, multiplied
 from lightning_gnn.nn.conv.graph import REDUCE, check_inputs, is_graph
 from lightning_gnn.ops.aggregate.definition import REDUCES, aggregate
@@ -16,20 +15,21 @@ from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
 class GINConv(pyg.GINConv):  # type: ignore[misc]
     """PyG's ``GINConv`` (arXiv:1810.00826), whose ``edge_index`` may also be a graph, bipartite or not.
 
-    On the CPU and on an NPU the neighbours of an ``edge_index`` are reduced by one operator, unless something about the
-    layer is out of the ordinary (:func:`~lightning_gnn.nn.unfused_layers` says what). Constructor, parameters and
-    results are PyG's.
+    On the CPU and on an NPU the neighbors of an ``edge_index`` are reduced by one operator, unless something about the
+    layer is out of the ordinary (:func:`~lightning_gnn.nn.unfused_layers`). Constructor, parameters and results are
+    PyG's.
 
     Raises:
-        ValueError: With a graph: features of a wrong shape, another ``aggr`` than sum, mean and max,
-            ``flow="target_to_source"``, or an explainer.
+        ValueError: With a graph: as :class:`GCNConv`.
     """
 
     takes_graph = True
     propagate_type = {"x": OptPairTensor}  # noqa: RUF012
     fused = Fused(pyg.GINConv, "aggregation (sum, mean, max)", REDUCES, lambda layer: {}, on_chip=REDUCES)
 
-    def forward(self, x: Any, edge_index: Any, size: tuple[int, int] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor | OptPairTensor, edge_index: Tensor | CompressedGraph, size: tuple[int, int] | None = None
+    ) -> Tensor:
         """Return ``[num_targets, …]``, whatever ``nn`` makes of it, for ``x`` ``[N, F]``, or (sources, targets)."""
         source, target = (x, x) if isinstance(x, Tensor) else x
         if is_graph(edge_index):

@@ -1,43 +1,30 @@
 """The GraphSAGE layer, on PyG's ``edge_index`` or a graph."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptPairTensor
 
+from lightning_gnn.compressed.graph import CompressedGraph
+from lightning_gnn.nn.conv import graph as graphs
 from lightning_gnn.nn.conv.fused import Fused, fuses, is_head, multiplied
-from lightning_gnn.nn.conv.graph import (
-    REDUCE,
-    aggregate_input,
-    aggregates_first,
-    check_inputs,
-    is_constant,
-    is_graph,
-)
+from lightning_gnn.nn.conv.graph import REDUCE, aggregate_input, is_constant, is_graph
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout, activated
 from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
 
 
-def _products(layer: Any) -> dict[str, Any]:
-    return {"lin_l": layer.lin_l, **({"lin_r": layer.lin_r} if layer.root_weight else {})}
-
-
 class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
     """PyG's ``SAGEConv`` (arXiv:1706.02216), whose ``edge_index`` may also be a graph, bipartite or not.
 
-    With a graph it multiplies before or after it aggregates, whichever costs less. So it does with an ``edge_index`` on
-    the CPU, such as a mini-batch's (:func:`~lightning_gnn.ops.aggregate_update`), unless something
-    about the layer is out of the ordinary (:func:`~lightning_gnn.nn.unfused_layers` says what). Constructor, parameters
-    and results are PyG's.
+    With a graph, and with an ``edge_index`` on the CPU unless something about the layer is out of the ordinary
+    (:func:`~lightning_gnn.nn.unfused_layers`), it multiplies before or after it aggregates, whichever costs less.
+    Constructor, parameters and results are PyG's.
 
     Raises:
-        ValueError: With a graph: features of a wrong shape, another ``aggr`` than sum, mean and max,
-            ``flow="target_to_source"``, or an explainer.
+        ValueError: With a graph: as :class:`GCNConv`.
     """
 
     takes_graph = True
@@ -46,11 +33,13 @@ class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
         pyg.SAGEConv,
         "aggregation (sum, mean) and both products, with ReLU and dropout in a model; aggregation (max)",
         ("sum", "mean", "max"),
-        _products,
+        lambda sage: {"lin_l": sage.lin_l, **({"lin_r": sage.lin_r} if sage.root_weight else {})},
         on_chip=("sum", "mean", "max"),
     )
 
-    def forward(self, x: Any, edge_index: Any, size: tuple[int, int] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor | OptPairTensor, edge_index: Tensor | CompressedGraph, size: tuple[int, int] | None = None
+    ) -> Tensor:
         """Return ``[num_targets, out_channels]`` for ``x`` ``[N, in_channels]``, or a pair (sources, targets)."""
         source, target = (x, x) if isinstance(x, Tensor) else x
         if not is_graph(edge_index):
@@ -58,11 +47,11 @@ class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
                 return self.run_fused(source, target, edge_index)
             out: Tensor = super().forward(x, edge_index, size)
             return out
-        reduce = check_inputs(self, edge_index, source, target=target)
+        reduce = graphs.check_inputs(self, edge_index, source, target=target)
         if self.project and hasattr(self, "lin"):
             source = self.lin(source).relu()
         constant = is_constant(edge_index, source)
-        if aggregates_first(edge_index, self.lin_l, source, reduce, default=True, constant=constant):
+        if graphs.aggregates_first(edge_index, self.lin_l, source, reduce, default=True, constant=constant):
             out = self.lin_l(aggregate_input(edge_index if constant else None, edge_index, source, None, reduce))
         else:
             out = aggregate(edge_index, F.linear(source, self.lin_l.weight), None, reduce)
@@ -72,14 +61,7 @@ class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
     def run_fused(self, source: Tensor, target: Tensor, edge_index: Tensor, then: ReluDropout | None = None) -> Tensor:
-        """Return what :meth:`forward` returns for a pair of features that it fuses, and what comes then.
-
-        Args:
-            source: ``[num_sources, in]``.
-            target: ``[num_targets, in of the targets]``; cheapest where these are the first rows of ``source``.
-            edge_index: ``[2, E]``.
-            then: ReLU and dropout to be applied.
-        """
+        """Return what :meth:`forward` returns for features that it fuses, and what comes then."""
         if self.project and hasattr(self, "lin"):
             source = multiplied(self.lin, source).relu()
         reduce, lin, num_targets = REDUCE[self.aggr], self.lin_l, target.size(0)

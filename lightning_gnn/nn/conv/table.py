@@ -12,19 +12,14 @@ from lightning_gnn.nn.conv.gcn import GCNConv
 from lightning_gnn.nn.conv.gin import GINConv
 from lightning_gnn.nn.conv.sage import SAGEConv
 
-_OURS: list[Any] = [GCNConv, SAGEConv, GINConv, GATConv, GATv2Conv]
-
-
-def fused_layers() -> list[tuple[str, str]]:
-    """Return the classes of layers that run as one operator, and what of them does."""
-    return [(kind.__name__, kind.fused.what) for kind in _OURS]
+OURS: list[Any] = [GCNConv, SAGEConv, GINConv, GATConv, GATv2Conv]
 
 
 def unfused_layers(model: nn.Module) -> dict[str, str]:
     """Return the layers of a model that run as PyG's operators on mini-batches on the CPU: name, and why.
 
     Args:
-        model: Any module.
+        model: A module.
 
     Examples:
         >>> import torch
@@ -39,7 +34,7 @@ def unfused_layers(model: nn.Module) -> dict[str, str]:
 
 
 def _reason(layer: MessagePassing) -> str | None:
-    ours = next((kind for kind in _OURS if type(layer) is kind.fused.base), None)
+    ours = next((kind for kind in OURS if type(layer) is kind.fused.base), None)
     if ours is not None:
         return f"it is PyG's own; lightning_gnn.nn.{ours.__name__} takes the same arguments and parameters"
     return obstacle(layer)

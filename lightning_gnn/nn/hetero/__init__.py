@@ -1,7 +1,6 @@
 """Models of graphs with types: HeteroGraphSAGE, RGCN, RGAT, HGT.
 
-Reading order: ``rows`` (features of all types, and what of a mini-batch each layer reads), ``layers`` and
-``attention`` (a layer in one operator), ``models``, ``table`` (which of them are fused).
+Reading order: ``rows``, ``layers`` and ``attention`` (a layer in one operator), ``models``.
 """
 
 from lightning_gnn.nn.hetero.models import HGT, RGAT, RGCN, HeteroGraphSAGE

@@ -137,11 +137,7 @@ def _products(layer: Any) -> dict[str, Any]:
 
 
 class TransformerConv(HGTConv):  # type: ignore[misc]
-    """PyG's ``HGTConv`` (arXiv:2003.01332) on the rows of all types, on the CPU in one operator.
-
-    Keys and values are not computed: the products with their weights are those of the targets' queries and sums, which
-    are fewer. Its parameters have keys that PyG's class keeps distinct for types of any name.
-    """
+    """PyG's ``HGTConv`` (arXiv:2003.01332) on the rows of all types, on the CPU in one operator."""
 
     fused = Fused(HGTConv, "scores, softmax, sums and products of all relations", ("sum",), _products, node_dim=0)
 

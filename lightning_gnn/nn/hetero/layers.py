@@ -66,14 +66,7 @@ def _stacked(given: list[Tensor | None], like: Tensor) -> Tensor | None:
 
 
 class RelationalConv(pyg.RGCNConv):  # type: ignore[misc]
-    """PyG's ``RGCNConv`` (arXiv:1703.06103) on the rows of all types, in one operator.
-
-    Parameters are those of PyG's class; relation i is the i-th of ``edge_types``. Each relation has a mean, or sum, of
-    its own, also where PyG's class, with pyg-lib, would divide by the edges of all relations.
-
-    Args:
-        kwargs: ``num_bases``, ``num_blocks``, ``aggr``, ``root_weight``, ``bias`` of PyG's class.
-    """
+    """PyG's ``RGCNConv`` (arXiv:1703.06103) on the rows of all types; relation i is ``edge_types[i]``."""
 
     fused = Fused(
         pyg.RGCNConv,
@@ -103,11 +96,7 @@ class RelationalConv(pyg.RGCNConv):  # type: ignore[misc]
 
 
 class TypedConv(HeteroConv):  # type: ignore[misc]
-    """PyG's ``HeteroConv`` that computes no more rows than are asked for.
-
-    With a GraphSAGE or GAT layer per relation, those of a layer run as one operator on the CPU, unless something about
-    one of them is out of the ordinary.
-    """
+    """PyG's ``HeteroConv`` that computes no more rows than are asked for, in one operator where it can."""
 
     def __init__(self, convs: dict[EdgeType, Any]) -> None:
         super().__init__(convs)

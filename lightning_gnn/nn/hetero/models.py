@@ -17,6 +17,7 @@ from lightning_gnn.nn.hetero.rows import Part, TypedRows, parts
 from lightning_gnn.nn.type_modules import TypeLinear
 
 Channels = int | Mapping[NodeType, int]
+Widths = dict[NodeType, int]
 BACK = (
     "add reverse edges (lgnn convert … undirected=true, or PyG's ToUndirected), or choose RGCN or HGT, which keep the "
     "types that no edges reach"
@@ -25,13 +26,7 @@ BACK = (
 
 
 class _HeteroGNN(nn.Module):
-    """Layers with ReLU and dropout between them, on dictionaries by type.
-
-    Args:
-        metadata: Node types and edge types, ``data.metadata()``.
-        in_channels: Features of the nodes of all types, or of each type.
-        layer_options: Further arguments of :meth:`_conv`.
-    """
+    """Layers with ReLU and dropout between them, by type; ``layer_options`` are those of :meth:`_conv`."""
 
     every = True  # whether a layer computes the nodes of all types, or of those only that a relation reaches
 
@@ -47,7 +42,7 @@ class _HeteroGNN(nn.Module):
     ) -> None:
         super().__init__()
         # Check the sizes and the types of the metadata.
-        self.node_types, self.edge_types = list(metadata[0]), [_edge_type(kind) for kind in metadata[1]]
+        self.node_types, self.edge_types = list(metadata[0]), [tuple(kind) for kind in metadata[1]]
         sizes = {"hidden_channels": hidden_channels, "num_layers": num_layers, "out_channels": out_channels}
         for name, size in sizes.items():
             if size < 1:
@@ -89,13 +84,11 @@ class _HeteroGNN(nn.Module):
             alive = alive if self.every else {kind[2] for kind in read}
             width = dict.fromkeys(self.node_types, channels)
 
-    def _prepare(self, width: dict[NodeType, int], hidden_channels: int) -> dict[NodeType, int]:
+    def _prepare(self, width: Widths, hidden_channels: int) -> Widths:
         """Build what comes before the layers, and return the features that the first one gets."""
         return width
 
-    def _conv(
-        self, width: dict[NodeType, int], channels: int, read: list[EdgeType], last: bool, **options: Any
-    ) -> nn.Module:
+    def _conv(self, width: Widths, channels: int, read: list[EdgeType], last: bool, **options: Any) -> nn.Module:
         """Build a layer."""
         raise NotImplementedError
 
@@ -138,11 +131,6 @@ class _HeteroGNN(nn.Module):
         return out
 
 
-def _edge_type(kind: Any) -> EdgeType:
-    source, name, target = kind
-    return source, name, target
-
-
 class HeteroGraphSAGE(_HeteroGNN):
     """GraphSAGE with weights for each relation, whose results are added up (arXiv:1706.02216 by type).
 
@@ -153,9 +141,6 @@ class HeteroGraphSAGE(_HeteroGNN):
         metadata: Node types and edge types, ``data.metadata()``.
         in_channels: Features of the nodes of all types, or of each type.
         hidden_channels: Features between layers.
-        num_layers: How many layers.
-        out_channels: Outputs per node.
-        dropout: Probability of dropping a number between layers.
         layer_options: Further arguments of ``SAGEConv``, as ``aggr="sum"``.
 
     Raises:
@@ -164,9 +149,7 @@ class HeteroGraphSAGE(_HeteroGNN):
 
     every = False
 
-    def _conv(
-        self, width: dict[NodeType, int], channels: int, read: list[EdgeType], last: bool, **options: Any
-    ) -> nn.Module:
+    def _conv(self, width: Widths, channels: int, read: list[EdgeType], last: bool, **options: Any) -> nn.Module:
         return _typed({kind: SAGEConv((width[kind[0]], width[kind[2]]), channels, **options) for kind in read})
 
 
@@ -175,21 +158,15 @@ class RGAT(_HeteroGNN):
 
     Equals layers of PyG's ``HeteroConv({edge_type: GATConv((in, in), out, add_self_loops=False, residual=True)})``,
     whose parameter names it has; without ``residual`` a node would not see itself. ``hidden_channels`` counts all heads
-    together; those of the last layer are averaged.
+    together, and must be a multiple of ``heads``; those of the last layer are averaged.
 
     Args:
         layer_options: Further arguments of ``GATConv``, as ``heads=4``; the others are those of HeteroGraphSAGE.
-
-    Raises:
-        ValueError: An argument is out of range, ``heads`` does not divide ``hidden_channels``, or the metadata is not
-            complete.
     """
 
     every = False
 
-    def _conv(
-        self, width: dict[NodeType, int], channels: int, read: list[EdgeType], last: bool, **options: Any
-    ) -> nn.Module:
+    def _conv(self, width: Widths, channels: int, read: list[EdgeType], last: bool, **options: Any) -> nn.Module:
         heads = options.get("heads", 1)
         if heads < 1 or (not last and channels % heads):
             raise ValueError(f"hidden_channels={channels} counts all heads and must be a multiple of heads={heads}")
@@ -214,12 +191,9 @@ class RGCN(_HeteroGNN):
     Args:
         layer_options: Further arguments of ``RGCNConv``: ``num_bases``, ``num_blocks``, ``aggr``, ``root_weight``; the
             others are those of HeteroGraphSAGE.
-
-    Raises:
-        ValueError: An argument is out of range, or the metadata is not complete.
     """
 
-    def _prepare(self, width: dict[NodeType, int], hidden_channels: int) -> dict[NodeType, int]:
+    def _prepare(self, width: Widths, hidden_channels: int) -> Widths:
         self.lin = None
         if len(set(width.values())) == 1:
             return width
@@ -230,9 +204,7 @@ class RGCN(_HeteroGNN):
         """Return features that all types have as many of."""
         return x_dict if self.lin is None else self.lin(x_dict)
 
-    def _conv(
-        self, width: dict[NodeType, int], channels: int, read: list[EdgeType], last: bool, **options: Any
-    ) -> nn.Module:
+    def _conv(self, width: Widths, channels: int, read: list[EdgeType], last: bool, **options: Any) -> nn.Module:
         return RelationalConv(next(iter(width.values())), channels, read, **options)
 
 
@@ -240,14 +212,10 @@ class HGT(_HeteroGNN):
     """Heterogeneous graph transformer (Hu et al., WWW 2020, arXiv:2003.01332), with PyG's ``HGTConv``.
 
     As in PyG's example, a linear layer per type and a ReLU come first, ``lin``, and a linear layer last, ``lin_out``.
+    ``hidden_channels`` counts all heads together, and must be a multiple of ``heads``.
 
     Args:
-        hidden_channels: Features between layers, of all heads together.
         layer_options: ``heads``; the others are those of HeteroGraphSAGE.
-
-    Raises:
-        ValueError: An argument is out of range, ``heads`` does not divide ``hidden_channels``, or the metadata is not
-            complete.
     """
 
     every = False
@@ -266,7 +234,7 @@ class HGT(_HeteroGNN):
         self.lin_out = nn.Linear(hidden_channels, out_channels)
         self.act = nn.Identity()  # a layer has an activation of its own
 
-    def _prepare(self, width: dict[NodeType, int], hidden_channels: int) -> dict[NodeType, int]:
+    def _prepare(self, width: Widths, hidden_channels: int) -> Widths:
         self.lin = TypeLinear(width, hidden_channels)
         return dict.fromkeys(width, hidden_channels)
 
@@ -278,7 +246,5 @@ class HGT(_HeteroGNN):
         """Return outputs of ``out_channels``."""
         return {name: self.lin_out(x) for name, x in out.items()}
 
-    def _conv(
-        self, width: dict[NodeType, int], channels: int, read: list[EdgeType], last: bool, **options: Any
-    ) -> nn.Module:
+    def _conv(self, width: Widths, channels: int, read: list[EdgeType], last: bool, **options: Any) -> nn.Module:
         return TransformerConv(next(iter(width.values())), channels, self.node_types, read, **options)

@@ -21,12 +21,7 @@ class TypedRows:
 
     @classmethod
     def of(cls, x_dict: Mapping[NodeType, Tensor], counts: Counts) -> TypedRows:
-        """Put the first rows of each type into the table of their width.
-
-        Args:
-            x_dict: ``[N_t, F_t]``.
-            counts: Which types, in which order, and how many rows of each.
-        """
+        """Put the first ``counts`` rows of each type, ``[N_t, F_t]``, into the table of their width."""
         by_width: dict[int, dict[NodeType, int]] = {}
         for name, count in counts.items():
             by_width.setdefault(x_dict[name].size(1), {})[name] = count
@@ -63,12 +58,7 @@ def parts(
     num_nodes: Mapping[NodeType, Sequence[int]] | None,
     num_edges: Mapping[EdgeType, Sequence[int]] | None,
 ) -> list[Part]:
-    """Say what each layer reads of a graph or, as far as a seed needs it, of a mini-batch.
-
-    Args:
-        num_nodes: Nodes of each type found in each hop, the seeds as hop 0, or None.
-        num_edges: Edges of each type sampled in each hop, or None.
-    """
+    """Say what each layer reads of a graph, or of a mini-batch with nodes and edges by hop for its seeds."""
     # Trimming needs counts for at least as many hops as there are layers.
     read = {name: x.size(0) for name, x in x_dict.items()}
     hops = 0 if num_edges is None else min((len(numbers) for numbers in num_edges.values()), default=0)
