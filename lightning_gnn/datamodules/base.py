@@ -58,6 +58,7 @@ class MiniBatchDataModule(ResumableDataModule):
 
     kind: ClassVar[str] = "node"
     """What the loaders go over: ``"node"`` or ``"link"``."""
+    needs_all_ranks = False  # whether an evaluation is of no use to one rank alone
     _disk: OnDisk | None = None
     _size_before: int | None = None
 

@@ -24,6 +24,7 @@ from lightning_gnn.distributed.step_sync import BatchWeight
 from lightning_gnn.distributed.weighted_ddp import WeightedDDPStrategy
 from lightning_gnn.full_graph.batches import BatchCache, ShardedBatch
 from lightning_gnn.full_graph.checks import refuse_norms_over_nodes
+from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
@@ -215,7 +216,8 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         super().on_train_batch_start(batch, batch_idx)
         self._num_steps += 1
         datamodule = getattr(self._module.trainer, "datamodule", None)
-        if self._num_steps == 2 and self.world_size > 1 and getattr(datamodule, "share_memory", False):
+        shares = isinstance(datamodule, FullGraphDataModule) and datamodule.share_memory
+        if self._num_steps == 2 and self.world_size > 1 and shares:
             share_equal_arrays(self._prepared.large_arrays())
 
     @override

@@ -143,7 +143,7 @@ class Demand:
         for at in [*self.tables, *self.on_disk, *self.by_row]:
             features += (edges if at in self.of_edges else nodes)[at[0]] * self._out_bytes(at)
         graph = self.sampler.graph
-        sizes = graph.sizes.values() if hasattr(graph, "sizes") else [graph.num_nodes]
+        sizes = graph.sizes.values() if isinstance(graph, HeteroCSCGraph) else [graph.num_nodes]
         total = sum(graph.num_edges.values()) if isinstance(graph.num_edges, dict) else graph.num_edges
         hops = len(self.sampler.num_neighbors) if isinstance(self.sampler.num_neighbors, list) else 1
         capacity = max(bulk * num_edges, min(START_EDGES, bulk * (hops * total + 2 * num_nodes)))

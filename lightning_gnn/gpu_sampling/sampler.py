@@ -117,6 +117,7 @@ class PersistentNeighborSampler(NeighborSampler):
         if hot_nodes is not None and not plain:
             raise ValueError("hot_nodes are for graphs of one type without times and weights: leave them out")
         self._kernel: Any = None
+        self._topology: str | None = None  # where edges are, on a GPU
         self._edge_ids: PeerShards | None = None
         self.device = find_gpu(device)
         if self.device is None:
@@ -184,7 +185,7 @@ class PersistentNeighborSampler(NeighborSampler):
         """Return a sampler over the same graph with some attributes changed, such as ``num_neighbors``."""
         other = super().with_options(**options)
         assert isinstance(other, PersistentNeighborSampler)
-        if getattr(other, "_topology", None) == "shard":
+        if other._topology == "shard":
             check_dealt(other)
         other._place_whole()
         return other

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ from lightning_gnn.hyscale.sharded_loader import (
 from lightning_gnn.hyscale.staged_prefetcher import BatchShare, PipelineSettings, StagedBatching
 from lightning_gnn.hyscale.transfer import Transfer
 from lightning_gnn.loading.batch import Batch
-from lightning_gnn.loading.loaders import NodeLoader, PipelineLoader
+from lightning_gnn.loading.loaders import NodeLoader, PipelineLoader, num_workers_of
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class HyScaleLoaders:
     def _training_batches(self, dataloader: DataLoader[Batch], trainer: pl.Trainer) -> ShardedBatchSampler:
         """Return this rank's slices of the training mini-batches, from the one on that is trained on next."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        own: Callable[[], int] | None = getattr(dataloader, "first_batch", None)
+        own = dataloader.first_batch if isinstance(dataloader, PipelineLoader) else None
         # A lone trainer begins as a plain Trainer does.
         counted = (lambda: 0) if self._place.is_alone else (lambda: progress.current.ready)
         batches = ShardedBatchSampler(
@@ -264,7 +264,7 @@ class HyScaleLoaders:
                 f"hyscale: drm={drm!r} needs mini-batches of a known size, with seeds for every node; it is off"
             )
             drm = False
-        num_workers = getattr(dataloader, "num_threads", None) or dataloader.num_workers
+        num_workers = num_workers_of(dataloader)
         shared = drm is not False or place.trainers.num_accelerators > 0  # what feeds accelerators needs cores, too
         threads = options.first_threads(default_threads(num_workers, place.trainers, shared))
         automatic = not replays(drm) and options.automatic

@@ -19,6 +19,7 @@ from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import Unpack, override
 
+from lightning_gnn.datamodules.base import MiniBatchDataModule
 from lightning_gnn.distributed.exceptions import is_handling_exception
 from lightning_gnn.distributed.monitored_ranks import RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary
@@ -251,7 +252,8 @@ class HyScaleStrategy(WeightedDDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         convert_batches(trainer)  # of any loader
-        if not self._alone and getattr(getattr(trainer, "datamodule", None), "needs_all_ranks", False):
+        datamodule = getattr(trainer, "datamodule", None)
+        if not self._alone and isinstance(datamodule, MiniBatchDataModule) and datamodule.needs_all_ranks:
             raise ValueError(
                 "inference='full' on a partitioned graph needs all ranks, and hyscale evaluates what it cannot share "
                 "out on one: leave inference out, or evaluate with strategy='ddp'"

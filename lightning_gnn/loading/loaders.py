@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from pytorch_lightning.utilities import rank_zero_warn
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torch_geometric.data import Data
 from torch_geometric.loader import LinkLoader as PyGLinkLoader
 from torch_geometric.loader import NodeLoader as PyGNodeLoader
-from torch_geometric.sampler import BaseSampler, EdgeSamplerInput, NodeSamplerInput
+from torch_geometric.sampler import BaseSampler, EdgeSamplerInput, NegativeSampling, NodeSamplerInput
 from typing_extensions import Self
 
 from lightning_gnn.graph.checks import refuse_type
@@ -46,6 +46,11 @@ def prefetch_in_threads(loader: PipelineLoader, epoch: int, first: int) -> Prefe
     return ThreadPrefetcher(pipeline.prepare, tasks, loader.num_threads, ahead)
 
 
+def num_workers_of(loader: DataLoader[Batch]) -> int:
+    """Return how many threads, or processes of a foreign loader, prepare mini-batches."""
+    return loader.num_threads if isinstance(loader, PipelineLoader) else loader.num_workers
+
+
 class PipelineLoader:
     """What :class:`NodeLoader` and :class:`LinkLoader` add to PyG's: a pipeline, its tasks, and who prefetches."""
 
@@ -55,6 +60,7 @@ class PipelineLoader:
     sampler: Any
     input_data: NodeSamplerInput | EdgeSamplerInput
     pin_memory: bool
+    neg_sampling: NegativeSampling | None = None
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Note the arguments as Lightning's hooks do: it makes loaders again to predict, to overfit and for ranks."""
@@ -112,7 +118,7 @@ class PipelineLoader:
             self.data,
             self._graph_sampler,
             self.input_data,
-            getattr(self, "neg_sampling", None),
+            self.neg_sampling,
             seed=seed,
             rank=rank,
             loader_id=loader_id,

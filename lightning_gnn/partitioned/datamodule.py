@@ -305,11 +305,6 @@ class _OnParts(MiniBatchDataModule):
         batch.inference = InParts.of(self.inference, remote=remote, published=self._published, wanted=wanted)
         return only_batch(batch)
 
-    @property
-    def needs_all_ranks(self) -> bool:
-        """Whether evaluation is of no use to one rank alone, which a strategy may ask."""
-        return self.inference is not None
-
     def owners_of_seeds(self, ranks: int) -> Tensor:
         """Return which rank has each training seed (or edge's target) in its part; ranks that share one take turns."""
         node_type, ids = self._places_of_seeds()

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.sampler import HeteroSamplerOutput
+from torch_geometric.sampler import HeteroSamplerOutput, NodeSamplerInput
 from torch_geometric.typing import NodeType
 
 from lightning_gnn.loading.batch import BatchTask
@@ -49,7 +49,7 @@ def count_traffic(
     own = [shuffled[rank::ranks] for rank in range(ranks)]
     if order == "local":
         given = loader.input_data
-        places = given.node if hasattr(given, "node") else given.col
+        places = given.node if isinstance(given, NodeSamplerInput) else given.col
         of_seeds = owner[given.input_type[2] if isinstance(given.input_type, tuple) else given.input_type]
         at = of_seeds[places.cpu().numpy()][shuffled.numpy()]
         own = [shuffled[torch.from_numpy(at == rank)] for rank in range(ranks)]

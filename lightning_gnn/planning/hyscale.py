@@ -21,6 +21,7 @@ from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.hyscale.sharded_loader import split_seeds
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.loading.loaders import num_workers_of
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 
 
@@ -73,7 +74,7 @@ def forecast(datamodule: pl.LightningDataModule, module: pl.LightningModule, tra
         raise ValueError("the plan needs a loader that tells its fanouts, and node features data.x as one tensor")
     model.platform = replace(model.platform, num_nodes=trainer.num_nodes)
     # Search for the best mapping of as many threads as the run would use.
-    num_workers = getattr(loader, "num_threads", None) or loader.num_workers
+    num_workers = num_workers_of(loader)
     threads = options.first_threads(default_threads(num_workers, trainers, allowed_drm(options.drm) is not False))
     best = model.best_mapping(trainers.num_cpu, max(sum(threads), 2 + trainers.num_cpu))
     return HybridForecast(model, best, _begin(strategy, model.platform, best, threads, wanted))

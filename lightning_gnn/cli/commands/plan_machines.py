@@ -15,10 +15,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.sampler import NodeSamplerInput
 
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.partitioned.assign import METHODS, assign_nodes
-from lightning_gnn.partitioned.datamodule import ORDERS
+from lightning_gnn.partitioned.datamodule import ORDERS, PartitionedDataModule, PartitionedLinkDataModule
 from lightning_gnn.partitioned.exchange import seconds_per_byte
 from lightning_gnn.partitioned.folder import Partition
 from lightning_gnn.planning import CPUForecast
@@ -69,7 +70,7 @@ def plan_machines(
 ) -> None:
     """Predict, print and save ``machines.yaml``."""
     network, counts, cache = checked_options(cfg)
-    if hasattr(datamodule, "partition"):
+    if isinstance(datamodule, PartitionedDataModule | PartitionedLinkDataModule):
         raise ValueError("plan.network counts on the whole graph: give datamodule=neighbor, and plan.partition=FOLDER")
     if not found.preparation.known:
         raise ValueError("plan.network needs this package's loaders, whose mini-batches can be counted; leave it out")
@@ -142,7 +143,7 @@ def _owners(
         }, f"{partition.parts} parts ({partition.method})"
     given = loader.input_data
     seeds = {}
-    if hasattr(given, "node"):
+    if isinstance(given, NodeSamplerInput):
         seeds = {given.input_type: given.node}
     assigned = assign_nodes(graph, ranks, cfg.plan.method, seeds, cfg.seed or 0)
     return {name: part.numpy() for name, part in assigned.items()}, cfg.plan.method
