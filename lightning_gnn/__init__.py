@@ -11,54 +11,33 @@ if not startup.needs_no_library():
     import lightning_gnn.registration  # noqa: F401
 
 if TYPE_CHECKING:
-    from lightning_gnn.accelerators import NPUAccelerator
-    from lightning_gnn.collective import CollectiveDataModule, CollectiveLinkDataModule
-    from lightning_gnn.compressed import CompressedGraph
-    from lightning_gnn.datamodules import LinkDataModule, NeighborDataModule
-    from lightning_gnn.features import FeatureTable
-    from lightning_gnn.full_graph import AscendHybridParallelStrategy, FullGraphDataModule
-    from lightning_gnn.gpu_sampling import (
-        PersistentLinkDataModule,
-        PersistentNeighborSampler,
-        PersistentSamplerDataModule,
-    )
-    from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
-    from lightning_gnn.hyscale import HyScaleStrategy
-    from lightning_gnn.nn import FullInference
-    from lightning_gnn.ops import aggregate, edge_softmax, gather_rows, sample_hetero_neighbors, sample_neighbors
-    from lightning_gnn.partitioned import PartitionedDataModule, PartitionedLinkDataModule
-    from lightning_gnn.pyg import enable_pyg_sampling
-    from lightning_gnn.sampling import NeighborSampler
+    from lightning_gnn.accelerators import NPUAccelerator as NPUAccelerator
+    from lightning_gnn.collective import CollectiveDataModule as CollectiveDataModule
+    from lightning_gnn.collective import CollectiveLinkDataModule as CollectiveLinkDataModule
+    from lightning_gnn.compressed import CompressedGraph as CompressedGraph
+    from lightning_gnn.datamodules import LinkDataModule as LinkDataModule
+    from lightning_gnn.datamodules import NeighborDataModule as NeighborDataModule
+    from lightning_gnn.features import FeatureTable as FeatureTable
+    from lightning_gnn.full_graph import AscendHybridParallelStrategy as AscendHybridParallelStrategy
+    from lightning_gnn.full_graph import FullGraphDataModule as FullGraphDataModule
+    from lightning_gnn.gpu_sampling import PersistentLinkDataModule as PersistentLinkDataModule
+    from lightning_gnn.gpu_sampling import PersistentNeighborSampler as PersistentNeighborSampler
+    from lightning_gnn.gpu_sampling import PersistentSamplerDataModule as PersistentSamplerDataModule
+    from lightning_gnn.graph import CSCGraph as CSCGraph
+    from lightning_gnn.graph import HeteroCSCGraph as HeteroCSCGraph
+    from lightning_gnn.hyscale import HyScaleStrategy as HyScaleStrategy
+    from lightning_gnn.nn import FullInference as FullInference
+    from lightning_gnn.ops import aggregate as aggregate
+    from lightning_gnn.ops import edge_softmax as edge_softmax
+    from lightning_gnn.ops import gather_rows as gather_rows
+    from lightning_gnn.ops import sample_hetero_neighbors as sample_hetero_neighbors
+    from lightning_gnn.ops import sample_neighbors as sample_neighbors
+    from lightning_gnn.partitioned import PartitionedDataModule as PartitionedDataModule
+    from lightning_gnn.partitioned import PartitionedLinkDataModule as PartitionedLinkDataModule
+    from lightning_gnn.pyg import enable_pyg_sampling as enable_pyg_sampling
+    from lightning_gnn.sampling import NeighborSampler as NeighborSampler
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AscendHybridParallelStrategy",
-    "CSCGraph",
-    "CollectiveDataModule",
-    "CollectiveLinkDataModule",
-    "CompressedGraph",
-    "FeatureTable",
-    "FullGraphDataModule",
-    "FullInference",
-    "HeteroCSCGraph",
-    "HyScaleStrategy",
-    "LinkDataModule",
-    "NPUAccelerator",
-    "NeighborDataModule",
-    "NeighborSampler",
-    "PartitionedDataModule",
-    "PartitionedLinkDataModule",
-    "PersistentLinkDataModule",
-    "PersistentNeighborSampler",
-    "PersistentSamplerDataModule",
-    "aggregate",
-    "edge_softmax",
-    "enable_pyg_sampling",
-    "gather_rows",
-    "sample_hetero_neighbors",
-    "sample_neighbors",
-]
 
 _NAMES = {
     "accelerators": ["NPUAccelerator"],
@@ -84,6 +63,8 @@ _NAMES = {
     "sampling": ["NeighborSampler"],
 }
 """Where the public names are; each is imported, with what it needs, when it is first asked for."""
+
+__all__ = sorted(name for names in _NAMES.values() for name in names)
 
 if not TYPE_CHECKING:  # with it, a type checker would take any name for a public one
 

@@ -105,9 +105,8 @@ class PyGSampling:
 class LoaderNeighborSampler(PyGNeighborSampler):  # type: ignore[misc]
     """What PyG's loaders make in place of PyG's ``NeighborSampler``; takes the same arguments.
 
-    Only the picking of neighbors is replaced: negative edges, labels and the conversion to bidirectional subgraphs are
-    PyG's own code. ``edge`` of its output holds positions in the user's ``edge_index``. Edges of the weight 0 are never
-    picked (pyg-lib takes them where a node has no more in-edges than are to be picked); ``is_sorted`` is not needed.
+    Negative edges, labels and bidirectional subgraphs are PyG's own code. ``edge`` of the output holds positions in the
+    user's ``edge_index``. Edges of weight 0 are never picked, unlike in pyg-lib; ``is_sorted`` is not needed.
     """
 
     def __init__(

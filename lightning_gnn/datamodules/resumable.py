@@ -27,11 +27,10 @@ _BY_RANK = ("rng", "logged", "gradients", "order_state")
 
 
 class ResumableDataModule(pl.LightningDataModule):
-    """Adds to checkpoints what Lightning leaves out of them, and puts it back when training goes on.
+    """Adds to checkpoints what Lightning leaves out, and restores it.
 
-    That is: the random streams, from which also a sampler of the user's drew its order; what was logged and measured in
-    the epoch so far; gradients that are being accumulated; whether the run was about to stop; and what was still to be
-    done for the last batch, such as a validation, or steps of plateau schedules.
+    That is: random streams, results logged so far in the epoch, accumulated gradients, whether the run was about to
+    stop, and what was left to do for the last batch, such as a validation or plateau schedules.
     """
 
     _resumed: dict[str, Any] | None = None

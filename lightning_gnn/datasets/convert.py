@@ -45,27 +45,16 @@ def convert_tables(
 ) -> dict[str, int]:
     """Convert tables of edges and of nodes to a folder for :func:`~lightning_gnn.datasets.folder.load_folder`.
 
-    Text, Parquet, Arrow files, or ``.npy`` of edges; a pattern stands for several files. Of text (packed with gzip or
-    zstd or not), the encoding, the separator (tabs, commas, semicolons, bars, double colons, runs of blanks) and
-    whether the first row is a header are found and reported by ``say``. Lines that begin with ``#`` or ``%`` are
-    comments at the top, and anywhere in edges without a header. The tables pass through DuckDB, which keeps what does
-    not fit into memory on the disk; in addition, 8 bytes per node are held. An interrupted conversion goes on where it
-    stopped.
+    ``docs/how-to/own-data.md`` lists formats and columns. Tables are text, Parquet or Arrow files, or ``.npy`` of
+    edges; a pattern stands for several files. Encoding, separator and header of text are found, and reported. The
+    tables pass through DuckDB, which spills to disk; in addition, 8 bytes per node are held. An interrupted conversion
+    goes on where it stopped. ``source`` may also be a sparse matrix (``.npz``, ``.mtx``, or a folder with
+    ``indptr.npy`` and ``indices.npy``, rows being sources), WebGraph's ``.graph-txt``, a folder of OGB, or triples of
+    head, relation and tail.
 
-    Without types, ``source`` may also be what graphs are published as: a sparse matrix whose entry ``[s, t]`` is an
-    edge from s to t (``.npz`` of SciPy in CSR, CSC or COO, ``.mtx`` of Matrix Market, or a folder with ``indptr.npy``
-    and ``indices.npy``, rows being sources), WebGraph's text ``.graph-txt``, or a folder of OGB with features, labels
-    and split. Triples of a head, a relation and a tail (by these names, or three columns of text without names) become
-    a graph with a type of edges for each relation.
-
-    Of edges, the columns ``source`` and ``target`` (or ``src`` and ``dst``, ``from`` and ``to``, …, or else the first
-    two) are the ends, and further columns of numbers and times are attributes. Of nodes, ``id`` is what edges refer to,
-    numbers or texts; else the one column such as ``node_id`` that holds the ids of all edges; else the number of the
-    row, from 0 on. ``label`` becomes ``y`` (texts, and few large numbers: class numbers, in the order of
-    ``classes.json``; NULL: -1, or NaN), ``split`` the three masks (columns ``train_mask`` and so on do, too), ``time``
-    an attribute, and all other numbers, also lists of one length, features, in which NULL is 0. Texts are left out.
-    Nodes without a table are those that edges refer to, in ascending order of their ids, which ``id.npy`` or
-    ``id.parquet`` holds then.
+    Ends of edges are the columns ``source`` and ``target`` (or similar names, or the first two). Of nodes, ``id`` is
+    what edges refer to, or the row number; ``label`` becomes ``y`` (NULL: -1 or NaN), ``split`` the masks, ``time`` an
+    attribute, and other numbers become features (NULL: 0). Texts are left out.
 
     Args:
         source: Edges; for a graph with types, a file for each ``SOURCE__RELATION__TARGET``.

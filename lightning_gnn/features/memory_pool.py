@@ -73,8 +73,7 @@ def pinned(data: P, num_bytes: int, device: torch.device, what: str) -> P:
 class BufferPool:
     """Hands out uninitialized host tensors from blocks that return by themselves; safe across threads.
 
-    A buffer returns when the last tensor that looks at it dies. The system would hand out large blocks page by page,
-    and take them back when they are freed, which costs more time than filling them.
+    A buffer returns when the last view of it dies. The system's page faults would cost more time than filling it.
     """
 
     def __init__(self, max_idle: int = 8) -> None:

@@ -1,10 +1,7 @@
 """Host arrays that a GPU reads in place: their pages are locked where they are, once for all views of them.
 
-A pinned copy would need the memory of the original again, rounded up to a power of two by torch's allocator. The ranks
-of a machine that share an array lock the one copy of it.
-
-CUDA refuses to copy to or from memory of which only a part is locked. So pages are locked in place only if they hold
-nothing but the array, and always all pages of a storage.
+A pinned copy would need the memory of the original again, rounded up to a power of two by torch's allocator. CUDA
+refuses to copy to or from memory of which only a part is locked, so all pages of a storage are locked, or none.
 """
 
 from __future__ import annotations
@@ -41,9 +38,8 @@ _released: deque[tuple[int, Tensor]] = deque()
 def page_locked(tensor: Tensor) -> Tensor:
     """Return a tensor in page-locked memory: the same memory if it is large and can be locked, else a copy.
 
-    The pages are unlocked when the result and all views of it are gone; until then the original stays in memory. Views
-    of one storage share its locked pages. A write to the one is seen in the other where the memory is the same, unless
-    the ranks of the machine share the array (``shared_arrays.py``): then the result keeps the content it had.
+    The pages are unlocked when the result and its views are gone; until then the original stays in memory. Views of one
+    storage share its pages. If the ranks of the machine share the array, the result keeps the content it had.
     """
     if not tensor.is_cpu:
         return tensor

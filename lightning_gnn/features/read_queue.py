@@ -78,11 +78,7 @@ def submit(
 def wait(
     state: npt.NDArray[np.int64], got: npt.NDArray[np.int64], pending: npt.NDArray[np.int64], part: int, size: int
 ) -> bool:
-    """Wait until all reads of a part of the queue have ended; False: the kernel no longer knows the queue.
-
-    Args:
-        pending: Reads under way in each part, int64 ``[parts]``.
-    """
+    """Wait until all reads of a part have ended, ``pending`` int64 ``[parts]``; False: the kernel lost the queue."""
     events = np.empty((DEPTH, _EVENT_BYTES // 8), np.int64)
     cut_short = 0
     while pending[part]:

@@ -39,19 +39,14 @@ def plan_devices(
 ) -> HybridPlan:
     """Plan one layer on several devices: a rank owns V / N rows for the dense parts, and one slice of one range.
 
-    An aggregation brings rows to slices, multiplies, and brings slices back to rows, both by all-to-all; backward runs
-    the adjoints of both, of the same volume. Rank (m, g) needs its D_m columns of the C_g vertices with an edge into
-    its chunks (C_g is at most V and at most its edges; that bound is counted) and gives back D_m columns of its
-    chunks' V_g rows. One part in N of either is its own. Over all ranks, forward and backward, that makes
+    An aggregation brings rows to slices, multiplies, and brings slices back, both by all-to-all; backward runs the
+    adjoints. With C_g the vertices with an edge into group g, forward and backward exchange
 
         ``2 * (1 - 1/N) * D * (sum over g of C_g + V)`` numbers,
 
-    least for one member per group: M = N, as far as D allows. Memory says otherwise: rank (m, g) holds its edges, in
-    both directions, C_g rows and V_g (about V / G) rows of D_m columns, and V / N whole rows twice (input and output),
-
-        ``E_g * edge_bytes + ((C_g + V / G) * D_m + 2 * V / N * D) * element_size`` bytes,
-
-    and at M = N every rank holds all edges. The least volume among those that fit wins, the larger M in a tie.
+    least at M = N. Rank (m, g) holds its edges in both directions, C_g and V_g rows of D_m columns, and V / N whole
+    rows twice: ``E_g * edge_bytes + ((C_g + V / G) * D_m + 2 * V / N * D) * element_size`` bytes, all edges at M = N.
+    The least volume among those that fit wins, the larger M in a tie.
 
     Args:
         num_columns: D, columns of the features that are exchanged.

@@ -87,13 +87,8 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         >>> first = ring < 20
         >>> data = Data(x, edge_index, y=y, train_mask=first, val_mask=~first)
         >>> trainer = Trainer(
-        ...     accelerator="cpu",
-        ...     strategy=AscendHybridParallelStrategy(num_groups=1),
-        ...     max_epochs=10,
-        ...     logger=False,
-        ...     enable_checkpointing=False,
-        ...     enable_progress_bar=False,
-        ...     enable_model_summary=False,
+        ...     accelerator="cpu", strategy=AscendHybridParallelStrategy(num_groups=1), max_epochs=10, logger=False,
+        ...     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         ... )
         >>> _ = torch.manual_seed(0)
         >>> model = GCN(in_channels=2, hidden_channels=8, num_layers=2, out_channels=2)

@@ -133,9 +133,8 @@ def place_parts(
 ) -> Placement:
     """Choose where topology and tables lie, and what of them is cached, so that most reads are on the device.
 
-    A quarter of the memory is left to the model, unless what the user wants on the device takes it.
-    Source: DUCATI splits one budget between two caches by the benefit of the next hottest entry per byte; here whole
-    tables, and what mini-batches take, are in the same plan.
+    Source: DUCATI's benefit of the next entry per byte, extended to whole tables and to mini-batches. A quarter of the
+    memory is left to the model, unless what the user wants on the device takes it.
     """
     # Dealing a part out needs a known size of its shards; on one GPU it is the same as placing it on the device.
     for part in parts:

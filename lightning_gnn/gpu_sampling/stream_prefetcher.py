@@ -31,11 +31,10 @@ def prefetch_on_stream(loader: PipelineLoader, epoch: int, first: int, *, depth:
 
 
 class StreamPrefetcher(Prefetcher):
-    """Prepares an epoch's mini-batches in order, at most ``depth`` beyond the one that is trained on.
+    """Prepares an epoch's mini-batches in order, on a stream of its own, at most ``depth`` ahead of training.
 
-    Up to ``bulk`` are sampled in one launch, or made one by one by ``prepare``, on a stream of its own beside training;
-    one at a time is gathered. The host waits for sizes only where nothing is ready, and training for a mini-batch on
-    the device alone. So that the host does not run ahead without end, it waits for the step ``depth`` before the last.
+    Up to ``bulk`` are sampled in one launch, or one by one by ``prepare``. The host waits for sizes only if nothing is
+    ready, and for the step ``depth`` before the last, so that it does not run ahead without end.
     """
 
     def __init__(

@@ -60,13 +60,9 @@ class HyScaleStrategy(WeightedDDPStrategy):
     results all ranks return. A rank without seeds runs its step on one seed, and leaves no trace of it. Modules whose
     parameters have no size yet (``in_channels=-1``) are refused.
 
-    A lone trainer is the plain Trainer; on an accelerator, mini-batches are prefetched. Loaders are those whose
-    mini-batches are made of positions in a dataset; this package's node loaders run in the paper's stages. With several
-    nodes, start a process for each trainer on each (torchrun, SLURM); ``batch_size`` counts the seeds of all.
-
-    With ``Trainer(deterministic=True)`` (or ``"warn"``) no measurement decides, and a warning says what that turns off:
-    ``drm=True`` acts as False; with ``cpu_share="auto"`` all trainers have equal shares and their default threads; with
-    ``accelerator_sampling="auto"`` the CPU samples. A replay stays.
+    A lone trainer is the plain Trainer with prefetching. With ``Trainer(deterministic=True)`` no measurement decides:
+    equal shares, default threads, no balancing. With several nodes, start a process for each trainer on each (torchrun,
+    SLURM); ``batch_size`` counts the seeds of all.
 
     Args:
         cpu_trainers: CPU trainers per node; ``Trainer(accelerator="cpu", devices=4)`` means four, too.

@@ -32,18 +32,12 @@ _TOPOLOGY = ("edge_index", "adj_t", "graph")
 def collate(
     data: Batch,
     out: Output,
-    tables: Tables,
+    tables: Tables,  # where to gather some attributes from instead of data, by name
     trained: Collection[Attribute],
-    permutation: Tensor | dict[EdgeType, Tensor] | None = None,
-    allocate: Allocator | None = None,
+    permutation: Tensor | dict[EdgeType, Tensor] | None = None,  # sampler's edges to the user's, int64 [num_edges]
+    allocate: Allocator | None = None,  # returns the memory that rows on the CPU are gathered into
 ) -> tuple[Batch, dict[Attribute, Tensor]]:
-    """Return PyG's mini-batch of a subgraph, and the rows of ``trained`` attributes, which are left out of it.
-
-    Args:
-        tables: Where to gather some attributes from instead of ``data``, by name.
-        permutation: Of the sampler's edges into the user's, int64 ``[num_edges]`` or a dict by edge type.
-        allocate: Returns the memory that rows on the CPU are gathered into.
-    """
+    """Return PyG's mini-batch of a subgraph, and the rows of ``trained`` attributes, which are left out of it."""
     batch, deferred = copy.copy(data), dict[Attribute, Tensor]()
     typed = isinstance(out, HeteroSamplerOutput)
     for name, store in stores_of(data):

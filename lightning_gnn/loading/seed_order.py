@@ -67,10 +67,9 @@ class OwnSeedsOrder(_TensorOrder, DistributedSampler[int]):
 
 
 class ElasticOrder(_TensorOrder, DistributedSampler[int]):
-    """Each seed once per epoch, for any number of processes, which may change within it: its place counts in seeds.
+    """Each seed once per epoch for any number of processes, which may change within it: it counts in seeds.
 
-    A step takes the next ``batch_size`` seeds for each process. The last one shares out what is left, which
-    :meth:`weight` says the weight of; a process that nothing is left for has one seed, of no weight.
+    A step takes ``batch_size`` seeds per process; the last one the rest, by :meth:`weight`, one of no weight at least.
     """
 
     def __init__(
@@ -125,11 +124,7 @@ _ORDERS = (TrainingOrder, EvaluationOrder, OwnSeedsOrder, ElasticOrder)
 
 
 class UnshardedOrder(Sampler[int]):
-    """The order of a loader that no Trainer has asked for, which Lightning and Fabric therefore still shard.
-
-    They leave a ``DistributedSampler`` as it is, so this is a plain sampler, and :meth:`sharded` replaces their
-    wrapper.
-    """
+    """The order of a loader that no Trainer has asked for; Lightning and Fabric still shard it, by :meth:`sharded`."""
 
     def __init__(self, make: Callable[[int, int], DistributedSampler[int]]) -> None:
         self.make = make

@@ -9,11 +9,7 @@ from torch.optim import Optimizer
 
 
 class SplitOptimizer(Optimizer):
-    """Steps several optimizers together, where Lightning's automatic optimization, or a scheduler, takes one.
-
-    Its parameter groups and its state are theirs, the first optimizer's first. They have no parameter in common, and
-    need no closure.
-    """
+    """Steps several optimizers, without a common parameter or a closure, where Lightning or a scheduler takes one."""
 
     def __init__(self, *parts: Optimizer) -> None:
         self.parts: tuple[Optimizer, ...] = ()

@@ -1,12 +1,9 @@
 """Whether layers may be trimmed by the numbers of sampled nodes and edges: a transform may have rewired a mini-batch.
 
-Trimming is exact if three things hold of every relation: the edges of a hop lead to nodes that were found in the hop
-before; they come from nodes that were found by then; and the rows in question are those of the seeds. All three are
-read off the tensors, each time on the CPU (under 1 % of a step).
-
-On a device, where the look would wait for queued work, a tensor is known by its identity and its version: that of our
-samplers, or one that was in order when :func:`moved` copied it. A version does not count writes through ``.data``, so
-a transform that does that on a device must replace the tensor. Tensors of inference mode are looked at each time.
+Trimming is exact if, for every relation, the edges of a hop lead to nodes found in the hop before, come from nodes
+found by then, and the rows in question are those of the seeds. The CPU checks it in each batch (under 1 % of a step).
+On a device a tensor is known by identity and version: one of our samplers, or one in order when :func:`moved` copied
+it. Versions do not count writes through ``.data``: a transform that does that on a device must replace the tensor.
 """
 
 from collections.abc import Callable, Mapping

@@ -26,8 +26,8 @@ _PER_THREAD = 1 << 18  # numbers that a further thread must have to draw; fewer 
 def row_dropout(x: Tensor, p: float, key: int, rows: Tensor | None = None) -> Tensor:
     """Zero each number with probability ``p`` and multiply the others with ``1 / (1 - p)``, the same on every device.
 
-    Number (i, c) stays by half of the 64 bits of a hash of (``key``, ``rows[i]``, ``c // 2``), the lower half where c
-    is even. ``rows`` are int64 or int32 ``[n]``, by default 0, 1, …; backward draws the mask again.
+    Element (i, c) depends on a hash of (``key``, ``rows[i]``, ``c // 2``), the lower half for even c. ``rows`` are
+    int64 or int32 ``[n]``, by default 0, 1, …; backward draws the mask again.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p is a probability in [0, 1], but is {p}")
@@ -207,9 +207,8 @@ class drop_by_row(TorchFunctionMode):
     """Within this context torch's dropout draws by row number: ranks that share out the rows draw the masks of one.
 
     Every call has a key of its own, made from ``key`` and how many were called before. A tensor with ``len(rows)`` rows
-    has features of these rows; of another one all ranks draw the same mask. A call that finds torch's generator as an
-    earlier one found it, to which gradient checkpointing sets it back, draws the same mask again. So every call that
-    drops draws a number from it, and the backward pass belongs into the context too.
+    has features of these rows; of another one all ranks draw the same mask. A call that finds torch's generator in the
+    state of an earlier call, as in gradient checkpointing, draws that mask again, so the context includes backward.
     """
 
     def __init__(self, key: int, rows: Tensor | None = None) -> None:

@@ -84,17 +84,7 @@ class Prediction:
 
 
 def predict(traffic: Traffic, work: Work, network: Network) -> Prediction:
-    """Predict an epoch, that of the slowest rank, as all wait for each other in each step.
-
-    Examples:
-        >>> import numpy as np
-        >>> from lightning_gnn.planning.cluster import Network, Traffic, Work, predict
-        >>> asked, answered = np.full((1, 2), 1e6), np.full((1, 2), 9e6)  # one round, two ranks
-        >>> traffic = Traffic(asked, answered, sent=np.full(2, 10e6), nodes=1e4, remote_rows=5e3, steps=100)
-        >>> found = predict(traffic, Work(prepare_s=0.01, step_s=0.015, cores=4), Network(1e9, latency=1e-3))
-        >>> found.bound, round(found.step_s, 4), round(found.epoch_s, 3)
-        ('preparing', 0.022, 2.222)
-    """
+    """Predict an epoch, that of the slowest rank, as all wait for each other in each step."""
     ranks, share = traffic.ranks, min(1.0, traffic.nodes / work.nodes) if work.nodes else 1.0
     received = (traffic.asked + traffic.answered).sum(0)  # as much as is asked elsewhere leaves, on average
     rounds = ((traffic.asked + traffic.answered) > 0).sum(0)

@@ -25,11 +25,9 @@ _SWEEP = "multirun.yaml"  # what was typed, by which a sweep is known
 
 
 class ComparisonTable(Callback):
-    """Compares the runs of a sweep: one row each, with mean and standard deviation over the seeds beside them.
+    """Compares the runs of a sweep by their ``metrics.json``: one row each, with mean and deviation over seeds.
 
-    It reads the ``metrics.json`` that each run has left in its directory, so it works with every launcher, and writes
-    ``comparison.csv`` and ``report.html`` beside them. The command fails (exit code 1) if a run has failed; that a file
-    of the comparison could not be written or read is a warning.
+    It writes ``comparison.csv`` and ``report.html``; the command fails (exit code 1) if a run has failed.
     """
 
     def __init__(self) -> None:
@@ -69,20 +67,15 @@ def runs_of_sweep(directory: str | Path) -> dict[int, Run]:
 
 
 def compare(directory: str | Path, returned: Mapping[int, float] = MappingProxyType({})) -> list[Metrics]:
-    """Read the runs below a sweep's directory.
-
-    ``returned`` is what runs of this process have returned, by number; NaN is a failure. Others count as failed where
-    they have left no ``metrics.json``.
-    """
+    """Read a sweep's runs; those without ``metrics.json``, or with NaN in ``returned``, have failed."""
     return compare_runs(runs_of_sweep(directory), returned)
 
 
 def compare_runs(runs: Mapping[Name, Run], returned: Mapping[int, float] = MappingProxyType({})) -> list[Metrics]:
     """Return one row per run, in order.
 
-    A row has ``job`` (its name), ``status`` (``ok`` or ``failed``), what was typed for one of the runs and is not the
-    same in all, its figures, ``<score>_mean``, ``<score>_std`` and ``runs`` over all runs that differ in the seed only,
-    and ``error``.
+    A row has ``job``, ``status`` (``ok`` or ``failed``), the overrides that differ, figures, ``error``, and over runs
+    that differ in the seed only ``<score>_mean``, ``<score>_std`` and ``runs``.
     """
     keys = dict.fromkeys(item.lstrip("+").partition("=")[0] for run in runs.values() for item in run.overrides)
     settings = [run.settings(keys) for run in runs.values()]

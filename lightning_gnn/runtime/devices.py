@@ -59,10 +59,9 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def match_device(plugin: Precision, device: torch.device) -> None:
-    """Make a precision plugin autocast, and scale losses, on the device that trains.
+    """Make a precision plugin autocast, and scale losses, on the device that trains; call in ``setup_environment``.
 
-    Lightning gives it the device ``"cuda"`` for every accelerator that it does not know by name. Call it in a
-    strategy's ``setup_environment``.
+    Lightning gives it the device ``"cuda"`` for every accelerator that it does not know by name.
     """
     if not isinstance(plugin, MixedPrecision) or plugin.device == device.type:
         return

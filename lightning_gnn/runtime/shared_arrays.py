@@ -42,12 +42,11 @@ _files: dict[int, int] = {}
 
 
 def share_equal_arrays(held: Mapping[str, Any]) -> int:
-    """Let the ranks of each machine use one copy of the tensors that are equal on them; a collective call.
+    """Let the ranks of each machine use one copy of the tensors that are equal on them; return the bytes shared.
 
-    ``held`` is what this rank holds, by names that are the same on all ranks: tensors, PyG's ``Data``, dataclasses, and
-    mappings and tuples of these. Left as they are: tensors below :data:`MIN_SHARED_BYTES`, sparse or trained ones,
-    those on a device, page-locked, mapped from a file or shared already, and all of a rank with another thread that may
-    write to them meanwhile. Returns the bytes of this rank that are shared.
+    Collective: every rank must call this. ``held`` has the same names on all ranks: tensors, PyG's ``Data``,
+    dataclasses, mappings and tuples. Tensors that are small (:data:`MIN_SHARED_BYTES`), sparse, trained, on a device,
+    page-locked or mapped stay, and all of a rank with another thread that may write to them.
     """
     machine, mine, why = which_machine(), {}, ""
     if machine is not None and (writers := other_threads()):
@@ -84,10 +83,9 @@ def find_tensors(held: Mapping[str, Any]) -> dict[str, list[Tensor]]:
 
 
 def shared_view(tensor: Tensor) -> Tensor | None:
-    """Return the same content in the memory that all ranks share, for a device to lock; None where it is not shared.
+    """Return the same content in the memory that all ranks share, to be locked and not written; None if not shared.
 
-    A driver that locks pages counts as a writer, so that to lock the tensor itself would give each rank a copy of its
-    own. What is returned must not be written to.
+    A driver that locks pages counts as a writer: to lock the tensor itself would copy it for each rank.
     """
     storage = tensor.untyped_storage()
     if (file := _files.get(storage.data_ptr())) is None:

@@ -47,10 +47,9 @@ T = TypeVar("T")
 
 
 def cache_root(given: str | Path | None = None) -> Path | None:
-    """Return the folder for everything cached, or None where there can be none; a warning says why.
+    """Return the cache folder: ``given``, ``$LIGHTNING_GNN_CACHE`` or the user's; None, with a warning, without one.
 
-    It is ``given``, ``$LIGHTNING_GNN_CACHE`` or the user's cache folder. One that others own or may write to is never
-    used, since they could plant what is loaded: then it is the user's cache folder.
+    A folder that others own or may write to is never used, since they could plant what is loaded.
     """
     default = user_cache_path("lightning-gnn", appauthor=False)
     for chosen in (given or os.environ.get("LIGHTNING_GNN_CACHE") or default, default):
@@ -108,11 +107,10 @@ def kept(
     given: str | Path | None = None,
     replace: bool = False,
 ) -> T | None:
-    """Return what ``read`` finds in an entry, which one of several processes makes first unless it is there and whole.
+    """Return what ``read`` finds in an entry, which ``make`` fills first if it is missing or damaged; None: no folder.
 
-    ``make`` (None: nothing is made) writes files to an empty folder, again when the content of a file of ``sources``
-    changes, or to ``replace`` what is there. ``key`` is a :func:`checksum`, ``title`` names the content for the user,
-    ``given`` is the folder that the user chose for cached files. Returns None where nothing is kept.
+    One of several processes makes it, again when a file of ``sources`` changes, or to ``replace`` it. ``key`` is a
+    :func:`checksum`, ``title`` names the content for the user, ``given`` is the user's folder.
     """
     if (root := cache_root(given)) is None:
         return None

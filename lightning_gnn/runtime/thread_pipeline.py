@@ -31,11 +31,9 @@ def one_torch_thread() -> None:
 
 
 class Crew:
-    """Threads in groups, which take jobs as soon as there are any, until they are stopped or a job fails.
+    """Threads in groups, which take jobs until they are stopped, a job fails, or the owner of ``claim`` is dropped.
 
-    Threads that wait keep nothing alive, and end when the owner of ``claim`` is dropped. That method is called under
-    the lock with the numbers of a group and of a thread in it, and returns a job, or None to wait until the group is
-    woken; ``begin`` is called first in each thread.
+    ``claim`` is called under the lock with a group and a thread in it, and returns a job, or None to wait.
     """
 
     def __init__(
@@ -166,15 +164,10 @@ class Item:
 
 
 class StagePipeline:
-    """Take items through stages, in order, with at most a few of them in each.
+    """Take items through stages in order; a stage holds an item until the next one begins, so that a slow one blocks.
 
-    A stage holds an item until the next one begins with it: one that is slow keeps those before it from running ahead.
-    An exception in a step is raised by :meth:`take` of that item, with its own traceback.
-
-    Args:
-        bound: Items in a stage beyond those that its threads are busy with.
-        stall_timeout: Seconds without any progress after which :meth:`take` gives up.
-        patience: Seconds to wait for the threads' last jobs.
+    ``bound`` are items in a stage beyond its threads', ``stall_timeout`` the seconds without progress after which
+    :meth:`take` raises, ``patience`` those to wait for the last jobs.
     """
 
     def __init__(

@@ -1,11 +1,9 @@
 """Dynamic resource management of hybrid training (HyScale-GNN, section IV-A): algorithm 1, made to stand noise.
 
-The paper's lines 1 to 32 are :func:`find_remedy`. It leaves open how far to move, and what measured times are: here
-``balance_work`` goes all the way to where the last 20 measurements of each task (``estimates.py``) say that both sides
-take equally long, and threads move together with the work that they are for. What else is added was worth it in closed
-loops with noise and disturbances (``benchmarks/hyscale/resource_manager.py``): one move at a time, by what was measured
-after the last; a dead band that narrows as measurements become more; the other remedy where the paper's gains nothing;
-moved threads that bring nothing go back; CPU trainers that do not pay get no seeds.
+The paper's lines 1 to 32 are :func:`find_remedy`. It leaves open how far to move: here ``balance_work`` goes to where
+the last 20 measurements of each task say that both sides take equally long, and threads move with their work. Added, as
+``benchmarks/hyscale/resource_manager.py`` justifies: one move at a time; a dead band that narrows with time; the
+other remedy where the paper's gains nothing; moves back that gained nothing; no seeds for CPU trainers that do not pay.
 """
 
 from __future__ import annotations

@@ -89,11 +89,7 @@ class Lookahead:
 
 
 class LookaheadWindow:
-    """Samples an epoch's mini-batches ahead, and schedules the reads of tables on disk by them.
-
-    Several threads may ask for mini-batches, about in order. Where one reads all of them in turn, which rows are read
-    when follows from the mini-batches alone, never from time.
-    """
+    """Samples an epoch's mini-batches ahead, and schedules the reads of tables on disk by them; safe across threads."""
 
     def __init__(
         self,
