@@ -1,12 +1,14 @@
-"""Curves by matplotlib, as PNG; importing this file imports matplotlib, which is slow."""
+"""Curves by matplotlib, as PNG and SVG; importing this file imports matplotlib, which is slow."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib as mpl
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -15,6 +17,8 @@ from lightning_gnn.report.metrics import BOUNDED, NAMES, Metrics, number, tested
 from lightning_gnn.runtime.files import write_whole
 
 _STYLE = Path(__file__).parent / "templates/charts.mplstyle"
+_VARIABLES = {"#30343b": "--ink", "#dfe2e6": "--rule", "#3b6fb6": "--c0", "#c8701a": "--c1", "#3a8a5d": "--c2",
+              "#b8473d": "--c3", "#7a5bb0": "--c4", "#8a8f98": "--c5"}  # fmt: skip
 _NAMED = 6  # lines that a legend names; more would cover the chart
 Points = Sequence[tuple[float, float]]
 
@@ -37,8 +41,16 @@ def panel_of(metrics: Metrics, epochs: Sequence[Mapping[str, float]], kind: str)
     return Panel(kind, lines, {} if score is None or kind == "loss" else {f"test, {tested(metrics)}": score})
 
 
-def draw(panels: Sequence[Panel], title: str = "") -> bytes:
-    """Return a PNG of panels, two in a row; points that are not finite are left out."""
+def inline_svg(panels: Sequence[Panel], label: str) -> Markup:
+    """Return panels as an element of a page, in the page's colors; ``label`` is for screen readers."""
+    text = draw(panels, image_format="svg").decode()
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub("#[0-9a-f]{6}", lambda color: f"var({_VARIABLES.get(color[0], '--ink')})", text)
+    return Markup('<svg role="img" aria-label="{}"').format(label) + Markup(text[text.index("<svg") + 4 :])
+
+
+def draw(panels: Sequence[Panel], title: str = "", image_format: str = "png") -> bytes:
+    """Return a picture of panels, two in a row; points that are not finite are left out."""
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
     with mpl.rc_context(fname=_STYLE):
@@ -49,7 +61,7 @@ def draw(panels: Sequence[Panel], title: str = "") -> bytes:
             name = NAMES.get(panel.kind, panel.kind)
             _draw_panel(figure.add_subplot(rows, columns, place, title=name[:1].upper() + name[1:]), panel)
         image = BytesIO()
-        figure.savefig(image, format="png", dpi=130, facecolor="white")
+        figure.savefig(image, format=image_format, dpi=130, facecolor="none" if image_format == "svg" else "white")
     return image.getvalue()
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -32,7 +31,7 @@ def write_run_page(folder: str | Path) -> Path:
 
         kinds = [name.removeprefix("val_") for name in epochs[-1] if name.startswith("val_")]
         panels = [charts.panel_of(run.metrics, epochs, kind) for kind in dict.fromkeys(["loss", *kinds])]
-        curves = b64encode(charts.draw(panels)).decode()
+        curves = charts.inline_svg(panels, "loss and scores over the epochs")
     return _write(
         run.folder / "report.html", "run", run.metrics.get("title") or run.command, run=run, curves=curves,
         scores=figures.score_rows(run.metrics), speeds=figures.speed_rows(run.metrics),
@@ -55,7 +54,7 @@ def write_runs_page(
             given = ", ".join(f"{key}={_setting(row[key])}" for key in settings if row.get(key))
             epochs = read_curves(runs[row["job"]].folder) if row["job"] in runs else []
             lines[f"{run_name(row['job'])}: {given}"] = charts.panel_of({}, epochs, kind).lines["validation"]
-        curves = b64encode(charts.draw([charts.Panel(kind, lines, {})])).decode()
+        curves = charts.inline_svg([charts.Panel(kind, lines, {})], f"{score} of the runs over the epochs")
     repeated = [row for row in ok if row.get("runs", 1) > 1 and f"{score}_mean" in row]
     groups = {tuple(row.get(key) for key in keys): row for row in repeated}.values()
     pages = {name: run.folder / "report.html" for name, run in runs.items()}

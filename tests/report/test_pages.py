@@ -75,7 +75,7 @@ def test_the_page_of_a_run_holds_everything(ran):
     assert figures["advice"] in page.text("p")
     curves = read_curves(folder)
     assert len(curves) == 2
-    assert [image["alt"] for image in page.all("img")] == ["loss and scores over the epochs"]
+    assert [image["aria-label"] for image in page.all("svg")] == ["loss and scores over the epochs"]
     assert {row["epoch"] for row in csv.DictReader((folder / "curves.csv").open())} == {"0", "1"}
 
 
@@ -184,7 +184,7 @@ def test_a_sweep(tmp_path, capfd):
     assert lgnn(folder, "-m", *FAST, "model.dropout=2,3") == 1
     failed = page_of(folder)
     assert failed.text("span").count("dropout is a probability in [0, 1)") == 2
-    assert not failed.all("img")
+    assert not failed.all("svg")
     shutil.rmtree(folder)
     assert lgnn(folder, "-m", *FAST, "model=gcn,sage", "seed=1,2", "model.hidden_channels=8") == 0
     page, rows = page_of(folder), compare(folder)
@@ -193,7 +193,7 @@ def test_a_sweep(tmp_path, capfd):
         assert f"{row['test_acc']:.2%}" in cells
     assert f"{rows[0]['test_acc_mean']:.2%}" in cells
     assert [link["href"] for link in page.all("a")] == [f"{job}/report.html" for job in range(4)]
-    assert [image["alt"] for image in page.all("img")] == ["test_acc of the runs over the epochs"]
+    assert [image["aria-label"] for image in page.all("svg")] == ["test_acc of the runs over the epochs"]
     command = shlex.split(page.text("pre").splitlines()[1])
     assert command[:2] == ["lgnn", "-m"]
     assert {"model=gcn,sage", "seed=1,2", *NODE} <= {*command}
