@@ -37,8 +37,7 @@ def locality_aware_partition(graph: CSCGraph, num_chunks: int) -> tuple[Tensor, 
         int64 ``[k + 1]``.
 
     Raises:
-        TypeError: ``graph`` is no CSCGraph.
-        ValueError: ``num_chunks`` is out of range, from 1 to V.
+        TypeError, ValueError: ``graph`` is not a CSCGraph, or ``num_chunks`` is not from 1 to V.
     """
     if not isinstance(graph, CSCGraph):
         raise TypeError(f"graph must be a CSCGraph, but is {type(graph).__name__}")

@@ -183,8 +183,7 @@ def ogbn(
         trust: As for :func:`planetoid`, as what is returned and raised, also of ``split/*/*.pt``.
 
     Raises:
-        FileNotFoundError: The files of ogbn-papers100M are missing, or the folder is read-only.
-        ImportError: The ``ogb`` package is missing, or DuckDB for ogbn-papers100M.
+        FileNotFoundError, ImportError: Files of ogbn-papers100M, ``ogb``, or DuckDB for ogbn-papers100M are missing.
     """
     if name not in _OGBN:
         raise ValueError(f"name={name!r} is not supported; use one of {', '.join(_OGBN)}")

@@ -36,11 +36,9 @@ def planted_power_law(
     90 %; label noise bounds any model at 93 %.
 
     Args:
-        num_nodes: Number of nodes ``V``, at least 2.
+        num_nodes, num_classes, num_features: ``V``, at least 2; ``C`` equally large communities; ``F``, at least 1.
         num_edges: Number of directed edges ``E``, rounded down to an even number; both directions of each undirected
             edge are stored. At most half of all ``V * (V - 1)`` ordered pairs.
-        num_classes: Number of equally large communities ``C``, from 1 to ``num_nodes``.
-        num_features: Feature width ``F``, at least 1.
         seed: Of the bits, which are the same with the same NumPy on the same kind of machine.
         homophily: Probability that an edge is drawn inside one community; the others ignore communities.
         feature_noise: Standard deviation, per feature, of the noise around the unit-length mean of a community.
@@ -93,8 +91,7 @@ def power_law_graph(
     the whole id range. Self loops and multi-edges are kept.
 
     Args:
-        num_nodes: Number of nodes ``V``, at least 2.
-        num_edges: Number of directed edges ``E``, at least 0.
+        num_nodes, num_edges: ``V``, at least 2, and ``E``, at least 0.
         exponent: Power-law exponent of the expected degrees, above 2; nearer 2 is more skewed.
         seed: As for :func:`planted_power_law`.
 

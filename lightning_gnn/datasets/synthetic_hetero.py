@@ -35,8 +35,7 @@ def planted_papers(
 
     Args:
         num_papers, num_authors, num_topics: Nodes of each type.
-        num_classes: Communities.
-        num_features: Features of each node.
+        num_classes, num_features: Communities, and features of each node.
         citations, authors, topics: How many of them a paper has.
         homophily: Probability that the other end of an edge is drawn from the same community, else from all nodes.
         feature_noise, label_noise, split, labels, seed: As for
@@ -82,8 +81,7 @@ def planted_ratings(
 
     Args:
         num_users, num_items, num_ratings: Nodes of each type, and edges.
-        num_classes: Communities.
-        num_features: Features of each user and item.
+        num_classes, num_features: Communities, and features of each node.
         homophily: Probability that an item is drawn from the user's community, else from all.
         feature_noise, seed: As for :func:`~lightning_gnn.datasets.synthetic.planted_power_law`.
 

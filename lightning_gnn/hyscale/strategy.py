@@ -90,8 +90,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
             ``start_method`` (not ``"fork"``), and such.
 
     Raises:
-        ValueError: An option is out of range.
-        TypeError: An option is unknown.
+        TypeError, ValueError: An option is unknown, or out of range.
 
     Examples:
         On a machine with a GPU, ``Trainer(strategy="hyscale")`` trains on it and on the CPU. Here the CPU trains alone:

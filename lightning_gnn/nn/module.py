@@ -41,8 +41,7 @@ class GNNModule(pl.LightningModule):
         embeddings: Rows that are trained, for types of nodes without features.
 
     Raises:
-        TypeError: ``model`` is no module, or ``embeddings`` are no ``TypeEmbeddings``.
-        ValueError: ``lr`` is not positive.
+        TypeError, ValueError: ``model`` is not a module, ``embeddings`` not ``TypeEmbeddings``, or ``lr`` not positive.
     """
 
     def __init__(

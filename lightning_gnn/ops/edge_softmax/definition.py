@@ -31,8 +31,7 @@ def edge_softmax(
         Weights ``[E, H]`` in the graph's forward order, as :func:`~lightning_gnn.ops.aggregate` takes them.
 
     Raises:
-        TypeError: The scores are not floating, or of two dtypes.
-        ValueError: A shape or a device does not fit the graph, or ``backend`` is unknown.
+        TypeError, ValueError: Dtypes, a shape or a device do not fit the graph, or ``backend`` is unknown.
 
     Examples:
         >>> import torch

@@ -98,8 +98,7 @@ def sample_neighbors(
 
     Raises:
         TypeError: Seeds that are no integer tensor, or fanouts, a key or a position that are no integers.
-        IndexError: A seed outside ``[0, num_nodes)``.
-        ValueError: A value out of range, times of seeds or of edges alone, or options that exclude each other.
+        IndexError, ValueError: A seed or a value out of range, times of seeds or edges alone, or options that clash.
 
     Examples:
         >>> import torch
