@@ -6,7 +6,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MOST_LINES = {
-    "(top)": 600,
+    "(top)": 550,
     "accelerators": 300,
     "ascend_ops": 850,
     "benchmarks": 8900,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "report": 800,
     "runtime": 1950,
     "sampling": 900,
-    "tests": 42050,
+    "tests": 42000,
     "triton_kernels": 3750,
 }
 """By room, rounded up to 50 lines. Lower a number when a room has shrunk; raise one together with the reason."""

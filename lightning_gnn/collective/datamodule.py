@@ -45,8 +45,8 @@ class _PreparedTogether(PlacedOnGPU):
         gpu_buffer_size = whole_number(gpu_buffer_size, "gpu_buffer_size", 1)
         profile_batches = whole_number(profile_batches, "profile_batches", 1)
         num_workers = None if num_workers is None else whole_number(num_workers, "num_workers", 0)
-        for name in ("cache_plan", "replan"):  # configurations that earlier releases saved have them
-            if kwargs.pop(name, None):
+        for name in {"cache_plan", "replan"} & {*kwargs}:  # configurations that earlier releases saved have them
+            if kwargs.pop(name):
                 rank_zero_warn(f"{removed(f'datamodule.{name}')}")
         if gpu_route not in ROUTES:
             raise ValueError(f"gpu_route={gpu_route!r} is unknown; use one of {', '.join(ROUTES)}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import BaseSampler, NegativeSampling
-from torch_geometric.typing import EdgeType, InputEdges
+from torch_geometric.typing import EdgeType
 from typing_extensions import Unpack, override
 
 from lightning_gnn.datamodules.base import Loader, MiniBatchDataModule
@@ -80,16 +80,16 @@ class LinkDataModule(MiniBatchDataModule):
     def __init__(
         self,
         data: Data | HeteroData,
-        input_train_edges: InputEdges = None,
+        input_train_edges: Any = None,
         input_train_labels: Tensor | None = None,
         input_train_time: Tensor | None = None,
-        input_val_edges: InputEdges = None,
+        input_val_edges: Any = None,
         input_val_labels: Tensor | None = None,
         input_val_time: Tensor | None = None,
-        input_test_edges: InputEdges = None,
+        input_test_edges: Any = None,
         input_test_labels: Tensor | None = None,
         input_test_time: Tensor | None = None,
-        input_pred_edges: InputEdges = None,
+        input_pred_edges: Any = None,
         input_pred_labels: Tensor | None = None,
         input_pred_time: Tensor | None = None,
         *,

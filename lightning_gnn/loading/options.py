@@ -45,7 +45,7 @@ _REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
 class LoaderOptions(TypedDict, total=False):
     """The keywords that DataModules hand on to their sampler and loaders, for tools that read signatures."""
 
-    sampler: str | Iterable[int]
+    sampler: Any  # a name or a sampler; LightningCLI gives a class_path
     shuffle: bool | None
     drop_last: bool
     batch_sampler: Iterable[Positions]

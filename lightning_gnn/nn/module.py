@@ -83,7 +83,7 @@ class GNNModule(pl.LightningModule):
 
         Raises:
             TypeError: the batch holds a compressed graph, and the model has layers that need an ``edge_index`` tensor;
-                ``x`` is float64, and the weights are not.
+                ``x`` is of another dtype than the weights.
             ValueError: the batch has no ``x`` or no ``edge_index``.
         """
         try:
@@ -91,12 +91,11 @@ class GNNModule(pl.LightningModule):
         except (RuntimeError, TypeError) as error:
             found = {store.x.dtype for store in batch.node_stores if store.get("x") is not None}
             weights = {value.dtype for value in self.model.parameters()}
-            if "type" not in str(error) or torch.float64 not in found - weights:
+            others = sorted(found - weights, key=str)
+            if "type" not in str(error) or not others:
                 raise
-            raise TypeError(
-                "x is torch.float64, but the model's weights are not: use x.to(torch.float32) or "
-                "Trainer(precision='64-true')"
-            ) from error
+            fix = "x.to(torch.float32) or, for torch.float64, Trainer(precision='64-true')"
+            raise TypeError(f"x is {others[0]}, but the model's weights are not: use {fix}") from error
 
     def _forward_nodes(self, batch: Data) -> Tensor:
         """Return the model's rows of a graph of one type."""

@@ -161,8 +161,8 @@ def test_heads_without_weights_are_refused_where_they_would_be_read():
         aggregate_ascend_twin.aggregate_chunks(chunks.tensors(), 40, torch.ones(40, 2, 16), None, "sum", *cut)
 
 
-def test_conversion_is_said_once(monkeypatch):
-    monkeypatch.setattr(aggregate_ascend_twin, "_said", False)
+def test_conversion_is_said_once():
+    aggregate_ascend_twin.say_converted.cache_clear()
     graph = random_graph(8, 20, 60)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -83,7 +83,7 @@ TRAINED = [
 ]
 REFUSED = [
     ("bare", "follows", "task=node", "the graph has no labels y; use one with labels, or task=link"),
-    ("numbers", "follows", "task=node", "class numbers: 0, 1, 2, …; for other numbers give task=regression"),
+    ("numbers", "follows", "task=node", "labels are class numbers; for other numbers give task=regression"),
     ("bare", "follows", "task=recommend", "this one is homogeneous; use task=link, or convert tables by type"),
     ("bare", "rates", "task=link", "task.target=None is not one type of the edges that can be predicted; give one of "
      "user__follows__user, user__rates__item"),

@@ -61,7 +61,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_plans_that_were_cut(tmp_path):
     times = StageTimes(Duration(0.08, 0.004), Duration(0.002), Duration(0.004), Duration(0.003), Duration(0.005), 8)
     epochs = {"collective": 1.0, "cpu": 3.0}
-    path, plan = tmp_path / "plan.yaml", CollectivePlan("collective", 8, 3, 100, 2.5, times, epochs, 4, "here", "this")
+    path, plan = tmp_path / "plan.yaml", CollectivePlan("collective", 8, 3, 100, 2.5, times, epochs, 4)
     plan.save(path)
     assert CollectivePlan.load(path) == plan
     whole = path.read_text()

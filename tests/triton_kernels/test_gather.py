@@ -177,8 +177,6 @@ def test_cuda_arguments_are_checked():
         gather_cuda(Gather(table.to("meta"), index, out))
     with pytest.raises(ValueError, match="must lie together"):
         gather_cuda(Gather(torch.randn(2, 5).t(), index, out))
-    with pytest.raises(ValueError, match="only one of them is given"):
-        gather_cuda(Gather(table, index, out, None, torch.zeros(5, dtype=torch.int32)))
 
 
 @pytest.mark.slow
