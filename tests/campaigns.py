@@ -1,8 +1,8 @@
 """Campaigns: tests of so many examples that a run takes one slice of them; all slices together are everything.
 
 ``make test`` takes the slice that the commit's hash chooses, ``make test-all`` takes all. ``@pytest.mark.campaign`` on
-a parametrised test cuts its cases, of which each slice takes one at least. What is marked slow is cut by itself, and a
-slice may take none of it: one without cases is in one slice of the eight.
+a parametrized test cuts its cases, of which each slice takes one at least. What is marked slow is cut by itself, and a
+slice may take none of it: one without cases is in one slice of the ten.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zlib import crc32
 import hypothesis
 import pytest
 
-SLICES = 8
+SLICES = 10
 T = TypeVar("T")
 _PLACE = pytest.StashKey[tuple[int, int, int]]()
 """Place among the cases, how many there are, and a number of the test."""
@@ -35,7 +35,7 @@ def campaign(test):
 
 
 def place_cases(items):
-    """Give the cases of one parametrised test their places among each other, in which neighbours are not alike."""
+    """Give the cases of one parametrized test their places among each other, in an order without runs of similar cases."""
     mixed = sorted(items, key=lambda item: crc32(item.name.encode()))
     for place, item in enumerate(mixed):
         item.stash[_PLACE] = place, len(mixed), crc32(item.nodeid.partition("[")[0].encode())
@@ -59,7 +59,7 @@ def cases_of(session, test):
 
 
 def one_slice(cases, number):
-    """Return a slice's share of the cases: every eighth, as neighbours are alike."""
+    """Return a slice's share of the cases: every tenth, as neighbors resemble each other."""
     return cases[number::SLICES]
 
 
