@@ -35,7 +35,7 @@ def campaign(test):
 
 
 def place_cases(items):
-    """Give the cases of one parametrized test their places among each other, in an order without runs of similar cases."""
+    """Give the cases of one parametrized test their places, in an order without runs of similar cases."""
     mixed = sorted(items, key=lambda item: crc32(item.name.encode()))
     for place, item in enumerate(mixed):
         item.stash[_PLACE] = place, len(mixed), crc32(item.nodeid.partition("[")[0].encode())
