@@ -94,8 +94,9 @@ class GNNModule(pl.LightningModule):
             others = sorted(found - weights, key=str)
             if "type" not in str(error) or not others:
                 raise
-            fix = "x.to(torch.float32) or, for torch.float64, Trainer(precision='64-true')"
-            raise TypeError(f"x is {others[0]}, but the model's weights are not: use {fix}") from error
+            fix = " or Trainer(precision='64-true')" if others[0] == torch.float64 else ""
+            what = f"x is {others[0]}, but the model's weights are not: use x.to(torch.float32){fix}"
+            raise TypeError(what) from error
 
     def _forward_nodes(self, batch: Data) -> Tensor:
         """Return the model's rows of a graph of one type."""
