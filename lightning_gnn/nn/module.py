@@ -90,9 +90,9 @@ class GNNModule(pl.LightningModule):
             return self._forward_types(batch) if isinstance(batch, HeteroData) else self._forward_nodes(batch)
         except (RuntimeError, TypeError) as error:
             found = {store.x.dtype for store in batch.node_stores if store.get("x") is not None}
-            weights = {value.dtype for value in self.model.parameters()}
+            weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
             others = sorted(found - weights, key=str)
-            if "type" not in str(error) or not others:
+            if "type" not in str(error) or not others or len(weights) != 1:
                 raise
             fix = " or Trainer(precision='64-true')" if others[0] == torch.float64 else ""
             what = f"x is {others[0]}, but the model's weights are not: use x.to(torch.float32){fix}"
