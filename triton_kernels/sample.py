@@ -398,7 +398,7 @@ class Batch:
         self.fetched = s.fetch(self.sizes[: self.num_sizes])
 
     def describe(self, words: Any) -> None:
-        """Add to what the kernel is told, int64 ``[hops.CONTROL_SIZE]``."""
+        """Add to the kernel's control words, int64 ``[hops.CONTROL_SIZE]``."""
 
     def launch(self) -> None:
         """Launch what samples into the scratch memory."""

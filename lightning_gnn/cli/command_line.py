@@ -166,7 +166,7 @@ def _compose_once(config_name: str, typed: argparse.Namespace) -> Rebuilt:
 
 
 def _gone(overrides: Sequence[str]) -> str | None:
-    """Return what replaces an option of an earlier release that was typed; None where there is none."""
+    """Return what replaces an option of an earlier release that was typed, or None."""
     for item in overrides:
         key = item.lstrip("+~").partition("=")[0]
         for name in REMOVED:

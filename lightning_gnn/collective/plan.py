@@ -82,7 +82,7 @@ class CollectivePlan:
         rounds: How many plans it was chosen from.
 
     Raises:
-        TypeError, ValueError: A field is none of a plan's: the message names it.
+        TypeError, ValueError: An unknown field, which the message names.
     """
 
     mode: Mode

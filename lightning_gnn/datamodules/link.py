@@ -58,7 +58,7 @@ class LinkDataModule(MiniBatchDataModule):
             :data:`~lightning_gnn.loading.options.WITHOUT_EFFECT`.
 
     Raises:
-        TypeError, ValueError: The graph is none of PyG's, edges or labels do not fit it, there are no training edges,
+        TypeError, ValueError: The graph is not PyG's, edges or labels do not fit it, there are no training edges,
             features hold NaN, or an option is unknown or has a value that cannot work.
 
     Examples:

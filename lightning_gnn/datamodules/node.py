@@ -51,7 +51,7 @@ class NeighborDataModule(MiniBatchDataModule):
             :data:`~lightning_gnn.loading.options.WITHOUT_EFFECT`.
 
     Raises:
-        TypeError, ValueError: The graph is none of PyG's, seeds do not fit it, the training split is empty, features
+        TypeError, ValueError: The graph is not PyG's, seeds do not fit it, the training split is empty, features
             hold NaN, or an option is unknown or has a value that cannot work.
 
     Examples:

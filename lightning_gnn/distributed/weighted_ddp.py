@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     """DDP whose gradients are those of the undivided mini-batch, of which each rank has a share."""
 
-    # DDP's wrapper would average the gradients of unequal shares evenly, so there is none: each loss is multiplied by
+    # DDP's wrapper would average the gradients of unequal shares evenly, so it is not used: each loss is multiplied by
     # its share, or by what the returned weights make of it, and gradients are summed in one message, which carries all
     # that ranks must know of the step. A rank that is alone trains as under a plain Trainer.
 

@@ -44,7 +44,7 @@ class DiskFeatures:
         memory: Bytes that all of this takes, such as ``"2GB"``: 12 bytes per row of the file, buffers, and the cache.
 
     Raises:
-        OSError: There is no such file, or it cannot be read.
+        OSError: The file is missing or cannot be read.
         TypeError, ValueError: It is no table of features, or the memory does not suffice.
 
     Examples:

@@ -185,7 +185,7 @@ class FeatureTable:
         """Read what :meth:`save` wrote; with ``mmap`` the rows stay on disk until they are gathered.
 
         Raises:
-            OSError, MemoryError: There is no such file, or it cannot be read.
+            OSError, MemoryError: The file is missing or cannot be read.
             TypeError, ValueError: The file holds no features, or is truncated.
         """
         path = Path(path)

@@ -144,7 +144,7 @@ class Ownership:
 
 def share_rows(num_rows: int, num_ranks: int, splits: Mapping[str, Tensor]) -> Ownership:
     """Share rows out to ranks, those of each split evenly, as if they were dealt like cards."""
-    # Every rank has some of each split: a loss over none is no number. A mask, bool [V], that marks nothing does not
+    # Every rank has some of each split: a loss over no nodes is NaN. A mask, bool [V], that marks nothing does not
     # count.
     # Give each combination of splits a number of its own, so that rows can be sorted by it.
     kind: np.ndarray = np.zeros(num_rows, np.int64)

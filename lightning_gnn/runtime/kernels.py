@@ -59,7 +59,7 @@ def _remove(folder: str, owner: int) -> None:
 
 
 class _Listener(event.Listener):
-    """Called by numba whenever it compiles what it has not found; says so once, if somebody reads it."""
+    """Called by numba when it compiles a kernel that is not cached; prints a line once, on a terminal."""
 
     def on_start(self, event: event.Event) -> None:
         global _count, _said

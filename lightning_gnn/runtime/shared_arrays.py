@@ -36,7 +36,7 @@ _OWN_MEMORY = (
 )  # fmt: skip
 """Modules whose threads write to no tensor of the user's: observers, progress bars, loggers."""
 Offer = tuple[int, int, tuple[int, int]] | str
-"""Process, descriptor, and device and inode of a file; or why there is none."""
+"""Process, descriptor, and device and inode of a file, or why it is missing."""
 _files: dict[int, int] = {}
 """Descriptors of the files that tensors of this process are mapped from, by where their memory begins."""
 

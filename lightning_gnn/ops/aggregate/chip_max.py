@@ -73,7 +73,7 @@ def _run(
     strange: Tensor,
     outputs: list[Tensor],
 ) -> None:
-    # The plan tells each core its range of entries and its panels of columns.
+    # The plan gives each core its range of entries and its panels of columns.
     heads, columns = _heads(x, weight)
     first, panels, widest = _panels(columns, entries.num_groups, heads, x.device)
     plan = torch.cat([first, entries.bounds, panels])

@@ -310,7 +310,7 @@ class _Softmax(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Computes a first derivative, of which there is none."""
+    """Computes a first derivative, which has no derivative itself."""
 
     @staticmethod
     def forward(ctx: Context, what: str, instead: str, compute: Callable[..., Any], *given: object) -> Any:
