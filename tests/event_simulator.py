@@ -122,7 +122,7 @@ class Simulator(TorchDispatchMode):
     def current_stream(self, device=None):
         return self.current[-1]
 
-    def used_on(self, tensor, stream):
+    def record_stream(self, tensor, stream):
         if isinstance(tensor, torch.Tensor) and (memory := self._of(tensor)) is not None:
             memory.recorded.add(stream.name)
         return tensor
@@ -184,7 +184,7 @@ class Simulator(TorchDispatchMode):
             return call
 
         with monkeypatch.context() as patch:
-            for name in ("new_stream", "current_stream", "used_on"):
+            for name in ("new_stream", "current_stream", "record_stream"):
                 patch.setattr(stream_prefetcher, name, getattr(self, name))
             patch.setattr(DeviceSampler, "current_stream", lambda sampler: self.current_stream())
             patch.setattr(interpreter.GridExecutor, "__call__", launched)

@@ -68,7 +68,7 @@ class DeviceSampler:
         self._stream: Any = None
         self._host_control = self.host_words(hops.CONTROL_SIZE)
         self._host_sizes = self.host_words(hops.SIZES_SIZE)
-        self._open: Pending | None = None
+        self._open: PendingLaunch | None = None
         self.share = 1.0  # of the GPU, how much a launch may fill; a part leaves room for training
 
     def host_words(self, size: int) -> Tensor:
@@ -126,23 +126,23 @@ class DeviceSampler:
         return torch.accelerator.current_stream(self.device) if self.device.type == "cuda" else None
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Have the scratch memory to oneself, once a mini-batch that was begun has left it, and launch."""
         with self._lock:
             if self._open is not None:
                 with self._open.stream or contextlib.nullcontext(), self.on_device():
-                    self._open.settle()
+                    self._open.flush()
             with self.on_device():
                 yield
 
-    def fetch(self, words: Tensor) -> Fetched:
+    def fetch(self, words: Tensor) -> AsyncHostCopy:
         """Send int64 words to host memory that the next call uses again; nobody waits."""
         if self._host_sizes.numel() < words.numel():
             self._host_sizes = self.host_words(2 * words.numel())
         host = self._host_sizes[: words.numel()]
         host.copy_(words, non_blocking=True)
         stream = self.current_stream()
-        return Fetched(host, None if stream is None else stream.record_event())
+        return AsyncHostCopy(host, None if stream is None else stream.record_event())
 
     def most_programs(self) -> int:
         """Return how many programs a launch has at most."""
@@ -226,18 +226,18 @@ class TritonNeighborSampler(DeviceSampler):
         first_tree: int = 0,  # position of the first seed in the whole mini-batch, not negative; matters if disjoint
     ) -> Sample:
         """Sample in-neighbors of the seeds, hop by hop, as :data:`Sample`."""
-        with self.turn():
+        with self.exclusive():
             self.share = 1.0
             batch = self.batch(seeds, fanouts, key, replace, disjoint, first_tree)
             batch.start()
             return batch.finish()[0]
 
-    def begin(self, batch: Batch, share: float = 1.0) -> Pending:
+    def begin(self, batch: Batch, share: float = 1.0) -> PendingLaunch:
         """Launch a batch on the current stream, and return before it has been sampled."""
-        with self.turn():
+        with self.exclusive():
             self.share = share
             batch.start()
-            self._open = Pending(self, batch)
+            self._open = PendingLaunch(self, batch)
             return self._open
 
     def batch(
@@ -259,7 +259,7 @@ class TritonNeighborSampler(DeviceSampler):
         return Batch(self, seeds, fanouts, key, replace, disjoint, first_tree)
 
 
-class Fetched(NamedTuple):
+class AsyncHostCopy(NamedTuple):
     """Words on their way to the host."""
 
     words: Tensor  # where they arrive, int64 [n]
@@ -276,7 +276,7 @@ class Fetched(NamedTuple):
         return [int(word) for word in self.words.tolist()]
 
 
-class Pending:
+class PendingLaunch:
     """Mini-batches that ``begin`` launched; they leave the scratch memory before the sampler's next ones."""
 
     def __init__(self, sampler: TritonNeighborSampler, batch: Batch) -> None:
@@ -291,12 +291,12 @@ class Pending:
     def end(self) -> list[Sample]:
         """Return what :meth:`TritonNeighborSampler.sample` does, of each, for use on the stream where it was begun."""
         if self._made is None:
-            with self._sampler.turn():
+            with self._sampler.exclusive():
                 pass
         assert self._made is not None
         return self._made
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Copy it out of the scratch memory; for who has the sampler's lock, on ``stream``."""
         self._sampler._open = None
         self._made = self._batch.finish()

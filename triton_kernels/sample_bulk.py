@@ -46,7 +46,7 @@ def sample_bulk(
         ]
     if len(seeds) < 2:
         return [sampler.sample(own, fanouts, key, replace) for own, key in zip(seeds, keys, strict=True)]
-    with sampler.turn():
+    with sampler.exclusive():
         sampler.share = 1.0
         bulk = joined(sampler, seeds, fanouts, keys, replace)
         bulk.start()

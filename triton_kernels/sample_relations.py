@@ -77,7 +77,7 @@ class TritonRelationSampler(DeviceSampler):  # type: ignore[misc]
         picking: Picking,
     ) -> RelationSample:
         """Sample in-neighbors of the seeds, hop by hop, in each of them edge type by edge type."""
-        with self.turn():
+        with self.exclusive():
             on_device = [ids.to(self.device) for ids in seeds]
             batch = RelationBatch(self, relations, on_device, list(starts), keys, picking)
             sizes = batch.run()

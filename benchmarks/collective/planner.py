@@ -26,9 +26,9 @@ from typing import Any, Protocol
 
 from benchmarks.collective.published import DualBuffer, published_plan
 from benchmarks.harness import machine, parse, publish
+from lightning_gnn.collective.batch_schedule import ScheduleAction
 from lightning_gnn.collective.dispatcher import Dispatcher
-from lightning_gnn.collective.plan import STAGES, CollectivePlan, Duration, StageTimes
-from lightning_gnn.collective.reorder_buffer import Step
+from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import drawn_durations
 
 SIZES = {"settings": (1000, 3), "processes": (2, 1), "judged": (6, 1), "hard": (16, 2)}
@@ -50,7 +50,7 @@ class Schedule(Protocol):
     def ready(self, number: int) -> object:
         """Take one that is finished."""
 
-    def next(self) -> Step:
+    def next(self) -> ScheduleAction:
         """Decide the training thread's next step."""
 
 
@@ -203,7 +203,7 @@ def contestants(setting: Setting, judge: range, hard: range) -> tuple[dict[str, 
     planning = time.process_time() - start
 
     def feedback(gbs: int, cbs: int) -> tuple[float, float, float]:
-        means = {stage: getattr(times, stage).mean for stage in STAGES}
+        means = {stage: getattr(times, stage).mean for stage in PREPARATION_STAGES}
         node = Node(DualBuffer(number, gbs, cbs, workers), workers, lambda stage, _: means[stage])
         seconds, flushes = node.makespan(), max(1, node.flushes)
         return seconds, node.cpu_lag / flushes, node.gpu_lag / flushes

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from math import floor
 
+from lightning_gnn.collective.batch_schedule import Route, ScheduleAction
 from lightning_gnn.collective.dispatcher import initial_ratio
 from lightning_gnn.collective.plan import StageTimes
-from lightning_gnn.collective.reorder_buffer import Route, Step
 
 Simulate = Callable[[int, int], tuple[float, float, float]]
 
@@ -55,7 +55,7 @@ class DualBuffer:
         """Whether the CPU could go on, if only its buffer had room."""
         return self._has_left() and not self._has_room()
 
-    def next(self) -> Step:
+    def next(self) -> ScheduleAction:
         """Decide the next step of the training thread."""
         if not self.gpu_buffer_size:
             return self._pipe()
@@ -68,33 +68,33 @@ class DualBuffer:
             self.phase = "blocking" if full else "filling"
             number = self._left.popleft()
             self.gpu_buffer.append((number, "gpu"))
-            return Step("batch", number, "gpu")
+            return ScheduleAction("batch", number, "gpu")
         if self._left and not full and (self._in_flight or self._may_claim()):
             self.phase = "blocking"
             return self._train()
         if self.cpu_buffer or self.gpu_buffer:
             self.phase, self._flushing = "flushing", deque(self.cpu_buffer)
             return self.next()
-        return Step("wait") if self._in_flight or self._may_claim() else Step("end")
+        return ScheduleAction("wait") if self._in_flight or self._may_claim() else ScheduleAction("end")
 
-    def _pipe(self) -> Step:
+    def _pipe(self) -> ScheduleAction:
         self.phase = "flushing"
         if len(self.gpu_buffer) < self.AHEAD and self.cpu_buffer:
             return self._transfer(self.cpu_buffer[0])
         if self.gpu_buffer:
             return self._train()
-        return Step("wait") if self._in_flight or self._left else Step("end")
+        return ScheduleAction("wait") if self._in_flight or self._left else ScheduleAction("end")
 
-    def _transfer(self, number: int) -> Step:
+    def _transfer(self, number: int) -> ScheduleAction:
         self._train_now = True
         self.cpu_buffer.remove(number)
         self.gpu_buffer.append((number, "cpu"))
-        return Step("transfer", number, "cpu")
+        return ScheduleAction("transfer", number, "cpu")
 
-    def _train(self) -> Step:
+    def _train(self) -> ScheduleAction:
         self._train_now = False
         number, route = self.gpu_buffer.popleft()
-        return Step("train", number, route)
+        return ScheduleAction("train", number, route)
 
     def _may_claim(self) -> bool:
         return self._has_left() and self._has_room()

@@ -21,9 +21,9 @@ from typing import Any
 import matplotlib
 
 from benchmarks.harness import Rows, measure
+from lightning_gnn.collective.batch_schedule import BatchSchedule
 from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
-from lightning_gnn.collective.reorder_buffer import ReorderBuffer
 from lightning_gnn.collective.simulate import drawn_durations
 from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
 
@@ -167,7 +167,7 @@ class SleepingMachine:
         return self.timeline
 
     @contextmanager
-    def _working(self, schedule: ReorderBuffer) -> Iterator[None]:
+    def _working(self, schedule: BatchSchedule) -> Iterator[None]:
         def work(lane: int) -> None:
             while True:
                 with self._workers:

@@ -28,7 +28,7 @@ from benchmarks.harness import machine, parse, publish
 from lightning_gnn import NeighborDataModule, PartitionedDataModule
 from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.partitioned import datamodule, partition_graph
-from lightning_gnn.partitioned.exchange import Exchange
+from lightning_gnn.partitioned.exchange import RankRPC
 from lightning_gnn.partitioned.folder import Partition
 from lightning_gnn.planning.cluster import Network, Prediction, Work, predict
 from lightning_gnn.planning.cluster_traffic import count_traffic
@@ -96,7 +96,7 @@ class Bucket:
                 time.sleep(wait)
 
 
-class LimitedExchange(Exchange):
+class LimitedExchange(RankRPC):
     """Ranks ask each other through a network of this case, and sleep before they ask for rows."""
 
     case: Case
@@ -139,7 +139,7 @@ def rank_main(rank: int, ranks: int, folder: str, sizes: dict[str, int], cases: 
     found = {}
     for name, case in cases.items():
         LimitedExchange.case = case
-        datamodule.Exchange = LimitedExchange  # type: ignore[misc]
+        datamodule.RankRPC = LimitedExchange  # type: ignore[misc]
         own = PartitionedDataModule(
             Path(folder) / "parts", num_neighbors=FANOUTS, batch_size=sizes["batch_size"], order=case.order,
             num_workers=case.workers, seed=0,

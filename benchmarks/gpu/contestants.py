@@ -141,7 +141,7 @@ class First:
 
     def places(self) -> dict[str, Callable[[int], float]]:
         """Edges and features where they may lie, read by the GPU or by the CPU."""
-        from lightning_gnn.features.hot_cache import hottest
+        from lightning_gnn.features.hot_cache import top_accessed
         from lightning_gnn.features.table import FeatureTable
 
         on_gpu = self.device.type == "cuda"
@@ -152,7 +152,7 @@ class First:
         node = self._by_cpu(0)[0]
         on_cpu, out = node.cpu(), torch.empty(node.numel(), self.features, device=self.device)
         staged = torch.empty(out.shape, pin_memory=on_gpu)
-        quarter = host.cached(hottest(self.host.out_degrees, self.nodes // 4), self.device)
+        quarter = host.cached(top_accessed(self.host.out_degrees, self.nodes // 4), self.device)
 
         def by_the_cpu() -> None:
             out.copy_(torch.index_select(values, 0, on_cpu, out=staged), non_blocking=True)

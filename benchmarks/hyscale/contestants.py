@@ -235,7 +235,7 @@ def described(
     loader = datamodule.trainer.train_dataloader
     times = loader.times
     workload, sampled_per_s = first_mapping.describe_workload(loader, module, spec["batch_size"])
-    platform = first_mapping.measure_platform(first_mapping.Trainers.of(1, [torch.device("cpu")]), sampled_per_s)
+    platform = first_mapping.measure_platform(first_mapping.TrainerSet.of(1, [torch.device("cpu")]), sampled_per_s)
     return {
         "stages": {
             "sample_cpu": times.sampling_s / times.batches,

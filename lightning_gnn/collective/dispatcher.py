@@ -8,7 +8,7 @@ from itertools import product
 from math import ceil, inf, isfinite, sqrt
 from statistics import fmean, pstdev
 
-from lightning_gnn.collective.plan import STAGES, CollectivePlan, StageTimes
+from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan, StageTimes
 from lightning_gnn.collective.simulate import Durations, drawn_durations, makespan, simulate_dual_buffer
 
 SIMULATED_BATCHES = 400  # of a longer epoch only so many are simulated: the others would go on like them
@@ -65,7 +65,7 @@ class Dispatcher:
         self.gpu_buffer_size = gpu_buffer_size
         self.num_batches = num_batches
         self._simulated = min(num_batches, SIMULATED_BATCHES)
-        self._varies = any(getattr(times, stage).spread for stage in STAGES)
+        self._varies = any(getattr(times, stage).spread for stage in PREPARATION_STAGES)
         self._drawn: dict[int, Durations] = {}
 
     def plan(self) -> CollectivePlan:

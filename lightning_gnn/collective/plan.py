@@ -13,14 +13,14 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from lightning_gnn.collective.reorder_buffer import ReorderBuffer
+from lightning_gnn.collective.batch_schedule import BatchSchedule
 from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
 from lightning_gnn.runtime.messages import aligned, removed
 
 Mode = Literal["collective", "cpu", "gpu"]
 _BEGIN = "# Plan of collective batching. It is complete where it ends with the line '...'.\n"
 _END = "..."  # the end of a document in YAML
-STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
+PREPARATION_STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
 _REMOVED = {"cover", "backup", "begin", "machine", "configuration"}  # fields of earlier releases, which are read over
 
 
@@ -120,24 +120,24 @@ class CollectivePlan:
 
     @property
     def buffers(self) -> tuple[int, int]:
-        """``gbs`` and ``cbs`` as :class:`~lightning_gnn.collective.ReorderBuffer` takes them."""
+        """``gbs`` and ``cbs`` as :class:`~lightning_gnn.collective.BatchSchedule` takes them."""
         if self.mode == "collective":
             return self.gpu_buffer_size, self.cpu_buffer_size
         if self.mode == "gpu":
             return 1, 0
         # A place for each CPU worker, and those brought over ahead: with one, no transfer would run beside training.
-        return 0, max(self.cpu_buffer_size, self.times.cpu_workers if self.times else 1, ReorderBuffer.AHEAD)
+        return 0, max(self.cpu_buffer_size, self.times.cpu_workers if self.times else 1, BatchSchedule.AHEAD)
 
     @property
     def ahead(self) -> int:
-        """How far ahead of training the CPU begins, as :class:`~lightning_gnn.collective.ReorderBuffer` takes it."""
+        """How far ahead of training the CPU begins, as :class:`~lightning_gnn.collective.BatchSchedule` takes it."""
         if self.mode != "collective":
             return 0
         return self.gpu_buffer_size + self.cpu_buffer_size if self.lead is None else self.lead
 
-    def schedule(self, num_batches: int, cpu_workers: int) -> ReorderBuffer:
+    def schedule(self, num_batches: int, cpu_workers: int) -> BatchSchedule:
         """Return what decides by this plan in an epoch."""
-        return ReorderBuffer(num_batches, *self.buffers, cpu_workers, self.ahead, self.row)
+        return BatchSchedule(num_batches, *self.buffers, cpu_workers, self.ahead, self.row)
 
     @property
     def cpu_share(self) -> float:
@@ -162,7 +162,7 @@ class CollectivePlan:
         # The first table lists the measured stages that the plan rests on.
         if self.times is not None:
             rows = [["stage", "mean", "spread"]]
-            for name in STAGES:
+            for name in PREPARATION_STAGES:
                 duration: Duration = getattr(self.times, name)
                 rows.append([name, f"{1e3 * duration.mean:.3g} ms", f"{1e3 * duration.spread:.2g} ms"])
             workers = self.times.cpu_workers
@@ -231,8 +231,8 @@ def _plain(value: object) -> object:
 
 
 def _stage_times(state: object) -> StageTimes:
-    state = _fields(state, {*STAGES, "cpu_workers"}, set(STAGES), "times")
-    for name in STAGES:
+    state = _fields(state, {*PREPARATION_STAGES, "cpu_workers"}, set(PREPARATION_STAGES), "times")
+    for name in PREPARATION_STAGES:
         numbers = state[name] if isinstance(state[name], dict) else {"mean": state[name]}
         try:
             state[name] = Duration(**_fields(numbers, {"mean", "spread"}, {"mean"}, "a stage"))

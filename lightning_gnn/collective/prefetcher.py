@@ -10,11 +10,11 @@ from contextlib import suppress
 import torch
 from pytorch_lightning.utilities import rank_zero_warn
 
+from lightning_gnn.collective.batch_schedule import BatchSchedule, Sizes
 from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.plan import CollectivePlan, StageTimes
 from lightning_gnn.collective.profile import Profiler
-from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Sizes
-from lightning_gnn.collective.routes import DeviceBatch, DeviceRoutes, HostRing, HostRoute
+from lightning_gnn.collective.routes import DeviceBatch, DeviceRoutes, HostRoute, PinnedBufferRing
 from lightning_gnn.collective.workers import Workers
 from lightning_gnn.loading.batch import PreparedBatch
 from lightning_gnn.loading.loaders import PipelineLoader
@@ -68,7 +68,7 @@ class CollectiveBatching:
         """A plan that is being made."""
         # Host buffers are needed only if mini-batches move to another device.
         moves = route is not None or self.device.type != "cpu"
-        self.ring = HostRing(self.device) if moves else None
+        self.ring = PinnedBufferRing(self.device) if moves else None
         self.routes = DeviceRoutes(self.device, self.ring)
         self._current: weakref.ReferenceType[CollectivePrefetcher] | None = None
 
@@ -222,7 +222,7 @@ class CollectivePrefetcher(Prefetcher):
             self._torch_threads = torch.get_num_threads()
             torch.set_num_threads(batching.torch_threads)
         sizes = self._sizes()
-        schedule = ReorderBuffer(self._num_batches, *sizes, first=first)
+        schedule = BatchSchedule(self._num_batches, *sizes, first=first)
         if batching.route is None:  # rows on disk are read in the best order, unless the device prepares a part
             tasks, after = loader.tasks(epoch, first), loader.next_epoch_tasks(epoch)
             self._window = loader.lookahead.begin(tasks, first, after)

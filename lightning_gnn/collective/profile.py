@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import fmean, median, pstdev
 
-from lightning_gnn.collective.plan import STAGES, Duration, StageTimes
+from lightning_gnn.collective.plan import PREPARATION_STAGES, Duration, StageTimes
 from lightning_gnn.runtime.timeline import Timestamp, is_reached, seconds_between
 
 _OUTLIER = 3.0  # what takes so many times the median was something else as well: compiling, a validation, a checkpoint
@@ -29,7 +29,7 @@ class Profiler:
         self.epochs = 0
         """Epochs that have begun while measuring."""
         kept = max(_RECENT, 2 * (num_measurements + warm_up + cpu_workers))
-        self._seconds: dict[str, deque[float]] = {stage: deque(maxlen=kept) for stage in STAGES}
+        self._seconds: dict[str, deque[float]] = {stage: deque(maxlen=kept) for stage in PREPARATION_STAGES}
         self._queued: deque[tuple[str, Timestamp, Timestamp]] = deque()
 
     def add(self, stage: str, start: Timestamp, end: Timestamp) -> None:
@@ -48,13 +48,13 @@ class Profiler:
     def enough(self) -> bool:
         """Whether to plan now: all has been measured, or one epoch is over and something of each stage is known."""
         least = self.num_measurements if self.epochs <= 1 else min(_LEAST, self.num_measurements)
-        return all(self.count(stage) >= least for stage in STAGES)
+        return all(self.count(stage) >= least for stage in PREPARATION_STAGES)
 
     def stage_times(self) -> StageTimes | None:
         """Return means and spreads; None as long as some stage has not been measured at all."""
-        if not all(map(self.count, STAGES)):
+        if not all(map(self.count, PREPARATION_STAGES)):
             return None
-        return StageTimes(**{stage: self.duration(stage) for stage in STAGES}, cpu_workers=self.cpu_workers)
+        return StageTimes(**{stage: self.duration(stage) for stage in PREPARATION_STAGES}, cpu_workers=self.cpu_workers)
 
     def count(self, stage: str) -> int:
         """Return how many durations of a stage count."""

@@ -27,14 +27,14 @@ from lightning_gnn.loading.collate import Allocator
 from lightning_gnn.loading.pipeline import MiniBatchPipeline
 from lightning_gnn.loading.prefetch.lookahead import LookaheadWindow
 from lightning_gnn.nn.sampled_edges import moved
-from lightning_gnn.runtime.devices import used_on, works
+from lightning_gnn.runtime.devices import record_stream, works
 from lightning_gnn.runtime.timeline import Clock, Recorder, profiled
 
 _SPARE = 8  # buffers are so many parts larger by one than what they are made for: mini-batches differ a little in size
 _STEPS_AHEAD = 2  # steps that the host may queue: torch's allocator keeps a mini-batch until it has seen its step end
 
 
-class HostSlot:
+class PinnedBuffer:
     """The memory of one mini-batch: a buffer for each of its attributes, which grows when it must."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
@@ -71,7 +71,7 @@ class HostSlot:
         return batch.apply(held)
 
 
-class HostRing:
+class PinnedBufferRing:
     """Slots that go round: a worker fills one, the device reads it, the next worker gets it; safe across threads."""
 
     def __init__(self, device: torch.device, capacity: int = 1) -> None:
@@ -79,7 +79,7 @@ class HostRing:
         self._capacity = capacity
         self.pins = device.type != "cpu" and works(lambda: torch.empty(1, pin_memory=True))
         self._lock = threading.Lock()
-        self._idle: deque[HostSlot] = deque()
+        self._idle: deque[PinnedBuffer] = deque()
         self._taken = 0
 
     @property
@@ -101,7 +101,7 @@ class HostRing:
         """Slots that exist."""
         return len(self._idle) + self._taken
 
-    def take(self) -> HostSlot:
+    def take(self) -> PinnedBuffer:
         """Return a slot that is not being read; it never waits for one that is taken, which could be for ever."""
         with self._lock:
             self._taken += 1
@@ -111,13 +111,13 @@ class HostRing:
             if slot is not None:
                 self._idle.remove(slot)
         if slot is None:
-            return HostSlot(self._allocate)
+            return PinnedBuffer(self._allocate)
         if slot.read_until is not None:
             slot.read_until.synchronize()
             slot.read_until = None
         return slot
 
-    def give_back(self, slot: HostSlot, read_until: torch.Event | None = None) -> None:
+    def give_back(self, slot: PinnedBuffer, read_until: torch.Event | None = None) -> None:
         """Return a slot, which a device may read until an event."""
         slot.read_until = read_until
         with self._lock:
@@ -144,13 +144,15 @@ class HostBatch:
     """A mini-batch that a CPU worker has prepared."""
 
     prepared: PreparedBatch
-    slot: HostSlot | None = None  # the memory that it lies in; None if it is its own
+    slot: PinnedBuffer | None = None  # the memory that it lies in; None if it is its own
 
 
 class HostRoute:
     """Route 0's first half: mini-batches that CPU threads make in memory which the device can fetch."""
 
-    def __init__(self, pipeline: MiniBatchPipeline, ring: HostRing | None, window: LookaheadWindow | None) -> None:
+    def __init__(
+        self, pipeline: MiniBatchPipeline, ring: PinnedBufferRing | None, window: LookaheadWindow | None
+    ) -> None:
         # Without a ring they need not move; a window has sampled them ahead, where rows are on disk.
         self._pipeline, self._ring, self._window = pipeline, ring, window
 
@@ -192,7 +194,7 @@ class DeviceRoutes:
     both use the same bus (constraint 2). Nothing waits on the host. All calls come from the training thread.
     """
 
-    def __init__(self, device: torch.device, ring: HostRing | None) -> None:
+    def __init__(self, device: torch.device, ring: PinnedBufferRing | None) -> None:
         self.device = device
         self.ring = ring
         self.recorder = Recorder(Clock(device))
@@ -259,10 +261,10 @@ class DeviceRoutes:
             self._steps.popleft().synchronize()
         if entry.arrival is not None:
             consumer.wait_event(entry.arrival)
-            entry.prepared.batch.apply(lambda value: used_on(value, consumer))
+            entry.prepared.batch.apply(lambda value: record_stream(value, consumer))
         return entry.prepared
 
-    def _moved(self, batch: Data, slot: HostSlot, non_blocking: bool) -> Data:
+    def _moved(self, batch: Data, slot: PinnedBuffer, non_blocking: bool) -> Data:
         if self.device.type == "cpu":
             # Sparse tensors and subclasses are not looked into.
             return batch.apply(lambda value: value.clone() if not _is_plain(value) or slot.owns(value) else value)
@@ -277,5 +279,5 @@ def _is_plain(value: object) -> TypeGuard[Tensor]:
     return type(value) is Tensor and value.is_cpu and value.layout == torch.strided
 
 
-def _is_read(slot: HostSlot) -> bool:
+def _is_read(slot: PinnedBuffer) -> bool:
     return slot.read_until is None or bool(slot.read_until.query())

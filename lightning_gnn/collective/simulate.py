@@ -8,8 +8,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from lightning_gnn.collective.plan import STAGES, CollectivePlan, StageTimes
-from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Step
+from lightning_gnn.collective.batch_schedule import BatchSchedule, ScheduleAction
+from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan, StageTimes
 from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
 
 Durations = Callable[[str, int], float]  # seconds of a stage, by its name and the mini-batch's number
@@ -25,7 +25,7 @@ class Simulation:
     timeline: Timeline
     """Each stage of each mini-batch, the lane of a CPU stage being its worker; the GPU's batching is there twice, as it
     occupies the GPU and PCIe (equation 1)."""
-    steps: list[Step]  # what the training thread did, in order
+    steps: list[ScheduleAction]  # what the training thread did, in order
     on_cpu: int  # mini-batches that the CPU prepared
 
 
@@ -37,7 +37,7 @@ def simulate_dual_buffer(
     durations: Durations | None = None,
     seed: int | None = None,
 ) -> Simulation:
-    """Simulate an epoch; the decisions are those of :class:`~lightning_gnn.collective.ReorderBuffer`.
+    """Simulate an epoch; the decisions are those of :class:`~lightning_gnn.collective.BatchSchedule`.
 
     Args:
         times: What the stages take, and how many CPU workers there are.
@@ -52,7 +52,7 @@ def simulate_dual_buffer(
     if num_batches < 1:
         raise ValueError(f"num_batches must be at least 1, but is {num_batches}")
     if durations is None:
-        means = {stage: getattr(times, stage).mean for stage in STAGES}
+        means = {stage: getattr(times, stage).mean for stage in PREPARATION_STAGES}
         drawn = None if seed is None else drawn_durations(times, num_batches, seed)
         durations = drawn or (lambda stage, number: means[stage])
     clock = _clock(times, plan, num_batches, durations)
@@ -76,7 +76,7 @@ def drawn_durations(times: StageTimes, num_batches: int, seed: int) -> Durations
     """Draw the durations of an epoch from normal distributions, at least 1% of the mean, for any plan."""
     generator = np.random.default_rng(seed)
     drawn = {}
-    for stage in STAGES:
+    for stage in PREPARATION_STAGES:
         duration = getattr(times, stage)
         normal = generator.normal(duration.mean, duration.spread, num_batches)
         drawn[stage] = np.maximum(normal, LEAST * duration.mean).tolist()
@@ -87,7 +87,7 @@ def drawn_durations(times: StageTimes, num_batches: int, seed: int) -> Durations
 class _VirtualClock:
     """Drives the buffers: CPU workers, PCIe and the training thread, whose time is ``now``."""
 
-    buffer: ReorderBuffer
+    buffer: BatchSchedule
     workers: int
     durations: Durations
     recorded: bool = False
@@ -100,7 +100,7 @@ class _VirtualClock:
     """Workers that found nothing to claim, and since when."""
     arrival: dict[int, float] = field(default_factory=dict)
     intervals: list[Interval] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ScheduleAction] = field(default_factory=list)
 
     def run(self) -> None:
         self.idle = [(worker, 0.0) for worker in range(self.workers)]
@@ -112,7 +112,7 @@ class _VirtualClock:
             if self.working and self.working[0][0] <= self.now:
                 self._until(self.now)
 
-    def _step(self) -> Step:
+    def _step(self) -> ScheduleAction:
         step = self.buffer.next()
         if self.recorded:
             self.steps.append(step)
@@ -141,12 +141,12 @@ class _VirtualClock:
 
     # -- the training thread
 
-    def _wait(self, step: Step) -> None:
+    def _wait(self, step: ScheduleAction) -> None:
         if not self.working:
             raise RuntimeError("the training thread waits for CPU workers that have nothing to do")
         self.now = max(self.now, self.working[0][0])
 
-    def _batch(self, step: Step) -> None:
+    def _batch(self, step: ScheduleAction) -> None:
         start = max(self.now, self.pcie_free)  # never together with a transfer: they would share PCIe
         middle = start + self.durations("gpu_batching", step.number)
         self.now = self.pcie_free = middle + self.durations("uva", step.number)
@@ -157,14 +157,14 @@ class _VirtualClock:
             self._occupy(resource, "gpu_batching", step.number, start, middle)
             self._occupy(resource, "uva", step.number, middle, self.now)
 
-    def _transfer(self, step: Step) -> None:
+    def _transfer(self, step: ScheduleAction) -> None:
         self.on_cpu += 1
         start = max(self.now, self.pcie_free)
         self.pcie_free = self.arrival[step.number] = start + self.durations("dma", step.number)
         if self.recorded:
             self._occupy("PCIe", "dma", step.number, start, self.pcie_free)
 
-    def _train(self, step: Step) -> None:
+    def _train(self, step: ScheduleAction) -> None:
         start = max(self.now, self.arrival.pop(step.number, 0.0))
         self.now = start + self.durations("model", step.number)
         if self.recorded:

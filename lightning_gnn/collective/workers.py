@@ -9,11 +9,11 @@ from functools import partial
 
 import torch
 
-from lightning_gnn.collective.reorder_buffer import ReorderBuffer, Sizes, Step
+from lightning_gnn.collective.batch_schedule import BatchSchedule, ScheduleAction, Sizes
 from lightning_gnn.collective.routes import DeviceBatch, HostBatch, HostRoute
 from lightning_gnn.loading.batch import BatchTask
 from lightning_gnn.runtime.devices import works
-from lightning_gnn.runtime.thread_pipeline import Crew, Job, one_torch_thread
+from lightning_gnn.runtime.thread_pipeline import Job, WorkerPool, one_torch_thread
 from lightning_gnn.runtime.timeline import Recorder
 
 THREAD_NAME = "lightning-gnn-collective"
@@ -26,7 +26,7 @@ class Workers:
         self,
         tasks: Iterator[BatchTask],
         host: HostRoute,
-        schedule: ReorderBuffer,
+        schedule: BatchSchedule,
         num_threads: int,
         recorder: Recorder,
     ) -> None:
@@ -40,10 +40,10 @@ class Workers:
         self._num_threads, self._busy = num_threads, 0
         self._assigned: deque[int] = deque()  # to a worker that is about to begin
         self._news = self._seen = 0
-        self._crew = Crew(self._claim, [THREAD_NAME], self._begin)
+        self._crew = WorkerPool(self._claim, [THREAD_NAME], self._begin)
         self._crew.grow(0, num_threads)
 
-    def next(self) -> Step:
+    def next(self) -> ScheduleAction:
         """Return the next step of the training thread."""
         self._crew.check_process()
         with self._crew.lock:
@@ -57,7 +57,7 @@ class Workers:
     def wait(self) -> None:
         """Wait until a worker has finished, or failed, since :meth:`next`."""
         with self._crew.lock:
-            self._crew.news.wait_for(lambda: self._news != self._seen or self._crew.error is not None)
+            self._crew.progress_condition.wait_for(lambda: self._news != self._seen or self._crew.error is not None)
 
     def task(self, number: int) -> BatchTask:
         """Return what a mini-batch is to be made of."""
@@ -129,4 +129,4 @@ class Workers:
                 self.host[number] = batch
                 self._assign()
             self._news += 1
-            self._crew.news.notify_all()
+            self._crew.progress_condition.notify_all()

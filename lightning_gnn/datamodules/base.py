@@ -18,7 +18,7 @@ from torch_geometric.sampler import BaseSampler
 from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.compressed.graph import CompressedGraph
-from lightning_gnn.datamodules.disk import OnDisk
+from lightning_gnn.datamodules.disk import DiskFeatureConfig
 from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, only_batch, typed_batch
 from lightning_gnn.datamodules.options import SamplingOptions, StorageOptions
 from lightning_gnn.datamodules.resumable import ResumableDataModule
@@ -34,14 +34,14 @@ from lightning_gnn.loading.options import checked_options
 from lightning_gnn.loading.seed_order import EvaluationOrder, TrainingOrder, UnshardedOrder
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import OF_NEWER_TORCH, keywords_of, true_or_false, whole_number
-from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, beyond_plain
+from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, nonuniform_features
 
 LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
 """Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
 Loader: TypeAlias = PipelineLoader | DataLoader[FullBatch]  # of mini-batches, or of the whole graph as one
 _LOADERS = {"node": NodeLoader, "link": LinkLoader}
 _SAMPLER_OPTIONS = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "subgraph_type")
-_OF_SOME_EDGES = ("time_attr", "exclude_seed_edges")
+_PER_SEED_EDGE_MASKS = ("time_attr", "exclude_seed_edges")
 """What hides edges from some seeds, which would see them in whatever goes over the whole graph."""
 _SET_HERE = {
     "data", "node_sampler", "link_sampler", "input_nodes", "input_id", "edge_label_index", "edge_label", "seed", "rank",
@@ -59,7 +59,7 @@ class MiniBatchDataModule(ResumableDataModule):
     kind: ClassVar[str] = "node"
     """What the loaders go over: ``"node"`` or ``"link"``."""
     needs_all_ranks = False  # whether an evaluation is of no use to one rank alone
-    _disk: OnDisk | None = None
+    _disk: DiskFeatureConfig | None = None
     _size_before: int | None = None
 
     def __init__(
@@ -108,7 +108,7 @@ class MiniBatchDataModule(ResumableDataModule):
             raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
         else:
             sampler = self.make_sampler(data, sampling)
-        hiding = [name for name in beyond_plain(sampler) if name in _OF_SOME_EDGES]
+        hiding = [name for name in nonuniform_features(sampler) if name in _PER_SEED_EDGE_MASKS]
         if self.inference is not None and hiding:
             raise ValueError(
                 f"inference='full' goes over all edges at once, which does not go with {hiding[0]}: leave one out"
@@ -119,7 +119,7 @@ class MiniBatchDataModule(ResumableDataModule):
             check_edge_data(data)
         self.data = with_feature_dtype(data, storage.feature_dtype, storage.check_features)
         if storage.memory is not None:
-            self._disk = OnDisk(self.data, storage.memory, storage.lookahead, storage.store)
+            self._disk = DiskFeatureConfig(self.data, storage.memory, storage.lookahead, storage.store)
             self.data = self._disk.added_to(self.data)
         self.graph_sampler = sampler
         self.eval_graph_sampler = _with_overrides(sampler, self.sampler_overrides)

@@ -27,7 +27,7 @@ _USUAL_BATCH = 1024
 _COMPARED = 258  # rows of a given file that are compared with those in the graph: first, last, some evenly between
 
 
-class OnDisk:
+class DiskFeatureConfig:
     """Where ``x`` of a graph is read from, with how much memory; options of :class:`StorageOptions`."""
 
     def __init__(

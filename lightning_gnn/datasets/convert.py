@@ -13,7 +13,16 @@ import torch
 from lightning_gnn.datasets.column_names import MASKS, SPLITS
 from lightning_gnn.datasets.folder import load_folder
 from lightning_gnn.datasets.hetero_folder import BETWEEN, TYPES, type_folders
-from lightning_gnn.datasets.named_tables import ALONE, BETWEEN_ALONE, ENDS, INTEGERS, Kind, NamedTables, Say, table_of
+from lightning_gnn.datasets.named_tables import (
+    ALONE,
+    BETWEEN_ALONE,
+    ENDS,
+    INTEGERS,
+    EdgeType,
+    NamedTables,
+    Say,
+    table_of,
+)
 from lightning_gnn.datasets.published_files import published
 from lightning_gnn.datasets.synthetic import Labels
 from lightning_gnn.datasets.table_files import Columns, TableFiles, listed, matching, quoted, text
@@ -108,7 +117,7 @@ def convert_tables(
     return counts
 
 
-def _named(source: Tables, nodes: Tables | None) -> tuple[dict[Kind, str | Path], dict[str, str | Path], bool]:
+def _named(source: Tables, nodes: Tables | None) -> tuple[dict[EdgeType, str | Path], dict[str, str | Path], bool]:
     """Return the files of edges and of nodes by type, and whether there are no types."""
     if not isinstance(source, Mapping):
         if isinstance(nodes, Mapping):
@@ -156,7 +165,7 @@ class _Conversion(NamedTables):
                 edges[BETWEEN.join(made)] = self._write_edges(kind, made, parts, counts, undirected)
         return counts | edges
 
-    def _name_folders(self, kinds: list[Kind]) -> None:
+    def _name_folders(self, kinds: list[EdgeType]) -> None:
         folders, listed = type_folders(self.types, kinds)
         self.folders = {kind: self.folder / name for kind, name in folders.items()}
         if listed is not None:
@@ -357,7 +366,7 @@ class _Conversion(NamedTables):
             blocks = (block["id"] for block in self.database.blocks(table, {"id": "id::BIGINT"}, _BLOCK))
             write_blocks(folder / "id.npy", np.int64, (count,), blocks)
 
-    def _directions(self, kind: Kind, undirected: bool) -> dict[Kind, list[bool]]:
+    def _directions(self, kind: EdgeType, undirected: bool) -> dict[EdgeType, list[bool]]:
         """Return the types of edges that become of one, each with whether its edges are reversed."""
         if not undirected:
             return {kind: [False]}
@@ -366,7 +375,7 @@ class _Conversion(NamedTables):
         return {kind: [False], (kind[2], f"rev_{kind[1]}", kind[0]): [True]}
 
     def _write_edges(
-        self, kind: Kind, made: Kind, parts: list[bool], counts: Mapping[str, int], undirected: bool
+        self, kind: EdgeType, made: EdgeType, parts: list[bool], counts: Mapping[str, int], undirected: bool
     ) -> int:
         """Write a type of edges in CSC order: sorted by target, those of one target as they stand in the file."""
         # Choose the columns that become attributes of edges, and report the others.
@@ -417,7 +426,7 @@ class _Conversion(NamedTables):
     def _is_attribute(self, kind: str) -> bool:
         return kind.partition("(")[0] in _NUMBERS or kind.startswith("TIMESTAMP") or kind == "DATE"
 
-    def _numbered(self, kind: Kind, kept: Mapping[str, str]) -> str:
+    def _numbered(self, kind: EdgeType, kept: Mapping[str, str]) -> str:
         """Make the table of edges between numbers of nodes; return its name."""
         # Select both ends as numbers: a row is its own number, an id is looked up by a join.
         name, (source, target) = table_of("numbered", BETWEEN.join(kind)), ENDS
@@ -454,7 +463,7 @@ class _Conversion(NamedTables):
                     raise ValueError(f"{self.edges[kind]}: the {end} of row {row}, {value!r}, is no node of {nodes}")
         return name
 
-    def _compared(self, kind: Kind, end: str, of: str) -> str:
+    def _compared(self, kind: EdgeType, end: str, of: str) -> str:
         """Return as what an end of edges is compared with the ids of nodes: as it is, a number of a row, or a text."""
         table = self.names[kind]
         found = self.database.columns(table)[end], self.database.columns(table_of("ids", of))["id"]

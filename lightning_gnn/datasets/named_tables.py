@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch_geometric.typing import EdgeType
+
 from lightning_gnn.datasets.column_names import OF_NODES, edge_columns, is_end, is_id
 from lightning_gnn.datasets.folder import class_numbers
 from lightning_gnn.datasets.hetero_folder import BETWEEN
@@ -17,7 +19,6 @@ ENDS = "source", "target"
 INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT", "HUGEINT")
 _MOST_RELATIONS = 20_000  # relations of triples; more are likely another column
 _TINY = 5  # nodes below which each may have a class of its own
-Kind = tuple[str, str, str]
 Say = Callable[[str], None]
 
 
@@ -33,7 +34,7 @@ class NamedTables:
         self,
         database: TableFiles,
         folder: Path,
-        edges: Mapping[Kind, str | Path],
+        edges: Mapping[EdgeType, str | Path],
         tables: Mapping[str, str | Path],
         alone: bool,
         form: Published | None,
@@ -69,7 +70,7 @@ class NamedTables:
         if (how := self.database.read(table, path, edges, header, then)) is not None:
             self.say(how)
 
-    def _read_edges(self, kind: Kind, path: str | Path) -> None:
+    def _read_edges(self, kind: EdgeType, path: str | Path) -> None:
         table = self.names[kind]
         if self.form is None:
             self._read(table, path, True, partial(self._name_edges, kind))
@@ -80,7 +81,7 @@ class NamedTables:
         elif self.form.edges is not None:
             self._read(table, self.form.edges, True, partial(self._name_edges, kind), header=False)
 
-    def _name_edges(self, kind: Kind) -> None:
+    def _name_edges(self, kind: EdgeType) -> None:
         """Give known columns of edges their one name each; a relation has one only where it makes types."""
         table, path = self.names[kind], self.edges[kind]
         columns = self.database.columns(table)
@@ -96,7 +97,7 @@ class NamedTables:
             found = found[:2]
         self.database.rename(table, dict(zip(found, (*ENDS, "relation"), strict=False)))
 
-    def _are_triples(self, kind: Kind, columns: Mapping[str, str]) -> bool:
+    def _are_triples(self, kind: EdgeType, columns: Mapping[str, str]) -> bool:
         """Say whether three columns without names are head, relation and tail, by which of them share values."""
         (a, kind_a), (b, kind_b), (c, kind_c) = columns.items()
         if kind_b != "VARCHAR" or (kind_a == "VARCHAR") != (kind_c == "VARCHAR") or kind_c in ("DOUBLE", "BOOLEAN"):

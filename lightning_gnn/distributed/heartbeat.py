@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # not in its __all__
 
-_LOOK = 0.25
+HEARTBEAT_POLL_S = 0.25
 """Seconds between two looks at the other ranks."""
 _PATIENCE = 4.0
 """Seconds to wait for news of who was lost: an error of communication may arrive before them."""
@@ -145,7 +145,7 @@ class Heartbeats:
         deadline = time.monotonic() + _PATIENCE
         silence = min(self.timeout / 2, 3 * self.interval)
         while (found := self._first or self._find(silence)) is None and time.monotonic() < deadline:
-            time.sleep(_LOOK / 2)
+            time.sleep(HEARTBEAT_POLL_S / 2)
         self._end_with(done=True)  # this rank ends too, but is not the one to blame
         if found is not None:
             exception.args = (f"{found} (noticed on rank {self.rank}: {text})",)
@@ -154,7 +154,7 @@ class Heartbeats:
         """Say the last word, and wait until the others can have read it, and have seen who was gone first."""
         self._handled = True
         self._say(**word)
-        time.sleep(self.interval + _LOOK)
+        time.sleep(self.interval + HEARTBEAT_POLL_S)
 
     def _say(self, **more: object) -> None:
         """Let the others know at once, unless the store does not answer."""
@@ -186,9 +186,9 @@ class Heartbeats:
     def _watch(self) -> None:
         """End this process where this rank hangs, or where its main thread does not notice that another is lost."""
         before, since = time.monotonic(), None
-        while not self._stopped.wait(_LOOK):
+        while not self._stopped.wait(HEARTBEAT_POLL_S):
             now = time.monotonic()
-            if now - before > max(4 * _LOOK, self.timeout / 4):
+            if now - before > max(4 * HEARTBEAT_POLL_S, self.timeout / 4):
                 # It was this process that did not run: the others had no chance to be heard.
                 self._round = now
                 self._heard = dict.fromkeys(self._others, now)

@@ -38,7 +38,7 @@ from lightning_gnn.runtime.shared_arrays import file_in_memory
 
 _GRACE = 5.0
 """Seconds that the other ranks have to end by themselves, once a rank has failed."""
-_LOOK = 0.5
+EXIT_POLL_S = 0.5
 """Seconds between two looks at the ranks, where none ends."""
 _STEPPED = "_batches_that_stepped"
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -151,7 +151,7 @@ class NotebookLauncher(_MultiProcessingLauncher):
         deadline, interrupted = float("inf"), False
         while len(ended) < len(self.procs) and time.monotonic() < deadline:
             try:
-                wait([process.sentinel for process in self.procs if process.exitcode is None], _LOOK)
+                wait([process.sentinel for process in self.procs if process.exitcode is None], EXIT_POLL_S)
                 codes = [process.exitcode for process in self.procs]
                 ended += [rank for rank, code in enumerate(codes) if code is not None and rank not in ended]
                 if any(codes):

@@ -8,13 +8,16 @@ from lightning_gnn.runtime import kernels  # noqa: F401  finds a folder for what
 
 # isort: split
 from lightning_gnn.features.disk_features import DiskFeatures
-from lightning_gnn.features.hot_cache import CachedAdjacency, RowCache, hottest
+from lightning_gnn.features.hot_cache import CachedAdjacency, RowCache, top_accessed
 from lightning_gnn.features.table import FeatureTable
+from lightning_gnn.runtime.moved_names import find_moved
 
 __all__ = [
     "CachedAdjacency",
     "DiskFeatures",
     "FeatureTable",
     "RowCache",
-    "hottest",
+    "top_accessed",
 ]
+
+__getattr__ = find_moved(__name__)

@@ -27,12 +27,12 @@ class _Slots(NamedTuple):
 
 
 def location_bytes(num_rows: int, most_reads: int) -> int:
-    """Return what a :class:`RowLocations` takes beside its slots, in bytes, while little is announced."""
+    """Return what a :class:`BeladyCache` takes beside its slots, in bytes, while little is announced."""
     return 12 * num_rows + 8 * (most_reads + 2) + 8 * _FIRST_WINDOW + 16
 
 
 @dataclass
-class RowLocations:
+class BeladyCache:
     """Which row is in which slot of a cache, and when it is read next."""
 
     num_rows: int  # rows of the file

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.features.disk_cache import NEVER, RowLocations, location_bytes
+from lightning_gnn.features.disk_cache import NEVER, BeladyCache, location_bytes
 from lightning_gnn.features.disk_reads import DirectReader, Ranges, copy_rows, layout_of, reader_bytes, rows_beside
 from lightning_gnn.features.feature_file import FeatureFile
 from lightning_gnn.features.memory_pool import pool
@@ -78,7 +78,7 @@ class DiskFeatures:
         self.direct = self._reader.direct  # whether rows are read past the page cache
         more = (self.memory - least) // self.slot_bytes(self.file)
         self.cache_rows = min(rows, min(rows, _LEAST_ROWS) + more)  # rows that there is room for in memory
-        self._where = RowLocations(rows, self.cache_rows, MOST_READS)
+        self._where = BeladyCache(rows, self.cache_rows, MOST_READS)
         self._kept = np.empty((self.cache_rows, self.row_bytes), np.uint8)
 
     @staticmethod

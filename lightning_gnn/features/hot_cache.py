@@ -165,7 +165,7 @@ def row_cost(row_bytes: int) -> int:
 
 def hottest_of_types(scores: Mapping[Any, Tensor], count: int) -> dict[Any, Tensor]:
     """Return the nodes with the highest scores ``[num_nodes]`` of all types together, int64 by type, hottest first."""
-    chosen, first = hottest(torch.cat([*scores.values()]), count), 0
+    chosen, first = top_accessed(torch.cat([*scores.values()]), count), 0
     out: dict[Any, Tensor] = {}
     for name, own in scores.items():
         nodes = chosen[(chosen >= first) & (chosen < first + own.numel())] - first
@@ -175,7 +175,7 @@ def hottest_of_types(scores: Mapping[Any, Tensor], count: int) -> dict[Any, Tens
     return out
 
 
-def hottest(scores: Tensor, count: int) -> Tensor:
+def top_accessed(scores: Tensor, count: int) -> Tensor:
     """Return the nodes with the highest scores ``[num_nodes]``, int64 ``[count]`` at most; ties go to lower ids."""
     return torch.argsort(scores, descending=True, stable=True)[: max(count, 0)]
 

@@ -13,7 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from lightning_gnn.features.arrays import expect_scattered_reads, load_array, read_in_order, save_arrays
 from lightning_gnn.features.hot_cache import RowCache
 from lightning_gnn.features.memory_pool import pool
-from lightning_gnn.features.page_locked import page_locked
+from lightning_gnn.features.pin_host_memory import pin_host_memory
 
 FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what a table keeps features in
 GraphT = TypeVar("GraphT", Data, HeteroData)
@@ -166,8 +166,8 @@ class FeatureTable:
 
     def pin_memory(self) -> FeatureTable:
         """Return the table in page-locked host memory, the same where the system can lock it, for accelerators."""
-        scales = None if self.scales is None else page_locked(self.scales)
-        return FeatureTable(page_locked(self.values), scales=scales, cache=self.cache)
+        scales = None if self.scales is None else pin_host_memory(self.scales)
+        return FeatureTable(pin_host_memory(self.values), scales=scales, cache=self.cache)
 
     def save(self, path: str | Path) -> Path:
         """Write one ``.npy`` file (bfloat16 as ``V2``) and return its path; an int8 table's scales go beside it.

@@ -82,7 +82,7 @@ class RowEntries:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class RowRangeGraph:
     """A range of forward rows as a graph of its own."""
 
     graph: CompressedGraph  # bipartite. Its forward order is that part of the whole graph's
@@ -91,14 +91,14 @@ class Part:
     sources: _Array  # positions of its sources, ascending, int32; all vertices where they are so wanted
 
 
-def cut_out(
+def extract_row_range(
     graph: CompressedGraph,
     position: _Array,  # position of each vertex in the order of the owners, int64 [V]
     rows: tuple[int, int],
     looped: bool,
     all_sources: bool,
     settings: PlanSettings,
-) -> Part:
+) -> RowRangeGraph:
     """Cut rows, from the first one to the one after the last, out of a graph; all vertices are sources if wanted."""
     entries = RowEntries.of(graph, rows, looped)
     used: _Array = np.full(position.size, all_sources)
@@ -109,7 +109,7 @@ def cut_out(
     forward = CSR(torch.from_numpy(entries.indptr), indices, sources.size)
     of_rows = position[slice(*rows)]
     row_of = np.argsort(of_rows)
-    return Part(
+    return RowRangeGraph(
         CompressedGraph(forward, settings=settings),
         of_rows[row_of].astype(np.int32),
         torch.from_numpy(row_of),

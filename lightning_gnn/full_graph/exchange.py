@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class SliceAllToAll:
     """Who sends which rows and columns to whom."""
 
     # Rank q = m + g * M computes the columns of slice m for a set of rows, that of member g. Every row has one owner,
@@ -44,7 +44,7 @@ class Exchange:
         """D."""
         return max(stop for _, stop in self.slices)
 
-    def spread(self, x: Tensor) -> Tensor:
+    def scatter_columns(self, x: Tensor) -> Tensor:
         """Send rows to the ranks that compute with them, and return the rows of this rank's set."""
         # [num_rows, D], this rank's rows -> [sum of counts, width], its slice of the rows of its set.
         chosen = [x if index is None else x.index_select(0, index) for index in self.own]
@@ -56,7 +56,7 @@ class Exchange:
         received = [count * self.width for count in self.counts]
         return all_to_all(sent, sizes, received, self.group).view(-1, self.width)
 
-    def collect(self, y: Tensor) -> Tensor:
+    def gather_columns(self, y: Tensor) -> Tensor:
         """Send rows back to their owners, where what comes from several ranks adds up: the adjoint of `spread`."""
         # [sum of counts, width] -> [num_rows, D], zeros in rows that are in no set.
         sent = [count * self.width for count in self.counts]
@@ -101,7 +101,7 @@ def all_to_all(
     return out
 
 
-def tell_owners(
+def exchange_row_ownership(
     rank: int, positions: Tensor, offsets: Sequence[int], num_groups: int, group: dist.ProcessGroup | None = None
 ) -> tuple[list[Tensor | None], list[int]]:
     """Tell the owners of rows which of them this rank's set has; all ranks call this together."""
@@ -122,13 +122,13 @@ def tell_owners(
     return own, counts.tolist()
 
 
-def rows_to_slice(x: Tensor, exchange: Exchange) -> Tensor:
+def rows_to_slice(x: Tensor, exchange: SliceAllToAll) -> Tensor:
     """Do :meth:`Exchange.spread`, with autograd."""
     out: Tensor = _Exchanged.apply(x, exchange, True)  # type: ignore[no-untyped-call]
     return out
 
 
-def slice_to_rows(y: Tensor, exchange: Exchange) -> Tensor:
+def slice_to_rows(y: Tensor, exchange: SliceAllToAll) -> Tensor:
     """Do :meth:`Exchange.collect`, with autograd."""
     out: Tensor = _Exchanged.apply(y, exchange, False)  # type: ignore[no-untyped-call]
     return out
@@ -138,9 +138,9 @@ class _Exchanged(torch.autograd.Function):
     """Either exchange; each is the other's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, exchange: Exchange, spreads: bool) -> Tensor:
+    def forward(ctx: Any, values: Tensor, exchange: SliceAllToAll, spreads: bool) -> Tensor:
         ctx.exchange, ctx.spreads = exchange, spreads
-        return exchange.spread(values) if spreads else exchange.collect(values)
+        return exchange.scatter_columns(values) if spreads else exchange.gather_columns(values)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -21,8 +21,15 @@ from lightning_gnn.compressed.hybrid_plan import (
     slice_columns,
 )
 from lightning_gnn.compressed.self_loops import inverse_root
-from lightning_gnn.full_graph.cut import Part, RowEntries, UserEdges, count_self_loops, cut_out, in_weights
-from lightning_gnn.full_graph.exchange import Exchange, rows_to_slice, slice_to_rows, tell_owners
+from lightning_gnn.full_graph.cut import (
+    RowEntries,
+    RowRangeGraph,
+    UserEdges,
+    count_self_loops,
+    extract_row_range,
+    in_weights,
+)
+from lightning_gnn.full_graph.exchange import SliceAllToAll, exchange_row_ownership, rows_to_slice, slice_to_rows
 from lightning_gnn.full_graph.plan import Ownership, plan_devices
 from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
@@ -31,14 +38,14 @@ Made = TypeVar("Made")
 
 
 @dataclass(eq=False)
-class _Cut:
+class _ChunkRange:
     """This rank's range of rows in one number of groups."""
 
     num_groups: int
-    part: Part  # the range, with its graph on the rank's device
+    part: RowRangeGraph  # the range, with its graph on the rank's device
     rows: tuple[int, int]  # first forward row of the range and the one after the last
     edges: tuple[int, int]  # its first edge and the one after the last, in the whole graph's forward order
-    sides: tuple[dict[str, Any], dict[str, Any]] | None = None
+    endpoints: tuple[dict[str, Any], dict[str, Any]] | None = None
     """For sources and targets the last arguments of an :class:`Exchange`, all but the slices; None until the ranks
     have exchanged them.
     """
@@ -93,8 +100,8 @@ class RowShard:
             memory_limit,
             element_size=element_size,
         )
-        self._cuts: dict[int, _Cut] = {}
-        self._exchanges: dict[object, tuple[Exchange, Exchange]] = {}
+        self._cuts: dict[int, _ChunkRange] = {}
+        self._exchanges: dict[object, tuple[SliceAllToAll, SliceAllToAll]] = {}
         self.cache: dict[object, Any] = {}
 
     # What the layers ask of a graph.
@@ -241,7 +248,7 @@ class RowShard:
     # Inside.
 
     @property
-    def _base(self) -> _Cut:
+    def _base(self) -> _ChunkRange:
         """The range that weights belong to."""
         return self._cut(self.plan.num_groups)
 
@@ -251,13 +258,13 @@ class RowShard:
             check_groups(self.plan.num_groups, self.owners.num_ranks, num_columns)
         return max(groups for groups in divisors(self.plan.num_groups) if groups <= num_columns)
 
-    def _cut(self, num_groups: int) -> _Cut:
+    def _cut(self, num_groups: int) -> _ChunkRange:
         if num_groups not in self._cuts:
             with torch.inference_mode(False), torch.no_grad():
                 self._cuts[num_groups] = self._make_cut(num_groups)
         return self._cuts[num_groups]
 
-    def _make_cut(self, num_groups: int) -> _Cut:
+    def _make_cut(self, num_groups: int) -> _ChunkRange:
         # Rank m + g * M is member g * (M / M') + m div M' of M' groups: of its own range, it takes a part.
         finer, member = self.plan.num_groups // num_groups, self.rank // num_groups
         loads = self._loads()
@@ -265,23 +272,28 @@ class RowShard:
         first, last = (start + row for row in balance_ranges(loads[start:stop], finer)[member % finer])
         before = int(loads[:first].sum())
         position, every = self.owners.position.numpy(), num_groups == self.owners.num_ranks
-        part = cut_out(self.whole, position, (first, last), self._looped, every, self.settings)
+        part = extract_row_range(self.whole, position, (first, last), self._looped, every, self.settings)
         part = replace(part, graph=part.graph.to(self.device), row_of=part.row_of.to(self.device))
-        return _Cut(num_groups, part, (first, last), (before, before + part.graph.num_edges))
+        return _ChunkRange(num_groups, part, (first, last), (before, before + part.graph.num_edges))
 
-    def _sides(self, cut: _Cut) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _endpoints(self, cut: _ChunkRange) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return who owns the rows of each range; the first time, all ranks call this together."""
-        if cut.sides is None:
+        if cut.endpoints is None:
             with torch.inference_mode(False), torch.no_grad():
-                cut.sides = self._meet(cut, cut.part.sources), self._meet(cut, cut.part.targets)
-        return cut.sides
+                cut.endpoints = (
+                    self._endpoint_owners(cut, cut.part.sources),
+                    self._endpoint_owners(cut, cut.part.targets),
+                )
+        return cut.endpoints
 
-    def _meet(self, cut: _Cut, positions: np.ndarray) -> dict[str, Any]:
+    def _endpoint_owners(self, cut: _ChunkRange, positions: np.ndarray) -> dict[str, Any]:
         own: list[Tensor | None] = [None]
         counts = self.owners.counts
         if cut.num_groups < self.owners.num_ranks:  # else there is one range, of all rows
             mine = torch.from_numpy(positions).to(self.device)
-            own, counts = tell_owners(self.rank, mine, self.owners.offsets, cut.num_groups, self.process_group)
+            own, counts = exchange_row_ownership(
+                self.rank, mine, self.owners.offsets, cut.num_groups, self.process_group
+            )
         return {"own": own, "counts": counts, "num_rows": self.num_targets, "group": self.process_group}
 
     def _loads(self) -> np.ndarray:
@@ -308,15 +320,18 @@ class RowShard:
         to_target = scale[slice(*base.rows)].to(self.device)[base.graph.forward.entry_rows()]
         return from_source * to_target if values is None else from_source * values.to(self.device) * to_target
 
-    def _exchange(self, cut: _Cut, slices: tuple[tuple[int, int], ...]) -> tuple[Exchange, Exchange]:
+    def _exchange(self, cut: _ChunkRange, slices: tuple[tuple[int, int], ...]) -> tuple[SliceAllToAll, SliceAllToAll]:
         """Return the exchanges with the owners of the sources and of the targets."""
         key = (cut.num_groups, slices)
         if key not in self._exchanges:
-            sources, targets = self._sides(cut)
-            self._exchanges[key] = Exchange(self.rank, slices, **sources), Exchange(self.rank, slices, **targets)
+            sources, targets = self._endpoints(cut)
+            self._exchanges[key] = (
+                SliceAllToAll(self.rank, slices, **sources),
+                SliceAllToAll(self.rank, slices, **targets),
+            )
         return self._exchanges[key]
 
-    def _by_head(self, cut: _Cut, columns: Tensor, weight: Tensor, reduce: Reduce, channels: int) -> Tensor:
+    def _by_head(self, cut: _ChunkRange, columns: Tensor, weight: Tensor, reduce: Reduce, channels: int) -> Tensor:
         """Aggregate a slice that may begin and end inside a head: block by block of whole or part heads."""
         start, stop = slice_columns(weight.size(1) * channels, cut.num_groups)[self.rank % cut.num_groups]
         out = []

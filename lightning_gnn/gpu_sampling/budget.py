@@ -24,7 +24,7 @@ _NONE = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PlacedArray:
     """Something that is read to make mini-batches."""
 
     name: str
@@ -61,7 +61,7 @@ class Placed:
     cache_bytes: int = 0  # with the lookup table
     gpus: int = 1  # to how many it is dealt out, where it is
 
-    def served(self, part: Part) -> float:
+    def served(self, part: PlacedArray) -> float:
         """Return what of the cost of some reads is saved."""
         if self.place != "pinned":
             return part.saved_at(self.place)
@@ -91,7 +91,7 @@ class Placement:
         """Return a part by its name."""
         return next(part for part in self.parts if part.name == name)
 
-    def rate(self, parts: Sequence[Part]) -> float:
+    def rate(self, parts: Sequence[PlacedArray]) -> float:
         """Return the share of the cost of some reads that is saved, which may be others than it was planned for."""
         total = sum(part.reads for part in parts)
         saved = sum(placed.served(part) for placed, part in zip(self.parts, parts, strict=True))
@@ -129,7 +129,7 @@ class Placement:
 
 
 def place_parts(
-    parts: Sequence[Part], memory: int, *, buffers: int = 0, fixed: int = 0, cache_bytes: int | None = None
+    parts: Sequence[PlacedArray], memory: int, *, buffers: int = 0, fixed: int = 0, cache_bytes: int | None = None
 ) -> Placement:
     """Choose where topology and tables lie, and what of them is cached, so that most reads are on the device.
 
@@ -190,12 +190,12 @@ def place_parts(
     return replace(plan, hit_rate=plan.rate(parts))
 
 
-def _pinned(part: Part) -> tuple[Placed, Part]:
+def _pinned(part: PlacedArray) -> tuple[Placed, PlacedArray]:
     """Return a part in host memory, without a cache but of what is kept anyway."""
     return Placed(part.name, "pinned", part.pinned_bytes, _NONE if part.kept is None else part.kept), part
 
 
-def _choices(free: Sequence[int], parts: Sequence[Part]) -> Iterator[dict[int, str]]:
+def _choices(free: Sequence[int], parts: Sequence[PlacedArray]) -> Iterator[dict[int, str]]:
     """Give what may be where, the most on the device first: of equals, what no cache has to be right about."""
     dealt = [number for number in free if parts[number].shard_bytes is not None and parts[number].gpus > 1]
     # All choices of up to six parts; of more, those read most per byte, without any one of them, and of the others as

@@ -15,14 +15,14 @@ from lightning_gnn.features.disk_features import DiskFeatures
 from lightning_gnn.features.hot_cache import SECTOR_BYTES, Cacheable, hottest_of_types, row_cost
 from lightning_gnn.features.table import FeatureTable
 from lightning_gnn.gpu_sampling.access_counts import Reads
-from lightning_gnn.gpu_sampling.budget import Part, Placement, place_parts
+from lightning_gnn.gpu_sampling.budget import PlacedArray, Placement, place_parts
 from lightning_gnn.gpu_sampling.options import PlacementOptions
-from lightning_gnn.gpu_sampling.shards import LIST_SHIFT, ROW_SHIFT, Dealt
+from lightning_gnn.gpu_sampling.shards import LIST_SHIFT, ROW_SHIFT, BlockCyclicLayout
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.stores import StoreType
 from lightning_gnn.loading.batch import Attribute
-from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
+from lightning_gnn.sampling.neighbor import NeighborSampler, nonuniform_features
 
 TOPOLOGY = "topology"
 _ALL_THERE = ("device", "shard")
@@ -79,7 +79,7 @@ class Demand:
         plan = place_parts(self.parts(reads), memory, buffers=self.buffers(bulk, reads), fixed=fixed, cache_bytes=most)
         return replace(plan, bulk=bulk)
 
-    def parts(self, reads: Reads) -> list[Part]:
+    def parts(self, reads: Reads) -> list[PlacedArray]:
         """Return the topology and the tables, with what some mini-batches read of them."""
         return [self._topology(reads), *(self._table(at, reads) for at in self.tables)]
 
@@ -88,7 +88,7 @@ class Demand:
         """Return what a table is called: ``data.x``."""
         return f"data.{at[1]}" if at[0] is None else f"data[{at[0]!r}].{at[1]}"
 
-    def _topology(self, reads: Reads) -> Part:
+    def _topology(self, reads: Reads) -> PlacedArray:
         graph, whole = self.sampler.graph, self.sampler.whole_graph
         relations = [graph] if isinstance(graph, CSCGraph) else [*graph.relations.values()]
         offsets = sum(relation.indptr.nbytes for relation in relations)  # always on the device
@@ -104,22 +104,22 @@ class Demand:
         dealt = None
         if self._is_plain and isinstance(graph, CSCGraph) and not twice:
             ids = 0 if graph.edge_ids is None else graph.edge_ids.element_size()
-            rows = Dealt(graph.num_edges, self.gpus, LIST_SHIFT).size
+            rows = BlockCyclicLayout(graph.num_edges, self.gpus, LIST_SHIFT).size
             dealt = offsets + rows * (graph.indices.element_size() + ids)
-        return Part(TOPOLOGY, total, self.placing.topology, cost, offsets, hot, None, dealt, self.gpus)
+        return PlacedArray(TOPOLOGY, total, self.placing.topology, cost, offsets, hot, None, dealt, self.gpus)
 
-    def _table(self, at: At, reads: Reads) -> Part:
+    def _table(self, at: At, reads: Reads) -> PlacedArray:
         table, name, place = self.tables[at], self.name_of(at), self.placing.features
         width, scale = self._row_bytes(at)
         total = table.num_nodes * (width + scale)
-        dealt = Dealt(table.num_nodes, self.gpus, ROW_SHIFT).size * width + scale * table.num_nodes
+        dealt = BlockCyclicLayout(table.num_nodes, self.gpus, ROW_SHIFT).size * width + scale * table.num_nodes
         if at in self.of_edges:
             cost = float(row_cost(width) * reads.edges[at[0]])
-            return Part(name, total, place, cost, 0, None, None, dealt, self.gpus)
+            return PlacedArray(name, total, place, cost, 0, None, None, dealt, self.gpus)
         counts, cost = reads.rows[at[0]].numpy(), float(row_cost(width))
         sizes, lookup = np.full(table.num_nodes, width, np.int64), (4 + scale) * table.num_nodes
         hot = Cacheable(counts, sizes, cost, lookup) if self._caches or self.placing.cache_rows else None
-        part = Part(name, total, place, float(counts.sum() * cost), 0, hot, None, dealt, self.gpus)
+        part = PlacedArray(name, total, place, float(counts.sum() * cost), 0, hot, None, dealt, self.gpus)
         if self.placing.cache_rows:
             kept = self._rows.get(at, torch.empty(0, dtype=torch.int64))
             part = replace(part, kept=kept, pinned_bytes=lookup * bool(kept.numel()) + width * kept.numel())
@@ -164,7 +164,7 @@ class Demand:
 
     @property
     def _is_plain(self) -> bool:
-        return not beyond_plain(self.sampler)
+        return not nonuniform_features(self.sampler)
 
     @property
     def _queue(self) -> bool:

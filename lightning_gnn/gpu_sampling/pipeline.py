@@ -15,7 +15,7 @@ from lightning_gnn.loading.collate import Allocator
 from lightning_gnn.loading.pipeline import MiniBatchPipeline
 from lightning_gnn.nn.sampled_edges import remember
 from lightning_gnn.ops.sample.definition import check_seeds
-from lightning_gnn.runtime.devices import sent
+from lightning_gnn.runtime.devices import to_device_async
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.deferred_edges import apply_now, deferred
 from lightning_gnn.sampling.neighbor import Output
@@ -86,9 +86,9 @@ class DevicePipeline(MiniBatchPipeline):
         inputs = self.seeds[positions]  # of a user's own sampler: positions may be out of range
         if inputs.node.dim() != 1:
             raise ValueError(f"seeds must have one dimension, but have the shape {list(inputs.node.shape)}")
-        return sent(inputs.node, self.device), sent(inputs.input_id, self.device)
+        return to_device_async(inputs.node, self.device), to_device_async(inputs.input_id, self.device)
 
     def _to_device(self, value: Tensor) -> Tensor:
         if isinstance(value, Tensor) and value.is_cpu and not value.requires_grad:
-            return sent(value, self.device)
+            return to_device_async(value, self.device)
         return value

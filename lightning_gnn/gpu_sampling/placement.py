@@ -96,7 +96,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         device = self._device()
         if device is None:
             if self._placed_on is None:
-                self._meet(None)
+                self._rendezvous(None)
                 rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
                 self._placed_on = "cpu"
             return super().make_loader(stage)
@@ -139,7 +139,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             raise ValueError("there is no GPU to plan for; say how much memory one would have, as device_memory='80GB'")
         return available_bytes(device) or 0
 
-    def _meet(self, device: torch.device | None) -> LocalMachine | None:
+    def _rendezvous(self, device: torch.device | None) -> LocalMachine | None:
         """Return this machine's ranks whose GPUs may share tables, or None; collective: each rank must call this."""
         places = {"topology": self.placement_options.topology, "features": self.placement_options.features}
         sharded = [f"{name}='shard'" for name, place in places.items() if place == "shard"]
@@ -206,7 +206,7 @@ class PlacedOnGPU(MiniBatchDataModule):
 
     def _place(self, device: torch.device, stage: str) -> None:
         """Copy graph, features and other attributes to where they are read."""
-        machine = self._meet(device)
+        machine = self._rendezvous(device)
         demand = self._demand(1 if machine is None else machine.size, stage)
         memory = self._memory(device)
         if machine is None:

@@ -22,9 +22,9 @@ from lightning_gnn.ops import NeighborSample, gather_rows
 from lightning_gnn.ops.library import require_triton
 from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.ops.sample.triton import begin_samples, most_batches, runs_on, triton_sampler
-from lightning_gnn.runtime.devices import sent
+from lightning_gnn.runtime.devices import to_device_async
 from lightning_gnn.sampling.edge_attributes import NodeTime
-from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output, beyond_plain
+from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output, nonuniform_features
 
 MODES = ("fused", "persistent")
 GraphT = TypeVar("GraphT", CSCGraph, HeteroCSCGraph)
@@ -197,7 +197,7 @@ class PersistentNeighborSampler(NeighborSampler):
         if self._kernel is None or self.device is None or not plain:
             return super()._sample(seeds, times, key, first)
         # On the CPU seeds are checked without waiting for the GPU.
-        seeds = sent(check_seeds(seeds, self.graph.num_nodes), self.device)
+        seeds = to_device_async(check_seeds(seeds, self.graph.num_nodes), self.device)
         out = self._kernel.sample(seeds, self.num_neighbors, key, self.replace, self.disjoint, first)
         return self.as_output(NeighborSample(*out))
 
@@ -225,7 +225,7 @@ class PersistentNeighborSampler(NeighborSampler):
     @property
     def can_begin(self) -> bool:
         """Whether :meth:`begin` can: it picks uniformly in a graph of one type."""
-        return self._kernel is not None and not beyond_plain(self)
+        return self._kernel is not None and not nonuniform_features(self)
 
     def begin(self, seeds: Sequence[Tensor], keys: Sequence[int], share: float = 1.0) -> Any:
         """Launch mini-batches on the current stream, without waiting; returns what :meth:`end` takes.
@@ -271,7 +271,7 @@ class PersistentNeighborSampler(NeighborSampler):
 def check_dealt(*samplers: BaseSampler) -> None:
     """Refuse what the kernels cannot do with edges that are dealt out to several GPUs."""
     for sampler in samplers:
-        if refused := beyond_plain(sampler):
+        if refused := nonuniform_features(sampler):
             raise ValueError(f"topology='shard' does not go with {refused[0]}; take 'device' or 'pinned'")
 
 

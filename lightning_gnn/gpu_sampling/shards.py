@@ -27,7 +27,7 @@ _BLOCK = 1 << 18
 
 
 @dataclass(frozen=True)
-class Dealt:
+class BlockCyclicLayout:
     """Rows that are dealt out in blocks of ``2^shift``, in turn."""
 
     num_rows: int
@@ -58,7 +58,7 @@ class Dealt:
 class PeerShards:
     """A table in the memories of several GPUs, each of which reads all of it."""
 
-    dealt: Dealt
+    dealt: BlockCyclicLayout
     local: Tensor  # the own part, [size, num_columns]
     addresses: Tensor  # of all parts, as this process's device knows them, int64 [num_shards], there
     held: object = None  # whatever keeps the others' memory mapped
@@ -113,7 +113,7 @@ class LocalMachine:
 
     def share(self, table: Tensor, shift: int = ROW_SHIFT) -> PeerShards:
         """Deal out a table ``[num_rows, num_columns]`` on the host, ``2^shift`` rows in turn; all must call it."""
-        dealt = Dealt(table.size(0), self.size, shift)
+        dealt = BlockCyclicLayout(table.size(0), self.size, shift)
         shape = (max(dealt.size, 1), table.size(1))
         local, addresses, barrier, held = symmetric(shape, table.dtype, self.device, self.group)
         dealt.deal(table, self.rank, local)

@@ -11,7 +11,7 @@ from lightning_gnn.gpu_sampling.pipeline import DevicePipeline, PendingLaunch
 from lightning_gnn.loading.batch import PreparedBatch, SampledBatch
 from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.loading.prefetch import Prefetcher
-from lightning_gnn.runtime.devices import current_stream, new_stream, used_on
+from lightning_gnn.runtime.devices import current_stream, new_stream, record_stream
 from lightning_gnn.sampling.deferred_edges import apply_now
 
 SHARE = 0.5  # of the GPU, how much sampling may fill beside training
@@ -88,8 +88,8 @@ class StreamPrefetcher(Prefetcher):
             self._advance()
         consumer.wait_event(arrival)
         # Its memory belongs to the other stream.
-        made.batch = apply_now(made.batch, lambda tensor: used_on(tensor, consumer))
-        made.deferred = {name: used_on(ids, consumer) for name, ids in made.deferred.items()}
+        made.batch = apply_now(made.batch, lambda tensor: record_stream(tensor, consumer))
+        made.deferred = {name: record_stream(ids, consumer) for name, ids in made.deferred.items()}
         return made
 
     def _prepare_one(self) -> PreparedBatch | None:

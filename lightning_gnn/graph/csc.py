@@ -19,7 +19,7 @@ from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.features.arrays import load_array, save_arrays
 from lightning_gnn.features.hot_cache import CachedAdjacency
-from lightning_gnn.features.page_locked import page_locked
+from lightning_gnn.features.pin_host_memory import pin_host_memory
 from lightning_gnn.graph.edge_attributes import count_parallel, order_by_time, ordered_times, sum_weights, valid_weights
 from lightning_gnn.runtime.memory_info import total_bytes
 
@@ -267,7 +267,7 @@ class CSCGraph:
 
     def pin_memory(self) -> CSCGraph:
         """Return the graph in page-locked memory, which accelerators read: in place if the system can, else a copy."""
-        return self._map(page_locked)
+        return self._map(pin_host_memory)
 
     def share_memory_(self) -> CSCGraph:
         """Move the arrays into shared memory, so that other processes map them instead of copying; returns self."""

@@ -12,31 +12,32 @@ from torch import Tensor
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 
-Picker = Callable[..., Any]
+RemotePicker = Callable[..., Any]
 """Called with the edge types as :class:`~lightning_gnn.ops.sample.relation.Relation`, the key, the rule and the times
 of a mini-batch; returns what brings the picks of each hop (:data:`~lightning_gnn.ops.sample.numba.Fetch`)."""
 
 
 @dataclass(frozen=True, eq=False)
-class DistantCSCGraph(CSCGraph):
+class RemoteCSCGraph(CSCGraph):
     """The edges of one type, whose lists lie elsewhere; ``time`` and ``weight`` only say whether there are any."""
 
     targets: int = 0  # number of nodes that edges go to
     edges: int = 0
     number: int = 0  # of the edge type
-    picker: Picker | None = None  # whom to ask; of a graph with types, that of the whole graph
+    remote_picker: RemotePicker | None = None  # whom to ask; of a graph with types, that of the whole graph
 
     @classmethod
     def describe(
         cls, sources: int, targets: int, edges: int, number: int = 0, timed: bool = False, floating: bool = False,
-        weighted: bool = False, picker: Picker | None = None,
-    ) -> DistantCSCGraph:  # fmt: skip
+        weighted: bool = False, remote_picker: RemotePicker | None = None,
+    ) -> RemoteCSCGraph:  # fmt: skip
         """Return a graph of these sizes; ``edge_ids`` says that ids of edges are looked up."""
         none = torch.empty(0, dtype=torch.int64)
         return cls(
             torch.zeros(1, dtype=torch.int64), none, edge_ids=none, time=none if timed else None,
             weight=none.double() if weighted else None, prefix=none.double() if weighted else None,
-            floating_time=floating, source_count=sources, targets=targets, edges=edges, number=number, picker=picker,
+            floating_time=floating, source_count=sources, targets=targets, edges=edges, number=number,
+            remote_picker=remote_picker,
         )  # fmt: skip
 
     @property
@@ -56,7 +57,7 @@ class DistantCSCGraph(CSCGraph):
 
 
 @dataclass(frozen=True, eq=False)
-class DistantHeteroCSCGraph(HeteroCSCGraph):
+class RemoteHeteroCSCGraph(HeteroCSCGraph):
     """A graph with types, whose lists lie elsewhere."""
 
-    picker: Picker | None = None
+    remote_picker: RemotePicker | None = None

@@ -11,7 +11,7 @@ from torch_geometric.sampler import NodeSamplerInput, SamplerOutput
 from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler, find_gpu
 from lightning_gnn.hyscale.options import PyGLoader
 from lightning_gnn.loading.loaders import NodeLoader
-from lightning_gnn.sampling.neighbor import NeighborSampler, beyond_plain
+from lightning_gnn.sampling.neighbor import NeighborSampler, nonuniform_features
 
 _GOLDEN = (5**0.5 - 1) / 2
 _EXACT_BACKENDS = (None, "numba", "reference")
@@ -22,7 +22,7 @@ def can_sample_on(loader: PyGLoader, device: torch.device) -> bool:
     if not isinstance(loader, NodeLoader):
         return False
     sampler = loader.node_sampler
-    if type(sampler) is not NeighborSampler or sampler.backend not in _EXACT_BACKENDS or beyond_plain(sampler):
+    if type(sampler) is not NeighborSampler or sampler.backend not in _EXACT_BACKENDS or nonuniform_features(sampler):
         return False
     return device.type == "cpu" or (device.type == "cuda" and find_gpu(device) is not None)
 

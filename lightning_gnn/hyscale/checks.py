@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.datamodules.full_batch import FullBatch
-from lightning_gnn.hyscale.options import Trainers
+from lightning_gnn.hyscale.options import TrainerSet
 from lightning_gnn.hyscale.sharded_loader import can_be_cut
 from lightning_gnn.loading.loaders import PipelineLoader
 
@@ -54,7 +54,7 @@ def overrides_transfer(module: pl.LightningModule) -> bool:
     )
 
 
-def check_precision(precision: Precision, trainers: Trainers) -> None:
+def check_precision(precision: Precision, trainers: TrainerSet) -> None:
     """Refuse a precision that one of the devices does not have."""
     name = str(precision.precision)
     for trainer, device in zip(trainers.names, trainers.devices, strict=True):

@@ -18,7 +18,7 @@ from lightning_gnn.hyscale.checks import check_training, overrides_transfer
 from lightning_gnn.hyscale.options import (
     TURNED_OFF,
     HyScaleOptions,
-    Trainers,
+    TrainerSet,
     allowed_drm,
     balances,
     default_threads,
@@ -51,7 +51,7 @@ from lightning_gnn.loading.loaders import NodeLoader, PipelineLoader, num_worker
 class RankPlace:
     """Where a rank is among the trainers of all nodes."""
 
-    trainers: Trainers
+    trainers: TrainerSet
     global_rank: int
     local_rank: int
     num_nodes: int

@@ -20,14 +20,14 @@ _MAX_TIMEOUT_S = 1e8
 
 
 @dataclass(frozen=True)
-class Trainers:
+class TrainerSet:
     """The trainers of one node: those on the CPU first."""
 
     devices: tuple[torch.device, ...]
     num_cpu: int  # how many are CPU trainers. An accelerator trainer may be on ``cpu`` too, where it stands for one.
 
     @classmethod
-    def of(cls, cpu_trainers: int, accelerators: Sequence[torch.device]) -> Trainers:
+    def of(cls, cpu_trainers: int, accelerators: Sequence[torch.device]) -> TrainerSet:
         """Put them together."""
         if cpu_trainers == 0 and not accelerators:
             raise ValueError(
@@ -74,7 +74,7 @@ class Trainers:
         return cpu + [(1 - share) / self.num_accelerators] * self.num_accelerators
 
 
-def trainers_of(wanted: int, accelerators: Sequence[torch.device], devices: Sequence[torch.device]) -> Trainers:
+def trainers_of(wanted: int, accelerators: Sequence[torch.device], devices: Sequence[torch.device]) -> TrainerSet:
     """Return the trainers of a node."""
     on_cpu = sum(device.type == "cpu" for device in devices)
     if accelerators is devices:
@@ -87,7 +87,7 @@ def trainers_of(wanted: int, accelerators: Sequence[torch.device], devices: Sequ
                     f"set one of them, or both to the number of CPU trainers"
                 )
             wanted = on_cpu
-    return Trainers.of(wanted, accelerators)
+    return TrainerSet.of(wanted, accelerators)
 
 
 def measurements_decide() -> bool:
@@ -126,7 +126,7 @@ def seeds_of_iteration(loader: PyGLoader) -> int:
     return min(size, len(sampler)) if isinstance(sampler, Sized) else size
 
 
-def default_threads(num_workers: int, trainers: Trainers, balanced: bool) -> tuple[int, int, int]:
+def default_threads(num_workers: int, trainers: TrainerSet, balanced: bool) -> tuple[int, int, int]:
     """Return the CPU threads of sampling, feature loading and training of a node where none are given."""
     # A manager moves threads, so that they must not be more than cores; else the CPU trainers get all cores.
     cores, num_cpu = num_cores(), trainers.num_cpu
@@ -209,7 +209,7 @@ class HyScaleOptions:
         """Return the devices that the user named, or else the Trainer's."""
         return devices if self.devices is None else [torch.device(device) for device in self.devices]
 
-    def first_weights(self, trainers: Trainers) -> list[float]:
+    def first_weights(self, trainers: TrainerSet) -> list[float]:
         """Return the shares to begin with where nothing was measured."""
         if self.shares is not None:
             return list(self.shares)

@@ -18,7 +18,7 @@ from lightning_gnn.loading.pipeline import MiniBatchPipeline
 from lightning_gnn.loading.prefetch import Prefetcher
 from lightning_gnn.loading.prefetch.lookahead import Lookahead, LookaheadWindow
 from lightning_gnn.runtime.precision import converted
-from lightning_gnn.runtime.thread_pipeline import Item, StagePipeline, Step
+from lightning_gnn.runtime.thread_pipeline import Item, StageFunction, StagePipeline
 from lightning_gnn.runtime.timeline import profiled
 
 
@@ -188,9 +188,9 @@ class _Stages:
         self._finishes = pipeline.has_deferred_work
         self.window: LookaheadWindow | None = None
 
-    def steps(self, prefetch: int) -> list[list[tuple[str, Step]]]:
+    def steps(self, prefetch: int) -> list[list[tuple[str, StageFunction]]]:
         """Return the steps of each stage; one that does not exist is left out."""
-        stages: list[list[tuple[str, Step]]] = [[("sample", self._sample)], [("load", self._load)]]
+        stages: list[list[tuple[str, StageFunction]]] = [[("sample", self._sample)], [("load", self._load)]]
         if self.sampling is not None:
             # In front of the CPU's, which sees other mini-batches meanwhile: side by side in effect.
             stages.insert(0, [("sample_accelerator", self._sample_there)])

@@ -28,7 +28,7 @@ from lightning_gnn.hyscale.checks import check_precision
 from lightning_gnn.hyscale.loader_setup import HyScaleLoaders, RankPlace
 from lightning_gnn.hyscale.options import (
     HyScaleOptions,
-    Trainers,
+    TrainerSet,
     trainers_of,
 )
 from lightning_gnn.hyscale.resource_manager.controller import BalanceController, StageClock, stage_row
@@ -142,7 +142,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
             cpu_trainers, cpu_share, drm, prefetch, stall_timeout, transfer_dtype, shares, threads, devices,
             decision_log, accelerator_sampling, agree_every,
         )  # fmt: skip
-        self.trainers = Trainers((), 0)
+        self.trainers = TrainerSet((), 0)
         """Who trains on this node, once it is known."""
         self.balance: BalanceController | None = None
         """Who gets how much of the work, and the times of the last iterations, once training has begun."""

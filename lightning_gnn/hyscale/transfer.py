@@ -10,7 +10,7 @@ from torch_geometric.data.data import BaseData
 from torch_geometric.data.storage import BaseStorage
 
 from lightning_gnn.nn.sampled_edges import moved
-from lightning_gnn.runtime.devices import used_on, works
+from lightning_gnn.runtime.devices import record_stream, works
 
 TRANSFER_DTYPES = (None, "float16", "int8")
 _FEATURES = "x"
@@ -95,7 +95,7 @@ class Transfer:
         done.synchronize()
         # Its memory belongs to this stream, but is used on another one.
         consumer = torch.accelerator.current_stream(self.device)
-        return batch.apply(lambda tensor: used_on(tensor, consumer))
+        return batch.apply(lambda tensor: record_stream(tensor, consumer))
 
 
 def _pinned(tensor: Tensor) -> Tensor:

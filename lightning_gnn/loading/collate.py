@@ -20,7 +20,7 @@ from lightning_gnn.graph.stores import AttributeName, name_of, of_edges, of_node
 from lightning_gnn.loading.batch import NO_NODES, Attribute, Batch
 from lightning_gnn.loading.compact_ids import both_of
 from lightning_gnn.ops import gather_rows
-from lightning_gnn.sampling.deferred_edges import EdgePositions, defer
+from lightning_gnn.sampling.deferred_edges import LazyEdgeIds, attach_lazy_e_id
 from lightning_gnn.sampling.neighbor import Output
 
 Allocator = Callable[[AttributeName, Sequence[int], torch.dtype], Tensor]
@@ -71,7 +71,7 @@ def collate(
             if not of_nodes(store, key) and not of_edges(store, key):
                 continue
             ids = node if of_nodes(store, key) else edge
-            if isinstance(ids, EdgePositions):
+            if isinstance(ids, LazyEdgeIds):
                 ids = edge = ids.ids()
             if ids is None:
                 part[key] = None
@@ -82,8 +82,8 @@ def collate(
 
         if node is not None and "n_id" not in store:
             part.n_id = node
-        if isinstance(edge, EdgePositions) and "e_id" not in store:
-            defer(part, edge)
+        if isinstance(edge, LazyEdgeIds) and "e_id" not in store:
+            attach_lazy_e_id(part, edge)
         elif edge is not None and "e_id" not in store:
             part.e_id = edge
         original = row is not None and out.orig_row is not None and out.orig_col is not None

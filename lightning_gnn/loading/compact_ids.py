@@ -15,15 +15,17 @@ from torch import Tensor
 from torch_geometric.typing import NodeType
 
 from lightning_gnn.graph.stores import StoreType
-from lightning_gnn.sampling.deferred_edges import EdgePositions
+from lightning_gnn.sampling.deferred_edges import LazyEdgeIds
 from lightning_gnn.sampling.neighbor import Output
 
 _FITS = torch.iinfo(torch.int32)
 _PARTS = ("node", "row", "col", "edge", "batch")
 _NOTHING = torch.empty(0, dtype=torch.int64)
 
-Packed: TypeAlias = "Tensor | EdgePositions | _Narrow | _Steps | _Positions | None"  # ids as they came, or in few bytes
-Part: TypeAlias = "Packed | dict[Any, Packed]"  # those of each type in a heterogeneous graph
+EncodedIds: TypeAlias = (
+    "Tensor | LazyEdgeIds | _Narrow | _Steps | _Positions | None"  # ids as they came, or in few bytes
+)
+CompactIdsByType: TypeAlias = "EncodedIds | dict[Any, EncodedIds]"  # those of each type in a heterogeneous graph
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class _Steps:
 class _Positions:
     """Edges whose ids are yet to be looked up, with their positions packed."""
 
-    edges: EdgePositions
-    positions: Packed
+    edges: LazyEdgeIds
+    positions: EncodedIds
 
 
 class CompactIds:
@@ -115,24 +117,24 @@ def both_of(row: Tensor, col: object) -> Tensor | None:
     return base if one else None
 
 
-def _items(values: Part) -> list[tuple[StoreType, Packed]]:
+def _items(values: CompactIdsByType) -> list[tuple[StoreType, EncodedIds]]:
     return [*values.items()] if isinstance(values, dict) else [(None, values)]
 
 
-def _part(values: Part, kind: StoreType) -> Packed:
+def _part(values: CompactIdsByType, kind: StoreType) -> EncodedIds:
     return values.get(kind) if isinstance(values, dict) else values
 
 
-def _each(values: Part, function: Callable[[Packed], Packed]) -> Part:
+def _each(values: CompactIdsByType, function: Callable[[EncodedIds], EncodedIds]) -> CompactIdsByType:
     return {kind: function(value) for kind, value in values.items()} if isinstance(values, dict) else function(values)
 
 
-def _is_plain(ids: Packed) -> TypeGuard[Tensor]:
+def _is_plain(ids: EncodedIds) -> TypeGuard[Tensor]:
     return type(ids) is Tensor and ids.dtype == torch.int64 and ids.dim() == 1 and ids.numel() > 0
 
 
-def _narrow(ids: Packed) -> Packed:
-    if type(ids) is EdgePositions:
+def _narrow(ids: EncodedIds) -> EncodedIds:
+    if type(ids) is LazyEdgeIds:
         edges = copy.copy(ids)
         edges.positions = _NOTHING  # else they would be held beside
         return _Positions(edges, _narrow(ids.positions))
@@ -143,7 +145,7 @@ def _narrow(ids: Packed) -> Packed:
     return _Narrow(ids.to(torch.int32).cpu(), ids.device) if fits else ids
 
 
-def _steps(ids: Packed) -> Packed:
+def _steps(ids: EncodedIds) -> EncodedIds:
     if not _is_plain(ids):
         return ids
     steps = ids.diff(prepend=ids[:1])
@@ -152,7 +154,7 @@ def _steps(ids: Packed) -> Packed:
     return _Steps(int(ids[0]), steps.to(torch.uint8).cpu(), ids.device) if rises else _narrow(ids)
 
 
-def _unpacked(value: Packed) -> Packed:
+def _unpacked(value: EncodedIds) -> EncodedIds:
     if isinstance(value, _Positions):
         edges = copy.copy(value.edges)
         edges.positions = cast(Tensor, _unpacked(value.positions))
@@ -162,7 +164,7 @@ def _unpacked(value: Packed) -> Packed:
     return value
 
 
-def _bytes(value: Packed) -> int:
+def _bytes(value: EncodedIds) -> int:
     if isinstance(value, _Positions):
         return _bytes(value.positions)
     ids = value.ids if isinstance(value, _Narrow | _Steps) else value

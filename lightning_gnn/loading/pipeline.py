@@ -32,7 +32,7 @@ from lightning_gnn.ops import batch_key
 from lightning_gnn.ops.hashing import key_of_part
 from lightning_gnn.runtime.timeline import profiled
 from lightning_gnn.sampling.deferred_edges import deferred
-from lightning_gnn.sampling.neighbor import NeighborSampler, Output, ProcessRank, SeedRange
+from lightning_gnn.sampling.neighbor import NeighborSampler, OffsetSeedInput, Output, ProcessRank
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -185,7 +185,7 @@ class MiniBatchPipeline:
     def inputs(self, task: BatchTask) -> NodeSamplerInput | EdgeSamplerInput:
         """Return the seeds of a task as PyG's samplers take them."""
         inputs = self.seeds[task.seeds]
-        return SeedRange(inputs, task.seed_offset) if task.seed_offset and not self.has_edges else inputs
+        return OffsetSeedInput(inputs, task.seed_offset) if task.seed_offset and not self.has_edges else inputs
 
     @property
     def rank(self) -> int:

@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MultilabelF1Score
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.node_module import NodeModule
 
-STAGES = ("train", "val", "test")
+LOGGED_STAGES = ("train", "val", "test")
 KINDS = ("multiclass", "multilabel")
 
 
@@ -95,7 +95,7 @@ class NodeClassifier(NodeModule):
         self.register_buffer("class_weights", weights, persistent=False)
         self.metric_name = "acc" if kind == "multiclass" else "f1"
         metric = MulticlassAccuracy if kind == "multiclass" else MultilabelF1Score
-        for stage in STAGES:
+        for stage in LOGGED_STAGES:
             # Labels are checked here, once; torchmetrics would check them on the device at every batch.
             setattr(self, f"{stage}_{self.metric_name}", metric(num_classes, average="micro", validate_args=False))
         self._take_metrics(metrics, kind, num_classes)

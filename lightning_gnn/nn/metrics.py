@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torchmetrics import MeanSquaredError, Metric, R2Score
 from torchmetrics import classification as of_classes
 
-Kind = Literal["multiclass", "multilabel", "regression"]
+MetricTask = Literal["multiclass", "multilabel", "regression"]
 _AVERAGED = {
     "acc": "Accuracy",
     "f1": "F1Score",
@@ -34,7 +34,7 @@ _OTHERS: dict[str, dict[str, Callable[..., Metric]]] = {
 }
 
 
-def named_metric(name: str, kind: Kind, num_outputs: int = 1) -> Metric:
+def named_metric(name: str, kind: MetricTask, num_outputs: int = 1) -> Metric:
     """Build a metric from its name.
 
     Of one class per node (``"multiclass"``): ``top5``, the share of nodes whose class is among the five likeliest, with
@@ -60,7 +60,7 @@ def named_metric(name: str, kind: Kind, num_outputs: int = 1) -> Metric:
     raise ValueError(f"metrics: {name!r} is unknown; use {_known(kind, num_outputs)}")
 
 
-def _known(kind: Kind, num_outputs: int) -> str:
+def _known(kind: MetricTask, num_outputs: int) -> str:
     others = ", ".join(_OTHERS[kind])
     if kind == "regression":
         return others

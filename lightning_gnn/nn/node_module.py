@@ -9,7 +9,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import NodeType
 from torchmetrics import Metric
 
-from lightning_gnn.nn.metrics import Kind, named_metric
+from lightning_gnn.nn.metrics import MetricTask, named_metric
 from lightning_gnn.nn.module import GNNModule
 
 
@@ -44,7 +44,7 @@ class NodeModule(GNNModule):
         nodes = part.get("pred_nodes")
         return rows if nodes is None else rows[nodes.to(rows.device)]
 
-    def _take_metrics(self, names: Sequence[str], kind: Kind, num_outputs: int = 1) -> None:
+    def _take_metrics(self, names: Sequence[str], kind: MetricTask, num_outputs: int = 1) -> None:
         """Build metrics by name; see :func:`~lightning_gnn.nn.metrics.named_metric`."""
         names = [names] if isinstance(names, str) else names
         self.metric_names = [name for name in dict.fromkeys(names) if name != self.metric_name]

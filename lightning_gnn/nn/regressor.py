@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch_geometric.typing import NodeType
 from torchmetrics import MeanAbsoluteError
 
-from lightning_gnn.nn.classifier import STAGES
+from lightning_gnn.nn.classifier import LOGGED_STAGES
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.node_module import NodeModule
 
@@ -46,7 +46,7 @@ class NodeRegressor(NodeModule):
         self.target = target
         # Objects stay out, so that checkpoints can be read with weights_only=True.
         self.save_hyperparameters(ignore=["model", "optimizer", "scheduler", "embeddings"])
-        for stage in STAGES:
+        for stage in LOGGED_STAGES:
             setattr(self, f"{stage}_mae", MeanAbsoluteError())
         self._take_metrics(metrics, "regression")
 

@@ -31,9 +31,9 @@ from lightning_gnn.loading.seed_order import OwnSeedsOrder
 from lightning_gnn.nn.inference import Elsewhere, FullInference
 from lightning_gnn.nn.module import GNNModule
 from lightning_gnn.partitioned.elastic import Elastic
-from lightning_gnn.partitioned.exchange import Exchange
+from lightning_gnn.partitioned.exchange import RankRPC
 from lightning_gnn.partitioned.folder import SPLITS, Partition
-from lightning_gnn.partitioned.future import count_future, hottest
+from lightning_gnn.partitioned.future import count_future, top_accessed_rows
 from lightning_gnn.partitioned.inference import InParts, Published, check_model
 from lightning_gnn.partitioned.remote import Remote
 from lightning_gnn.partitioned.sampler import Connection, EdgeRows, NodeRows, PartitionedSampler
@@ -150,7 +150,7 @@ class _OnParts(MiniBatchDataModule):
         except (OSError, ValueError) as error:
             trouble = error
         self._published = Published(self.partition.parts, ranks)
-        exchange = Exchange({} if trouble is not None else {
+        exchange = RankRPC({} if trouble is not None else {
             "published": self._published.published,
             **{name: getattr(shard, name) for name in ("picks", "node_rows", "edge_rows")},
         })  # fmt: skip
@@ -184,7 +184,9 @@ class _OnParts(MiniBatchDataModule):
             remote, loader = self.connection.remote, cast(Any, self.make_loader("train"))
             epoch = self._passes if self.trainer is None else self.trainer.current_epoch
             counts = count_future(loader, remote, epoch, self.count_batches)
-            remote.keep(hottest(counts, [remote.row_bytes(number) for number in range(len(counts))], self.cache))
+            remote.keep(
+                top_accessed_rows(counts, [remote.row_bytes(number) for number in range(len(counts))], self.cache)
+            )
             rank_zero_info(f"rows of other parts that are kept: {remote.kept_rows}")
         self._joined = True
 

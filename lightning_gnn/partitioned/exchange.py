@@ -27,7 +27,7 @@ _CALLS = 1 << 28
 Handler = Callable[..., Any]
 
 
-class Exchange:
+class RankRPC:
     """Asks other ranks, and answers them; for each there are two threads. All ranks make and close it together."""
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
@@ -49,7 +49,7 @@ class Exchange:
         if self.ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=_FOR_EVER)
             for other in range(self.ranks):
-                for work, way in ((self._answer, "to"), (self._take, "of")) if other != self.rank else ():
+                for work, way in ((self._answer, "to"), (self._receive_answers, "of")) if other != self.rank else ():
                     name = f"answers {way} rank {other}"
                     self._threads.append(threading.Thread(target=work, args=(other,), name=name, daemon=True))
                     self._threads[-1].start()
@@ -156,7 +156,7 @@ class Exchange:
                 self._lose(asker, str(error))
                 return
 
-    def _take(self, other: int) -> None:
+    def _receive_answers(self, other: int) -> None:
         """Take the answers of a rank, and give them to who has asked."""
         while True:
             try:

@@ -43,7 +43,7 @@ Rest: TypeAlias = dict[StoreType, dict[str, Any]]  # what has no rows, by type a
 
 
 @dataclass
-class Kind:
+class TypeInfo:
     """A type of nodes or of edges."""
 
     name: StoreType  # of a node type, or the triple of an edge type; None in a graph of one type
@@ -177,10 +177,10 @@ def rows_of(data: Data | HeteroData) -> tuple[Rows, Rest]:
     return rows, rest
 
 
-def _described(name: StoreType, count: int, rows: Mapping[str, Tensor]) -> Kind:
+def _described(name: StoreType, count: int, rows: Mapping[str, Tensor]) -> TypeInfo:
     attributes = {key: (str(value.dtype).rpartition(".")[2], list(value.shape)) for key, value in rows.items()}
     whole = {key: value for key, value in rows.items() if value.dtype in _WHOLE and value.dim() == 1 and value.numel()}
-    return Kind(name, count, attributes, largest={key: int(value.max()) for key, value in whole.items()})
+    return TypeInfo(name, count, attributes, largest={key: int(value.max()) for key, value in whole.items()})
 
 
 def seeds_of(store: BaseStorage, stage: str) -> Tensor | None:
@@ -248,7 +248,7 @@ class Partition:
         self.stores = list(map(_name, about["stores"]))
         """Names of the types in the order in which the graph had them."""
         self.nodes, self.edges = (
-            [Kind(**{**kind, "name": _name(kind["name"])}) for kind in about[key]] for key in ("nodes", "edges")
+            [TypeInfo(**{**kind, "name": _name(kind["name"])}) for kind in about[key]] for key in ("nodes", "edges")
         )
         self.owner = [load_array(common / f"node{place}.part.npy") for place in range(len(self.nodes))]
         self.rest: Rest = torch.load(common / "rest.pt", weights_only=True)
@@ -285,7 +285,7 @@ class Partition:
         """Return the place of each part's first edge among all edges of a type, part by part, int64 ``[parts + 1]``."""
         return np.cumsum([0, *self.edges[edge_type].per_part])
 
-    def open(self, part: int) -> Part:
+    def open(self, part: int) -> GraphPart:
         """Open one part."""
         root = self.folder / f"part-{part:05d}"
         if not root.is_dir():
@@ -298,7 +298,7 @@ class Partition:
             foreign = f"{root} is part {about.get('part')} of the partition {about.get('id')}"
             fix = "copy all of one, not parts of different partitions"
             raise ValueError(f"{foreign}, but common belongs to {self.id}: {fix}")
-        return Part(self, part, root)
+        return GraphPart(self, part, root)
 
 
 def _name(name: str | list[str] | None) -> Any:
@@ -313,7 +313,7 @@ def _verify(root: Path, fix: str) -> None:
         raise ValueError(f"{root} is damaged ({error}); {fix}") from None
 
 
-class Part:
+class GraphPart:
     """One part of a graph, memory-mapped."""
 
     def __init__(self, partition: Partition, number: int, root: Path) -> None:
@@ -350,7 +350,7 @@ class Part:
             raise IndexError(f"part {self.number} was asked for nodes that it does not have")
         return places
 
-    def _rows(self, prefix: str, kinds: list[Kind]) -> list[dict[str, Tensor]]:
+    def _rows(self, prefix: str, kinds: list[TypeInfo]) -> list[dict[str, Tensor]]:
         return [
             {
                 key: expect_scattered_reads(load_array(self._root / _file(f"{prefix}{place}", key)))

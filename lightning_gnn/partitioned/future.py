@@ -28,7 +28,9 @@ def count_future(
     return [np.unique(np.concatenate(ids), return_counts=True) for ids in seen]
 
 
-def hottest(counts: Sequence[tuple[np.ndarray, np.ndarray]], row_bytes: Sequence[int], budget: int) -> list[np.ndarray]:
+def top_accessed_rows(
+    counts: Sequence[tuple[np.ndarray, np.ndarray]], row_bytes: Sequence[int], budget: int
+) -> list[np.ndarray]:
     """Return the nodes that are read most often, as many as fit the budget in bytes, ascending, by node type."""
     node, often = (np.concatenate(both) for both in zip(*counts, strict=True))
     node_type = np.repeat(np.arange(len(counts)), [ids.size for ids, _ in counts])

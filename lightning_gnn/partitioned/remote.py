@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.sample.numba import Fetch, Picks
-from lightning_gnn.ops.sample.relation import Relation, Rule, Times, stage_key
-from lightning_gnn.partitioned.exchange import Exchange
+from lightning_gnn.ops.sample.relation import PickOptions, Relation, TimeWindow, stage_key
+from lightning_gnn.partitioned.exchange import RankRPC
 from lightning_gnn.partitioned.folder import Partition
 from lightning_gnn.partitioned.shard import Shard, holders
 
@@ -19,7 +19,7 @@ from lightning_gnn.partitioned.shard import Shard, holders
 class Remote:
     """All parts of a graph, read from one rank."""
 
-    def __init__(self, partition: Partition, shard: Shard, exchange: Exchange) -> None:
+    def __init__(self, partition: Partition, shard: Shard, exchange: RankRPC) -> None:
         self.partition, self.shard, self.exchange = partition, shard, exchange
         held = holders(partition.parts, exchange.ranks)
         # Ranks that share a part are asked in turns, oneself first.
@@ -29,7 +29,9 @@ class Remote:
         self.rows_read: Counter[str] = Counter()  # rows of nodes that were read here, asked of other ranks, or kept
         self._kept: list[tuple[np.ndarray, dict[str, Tensor]]] = [(np.empty(0, np.int64), {}) for _ in partition.nodes]
 
-    def picks(self, relations: Sequence[Relation], key: int, rule: Rule, times: Times | None, weighted: bool) -> Fetch:
+    def picks(
+        self, relations: Sequence[Relation], key: int, rule: PickOptions, times: TimeWindow | None, weighted: bool
+    ) -> Fetch:
         """Return what brings the picks of each hop: one question to each rank that has some of the frontier."""
 
         def fetch(hop: int, frontier: list[tuple[np.ndarray, np.ndarray]]) -> list[Picks]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.graph.csc import CSCGraph
-from lightning_gnn.graph.remote import DistantCSCGraph, DistantHeteroCSCGraph
-from lightning_gnn.ops.sample.relation import Relation, Rule, Times
-from lightning_gnn.partitioned.folder import Kind, Partition
+from lightning_gnn.graph.remote import RemoteCSCGraph, RemoteHeteroCSCGraph
+from lightning_gnn.ops.sample.relation import PickOptions, Relation, TimeWindow
+from lightning_gnn.partitioned.folder import Partition, TypeInfo
 from lightning_gnn.partitioned.remote import Remote
 from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler
 
@@ -83,21 +83,28 @@ class PartitionedSampler(NeighborSampler):
         self._noted = threading.local()
         self.check_options()
 
-    def _described(self, weighted: Sequence[int]) -> DistantCSCGraph | DistantHeteroCSCGraph:
+    def _described(self, weighted: Sequence[int]) -> RemoteCSCGraph | RemoteHeteroCSCGraph:
         partition, by_weight = self.partition, bool(weighted)
 
-        def picker(relations: Sequence[Relation], key: int, rule: Rule, times: Times | None) -> Any:
+        def remote_picker(relations: Sequence[Relation], key: int, rule: PickOptions, times: TimeWindow | None) -> Any:
             return self.connection.open.picks(relations, key, rule, times, by_weight)
 
         relations: dict[Any, Any] = {}
         for number, kind in enumerate(partition.edges):
             source, target = (partition.nodes[end].count for end in partition.ends(number))
-            relations[kind.name] = DistantCSCGraph.describe(
-                source, target, kind.count, number, number in self._timed, self._floating, number in weighted, picker
+            relations[kind.name] = RemoteCSCGraph.describe(
+                source,
+                target,
+                kind.count,
+                number,
+                number in self._timed,
+                self._floating,
+                number in weighted,
+                remote_picker,
             )
         if not partition.typed:
             return relations[None]  # type: ignore[no-any-return]
-        return DistantHeteroCSCGraph({kind.name: kind.count for kind in partition.nodes}, relations, picker)
+        return RemoteHeteroCSCGraph({kind.name: kind.count for kind in partition.nodes}, relations, remote_picker)
 
     def prepare(self) -> None:
         """Sort this rank's lists by time, or sum up their weights; asks other ranks for the times of sources."""
@@ -124,7 +131,7 @@ class PartitionedSampler(NeighborSampler):
 
     def original_positions(self, graph: CSCGraph, edge: Tensor) -> Tensor:
         """Turn places among the edges of all parts into places in the user's ``edge_index``, int64 ``[m]``."""
-        assert isinstance(graph, DistantCSCGraph)
+        assert isinstance(graph, RemoteCSCGraph)
         ids = self.connection.open.edge_rows(graph.number, edge.numpy(), [None])[None]
         if self.partition.edges[graph.number].attributes:
             vars(self._noted)[str(graph.number)] = ids, edge
@@ -201,5 +208,5 @@ class EdgeRows:
         return found
 
 
-def _having(kinds: Sequence[Kind], name: str | None) -> list[int]:
+def _having(kinds: Sequence[TypeInfo], name: str | None) -> list[int]:
     return [] if name is None else [number for number, kind in enumerate(kinds) if name in kind.attributes]

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.ops.sample.definition import describe
 from lightning_gnn.ops.sample.numba import Picks, pick_from_lists
-from lightning_gnn.ops.sample.relation import Relation, Rule, Times
+from lightning_gnn.ops.sample.relation import PickOptions, Relation, TimeWindow
 from lightning_gnn.partitioned.folder import Partition
 
 
@@ -47,7 +47,7 @@ class Shard:
         self._lists[part, edge_type, weighted] = tensors._replace(**arrays), graph.edge_ids
 
     def picks(
-        self, weighted: bool, questions: Sequence[tuple[Any, ...]], rule: Rule, times: Times | None
+        self, weighted: bool, questions: Sequence[tuple[Any, ...]], rule: PickOptions, times: TimeWindow | None
     ) -> list[Picks]:
         """Answer what each (part, edge type, nodes, trees, fanout, key) picks; places are those among all edges."""
         out = []

@@ -10,7 +10,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import BaseStorage
 
 from lightning_gnn.graph.csc import CSCGraph, index_dtype
-from lightning_gnn.partitioned.folder import Kind, Partition
+from lightning_gnn.partitioned.folder import Partition, TypeInfo
 
 
 def without_rows(partition: Partition) -> Data | HeteroData:
@@ -86,7 +86,7 @@ def with_topology(partition: Partition, time_attr: str | None = None) -> Data | 
     return data
 
 
-def _fill(store: BaseStorage, kind: Kind, rest: dict[str, object]) -> None:
+def _fill(store: BaseStorage, kind: TypeInfo, rest: dict[str, object]) -> None:
     for key in kind.attributes:
         store[key] = nothing(kind.shape(key), kind.dtype(key))
     for key, value in rest.items():

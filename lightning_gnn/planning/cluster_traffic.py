@@ -12,7 +12,7 @@ from torch_geometric.typing import NodeType
 
 from lightning_gnn.loading.batch import BatchTask
 from lightning_gnn.partitioned.folder import rows_of
-from lightning_gnn.partitioned.future import hottest
+from lightning_gnn.partitioned.future import top_accessed_rows
 from lightning_gnn.planning.cluster import NODE_BYTES, PICK_BYTES, Traffic
 from lightning_gnn.sampling.neighbor import Output
 
@@ -98,7 +98,7 @@ def _kept(
         nodes = np.flatnonzero((often[name] > 0) & (owner[name] != rank))
         counts.append((nodes, often[name][nodes]))
     kept = {name: np.zeros(owner[name].size, np.bool_) for name in names}
-    for name, nodes in zip(names, hottest(counts, [widths[name] for name in names], budget), strict=True):
+    for name, nodes in zip(names, top_accessed_rows(counts, [widths[name] for name in names], budget), strict=True):
         kept[name][nodes] = True
     return kept
 

@@ -9,7 +9,7 @@ import torch
 
 from lightning_gnn.planning.overlap import Rhythm, rhythm
 from lightning_gnn.planning.preparation import Preparation, ahead_of, prepare
-from lightning_gnn.planning.steps import Step, time_steps, time_together
+from lightning_gnn.planning.steps import TimedStep, time_steps, time_together
 from lightning_gnn.runtime.cores import is_busy, num_cores
 
 WORTH = 0.05  # a gain below this part of the epoch is noise
@@ -32,7 +32,7 @@ class CPUForecast:
     """
 
     preparation: Preparation
-    steps: dict[int, Step]
+    steps: dict[int, TimedStep]
     threads: int
     cores: int
     batches: int
@@ -41,7 +41,7 @@ class CPUForecast:
     busy: bool = False
 
     @property
-    def step(self) -> Step:
+    def step(self) -> TimedStep:
         """A step of the run."""
         return self.steps[self.threads]
 

@@ -33,7 +33,7 @@ _COUNTED = re.compile(r"aten::(addmm_?|mm|bmm|baddbmm_?|_addmm_activation)$")
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """A training step, on the average."""
 
     seconds: float  # from Lightning's on_train_batch_start to on_train_batch_end
@@ -50,7 +50,7 @@ class Step:
 
 def time_steps(
     module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], batches: Sequence[object], threads: int
-) -> Step:
+) -> TimedStep:
     """Train on some mini-batches again and again; the module is another one afterwards."""
     clock = _Clock()
     _fit(module, make_trainer, _Replay(batches, clock), clock, 1.0, threads)
@@ -59,7 +59,7 @@ def time_steps(
     seconds = median(clock.inside)
     profiled = sum(clock.parts.values())
     parts = {name: seconds * value / profiled for name, value in clock.parts.items()} if profiled else {}
-    return Step(seconds, median(clock.outside or [0.0]), threads, parts, clock.flops)
+    return TimedStep(seconds, median(clock.outside or [0.0]), threads, parts, clock.flops)
 
 
 def time_together(

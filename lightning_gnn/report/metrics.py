@@ -23,7 +23,7 @@ NAMES = {
     "mrr": "MRR",
     "loss": "loss",
 }
-STAGES = {"test": "Test", "val": "Validation"}
+METRIC_STAGES = {"test": "Test", "val": "Validation"}
 BOUNDED = ("acc", "auc", "mrr")  # scores from 0 to 1
 LOWER_IS_BETTER = ("mae", "mse", "rmse", "ece")
 SPEEDS = ("epoch_time_s", "sampled_edges_per_s", "mteps")
@@ -101,9 +101,9 @@ def score_rows(metrics: Metrics) -> list[Row]:
     note = f"of the {tested(metrics)}"
     parts = [(name.partition("_"), shown(name, value)) for name, value in metrics.items()]
     return [
-        (f"{STAGES[stage]} {NAMES.get(kind, kind)}", value, note)
+        (f"{METRIC_STAGES[stage]} {NAMES.get(kind, kind)}", value, note)
         for (stage, _, kind), value in parts
-        if stage in STAGES and value
+        if stage in METRIC_STAGES and value
     ]
 
 

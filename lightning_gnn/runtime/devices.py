@@ -30,14 +30,14 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a small host tensor, by page-locked memory, on a device, whose current stream makes it."""
     if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def used_on(tensor: Tensor, stream: torch.Stream) -> Tensor:
+def record_stream(tensor: Tensor, stream: torch.Stream) -> Tensor:
     """Keep the memory of a tensor, of any layout, from reuse before a stream is done with it; return the tensor."""
     if not isinstance(tensor, Tensor):  # a sparse matrix of torch_sparse
         tensor.record_stream(stream)

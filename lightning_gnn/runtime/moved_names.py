@@ -19,8 +19,11 @@ MOVED_NAMES = {
         "Chunks", "CompressedGraph", "locality_aware_partition",
     )},
     **{f"{_GRAPH}{name}": f"lightning_gnn.features.{name}" for name in (
-        "CachedAdjacency", "DiskFeatures", "FeatureTable", "RowCache", "hottest",
+        "CachedAdjacency", "DiskFeatures", "FeatureTable", "RowCache",
     )},
+    f"{_GRAPH}hottest": "lightning_gnn.features.top_accessed",
+    "lightning_gnn.features.hottest": "lightning_gnn.features.top_accessed",
+    "lightning_gnn.collective.ReorderBuffer": "lightning_gnn.collective.BatchSchedule",
     **{f"{_GRAPH}{name}": f"lightning_gnn.datasets.{name}" for name in (
         "convert_tables", "load_hetero_folder", "save_hetero_folder",
     )},

@@ -20,7 +20,7 @@ from weakref import WeakMethod
 import torch
 
 Job = Callable[[], object]
-Step = Callable[[Any, Any], Any]
+StageFunction = Callable[[Any, Any], Any]
 """Called with an item's value and its note; returns the item's next value."""
 
 
@@ -30,7 +30,7 @@ def one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
-class Crew:
+class WorkerPool:
     """Threads in groups, which take jobs until they are stopped, a job fails, or the owner of ``claim`` is dropped.
 
     ``claim`` is called under the lock with a group and a thread in it, and returns a job, or None to wait.
@@ -40,7 +40,7 @@ class Crew:
         self, claim: Callable[[int, int], Job | None], names: Sequence[str], begin: Callable[[], object]
     ) -> None:
         self.lock = threading.RLock()
-        self.news = threading.Condition(self.lock)
+        self.progress_condition = threading.Condition(self.lock)
         """For those who wait for the crew; notified when a job fails, and by others that have news."""
         self.error: BaseException | None = None
         """What a job has raised, with its traceback."""
@@ -105,7 +105,7 @@ class Crew:
 
     def _stop(self) -> None:
         self.stopped = True
-        for condition in (*self._calls, self.news):
+        for condition in (*self._calls, self.progress_condition):
             condition.notify_all()
 
     def _run(self, group: int, number: int) -> None:
@@ -155,7 +155,7 @@ class Item:
     passed: int = 0
     """How many stages are done with it."""
 
-    def run(self, steps: Sequence[tuple[str, Step]]) -> None:
+    def run(self, steps: Sequence[tuple[str, StageFunction]]) -> None:
         """Run some steps, and add up what they cost."""
         for name, step in steps:
             start = time.perf_counter()
@@ -172,7 +172,7 @@ class StagePipeline:
 
     def __init__(
         self,
-        stages: Sequence[Sequence[tuple[str, Step]]],
+        stages: Sequence[Sequence[tuple[str, StageFunction]]],
         num_threads: Sequence[int],
         bound: int = 1,
         stall_timeout: float = 300.0,
@@ -184,7 +184,7 @@ class StagePipeline:
         self.patience = patience
         self.bound = bound
         self.stall_timeout = stall_timeout
-        self._crew = Crew(self._claim, [f"{name}-{steps[0][0]}" for steps in self.stages], begin)
+        self._crew = WorkerPool(self._claim, [f"{name}-{steps[0][0]}" for steps in self.stages], begin)
         self._jobs: list[deque[Item]] = [deque() for _ in self.stages]
         self._items: deque[Item] = deque()  # submitted and not taken
         self._entered = [0] * (len(self.stages) + 1)  # items that have begun with each stage, and that were taken
@@ -233,7 +233,7 @@ class StagePipeline:
                         f"preparing mini-batches has made no progress for {self.stall_timeout:g} s; "
                         f"{self._crew.stacks()}"
                     )
-                self._crew.news.wait(min(patience, 5.0))
+                self._crew.progress_condition.wait(min(patience, 5.0))
             self._items.popleft()
             self._entered[-1] += 1
             self._admit()
@@ -300,5 +300,5 @@ class StagePipeline:
             item.passed = stage + 1
             self._progress = time.monotonic()
             self._admit()
-            self._crew.news.notify_all()
+            self._crew.progress_condition.notify_all()
         del error  # which holds this frame

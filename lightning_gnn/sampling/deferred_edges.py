@@ -22,7 +22,7 @@ _MOVES = {f"BaseData.{name}.<locals>.<lambda>" for name in ("to", "cpu", "cuda",
 _asked = threading.local()
 
 
-class EdgePositions:
+class LazyEdgeIds:
     """Edges by their positions in CSC order, int64 ``[m]``."""
 
     def __init__(
@@ -32,9 +32,9 @@ class EdgePositions:
         self.positions, self._look_up, self._moves = positions, look_up, moves
         self._ids: Tensor | None = None
 
-    def then(self, move: Callable[[Tensor], Tensor]) -> EdgePositions:
+    def then(self, move: Callable[[Tensor], Tensor]) -> LazyEdgeIds:
         """Return the same edges, whose places are moved once more."""
-        return EdgePositions(self.positions, self._look_up, (*self._moves, move))
+        return LazyEdgeIds(self.positions, self._look_up, (*self._moves, move))
 
     def ids(self) -> Tensor:
         """Return the places in the user's ``edge_index``."""
@@ -48,7 +48,7 @@ class EdgePositions:
 
 @contextmanager
 def deferred(wanted: bool = True) -> Iterator[None]:
-    """Let this thread's samplers return :class:`EdgePositions` in the place of ids that would have to be looked up."""
+    """Let this thread's samplers return :class:`LazyEdgeIds` in the place of ids that would have to be looked up."""
     _asked.yes, before = wanted, getattr(_asked, "yes", False)
     try:
         yield
@@ -56,12 +56,12 @@ def deferred(wanted: bool = True) -> Iterator[None]:
         _asked.yes = before
 
 
-def is_deferred() -> bool:
+def has_lazy_e_id() -> bool:
     """Whether this thread wants edges by position."""
     return getattr(_asked, "yes", False)
 
 
-def defer(store: BaseStorage, edges: EdgePositions) -> None:
+def attach_lazy_e_id(store: BaseStorage, edges: LazyEdgeIds) -> None:
     """Give a store of PyG's an ``e_id`` that is looked up when it is read."""
     kind = _KINDS.get(type(store))
     if kind is None:  # of the user's own
@@ -75,7 +75,7 @@ def apply_now(batch: Data | HeteroData, function: Callable[[Tensor], Tensor]) ->
     """Apply a function to all tensors that a batch holds, positions in the place of ids; it moves none of them."""
     for store in batch.stores:
         if type(store) in _KINDS.values():
-            edges: EdgePositions = vars(store)["_edges"]
+            edges: LazyEdgeIds = vars(store)["_edges"]
             edges.positions = function(edges.positions)
             store._apply_to_others(function)
         else:
@@ -169,7 +169,7 @@ class _Deferred:
         return self._resolved().__reduce_ex__(protocol)
 
 
-def _become(store: object, kind: type, edges: EdgePositions | None = None) -> None:
+def _become(store: object, kind: type, edges: LazyEdgeIds | None = None) -> None:
     """Change the class of a store; PyG's own way to set attributes would keep it among them."""
     object.__setattr__(store, "__class__", kind)
     vars(store).pop("_edges", None)

@@ -38,7 +38,7 @@ from lightning_gnn.ops.sample.definition import (
     check_rule,
 )
 from lightning_gnn.ops.sample.hetero import fanouts_by_type
-from lightning_gnn.sampling.deferred_edges import EdgePositions, is_deferred
+from lightning_gnn.sampling.deferred_edges import LazyEdgeIds, has_lazy_e_id
 from lightning_gnn.sampling.edge_attributes import NodeTime, with_times, with_weights
 from lightning_gnn.sampling.seed_edges import check_reverse, without_seed_edges
 
@@ -47,7 +47,7 @@ _GIVE_TIMES = "give input_time, or edge_label_time for edges to predict (input_t
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
 
 
-class SeedRange(NodeSamplerInput):  # type: ignore[misc]
+class OffsetSeedInput(NodeSamplerInput):  # type: ignore[misc]
     """Consecutive seeds, int64 ``[n]``, that know where they stand in a larger mini-batch; user samplers hand it on."""
 
     def __init__(self, seeds: NodeSamplerInput, first: int) -> None:
@@ -216,7 +216,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         if not isinstance(inputs, NodeSamplerInput):
             raise TypeError(f"expected NodeSamplerInput(None, seeds), got {type(inputs).__name__}")
         key = self._next_key() if key is None else key
-        first = inputs.first if isinstance(inputs, SeedRange) else 0
+        first = inputs.first if isinstance(inputs, OffsetSeedInput) else 0
         return self._both_ways(node_sample(inputs, lambda seeds, times: self._sample(seeds, times, key, first)))
 
     def sample_from_edges(
@@ -378,10 +378,10 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             both.edge = _first_edges(out)
         return both
 
-    def _edges(self, graph: CSCGraph, edge: Tensor) -> Tensor | EdgePositions:
+    def _edges(self, graph: CSCGraph, edge: Tensor) -> Tensor | LazyEdgeIds:
         """Return places in the user's ``edge_index``, or what looks them up later, if this thread asked for that."""
-        if graph.edge_ids is not None and is_deferred():
-            return EdgePositions(edge, partial(self.original_positions, graph))
+        if graph.edge_ids is not None and has_lazy_e_id():
+            return LazyEdgeIds(edge, partial(self.original_positions, graph))
         return self.original_positions(graph, edge)
 
     def original_positions(self, graph: CSCGraph, edge: Tensor) -> Tensor:
@@ -400,7 +400,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         return f"{type(self).__name__}({self.graph}, num_neighbors={self.num_neighbors})"
 
 
-def beyond_plain(sampler: BaseSampler) -> list[str]:
+def nonuniform_features(sampler: BaseSampler) -> list[str]:
     """Return the names of what a sampler does beside picking uniformly in a graph of one type."""
     graph, kind = getattr(sampler, "graph", None), getattr(sampler, "subgraph_type", SubgraphType.directional)
     asked = {

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="the simulator stands in for Triton's device")
 
 from lightning_gnn.collective import routes as module
-from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, HostRing
+from lightning_gnn.collective.routes import DeviceRoutes, HostBatch, PinnedBufferRing
 from lightning_gnn.loading import BatchTask, NodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batching_data import small_data
@@ -36,7 +36,7 @@ class Allocator(Simulator):
         self.most = max(self.most, self.live["stream 1"] + kept)
 
 
-def run(monkeypatch, keep=(), used_on=None, steps=30, step_s=400.0):
+def run(monkeypatch, keep=(), record_stream=None, steps=30, step_s=400.0):
     """Train on mini-batches that the CPU prepared, ``READY`` ahead, by a host that runs ahead of the device.
 
     Returns:
@@ -44,8 +44,8 @@ def run(monkeypatch, keep=(), used_on=None, steps=30, step_s=400.0):
     """
     data = small_data()
     loader = NodeLoader(data, NeighborSampler(data, [3]), batch_size=20, seed=1)
-    simulator, ring = Allocator(), HostRing(CPU, capacity=steps)
-    monkeypatch.setattr(module, "used_on", used_on or simulator.used_on)
+    simulator, ring = Allocator(), PinnedBufferRing(CPU, capacity=steps)
+    monkeypatch.setattr(module, "record_stream", record_stream or simulator.record_stream)
     routes = DeviceRoutes(CPU, ring)
     routes._stream, routes._current = simulator.new_stream(), simulator.current_stream
     ready, kept, sizes = [], [], []
@@ -94,5 +94,5 @@ def test_what_the_user_keeps_stays(monkeypatch):
 
 
 def test_a_stream_that_is_not_recorded_is_found(monkeypatch):
-    simulator, _ = run(monkeypatch, keep={3, 4, 9}, used_on=lambda tensor, stream: tensor)
+    simulator, _ = run(monkeypatch, keep={3, 4, 9}, record_stream=lambda tensor, stream: tensor)
     assert any("is freed, but main may still use it" in error for error in simulator.errors)

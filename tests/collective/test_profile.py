@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_gnn.collective.plan import STAGES
+from lightning_gnn.collective.plan import PREPARATION_STAGES
 from lightning_gnn.collective.profile import Profiler
 from lightning_gnn.runtime.timeline import Clock, Recorder
 
@@ -24,7 +24,7 @@ class Later:
 
 def filled(count, **profiler):
     found = Profiler(**profiler)
-    for stage in STAGES:
+    for stage in PREPARATION_STAGES:
         for _ in range(count):
             found.add(stage, 0.0, 1.0)
     return found
@@ -32,12 +32,12 @@ def filled(count, **profiler):
 
 def test_means_and_spreads_are_those_of_what_was_measured():
     profiler = Profiler(4, cpu_workers=3, warm_up=0)
-    for place, stage in enumerate(STAGES):
+    for place, stage in enumerate(PREPARATION_STAGES):
         for seconds in [9.0] * 3 * (stage == "cpu_batching") + [1.0, 1.0, 2.0, 2.0, 2.0, 2.0]:
             profiler.add(stage, 5.0, 5.0 + seconds + place)
     times = profiler.stage_times()
     assert times.cpu_workers == 3
-    for place, stage in enumerate(STAGES):
+    for place, stage in enumerate(PREPARATION_STAGES):
         duration = getattr(times, stage)
         assert duration.mean == pytest.approx(10 / 6 + place)
         assert duration.spread == pytest.approx((2 / 9) ** 0.5)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.compressed.hybrid_plan import PlanSettings, balance_ranges
 from lightning_gnn.compressed.self_loops import pick
-from lightning_gnn.full_graph.cut import RowEntries, count_self_loops, cut_out, in_weights, row_blocks
+from lightning_gnn.full_graph.cut import RowEntries, count_self_loops, extract_row_range, in_weights, row_blocks
 from lightning_gnn.full_graph.plan import share_rows
 from lightning_gnn.graph import CSCGraph
 
@@ -51,7 +51,7 @@ def test_a_part_is_that_of_the_whole_graph_in_order(graph, num_ranks, members, l
     ids = torch.arange(whole.num_edges) if whole.edge_ids is None else whole.edge_ids
     start = 0
     for first, last in balance_ranges(loads.numpy(), members):
-        part = cut_out(graph, owners.position.numpy(), (first, last), looped, members == 1, PlanSettings())
+        part = extract_row_range(graph, owners.position.numpy(), (first, last), looped, members == 1, PlanSettings())
         stop = start + part.graph.num_edges
         assert stop - start == loads[first:last].sum()
         sources, targets = (owners.order[torch.from_numpy(side)] for side in (part.sources, part.targets))
@@ -104,9 +104,9 @@ def test_a_part_of_n_takes_an_nth_of_the_memory(looped, tmp_path):
     kept, peaks = {}, {}
     for members in (1, 2, 4, 8):
         rows = balance_ranges(loads, members)[-1]
-        cut_out(graph, position, (0, rows[0] or 1), looped, False, PlanSettings())  # compiled
+        extract_row_range(graph, position, (0, rows[0] or 1), looped, False, PlanSettings())  # compiled
         tracemalloc.start()
-        part = cut_out(graph, position, rows, looped, False, PlanSettings())
+        part = extract_row_range(graph, position, rows, looped, False, PlanSettings())
         # NumPy tells tracemalloc of its arrays; torch's, temporary here, are of the edges of the range.
         peaks[members] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

@@ -126,7 +126,7 @@ class Deaf:
     ("faults", "said"),
     [
         ([(Simulator, "current_stream", lambda self, device=None: Deaf(self))], "main reads .*stream 1"),
-        ([(Simulator, "used_on", lambda self, tensor, stream: tensor)], "is freed, but main may still use it"),
+        ([(Simulator, "record_stream", lambda self, tensor, stream: tensor)], "is freed, but main may still use it"),
         (
             [
                 (sample.Fetched, "read", lambda self: self.words.tolist()),
@@ -223,7 +223,7 @@ class TwoGPUs(shards.LocalMachine):
         return make()
 
     def share(self, table, shift=shards.ROW_SHIFT):
-        dealt = shards.Dealt(table.size(0), self.size, shift)
+        dealt = shards.BlockCyclicLayout(table.size(0), self.size, shift)
         symmetric = self.simulator.peers(lambda rank, part: dealt.deal(table, rank, part), self.size)
         self.patch.setattr(shards, "symmetric", lambda *args: self.mutate(symmetric(*args)))
         return super().share(table, shift)

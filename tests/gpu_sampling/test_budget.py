@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_gnn.features.hot_cache import Cacheable
 from lightning_gnn.gpu_sampling import PersistentLinkDataModule, PersistentSamplerDataModule
-from lightning_gnn.gpu_sampling.budget import FOR_THE_MODEL, LINK, Part, place_parts
+from lightning_gnn.gpu_sampling.budget import FOR_THE_MODEL, LINK, PlacedArray, place_parts
 from lightning_gnn.runtime.messages import memory_bytes
 from tests.batching_data import small_data
 from tests.sampling.cases import GRAPHS, LINK_CASES, options_of
@@ -20,7 +20,7 @@ GB = 10**9
 
 
 def test_what_fits_alone_but_not_together_is_not_all_on_the_device():
-    topology, features = Part("topology", 39 * GB, reads=3.0), Part("data.x", 39 * GB, reads=5.0)
+    topology, features = PlacedArray("topology", 39 * GB, reads=3.0), PlacedArray("data.x", 39 * GB, reads=5.0)
     plan = place_parts([topology, features], 80 * GB, buffers=2 * GB)
     assert [part.place for part in plan.parts] == ["pinned", "device"]
     assert (plan.nbytes, plan.hit_rate) == (41 * GB, 5 / 8)
@@ -38,7 +38,7 @@ def demands(draw):
         hot = Cacheable(reads, sizes, draw(st.sampled_from([1, 3])), draw(st.integers(0, 4)))
         there = draw(st.integers(0, 3))
         parts.append(
-            Part(
+            PlacedArray(
                 name,
                 int(sizes.sum()) + there,
                 draw(st.sampled_from(["auto", "auto", "auto", "pinned", "device", "shard"])),
@@ -126,7 +126,7 @@ def test_plans_against_all_plans(demand, memory, cache_bytes):
 
 
 def test_tables_are_copied_dealt_out_or_left_in_host_memory():
-    topology, features = Part("topology", 30 * GB, reads=9.0), Part("data.x", 60 * GB, reads=5.0)
+    topology, features = PlacedArray("topology", 30 * GB, reads=9.0), PlacedArray("data.x", 60 * GB, reads=5.0)
     several = {"gpus": 4}
     parts = [replace(topology, shard_bytes=8 * GB, **several), replace(features, shard_bytes=15 * GB, **several)]
     for memory, places, rate in (
@@ -142,7 +142,7 @@ def test_tables_are_copied_dealt_out_or_left_in_host_memory():
     assert plan.to_dict()["placement"]["topology"] == {"place": "shard", "device_bytes": 8 * GB, "cached": 0}
     with pytest.raises(ValueError, match=r"15 GB are wanted on a device with 10 GB free: data.x 15 GB"):
         place_parts([replace(parts[1], place="shard")], 10 * GB)
-    many = [Part(f"data[{n}].x", 100, "auto", 10.0 - n, shard_bytes=30, gpus=4) for n in range(8)]
+    many = [PlacedArray(f"data[{n}].x", 100, "auto", 10.0 - n, shard_bytes=30, gpus=4) for n in range(8)]
     assert [part.place for part in place_parts(many, 420).parts] == ["device"] + ["shard"] * 7
     assert [part.place for part in place_parts(many, 300).parts] == ["shard"] * 7 + ["pinned"]
 

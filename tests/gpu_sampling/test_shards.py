@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from lightning_gnn.gpu_sampling.shards import Dealt, find_obstacle
+from lightning_gnn.gpu_sampling.shards import BlockCyclicLayout, find_obstacle
 from tests.full_graph.launch import run
 from tests.gpu_sampling import shard_rank
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for
 
 @given(st.integers(0, 300), st.integers(1, 5), st.integers(0, 4))
 def test_every_row_is_dealt_to_one_place(num_rows, num_shards, shift):
-    dealt = Dealt(num_rows, num_shards, shift)
+    dealt = BlockCyclicLayout(num_rows, num_shards, shift)
     table = torch.arange(num_rows).view(-1, 1)
     parts = torch.full((num_shards, max(dealt.size, 1), 1), -1)
     for shard in range(num_shards):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import lightning_gnn.ops  # noqa: F401  registers the operators
 from lightning_gnn.features import DiskFeatures, FeatureTable, disk_reads, read_queue
-from lightning_gnn.features.disk_cache import NEVER, RowLocations
+from lightning_gnn.features.disk_cache import NEVER, BeladyCache
 from lightning_gnn.features.feature_file import BLOCK_BYTES, FeatureFile
 from lightning_gnn.features.table import FEATURE_DTYPES
 from tests.patience import PATIENCE
@@ -179,7 +179,7 @@ def plain_belady(reads, slots):
 
 @given(st.lists(st.lists(st.integers(0, 30), max_size=12), max_size=25), st.integers(1, 20), st.integers(1, 40))
 def test_what_is_kept_follows_beladys_rule(reads, slots, known):
-    where = RowLocations(31, slots, 64)
+    where = BeladyCache(31, slots, 64)
     misses, announced = 0, 0
     for number, read in enumerate(reads):
         while announced < min(len(reads), number + known):

@@ -8,7 +8,7 @@ import torch
 
 from lightning_gnn import CSCGraph, NeighborDataModule
 from lightning_gnn.hyscale import options
-from lightning_gnn.hyscale.options import Trainers, default_threads
+from lightning_gnn.hyscale.options import TrainerSet, default_threads
 from lightning_gnn.hyscale.performance_model import calibrate
 from lightning_gnn.hyscale.performance_model.calibrate import describe_workload, measure_platform
 from lightning_gnn.hyscale.performance_model.model import PerformanceModel
@@ -36,7 +36,7 @@ def trainer(strategy):
 @pytest.mark.slow
 def test_a_machine_without_accelerators_is_measured():
     threads = torch.get_num_threads()
-    platform = measure_platform(Trainers.of(2, []), 1e6)
+    platform = measure_platform(TrainerSet.of(2, []), 1e6)
     assert (platform.accelerator, platform.num_accelerators, platform.pcie_bandwidth) == (None, 0, inf)
     assert platform.cores == num_cores()
     assert platform.sampling == 1e6
@@ -87,9 +87,9 @@ def test_a_plan_for_one_core_and_features_in_fewer_bits(monkeypatch):
 )
 def test_balanced_threads_are_no_more_than_cores(cores, workers, trains, expected, monkeypatch):
     monkeypatch.setattr(options, "num_cores", lambda: cores)
-    assert default_threads(workers, Trainers.of(int(trains), [CPU]), True) == expected
+    assert default_threads(workers, TrainerSet.of(int(trains), [CPU]), True) == expected
     assert sum(expected[: 2 + trains]) <= max(cores, 3)
-    unbalanced = default_threads(workers, Trainers.of(int(trains), [CPU]), False)
+    unbalanced = default_threads(workers, TrainerSet.of(int(trains), [CPU]), False)
     assert unbalanced == (max(1, (workers + 1) // 2), max(1, workers // 2), cores if trains else 1)
 
 

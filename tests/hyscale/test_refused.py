@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_gnn import FullGraphDataModule
 from lightning_gnn.collective import CollectiveBatching
 from lightning_gnn.hyscale.checks import check_precision
-from lightning_gnn.hyscale.options import Trainers
+from lightning_gnn.hyscale.options import TrainerSet
 from lightning_gnn.hyscale.resource_manager.decisions import Decision
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
@@ -113,8 +113,8 @@ def test_devices_that_fit(options, devices):
 def test_a_precision_that_one_device_does_not_have(precision, device, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     with pytest.raises(ValueError, match=message):
-        check_precision(precision, Trainers.of(1, [torch.device(device)]))
-    check_precision(Precision(), Trainers.of(1, [torch.device(device)]))
+        check_precision(precision, TrainerSet.of(1, [torch.device(device)]))
+    check_precision(Precision(), TrainerSet.of(1, [torch.device(device)]))
 
 
 def collective():

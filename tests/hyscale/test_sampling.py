@@ -8,7 +8,7 @@ import torch
 from torch_geometric.loader import NeighborLoader
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, _on_host, can_sample_on
-from lightning_gnn.hyscale.options import Trainers
+from lightning_gnn.hyscale.options import TrainerSet
 from lightning_gnn.hyscale.performance_model.calibrate import find_sampling, first_share, model_of
 from lightning_gnn.hyscale.resource_manager.controller import BalanceController, stage_row
 from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, split_seeds
@@ -21,7 +21,7 @@ from tests.hyscale.staging import staged_loader, steps_of
 from tests.hyscale.training import Plain, datamodule, fit, graph, state
 
 CPU = torch.device("cpu")
-TRAINERS = Trainers.of(1, [CPU])
+TRAINERS = TrainerSet.of(1, [CPU])
 GPU = pytest.param(torch.device("cuda", 0), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 
 
@@ -182,7 +182,7 @@ def test_it_is_off_where_nothing_draws_the_same_samples():
 
 @pytest.mark.parametrize(
     ("wanted", "trainers", "found"),
-    [(0.5, TRAINERS, True), (0.0, TRAINERS, False), ("auto", TRAINERS, False), (0.5, Trainers.of(2, []), False)],
+    [(0.5, TRAINERS, True), (0.0, TRAINERS, False), ("auto", TRAINERS, False), (0.5, TrainerSet.of(2, []), False)],
 )
 def test_a_cpu_that_stands_for_an_accelerator_samples_only_if_asked(wanted, trainers, found):
     loader = loader_of()
@@ -200,7 +200,7 @@ def test_the_share_to_begin_with_is_measured():
     loader = loader_of()
     sampling = AcceleratorSampling(loader.node_sampler, CPU)
     assert 0 < first_share(sampling, loader, 20, 2) < 1
-    model = model_of(Trainers.of(1, [CPU] * 2), loader, Plain(), 20, sampling)
+    model = model_of(TrainerSet.of(1, [CPU] * 2), loader, Plain(), 20, sampling)
     assert 0 < model.best_mapping().accelerator_sampling < 1
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.hyscale.options import Trainers
+from lightning_gnn.hyscale.options import TrainerSet
 from lightning_gnn.hyscale.resource_manager.controller import STEP_FIELDS, BalanceController, StageClock, stage_row
 from lightning_gnn.hyscale.resource_manager.decisions import Decision
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
@@ -21,7 +21,7 @@ TOTAL = 40
 
 
 def trainers(num_cpu, num_accelerators):
-    return Trainers.of(num_cpu, [CPU] * num_accelerators)
+    return TrainerSet.of(num_cpu, [CPU] * num_accelerators)
 
 
 class Rank:

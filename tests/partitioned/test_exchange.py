@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_gnn.partitioned.exchange import Exchange
+from lightning_gnn.partitioned.exchange import RankRPC
 from tests.full_graph.launch import observe, run
 
 SLOW, ASKING = 0, 2
@@ -25,7 +25,7 @@ def _wait_for(done):
 def _ask_with_one_slow(rank, folder):
     torch.distributed.init_process_group("gloo", rank=rank, world_size=3)
     go = Path(folder) / "go"
-    exchange = Exchange({"slow": lambda: rank != SLOW or _wait_for(go.exists), "double": lambda x: 2 * x})
+    exchange = RankRPC({"slow": lambda: rank != SLOW or _wait_for(go.exists), "double": lambda x: 2 * x})
     seen = []
     if rank == ASKING:
         other = []
@@ -66,7 +66,7 @@ def test_a_slow_rank_keeps_nobody_elses_answer_back(tmp_path):
 
 def _lose(rank, folder):
     torch.distributed.init_process_group("gloo", rank=rank, world_size=3)
-    exchange = Exchange({"vanish": lambda: os.kill(os.getpid(), signal.SIGKILL), "fail": lambda: 1 / 0})
+    exchange = RankRPC({"vanish": lambda: os.kill(os.getpid(), signal.SIGKILL), "fail": lambda: 1 / 0})
     said = []
     if rank == ASKING:
         for name, asked in (("fail", {1: ()}), ("vanish", {SLOW: ()}), ("fail", {SLOW: (), 1: ()})):

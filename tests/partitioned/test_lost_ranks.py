@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_gnn import PartitionedDataModule, PartitionedLinkDataModule
 from lightning_gnn.nn import GraphSAGE, LinkPredictor
 from lightning_gnn.partitioned import partition_graph
-from lightning_gnn.partitioned.exchange import Exchange
+from lightning_gnn.partitioned.exchange import RankRPC
 from lightning_gnn.partitioned.folder import Partition
 from lightning_gnn.partitioned.inference import Published
 from lightning_gnn.partitioned.shard import Shard
@@ -53,9 +53,9 @@ class _At(pl.Callback):
 
 STAGES = {
     "reading its part": lambda: before(Partition, "open"),
-    "counting what to keep": lambda: before(Exchange, "ask"),
+    "counting what to keep": lambda: before(RankRPC, "ask"),
     "answering a question about lists": lambda: before(Shard, "picks", 40),
-    "asking in the middle of a mini-batch": lambda: before(Exchange, "ask", 12),
+    "asking in the middle of a mini-batch": lambda: before(RankRPC, "ask", 12),
     "answering a question about rows": lambda: before(Shard, "node_rows", 12),
     "a training step": lambda: _At("on_before_optimizer_step"),
     "a validation": lambda: _At("on_validation_batch_start"),

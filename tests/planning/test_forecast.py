@@ -16,7 +16,7 @@ from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.planning.forecast import CPUForecast, batches_of_epoch, measure_run
 from lightning_gnn.planning.preparation import Preparation, ahead_of, prepare
-from lightning_gnn.planning.steps import PARTS, Step, product_flops, take_apart, time_together
+from lightning_gnn.planning.steps import PARTS, TimedStep, product_flops, take_apart, time_together
 from lightning_gnn.runtime.cores import num_cores
 from tests.refusals import refuses
 
@@ -192,7 +192,9 @@ def test_a_step_is_taken_apart():
 def forecast(sampling=0.0, features=0.0, workers=1, threads=1, cores=4, **steps):
     prepared = Preparation(sampling, features, workers=workers, edges=1.0)
     made = {
-        int(number.removeprefix("t")): Step(seconds, 0.0, 1, {"products": 0.6 * seconds, "aggregation": 0.4 * seconds})
+        int(number.removeprefix("t")): TimedStep(
+            seconds, 0.0, 1, {"products": 0.6 * seconds, "aggregation": 0.4 * seconds}
+        )
         for number, seconds in steps.items()
     }
     return CPUForecast(prepared, made, threads, cores, batches=10)

@@ -15,7 +15,7 @@ from lightning_gnn import CollectiveDataModule, NeighborDataModule, NeighborSamp
 from lightning_gnn.datasets.folder import load_folder, save_folder
 from lightning_gnn.datasets.hetero_folder import save_hetero_folder
 from lightning_gnn.features import DiskFeatures, FeatureTable, disk_reads
-from lightning_gnn.features.disk_cache import RowLocations
+from lightning_gnn.features.disk_cache import BeladyCache
 from lightning_gnn.loading import MiniBatchPipeline
 from lightning_gnn.loading.prefetch import lookahead as prefetching
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
@@ -320,8 +320,8 @@ def counting_draws(monkeypatch):
 
 
 def counting_announced(monkeypatch):
-    announced, real = [], RowLocations.announce
-    monkeypatch.setattr(RowLocations, "announce", lambda self, rows: announced.append(rows.size) or real(self, rows))
+    announced, real = [], BeladyCache.announce
+    monkeypatch.setattr(BeladyCache, "announce", lambda self, rows: announced.append(rows.size) or real(self, rows))
     return announced
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 
 from lightning_gnn.loading.compact_ids import CompactIds, both_of
-from lightning_gnn.sampling.deferred_edges import EdgePositions
+from lightning_gnn.sampling.deferred_edges import LazyEdgeIds
 
 IDS = st.one_of(
     st.lists(st.integers(0, 600), max_size=20),
@@ -31,7 +31,7 @@ def assert_same(found, expected):
         assert [*found] == [*expected]
         for kind, value in expected.items():
             assert_same(found[kind], value)
-    elif isinstance(expected, EdgePositions):
+    elif isinstance(expected, LazyEdgeIds):
         assert_same(found.ids(), expected.ids())
     else:
         assert found == expected
@@ -40,7 +40,7 @@ def assert_same(found, expected):
 @given(TENSORS, TENSORS, TENSORS, st.one_of(st.none(), TENSORS), st.booleans())
 def test_what_was_packed_comes_out(node, row, col, edge, deferred):
     if deferred and edge is not None:
-        edge = EdgePositions(edge, lambda positions: positions + 1)
+        edge = LazyEdgeIds(edge, lambda positions: positions + 1)
     out = SamplerOutput(node, row, col, edge, batch=node, num_sampled_nodes=[1, 2], metadata=(row, None))
     packed = CompactIds(out)
     assert_same(packed.nodes(None).long(), node.long())

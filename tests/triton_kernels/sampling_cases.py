@@ -4,9 +4,9 @@ import random
 
 import torch
 
-from lightning_gnn.gpu_sampling.shards import Dealt, PeerShards
+from lightning_gnn.gpu_sampling.shards import BlockCyclicLayout, PeerShards
 from lightning_gnn.ops.sample.reference import sample_reference
-from lightning_gnn.ops.sample.relation import Relation, Rule
+from lightning_gnn.ops.sample.relation import PickOptions, Relation
 
 
 def csc(num_nodes, edges):
@@ -44,7 +44,7 @@ def assert_equal_to_reference(
     sampler, graph, seeds, fanouts, key=1, replace=False, disjoint=False, first_tree=0, dtype=torch.int64
 ):
     """Compare a Triton sample with the reference, exactly."""
-    relation, rule = Relation(0, 0, fanouts, *graph), Rule(replace, disjoint, first_tree)
+    relation, rule = Relation(0, 0, fanouts, *graph), PickOptions(replace, disjoint, first_tree)
     wanted = [by_type[0] for by_type in sample_reference([relation], [seeds], [0], key, rule)]
     node, edge_index, edge, batch, nodes, edges = sampler.sample(
         torch.tensor(seeds, dtype=dtype), fanouts, key, replace, disjoint, first_tree
@@ -66,7 +66,7 @@ def dealt_out(table, num_shards, shift, own=0, place=lambda part: part):
         own: The one.
         place: Takes the rows of a part, and returns them where they are to lie; there is no room for others.
     """
-    dealt = Dealt(table.size(0), num_shards, shift)
+    dealt = BlockCyclicLayout(table.size(0), num_shards, shift)
     parts = []
     for shard in range(num_shards):
         part = table.new_empty((dealt.size, table.size(1)))

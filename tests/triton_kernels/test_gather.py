@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 from lightning_gnn.features import FeatureTable
-from lightning_gnn.features.hot_cache import RowCache, hottest
+from lightning_gnn.features.hot_cache import RowCache, top_accessed
 from lightning_gnn.ops import gather_rows
 from lightning_gnn.ops.gather import triton as gather_triton
 from lightning_gnn.ops.gather.reference import Gather
@@ -156,7 +156,7 @@ def test_a_cached_table_gathers_the_same(kind, cache_rows, with_kernel, monkeypa
         monkeypatch.setattr(gather_triton, "triton_installed", lambda: False)
     table = FeatureTable(torch.randn(30, 12).to(torch.float16 if kind == "float16" else torch.float32))
     table = table.quantized() if kind == "int8" else table
-    cached = table.cached(hottest(torch.rand(30), cache_rows), "cpu")
+    cached = table.cached(top_accessed(torch.rand(30), cache_rows), "cpu")
     index = torch.randint(30, (50,))
     assert torch.equal(cached.gather(index), table.gather(index))
     out = torch.empty(50, 12, dtype=table.dtype)
@@ -214,7 +214,7 @@ def test_on_a_device(kind, place, cached, columns):
     else:
         table = FeatureTable(host.values.cuda(), scales=None if host.scales is None else host.scales.cuda())
     if cached:
-        table = table.cached(hottest(torch.rand(5000), 1000), "cuda")
+        table = table.cached(top_accessed(torch.rand(5000), 1000), "cuda")
     out = table.gather(n_id.cuda())
     assert out.is_cuda
     assert torch.equal(out.cpu(), host.gather(n_id))

@@ -27,7 +27,7 @@ from lightning_gnn.cli.command_line import explained, start
 from lightning_gnn.cli.commands.plan_cpu import plan_cpu
 from lightning_gnn.cli.commands.plan_machines import MACHINES, checked_options, plan_machines
 from lightning_gnn.collective.datamodule import CollectiveDataModule
-from lightning_gnn.collective.plan import STAGES, CollectivePlan
+from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan
 from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.datamodules.base import MiniBatchDataModule
 from lightning_gnn.gpu_sampling.placement import PlacedOnGPU
@@ -206,7 +206,7 @@ class _Profiling(pl.Callback):
             trainer.should_stop = True
         elif self._seen >= self._max_batches:
             profiler = _loader(trainer)[1].profiler
-            measured = {stage: len(profiler.seconds(stage)) for stage in STAGES}
+            measured = {stage: len(profiler.seconds(stage)) for stage in PREPARATION_STAGES}
             last = min(measured, key=measured.__getitem__)
             raise ValueError(
                 f"no plan after {self._seen} mini-batches: {last} was measured {measured[last]} times, but "

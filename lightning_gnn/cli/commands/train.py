@@ -35,7 +35,7 @@ from lightning_gnn.report.console import be_quiet, console, describe, say, warn
 from lightning_gnn.report.pages import write_run_page
 from lightning_gnn.report.runs import write_curves
 
-Kind = TypeVar("Kind", bound=pl.Callback)
+CallbackType = TypeVar("Kind", bound=pl.Callback)
 _PATHS = ("best_model_path", "last_model_path")  # of a checkpoint callback
 
 
@@ -264,5 +264,5 @@ def _failed(cfg: DictConfig, message: str) -> float:
     return float("nan")
 
 
-def _callback(trainer: pl.Trainer, kind: type[Kind]) -> Kind | None:
+def _callback(trainer: pl.Trainer, kind: type[CallbackType]) -> CallbackType | None:
     return next((callback for callback in trainer.callbacks if isinstance(callback, kind)), None)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from torch_geometric.sampler import SamplerOutput
 
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, can_sample_on
-from lightning_gnn.hyscale.options import PyGLoader, Trainers, checked_shares, measurements_decide, replays
+from lightning_gnn.hyscale.options import PyGLoader, TrainerSet, checked_shares, measurements_decide, replays
 from lightning_gnn.hyscale.performance_model.model import PerformanceModel
 from lightning_gnn.hyscale.performance_model.workload import BatchSizes, Platform, Processor, Workload
 from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
@@ -34,7 +34,7 @@ _ROWS, _WIDTH = 1 << 15, 128
 
 
 @dataclass(frozen=True)
-class FirstMapping:
+class InitialMapping:
     """What a run begins with, as a checkpoint keeps it: a resumed run goes on with it, and measures nothing."""
 
     # of each trainer, those on the CPU first; they are not rounded to seeds, as a mapping's are
@@ -49,7 +49,7 @@ class FirstMapping:
         return {**asdict(self), "shares": list(self.shares), "threads": list(self.threads)}
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any], trainers: Trainers, total: int) -> FirstMapping:
+    def from_dict(cls, state: Mapping[str, Any], trainers: TrainerSet, total: int) -> InitialMapping:
         """Take back what :meth:`to_dict` returned."""
         sampling, loading, training = map(int, state["threads"])
         shares = checked_shares(state["shares"])
@@ -69,20 +69,20 @@ class FirstMapping:
 
 
 def resumed_mapping(
-    state: dict[str, Any], trainers: Trainers, total: int
-) -> tuple[FirstMapping | None, dict[str, Any]]:
+    state: dict[str, Any], trainers: TrainerSet, total: int
+) -> tuple[InitialMapping | None, dict[str, Any]]:
     """Return what the run began with that wrote a checkpoint, None where it does not fit, and what else fits."""
     if "first" not in state:
         return None, state
     try:
-        return FirstMapping.from_dict(state["first"], trainers, total), state
+        return InitialMapping.from_dict(state["first"], trainers, total), state
     except (KeyError, TypeError, ValueError) as error:
         rank_zero_warn(f"hyscale balances anew: the saved mapping does not fit ({type(error).__name__}: {error})")
         return None, {}
 
 
 def model_of(
-    trainers: Trainers,
+    trainers: TrainerSet,
     loader: PyGLoader,
     module: nn.Module,
     total: int,
@@ -172,7 +172,7 @@ def _sampled(sample: Callable[[], SamplerOutput]) -> tuple[SamplerOutput, float]
     return out, max(1, out.row.numel()) / (time.perf_counter() - start)
 
 
-def measure_platform(trainers: Trainers, sampled_per_s: float, sampled_there: float = 0.0) -> Platform:
+def measure_platform(trainers: TrainerSet, sampled_per_s: float, sampled_there: float = 0.0) -> Platform:
     """Return the numbers of this node, by measurements of some ten milliseconds."""
     cpu = torch.device("cpu")
     accelerators = trainers.devices[trainers.num_cpu :]
@@ -230,7 +230,7 @@ def wanted_sampling(wanted: str | float, drm: bool | str | Path) -> str | float:
 def find_sampling(
     wanted: str | float,
     loader: PyGLoader,
-    trainers: Trainers,
+    trainers: TrainerSet,
     present: AcceleratorSampling | None = None,  # what there is, which is kept if it serves this loader too
     device: torch.device | None = None,  # the accelerator; by default the first one
 ) -> AcceleratorSampling | None:

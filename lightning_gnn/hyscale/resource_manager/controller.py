@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_gnn.hyscale.options import Trainers, balances, replays
-from lightning_gnn.hyscale.performance_model.calibrate import FirstMapping
+from lightning_gnn.hyscale.options import TrainerSet, balances, replays
+from lightning_gnn.hyscale.performance_model.calibrate import InitialMapping
 from lightning_gnn.hyscale.resource_manager.decisions import Decision, ReplayedDecisions, read_decisions
 from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager
@@ -74,7 +74,7 @@ class BalanceController:
 
     def __init__(
         self,
-        trainers: Trainers,
+        trainers: TrainerSet,
         weights: Sequence[float],
         threads: tuple[int, int, int],
         total: int,  # seeds of this node in a full iteration
@@ -92,7 +92,7 @@ class BalanceController:
         self.accelerator_sampling = sampling
         """Share of the sampling that accelerators do."""
         self.ahead = ahead
-        self.first = FirstMapping(tuple(weights), trainers.num_cpu, total, threads, sampling)
+        self.first = InitialMapping(tuple(weights), trainers.num_cpu, total, threads, sampling)
         """What the run began with."""
         self.history: deque[tuple[IterationTimes, Decision | None]] = deque(maxlen=10_000)
         """Times of the last iterations, and what was decided after each: the timeline of the run."""
@@ -125,11 +125,13 @@ class BalanceController:
                     f"{drm} was recorded with {found[0]} trainers, {found[1]} on the CPU, and {found[2]} seeds, "
                     f"but here are {len(trainers.devices)}, {trainers.num_cpu} and {total}"
                 )
-            self.first = FirstMapping(begin.shares, trainers.num_cpu, total, begin.threads, begin.accelerator_sampling)
+            self.first = InitialMapping(
+                begin.shares, trainers.num_cpu, total, begin.threads, begin.accelerator_sampling
+            )
         self._planned.append((0, begin))
         self._in_force = self._before = begin
-        self._take(begin)
-        self._tell(self.manager.log[0])
+        self._apply(begin)
+        self._log_decision(self.manager.log[0])
 
     @property
     def mapping(self) -> TaskMapping | None:
@@ -155,7 +157,7 @@ class BalanceController:
             self._planned.popleft()
         if self._planned:
             self._before, self._in_force = self._in_force, self._planned[0][1]
-            self._take(self._in_force)
+            self._apply(self._in_force)
         self.iteration += 1
 
     def observe(self, rows: Sequence[Sequence[float]]) -> Decision | None:
@@ -169,7 +171,7 @@ class BalanceController:
             decision = self.manager.observe(times)
             if decision.changed:
                 self._planned.append((self.iteration + self.ahead, decision.mapping))
-                self._tell(decision)
+                self._log_decision(decision)
         if measured:
             self.history.append((times, decision))
         return decision
@@ -257,13 +259,13 @@ class BalanceController:
             self._record.write_text("".join(f"{decision.to_json()}\n" for decision in self.manager.log))
         self._planned = deque(planned)
         self._in_force = self._before = planned[0][1]
-        self._take(planned[0][1])
+        self._apply(planned[0][1])
 
-    def _take(self, mapping: TaskMapping) -> None:
+    def _apply(self, mapping: TaskMapping) -> None:
         self.threads = mapping.threads
         self.accelerator_sampling = mapping.accelerator_sampling
 
-    def _tell(self, decision: Decision) -> None:
+    def _log_decision(self, decision: Decision) -> None:
         if not self._is_logging_rank:
             return
         rank_zero_info(f"hyscale: {decision}")

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 Stage = Literal["sample_cpu", "sample_accelerator", "load", "train_cpu", "accelerator"]
 """What algorithm 1 of HyScale-GNN sorts; ``accelerator`` is Data Transfer and training on it, bundled."""
 
-STAGES: tuple[Stage, ...] = ("sample_cpu", "sample_accelerator", "load", "train_cpu", "accelerator")
+STEP_FIELDS: tuple[Stage, ...] = ("sample_cpu", "sample_accelerator", "load", "train_cpu", "accelerator")
 """In the order of the paper's line 2."""
 
 CPU_TASKS: tuple[Stage, ...] = ("sample_cpu", "load", "train_cpu")

@@ -19,7 +19,7 @@ from lightning_gnn.hyscale.resource_manager.decisions import STAGE_NAMES, Decisi
 from lightning_gnn.hyscale.resource_manager.estimates import Estimate, Measurements
 from lightning_gnn.hyscale.resource_manager.mapping import (
     CPU_TASKS,
-    STAGES,
+    STEP_FIELDS,
     IterationTimes,
     Stage,
     TaskMapping,
@@ -51,7 +51,7 @@ def find_remedy(times: Mapping[Stage, float]) -> Remedy:
     # is the fastest CPU task. Of two equal times, the one that line 2 names first counts as the slower.
     if not times:
         raise ValueError("there is no stage time to find a bottleneck in")
-    by_time = sorted((stage for stage in STAGES if stage in times), key=lambda stage: -times[stage])  # line 2
+    by_time = sorted((stage for stage in STEP_FIELDS if stage in times), key=lambda stage: -times[stage])  # line 2
     bottleneck, fastest = by_time[0], by_time[-1]
     second = by_time[-2] if len(by_time) > 1 else fastest
     samplers: tuple[Stage, Stage] = ("sample_cpu", "sample_accelerator")

@@ -52,7 +52,7 @@ class CompactSampledBatch:
         return SampledBatch(self.task, self._ids.unpacked(), self.key, self._seconds)
 
 
-Ahead: TypeAlias = tuple[CompactSampledBatch, bool] | None
+QueuedBatch: TypeAlias = tuple[CompactSampledBatch, bool] | None
 """A mini-batch, and whether it is of the next epoch; None where one of that has failed, which it does again there."""
 
 
@@ -116,7 +116,7 @@ class LookaheadWindow:
         self.handed_on: list[CompactSampledBatch] = []
         """The mini-batches of the next epoch that have been sampled."""
         closed = self._closed = threading.Event()
-        source = cast("Iterator[Ahead]", takewhile(lambda _: not closed.is_set(), self._sampled))
+        source = cast("Iterator[QueuedBatch]", takewhile(lambda _: not closed.is_set(), self._sampled))
         most = min(most, MOST_READS - 1 - _MAX_OUT_OF_ORDER)
         self._window = _window(source, most, most_bytes, max(_FIRST_WINDOW, len(known)), self.handed_on)
         self._failure: BaseException | None = None
@@ -221,7 +221,7 @@ def _release(tables: list[DiskFeatures], left_for: object = None) -> None:
 
 def _sample(
     pipeline: MiniBatchPipeline, known: dict[tuple[int, int], CompactSampledBatch], wanted: tuple[BatchTask, bool]
-) -> Ahead:
+) -> QueuedBatch:
     """Sample a mini-batch, unless it is known, with whether it is of the next epoch; None where one of that fails."""
     task, is_next_epoch = wanted
     found = known.pop((task.epoch, task.index), None)
@@ -236,7 +236,7 @@ def _sample(
 
 
 def _window(
-    sampled: Iterable[Ahead],
+    sampled: Iterable[QueuedBatch],
     most: int,
     size: int | None,
     at_first: int,
@@ -246,7 +246,7 @@ def _window(
     # `new` holds the mini-batches sampled since the last yield, whose reads have yet to be scheduled.
     waiting: deque[CompactSampledBatch] = deque()
     new: list[CompactSampledBatch] = []
-    source: Iterator[Ahead] | None = iter(sampled)
+    source: Iterator[QueuedBatch] | None = iter(sampled)
     failure: BaseException | None = None
     read = held = 0
     while True:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_gnn.loading.batch import PreparedBatch
 from lightning_gnn.loading.prefetch.protocol import Prefetcher
-from lightning_gnn.runtime.thread_pipeline import Item, StagePipeline, Step
+from lightning_gnn.runtime.thread_pipeline import Item, StageFunction, StagePipeline
 
 
 class ThreadPrefetcher(Prefetcher):
@@ -43,7 +43,7 @@ class ThreadPrefetcher(Prefetcher):
         self._stages: StagePipeline | None = None
         if num_threads:
             # Not a bound method: the threads must not keep this object alive.
-            step: Step = lambda value, task: prepare(task)  # noqa: E731
+            step: StageFunction = lambda value, task: prepare(task)  # noqa: E731
             bound = max((2 * num_threads if ahead is None else ahead) - num_threads, 0)
             self._stages = StagePipeline(
                 [[("batch", step)]], [num_threads], bound, inf, begin=lambda: None, patience=inf

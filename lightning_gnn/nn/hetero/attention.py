@@ -13,7 +13,7 @@ from torch_geometric.typing import EdgeType, NodeType
 from lightning_gnn.nn.conv.attention import FUSED_DTYPES, costs, through
 from lightning_gnn.nn.conv.fused import AUTOCAST_DTYPES, Fused, has_hooks, obstacle, runs_here
 from lightning_gnn.nn.conv.gat import GATConv
-from lightning_gnn.nn.hetero.rows import Part, TypedRows
+from lightning_gnn.nn.hetero.rows import LayerInput, TypedRows
 from lightning_gnn.nn.type_modules import type_key
 from lightning_gnn.ops.aggregate_update.definition import Relation, sort_relations
 from lightning_gnn.ops.attention.definition import attend_relations
@@ -38,7 +38,7 @@ class _Sorted(NamedTuple):
     slots: dict[NodeType, slice]  # of each type that relations reach, which of read these are
 
 
-def _sorted(part: Part, counts: Mapping[NodeType, int], across: bool) -> _Sorted:
+def _sorted(part: LayerInput, counts: Mapping[NodeType, int], across: bool) -> _Sorted:
     types = list(part.sources)  # as they lie in the tables; what is computed is among them
     number = {name: at for at, name in enumerate(types)}
     read = sorted((kind for kind in part.edges if kind[0] in counts), key=lambda kind: number[kind[2]])
@@ -53,7 +53,7 @@ def _sorted(part: Part, counts: Mapping[NodeType, int], across: bool) -> _Sorted
     return _Sorted(read, edges, Layout(targets, reached, across), slots)
 
 
-def pays(convs: Mapping[EdgeType, GATConv], rows: TypedRows, part: Part) -> bool:
+def pays(convs: Mapping[EdgeType, GATConv], rows: TypedRows, part: LayerInput) -> bool:
     """Say whether it costs less to aggregate the features of all relations for each head, and then to multiply."""
     before, after = 0.0, 0.0
     tables = {name: table for table, counts in zip(rows.tables, rows.counts, strict=True) for name in counts}
@@ -65,7 +65,7 @@ def pays(convs: Mapping[EdgeType, GATConv], rows: TypedRows, part: Part) -> bool
     return before <= after
 
 
-def attend_types(convs: Mapping[EdgeType, GATConv], rows: TypedRows, part: Part) -> Tensor:
+def attend_types(convs: Mapping[EdgeType, GATConv], rows: TypedRows, part: LayerInput) -> Tensor:
     """Return the sum of what a ``GATConv`` per relation returns, for the targets of all types."""
     rows, device = in_float32(rows)
     with torch.autocast(device, enabled=False):
@@ -103,7 +103,7 @@ def _has_own(conv: GATConv) -> bool:
     return conv.res is not None or conv.bias is not None
 
 
-def _own(convs: Mapping[EdgeType, GATConv], x: Mapping[NodeType, Tensor], part: Part, like: Tensor) -> Tensor:
+def _own(convs: Mapping[EdgeType, GATConv], x: Mapping[NodeType, Tensor], part: LayerInput, like: Tensor) -> Tensor:
     """Return what the targets of all types get besides: residuals and biases of all their relations."""
     parts = []
     for name, count in part.targets.items():
@@ -152,18 +152,18 @@ class TransformerConv(HGTConv):  # type: ignore[misc]
         keys = [_key(name) for name in node_types], [_keys(kind) for kind in edge_types]
         super().__init__(in_channels, out_channels, keys, **kwargs)
 
-    def forward(self, rows: TypedRows, part: Part, then: None = None) -> TypedRows:
+    def forward(self, rows: TypedRows, part: LayerInput, then: None = None) -> TypedRows:
         """Return the rows of the targets of all types."""
         targets = dict(part.targets)
         rows = TypedRows(rows.tables, [_by_key(counts) for counts in rows.counts])
         edges = {_keys(kind): edges for kind, edges in part.edges.items()}
-        part = Part(_by_key(part.sources), _by_key(part.targets), edges)
+        part = LayerInput(_by_key(part.sources), _by_key(part.targets), edges)
         if self._fuses(rows, part):
             return TypedRows([torch.cat(self._attend(rows, part))], [targets])
         out = super().forward(rows.to_dict(), part.edges)
         return TypedRows([torch.cat([out[name][:count] for name, count in part.targets.items()])], [targets])
 
-    def _fuses(self, rows: TypedRows, part: Part) -> bool:
+    def _fuses(self, rows: TypedRows, part: LayerInput) -> bool:
         if len(rows.tables) > 1 or not runs_here([*rows.tables, *part.edges.values()]) or obstacle(self) is not None:
             return False
         if any(has_hooks(module) for module in (self.kqv_lin, self.out_lin, self.k_rel, self.v_rel, self.p_rel)):
@@ -179,7 +179,7 @@ class TransformerConv(HGTConv):  # type: ignore[misc]
         fits = fits and all(weight.dtype == computed_in for weight in weights)
         return fits and all(self.kqv_lin.lins[name].weight.size(1) == table.size(1) for name in rows.counts[0])
 
-    def _attend(self, rows: TypedRows, part: Part) -> list[Tensor]:
+    def _attend(self, rows: TypedRows, part: LayerInput) -> list[Tensor]:
         """Return the rows of the targets of each type."""
         rows, device = in_float32(rows)
         with torch.autocast(device, enabled=False):

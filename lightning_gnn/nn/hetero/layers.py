@@ -15,7 +15,7 @@ from lightning_gnn.nn.conv.fused import AUTOCAST_DTYPES, Fused, has_hooks, obsta
 from lightning_gnn.nn.conv.gat import GATConv
 from lightning_gnn.nn.conv.sage import SAGEConv
 from lightning_gnn.nn.hetero.attention import attend_types, pays
-from lightning_gnn.nn.hetero.rows import Part, TypedRows
+from lightning_gnn.nn.hetero.rows import LayerInput, TypedRows
 from lightning_gnn.nn.type_modules import TypeModules
 from lightning_gnn.ops.aggregate_update.definition import Relation, relation_update
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout, activated
@@ -23,7 +23,7 @@ from lightning_gnn.ops.aggregate_update.reference import ReluDropout, activated
 
 def update_types(
     rows: TypedRows,
-    part: Part,
+    part: LayerInput,
     weights: Mapping[EdgeType, Tensor],  # W of each edge type, [out, in]
     self_weights: Mapping[NodeType, Tensor],  # S of each type that has one, [out, in]
     biases: Mapping[NodeType, Tensor],  # b of each type that has one, [out]
@@ -82,7 +82,7 @@ class RelationalConv(pyg.RGCNConv):  # type: ignore[misc]
         super().__init__(in_channels, out_channels, len(edge_types), **kwargs)
         self.edge_types = edge_types
 
-    def forward(self, rows: TypedRows, part: Part, then: ReluDropout | None = None) -> TypedRows:
+    def forward(self, rows: TypedRows, part: LayerInput, then: ReluDropout | None = None) -> TypedRows:
         """Return the rows of the targets of all types."""
         weight = self.weight
         if self.num_bases is not None:
@@ -102,7 +102,7 @@ class TypedConv(HeteroConv):  # type: ignore[misc]
         super().__init__(convs)
         self.convs = TypeModules(convs)
 
-    def forward(self, rows: TypedRows, part: Part, then: ReluDropout | None = None) -> TypedRows:
+    def forward(self, rows: TypedRows, part: LayerInput, then: ReluDropout | None = None) -> TypedRows:
         """Return the rows of the targets of all types, and what comes then."""
         convs = {kind: self.convs[kind] for kind in part.edges}
         if self._fuses(rows, part):
@@ -116,7 +116,7 @@ class TypedConv(HeteroConv):  # type: ignore[misc]
         out = torch.cat([found[name] for name in part.targets])
         return TypedRows([activated(out, then)], [dict(part.targets)])
 
-    def _fuses(self, rows: TypedRows, part: Part) -> bool:
+    def _fuses(self, rows: TypedRows, part: LayerInput) -> bool:
         convs = [self.convs[kind] for kind in part.edges]
         if not runs_here([*rows.tables, *part.edges.values()]) or has_hooks(self):
             return False
@@ -161,7 +161,7 @@ def _plain(conv: SAGEConv | GATConv) -> bool:
     return conv.aggr in ("mean", "sum", "add") and not conv.project and not conv.normalize
 
 
-def _sage(convs: dict[EdgeType, Any], rows: TypedRows, part: Part, then: ReluDropout | None) -> TypedRows:
+def _sage(convs: dict[EdgeType, Any], rows: TypedRows, part: LayerInput, then: ReluDropout | None) -> TypedRows:
     weights = {kind: conv.lin_l.weight for kind, conv in convs.items()}
     own: dict[NodeType, Any] = {}
     shift: dict[NodeType, Any] = {}

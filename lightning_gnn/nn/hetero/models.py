@@ -13,7 +13,7 @@ from lightning_gnn.nn.conv.sage import SAGEConv
 from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.nn.hetero.attention import TransformerConv
 from lightning_gnn.nn.hetero.layers import RelationalConv, TypedConv
-from lightning_gnn.nn.hetero.rows import Part, TypedRows, parts
+from lightning_gnn.nn.hetero.rows import LayerInput, TypedRows, parts
 from lightning_gnn.nn.type_modules import TypeLinear
 
 Channels = int | Mapping[NodeType, int]
@@ -116,7 +116,7 @@ class _HeteroGNN(nn.Module):
         """Return what the first layer reads, row by row of the features ``[N_t, F_t]``."""
         return x_dict
 
-    def layer(self, number: int, rows: TypedRows, part: Part) -> TypedRows:
+    def layer(self, number: int, rows: TypedRows, part: LayerInput) -> TypedRows:
         """Return the rows of the targets of one layer, and of what follows it."""
         conv = self.convs[number]
         if number == self.num_layers - 1:

@@ -42,7 +42,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 @dataclass
-class Part:
+class LayerInput:
     """What one layer reads and computes."""
 
     sources: dict[NodeType, int]  # how many nodes of each type it reads
@@ -57,7 +57,7 @@ def parts(
     every: bool,
     num_nodes: Mapping[NodeType, Sequence[int]] | None,
     num_edges: Mapping[EdgeType, Sequence[int]] | None,
-) -> list[Part]:
+) -> list[LayerInput]:
     """Say what each layer reads of a graph, or of a mini-batch with nodes and edges by hop for its seeds."""
     # Trimming needs counts for at least as many hops as there are layers.
     read = {name: x.size(0) for name, x in x_dict.items()}
@@ -84,6 +84,6 @@ def parts(
         # Rows beyond the hops that the layers need are left out from the first layer on.
         if trims and num_nodes is not None and depth == len(layers):
             read = {name: sum(num_nodes[name][: depth + 1]) for name in x_dict}
-        found.append(Part(read, targets, edges))
+        found.append(LayerInput(read, targets, edges))
         read = targets
     return found

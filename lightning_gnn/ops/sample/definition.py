@@ -34,10 +34,10 @@ from torch import Tensor
 
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.edge_attributes import time_limits
-from lightning_gnn.graph.remote import DistantCSCGraph, DistantHeteroCSCGraph, Picker
+from lightning_gnn.graph.remote import RemoteCSCGraph, RemoteHeteroCSCGraph, RemotePicker
 from lightning_gnn.ops.sample.numba import sample_relations
 from lightning_gnn.ops.sample.reference import sample_reference
-from lightning_gnn.ops.sample.relation import Labor, Relation, Rule, Sampled, Times
+from lightning_gnn.ops.sample.relation import Labor, PickOptions, Relation, Sampled, TimeWindow
 from lightning_gnn.ops.sample.triton import runs_on, sample_relations_triton, triton_sampler
 from lightning_gnn.runtime.messages import removed
 
@@ -122,7 +122,7 @@ def sample_neighbors(
         replace, disjoint or graph.time is not None, first_tree, temporal_strategy, labor, graph.weight is not None
     )
     check_backend(backend)
-    times = limits_of([graph], [seeds], seed_time if seed_time is None else [seed_time], time_window)
+    times = time_windows([graph], [seeds], seed_time if seed_time is None else [seed_time], time_window)
     # Temporal, weighted, LABOR and partitioned sampling are done by the general sampler for relations.
     plain = times is None and labor is None and graph.weight is None and picker_of(graph) is None
     if not plain:
@@ -154,14 +154,14 @@ def run(
     seeds: Sequence[Tensor],
     starts: Sequence[int],
     key: int,
-    rule: Rule,
-    times: Times | None,
+    rule: PickOptions,
+    times: TimeWindow | None,
     backend: str | None,
 ) -> Sampled:
     """Sample by the backend, or by that of the device; ``graph`` is whose edges they are, the rest as for ``numba``."""
     # A partitioned graph brings its picks from other ranks, which only the CPU backend can do.
-    picker = picker_of(graph)
-    if picker is not None and backend not in (None, "numba"):
+    remote_picker = picker_of(graph)
+    if remote_picker is not None and backend not in (None, "numba"):
         raise ValueError(f"backend={backend!r} reads lists that are here, but those of a partitioned graph are not")
     # The GPU backend reads the tensors of the relations directly.
     if backend == "triton" or any(relation.indptr.device.type != "cpu" for relation in relations):
@@ -170,11 +170,11 @@ def run(
     plain, ids = [_converted(relation, convert) for relation in relations], [convert(part) for part in seeds]
     if backend == "reference":
         # It works on lists, and is slow and plain on purpose.
-        limits = None if times is None else Times(*(None if part is None else part.tolist() for part in times))
+        limits = None if times is None else TimeWindow(*(None if part is None else part.tolist() for part in times))
         made = sample_reference(plain, ids, starts, key, rule, limits)
     else:
         # It works on NumPy arrays that share memory with the tensors.
-        fetch = None if picker is None else picker(relations, key, rule, times)
+        fetch = None if remote_picker is None else remote_picker(relations, key, rule, times)
         made = sample_relations(plain, num_nodes, ids, starts, key, rule, times, fetch)
     tensors: dict[str, Any] = {}
     for name in ("node", "tree", "edge_index", "edge"):
@@ -182,9 +182,9 @@ def run(
     return made._replace(**tensors)
 
 
-def picker_of(graph: object) -> Picker | None:
+def picker_of(graph: object) -> RemotePicker | None:
     """Return whom to ask for picks, where the lists of a graph lie elsewhere."""
-    return graph.picker if isinstance(graph, DistantCSCGraph | DistantHeteroCSCGraph) else None
+    return graph.remote_picker if isinstance(graph, RemoteCSCGraph | RemoteHeteroCSCGraph) else None
 
 
 def _converted(relation: Relation, convert: Callable[[Tensor], Any]) -> Relation:
@@ -192,9 +192,9 @@ def _converted(relation: Relation, convert: Callable[[Tensor], Any]) -> Relation
     return relation._replace(**{name: convert(array) for name, array in arrays.items()})
 
 
-def limits_of(
+def time_windows(
     graphs: Sequence[CSCGraph], seeds: Sequence[Tensor], seed_time: Sequence[Tensor] | None, window: float | None
-) -> Times | None:
+) -> TimeWindow | None:
     """Return what counts for each seed, in the order of the trees, or None if edges have no times."""
     timed = [graph for graph in graphs if graph.time is not None]
     if not timed:
@@ -216,12 +216,12 @@ def limits_of(
     none = np.zeros(0, np.int64)
     until = np.concatenate([none, *(part.numpy() for part, _ in limits)])
     after = [part.numpy() for _, part in limits if part is not None]
-    return Times(until, np.concatenate(after) if after else None)
+    return TimeWindow(until, np.concatenate(after) if after else None)
 
 
 def check_rule(
     replace: bool, disjoint: bool, first_tree: int, temporal_strategy: str, labor: Labor | None, weighted: bool
-) -> Rule:
+) -> PickOptions:
     """Return how edges are picked."""
     check_flags(replace=replace, disjoint=disjoint)
     first_tree = check_integer("first_tree", first_tree, 0, 2**62)
@@ -234,7 +234,7 @@ def check_rule(
         check_flags(layer_dependency=labor.layer_dependency)
         check_integer("batch_dependency", labor.batch_dependency, 1, 2**31 - 1)
         check_integer("batch", labor.batch, 0, 2**62)
-    return Rule(replace, disjoint, first_tree, temporal_strategy == "last", labor)
+    return PickOptions(replace, disjoint, first_tree, temporal_strategy == "last", labor)
 
 
 def check_place(backend: str | None, graphs: Sequence[CSCGraph]) -> None:

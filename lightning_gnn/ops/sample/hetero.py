@@ -16,8 +16,8 @@ from lightning_gnn.ops.sample.definition import (
     check_rule,
     check_seeds,
     describe,
-    limits_of,
     run,
+    time_windows,
 )
 from lightning_gnn.ops.sample.relation import Labor
 
@@ -110,7 +110,7 @@ def sample_hetero_neighbors(
         starts[name] = total
         total += ids.numel()
     # The backends know types by number, and relations in the order of the graph.
-    times = limits_of(relations, list(given.values()), _in_order(seed_time, given), time_window)
+    times = time_windows(relations, list(given.values()), _in_order(seed_time, given), time_window)
     number = {name: place for place, name in enumerate(graph.sizes)}
     described = [
         describe(part, number[edge_type[0]], number[edge_type[2]], by_type[edge_type], labor is not None)

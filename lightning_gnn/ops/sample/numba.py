@@ -33,7 +33,7 @@ from lightning_gnn.ops.sample.relabel import (
     relabel_forest,
     relabel_trees,
 )
-from lightning_gnn.ops.sample.relation import Frontier, Relation, Rule, Sampled, Times, stage_key
+from lightning_gnn.ops.sample.relation import Frontier, PickOptions, Relation, Sampled, TimeWindow, stage_key
 from lightning_gnn.ops.sample.weighted_picks import pick_weighted
 
 TABLE_LIMIT = 1 << 29
@@ -168,8 +168,8 @@ def sample_relations(
     seeds: Sequence[np.ndarray],  # of each node type, int64, checked
     starts: Sequence[int],
     key: int,
-    rule: Rule,
-    times: Times | None = None,
+    rule: PickOptions,
+    times: TimeWindow | None = None,
     fetch: Fetch | None = None,  # brings the picks of a hop from where the lists are, if relations do not have them
 ) -> Sampled:
     """Sample one mini-batch of a graph of any number of types."""
@@ -236,8 +236,8 @@ def pick_from_lists(
     tree: np.ndarray,  # their trees, int64 [n] if disjoint
     fanout: int,
     key: int,  # of the hop and the edge type (~lightning_gnn.ops.sample.relation.stage_key)
-    rule: Rule,
-    times: Times | None,
+    rule: PickOptions,
+    times: TimeWindow | None,
 ) -> Picks:
     """Pick in-edges of some nodes, without relabeling, at places of ``relation.indices``: for another rank."""
     room = hop_size(relation.indptr, place, 0, node.size, fanout, rule.replace)
@@ -256,8 +256,8 @@ class _How(NamedTuple):
     """The edges of a type and how they are picked."""
 
     relation: Relation
-    rule: Rule
-    times: Times | None
+    rule: PickOptions
+    times: TimeWindow | None
 
 
 def _frontier(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from lightning_gnn.ops.hashing import GOLDEN, draw, draw_fraction, mix, node_key, tree_key
-from lightning_gnn.ops.sample.relation import Labor, Relation, Rule, Sampled, Times, most_draws, stage_key
+from lightning_gnn.ops.sample.relation import Labor, PickOptions, Relation, Sampled, TimeWindow, most_draws, stage_key
 
 
 def pick_uniform(begin: int, degree: int, fanout: int, stream: int, replace: bool) -> list[int]:
@@ -74,7 +74,7 @@ def pick_labor(
 
 
 def eligible(
-    relation: Relation, begin: int, end: int, tree: int, fanout: int, rule: Rule, times: Times | None
+    relation: Relation, begin: int, end: int, tree: int, fanout: int, rule: PickOptions, times: TimeWindow | None
 ) -> range:
     """Return those of some in-edges of one node that the time of its tree allows: a range, as times ascend."""
     if relation.time is None or times is None:
@@ -90,8 +90,8 @@ def sample_reference(
     seeds: Sequence[Sequence[int]],
     starts: Sequence[int],
     key: int,
-    rule: Rule,
-    times: Times | None = None,
+    rule: PickOptions,
+    times: TimeWindow | None = None,
 ) -> Sampled:
     """Sample one mini-batch; see :mod:`lightning_gnn.ops.sample.definition`."""
     # Nodes of each type are numbered in the order of their discovery, seeds first, within each tree.

@@ -36,7 +36,7 @@ class Labor(NamedTuple):
     batch: int = 0
 
 
-class Rule(NamedTuple):
+class PickOptions(NamedTuple):
     """How edges are picked."""
 
     replace: bool = False
@@ -46,7 +46,7 @@ class Rule(NamedTuple):
     labor: Labor | None = None  # pick by variates of the sources, or None: by draws of the targets
 
 
-class Times(NamedTuple):
+class TimeWindow(NamedTuple):
     """From when until when edges count for each tree."""
 
     until: Numbers  # the latest time that counts, int64 [trees]

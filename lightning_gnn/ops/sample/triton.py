@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gnn.ops.library import require_triton, triton_installed
-from lightning_gnn.ops.sample.relation import Relation, Rule, Times, stage_key
+from lightning_gnn.ops.sample.relation import PickOptions, Relation, TimeWindow, stage_key
 
 if TYPE_CHECKING:
     from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
@@ -68,8 +68,8 @@ def sample_relations_triton(
     seeds: Sequence[Tensor],
     starts: Sequence[int],
     key: int,
-    rule: Rule,
-    times: Times | None,
+    rule: PickOptions,
+    times: TimeWindow | None,
 ) -> RelationSample:
     """Sample one mini-batch of relations in the order of their names; scratch lives as long as the graph."""
     # Triton is imported late, as machines without a GPU need not have it.

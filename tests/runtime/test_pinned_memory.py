@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_gnn.features import FeatureTable
-from lightning_gnn.features import page_locked as module
-from lightning_gnn.features.page_locked import page_locked
+from lightning_gnn.features import pin_host_memory as module
+from lightning_gnn.features.pin_host_memory import pin_host_memory
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays, which_machine
 from tests.full_graph.launch import run
@@ -67,7 +67,7 @@ def locked(runtime, tensor):
 
 def test_memory_is_locked_where_it_is_and_for_as_long_as_it_is_used(runtime):
     tensor = torch.arange(LARGE // 8)
-    there = page_locked(tensor)
+    there = pin_host_memory(tensor)
     assert there.data_ptr() == tensor.data_ptr()
     assert locked(runtime, tensor)
     view = there[10:].detach()
@@ -82,7 +82,7 @@ def test_what_lies_in_pages_of_others_stays_locked_when_they_are_gone(runtime):
     whole = torch.zeros(LARGE // 4)
     # Each begins in a page that another one has locked, one of them is small.
     large, small = whole[2 * MIB + 7 :], whole[2 * MIB + 8 : 2 * MIB + 2000]
-    first, second, third = page_locked(whole[: 2 * MIB + 7]), page_locked(large), page_locked(small)
+    first, second, third = pin_host_memory(whole[: 2 * MIB + 7]), pin_host_memory(large), pin_host_memory(small)
     assert large.is_pinned()
     del first
     assert locked(runtime, large)
@@ -95,14 +95,14 @@ def test_what_lies_in_pages_of_others_stays_locked_when_they_are_gone(runtime):
 
 def test_memory_that_may_not_be_written_is_locked_for_reading_and_else_copied_and_it_is_said(runtime):
     runtime.refused = {1}
-    there = page_locked(torch.zeros(LARGE // 4))
+    there = pin_host_memory(torch.zeros(LARGE // 4))
     assert runtime.flags == [1 | 8]
     assert runtime.forgotten == 1
     assert there.shape == (LARGE // 4,)
     runtime.refused = {1, 9}
     tensor = torch.arange(LARGE // 8)
     with pytest.warns(UserWarning, match=r"0\.04 GB of host memory cannot be page-locked in place \(operation not"):
-        there = page_locked(tensor)
+        there = pin_host_memory(tensor)
     assert there.data_ptr() != tensor.data_ptr()
     assert torch.equal(there, tensor)
     assert runtime.forgotten == 3
@@ -122,16 +122,16 @@ def test_tables_and_graphs_are_locked_in_place(runtime):
 
 def test_what_shares_pages_with_other_memory_is_copied(runtime):
     small = torch.arange(3 * MIB)
-    assert page_locked(small).data_ptr() != small.data_ptr()
+    assert pin_host_memory(small).data_ptr() != small.data_ptr()
     assert runtime.ranges == {}
     # Two storages over one array, as of two `torch.from_numpy`: the second one begins in a page of the first.
     array = torch.arange(2 * LARGE // 8).numpy()
     half = len(array) // 2 + 7
     first, second = torch.from_numpy(array[:half]), torch.from_numpy(array[half:])
-    there = page_locked(first)
+    there = pin_host_memory(first)
     assert second.is_pinned()
     with pytest.warns(UserWarning, match="part of them is locked for another array"):
-        other = page_locked(second)
+        other = pin_host_memory(second)
     assert other.data_ptr() != second.data_ptr()
     assert torch.equal(other, second)
     assert there.data_ptr() == first.data_ptr()
@@ -141,7 +141,7 @@ def test_what_shares_pages_with_other_memory_is_copied(runtime):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_beside_locked_arrays_can_be_copied():
     arrays = [torch.full((size,), size) for size in (7, 1000, 9000, 200_000, MIB, 3 * MIB, 6 * MIB) for _ in range(6)]
-    held = [page_locked(array) for array in arrays[::2]]
+    held = [pin_host_memory(array) for array in arrays[::2]]
     for array in [*arrays, *held]:
         for part in (array, array[3:], array[:-3]):
             assert torch.equal(part.cuda().cpu(), part)
@@ -172,7 +172,7 @@ def shared_and_locked(rank, num_ranks, shares):
     assert own_bytes() == 0
     if not shares:  # as if the file were unknown
         module.shared_view = lambda tensor: None
-    there = [page_locked(x.view(-1, 8)), page_locked(indices), page_locked(indices[:-7])]
+    there = [pin_host_memory(x.view(-1, 8)), pin_host_memory(indices), pin_host_memory(indices[:-7])]
     locked = sum(end - start for start, end in runtime.ranges.items())
     assert torch.equal(there[0].view(-1), before)
     assert torch.equal(there[1], indices)
@@ -183,7 +183,7 @@ def shared_and_locked(rank, num_ranks, shares):
         assert mapped_bytes(there[0]) >= x.nbytes - 2 * mmap.PAGESIZE
         x[9] = 3.0  # stays with the writer, and what is written to is not shared any more
         assert torch.equal(there[0].view(-1), before)
-        again = page_locked(x)
+        again = pin_host_memory(x)
         assert torch.equal(again, x)
         del again
     dist.barrier()

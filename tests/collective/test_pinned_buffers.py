@@ -3,7 +3,7 @@ import threading
 import torch
 from torch_geometric.data import Data
 
-from lightning_gnn.collective.routes import HostRing, HostSlot
+from lightning_gnn.collective.routes import PinnedBuffer, PinnedBufferRing
 from tests.patience import PATIENCE
 from tests.sampling.test_loader import assert_same
 
@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def slot():
-    return HostSlot(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    return PinnedBuffer(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
 
 
 class Read:
@@ -68,7 +68,7 @@ def test_a_batch_is_brought_into_the_slot_whole():
 
 
 def test_a_slot_goes_round_once_it_has_been_read():
-    ring = HostRing(CPU, capacity=2)
+    ring = PinnedBufferRing(CPU, capacity=2)
     first, second = ring.take(), ring.take()
     assert first is not second
     reads = Read(), Read()
@@ -82,7 +82,7 @@ def test_a_slot_goes_round_once_it_has_been_read():
 
 
 def test_a_ring_never_waits_for_a_slot_that_is_taken():
-    ring = HostRing(CPU, capacity=1)
+    ring = PinnedBufferRing(CPU, capacity=1)
     slots = [ring.take() for _ in range(3)]
     assert len(set(map(id, slots))) == ring.num_slots == 3
     for taken in slots:

@@ -35,7 +35,7 @@ _released: deque[tuple[int, Tensor]] = deque()
 """Ranges that a tensor no longer reads, with the tensor that owns the memory."""
 
 
-def page_locked(tensor: Tensor) -> Tensor:
+def pin_host_memory(tensor: Tensor) -> Tensor:
     """Return a tensor in page-locked memory: the same memory if it is large and can be locked, else a copy.
 
     The pages are unlocked when the result and its views are gone; until then the original stays in memory. Views of one

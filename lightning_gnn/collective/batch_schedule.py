@@ -9,21 +9,21 @@ from bisect import insort
 from typing import Literal, NamedTuple
 
 Route = Literal["cpu", "gpu"]
-Kind = Literal["batch", "transfer", "train", "wait", "end"]
-Sizes = tuple[int, int, int, int, int]  # what ReorderBuffer.resize takes
+ActionKind = Literal["batch", "transfer", "train", "wait", "end"]
+Sizes = tuple[int, int, int, int, int]  # what BatchSchedule.resize takes
 
 
-class Step(NamedTuple):
+class ScheduleAction(NamedTuple):
     """What the training thread does next."""
 
-    kind: Kind
+    kind: ActionKind
     """``"batch"``: the GPU prepares a mini-batch; ``"transfer"``: one of the CPU's sets out for the GPU; ``"train"``;
     ``"wait"``: until a CPU worker has finished; ``"end"``: of the epoch."""
     number: int = -1  # of the mini-batch, its position in the epoch
     route: Route = "gpu"  # who has prepared it
 
 
-class ReorderBuffer:
+class BatchSchedule:
     """Two buffers, in host and in device memory, which CPU workers and the GPU fill and the training thread empties.
 
     The training thread asks for :meth:`next` step after step; CPU workers :meth:`claim` mini-batches and report them
@@ -113,11 +113,11 @@ class ReorderBuffer:
 
     # -- the training thread's side
 
-    def next(self) -> Step:
+    def next(self) -> ScheduleAction:
         """Decide the next step; it counts as taken, unless it is to wait."""
         head = self.head
         if head == self.num_batches:
-            return Step("end")
+            return ScheduleAction("end")
         if self._run:
             self._run -= 1
             number = self._free_from(head)
@@ -138,26 +138,26 @@ class ReorderBuffer:
             number = self._free_from(head)
             if number < min(head + self.gpu_buffer_size, self.num_batches):
                 return self._batch(number)
-        return Step("wait")
+        return ScheduleAction("wait")
 
-    def _batch(self, number: int) -> Step:
+    def _batch(self, number: int) -> ScheduleAction:
         self.gpu_buffer[number] = "gpu"
         self._taken.add(number)
-        return Step("batch", number, "gpu")
+        return ScheduleAction("batch", number, "gpu")
 
-    def _transfer(self) -> Step:
+    def _transfer(self) -> ScheduleAction:
         """Send the first one on its way, while what is on the device is trained (algorithm 4)."""
         number = self.cpu_buffer.pop(0)
         self._train_now = number != self.head
         self.gpu_buffer[number] = "cpu"
-        return Step("transfer", number, "cpu")
+        return ScheduleAction("transfer", number, "cpu")
 
-    def _train(self) -> Step:
+    def _train(self) -> ScheduleAction:
         self._train_now = False
         number = self.head
         self.head += 1
         self._taken.remove(number)
-        return Step("train", number, self.gpu_buffer.pop(number))
+        return ScheduleAction("train", number, self.gpu_buffer.pop(number))
 
     def _free_from(self, number: int) -> int:
         """Return the first mini-batch from one on that is free, or ``num_batches``."""

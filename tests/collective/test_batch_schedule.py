@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gnn.collective.reorder_buffer import ReorderBuffer
+from lightning_gnn.collective.batch_schedule import BatchSchedule
 
 
 @st.composite
@@ -15,7 +15,7 @@ def cases(draw):
 
 
 def make(case):
-    return ReorderBuffer(*case[:6], first=case[6])
+    return BatchSchedule(*case[:6], first=case[6])
 
 
 def drive(buffer, workers, source, between=lambda: None):
@@ -64,7 +64,7 @@ def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
             assert on_device.pop(step.number) == step.route
             trained.append(step.number)
         assert on_device == buffer.gpu_buffer
-        assert len(on_device) <= gpu_buffer_size + ReorderBuffer.AHEAD
+        assert len(on_device) <= gpu_buffer_size + BatchSchedule.AHEAD
         assert buffer.cpu_buffer == sorted(set(buffer.cpu_buffer))
         assert len(buffer.cpu_buffer) + len(buffer._working) <= max(0, cpu_buffer_size + workers - 1)
         assert not set(buffer.cpu_buffer) & set(on_device)
@@ -92,7 +92,7 @@ def test_sizes_may_change_at_any_time(case, other, source):
 
 def test_by_hand():
     """Room for one on the CPU, begun three ahead: the GPU prepares two in a row, then what is left free."""
-    buffer = ReorderBuffer(7, 2, 1, 1, lead=3)
+    buffer = BatchSchedule(7, 2, 1, 1, lead=3)
     steps = []
     while (step := buffer.next()).kind != "end":
         steps.append((step.kind, step.number))
@@ -116,4 +116,4 @@ def test_by_hand():
 @pytest.mark.parametrize("sizes", [(5, 0, 0), (5, -1, 3), (5, 1, 1, 1, -1), (5, 1, 1, 1, 0, -1), (5, 1, 1, 0)])
 def test_impossible_buffers_are_refused(sizes):
     with pytest.raises(ValueError, match=r"none may be negative, and a buffer needs a place|cpu_workers=0 not 0"):
-        ReorderBuffer(*sizes)
+        BatchSchedule(*sizes)
