@@ -85,7 +85,7 @@ class _PreparedTogether(PlacedOnGPU):
         device = self._device()
         training_device = self._training_device()
         if device is None and self._placed_on is None:
-            self._meet(None)
+            self._rendezvous(None)
             if training_device.type == "cpu" and self.gpu_route == "auto":
                 rank_zero_warn("No GPU for collective batching: CPU threads prepare the same mini-batches.")
             self._placed_on = "cpu"  # the base class need not say so again

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch_geometric.typing import EdgeType
 
 from lightning_gnn.datasets.column_names import MASKS, SPLITS
 from lightning_gnn.datasets.folder import load_folder
@@ -18,7 +19,6 @@ from lightning_gnn.datasets.named_tables import (
     BETWEEN_ALONE,
     ENDS,
     INTEGERS,
-    EdgeType,
     NamedTables,
     Say,
     table_of,

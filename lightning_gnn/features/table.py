@@ -13,7 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from lightning_gnn.features.arrays import expect_scattered_reads, load_array, read_in_order, save_arrays
 from lightning_gnn.features.hot_cache import RowCache
 from lightning_gnn.features.memory_pool import pool
-from lightning_gnn.features.pin_host_memory import pin_host_memory
+from lightning_gnn.features.pinned_memory import pin_host_memory
 
 FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what a table keeps features in
 GraphT = TypeVar("GraphT", Data, HeteroData)
@@ -155,7 +155,7 @@ class FeatureTable:
 
         Args:
             nodes: Whose rows, int64 or int32 ``[cache_rows]``, none of them twice, such as
-                ``hottest(graph.out_degrees, cache_rows)``.
+                ``top_accessed(graph.out_degrees, cache_rows)``.
         """
         scales = None if self.scales is None else self.scales.to(device)
         return FeatureTable(self.values, scales=scales, cache=RowCache.build(self.values, nodes, device))

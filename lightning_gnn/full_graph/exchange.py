@@ -20,7 +20,7 @@ class SliceAllToAll:
     rank: int
     slices: tuple[tuple[int, int], ...]
     """Columns of each of the M groups, pairs ``(start, stop)``. They may overlap: several ranks then compute with
-    the same columns, and what :meth:`collect` brings back adds up.
+    the same columns, and what :meth:`gather_columns` brings back adds up.
     """
     own: Sequence[Tensor | None]
     """For each of the G sets, which of this rank's rows are in it, int64, ascending; None where all are."""
@@ -123,13 +123,13 @@ def exchange_row_ownership(
 
 
 def rows_to_slice(x: Tensor, exchange: SliceAllToAll) -> Tensor:
-    """Do :meth:`Exchange.spread`, with autograd."""
+    """Do :meth:`SliceAllToAll.scatter_columns`, with autograd."""
     out: Tensor = _Exchanged.apply(x, exchange, True)  # type: ignore[no-untyped-call]
     return out
 
 
 def slice_to_rows(y: Tensor, exchange: SliceAllToAll) -> Tensor:
-    """Do :meth:`Exchange.collect`, with autograd."""
+    """Do :meth:`SliceAllToAll.gather_columns`, with autograd."""
     out: Tensor = _Exchanged.apply(y, exchange, False)  # type: ignore[no-untyped-call]
     return out
 

@@ -46,7 +46,7 @@ class _ChunkRange:
     rows: tuple[int, int]  # first forward row of the range and the one after the last
     edges: tuple[int, int]  # its first edge and the one after the last, in the whole graph's forward order
     endpoints: tuple[dict[str, Any], dict[str, Any]] | None = None
-    """For sources and targets the last arguments of an :class:`Exchange`, all but the slices; None until the ranks
+    """For sources and targets the last arguments of an :class:`SliceAllToAll`, all but the slices; None until the ranks
     have exchanged them.
     """
 

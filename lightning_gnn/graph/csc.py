@@ -19,7 +19,7 @@ from torch_geometric.data import Data, HeteroData
 
 from lightning_gnn.features.arrays import load_array, save_arrays
 from lightning_gnn.features.hot_cache import CachedAdjacency
-from lightning_gnn.features.pin_host_memory import pin_host_memory
+from lightning_gnn.features.pinned_memory import pin_host_memory
 from lightning_gnn.graph.edge_attributes import count_parallel, order_by_time, ordered_times, sum_weights, valid_weights
 from lightning_gnn.runtime.memory_info import total_bytes
 

@@ -18,10 +18,9 @@ from lightning_gnn.nn.conv import GCNConv
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.hetero.layers import TypedConv
 from lightning_gnn.nn.hetero.models import _HeteroGNN
-from lightning_gnn.nn.hetero.rows import Part as Reads
-from lightning_gnn.nn.hetero.rows import TypedRows
+from lightning_gnn.nn.hetero.rows import LayerInput, TypedRows
 from lightning_gnn.nn.inference import FullInference, GraphBlock, Layer, layers_of
-from lightning_gnn.partitioned.folder import Part, Partition
+from lightning_gnn.partitioned.folder import GraphPart, Partition
 from lightning_gnn.partitioned.remote import Remote
 from lightning_gnn.partitioned.shard import holders
 
@@ -228,7 +227,7 @@ class _Pass:
         return self.remote.node_rows(kind, ids, ["x"])["x"]
 
     def _blocks(
-        self, number: int, target: int, kinds: Sequence[int], part: Part, own: np.ndarray
+        self, number: int, target: int, kinds: Sequence[int], part: GraphPart, own: np.ndarray
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield the outputs of a layer for a part's nodes of a type, and the number of the first."""
         raise NotImplementedError
@@ -258,7 +257,7 @@ class _Pass:
         return out
 
     def _edges(
-        self, target: int, kinds: Sequence[int], part: Part, own: np.ndarray, width: int,
+        self, target: int, kinds: Sequence[int], part: GraphPart, own: np.ndarray, width: int,
         loops: bool = False, improved: bool = False,
     ) -> Iterator[tuple[int, np.ndarray, list[tuple[np.ndarray, np.ndarray, Tensor]]]]:  # fmt: skip
         """Yield in-edges of a part's nodes, some at a time; on request with one self-loop each, as PyG defines them."""
@@ -330,7 +329,7 @@ class _PlainPass(_Pass):
         self.exchange.gather(None)
 
     def _blocks(
-        self, number: int, target: int, kinds: Sequence[int], part: Part, own: np.ndarray
+        self, number: int, target: int, kinds: Sequence[int], part: GraphPart, own: np.ndarray
     ) -> Iterator[tuple[int, Tensor]]:
         layer = self.layers[number]
         conv: Any = layer.conv
@@ -403,7 +402,7 @@ class _TypedPass(_Pass):
         return weight[torch.from_numpy(ids).to(weight.device)]
 
     def _blocks(
-        self, number: int, target: int, kinds: Sequence[int], part: Part, own: np.ndarray
+        self, number: int, target: int, kinds: Sequence[int], part: GraphPart, own: np.ndarray
     ) -> Iterator[tuple[int, Tensor]]:
         width = self.widest[number] + (self.num_features if number == 0 else self.widths[number - 1])
         for start, targets, lists in self._edges(target, kinds, part, own, width):
@@ -421,7 +420,7 @@ class _TypedPass(_Pass):
             x = {name: self._read(number - 1, at, ids[at]) for name in order for at in [self.partition.number[name]]}
             x = self.model.before(x) if number == 0 else x
             counts_of = {name: rows.size(0) for name, rows in x.items()}
-            reads = Reads(counts_of, {self.names[target]: targets.size}, edges)
+            reads = LayerInput(counts_of, {self.names[target]: targets.size}, edges)
             (out,) = self.model.layer(number, TypedRows.of(x, counts_of), reads).tables
             yield start, out
 

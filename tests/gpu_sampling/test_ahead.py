@@ -129,8 +129,8 @@ class Deaf:
         ([(Simulator, "record_stream", lambda self, tensor, stream: tensor)], "is freed, but main may still use it"),
         (
             [
-                (sample.Fetched, "read", lambda self: self.words.tolist()),
-                (sample.Fetched, "is_there", lambda self: True),
+                (sample.AsyncHostCopy, "read", lambda self: self.words.tolist()),
+                (sample.AsyncHostCopy, "is_there", lambda self: True),
             ],
             "the host looks into",
         ),
@@ -235,7 +235,7 @@ def of_two(monkeypatch, mutate=lambda made: made):
     data = small_data(num_nodes=40, num_edges=200)
     data.train_mask = torch.arange(40) < 24
     machine = TwoGPUs(simulator, monkeypatch, mutate)
-    monkeypatch.setattr(PersistentSamplerDataModule, "_meet", lambda datamodule, device: machine)
+    monkeypatch.setattr(PersistentSamplerDataModule, "_rendezvous", lambda datamodule, device: machine)
     with simulator.installed(monkeypatch):
         placed = {"device": "cpu", "bulk": 1, "topology": "device", "features": "shard"}
         made = PersistentSamplerDataModule(data, **SIZES, **placed)

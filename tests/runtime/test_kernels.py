@@ -11,20 +11,19 @@ import pytest
 from tests.cli.command import ROOT
 from tests.patience import PATIENCE
 
-SAMPLE = """
+GATHER = """
 import torch
-from lightning_gnn import CSCGraph, sample_neighbors
-graph = CSCGraph.from_edge_index(torch.tensor([[0, 2, 1, 0], [1, 1, 2, 2]]))
-print(sample_neighbors(graph, torch.tensor([1]), [-1], key=3).node.tolist())
+from lightning_gnn.ops import gather_rows
+print(gather_rows(torch.arange(20000, dtype=torch.float32).view(200, 100), torch.arange(199, -1, -1))[0, 0].item())
 """
 
 
-def sampled(environment, on_a_screen):
-    """Sample in a new process; what it prints, and what it says on the error stream."""
+def gathered(environment, on_a_screen):
+    """Gather rows in a new process; return what it prints, and its error stream."""
     screen, end = pty.openpty() if on_a_screen else os.pipe()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     ended = subprocess.run(
-        [sys.executable, "-c", SAMPLE],
+        [sys.executable, "-c", GATHER],
         env=environment, cwd="/", stdout=subprocess.PIPE, stderr=end, text=True, timeout=PATIENCE, check=True,
     )  # fmt: skip
     os.close(end)
@@ -41,10 +40,10 @@ def sampled(environment, on_a_screen):
 @pytest.mark.slow
 def test_the_first_run_says_that_it_compiles_and_the_next_does_not(tmp_path):
     kept = {"NUMBA_CACHE_DIR": str(tmp_path)}
-    assert sampled(kept, on_a_screen=True) == ("[1, 0, 2]", "compiling kernels…\n")
-    assert sampled(kept, on_a_screen=True) == ("[1, 0, 2]", "")
+    assert gathered(kept, on_a_screen=True) == ("19900.0", "compiling kernels…\n")
+    assert gathered(kept, on_a_screen=True) == ("19900.0", "")
     shutil.rmtree(tmp_path)
-    assert sampled(kept, on_a_screen=False) == ("[1, 0, 2]", "")  # nobody waits for a file
+    assert gathered(kept, on_a_screen=False) == ("19900.0", "")  # nobody waits for a file
 
 
 @pytest.mark.slow
@@ -63,8 +62,8 @@ def test_without_any_folder_each_process_compiles_for_itself_and_says_so(tmp_pat
         "XDG_CACHE_HOME": str(tmp_path / "no_folder"), "NUMBA_CACHE_DIR": "", "IPYTHONDIR": str(tmp_path / "no_folder"),
         "HOME": str(tmp_path / "no_folder"),
     }  # fmt: skip
-    out, said = sampled(environment, on_a_screen=True)
-    assert out == "[1, 0, 2]"
+    out, said = gathered(environment, on_a_screen=True)
+    assert out == "19900.0"
     assert "compiling kernels…" in said
     assert said.count("cannot be kept") == 1
     assert f"neither {package} nor the user's cache folder can be written to" in said

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_gnn.features import FeatureTable
-from lightning_gnn.features import pin_host_memory as module
-from lightning_gnn.features.pin_host_memory import pin_host_memory
+from lightning_gnn.features import pinned_memory as module
+from lightning_gnn.features.pinned_memory import pin_host_memory
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays, which_machine
 from tests.full_graph.launch import run

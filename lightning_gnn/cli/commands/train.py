@@ -35,7 +35,7 @@ from lightning_gnn.report.console import be_quiet, console, describe, say, warn
 from lightning_gnn.report.pages import write_run_page
 from lightning_gnn.report.runs import write_curves
 
-CallbackType = TypeVar("Kind", bound=pl.Callback)
+CallbackType = TypeVar("CallbackType", bound=pl.Callback)
 _PATHS = ("best_model_path", "last_model_path")  # of a checkpoint callback
 
 
