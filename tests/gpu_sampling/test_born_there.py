@@ -75,7 +75,7 @@ def test_batches_are_born_on_the_device_and_nobody_waits(monkeypatch, order):
     data = small_data()
     sampler = Sampler(data, [3])
     # Page-locked memory is the host's: a copy from it is asked for, and not waited for.
-    monkeypatch.setattr(module, "sent", lambda tensor, device: tensor.to(device, non_blocking=True))
+    monkeypatch.setattr(module, "to_device_async", lambda tensor, device: tensor.to(device, non_blocking=True))
     monkeypatch.setattr(devices, "works", lambda attempt: False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         placed = data.clone()
