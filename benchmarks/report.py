@@ -35,8 +35,8 @@ KINDS = {"peers": "Against peers", "limits": "Against limits", "ours": "Ours aga
 _PEERS = ("PyG", "pyg-lib", "torch", "plain Trainer")
 _LIMITS = ("sum of both alone", "cpu_share=", "bound")
 HEADLINES = (
-    "Training epoch, SAGE, against the same with trim_to_layer",
-    "Training epoch, GAT, against the same with trim_to_layer",
+    "Training epoch, SAGE, against PyG with trim_to_layer",
+    "Training epoch, GAT, against PyG with trim_to_layer",
     "Training epoch, R-GCN, against PyG",
     "Time to accuracy, 22k nodes, against PyG's loader",
     "Full-graph epoch, GCN on Reddit, against PyG, sparse",
@@ -44,7 +44,7 @@ HEADLINES = (
     "Full-graph epoch, GCN on Products, on a GPU, against PyG, sparse",
     "Mini-batches, 2 workers each, against PyG's NeighborLoader",
     "Sampling, one core, against pyg-lib",
-    "Hybrid training, accelerator 4x the CPU trainer, against it alone",
+    "Hybrid training, accelerator 4x the CPU trainer, against the accelerator alone",
 )
 """The comparisons that the README shows: ten, not all of them flattering; first those of an epoch or a fit."""
 _HEAD = ["| measured | ours | peer | ratio |", "|---|---|---|---|"]

@@ -168,7 +168,7 @@ def ablation(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str
         alone = [PYG], [ALONE, ALONE_TFP], [STATIC], [OURS]
         for ours, peers_, text in (
             (HYBRID, alone[0], "against PyG on it alone"),
-            (HYBRID, alone[1], "against it alone"),
+            (HYBRID, alone[1], "against the accelerator alone"),
             (OURS, alone[2], "what DRM gains"),
             (PUBLISHED, alone[2], "what DRM as published gains"),
             (HYBRID, alone[3], "what the two-stage prefetch gains"),

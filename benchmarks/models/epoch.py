@@ -235,7 +235,7 @@ def comparisons(rows: Rows, label: str, targets: bool = True) -> list[dict[str, 
         own, plain_target, trim_target = f"ours, {model}", *(TARGETS[model] if targets else (None, None))
         pairs = [
             ("PyG's LightningNodeData", f"{own}, beside the untrimmed", f"PyG, {model}", plain_target),
-            ("the same with trim_to_layer", own, f"PyG, {model}, trimmed", trim_target),
+            ("PyG with trim_to_layer", own, f"PyG, {model}, trimmed", trim_target),
         ]
         for what, left, right, target in pairs:
             text = f"{label}, {model}, against {what}"
