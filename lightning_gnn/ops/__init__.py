@@ -1,10 +1,10 @@
 """One operator per hot path; the backend follows the device.
 
-Each folder is an operator: its ``definition`` is what users call, its ``reference`` says in torch's own operators (or
-in plain Python) what it computes, and the others are its backends.
+Each folder is an operator: ``definition`` holds the public function, ``reference`` defines the result with torch's own
+operators (or in plain Python), and the other modules are backends.
 """
 
-from lightning_gnn.runtime import kernels  # noqa: F401  finds a folder for what numba compiles
+from lightning_gnn.runtime import kernels  # noqa: F401  sets Numba's cache folder
 
 # isort: split
 from lightning_gnn.ops.aggregate.backends import default_backend

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of (key, global row, column), so that it does not depend on who draws which rows."""
+"""Dropout with a mask that depends on (key, global row, column) only, however rows are distributed over ranks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,26 +14,26 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from lightning_gnn.ops.aggregate.numba_rows import huge_pages, wide
+from lightning_gnn.ops.aggregate.numba_rows import use_huge_pages, widen
 from lightning_gnn.ops.hashing import GOLDEN, MIX_1, MIX_2, NODE_STEP, mix, mix_compiled, node_key_compiled
 from lightning_gnn.ops.library import Context, check_shapes, define, library
 from lightning_gnn.ops.worker_threads import run_all
 
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
-_PER_THREAD = 1 << 18  # numbers that a further thread must have to draw; fewer cost less than waking it
+_ELEMENTS_PER_THREAD = 1 << 18  # elements that pay for waking one more thread
 
 
 def row_dropout(x: Tensor, p: float, key: int, rows: Tensor | None = None) -> Tensor:
-    """Zero each number with probability ``p`` and multiply the others with ``1 / (1 - p)``, the same on every device.
+    """Zero each element with probability ``p`` and multiply the others by ``1 / (1 - p)``, identically on every device.
 
-    Element (i, c) depends on a hash of (``key``, ``rows[i]``, ``c // 2``), the lower half for even c. ``rows`` are
-    int64 or int32 ``[n]``, by default 0, 1, …; backward draws the mask again.
+    The mask of element (i, c) is half of a hash of (``key``, ``rows[i]``, ``c // 2``), the lower half for even c.
+    ``rows`` is int64 or int32 ``[n]``, by default 0, 1, …; the backward pass recomputes the mask.
     """
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"p is a probability in [0, 1], but is {p}")
+        raise ValueError(f"p must be a probability in [0, 1], but is {p}")
     if not x.is_floating_point() or (rows is not None and rows.dtype not in (torch.int64, torch.int32)):
-        kinds = x.dtype, None if rows is None else rows.dtype
-        raise TypeError(f"x must be floating and rows int64 or int32, but they are {kinds[0]} and {kinds[1]}")
+        rows_dtype = None if rows is None else rows.dtype
+        raise TypeError(f"x must be floating and rows int64 or int32, but they are {x.dtype} and {rows_dtype}")
     if rows is not None:
         check_shapes({"rows": (rows, [*x.shape[:1]])})
     if p == 0.0:
@@ -42,8 +42,8 @@ def row_dropout(x: Tensor, p: float, key: int, rows: Tensor | None = None) -> Te
 
 
 def mixed_key(key: int) -> int:
-    """Return the key as the operators take it: mixed, in 64 bits with a sign."""
-    return _signed(mix(key))
+    """Hash the key to a signed 64-bit integer, the form in which the operators take it."""
+    return _to_signed(mix(key))
 
 
 class _RowDropout(torch.autograd.Function):
@@ -63,40 +63,40 @@ _with_autograd: Callable[..., Tensor] = _RowDropout.apply
 
 
 def _threshold(p: float) -> int:
-    """Return what the 32 bits of a number must reach for it to stay."""
+    """Return the minimum 32-bit hash of an element that is retained."""
     return min(round(p * 2**32), 2**32 - 1)
 
 
 _MASK = (1 << 64) - 1
 
 
-def _signed(value: int) -> int:
-    """Return the 64 bits of an unsigned integer as torch's signed ones."""
+def _to_signed(value: int) -> int:
+    """Reinterpret an unsigned 64-bit integer as a signed one."""
     return value - (1 << 64) if value >> 63 else value
 
 
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Shift int64 to the right as if it were unsigned."""
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    """Shift int64 right logically, as if it were unsigned."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix_torch(z: Tensor) -> Tensor:
-    """Do what ``hashing.mix`` does; a product of int64 has the same lower 64 bits as one of uint64."""
-    z = (z ^ _shifted(z, 30)) * _signed(MIX_1)
-    z = (z ^ _shifted(z, 27)) * _signed(MIX_2)
-    return z ^ _shifted(z, 31)
+    """Apply ``hashing.mix``; an int64 product has the same lower 64 bits as a uint64 product."""
+    z = (z ^ _shift_right(z, 30)) * _to_signed(MIX_1)
+    z = (z ^ _shift_right(z, 27)) * _to_signed(MIX_2)
+    return z ^ _shift_right(z, 31)
 
 
 def row_dropout_torch(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tensor:
-    """Do what :func:`row_dropout` does with torch's integers, whose products wrap; ``key`` is mixed already."""
+    """Apply :func:`row_dropout` with torch's own operators; ``key`` is mixed already."""
     if x.numel() == 0 or p == 1.0:
         return x.new_zeros(x.shape)
     ids = torch.arange(x.size(0), device=x.device) if rows is None else rows.to(torch.int64)
     columns = x.numel() // x.size(0)
-    streams = _mix_torch(ids * _signed(NODE_STEP) ^ key)
+    streams = _mix_torch(ids * _to_signed(NODE_STEP) ^ key)
     pairs = torch.arange(1, (columns + 1) // 2 + 1, device=x.device)
-    hashes = _mix_torch(streams[:, None] + pairs * _signed(GOLDEN))
-    halves = torch.stack([hashes & 0xFFFFFFFF, _shifted(hashes, 32)], dim=2).flatten(1)[:, :columns]
+    hashes = _mix_torch(streams[:, None] + pairs * _to_signed(GOLDEN))
+    halves = torch.stack([hashes & 0xFFFFFFFF, _shift_right(hashes, 32)], dim=2).flatten(1)[:, :columns]
     keep = halves >= _threshold(p)
     return torch.where(keep.view(x.shape), x * (1.0 / (1.0 - p)), 0).to(x.dtype).contiguous()
 
@@ -115,22 +115,22 @@ def _row_dropout_cpu(x: Tensor, p: float, key: int, rows: Tensor | None) -> Tens
     scale = 1.0 / (1.0 - p)
     shape = (x.size(0), x.numel() // x.size(0))
     ids = np.arange(x.size(0)) if rows is None else rows.contiguous().numpy()
-    whole = wide(x).view(shape)
-    out = huge_pages(torch.empty_like(whole))
-    # A scale of the dtype makes compiled code round as torch does.
+    whole = widen(x).view(shape)
+    out = use_huge_pages(torch.empty_like(whole))
+    # A scale of the array's dtype makes the compiled code round as torch does.
     arrays = (whole.numpy(), ids, out.numpy(), whole.numpy().dtype.type(scale))
-    _share_out(drop_rows, shape, *drawn(p, key), *arrays)
+    _run_over_rows(drop_rows, shape, *compiled_mask(p, key), *arrays)
     return out.view(x.shape).to(x.dtype)
 
 
-def drawn(p: float, key: int) -> tuple[np.uint64, np.uint32]:
-    """Return a mixed key, and what 32 bits must reach, as compiled loops take them."""
+def compiled_mask(p: float, key: int) -> tuple[np.uint64, np.uint32]:
+    """Convert a mixed key and ``p`` to the key and threshold of the compiled loops."""
     return np.uint64(key & _MASK), np.uint32(_threshold(p))
 
 
-def _share_out(function: Callable[..., None], shape: tuple[int, int], *arguments: object) -> None:
-    """Run a compiled loop over rows on as many threads as torch has."""
-    num_threads = max(1, min(torch.get_num_threads(), shape[0] * shape[1] // _PER_THREAD))
+def _run_over_rows(function: Callable[..., None], shape: tuple[int, int], *arguments: object) -> None:
+    """Run a compiled loop over rows on up to ``torch.get_num_threads()`` threads."""
+    num_threads = max(1, min(torch.get_num_threads(), shape[0] * shape[1] // _ELEMENTS_PER_THREAD))
     bounds = [shape[0] * i // num_threads for i in range(num_threads + 1)]
     run_all([partial(function, start, stop, *arguments) for start, stop in pairwise(bounds)])
 
@@ -139,9 +139,9 @@ _UGOLDEN = np.uint64(GOLDEN)
 
 
 @numba.njit(inline="always", cache=True)
-def _draw_row(key: np.uint64, row: int, words: np.ndarray) -> None:
-    # The stream of a row, of which word w is the hash of w + 1 steps: drawn in any order, by anyone. Two columns share
-    # a word, so that vectors of 64-bit hashes make as many vectors of 32-bit numbers.
+def _hash_row(key: np.uint64, row: int, words: np.ndarray) -> None:
+    # Word w of a row's stream is the hash of w + 1 steps, so that it can be computed in any order and on any rank. Two
+    # columns share a word: vectors of 64-bit hashes fill complete vectors of 32-bit numbers.
     counter = node_key_compiled(key, row)
     for w in range(words.size):
         counter += _UGOLDEN
@@ -153,62 +153,63 @@ def drop_rows(
     start: int, stop: int, key: np.uint64, threshold: np.uint32, x: np.ndarray, rows: np.ndarray, out: np.ndarray,
     scale: float,
 ) -> None:  # fmt: skip
-    """Drop numbers of rows ``[start, stop)`` of ``x`` ``[n, C]``; ``scale`` is of its dtype, to round as torch does."""
-    zero = scale * 0  # of the dtype
+    """Apply dropout to rows ``[start, stop)`` of ``x`` ``[n, C]``; ``scale`` has its dtype, to round as torch does."""
+    zero = scale * 0  # has the dtype of x
     words = np.empty((x.shape[1] + 1) // 2, np.uint64)
     halves = words.view(np.uint32)
     for i in range(start, stop):
-        _draw_row(key, rows[i], words)
+        _hash_row(key, rows[i], words)
         for c in range(x.shape[1]):
-            # A select, not a branch, so that the compiler makes vectors of it.
+            # A select instead of a branch, so that the compiler vectorizes the loop.
             out[i, c] = x[i, c] * scale if halves[c] >= threshold else zero
 
 
 @numba.njit(nogil=True, cache=True)
 def relu_drop_rows(first: int, key: np.uint64, threshold: np.uint32, out: np.ndarray, scale: float) -> None:
-    """Do ``drop_rows(relu(out))`` in place for rows that are numbered from ``first`` on."""
+    """Apply ``drop_rows(relu(out))`` in place; the rows are numbered from ``first`` on."""
     zero = scale * 0
     words = np.empty((out.shape[1] + 1) // 2, np.uint64)
     halves = words.view(np.uint32)
     for i in range(out.shape[0]):
-        _draw_row(key, first + i, words)
+        _hash_row(key, first + i, words)
         for c in range(out.shape[1]):
             value = out[i, c]
-            # NaN stays, as in torch's ReLU.
+            # NaN propagates, as in torch's ReLU.
             out[i, c] = zero if (halves[c] < threshold) | (value <= zero) else value * scale
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """Do what ``torch.nn.functional.dropout`` does, on the CPU with the mask of one key from torch's generator."""
+    """Apply ``torch.nn.functional.dropout``; on the CPU the mask is hashed from one key of torch's generator."""
     if not training or p == 0.0 or not draws_by_key(x):
         return F.dropout(x, p, training)
     return row_dropout(x, p, draw_key())
 
 
 def draws_by_key(x: Tensor) -> bool:
-    """Say whether :func:`dropout` draws by key for ``x``, and does not leave it to torch."""
+    """Return whether :func:`dropout` hashes the mask of ``x`` from a key, instead of calling torch's dropout."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or x.layout != torch.strided or x.is_nested:
         return False
     if not x.is_floating_point() or x.dim() == 0 or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
-    # A mode that looks for torch's dropout, as drop_by_row does, must see it.
+    # A mode that intercepts torch's dropout, as drop_by_row does, must see the call.
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return all(isinstance(mode, DeviceContext) for mode in modes)
 
 
 def draw_key() -> int:
-    """Draw 64 bits from torch's default generator of the CPU."""
+    """Draw a signed 64-bit integer from torch's default CPU generator."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None))
 
 
 class drop_by_row(TorchFunctionMode):
-    """Within this context torch's dropout draws by row number: ranks that share out the rows draw the masks of one.
+    """Context in which torch's dropout depends on global row numbers: sharded rows get the masks of a single process.
 
-    Every call has a key of its own, made from ``key`` and how many were called before. A tensor with ``len(rows)`` rows
-    has features of these rows; of another one all ranks draw the same mask. A call that finds torch's generator in the
-    state of an earlier call, as in gradient checkpointing, draws that mask again, so the context includes backward.
+    Every call derives its key from ``key`` and the number of earlier calls. A tensor with ``len(rows)`` rows is taken
+    to hold the features of these rows; for any other tensor all ranks compute the same mask. A call that finds torch's
+    generator in the state of an earlier call, as in gradient checkpointing, repeats that call's mask. The context must
+    therefore include the backward pass.
     """
 
     def __init__(self, key: int, rows: Tensor | None = None) -> None:
@@ -216,26 +217,26 @@ class drop_by_row(TorchFunctionMode):
         self.key = key
         self.rows = rows
         self.calls = 0
-        self._found: dict[bytes, int] = {}
+        self._calls_by_state: dict[bytes, int] = {}  # number of the call that found torch's generator in this state
 
     def next_key(self, drops: bool = True) -> int:
-        """Return the key of the next call, or of the one that comes again, which only a call that drops can."""
+        """Return the key of the next call, or of the earlier call that it repeats; only calls that drop can repeat."""
         if not drops or torch.compiler.is_compiling():
             self.calls += 1
             number = self.calls
         else:
             state = torch.get_rng_state().numpy().tobytes()
-            number = self._found.setdefault(state, self.calls + 1)
+            number = self._calls_by_state.setdefault(state, self.calls + 1)
             self.calls = max(self.calls, number)
             torch.rand((), device="cpu")
         return mix((self.key + GOLDEN) ^ (number * NODE_STEP))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Take over the calls of dropout."""
+        """Intercept calls of dropout and of ``Tensor.backward``."""
         kwargs = kwargs or {}
         if func is Tensor.backward and args[0].numel() == 1 and len(args) < 5 and kwargs.get("inputs") is None:
             kwargs.pop("inputs", None)
-            with self:  # a mode is off while it handles a call, but what was checkpointed runs again in this one
+            with self:  # a mode is off while it handles a call, but checkpointed layers are recomputed during this one
                 return _backward(*args, **kwargs)
         if func not in _DROPOUTS:
             return func(*args, **kwargs)
@@ -255,7 +256,7 @@ class drop_by_row(TorchFunctionMode):
 def _backward(
     tensor: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False
 ) -> None:
-    """Do what ``Tensor.backward`` does, without asking modes first, which would be off while it runs."""
+    """Run ``Tensor.backward`` without dispatching to modes, which would be off while it runs."""
     gradient = torch.ones_like(tensor) if gradient is None else gradient
     retain_graph = create_graph if retain_graph is None else retain_graph
     options = {"allow_unreachable": True, "accumulate_grad": True}
@@ -263,8 +264,8 @@ def _backward(
 
 
 def edge_dropout(graph: Any, weight: Tensor, p: float, training: bool = True) -> Tensor:
-    """Drop weights of edges, ``[E]`` or ``[E, H]`` in forward order, by the edge's number in :class:`drop_by_row`."""
-    # A compiler cannot look for modes; where there is a mode, it sees this call of torch's.
+    """Apply dropout to edge weights, ``[E]`` or ``[E, H]`` in forward order, by edge number in :class:`drop_by_row`."""
+    # A compiler cannot inspect modes; an active mode intercepts the call of torch's dropout instead.
     modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     context = next((mode for mode in reversed(modes) if isinstance(mode, drop_by_row)), None)
     if context is None:

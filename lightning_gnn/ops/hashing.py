@@ -1,4 +1,4 @@
-"""The counter-based random stream that every sampling backend shares: a pick follows from (key, node, j) alone.
+"""Counter-based random stream shared by all sampling backends: a pick depends on (key, node, j) alone.
 
 The mixer is the finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
 """
@@ -15,7 +15,7 @@ NODE_STEP = 0xD1342543DE82EF95
 
 
 def mix(z: int) -> int:
-    """Mix the lower 64 bits of an integer into an unsigned one, each output bit of which depends on each input bit."""
+    """Hash the lower 64 bits of an integer to an unsigned 64-bit integer; every input bit affects every output bit."""
     z &= _MASK
     z = (z ^ (z >> 30)) * MIX_1 & _MASK
     z = (z ^ (z >> 27)) * MIX_2 & _MASK
@@ -23,28 +23,29 @@ def mix(z: int) -> int:
 
 
 class BatchKey(int):
-    """A 64-bit key, which knows the key of its epoch and its number in it, where :func:`batch_key` has made it."""
+    """A 64-bit key of a mini-batch, with the key of its epoch and its number in the epoch (:func:`batch_key`)."""
 
     epoch_key: int
     number: int
 
 
 def batch_key(seed: int, rank: int = 0, loader: int = 0, epoch: int = 0, batch: int = 0) -> BatchKey:
-    """Derive the key of one mini-batch, a signed 64-bit integer, from the user's seed and where the batch is.
+    """Derive the key of one mini-batch, a signed 64-bit integer, from the user's random seed and the batch's position.
 
-    That is its process, loader (training, validation, …), pass over the seeds, and position at which it is yielded.
+    The position consists of the rank, the number of the loader (training, validation, …), the epoch (pass over the seed
+    nodes), and the number of the mini-batch in the epoch.
     """
     key = mix(seed + GOLDEN)
     epoch_key = key
-    for part in (rank, loader, epoch, batch):
-        epoch_key, key = key, mix((key + GOLDEN) ^ (part * NODE_STEP))
+    for number in (rank, loader, epoch, batch):
+        epoch_key, key = key, mix((key + GOLDEN) ^ (number * NODE_STEP))
     out = BatchKey(key - (1 << 64) if key >> 63 else key)
     out.epoch_key, out.number = epoch_key, batch
     return out
 
 
 def key_of_part(key: int, first: int) -> BatchKey:
-    """Derive the key of a part of a mini-batch from the position of its first seed; its number stays the batch's."""
+    """Derive the key of a slice of a mini-batch from the position of its first seed; ``number`` is unchanged."""
     out = batch_key(key, first)
     if isinstance(key, BatchKey):
         out.epoch_key, out.number = batch_key(key.epoch_key, first) & _MASK, key.number
@@ -52,36 +53,36 @@ def key_of_part(key: int, first: int) -> BatchKey:
 
 
 def tree_key(key: int, position: int) -> int:
-    """Derive the key of one tree from that of its batch and the position of its seed in it (all 64-bit, unsigned)."""
+    """Derive the key of one tree from its batch's key and its seed's position in the batch (all unsigned 64-bit)."""
     return mix((key + GOLDEN) ^ (position * NODE_STEP))
 
 
 def relation_key(key: int, number: int) -> int:
-    """Derive the key of one edge type (or node type) from that of its batch; the first one's is the batch's own."""
+    """Derive the key of an edge type (or node type) from the batch's key; type 0 uses the batch's key itself."""
     return key & _MASK if number == 0 else mix((key - GOLDEN) ^ (number * NODE_STEP))
 
 
 def layer_key(key: int, hop: int) -> int:
-    """Derive the key of one hop from that of its batch (all 64-bit, unsigned)."""
+    """Derive the key of one hop from the batch's key (all unsigned 64-bit)."""
     return mix((key + 2 * GOLDEN) ^ (hop * NODE_STEP))
 
 
 def node_key(key: int, node: int) -> int:
-    """Derive the stream of one node from the key of its batch, or of its tree (both 64-bit)."""
+    """Derive the stream of one node from the key of its batch or tree (both unsigned 64-bit)."""
     return mix(key ^ (node * NODE_STEP))
 
 
 def draw(stream: int, j: int, bound: int) -> int:
-    """Draw the j-th bounded integer of a node's stream, in ``[0, bound)``, from the upper 32 bits of its hash."""
+    """Return the j-th integer of a node's stream, in ``[0, bound)``, computed from the upper 32 bits of a hash."""
     return (mix(stream + (j + 1) * GOLDEN) >> 32) * bound >> 32
 
 
 def draw_fraction(stream: int, j: int) -> float:
-    """Draw the j-th fraction of a node's stream, in ``[0, 1)``, from the upper 53 bits of its hash."""
+    """Return the j-th fraction of a node's stream, in ``[0, 1)``, computed from the upper 53 bits of a hash."""
     return (mix(stream + (j + 1) * GOLDEN) >> 11) * 2.0**-53
 
 
-Word = Any  # a uint64 of compiled code, of which NumPy's types cannot say what its arithmetic gives
+Word = Any  # a uint64 of compiled code; NumPy's type stubs do not cover its arithmetic
 _U11, _U30, _U27, _U31, _U32 = (np.uint64(s) for s in (11, 30, 27, 31, 32))
 _UMIX_1, _UMIX_2 = np.uint64(MIX_1), np.uint64(MIX_2)
 _UGOLDEN, _UNODE_STEP = np.uint64(GOLDEN), np.uint64(NODE_STEP)
@@ -89,7 +90,7 @@ _UGOLDEN, _UNODE_STEP = np.uint64(GOLDEN), np.uint64(NODE_STEP)
 
 @numba.njit(inline="always", cache=True)
 def mix_compiled(z: Word) -> Word:
-    """Do what :func:`mix` does, for compiled callers, whose 64-bit integers are unsigned."""
+    """Compiled version of :func:`mix`; ``z`` is uint64."""
     z = (z ^ (z >> _U30)) * _UMIX_1
     z = (z ^ (z >> _U27)) * _UMIX_2
     return z ^ (z >> _U31)
@@ -97,25 +98,25 @@ def mix_compiled(z: Word) -> Word:
 
 @numba.njit(inline="always", cache=True)
 def tree_key_compiled(key: Word, position: int) -> Word:
-    """Do what :func:`tree_key` does, for compiled callers."""
+    """Compiled version of :func:`tree_key`."""
     return mix_compiled((key + _UGOLDEN) ^ (np.uint64(position) * _UNODE_STEP))
 
 
 @numba.njit(inline="always", cache=True)
 def node_key_compiled(key: Word, node: int) -> Word:
-    """Do what :func:`node_key` does, for compiled callers."""
+    """Compiled version of :func:`node_key`."""
     return mix_compiled(key ^ (np.uint64(node) * _UNODE_STEP))
 
 
 @numba.njit(inline="always", cache=True)
 def draw_compiled(stream: Word, j: int, bound: int) -> Any:
-    """Do what :func:`draw` does, for compiled callers."""
-    # The upper half of a 32 by 32 bit product is a number below the bound: no division, no branch.
+    """Compiled version of :func:`draw`."""
+    # The upper half of a 32 x 32-bit product is below the bound: this needs neither a division nor a branch.
     z = mix_compiled(stream + np.uint64(j + 1) * _UGOLDEN)
     return np.int64(((z >> _U32) * np.uint64(bound)) >> _U32)
 
 
 @numba.njit(inline="always", cache=True)
 def draw_fraction_compiled(stream: Word, j: int) -> Any:
-    """Do what :func:`draw_fraction` does, for compiled callers."""
+    """Compiled version of :func:`draw_fraction`."""
     return np.float64(mix_compiled(stream + np.uint64(j + 1) * _UGOLDEN) >> _U11) * 2.0**-53

@@ -1,13 +1,12 @@
-"""Instructions that compiled loops need and Numba does not have: prefetches, block copies, accumulators in registers.
+"""LLVM intrinsics that Numba lacks: prefetches, block copies, and loops with accumulators in registers.
 
-The loops over the entries of a row have vectors for accumulators, of a width known when they are compiled. LLVM keeps a
-``<64 x float>`` in registers of whatever width the processor has: four with AVX-512, eight with AVX2. Each column is
-added up on its own, in the order of the entries, with fused multiply-adds, so that a result depends neither on the
-width nor on the processor's vectors.
+A loop over the entries of a row accumulates in vectors of a width fixed at compile time. LLVM maps ``<64 x float>`` to
+the processor's registers: four with AVX-512, eight with AVX2. Each column is summed separately, in the order of the
+entries, with fused multiply-adds, so that the result depends on neither vector width.
 
-Such a loop is emitted once for each kind of block in a table (``SUMS``, ``MAXIMA``, ``PRODUCTS``, ``COPIES``): its
-columns, and the weights of an entry for them, none, one, or several that take adjacent columns each. An array of uint16
-holds bfloat16, the upper halves of float32, widened as they are loaded: everything is computed in float32.
+A loop is emitted for each block shape in a table (``SUMS``, ``MAXIMA``, ``PRODUCTS``, ``COPIES``). A shape consists of
+the number of columns and the number of weights per entry: none, one, or several that cover adjacent columns each.
+Arrays of uint16 hold bfloat16, which is widened when loaded: all arithmetic is in float32.
 """
 
 import functools
@@ -20,64 +19,64 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-Kinds = tuple[tuple[int, int], ...]
+BlockShapes = tuple[tuple[int, int], ...]
 
-WIDTHS = (64, 32, 16, 8, 4, 2, 1)
-"""Columns that a block may have: 64 of float32 are four cache lines, and as many as the registers hold."""
-MAX_WIDTHS = (64, 16, 4, 1)  # the same for maxima, whose loops are longer, and compile longer: fewer kinds
-HEAD_WIDTHS = (8, 16, 32)  # columns of a head of which several share a block
+WIDTHS = (64, 32, 16, 8, 4, 2, 1)  # columns of a block; 64 float32 are four cache lines and fill the registers
+MAX_WIDTHS = (64, 16, 4, 1)  # columns of a block of maxima: fewer widths, because these loops take longer to compile
+HEAD_WIDTHS = (8, 16, 32)  # columns per head for which several heads share a block
 _FUSED = tuple((width, width // each) for each in HEAD_WIDTHS for width in WIDTHS if width > each)
-SUMS: Kinds = tuple((width, heads) for width in WIDTHS for heads in (0, 1)) + _FUSED
-MAXIMA: Kinds = tuple((width, heads) for width in MAX_WIDTHS for heads in (0, 1))
-PRODUCTS: Kinds = tuple((width, 1) for width in WIDTHS) + _FUSED
-COPIES: Kinds = tuple((width, 0) for width in WIDTHS)
+SUMS: BlockShapes = tuple((width, heads) for width in WIDTHS for heads in (0, 1)) + _FUSED
+MAXIMA: BlockShapes = tuple((width, heads) for width in MAX_WIDTHS for heads in (0, 1))
+PRODUCTS: BlockShapes = tuple((width, 1) for width in WIDTHS) + _FUSED
+COPIES: BlockShapes = tuple((width, 0) for width in WIDTHS)
 
-AHEAD = 20
-"""How many entries ahead rows are asked for: tried 4 to 32; below, the memory's latency shows, above, rows are lost."""
-LINE = 64
-_SPAN = 16  # numbers of a vector where a loop goes over numbers that lie together
-_ROUNDS = 1.5 * 2**23
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-"""Of (exp(r) - 1 - r) / r^2 for |r| <= log(2) / 2, highest power first (Cephes)."""
+AHEAD = 20  # prefetch distance in entries, tuned from 4 to 32: less exposes memory latency, more evicts rows too early
+LINE = 64  # bytes of a cache line
+_SPAN = 16  # elements per vector in loops over contiguous elements
+_ROUNDING_SHIFT = 1.5 * 2**23  # adding it to a small float32 rounds to an integer, stored in the lowest bits
+_EXP_POLY = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+"""Polynomial (exp(r) - 1 - r) / r^2 for |r| <= log(2) / 2, highest power first (Cephes)."""
 _I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
 
-def repeated(kind: ir.Type, number: float, count: int) -> ir.Constant:
-    """Return a vector of one number."""
-    return ir.Constant(ir.VectorType(kind, count), [number] * count)
+def repeated(dtype: ir.Type, number: float, count: int) -> ir.Constant:
+    """Return a constant vector of ``count`` equal numbers."""
+    return ir.Constant(ir.VectorType(dtype, count), [number] * count)
 
 
 class Call:
-    """The arguments of an intrinsic by name, their types, and Numba's builder at the place where to emit."""
+    """The arguments of an intrinsic by name, their types, and Numba's IR builder at the insertion point."""
 
-    def __init__(self, context: Any, builder: ir.IRBuilder, values: dict[str, ir.Value], kinds: dict[str, Any]) -> None:
+    def __init__(
+        self, context: Any, builder: ir.IRBuilder, values: dict[str, ir.Value], arg_types: dict[str, Any]
+    ) -> None:
         self.context, self.builder = context, builder
-        self.args, self.types = values, kinds
+        self.args, self.types = values, arg_types
 
     def pointer(self, name: str, at: ir.Value) -> ir.Value:
-        """Point to an element of a C-contiguous array, without a check."""
+        """Return a pointer to an element of a C-contiguous array; the index is not checked."""
         array = self.context.make_array(self.types[name])(self.context, self.builder, self.args[name])
         return self.builder.gep(array.data, [at])
 
     def byte(self, name: str, at: ir.Value) -> ir.Value:
-        """Point to the first byte of an element."""
+        """Return a byte pointer to an element."""
         return self.builder.bitcast(self.pointer(name, at), cgutils.voidptr_t)
 
     def bytes_of(self, name: str) -> int:
-        """Return how large an element of an array is."""
+        """Return the size of an array's elements in bytes."""
         count: int = self.types[name].dtype.bitwidth // 8
         return count
 
     def load_as(self, vector: ir.Type, name: str, at: ir.Value) -> ir.Value:
-        """Load as many bytes as a type has."""
+        """Load a value of type ``vector`` from an array."""
         value = self.builder.load(self.builder.bitcast(self.pointer(name, at), vector.as_pointer()))
         value.align = self.bytes_of(name)
         return value
 
     def store(self, value: ir.Value, name: str, at: ir.Value) -> None:
-        """Store numbers as they are."""
+        """Store a value without conversion."""
         pointer = self.builder.bitcast(self.pointer(name, at), value.type.as_pointer())
         self.builder.store(value, pointer).align = self.bytes_of(name)
 
@@ -85,26 +84,26 @@ class Call:
         """Return an integer of any width as int64."""
         return self.context.cast(self.builder, self.args[name], self.types[name], types.intp)
 
-    def ask_for(self, pointer: ir.Value) -> None:
-        """Emit a prefetch for reading, into all caches, of the line at a byte pointer."""
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")  # type: ignore[no-untyped-call]
+    def prefetch_line(self, pointer: ir.Value) -> None:
+        """Emit a read prefetch of the cache line at a byte pointer, into all cache levels."""
+        signature = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(self.builder.module, signature, "llvm.prefetch.p0")  # type: ignore[no-untyped-call]
         self.builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
 
 
 def instruction(names: str, returns: Any = types.void) -> Callable[[Callable[[Call], ir.Value | None]], Any]:
-    """Make an intrinsic, with arguments of these names, of a function that emits it and returns its value, if any."""
+    """Decorate a function that emits IR: make it an intrinsic with arguments of these names."""
 
     def make(emit: Callable[[Call], ir.Value | None]) -> Any:
         def typed(typingctx: object, *arguments: types.Type) -> tuple[Any, Callable[..., ir.Value]]:
             return returns(*arguments), codegen
 
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-            values, kinds = (dict(zip(names.split(), given, strict=True)) for given in (args, signature.args))
-            value = emit(Call(context, builder, values, kinds))
+            values, arg_types = (dict(zip(names.split(), given, strict=True)) for given in (args, signature.args))
+            value = emit(Call(context, builder, values, arg_types))
             return context.get_dummy_value() if value is None else value
 
-        # Numba calls it by these names.
+        # Numba passes the arguments by these names.
         parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("typingctx", *names.split())]
         typed.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         typed.__name__, typed.__doc__ = emit.__name__, emit.__doc__
@@ -115,8 +114,8 @@ def instruction(names: str, returns: Any = types.void) -> Callable[[Callable[[Ca
 
 @instruction("array index")
 def prefetch(call: Call) -> None:
-    """Ask for the cache line of ``array[index]`` (one dimension); any index is safe, nothing is read."""
-    call.ask_for(call.byte("array", call.integer("index")))
+    """Prefetch the cache line of ``array[index]`` (one dimension); any index is safe, because nothing is read."""
+    call.prefetch_line(call.byte("array", call.integer("index")))
 
 
 @instruction("target target_at source source_at count")
@@ -127,7 +126,7 @@ def copy_bytes(call: Call) -> None:
 
 
 class _Block(Call):
-    """A block of ``width`` columns, with ``heads`` weights per entry; the first argument is gathered."""
+    """Emits loops for a block of ``width`` columns and ``heads`` weights per entry; the first argument is gathered."""
 
     def __init__(self, call: Call, width: int, heads: int) -> None:
         super().__init__(call.context, call.builder, call.args, call.types)
@@ -139,24 +138,24 @@ class _Block(Call):
         self.order: list[int] | None = None
         gathered = next(iter(self.types.values()))
         if gathered.dtype == types.uint16 and width > 1:
-            # Two bfloat16 in 32 bits come apart by a shift and a mask: even columns first, then the odd ones.
+            # A shift and a mask split two bfloat16 in 32 bits, so that even columns come first, then odd ones.
             self.order = [*range(0, width, 2), *range(1, width, 2)]
 
     def load(self, name: str, at: ir.Value) -> ir.Value:
-        """Load the block's numbers, in the block's order of columns."""
+        """Load the columns of the block, in the block's column order."""
         if self.types[name].dtype != types.uint16:
             value = self.load_as(self.vector, name, at)
             return value if self.order is None else self.shuffle(value, value, self.order)
         if self.order is None:
-            return self._loaded(name, at, self.width)
+            return self._load_widened(name, at, self.width)
         half = self.width // 2
         pairs = self.load_as(ir.VectorType(_I32, half), name, at)
         even = self.builder.shl(pairs, repeated(_I32, 16, half))
         odd = self.builder.and_(pairs, repeated(_I32, -(1 << 16), half))
         return self.builder.bitcast(self.shuffle(even, odd, range(self.width)), self.vector)
 
-    def _loaded(self, name: str, at: ir.Value, count: int) -> ir.Value:
-        """Load numbers one after the other."""
+    def _load_widened(self, name: str, at: ir.Value, count: int) -> ir.Value:
+        """Load ``count`` adjacent elements in memory order, bfloat16 as float32."""
         vector = ir.VectorType(self.scalar, count)
         if self.types[name].dtype != types.uint16:
             return self.load_as(vector, name, at)
@@ -165,7 +164,7 @@ class _Block(Call):
         return self.builder.bitcast(self.builder.shl(halves, repeated(_I32, 16, count)), vector)
 
     def store_columns(self, value: ir.Value, name: str, at: ir.Value) -> None:
-        """Store a result of the block in the order of the columns."""
+        """Store a result of the block in memory order."""
         if self.order is not None:
             value = self.shuffle(value, value, [self.order.index(column) for column in range(self.width)])
         self.store(value, name, at)
@@ -179,23 +178,23 @@ class _Block(Call):
         return slot
 
     def row(self, entry: ir.Value) -> ir.Value:
-        """Where the block of an entry's row begins."""
+        """Return the position at which the block of an entry's row begins."""
         column = self.builder.sext(self.builder.load(self.pointer("indices", entry)), _I64)
         return self.builder.add(self.args["base"], self.builder.mul(column, self.args["stride"]))
 
     @contextmanager
     def entries(self, *gathered: str) -> Iterator[ir.Value]:
-        """Emit a loop over the entries; the rows of later ones, of the next rows too, are on their way."""
+        """Emit a loop over the entries that prefetches the rows of later entries, also of those in the next rows."""
         builder, last = self.builder, self.args["last"]
         with cgutils.for_range_slice(builder, self.args["begin"], self.args["end"], _I64(1), intp=_I64) as (entry, _):
-            # Past the last entry there is nothing to ask for but the last one again.
+            # Past the last entry, the last one is prefetched again.
             ahead = builder.add(entry, _I64(AHEAD))
             ahead = builder.select(builder.icmp_signed("<", ahead, last), ahead, last)
             later = self.row(ahead)
             for name in gathered:
                 first = self.byte(name, later)
                 for offset in range(0, self.width * self.bytes_of(name), LINE):
-                    self.ask_for(builder.gep(first, [_I64(offset)]))
+                    self.prefetch_line(builder.gep(first, [_I64(offset)]))
             yield entry
 
     def splat(self, value: ir.Value) -> ir.Value:
@@ -203,31 +202,31 @@ class _Block(Call):
         return self.shuffle(one, one, [0] * self.width)
 
     def weights(self, entry: ir.Value) -> ir.Value:
-        """The entry's weight of each column."""
+        """Return the entry's weight of each column."""
         at = self.builder.add(self.builder.mul(entry, self.args["weight_stride"]), self.args["weight_at"])
-        few = self._loaded("weight", at, self.heads)
-        each = self.width // self.heads
-        return self.shuffle(few, few, [column // each for column in self.order or range(self.width)])
+        by_head = self._load_widened("weight", at, self.heads)
+        columns = self.width // self.heads
+        return self.shuffle(by_head, by_head, [column // columns for column in self.order or range(self.width)])
 
     def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         name = f"llvm.fma.v{self.width}f{8 * self.bytes}"
-        kind = ir.FunctionType(self.vector, [self.vector] * 3)
-        function = cgutils.get_or_insert_function(self.builder.module, kind, name)  # type: ignore[no-untyped-call]
+        signature = ir.FunctionType(self.vector, [self.vector] * 3)
+        function = cgutils.get_or_insert_function(self.builder.module, signature, name)  # type: ignore[no-untyped-call]
         return self.builder.call(function, [a, b, c])
 
     def same(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """Equal, or both NaN."""
+        """Return whether elements are equal, or both NaN."""
         nan = self.builder.and_(self.builder.fcmp_unordered("uno", a, a), self.builder.fcmp_unordered("uno", b, b))
         return self.builder.or_(self.builder.fcmp_ordered("==", a, b), nan)
 
     def head_sums(self, value: ir.Value) -> ir.Value:
-        """Add up the columns of each head, halves first: a fixed order."""
+        """Sum the columns of each head in a fixed order, by adding halves."""
         each, order = self.width // self.heads, self.order or list(range(self.width))
         while each > 1:
             half = each // 2
             low = [head * each + column for head in range(self.heads) for column in range(half)]
-            halves = ([order.index(column) for column in part] for part in (low, [column + half for column in low]))
-            value = self.builder.fadd(*(self.shuffle(value, value, part) for part in halves))
+            halves = ([order.index(column) for column in side] for side in (low, [column + half for column in low]))
+            value = self.builder.fadd(*(self.shuffle(value, value, lanes) for lanes in halves))
             each, order = half, list(range(self.heads * half))
         return value
 
@@ -235,17 +234,17 @@ class _Block(Call):
         return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(order)), list(order)))
 
 
-def row_loop(table: Kinds, names: str) -> Callable[[Callable[[_Block], None]], Any]:
-    """Make an intrinsic that finds, by its int64 ``width`` and ``heads``, the loop of a block; others are undefined."""
+def row_loop(table: BlockShapes, names: str) -> Callable[[Callable[[_Block], None]], Any]:
+    """Make an intrinsic that switches to the loop of its int64 ``width`` and ``heads``; other values are undefined."""
 
     def make(emit: Callable[[_Block], None]) -> Any:
         @functools.wraps(emit)
         def switch(call: Call) -> None:
             builder = call.builder
-            number = builder.shl(call.args["width"], _I64(8))
-            number = builder.add(number, call.args["heads"]) if "heads" in call.args else number
+            shape = builder.shl(call.args["width"], _I64(8))
+            shape = builder.add(shape, call.args["heads"]) if "heads" in call.args else shape
             end, unknown = builder.append_basic_block("end"), builder.append_basic_block("unknown")
-            cases = builder.switch(number, unknown)
+            cases = builder.switch(shape, unknown)
             for width, heads in table:
                 case = builder.append_basic_block(f"width_{width}_heads_{heads}")
                 cases.add_case(_I64((width << 8) + heads), case)
@@ -261,24 +260,24 @@ def row_loop(table: Kinds, names: str) -> Callable[[Callable[[_Block], None]], A
     return make
 
 
-# Arguments that the loops have in common; integers are int64, but for indices, and positions count elements:
+# Arguments shared by the loops; integers except indices are int64, and positions count elements:
 # - x: floating, or bfloat16 as uint16, one dimension; the block of row c begins at base + c * stride;
-# - indices: int32 [num_edges], the row of each entry; begin, end, last: first entry, one past the last, and the last
-#   that there is at all, for looking ahead;
-# - weight: of the dtype of x or of out; those of entry e begin at e * weight_stride + weight_at;
-# - out: of the dtype of x, float32 for bfloat16; at: where to write; width, heads: columns of the block, and weights
-#   per entry for them.
+# - indices: int32 [num_edges], the row of each entry; begin, end: the range of entries; last: the last entry of the
+#   array, which limits prefetching;
+# - weight: has the dtype of x or of out; the weights of entry e begin at e * weight_stride + weight_at;
+# - out: has the dtype of x, float32 for bfloat16; at: position to write to; width, heads: columns of the block, and
+#   weights per entry for them.
 
 
 @row_loop(SUMS, "x base stride indices weight weight_stride weight_at begin end last divisor out at width heads")
 def add_entries(block: _Block) -> None:
-    """Write ``sum over e of weight[e] * x[row(e)]``, divided by ``divisor``, of the dtype of ``out``, if not 1."""
+    """Write ``sum over e of weight[e] * x[row(e)]`` divided by ``divisor``, which has the dtype of ``out``."""
     builder = block.builder
     total = block.variable(block.constant(0.0))
     with block.entries("x") as entry:
         row = block.load("x", block.row(entry))
-        sofar = builder.load(total)
-        new = block.fma(block.weights(entry), row, sofar) if block.heads else builder.fadd(sofar, row)
+        previous = builder.load(total)
+        new = block.fma(block.weights(entry), row, previous) if block.heads else builder.fadd(previous, row)
         builder.store(new, total)
     divisor = block.args["divisor"]
     with builder.if_then(builder.fcmp_unordered("!=", divisor, ir.Constant(block.scalar, 1.0)), likely=False):
@@ -288,21 +287,21 @@ def add_entries(block: _Block) -> None:
 
 @row_loop(MAXIMA, "x base stride indices weight weight_stride weight_at begin end last out ties at width heads")
 def max_entries(block: _Block) -> None:
-    """Write the largest ``weight[e] * x[row(e)]``, NaN above any number, and how many attain it; else -inf and 0."""
+    """Write the maximum of ``weight[e] * x[row(e)]``, NaN if any is, and the number of ties; -inf and 0 if empty."""
     builder = block.builder
     best = block.variable(block.constant(float("-inf")))
     count = block.variable(block.constant(0.0))
     with block.entries("x") as entry:
         row = block.load("x", block.row(entry))
         message = builder.fmul(block.weights(entry), row) if block.heads else row
-        largest, known = builder.load(best), builder.load(count)
-        # Unordered or greater: a NaN wins, but not over a NaN.
+        largest, ties = builder.load(best), builder.load(count)
+        # The comparison is unordered or greater: a NaN replaces any number, but not another NaN.
         wins = builder.and_(
             builder.fcmp_unordered(">", message, largest), builder.fcmp_ordered("ord", largest, largest)
         )
-        more = builder.fadd(known, block.constant(1.0))
-        known = builder.select(block.same(message, largest), more, known)
-        builder.store(builder.select(wins, block.constant(1.0), known), count)
+        more = builder.fadd(ties, block.constant(1.0))
+        ties = builder.select(block.same(message, largest), more, ties)
+        builder.store(builder.select(wins, block.constant(1.0), ties), count)
         builder.store(builder.select(wins, message, largest), best)
     block.store_columns(builder.load(best), "out", block.args["at"])
     block.store_columns(builder.load(count), "ties", block.args["at"])
@@ -313,7 +312,7 @@ def max_entries(block: _Block) -> None:
     "grad best base stride indices weight weight_stride weight_at begin end last x row_at out at width heads",
 )
 def route_entries(block: _Block) -> None:
-    """Write ``sum over e of weight[e] * grad[row(e)]`` where ``weight[e] * x == best[row(e)]``; own x at ``row_at``."""
+    """Write ``sum over e of weight[e] * grad[row(e)]`` where ``weight[e] * x[row_at:] == best[row(e)]``."""
     builder = block.builder
     own = block.load("x", block.args["row_at"])
     total = block.variable(block.constant(0.0))
@@ -330,15 +329,15 @@ def route_entries(block: _Block) -> None:
 
 @row_loop(PRODUCTS, "x base stride indices side side_at begin end last out out_stride out_at add width heads")
 def dot_entries(block: _Block) -> None:
-    """Write, or ``add``, per head the products of ``side[side_at:]`` and rows to ``e * out_stride + out_at``."""
+    """Write (or ``add``) the dot products per head of ``side[side_at:]`` and rows to ``e * out_stride + out_at``."""
     builder = block.builder
     own = block.load("side", block.args["side_at"])
     with block.entries("x") as entry:
         sums = block.head_sums(builder.fmul(own, block.load("x", block.row(entry))))
         at = builder.add(builder.mul(entry, block.args["out_stride"]), block.args["out_at"])
-        sofar = block.load_as(sums.type, "out", at)
-        sofar = builder.select(block.args["add"], sofar, ir.Constant(sums.type, [0.0] * block.heads))
-        block.store(builder.fadd(sums, sofar), "out", at)
+        previous = block.load_as(sums.type, "out", at)
+        previous = builder.select(block.args["add"], previous, ir.Constant(sums.type, [0.0] * block.heads))
+        block.store(builder.fadd(sums, previous), "out", at)
 
 
 @row_loop(COPIES, "x source out at width")
@@ -349,8 +348,8 @@ def copy_block(block: _Block) -> None:
     block.store(bits, "out", block.args["at"])
 
 
-def _by_vectors(call: Call, count: ir.Value, emit: Callable[[_Block, ir.Value], None]) -> None:
-    """Emit a loop over positions below ``count``: whole vectors first, then one by one, by the same formula."""
+def _emit_vector_loop(call: Call, count: ir.Value, emit: Callable[[_Block, ir.Value], None]) -> None:
+    """Emit a loop over positions below ``count``: full vectors, then single elements by the same formula."""
     builder = call.builder
     middle = builder.and_(count, _I64(-_SPAN))
     for first, end, width in ((_I64(0), middle, _SPAN), (middle, count, 1)):
@@ -361,51 +360,51 @@ def _by_vectors(call: Call, count: ir.Value, emit: Callable[[_Block, ir.Value], 
 
 @instruction("x begin end")
 def exp_span(call: Call) -> None:
-    """Replace float32 ``x[begin:end]``, none above 0, by their exp, to three units in the last place."""
+    """Replace float32 ``x[begin:end]``, all at most 0, by their exp, accurate to three units in the last place."""
     builder, begin = call.builder, call.integer("begin")
 
     def emit(block: _Block, offset: ir.Value) -> None:
         at = builder.add(begin, offset)
         x = block.load("x", at)
-        # x = n * log(2) + r, with n rounded by adding a number whose last bit counts ones.
-        shifted = block.fma(x, block.constant(1.4426950408889634), block.constant(_ROUNDS))
-        n = builder.fsub(shifted, block.constant(_ROUNDS))
-        # log(2) in two parts, of which n times the first is exact.
+        # x = n * log(2) + r; adding the rounding shift makes n an integer.
+        shifted = block.fma(x, block.constant(1.4426950408889634), block.constant(_ROUNDING_SHIFT))
+        n = builder.fsub(shifted, block.constant(_ROUNDING_SHIFT))
+        # log(2) is split into two constants; n times the first one is exact.
         r = block.fma(n, block.constant(-0.693359375), x)
         r = block.fma(n, block.constant(2.12194440e-4), r)
-        # exp(r) = 1 + r + r^2 * polynomial, by Horner.
-        power = block.constant(_EXP[0])
-        for coefficient in _EXP[1:]:
+        # exp(r) = 1 + r + r^2 * polynomial, by Horner's scheme.
+        power = block.constant(_EXP_POLY[0])
+        for coefficient in _EXP_POLY[1:]:
             power = block.fma(power, r, block.constant(coefficient))
         power = builder.fadd(block.fma(builder.fmul(r, r), power, r), block.constant(1.0))
-        # Times 2^n: n, which stands in the last bits of the shifted number, is added to the exponent.
+        # Multiply by 2^n: n is in the lowest bits of the shifted number and is added to the exponent.
         integers = ir.VectorType(_I32, block.width)
         exponent = builder.shl(builder.bitcast(shifted, integers), repeated(_I32, 23, block.width))
         scaled = builder.bitcast(builder.add(builder.bitcast(power, integers), exponent), block.vector)
         small = builder.fcmp_ordered("<", x, block.constant(-87.33654022216797))
         scaled = builder.select(small, block.constant(0.0), scaled)
-        # A NaN stays one.
+        # NaN propagates.
         block.store(builder.select(builder.fcmp_unordered("uno", x, x), x, scaled), "x", at)
 
-    _by_vectors(call, builder.sub(call.integer("end"), begin), emit)
+    _emit_vector_loop(call, builder.sub(call.integer("end"), begin), emit)
 
 
 @instruction("x begin out at count")
 def round_span(call: Call) -> None:
-    """Write ``count`` float32 of ``x[begin:]`` to uint16 ``out[at:]`` as bfloat16, as torch does: ties to even."""
+    """Round ``count`` float32 of ``x[begin:]`` to bfloat16, ties to even as in torch, and write uint16 ``out[at:]``."""
     builder, begin, target = call.builder, call.integer("begin"), call.integer("at")
 
     def emit(block: _Block, offset: ir.Value) -> None:
-        def same(number: int) -> ir.Constant:
+        def splat(number: int) -> ir.Constant:
             return repeated(_I32, number, block.width)
 
         x = block.load("x", builder.add(begin, offset))
         bits = builder.bitcast(x, ir.VectorType(_I32, block.width))
-        last = builder.and_(builder.lshr(bits, same(16)), same(1))
-        rounded = builder.add(builder.add(bits, same(0x7FFF)), last)
-        # Rounding could carry a NaN's fraction over into infinity: it becomes the NaN of torch.
-        rounded = builder.select(builder.fcmp_unordered("uno", x, x), same(0x7FC00000), rounded)
-        halved = builder.trunc(builder.lshr(rounded, same(16)), ir.VectorType(_I16, block.width))
+        last = builder.and_(builder.lshr(bits, splat(16)), splat(1))
+        rounded = builder.add(builder.add(bits, splat(0x7FFF)), last)
+        # Rounding could carry a NaN's fraction over into infinity; torch's NaN is written instead.
+        rounded = builder.select(builder.fcmp_unordered("uno", x, x), splat(0x7FC00000), rounded)
+        halved = builder.trunc(builder.lshr(rounded, splat(16)), ir.VectorType(_I16, block.width))
         block.store(halved, "out", builder.add(target, offset))
 
-    _by_vectors(call, call.integer("count"), emit)
+    _emit_vector_loop(call, call.integer("count"), emit)

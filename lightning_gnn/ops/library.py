@@ -11,13 +11,13 @@ library = torch.library.Library("lightning_gnn", "DEF")  # type: ignore[no-untyp
 
 
 class Context:
-    """What an autograd function keeps for its gradient, with types; not all have all of it."""
+    """Typed view of an autograd context; each autograd function uses some of these fields."""
 
     save_for_backward: Callable[..., None]
     saved_tensors: tuple[Any, ...]  # tensors, or None
     needs_input_grad: tuple[bool, ...]
-    rest: tuple[Any, ...]  # arguments that are no tensors
-    chip: Any  # what executes the operator in place of torch's dispatcher, or None
+    rest: tuple[Any, ...]  # non-tensor arguments
+    chip: Any  # executor on an Ascend chip, used instead of torch's dispatcher, or None
     num_edge_tensors: int
     reduce: str
     mean: bool
@@ -26,14 +26,14 @@ class Context:
 
 
 def define(schema: str, function: Callable[..., Any] | None, fake: Callable[..., Any] | None = None) -> Any:
-    """Define and return ``lightning_gnn::…``, ``function`` runs where a device has no kernel, ``fake`` in compilers."""
+    """Define and return ``lightning_gnn::…``; ``function`` is the fallback of all devices, ``fake`` the Meta kernel."""
     name = schema.partition("(")[0]
     library.define(schema)  # type: ignore[no-untyped-call]
     if function is not None:
-        # Below any device's own kernel, above the fallback: what runs on a device that this package does not know.
+        # Kernels registered for a device take precedence over this one, which runs on every other device.
         library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     if fake is not None:
-        # register_fake would do the same, but looks through all modules for its caller's: a tenth of a second.
+        # register_fake would do the same, but searches all modules for its caller's, which takes 0.1 s.
         library.impl(name, fake, "Meta")  # type: ignore[no-untyped-call]
     return getattr(torch.ops.lightning_gnn, name).default
 
@@ -44,30 +44,30 @@ def differentiable_gradients(
     wanted: Sequence[bool],
     grads: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """Return the gradients of ``compute(*inputs)``, made of torch's own operators, for ``create_graph=True``."""
-    # Views, so that a tensor that is two of the inputs gets the gradient of each of them apart.
+    """Return differentiable gradients of ``compute(*inputs)``, for ``create_graph=True``."""
+    # Views keep the gradients separate if one tensor is passed as two inputs.
     views = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
-    some = [tensor for tensor, want in zip(views, wanted, strict=True) if want and tensor is not None]
+    sources = [tensor for tensor, want in zip(views, wanted, strict=True) if want and tensor is not None]
     pairs = [(out, grad) for out, grad in zip(compute(*views), grads, strict=True) if grad.numel()]
-    outs, given = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(outs, some, given, create_graph=True, materialize_grads=True))
-    return [next(found) if want else None for want in wanted]
+    outs, out_grads = zip(*pairs, strict=True)
+    computed = iter(torch.autograd.grad(outs, sources, out_grads, create_graph=True, materialize_grads=True))
+    return [next(computed) if want else None for want in wanted]
 
 
-def check_floating(place: str, device: torch.device, **tensors: Tensor | None) -> None:
-    """Raise unless all tensors that are given are floating and on the device of what ``place`` names."""
+def check_floating(owner: str, device: torch.device, **tensors: Tensor | None) -> None:
+    """Raise unless all given tensors are floating and on ``device``, the device of ``owner``."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a floating tensor, but is {kind}; convert it with .float()")
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a floating tensor, but is {got}; convert it with .float()")
         if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, but {place} on {device}; move one of them with .to()")
+            raise ValueError(f"{name} is on {tensor.device}, but {owner} is on {device}; move one of them with .to()")
 
 
 def check_shapes(shapes: Mapping[str, tuple[Tensor | None, list[int]]]) -> None:
-    """Raise a ValueError that names the first tensor, of those given, that does not have its shape."""
+    """Raise a ValueError that names the first tensor with a wrong shape; tensors that are None are skipped."""
     for name, (tensor, shape) in shapes.items():
         if tensor is not None and list(tensor.shape) != shape:
             raise ValueError(f"{name} must be {shape}, but is {list(tensor.shape)}")
@@ -75,20 +75,20 @@ def check_shapes(shapes: Mapping[str, tuple[Tensor | None, list[int]]]) -> None:
 
 @functools.cache
 def triton_installed() -> bool:
-    """Tell whether Triton is there; a CPU build of torch does not bring it along."""
+    """Return whether Triton is installed; CPU builds of torch do not include it."""
     try:
         import triton  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "triton":
-            raise  # something that Triton needs is missing: running slowly instead would hide it
+            raise  # a dependency of Triton is missing; falling back to a slower path would hide that
         return False
     return True
 
 
-def require_triton(what: str) -> None:
-    """Raise a ValueError that says how to get Triton, which ``what`` needs, unless it is there."""
+def require_triton(feature: str) -> None:
+    """Raise a ValueError with installation instructions if Triton, which ``feature`` requires, is not installed."""
     if not triton_installed():
         raise ValueError(
-            f"{what} needs the package triton, which CUDA builds of torch bring along: "
+            f"{feature} requires the package triton, which CUDA builds of torch include; install it with "
             "pip install 'lightning-gnn[gpu]' (Linux only)"
         )

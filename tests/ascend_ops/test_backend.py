@@ -162,7 +162,7 @@ def test_heads_without_weights_are_refused_where_they_would_be_read():
 
 
 def test_conversion_is_said_once():
-    aggregate_ascend_twin.say_converted.cache_clear()
+    aggregate_ascend_twin.warn_converted.cache_clear()
     graph = random_graph(8, 20, 60)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -195,8 +195,8 @@ def count_permutations(rank, num_ranks):
     """Count how often weights are normalized, and brought into the order of the transpose, in each of three steps."""
     dist.init_process_group("gloo")
     counts = Counter()
-    permute, normalize = definition.in_order, CompressedGraph.gcn_weight
-    definition.in_order = lambda *given: counts.update(["permuted"]) or permute(*given)
+    permute, normalize = definition.permute_rows, CompressedGraph.gcn_weight
+    definition.permute_rows = lambda *given: counts.update(["permuted"]) or permute(*given)
     CompressedGraph.gcn_weight = lambda *given: counts.update(["normalized"]) or normalize(*given)
     graph = GRAPHS["skewed"]()
     owners = share_rows(graph.num_targets, num_ranks, {})

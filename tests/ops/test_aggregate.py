@@ -9,7 +9,7 @@ from lightning_gnn import CompressedGraph, aggregate, edge_softmax
 from lightning_gnn.compressed.hybrid_plan import PlanSettings
 from lightning_gnn.ops import hybrid_plan, intrinsics
 from lightning_gnn.ops.aggregate import numba_kernels, numba_rows
-from lightning_gnn.ops.aggregate.derivatives import in_order
+from lightning_gnn.ops.aggregate.derivatives import permute_rows
 from tests.patience import PATIENCE
 from tests.strategies import edge_indices
 
@@ -23,7 +23,7 @@ def storage(request, monkeypatch):
 
 
 def use(monkeypatch, packed):
-    monkeypatch.setattr(numba_rows, "SMALL", 0)
+    monkeypatch.setattr(numba_rows, "MAX_SERIAL_WORK", 0)
     monkeypatch.setattr(numba_rows, "PACK_FROM", 0 if packed else 2**40)
     monkeypatch.setattr(numba_rows, "PACK_DEGREE", 0)
 
@@ -295,7 +295,7 @@ def test_columns_are_cut_into_blocks_that_have_a_loop(channels, heads, overlap, 
 
 def test_a_plan_is_that_of_an_npu():
     _, graph = hub_graph()
-    with pytest.raises(ValueError, match=r"on cpu workers share out the rows, without a plan.*ascend_twin"):
+    with pytest.raises(ValueError, match=r"aggregations on cpu do not use a hybrid plan.*ascend_twin"):
         hybrid_plan(graph, 50)
 
 
@@ -327,7 +327,7 @@ X, WEIGHT = torch.randn(30, 4), torch.rand(400)
         (ValueError, "x must be", [torch.randn(30, 3, 4), torch.rand(400, 2)], {}),
         (ValueError, "reduce='min' is unknown; use one of sum", [X], {"reduce": "min"}),
         (ValueError, "backend='mkl' is unknown", [X], {"backend": "mkl"}),
-        (ValueError, "x is on meta, but the graph on cpu", [X.to("meta")], {}),
+        (ValueError, "x is on meta, but the graph is on cpu", [X.to("meta")], {}),
         (TypeError, "x must be a floating tensor, but is torch.int64", [X.long()], {}),
         (TypeError, "weight must be a floating tensor", [X, WEIGHT.int()], {}),
         (TypeError, "x must be a floating tensor, but is list", [[1.0]], {}),
@@ -351,5 +351,5 @@ def test_weights_of_any_number_of_heads_are_permuted(dtype, heads):
         values.t().contiguous().t(),
         values.flatten()[1 : 1 + 37 * heads].view(37, heads),
     ):
-        assert torch.equal(in_order(weight, order), weight[order.long()])
-    assert in_order(values[:0], order[:0]).shape == (0, heads)
+        assert torch.equal(permute_rows(weight, order), weight[order.long()])
+    assert permute_rows(values[:0], order[:0]).shape == (0, heads)

@@ -24,7 +24,7 @@ def execution(threads=1, first=None, tile=3):
     """Use this many workers on tiles of few rows, for graphs of any size, and this order of the product."""
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aggregate_update_numba, "SMALL", 0)
+        patch.setattr(aggregate_update_numba, "MAX_SERIAL_WORK", 0)
         patch.setattr(aggregate_update_numba, "_tile_rows", lambda x: tile)
         if first is not None:
             patch.setattr(module, "aggregates_first", lambda *sizes: first)
@@ -226,7 +226,7 @@ def test_workers_products_take_one_thread_and_nobody_elses_number_changes():
         def share(first, last):
             seen.append((threading.current_thread(), torch.get_num_threads()))
 
-        aggregate_update_numba._share_out(share, torch.arange(101).numpy(), torch.ones(100, 1))
+        aggregate_update_numba._run_ranges(share, torch.arange(101).numpy(), torch.ones(100, 1))
         assert len(seen) == 5
         assert {count for _, count in seen} == {1}
         assert threading.current_thread() not in {thread for thread, _ in seen}
@@ -283,15 +283,15 @@ X, EDGES, WEIGHT = torch.ones(4, 3), torch.tensor([[0, 3], [1, 0]]), torch.ones(
         (ValueError, "reduce='max' is unknown", {"reduce": "max"}),
         (TypeError, "x must be a floating tensor, but is torch.int64", {"x": X.long()}),
         (TypeError, "weight must be a floating tensor, but is list", {"weight": [1]}),
-        (TypeError, "weight is torch.float64, but x torch.float32", {"weight": WEIGHT.double()}),
+        (TypeError, "weight is torch.float64, but x is torch.float32", {"weight": WEIGHT.double()}),
         (TypeError, "edge_index must be an int64 tensor, but is torch.int32", {"edge_index": EDGES.int()}),
         (ValueError, r"they are \[4, 3\] and \[2, 4\]", {"weight": torch.ones(2, 4)}),
         (ValueError, r"edge_index must be \[2, E\], but is \[2\]", {"edge_index": EDGES[0]}),
         (ValueError, r"self_weight must be \[2, 3\]", {"self_weight": torch.ones(3, 2)}),
         (ValueError, r"bias must be \[2\], but is \[3\]", {"bias": torch.ones(3)}),
-        (ValueError, "5 targets and 4 rows", {"self_weight": WEIGHT, "num_targets": 5}),
+        (ValueError, "4 rows for 5 targets", {"self_weight": WEIGHT, "num_targets": 5}),
         (ValueError, "num_targets=-1", {"num_targets": -1}),
-        (ValueError, "is on meta, but x on cpu", {"bias": torch.ones(2, device="meta")}),
+        (ValueError, "is on meta, but x is on cpu", {"bias": torch.ones(2, device="meta")}),
         (ValueError, r"edge_weight must be \[2\], but is \[3\]", {"edge_weight": torch.ones(3)}),
         (ValueError, r"detach\(\) it", {"edge_weight": torch.ones(2, requires_grad=True)}),
         (IndexError, r"edge_index\[0\] holds node 3 \(edge 1\), but there are 3 sources", {"x": X[:3]}),

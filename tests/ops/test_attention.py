@@ -177,11 +177,11 @@ def test_what_does_not_fit_is_named():
         attend(edges, values, side, target, factor=torch.ones(3, 2))
     with pytest.raises(ValueError, match="weight must be None"):
         attend(edges, torch.ones(2, 3), side, torch.ones(1, 6), torch.ones(2, 3), dynamic=True)
-    with pytest.raises(ValueError, match="3 rows, which 2 heads"):
+    with pytest.raises(ValueError, match="3 rows, which is not a multiple of 2 heads"):
         attend(edges, torch.ones(2, 3), side, target, torch.ones(3, 3))
     with pytest.raises(ValueError, match=r"side must be \[sides, heads, channels\]"):
         attend(edges, values, torch.ones(6), target)
-    with pytest.raises(TypeError, match=r"side is torch.float64, but values torch.float32"):
+    with pytest.raises(TypeError, match=r"side is torch.float64, but values is torch.float32"):
         attend(edges, values, side.double(), target)
     with pytest.raises(TypeError, match="float32 or float64"):
         attend(edges, values.half(), side.half(), target.half())

@@ -84,8 +84,8 @@ def test_gradients_pass_through_the_same_mask_any_number_of_times():
 @pytest.mark.parametrize(
     ("x", "p", "rows", "error", "message"),
     [
-        (torch.ones(3, 2), 1.5, None, ValueError, "p is a probability"),
-        (torch.ones(3, 2), float("nan"), None, ValueError, "p is a probability"),
+        (torch.ones(3, 2), 1.5, None, ValueError, "p must be a probability"),
+        (torch.ones(3, 2), float("nan"), None, ValueError, "p must be a probability"),
         (torch.ones(3, 2).long(), 0.5, None, TypeError, "x must be floating .* they are torch.int64"),
         (torch.ones(3, 2), 0.5, torch.arange(2), ValueError, r"rows must be \[3\]"),
         (torch.ones(3, 2), 0.5, torch.ones(3), TypeError, "rows int64 or int32"),

@@ -44,7 +44,7 @@ def test_weights_and_gradients_are_pygs(graph, heads, workers, dtype, packed, ba
 
 
 def test_the_same_bits_for_any_number_of_workers(monkeypatch):
-    monkeypatch.setattr(numba_rows, "SMALL", 0)
+    monkeypatch.setattr(numba_rows, "MAX_SERIAL_WORK", 0)
     _, graph = hub_graph(num_nodes=200, num_edges=3000)
     scores = [torch.randn(200, 3, requires_grad=True) for _ in range(2)]
     results = []
@@ -105,9 +105,9 @@ def test_no_edges():
         (ValueError, "target_scores must be \\[30, 2\\]", torch.randn(30, 2), torch.randn(31, 2)),
         (ValueError, "source_scores must be", torch.randn(30), torch.randn(30, 2)),
         (ValueError, "target_scores must be", torch.randn(30, 3), torch.randn(30, 2)),
-        (ValueError, "on meta, but the graph on cpu", torch.randn(30, 2, device="meta"), torch.randn(30, 2)),
+        (ValueError, "on meta, but the graph is on cpu", torch.randn(30, 2, device="meta"), torch.randn(30, 2)),
         (TypeError, "must be a floating tensor, but is torch.int64", torch.ones(30, 2).long(), torch.randn(30, 2)),
-        (TypeError, "of one dtype", torch.randn(30, 2).double(), torch.randn(30, 2)),
+        (TypeError, "have the same dtype", torch.randn(30, 2).double(), torch.randn(30, 2)),
     ],
 )
 def test_errors_say_what_is_wrong(error, message, source, target):

@@ -167,7 +167,7 @@ def test_the_kernel_of_a_gpu_gives_the_same(mean, monkeypatch):
         ({"self_weight": torch.ones(2, 2, 3)}, ValueError, r"self_weight must be \[3, 2, 3\], but is \[2, 2, 3\]"),
         ({"bias": torch.ones(2)}, ValueError, r"bias must be \[3, 2\], but is \[2\]"),
         ({"relations": RELATIONS[::-1]}, ValueError, "relations must be sorted by the type of their targets"),
-        ({"num_targets": [7, 2, 0]}, ValueError, "self_weight reads the rows of 7 targets, but there are 6"),
+        ({"num_targets": [7, 2, 0]}, ValueError, "self_weight reads the rows of 7 targets, but x has only 6"),
         (
             {"relations": [Relation(0, 0, torch.tensor([[6], [0]])), *RELATIONS[1:]]},
             IndexError,

@@ -171,11 +171,11 @@ def test_cuda_arguments_are_checked():
         gather_cuda(Gather(table, index, out), check=True)
     with pytest.raises(TypeError, match="out must be"):
         gather_cuda(Gather(table, index, out.half()))
-    with pytest.raises(ValueError, match="index is on meta, but out on cpu"):
+    with pytest.raises(ValueError, match="index is on meta, but out is on cpu"):
         gather_cuda(Gather(table, index.to("meta"), out))
-    with pytest.raises(ValueError, match="cannot read the table: it is on meta; move the index there"):
+    with pytest.raises(ValueError, match="cannot read the table: it is on meta; move index and out"):
         gather_cuda(Gather(table.to("meta"), index, out))
-    with pytest.raises(ValueError, match="must lie together"):
+    with pytest.raises(ValueError, match="must be contiguous"):
         gather_cuda(Gather(torch.randn(2, 5).t(), index, out))
 
 
@@ -224,7 +224,7 @@ def test_on_a_device(kind, place, cached, columns):
 def test_pageable_memory_is_refused():
     with pytest.raises(ValueError, match="pin it with pin_memory"):
         gather_rows(torch.randn(5, 2), torch.tensor([0]).cuda())
-    with pytest.raises(ValueError, match="move the index there"):
+    with pytest.raises(ValueError, match="move index and out"):
         gather_rows(torch.randn(5, 2).cuda(), torch.tensor([0]))
 
 

@@ -1,1 +1,1 @@
-"""Sums, means and maxima over the neighbors in a whole graph; read ``matrix``, ``reference``, ``definition`` first."""
+"""Sum, mean and max aggregation over a whole graph; read ``matrix``, ``reference`` and ``definition`` first."""

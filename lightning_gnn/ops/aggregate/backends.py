@@ -1,4 +1,4 @@
-"""Who executes ``aggregate`` and ``edge_softmax``: each backend has the six functions of the two ``reference.py``."""
+"""Backend selection for ``aggregate`` and ``edge_softmax``: each has the six functions of the two ``reference.py``."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,9 @@ from lightning_gnn.ops.edge_softmax import reference as softmax_reference
 from lightning_gnn.ops.library import triton_installed
 
 BACKENDS = ("numba", "triton", "reference", "ascend_twin")
-DEVICE = "device"  # in place of a backend's name: what belongs to the device
+DEVICE = "device"  # selects the backend of the tensors' device
 
 _default: str | None = None
-
 
 REFERENCE = SimpleNamespace(**vars(reference) | vars(softmax_reference))
 NUMBA = SimpleNamespace(**vars(numba) | vars(softmax_numba))
@@ -24,10 +23,10 @@ NUMBA = SimpleNamespace(**vars(numba) | vars(softmax_numba))
 
 @contextmanager
 def default_backend(name: str | None) -> Iterator[None]:
-    """Let aggregations without a backend, such as those of layers, run on this one, in all threads; gradients too.
+    """Set the backend of aggregations without an explicit one, such as those of layers, in all threads, with gradients.
 
     Args:
-        name: One of ``BACKENDS``, or None for what belongs to the device; another is a ValueError.
+        name: One of ``BACKENDS``, or None for the backend of the device; any other name raises a ValueError.
     """
     global _default
     _check_name(name)
@@ -39,17 +38,17 @@ def default_backend(name: str | None) -> Iterator[None]:
 
 
 def backend_name(backend: str | None) -> str:
-    """Return which backend is meant: the one given, or else :func:`default_backend`, or else ``"device"``."""
+    """Return the given backend, else the one of :func:`default_backend`, else ``"device"``."""
     _check_name(backend)
     return backend or _default or DEVICE
 
 
 def functions_of(backend: str, device: torch.device) -> Any:
-    """Return the namespace in which a backend's functions are found."""
+    """Return an object with the functions of a backend: a module, a namespace or a ``Chip``."""
     if backend == "reference":
         return REFERENCE
     if backend == "numba" and device.type != "cpu":
-        raise ValueError(f"backend='numba' runs on the CPU, but the graph is on {device}")
+        raise ValueError(f"backend='numba' runs on the CPU only, but the graph is on {device}; leave the backend out")
     if runs_on_chip(device, backend):
         from lightning_gnn.ops.aggregate.chip import Chip
 
@@ -69,7 +68,7 @@ def _check_name(backend: str | None) -> None:
 
 
 def runs_on_chip(device: torch.device, backend: str) -> bool:
-    """Say whether the Ascend C kernels execute a sum, in simulation or on an NPU; the first call builds them."""
+    """Return whether the Ascend C kernels run, simulated or on an NPU; the first call builds them."""
     if device.type != "npu" or backend != DEVICE:
         return backend == "ascend_twin"
     from lightning_gnn.ops.aggregate import npu
@@ -78,7 +77,7 @@ def runs_on_chip(device: torch.device, backend: str) -> bool:
 
 
 def chip_executor(device: torch.device, backend: str) -> tuple[Any, int]:
-    """Return the module whose functions run Ascend C kernels where :func:`runs_on_chip`, and the AI cores there."""
+    """Return the module that launches Ascend C kernels where :func:`runs_on_chip`, and the number of AI cores."""
     if backend == "ascend_twin":
         from lightning_gnn.ops.aggregate import ascend_twin
 

@@ -1,7 +1,4 @@
-"""Who computes what of an aggregation on an Ascend chip: kernel, groups of columns and ranges of chunks, by one rule.
-
-Of all kernels and numbers of groups the one is taken whose slowest worker, by estimated cycles, is done first.
-"""
+"""Plans aggregations on an Ascend chip, minimizing the estimated cycles of the slowest worker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,39 +25,38 @@ from lightning_gnn.compressed.hybrid_plan import (
 Array = npt.NDArray[Any]
 Kernel = Literal["cube", "vector"]
 
-HEIGHT: dict[str, int] = {"cube": 128, "vector": 8}
-"""Rows of a chunk. To the cube they are rows of its tiles; to the vector kernel chunks are but where ranges may end."""
+HEIGHT: dict[str, int] = {"cube": 128, "vector": 8}  # rows per chunk: cube tiles, or the granularity of vector ranges
 PANEL = {"cube": 256, "vector": 2048}  # columns of the features that a kernel handles at once (host_tiling.h)
 TILE_COLUMNS = 128  # columns of a dense tile
 
 
 @dataclass(frozen=True, eq=False)
 class Counts:
-    """What the chunks of one direction of a graph hold, each array ``[num_chunks]``."""
+    """Statistics of the chunks of one direction of a graph; each array is ``[num_chunks]``."""
 
     rows: Array  # rows that have entries
     entries: Array
-    columns: Array  # distinct columns: rows of the features that the cube kernel loads
-    runs: Array  # runs of rows whose results lie side by side
+    columns: Array  # distinct columns: feature rows that the cube kernel loads
+    runs: Array  # runs of rows with contiguous results
 
 
 def plan_chip(
     num_columns: int,
-    chunks: Chunks,  # the direction; the heights of its chunks do not matter
-    settings: PlanSettings,  # the number of groups, where it is given
-    cores: int,  # AI cores: workers of the cube kernel. Those of the vector kernel are twice as many
+    chunks: Chunks,  # one direction of the graph, with chunks of any height
+    settings: PlanSettings,  # may fix the number of groups
+    cores: int,  # AI cores: workers of the cube kernel; the vector kernel has twice as many
     *,
     kernels: Sequence[Kernel] = ("cube", "vector"),
     heads: int = 1,
 ) -> HybridPlan:
-    """Plan one layer and direction; ranges are of chunks cut to ``HEIGHT[kernel]``, candidates the best by groups."""
+    """Plan one layer and direction; ranges count chunks of ``HEIGHT[kernel]`` rows; a candidate per ``num_groups``."""
     check_sizes(num_columns, cores)
     best: dict[int, HybridPlan] = {}
     costs: dict[int, GroupingCost] = {}
     for kernel in kernels:
         counts = count_chunks(chunks, HEIGHT[kernel])
         workers = cores * (2 if kernel == "vector" else 1)
-        for num_groups in _groups(num_columns, workers, settings):
+        for num_groups in _candidate_groups(num_columns, workers, settings):
             cycles = estimate_cycles(kernel, counts, num_columns, num_groups, heads)
             ranges = balance_ranges(cycles, workers // num_groups)
             by_range = np.array([cycles[first:stop].sum() for first, stop in ranges])
@@ -86,31 +82,31 @@ def plan_chip(
 
 def estimate_cycles(kernel: Kernel, counts: Counts, num_columns: int, num_groups: int, heads: int = 1) -> Array:
     """Estimate the cycles of each chunk on a worker of the widest group, by the twin's ``cost.h``, int64."""
-    # Heads have weights of their own, each of whole blocks of columns; a panel is of one head.
+    # Each head has its own weights and covers whole blocks of columns; a panel belongs to a single head.
     blocks = heads * -(-num_columns // heads // BLOCK)
     width = BLOCK * -(-blocks // num_groups)
     panels = max(-(-width // PANEL[kernel]), -(-heads // num_groups))
     rows, entries, columns = counts.rows, counts.entries, counts.columns
     if kernel == "vector":
-        # The scalar unit looks up rows and asks for entries, while the vector unit opens sums and adds entries to them.
+        # The scalar unit looks up rows and requests entries while the vector unit starts sums and accumulates entries.
         busiest = np.maximum(116 * rows + 5 * entries, 47 * rows + 26 * entries)
         return np.asarray(panels * busiest + width * (3 * entries + 2 * rows) // 64)
     tiles = np.maximum(-(-columns // TILE_COLUMNS), 1)
     gather = panels * (10 * columns + 300 * tiles) + width * columns // 100
-    # Results are sent away run by run, while the next two tiles are gathered: there is room for no more.
+    # Results are stored run by run while the next two tiles are gathered; the buffers hold no more than two.
     store = counts.runs * (64 * panels + 64)
     return np.asarray(np.maximum(gather, gather * np.maximum(tiles - 2, 0) // tiles + store))
 
 
-_counted: WeakKeyDictionary[Chunks, dict[int, Counts]] = WeakKeyDictionary()
+_count_cache: WeakKeyDictionary[Chunks, dict[int, Counts]] = WeakKeyDictionary()
 
 
 def count_chunks(chunks: Chunks, height: int) -> Counts:
-    """Count what chunks of ``height`` rows hold; kept as long as the chunks."""
-    known = _counted.setdefault(chunks, {})
-    if height not in known:
-        known[height] = _count(chunks, height)
-    return known[height]
+    """Return statistics of chunks of ``height`` rows, cached for the lifetime of ``chunks``."""
+    by_height = _count_cache.setdefault(chunks, {})
+    if height not in by_height:
+        by_height[height] = _count(chunks, height)
+    return by_height[height]
 
 
 def _count(chunks: Chunks, height: int) -> Counts:
@@ -119,7 +115,7 @@ def _count(chunks: Chunks, height: int) -> Counts:
     starts: Array = np.arange(0, rows.size, height)
     degrees = np.diff(offsets)
     used = degrees > 0
-    # A row continues the run of the one before it where its vertex is the next.
+    # A row continues the run of the previous row if its vertex is the next one.
     begins = used.copy()
     begins[1:] &= ~((np.diff(rows) == 1) & used[:-1])
     begins[starts] = used[starts]
@@ -136,7 +132,7 @@ def _count(chunks: Chunks, height: int) -> Counts:
     )
 
 
-def _groups(num_columns: int, workers: int, settings: PlanSettings) -> list[int]:
+def _candidate_groups(num_columns: int, workers: int, settings: PlanSettings) -> list[int]:
     if settings.num_groups != "auto":
         check_groups(settings.num_groups, workers, num_columns)
         return [settings.num_groups]

@@ -1,4 +1,4 @@
-"""One direction of a graph, as the functions of every backend take it."""
+"""One direction of a graph, the input of every backend."""
 
 from typing import NamedTuple
 
@@ -8,28 +8,28 @@ from torch import Tensor
 from lightning_gnn.compressed.hybrid_plan import PlanSettings
 from lightning_gnn.graph.csr import CSR
 
-Match = tuple[Tensor, Tensor]  # maxima [num_rows, H, C], and weights [num_edges, H]: what attains the maximum counts
+Match = tuple[Tensor, Tensor]  # maxima [num_rows, H, C] and weights [num_edges, H], to select tied entries
 
 
 class Scores(NamedTuple):
-    """What an edge softmax is computed from: a row's number and a column's, added up, then a leaky ReLU."""
+    """Inputs of an edge softmax: the score of an entry is ``leaky_relu(row + column)``."""
 
     row: Tensor  # [num_rows, H]
-    column: Tensor  # [num_columns, H], of the same dtype
-    slope: float  # of the leaky ReLU
+    column: Tensor  # [num_columns, H], same dtype
+    slope: float  # negative slope of the leaky ReLU
 
 
 class Matrix(NamedTuple):
-    """A sparse matrix in compressed rows, and who executes what is computed with it."""
+    """A CSR matrix and its execution settings."""
 
     indptr: Tensor  # first entry of each row, int64 [num_rows + 1]
-    indices: Tensor  # column of each entry, int32 [num_edges]. What is derived of the graph is known by this object
+    indices: Tensor  # column of each entry, int32 [num_edges]; caches of derived data use this object as a weak key
     num_columns: int  # vertices on the column side
-    settings: PlanSettings = PlanSettings()  # who executes
+    settings: PlanSettings = PlanSettings()  # number of workers and plan
 
     @property
     def num_rows(self) -> int:
-        """Vertices on the row side."""
+        """Number of vertices on the row side."""
         return self.indptr.numel() - 1
 
     @property
@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
 
     @property
     def csr(self) -> CSR:
-        """The same arrays as a direction of a graph."""
+        """The same arrays as a CSR object."""
         return CSR(self.indptr, self.indices, self.num_columns)
 
     def entry_rows(self) -> Tensor:

@@ -1,7 +1,4 @@
-"""Aggregation and attention on an NPU: the binding of the Ascend C kernels, built on first use.
-
-The binding registers kernels with torch's dispatcher (``ascend_ops/host/ops.cpp``); those of maxima start from here.
-"""
+"""Binding of the Ascend C kernels on an NPU, built on first use; ``ascend_ops/host/ops.cpp`` registers operators."""
 
 import ctypes
 import warnings
@@ -40,31 +37,31 @@ define("launch_kernel(str kernel, int blocks, Tensor[] inputs, Tensor(a!)[] outp
 
 @cache
 def available() -> bool:
-    """Say whether the NPU's kernels are there; the first call builds and loads them, or warns what is missing."""
+    """Return whether the NPU kernels are available; the first call builds and loads them, or warns if that fails."""
     from lightning_gnn.ascend_ops import binding
 
     try:
         binding.load()
     except binding.BindingError as error:
-        warnings.warn(f"{error}\nWithout them torch's own operators aggregate, more slowly.", stacklevel=2)
+        warnings.warn(f"{error}\nWithout the kernels, torch's own operators aggregate, more slowly.", stacklevel=2)
         return False
     return True
 
 
 @cache
 def num_cores(index: int) -> int:
-    """Return the AI cores of an NPU, each of which is a worker of the plan; the plan means nothing to torch."""
+    """Return the number of AI cores of an NPU, the workers of a plan (without kernels: torch's threads)."""
     if not available():
         return torch.get_num_threads()
     count = ctypes.c_int64(0)
     runtime = ctypes.CDLL("libascendcl.so")
     ai_core_num = 0  # ACL_DEVICE_INFO_AI_CORE_NUM
     if runtime.aclGetDeviceCapability(ctypes.c_uint32(index), ai_core_num, ctypes.byref(count)) or count.value < 1:
-        raise RuntimeError(f"CANN does not say how many cores NPU {index} has; set PlanSettings(num_workers=…)")
+        raise RuntimeError(f"CANN did not report the number of cores of NPU {index}; set PlanSettings(num_workers=…)")
     return count.value
 
 
 def launch(kernel: str, blocks: int, inputs: list[Tensor], outputs: list[Tensor], tiling: Any) -> None:
-    """Launch a kernel on an NPU's tensors, on the current stream; the contents of outputs are replaced."""
+    """Launch a kernel on NPU tensors on the current stream; it overwrites the outputs."""
     words = torch.from_numpy(tiling.view(np.int32)).to(outputs[0].device)
     torch.ops.lightning_gnn.launch_kernel(kernel, max(blocks, 1), inputs, outputs, words)

@@ -1,19 +1,19 @@
-"""Compiled loops of the aggregation on the CPU: one call is one worker's share, outside the GIL.
+"""Compiled loops of aggregation on the CPU: each call processes the rows of one worker, outside the GIL.
 
-A share is a range of rows and a table of column blocks, int64 ``[num_blocks, 7]``: first column, width, where its
-elements begin in the gathered array, elements from one row to the next there, first weight of an entry, weights per
-entry (0: none), and whether results per entry are added to what an earlier block wrote. Blocks are of the kinds for
-which ``intrinsics.py`` has loops; the last block may overlap the one before, which then writes the same numbers twice.
+The columns are divided into blocks, a table int64 ``[num_blocks, 7]``: first column, width, first element in the
+gathered array, stride between rows of that array, first weight of an entry, weights per entry (0: none), and whether
+results per entry are added to those of an earlier block. Block shapes are those of the loops in ``intrinsics.py``. The
+last block may overlap the previous one, and then writes the same values again.
 
-Arguments that all have in common:
+Common arguments:
 
-- ``x`` (``grad``, ``best``): features as the entries' columns index them, flat: float32, float64, or bfloat16 as
-  uint16, which is added up in float32; results (``out``, ``ties``) are of the dtype in which is added up;
+- ``x`` (``grad``, ``best``): features as indexed by the entries' columns, flat: float32, float64, or bfloat16 as
+  uint16, which is accumulated in float32; results (``out``, ``ties``) have the dtype of accumulation;
 - ``indptr`` int64 ``[R + 1]``, ``indices`` int32 ``[E]``: entries of each row, and the column of each entry;
-- ``weight`` ``[E * weight_stride]``: weights of each entry, ``x`` and 0 where there are none;
-- ``first``, ``last``: the share's rows, one past the last; ``num_columns``: D, elements of a row of ``out``.
+- ``weight`` ``[E * weight_stride]``: weights of each entry; without weights, pass ``x`` and a stride of 0;
+- ``first``, ``last``: the range of rows; ``num_columns``: D, elements of a row of ``out``.
 
-Numba's cache on disk follows changes of this file only: after one in ``intrinsics.py``, touch it.
+Numba's disk cache tracks changes of this file only: touch it after a change in ``intrinsics.py``.
 """
 
 import functools
@@ -40,21 +40,21 @@ COLUMN, WIDTH, BASE, STRIDE, WEIGHT, HEADS, ADD = range(7)
 def blocks_of(
     num_columns: int, channels: int, heads: int, widths: tuple[int, ...], overlap: bool, packed_rows: int
 ) -> tuple[np.ndarray, int]:
-    """Cut the columns into blocks and lay these out; return the table and the array's size, 0 if not packed."""
+    """Divide the columns into blocks; return the table of blocks and the size of the packed array, 0 if not packed."""
     total = 0
     table: list[tuple[int, ...]] = []
     for column, width, head, count in _cut_by_head(num_columns, channels, heads, widths, overlap):
         base, stride = (total, width) if packed_rows else (column, num_columns)
         total += width * packed_rows
-        fresh = head not in {row[WEIGHT] for row in table}
-        table.append((column, width, base, stride, head, count, 0 if fresh else 1))
+        is_first = head not in {row[WEIGHT] for row in table}
+        table.append((column, width, base, stride, head, count, 0 if is_first else 1))
     return np.array(table, np.int64).reshape(-1, 7), total
 
 
 def _cut_by_head(
     num_columns: int, channels: int, heads: int, widths: tuple[int, ...], overlap: bool
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield first column, width, first head and number of heads (0: no weights) of each block."""
+    """Yield the first column, width, first head and number of heads (0: no weights) of each block."""
     if heads <= 1:
         yield from ((at, width, 0, heads) for at, width in _cut(0, num_columns, widths, overlap))
     elif channels in HEAD_WIDTHS and widths is WIDTHS:
@@ -67,7 +67,7 @@ def _cut_by_head(
 
 
 def _cut(start: int, stop: int, widths: tuple[int, ...], overlap: bool) -> Iterator[tuple[int, int]]:
-    """Yield first column and width of blocks, the widest that fit, or one that covers the rest and reaches back."""
+    """Yield the first column and width of each block: the widest that fits, or a last one that overlaps another."""
     at = start
     while at < stop:
         left = stop - at
@@ -84,10 +84,10 @@ def _cut(start: int, stop: int, widths: tuple[int, ...], overlap: bool) -> Itera
 def pack_rows(
     x: np.ndarray, num_columns: int, order: np.ndarray, first: int, last: int, blocks: np.ndarray, packed: np.ndarray
 ) -> None:
-    """Copy rows ``order[first:last]`` of ``x`` ``[V * D]`` into the blocks, each of which is contiguous."""
+    """Copy rows ``order[first:last]`` of ``x`` ``[V * D]`` into contiguous blocks."""
     for k in range(first, last):
         row = order[k] * num_columns
-        # A row is read once, from end to end; its pieces go to as many places as there are blocks.
+        # A row is read once, sequentially, and one piece is written to each block.
         for b in range(blocks.shape[0]):
             at = blocks[b, BASE] + k * blocks[b, STRIDE]
             copy_block(x, row + blocks[b, COLUMN], packed, at, blocks[b, WIDTH])
@@ -99,10 +99,10 @@ def sum_rows(
     degrees: np.ndarray, first: int, last: int, out: np.ndarray, num_columns: int, spare: int,
     rounded: np.ndarray | None = None,
 ) -> None:  # fmt: skip
-    """Sum rows times weights, over ``degrees`` if any; with ``rounded`` into bfloat16 by way of ``out[spare:]``."""
+    """Sum weighted rows, divided by ``degrees`` if not empty; ``rounded`` gets bfloat16 by way of ``out[spare:]``."""
     end = indices.size - 1
     one = out.dtype.type(1)
-    # Blocks outside, rows inside: the gathered pieces of one block stay in the level-2 cache.
+    # The outer loop is over blocks, so that the gathered pieces of one block stay in the L2 cache.
     for b in range(blocks.shape[0]):
         column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]
         head, heads = blocks[b, WEIGHT], blocks[b, HEADS]
@@ -113,7 +113,7 @@ def sum_rows(
             add_entries(
                 x, base, stride, indices, weight, weight_stride, head, p, q, end, by, out, at, width, heads
             )  # fmt: skip
-            if rounded is not None:  # noqa: SIM102  Numba drops what follows such a test alone
+            if rounded is not None:  # noqa: SIM102  Numba prunes the branch only if this test stands alone
                 if width:
                     round_span(out, spare, rounded, own, width)
 
@@ -123,7 +123,7 @@ def max_rows(
     x: np.ndarray, blocks: np.ndarray, indptr: np.ndarray, indices: np.ndarray, weight: np.ndarray, weight_stride: int,
     first: int, last: int, out: np.ndarray, ties: np.ndarray, num_columns: int,
 ) -> None:  # fmt: skip
-    """Largest message and how many attain it."""
+    """Write the maximum of the messages and the number of ties."""
     end = indices.size - 1
     for b in range(blocks.shape[0]):
         column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]
@@ -138,7 +138,7 @@ def route_rows(
     grad: np.ndarray, best: np.ndarray, blocks: np.ndarray, indptr: np.ndarray, indices: np.ndarray,
     weight: np.ndarray, weight_stride: int, first: int, last: int, x: np.ndarray, out: np.ndarray, num_columns: int,
 ) -> None:  # fmt: skip
-    """Write the gradient of the maxima for the gathered rows, of which each is a source of the transposed graph."""
+    """Write the gradient of the maxima; rows are sources, that is, targets of the transposed graph."""
     end = indices.size - 1
     for b in range(blocks.shape[0]):
         column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]
@@ -155,7 +155,7 @@ def dot_rows(
     x: np.ndarray, blocks: np.ndarray, indptr: np.ndarray, indices: np.ndarray, first: int, last: int,
     side: np.ndarray, out: np.ndarray, num_heads: int, num_columns: int,
 ) -> None:  # fmt: skip
-    """Dot products of each row's own features and the gathered ones, into ``out`` ``[E * num_heads]``."""
+    """Write the dot products of each row's own features and the gathered ones to ``out`` ``[E * num_heads]``."""
     end = indices.size - 1
     for b in range(blocks.shape[0]):
         column, width, base, stride = blocks[b, COLUMN], blocks[b, WIDTH], blocks[b, BASE], blocks[b, STRIDE]

@@ -1,4 +1,4 @@
-"""Aggregation and attention on a GPU, by Triton; parts of rows, several of a hub, are kept as long as the graph."""
+"""Aggregation and attention on a GPU, by Triton; long rows are split into parts, cached for the graph's lifetime."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from lightning_gnn.ops.sample.triton import runs_on
 if TYPE_CHECKING:
     from lightning_gnn.triton_kernels.row_parts import RowParts
 
-_prepared: MutableMapping[Tensor, RowParts] = WeakIdKeyDictionary()
+_row_parts: MutableMapping[Tensor, RowParts] = WeakIdKeyDictionary()
 _lock = threading.Lock()
 
 
 def prepare(matrix: Matrix) -> RowParts:
-    """Return the parts of a matrix; made once, and kept as long as its ``indices``."""
+    """Return the row parts of a matrix, built once and cached for the lifetime of its ``indices``."""
     with _lock:
-        found = _prepared.get(matrix.indices)
-        if found is None:
+        parts = _row_parts.get(matrix.indices)
+        if parts is None:
             from lightning_gnn.triton_kernels.row_parts import build_parts
 
             with torch.inference_mode(False):
-                # Detached: what is kept must not hold the tensor object by which it is known.
-                found = _prepared[matrix.indices] = build_parts(matrix.indptr, matrix.indices.detach())
-        return found
+                # Detached, because a cached reference to its own weak key would keep the entry alive.
+                parts = _row_parts[matrix.indices] = build_parts(matrix.indptr, matrix.indices.detach())
+        return parts
 
 
 @contextlib.contextmanager
 def _launching(tensor: Tensor) -> Iterator[None]:
-    """Check that kernels run where a tensor is, and let them."""
+    """Check that kernels run on a tensor's device, and make that the current device."""
     if not runs_on(tensor.device):
         raise ValueError(
-            "backend='triton' needs a CUDA device and the package triton (pip install 'lightning-gnn[gpu]'), but the "
-            f"tensors are on {tensor.device}; leave the backend out"
+            "backend='triton' needs a CUDA device and the package triton (pip install 'lightning-gnn[gpu]'), but "
+            f"the tensors are on {tensor.device}; leave the backend out"
         )
-    with _on(tensor.device):
+    with _current_device(tensor.device):
         yield
 
 
 def aggregate(matrix: Matrix, x: Tensor, weight: Tensor | None, reduce: str) -> tuple[Tensor, Tensor]:
-    """Reduce the weighted rows of ``x`` over the entries of each row; ``reference.py`` defines it."""
+    """Reduce the weighted rows of ``x`` over the entries of each row, as ``reference.py`` defines."""
     with _launching(x):
         from lightning_gnn.triton_kernels import aggregate as kernels
 
         shape = (matrix.num_rows, *x.shape[1:])
-        # Without weights heads do not differ.
-        x = _rows(x if weight is not None else x.reshape(x.size(0), 1, -1))
+        # Without weights all columns form a single head.
+        x = _pack_rows(x if weight is not None else x.reshape(x.size(0), 1, -1))
         weight = None if weight is None else weight.contiguous()
         out = x.new_empty((matrix.num_rows, *x.shape[1:]))
         if reduce == "max":
@@ -65,24 +65,24 @@ def aggregate(matrix: Matrix, x: Tensor, weight: Tensor | None, reduce: str) -> 
 
 
 def aggregate_max_backward(matrix: Matrix, grad: Tensor, best: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
-    """Send the gradient of a maximum to the rows of ``x`` that attain it."""
+    """Return the gradient of ``x``: that of each maximum, for the rows that attain it."""
     with _launching(x):
         from lightning_gnn.triton_kernels import aggregate as kernels
 
         out, match = x.new_empty(x.shape), (x.contiguous(), best.contiguous())
         weight = None if weight is None else weight.contiguous()
-        kernels.aggregate_sum(_rows(grad), weight, prepare(matrix), False, out, match)
+        kernels.aggregate_sum(_pack_rows(grad), weight, prepare(matrix), False, out, match)
         return out
 
 
 def edge_products(matrix: Matrix, row_side: Tensor, column_side: Tensor, match: Match | None = None) -> Tensor:
-    """Take the dot product of both ends of each entry, per head; with ``match`` only over what attains it."""
+    """Compute the dot product of both ends of each entry, per head; ``match`` restricts it to attained maxima."""
     with _launching(row_side):
         from lightning_gnn.triton_kernels import edge_softmax as kernels
 
         match = None if match is None else (match[0].contiguous(), match[1].contiguous())
         out = column_side.new_empty((matrix.num_edges, row_side.size(1)))
-        kernels.edge_products(_rows(row_side), _rows(column_side), prepare(matrix), out, match)
+        kernels.edge_products(_pack_rows(row_side), _pack_rows(column_side), prepare(matrix), out, match)
         return out
 
 
@@ -92,8 +92,8 @@ def edge_softmax(matrix: Matrix, scores: Scores) -> Tensor:
         from lightning_gnn.triton_kernels import edge_softmax as kernels
 
         out = scores.row.new_empty((matrix.num_edges, scores.row.size(1)))
-        given = scores.column.contiguous(), scores.row.contiguous()
-        kernels.edge_softmax(*given, scores.slope, prepare(matrix), out)
+        inputs = scores.column.contiguous(), scores.row.contiguous()
+        kernels.edge_softmax(*inputs, scores.slope, prepare(matrix), out)
         return out
 
 
@@ -109,7 +109,7 @@ def edge_softmax_backward(matrix: Matrix, scores: Scores, attention: Tensor, gra
 
 
 def edge_sums(matrix: Matrix, edge_ids: Tensor | None, values: Tensor) -> Tensor:
-    """Add up numbers of the edges over the entries of each row."""
+    """Sum edge values over the entries of each row."""
     with _launching(values):
         from lightning_gnn.triton_kernels import aggregate as kernels
 
@@ -118,12 +118,12 @@ def edge_sums(matrix: Matrix, edge_ids: Tensor | None, values: Tensor) -> Tensor
         return out
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return a table whose rows lie together; they may be far apart, as those of a feature slice are."""
+def _pack_rows(x: Tensor) -> Tensor:
+    """Return a table with contiguous rows; the stride between rows may be larger, as in a slice of the columns."""
     adjacent = (x.stride(2) == 1 or x.size(2) == 1) and (x.stride(1) == x.size(2) or x.size(1) == 1)
     return x if adjacent and x.stride(0) > 0 else x.contiguous()
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be that of the tensors."""
+def _current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a device current, because Triton launches on the current device instead of the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,1 +1,1 @@
-"""A mini-batch layer's aggregation and products in one pass (HyScale-GNN, section III), with types or without."""
+"""Fused aggregate and update of a mini-batch layer (HyScale-GNN, section III), homogeneous or heterogeneous."""

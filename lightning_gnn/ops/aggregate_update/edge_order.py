@@ -1,7 +1,7 @@
-"""The edges of a mini-batch by target and by source: sorted by counting on the CPU, by torch elsewhere.
+"""Sorts the edges of a mini-batch by target or source: a counting sort on the CPU, torch's sort elsewhere.
 
-Sorted edges are a list: ``indptr`` int64 ``[num_rows + 1]``, ``indices`` int32 ``[E]``, and weights ``[E]`` if any, in
-the order given. With types, a target that R relations reach has R rows, one after the other, one per relation.
+Sorted edges are a list: ``indptr`` int64 ``[num_rows + 1]``, ``indices`` int32 ``[E]``, and weights ``[E]`` if given.
+The sort is stable. In a heterogeneous mini-batch, a target has one row per relation of its type, consecutively.
 """
 
 import numba
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from lightning_gnn.ops.library import define, library
 
-SORTED, UNSORTED = -1, -2  # what counting edges returns in place of a bad one
+SORTED, UNSORTED = -1, -2  # results of counting edges, unless it returns the number of an invalid edge
 
 
 def edges_by_target(edge_index: Tensor, num_sources: int, num_targets: int, edge_weight: Tensor | None) -> list[Tensor]:
-    """Sort edges ``[2, E]`` by target with torch's own operators; nothing waits for the device."""
+    """Sort edges ``[2, E]`` by target with torch's own operators, without synchronizing the device."""
     source, target = edge_index
     if edge_index.size(1):
         inside = (edge_index >= 0).all() & (source < num_sources).all() & (target < num_targets).all()
-        torch._assert_async(inside, "edge_index holds a node that the batch does not have")
+        torch._assert_async(inside, "edge_index holds a node that is not in the mini-batch")
     target, order = torch.sort(target, stable=True)
     return [
         torch.searchsorted(target, torch.arange(num_targets + 1, device=target.device)),
@@ -29,12 +29,12 @@ def edges_by_target(edge_index: Tensor, num_sources: int, num_targets: int, edge
 
 
 def relation_edges(
-    edge_indices: list[Tensor],  # of each relation, int64 [2, E_r], counted within its types
+    edge_indices: list[Tensor],  # edges of each relation, int64 [2, E_r], with ids within its node types
     num_sources: list[int],
     num_targets: list[int],
-    first_source: list[int],  # the row of the table that holds the first of these nodes
-    first_row: list[int],  # the row of each relation's first target; stride rows on is that of the next one
-    stride: list[int],
+    first_source: list[int],  # row of x that holds the first source of each relation
+    first_row: list[int],  # row of the first target of each relation
+    stride: list[int],  # distance between the rows of consecutive targets
     num_rows: int,
 ) -> list[Tensor]:
     """Sort the edges of all relations by target and relation, with torch's own operators."""
@@ -44,14 +44,14 @@ def relation_edges(
     ):
         if edges.size(1):
             inside = (edges >= 0).all() & (edges[0] < sources).all() & (edges[1] < targets).all()
-            torch._assert_async(inside, "edge_index holds a node that the batch does not have")
+            torch._assert_async(inside, "edge_index holds a node that is not in the mini-batch")
         moved.append(torch.stack([edges[0] + source, edges[1] * step + row]))
     size = max((source + count for source, count in zip(first_source, num_sources, strict=True)), default=0)
     return edges_by_target(torch.cat(moved, 1), size, num_rows, None)
 
 
 def edges_by_source(edges: list[Tensor], num_sources: int) -> list[Tensor]:
-    """Sort edges that are sorted by target by their source, with torch's own operators."""
+    """Sort target-sorted edges by source with torch's own operators."""
     indptr, indices, *weight = edges
     target = torch.repeat_interleave(indptr.diff(), output_size=indices.numel())
     source, order = torch.sort(indices, stable=True)
@@ -63,7 +63,7 @@ def edges_by_source(edges: list[Tensor], num_sources: int) -> list[Tensor]:
 
 
 def first_rows(edges: list[Tensor], count: int) -> list[Tensor]:
-    """Return the first rows of sorted edges, without a copy."""
+    """Return the first ``count`` rows of sorted edges as views."""
     indptr = edges[0][: count + 1]
     last = int(indptr[-1])
     return [indptr, *(values[:last] for values in edges[1:])]
@@ -83,14 +83,14 @@ define("edges_by_source(Tensor[] edges, int num_sources) -> Tensor[]", edges_by_
 
 @torch.library.impl(library, "edges_by_target", "CPU")
 def _by_target_cpu(edge_index: Tensor, num_sources: int, num_targets: int, edge_weight: Tensor | None) -> list[Tensor]:
-    source, target = _ends(edge_index)
+    source, target = _to_arrays(edge_index)
     indptr, indices = np.zeros(num_targets + 1, np.int64), np.empty(source.size, np.int32)
-    found = _count(source, target, num_sources, num_targets, 0, 1, indptr, indices)
-    check_inside(found, source, target, num_sources, num_targets)
-    free = _add_up(indptr)
-    if found == UNSORTED:
+    status = _count(source, target, num_sources, num_targets, 0, 1, indptr, indices)
+    check_inside(status, source, target, num_sources, num_targets)
+    next_slot = _cumulate(indptr)
+    if status == UNSORTED:
         order = np.empty(source.size, np.int64)
-        _place(source, target, 0, 0, 1, free, indices, order)
+        _scatter(source, target, 0, 0, 1, next_slot, indices, order)
         edge_weight = None if edge_weight is None else edge_weight[torch.from_numpy(order)]
     edges = [torch.from_numpy(indptr), torch.from_numpy(indices)]
     return edges if edge_weight is None else [*edges, edge_weight.contiguous().clone()]
@@ -107,40 +107,40 @@ def _relation_edges_cpu(
     num_rows: int,
 ) -> list[Tensor]:
     indptr, none = np.zeros(num_rows + 1, np.int64), np.empty(0, np.int32)
-    ends = [_ends(edges) for edges in edge_indices]
+    ends = [_to_arrays(edges) for edges in edge_indices]
     for (source, target), sources, targets, row, step in zip(
         ends, num_sources, num_targets, first_row, stride, strict=True
     ):
-        found = _count(source, target, sources, targets, row, step, indptr, none)
-        check_inside(found, source, target, sources, targets)
-    free, indices = _add_up(indptr), np.empty(int(indptr[-1]), np.int32)
+        status = _count(source, target, sources, targets, row, step, indptr, none)
+        check_inside(status, source, target, sources, targets)
+    next_slot, indices = _cumulate(indptr), np.empty(int(indptr[-1]), np.int32)
     for (source, target), first, row, step in zip(ends, first_source, first_row, stride, strict=True):
-        _place(source, target, first, row, step, free, indices, none.astype(np.int64))
+        _scatter(source, target, first, row, step, next_slot, indices, none.astype(np.int64))
     return [torch.from_numpy(indptr), torch.from_numpy(indices)]
 
 
-def _ends(edge_index: Tensor) -> tuple[np.ndarray, np.ndarray]:
+def _to_arrays(edge_index: Tensor) -> tuple[np.ndarray, np.ndarray]:
     source, target = (part.contiguous().numpy() for part in edge_index)
     return source, target
 
 
-def check_inside(found: int, source: np.ndarray, target: np.ndarray, num_sources: int, num_targets: int) -> None:
-    """Explain what counting found: a bad edge, or none."""
-    if found >= 0:
+def check_inside(status: int, source: np.ndarray, target: np.ndarray, num_sources: int, num_targets: int) -> None:
+    """Raise an IndexError if ``status``, the result of counting edges, is an invalid edge."""
+    if status >= 0:
         ends = (("0", source, num_sources, "sources"), ("1", target, num_targets, "targets"))
-        row, ids, count, name = next(end for end in ends if not 0 <= end[1][found] < end[2])
-        raise IndexError(f"edge_index[{row}] holds node {ids[found]} (edge {found}), but there are {count} {name}")
+        row, ids, count, name = next(end for end in ends if not 0 <= end[1][status] < end[2])
+        raise IndexError(f"edge_index[{row}] holds node {ids[status]} (edge {status}), but there are {count} {name}")
 
 
 @torch.library.impl(library, "edges_by_source", "CPU")
 def _by_source_cpu(edges: list[Tensor], num_sources: int) -> list[Tensor]:
     indptr, indices = edges[0].numpy(), edges[1].numpy()
     pointers, targets = np.zeros(num_sources + 1, np.int64), np.empty(indices.size, np.int32)
-    given = edges[2].contiguous() if len(edges) > 2 else torch.empty(0)
-    weight = torch.empty_like(given)
-    # float16 and bfloat16 are moved as the bits that they are.
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[given.element_size()]
-    _transpose(indptr, indices, given.view(bits).numpy(), pointers, targets, weight.view(bits).numpy())
+    source_weight = edges[2].contiguous() if len(edges) > 2 else torch.empty(0)
+    weight = torch.empty_like(source_weight)
+    # Weights are moved as integers of the same size, because NumPy lacks bfloat16.
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[source_weight.element_size()]
+    _transpose(indptr, indices, source_weight.view(bits).numpy(), pointers, targets, weight.view(bits).numpy())
     result = [torch.from_numpy(pointers), torch.from_numpy(targets)]
     return [*result, weight] if len(edges) > 2 else result
 
@@ -150,40 +150,40 @@ def _count(
     source: np.ndarray, target: np.ndarray, num_sources: int, num_targets: int, first: int, stride: int,
     indptr: np.ndarray, indices: np.ndarray,
 ) -> int:  # fmt: skip
-    """Count each row's edges and copy the sources, if ``indices`` has room; return a bad edge, or whether sorted."""
-    previous, answer = np.int64(0), SORTED
+    """Count each row's edges, copy sources to non-empty ``indices``; return an invalid edge, SORTED or UNSORTED."""
+    previous, status = np.int64(0), SORTED
     for e in range(source.size):
         s, t = source[e], target[e]
         if s < 0 or s >= num_sources or t < 0 or t >= num_targets:
             return e
         if t < previous:
-            answer = UNSORTED
+            status = UNSORTED
         previous = t
         indptr[first + t * stride + 1] += 1
         if indices.size:
             indices[e] = s
-    return answer
+    return status
 
 
 @numba.njit(nogil=True, cache=True)
-def _add_up(indptr: np.ndarray) -> np.ndarray:
-    """Turn counts into where each row begins, and return the rows' beginnings."""
+def _cumulate(indptr: np.ndarray) -> np.ndarray:
+    """Convert counts to ``indptr`` in place, and return a copy of the row starts."""
     for row in range(indptr.size - 1):
         indptr[row + 1] += indptr[row]
-    free: np.ndarray = indptr[:-1].copy()
-    return free
+    next_slot: np.ndarray = indptr[:-1].copy()
+    return next_slot
 
 
 @numba.njit(nogil=True, cache=True)
-def _place(
-    source: np.ndarray, target: np.ndarray, first_source: int, first: int, stride: int, free: np.ndarray,
+def _scatter(
+    source: np.ndarray, target: np.ndarray, first_source: int, first: int, stride: int, next_slot: np.ndarray,
     indices: np.ndarray, order: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write each edge's source, and number, to the next free place of its row: a counting sort's second pass."""
+    """Write each edge's source (and number) to the next free slot of its row: the second pass of a counting sort."""
     for e in range(source.size):
         row = first + target[e] * stride
-        at = free[row]
-        free[row] = at + 1
+        at = next_slot[row]
+        next_slot[row] = at + 1
         indices[at] = first_source + source[e]
         if order.size:
             order[at] = e
@@ -194,15 +194,15 @@ def _transpose(
     indptr: np.ndarray, indices: np.ndarray, weight: np.ndarray, pointers: np.ndarray, targets: np.ndarray,
     weights: np.ndarray,
 ) -> None:  # fmt: skip
-    """Sort edges by source, in two passes of counting."""
+    """Sort edges by source in two passes, a counting sort."""
     for e in range(indices.size):
         pointers[indices[e] + 1] += 1
-    free = _add_up(pointers)
-    # Targets come in order, so theirs is kept.
+    next_slot = _cumulate(pointers)
+    # Targets are visited in order, so the sort is stable.
     for t in range(indptr.size - 1):
         for e in range(indptr[t], indptr[t + 1]):
-            at = free[indices[e]]
-            free[indices[e]] = at + 1
+            at = next_slot[indices[e]]
+            next_slot[indices[e]] = at + 1
             targets[at] = t
             if weights.size:
                 weights[at] = weight[e]

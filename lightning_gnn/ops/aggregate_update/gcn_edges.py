@@ -1,4 +1,4 @@
-"""Edges by target with the symmetric normalization of GCN (Kipf and Welling, ICLR 2017), for all layers of a batch."""
+"""Edges sorted by target with GCN's symmetric normalization (Kipf and Welling, ICLR 2017), shared by all layers."""
 
 import numba
 import numpy as np
@@ -13,8 +13,8 @@ def gcn_edges(
     edge_index: Tensor, num_nodes: int, num_targets: int, edge_weight: Tensor | None, loop_weight: float,
     add_self_loops: bool, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    """Sort edges by target and weigh them as PyG's ``gcn_norm``; a self-loop, if added, ends its row."""
-    from torch_geometric.nn.conv.gcn_conv import gcn_norm  # takes longer to import than all that is here
+    """Sort edges by target and weight them like PyG's ``gcn_norm``; an added self-loop is the last entry of its row."""
+    from torch_geometric.nn.conv.gcn_conv import gcn_norm  # imported on use, because the import is slow
 
     improved = loop_weight != 1.0
     edge_index, weight = gcn_norm(edge_index, edge_weight, num_nodes, improved, add_self_loops, dtype=dtype)
@@ -38,10 +38,10 @@ def _gcn_edges_cpu(
     scale = torch.empty(num_nodes, dtype=dtype)
     loops = torch.full((num_nodes if add_self_loops else 0,), 1.0 if edge_weight is None else loop_weight, dtype=dtype)
     indptr = np.zeros(num_targets + 1, np.int64)
-    found = _degrees(source, target, weight.numpy(), loops.numpy(), scale.numpy(), indptr)
-    check_inside(found, source, target, num_nodes, num_nodes)
+    status = _degrees(source, target, weight.numpy(), loops.numpy(), scale.numpy(), indptr)
+    check_inside(status, source, target, num_nodes, num_nodes)
     indices, weights = np.empty(int(indptr[-1]), np.int32), torch.empty(int(indptr[-1]), dtype=dtype)
-    fill = _fill if found == SORTED else _place
+    fill = _fill if status == SORTED else _scatter
     fill(source, target, weight.numpy(), loops.numpy(), scale.numpy(), indptr, indices, weights.numpy())
     return [torch.from_numpy(indptr), torch.from_numpy(indices), weights]
 
@@ -51,17 +51,17 @@ def _degrees(
     source: np.ndarray, target: np.ndarray, weight: np.ndarray, loops: np.ndarray, scale: np.ndarray,
     indptr: np.ndarray,
 ) -> int:  # fmt: skip
-    """Add up the weights of each node's edges, to one over the root; return a bad edge, or whether they are sorted."""
+    """Write ``1 / sqrt(degree)`` of each node to ``scale``; return an invalid edge, or SORTED or UNSORTED."""
     num_nodes, num_targets, looped = scale.size, indptr.size - 1, loops.size > 0
     one = scale.dtype.type(1)
     scale[:] = 0
-    previous, answer = np.int64(0), SORTED
+    previous, status = np.int64(0), SORTED
     for e in range(source.size):
         s, t = source[e], target[e]
         if s < 0 or s >= num_nodes or t < 0 or t >= num_nodes:
             return e
         if t < previous:
-            answer = UNSORTED
+            status = UNSORTED
         previous = t
         value = weight[e] if weight.size else one
         if looped and s == t:
@@ -76,7 +76,7 @@ def _degrees(
     for v in range(num_nodes):
         degree = scale[v] + loops[v] if looped else scale[v]
         scale[v] = one / np.sqrt(degree) if degree != 0 else 0
-    return answer
+    return status
 
 
 @numba.njit(nogil=True, cache=True)
@@ -84,7 +84,7 @@ def _fill(
     source: np.ndarray, target: np.ndarray, weight: np.ndarray, loops: np.ndarray, scale: np.ndarray,
     indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the entries of sorted edges, from end to end."""
+    """Write the entries of sorted edges sequentially."""
     num_targets, looped = indptr.size - 1, loops.size > 0
     e = 0
     for t in range(num_targets):
@@ -102,22 +102,22 @@ def _fill(
 
 
 @numba.njit(nogil=True, cache=True)
-def _place(
+def _scatter(
     source: np.ndarray, target: np.ndarray, weight: np.ndarray, loops: np.ndarray, scale: np.ndarray,
     indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write each edge to the next free place of its target."""
+    """Write each edge to the next free slot of its target."""
     num_targets, looped = indptr.size - 1, loops.size > 0
-    free = indptr[:-1].copy()
+    next_slot = indptr[:-1].copy()
     for e in range(source.size):
         s, t = source[e], target[e]
         if t >= num_targets or (looped and s == t):
             continue
-        at = free[t]
-        free[t] = at + 1
+        at = next_slot[t]
+        next_slot[t] = at + 1
         indices[at] = s
         weights[at] = (scale[s] * weight[e] if weight.size else scale[s]) * scale[t]
     if looped:
         for t in range(num_targets):
-            indices[free[t]] = t
-            weights[free[t]] = scale[t] * loops[t] * scale[t]
+            indices[next_slot[t]] = t
+            weights[next_slot[t]] = scale[t] * loops[t] * scale[t]

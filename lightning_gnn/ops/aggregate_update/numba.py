@@ -1,6 +1,6 @@
-"""Aggregate and update on the CPU: tiles of rows that stay in the cache between the aggregation and the product.
+"""Aggregate and update on the CPU: tiles of rows stay in the cache between the aggregation and the product.
 
-A worker takes a range of targets (or sources): compiled loops add up a tile's edges, torch's BLAS multiplies it.
+A worker processes a range of targets (or sources): compiled loops sum the edges of a tile, torch's BLAS multiplies it.
 """
 
 import threading
@@ -13,172 +13,168 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate import numba_kernels as kernels
-from lightning_gnn.ops.aggregate.numba_rows import flat, huge_pages, wide
-from lightning_gnn.ops.aggregate_update.reference import Group, Update, apart, register
-from lightning_gnn.ops.dropout import drawn, relu_drop_rows
+from lightning_gnn.ops.aggregate.numba_rows import flatten, use_huge_pages, widen
+from lightning_gnn.ops.aggregate_update.reference import Group, Update, register, split_relations
+from lightning_gnn.ops.dropout import compiled_mask, relu_drop_rows
 from lightning_gnn.ops.intrinsics import MAX_WIDTHS, WIDTHS
 from lightning_gnn.ops.worker_threads import run_all
 
-SMALL = 1 << 19  # numbers read per pass up to which threads would take longer to wake up than one takes to finish
-TILE_BYTES = 1 << 19
-"""A quarter of a level-2 cache of 2 MB: the tile, what it is multiplied with and what comes out stay in it."""
+MAX_SERIAL_WORK = 1 << 19  # elements read per pass up to which a single thread is faster than waking others
+TILE_BYTES = 1 << 19  # a quarter of an L2 cache of 2 MB, which also holds the weights and the output of the tile
 _NO_DEGREES = np.empty(0, np.int64)
-_EDGES_PER_ROW = 16
-"""How many edges take as long to aggregate as the products of a row, about: for shares of equal work."""
-_thread = threading.local()
-_becoming_alone = threading.Lock()
+_EDGES_PER_ROW = 16  # approximate cost of a row's products, in edges, for ranges of equal work
+_thread_state = threading.local()
+_thread_setup_lock = threading.Lock()
 
 
 def aggregate_update(call: Update, keep: bool) -> tuple[Tensor, Tensor]:
-    """Do what :func:`reference.update` does."""
-    # Prepare the edges, and for each group the weights of its relations side by side for one product.
-    x, weight, self_weight, bias = _contiguous(call)
+    """Run :func:`reference.update` on the CPU."""
+    # Prepare the edges, and concatenate the weights of each group's relations for one product.
+    x, weight, self_weight, bias = _detach_inputs(call)
     rows, groups = _SortedEdges(call.edges, x.dtype, call.mean), call.groups
-    by_group = [group.side_by_side(weight) for group in groups]
-    # Large outputs lie in huge pages, which take fewer page faults.
-    out = huge_pages(x.new_empty((sum(call.targets), weight.size(1))))
-    kept = huge_pages(x.new_empty((rows.count, x.size(1)))) if keep else x.new_empty(0)
-    table = x if call.aggregate_first else huge_pages(x.new_empty((x.size(0), weight.size(1))))
+    by_group = [group.concatenate_weights(weight) for group in groups]
+    # Huge pages for large outputs reduce page faults.
+    out = use_huge_pages(x.new_empty((sum(call.targets), weight.size(1))))
+    aggregated = use_huge_pages(x.new_empty((rows.count, x.size(1)))) if keep else x.new_empty(0)
+    table = x if call.aggregate_first else use_huge_pages(x.new_empty((x.size(0), weight.size(1))))
 
-    # If the product comes first, all rows are multiplied once, in tiles that stay in the cache.
+    # If the product comes first, every row is multiplied once, in tiles that stay in the cache.
     def multiply(first: int, last: int) -> None:
         for start, stop in _tiles(first, last, x):
             torch.mm(x[start:stop], weight[0].t(), out=table[start:stop])
 
-    # Each thread sums, multiplies and activates one tile after the other while it is in the cache.
+    # Each thread aggregates, multiplies and activates one tile at a time, while the tile is in the cache.
     def update(first: int, last: int) -> None:
-        most = max([_tile_rows(x), *(group.num_relations for group in groups)])
-        buffer = x.new_empty((0 if keep or not call.aggregate_first else most, x.size(1)))
+        max_rows = max([_tile_rows(x), *(group.num_relations for group in groups)])
+        buffer = x.new_empty((0 if keep or not call.aggregate_first else max_rows, x.size(1)))
         for group, weights in zip(groups, by_group, strict=True):
-            shift = None if bias is None else bias[group.kind]
+            shift = None if bias is None else bias[group.node_type]
             for tile in _tiles_of(group, first, last, x):
                 span, result = group.rows(tile), out[tile]
                 if call.aggregate_first:
-                    sums = kept[span] if keep else buffer[: span.stop - span.start]
-                    rows.sums(x, span.start, span.stop, sums)
+                    sums = aggregated[span] if keep else buffer[: span.stop - span.start]
+                    rows.write_sums(x, span.start, span.stop, sums)
                     sums = sums.view(tile.stop - tile.start, weights.size(1))
                     if shift is None:
                         torch.mm(sums, weights.t(), out=result)
                     else:
                         torch.addmm(shift, sums, weights.t(), out=result)
                 else:
-                    rows.sums(table, span.start, span.stop, result)
+                    rows.write_sums(table, span.start, span.stop, result)
                     if shift is not None:
                         result.add_(shift)
                 # Add the targets' own rows before the activation.
                 if self_weight is not None and group.own >= 0:
-                    result.addmm_(x[group.own_rows(tile)], self_weight[group.kind].t())
+                    result.addmm_(x[group.own_rows(tile)], self_weight[group.node_type].t())
                 if call.p == 0.0:
                     result.relu_()
                 elif call.p is not None:
-                    given = result.numpy()
-                    relu_drop_rows(tile.start, *drawn(call.p, call.key), given, given.dtype.type(1.0 / (1.0 - call.p)))
+                    array, mask = result.numpy(), compiled_mask(call.p, call.key)
+                    relu_drop_rows(tile.start, *mask, array, array.dtype.type(1.0 / (1.0 - call.p)))
 
-    # Share tiles out to threads by the edges that they read, not by their number of rows.
+    # Balance tiles over threads by the number of edges that they read, instead of their number of rows.
     if not call.aggregate_first:
-        _share_out(multiply, np.arange(x.size(0) + 1), x)
-    _share_out(update, rows.work_of(groups), x)
-    return out, kept
+        _run_ranges(multiply, np.arange(x.size(0) + 1), x)
+    _run_ranges(update, rows.work_of(groups), x)
+    return out, aggregated
 
 
 def aggregate_update_backward(
     call: Update, grad: Tensor, aggregated: Tensor | None, result: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
-    """Do what :func:`reference.update_backward` does."""
-    x, weight, self_weight, _ = _contiguous(call)
+    """Run :func:`reference.update_backward` on the CPU."""
+    x, weight, self_weight, _ = _detach_inputs(call)
     groups, by_first, num_targets = call.groups, call.aggregate_first, grad.size(0)
-    by_group = [group.side_by_side(weight) for group in groups]
+    by_group = [group.concatenate_weights(weight) for group in groups]
     wants_x, wants_weight, wants_self, wants_bias = wanted
-    received = wants_x or (wants_weight and not by_first)  # whether the gradient goes back along the edges
+    to_sources = wants_x or (wants_weight and not by_first)  # whether gradients are propagated along the edges
     degrees = call.edges[0].diff().clamp_(min=1).to(x.dtype).unsqueeze(1) if call.mean else None
-    # What goes back along the edges; below it, if x was aggregated, what each target sends to its own row.
+    # Gradients to propagate along the edges, followed, if x was aggregated, by those of the targets' own rows.
     table, num_rows = grad, call.edges[0].numel() - 1
-    if received and by_first:
+    if to_sources and by_first:
         own_rows = 0 if self_weight is None else num_targets
-        table = huge_pages(x.new_empty((num_rows + own_rows, x.size(1))))
-    elif received and call.mean:
-        table = huge_pages(torch.empty_like(grad))
-    # The gradient before ReLU and dropout: tile by tile, whole only where it is read again after.
-    whole = torch.empty_like(grad) if result is not None and received and not by_first else None
-    parts: dict[int, list[Tensor]] = {}  # gradients of parameters by the first row of a worker
+        table = use_huge_pages(x.new_empty((num_rows + own_rows, x.size(1))))
+    elif to_sources and call.mean:
+        table = use_huge_pages(torch.empty_like(grad))
+    # The gradient before ReLU and dropout is computed tile by tile, and stored only if it is read again.
+    whole = torch.empty_like(grad) if result is not None and to_sources and not by_first else None
+    parameter_grads: dict[int, list[Tensor]] = {}  # by the first row of a worker
 
-    def send(first: int, last: int) -> None:
-        of_weight = [torch.zeros_like(weights) for weights in by_group] if wants_weight and by_first else []
-        of_self = torch.zeros_like(self_weight) if wants_self and self_weight is not None else x.new_empty(0)
-        of_bias = x.new_zeros((len(call.targets), grad.size(1)) if wants_bias else 0)
-        parts[first] = [of_self, of_bias, *of_weight]
+    def backward_targets(first: int, last: int) -> None:
+        grad_weights = [torch.zeros_like(weights) for weights in by_group] if wants_weight and by_first else []
+        grad_self = torch.zeros_like(self_weight) if wants_self and self_weight is not None else x.new_empty(0)
+        grad_bias = x.new_zeros((len(call.targets), grad.size(1)) if wants_bias else 0)
+        parameter_grads[first] = [grad_self, grad_bias, *grad_weights]
         buffer = None if result is None or whole is not None else grad.new_empty((_tile_rows(x), grad.size(1)))
         for number, (group, weights) in enumerate(zip(groups, by_group, strict=True)):
             for tile in _tiles_of(group, first, last, x):
-                count, span, given = tile.stop - tile.start, group.rows(tile), grad[tile]
+                count, span, tile_grad = tile.stop - tile.start, group.rows(tile), grad[tile]
                 if result is not None:
                     before = whole[tile] if whole is not None else buffer[:count]  # type: ignore[index]
-                    torch.ops.aten.threshold_backward.grad_input(given, result[tile], 0, grad_input=before)
-                    given = before.mul_(1.0 / (1.0 - call.p)) if call.p else before
-                if received and by_first:
-                    torch.mm(given, weights, out=table[span].view(count, weights.size(1)))
+                    torch.ops.aten.threshold_backward.grad_input(tile_grad, result[tile], 0, grad_input=before)
+                    tile_grad = before.mul_(1.0 / (1.0 - call.p)) if call.p else before
+                if to_sources and by_first:
+                    torch.mm(tile_grad, weights, out=table[span].view(count, weights.size(1)))
                     if self_weight is not None and group.own >= 0:
-                        torch.mm(
-                            given, self_weight[group.kind], out=table[num_rows + tile.start : num_rows + tile.stop]
-                        )
-                if received and degrees is not None:
-                    torch.div(table[span] if by_first else given, degrees[span], out=table[span])
-                if of_weight and aggregated is not None:
-                    of_weight[number].addmm_(given.t(), aggregated[span].view(count, weights.size(1)))
-                if of_self.numel() and group.own >= 0:
-                    of_self[group.kind].addmm_(given.t(), x[group.own_rows(tile)])
+                        own_grad = table[num_rows + tile.start : num_rows + tile.stop]
+                        torch.mm(tile_grad, self_weight[group.node_type], out=own_grad)
+                if to_sources and degrees is not None:
+                    torch.div(table[span] if by_first else tile_grad, degrees[span], out=table[span])
+                if grad_weights and aggregated is not None:
+                    grad_weights[number].addmm_(tile_grad.t(), aggregated[span].view(count, weights.size(1)))
+                if grad_self.numel() and group.own >= 0:
+                    grad_self[group.node_type].addmm_(tile_grad.t(), x[group.own_rows(tile)])
                 if wants_bias:
-                    of_bias[group.kind].add_(given.sum(0))
+                    grad_bias[group.node_type].add_(tile_grad.sum(0))
 
-    _share_out(send, np.arange(num_targets + 1) * _EDGES_PER_ROW, x)
+    _run_ranges(backward_targets, np.arange(num_targets + 1) * _EDGES_PER_ROW, x)
     if whole is not None:
         grad, table = whole, table if call.mean else whole
-    grad_x = huge_pages(x.new_empty(x.shape if wants_x else 0))
-    by_source: dict[int, list[Tensor]] = {}
-    if received:
+    grad_x = use_huge_pages(x.new_empty(x.shape if wants_x else 0))
+    source_grads: dict[int, list[Tensor]] = {}  # gradients of the weight by the first row of a worker
+    if to_sources:
         edges = torch.ops.lightning_gnn.edges_by_source(call.edges, x.size(0))
         rows = _SortedEdges(edges, x.dtype, False)
 
-        def receive(first: int, last: int) -> None:
+        def backward_sources(first: int, last: int) -> None:
             buffer = x.new_empty((0 if by_first else _tile_rows(x), table.size(1)))
-            part = x.new_zeros(0 if by_first or not wants_weight else weight.shape[1:])
-            by_source[first] = [part]
+            grad_weight = x.new_zeros(0 if by_first or not wants_weight else weight.shape[1:])
+            source_grads[first] = [grad_weight]
             for start, stop in _tiles(first, last, x):
                 tile = grad_x[start:stop] if by_first else buffer[: stop - start]
-                rows.sums(table, start, stop, tile)
-                if part.numel():
-                    part.addmm_(tile.t(), x[start:stop])
+                rows.write_sums(table, start, stop, tile)
+                if grad_weight.numel():
+                    grad_weight.addmm_(tile.t(), x[start:stop])
                 if not by_first and wants_x:
                     torch.mm(tile, weight[0], out=grad_x[start:stop])
                 for group in groups if wants_x and self_weight is not None else ():
                     low, high = max(start, group.own), min(stop, group.own + group.num_targets)
                     if self_weight is None or group.own < 0 or low >= high:
                         continue
-                    move = group.first_target - group.own
+                    shift = group.first_target - group.own
                     if by_first:
-                        grad_x[low:high].add_(table[num_rows + low + move : num_rows + high + move])
+                        grad_x[low:high].add_(table[num_rows + low + shift : num_rows + high + shift])
                     else:
-                        grad_x[low:high].addmm_(grad[low + move : high + move], self_weight[group.kind])
+                        grad_x[low:high].addmm_(grad[low + shift : high + shift], self_weight[group.node_type])
 
-        _share_out(receive, rows.work, x)
-    grad_self, grad_bias, *of_groups = _added_up(parts)
-    grad_weight = apart(groups, of_groups, weight) if of_groups else x.new_empty(0)
+        _run_ranges(backward_sources, rows.work, x)
+    grad_self, grad_bias, *group_grads = _sum_workers(parameter_grads)
+    grad_weight = split_relations(groups, group_grads, weight) if group_grads else x.new_empty(0)
     if wants_weight and not by_first:
-        grad_weight = _added_up(by_source)[0].unsqueeze(0)
+        grad_weight = _sum_workers(source_grads)[0].unsqueeze(0)
     return [grad_x, grad_weight, grad_self, grad_bias]
 
 
 register("CPU", aggregate_update, aggregate_update_backward)
 
 
-def _contiguous(call: Update) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return features that the loops read, and weights and bias as they are."""
+def _detach_inputs(call: Update) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     self_weight = None if call.self_weight is None else call.self_weight.detach()
-    return wide(call.x), call.weight.detach(), self_weight, None if call.bias is None else call.bias.detach()
+    return widen(call.x), call.weight.detach(), self_weight, None if call.bias is None else call.bias.detach()
 
 
 class _SortedEdges:
-    """Sorted edges (``edge_order.py``), as the compiled loops read them."""
+    """Sorted edges (``edge_order.py``) in the form that the compiled loops read."""
 
     def __init__(self, edges: list[Tensor], dtype: torch.dtype, mean: bool) -> None:
         self.indptr, self.indices = edges[0].numpy(), edges[1].numpy()
@@ -188,33 +184,33 @@ class _SortedEdges:
         self.work = self.indptr + np.arange(self.count + 1) * _EDGES_PER_ROW
 
     def work_of(self, groups: list[Group]) -> np.ndarray:
-        """Return the work before each target, int64 ``[num_targets + 1]``."""
+        """Return the cumulative work before each target, int64 ``[num_targets + 1]``."""
         if len(groups) == 1 and groups[0].num_relations == 1:
             return self.work
         first_rows = [group.first_row + np.arange(group.num_targets) * group.num_relations for group in groups]
         work: np.ndarray = self.work[np.concatenate([*first_rows, [self.count]])]
         return work
 
-    def sums(self, x: Tensor, start: int, stop: int, out: Tensor) -> None:
+    def write_sums(self, x: Tensor, start: int, stop: int, out: Tensor) -> None:
         """Write the sums of rows ``[start, stop)``; ``x`` and ``out`` are contiguous."""
         num_columns, blocks = x.size(1), self._blocks(x, WIDTHS)
         indptr, degrees = self.indptr[start : stop + 1], self.degrees[start:stop]
-        source, target = flat(x), out.view(-1).numpy()
+        source, target = flatten(x), out.view(-1).numpy()
         weight, stride = (source, 0) if self.weight is None else (self.weight, 1)
         kernels.sum_rows(
             source, blocks, indptr, self.indices, weight, stride, degrees, 0, stop - start, target, num_columns, 0
         )
 
-    def maxima(self, x: Tensor, start: int, stop: int, out: Tensor, ties: Tensor) -> None:
-        """Write the maxima of rows ``[start, stop)``, -inf without edges, and how many edges attain each."""
-        source = flat(x)
+    def write_maxima(self, x: Tensor, start: int, stop: int, out: Tensor, ties: Tensor) -> None:
+        """Write the maxima of rows ``[start, stop)``, -inf without edges, and the number of ties."""
+        source = flatten(x)
         kernels.max_rows(
             source, self._blocks(x, MAX_WIDTHS), self.indptr[start : stop + 1], self.indices, source, 0, 0,
             stop - start, out.view(-1).numpy(), ties.view(-1).numpy(), x.size(1),
         )  # fmt: skip
 
-    def routed(self, grad: Tensor, best: Tensor, x: Tensor, start: int, stop: int, out: Tensor) -> None:
-        """Write the sums of the gradients of those maxima that rows ``[start, stop)`` of ``x`` attain."""
+    def route_gradients(self, grad: Tensor, best: Tensor, x: Tensor, start: int, stop: int, out: Tensor) -> None:
+        """Write the sums of the gradients of the maxima that rows ``[start, stop)`` of ``x`` attain."""
         own = x[start:stop].view(-1).numpy()
         kernels.route_rows(
             grad.view(-1).numpy(), best.view(-1).numpy(), self._blocks(x, MAX_WIDTHS), self.indptr[start : stop + 1],
@@ -226,10 +222,10 @@ class _SortedEdges:
         return kernels.blocks_of(x.size(1), x.size(1), heads, widths, True, 0)[0]
 
 
-def _added_up(parts: dict[int, list[Tensor]]) -> list[Tensor]:
-    """Add the workers' gradients of parameters up in the order of the workers' first rows."""
-    of_workers = zip(*(part for _, part in sorted(parts.items())), strict=True)
-    return [found[0] if len(found) == 1 else torch.stack(found).sum(0) for found in of_workers]
+def _sum_workers(grads: dict[int, list[Tensor]]) -> list[Tensor]:
+    """Sum the workers' gradients of parameters in the order of the workers' first rows."""
+    by_parameter = zip(*(worker for _, worker in sorted(grads.items())), strict=True)
+    return [workers[0] if len(workers) == 1 else torch.stack(workers).sum(0) for workers in by_parameter]
 
 
 def _tile_rows(x: Tensor) -> int:
@@ -243,41 +239,41 @@ def _tiles(first: int, last: int, x: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _tiles_of(group: Group, first: int, last: int, x: Tensor) -> Iterator[slice]:
-    """Yield the tiles of a group's targets among ``[first, last)``."""
+    """Yield the tiles of a group's targets in ``[first, last)``."""
     size = _tile_rows(x) // max(group.num_relations, 1) or 1
     end = min(last, group.targets.stop)
     for start in range(max(first, group.first_target), end, size):
         yield slice(start, min(start + size, end))
 
 
-def _share_out(share: Callable[[int, int], None], work: np.ndarray, x: Tensor) -> None:
-    """Call ``share(first row, one past the last)`` for as many ranges of rows as torch has threads here."""
+def _run_ranges(function: Callable[[int, int], None], work: np.ndarray, x: Tensor) -> None:
+    """Call ``function(first row, one past the last)`` for one range of rows per torch thread, in parallel."""
     num_rows, workers = work.size - 1, torch.get_num_threads()
-    if workers == 1 or int(work[-1]) * x.size(1) <= SMALL * _EDGES_PER_ROW:
-        share(0, num_rows)
+    if workers == 1 or int(work[-1]) * x.size(1) <= MAX_SERIAL_WORK * _EDGES_PER_ROW:
+        function(0, num_rows)
         return
     bounds = np.searchsorted(work, np.linspace(work[0], work[-1], workers + 1))
     bounds[0], bounds[-1] = 0, num_rows
     ranges = [(int(first), int(last)) for first, last in pairwise(bounds) if last > first]
-    run_all_alone([partial(share, *rows) for rows in ranges])
+    run_single_threaded([partial(function, *rows) for rows in ranges])
 
 
-def run_all_alone(shares: list[Callable[[], None]]) -> None:
-    """Run every share in a worker of its own, whose products take one thread."""
-    # The caller only waits: its own products would take all of torch's threads.
-    run_all([lambda: None, *(partial(_alone, share) for share in shares)])
+def run_single_threaded(tasks: list[Callable[[], None]]) -> None:
+    """Run every task in its own worker thread, whose matrix products use a single thread."""
+    # The calling thread only waits, because its products would use all of torch's threads.
+    run_all([lambda: None, *(partial(_run_single_threaded, task) for task in tasks)])
 
 
-def _alone(share: Callable[[], None]) -> None:
-    if not getattr(_thread, "is_alone", False):
-        # One worker at a time: the next would take the 1 for what everybody has, and put that back.
-        with _becoming_alone:
+def _run_single_threaded(task: Callable[[], None]) -> None:
+    if not getattr(_thread_state, "is_single_threaded", False):
+        # The lock keeps the next worker from reading the temporary 1 as the default to restore.
+        with _thread_setup_lock:
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
-            # That is also what threads begin with that come later; only a thread that ends at once can put it back.
+            # This also sets the default of future threads; only a thread that exits at once can restore it.
             other = threading.Thread(target=torch.set_num_threads, args=(threads,))
             other.start()
             other.join()
-        _thread.is_alone = True
-    with torch.inference_mode():  # modes are those of a thread, and what a caller in this mode made is written here
-        share()
+        _thread_state.is_single_threaded = True
+    with torch.inference_mode():  # the mode is thread-local, and outputs may be inference tensors of the caller
+        task()

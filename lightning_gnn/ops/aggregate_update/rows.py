@@ -1,4 +1,4 @@
-"""The aggregation of a mini-batch alone, for layers whose update is a network of the user's, and for maxima."""
+"""Aggregation of a mini-batch without update, for layers with a user-defined update network, and for maxima."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor, runs_on_chip
-from lightning_gnn.ops.aggregate.numba_rows import huge_pages, wide
+from lightning_gnn.ops.aggregate.numba_rows import use_huge_pages, widen
 from lightning_gnn.ops.aggregate_update import reference
-from lightning_gnn.ops.aggregate_update.numba import _share_out, _SortedEdges, _tiles
+from lightning_gnn.ops.aggregate_update.numba import _run_ranges, _SortedEdges, _tiles
 from lightning_gnn.ops.library import Context, define, differentiable_gradients, library
 
 if TYPE_CHECKING:
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 def aggregate_rows(x: Tensor, edges: list[Tensor], reduce: Literal["sum", "mean", "max"]) -> Tensor:
-    """Aggregate the in-neighbors of each target, 0 of none; those that attain a maximum share its gradient."""
-    if x.is_cpu and x.dtype.itemsize < 4:  # as CPUs add up
+    """Aggregate the in-neighbors of each target, 0 without any; tied maxima share the gradient."""
+    if x.is_cpu and x.dtype.itemsize < 4:  # CPUs accumulate in float32
         return aggregate_rows(x.float(), edges, reduce).to(x.dtype)
-    no_kernel = not x.is_cpu and _chip(x, reduce) is None
+    no_kernel = not x.is_cpu and _get_reduce_chip(x, reduce) is None
     if no_kernel or edges[1].numel() == 0 or x.numel() == 0:
-        return _by_torch(edges, x, reduce)
+        return _aggregate_torch(edges, x, reduce)
     return _with_autograd(x, edges, reduce)
 
 
 class _AggregateRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, edges: list[Tensor], reduce: str) -> Tensor:
-        ctx.reduce, ctx.chip, ties = reduce, _chip(x, reduce), None
+        ctx.reduce, ctx.chip, ties = reduce, _get_reduce_chip(x, reduce), None
         if ctx.chip is None:
             out, ties = torch.ops.lightning_gnn.aggregate_rows(edges, x, reduce)
         elif reduce == "max":
@@ -47,8 +47,8 @@ class _AggregateRows(torch.autograd.Function):
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, None, None]:
         x, out, ties, *edges = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            again = differentiable_gradients(lambda x: (_by_torch(edges, x, ctx.reduce),), [x], [True], [grad])
-            return again[0], None, None
+            grads = differentiable_gradients(lambda x: (_aggregate_torch(edges, x, ctx.reduce),), [x], [True], [grad])
+            return grads[0], None, None
         if ctx.chip is None:
             return torch.ops.lightning_gnn.aggregate_rows_backward(edges, grad, x, out, ties, ctx.reduce), None, None
         if ctx.reduce == "max":
@@ -61,8 +61,8 @@ class _AggregateRows(torch.autograd.Function):
 _with_autograd: Callable[..., Tensor] = _AggregateRows.apply
 
 
-def chip_of(device: torch.device) -> Chip | None:
-    """Return what executes the operators on an NPU or in its simulation, or None: then torch's dispatcher finds it."""
+def get_chip(device: torch.device) -> Chip | None:
+    """Return the executor on an NPU or its simulation, or None if torch's dispatcher selects the kernel."""
     backend = backend_name(None)
     if not runs_on_chip(device, backend):
         return None
@@ -72,17 +72,17 @@ def chip_of(device: torch.device) -> Chip | None:
     return Chip(executor.launch, cores)
 
 
-def _chip(x: Tensor, reduce: str) -> Chip | None:
-    """Return what reduces rows in place of the dispatcher's operator, or None; no chip compares float64."""
-    return None if reduce == "max" and x.dtype == torch.float64 else chip_of(x.device)
+def _get_reduce_chip(x: Tensor, reduce: str) -> Chip | None:
+    """Return the executor of a reduction, or None for the dispatcher's operator; chips lack float64 maxima."""
+    return None if reduce == "max" and x.dtype == torch.float64 else get_chip(x.device)
 
 
-def _by_torch(edges: list[Tensor], x: Tensor, reduce: str) -> Tensor:
+def _aggregate_torch(edges: list[Tensor], x: Tensor, reduce: str) -> Tensor:
     if reduce != "max":
         return reference.sums(edges, x, reduce == "mean")
     indptr, indices = edges
     rows = torch.repeat_interleave(indptr.diff(), output_size=indices.numel())
-    # The values that it begins with are left out, but share the gradient of maxima that equal them: NaN equals none.
+    # Initial values are excluded, but would share the gradient of maxima equal to them; NaN never compares equal.
     out = x.new_full((indptr.numel() - 1, x.size(1)), torch.nan)
     index = rows.unsqueeze(1).expand(-1, x.size(1))
     out = out.scatter_reduce(0, index, x.index_select(0, indices), "amax", include_self=False)
@@ -98,19 +98,19 @@ define(
 
 @torch.library.impl(library, "aggregate_rows", "CPU")
 def _aggregate_rows_cpu(edges: list[Tensor], x: Tensor, reduce: str) -> tuple[Tensor, Tensor]:
-    x = wide(x)
+    x = widen(x)
     rows = _SortedEdges(edges, x.dtype, reduce == "mean")
-    out = huge_pages(x.new_empty((rows.count, x.size(1))))
-    ties = huge_pages(torch.empty_like(out)) if reduce == "max" else out.new_empty(0)
+    out = use_huge_pages(x.new_empty((rows.count, x.size(1))))
+    ties = use_huge_pages(torch.empty_like(out)) if reduce == "max" else out.new_empty(0)
 
-    def share(first: int, last: int) -> None:
+    def reduce_rows(first: int, last: int) -> None:
         for start, stop in _tiles(first, last, x):
             if reduce == "max":
-                rows.maxima(x, start, stop, out[start:stop], ties[start:stop])
+                rows.write_maxima(x, start, stop, out[start:stop], ties[start:stop])
             else:
-                rows.sums(x, start, stop, out[start:stop])
+                rows.write_sums(x, start, stop, out[start:stop])
 
-    _share_out(share, rows.work, x)
+    _run_ranges(reduce_rows, rows.work, x)
     if reduce == "max":
         out[edges[0].diff() == 0] = 0
     return out, ties
@@ -120,21 +120,21 @@ def _aggregate_rows_cpu(edges: list[Tensor], x: Tensor, reduce: str) -> tuple[Te
 def _aggregate_rows_backward_cpu(
     edges: list[Tensor], grad: Tensor, x: Tensor, out: Tensor | None, ties: Tensor | None, reduce: str
 ) -> Tensor:
-    x, grad = wide(x), wide(grad)
+    x, grad = widen(x), widen(grad)
     if reduce == "mean":
         grad = grad / edges[0].diff().clamp_(min=1).to(grad.dtype).unsqueeze(1)
     elif out is not None and ties is not None:
         grad = grad / ties
     by_source = torch.ops.lightning_gnn.edges_by_source(edges, x.size(0))
     rows = _SortedEdges(by_source, x.dtype, False)
-    grad_x = huge_pages(torch.empty_like(x))
+    grad_x = use_huge_pages(torch.empty_like(x))
 
-    def share(first: int, last: int) -> None:
+    def backward_rows(first: int, last: int) -> None:
         for start, stop in _tiles(first, last, x):
             if out is not None:
-                rows.routed(grad, out, x, start, stop, grad_x[start:stop])
+                rows.route_gradients(grad, out, x, start, stop, grad_x[start:stop])
             else:
-                rows.sums(grad, start, stop, grad_x[start:stop])
+                rows.write_sums(grad, start, stop, grad_x[start:stop])
 
-    _share_out(share, rows.work, x)
+    _run_ranges(backward_rows, rows.work, x)
     return grad_x

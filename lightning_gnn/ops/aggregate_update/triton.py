@@ -1,6 +1,6 @@
 """Aggregate and update on a GPU: the CUDA implementation of the operators.
 
-One fused kernel if x is aggregated first and tensor cores may multiply; else sums beside products by its BLAS.
+A single fused kernel if x is aggregated first and tensor cores may be used; else a kernel for sums and torch's BLAS.
 """
 
 from collections.abc import Callable
@@ -10,35 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate.triton import _on
+from lightning_gnn.ops.aggregate.triton import _current_device
 from lightning_gnn.ops.aggregate_update import reference
 from lightning_gnn.ops.aggregate_update.reference import Update, register
 from lightning_gnn.ops.library import triton_installed
 
 
 def aggregate_update(call: Update, keep: bool) -> tuple[Tensor, Tensor]:
-    """Do what :func:`reference.update` does."""
+    """Run :func:`reference.update` on a GPU."""
     x, self_weight, bias = call.x, call.self_weight, call.bias
-    one = call.relations == [1] and (self_weight is None or call.own == [0])
-    if not one or not call.aggregate_first or not _fused(x) or call.p is not None:
+    is_single = call.relations == [1] and (self_weight is None or call.own == [0])
+    if not is_single or not call.aggregate_first or not _supports_fused(x) or call.p is not None:
         return reference.update(sums, call, keep)
     from lightning_gnn.triton_kernels import aggregate_update as kernels
 
     weight, edges = call.weight[0].contiguous(), call.edges
     out = x.new_empty((edges[0].numel() - 1, weight.size(0)))
-    kept = x.new_empty((out.size(0), x.size(1))) if keep else None
+    aggregated = x.new_empty((out.size(0), x.size(1))) if keep else None
     own, shift = (None if tensor is None else tensor[0].contiguous() for tensor in (self_weight, bias))
-    with _on(x.device):
-        kernels.aggregate_update(edges, x.contiguous(), weight, own, shift, call.mean, _tf32(), out, kept)
-    return out, x.new_empty(0) if kept is None else kept
+    with _current_device(x.device):
+        kernels.aggregate_update(edges, x.contiguous(), weight, own, shift, call.mean, _tf32(), out, aggregated)
+    return out, x.new_empty(0) if aggregated is None else aggregated
 
 
 def sums(edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
-    """Do what the function of this name in ``reference.py`` does, without autograd."""
+    """Run ``reference.sums`` on a GPU, without autograd."""
     from lightning_gnn.triton_kernels import aggregate_update as kernels
 
     out = x.new_empty((edges[0].numel() - 1, x.size(1)))
-    with _on(x.device):
+    with _current_device(x.device):
         kernels.sum_rows(edges, x.contiguous(), mean, out)
     return out
 
@@ -46,26 +46,26 @@ def sums(edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
 aggregate_update_backward = partial(reference.update_backward, sums)
 
 
-def _fused(x: Tensor) -> bool:
-    if x.is_cpu:  # Triton's interpreter, which multiplies the bits of bfloat16 as integers
+def _supports_fused(x: Tensor) -> bool:
+    if x.is_cpu:  # Triton's interpreter, which wrongly multiplies bfloat16 as integers
         return x.dtype in (torch.float32, torch.float16)
     return x.dtype in (torch.float16, torch.bfloat16) or (x.dtype == torch.float32 and _tf32())
 
 
-def _on_gpu(function: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs, once it is called, by Triton's kernels if Triton is there."""
-    return lambda *given: (function if triton_installed() else otherwise)(*given)
+def _select_at_call(function: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``function`` if Triton is installed at that time, else ``fallback``."""
+    return lambda *given: (function if triton_installed() else fallback)(*given)
 
 
 register(
     "CUDA",
-    _on_gpu(aggregate_update, reference.aggregate_update),
-    _on_gpu(aggregate_update_backward, reference.aggregate_update_backward),
+    _select_at_call(aggregate_update, reference.aggregate_update),
+    _select_at_call(aggregate_update_backward, reference.aggregate_update_backward),
 )
 
 
 def _tf32() -> bool:
-    """Tell whether the user lets torch round float32 to TF32 in matrix products."""
+    """Return whether the user allows TF32 in float32 matrix products."""
     matmul = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)  # reading the older name fails where the newer was written
+    precision = getattr(matmul, "fp32_precision", None)  # reading the old setting fails after the new one was set
     return bool(matmul.allow_tf32) if precision is None else precision == "tf32"

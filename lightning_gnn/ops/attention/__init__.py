@@ -1,1 +1,1 @@
-"""Attention, aggregation and update of a mini-batch's edges in one pass, for GAT, GATv2, RGAT and HGT."""
+"""Fused attention, aggregation and update over the edges of a mini-batch, for GAT, GATv2, RGAT and HGT."""

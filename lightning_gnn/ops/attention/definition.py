@@ -1,4 +1,4 @@
-"""What layers of attention compute on a mini-batch's edges, without a number per edge and channel in memory."""
+"""Attention layers on the edges of a mini-batch, without materializing messages per edge and channel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,17 +24,18 @@ def attend(
     negative_slope: float = 0.2,
     dynamic: bool = False,
 ) -> Tensor:
-    """Sum up, for each target and head, the values of its sources, weighted by the softmax of in-edges' scores.
+    """Sum the source values of each target and head, weighted by the softmax of the scores of the in-edges.
 
     A score is ``leaky_relu(side · value + target)`` (GAT, arXiv:1710.10903), or, if ``dynamic``, ``side ·
-    leaky_relu(value + target)`` (GATv2, arXiv:2105.14491). With a ``weight`` ``[heads * out, channels]`` heads read the
-    same values, and sums are multiplied; ``factor`` ``[E, heads]``, a constant, multiplies attention. See ``_check``.
+    leaky_relu(value + target)`` (GATv2, arXiv:2105.14491). With ``weight`` ``[heads * out, channels]`` all heads read
+    the same values, and the sums are multiplied by it. The constant ``factor`` ``[E, heads]`` multiplies the attention.
+    :class:`~lightning_gnn.ops.attention.reference.Attend` documents all shapes.
     """
     if weight is not None:
         if weight.size(0) % max(side.size(0), 1):
-            raise ValueError(f"weight has {weight.size(0)} rows, which {side.size(0)} heads cannot share")
+            raise ValueError(f"weight has {weight.size(0)} rows, which is not a multiple of {side.size(0)} heads")
         weight = weight.reshape(1, side.size(0), weight.size(0) // max(side.size(0), 1), weight.size(1))
-    # A layer without types is one relation of one type.
+    # A homogeneous layer is a single relation of a single node type.
     layout = Layout([edges[0].numel() - 1], [1], False)
     call = Attend(edges, values, side.unsqueeze(0), target, weight, factor, layout, negative_slope, dynamic)
     return _run(call, with_mass=False)[0]
@@ -50,16 +51,16 @@ def attend_relations(
     factor: Tensor | None = None,
     negative_slope: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Sum up, for each target and head, the values of its sources in all relations; return each row's attention too.
+    """Sum the source values of each target and head over all relations; also return the sum of attention of each row.
 
-    A row is a target and a relation that reaches it, and its score ``leaky_relu(side · value + shift)``. The softmax is
-    over the edges of a row (arXiv:1710.10903), or with ``layout.across`` of a target (arXiv:2003.01332).
+    A row is a target and one of its relations; scores are ``leaky_relu(side · value + shift)``. The softmax is over the
+    edges of a row (arXiv:1710.10903), or with ``layout.across`` over those of a target (arXiv:2003.01332).
     """
     return _run(Attend(edges, values, side, shift, weight, factor, layout, negative_slope), with_mass=True)
 
 
 def with_self_loops(edges: list[Tensor], num_sources: int) -> list[Tensor]:
-    """Return edges of the CPU sorted by target with one self-loop, the last, of each target that is a source."""
+    """Return CPU edges sorted by target in which each target that is a source ends with exactly one self-loop."""
     return numba.with_self_loops(edges, min(num_sources, edges[0].numel() - 1))
 
 
@@ -76,9 +77,9 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Context, values: Tensor, side: Tensor, shift: Tensor, weight: Tensor | None, call: Attend, with_mass: bool
     ) -> tuple[Tensor, Tensor]:
-        out, mass, *kept = numba.attend(call, ctx.needs_input_grad[3], with_mass)
+        out, mass, *saved = numba.attend(call, ctx.needs_input_grad[3], with_mass)
         ctx.rest = call[6:]
-        ctx.save_for_backward(*call[1:6], *kept, *call.edges)
+        ctx.save_for_backward(*call[1:6], *saved, *call.edges)
         return out, mass
 
     @staticmethod
@@ -93,8 +94,8 @@ class _Attend(torch.autograd.Function):
 
             grads = differentiable_gradients(compute, inputs, wanted, [grad, grad_mass])
         else:
-            given = grad.contiguous(), grad_mass.contiguous()
-            grads = numba.attend_backward(call, *given, (sums, attention, signed), [*wanted])
+            out_grads = grad.contiguous(), grad_mass.contiguous()
+            grads = numba.attend_backward(call, *out_grads, (sums, attention, signed), [*wanted])
         return *grads, None, None
 
 
@@ -106,10 +107,10 @@ def _check(call: Attend) -> None:
     if side.dim() != 3 or (weight is not None and (weight.dim() != 4 or call.dynamic)):
         raise ValueError(
             f"side must be [sides, heads, channels], but is {list(side.shape)}, and weight [relations, heads, out, "
-            "channels]; dynamic attention scores what is multiplied already: there weight must be None"
+            "channels]; dynamic attention scores values that are already multiplied, so its weight must be None"
         )
     if values.dtype not in _DTYPES:
-        raise TypeError(f"values must be float32 or float64, but are {values.dtype}")
+        raise TypeError(f"values must be float32 or float64, but is {values.dtype}")
     heads, channels = side.shape[1:]
     num_relations, columns = sum(layout.relations), heads * channels
     out = 0 if weight is None else weight.size(2)
@@ -123,4 +124,4 @@ def _check(call: Attend) -> None:
     check_shapes(shapes)
     for name, (tensor, _) in shapes.items():
         if tensor is not None and tensor.dtype != values.dtype:
-            raise TypeError(f"{name} is {tensor.dtype}, but values {values.dtype}; convert one of them")
+            raise TypeError(f"{name} is {tensor.dtype}, but values is {values.dtype}; convert one of them")

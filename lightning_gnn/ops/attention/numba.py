@@ -1,6 +1,6 @@
-"""Attention over a mini-batch's edges on the CPU: tiles of targets, whose sums are multiplied while in the cache.
+"""Attention over the edges of a mini-batch on the CPU: a tile's sums are multiplied while they are in the cache.
 
-Gradients of parameters are summed up per section of tiles, then in order: the same for any number of threads.
+Gradients of parameters are summed per section of tiles, then in order, independent of the number of threads.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,47 +12,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gnn.ops.aggregate.numba_rows import flat, huge_pages
-from lightning_gnn.ops.aggregate_update.numba import run_all_alone
+from lightning_gnn.ops.aggregate.numba_rows import flatten, use_huge_pages
+from lightning_gnn.ops.aggregate_update.numba import run_single_threaded
 from lightning_gnn.ops.aggregate_update.reference import Group
 from lightning_gnn.ops.attention import numba_kernels as kernels
 from lightning_gnn.ops.attention.reference import Attend
 
-TILE_BYTES = 1 << 19  # a tile's sums, half of a level-2 cache of 1 MB: what they are multiplied with stays there too
-MAX_SECTIONS = 32
-"""So many threads can take part; each more has a gradient of its own of the parameters, which have to be added up."""
-SECTION_WORK = 1 << 17  # numbers read below which a thread would take longer to wake up than to finish
+TILE_BYTES = 1 << 19  # a tile's sums: half of an L2 cache of 1 MB, so that the weights stay in it too
+MAX_SECTIONS = 32  # maximum parallelism; every section accumulates its own gradient of the parameters
+SECTION_WORK = 1 << 17  # elements read below which waking a thread takes longer than the work
 _NO_SIDES = np.empty(0, np.int32)
 T = TypeVar("T")
-_EDGES_PER_ROW = 16  # how many edges take as long as the products of a row, about: for sections of equal work
+_EDGES_PER_ROW = 16  # approximate cost of a row's products, in edges, for sections of equal work
 
 
 def with_self_loops(edges: list[Tensor], num_loops: int) -> list[Tensor]:
-    """Return edges without self-loops but one, the last, of each of the first ``num_loops`` targets."""
+    """Replace all self-loops by one, the last edge, for each of the first ``num_loops`` targets."""
     pointers = np.empty(edges[0].numel(), np.int64)
     indices = kernels.add_self_loops(edges[0].numpy(), edges[1].numpy(), num_loops, pointers)
     return [torch.from_numpy(pointers), torch.from_numpy(indices)]
 
 
 def attend(call: Attend, keep: bool, with_mass: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Return what ``reference.attend`` does, the sums if ``keep``, attention, and that before ``factor`` with signs."""
+    """Return the results of ``reference.attend``, the sums (if ``keep``), and both attentions (see ``kernels``)."""
     plan, weight, values = _Plan(call), call.weight, call.values
-    attention = huge_pages(values.new_empty((call.edges[1].numel(), plan.heads)))
-    signed = huge_pages(torch.empty_like(attention))
+    attention = use_huge_pages(values.new_empty((call.edges[1].numel(), plan.heads)))
+    signed = use_huge_pages(torch.empty_like(attention))
     mass = values.new_empty((plan.num_rows, plan.heads) if with_mass else 0)
-    # Without a product the sums are the result.
-    whole = huge_pages(values.new_empty((plan.num_rows, plan.width))) if weight is None or keep else None
+    # Without a weight the sums are the result.
+    whole = use_huge_pages(values.new_empty((plan.num_rows, plan.width))) if weight is None or keep else None
     num_targets = sum(call.layout.targets)
     out = whole if weight is None else values.new_empty((num_targets, plan.heads * weight.size(2)))
     assert out is not None
-    factors = flat(values.new_empty(0) if call.factor is None else call.factor)
-    results = tuple(flat(tensor) for tensor in (mass, attention, signed))
+    factors = flatten(values.new_empty(0) if call.factor is None else call.factor)
+    results = tuple(flatten(tensor) for tensor in (mass, attention, signed))
 
     def run(tiles: list[_Tile], section: int) -> None:
         buffer = None if whole is not None else values.new_empty((max(tile.num_rows for tile in tiles), plan.width))
         for tile in tiles:
             sums = whole[tile.rows] if whole is not None else buffer[: tile.num_rows]  # type: ignore[index]
-            kernels.attend_rows(*plan.arguments, *plan.of_tile(tile), factors, flat(sums), *results)
+            kernels.attend_rows(*plan.arguments, *plan.tile_arguments(tile), factors, flatten(sums), *results)
             if weight is None:
                 continue
             result = plan.by_head(out[tile.targets])
@@ -70,53 +69,53 @@ def attend(call: Attend, keep: bool, with_mass: bool) -> tuple[Tensor, Tensor, T
 
 def attend_backward(
     call: Attend,
-    grad: Tensor,  # of its result, contiguous
-    grad_mass: Tensor,  # of the sum of attention of each row, contiguous, or empty
-    kept: tuple[Tensor | None, Tensor, Tensor],  # what attend returned for this
+    grad: Tensor,  # gradient of the result, contiguous
+    grad_mass: Tensor,  # gradient of the sum of attention of each row, contiguous, or empty
+    saved: tuple[Tensor | None, Tensor, Tensor],  # the last three results of attend
     wanted: list[bool],
 ) -> list[Tensor | None]:
-    """Return the gradients of values, side, shift and weight, or None where not wanted."""
+    """Return the gradients of values, side, shift and weight, or None if not requested."""
     wants_values, wants_side, wants_shift, wants_weight = wanted
-    aggregated, attention, signed = kept
+    aggregated, attention, signed = saved
     plan, weight, values = _Plan(call), call.weight, call.values
-    # The gradient of the sums: of all of them where it goes on to the sources, else tile by tile.
+    # The gradient of the sums is stored completely if the sources need it, else tile by tile.
     whole = grad if weight is None else None
     if weight is not None and wants_values:
-        whole = huge_pages(values.new_empty((plan.num_rows, plan.width)))
-    grad_scores = huge_pages(torch.empty_like(attention))
+        whole = use_huge_pages(values.new_empty((plan.num_rows, plan.width)))
+    grad_scores = use_huge_pages(torch.empty_like(attention))
     grad_shift = values.new_empty(call.shift.shape)
     sections = plan.sections()
-    # A side per row is that of one section; else each has a gradient in each section, to be added up.
+    # A side per row belongs to a single section; a side per relation has a gradient in each section.
     sides = values.new_zeros((1 if call.layout.across else len(sections), *call.side.shape))
     weights = values.new_zeros((len(sections), *(weight.shape if weight is not None and wants_weight else (0,))))
-    before = tuple(flat(tensor) for tensor in (grad_mass, attention, signed, grad_scores, grad_shift))
+    arrays = tuple(flatten(tensor) for tensor in (grad_mass, attention, signed, grad_scores, grad_shift))
 
     def run(tiles: list[_Tile], section: int) -> None:
         buffer = None if whole is not None else values.new_empty((max(tile.num_rows for tile in tiles), plan.width))
-        of_side = flat(sides[0 if call.layout.across else section])
+        grad_side = flatten(sides[0 if call.layout.across else section])
         for tile in tiles:
             sums = whole[tile.rows] if whole is not None else buffer[: tile.num_rows]  # type: ignore[index]
-            given = None if weight is None else plan.by_head(grad[tile.targets])
-            if given is not None and weight is not None:
+            tile_grad = None if weight is None else plan.by_head(grad[tile.targets])
+            if tile_grad is not None and weight is not None:
                 for product, r, h in plan.products(tile, sums):
-                    torch.mm(given[:, h], weight[r, h], out=product)
-            if given is not None and aggregated is not None and wants_weight:
+                    torch.mm(tile_grad[:, h], weight[r, h], out=product)
+            if tile_grad is not None and aggregated is not None and wants_weight:
                 for product, r, h in plan.products(tile, aggregated[tile.rows]):
-                    weights[section, r, h].addmm_(given[:, h].t(), product)
-            arguments: tuple[Any, ...] = *plan.arguments, *plan.of_tile(tile), flat(sums), *before, of_side
+                    weights[section, r, h].addmm_(tile_grad[:, h].t(), product)
+            arguments: tuple[Any, ...] = *plan.arguments, *plan.tile_arguments(tile), flatten(sums), *arrays, grad_side
             kernels.scores_backward(*arguments)
 
     _run(sections, run)
     return [
         plan.values_backward(whole, attention, grad_scores) if wants_values and whole is not None else None,
-        _total(sides) if wants_side else None,
+        _sum_sections(sides) if wants_side else None,
         grad_shift if wants_shift else None,
-        _total(weights) if wants_weight else None,
+        _sum_sections(weights) if wants_weight else None,
     ]
 
 
 class _Tile(NamedTuple):
-    """Some targets of one type, and their rows."""
+    """A range of targets of one node type, and their rows."""
 
     group: Group
     targets: slice
@@ -129,7 +128,7 @@ class _Tile(NamedTuple):
 
 
 class _Plan:
-    """The arguments as the compiled loops take them, and who computes what of them."""
+    """The arguments of the compiled loops, and the division of work into tiles and sections."""
 
     def __init__(self, call: Attend) -> None:
         values = call.values.detach()
@@ -137,34 +136,34 @@ class _Plan:
         _, self.heads, self.channels = call.side.shape
         self.width = self.heads * self.channels
         self.indptr, self.indices = call.edges[0].numpy(), call.edges[1].numpy()
-        of_values = flat(values)
-        # Where the heads share their columns they lie no step apart.
-        self.of_values = (
-            of_values,
+        flat_values = flatten(values)
+        # The step between heads is 0 if they share columns.
+        self.value_arguments = (
+            flat_values,
             values.size(1),
             self.channels if call.weight is None else 0,
             self.heads,
             self.channels,
-            flat(call.side.detach()),
-            flat(call.shift.detach()),
+            flatten(call.side.detach()),
+            flatten(call.shift.detach()),
             call.dynamic,
-            of_values.dtype.type(call.slope),
+            flat_values.dtype.type(call.slope),
         )
-        self.arguments = *self.of_values, self.indptr, self.indices
+        self.arguments = *self.value_arguments, self.indptr, self.indices
 
-    def of_tile(self, tile: _Tile) -> tuple[int, int, int, int, int]:
-        """Return a tile's rows, how many of them a softmax goes over, the first of their sides, and how many."""
+    def tile_arguments(self, tile: _Tile) -> tuple[int, int, int, int, int]:
+        """Return the first and last row of a tile, rows per softmax, first side and number of sides."""
         rows, group = tile.rows, tile.group
         if self.call.layout.across:
             return rows.start, rows.stop, max(group.num_relations, 1), rows.start, max(tile.num_rows, 1)
         return rows.start, rows.stop, 1, group.first_relation, max(group.num_relations, 1)
 
     def by_head(self, rows: Tensor) -> Tensor:
-        """View rows as ``[n, heads, a head's columns]``."""
+        """View rows as ``[n, heads, columns per head]``."""
         return rows.view(rows.size(0), self.heads, rows.size(1) // self.heads)
 
     def products(self, tile: _Tile, sums: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-        """Yield what of a tile's sums each relation and head has, ``[num_targets, channels]``, and these numbers."""
+        """Yield a tile's sums ``[num_targets, channels]`` for each relation and head, and both numbers."""
         group = tile.group
         parts = sums.view(tile.targets.stop - tile.targets.start, group.num_relations, self.heads, self.channels)
         for r in range(group.num_relations):
@@ -172,15 +171,15 @@ class _Plan:
                 yield parts[:, r, h], group.first_relation + r, h
 
     def sections(self) -> list[list[_Tile]]:
-        """Cut targets into tiles, and tiles into sections."""
+        """Divide targets into tiles, and tiles into sections."""
         tiles = []
         for group in self.call.layout.groups:
-            # Products of several relations, whose rows do not lie together, are few and large: tiles of most rows.
+            # With several relations the rows of a product are strided; larger tiles give fewer and larger products.
             size = _tile_rows(self.width * self.values.element_size() if group.num_relations == 1 else 1)
             for first in range(group.first_target, group.targets.stop, size):
                 targets = slice(first, min(first + size, group.targets.stop))
                 tiles.append(_Tile(group, targets, group.rows(targets)))
-        # Gradients of weights have to be added up, section by section.
+        # Every section adds a gradient of the weights, so it must read several times as many elements.
         least = 0 if self.call.weight is None else 4 * self.call.weight.numel()
         return _cut(tiles, [tile.rows.start for tile in tiles], self.indptr, self.values.size(1), least)
 
@@ -189,17 +188,17 @@ class _Plan:
         numbers = torch.arange(self.indices.size, dtype=torch.int32)
         by_source = torch.ops.lightning_gnn.edges_by_source([*self.call.edges, numbers], self.values.size(0))
         indptr, indices = by_source[0].numpy(), by_source[1].numpy()
-        weights, scores = (flat(of_edges.index_select(0, by_source[2])) for of_edges in (attention, grad_scores))
+        weights, scores = (flatten(of_edge.index_select(0, by_source[2])) for of_edge in (attention, grad_scores))
         sides = self.call.layout.sides()[indices] if self.call.side.size(0) > 1 else _NO_SIDES
-        out = huge_pages(torch.empty_like(self.values, memory_format=torch.contiguous_format))
+        out = use_huge_pages(torch.empty_like(self.values, memory_format=torch.contiguous_format))
         size = _tile_rows(self.width * self.values.element_size())
         tiles = [slice(first, min(first + size, indptr.size - 1)) for first in range(0, indptr.size - 1, size)]
 
         def run(tiles: list[slice], section: int) -> None:
             for tile in tiles:
                 kernels.values_backward(
-                    *self.of_values, indptr, indices, sides, tile.start, tile.stop, flat(grad), weights, scores,
-                    flat(out),
+                    *self.value_arguments, indptr, indices, sides, tile.start, tile.stop, flatten(grad), weights,
+                    scores, flatten(out),
                 )  # fmt: skip
 
         _run(_cut(tiles, [tile.start for tile in tiles], indptr, self.width), run)
@@ -207,7 +206,7 @@ class _Plan:
 
 
 def _cut(tiles: list[T], first_rows: list[int], indptr: np.ndarray, num_columns: int, least: int = 0) -> list[list[T]]:
-    """Cut tiles into sections of about the same work, as many as pay; ``least``: numbers that a section must read."""
+    """Divide tiles into sections of about equal work; ``least`` is the minimum of elements that a section reads."""
     starts = np.array(first_rows, np.int64)
     work = indptr[starts] + starts * _EDGES_PER_ROW
     total = int(indptr[-1]) + (indptr.size - 1) * _EDGES_PER_ROW
@@ -221,20 +220,20 @@ def _tile_rows(row_bytes: int) -> int:
 
 
 def _run(sections: list[list[T]], run: Callable[[list[T], int], None]) -> None:
-    """Call ``run(tiles, number of the section)`` for each section, on as many threads as torch has here."""
+    """Call ``run(tiles, number of the section)`` for each section, on up to ``torch.get_num_threads()`` threads."""
     workers = min(torch.get_num_threads(), len(sections))
 
-    def share(first: int, last: int) -> None:
+    def run_range(first: int, last: int) -> None:
         for section in range(first, last):
             run(sections[section], section)
 
     if workers <= 1:
-        share(0, len(sections))
+        run_range(0, len(sections))
         return
     bounds = [len(sections) * i // workers for i in range(workers + 1)]
-    run_all_alone([partial(share, first, last) for first, last in pairwise(bounds)])
+    run_single_threaded([partial(run_range, first, last) for first, last in pairwise(bounds)])
 
 
-def _total(parts: Tensor) -> Tensor:
-    """Add up the sections' parts in their order."""
-    return parts[0] if parts.size(0) == 1 else torch.from_numpy(np.add.reduce(parts.numpy(), axis=0))
+def _sum_sections(grads: Tensor) -> Tensor:
+    """Sum the gradients of the sections in order."""
+    return grads[0] if grads.size(0) == 1 else torch.from_numpy(np.add.reduce(grads.numpy(), axis=0))

@@ -1,29 +1,29 @@
-"""Compiled loops of attention over a mini-batch's edges: one call is one tile of targets, or of sources.
+"""Compiled loops of attention over the edges of a mini-batch; each call processes one tile of targets or sources.
 
-A row is a target and a relation that reaches it; without types there is one relation. Arguments that all have in
-common, flat arrays of one floating dtype if nothing else is said:
+A row is a target and one of its relations; homogeneous layers have a single relation. Common arguments, flat arrays of
+a single floating dtype unless stated otherwise:
 
-- ``values`` ``[num_sources * num_columns]``: what is attended to; head h reads columns ``h * step`` to
-  ``h * step + channels``: ``step`` is 0 where all heads read the same columns, else ``channels``;
-- ``side`` ``[num_sides * heads * channels]``: what a head's columns are multiplied with to make a score;
-- ``shift``: of each row, ``[num_rows * heads]`` to be added to the scores, or, if ``dynamic``,
-  ``[num_rows * heads * channels]`` to be added to the values before the leaky ReLU and the product, of one side;
-- ``slope``: of the leaky ReLU;
+- ``values`` ``[num_sources * num_columns]``: attended values; head h reads columns ``h * step`` to
+  ``h * step + channels``; ``step`` is 0 if all heads read the same columns, else ``channels``;
+- ``side`` ``[num_sides * heads * channels]``: vectors whose dot products with the values of a head give the scores;
+- ``shift``: ``[num_rows * heads]``, added to the scores, or, if ``dynamic``, ``[num_rows * heads * channels]``, added
+  to the values before the leaky ReLU and the dot product;
+- ``slope``: negative slope of the leaky ReLU;
 - ``indptr`` int64 ``[num_rows + 1]``, ``indices`` int32 ``[E]``: entries of each row, and the column of each entry;
-- ``attention`` ``[E * heads]``: the weights of the sums; ``signed``: the same before dropout, negative where the leaky
-  ReLU's slope counts;
-- ``first``, ``last``: the tile's rows, one past the last; ``each``: how many of them a softmax goes over;
-- ``first_side``, ``num_sides``: the sides of the tile's rows, in turn.
+- ``attention`` ``[E * heads]``: weights of the sums; ``signed``: the weights before dropout, with a negative sign where
+  the leaky ReLU applied its slope;
+- ``first``, ``last``: the tile's range of rows; ``each``: consecutive rows per softmax;
+- ``first_side``, ``num_sides``: the rows of the tile use these sides cyclically.
 
-Numba's cache on disk follows changes of this file only: after a change in ``head_loops.py``, change (or touch) it.
+Numba's disk cache tracks changes of this file only: touch it after a change in ``head_loops.py``.
 """
 
 import numba
 import numpy as np
 
 from lightning_gnn.ops.attention.head_loops import (
-    APART,
     LINES,
+    SEPARATE,
     SHARED,
     add_heads,
     add_leaky,
@@ -36,7 +36,7 @@ from lightning_gnn.ops.intrinsics import LINE
 
 @numba.njit(inline="always", cache=True)
 def _group(heads: int) -> int:
-    """Return how many of these heads a loop takes together."""
+    """Return the number of heads that a loop processes together."""
     return 4 if heads >= 4 else 2 if heads >= 2 else 1
 
 
@@ -45,19 +45,19 @@ def _write_dots(
     x: np.ndarray, num_columns: int, step: int, indices: np.ndarray, own: np.ndarray, own_at: int, slope: float,
     dynamic: bool, side: np.ndarray, side_at: int, begin: int, end: int, heads: int, channels: int, out: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write products with ``side[side_at:]`` of each entry's row, or of ``leaky_relu(own + row)``, ``[E * heads]``."""
-    last, kind = indices.size - 1, APART if step else SHARED
+    """Write dot products ``[E * heads]`` of ``side[side_at:]`` and each entry's row, or ``leaky_relu(own + row)``."""
+    last, columns = indices.size - 1, SEPARATE if step else SHARED
     h = 0
     while h < heads:
         group, at = _group(heads - h), side_at + h * channels
         if dynamic:
             dot_leaky_heads(
                 x, h * step, num_columns, step, indices, own, own_at + h * step, slope, side, at, begin, end, last,
-                step, out, heads, h, APART, group,
+                step, out, heads, h, SEPARATE, group,
             )  # fmt: skip
         else:
             dot_heads(
-                x, h * step, num_columns, step, indices, side, at, begin, end, last, channels, out, heads, h, kind,
+                x, h * step, num_columns, step, indices, side, at, begin, end, last, channels, out, heads, h, columns,
                 group,
             )  # fmt: skip
         h += group
@@ -68,7 +68,7 @@ def _add_sums(
     x: np.ndarray, num_columns: int, step: int, indices: np.ndarray, weight: np.ndarray, begin: int, end: int,
     heads: int, channels: int, out: np.ndarray, out_at: int,
 ) -> None:  # fmt: skip
-    """Add the sums of the entries' rows times their weights ``[E * heads]`` to ``out[out_at:]``, heads side by side."""
+    """Add the sums of the entries' rows times their weights ``[E * heads]`` to ``out[out_at:]``, head by head."""
     last, lanes = indices.size - 1, LINE // x.itemsize
     column = 0
     while column < channels:
@@ -92,7 +92,7 @@ def attend_rows(
     first_side: int, num_sides: int, factor: np.ndarray, out: np.ndarray, mass: np.ndarray, attention: np.ndarray,
     signed: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the entries' weights, and per row the weighted sum of values and that of weights, if ``mass`` has room."""
+    """Write the entries' weights and each row's weighted sum; ``mass``, unless empty, gets the sum of the weights."""
     largest, total = np.empty(heads, values.dtype), np.empty(heads, values.dtype)
     zero, tiny = values.dtype.type(0), values.dtype.type(1e-16)
     width = heads * channels
@@ -102,13 +102,13 @@ def attend_rows(
         total[:] = zero
         for row in range(row0, row0 + each):
             begin, end = indptr[row], indptr[row + 1]
-            # 1. Products, for which the rows of values come into the cache.
+            # 1. Dot products, which load the rows of values into the cache.
             at = (first_side + (row - first) % num_sides) * width
             _write_dots(
                 values, num_columns, step, indices, shift, row * width, slope, dynamic, side, at, begin, end, heads,
                 channels, signed,
             )  # fmt: skip
-            # 2. Scores and the largest per head. "Not less or equal", so that a NaN, once met, is the largest.
+            # 2. Scores and the largest per head. "Not less or equal" makes NaN the largest, and it stays the largest.
             for e in range(begin, end):
                 for h in range(heads):
                     i = e * heads + h
@@ -120,7 +120,7 @@ def attend_rows(
                     attention[i] = score
                     if not score <= largest[h]:
                         largest[h] = score
-        # 3. The softmax, with PyG's guard against a sum of 0.
+        # 3. The softmax; as in PyG, a small constant prevents division by 0.
         begin, end = indptr[row0], indptr[row0 + each]
         for e in range(begin, end):
             for h in range(heads):
@@ -137,7 +137,7 @@ def attend_rows(
                 weight = attention[i] / total[h]
                 signed[i] = weight if dynamic or signed[i] > zero else -weight
                 attention[i] = weight * factor[i] if factor.size else weight
-        # 4. The sums.
+        # 4. The weighted sums.
         for row in range(row0, row0 + each):
             begin, end = indptr[row], indptr[row + 1]
             at = (row - first) * width
@@ -161,7 +161,7 @@ def scores_backward(
     zero, width, lanes = values.dtype.type(0), heads * channels, LINE // values.itemsize
     for row0 in range(first, last, each):
         total[:] = zero
-        # 1. The gradient of a weight is the product of its value with that of the sum.
+        # 1. The gradient of a weight is the dot product of its value and the gradient of the sum.
         for row in range(row0, row0 + each):
             begin, end = indptr[row], indptr[row + 1]
             at = (row - first) * width
@@ -178,7 +178,7 @@ def scores_backward(
                     total[h] += attention[e * heads + h] * grad_scores[e * heads + h]
         for row in range(row0, row0 + each):
             begin, end = indptr[row], indptr[row + 1]
-            # 2. The softmax's is weight * (that - their weighted mean).
+            # 2. The gradient of the softmax is weight * (gradient of the weight - weighted mean of these gradients).
             whole[:] = zero
             for e in range(begin, end):
                 for h in range(heads):
@@ -187,7 +187,7 @@ def scores_backward(
                     change = change * slope if signed[i] < zero else change
                     grad_scores[i] = change
                     whole[h] += change
-            # 3. What comes before.
+            # 3. The gradients of the inputs of the scores.
             if not dynamic:
                 for h in range(heads):
                     grad_shift[row * heads + h] = whole[h]
@@ -216,7 +216,7 @@ def values_backward(
     dynamic: bool, slope: float, indptr: np.ndarray, indices: np.ndarray, sides: np.ndarray, first: int, last: int,
     grad: np.ndarray, attention: np.ndarray, grad_scores: np.ndarray, out: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the values' gradient for a tile of sources: rows are sources, ``indices`` the rows that read them."""
+    """Write the gradient of the values for a tile of sources; ``indices`` holds the rows that read each source."""
     zero, width, lanes = values.dtype.type(0), heads * channels, LINE // values.itemsize
     end_entry, numbers, whole = indices.size - 1, np.arange(heads).astype(np.int32), np.empty(heads, values.dtype)
     for s in range(first, last):
@@ -234,11 +234,11 @@ def values_backward(
                 count = min(LINES * lanes, channels - column)
                 lines, at = (count + lanes - 1) // lanes, s * num_columns + h * step + column
                 base = h * channels + column
-                # By the sums ...
+                # The gradient through the sums ...
                 add_heads(
                     grad, base, width, indices, attention, heads, h, begin, end, end_entry, count, out, at, 0, lines, 1
                 )  # fmt: skip
-                # ... and by the scores.
+                # ... and through the scores.
                 if dynamic:
                     add_leaky(
                         shift, base, width, indices, values, at, slope, grad_scores, heads, h, side, base, begin, end,
@@ -258,7 +258,7 @@ def values_backward(
 
 @numba.njit(nogil=True, cache=True)
 def add_self_loops(indptr: np.ndarray, indices: np.ndarray, num_loops: int, pointers: np.ndarray) -> np.ndarray:
-    """Return entries without self-loops but one, the last, of each of the first ``num_loops`` rows."""
+    """Replace all self-loops by one, the last entry, for each of the first ``num_loops`` rows."""
     out = np.empty(indices.size + num_loops, np.int32)
     at = 0
     for t in range(indptr.size - 1):

@@ -1,1 +1,1 @@
-"""Attention weights: a softmax over the in-edges of every target of a whole graph."""
+"""Attention weights of a whole graph: a softmax over the in-edges of every target."""

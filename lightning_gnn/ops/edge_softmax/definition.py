@@ -1,4 +1,4 @@
-"""Attention over a whole graph: softmax over the in-edges of every target."""
+"""Public edge softmax of a whole graph: attention weights over the in-edges of every target."""
 
 from torch import Tensor
 
@@ -15,23 +15,24 @@ def edge_softmax(
     negative_slope: float = 0.2,
     backend: str | None = None,
 ) -> Tensor:
-    """Turn scores of both ends into attention weights, a softmax of ``leaky_relu(source + target)`` over the in-edges.
+    """Compute attention weights, the softmax of ``leaky_relu(source + target)`` over the in-edges of each target.
 
-    As in PyG the largest score of a target is subtracted first and 1e-16 is added to the sum. Differentiable once with
-    respect to both scores; on the CPU the result does not depend on the number of workers, to the last bit.
+    As in PyG, the largest score of a target is subtracted first, and 1e-16 is added to the sum. Differentiable once
+    with respect to both scores. On the CPU, the result is bitwise identical for any number of workers.
 
     Args:
-        graph: The graph, on the device of the scores, or what stands for it.
-        source_scores: Floating ``[num_sources, H]``.
-        target_scores: Floating ``[num_targets, H]``, of the same dtype.
-        negative_slope: Of the leaky ReLU.
+        graph: The graph, on the device of the scores, or a shard of it, as for :func:`~lightning_gnn.ops.aggregate`.
+        source_scores: Scores of the sources, floating ``[num_sources, H]``.
+        target_scores: Scores of the targets, floating ``[num_targets, H]``, of the same dtype.
+        negative_slope: Negative slope of the leaky ReLU.
         backend: As for :func:`~lightning_gnn.ops.aggregate`.
 
     Returns:
         Weights ``[E, H]`` in the graph's forward order, as :func:`~lightning_gnn.ops.aggregate` takes them.
 
     Raises:
-        TypeError, ValueError: Dtypes, a shape or a device do not fit the graph, or ``backend`` is unknown.
+        TypeError: The scores are not floating, or their dtypes differ.
+        ValueError: A shape or device does not match the graph, or ``backend`` is unknown.
 
     Examples:
         >>> import torch
@@ -60,4 +61,4 @@ def _check_scores(graph: CompressedGraph, source: Tensor, target: Tensor) -> Non
     of_sources, of_targets = ([count, source.size(-1)] for count in (graph.num_sources, graph.num_targets))
     check_shapes({"source_scores": (source, of_sources), "target_scores": (target, of_targets)})
     if source.dtype != target.dtype:
-        raise TypeError(f"the scores must be of one dtype, but are {source.dtype} and {target.dtype}")
+        raise TypeError(f"the scores must have the same dtype, but are {source.dtype} and {target.dtype}")

@@ -1,4 +1,4 @@
-"""Edge softmax on the CPU: a worker normalizes whole rows in a fixed order: the same bits for any number of workers."""
+"""Edge softmax on the CPU; a worker processes whole rows in a fixed order, so the number of workers has no effect."""
 
 import numba
 import numpy as np
@@ -6,60 +6,60 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.ops.aggregate.matrix import Matrix, Scores
-from lightning_gnn.ops.aggregate.numba_rows import Rows, execute, flat, huge_pages, rows_of, wide
+from lightning_gnn.ops.aggregate.numba_rows import Rows, flatten, get_rows, run_rows, use_huge_pages, widen
 from lightning_gnn.ops.intrinsics import exp_span, prefetch
 
-_AHEAD = 24  # how many entries ahead the scores of columns are asked for
-_WORK = 8  # a score takes about as long as so many features that are added up
+_AHEAD = 24  # prefetch distance of column scores, in entries
+_WORK_PER_SCORE = 8  # approximate cost of a score, in summed feature elements
 
 
 def edge_softmax(matrix: Matrix, scores: Scores) -> Tensor:
-    """Do what the function of this name in ``reference.py`` does."""
-    rows, heads, out, (source, target, slope) = _prepared(matrix, scores)
-    result = flat(out)
+    """Compiled version of the function of the same name in ``reference.py``."""
+    rows, heads, out, (source, target, slope) = _prepare(matrix, scores)
+    result = flatten(out)
 
-    def share(_: int, first: int, last: int) -> None:
+    def normalize(_: int, first: int, last: int) -> None:
         _softmax_rows(source, target, slope, rows.indptr, rows.indices, first, last, heads, result)
 
-    execute(matrix, _WORK * result.size, share)
+    run_rows(matrix, _WORK_PER_SCORE * result.size, normalize)
     return out.to(scores.row.dtype)
 
 
 def edge_softmax_backward(matrix: Matrix, scores: Scores, attention: Tensor, grad: Tensor) -> Tensor:
-    """Do what the function of this name in ``reference.py`` does."""
-    rows, heads, out, (source, target, slope) = _prepared(matrix, scores)
-    weights, grads, result = flat(wide(attention)), flat(wide(grad)), flat(out)
+    """Compiled version of the function of the same name in ``reference.py``."""
+    rows, heads, out, (source, target, slope) = _prepare(matrix, scores)
+    weights, grads, result = flatten(widen(attention)), flatten(widen(grad)), flatten(out)
 
-    def share(_: int, first: int, last: int) -> None:
+    def differentiate(_: int, first: int, last: int) -> None:
         _softmax_backward_rows(
             source, target, slope, weights, grads, rows.indptr, rows.indices, first, last, heads, result
         )
 
-    execute(matrix, _WORK * result.size, share)
+    run_rows(matrix, _WORK_PER_SCORE * result.size, differentiate)
     return out.to(scores.row.dtype)
 
 
 def edge_sums(matrix: Matrix, edge_ids: Tensor | None, values: Tensor) -> Tensor:
-    """Do what the function of this name in ``reference.py`` does."""
-    dtype, values = values.dtype, wide(values)
+    """Compiled version of the function of the same name in ``reference.py``."""
+    dtype, values = values.dtype, widen(values)
     heads, indptr = values.size(1), matrix.indptr.numpy()
     out = torch.zeros((matrix.num_rows, heads), dtype=values.dtype)
     ids = np.empty(0, np.int32) if edge_ids is None else edge_ids.numpy()
-    given, result = flat(values), flat(out)
+    source, result = flatten(values), flatten(out)
 
-    def share(_: int, first: int, last: int) -> None:
-        _sum_edges(given, ids, indptr, first, last, heads, result)
+    def add(_: int, first: int, last: int) -> None:
+        _sum_edges(source, ids, indptr, first, last, heads, result)
 
-    execute(matrix, _WORK * given.size, share)
+    run_rows(matrix, _WORK_PER_SCORE * source.size, add)
     return out.to(dtype)
 
 
-def _prepared(matrix: Matrix, scores: Scores) -> tuple[Rows, int, Tensor, tuple[np.ndarray, np.ndarray, float]]:
-    """Return rows, heads, room for the result, and scores of columns as entries index them, of rows, and slope."""
-    row, column, rows = wide(scores.row), wide(scores.column), rows_of(matrix)
-    out = huge_pages(torch.empty((matrix.num_edges, row.size(1)), dtype=row.dtype))
-    target = flat(row)
-    source = flat(column if rows.order is None else column[torch.from_numpy(rows.order)])
+def _prepare(matrix: Matrix, scores: Scores) -> tuple[Rows, int, Tensor, tuple[np.ndarray, np.ndarray, float]]:
+    """Return the rows, number of heads, output buffer, and scores of columns (in gather order) and rows with slope."""
+    row, column, rows = widen(scores.row), widen(scores.column), get_rows(matrix)
+    out = use_huge_pages(torch.empty((matrix.num_edges, row.size(1)), dtype=row.dtype))
+    target = flatten(row)
+    source = flatten(column if rows.order is None else column[torch.from_numpy(rows.order)])
     return rows, row.size(1), out, (source, target, target.dtype.type(scores.slope))
 
 
@@ -68,14 +68,14 @@ def _softmax_rows(
     source: np.ndarray, target: np.ndarray, slope: float, indptr: np.ndarray, indices: np.ndarray, first: int,
     last: int, heads: int, out: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the attention weights ``[num_edges * heads]`` of the entries of some rows."""
+    """Write the attention weights ``[num_edges * heads]`` of the entries of rows ``[first, last)``."""
     largest, total = np.empty(heads, source.dtype), np.empty(heads, source.dtype)
     zero, tiny = source.dtype.type(0), source.dtype.type(1e-16)
     for r in range(first, last):
         begin, end, own = indptr[r], indptr[r + 1], r * heads
         largest[:] = -np.inf
         total[:] = 0
-        # 1. Scores and the largest per head. "Not less or equal", so that a NaN, once met, is the largest, as in torch.
+        # 1. Scores and the largest per head. "Not less or equal" makes NaN the largest, as in torch.
         for e in range(begin, end):
             prefetch(source, np.int64(indices[min(e + _AHEAD, indices.size - 1)]) * heads)
             column = np.int64(indices[e]) * heads
@@ -85,13 +85,13 @@ def _softmax_rows(
                 out[e * heads + h] = score
                 if not score <= largest[h]:
                     largest[h] = score
-        # 2. Less the largest, so that exp cannot overflow.
+        # 2. Subtract the largest, so that exp cannot overflow.
         for e in range(begin, end):
             for h in range(heads):
                 out[e * heads + h] -= largest[h]
-        # 3. All heads' exp in one go: it needs no entry's bounds.
+        # 3. exp of all heads in one loop.
         exp_all(out, begin * heads, end * heads)
-        # 4. Divide by the sums, which PyG, too, keeps from being 0.
+        # 4. Divide by the sums; as in PyG, a small constant keeps them from being 0.
         for e in range(begin, end):
             for h in range(heads):
                 total[h] += out[e * heads + h]
@@ -104,9 +104,9 @@ def _softmax_rows(
 
 @numba.njit(nogil=True, cache=True)
 def exp_all(values: np.ndarray, begin: int, end: int) -> None:
-    """Replace ``values[begin:end]``, none of them above 0, by their exp."""
+    """Replace ``values[begin:end]``, all at most 0, by their exp."""
     if values.itemsize == 4:
-        # The view is for the compiler, which types this branch for float64 too.
+        # The compiler also types this branch for float64, which requires the view.
         exp_span(values.view(np.float32), begin, end)
     else:
         for i in range(begin, end):
@@ -128,7 +128,7 @@ def _softmax_backward_rows(
         for e in range(begin, end):
             for h in range(heads):
                 total[h] += attention[e * heads + h] * grad[e * heads + h]
-        # ... and the leaky ReLU's slope at the score, which is computed again: it costs less than keeping it.
+        # ... times the slope of the leaky ReLU at the score, which is cheaper to recompute than to store.
         for e in range(begin, end):
             prefetch(source, np.int64(indices[min(e + _AHEAD, indices.size - 1)]) * heads)
             column = np.int64(indices[e]) * heads
@@ -142,11 +142,11 @@ def _softmax_backward_rows(
 def _sum_edges(
     values: np.ndarray, edge_ids: np.ndarray, indptr: np.ndarray, first: int, last: int, heads: int, out: np.ndarray,
 ) -> None:  # fmt: skip
-    """Add ``values[edge_ids[e]]``, or ``values[e]`` where there are no ids, of each row's entries into ``out``."""
+    """Sum ``values[edge_ids[e]]``, or ``values[e]`` if ``edge_ids`` is empty, over each row's entries into ``out``."""
     for r in range(first, last):
         own = r * heads
         for e in range(indptr[r], indptr[r + 1]):
-            # Only where there are ids do values lie far apart.
+            # Only values that are read by id are scattered in memory.
             if edge_ids.size:
                 prefetch(values, np.int64(edge_ids[min(e + _AHEAD, edge_ids.size - 1)]) * heads)
             at = (np.int64(edge_ids[e]) if edge_ids.size else e) * heads

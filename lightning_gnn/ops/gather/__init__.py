@@ -1,1 +1,1 @@
-"""Rows of a table by index, from host memory or a device cache."""
+"""Gathering rows of a table by index, from host memory or a device cache."""

@@ -1,4 +1,4 @@
-"""Gathering rows on an NPU: an Ascend C kernel where rows are copied as they are, else torch's own operators."""
+"""Gathering rows on an NPU: an Ascend C kernel for plain copies, else torch's own operators."""
 
 import torch
 
@@ -7,16 +7,16 @@ from lightning_gnn.ops.aggregate.backends import backend_name, chip_executor, ru
 from lightning_gnn.ops.gather.definition import check_arguments, check_index
 from lightning_gnn.ops.gather.reference import Gather, gather_torch, register
 
-_BITS = 32  # sizes of the kernel are counted so
+_BITS = 32  # width of the kernel's sizes
 
 
 def gather_npu(call: Gather, check: bool = False) -> None:
-    """Do what :func:`~lightning_gnn.ops.gather_rows` does for an index on an NPU."""
+    """Run :func:`~lightning_gnn.ops.gather_rows` for an index on an NPU."""
     check_arguments(call)
     table, index, out, scales, slot, cache = call
     for name, tensor in (("table", table), ("index", index), ("scales", scales), ("slot", slot), ("cache", cache)):
         if tensor is not None and tensor.device != out.device:
-            raise ValueError(f"rows are wanted on {out.device}, but the {name} is on {tensor.device}; move it there")
+            raise ValueError(f"out is on {out.device}, but the {name} is on {tensor.device}; move it to {out.device}")
     if out.numel() == 0:
         return
     if check:
@@ -28,12 +28,12 @@ def gather_npu(call: Gather, check: bool = False) -> None:
         gather_torch(call)
         return
     executor, cores = chip_executor(out.device, backend)
-    given, rows = (tensor.view(tensor.size(0), -1).view(torch.uint8) for tensor in (table.detach(), out))
+    source, rows = (tensor.view(tensor.size(0), -1).view(torch.uint8) for tensor in (table.detach(), out))
     missing = torch.from_numpy(gather_missing(row_bytes)).to(out.device)
-    # An index of 64 bits that 32 do not hold must not come out as that of another row.
-    places = index if index.dtype == torch.int32 else index.clamp(-1, table.size(0)).to(torch.int32)
+    # Clamping keeps an out-of-range 64-bit index from wrapping around to a valid row.
+    index32 = index if index.dtype == torch.int32 else index.clamp(-1, table.size(0)).to(torch.int32)
     tiling = gather_tiling(index.numel(), row_bytes, table.size(0))
-    executor.launch("gather_rows", 2 * cores, [given, places.contiguous(), missing], [rows], tiling)
+    executor.launch("gather_rows", 2 * cores, [source, index32.contiguous(), missing], [rows], tiling)
 
 
 register("PrivateUse1", gather_npu)

@@ -1,4 +1,4 @@
-"""Gathering rows on the CPU: by a compiled copy, outside the GIL, or by torch in the main thread if it has several."""
+"""Gathering rows on the CPU: a compiled copy outside the GIL, or in the main thread, torch's parallel copy."""
 
 from threading import current_thread, main_thread
 
@@ -12,14 +12,14 @@ from lightning_gnn.ops.gather.definition import check_arguments, check_index
 from lightning_gnn.ops.gather.reference import Gather, gather_torch, register
 from lightning_gnn.ops.intrinsics import copy_bytes, prefetch
 
-_AHEAD = 4  # how many rows ahead are asked for
-_LINE = 64
-_MOST_BYTES = 1024  # how much of a row is asked for; the rest of a longer one the processor foresees
-_WORDS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+_AHEAD = 4  # prefetch distance in rows
+_LINE = 64  # bytes of a cache line
+_MAX_PREFETCH_BYTES = 1024  # prefetched bytes per row; the hardware prefetcher handles the rest of a longer row
+_DTYPE_BY_BYTES = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def gather_cpu(call: Gather, check: bool = True) -> None:
-    """Do what :func:`~lightning_gnn.ops.gather_rows` does for an index on the CPU, whose values it always looks at."""
+    """Run :func:`~lightning_gnn.ops.gather_rows` for an index on the CPU, which is always checked."""
     check_arguments(call)
     table, index, out, scales, slot, _ = call
     if index.numel() == 0:
@@ -40,8 +40,8 @@ def gather_cpu(call: Gather, check: bool = True) -> None:
         rows = pool.empty(out.shape, table.dtype)
         gather_cpu(Gather(table, index, rows))
         out.copy_(rows)
-    # torch spreads the copy over its threads. In a worker thread the batches are the parallelism, and a team of threads
-    # per worker would only fight the others.
+    # torch parallelizes the copy over its threads. Worker threads parallelize over mini-batches instead, and a team of
+    # threads per worker would only compete with the others.
     elif not table.is_contiguous() or (current_thread() is main_thread() and torch.get_num_threads() > 1):
         torch.index_select(table, 0, index, out=out)
     else:
@@ -54,8 +54,8 @@ register("CPU", gather_cpu)
 def _copy(table: Tensor, index: np.ndarray, out: Tensor) -> None:
     row_bytes = table[0].numel() * table.element_size()
     source, target = _as_bytes(table), _as_bytes(out)
-    if row_bytes in _WORDS:
-        take(source.view(_WORDS[row_bytes]), index, target.view(_WORDS[row_bytes]))
+    if row_bytes in _DTYPE_BY_BYTES:
+        take(source.view(_DTYPE_BY_BYTES[row_bytes]), index, target.view(_DTYPE_BY_BYTES[row_bytes]))
     else:
         _copy_rows(source, index, target, row_bytes)
 
@@ -76,9 +76,9 @@ def _copy_rows(table: np.ndarray, index: np.ndarray, out: np.ndarray, row_bytes:
     for i in range(index.size):
         if i + _AHEAD < index.size:
             later = np.int64(index[i + _AHEAD]) * row_bytes
-            for at in range(later, later + min(row_bytes, _MOST_BYTES), _LINE):
+            for at in range(later, later + min(row_bytes, _MAX_PREFETCH_BYTES), _LINE):
                 prefetch(table, at)
-        # Bytes, so that one compiled loop serves every dtype.
+        # Rows are copied as bytes, so that one compiled loop serves every dtype.
         copy_bytes(out, i * row_bytes, table, np.int64(index[i]) * row_bytes, row_bytes)
 
 

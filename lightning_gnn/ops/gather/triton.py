@@ -8,20 +8,19 @@ from lightning_gnn.ops.gather.reference import Gather, gather_torch, register
 from lightning_gnn.ops.library import require_triton, triton_installed
 
 
-# A call with a pinned table and a CUDA index comes here too: among the devices of its tensors, the dispatcher takes the
-# accelerator.
+# The dispatcher prefers the accelerator, so that a call with a pinned table and a CUDA index runs this function too.
 def gather_cuda(call: Gather, check: bool = False) -> None:
-    """Do what :func:`~lightning_gnn.ops.gather_rows` does for an index on CUDA."""
+    """Run :func:`~lightning_gnn.ops.gather_rows` for an index on CUDA."""
     check_arguments(call)
     table, index, out, scales, slot, cache = call
     if index.device != out.device:
-        raise ValueError(f"index is on {index.device}, but out on {out.device}; move the index there")
+        raise ValueError(f"index is on {index.device}, but out is on {out.device}; move index to {out.device}")
     for name, tensor in (("table", table), ("scales", scales), ("slot", slot), ("cache", cache)):
         if tensor is not None and tensor.device != out.device and not (tensor.is_cpu and tensor.is_pinned()):
-            where = f"on {tensor.device}; move the index there"
+            where = f"on {tensor.device}; move index and out to {tensor.device}"
             if tensor.is_cpu:
-                where = "pageable host memory; pin it with pin_memory()"
-            raise ValueError(f"rows are wanted on {out.device}, which cannot read the {name}: it is {where}")
+                where = "in pageable host memory; pin it with pin_memory()"
+            raise ValueError(f"out is on {out.device}, which cannot read the {name}: it is {where}")
     if out.numel() == 0:
         return
     if check:
@@ -49,7 +48,7 @@ register("CUDA", gather_cuda)
 def gather_from_shards(
     local: Tensor, addresses: Tensor, num_rows: int, shift: int, index: Tensor, out: Tensor, scales: Tensor | None
 ) -> None:
-    """Gather rows of a table in equal parts on several GPUs, ``2^shift`` rows in turn; ``index`` is not checked."""
+    """Gather rows of a table sharded over GPUs in cyclic blocks of ``2^shift`` rows; ``index`` is not checked."""
     require_triton("reading the memory of other GPUs")
     from lightning_gnn.triton_kernels.gather import gather
 
@@ -62,5 +61,5 @@ def _as_matrix(table: Tensor) -> Tensor:
     if table.dim() == 2 and (table.stride(1) == 1 or table.size(1) == 1):
         return table
     if not table.is_contiguous():
-        raise ValueError(f"the rows of a table must lie together, but its strides are {table.stride()}")
+        raise ValueError(f"the rows of a table must be contiguous, but its strides are {table.stride()}")
     return table.view(table.size(0), -1)

@@ -1,1 +1,1 @@
-"""The sample of a mini-batch: ``definition`` is called, ``reference`` says what is computed, others are backends."""
+"""Neighbor sampling: ``definition`` is the public function, ``reference`` the definition, the others are backends."""

@@ -1,27 +1,29 @@
-"""Multi-hop neighbor sampling, defined once for every backend.
+"""Multi-hop neighbor sampling, with one definition for all backends.
 
-Pick j of node v with in-degree d is the j-th step of a forward Fisher-Yates shuffle of its in-edges, driven by a hash
-of (key, v, j): uniform without replacement, and the picks for a smaller fanout are the first of those for a larger one.
-If ``d <= fanout`` all in-edges are taken in CSC order. A node is expanded once, at the lowest hop at which it is found.
-Nodes are numbered seeds first, then the new nodes of each hop in order of first appearance over that hop's edges; edges
-are ordered by (hop, target's local id, j). A seed given twice keeps both places, both with the same picks; edges from
-it refer to the first place. Disjoint samples are one tree per seed. Disjoint trees are independent: the position of the
-seed in the whole mini-batch is mixed into the key, so a node's picks differ from tree to tree, also between two trees
-of one seed, and a tree depends on its seed and that position alone, not on which other seeds are sampled with it.
+*Picks.* Pick j of node v with in-degree d is step j of a forward Fisher-Yates shuffle of its in-edges, driven by a hash
+of (key, v, j). Picks are uniform without replacement, and those of a smaller fanout are a prefix of those of a larger
+one. If ``d <= fanout``, all in-edges are taken in CSC order. A node is expanded once, in the hop after its discovery.
+Nodes are numbered seeds first, then the new nodes of each hop in order of first appearance in its edges. Edges are
+ordered by (hop, target's local id, j). A duplicate seed has two local ids with the same picks; edges from it refer to
+the first.
 
-*Types.* Edge types are numbered by their sorted triples, ids are those within a node's type, and the number of the edge
-type is mixed into the key, but for the first one. In each hop each edge type, in that order, expands the nodes of its
-target type that the hop before has found.
+*Disjoint samples* are one independent tree per seed. The position of the seed in the whole mini-batch is mixed into the
+key: a node's picks differ between trees, even between two trees of the same seed, and a tree depends only on its seed
+and that position, not on the other seeds of the call.
 
-*Times.* Each seed is the root of a tree, which sees no edge that is later than the seed's time. In-edges are sorted by
-time, so what a node may pick of is a range of its list; it picks in it as above, or takes the newest.
+*Heterogeneous graphs.* Edge types are numbered by their sorted triples, and ids count within a node type. The number of
+the edge type is mixed into the key, except for the first. In each hop, all edge types, in that order, expand the nodes
+of their target type that the previous hop discovered.
 
-*Weights.* Each pick is in proportion to the weight among the edges that are left: 53 bits of the hash of (key, v, j)
-fall on an edge by the sums of the list's weights; an edge that is picked already is drawn again.
+*Times.* Each seed is the root of a tree, which excludes edges later than the seed's time. In-edges are sorted by time,
+so the eligible in-edges of a node are a range of its list. Picks in that range are as above, or its newest edges.
 
-*LABOR* (Balin and Catalyurek: Layer-Neighbor Sampling, NeurIPS 2023). A source has a variate by (key, hop, source), the
-same for all targets, and a target takes the in-edges with the smallest, in CSC order: targets share their sources, so
-there are fewer nodes. Parallel edges have variates of their own.
+*Weights.* Every pick is proportional to the weights of the remaining edges: 53 bits of the hash of (key, v, j) select
+an edge by the prefix sums of the list's weights; if that edge was picked before, the next draw is tried.
+
+*LABOR* (Balin and Catalyurek: Layer-Neighbor Sampling, NeurIPS 2023). A source has one variate, hashed from (key, hop,
+source), for all targets. A target takes the in-edges with the smallest variates, in CSC order, so that targets share
+sources and the sample has fewer nodes. Parallel edges have different variates.
 """
 
 import operator
@@ -48,12 +50,12 @@ class NeighborSample(NamedTuple):
     """One sampled subgraph, of n nodes and m edges over h hops.
 
     Args:
-        node: Global ids, int64 ``[n]``; the seeds come first.
+        node: Global ids, int64 ``[n]``, seeds first.
         edge_index: Local ids of sources and targets, int64 ``[2, m]``.
         edge: Positions of the edges in CSC order, int64 ``[m]``.
-        batch: The seed whose tree a node belongs to, int64 ``[n]``, if disjoint, else None.
-        num_sampled_nodes: Seeds, then new nodes per hop, ``h + 1`` numbers.
-        num_sampled_edges: Edges per hop, ``h`` numbers.
+        batch: Index of the seed of each node's tree, int64 ``[n]``, if disjoint, else None.
+        num_sampled_nodes: Number of seeds, then of new nodes per hop, ``h + 1`` integers.
+        num_sampled_edges: Number of edges per hop, ``h`` integers.
     """
 
     node: Tensor
@@ -82,23 +84,25 @@ def sample_neighbors(
     """Sample in-neighbors of the seeds, hop by hop.
 
     Args:
-        graph: The topology, on the CPU, on a GPU, or in pinned memory. Edges with times are sampled by time, into one
+        graph: The topology, on the CPU, on a GPU, or in pinned memory. Edges with times are sampled by time, in one
             tree per seed; edges with weights by weight.
-        seeds: Global ids, int64 or int32 ``[batch_size]``, also several times; checking them waits for a GPU.
+        seeds: Global ids of the seed nodes, int64 or int32 ``[batch_size]``, duplicates allowed. Checking them
+            synchronizes a GPU.
         fanouts: In-edges to pick per node and hop; -1 takes all.
-        key: What :func:`~lightning_gnn.ops.batch_key` made for this mini-batch, 64-bit.
-        replace: Draw with replacement.
-        disjoint: One tree per seed, which shares no node with the others and is drawn independently of them.
-        first_tree: Position of ``seeds[0]`` in the whole mini-batch, if they are a part of one; for ``disjoint`` alone.
-        seed_time: Times of the seeds, ``[batch_size]``, if edges have times.
-        time_window: Edges count for a seed of the time t in ``(t - time_window, t]``; by default all until t.
-        temporal_strategy: ``"uniform"``: pick among the edges that count; ``"last"``: take the newest of them.
-        labor: Sample by variates of the sources.
-        backend: ``"numba"``, ``"triton"`` or ``"reference"``; by default Triton if the graph or the seeds are on a GPU.
+        key: The 64-bit key of this mini-batch, from :func:`~lightning_gnn.ops.batch_key`.
+        replace: Sample with replacement.
+        disjoint: Sample one independent tree per seed, without shared nodes.
+        first_tree: Position of ``seeds[0]`` in the whole mini-batch, if the seeds are a slice of it; for ``disjoint``.
+        seed_time: Times of the seeds, ``[batch_size]``, required if edges have times.
+        time_window: Only edges in ``(t - time_window, t]`` are eligible for a seed at time t; by default all until t.
+        temporal_strategy: ``"uniform"`` picks among the eligible edges, ``"last"`` takes the newest of them.
+        labor: Sample by LABOR with these options.
+        backend: ``"numba"``, ``"triton"`` or ``"reference"``; by default Triton if the graph or seeds are on a GPU.
 
     Raises:
-        TypeError: Seeds that are no integer tensor, or fanouts, a key or a position that are no integers.
-        IndexError, ValueError: A seed or a value out of range, times of seeds or edges alone, or options that clash.
+        TypeError: ``seeds`` is not an integer tensor, or a fanout, the key or ``first_tree`` is not an integer.
+        IndexError: A seed is out of range.
+        ValueError: A value is out of range, only seeds or only edges have times, or options exclude each other.
 
     Examples:
         >>> import torch
@@ -123,17 +127,17 @@ def sample_neighbors(
     )
     check_backend(backend)
     times = time_windows([graph], [seeds], seed_time if seed_time is None else [seed_time], time_window)
-    # Temporal, weighted, LABOR and partitioned sampling are done by the general sampler for relations.
-    plain = times is None and labor is None and graph.weight is None and picker_of(graph) is None
-    if not plain:
-        check_place(backend, [graph])
-    # Without these options, Triton has a sampler for graphs of one type.
+    # Temporal, weighted, LABOR and partitioned sampling use the general sampler for relations.
+    is_plain = times is None and labor is None and graph.weight is None and get_remote_picker(graph) is None
+    if not is_plain:
+        check_device(backend, [graph])
+    # Without these options, Triton has a sampler for homogeneous graphs.
     device = seeds.device if graph.indptr.is_cpu else graph.indptr.device
-    if plain and (backend == "triton" or (backend != "reference" and device.type != "cpu")):
+    if is_plain and (backend == "triton" or (backend != "reference" and device.type != "cpu")):
         sampler = triton_sampler(graph.indptr, graph.indices, None if backend == "triton" else device)
-        given = seeds if backend == "triton" else seeds.to(device)
-        return NeighborSample(*sampler.sample(given, fanouts, key, replace, disjoint, rule.first_tree))
-    # In all other cases the graph is sampled as one relation of one type.
+        seeds = seeds if backend == "triton" else seeds.to(device)
+        return NeighborSample(*sampler.sample(seeds, fanouts, key, replace, disjoint, rule.first_tree))
+    # In all other cases the graph is sampled as a single relation.
     relation = describe(graph, 0, 0, fanouts, labor is not None)
     out = run(graph, [relation], [graph.num_nodes], [seeds], [0], key, rule, times, backend)
     (node,), (tree,), (node_counts,), (edge_index,), (edge,), (edge_counts,) = out
@@ -141,7 +145,7 @@ def sample_neighbors(
 
 
 def describe(graph: CSCGraph, source: int, target: int, fanouts: list[int], labor: bool) -> Relation:
-    """Return the edges of one type as backends read them, the arrays as tensors still."""
+    """Return the edges of one edge type in the form of the backends, with tensors as arrays."""
     names = ["indptr", "indices", "time", "weight", "prefix"]
     names += ["parallel"] * labor + ["coarse_time"] * (graph.indptr.device.type == "cpu")
     return Relation(source, target, fanouts, **{name: getattr(graph, name) for name in names})
@@ -158,36 +162,36 @@ def run(
     times: TimeWindow | None,
     backend: str | None,
 ) -> Sampled:
-    """Sample by the backend, or by that of the device; ``graph`` is whose edges they are, the rest as for ``numba``."""
-    # A partitioned graph brings its picks from other ranks, which only the CPU backend can do.
-    remote_picker = picker_of(graph)
+    """Sample ``graph`` with the given backend or that of its device; the other arguments are as for ``numba``."""
+    # A partitioned graph fetches picks from other ranks, which only the CPU backend supports.
+    remote_picker = get_remote_picker(graph)
     if remote_picker is not None and backend not in (None, "numba"):
-        raise ValueError(f"backend={backend!r} reads lists that are here, but those of a partitioned graph are not")
+        raise ValueError(f"backend={backend!r} cannot sample a partitioned graph; use 'numba' or leave the backend out")
     # The GPU backend reads the tensors of the relations directly.
     if backend == "triton" or any(relation.indptr.device.type != "cpu" for relation in relations):
         return Sampled(*sample_relations_triton(graph, relations, num_nodes, seeds, starts, key, rule, times))
     convert: Callable[[Tensor], Any] = Tensor.tolist if backend == "reference" else Tensor.numpy
-    plain, ids = [_converted(relation, convert) for relation in relations], [convert(part) for part in seeds]
+    converted, ids = [_convert_arrays(relation, convert) for relation in relations], [convert(part) for part in seeds]
     if backend == "reference":
-        # It works on lists, and is slow and plain on purpose.
-        limits = None if times is None else TimeWindow(*(None if part is None else part.tolist() for part in times))
-        made = sample_reference(plain, ids, starts, key, rule, limits)
+        # The reference uses Python lists, and is deliberately simple and slow.
+        limits = None if times is None else TimeWindow(*(None if limit is None else limit.tolist() for limit in times))
+        sampled = sample_reference(converted, ids, starts, key, rule, limits)
     else:
-        # It works on NumPy arrays that share memory with the tensors.
+        # Numba uses NumPy arrays that share memory with the tensors.
         fetch = None if remote_picker is None else remote_picker(relations, key, rule, times)
-        made = sample_relations(plain, num_nodes, ids, starts, key, rule, times, fetch)
+        sampled = sample_relations(converted, num_nodes, ids, starts, key, rule, times, fetch)
     tensors: dict[str, Any] = {}
     for name in ("node", "tree", "edge_index", "edge"):
-        tensors[name] = [torch.as_tensor(part, dtype=torch.int64) for part in getattr(made, name)]
-    return made._replace(**tensors)
+        tensors[name] = [torch.as_tensor(array, dtype=torch.int64) for array in getattr(sampled, name)]
+    return sampled._replace(**tensors)
 
 
-def picker_of(graph: object) -> RemotePicker | None:
-    """Return whom to ask for picks, where the lists of a graph lie elsewhere."""
+def get_remote_picker(graph: object) -> RemotePicker | None:
+    """Return the remote picker of a partitioned graph, or None for a local graph."""
     return graph.remote_picker if isinstance(graph, RemoteCSCGraph | RemoteHeteroCSCGraph) else None
 
 
-def _converted(relation: Relation, convert: Callable[[Tensor], Any]) -> Relation:
+def _convert_arrays(relation: Relation, convert: Callable[[Tensor], Any]) -> Relation:
     arrays = {name: value for name, value in relation._asdict().items() if isinstance(value, Tensor)}
     return relation._replace(**{name: convert(array) for name, array in arrays.items()})
 
@@ -195,67 +199,66 @@ def _converted(relation: Relation, convert: Callable[[Tensor], Any]) -> Relation
 def time_windows(
     graphs: Sequence[CSCGraph], seeds: Sequence[Tensor], seed_time: Sequence[Tensor] | None, window: float | None
 ) -> TimeWindow | None:
-    """Return what counts for each seed, in the order of the trees, or None if edges have no times."""
+    """Return the time limits of each seed, in the order of the trees, or None if edges have no times."""
     timed = [graph for graph in graphs if graph.time is not None]
     if not timed:
         if seed_time is not None or window is not None:
             raise ValueError(
-                "there are times of seeds, or a time_window, but edges have no times: give time_attr, or see "
-                "CSCGraph.with_time"
+                "seed_time or time_window is given, but edges have no times: give time_attr, or see CSCGraph.with_time"
             )
         return None
     if seed_time is None:
         raise ValueError("edges have times, so seeds need times too: give seed_time")
     if len({graph.floating_time for graph in timed}) > 1:
-        raise ValueError("times of some edge types are floating, of others integers: see CSCGraph.with_time(floating=)")
+        raise ValueError("edge types mix floating and integer times: see CSCGraph.with_time(floating=)")
     limits = []
     for ids, time in zip(seeds, seed_time, strict=True):
         limits.append(time_limits(time, window, timed[0].floating_time))
         if limits[-1][0].numel() != ids.numel():
-            raise ValueError(f"there are {limits[-1][0].numel()} times of seeds, but {ids.numel()} seeds")
-    none = np.zeros(0, np.int64)
-    until = np.concatenate([none, *(part.numpy() for part, _ in limits)])
-    after = [part.numpy() for _, part in limits if part is not None]
+            raise ValueError(f"seed_time has {limits[-1][0].numel()} times for {ids.numel()} seeds")
+    empty = np.zeros(0, np.int64)
+    until = np.concatenate([empty, *(latest.numpy() for latest, _ in limits)])
+    after = [excluded.numpy() for _, excluded in limits if excluded is not None]
     return TimeWindow(until, np.concatenate(after) if after else None)
 
 
 def check_rule(
     replace: bool, disjoint: bool, first_tree: int, temporal_strategy: str, labor: Labor | None, weighted: bool
 ) -> PickOptions:
-    """Return how edges are picked."""
+    """Check and return the options by which edges are picked."""
     check_flags(replace=replace, disjoint=disjoint)
     first_tree = check_integer("first_tree", first_tree, 0, 2**62)
     if temporal_strategy not in ("uniform", "last"):
         raise ValueError(f"unknown temporal_strategy {temporal_strategy!r}; choose one of uniform, last")
     if labor is not None:
-        wrong = {"with replacement": replace, "by weight": weighted, "of the newest edges": temporal_strategy == "last"}
-        for what in filter(wrong.get, wrong):
-            raise ValueError(f"there is no LABOR sampling {what}: it takes the smallest variates of the sources")
+        wrong = {"replace": replace, "edge weights": weighted, "temporal_strategy='last'": temporal_strategy == "last"}
+        for option in filter(wrong.get, wrong):
+            raise ValueError(f"LABOR does not support {option}: it picks the edges with the smallest variates")
         check_flags(layer_dependency=labor.layer_dependency)
         check_integer("batch_dependency", labor.batch_dependency, 1, 2**31 - 1)
         check_integer("batch", labor.batch, 0, 2**62)
     return PickOptions(replace, disjoint, first_tree, temporal_strategy == "last", labor)
 
 
-def check_place(backend: str | None, graphs: Sequence[CSCGraph]) -> None:
-    """Raise a ValueError unless the backend samples types, times, weights and LABOR where the graph is."""
-    places = {graph.indptr.device for graph in graphs}
-    if len(places) > 1:
-        raise ValueError(f"edges of different types are on {' and '.join(sorted(map(str, places)))}: use graph.to()")
-    for place in places:
-        if place.type != "cpu" and (backend in ("numba", "reference") or not runs_on(place)):
-            raise ValueError(f"the graph is on {place}, where {backend or 'triton'} does not run: leave it on the CPU")
+def check_device(backend: str | None, graphs: Sequence[CSCGraph]) -> None:
+    """Raise a ValueError unless the backend supports types, times, weights and LABOR on the device of the graph."""
+    devices = {graph.indptr.device for graph in graphs}
+    if len(devices) > 1:
+        raise ValueError(f"edge types are on different devices, {', '.join(sorted(map(str, devices)))}: use graph.to()")
+    for device in devices:
+        if device.type != "cpu" and (backend in ("numba", "reference") or not runs_on(device)):
+            raise ValueError(f"backend {backend or 'triton'} does not run on {device}: leave the graph on the CPU")
 
 
 def check_fanouts(fanouts: Sequence[int]) -> list[int]:
-    """Return the fanouts as a list of integers."""
+    """Check the fanouts and return them as a list of integers."""
     if isinstance(fanouts, dict):
         raise TypeError(
             f"num_neighbors by edge type, {fanouts!r}, needs a heterogeneous graph: give one list, a fanout per hop"
         )
     if isinstance(fanouts, (str, bytes, set)) or not hasattr(fanouts, "__iter__") or getattr(fanouts, "ndim", 1) != 1:
         raise TypeError(f"num_neighbors must be a list of integers, one per hop, such as [15, 10], but is {fanouts!r}")
-    out = [item.item() if hasattr(item, "item") else item for item in fanouts]  # of NumPy or torch
+    out = [item.item() if hasattr(item, "item") else item for item in fanouts]  # NumPy or torch scalars
     for fanout in out:
         if isinstance(fanout, bool) or not isinstance(fanout, int):
             raise TypeError(f"num_neighbors holds {fanout!r}, but a fanout is an integer")
@@ -267,12 +270,12 @@ def check_fanouts(fanouts: Sequence[int]) -> list[int]:
 
 
 def check_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
-    """Return the seeds as contiguous int64; ``seeds``: int64 or int32 ``[batch_size]``."""
+    """Check seeds, int64 or int32 ``[batch_size]``, and return them as contiguous int64."""
     if not isinstance(seeds, Tensor) or seeds.dtype not in (torch.int64, torch.int32):
-        kind = seeds.dtype if isinstance(seeds, Tensor) else type(seeds).__name__
-        mask = getattr(seeds, "dtype", None) in (torch.bool, np.bool_)
-        fix = "give torch.as_tensor(mask).nonzero().view(-1)" if mask else "give torch.as_tensor(seeds).long()"
-        raise TypeError(f"seeds must be an int64 tensor of node ids, but are {kind}: {fix}")
+        got = seeds.dtype if isinstance(seeds, Tensor) else type(seeds).__name__
+        is_mask = getattr(seeds, "dtype", None) in (torch.bool, np.bool_)
+        fix = "give torch.as_tensor(mask).nonzero().view(-1)" if is_mask else "give torch.as_tensor(seeds).long()"
+        raise TypeError(f"seeds must be an int64 tensor of node ids, but are {got}: {fix}")
     if seeds.dim() != 1:
         raise ValueError(f"seeds must have one dimension, but have the shape {list(seeds.shape)}")
     if seeds.numel():
@@ -283,7 +286,7 @@ def check_seeds(seeds: Tensor, num_nodes: int) -> Tensor:
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> int:
-    """Return an integer of Python, NumPy or torch as one of Python; ``name`` is for the message."""
+    """Convert a Python, NumPy or torch integer to a Python int and check its range; ``name`` is for the message."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -294,19 +297,19 @@ def check_integer(name: str, value: object, low: int, high: int) -> int:
 
 
 def check_key(key: int) -> int:
-    """Return the key of a mini-batch if it is a signed 64-bit integer, as for :func:`check_integer`."""
+    """Check that the key of a mini-batch is a signed 64-bit integer, and return it as a Python int."""
     return check_integer("key (see batch_key)", key, -(2**63), 2**63 - 1)
 
 
 def check_flags(**flags: object) -> None:
-    """Raise a TypeError unless all are booleans; a string such as ``"no"`` would count as true."""
+    """Raise a TypeError unless all flags are booleans; a string such as ``"no"`` would be truthy."""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{name} must be True or False, but is {value!r}")
 
 
 def check_backend(backend: str | None) -> None:
-    """Raise a ValueError unless this is one of ``BACKENDS``, or None."""
+    """Raise a ValueError unless ``backend`` is one of ``BACKENDS``, or None."""
     if backend is not None and backend not in BACKENDS:
         unknown = f"unknown sampling backend {backend!r}; choose one of {', '.join(BACKENDS)}"
         raise ValueError(removed(f"backend={backend}") or unknown)

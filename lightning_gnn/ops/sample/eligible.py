@@ -1,7 +1,6 @@
-"""Which in-edges the time of a tree allows, compiled: a range of each list, as times ascend in it.
+"""Compiled search of the in-edges that are eligible at the time of a tree: a range of each list, because times ascend.
 
-Lists are searched in blocks of nodes, step by step: what a step reads, the one before has asked for. It ends in sixteen
-times side by side, compared in vectors without a branch.
+Lists are searched in blocks of nodes; every step prefetches data of the next. The last step compares vectors of times.
 """
 
 import numba
@@ -12,26 +11,26 @@ from numba.core import types
 from lightning_gnn.ops.intrinsics import Call, instruction, prefetch, repeated
 
 _SHIFT = 4
-_SPAN = 1 << _SHIFT  # times that are compared at once; one in so many is among the coarse ones
-_ROWS = 64  # nodes of a block
+_SPAN = 1 << _SHIFT  # times that are compared at once, and the stride of the coarse times
+_ROWS = 64  # nodes per block
 _I16, _I64 = ir.IntType(16), ir.IntType(64)
 _TIMES = ir.VectorType(_I64, _SPAN)
 
 
 @instruction("times at limit", types.int64)
 def early(call: Call) -> ir.Value:
-    """Return a mask of sixteen bits: which of the int64 times from ``at`` on are no later than the limit."""
+    """Return a mask of 16 bits: which of the int64 times from ``at`` on are at most ``limit``."""
     builder = call.builder
-    found = call.load_as(_TIMES, "times", call.integer("at"))
+    times = call.load_as(_TIMES, "times", call.integer("at"))
     one = builder.insert_element(ir.Constant(_TIMES, ir.Undefined), call.integer("limit"), _I64(0))
-    same = builder.shuffle_vector(one, one, repeated(ir.IntType(32), 0, _SPAN))
-    mask = builder.bitcast(builder.icmp_signed("<=", found, same), _I16)
+    limits = builder.shuffle_vector(one, one, repeated(ir.IntType(32), 0, _SPAN))
+    mask = builder.bitcast(builder.icmp_signed("<=", times, limits), _I16)
     return builder.zext(mask, _I64)
 
 
 @instruction("mask", types.int64)
 def count_bits(call: Call) -> ir.Value:
-    """Return how many bits are set."""
+    """Return the number of set bits."""
     return call.builder.ctpop(call.integer("mask"))
 
 
@@ -40,7 +39,7 @@ def count_eligible(
     indptr: np.ndarray, time: np.ndarray, coarse: np.ndarray, node: np.ndarray, tree: np.ndarray, low: int, high: int,
     until: np.ndarray, after: np.ndarray, window: bool, newest: int, first: np.ndarray, count: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write first in-edge and count, at most ``newest`` if not negative, that the times of the trees allow."""
+    """Write the first eligible in-edge and the count for each node, at most ``newest`` unless negative."""
     chunks = np.empty(_ROWS, np.int64)
     for t in range(low, min(low + _ROWS, high)):
         prefetch(indptr, node[t])
@@ -67,8 +66,8 @@ def _find_ends(
     time: np.ndarray, coarse: np.ndarray, first: np.ndarray, count: np.ndarray, out: np.ndarray, tree: np.ndarray,
     limits: np.ndarray, block: int, stop: int, low: int, chunks: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write the first place in each list that is later than the limit of its tree, or where the list ends."""
-    # It is among the sixteen before the first time in `coarse`, of those in the list, that is later.
+    """Write the first position in each list with a time later than the limit of its tree, or the end of the list."""
+    # The position is in the chunk of 16 before the first later time in the list's part of `coarse`.
     for t in range(block, stop):
         limit, at = limits[tree[t]], (first[t - low] + _SPAN - 1) >> _SHIFT
         left = ((count[t - low] + _SPAN - 1) >> _SHIFT) - at
@@ -90,12 +89,12 @@ def _find_ends(
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _end_of_early(times: np.ndarray, begin: int, end: int, limit: int) -> int:
-    """Return the first place in a range of at most sixteen times that is later than the limit, or the range's end."""
+    """Return the position of the first time later than the limit in a range of at most 16 times, or the range's end."""
     if times.size < _SPAN:
         while begin < end and times[begin] <= limit:
             begin += 1
         return begin
-    # Sixteen are looked at, of which those outside do not count.
+    # Always compare 16 times, and mask those outside the range.
     at = max(min(begin, times.size - _SPAN), 0)
     inside = ((1 << max(end - at, 0)) - 1) & -(1 << (begin - at))
     early_ones: int = count_bits(early(times, at, limit) & inside)

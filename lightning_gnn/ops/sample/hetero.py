@@ -1,4 +1,4 @@
-"""Neighbor sampling in a graph with several types of nodes and edges: arguments by type, and the sample by type."""
+"""Neighbor sampling in heterogeneous graphs: arguments and samples by node type and edge type."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,9 +10,9 @@ from torch_geometric.typing import EdgeType, NodeType
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.ops.sample.definition import (
     check_backend,
+    check_device,
     check_fanouts,
     check_key,
-    check_place,
     check_rule,
     check_seeds,
     describe,
@@ -25,9 +25,9 @@ _NO_SEEDS = torch.empty(0, dtype=torch.int64)
 
 
 class HeteroNeighborSample(NamedTuple):
-    """One sampled subgraph with types, over h hops; all types of the graph are named, also those it has nothing of.
+    """One sampled heterogeneous subgraph, over h hops; it names all types of the graph, also those without samples.
 
-    Each is as in :class:`~lightning_gnn.ops.NeighborSample`, by node type or by edge type; ids are those within a type.
+    The fields are as in :class:`~lightning_gnn.ops.NeighborSample`, by node or edge type; ids count within a node type.
     """
 
     node: dict[NodeType, Tensor]
@@ -56,19 +56,21 @@ def sample_hetero_neighbors(
     """Sample in-neighbors of the seeds along all edge types, as :func:`~lightning_gnn.ops.sample_neighbors` does.
 
     Args:
-        graph: The topology, on the CPU, on a GPU, or in pinned memory; edges of some types may have times, or weights.
-        seeds: Ids within each node type that has seeds, int64 or int32 ``[batch_size]``. Trees are numbered in the
-            order of the types given here.
-        fanouts: In-edges to pick per node and hop, for all edge types or for each; -1 takes all.
-        key: What :func:`~lightning_gnn.ops.batch_key` made for this mini-batch.
-        replace, disjoint, first_tree, time_window, temporal_strategy, backend: As there; always disjoint with times.
-        seed_time: Times of the seeds by type, if edges of any type have times.
-        labor: Sample by variates of the sources, which all edge types from one node type share.
+        graph: The topology, on the CPU, on a GPU, or in pinned memory; some edge types may have times, or weights.
+        seeds: Ids of the seed nodes by node type, int64 or int32 ``[batch_size]``. Trees are numbered in the order of
+            the types in this mapping.
+        fanouts: In-edges to pick per node and hop, for all edge types or by edge type; -1 takes all.
+        key: The key of this mini-batch, from :func:`~lightning_gnn.ops.batch_key`.
+        replace, disjoint, first_tree, time_window, temporal_strategy, backend: As for
+            :func:`~lightning_gnn.ops.sample_neighbors`; samples with times are always disjoint.
+        seed_time: Times of the seeds by node type, required if any edge type has times.
+        labor: Sample by LABOR; all edge types with the same source node type share the variates of the sources.
 
     Raises:
-        TypeError: Seeds by no type, or as for :func:`~lightning_gnn.ops.sample_neighbors`.
-        IndexError: A seed that its type has no node of.
-        ValueError: A type that the graph does not have, fanouts of too few types or of different lengths, or as there.
+        TypeError: ``seeds`` is not a mapping, or as for :func:`~lightning_gnn.ops.sample_neighbors`.
+        IndexError: A seed is out of range for its node type.
+        ValueError: A type is unknown, fanouts are missing for an edge type or differ in length, or as for
+            :func:`~lightning_gnn.ops.sample_neighbors`.
 
     Examples:
         >>> import torch
@@ -90,46 +92,46 @@ def sample_hetero_neighbors(
     key = check_key(key)
     if not isinstance(seeds, Mapping):
         raise TypeError(
-            f"seeds of a graph with types come by node type, as {{{next(iter(graph.sizes), '')!r}: ids}}, but are "
-            f"{type(seeds).__name__}"
+            f"seeds of a heterogeneous graph must be a mapping by node type, {{{next(iter(graph.sizes), '')!r}: ids}}, "
+            f"but are {type(seeds).__name__}"
         )
     if unknown := [name for name in seeds if name not in graph.sizes]:
-        raise ValueError(f"there are seeds of {unknown[0]!r}, but the node types are {', '.join(graph.sizes)}")
-    # An operator has one rule for all relations, so that weights and times exclude each other.
+        raise ValueError(f"unknown node type of seeds {unknown[0]!r}: the node types are {', '.join(graph.sizes)}")
+    # The operator has a single rule for all relations, so weights and times exclude each other.
     relations = list(graph.relations.values())
-    weighted, temporal = any(part.weight is not None for part in relations), graph.is_temporal
+    weighted, temporal = any(relation.weight is not None for relation in relations), graph.is_temporal
     if weighted and temporal:
-        raise ValueError("some edges have weights, others times: there is no weighted temporal sampling")
+        raise ValueError("some edge types have weights and others times: weighted temporal sampling is not supported")
     rule = check_rule(replace, disjoint or temporal, first_tree, temporal_strategy, labor, weighted)
     check_backend(backend)
-    check_place(backend, relations)
-    # Number the seeds of all types through, so that every tree has a number of its own.
-    given = {name: _checked(name, ids, graph.sizes[name]) for name, ids in seeds.items()}
+    check_device(backend, relations)
+    # Number the seeds of all types consecutively, so that every tree has a unique number.
+    checked = {name: _check_seeds(name, ids, graph.sizes[name]) for name, ids in seeds.items()}
     starts, total = dict.fromkeys(graph.sizes, 0), 0
-    for name, ids in given.items():
+    for name, ids in checked.items():
         starts[name] = total
         total += ids.numel()
-    # The backends know types by number, and relations in the order of the graph.
-    times = time_windows(relations, list(given.values()), _in_order(seed_time, given), time_window)
-    number = {name: place for place, name in enumerate(graph.sizes)}
+    # The backends identify node types by index, and take relations in the order of the graph.
+    times = time_windows(relations, list(checked.values()), _order_times(seed_time, checked), time_window)
+    index = {name: i for i, name in enumerate(graph.sizes)}
     described = [
-        describe(part, number[edge_type[0]], number[edge_type[2]], by_type[edge_type], labor is not None)
-        for edge_type, part in graph.relations.items()
+        describe(relation, index[edge_type[0]], index[edge_type[2]], by_type[edge_type], labor is not None)
+        for edge_type, relation in graph.relations.items()
     ]
     out = run(
         graph,
         described,
         list(graph.sizes.values()),
-        [given.get(name, _NO_SEEDS) for name in graph.sizes],
+        [checked.get(name, _NO_SEEDS) for name in graph.sizes],
         list(starts.values()),
         key,
         rule,
         times,
         backend,
     )
-    # Give the numbered results their names back.
-    node, tree = (dict(zip(graph.sizes, parts, strict=True)) for parts in (out.node, out.tree))
-    edge_index, edge = (dict(zip(graph.relations, parts, strict=True)) for parts in (out.edge_index, out.edge))
+    # Convert the lists of results to dictionaries by type.
+    node, tree = (dict(zip(graph.sizes, arrays, strict=True)) for arrays in (out.node, out.tree))
+    edge_index, edge = (dict(zip(graph.relations, arrays, strict=True)) for arrays in (out.edge_index, out.edge))
     return HeteroNeighborSample(
         node,
         edge_index,
@@ -143,31 +145,31 @@ def sample_hetero_neighbors(
 def fanouts_by_type(
     graph: HeteroCSCGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]]
 ) -> dict[EdgeType, list[int]]:
-    """Return the fanouts of each edge type."""
+    """Check the fanouts and return them by edge type."""
     if not isinstance(fanouts, Mapping):
         return dict.fromkeys(graph.relations, check_fanouts(fanouts))
-    named = ", ".join(map(str, graph.relations))
+    names = ", ".join(map(str, graph.relations))
     if unknown := [name for name in fanouts if name not in graph.relations]:
-        raise ValueError(f"num_neighbors has {unknown[0]}, but the edge types are {named}")
+        raise ValueError(f"unknown edge type in num_neighbors {unknown[0]}: the edge types are {names}")
     if missing := [name for name in graph.relations if name not in fanouts]:
-        raise ValueError(f"num_neighbors has no fanouts for {missing[0]}: give those of all edge types, {named}")
+        raise ValueError(f"num_neighbors has no fanouts for {missing[0]}: give those of all edge types, {names}")
     checked = {name: check_fanouts(fanouts[name]) for name in graph.relations}
     hops = {name: len(numbers) for name, numbers in checked.items()}
     if len(set(hops.values())) > 1:
-        raise ValueError(f"num_neighbors must have as many hops for each edge type, but has {hops}: fill up with 0")
+        raise ValueError(f"num_neighbors must have the same hops for all edge types, but has {hops}: pad with 0")
     return checked
 
 
-def _checked(name: NodeType, ids: Tensor, count: int) -> Tensor:
+def _check_seeds(name: NodeType, ids: Tensor, count: int) -> Tensor:
     try:
         return check_seeds(ids, count)
     except (TypeError, ValueError, IndexError) as error:
         raise type(error)(f"node type {name!r}: {error}") from None
 
 
-def _in_order(time: Mapping[NodeType, Tensor] | None, seeds: Mapping[NodeType, Tensor]) -> list[Tensor] | None:
+def _order_times(time: Mapping[NodeType, Tensor] | None, seeds: Mapping[NodeType, Tensor]) -> list[Tensor] | None:
     if time is None:
         return None
     if missing := [name for name in seeds if name not in time]:
-        raise ValueError(f"there are seeds of {missing[0]!r} without times: give seed_time for each type of seeds")
+        raise ValueError(f"seed_time is missing for the seeds of {missing[0]!r}: give it for every node type of seeds")
     return [time[name] for name in seeds]

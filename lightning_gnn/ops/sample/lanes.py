@@ -1,9 +1,9 @@
-"""The draws of sixteen rows at once, in vectors, without a branch.
+"""Fisher-Yates draws of sixteen rows at once, in vectors, without branches.
 
-What stands at a position of a Fisher-Yates shuffle is a position that an earlier step moved there, or its own number.
-So pick j is r_j, unless an earlier draw i fell on r_j too: then it is what step i moved there, which is what stood at
-position i. Comparing each draw with all earlier ones finds both, in as many instructions whether there is a collision
-or not: a row is a lane, and sixteen of them take as long as one.
+In a Fisher-Yates shuffle, a position holds its own index, or the value that an earlier step moved there. Pick j is
+therefore r_j, unless an earlier draw i equals r_j: then it is the value that step i moved there, which was the value at
+position i. Comparing every draw with all earlier draws finds both. The number of instructions does not depend on
+collisions, so that each row can be a vector lane, and sixteen rows take as long as one.
 """
 
 from llvmlite import ir
@@ -12,13 +12,13 @@ from numba.core import cgutils
 from lightning_gnn.ops.hashing import GOLDEN, MIX_1, MIX_2
 from lightning_gnn.ops.intrinsics import Call, instruction, repeated
 
-LANES = 16  # rows that draw at once; vectors of 32-bit numbers are so wide with AVX-512, and two of them with AVX2
+LANES = 16  # rows that draw at once: one vector of 32-bit integers with AVX-512, two with AVX2
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _NARROW, _WIDE = ir.VectorType(_I32, LANES), ir.VectorType(_I64, LANES)
 
 
-def _splat(builder: ir.IRBuilder, kind: ir.VectorType, value: ir.Value) -> ir.Value:
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _I32(0))
+def _splat(builder: ir.IRBuilder, vector: ir.VectorType, value: ir.Value) -> ir.Value:
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, _I32(0))
     return builder.shuffle_vector(one, one, repeated(_I32, 0, LANES))
 
 
@@ -35,15 +35,15 @@ def _mix(builder: ir.IRBuilder, z: ir.Value) -> ir.Value:
 @instruction("state degree fanout replace draws moved picks")
 def draw_lanes(call: Call) -> None:
     """Write the picks of sixteen rows: pick j of lane l is ``picks[LANES * j + l]``, an offset in the row."""
-    # state, uint64 [LANES], is the key of each row's batch or tree, xor its node times NODE_STEP; int64 degree [LANES]
-    # is below 2^32, and above the fanout unless replace; draws and moved, uint32 [LANES * fanout], are scratch.
+    # state: uint64 [LANES], the key of each row's batch or tree, xor its node times NODE_STEP. degree: int64 [LANES],
+    # below 2^32, and above the fanout unless replace. draws and moved: scratch, uint32 [LANES * fanout].
     builder = call.builder
 
-    def lanes(pointer: ir.Value, kind: ir.VectorType, at: ir.Value) -> ir.Value:
-        return builder.bitcast(builder.gep(pointer, [builder.mul(at, _I64(LANES))]), kind.as_pointer())
+    def lanes(pointer: ir.Value, vector: ir.VectorType, at: ir.Value) -> ir.Value:
+        return builder.bitcast(builder.gep(pointer, [builder.mul(at, _I64(LANES))]), vector.as_pointer())
 
-    def load(pointer: ir.Value, kind: ir.VectorType, at: ir.Value) -> ir.Value:
-        value = builder.load(lanes(pointer, kind, at))
+    def load(pointer: ir.Value, vector: ir.VectorType, at: ir.Value) -> ir.Value:
+        value = builder.load(lanes(pointer, vector, at))
         value.align = 4
         return value
 
@@ -57,7 +57,7 @@ def draw_lanes(call: Call) -> None:
     stream, degrees = _mix(builder, load(state, _WIDE, zero)), load(degree, _WIDE, zero)
     pick, stays = (cgutils.alloca_once(builder, _NARROW) for _ in range(2))  # type: ignore[no-untyped-call]
     with cgutils.for_range_slice(builder, zero, call.integer("fanout"), _I64(1), intp=_I64) as (j, _):
-        # With replacement, all positions may be drawn in each step, and no step depends on another.
+        # With replacement, every step draws from all positions, and steps are independent.
         first = builder.select(replace, zero, j)
         step = builder.mul(builder.add(j, _I64(1)), _I64(GOLDEN))
         upper = builder.lshr(_mix(builder, builder.add(stream, _splat(builder, _WIDE, step))), _wide(32))
@@ -69,9 +69,9 @@ def draw_lanes(call: Call) -> None:
         builder.store(own, stays)
         with cgutils.for_range_slice(builder, zero, first, _I64(1), intp=_I64) as (i, _):
             earlier, value = load(drawn, _NARROW, i), load(moves, _NARROW, i)
-            for position, found in ((r, pick), (own, stays)):
+            for position, result in ((r, pick), (own, stays)):
                 hit = builder.icmp_unsigned("==", earlier, position)
-                builder.store(builder.select(hit, value, builder.load(found)), found)
+                builder.store(builder.select(hit, value, builder.load(result)), result)
         store(r, drawn, j)
         store(builder.load(stays), moves, j)
         store(builder.load(pick), chosen, j)

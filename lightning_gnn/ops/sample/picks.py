@@ -1,4 +1,4 @@
-"""Picking in-edges uniformly on the CPU, compiled: picks follow from the degree, or range of times, and the key."""
+"""Compiled uniform picks of in-edges on the CPU; they depend only on the degree, or eligible range, and the key."""
 
 from typing import Any
 
@@ -10,9 +10,8 @@ from lightning_gnn.ops.intrinsics import prefetch
 from lightning_gnn.ops.sample.lanes import LANES, draw_lanes
 from lightning_gnn.ops.sample.relation import Frontier
 
-SMALL_FANOUT = 64
-"""Up to which rows draw in lanes; above, comparing all draws of a row costs more than shuffling all of its edges."""
-_AHEAD = 16  # how many rows ahead indptr is asked for
+SMALL_FANOUT = 64  # maximum fanout for lanes; above, comparing all draws costs more than shuffling all edges of a row
+_AHEAD = 16  # prefetch distance of indptr, in rows
 _STEP = np.uint64(NODE_STEP)
 
 
@@ -32,7 +31,7 @@ def hop_size(indptr: np.ndarray, node: np.ndarray, low: int, high: int, fanout: 
 
 
 def lane_scratch() -> tuple[np.ndarray, ...]:
-    """Return memory for what :func:`pick_edges` keeps of rows until there are enough of them."""
+    """Return scratch memory in which :func:`pick_edges` collects rows until all lanes are full."""
     return (
         np.zeros(LANES, np.uint64),
         np.ones(LANES, np.int64),
@@ -46,27 +45,27 @@ def lane_scratch() -> tuple[np.ndarray, ...]:
 def pick_edges(
     indptr: np.ndarray, frontier: Frontier, t: int, edge: np.ndarray, ends: np.ndarray, m: int, room: int, scratch: Any
 ) -> tuple[int, int]:
-    """Write the picks of nodes from t on, from position m on, until there are ``room`` or no more; return t and m."""
+    """Write the picks of nodes from t on, from position m on, until ``room`` are written; return the next t and m."""
     state, degrees, begins, starts, _ = scratch
-    place, node, tree, _, high, fanout, replace, disjoint, key, first_tree, times = frontier
+    lists, node, tree, _, high, fanout, replace, disjoint, key, first_tree, times = frontier
     temporal, base, eligible, counts = times
     lane, stop = 0, m + room
     while t < high and m < stop:
         if t + _AHEAD < high:
-            prefetch(indptr, place[t + _AHEAD])
-        v, own = node[t], place[t]
+            prefetch(indptr, lists[t + _AHEAD])
+        v, own = node[t], lists[t]
         begin = indptr[own]
         degree = indptr[own + 1] - begin
         if temporal:
             begin, degree = eligible[t - base], counts[t - base]
         if fanout < 0 or (degree <= fanout and not replace):
-            # All in-edges, in CSC order; nothing is drawn.
+            # Take all in-edges in CSC order.
             for j in range(degree):
                 edge[m + j] = begin + j
             m += degree
         elif degree > 0:
             own_key = tree_key_compiled(key, first_tree + np.uint64(tree[t])) if disjoint else key
-            # The stream is the same in whichever hop, batch position or thread v is expanded.
+            # The stream does not depend on the hop, the position in the batch or the thread in which v is expanded.
             if fanout > SMALL_FANOUT:
                 _pick_many(node_key_compiled(own_key, v), begin, degree, fanout, replace, edge, m)
             else:
@@ -76,33 +75,33 @@ def pick_edges(
                 starts[lane] = m
                 lane += 1
                 if lane == LANES:
-                    _draw(scratch, lane, fanout, replace, edge)
+                    _draw_rows(scratch, lane, fanout, replace, edge)
                     lane = 0
             m += fanout
         ends[t] = m
         t += 1
     if lane:
-        _draw(scratch, lane, fanout, replace, edge)
+        _draw_rows(scratch, lane, fanout, replace, edge)
     return t, m
 
 
 @numba.njit(nogil=True, cache=True)
-def _draw(scratch: Any, lanes: int, fanout: int, replace: bool, edge: np.ndarray) -> None:
-    """Write the picks of rows that have gathered."""
-    state, degrees, begins, places, drawn = scratch
-    picks = drawn[2]
-    draw_lanes(state, degrees, fanout, replace, drawn[0], drawn[1], picks)
+def _draw_rows(scratch: Any, lanes: int, fanout: int, replace: bool, edge: np.ndarray) -> None:
+    """Draw and write the picks of the collected rows."""
+    state, degrees, begins, starts, buffers = scratch
+    picks = buffers[2]
+    draw_lanes(state, degrees, fanout, replace, buffers[0], buffers[1], picks)
     for lane in range(lanes):
-        begin, place = begins[lane], places[lane]
+        begin, start = begins[lane], starts[lane]
         for j in range(fanout):
-            edge[place + j] = begin + np.int64(picks[LANES * j + lane])
+            edge[start + j] = begin + np.int64(picks[LANES * j + lane])
 
 
 @numba.njit(nogil=True, cache=True)
 def _pick_many(
     stream: Word, begin: int, degree: int, fanout: int, replace: bool, edge: np.ndarray, m: int
 ) -> None:  # fmt: skip
-    """Pick more edges of one node than lanes have room for: a forward Fisher-Yates over all positions."""
+    """Pick edges of a node with a large fanout: a forward Fisher-Yates shuffle over all positions."""
     if replace:
         for j in range(fanout):
             edge[m + j] = begin + draw_compiled(stream, j, degree)

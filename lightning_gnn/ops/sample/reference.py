@@ -1,15 +1,15 @@
-"""Neighbour sampling in plain Python: the definition that every other backend is tested against."""
+"""Neighbor sampling in plain Python: the definition that all backends are tested against."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
 from lightning_gnn.ops.hashing import GOLDEN, draw, draw_fraction, mix, node_key, tree_key
-from lightning_gnn.ops.sample.relation import Labor, PickOptions, Relation, Sampled, TimeWindow, most_draws, stage_key
+from lightning_gnn.ops.sample.relation import Labor, PickOptions, Relation, Sampled, TimeWindow, max_draws, stage_key
 
 
 def pick_uniform(begin: int, degree: int, fanout: int, stream: int, replace: bool) -> list[int]:
-    """Pick in-edges of a node: all in CSC order if the fanout allows or is negative, else by Fisher-Yates."""
+    """Pick in-edges of a node: all in CSC order if there are few or the fanout is negative, else by Fisher-Yates."""
     if fanout < 0 or (degree <= fanout and not replace):
         return list(range(begin, begin + degree))
     if degree == 0:
@@ -24,7 +24,7 @@ def pick_uniform(begin: int, degree: int, fanout: int, stream: int, replace: boo
 
 
 def pick_weighted(begin: int, weight: Sequence[float], fanout: int, stream: int, replace: bool) -> list[int]:
-    """Pick in-edges of one node one after the other, each in proportion to its weight among those that are left."""
+    """Pick in-edges of a node one by one, with probabilities proportional to the weights of the remaining edges."""
     degree = len(weight)
     if fanout < 0 or (degree <= fanout and not replace):
         return list(range(begin, begin + degree))
@@ -39,25 +39,26 @@ def pick_weighted(begin: int, weight: Sequence[float], fanout: int, stream: int,
         return [begin + hit(j) for j in range(fanout)]
     picks: list[int] = []
     number = 0
-    while len(picks) < fanout and number < most_draws(fanout):
+    while len(picks) < fanout and number < max_draws(fanout):
         position = hit(number)
         if position not in picks:
             picks.append(position)
         number += 1
-    while len(picks) < fanout:  # what is left weighs next to nothing
-        left = [position for position in range(degree) if position not in picks]
-        sums = list(accumulate(weight[position] for position in left))
-        picks.append(left[min(bisect_right(sums, draw_fraction(stream, number) * sums[-1]), len(left) - 1)])
+    while len(picks) < fanout:  # the remaining edges have almost no weight
+        remaining = [position for position in range(degree) if position not in picks]
+        sums = list(accumulate(weight[position] for position in remaining))
+        index = bisect_right(sums, draw_fraction(stream, number) * sums[-1])
+        picks.append(remaining[min(index, len(remaining) - 1)])
         number += 1
     return [begin + position for position in picks]
 
 
 def variate(key: int, source: int, parallel: int, labor: Labor) -> int:
-    """Return the variate of an edge: that of its source, the same for all targets."""
+    """Return the variate of an edge: that of its source, which all targets share."""
     stream = node_key(key, source)
-    if (often := labor.batch_dependency) > 1:
-        # Which mini-batches renew it follows from the source alone: a fraction of the sources in each of them.
-        period = (labor.batch + node_key(0, source) % often) // often
+    if (length := labor.batch_dependency) > 1:
+        # The source determines the mini-batches that renew its variate, so that each renews a fraction of the sources.
+        period = (labor.batch + node_key(0, source) % length) // length
         stream = mix(stream + (period + 1) * GOLDEN)
     return mix(stream + parallel * GOLDEN) if parallel else stream
 
@@ -65,7 +66,7 @@ def variate(key: int, source: int, parallel: int, labor: Labor) -> int:
 def pick_labor(
     begin: int, sources: Sequence[int], parallel: Sequence[int] | None, fanout: int, key: int, labor: Labor
 ) -> list[int]:
-    """Pick the in-edges of one node with the smallest variates, in CSC order; of equal ones the first."""
+    """Pick the in-edges of a node with the smallest variates, in CSC order; ties are resolved by position."""
     degree = len(sources)
     if fanout < 0 or degree <= fanout:
         return list(range(begin, begin + degree))
@@ -76,12 +77,12 @@ def pick_labor(
 def eligible(
     relation: Relation, begin: int, end: int, tree: int, fanout: int, rule: PickOptions, times: TimeWindow | None
 ) -> range:
-    """Return those of some in-edges of one node that the time of its tree allows: a range, as times ascend."""
+    """Return the eligible in-edges of a node for the time of its tree: a range, because times ascend."""
     if relation.time is None or times is None:
         return range(begin, end)
-    listed = relation.time[begin:end]
-    first = begin + (0 if times.after is None else bisect_right(listed, times.after[tree]))
-    last = max(first, begin + bisect_right(listed, times.until[tree]))
+    edge_times = relation.time[begin:end]
+    first = begin + (0 if times.after is None else bisect_right(edge_times, times.after[tree]))
+    last = max(first, begin + bisect_right(edge_times, times.until[tree]))
     return range(max(first, last - fanout) if rule.last and fanout >= 0 else first, last)
 
 
@@ -94,14 +95,14 @@ def sample_reference(
     times: TimeWindow | None = None,
 ) -> Sampled:
     """Sample one mini-batch; see :mod:`lightning_gnn.ops.sample.definition`."""
-    # Nodes of each type are numbered in the order of their discovery, seeds first, within each tree.
+    # Nodes of each type are numbered in order of discovery, seeds first; disjoint trees do not share nodes.
     node = [list(ids) for ids in seeds]
     tree = [list(range(start, start + len(ids))) for ids, start in zip(seeds, starts, strict=True)]
     local: list[dict[tuple[int, int], int]] = [{} for _ in seeds]
-    for ids, trees, known in zip(node, tree, local, strict=True):
+    for ids, trees, local_ids in zip(node, tree, local, strict=True):
         for t, v in enumerate(ids):
-            known.setdefault((trees[t] if rule.disjoint else 0, v), t)
-    # Edges are collected by relation; `low` is where the frontier of the present hop begins.
+            local_ids.setdefault((trees[t] if rule.disjoint else 0, v), t)
+    # Edges are collected by relation; `low` is the start of the current hop's frontier.
     row: list[list[int]] = [[] for _ in relations]
     col: list[list[int]] = [[] for _ in relations]
     edge: list[list[int]] = [[] for _ in relations]
@@ -110,14 +111,14 @@ def sample_reference(
     low = [0 for _ in node]
     for hop in range(max((len(relation.fanouts) for relation in relations), default=0)):
         high = [len(ids) for ids in node]
-        # A relation picks for the whole frontier of its target type, whichever nodes other relations have added.
+        # A relation picks for the frontier of its target type, not for nodes that other relations add in this hop.
         for number, relation in enumerate(relations):
             s, fanout, first_edge = relation.source, relation.fanouts[hop], len(edge[number])
             hop_key = stage_key(key, hop, number, s, rule.labor)
             for t in range(low[relation.target], high[relation.target]):
                 v, root = node[relation.target][t], tree[relation.target][t]
                 own_key = tree_key(hop_key, rule.first_tree + root) if rule.disjoint else hop_key
-                # Pick among the edges that count, by the rule: LABOR, weighted or uniform.
+                # Pick among the eligible edges: by LABOR, by weight or uniformly.
                 own = eligible(relation, relation.indptr[v], relation.indptr[v + 1], root, fanout, rule, times)
                 begin, end = own.start, own.stop
                 if rule.labor is not None:
@@ -130,17 +131,17 @@ def sample_reference(
                     picks = pick_uniform(begin, end - begin, fanout, node_key(own_key, v), rule.replace)
                 edge[number] += picks
                 col[number] += [t] * len(picks)
-            # Give new nodes their local ids in the order of the picks.
+            # Assign local ids to new nodes in the order of the picks.
             for e, t in zip(edge[number][first_edge:], col[number][first_edge:], strict=True):
                 root, u = tree[relation.target][t], relation.indices[e]
-                place = (root if rule.disjoint else 0, u)
-                if place not in local[s]:
-                    local[s][place] = len(node[s])
+                identity = (root if rule.disjoint else 0, u)
+                if identity not in local[s]:
+                    local[s][identity] = len(node[s])
                     node[s].append(u)
                     tree[s].append(root)
-                row[number].append(local[s][place])
+                row[number].append(local[s][identity])
             edge_counts[number].append(len(edge[number]) - first_edge)
-        # The nodes that were found by this hop are the frontier of the next one.
+        # The nodes discovered in this hop are the frontier of the next one.
         low = high
         for counts, ids, before in zip(node_counts, node, high, strict=True):
             counts.append(len(ids) - before)

@@ -1,4 +1,4 @@
-"""Neighbour sampling on a GPU: the CUDA implementation of the operator, and graphs with types, times and weights."""
+"""Neighbor sampling on a GPU, homogeneous or heterogeneous, with times and weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _relation_samplers: MutableMapping[object, dict[torch.device, TritonRelationSamp
 def triton_sampler(
     indptr: Tensor, indices: Tensor, device: torch.device | None = None, **options: Any
 ) -> TritonNeighborSampler:
-    """Return the sampler of a graph on a GPU or in pinned memory; one without options lives as long as it."""
+    """Return the sampler of a graph on a GPU or in pinned memory, cached with the graph unless it has ``options``."""
     require_triton("sampling on a GPU")
     from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
 
@@ -32,13 +32,13 @@ def triton_sampler(
         return TritonNeighborSampler(indptr, indices, device=device, **options)
     by_device = _samplers.setdefault(indices, {})
     if device not in by_device:
-        # Detached tensors share the memory; holding the key itself would keep the entry alive for ever.
+        # Detached, because a cached reference to its own weak key would keep the entry alive.
         by_device[device] = TritonNeighborSampler(indptr.detach(), indices.detach(), device=device)
     return by_device[device]
 
 
 def most_batches(sampler: TritonNeighborSampler) -> int:
-    """Return how many mini-batches one launch samples at most."""
+    """Return the maximum number of mini-batches per launch."""
     from lightning_gnn.triton_kernels import sample_bulk as kernels
 
     return int(kernels.most_batches(sampler))
@@ -46,14 +46,14 @@ def most_batches(sampler: TritonNeighborSampler) -> int:
 
 def begin_samples(
     sampler: TritonNeighborSampler,
-    seeds: Sequence[Tensor],  # of each, on the device, not checked
+    seeds: Sequence[Tensor],  # seeds of each mini-batch, on the device, not checked
     fanouts: Sequence[int],
     keys: Sequence[int],
     replace: bool,
-    disjoint: bool,  # one tree per seed; of one mini-batch alone
+    disjoint: bool,  # one tree per seed; only for a single mini-batch
     share: float,
 ) -> Any:
-    """Launch mini-batches, side by side if there are several, and return before they have been sampled."""
+    """Launch the sampling of mini-batches, in parallel if there are several, and return without waiting."""
     from lightning_gnn.triton_kernels.sample_bulk import joined
 
     if len(seeds) > 1:
@@ -71,17 +71,17 @@ def sample_relations_triton(
     rule: PickOptions,
     times: TimeWindow | None,
 ) -> RelationSample:
-    """Sample one mini-batch of relations in the order of their names; scratch lives as long as the graph."""
-    # Triton is imported late, as machines without a GPU need not have it.
+    """Sample one mini-batch of relations sorted by name; scratch memory is cached for the graph's lifetime."""
+    # Triton is imported on use, because it is optional on machines without a GPU.
     require_triton("sampling on a GPU")
     from lightning_gnn.triton_kernels.sample import device_of
     from lightning_gnn.triton_kernels.sample_relations import Picking, RelationArrays, TritonRelationSampler
 
-    # The device follows from the relations; in an empty graph, from the seeds.
-    there = [relation.indptr for relation in relations if relation.indptr.device.type != "cpu"]
-    first = there[0] if there else relations[0].indices if relations else seeds[0]
+    # The relations determine the device, or in a graph without relations, the seeds.
+    on_device = [relation.indptr for relation in relations if relation.indptr.device.type != "cpu"]
+    first = on_device[0] if on_device else relations[0].indices if relations else seeds[0]
     device = device_of(first)
-    # Keep one sampler for each graph and device, with its scratch memory.
+    # Cache one sampler, with its scratch memory, per graph and device.
     by_device = _relation_samplers.setdefault(graph, {})
     if device not in by_device:
         by_device[device] = TritonRelationSampler(num_nodes, device)
@@ -91,7 +91,7 @@ def sample_relations_triton(
         [stage_key(key, hop, number, relation.source, rule.labor) for number, relation in enumerate(relations)]
         for hop in range(hops)
     ]
-    # Pass times and LABOR's parameters on in the kernel's own types.
+    # Convert times and LABOR's parameters to the types of the kernel.
     until, after = (None if limit is None else torch.from_numpy(limit) for limit in times or (None, None))
     labor = None if rule.labor is None else (rule.labor.batch_dependency, rule.labor.batch)
     picking = Picking(rule.replace, rule.disjoint, rule.first_tree, rule.last, labor, until, after)
@@ -100,7 +100,7 @@ def sample_relations_triton(
 
 
 def runs_on(device: torch.device) -> bool:
-    """Tell whether Triton kernels run on a device: on a GPU, and on the CPU under Triton's interpreter."""
+    """Return whether Triton kernels run on a device: a GPU, or the CPU with Triton's interpreter."""
     if not triton_installed():
         return False
     if device.type != "cpu":
