@@ -1,4 +1,4 @@
-"""Compiles the CPU twin and Ascend C kernels with g++ into shared libraries, cached by the content of their sources."""
+"""Compiles the CPU twin and the Ascend C kernels with g++ into shared libraries, cached by source content."""
 
 import hashlib
 import os
@@ -25,20 +25,20 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 class BuildError(RuntimeError):
-    """The compiler is missing or refused a source."""
+    """The compiler is missing or could not compile a source."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """One shared library with the kernels of one source."""
+    """Shared library with the kernels of one source."""
 
-    library: Path  # path of the shared library
-    kernels: dict[str, tuple[str, ...]]  # kernel name -> names of its parameters, in order
+    library: Path
+    kernels: dict[str, tuple[str, ...]]  # kernel name -> parameter names, in order
 
 
 @lru_cache(maxsize=4)
 def compiler(name: str | None = None) -> tuple[str, str]:
-    """Path and version of the C++ compiler (``CXX``, else g++)."""
+    """Return path and version of the C++ compiler (``CXX`` or g++)."""
     wanted = name or os.environ.get("CXX") or "g++"
     path = shutil.which(wanted)
     if path is None:
@@ -51,7 +51,7 @@ def compiler(name: str | None = None) -> tuple[str, str]:
 
 
 def kernels_in(source: Path) -> dict[str, tuple[str, ...]]:
-    """The kernels a source defines: name -> parameter names."""
+    """Return the kernels that a source defines: name -> parameter names."""
     found = {}
     for name, parameters in _KERNEL.findall(source.read_text()):
         found[name] = tuple(p.split()[-1].lstrip("*&") for p in parameters.split(",") if p.strip())
@@ -59,8 +59,8 @@ def kernels_in(source: Path) -> dict[str, tuple[str, ...]]:
 
 
 def build(sources: Sequence[Path] | None = None, sanitize: bool = False) -> tuple[Path, list[Built]]:
-    """Build the twin's runtime and one library for every kernel source, by default all in ``csrc``."""
-    # With sanitize, the process that loads the result needs sanitizer_environment().
+    """Build the twin's runtime and one library per kernel source, by default for all in ``csrc``."""
+    # A process that loads a build with sanitize=True needs sanitizer_environment().
     if sources is None:
         sources = [s for s in sorted(CSRC.glob("*.cpp")) if kernels_in(s)]
     path, version = compiler()
@@ -76,10 +76,11 @@ def build(sources: Sequence[Path] | None = None, sanitize: bool = False) -> tupl
     name = f"libtwin-{runtime_key[:16]}.so"
 
     def make_runtime(pool: ThreadPoolExecutor, folder: Path) -> None:
-        _say(f"building the Ascend twin with {Path(path).name} into {folder.parent}")
-        halves = (parts[0::2], parts[1::2])  # two files at once: the headers cost more than the code
+        _log(f"building the Ascend twin with {Path(path).name} into {folder.parent}")
+        units = (parts[0::2], parts[1::2])  # two translation units: parsing the headers dominates compile time
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            objects = list(pool.map(lambda h: _object(path, flags, h, Path(scratch) / f"{h[0].stem}.o"), halves))
+            outputs = [Path(scratch) / f"{unit[0].stem}.o" for unit in units]
+            objects = list(pool.map(lambda unit, output: _compile_object(path, flags, unit, output), units, outputs))
             _link(path, flags, [*map(str, objects), f"-Wl,-soname,{name}"], folder / name, TWIN)
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -91,11 +92,11 @@ def build(sources: Sequence[Path] | None = None, sanitize: bool = False) -> tupl
             file = f"{source.stem}.so"
 
             def make(folder: Path) -> None:
-                _say(f"building the Ascend twin's kernels in {source.name} with {Path(path).name}")
-                _kernel(path, flags, source, kernels, runtime, folder / file)
+                _log(f"building the Ascend twin's kernels in {source.name} with {Path(path).name}")
+                _compile(path, flags, source, kernels, runtime, folder / file)
 
-            # The library names the runtime's folder.
-            key = digest([runtime_key, str(runtime)], _needed(source))
+            # The runtime's path is part of the key, because the library's rpath contains it.
+            key = digest([runtime_key, str(runtime)], _find_includes(source))
             return kept_folder("twin", key, make, f"{source.name}, {version}") / file
 
         libraries = list(pool.map(library, wanted))
@@ -103,14 +104,14 @@ def build(sources: Sequence[Path] | None = None, sanitize: bool = False) -> tupl
 
 
 def build_tiling() -> Path:
-    """Build the host's tiling (``csrc/host_*.cpp``), which needs nothing of the twin, and return its library."""
+    """Build the library of the host's tiling (``csrc/host_*.cpp``), which does not need the twin; return its path."""
     path, version = compiler()
     flags = ["-std=c++17", "-fPIC", "-O2", "-Wall", "-Wextra"]
     sources = sorted(CSRC.glob("host_*.cpp"))
     name = "libtiling.so"
 
     def make(folder: Path) -> None:
-        _say(f"building the Ascend kernels' tiling with {Path(path).name} into {folder.parent}")
+        _log(f"building the Ascend kernels' tiling with {Path(path).name} into {folder.parent}")
         _link(path, flags, list(map(str, sources)), folder / name, CSRC)
 
     key = digest([version, *flags], [*sources, *sorted(CSRC.glob("*tiling.h"))])
@@ -118,25 +119,25 @@ def build_tiling() -> Path:
 
 
 def sanitizer_environment() -> dict[str, str]:
-    """Environment in which a Python process can load libraries that were built with ``sanitize=True``."""
+    """Return the environment variables for a Python process that loads libraries built with ``sanitize=True``."""
     path, _ = compiler()
-    # libstdc++ too: the sanitizer looks up the real __cxa_throw when it starts, before Python has loaded it
-    asks = [[path, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
-    found = [subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip() for ask in asks]
+    # Preload libstdc++ too: at startup, before Python loads it, the sanitizer looks up the real __cxa_throw.
+    queries = [[path, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
+    libraries = [subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip() for query in queries]
     return {
-        "LD_PRELOAD": " ".join(found),
-        # Python itself leaks by design; the twin's coroutines switch stacks, which this check cannot follow
+        "LD_PRELOAD": " ".join(libraries),
+        # Python leaks by design, and stack-use-after-return cannot follow the twin's coroutines, which switch stacks.
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     }
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def _flags(sanitize: bool) -> list[str]:
-    # -fno-gnu-unique and hidden symbols keep the classes of two kernels apart even if they share a name
+    # -fno-gnu-unique and hidden symbols separate classes of the same name in different kernels.
     flags = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-g1", "-Wall", "-Wno-unknown-pragmas"]
     flags += [f"-I{TWIN / 'include'}"]
     if platform.machine() == "x86_64" and "f16c" in _cpu_flags():
@@ -157,7 +158,7 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def digest(words: Iterable[str], files: Iterable[Path]) -> str:
-    """Return 32 hexadecimal digits that change with the words and with names and content of the files."""
+    """Return a digest of words and of the files' names and contents, in 32 hexadecimal digits."""
     hasher = hashlib.sha256()
     for word in words:
         hasher.update(word.encode() + b"\0")
@@ -166,8 +167,8 @@ def digest(words: Iterable[str], files: Iterable[Path]) -> str:
     return hasher.hexdigest()[:32]
 
 
-def _needed(source: Path) -> list[Path]:
-    """The source and every file it includes from its own folder, however deep."""
+def _find_includes(source: Path) -> list[Path]:
+    """Return the source and all local files that it includes, directly or indirectly."""
     seen: dict[Path, None] = {}
     todo = [source]
     while todo:
@@ -183,18 +184,18 @@ def _needed(source: Path) -> list[Path]:
 
 
 def _run(command: list[str], what: Path) -> None:
-    # a sanitizer preloaded into this process is not meant for the compiler
+    # Do not preload this process's sanitizer into the compiler.
     environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode != 0:
-        lines = (done.stderr or done.stdout).strip().splitlines()
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if result.returncode != 0:
+        lines = (result.stderr or result.stdout).strip().splitlines()
         raise BuildError(f"{Path(command[0]).name} could not compile {what}:\n" + "\n".join(lines[:60]))
 
 
-def _object(path: str, flags: list[str], sources: list[Path], target: Path) -> Path:
-    whole = target.with_suffix(".cpp")
-    whole.write_text("".join(f'#include "{s}"\n' for s in sources))
-    _run([path, *flags, "-c", str(whole), "-o", str(target)], sources[0].parent)
+def _compile_object(path: str, flags: list[str], sources: list[Path], target: Path) -> Path:
+    unit = target.with_suffix(".cpp")
+    unit.write_text("".join(f'#include "{s}"\n' for s in sources))
+    _run([path, *flags, "-c", str(unit), "-o", str(target)], sources[0].parent)
     return target
 
 
@@ -202,7 +203,7 @@ def _link(path: str, flags: list[str], inputs: list[str], target: Path, what: Pa
     _run([path, *flags, "-shared", *inputs, "-o", str(target)], what)
 
 
-def _kernel(path: str, flags: list[str], source: Path, kernels: Iterable[str], runtime: Path, target: Path) -> None:
+def _compile(path: str, flags: list[str], source: Path, kernels: Iterable[str], runtime: Path, target: Path) -> None:
     lines = [f'#include "{source.resolve()}"', '#include "twin/launch.h"', *(f"TWIN_REGISTER({k})" for k in kernels)]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         wrapper = Path(scratch) / f"{target.stem}.cpp"

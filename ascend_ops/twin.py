@@ -1,4 +1,4 @@
-"""Run Ascend C kernels on the CPU twin: strict checks, results, byte and cycle counts."""
+"""Runs Ascend C kernels on the CPU twin: strict checks, results, byte and cycle counts."""
 
 import ctypes
 import json
@@ -14,15 +14,15 @@ import torch
 
 from .build import build
 
-_LOCK = threading.Lock()  # the runtime holds one launch at a time
+_LOCK = threading.Lock()  # the runtime supports one launch at a time
 _BY_VALUE, _READ_WRITE, _READ_ONLY, _SCRATCH = range(4)
 
 Array = np.ndarray[Any, Any] | torch.Tensor | ctypes.Structure
-"""Memory of a kernel: C-contiguous NumPy arrays and CPU tensors are read and written in place, structures copied."""
+"""Memory of a kernel: C-contiguous NumPy arrays and CPU tensors are used in place; structures are copied."""
 
 
 class TwinViolation(RuntimeError):
-    """A kernel broke a rule of the chip: kernel, block, core, file, line, rule and message of the violation."""
+    """A kernel violated a rule of the chip; attributes give kernel, block, core, file, line, rule and message."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         self.kernel: str = record["kernel"]
@@ -32,21 +32,21 @@ class TwinViolation(RuntimeError):
         self.line: int = record["line"]
         self.rule: str = record["rule"]
         self.message: str = record["message"]
-        place = f", block {self.block}, {self.core}" if self.block >= 0 else ""
+        location = f", block {self.block}, {self.core}" if self.block >= 0 else ""
         source = f", {Path(self.file).name}:{self.line}" if self.file else ""
-        super().__init__(f"{self.kernel}{place}{source}: {self.rule}: {self.message}")
+        super().__init__(f"{self.kernel}{location}{source}: {self.rule}: {self.message}")
 
 
 @dataclass(frozen=True)
 class ReadOnly:
-    """An array the kernel may only read; reads of it are not tracked, which makes the run faster."""
+    """Array that the kernel may only read; its reads are not tracked, which makes the run faster."""
 
     array: Array
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """An array whose content is undefined at the start: reading a byte before writing it is a violation."""
+    """Uninitialized array: reading a byte before writing it is a violation."""
 
     array: Array
 
@@ -56,16 +56,16 @@ Argument = float | Array | ReadOnly | Scratch
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """What one launch did."""
+    """Statistics of one launch."""
 
-    kernel: str  # name of the kernel
+    kernel: str
     makespan: float  # cycles until the last core finished
-    bytes: dict[str, float]  # moved by path: hbm_read, l2_read, gm_write, gm_to_ub, gm_to_l1, ub_to_gm, l0c_to_gm, …
+    bytes: dict[str, float]  # transferred per path: hbm_read, l2_read, gm_write, gm_to_ub, gm_to_l1, ub_to_gm, …
     fractals: float  # 16x16x16 products of the cube
     elements: float  # elements of vector instructions
     instructions: int
-    cores: list[dict[str, Any]]  # of each: block, kind, sub, end and busy cycles of scalar, vector, cube, …
-    lints: list[str] = field(default_factory=list)  # remarks that are not violations
+    cores: list[dict[str, Any]]  # for each core: block, kind, sub, end, and busy cycles of scalar, vector, cube, …
+    lints: list[str] = field(default_factory=list)  # warnings that are not violations
 
     def busy(self, unit: str) -> float:
         """Return the busy cycles of one unit, summed over all cores."""
@@ -97,7 +97,7 @@ class _Options(ctypes.Structure):
 
 
 class Twin:
-    """The twin's runtime with a set of kernels, by default those of ``csrc``, built with sanitizers if asked for."""
+    """Runtime of the twin with a set of kernels, by default those of ``csrc``, optionally built with sanitizers."""
 
     def __init__(self, sources: Sequence[Path | str] | None = None, sanitize: bool = False) -> None:
         runtime, built = build(None if sources is None else [Path(s) for s in sources], sanitize=sanitize)
@@ -117,32 +117,33 @@ class Twin:
     def launch(
         self,
         kernel: str,
-        args: Sequence[Argument],  # one per parameter; by value numbers or a ctypes.Structure, for pointers the others
-        num_blocks: int,  # a block of a mixed kernel is a cube core and two vector cores
+        args: Sequence[Argument],  # one per parameter: a number or ctypes.Structure by value, otherwise an array
+        num_blocks: int,  # a block of a mixed kernel has one cube core and two vector cores
         arch: str = "910b",  # or "910", the unified core; "910b" is Atlas A2, with split cores
-        seed: int = 0,  # 0 runs the cores in order; any other number draws the order of the cores
-        require_double_buffer: bool = False,  # make a queue with a single buffer, used repeatedly, a violation
+        seed: int = 0,  # 0 runs the cores in order; any other value randomizes their order
+        require_double_buffer: bool = False,  # repeated use of a single-buffered queue is a violation
         mmad_nan: bool = True,  # False makes NaN operands of Mmad a violation
-        parameters: Mapping[str, float] | None = None,  # costs in place of those of the chip
-        max_instructions: int = 1 << 40,  # stop a kernel that does not end
+        parameters: Mapping[str, float] | None = None,  # costs that replace those of the chip
+        max_instructions: int = 1 << 40,  # abort a kernel that does not terminate
     ) -> LaunchResult:
-        """Run a kernel on all blocks; arrays are changed in place."""
+        """Run a kernel on all blocks; it modifies arrays in place."""
         if kernel not in self.kernels:
-            raise ValueError(f"no kernel {kernel!r}: there are {sorted(self.kernels)}")
+            raise ValueError(f"unknown kernel {kernel!r}; choose one of {', '.join(sorted(self.kernels))}")
         if arch not in ("910b", "910"):
-            raise ValueError(f"arch is {arch!r}: the twin knows '910b' and '910'")
+            raise ValueError(f"arch must be '910b' or '910', but is {arch!r}")
         if num_blocks < 1:
-            raise ValueError(f"num_blocks is {num_blocks}: a launch has at least one block")
+            raise ValueError(f"num_blocks must be at least 1, but is {num_blocks}")
         signature = self.kernels[kernel]
         if len(args) != len(signature):
             raise ValueError(f"{kernel} takes {len(signature)} arguments {[s[0] for s in signature]}, not {len(args)}")
-        keep: list[object] = []  # what the pointers point to
+        owners: list[object] = []  # references to the memory of the pointers
         packed = (_Argument * max(len(args), 1))()
         for slot, value, (name, kind, size) in zip(packed, args, signature, strict=False):
-            _pack(slot, value, f"{kernel}: argument {name!r}", name, kind, size, keep)
+            _pack(slot, value, f"{kernel}: argument {name!r}", name, kind, size, owners)
         unknown = set(parameters or ()) - set(self.parameters)
         if unknown:
-            raise ValueError(f"unknown cost parameters {sorted(unknown)}: there are {sorted(self.parameters)}")
+            choices = ", ".join(sorted(self.parameters))
+            raise ValueError(f"unknown cost parameters {', '.join(sorted(unknown))}; choose from {choices}")
         numbers = {**self.parameters, **(parameters or {})}
         values = (ctypes.c_double * len(numbers))(*(numbers[name] for name in self.parameters))
         options = _Options(
@@ -151,12 +152,11 @@ class Twin:
         with _LOCK:
             text = self._library.twin_launch(kernel.encode(), packed, len(args), ctypes.byref(options))
             reply = json.loads(text.decode())
-
         if reply["violation"]:
             raise TwinViolation(reply["violation"])
         lints = [f"{Path(v['file']).name}:{v['line']}: {v['rule']}: {v['message']}" for v in reply["lints"]]
-        counted = {name: reply[name] for name in ("makespan", "bytes", "fractals", "elements", "instructions", "cores")}
-        return LaunchResult(kernel, **counted, lints=lints)
+        counts = {name: reply[name] for name in ("makespan", "bytes", "fractals", "elements", "instructions", "cores")}
+        return LaunchResult(kernel, **counts, lints=lints)
 
 
 @lru_cache(maxsize=1)
@@ -165,10 +165,10 @@ def default_twin() -> Twin:
     return Twin()
 
 
-def _pack(slot: _Argument, value: Argument, where: str, name: str, kind: str, size: int, keep: list[object]) -> None:
+def _pack(slot: _Argument, value: Argument, where: str, name: str, kind: str, size: int, owners: list[object]) -> None:
     slot.name = name.encode()
     if kind == "p":
-        _pack_pointer(slot, value, where, keep)
+        _pack_pointer(slot, value, where, owners)
         return
     data: ctypes.Structure | ctypes._SimpleCData[Any]
     if isinstance(value, ctypes.Structure):
@@ -183,12 +183,12 @@ def _pack(slot: _Argument, value: Argument, where: str, name: str, kind: str, si
     else:
         raise ValueError(f"{where} is a struct of {size} bytes: pass a ctypes.Structure")
     if ctypes.sizeof(data) != size:
-        raise ValueError(f"{where} has {size} bytes, the structure given has {ctypes.sizeof(data)}")
-    keep.append(data)
+        raise ValueError(f"{where} must have {size} bytes, but the structure has {ctypes.sizeof(data)}")
+    owners.append(data)
     slot.data, slot.bytes, slot.mode, slot.unit = ctypes.addressof(data), size, _BY_VALUE, 1
 
 
-def _pack_pointer(slot: _Argument, value: Argument, where: str, keep: list[object]) -> None:
+def _pack_pointer(slot: _Argument, value: Argument, where: str, owners: list[object]) -> None:
     mode = _READ_WRITE
     if isinstance(value, ReadOnly | Scratch):
         mode = _READ_ONLY if isinstance(value, ReadOnly) else _SCRATCH
@@ -197,7 +197,7 @@ def _pack_pointer(slot: _Argument, value: Argument, where: str, keep: list[objec
         value, mode = np.frombuffer(bytes(value), np.uint8), _READ_ONLY
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
-            raise ValueError(f"{where}: the twin reads CPU memory, the tensor is on {value.device}")
+            raise ValueError(f"{where}: the twin needs a tensor on the CPU, but it is on {value.device}")
         value = value.detach().numpy()
     if not isinstance(value, np.ndarray):
         raise ValueError(f"{where} is a pointer: pass a numpy array, a CPU tensor or a ctypes.Structure")
@@ -205,6 +205,6 @@ def _pack_pointer(slot: _Argument, value: Argument, where: str, keep: list[objec
         raise ValueError(f"{where}: the array is not contiguous")
     if mode != _READ_ONLY and not value.flags.writeable:
         mode = _READ_ONLY
-    keep.append(value)
+    owners.append(value)
     unit = value.itemsize if value.itemsize in (1, 2, 4, 8, 16, 32) else 1
     slot.data, slot.bytes, slot.mode, slot.unit = value.ctypes.data, value.nbytes, mode, unit

@@ -128,7 +128,7 @@ class Simulator(TorchDispatchMode):
         return tensor
 
     def peers(self, deal, ranks):
-        """Return what stands in for ``gpu_sampling.shards.symmetric`` in the first of some processes.
+        """Return what stands in for ``gpu_sampling.shards.allocate_symmetric`` in the first of some processes.
 
         Args:
             deal: Called with a rank and its part: writes it, as that process does on a stream of its own GPU.

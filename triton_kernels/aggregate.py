@@ -1,8 +1,8 @@
-"""Sums and maxima over the neighbors of each vertex: the rows of a sparse matrix times a table of features, on a GPU.
+"""Neighbor sums and maxima on a GPU: each row of a sparse matrix times a table of features.
 
-A program of one warp takes a part of a row and a block of columns; blocks are the second axis of the grid, so that all
-rows read one slice of the features before the next, which fits into the L2 cache. There are no atomics: parts of a
-split row go to a scratch table, and are added up in order.
+A program of one warp takes a part of a row and a block of columns. Column blocks are the second axis of the grid, so
+all rows read one slice of the features, which fits into the L2 cache, before the next slice. There are no atomics: the
+partial results of a split row go to a scratch table and are added up in order.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lightning_gnn.triton_kernels.row_parts import RowParts
 
-TILE = 1024  # values that a program has in flight; a quarter of that in float64, which takes twice the registers
+TILE = 1024  # values that a program has in flight; a quarter of that in float64, which needs twice the registers
 MAX_ENTRIES = 32
-_WIDTHS = (128, 64, 32)
-_CACHE_BYTES = 32 * 2**20  # of L2 where the device does not say
-_CACHE_SHARE = 0.6
+_BLOCK_WIDTHS = (128, 64, 32)
+_DEFAULT_L2_BYTES = 32 * 2**20  # if the device does not report the size of its L2 cache
+_L2_FRACTION = 0.6  # of the L2 cache for one slice of the features
 NUM_WARPS = 1
 
 
@@ -30,15 +30,15 @@ def rows_kernel(
     out: tl.tensor,  # x's type [num_rows, HEADS * CHANNELS]
     scratch: tl.tensor,  # *ACC [num_slots, HEADS * CHANNELS]
     x: tl.tensor,  # [num_columns, HEADS * CHANNELS], rows x_stride apart
-    indices: tl.tensor,  # *int32 [E]; read if GATHER, else entry e stands for row e of x
+    indices: tl.tensor,  # *int32 [E]; read if GATHER, otherwise entry e reads row e of x
     weight: tl.tensor,  # any float [E, HEADS]; read if WEIGHTED
     starts: tl.tensor,  # *int64 [P]
     stops: tl.tensor,  # *int64 [P]
     places: tl.tensor,  # *int32 [P]: vertex, or -1 - slot
     degrees: tl.tensor,  # *int32 [num_rows]; read if MEAN
     vertices: tl.tensor,  # *int32 [P]: vertex; read if MATCH
-    own: tl.tensor,  # x's type [num_rows, HEADS * CHANNELS]: what the rows send; read if MATCH
-    best: tl.tensor,  # x's type [num_columns, HEADS * CHANNELS]: the largest that a column received; read if MATCH
+    own: tl.tensor,  # x's type [num_rows, HEADS * CHANNELS]: values that the rows send; read if MATCH
+    best: tl.tensor,  # x's type [num_columns, HEADS * CHANNELS]: maximum that each column received; read if MATCH
     x_stride: tl.constexpr,
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -51,7 +51,7 @@ def rows_kernel(
     HEAD_TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Add up a block of columns of ``weight[e] * x[indices[e]]`` over a part; if MATCH, of what attained a maximum."""
+    """Sum a block of columns of ``weight[e] * x[indices[e]]`` over a part; if MATCH, only values equal to a maximum."""
     part = tl.program_id(0)
     head, offset, inside = head_block(HEADS, CHANNELS, HEAD_TILE, WIDTH)
     start = tl.load(starts + part)
@@ -60,14 +60,14 @@ def rows_kernel(
     if MATCH:
         row = tl.load(vertices + part).to(tl.int64)
         sent = tl.load(own + row * (HEADS * CHANNELS) + offset, mask=inside, other=0.0).to(ACC)[None, :, :]
-    # One sum for each of the ENTRIES that are read together, put together after the loop: the loads of a round are
+    # One sum for each of the ENTRIES that are read together, combined after the loop: the loads of an iteration are
     # independent, and so are its additions. The order is fixed, so the same call gives the same bits.
     total = tl.zeros([ENTRIES, HEAD_TILE, WIDTH], ACC)
     for first in range(start, stop, ENTRIES):
         entry = first + tl.arange(0, ENTRIES)
         valid = entry < stop
-        # The random access: whose row of x comes next is known only from `indices`, so the loads of ENTRIES rows are
-        # what hides its latency. 64-bit offsets: a table exceeds 2^31 values long before it exceeds 2^31 rows.
+        # Random access: `indices` decides which row of x comes next, so loading ENTRIES rows at a time hides the
+        # latency. Offsets have 64 bits: a table exceeds 2^31 values long before it exceeds 2^31 rows.
         column = entry
         if GATHER:
             column = tl.load(indices + entry, mask=valid, other=0).to(tl.int64)
@@ -77,7 +77,7 @@ def rows_kernel(
             factor = load_weight(weight, entry, valid, head, HEADS).to(ACC)[:, :, None]
             values = values * factor
         if MATCH:
-            # Computed as in the forward pass, from the same values in the same order: so equality means "this one".
+            # Computed bit for bit as in the forward pass, so equality means that this entry attained the maximum.
             at = (column * (HEADS * CHANNELS))[:, None, None] + offset[None, :, :]
             most = tl.load(best + at, mask=valid[:, None, None] & inside[None, :, :], other=0.0).to(ACC)
             if WEIGHTED:
@@ -86,10 +86,10 @@ def rows_kernel(
                 values = tl.where(same(sent, most), values, 0.0)
         total += values
     result = tl.sum(total, axis=0)
-    # A row of one part is finished. The parts of a split row keep the accumulator's type: rounding comes at the end.
+    # A row of one part is complete. Partial sums of a split row keep the accumulator's type: only the total is rounded.
     if place >= 0:
         if MEAN:
-            # A vertex without entries has the sum 0.
+            # The sum of a vertex without entries is 0; avoid 0 / 0.
             result = result / tl.maximum(tl.load(degrees + place), 1).to(ACC)
         tl.store(out + place * (HEADS * CHANNELS) + offset, result.to(out.dtype.element_ty), mask=inside)
     else:
@@ -117,14 +117,14 @@ def max_kernel(
     HEAD_TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Find the largest ``weight[e] * x[indices[e]]`` of one part, where NaN is the largest, and how many attain it."""
+    """Compute the maximum of ``weight[e] * x[indices[e]]`` over a part, NaN ranking highest, and the number of ties."""
     part = tl.program_id(0)
     head, offset, inside = head_block(HEADS, CHANNELS, HEAD_TILE, WIDTH)
     start = tl.load(starts + part)
     stop = tl.load(stops + part)
     place = tl.load(places + part).to(tl.int64)
-    # A maximum, and the number of entries that attain it, for each of the ENTRIES read together, as in the sum. The
-    # second pass over a split row reads maxima of parts (GATHER is off), whose numbers stand in `scratch_ties`.
+    # One maximum and tie count for each of the ENTRIES read together, as in the sum. The second pass over a split row
+    # reads the maxima of its parts (GATHER is off); their tie counts are in `scratch_ties`.
     best = tl.full([ENTRIES, HEAD_TILE, WIDTH], float("-inf"), x.dtype.element_ty)
     count = tl.zeros([ENTRIES, HEAD_TILE, WIDTH], x.dtype.element_ty)
     for first in range(start, stop, ENTRIES):
@@ -140,11 +140,11 @@ def max_kernel(
             values = values * load_weight(weight, entry, valid, head, HEADS)[:, :, None]
         found = wanted.to(count.dtype) if GATHER else tl.load(scratch_ties + at, mask=wanted, other=0.0)
         values = tl.where(wanted, values, float("-inf"))
-        # NaN compares false with everything: it is let in once, and then counts as equal to itself (`same`).
+        # NaN compares false with everything: the first one replaces the maximum, further ones are ties (`same`).
         higher = (values > best) | ((values != values) & (best == best))
         count = tl.where(higher, found, tl.where(same(values, best), count + found, count))
         best = tl.where(higher, values, best)
-    # What tl.max makes of NaN is not defined: NaN is taken out first and put back.
+    # The result of tl.max with NaN is undefined: replace NaN first and restore it afterwards.
     some_nan = tl.max((best != best).to(tl.int32), axis=0) > 0
     result = tl.max(tl.where(best == best, best, float("-inf")), axis=0)
     result = tl.where(some_nan, float("nan"), result)
@@ -164,9 +164,9 @@ def max_kernel(
 def head_block(
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, HEAD_TILE: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Heads ``[HEAD_TILE]`` of this program, offsets in a row ``[HEAD_TILE, WIDTH]``, and which of them exist."""
-    # Blocks of columns are the second axis of the grid, which varies slowest: all rows of one slice of the features
-    # come before the next slice.
+    """Return this program's heads ``[HEAD_TILE]``, offsets in a row ``[HEAD_TILE, WIDTH]``, and their mask."""
+    # Column blocks are the second axis of the grid, which varies slowest: all rows of one slice of the features come
+    # before the next slice.
     blocks: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
     block = tl.program_id(1)
     head = (block // blocks) * HEAD_TILE + tl.arange(0, HEAD_TILE)
@@ -179,19 +179,19 @@ def head_block(
 def load_weight(
     weight: tl.tensor, entry: tl.tensor, valid: tl.tensor, head: tl.tensor, HEADS: tl.constexpr
 ) -> tl.tensor:
-    """Weights ``[entries, heads]``."""
+    """Load the weights ``[entries, heads]``, 0 outside the mask."""
     at = (entry.to(tl.int64) * HEADS)[:, None] + head[None, :]
     return tl.load(weight + at, mask=valid[:, None] & (head < HEADS)[None, :], other=0.0)
 
 
 @triton.jit
 def same(left: tl.tensor, right: tl.tensor) -> tl.tensor:
-    """Tell where two values are equal or both NaN."""
+    """Return where two values are equal or both NaN."""
     return (left == right) | ((left != left) & (right != right))
 
 
 class Block(NamedTuple):
-    """How many entries, heads and feature columns of a head one program takes at a time."""
+    """Number of entries, heads and feature columns per head that one program takes at a time."""
 
     entries: int
     heads: int
@@ -205,14 +205,14 @@ class Block(NamedTuple):
 def block_shape(num_columns: int, heads: int, channels: int, dtype: torch.dtype, cache_bytes: int) -> Block:
     """Choose the block of a program: the widest slice of the features that stays in the L2 cache."""
     tile = TILE if dtype.itemsize <= 4 else TILE // 4
-    fitting = [width for width in _WIDTHS if num_columns * width * dtype.itemsize <= _CACHE_SHARE * cache_bytes]
-    width = min(fitting[0] if fitting else _WIDTHS[0], triton.next_power_of_2(channels))
-    width = least_padding(width, channels)
+    fitting = [width for width in _BLOCK_WIDTHS if num_columns * width * dtype.itemsize <= _L2_FRACTION * cache_bytes]
+    width = min(fitting[0] if fitting else _BLOCK_WIDTHS[0], triton.next_power_of_2(channels))
+    width = reduce_padding(width, channels)
     together = 1 if heads == 1 else min(triton.next_power_of_2(heads), max(1, 128 // width))
     return Block(max(1, min(MAX_ENTRIES, tile // (width * together))), together, width)
 
 
-def least_padding(width: int, channels: int) -> int:
+def reduce_padding(width: int, channels: int) -> int:
     """Halve a width, down to 64, while that pads less: 130 columns are three blocks of 64 rather than two of 128."""
     while width > 64 and triton.cdiv(channels, width // 2) * (width // 2) < triton.cdiv(channels, width) * width:
         width //= 2
@@ -220,7 +220,7 @@ def least_padding(width: int, channels: int) -> int:
 
 
 def accumulator(dtype: torch.dtype) -> tl.dtype:
-    """Return the type in which values of a dtype are added up: float64 in itself, all others in float32."""
+    """Return the accumulator type of a dtype: float64 for float64, float32 for all others."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
@@ -232,10 +232,10 @@ def aggregate_sum(
     out: Tensor,
     match: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write sums over each row of ``x`` float ``[num_columns, H, C]`` and ``weight`` ``[E, H]``, all contiguous."""
+    """Write the (weighted) sums over each row of ``x`` float ``[num_columns, H, C]``, ``weight`` ``[E, H]``."""
     block = block_shape(x.size(0), x.size(1), x.size(2), x.dtype, cache_bytes(x.device))
     if match is not None:
-        block = block._replace(entries=max(1, block.entries // 2))  # two tables are gathered
+        block = block._replace(entries=max(1, block.entries // 2))  # as rows of two tables are gathered
     _sum_parts(x, rows.indices, weight, rows, mean, out, block, match)
 
 
@@ -255,7 +255,7 @@ def _sum_parts(
     block: Block,
     match: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Sum up the parts, then the slots of each split row, in order."""
+    """Sum over the parts, then over the slots of each split row, in order."""
     heads, channels = x.shape[1:]
     if rows.num_parts == 0 or heads * channels == 0:
         return
@@ -280,7 +280,7 @@ def launch_rows(
     block: Block,
     match: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch :func:`rows_kernel` over parts; absent inputs are replaced by any valid tensor, and are not read."""
+    """Launch :func:`rows_kernel` over parts; any valid tensor replaces an absent input, which is not read."""
     heads, channels = x.shape[1:]
     starts, stops, places, vertices = parts
     own, best = (x, x) if match is None else match
@@ -313,12 +313,12 @@ def launch_rows(
 
 
 def aggregate_max(x: Tensor, weight: Tensor | None, rows: RowParts, out: Tensor, ties: Tensor) -> None:
-    """Write the maxima over each row, 0 without entries, and how many entries attain it, ``[num_rows, H, C]``."""
+    """Write the maximum over each row, 0 without entries, and its number of ties, ``[num_rows, H, C]`` each."""
     heads, channels = x.shape[1:]
     if rows.num_parts == 0 or heads * channels == 0:
         return
     block = block_shape(x.size(0), heads, channels, x.dtype, cache_bytes(x.device))
-    block = block._replace(entries=max(1, block.entries // 2))  # two numbers are kept of each value
+    block = block._replace(entries=max(1, block.entries // 2))  # a maximum and a tie count take twice the registers
     scratch = torch.empty((2, rows.num_slots, heads, channels), dtype=x.dtype, device=x.device)
 
     def launch(
@@ -352,13 +352,13 @@ def aggregate_max(x: Tensor, weight: Tensor | None, rows: RowParts, out: Tensor,
 
 
 def slot_parts(rows: RowParts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """View the slots of each split row as one part: first and last row of the scratch table, place, and row."""
+    """View the slots of each split row as one part: first and last row of the scratch table, output row, and row."""
     return rows.slot_ptr[:-1], rows.slot_ptr[1:], rows.slot_vertices, rows.slot_vertices
 
 
 @functools.cache
 def cache_bytes(device: torch.device) -> int:
-    """Size of the L2 cache of a device."""
+    """Return the size of a device's L2 cache."""
     if device.type != "cuda":
-        return _CACHE_BYTES
-    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", _CACHE_BYTES) or _CACHE_BYTES
+        return _DEFAULT_L2_BYTES
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", _DEFAULT_L2_BYTES) or _DEFAULT_L2_BYTES

@@ -1,8 +1,7 @@
-"""Aggregate and update on a GPU: a tile of targets is aggregated in registers and goes from there into the product.
+"""Fused aggregation and update on a GPU: a tile of targets is aggregated in registers, then multiplied by the weights.
 
-A program gathers a slice of the features, one edge of every target of its tile at a time, and multiplies it with the
-slice's rows of the weights. Targets of a tile wait for the one with the most edges: made for mini-batches, whose fanout
-bounds that.
+A program gathers a slice of the features, one edge of every target of its tile at a time, and multiplies it by the
+matching rows of the weights. The targets of a tile wait for the one with the most edges, bounded by the fanout.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def update_kernel(
     start = tl.load(indptr + row, mask=inside, other=0)
     stop = tl.load(indptr + row + 1, mask=inside, other=0)
     longest = tl.max(stop - start, axis=0)
-    result = tl.zeros([ROWS, WIDTH], tl.float32)  # in registers until the end: `aggregated` need not exist in memory
+    result = tl.zeros([ROWS, WIDTH], tl.float32)  # in registers until the end: `aggregated` is written only on request
     for first in range(0, IN, DEPTH):
         depth = first + tl.arange(0, DEPTH)
         in_row = depth < IN
@@ -66,21 +65,22 @@ def update_kernel(
             source = tl.load(indices + entry, mask=valid, other=0).to(tl.int64)
             pointers = x + source[:, None] * IN + depth[None, :]
             values = tl.load(pointers, mask=in_row[None, :], other=0.0).to(tl.float32)
-            # Not masked by target, on which Triton 3.7 fails here: targets without more edges read row 0, for nothing.
+            # Not masked by target, because Triton 3.7 fails on that mask here: targets without more edges read row 0,
+            # and the value is discarded below.
             values = tl.where(valid[:, None], values, 0.0)
             if WEIGHTED:
                 values = values * tl.load(edge_weight + entry, mask=valid, other=0.0).to(tl.float32)[:, None]
             total += values
         if MEAN:
-            # A target without edges has the sum 0.
+            # The sum of a target without edges is 0; avoid 0 / 0.
             total = total / tl.maximum(stop - start, 1).to(tl.float32)[:, None]
-        # Rounded to the type of x, as if it had been written and read again: the gradient uses what was multiplied.
+        # Rounded to the type of x, as if written and read back: the gradient must use the values that were multiplied.
         tile = total.to(x.dtype.element_ty)
         at = row[:, None] * IN + depth[None, :]
         within = inside[:, None] & in_row[None, :]
-        if KEEP and tl.program_id(1) == 0:  # programs of further output columns aggregate the same once more
+        if KEEP and tl.program_id(1) == 0:  # programs of further output columns repeat the same aggregation
             tl.store(aggregated + at, tile, mask=within)
-        # Update: the slice times the same slice of the weights, which are [OUT, IN] and so are read transposed.
+        # Update: the slice times the same slice of the weights, which are [OUT, IN] and therefore read transposed.
         turned = column[None, :] * IN + depth[:, None]
         there = wanted[None, :] & in_row[:, None]
         by = tl.load(weight + turned, mask=there, other=0.0)
@@ -99,7 +99,7 @@ def update_kernel(
 
 
 def tile_shape(wide: int, narrow: int) -> dict[str, int]:
-    """Choose the tile of a program for ``in`` and ``out`` columns."""
+    """Choose the tile of a program for the number of input and output columns."""
     return {
         "ROWS": ROWS,
         "DEPTH": min(DEPTH, max(16, triton.next_power_of_2(wide))),
@@ -108,8 +108,8 @@ def tile_shape(wide: int, narrow: int) -> dict[str, int]:
 
 
 def aggregate_update(
-    edges: list[Tensor],  # by target: indptr, indices and, if weighted, their weights
-    x: Tensor,  # float32, float16 or bfloat16 [num_sources, in]; it and all others of its dtype and contiguous
+    edges: list[Tensor],  # grouped by target: indptr, indices and, if weighted, edge weights
+    x: Tensor,  # float32, float16 or bfloat16 [num_sources, in]; all tensors are contiguous and of its dtype
     weight: Tensor,  # [out, in]
     self_weight: Tensor | None,  # [out, in]
     bias: Tensor | None,  # [out]
@@ -118,12 +118,12 @@ def aggregate_update(
     out: Tensor,  # [num_targets, out]
     aggregated: Tensor | None,  # [num_targets, in]
 ) -> None:
-    """Write the result, and the aggregated rows of x."""
+    """Write the result to ``out`` and, unless None, the aggregated rows of x to ``aggregated``."""
     # Choose tiles by the widths of the layer.
     indptr, indices, *edge_weight = edges
     num_targets, narrow = out.shape
     shape = tile_shape(x.size(1), narrow)
-    # Absent inputs are replaced by any valid tensor, and are not read.
+    # Any valid tensor replaces an absent input, which is not read.
     update_kernel[triton.cdiv(num_targets, shape["ROWS"]), triton.cdiv(narrow, shape["WIDTH"])](
         out,
         out if aggregated is None else aggregated,
@@ -150,11 +150,11 @@ def aggregate_update(
 
 
 def sum_rows(edges: list[Tensor], x: Tensor, mean: bool, out: Tensor) -> None:
-    """Write the sums over the edges of each row, ``[num_rows, D]``; a program takes a row and a block of columns."""
+    """Write the sums (or means) over the edges of each row, ``[num_rows, D]``; a program takes one column block."""
     indptr, indices, *weight = edges
     block = block_shape(x.size(0), 1, x.size(1), x.dtype, cache_bytes(x.device))
     rows = torch.arange(out.size(0), dtype=torch.int32, device=x.device)
     parts = indptr[:-1], indptr[1:], rows, rows
     degrees = indptr.diff().to(torch.int32) if mean else None
-    # No row is split, so that there is no scratch table.
+    # No row is split, so no scratch table is needed.
     launch_rows(out, out, x.unsqueeze(1), indices, weight[0] if weight else None, parts, degrees, block)

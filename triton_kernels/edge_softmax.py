@@ -1,7 +1,7 @@
-"""Attention on a GPU: softmax over the entries of each row, its gradient, and products of the two ends of an entry.
+"""Attention on a GPU: softmax over the entries of each row, its gradient, and dot products of an entry's endpoints.
 
-A program of one warp takes a part of a row, and finishes a row that is one part. The parts of a split row leave their
-statistics in slots, which are put together in order; a second launch over these parts finishes them.
+A program of one warp takes a part of a row, and completes a row of one part. The parts of a split row write their
+statistics to slots, which are combined in order; a second launch over these parts completes them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_gnn.triton_kernels.aggregate import MAX_ENTRIES, NUM_WARPS, TILE, Block, accumulator, load_weight, same
 from lightning_gnn.triton_kernels.row_parts import RowParts
 
-_SCORES = 256  # of a program
-_SCORE_ENTRIES = 64  # at most
+_SCORES_PER_PROGRAM = 256
+_MAX_SCORE_ENTRIES = 64
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def softmax_kernel(
     ENTRIES: tl.constexpr,
     HEAD_TILE: tl.constexpr,
 ) -> None:
-    """Write ``softmax(leaky_relu(source[column] + target[row]))`` over a part that is a row, else its statistics."""
+    """Write ``softmax(leaky_relu(source[column] + target[row]))`` of a whole row, or the statistics of a part."""
     part = tl.program_id(0)
     if FINISH:
         part = tl.load(shared + part)
@@ -50,13 +50,13 @@ def softmax_kernel(
     inside = head < HEADS
     row_score = tl.load(target + tl.load(vertices + part).to(tl.int64) * HEADS + head, mask=inside, other=0.0).to(ACC)
     slot = stats + (-1 - place) * (2 * HEADS) + head
-    # First the maximum and the sum of exponentials; if FINISH, they are in the slots by now.
+    # First the maximum and the sum of exponentials; if FINISH, the slots contain them.
     if FINISH:
         highest = tl.load(slot, mask=inside, other=0.0)
         total = tl.load(slot + HEADS, mask=inside, other=1.0)
     else:
-        # Both in one pass ("online softmax"): where a larger score comes, the sum so far is scaled down to it. One
-        # maximum and one sum for each of the ENTRIES read together, put together after the loop.
+        # Both in one pass ("online softmax"): a new maximum rescales the sum so far. One maximum and one sum for each
+        # of the ENTRIES read together, combined after the loop.
         top = tl.full([ENTRIES, HEAD_TILE], float("-inf"), ACC)
         sums = tl.zeros([ENTRIES, HEAD_TILE], ACC)
         for first in range(start, stop, ENTRIES):
@@ -65,19 +65,19 @@ def softmax_kernel(
             score = _score(source, row_score, indices, entry, stop, head, wanted, NEGATIVE_SLOPE, HEADS, ACC)
             score = tl.where(wanted, score, float("-inf"))
             higher = tl.maximum(top, score)
-            shift = tl.where(higher == float("-inf"), 0.0, higher)  # of a lane without entries: not inf - inf
+            shift = tl.where(higher == float("-inf"), 0.0, higher)  # avoids inf - inf in a lane without entries
             sums = sums * tl.exp(top - shift) + tl.exp(score - shift)
             top = higher
         highest = tl.max(top, axis=0)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         total = tl.sum(sums * tl.exp(top - shift[None, :]), axis=0)
-    # Then the weights. The scores are computed once more instead of kept: a row may be longer than registers hold.
+    # Then the weights. The scores are recomputed instead of stored: a row may not fit into registers.
     if FINISH or place >= 0:
         for first in range(start, stop, ENTRIES):
             entry = first + tl.arange(0, ENTRIES)
             wanted = (entry < stop)[:, None] & inside[None, :]
             score = _score(source, row_score, indices, entry, stop, head, wanted, NEGATIVE_SLOPE, HEADS, ACC)
-            # As torch_geometric.utils.softmax has it.
+            # The same 1e-16 as in torch_geometric.utils.softmax.
             value = tl.exp(score - highest[None, :]) / (total[None, :] + 1e-16)
             at = (entry.to(tl.int64) * HEADS)[:, None] + head[None, :]
             tl.store(out + at, value.to(out.dtype.element_ty), mask=wanted)
@@ -114,7 +114,7 @@ def combine_kernel(
     ACC: tl.constexpr,
     HEAD_TILE: tl.constexpr,
 ) -> None:
-    """Put the statistics of the parts of one row together, and give them to all of its slots."""
+    """Combine the statistics of the parts of one row, and write the result to all of its slots."""
     start = tl.load(slot_ptr + tl.program_id(0))
     stop = tl.load(slot_ptr + tl.program_id(0) + 1)
     head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
@@ -122,7 +122,7 @@ def combine_kernel(
     stride: tl.constexpr = 2 * HEADS if SOFTMAX else HEADS
     top = tl.full([HEAD_TILE], float("-inf"), ACC)
     total = tl.zeros([HEAD_TILE], ACC)
-    # In the order of the slots, by one program per row: no atomics, the same bits each time.
+    # One program per row, in the order of the slots, without atomics: the same bits each time.
     for slot in range(start, stop):
         at = stats + slot * stride + head
         if SOFTMAX:
@@ -134,7 +134,7 @@ def combine_kernel(
             top = higher
         else:
             total += tl.load(at, mask=inside, other=0.0)
-    # All slots get the result, so that each part finds it in its own.
+    # All slots get the result, so each part reads its own slot.
     for slot in range(start, stop):
         at = stats + slot * stride + head
         if SOFTMAX:
@@ -165,7 +165,7 @@ def softmax_backward_kernel(
     ENTRIES: tl.constexpr,
     HEAD_TILE: tl.constexpr,
 ) -> None:
-    """Write the gradient of ``source[column] + target[row]`` per entry of a part that is a row, else its statistics."""
+    """Write the gradient of ``source[column] + target[row]`` per entry of a whole row, or the statistics of a part."""
     part = tl.program_id(0)
     if FINISH:
         part = tl.load(shared + part)
@@ -175,7 +175,7 @@ def softmax_backward_kernel(
     head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
     inside = head < HEADS
     slot = stats + (-1 - place) * HEADS + head
-    # The gradient of softmax is weight * (grad - sum of weight * grad over the row); first that sum.
+    # The gradient of softmax is weight * (grad - sum of weight * grad over the row); compute that sum first.
     if FINISH:
         total = tl.load(slot, mask=inside, other=0.0)
     else:
@@ -198,7 +198,7 @@ def softmax_backward_kernel(
             value = value * (tl.load(grad + at, mask=wanted, other=0.0).to(ACC) - total[None, :])
             column = tl.load(indices + entry, mask=entry < stop, other=0).to(tl.int64)
             score = tl.load(source + (column * HEADS)[:, None] + head[None, :], mask=wanted, other=0.0).to(ACC)
-            # Through the leaky ReLU, whose sign is that of the score before it.
+            # Through the leaky ReLU, which depends on the sign of the score before it.
             value = tl.where(score + row_score[None, :] > 0, value, value * NEGATIVE_SLOPE)
             tl.store(out + at, value.to(out.dtype.element_ty), mask=wanted)
     else:
@@ -211,7 +211,7 @@ def products_kernel(
     row_values: tl.tensor,  # [num_rows, HEADS * CHANNELS], rows row_stride apart
     column_values: tl.tensor,  # [num_columns, HEADS * CHANNELS], rows column_stride apart
     indices: tl.tensor,  # *int32 [E]
-    best: tl.tensor,  # [num_rows, HEADS * CHANNELS]: the largest that a row received; read if MATCH
+    best: tl.tensor,  # [num_rows, HEADS * CHANNELS]: maximum that each row received; read if MATCH
     weight: tl.tensor,  # [E, HEADS]; read if MATCH
     starts: tl.tensor,  # *int64 [P]
     stops: tl.tensor,  # *int64 [P]
@@ -226,7 +226,7 @@ def products_kernel(
     HEAD_TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Write the dot product of both ends, per entry and head; if MATCH, over channels that attained the maximum."""
+    """Write the endpoints' dot product per entry and head; if MATCH, over the channels that attained the maximum."""
     part = tl.program_id(0)
     start = tl.load(starts + part)
     stop = tl.load(stops + part)
@@ -236,7 +236,7 @@ def products_kernel(
         entry = first + tl.arange(0, ENTRIES).to(tl.int64)
         valid = entry < stop
         column = tl.load(indices + entry, mask=valid, other=0).to(tl.int64)
-        # The columns of a head, a block at a time; the row's own values come from a cache after the first entries.
+        # The columns of a head, block by block; after the first entries, the row's own values come from a cache.
         total = tl.zeros([ENTRIES, HEAD_TILE, WIDTH], ACC)
         for block in range(0, CHANNELS, WIDTH):
             channel = block + tl.arange(0, WIDTH)
@@ -257,13 +257,13 @@ def products_kernel(
 
 
 def score_block(heads: int) -> Block:
-    """Choose the entries and heads of a program of the softmax."""
+    """Choose the entries and heads that a softmax program takes at a time."""
     together = min(triton.next_power_of_2(heads), 32)
-    return Block(min(_SCORE_ENTRIES, _SCORES // together), together, 1)
+    return Block(min(_MAX_SCORE_ENTRIES, _SCORES_PER_PROGRAM // together), together, 1)
 
 
 def product_block(heads: int, channels: int, dtype: torch.dtype) -> Block:
-    """Choose the entries, heads and feature columns of a program of the products."""
+    """Choose the entries, heads and feature columns that a program of the dot products takes at a time."""
     tile = TILE if dtype.itemsize <= 4 else TILE // 4
     width = min(triton.next_power_of_2(channels), 128)
     together = min(triton.next_power_of_2(heads), max(1, 128 // width))
@@ -271,36 +271,36 @@ def product_block(heads: int, channels: int, dtype: torch.dtype) -> Block:
 
 
 def edge_softmax(source: Tensor, target: Tensor, negative_slope: float, rows: RowParts, out: Tensor) -> None:
-    """Write ``softmax(leaky_relu(source[column] + target[row]))`` over each row, of contiguous ``[num_…, H]``."""
-    _finish(softmax_kernel, True, (source, target), negative_slope, rows, out)
+    """Write ``softmax(leaky_relu(source[column] + target[row]))`` over each row; scores are contiguous ``[n, H]``."""
+    _launch_passes(softmax_kernel, True, (source, target), negative_slope, rows, out)
 
 
 def edge_softmax_backward(
-    grad: Tensor,  # of the weights, float [E, H], contiguous
-    weight: Tensor,  # what edge_softmax wrote, [E, H], contiguous
+    grad: Tensor,  # gradient of the weights, float [E, H], contiguous
+    weight: Tensor,  # weights from edge_softmax, [E, H], contiguous
     source: Tensor,  # scores of the columns [num_columns, H], contiguous
     target: Tensor,  # scores of the rows [num_rows, H], contiguous
     negative_slope: float,
     rows: RowParts,
-    out: Tensor,  # [E, H] of the dtype of the scores, contiguous
+    out: Tensor,  # [E, H], of the dtype of the scores, contiguous
 ) -> None:
-    """Write the gradient of the sum of both scores, per entry; that of a score is the sum of its entries."""
-    _finish(softmax_backward_kernel, False, (weight, grad, source, target), negative_slope, rows, out)
+    """Write the gradient of the sum of both scores, per entry; the gradient of a score is the sum over its entries."""
+    _launch_passes(softmax_backward_kernel, False, (weight, grad, source, target), negative_slope, rows, out)
 
 
-def _finish(
+def _launch_passes(
     kernel: Any, softmax: bool, arrays: tuple[Tensor, ...], negative_slope: float, rows: RowParts, out: Tensor
 ) -> None:
-    """Launch a kernel over all parts, put the statistics of split rows together, and finish their parts."""
+    """Launch a kernel over all parts, combine the statistics of split rows, and launch it over their parts again."""
     heads = out.size(1)
     if rows.num_parts == 0 or out.numel() == 0:
         return
-    # Statistics of split rows are accumulated in float32 at least.
+    # Statistics of split rows are accumulated in float64 or float32.
     acc = torch.float64 if out.dtype == torch.float64 else torch.float32
     stats = torch.empty((rows.num_slots, 2 if softmax else 1, heads), dtype=acc, device=out.device)
     block = score_block(heads)
     groups = triton.cdiv(heads, block.heads)
-    kind = accumulator(acc)
+    acc_type = accumulator(acc)
 
     # Both passes take the same arguments; a program handles one part and one tile of heads.
     def launch(programs: int, finish: bool) -> None:
@@ -317,18 +317,18 @@ def _finish(
             NEGATIVE_SLOPE=negative_slope,
             HEADS=heads,
             FINISH=finish,
-            ACC=kind,
+            ACC=acc_type,
             ENTRIES=block.entries,
             HEAD_TILE=block.heads,
             num_warps=NUM_WARPS,
         )
 
-    # The first pass finishes rows that are whole, and writes the statistics of the others' parts.
+    # The first pass completes rows of one part, and writes the statistics of all other parts.
     launch(rows.num_parts, False)
-    # Combine the statistics of split rows, then finish their parts with them.
+    # Combine the statistics of split rows, then complete their parts.
     if rows.num_slots:
         combine_kernel[rows.slot_vertices.numel(), groups](
-            stats, rows.slot_ptr, HEADS=heads, SOFTMAX=softmax, ACC=kind, HEAD_TILE=block.heads, num_warps=NUM_WARPS
+            stats, rows.slot_ptr, HEADS=heads, SOFTMAX=softmax, ACC=acc_type, HEAD_TILE=block.heads, num_warps=NUM_WARPS
         )
         launch(rows.num_slots, True)
 
@@ -338,7 +338,7 @@ def edge_products(
     column_values: Tensor,  # float [num_columns, H, C], the last two dimensions adjacent
     rows: RowParts,
     out: Tensor,  # float [E, H], contiguous
-    match: tuple[Tensor, Tensor] | None = None,  # the largest that each row received, and the weights: what attains it
+    match: tuple[Tensor, Tensor] | None = None,  # maximum of each row and edge weights: sum only channels equal to it
 ) -> None:
     """Write ``out[e, h] = dot(row_values[row, h], column_values[column, h])`` for each entry."""
     # Empty products need no launch.
@@ -348,10 +348,10 @@ def edge_products(
     if channels == 0:
         out.zero_()
         return
-    # Sums are in float64 if either factor is.
+    # Accumulate in float64 if either factor is float64.
     double = torch.float64 in (row_values.dtype, column_values.dtype)
     block = product_block(heads, channels, torch.float64 if double else torch.float32)
-    # Without a match, unused pointers refer to any valid tensor.
+    # Any valid tensor replaces an absent match, which is not read.
     best, weight = (row_values, row_values) if match is None else match
     products_kernel[rows.num_parts, triton.cdiv(heads, block.heads)](
         out,

@@ -1,4 +1,4 @@
-"""Output: the edges of finished mini-batches, relabelled and copied out of the scratch memory."""
+"""Output of finished mini-batches: relabels their edges and copies them out of the scratch memory."""
 
 import triton
 import triton.language as tl
@@ -6,12 +6,12 @@ import triton.language as tl
 from lightning_gnn.triton_kernels.hashing import Array, Lanes, Scalar
 from lightning_gnn.triton_kernels.hops import CODE, EDGES, HALF, LOW, NODES, NUM_BATCHES, NUM_HOPS, NUM_NODES
 
-# A row of the table of a bulk, for each mini-batch.
-ROW = tl.constexpr(8)
-NODE_OUT = tl.constexpr(0)  # addresses
+# Layout of the row that describes one mini-batch in the table of a bulk launch.
+ROW = tl.constexpr(8)  # words per row
+NODE_OUT = tl.constexpr(0)  # addresses of the outputs
 EDGE_INDEX_OUT = tl.constexpr(1)
 EDGE_OUT = tl.constexpr(2)
-OWN_EDGES = tl.constexpr(3)  # how many edges it has
+OWN_EDGES = tl.constexpr(3)  # number of edges
 
 
 @triton.jit(do_not_specialize=["num_seeds", "num_nodes", "num_edges"])
@@ -41,7 +41,7 @@ def emit_kernel(
     on = i < num_edges
     pos = num_seeds + i
     u = tl.load(src + pos, mask=on, other=0)
-    # By now the word of every source is assigned: its lower half is the local id. The one random access of an edge.
+    # Every source has been assigned: the lower half of its word is the local id. This is the only random access here.
     tl.store(edge_index_out + i, tl.load(state + u, mask=on, other=0) & LOW, mask=on)
     # int64: the second row of edge_index begins at num_edges, and twice that may pass 2^31.
     tl.store(edge_index_out + num_edges.to(tl.int64) + i, tl.load(col + pos, mask=on, other=0).to(tl.int64), mask=on)
@@ -50,7 +50,7 @@ def emit_kernel(
 
 @triton.jit
 def level_of(sizes: Array, first: Scalar, control: Array, at: Lanes) -> Lanes:
-    """Return in which level positions lie, int32 ``[T]``, from where levels begin at ``sizes + first``."""
+    """Return the level of each position, int32 ``[T]``; the first positions of levels start at ``sizes + first``."""
     level = at * 0
     last = tl.load(control + NUM_HOPS)
     own = 1
@@ -69,14 +69,14 @@ def emit_bulk_kernel(
     src: Array,  # int32 [capacity]
     eid: Array,  # int32 or int64 [capacity]
     col: Array,  # int32 [capacity]
-    table: Array,  # int64: rows of the mini-batches, then for each (level, mini-batch) what leads from local ids in the
-    # bulk to those in the mini-batch, then the same from edge positions to places in its output
-    num_seeds: Scalar,  # of all mini-batches, as all that follows
+    table: Array,  # int64: rows of the mini-batches; for each (level, mini-batch) the offset from local ids in the bulk
+    # to those in the mini-batch; then the same from edge positions to positions in its output
+    num_seeds: Scalar,  # total over all mini-batches, as the next two
     num_nodes: Scalar,
     num_edges: Scalar,
     T: tl.constexpr,
 ) -> None:
-    """Relabel the edges of the mini-batches of a bulk, and copy each to tensors of its own."""
+    """Relabel the edges of the mini-batches of a bulk launch, and copy each mini-batch to its own tensors."""
     batches = tl.load(control + NUM_BATCHES).to(tl.int32)
     num_hops = tl.load(control + NUM_HOPS).to(tl.int32)
     size = tl.load(control + NUM_NODES).to(tl.int32)
@@ -98,7 +98,7 @@ def emit_bulk_kernel(
     level = level_of(sizes, EDGES, control, pos)
     own = table + batch * ROW
     at = pos + tl.load(of_edges + level * batches + batch, mask=on, other=0)
-    # By now the word of every source is assigned: its code tells the level, its lower half the local id.
+    # Every source has been assigned: the code of its word contains the level, the lower half the local id.
     word = tl.load(state + u, mask=on, other=0)
     found = (((word >> HALF) & CODE) >> 1).to(tl.int32)
     row = (word & LOW) + tl.load(of_nodes + found * batches + batch, mask=on, other=0)

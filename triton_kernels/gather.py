@@ -1,6 +1,6 @@
-"""Gathering feature rows on a GPU: from device memory, of several GPUs too, from pinned host memory, through a cache.
+"""Gathers feature rows on a GPU from device memory, tables sharded across GPUs, pinned host memory or a feature cache.
 
-A pinned host tensor is read in place over the bus (unified virtual addressing), so one kernel serves all three.
+A pinned host tensor is read in place over the bus (unified virtual addressing, UVA), so one kernel serves all cases.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from torch import Tensor
 
 from lightning_gnn.triton_kernels.hops import place_of
 
-_TILE = 2048
-_COLUMNS = (256, 128, 64)
-_MAX_ROWS = 128
+_VALUES_PER_TILE = 2048
+_TILE_WIDTHS = (256, 128, 64)
+_MAX_TILE_ROWS = 128
 _NUM_WARPS = 4
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit(do_not_specialize=["num_out", "num_rows"])
 def gather_kernel(
-    out: tl.tensor,  # *float32 or *float16, or if COPY of the table's type [num_out, num_columns], contiguous
+    out: tl.tensor,  # *float32 or *float16, or if COPY the table's type [num_out, num_columns], contiguous
     index: tl.tensor,  # *int64 or *int32 [num_out]
     table: tl.tensor,  # *float32, *float16, *int8, or if COPY any integer [num_rows, num_columns]
     scales: tl.tensor,  # *float32 [num_rows]; read if QUANTISED
     slot: tl.tensor,  # *int32 [num_rows], row of the cache or -1; read if CACHED
-    cache: tl.tensor,  # the table's type [cache_rows, num_columns], contiguous; read if CACHED. If there are several
-    # SHARDS, *int64 [SHARDS], where each part of the table lies
+    cache: tl.tensor,  # the table's type [cache_rows, num_columns], contiguous; read if CACHED. If SHARDS > 1: *int64
+    # [SHARDS], addresses of the table's shards
     num_out: tl.tensor,
     num_rows: tl.tensor,
-    num_columns: tl.constexpr,  # known when compiling, so that 100 columns are read four at a time
+    num_columns: tl.constexpr,  # a constant, so that e.g. 100 columns are read in vectors of four
     row_stride: tl.constexpr,  # values from one row of the table to the next
     COPY: tl.constexpr,
     BAD: tl.constexpr,
@@ -41,7 +41,7 @@ def gather_kernel(
     SHARDS: tl.constexpr = 1,
     SHIFT: tl.constexpr = 0,
 ) -> None:
-    """Write a tile of ``out[i] = table[index[i]] * scales[index[i]]``; a bad index gives BAD (if COPY) or NaN."""
+    """Write a tile of ``out[i] = table[index[i]] * scales[index[i]]``; an invalid index gives BAD (if COPY) or NaN."""
     # 64-bit offsets: a table exceeds 2^31 values long before it exceeds 2^31 rows.
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -49,19 +49,19 @@ def gather_kernel(
     in_row = column < num_columns
     row = tl.load(index + at, mask=wanted, other=0).to(tl.int64)
     valid = wanted & (row >= 0) & (row < num_rows)
-    # A bad index leaves an address outside the table here; the mask keeps it from being read.
+    # The address of an invalid index is outside the table; the mask prevents the read.
     start = table + row * row_stride
     if SHARDS > 1:
         shard, place = place_of(tl.where(valid, row, 0), SHARDS, SHIFT)
-        # Parts begin where memory was allocated, so that rows are read as many values at a time as of one table.
+        # Shards start at aligned allocations; the hint lets rows be read in vectors as wide as those of a single table.
         start = tl.multiple_of(tl.load(cache + shard).to(table.dtype), 16) + place * row_stride
     if CACHED:
         place = tl.load(slot + row, mask=valid, other=-1).to(tl.int64)
-        # Choosing the address leaves one load per value, where two masked loads would take twice the registers.
+        # Selecting the address needs one load per value; two masked loads would take twice the registers.
         start = tl.where(place >= 0, cache + place * num_columns, start)
     values = tl.load(start[:, None] + column[None, :], mask=valid[:, None] & in_row[None, :], other=BAD)
     if not COPY:
-        # Arithmetic in float32 whatever the table holds: int8 times its scale, or float16 as it is.
+        # Compute in float32 for every table type: int8 times its scale, float16 unchanged.
         values = values.to(tl.float32)
         if QUANTISED:
             values = values * tl.load(scales + row, mask=valid, other=0.0)[:, None]
@@ -71,22 +71,22 @@ def gather_kernel(
 
 def gather(
     table: Tensor,  # any dtype [num_rows, num_columns], columns adjacent, in device memory or pinned host memory
-    index: Tensor,  # int64 or int32 [num_out], contiguous, on the device as the rest
-    out: Tensor,  # [num_out, num_columns], contiguous: of the table's dtype, or float32 or float16
-    scales: Tensor | None = None,  # float32 [num_rows], what the values of an int8 row are multiplied with
-    slot: Tensor | None = None,  # int32 [num_rows], the place of each row in the cache, or -1
+    index: Tensor,  # int64 or int32 [num_out], contiguous; on the device, as all others
+    out: Tensor,  # [num_out, num_columns], contiguous, of the table's dtype, float32 or float16
+    scales: Tensor | None = None,  # float32 [num_rows], scale of each int8 row
+    slot: Tensor | None = None,  # int32 [num_rows], index of each row in the cache, or -1
     cache: Tensor | None = None,  # hot rows, of the table's dtype [cache_rows, num_columns], contiguous
     shards: tuple[Tensor, int, int] | None = None,
-    # of parts of one table, without a cache: addresses int64 [n], rows of all, logarithm of how many each gets in turn
+    # of a sharded table without a cache: shard addresses int64 [n], total rows, log2 of the rows per round-robin block
 ) -> Tensor:
-    """Gather rows into ``out``; those outside the table come out as NaN, or as -1 (False) of integers (bools)."""
+    """Gather rows into ``out``; a row outside the table gives NaN, -1 (integers) or False (bools)."""
     if out.numel() == 0:
         return out
     copy = scales is None and table.dtype == out.dtype
     bad = -1 if copy and table.dtype != torch.bool else 0
     target = out
-    if copy:  # as integers: every bit pattern survives, and one kernel serves all dtypes
-        integer = _INTEGERS[min(table.element_size(), 8)]
+    if copy:  # as integers: this preserves every bit pattern, and one kernel serves all dtypes
+        integer = _INTEGER_OF_SIZE[min(table.element_size(), 8)]
         table, target = table.view(integer), out.view(integer)
         cache = None if cache is None else cache.view(integer)
     num_columns = target.size(1)
@@ -117,9 +117,9 @@ def gather(
 
 
 def block_shape(num_columns: int) -> tuple[int, int]:
-    """Choose the columns (least padding, at least 64 where there are so many) and the rows of a program's tile."""
-    if num_columns <= _COLUMNS[-1]:
+    """Choose the columns (least padding; at least 64 of a wider table) and the rows of a program's tile."""
+    if num_columns <= _TILE_WIDTHS[-1]:
         columns = triton.next_power_of_2(num_columns)
     else:
-        columns = min(_COLUMNS, key=lambda width: triton.cdiv(num_columns, width) * width)
-    return columns, min(_TILE // columns, _MAX_ROWS)
+        columns = min(_TILE_WIDTHS, key=lambda width: triton.cdiv(num_columns, width) * width)
+    return columns, min(_VALUES_PER_TILE // columns, _MAX_TILE_ROWS)

@@ -1,7 +1,7 @@
-"""The random stream of ``lightning_gnn.ops.hashing`` and the picks it drives, on the device.
+"""Device version of the random stream of ``lightning_gnn.ops.hashing`` and of the edge picks drawn from it.
 
-A pick is a function of (key, node, j) alone, in a disjoint sample of the tree's position too. Arguments of device
-functions are an ``Array`` (pointer), a ``Scalar`` (the same in all threads of a program) or ``Lanes`` (one per thread).
+A pick depends only on (key, node, j) and, in a disjoint sample, on the tree's position. Arguments of device functions
+are an ``Array`` (pointer), a ``Scalar`` (the same in all threads of a program) or ``Lanes`` (one value per thread).
 """
 
 from typing import TypeAlias
@@ -19,8 +19,8 @@ NODE_STEP = tl.constexpr(0xD1342543DE82EF95)
 
 @triton.jit
 def mix(z: Lanes) -> Lanes:
-    """Finalise splitmix64; ``z`` is uint64 of any shape."""
-    # In uint64, where products wrap and shifts bring in zeros, as in the other backends: the bits must be the same.
+    """Apply the finalizer of splitmix64; ``z`` is uint64 of any shape."""
+    # In uint64, where products wrap and shifts fill with zeros: the bits must equal those of the other backends.
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return z ^ (z >> 31)
@@ -28,42 +28,42 @@ def mix(z: Lanes) -> Lanes:
 
 @triton.jit
 def node_key(key: Lanes, node: Lanes) -> Lanes:
-    """Return the uint64 streams of nodes ``[R]`` in the batch with the int64 scalar ``key``, or in their trees."""
+    """Return the uint64 streams of nodes ``[R]``, from the int64 key of the batch or the keys of their trees."""
     return mix(key.to(tl.uint64) ^ (node.to(tl.uint64) * NODE_STEP))
 
 
 @triton.jit
 def tree_key(key: Scalar, position: Lanes) -> Lanes:
-    """Return the uint64 keys of trees, from that of their batch and the int64 positions ``[R]`` of their seeds."""
+    """Return the uint64 keys of trees, from the key of their batch and the int64 positions ``[R]`` of their seeds."""
     return mix((key.to(tl.uint64) + GOLDEN) ^ (position.to(tl.uint64) * NODE_STEP))
 
 
 @triton.jit
 def bounded(counter: Lanes, bound: Lanes) -> Lanes:
     """Draw an int32 in ``[0, bound)`` from the upper half of the hash of a uint64 counter; ``1 <= bound < 2**31``."""
-    # (h * bound) >> 32 instead of h % bound: one multiplication where a GPU has no instruction for a remainder.
+    # (h * bound) >> 32 instead of h % bound: one multiplication, as GPUs have no remainder instruction.
     return tl.umulhi((mix(counter) >> 32).to(tl.uint32), bound.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def width(degree: Lanes, fanout: Lanes, replace: Scalar) -> Lanes:
-    """Return how many in-edges a node of int32 ``degree`` contributes; a fanout below zero takes them all."""
+    """Return the number of in-edges picked for a node of int32 ``degree``; a negative fanout takes all."""
     limited = tl.where(replace != 0, tl.where(degree > 0, fanout, 0), tl.minimum(degree, fanout))
     return tl.where(fanout < 0, degree, limited)
 
 
 @triton.jit
 def pick_row(stream: Lanes, degree: Lanes, fanout: Lanes, replace: Scalar, K: tl.constexpr) -> tuple[Lanes, ...]:
-    """Pick K in-edges for one row per thread, in registers: K offsets int32 ``[R]``; mask those behind the fanout."""
-    # Tuples of K blocks, unrolled: each draw stays in a register of its own, where an array indexed at run time would
-    # go to local memory. The inner walk makes K^2 / 2 compares, cheap beside the gathers that follow.
+    """Pick K in-edges for one row per thread, in registers: K offsets int32 ``[R]``, valid up to the fanout."""
+    # Tuples of K blocks, unrolled: each draw stays in its own register; an array indexed at run time would go to local
+    # memory. The inner loop makes K^2 / 2 comparisons, which are cheap compared with the gathers that follow.
     draws = ()
     picks = ()
-    in_order = (degree <= fanout) & (replace == 0)  # all of them are wanted: in CSC order, whatever was drawn
+    in_order = (degree <= fanout) & (replace == 0)  # all edges are taken: in CSC order, ignoring the draws
     for j in tl.static_range(K):
         stream += GOLDEN  # splitmix64 in counter mode: draw j hashes stream + (j + 1) * GOLDEN
         start = tl.where(replace != 0, 0, j)
-        # Past the end of the row a draw is not used, but its bound must not be 0.
+        # A draw past the end of the row is not used, but its bound must not be 0.
         r = bounded(stream, tl.maximum(degree - start, 1)) + start
         p = r
         for i in tl.static_range(j):
@@ -75,11 +75,11 @@ def pick_row(stream: Lanes, degree: Lanes, fanout: Lanes, replace: Scalar, K: tl
 
 @triton.jit
 def pick_one(stream: Lanes, j: Lanes, degree: Lanes, fanout: Scalar, replace: Scalar, on: Lanes) -> Lanes:
-    """Pick the j-th in-edge for one edge per thread, int32 ``[T]``: O(j) hashes where ``degree > fanout``."""
+    """Pick the j-th in-edge, one edge per thread, int32 ``[T]``; O(j) hashes where ``degree > fanout``."""
     drawn = on & (fanout >= 0) & ((degree > fanout) | (replace != 0))
     start = tl.where(replace != 0, 0, j)
     p = start + bounded(stream + (j + 1).to(tl.uint64) * GOLDEN, tl.maximum(degree - start, 1))
-    # One loop for the whole tile, as long as its largest j needs; the other lanes wait in it.
+    # One loop for the whole tile: its largest j sets the length, and the other lanes wait.
     i = tl.max(tl.where(drawn & (replace == 0), j, 0), 0) - 1
     while i >= 0:
         r = i + bounded(stream + (i + 1).to(tl.uint64) * GOLDEN, tl.maximum(degree - i, 1))

@@ -1,23 +1,23 @@
-"""Sampling hop by hop in one cooperative launch: the phases of a hop and the kernel that runs them.
+"""Hop-by-hop sampling in one cooperative launch: the phases of a hop and the kernel that runs them.
 
-Level 0 is the seeds; level l >= 1 the edges of hop l. Edge positions are final from the start: positions ``[0, B)``
-are the seeds, position B + x is edge x of the output. Each level runs two phases, a grid barrier after each: *expand*
-(the rows of the level before pick in-edges, and every edge bids for its source), *settle* (which edges won their
-source, and from these, in their order, local ids and edge offsets). ``queue.py`` runs the same phases after its own
-discovery. Settling is one pass by a scan with decoupled look-back (Merrill and Garland, 2016): programs take tiles of
-edges in order; each says first what it has found, then, once it knows what lies before it, the sum.
+Level 0 consists of the seeds, level l >= 1 of the edges of hop l. Edge positions are final from the start: positions
+``[0, B)`` are the seeds, position B + x is edge x of the output. Each level runs two phases, each followed by a grid
+barrier: *expand* (the rows of the previous level pick in-edges, and every edge bids for its source) and *settle* (find
+the edges that won their source; assign local ids and edge offsets in the order of these edges). ``queue.py`` runs the
+same phases after its own discovery. Settling is one pass, a scan with decoupled look-back (Merrill and Garland, 2016):
+programs take tiles of edges in order; each publishes its own counts first, and the prefix sum once it is known.
 
-One 64-bit word per node both deduplicates and orders. It is only ever lowered within a batch and never cleared between
-batches, so a relaxed atomic minimum is the whole protocol::
+One 64-bit word per node both deduplicates and orders. It only decreases within a batch and is never cleared between
+batches, so a relaxed atomic minimum is the entire protocol::
 
     word = (stamp << 44) | (code << 32) | low       the stamp counts down, so a word of an older batch is larger
     code = 2 * level + 1: found, low = position of the lowest edge that bids for it
     code = 2 * level:     assigned, low = local id
 
-A disjoint sample has one node per (tree, node), found through a hash table; its slot takes the place of the node id. A
-bulk is several mini-batches in one launch: node v of mini-batch b is number ``b * num_nodes + v``, so that within a
-level all is sorted by mini-batch. Edge positions, local ids and nodes are int32, which halves what the random accesses
-move; offsets into the graph's edges, and ``program * share``, which may pass the end of an array, are int64.
+A disjoint sample has one node per (tree, node), found through a hash table; its slot replaces the node id. A bulk
+launch samples several mini-batches: node v of mini-batch b has the number ``b * num_nodes + v``, so each level is
+sorted by mini-batch. Edge positions, local ids and nodes are int32, which halves the traffic of random accesses.
+Offsets into the graph's edges are int64, as is ``program * share``, which may exceed the end of an array.
 """
 
 import triton
@@ -35,39 +35,39 @@ from lightning_gnn.triton_kernels.hashing import (
     width,
 )
 
-# Places in `control`, int64 [CONTROL_SIZE]: the scalars of a batch, and counters 128 bytes apart, so that no two of
-# them share a cache line that all programs hit.
+# Indices into `control`, int64 [CONTROL_SIZE]: the scalars of a batch, and counters 128 bytes apart, so that no two
+# contended counters share a cache line.
 STAMP = tl.constexpr(0)
 NUM_SEEDS = tl.constexpr(1)
 KEY = tl.constexpr(2)
 REPLACE = tl.constexpr(3)
 NUM_HOPS = tl.constexpr(4)
-CAPACITY = tl.constexpr(5)  # edge positions there is room for
+CAPACITY = tl.constexpr(5)  # edge positions that fit into the scratch memory
 FIRST_TREE = tl.constexpr(6)  # position of the first seed in the whole mini-batch
-NUM_NODES = tl.constexpr(7)  # of the graph; read in a bulk, as are the following
+NUM_NODES = tl.constexpr(7)  # of the graph; only bulk launches read this and NUM_BATCHES
 NUM_BATCHES = tl.constexpr(8)
 BARRIER = tl.constexpr(16)
 HEAD = tl.constexpr(32)  # next queue slot to claim
 WORK = tl.constexpr(48)  # (slots reserved << HALF) | tasks outstanding
 FANOUT = tl.constexpr(64)  # fanouts of up to MAX_HOPS hops
 KEYS = tl.constexpr(96)  # of up to MAX_BATCHES mini-batches of a bulk
-STARTS = tl.constexpr(128)  # where the seeds of each of them begin
-TILES = tl.constexpr(160)  # of each level, the tiles that programs have taken to settle
+STARTS = tl.constexpr(128)  # position of the first seed of each of them
+TILES = tl.constexpr(160)  # number of tiles of each level that programs have taken to settle
 
-# Places in `sizes`, int64 [SIZES_SIZE].
+# Indices into `sizes`, int64 [SIZES_SIZE].
 NODES = tl.constexpr(0)  # first local id of each level
 EDGES = tl.constexpr(40)  # first edge position of each level
-NEEDED = tl.constexpr(80)  # 0, or the capacity that a level would have needed: the levels from there on are missing
+NEEDED = tl.constexpr(80)  # 0, or the capacity that a level would have needed; this and later levels are missing
 PARTS = tl.constexpr(96)  # bulk: first local id of each (level, mini-batch), then first edge of each from level 1 on
 
 MAX_HOPS = 30
 MAX_BATCHES = 32
 CONTROL_SIZE, SIZES_SIZE = 192, 96
 
-# Two numbers in one 64-bit word: a single atomic changes both, and a single load reads both of the same moment.
+# Two numbers in one 64-bit word: a single atomic changes both, and a single load reads a consistent pair.
 HALF = tl.constexpr(32)
 LOW = tl.constexpr(0xFFFFFFFF)
-# Of the upper half of a node's word and of a task: the stamp of the batch above the code, or the hop.
+# Upper half of a node's word and of a task: the stamp of the batch above the code or the hop.
 STAMP_SHIFT = tl.constexpr(44)
 CODE = tl.constexpr(4095)
 
@@ -76,12 +76,12 @@ EXPAND = tl.constexpr(0)
 SETTLE = tl.constexpr(1)
 PHASES = tl.constexpr(2)
 
-# What a tile says, in two words that come one after the other: whose it is (stamp, level, and whether it is the sum
-# with all tiles before) above the number of nodes, and above that of edges.
+# A tile publishes two consecutive words, its number of nodes and its number of edges. The upper bits of both identify
+# the counts: stamp, level, and whether they include all previous tiles.
 LEVEL_BITS = tl.constexpr(6)
 EDGE_BITS = tl.constexpr(36)
-MOST_EDGES = tl.constexpr((1 << 36) - 1)  # more never fit; what needs so many needs at least as many
-WINDOW = tl.constexpr(32)  # tiles that are looked at together
+MOST_EDGES = tl.constexpr((1 << 36) - 1)  # larger counts are clamped; they exceed every capacity anyway
+WINDOW = tl.constexpr(32)  # tiles that look_back reads together
 
 
 @triton.jit
@@ -93,29 +93,29 @@ def word(stamp: Scalar, code: Lanes, low: Lanes) -> Lanes:
 @triton.jit
 def grid_barrier(bar: Array, target: Scalar) -> None:
     """Wait until the counter reaches the arrivals of all programs so far; all must be resident at once."""
-    tl.debug_barrier()  # every thread's stores come before the release of one; Triton puts no barrier there
-    # Release: what this program wrote is visible to whoever acquires the sum. Acquire below: plain loads after the
-    # barrier see what the others released, not what a cache of this multiprocessor still holds.
+    tl.debug_barrier()  # all threads' stores must precede the release by one thread; Triton adds no barrier here
+    # Release: this program's writes are visible to every program that acquires the sum. Acquire below: plain loads
+    # after the barrier see released data, not stale data in a cache of this multiprocessor.
     tl.atomic_add(bar, 1, sem="release", scope="gpu")
-    while tl.atomic_add(bar, 0, sem="acquire", scope="gpu") < target:  # a plain load in a loop would be deleted
+    while tl.atomic_add(bar, 0, sem="acquire", scope="gpu") < target:  # the compiler would remove a loop of plain loads
         pass
-    tl.debug_barrier()  # one thread has waited; the others go on only now
+    tl.debug_barrier()  # one thread has waited; the others continue only now
 
 
 @triton.jit
 def level_edges(sizes: Array, level: Scalar, pid: Scalar, programs: Scalar, T: tl.constexpr) -> tuple[Scalar, Scalar]:
-    """Return this program's contiguous share of the edge positions of a level, whole tiles of T but for the last."""
+    """Return this program's contiguous range of a level's edge positions: whole tiles of T, except the last one."""
     low = tl.load(sizes + EDGES + level).to(tl.int32)
     high = tl.load(sizes + EDGES + 1 + level).to(tl.int32)
     share = tl.cdiv(tl.cdiv(high - low, programs), T) * T
-    # In 64 bits: the last programs may start past the end of an int32.
+    # In 64 bits: the start of the last programs may exceed an int32.
     begin = tl.minimum(low.to(tl.int64) + pid.to(tl.int64) * share, high).to(tl.int32)
     return begin, tl.minimum(begin.to(tl.int64) + share, high).to(tl.int32)
 
 
 @triton.jit
 def level_rows(sizes: Array, level: Scalar, pid: Scalar, programs: Scalar) -> tuple[Scalar, Scalar]:
-    """Return this program's contiguous share of the rows that expand into a level."""
+    """Return this program's contiguous range of the rows that expand into a level."""
     low = tl.load(sizes + NODES + level - 1).to(tl.int32)
     high = tl.load(sizes + NODES + level).to(tl.int32)
     share = tl.cdiv(high - low, programs)
@@ -129,10 +129,10 @@ def find_slot(table: Array, slots: Scalar, tree: Lanes, node: Lanes, on: Lanes) 
     entry = (tree.to(tl.int64) << HALF) | node.to(tl.int64)
     at = (mix(entry.to(tl.uint64)) & (slots - 1).to(tl.uint64)).to(tl.int32)
     todo = on
-    # Linear probing; the table has at least twice as many slots as entries, so an empty one is always met.
+    # Linear probing; the table has at least twice as many slots as entries, so probing always reaches an empty one.
     while tl.sum(todo.to(tl.int32), 0) > 0:
-        # Triton's compare-and-swap has no mask: lanes that are done compare with a value that is never there.
-        # Relaxed, as an entry is one word: whoever sees it sees all of it.
+        # Triton's compare-and-swap has no mask: finished lanes compare with a value that the table never contains.
+        # Relaxed, as an entry is one word and therefore never seen in part.
         old = tl.atomic_cas(table + at, tl.where(todo, -1, -2).to(tl.int64), entry, sem="relaxed")
         todo = todo & (old != -1) & (old != entry)
         at = tl.where(todo, (at + 1) & (slots - 1), at)
@@ -141,7 +141,7 @@ def find_slot(table: Array, slots: Scalar, tree: Lanes, node: Lanes, on: Lanes) 
 
 @triton.jit
 def own_node(control: Array, u: Lanes) -> tuple[Lanes, Lanes]:
-    """Split numbers of nodes in a bulk into the mini-batch and the node of the graph, int32 ``[R]`` each."""
+    """Split node numbers of a bulk launch into the mini-batch and the node of the graph, int32 ``[R]`` each."""
     num_nodes = tl.load(control + NUM_NODES).to(tl.int32)
     batch = u // num_nodes
     return batch, u - batch * num_nodes
@@ -153,7 +153,7 @@ def place_seeds(
     num_seeds: Scalar, slots: Scalar, pid: Scalar, programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr,
     T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Level 0: a seed's local id is its position, or the first one if it is given twice."""
+    """Set up level 0: a seed's local id is its position; a duplicate gets the id of its first occurrence."""
     t = pid.to(tl.int64) * T
     while t < num_seeds:
         i = (t + tl.arange(0, T)).to(tl.int32)
@@ -168,7 +168,7 @@ def place_seeds(
                 u += tl.where(i >= tl.load(control + STARTS + batch), num_nodes, 0)
                 batch += 1
         tl.store(src + i, u, mask=on)
-        # Code 0 is assigned at level 0: no later bid is lower. Of a seed given twice the lower position stays.
+        # Code 0 means assigned at level 0: no later bid is lower. Of a duplicated seed, the lower position remains.
         tl.atomic_min(state + u, word(stamp, i * 0, i), mask=on, sem="relaxed")
         t += programs * T
     if pid == 0:
@@ -183,17 +183,17 @@ def bid(
     u: Lanes, tree: Lanes, pos: Lanes, on: Lanes, state: Array, src: Array, table: Array, stamp: Scalar, level: Scalar,
     slots: Scalar, DISJOINT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Note the sources of edges and bid for them; the lowest position wins."""
+    """Record the sources of edges and bid for them; the lowest position wins."""
     if DISJOINT:
         u = find_slot(table, slots, tree, u, on)
     tl.store(src + pos, u, mask=on)
-    # The value before is not asked for, so no thread waits for an answer.
+    # The previous value is not used, so no thread waits for a result.
     tl.atomic_min(state + u, word(stamp, pos * 0 + 2 * level + 1, pos), mask=on, sem="relaxed")
 
 
 @triton.jit
 def place_of(row: Lanes, SHARDS: tl.constexpr, SHIFT: tl.constexpr) -> tuple[Lanes, Lanes]:
-    """Return the shard of rows that are dealt out in blocks of ``2^SHIFT``, in turn, and their places in it."""
+    """Return the shard of each row and the index in it; blocks of ``2^SHIFT`` rows are distributed round-robin."""
     block = row >> SHIFT
     return block % SHARDS, ((block // SHARDS) << SHIFT) | (row & ((1 << SHIFT) - 1))
 
@@ -203,12 +203,12 @@ def neighbor(
     indices: Array, hot: Array, at: Lanes, begin: Lanes, e: Lanes, on: Lanes, CACHED: tl.constexpr,
     SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
 ) -> Lanes:  # fmt: skip
-    """Read the source of in-edge e: from the copy of a hot list at ``hot + at``, or from the shard that has it."""
+    """Read the source of in-edge e, from ``indices``, its shard, or the cached copy of its list at ``hot + at``."""
     if SHARDS > 1:
         shard, place = place_of(e, SHARDS, SHIFT)
         u = tl.load(tl.load(hot + shard, mask=on, other=0).to(indices.dtype) + place, mask=on, other=0).to(tl.int32)
     elif CACHED:
-        # Two loads under opposite masks: a lane whose list has a copy sends nothing over the bus.
+        # Two loads with opposite masks: a lane whose list is cached reads nothing over the bus.
         is_hot = on & (at >= 0)
         cold = tl.load(indices + e, mask=on & (at < 0), other=0).to(tl.int32)
         u = tl.where(is_hot, tl.load(hot + at + (e - begin), mask=is_hot, other=0).to(tl.int32), cold)
@@ -225,9 +225,9 @@ def expand_rows(
     programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, SHARDS: tl.constexpr,
     SHIFT: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Fanouts up to K: one thread picks for a row, in registers; then the program's edges gather and bid, flat."""
+    """Expand by a fanout up to K: one thread picks for each row, then one thread per edge gathers and bids."""
     low, high = level_rows(sizes, level, pid, programs)
-    # First the picks, a row to each thread: R rows at a time hide one another's loads of `indptr`.
+    # First the picks, one row per thread: R rows at a time hide one another's loads of `indptr`.
     t = low
     while t < high:
         i = t + tl.arange(0, R)
@@ -248,9 +248,9 @@ def expand_rows(
             tl.store(eid + at + j, begin + picks[j], mask=j < taken)
             tl.store(col + at + j, i, mask=j < taken)
         t += R
-    tl.debug_barrier()  # an edge id is written by one thread and read by another
-    # Then the random accesses, an edge to each thread: rows shorter than the fanout leave no thread idle, and the
-    # gathers of T edges are in flight together. The rows of a program have adjacent edges, so this is one flat range.
+    tl.debug_barrier()  # one thread writes an edge id and another reads it
+    # Then the random accesses, one edge per thread: rows shorter than the fanout leave no thread idle, and the gathers
+    # of T edges are in flight together. The rows of a program have adjacent edges, so this is one flat range.
     t = tl.load(rowptr + low)
     end = tl.load(rowptr + high)
     while t < end:
@@ -261,7 +261,7 @@ def expand_rows(
         copied = e
         v = pos
         before = pos * 0
-        if BULK or CACHED:  # near in the caches: rows have been read, and edges written, by this program
+        if BULK or CACHED:  # cache hits: this program has just read these rows and written these edges
             v = tl.load(nodes + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
         if BULK:
             before = v
@@ -284,7 +284,7 @@ def replay_rows(
     ticket_of: Array, sizes: Array, stamp: Scalar, fanout: Scalar, replace: Scalar, level: Scalar, pid: Scalar,
     programs: Scalar, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Expand from what the queue sampled, int32 ``[tickets, 2, K]``: offsets and sources."""
+    """Expand from the queue's samples, int32 ``[tickets, 2, K]``: offsets and sources."""
     low, high = level_rows(sizes, level, pid, programs)
     t = low
     while t < high:
@@ -295,7 +295,7 @@ def replay_rows(
         degree = (tl.load(indptr + v + 1, mask=on, other=0) - begin).to(tl.int32)
         at = tl.load(rowptr + i, mask=on, other=0)
         taken = tl.where(on, width(degree, fanout, replace), 0)
-        # int64: tickets * 2 * K may pass 2^31.
+        # int64: tickets * 2 * K may exceed 2^31.
         row = stage + tl.load(ticket_of + v, mask=on, other=0).to(tl.int64) * (2 * K)
         most = tl.max(taken, 0)
         j = 0
@@ -307,7 +307,7 @@ def replay_rows(
                 tl.store(col + at + j + c, i, mask=picked)
             j += 5
         t += R
-    tl.debug_barrier()  # a source is written by one thread and read by another
+    tl.debug_barrier()  # one thread writes a source and another reads it
     t = tl.load(rowptr + low)
     end = tl.load(rowptr + high)
     while t < end:
@@ -319,9 +319,9 @@ def replay_rows(
 
 @triton.jit
 def row_of(rowptr: Array, pos: Lanes, first: Scalar, last: Scalar, on: Lanes) -> Lanes:
-    """Return which of the rows ``[first, last)`` has an edge position: the last one that starts at or before it."""
-    # Rows without edges are passed over. A binary search over `rowptr` with as many steps for every lane; neighboring
-    # edges take the same path, so its loads hit caches.
+    """Return the row of ``[first, last)`` that contains each edge position: the last one starting at or before it."""
+    # Rows without edges are skipped. A binary search over `rowptr`, with the same number of steps for every lane;
+    # neighboring edges take the same path, so its loads hit caches.
     low = pos * 0 + first
     high = pos * 0 + last
     span = last - first
@@ -343,7 +343,7 @@ def expand_flat(
     programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, SHARDS: tl.constexpr,
     SHIFT: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """All neighbors, or fanouts above K: one thread per edge, so that hubs are shared among programs."""
+    """Expand to all neighbors or by a fanout above K: one thread per edge, so several programs share a hub."""
     t, end = level_edges(sizes, level, pid, programs, T)
     first = tl.load(sizes + NODES + level - 1).to(tl.int32)
     last = tl.load(sizes + NODES + level).to(tl.int32)
@@ -379,27 +379,27 @@ def expand_flat(
 
 @triton.jit
 def say(totals: Array, tile: Scalar, whose: Scalar, nodes: Scalar, edges: Scalar) -> None:
-    """Write the two words of a tile. Relaxed: each says itself whose it is, so whoever sees it sees all of it."""
+    """Publish the two words of a tile. Relaxed suffices, as each word identifies its tile's level and is never torn."""
     tl.atomic_xchg(totals + 2 * tile, (whose << HALF) | nodes, sem="relaxed")
     tl.atomic_xchg(totals + 2 * tile + 1, (whose << EDGE_BITS) | tl.minimum(edges, MOST_EDGES), sem="relaxed")
 
 
 @triton.jit
 def look_back(totals: Array, tile: Scalar, key: Scalar) -> tuple[Scalar, Scalar]:
-    """Return the nodes and the edges that the tiles before this one have found, as soon as they have said so."""
+    """Return the number of nodes and edges of all previous tiles; waits until they have published their counts."""
     nodes = key * 0
     edges = key * 0
     at = tile - 1
     while at >= 0:
         before = at - tl.arange(0, WINDOW)
         there = before >= 0
-        # Volatile, as others write meanwhile.
+        # Volatile, as other programs write concurrently.
         node_word = tl.load(totals + 2 * before, mask=there, other=0, volatile=True)
         edge_word = tl.load(totals + 2 * before + 1, mask=there, other=0, volatile=True)
         whose = node_word >> HALF
-        # Of one half written by now, and the other not, nothing is known yet.
+        # Ignore a tile if only one of its two words has been written.
         said = there & ((whose >> 1) == key) & (whose == (edge_word >> EDGE_BITS))
-        # Nothing lies before the first tile; before another one, all does that its sum says.
+        # Stop at the first tile, or at the nearest tile whose words are prefix sums: they cover everything before it.
         last = tl.min(tl.where((said & ((whose & 1) == 1)) | (before < 0), tl.arange(0, WINDOW), WINDOW), 0)
         missing = (tl.arange(0, WINDOW) <= last) & there & (said == 0)
         if tl.sum(missing.to(tl.int32), 0) == 0:
@@ -416,7 +416,7 @@ def settle(
     sizes: Array, totals: Array, stamp: Scalar, capacity: Scalar, next_fanout: Scalar, replace: Scalar, level: Scalar,
     num_hops: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Find the edges that won their source; give these local ids, and their edges positions, in the order of edges."""
+    """Find the edges that won their source; assign local ids and edge offsets to the sources, in the order of edges."""
     low = tl.load(sizes + EDGES + level).to(tl.int32)
     high = tl.load(sizes + EDGES + 1 + level).to(tl.int32)
     node_end = tl.load(sizes + NODES + level)
@@ -432,12 +432,12 @@ def settle(
         pos = low + tile * T + tl.arange(0, T)
         on = pos < high
         found = tl.load(src + pos, mask=on, other=0)
-        # The grid barrier lies between the bids and here, so a plain load sees the lowest of them: the edge whose own
-        # position stands there is the first one to its source. Its local id may stand there by now, which is no bid.
-        # Every seed is a row, also one that is given twice.
+        # A grid barrier separates this from the bids, so a plain load sees the lowest bid: the edge whose position is
+        # in the word is the first one to its source. If the word already contains the local id, it equals no bid.
+        # Every seed is a row, including duplicates.
         lowest = tl.load(state + found, mask=on, other=0)
         won = on & ((level == 0) | (lowest == word(stamp, pos * 0 + 2 * level + 1, pos)))
-        expands = won & (level < num_hops)  # nodes of the last hop have no edges: their degrees are not read
+        expands = won & (level < num_hops)  # nodes of the last hop are not expanded: their degrees are not read
         u = found
         if DISJOINT:
             entry = tl.load(table + found, mask=on, other=0)
@@ -457,20 +457,20 @@ def settle(
         say(totals, tile, 2 * key + 1, node_next, edge_next)
         i = (node_end + nodes_before).to(tl.int32) + tl.cumsum(won.to(tl.int32), 0) - won.to(tl.int32)
         first = edge_end + edges_before + tl.cumsum(edges, 0) - edges
-        # A seed's word names its first place already. A plain store: a source has one winner.
+        # A seed's word already contains its local id. A plain store, as a source has only one winner.
         tl.store(state + found, word(stamp, i * 0 + 2 * level, i), mask=won & (level > 0))
         if DISJOINT:
             tl.store(trees + i, (entry >> HALF).to(tl.int32), mask=won)
         tl.store(nodes + i, u, mask=won)
         tl.store(rowptr + i, first.to(tl.int32), mask=won)
-        if tile == tiles - 1:  # writes what the next level reads; nobody reads it in this phase
+        if tile == tiles - 1:  # writes the sizes for the next level; no program reads them in this phase
             node_next += node_end
             edge_next += edge_end
             if edge_next <= capacity:
                 tl.store(rowptr + node_next, edge_next.to(tl.int32))
                 tl.store(sizes + NODES + 1 + level, node_next)
                 tl.store(sizes + EDGES + 2 + level, edge_next)
-            else:  # stop here: no rows, so no edges from the next level on
+            else:  # stop here: without rows, all further levels are empty
                 tl.store(sizes + NODES + 1 + level, node_end)
                 tl.store(sizes + EDGES + 2 + level, edge_end)
                 tl.store(sizes + NEEDED, edge_next)
@@ -481,39 +481,39 @@ def settle(
 def level_phase(
     indptr: Array,  # int64 [num_nodes + 1], on the device or in pinned host memory
     indices: Array,  # int32 or int64 [num_edges], on the device or in pinned host memory
-    offset: Array,  # int64 [num_nodes], where in hot the list of a node begins, or -1; read if CACHED
-    hot: Array,  # as indices [hot edges], copies of hot adjacency lists; read if CACHED. If there are several SHARDS,
-    # int64 [SHARDS], where each of them lies
+    offset: Array,  # int64 [num_nodes], start of each node's list in hot, or -1; read if CACHED
+    hot: Array,  # the type of indices [hot edges], copies of hot adjacency lists; read if CACHED. If SHARDS > 1: int64
+    # [SHARDS], addresses of the shards
     seeds: Array,  # int32 or int64 [num_seeds]
-    control: Array,  # int64 [CONTROL_SIZE], places above
-    state: Array,  # int64 [num_nodes], or [slots] if DISJOINT: a word each
+    control: Array,  # int64 [CONTROL_SIZE], layout above
+    state: Array,  # int64 [num_nodes], or [slots] if DISJOINT: word of each node
     nodes: Array,  # int32 [num_sampled], node of each local id
-    trees: Array,  # int32 [num_sampled], seed of each local id; touched if DISJOINT
+    trees: Array,  # int32 [num_sampled], seed of each local id; used if DISJOINT
     rowptr: Array,  # int32 [num_sampled + 1], first edge position of each local id
     src: Array,  # int32 [capacity], source of each edge position: a node, or if DISJOINT a slot of the table
     eid: Array,  # int32 or int64 [capacity], position in CSC order of each edge position
     col: Array,  # int32 [capacity], local id of the target of each edge position
-    table: Array,  # int64 [slots], (tree << HALF) | node or -1; touched if DISJOINT
+    table: Array,  # int64 [slots], (tree << HALF) | node or -1; used if DISJOINT
     slots: Scalar,  # int32, a power of two
     stage: Array,  # int32 [queue_slots, 2, K], offsets and sources that each task sampled; read if STAGED
-    ticket_of: Array,  # int32 [num_nodes], queue slot of the final task of a node; read if STAGED
-    sizes: Array,  # int64 [SIZES_SIZE], places above
-    totals: Array,  # int64 [tiles of capacity, 2], what each tile of the level has found: words as above
+    ticket_of: Array,  # int32 [num_nodes], queue slot of the final task of each node; read if STAGED
+    sizes: Array,  # int64 [SIZES_SIZE], layout above
+    totals: Array,  # int64 [tiles of capacity, 2], the two words of each tile of the level, as above
     level: Scalar,  # int32, 0 to num_hops
     pid: Scalar,  # int32, this program
-    programs: Scalar,  # int32, how many there are
+    programs: Scalar,  # int32, number of programs
     PHASE: tl.constexpr,  # EXPAND or SETTLE
     DISJOINT: tl.constexpr,  # one tree per seed
     BULK: tl.constexpr,  # several mini-batches, not disjoint
-    CACHED: tl.constexpr,  # hot lists have copies
-    STAGED: tl.constexpr,  # the queue has sampled already
+    CACHED: tl.constexpr,  # hot lists are cached on the device
+    STAGED: tl.constexpr,  # the queue has already sampled
     K: tl.constexpr,  # largest fanout that is picked in registers
     R: tl.constexpr,  # rows per tile: one per thread
     T: tl.constexpr,  # edges per tile
-    SHARDS: tl.constexpr = 1,  # in how many parts indices lies
-    SHIFT: tl.constexpr = 0,  # of several, the logarithm of the entries that each gets in turn
+    SHARDS: tl.constexpr = 1,  # number of shards of indices
+    SHIFT: tl.constexpr = 0,  # log2 of the entries per round-robin block, if SHARDS > 1
 ) -> None:
-    """Run one phase of one level. What it reads, the phase before has written: a grid barrier must lie between."""
+    """Run one phase of one level. It reads what the previous phase wrote, so a grid barrier must separate them."""
     stamp = tl.load(control + STAMP)
     replace = tl.load(control + REPLACE).to(tl.int32)
     if PHASE == EXPAND:
@@ -547,7 +547,7 @@ def level_phase(
 
 @triton.jit
 def split(nodes: Array, rowptr: Array, control: Array, sizes: Array, T: tl.constexpr) -> None:
-    """Note where each mini-batch of a bulk begins in each level; for one program."""
+    """Record where each mini-batch of a bulk launch starts in each level; runs in one program."""
     batches = tl.load(control + NUM_BATCHES).to(tl.int32)
     num_hops = tl.load(control + NUM_HOPS).to(tl.int32)
     num_nodes = tl.load(control + NUM_NODES).to(tl.int32)
@@ -557,7 +557,7 @@ def split(nodes: Array, rowptr: Array, control: Array, sizes: Array, T: tl.const
         part = t + tl.arange(0, T)
         on = part < parts
         level = part // batches
-        # A level is sorted by mini-batch: a binary search for the first node of each, side by side.
+        # A level is sorted by mini-batch: binary searches for the first node of each run in parallel.
         first = (part - level * batches) * num_nodes
         at = tl.load(sizes + NODES + level, mask=on, other=0).to(tl.int32)
         left = tl.load(sizes + NODES + 1 + level, mask=on, other=0).to(tl.int32) - at
@@ -567,13 +567,13 @@ def split(nodes: Array, rowptr: Array, control: Array, sizes: Array, T: tl.const
             at = tl.where(below, at + half + 1, at)
             left = tl.where(below, left - half - 1, half)
         tl.store(sizes + PARTS + part, at.to(tl.int64), mask=on)
-        edge = tl.load(rowptr + at, mask=on & (level < num_hops), other=0)  # also of the first node behind a level
+        edge = tl.load(rowptr + at, mask=on & (level < num_hops), other=0)  # valid for the first node past a level too
         tl.store(sizes + PARTS + parts + part, edge.to(tl.int64), mask=on & (level < num_hops))
         t += T
 
 
-# Arguments that change from batch to batch are not specialized: otherwise the first batch whose seeds lie at an
-# address that is no multiple of 16, or a range that begins at 1, would compile the kernel once more.
+# Arguments that change from batch to batch are not specialized: otherwise the first batch with seeds at an address not
+# divisible by 16, or a range that starts at 1, would recompile the kernel.
 @triton.jit(do_not_specialize=["seeds", "slots", "begin", "end"])
 def hop_kernel(
     indptr: Array, indices: Array, offset: Array, hot: Array, seeds: Array, control: Array, state: Array, nodes: Array,
@@ -582,12 +582,12 @@ def hop_kernel(
     DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr, SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
 ) -> None:  # fmt: skip
-    """Run phases ``[begin, end)`` of ``2 * level + EXPAND`` or ``SETTLE``, and of a bulk :func:`split` at the end."""
+    """Run phases ``[begin, end)`` of ``2 * level + EXPAND`` or ``SETTLE``; a bulk launch ends with :func:`split`."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     phase = begin
-    # One loop over phases, not over levels, so that there is one barrier in the code; the two tests are the same in
-    # all threads. Under the interpreter, which runs programs one after another, a launch is a range of one phase.
+    # One loop over phases, not over levels, so that the code contains a single barrier; the two conditions are uniform
+    # over all threads. Under the interpreter, which runs programs sequentially, a launch has a single phase.
     while phase < end:
         level = phase // PHASES
         at_end = False

@@ -1,4 +1,4 @@
-"""What in-edges a row may pick by time, and how it picks by weight and by the variates of its sources."""
+"""Device functions that restrict in-edges by time, and pick them by weight or by the variates of their sources."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from lightning_gnn.triton_kernels.hashing import GOLDEN, Array, Lanes, Scalar, m
 
 @triton.jit
 def count_at_most(values: Array, begin: Lanes, count: Lanes, limit: Lanes) -> Lanes:
-    """Count those of ``count`` ascending numbers that are not above a limit: int32 ``[R]``, a row to each thread."""
+    """Count the values not above a limit, of ``count`` ascending values per row: int32 ``[R]``, one row per thread."""
     found = count * 0
     left = count
     while tl.max(left, 0) > 0:
@@ -22,15 +22,15 @@ def count_at_most(values: Array, begin: Lanes, count: Lanes, limit: Lanes) -> La
 
 @triton.jit
 def draw_fraction(stream: Lanes, j: Lanes) -> Lanes:
-    """Draw the j-th float64 of streams in ``[0, 1)``, from the upper 53 bits of its hash."""
+    """Draw the j-th float64 in ``[0, 1)`` of each stream, from the upper 53 bits of its hash."""
     return (mix(stream + (j + 1).to(tl.uint64) * GOLDEN) >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
 
 
 @triton.jit
 def hit(prefix: Array, begin: Lanes, degree: Lanes, stream: Lanes, j: Lanes, total: Lanes, on: Lanes) -> Lanes:
-    """Return on which edge of its list the j-th draw of a row falls, int32 ``[R]``."""
+    """Return the edge of its list that the j-th draw of a row selects by weight, int32 ``[R]``."""
     place = draw_fraction(stream, j) * total
-    # The last edge is what is left where none before it is hit, also by what rounding carries past it.
+    # Search all edges but the last: it is the default, also if rounding puts the draw past the end.
     return count_at_most(prefix, begin, tl.where(on, degree - 1, 0), place)
 
 
@@ -38,7 +38,7 @@ def hit(prefix: Array, begin: Lanes, degree: Lanes, stream: Lanes, j: Lanes, tot
 def next_picked(
     eid: Array, at: Lanes, begin: Lanes, degree: Lanes, count: Lanes, position: Lanes, on: Lanes
 ) -> Lanes:  # fmt: skip
-    """Return the first edge from a position on that a row has picked, or its degree: int32 ``[R]``."""
+    """Return the first picked edge of a row at or after a position, or the row's degree: int32 ``[R]``."""
     out = degree
     most = tl.max(tl.where(on, count, 0), 0)
     i = 0
@@ -55,7 +55,8 @@ def pick_left(
     weight: Array, eid: Array, begin: Lanes, degree: Lanes, at: Lanes, stream: Lanes, number: Scalar, count: Lanes,
     on: Lanes,
 ) -> Lanes:  # fmt: skip
-    """Pick one edge of each row by weight among those left, which are gone through in order: offsets int32 ``[R]``."""
+    """Pick one remaining edge of each row by weight, with a linear scan: offsets int32 ``[R]``."""
+    # First pass: total the weights of the remaining edges.
     fraction = draw_fraction(stream, degree * 0 + number)
     longest = tl.max(tl.where(on, degree, 0), 0)
     total = fraction * 0.0
@@ -68,6 +69,7 @@ def pick_left(
         position += 1
         if tl.sum(met.to(tl.int32), 0) > 0:
             skipped = next_picked(eid, at, begin, degree, count, degree * 0 + position, on)
+    # Second pass: find the edge at which the running sum passes the draw.
     place = fraction * total
     passed = total * 0.0
     out = degree * 0
@@ -92,7 +94,8 @@ def pick_by_weight(
     weight: Array, prefix: Array, eid: Array, begin: Lanes, degree: Lanes, at: Lanes, stream: Lanes, fanout: Scalar,
     replace: Scalar, on: Lanes,
 ) -> None:  # fmt: skip
-    """Write what rows pick one after the other, each in proportion to its weight among those that are left."""
+    """Write a row's picks: each is drawn in proportion to the weights of the remaining edges."""
+    # First by rejection: draw among all edges, and draw again if the edge has been picked already.
     total = tl.load(prefix + begin + degree - 1, mask=on, other=0.0)
     count = degree * 0
     most = 8 * fanout.to(tl.int64) + 32
@@ -110,11 +113,11 @@ def pick_by_weight(
             i += 1
         new = missing & (again == 0)
         tl.store(eid + at + count, e, mask=new)
-        tl.debug_barrier()  # Triton chooses the threads of each access: one may read what another wrote
+        tl.debug_barrier()  # Triton assigns threads to accesses: one may read data that another thread wrote
         count += new.to(tl.int32)
         missing = missing & (count < fanout)
         number += 1
-    while tl.sum(missing.to(tl.int32), 0) > 0:  # what is left weighs next to nothing
+    while tl.sum(missing.to(tl.int32), 0) > 0:  # then by linear scans, as the remaining weights are negligible
         e = begin + pick_left(weight, eid, begin, degree, at, stream, number, count, missing)
         tl.store(eid + at + count, e, mask=missing)
         tl.debug_barrier()
@@ -125,7 +128,7 @@ def pick_by_weight(
 
 @triton.jit
 def variate(key: Scalar, source: Lanes, earlier: Lanes, often: Scalar, batch: Scalar) -> Lanes:
-    """Return the variates of edges, uint64 ``[T]``: those of their sources, renewed once in ``often`` mini-batches."""
+    """Return the variates of edges' sources, uint64 ``[T]``, renewed once per ``often`` mini-batches."""
     out = node_key(key, source)
     if often > 1:
         step = often.to(tl.uint64)
@@ -139,7 +142,7 @@ def variates(
     indices: Array, stride: Scalar, parallel: Array, has_parallel: Scalar, begin: Scalar, j: Lanes, on: Lanes,
     key: Scalar, often: Scalar, batch: Scalar,
 ) -> Lanes:  # fmt: skip
-    """Return the variates of the edges j ``[T]`` of one row; arguments as for :func:`pick_by_variate`."""
+    """Return the variates of edges j ``[T]`` of one row; arguments as in :func:`pick_by_variate`."""
     source = tl.load(indices + (begin + j) * stride, mask=on, other=0)
     earlier = tl.load(parallel + begin + j, mask=on & (has_parallel != 0), other=0)
     return variate(key, source, earlier, often, batch)
@@ -150,7 +153,7 @@ def count_below(
     indices: Array, stride: Scalar, parallel: Array, has_parallel: Scalar, begin: Scalar, degree: Scalar, key: Scalar,
     often: Scalar, batch: Scalar, bound: Scalar, STRICTLY: tl.constexpr, T: tl.constexpr,
 ) -> Scalar:  # fmt: skip
-    """Count the edges of one row whose variates are below a bound, or at most it."""
+    """Count the edges of one row with a variate below a bound (STRICTLY) or at most the bound."""
     total = tl.zeros([T], tl.int32)
     first = 0
     while first < degree:
@@ -168,8 +171,8 @@ def pick_by_variate(
     indices: Array, stride: Scalar, parallel: Array, has_parallel: Scalar, eid: Array, begin: Scalar, degree: Scalar,
     at: Scalar, fanout: Scalar, key: Scalar, often: Scalar, batch: Scalar, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the edges of a row with the smallest variates, in CSC order, of equal ones the first; by a program."""
-    # Fewer than `fanout` variates lie below `low`, `number`, which are enough, not above `high`.
+    """Write the edges of a row with the smallest variates in CSC order, earlier edges first at ties; one program."""
+    # Bisect the variates. Invariant: fewer than `fanout` are below `low`; `number` >= `fanout` are at most `high`.
     low = key.to(tl.uint64) * 0
     high = low - 1
     number = degree
@@ -186,7 +189,7 @@ def pick_by_variate(
         high = tl.where(enough, guess, high)
         low = tl.where(enough, low, guess + 1)
         guess = low + ((high - low) >> 1)
-    equal_ones = degree  # of the variates that are the bound itself, how many count: all but where there are too many
+    equal_ones = degree  # number of variates equal to the bound that are taken: all, unless there are too many
     if number != fanout:
         equal_ones = fanout - count_below(
             indices, stride, parallel, has_parallel, begin, degree, key, often, batch, high, True, T

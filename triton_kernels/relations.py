@@ -1,10 +1,10 @@
-"""Sampling edge type by edge type in one cooperative launch: graphs with types, times and weights, and LABOR.
+"""Heterogeneous, temporal, weighted and LABOR sampling, edge type by edge type, in one cooperative launch.
 
-A *stage* is one edge type in one hop, in the order of (hop, edge type); stages are what levels are in ``hops.py``. Ids
-of all types are numbered on, one word for each; local ids are by type. Each stage runs six phases, a grid barrier after
-each: *measure* (which in-edges of a row count, and how many of them it picks), *place* (where the edges of each row
-stand), *pick*, *bid*, *count* (which edges won their source), *assign* (local ids in the order of the winning edges).
-What differs from stage to stage is read from ``control``.
+A *stage* is one edge type in one hop, in the order of (hop, edge type); stages replace the levels of ``hops.py``. Node
+ids of all types are numbered consecutively, with one word for each; local ids are per type. Each stage runs six phases,
+each followed by a grid barrier: *measure* (which in-edges of a row are eligible, and how many it picks), *place* (edge
+positions of each row), *pick*, *bid*, *count* (edges that won their source), *assign* (local ids in the order of the
+winning edges). The kernel reads the parameters of each stage from ``control``.
 """
 
 import triton
@@ -27,43 +27,43 @@ from lightning_gnn.triton_kernels.hops import (
 )
 from lightning_gnn.triton_kernels.relation_picks import count_at_most, pick_by_variate, pick_by_weight
 
-# Further places in `control` (see hops.py).
+# Further indices into `control` (see hops.py).
 NUM_TYPES = tl.constexpr(1)
 NUM_STAGES = tl.constexpr(2)
-OFTEN = tl.constexpr(7)  # LABOR: in how many mini-batches a variate is renewed once
+OFTEN = tl.constexpr(7)  # LABOR: number of mini-batches per renewal of a variate
 BATCH = tl.constexpr(8)  # LABOR: number of the mini-batch
-UNTIL = tl.constexpr(9)  # addresses of the latest time that counts, and of the latest that no longer does, by tree
-AFTER = tl.constexpr(10)  # 0 without a window
-NEWEST = tl.constexpr(11)  # 1 if only the newest of the edges that count do
-TABLES = tl.constexpr(32)  # a row for each stage, then one for each node type
+UNTIL = tl.constexpr(9)  # address of each tree's latest eligible time
+AFTER = tl.constexpr(10)  # address of each tree's exclusive lower bound of times; 0 without a window
+NEWEST = tl.constexpr(11)  # 1 if only the newest eligible edges are taken
+TABLES = tl.constexpr(32)  # a row for each stage, then a row for each node type
 
-# A row of a stage.
+# Layout of the row of a stage.
 STAGE_SIZE = tl.constexpr(16)
 OWN_KEY = tl.constexpr(0)
 FANOUT = tl.constexpr(1)
-INDPTR = tl.constexpr(2)  # addresses; 0 where there is no such array
+INDPTR = tl.constexpr(2)  # address, as of all arrays below; 0 if absent
 INDICES = tl.constexpr(3)
-STRIDE = tl.constexpr(4)  # int32 words per source; all sources fit into one
+STRIDE = tl.constexpr(4)  # int32 words per source id; the first one contains the id
 TIME = tl.constexpr(5)
 WEIGHT = tl.constexpr(6)
 PREFIX = tl.constexpr(7)
 PARALLEL = tl.constexpr(8)
-SOURCE = tl.constexpr(9)  # type of the sources
-SOURCE_FIRST = tl.constexpr(10)  # what its ids are numbered on from
-SOURCE_AT = tl.constexpr(11)  # where its sampled nodes begin
-TARGET_AT = tl.constexpr(12)  # where those of the targets' type do
-ROWS_FROM = tl.constexpr(13)  # where `sizes` has the nodes of that type before the hop before, or -1: there were none
-ROWS_TO = tl.constexpr(14)  # and before this hop; those between are the rows
-EDGES = tl.constexpr(15)  # where `sizes` has the edges before this stage
+SOURCE = tl.constexpr(9)  # source node type
+SOURCE_FIRST = tl.constexpr(10)  # number of its node 0
+SOURCE_AT = tl.constexpr(11)  # start of its sampled nodes
+TARGET_AT = tl.constexpr(12)  # start of the sampled nodes of the target type
+ROWS_FROM = tl.constexpr(13)  # index in `sizes` of the target type's node count before the previous hop, or -1 for 0
+ROWS_TO = tl.constexpr(14)  # index of its node count before this hop; the nodes between both are the rows
+EDGES = tl.constexpr(15)  # index in `sizes` of the edge count before this stage
 
-# A row of a node type.
+# Layout of the row of a node type.
 TYPE_SIZE = tl.constexpr(4)
-TYPE_AT = tl.constexpr(0)  # where the sampled nodes of this type begin
-TYPE_FIRST = tl.constexpr(1)  # what its ids are numbered on from
-SEEDS = tl.constexpr(2)  # how many seeds it has
+TYPE_AT = tl.constexpr(0)  # start of the sampled nodes of this type
+TYPE_FIRST = tl.constexpr(1)  # number of its node 0
+SEEDS = tl.constexpr(2)  # number of seeds
 
-# `sizes` is int64 [1 + (num_stages + 1) * (1 + num_types)]: 0, or the capacity that would have been needed; then before
-# each stage, and after the last, how many edges there are, and how many nodes of each type.
+# `sizes` is int64 [1 + (num_stages + 1) * (1 + num_types)]: 0, or the capacity that would have been needed; then the
+# number of edges, and of nodes of each type, before each stage and after the last one.
 NEEDED = tl.constexpr(0)
 
 PHASES = tl.constexpr(6)
@@ -71,7 +71,7 @@ PHASES = tl.constexpr(6)
 
 @triton.jit
 def rows_of(own: Array, sizes: Array) -> tuple[Scalar, Scalar]:
-    """Return the local ids of the nodes that a stage expands, from and to: new ones of the hop before."""
+    """Return the range of local ids that a stage expands: the nodes that the previous hop added."""
     at = tl.load(own + ROWS_FROM)
     low = tl.load(sizes + at, mask=at >= 0, other=0).to(tl.int32)
     return low, tl.load(sizes + tl.load(own + ROWS_TO)).to(tl.int32)
@@ -79,16 +79,16 @@ def rows_of(own: Array, sizes: Array) -> tuple[Scalar, Scalar]:
 
 @triton.jit
 def edges_of(own: Array, control: Array, sizes: Array) -> tuple[Scalar, Scalar]:
-    """Return the edge positions of a stage, from and to."""
+    """Return the range of edge positions of a stage."""
     at = sizes + tl.load(own + EDGES)
     return tl.load(at).to(tl.int32), tl.load(at + 1 + tl.load(control + NUM_TYPES)).to(tl.int32)
 
 
 @triton.jit
 def share(low: Scalar, high: Scalar, pid: Scalar, programs: Scalar, T: tl.constexpr) -> tuple[Scalar, Scalar]:
-    """Return this program's contiguous share of some int32 places, whole tiles of T but for the last."""
+    """Return this program's contiguous part of an int32 range: whole tiles of T, except the last one."""
     size = tl.cdiv(tl.cdiv(high - low, programs), T) * T
-    # In 64 bits: the last programs may start past the end of an int32.
+    # In 64 bits: the start of the last programs may exceed an int32.
     begin = tl.minimum(low.to(tl.int64) + pid.to(tl.int64) * size, high).to(tl.int32)
     return begin, tl.minimum(begin.to(tl.int64) + size, high).to(tl.int32)
 
@@ -98,7 +98,7 @@ def place_seeds(
     control: Array, state: Array, nodes: Array, trees: Array, table: Array, slots: Scalar, sizes: Array, pid: Scalar,
     programs: Scalar, DISJOINT: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Enter the seeds, which stand among the nodes already; of one that is given twice the first place counts."""
+    """Register the seeds, which ``nodes`` already contains; the first occurrence of a duplicate wins."""
     stamp = tl.load(control + STAMP)
     num_types = tl.load(control + NUM_TYPES).to(tl.int32)
     own = control + TABLES + tl.load(control + NUM_STAGES) * STAGE_SIZE
@@ -114,7 +114,7 @@ def place_seeds(
             u = first + tl.load(nodes + at + i, mask=on, other=0)
             if DISJOINT:
                 u = find_slot(table, slots, tl.load(trees + at + i, mask=on, other=0), u, on)
-            # Code 0 is assigned before all stages: no later bid is lower.
+            # Code 0 means assigned before all stages: no later bid is lower.
             tl.atomic_min(state + u, word(stamp, i * 0, i), mask=on, sem="relaxed")
             t += programs * T
         if pid == 0:
@@ -131,7 +131,7 @@ def measure(
     control: Array, nodes: Array, trees: Array, begins: Array, degrees: Array, sizes: Array, counts: Array,
     stage: Scalar, pid: Scalar, programs: Scalar, TEMPORAL: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Note which in-edges of each row count; total the edges that the rows of this program will pick."""
+    """Record the eligible in-edges of each row; count the edges that the rows of this program will pick."""
     replace = tl.load(control + REPLACE).to(tl.int32)
     own = control + TABLES + stage * STAGE_SIZE
     fanout = tl.load(own + FANOUT).to(tl.int32)
@@ -146,7 +146,7 @@ def measure(
         v = tl.load(nodes + at + i, mask=on, other=0)
         begin = tl.load(indptr + v, mask=on, other=0)
         degree = (tl.load(indptr + v + 1, mask=on, other=0) - begin).to(tl.int32)
-        if TEMPORAL:  # noqa: SIM102 (known when it is compiled, the other when it runs)
+        if TEMPORAL:  # noqa: SIM102 (a compile-time condition, the next is evaluated at run time)
             if tl.load(own + TIME) != 0:
                 time = tl.load(own + TIME).to(tl.pointer_type(tl.int64))
                 tree = tl.load(trees + at + i, mask=on, other=0)
@@ -174,7 +174,7 @@ def place(
     control: Array, rowptr: Array, degrees: Array, sizes: Array, counts: Array, stage: Scalar, pid: Scalar,
     programs: Scalar, R: tl.constexpr, P: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Give the edges of each row their places, if there is room for those of all."""
+    """Compute the edge positions of each row, if the edges of all rows fit into the scratch memory."""
     replace = tl.load(control + REPLACE).to(tl.int32)
     own = control + TABLES + stage * STAGE_SIZE
     fanout = tl.load(own + FANOUT).to(tl.int32)
@@ -195,12 +195,12 @@ def place(
             tl.store(rowptr + i - low, e + tl.cumsum(edges, 0) - edges, mask=on)
             e += tl.sum(edges, 0)
             t += R
-    if pid == 0:  # writes what the next phases read; nobody reads it in this one
+    if pid == 0:  # writes the sizes for the next phases; no program reads them in this phase
         after = before + 1 + tl.load(control + NUM_TYPES)
         if fits:
             tl.store(rowptr + high - low, edge_end.to(tl.int32))
             tl.store(after, edge_end)
-        else:  # no edges in this stage: the sample is made again, with more room
+        else:  # no edges in this stage: the host repeats the sample with more scratch memory
             tl.store(after, edge_begin)
             tl.store(sizes + NEEDED, tl.maximum(tl.load(sizes + NEEDED), edge_end))
 
@@ -211,7 +211,7 @@ def pick(
     sizes: Array, stage: Scalar, pid: Scalar, programs: Scalar,
     DISJOINT: tl.constexpr, WEIGHTED: tl.constexpr, LABOR: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Pick the edges: uniformly a thread for each edge, by weight one for each row, by variates a program for each."""
+    """Pick the edges: one per thread (uniform), one row per thread (by weight), or one row per program (by variate)."""
     replace = tl.load(control + REPLACE).to(tl.int32)
     first_tree = tl.load(control + FIRST_TREE)
     own = control + TABLES + stage * STAGE_SIZE
@@ -229,7 +229,7 @@ def pick(
         begin = tl.load(begins + row, mask=on, other=0)
         degree = tl.load(degrees + row, mask=on, other=0)
         j = pos - tl.load(rowptr + row, mask=on, other=0)
-        later = on & (fanout >= 0) & ((degree > fanout) | (replace != 0))  # drawn below
+        later = on & (fanout >= 0) & ((degree > fanout) | (replace != 0))  # picked below
         if LABOR:
             tl.store(eid + pos, begin + j, mask=on & (later == 0))
         else:
@@ -264,7 +264,7 @@ def pick_rows_by_weight(
     at: Scalar, low: Scalar, high: Scalar, key: Scalar, first_tree: Scalar, fanout: Scalar, replace: Scalar,
     pid: Scalar, programs: Scalar, DISJOINT: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Pick for the rows that draw, one to each thread."""
+    """Pick by weight for the rows that need random draws, one row per thread."""
     weight = tl.load(own + WEIGHT).to(tl.pointer_type(tl.float64))
     prefix = tl.load(own + PREFIX).to(tl.pointer_type(tl.float64))
     rows = high - low
@@ -290,7 +290,7 @@ def pick_rows_by_variate(
     low: Scalar, high: Scalar, key: Scalar, first_tree: Scalar, fanout: Scalar, pid: Scalar, programs: Scalar,
     DISJOINT: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Pick for the rows that have more edges than they pick, one after the other, each by a whole program."""
+    """Pick by variate for the rows with more edges than the fanout, one row per program at a time."""
     indices = tl.load(own + INDICES).to(tl.pointer_type(tl.int32))
     stride = tl.load(own + STRIDE).to(tl.int32)
     parallel = tl.load(own + PARALLEL).to(tl.pointer_type(tl.int32))
@@ -316,7 +316,7 @@ def bid_all(
     control: Array, state: Array, trees: Array, src: Array, eid: Array, col: Array, table: Array, slots: Scalar,
     sizes: Array, stage: Scalar, pid: Scalar, programs: Scalar, DISJOINT: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Gather the sources of the edges, which bid for them."""
+    """Gather the sources of the edges and bid for them."""
     stamp = tl.load(control + STAMP)
     own = control + TABLES + stage * STAGE_SIZE
     indices = tl.load(own + INDICES).to(tl.pointer_type(tl.int32))
@@ -338,7 +338,7 @@ def bid_all(
 
 @triton.jit
 def won_at(state: Array, u: Lanes, stamp: Scalar, stage: Scalar, pos: Lanes, on: Lanes) -> Lanes:
-    """Tell which edges won their source: once they are assigned, the words are others, but not those of the losers."""
+    """Return which edges won their source. Assigning a local id changes the word, but never to the bid of a loser."""
     return on & (tl.load(state + u, mask=on, other=0) == word(stamp, pos * 0 + 2 * stage + 3, pos))
 
 
@@ -366,7 +366,7 @@ def assign(
     control: Array, state: Array, nodes: Array, trees: Array, src: Array, table: Array, sizes: Array, counts: Array,
     stage: Scalar, pid: Scalar, programs: Scalar, DISJOINT: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Give the sources that were won local ids of their type, in the order of the winning edges."""
+    """Assign local ids of their type to new sources, in the order of the winning edges."""
     stamp = tl.load(control + STAMP)
     num_types = tl.load(control + NUM_TYPES).to(tl.int32)
     own = control + TABLES + stage * STAGE_SIZE
@@ -387,7 +387,7 @@ def assign(
         won = won_at(state, u, stamp, stage, pos, on)
         new = won.to(tl.int32)
         i = place + tl.cumsum(new, 0) - new
-        # A plain store: a source has one winner.
+        # A plain store, as a source has only one winner.
         tl.store(state + u, word(stamp, i * 0 + 2 * stage + 2, i), mask=won)
         if DISJOINT:
             entry = tl.load(table + u, mask=won, other=0)
@@ -407,25 +407,25 @@ def assign(
 # Arguments that change from batch to batch are not specialized, as in hops.py.
 @triton.jit(do_not_specialize=["slots", "begin", "end"])
 def relation_kernel(
-    control: Array,  # int64 [TABLES + num_stages * STAGE_SIZE + num_types * TYPE_SIZE], places above
-    state: Array,  # int64 [nodes of all types], or [slots] if DISJOINT: a word each
-    nodes: Array,  # int32, sampled nodes of each type, numbered within it
-    trees: Array,  # int32, their trees; touched if DISJOINT
+    control: Array,  # int64 [TABLES + num_stages * STAGE_SIZE + num_types * TYPE_SIZE], layout above
+    state: Array,  # int64 [nodes of all types], or [slots] if DISJOINT: word of each node
+    nodes: Array,  # int32, sampled nodes of each type, with their ids in that type
+    trees: Array,  # int32, their trees; used if DISJOINT
     rowptr: Array,  # int32 [rows + 1], first edge position of each row of a stage
-    begins: Array,  # int64 [rows], first in-edge of each row that counts
-    degrees: Array,  # int32 [rows], how many do
+    begins: Array,  # int64 [rows], first eligible in-edge of each row
+    degrees: Array,  # int32 [rows], number of eligible in-edges
     src: Array,  # int32 [capacity], source of each edge position: a node, or if DISJOINT a slot of the table
-    eid: Array,  # int32 or int64 [capacity], position in CSC order of its edge type
+    eid: Array,  # int32 or int64 [capacity], position in the CSC order of its edge type
     col: Array,  # int32 [capacity], local id of the target
-    table: Array,  # int64 [slots], (tree << HALF) | node or -1; touched if DISJOINT
+    table: Array,  # int64 [slots], (tree << HALF) | node or -1; used if DISJOINT
     slots: Scalar,  # int32, a power of two
     sizes: Array,  # int64, see above
     counts: Array,  # int64 [programs], new edges or nodes of each program
-    begin: Scalar,  # int32, first phase to run: 0 is the seeds, 1 + 6 * stage + i phase i of a stage
-    end: Scalar,  # int32, phase to stop before
+    begin: Scalar,  # int32, first phase to run: 0 for the seeds, 1 + 6 * stage + i for phase i of a stage
+    end: Scalar,  # int32, first phase not to run
     DISJOINT: tl.constexpr,  # one tree per seed
-    TEMPORAL: tl.constexpr,  # edges of some type have times
-    WEIGHTED: tl.constexpr,  # edges of some type have weights
+    TEMPORAL: tl.constexpr,  # edges of some edge type have times
+    WEIGHTED: tl.constexpr,  # edges of some edge type have weights
     LABOR: tl.constexpr,  # pick by variates of the sources
     R: tl.constexpr,  # rows per tile: one per thread
     T: tl.constexpr,  # edges per tile
@@ -465,12 +465,12 @@ def emit_relations_kernel(
     src: Array,  # int32 [capacity]
     eid: Array,  # int32 or int64 [capacity]
     col: Array,  # int32 [capacity]
-    places: Array,  # int64 [num_stages, 5]: edges before, edges; where they go; the edge type's edges before, edges
-    edge_index_out: Array,  # int64 [2 * total], [2, m] of each edge type, one after the other
+    places: Array,  # int64 [num_stages, 5]: first edge, edges, offset in the edge type; the edge type's offset, edges
+    edge_index_out: Array,  # int64 [2 * total], concatenated [2, m] of each edge type
     edge_out: Array,  # int64 [total]
     T: tl.constexpr,
 ) -> None:
-    """Relabel the edges of a stage of a finished batch, and copy them to those of their type."""
+    """Relabel the edges of one stage of a finished batch, and copy them to the output of their edge type."""
     own = places + tl.program_id(1) * 5
     first = tl.load(own)
     number = tl.load(own + 1)

@@ -1,7 +1,7 @@
-"""What the kernels of whole graphs run over, built once per graph: rows of a sparse matrix, in parts.
+"""Rows of a sparse matrix split into parts of bounded length, built once per graph for the full-graph kernels.
 
-A row is read in parts of bounded length, one program each, so that no hub keeps one program busy. A row of one part
-goes straight to the output, parts of others to slots of a scratch table, which are added up in order.
+Each part is read by one program, so a hub does not keep a single program busy. The result of a row of one part goes
+directly to the output. Partial results of other rows go to slots of a scratch table, which are added up in order.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_ENTRIES = 512  # of one part: a program reads them one block after the other
+MAX_ENTRIES = 512  # of one part; its program reads them block by block
 
 
 @dataclass(frozen=True, eq=False)
 class RowParts:
-    """A sparse matrix in parts, each of one row and for one program."""
+    """Sparse matrix whose rows are split into parts, one program per part."""
 
     indices: Tensor  # column of each entry, int32 [E]
     degrees: Tensor  # entries of each row, int32 [R]
     starts: Tensor  # first entry of each part, int64 [P]
     stops: Tensor  # last entry, exclusive, int64 [P]
-    vertices: Tensor  # its row, int32 [P]
-    places: Tensor  # where the sum goes: the row, or -1 - slot of the scratch table, int32 [P]
-    shared: Tensor  # the parts that go to slots, int32
-    slot_ptr: Tensor  # first slot of each row that has some, int64 [S + 1]
-    slot_vertices: Tensor  # these rows, int32 [S]
+    vertices: Tensor  # row of each part, int32 [P]
+    places: Tensor  # destination of each part's sum: the row, or -1 - slot of the scratch table, int32 [P]
+    shared: Tensor  # parts of split rows, which go to slots, int32 [num_slots]
+    slot_ptr: Tensor  # first slot of each split row, int64 [S + 1]
+    slot_vertices: Tensor  # split rows, int32 [S]
 
     @property
     def num_parts(self) -> int:
@@ -35,12 +35,12 @@ class RowParts:
 
     @property
     def num_slots(self) -> int:
-        """Rows of the scratch table."""
+        """Number of rows of the scratch table."""
         return self.shared.numel()
 
 
 def build_parts(indptr: Tensor, indices: Tensor) -> RowParts:
-    """Cut rows, int64 ``[R + 1]`` and int32 ``[E]``, into parts of at most ``MAX_ENTRIES`` entries, one at least."""
+    """Split each row, int64 ``[R + 1]`` and int32 ``[E]``, into one or more parts of up to ``MAX_ENTRIES`` entries."""
     degrees = indptr.diff()
     pieces = ((degrees + MAX_ENTRIES - 1) // MAX_ENTRIES).clamp(min=1)
     row = torch.repeat_interleave(pieces)

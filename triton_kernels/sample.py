@@ -1,7 +1,7 @@
-"""Multi-hop neighbor sampling on a GPU, in two ways with one result, that of ``lightning_gnn.ops.sample.reference``.
+"""Multi-hop neighbor sampling on a GPU, in two modes with the result of ``lightning_gnn.ops.sample.reference``.
 
-``fused`` goes hop by hop in one cooperative launch; ``persistent`` uses a task queue without barriers between hops and
-orders then (PGSampler). There is one host synchronization per batch, and one each time the scratch memory has to grow.
+``fused`` samples hop by hop in one cooperative launch. ``persistent`` samples from a task queue without barriers
+between hops, then orders the result (PGSampler). The host synchronizes once per batch, and once per scratch growth.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from lightning_gnn.triton_kernels.hops import hop_kernel
 from lightning_gnn.triton_kernels.queue import FIRST_LEVEL, queue_kernel
 
 MODES = ("fused", "persistent")
-INTERPRETED = not isinstance(hop_kernel, JITFunction)  # as TRITON_INTERPRET says: programs run in turn, on the CPU
-
-REGISTER_FANOUTS = (5, 10, 15, 20, 25, 32)  # kernels are compiled for the next; larger ones cost O(k^2) hashes
-
+INTERPRETED = not isinstance(hop_kernel, JITFunction)  # TRITON_INTERPRET is set: programs run sequentially on the CPU
+REGISTER_FANOUTS = (5, 10, 15, 20, 25, 32)  # kernels are compiled for the next larger one; above, O(k^2) hashes
 UNTOUCHED = 2**63 - 1
 _FIRST_STAMP = 2 ** (63 - hops.STAMP_SHIFT.value) - 2
 LARGEST = 2**31 - 2**16
@@ -37,63 +35,62 @@ Sample = tuple[Tensor, Tensor, Tensor, "Tensor | None", list[int], list[int]]
 
 
 class CachedLists(Protocol):
-    """What the sampler needs of ``lightning_gnn.features.hot_cache.CachedAdjacency``."""
+    """Interface to ``lightning_gnn.features.hot_cache.CachedAdjacency``."""
 
-    offset: Tensor  # where the copy of a node's list begins, or -1, int64 [num_nodes], on the device
-    cached_indices: Tensor  # the copies, one after another, of the dtype of indices, on the device
+    offset: Tensor  # start of each node's cached list, or -1, int64 [num_nodes], on the device
+    cached_indices: Tensor  # concatenated cached lists, of the dtype of indices, on the device
 
 
 class Shards(Protocol):
-    """What the sampler needs of ``lightning_gnn.gpu_sampling.shards.PeerShards``, parts of ``indices`` on GPUs."""
+    """Interface to ``lightning_gnn.gpu_sampling.shards.PeerShards``: shards of ``indices`` on several GPUs."""
 
-    addresses: Tensor  # where each part lies, int64 [n], on the device, which reads all of them
+    addresses: Tensor  # address of each shard, readable from the device, int64 [n], on the device
     num_rows: int
-    shift: int  # the logarithm of how many entries each gets in turn
+    shift: int  # log2 of the entries per round-robin block
 
 
 class DeviceSampler:
-    """What samplers on a device share: scratch memory that is allocated once, stamps, turns, and launches."""
+    """Base of device samplers: reused scratch memory, batch stamps, mutual exclusion, and cooperative launches."""
 
     START_EDGES = 1 << 22
     PROGRAMS_PER_SM = 4
 
     def __init__(self, device: torch.device, num_programs: int | None, num_warps: int) -> None:
         self.device, self.num_programs, self.num_warps = device, num_programs, num_warps
-        self._start = self.START_EDGES
+        self._start_capacity = self.START_EDGES
         self._stamp: int = _FIRST_STAMP + 1
         self._buffers: dict[str, Tensor] = {}
         self._programs: dict[tuple[object, ...], int] = {}
-
         self._lock = threading.RLock()  # a bulk that is too large is sampled again in halves
         self._stream: Any = None
         self._host_control = self.host_words(hops.CONTROL_SIZE)
         self._host_sizes = self.host_words(hops.SIZES_SIZE)
-        self._open: PendingLaunch | None = None
-        self.share = 1.0  # of the GPU, how much a launch may fill; a part leaves room for training
+        self._pending: PendingLaunch | None = None
+        self.share = 1.0  # fraction of the GPU's resident programs per launch; below 1 leaves room for training
 
     def host_words(self, size: int) -> Tensor:
-        """Return int64 zeros ``[size]`` in host memory from which a GPU copies without waiting."""
+        """Return int64 zeros ``[size]`` in host memory, pinned for a GPU's asynchronous copies."""
         return torch.zeros(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a sampler on {self.device} cannot be copied or sent to another process: make it there, or use worker "
+            f"a sampler on {self.device} cannot be copied or sent to another process: create it there, or use worker "
             "threads or num_workers=0"
         )
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of scratch memory held at present."""
+        """Size of the allocated scratch memory in bytes."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     def _allocate(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.device)
 
     def scratch(self, name: str, size: int, dtype: torch.dtype, fill: int | None = None) -> Tensor:
-        """Return the buffer of a name, larger than before if need be; ``fill`` initializes what is allocated."""
+        """Return the named buffer, reallocated if it is too small; ``fill`` initializes a new allocation."""
         if name not in self._buffers or self._buffers[name].numel() < size:
             old = self._buffers.pop(name, None)
-            if old is not None and old.device.type == "cuda":  # an earlier batch may still be read on this stream
+            if old is not None and old.device.type == "cuda":  # this stream may still read an earlier batch
                 old.record_stream(torch.cuda.current_stream(old.device))
             self._buffers[name] = self._allocate(max(size, 1), dtype)
             if fill is not None:
@@ -101,7 +98,7 @@ class DeviceSampler:
         return self._buffers[name]
 
     def next_stamp(self) -> int:
-        """Return the stamp of the next batch; they count down, and when they run out, words are cleared."""
+        """Return the stamp of the next batch; stamps count down, and all words are cleared when they run out."""
         self._stamp -= 1
         if self._stamp < 1:
             self._stamp = _FIRST_STAMP
@@ -112,7 +109,7 @@ class DeviceSampler:
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Launch on the sampler's device, after what an earlier call may still do on another stream."""
+        """Enter the sampler's device; launches wait for earlier calls that used another stream."""
         # Triton launches on the current CUDA device.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             stream = self.current_stream()
@@ -122,21 +119,21 @@ class DeviceSampler:
             yield
 
     def current_stream(self) -> Any:
-        """Return the stream that launches go to; None where they are over when they return."""
+        """Return the stream for launches; None if launches are synchronous."""
         return torch.accelerator.current_stream(self.device) if self.device.type == "cuda" else None
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Have the scratch memory to oneself, once a mini-batch that was begun has left it, and launch."""
+        """Lock the scratch memory for a launch, after copying a pending mini-batch out of it."""
         with self._lock:
-            if self._open is not None:
-                with self._open.stream or contextlib.nullcontext(), self.on_device():
-                    self._open.flush()
+            if self._pending is not None:
+                with self._pending.stream or contextlib.nullcontext(), self.on_device():
+                    self._pending.flush()
             with self.on_device():
                 yield
 
     def fetch(self, words: Tensor) -> AsyncHostCopy:
-        """Send int64 words to host memory that the next call uses again; nobody waits."""
+        """Copy int64 words to the host asynchronously; the next call reuses the host memory."""
         if self._host_sizes.numel() < words.numel():
             self._host_sizes = self.host_words(2 * words.numel())
         host = self._host_sizes[: words.numel()]
@@ -145,7 +142,7 @@ class DeviceSampler:
         return AsyncHostCopy(host, None if stream is None else stream.record_event())
 
     def most_programs(self) -> int:
-        """Return how many programs a launch has at most."""
+        """Return the maximum number of programs of a launch."""
         if self.num_programs is not None:
             return self.num_programs
         if INTERPRETED:
@@ -156,47 +153,47 @@ class DeviceSampler:
     def _num_sms(self) -> int:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
-    def resident(self, kernel: Any, variant: tuple[object, ...], args: tuple[Any, ...], options: dict[str, Any]) -> int:
-        """Return how many programs a cooperative launch may have, from the registers of the compiled kernel."""
+    def fit_grid(self, kernel: Any, variant: tuple[object, ...], args: tuple[Any, ...], options: dict[str, Any]) -> int:
+        """Return the number of programs of a cooperative launch, from the registers of the compiled kernel."""
         if self.num_programs is not None or INTERPRETED:
             return self.most_programs()
         if variant not in self._programs:
             compiled = kernel.warmup(*args, grid=(1,), **options)
-            compiled._init_handles()  # loads the binary: the driver tells the registers
+            compiled._init_handles()  # loads the binary, after which the number of registers is known
             registers = getattr(compiled, "n_regs", None) or 255
             threads = 32 * self.num_warps
             per_sm = min(65536 // (-(-registers // 8) * 8 * threads), 1024 // threads, self.PROGRAMS_PER_SM)
             self._programs[variant] = max(1, per_sm) * self._num_sms
         return max(1, int(self._programs[variant] * self.share))
 
-    def ranges(self, first: int, end: int, programs: int) -> list[tuple[int, int]]:
-        """Return the phases of each launch: all, but under the interpreter one."""
-        # The interpreter runs programs one after another: several cannot meet at a barrier.
+    def split_phases(self, first: int, end: int, programs: int) -> list[tuple[int, int]]:
+        """Return the phase range of each launch: a single launch, but one per phase under the interpreter."""
+        # The interpreter runs programs sequentially, so several programs would deadlock at a grid barrier.
         return [(i, i + 1) for i in range(first, end)] if INTERPRETED and programs > 1 else [(first, end)]
 
 
 class TritonNeighborSampler(DeviceSampler):
-    """Sample mini-batches of one graph; calls take turns, ordered on the current stream, and share scratch memory."""
+    """Samples mini-batches of one homogeneous graph. Thread-safe; calls share scratch memory and run one at a time."""
 
     # Scratch memory: 8 bytes per node of the graph (12 if persistent); 12 bytes per edge a batch may have (16 in graphs
     # of 2^31 edges and more) and 8 per node; if persistent, 8 + 8 * max(fanouts) per task; if disjoint, none per node
-    # of the graph, but 36 to 68 more per edge. It is taken for START_EDGES at first, for more when a batch has more.
+    # of the graph, but 36 to 68 more per edge. It starts with room for START_EDGES edges and grows on demand.
 
     MODES: tuple[str, ...] = MODES
     QUEUE_MODES: tuple[str, ...] = ("persistent",)
 
     def __init__(
         self,
-        indptr: Tensor,  # offsets in CSC order, int64 [num_nodes + 1], on the device or in pinned host memory
+        indptr: Tensor,  # CSC offsets, int64 [num_nodes + 1], on the device or in pinned host memory
         indices: Tensor,  # source nodes, int32 or int64 [num_edges], on the device or in pinned host memory
         *,
-        mode: str = "fused",  # one of MODES; what the queue cannot do (queue_can, disjoint) runs hop by hop
+        mode: str = "fused",  # one of MODES; disjoint samples, and fanouts that queue_supports rejects, run hop by hop
         fetch_size: int = 128,  # tasks that a program claims at a time
-        num_programs: int | None = None,  # per launch; None: as many as are resident at once
+        num_programs: int | None = None,  # per launch; None: as many as can be resident at once
         num_warps: int = 4,
-        device: torch.device | str | None = None,  # None: where indices is, or the accelerator if that is pinned
-        cached: CachedLists | None = None,  # copies of hot adjacency lists on the device, read instead of indices
-        shards: Shards | None = None,  # where indices is this GPU's part alone, those of all; without cached
+        device: torch.device | str | None = None,  # None: the device of indices, or the accelerator if they are pinned
+        cached: CachedLists | None = None,  # cached hot adjacency lists on the device, read instead of indices
+        shards: Shards | None = None,  # shards of all GPUs, if indices is only this GPU's shard; excludes cached
     ) -> None:
         if mode not in self.MODES:
             raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(self.MODES)}")
@@ -211,7 +208,7 @@ class TritonNeighborSampler(DeviceSampler):
         self.num_nodes, self.num_edges = indptr.numel() - 1, indices.numel()
         self.shards: dict[str, int] = {}
         if shards is not None and shards.addresses.numel() > 1:
-            self.num_edges, self._held = shards.num_rows, shards  # with it the other GPUs' memory stays mapped
+            self.num_edges, self._peer_shards = shards.num_rows, shards  # keeps the other GPUs' memory mapped
             self.graph = (indptr, indices, indptr, shards.addresses)
             self.shards = {"SHARDS": shards.addresses.numel(), "SHIFT": shards.shift}
         self.mode, self.fetch_size = mode, fetch_size
@@ -223,9 +220,9 @@ class TritonNeighborSampler(DeviceSampler):
         key: int,  # the batch key, signed 64-bit
         replace: bool = False,
         disjoint: bool = False,
-        first_tree: int = 0,  # position of the first seed in the whole mini-batch, not negative; matters if disjoint
+        first_tree: int = 0,  # position of the first seed in the whole mini-batch, not negative; used if disjoint
     ) -> Sample:
-        """Sample in-neighbors of the seeds, hop by hop, as :data:`Sample`."""
+        """Sample in-neighbors of the seeds, hop by hop, and return them as :data:`Sample`."""
         with self.exclusive():
             self.share = 1.0
             batch = self.batch(seeds, fanouts, key, replace, disjoint, first_tree)
@@ -233,12 +230,12 @@ class TritonNeighborSampler(DeviceSampler):
             return batch.finish()[0]
 
     def begin(self, batch: Batch, share: float = 1.0) -> PendingLaunch:
-        """Launch a batch on the current stream, and return before it has been sampled."""
+        """Launch a batch asynchronously on the current stream."""
         with self.exclusive():
             self.share = share
             batch.start()
-            self._open = PendingLaunch(self, batch)
-            return self._open
+            self._pending = PendingLaunch(self, batch)
+            return self._pending
 
     def batch(
         self,
@@ -249,9 +246,9 @@ class TritonNeighborSampler(DeviceSampler):
         disjoint: bool = False,
         first_tree: int = 0,
     ) -> Batch:
-        """Return what :meth:`begin` launches; arguments as for :meth:`sample`."""
+        """Create the batch that :meth:`begin` launches; arguments as for :meth:`sample`."""
         on_device = seeds.to(self.device).contiguous()
-        return self._batch(on_device, checked_hops(fanouts), key, replace, disjoint, first_tree)
+        return self._batch(on_device, check_fanouts(fanouts), key, replace, disjoint, first_tree)
 
     def _batch(
         self, seeds: Tensor, fanouts: list[int], key: int, replace: bool, disjoint: bool, first_tree: int
@@ -260,60 +257,60 @@ class TritonNeighborSampler(DeviceSampler):
 
 
 class AsyncHostCopy(NamedTuple):
-    """Words on their way to the host."""
+    """Asynchronous copy of words to the host."""
 
-    words: Tensor  # where they arrive, int64 [n]
-    arrival: Any  # event after which they are there; None: they are
+    words: Tensor  # destination, int64 [n]
+    completion: Any  # event recorded after the copy; None if the copy is complete
 
-    def is_there(self) -> bool:
-        """Whether reading would not wait."""
-        return self.arrival is None or bool(self.arrival.query())
+    def is_complete(self) -> bool:
+        """Whether :meth:`read` would return without waiting."""
+        return self.completion is None or bool(self.completion.query())
 
     def read(self) -> list[int]:
-        """Return them, once they are there."""
-        if self.arrival is not None:
-            self.arrival.synchronize()
+        """Wait for the copy and return its words."""
+        if self.completion is not None:
+            self.completion.synchronize()
         return [int(word) for word in self.words.tolist()]
 
 
 class PendingLaunch:
-    """Mini-batches that ``begin`` launched; they leave the scratch memory before the sampler's next ones."""
+    """Mini-batches launched by ``begin``; they leave the scratch memory before the sampler's next launch."""
 
     def __init__(self, sampler: TritonNeighborSampler, batch: Batch) -> None:
-        self.stream = sampler.current_stream()  # where it has been launched, and where its output is made
+        self.stream = sampler.current_stream()  # stream of the launch and of its output
         self._sampler, self._batch = sampler, batch
-        self._made: list[Sample] | None = None
+        self._samples: list[Sample] | None = None
 
     def is_ready(self) -> bool:
-        """Whether :meth:`end` would not wait."""
-        return self._made is not None or self._batch.fetched.is_there()
+        """Whether :meth:`end` would return without waiting."""
+        return self._samples is not None or self._batch.fetched.is_complete()
 
     def end(self) -> list[Sample]:
-        """Return what :meth:`TritonNeighborSampler.sample` does, of each, for use on the stream where it was begun."""
-        if self._made is None:
-            with self._sampler.exclusive():
+        """Return the sample of each mini-batch, for use on the stream of the launch."""
+        if self._samples is None:
+            with self._sampler.exclusive():  # flushes the pending launch
                 pass
-        assert self._made is not None
-        return self._made
+        assert self._samples is not None
+        return self._samples
 
     def flush(self) -> None:
-        """Copy it out of the scratch memory; for who has the sampler's lock, on ``stream``."""
-        self._sampler._open = None
-        self._made = self._batch.finish()
+        """Copy the batch out of the scratch memory, on ``stream``; callers must hold the sampler's lock."""
+        self._sampler._pending = None
+        self._samples = self._batch.finish()
 
 
 @dataclass(eq=False)
 class Batch:
-    """One mini-batch on its way through a sampler."""
+    """One mini-batch while it is being sampled."""
 
-    sampler: TritonNeighborSampler  # whose graph and scratch memory it uses
-    seeds: Tensor  # on the sampler's device, contiguous; the rest as for TritonNeighborSampler.sample
-    fanouts: list[int]  # a fanout per hop
+    sampler: TritonNeighborSampler  # owner of the graph and the scratch memory
+    seeds: Tensor  # on the sampler's device, contiguous; otherwise as for TritonNeighborSampler.sample
+    fanouts: list[int]  # one per hop
     key: int
     replace: bool
     disjoint: bool  # one tree per seed
     first_tree: int  # position of the first seed in the whole mini-batch
-    parts: int = 1  # how many mini-batches it is, side by side
+    parts: int = 1  # number of mini-batches in the launch
 
     def __post_init__(self) -> None:
         sampler = self.sampler
@@ -322,36 +319,37 @@ class Batch:
         small = [fanout for fanout in self.fanouts if 0 <= fanout <= REGISTER_FANOUTS[-1]]
         self.K = next(k for k in REGISTER_FANOUTS if k >= max(small, default=0))
         self.bound, self.queue_slots = self._bounds()
-        possible = not self.disjoint and queue_can(self.fanouts) and self.queue_slots <= LARGEST
+        possible = not self.disjoint and queue_supports(self.fanouts) and self.queue_slots <= LARGEST
         self.fetch_size = max(1, min(sampler.fetch_size, self.queue_slots))
         self.queued = possible and sampler.mode in sampler.QUEUE_MODES
-        self.limit = LARGEST >> 2 if self.disjoint else LARGEST  # the hash table has two to four slots for each
-        self.capacity = min(self.bound, self.limit, max(sampler._start, self.num_seeds))
+        self.limit = LARGEST >> 2 if self.disjoint else LARGEST  # the hash table has two to four slots per position
+        self.capacity = min(self.bound, self.limit, max(sampler._start_capacity, self.num_seeds))
 
     def _bounds(self) -> tuple[int, int]:
-        """Bound the edge positions and the queue slots that the batch can take."""
+        """Return upper bounds of the batch's edge positions and queue slots."""
         graph = self.sampler.num_edges * (self.num_seeds if self.disjoint else self.parts)
         rows, positions, slots = self.num_seeds, self.num_seeds, self.num_seeds
         for hop, fanout in enumerate(self.fanouts):
-            # A seed given twice is expanded twice; from then on, a node once.
+            # A duplicated seed is expanded twice; in later hops, each node is expanded once.
             largest = self.num_seeds * self.sampler.num_edges if hop == 0 else graph
             edges = largest if fanout < 0 else rows * fanout
             if not self.replace:
                 edges = min(edges, largest)
             positions += edges
             rows = edges if self.disjoint else min(edges, self.parts * self.sampler.num_nodes)
-            slots += rows if hop + 1 < self.num_hops else 0  # a node is pushed at most once for each hop
+            slots += rows if hop + 1 < self.num_hops else 0  # a node is pushed at most once per hop
         return positions, slots
 
     def grow(self, needed: int) -> None:
-        """Make room for a batch that needs at least so many edge positions; later hops may need more."""
+        """Raise the capacity to at least ``needed`` edge positions; later hops may need more."""
         if needed > self.limit:
-            raise ValueError(f"a batch of {self.num_seeds} seeds has at least {needed} edges, but {self.limit} may fit")
+            num_seeds = self.num_seeds
+            raise ValueError(f"a batch of {num_seeds} seeds has at least {needed} edges; the limit is {self.limit}")
         self.capacity = min(self.bound, self.limit, max(needed + needed // 4, 2 * self.capacity))
-        self.sampler._start = max(self.sampler._start, self.capacity)
+        self.sampler._start_capacity = max(self.sampler._start_capacity, self.capacity)
 
     def finish(self) -> list[Sample]:
-        """Return the samples of what has been started, in a list; waits for the sizes."""
+        """Wait for the sizes and return the samples of the started launch."""
         sizes = self.fetched.read()
         while needed := sizes[hops.NEEDED.value]:
             self.grow(needed)
@@ -360,7 +358,7 @@ class Batch:
         return [self.emit(sizes)]
 
     def start(self) -> None:
-        """Sample into the scratch memory; the sizes are ``fetched``."""
+        """Launch the sampling into the scratch memory and the copy of its sizes, ``fetched``."""
         s = self.sampler
         words_of_nodes = self.parts * s.num_nodes
         most_nodes = self.capacity if self.disjoint else min(self.capacity, words_of_nodes + self.num_seeds)
@@ -385,30 +383,30 @@ class Batch:
             self.queue = s.scratch("queue", self.queue_slots, torch.int64, 0)
             self.stage = s.scratch("stage", self.queue_slots * 2 * self.K, torch.int32)
             self.ticket_of = s.scratch("ticket_of", s.num_nodes, torch.int32)
-        host = s._host_control  # not in use: the host has read the sizes of the last batch, which came after it
+        host = s._host_control  # free for reuse: the sizes of the last batch were read, so its control copy has ended
         words = host.numpy()
-        words[:] = 0  # the counters too
+        words[:] = 0  # including the counters
         words[:6] = (s.next_stamp(), self.num_seeds, self.key, self.replace, self.num_hops, self.capacity)
         words[6] = self.first_tree
-        words[hops.WORK.value] = (self.num_seeds << 32) | self.num_seeds  # the seeds are tasks that nobody pushes
+        words[hops.WORK.value] = (self.num_seeds << 32) | self.num_seeds  # the seeds are tasks from the start
         words[hops.FANOUT.value : hops.FANOUT.value + self.num_hops] = self.fanouts
-        self.describe(words)
+        self.write_control(words)
         self.control.copy_(host, non_blocking=True)
         self.launch()
         self.fetched = s.fetch(self.sizes[: self.num_sizes])
 
-    def describe(self, words: Any) -> None:
+    def write_control(self, words: Any) -> None:
         """Add to the kernel's control words, int64 ``[hops.CONTROL_SIZE]``."""
 
     def launch(self) -> None:
-        """Launch what samples into the scratch memory."""
+        """Launch the kernels that sample into the scratch memory."""
         if self.queued:
             self.launch_queue()
         else:
             self.launch_hops()
 
     def hop_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what a kernel that runs phases is launched with: the arrays, and the options."""
+        """Return the arrays and options for launching a kernel that runs phases."""
         s = self.sampler
         args = (
             *s.graph, self.seeds, self.control, self.state, self.nodes, self.trees, self.rowptr, self.src,
@@ -426,12 +424,12 @@ class Batch:
         options["launch_cooperative_grid"] = True
         end = hops.PHASES.value * (self.num_hops + 1) + (self.parts > 1)
         variant = ("hop", self.disjoint, self.parts > 1, self.K, self.seeds.dtype)
-        programs = self.sampler.resident(hop_kernel, variant, (*args, 0, end), options)
-        for begin, stop in self.sampler.ranges(0, end, programs):
+        programs = self.sampler.fit_grid(hop_kernel, variant, (*args, 0, end), options)
+        for begin, stop in self.sampler.split_phases(0, end, programs):
             hop_kernel[(programs,)](*args, begin, stop, **options)
 
     def launch_queue(self, first: int = 0) -> None:
-        """Launch the queue and the ordering as one cooperative kernel, from phase ``first`` on."""
+        """Launch the queue and the ordering as one cooperative kernel, starting at phase ``first``."""
         s = self.sampler
         args = (
             *s.graph, self.seeds, self.control, self.state, self.nodes, self.rowptr, self.src, self.eid, self.col,
@@ -443,8 +441,8 @@ class Batch:
             "launch_cooperative_grid": True, **s.shards,
         }  # fmt: skip
         end = FIRST_LEVEL.value + hops.PHASES.value * (self.num_hops + 1)
-        programs = s.resident(queue_kernel, ("queue", self.K, self.seeds.dtype), (*args, first, end), options)
-        for begin, stop in s.ranges(first, end, programs):
+        programs = s.fit_grid(queue_kernel, ("queue", self.K, self.seeds.dtype), (*args, first, end), options)
+        for begin, stop in s.split_phases(first, end, programs):
             queue_kernel[(programs,)](*args, begin, stop, **options)
 
     def emit(self, sizes: list[int]) -> Sample:
@@ -466,27 +464,27 @@ class Batch:
         return node, edge_index, edge, batch, node_counts, edge_counts
 
 
-def checked_hops(fanouts: Sequence[int]) -> list[int]:
-    """Return fanouts as numbers; raise a ValueError if there are more hops than the kernels do."""
+def check_fanouts(fanouts: Sequence[int]) -> list[int]:
+    """Return the fanouts as ints; raise a ValueError if the kernels do not support so many hops."""
     if len(fanouts) > hops.MAX_HOPS:
-        raise ValueError(f"there are {len(fanouts)} hops, but this sampler does at most {hops.MAX_HOPS}")
+        raise ValueError(f"fanouts specify {len(fanouts)} hops, but this sampler supports at most {hops.MAX_HOPS}")
     return [int(fanout) for fanout in fanouts]
 
 
-def queue_can(fanouts: Sequence[int]) -> bool:
-    """Tell whether the queue samples these fanouts: they never grow, and each is -1 or at most 32."""
+def queue_supports(fanouts: Sequence[int]) -> bool:
+    """Return whether the queue supports these fanouts: non-increasing, each -1 or at most 32."""
     as_numbers = [float("inf") if fanout < 0 else fanout for fanout in fanouts]
     shrinking = all(a >= b for a, b in pairwise(as_numbers))
     return shrinking and all(fanout <= REGISTER_FANOUTS[-1] for fanout in fanouts)
 
 
 def chunk_size(K: int) -> int:
-    """Return how many of K in-edges the queue gathers at a time: all, or even chunks of at most 10."""
+    """Return the number of in-edges, of K, that the queue gathers at a time: all, or equal chunks of at most 10."""
     return int(triton.cdiv(K, triton.cdiv(K, 10)))
 
 
 def device_of(indices: Tensor) -> torch.device:
-    """Return where a graph is sampled: where ``indices`` is, or the accelerator if it is in pinned memory."""
+    """Return the device that samples a graph: that of ``indices``, or the accelerator for pinned memory."""
     if indices.device.type != "cpu" or not isinstance(hop_kernel, JITFunction):
         return indices.device
     accelerator = torch.accelerator.current_accelerator()

@@ -1,6 +1,6 @@
-"""Several mini-batches in one launch: hop h of each beside hop h of the others, so that one barrier serves all of them.
+"""Bulk sampling: one launch samples several mini-batches, with the same hop in parallel, so they share each barrier.
 
-Each is what :meth:`TritonNeighborSampler.sample` returns for it alone, bit for bit; there is one host synchronization.
+Each mini-batch is bit-identical to that of :meth:`TritonNeighborSampler.sample`. The host synchronizes once per launch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lightning_gnn.triton_kernels import hops
 from lightning_gnn.triton_kernels.emit import EDGE_INDEX_OUT, EDGE_OUT, NODE_OUT, OWN_EDGES, ROW, emit_bulk_kernel
-from lightning_gnn.triton_kernels.sample import LARGEST, Batch, Sample, TritonNeighborSampler, checked_hops
+from lightning_gnn.triton_kernels.sample import LARGEST, Batch, Sample, TritonNeighborSampler, check_fanouts
 
 
 def most_batches(sampler: TritonNeighborSampler) -> int:
-    """Return how many mini-batches a launch takes at most: their nodes are numbered in 31 bits; the queue takes one."""
+    """Return the maximum number of mini-batches per launch: node numbers have 31 bits; the queue supports one."""
     if sampler.mode in sampler.QUEUE_MODES:
         return 1
     return int(min(hops.MAX_BATCHES, LARGEST // max(sampler.num_nodes, 1)))
@@ -34,7 +34,7 @@ def sample_bulk(
     keys: Sequence[int],
     replace: bool = False,
 ) -> list[Sample]:
-    """Sample several mini-batches, whose seeds are of one dtype, with a key each, as many at a time as fit."""
+    """Sample several mini-batches with a key each, in as few launches as possible; all seeds have the same dtype."""
     most = most_batches(sampler)
     if len(seeds) > most:
         return [
@@ -56,27 +56,27 @@ def sample_bulk(
 def joined(
     sampler: TritonNeighborSampler, seeds: Sequence[Tensor], fanouts: Sequence[int], keys: Sequence[int], replace: bool
 ) -> Bulk:
-    """Return mini-batches as what ``sampler.begin`` launches; arguments as for sample_bulk."""
+    """Join mini-batches into one batch for ``sampler.begin``; arguments as for sample_bulk."""
     starts = np.cumsum([0, *(own.numel() for own in seeds)]).tolist()
-    together = torch.cat(list(seeds)).to(sampler.device, non_blocking=True)
-    return Bulk(sampler, together, checked_hops(fanouts), 0, replace, False, 0, len(seeds), keys, starts)
+    all_seeds = torch.cat(list(seeds)).to(sampler.device, non_blocking=True)
+    return Bulk(sampler, all_seeds, check_fanouts(fanouts), 0, replace, False, 0, len(seeds), keys, starts)
 
 
 @dataclass(eq=False)
 class Bulk(Batch):  # type: ignore[misc]
-    """Several mini-batches on their way through a sampler, as :class:`Batch` is one."""
+    """Several mini-batches while one launch samples them; see :class:`Batch`."""
 
     keys: Sequence[int] = ()
-    starts: list[int] = field(default_factory=list)  # where the seeds of each begin in seeds, and where they end
+    starts: list[int] = field(default_factory=list)  # offset of each mini-batch in seeds, and their total number
 
-    def describe(self, words: Any) -> None:
-        """Add the size of the graph, and the keys and seeds of each."""
+    def write_control(self, words: Any) -> None:
+        """Add the size of the graph, and the key and first seed of each mini-batch."""
         words[hops.NUM_NODES.value], words[hops.NUM_BATCHES.value] = self.sampler.num_nodes, self.parts
         words[hops.KEYS.value : hops.KEYS.value + self.parts] = self.keys
         words[hops.STARTS.value : hops.STARTS.value + self.parts] = self.starts[:-1]
 
     def finish(self) -> list[Sample]:
-        """Return the samples of what has been started; waits for the sizes."""
+        """Wait for the sizes and return the samples of the started launch."""
         sizes = self.fetched.read()
         while (needed := sizes[hops.NEEDED.value]) and needed <= self.limit:
             self.grow(needed)
@@ -84,7 +84,7 @@ class Bulk(Batch):  # type: ignore[misc]
             sizes = self.fetched.read()
         if not needed:
             return self.emit_all(sizes)
-        half = self.parts // 2  # together they have more edges than can be numbered
+        half = self.parts // 2  # sample in two halves: a single launch would exceed the maximum number of edges
         own = [self.seeds[a:b] for a, b in pairwise(self.starts)]
         return [
             sample
@@ -95,22 +95,23 @@ class Bulk(Batch):  # type: ignore[misc]
     def emit_all(self, sizes: list[int]) -> list[Sample]:
         """Copy the mini-batches out of the scratch memory."""
         levels, parts, device = self.num_hops + 1, self.parts, self.sampler.device
-        where = np.array(sizes)
-        num_nodes, last_edge = int(where[hops.NODES.value + levels]), int(where[hops.EDGES.value + levels])
-        node_at = where[hops.PARTS.value :][: levels * parts]
+        words = np.array(sizes)
+        num_nodes, last_edge = int(words[hops.NODES.value + levels]), int(words[hops.EDGES.value + levels])
+        node_at = words[hops.PARTS.value :][: levels * parts]
         edge_at = np.concatenate(
-            [self.starts[:-1], where[hops.PARTS.value + levels * parts :][: self.num_hops * parts]]
+            [self.starts[:-1], words[hops.PARTS.value + levels * parts :][: self.num_hops * parts]]
         )
-        # From one (level, mini-batch) to the next: level by level, and in each by mini-batch.
+        # Count from one (level, mini-batch) to the next; they are ordered by level, then by mini-batch.
         node_counts = np.diff(node_at, append=num_nodes).reshape(levels, parts)
         edge_counts = np.diff(edge_at, append=last_edge).reshape(levels, parts)
-        edge_counts[0] = 0  # the seeds are no edges
+        edge_counts[0] = 0  # level 0 consists of seeds, not edges
         table = self.sampler.host_words(parts * ROW.value + 2 * levels * parts)
         rows = table.numpy()[: parts * ROW.value].reshape(parts, ROW.value)
         shifts = table.numpy()[parts * ROW.value :].reshape(2, levels, parts)
         for own, at, counts in zip(shifts, (node_at, edge_at), (node_counts, edge_counts), strict=True):
             own[:] = np.cumsum(counts, 0) - counts - at.reshape(levels, parts)
-        made: list[Sample] = []
+        # Allocate the outputs of each mini-batch, and write their addresses to the table.
+        samples: list[Sample] = []
         for part in range(parts):
             nodes, edges = node_counts[:, part].tolist(), edge_counts[1:, part].tolist()
             node = torch.empty(sum(nodes), dtype=torch.int64, device=device)
@@ -119,12 +120,12 @@ class Bulk(Batch):  # type: ignore[misc]
             row = rows[part]
             row[NODE_OUT.value], row[EDGE_INDEX_OUT.value] = node.data_ptr(), edge_index.data_ptr()
             row[EDGE_OUT.value], row[OWN_EDGES.value] = edge.data_ptr(), sum(edges)
-            made.append((node, edge_index, edge, None, nodes, edges))
-        there = self.sampler.scratch("table of a bulk", table.numel(), torch.int64)
-        there[: table.numel()].copy_(table, non_blocking=True)
+            samples.append((node, edge_index, edge, None, nodes, edges))
+        on_device = self.sampler.scratch("table of a bulk", table.numel(), torch.int64)
+        on_device[: table.numel()].copy_(table, non_blocking=True)
         num_edges = last_edge - self.num_seeds
         emit_bulk_kernel[(triton.cdiv(max(num_nodes, num_edges), 512),)](
-            self.control, self.sizes, self.state, self.nodes, self.src, self.eid, self.col, there,
+            self.control, self.sizes, self.state, self.nodes, self.src, self.eid, self.col, on_device,
             self.num_seeds, num_nodes, num_edges, T=512,
         )  # fmt: skip
-        return made
+        return samples

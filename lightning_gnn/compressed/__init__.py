@@ -1,5 +1,5 @@
-"""The graph that full-graph training aggregates over (``graph.py``), and its chunks on NPUs (NeutronAscend):
-``builder.py``, ``chunks.py``, ``locality_partition.py`` (algorithm 2), ``hybrid_plan.py`` (algorithm 1).
+"""CSR graph for full-graph training (``graph.py``), and its chunks for NPUs (NeutronAscend): ``builder.py``,
+``chunks.py``, ``locality_partition.py`` (algorithm 2), ``hybrid_plan.py`` (algorithm 1).
 """
 
 from lightning_gnn.compressed.chunks import Chunks

@@ -1,4 +1,4 @@
-"""One direction of a graph for an Ascend chip: rows cut into chunks that fit, each with the columns that it uses."""
+"""One direction of a graph for Ascend chips: rows split into chunks, each with its own compressed columns."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """A sparse matrix ``[num_rows, num_columns]``, cut into chunks of rows whose columns are numbered per chunk.
+    """Sparse matrix ``[num_rows, num_columns]``, split into chunks of rows with columns numbered per chunk.
 
     Entry ``e`` of row ``i`` of chunk ``c`` (``indptr[i] <= e < indptr[i + 1]``, ``row_ptr[c] <= i < row_ptr[c + 1]``)
-    stands for the edge from vertex ``columns[column_ptr[c] + local[e]]`` to vertex ``rows[i]``. A vertex with more
-    edges than a chunk may hold has several rows, side by side, which add up.
+    is the edge from vertex ``columns[column_ptr[c] + local[e]]`` to vertex ``rows[i]``. A vertex with too many edges
+    for one chunk has several consecutive rows, whose results are added up.
 
     Args:
-        rows: Vertex of each row, int32 ``[R]``, chunk by chunk; ``R >= num_rows`` where hubs are split, else equal.
+        rows: Vertex of each row, int32 ``[R]``, chunk by chunk; ``R > num_rows`` if hubs are split, otherwise equal.
         row_ptr: First row of each chunk, int64 ``[num_chunks + 1]``.
         indptr: First entry of each row, int64 ``[R + 1]``.
-        local: Column of each entry inside its chunk, int32 ``[num_edges]``.
-        columns: Vertex of each column, int32 ``[L]``, chunk by chunk, ascending inside a chunk.
+        local: Column of each entry in its chunk, int32 ``[num_edges]``.
+        columns: Vertex of each column, int32 ``[L]``, chunk by chunk, ascending within a chunk.
         column_ptr: First column of each chunk, int64 ``[num_chunks + 1]``.
         num_rows: Number of vertices on the row side (targets forward, sources backward).
         num_columns: Number of vertices on the column side.
@@ -54,7 +54,7 @@ class Chunks:
 
     @property
     def loads(self) -> Tensor:
-        """Entries of each chunk, int64 ``[num_chunks]``: what its execution costs."""
+        """Number of entries of each chunk, int64 ``[num_chunks]``: its execution cost."""
         return self.indptr[self.row_ptr].diff()
 
     def entry_columns(self) -> Tensor:
@@ -63,21 +63,21 @@ class Chunks:
         return self.columns[of_chunk.add_(self.local)]
 
     def recut(self, height: int) -> Chunks:
-        """Return the same rows and entries in the same order, in chunks of ``height`` rows, the last of the rest."""
+        """Split the same rows, in the same order, into chunks of ``height`` rows; the last chunk may have fewer."""
         row_ptr: _Array = np.append(np.arange(0, self.rows.numel(), height), self.rows.numel())
         offsets, columns = self.indptr.cpu().numpy(), self.entry_columns().cpu().numpy()
         spans = offsets[:-1], offsets[1:], row_ptr
-        counted = count_columns(columns, *spans, self.num_columns)
+        column_ptr = count_columns(columns, *spans, self.num_columns)
         rows = self.rows.cpu().numpy()
-        cut, _ = compress_columns(columns, rows, *spans, counted, self.num_rows, self.num_columns)
-        return cut.to(self.local.device)
+        chunks, _ = compress_columns(columns, rows, *spans, column_ptr, self.num_rows, self.num_columns)
+        return chunks.to(self.local.device)
 
     def tensors(self) -> list[Tensor]:
-        """Return the arrays as the operators of a chip take them."""
+        """Return the arrays in the order of the chip's operators."""
         return [self.rows, self.row_ptr, self.indptr, self.local, self.columns, self.column_ptr]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Chunks:
-        """Return a copy on a device, or this where it is there already."""
+        """Return a copy on a device, or ``self`` if it is already there."""
         if self.local.device == torch.device(device):
             return self
         moved = [tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors()]
@@ -89,7 +89,7 @@ class Chunks:
 def count_columns(
     indices: _Array, first: _Array, last: _Array, row_ptr: _Array, num_columns: int
 ) -> npt.NDArray[np.int64]:
-    """Count the distinct columns of each chunk: ``column_ptr``, int64 ``[k + 1]``; for arrays see :func:`cut_rows`."""
+    """Count the distinct columns of each chunk; return ``column_ptr``, int64 ``[k + 1]`` (see :func:`cut_rows`)."""
     stamps = np.full(num_columns, -1, np.int32)
     column_ptr = np.zeros(row_ptr.size, np.int64)
     for chunk in range(row_ptr.size - 1):
@@ -105,7 +105,7 @@ def count_columns(
 
 @numba.njit(nogil=True, cache=True)
 def _grow(array: _Array, count: int) -> _Array:
-    """Return an array of twice the size where ``count`` entries fill this one."""
+    """Return the array, with doubled size if ``count`` entries fill it."""
     if count + 1 < array.size:
         return array
     larger = np.empty(2 * array.size, array.dtype)
@@ -118,16 +118,16 @@ def cut_rows(
     indices: _Array,  # column of each entry, [E]
     rows: _Array,  # vertex of each row, int32 [R]
     first: _Array,  # first entry of each row, int64 [R]
-    last: _Array,  # the entry after the last one of each row, int64 [R]
+    last: _Array,  # last entry of each row, exclusive, int64 [R]
     num_columns: int,
     max_vertices: int,  # at least 3
     max_entries: int,  # at least 1
 ) -> tuple[_Array, _Array, _Array, _Array]:
-    """Cut rows, in order, into chunks of at most so many rows and columns together, and so many entries."""
-    # A row that fits no chunk is split over its columns into rows that follow each other. A row's own vertex counts as
-    # a column, so that a self-loop that is added later has room.
-    stamps = np.zeros(num_columns, np.int64)  # a column is in the chunk where this is the chunk's stamp
-    size = rows.size + 16  # without splits nothing has to grow
+    """Split rows, in order, into chunks with at most ``max_vertices`` rows plus columns and ``max_entries`` entries."""
+    # A row that does not fit into any chunk is split into consecutive rows. A row's own vertex counts as a column, so
+    # that a self-loop can be added later.
+    stamps = np.zeros(num_columns, np.int64)  # stamp of the last chunk that contains each column
+    size = rows.size + 16  # enough unless rows are split
     cut = np.empty(size, np.int32)
     begins = np.empty(size, np.int64)
     ends = np.empty(size, np.int64)
@@ -139,8 +139,8 @@ def cut_rows(
         vertex = rows[row]
         e = first[row]
         while True:
-            # Each turn takes what fits of the row: most rows need one turn, or two where they open a chunk.
-            added = 1  # the row itself, then its columns that the chunk does not have yet
+            # Each iteration adds the part of the row that fits; most rows need one, or two if they start a chunk.
+            added = 1  # the row itself, and its columns that are new in the chunk
             if vertex < num_columns and stamps[vertex] != stamp:
                 stamps[vertex] = stamp
                 added += 1
@@ -166,7 +166,7 @@ def cut_rows(
                 e = at
                 if whole:
                     break
-            # The row, or what is left of it, opens a chunk. The stamps of a row that did not fit become void.
+            # The row, or its remaining part, starts a chunk. The new stamp invalidates those of a row that did not fit.
             row_ptr = _grow(row_ptr, chunks + 1)
             chunks += 1
             row_ptr[chunks] = count
@@ -183,8 +183,8 @@ def cut_rows(
 def _compress(
     indices: _Array, first: _Array, last: _Array, row_ptr: _Array, column_ptr: _Array, num_columns: int
 ) -> tuple[_Array, _Array, _Array, _Array]:
-    stamps = np.full(num_columns, -1, np.int32)  # the chunk that met the column last
-    slots = np.empty(num_columns, np.int32)  # its number in that chunk
+    stamps = np.full(num_columns, -1, np.int32)  # last chunk that contains each column
+    slots = np.empty(num_columns, np.int32)  # number of the column in that chunk
     num_entries = (last - first).sum()
     indptr = np.empty(first.size + 1, np.int64)
     local = np.empty(num_entries, np.int32)
@@ -192,7 +192,7 @@ def _compress(
     places = np.empty(num_entries, np.int64)
     entry = 0
     for chunk in range(row_ptr.size - 1):
-        # Collect the distinct columns, and number them in ascending order, so that their rows are read in order.
+        # Collect the distinct columns, and number them in ascending order, so that feature rows are read in order.
         begin = end = column_ptr[chunk]
         for row in range(row_ptr[chunk], row_ptr[chunk + 1]):
             for e in range(first[row], last[row]):
@@ -204,7 +204,7 @@ def _compress(
         columns[begin:end].sort()
         for at in range(begin, end):
             slots[columns[at]] = at - begin
-        # Write the entries by these numbers.
+        # Write the entries with these numbers.
         for row in range(row_ptr[chunk], row_ptr[chunk + 1]):
             indptr[row] = entry
             for e in range(first[row], last[row]):
@@ -225,7 +225,7 @@ def compress_columns(
     num_rows: int,
     num_columns: int,
 ) -> tuple[Chunks, _Array]:
-    """Keep only the columns that each chunk uses (section 6.2); also return each entry's place in ``indices``."""
+    """Number the columns that each chunk uses (section 6.2); also return each entry's position in ``indices``."""
     indptr, local, columns, places = _compress(indices, first, last, row_ptr, column_ptr, num_columns)
     arrays = rows, row_ptr, indptr, local, columns, column_ptr
     fields: Any = (*map(torch.from_numpy, arrays), num_rows, num_columns)

@@ -1,4 +1,4 @@
-"""A whole graph in compressed rows, for operators that aggregate over all of it."""
+"""A whole graph in CSR format, for operators that aggregate over all edges."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class CompressedGraph:
-    """A whole graph in compressed rows (CSR), one row per target, for ops that aggregate over all of it.
+    """A whole graph in CSR format, one row per target, for ops that aggregate over all edges.
 
-    Build it with one of the ``from_…`` constructors, which check their input. It rides in ``Data.edge_index``. Its
-    transpose is made when a gradient first asks for it, and its chunks (:meth:`chunked`) when an NPU aggregates.
+    Build it with one of the ``from_…`` constructors, which check their input. It can be used as ``Data.edge_index``.
+    The first gradient builds its transpose, and the first aggregation on an NPU its chunks (:meth:`chunked`).
 
     Args:
         forward: Rows are targets, columns are sources.
-        edge_ids: Place of each forward entry in the user's ``edge_index``, int32 or int64 ``[num_edges]``, -1 for a
-            self-loop that was added; None where both orders are the same.
-        settings: Who executes an aggregation.
-        num_user_edges: Edges in the user's ``edge_index``.
+        edge_ids: Position of each forward entry in the user's ``edge_index``, int32 or int64 ``[num_edges]``, -1 for an
+            added self-loop; None if both orders are equal.
+        settings: Workers and groups that execute an aggregation.
+        num_user_edges: Number of edges in the user's ``edge_index``.
         cache: Values derived from the graph, such as normalized weights; not compared.
 
     Examples:
@@ -61,98 +61,96 @@ class CompressedGraph:
 
     @property
     def backward(self) -> CSR:
-        """The transpose: rows are sources, columns targets; ``edge_ids`` names the forward places of its entries."""
+        """Transpose: rows are sources, columns are targets; its ``edge_ids`` are positions of forward entries."""
         return self.forward.transposed()
 
     @property
     def num_sources(self) -> int:
-        """Vertices that edges start from: rows of what is aggregated."""
+        """Number of source vertices: rows of the features that are aggregated."""
         return self.forward.num_columns
 
     @property
     def num_targets(self) -> int:
-        """Vertices that edges end at: rows of the result."""
+        """Number of target vertices: rows of the result."""
         return self.forward.num_rows
 
     @property
     def num_edges(self) -> int:
-        """Edges, duplicates and self-loops counted."""
+        """Number of edges, including duplicates and self-loops."""
         return self.forward.num_edges
 
     @property
     def device(self) -> torch.device:
-        """Where the arrays are."""
+        """Device of the arrays."""
         return self.forward.indices.device
 
     @property
     def in_degrees(self) -> Tensor:
-        """Edges into each target, int64 ``[num_targets]``."""
-        return self._derived("in_degrees", self.forward.degrees)
+        """In-degree of each target, int64 ``[num_targets]``."""
+        return self._get_or_compute("in_degrees", self.forward.degrees)
 
     @property
     def out_degrees(self) -> Tensor:
-        """Edges out of each source, int64 ``[num_sources]``."""
+        """Out-degree of each source, int64 ``[num_sources]``."""
         count = self.num_sources
-        return self._derived("out_degrees", lambda: torch.bincount(self.forward.indices, minlength=count))
+        return self._get_or_compute("out_degrees", lambda: torch.bincount(self.forward.indices, minlength=count))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays, those of the transpose too where it was made."""
-        return self.forward.known_bytes() + (0 if self.edge_ids is None else self.edge_ids.nbytes)
+        """Bytes of all arrays, including those of the transpose if it has been built."""
+        return self.forward.stored_bytes() + (0 if self.edge_ids is None else self.edge_ids.nbytes)
 
     @classmethod
-    def from_graph(cls, graph: CSCGraph, *, settings: PlanSettings | None = None, **gone: object) -> CompressedGraph:
-        """Take a graph's arrays, which are shared, not copied; ``settings`` say who executes an aggregation.
+    def from_graph(cls, graph: CSCGraph, *, settings: PlanSettings | None = None, **options: object) -> CompressedGraph:
+        """Build it from a :class:`CSCGraph`, sharing its arrays; ``settings`` select who executes an aggregation.
 
         Raises:
-            TypeError: ``graph`` is no CSCGraph, or there is no such option.
-            ValueError: More than 2^31 - 1 vertices on a side.
+            TypeError: ``graph`` is not a CSCGraph, or an option is unknown.
+            ValueError: The graph has more than 2^31 - 1 sources or targets.
         """
-        _refuse_options("CompressedGraph", gone)
+        _reject_options("CompressedGraph", options)
         if not isinstance(graph, CSCGraph):
-            raise TypeError(
-                f"graph must be a CSCGraph, but is {type(graph).__name__}; use from_edge_index for a tensor"
-            )
+            kind = type(graph).__name__
+            raise TypeError(f"graph must be a CSCGraph, but is {kind}; use from_edge_index for a tensor")
         if max(graph.num_sources, graph.num_nodes) > INT32_MAX:
-            raise ValueError(
-                f"a compressed graph has at most {INT32_MAX} vertices on a side; partition the graph first"
-            )
-        with _plain_tensors():
+            size = max(graph.num_sources, graph.num_nodes)
+            raise ValueError(f"a compressed graph has at most {INT32_MAX} vertices, not {size}; partition it first")
+        with _leave_inference_mode():
             graph = graph.to("cpu")
-            indptr, indices, edge_ids = (_plain(each) for each in (graph.indptr, graph.indices, graph.edge_ids))
+            arrays = (graph.indptr, graph.indices, graph.edge_ids)
+            indptr, indices, edge_ids = (_to_normal_tensor(array) for array in arrays)
             assert indptr is not None
             assert indices is not None
-            # A tensor object of its own, by which what is derived of the graph is known.
+            # detach() creates a new tensor object, which is this graph's key in the caches of transposes and layouts.
             forward = CSR(indptr, indices.to(torch.int32).contiguous().detach(), graph.num_sources)
         return cls(forward, edge_ids, settings or PlanSettings())
 
     @classmethod
     def from_edge_index(
-        cls, edge_index: Tensor, num_nodes: int | None = None, settings: PlanSettings | None = None, **gone: object
+        cls, edge_index: Tensor, num_nodes: int | None = None, settings: PlanSettings | None = None, **options: object
     ) -> CompressedGraph:
         """Sort a COO edge list, int32 or int64 ``[2, num_edges]``, by target; see :meth:`from_graph`."""
-        return cls.from_graph(CSCGraph.from_edge_index(edge_index, num_nodes), settings=settings, **gone)
+        return cls.from_graph(CSCGraph.from_edge_index(edge_index, num_nodes), settings=settings, **options)
 
     @classmethod
     def from_csc(
         cls, indptr: Tensor, indices: Tensor, num_sources: int, edge_ids: Tensor | None = None, **options: Any
     ) -> CompressedGraph:
-        """Take a bipartite graph, sources and targets numbered on their own, as :meth:`CSCGraph.from_csc` does."""
+        """Build it from CSC arrays of a bipartite graph; see :meth:`CSCGraph.from_csc`."""
         return cls.from_graph(CSCGraph.from_csc(indptr, indices, edge_ids, num_sources), **options)
 
-    def chunked(self, *, transposed: bool = False, **gone: object) -> ChipLayout:
-        """Return a direction in chunks of rows that share in-neighbors, as NPUs read it (NeutronAscend, section 6.2).
+    def chunked(self, *, transposed: bool = False, **options: object) -> ChipLayout:
+        """Return one direction in chunks of rows that share in-neighbors, for NPUs (NeutronAscend, section 6.2).
 
-        Rows are in the order of algorithm 2, unless that of their ids loads fewer rows; those of the direction
-        ``transposed`` are sources. A chunk has at most 2048 rows and columns together, and a row that overfills one is
-        split; so is a chunk with more than twice as many edges, and more than a 1024th of all: ranges of chunks can
-        then be balanced. Kept as long as the graph.
+        Rows are in the order of algorithm 2, or of their ids if that loads fewer rows; with ``transposed``, rows are
+        sources. A chunk has at most 2048 rows plus columns; larger rows are split. It has at most 4096 edges, or 1/1024
+        of all edges if that is more, so that ranges of chunks can be balanced. The result is cached with the graph.
         """
-        _refuse_options("chunked", gone)
+        _reject_options("chunked", options)
         return layout_of(self.backward if transposed else self.forward)
 
     def to_edge_index(self) -> Tensor:
-        """Return the edges in the user's order, int64 ``[2, num_edges]``; self-loops that were added come last."""
+        """Return the edges in the user's order, int64 ``[2, num_edges]``, followed by added self-loops."""
         edge_index = torch.stack([self.forward.indices, self.forward.entry_rows()]).to(torch.int64)
         if self.edge_ids is None:
             return edge_index
@@ -160,38 +158,37 @@ class CompressedGraph:
         return edge_index[:, torch.where(ids < 0, self.num_user_edges + edge_index[1], ids).argsort()]
 
     def edge_order(self, values: Tensor, fill: float = 0.0) -> Tensor:
-        """Bring values ``[num_user_edges, …]`` from the user's order of the edges into that of the forward direction.
+        """Permute values ``[num_user_edges, …]`` from the user's edge order to the order of the forward direction.
 
-        Differentiable; ``fill`` is the value of the self-loops that were added.
+        Differentiable; ``fill`` is the value of added self-loops.
 
         Raises:
-            ValueError: Another number of values than edges.
+            ValueError: The number of values differs from the number of edges.
         """
         self.check_edge_values(values, "values")
         return values if self.edge_ids is None else pick(values, self.edge_ids, fill)
 
     def with_self_loops(self) -> CompressedGraph:
-        """Return the graph with exactly one self-loop per vertex, in O(E); kept for later calls.
+        """Return the graph with exactly one self-loop per vertex, in O(E); cached for later calls.
 
-        Self-loops that exist are replaced. ``edge_ids`` is -1 for all of them.
+        Existing self-loops are replaced. ``edge_ids`` is -1 for all self-loops.
 
         Raises:
             ValueError: The graph is bipartite.
         """
 
-        def looped() -> CompressedGraph:
+        def add_loops() -> CompressedGraph:
             self._check_square("self-loops")
             graph = self.to("cpu")
             forward = graph.forward
             user_edges = torch.arange(self.num_edges) if graph.edge_ids is None else graph.edge_ids
-            found = loop_rows(0, forward.indptr.numpy(), forward.indices.numpy(), user_edges.numpy())
-            indptr, columns = torch.from_numpy(found.indptr), torch.from_numpy(found.columns)
-            rows = CSR(indptr, columns, self.num_sources)
-            edge_ids, weight_ids = (torch.from_numpy(ids).to(rows.edge_dtype) for ids in found[2:])
-            made = replace(graph, forward=rows, edge_ids=edge_ids, cache={"weight_ids": weight_ids})
-            return made.to(self.device)
+            looped = loop_rows(0, forward.indptr.numpy(), forward.indices.numpy(), user_edges.numpy())
+            rows = CSR(torch.from_numpy(looped.indptr), torch.from_numpy(looped.columns), self.num_sources)
+            edge_ids, weight_ids = (torch.from_numpy(ids).to(rows.edge_dtype) for ids in looped[2:])
+            result = replace(graph, forward=rows, edge_ids=edge_ids, cache={"weight_ids": weight_ids})
+            return result.to(self.device)
 
-        return self._derived("with_self_loops", looped)
+        return self._get_or_compute("with_self_loops", add_loops)
 
     def gcn_weight(
         self,
@@ -200,30 +197,30 @@ class CompressedGraph:
         add_self_loops: bool = True,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Return the symmetric normalization of GCN (arXiv:1609.02907), as ``torch_geometric``'s ``gcn_norm`` has it.
+        """Return the symmetric normalization of GCN (arXiv:1609.02907), equal to ``torch_geometric``'s ``gcn_norm``.
 
         Args:
-            edge_weight: ``[num_user_edges]`` in the order of the user's ``edge_index``, differentiable, or None for
-                ones; without it the result is kept for later calls.
-            improved: Self-loops that are added weigh 2, not 1 (PyG: only with ``edge_weight``). One that exists keeps
-                its weight, of several the last one.
+            edge_weight: ``[num_user_edges]`` in the order of the user's ``edge_index``, differentiable; None means
+                ones, and the result is cached for later calls.
+            improved: Weight added self-loops by 2 instead of 1 (as PyG: only with ``edge_weight``). An existing
+                self-loop retains its weight, the last one if a vertex has several.
             add_self_loops: Normalize the graph :meth:`with_self_loops`.
-            dtype: Of the result where there is no ``edge_weight``; by default torch's default.
+            dtype: Dtype of the result without ``edge_weight``; by default torch's default.
 
         Returns:
-            ``[num_edges]`` of the normalized graph, in the order of the forward direction.
+            Weights ``[num_edges]`` of the normalized graph, in the order of the forward direction.
 
         Raises:
-            ValueError: The graph is bipartite, or another number of weights than edges.
+            ValueError: The graph is bipartite, or the number of weights differs from the number of edges.
         """
         if edge_weight is not None:
             self.check_edge_values(edge_weight, "edge_weight")
-            return self._normalized(edge_weight, improved, add_self_loops, None)
+            return self._normalize(edge_weight, improved, add_self_loops, None)
         dtype = dtype or torch.get_default_dtype()
         key = f"gcn_weight add_self_loops={add_self_loops} {dtype}"
-        return self._derived(key, lambda: self._normalized(None, improved, add_self_loops, dtype))
+        return self._get_or_compute(key, lambda: self._normalize(None, improved, add_self_loops, dtype))
 
-    def _normalized(
+    def _normalize(
         self, edge_weight: Tensor | None, improved: bool, add_self_loops: bool, dtype: torch.dtype | None
     ) -> Tensor:
         self._check_square("the symmetric normalization")
@@ -238,24 +235,24 @@ class CompressedGraph:
         return symmetric_norm(looped.forward, degrees, values)
 
     def checksum(self) -> str:
-        """Return hexadecimal digits that tell graphs apart: one pass over the edges."""
+        """Return a checksum of the graph in hexadecimal digits; takes one pass over the edges."""
         parts = self.forward.indptr, self.forward.indices, self.edge_ids
         return checksum(self.num_sources, self.num_targets, self.num_user_edges, *parts)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> CompressedGraph:
-        """Return a copy on a device with all that is derived, or this where it is there already."""
+        """Return a copy on a device, including cached values, or ``self`` if it is already there."""
         if (device := torch.empty(0, device=device).device) == self.device:
             return self
 
-        def moved(value: object) -> Any:
+        def move(value: object) -> Any:
             return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
 
-        with _plain_tensors():
-            cache = {key: moved(value) for key, value in self.cache.items()}
-            return replace(self, forward=moved(self.forward), edge_ids=moved(self.edge_ids), cache=cache)
+        with _leave_inference_mode():
+            cache = {key: move(value) for key, value in self.cache.items()}
+            return replace(self, forward=move(self.forward), edge_ids=move(self.edge_ids), cache=cache)
 
     def replace_settings(self, settings: PlanSettings) -> CompressedGraph:
-        """Return the same graph, all tensors shared, with other settings for the ops."""
+        """Return the same graph with other settings for the ops; all tensors are shared."""
         cache = {
             key: value.replace_settings(settings) if isinstance(value, CompressedGraph) else value
             for key, value in self.cache.items()
@@ -264,18 +261,18 @@ class CompressedGraph:
 
     def _check_square(self, what: str) -> None:
         if self.num_sources != self.num_targets:
-            sides = f"the graph has {self.num_sources} sources and {self.num_targets} targets"
-            raise ValueError(f"{what} must have the same vertices on both sides, but {sides}")
+            sizes = f"the graph has {self.num_sources} sources and {self.num_targets} targets"
+            raise ValueError(f"{what} must have the same vertices on both sides, but {sizes}")
 
     def check_edge_values(self, values: Tensor, name: str) -> None:
-        """Raise a ValueError unless there is one value per edge of the user's; ``name`` is for the message."""
+        """Raise a ValueError unless values have one entry per user edge; ``name`` is for the message."""
         if values.dim() < 1 or values.size(0) != self.num_user_edges:
-            wanted = f"one entry per edge of the graph, {self.num_user_edges}"
-            raise ValueError(f"{name} must have {wanted}, but has the shape {list(values.shape)}")
+            expected = f"one entry per edge of the graph, {self.num_user_edges}"
+            raise ValueError(f"{name} must have {expected}, but has the shape {list(values.shape)}")
 
-    def _derived(self, name: str, function: Callable[[], T]) -> T:
+    def _get_or_compute(self, name: str, function: Callable[[], T]) -> T:
         if name not in self.cache:
-            with _plain_tensors():
+            with _leave_inference_mode():
                 self.cache[name] = function()
         value: T = self.cache[name]
         return value
@@ -292,18 +289,18 @@ class CompressedGraph:
         )
 
 
-def _refuse_options(of: str, gone: dict[str, object]) -> None:
-    for name in gone:
-        raise TypeError(removed(f"{of}.{name}") or f"{of} has no option {name}")
+def _reject_options(owner: str, options: dict[str, object]) -> None:
+    for name in options:
+        raise TypeError(removed(f"{owner}.{name}") or f"unknown option {name} of {owner}")
 
 
 @contextmanager
-def _plain_tensors() -> Iterator[None]:
-    """Make tensors that autograd can save also inside ``inference_mode``, where validation may ask for them first."""
+def _leave_inference_mode() -> Iterator[None]:
+    """Create tensors that autograd can save, even if validation creates them first in ``inference_mode``."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
-def _plain(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor of the same memory that autograd can save, though this one was made in inference mode."""
+def _to_normal_tensor(tensor: Tensor | None) -> Tensor | None:
+    """Convert an inference tensor to one that shares its memory and that autograd can save."""
     return torch.from_numpy(tensor.numpy()) if tensor is not None and tensor.is_inference() else tensor

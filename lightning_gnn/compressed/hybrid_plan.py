@@ -1,4 +1,4 @@
-"""The plan of tensor-data hybrid parallelism (section 5 of NeutronAscend): who computes which columns and chunks."""
+"""Plans tensor-data hybrid parallelism (NeutronAscend, section 5): the columns and chunks of each worker."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ import numpy.typing as npt
 from lightning_gnn.runtime.messages import aligned
 
 BLOCK = 16
-"""Columns of a block: the cube unit computes tiles of 16 x 16, and 16 float16 numbers are an aligned 32 bytes."""
+"""Columns of a block: the cube unit computes tiles of 16 x 16, and 16 float16 values are an aligned 32 bytes."""
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Who executes an aggregation; everything else of a plan follows from the graph and the features."""
+    """Settings of a plan that do not follow from the graph and the features."""
 
-    num_workers: int | None = None  # N, cores or threads; None leaves it to the executor
+    num_workers: int | None = None  # N, cores or threads; None: the executor decides
     num_groups: int | Literal["auto"] = "auto"  # M, which divides N, or "auto"
-    bandwidth_ratio: float = 20  # r, how many times faster the shared cache is than global memory; at least 1
+    bandwidth_ratio: float = 20  # r, bandwidth of the shared cache relative to global memory; at least 1
     mode: Literal["balanced", "paper"] = "balanced"
-    """``"balanced"`` counts what chunks cost the kernels; ``"paper"`` is algorithm 1, whose answer is always M = 1."""
+    """``"balanced"`` uses the cost of chunks in the kernels; ``"paper"`` is algorithm 1, which always chooses M = 1."""
 
     def __post_init__(self) -> None:
         if isinstance(self.num_groups, str) and self.num_groups != "auto":
@@ -37,39 +37,39 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class GroupingCost:
-    """What one number of groups would cost."""
+    """Estimated cost of one number of groups."""
 
     num_groups: int
     cost: float
-    terms: Mapping[str, float]  # what it is made of, by name, in the order of the table
-    note: str = ""  # why it was out of the question, or empty
+    terms: Mapping[str, float]  # parts of the cost by name, in the order of the table
+    note: str = ""  # reason why it cannot be chosen, or empty
 
 
 @dataclass(frozen=True)
 class HybridPlan:
-    """N workers in M groups of G = N / M: group ``i % M`` has worker ``i``, as its member ``i // M`` (section 5)."""
+    """N workers in M groups of G = N / M: worker ``i`` is member ``i // M`` of group ``i % M`` (section 5)."""
 
     num_workers: int  # N: cores, threads or ranks
     num_groups: int
     num_columns: int  # D, columns of the features
     slices: tuple[tuple[int, int], ...]
-    """Columns of each group, M pairs ``(start, stop)`` that follow one another, none empty."""
+    """Columns of each group, M consecutive pairs ``(start, stop)``, none empty."""
     chunk_ranges: tuple[tuple[int, int], ...]
-    """Chunks of each member, G pairs ``(start, stop)`` that follow one another; some may be empty."""
+    """Chunks of each member, G consecutive pairs ``(start, stop)``; some may be empty."""
     loads: tuple[int, ...]  # edges of each member's chunks, [G]
-    candidates: tuple[GroupingCost, ...] = ()  # what each number of groups would cost, in ascending order of M
-    unit: str = ""  # what the candidates' costs are measured in
-    kernel: str = ""  # "cube" or "vector" on an NPU, whose kernel executes the plan; empty elsewhere
+    candidates: tuple[GroupingCost, ...] = ()  # estimated cost of each number of groups, in ascending order of M
+    unit: str = ""  # unit of the candidates' costs
+    kernel: str = ""  # NPU kernel that executes the plan, "cube" or "vector"; empty elsewhere
 
     @property
     def group_size(self) -> int:
-        """G, the members of a group."""
+        """G, the number of members of a group."""
         return self.num_workers // self.num_groups
 
     def worker(self, index: int) -> tuple[int, int]:
         """Return the group m and the member g of a worker."""
         if not 0 <= index < self.num_workers:
-            raise IndexError(f"worker {index} of a plan for {self.num_workers} workers")
+            raise IndexError(f"worker must be from 0 to {self.num_workers - 1}, but is {index}")
         return index % self.num_groups, index // self.num_groups
 
     @property
@@ -80,7 +80,7 @@ class HybridPlan:
 
     @property
     def balance(self) -> float:
-        """The heaviest worker's work over the mean: 1 is perfect."""
+        """Maximum work of a worker divided by the mean: 1 is perfect."""
         return max_over_mean(self.work)
 
     def __str__(self) -> str:
@@ -111,18 +111,18 @@ class HybridPlan:
 
 
 def plan_cores(num_columns: int, chunk_loads: npt.ArrayLike, settings: PlanSettings, num_workers: int) -> HybridPlan:
-    """Plan one aggregation on the cores of one device by algorithm 1, as published: the M of the least cost.
+    """Plan one aggregation on the cores of one device by algorithm 1, as published: the M with the lowest cost.
 
     For every M that divides N, with S = ceil(D / M) and G = N / M, the cost is ``T_idle - T_saved`` (section 5.3):
 
-    - ``T_idle = T_comp * (16 * ceil(S / 16) * M / D - 1)``, the cube unit's padding; for whole S the paper's formula;
-    - ``T_saved = T_mem * (1 - 1 / (1 + (G - 1) * (r - 1)))``, what members read from the shared cache.
+    - ``T_idle = T_comp * (16 * ceil(S / 16) * M / D - 1)``, padding of the cube unit; the paper's if M divides D;
+    - ``T_saved = T_mem * (1 - 1 / (1 + (G - 1) * (r - 1)))``, the reads that the shared cache serves.
     """
     check_sizes(num_columns, num_workers)
     loads = check_loads(chunk_loads)
-    # A float32 is loaded in the time of one multiply-add.
+    # Loading a float32 takes as long as one multiply-add.
     t_comp = t_mem = int(loads.sum()) * num_columns / num_workers
-    # List the numbers of groups to compare.
+    # Compare all valid numbers of groups.
     if settings.num_groups == "auto":
         considered = [groups for groups in divisors(num_workers) if groups <= num_columns]
     else:
@@ -149,22 +149,22 @@ def plan_cores(num_columns: int, chunk_loads: npt.ArrayLike, settings: PlanSetti
 
 
 def slice_columns(num_columns: int, num_groups: int) -> tuple[tuple[int, int], ...]:
-    """Share columns out to M groups, as pairs ``(start, stop)``: in whole blocks of 16 where there are enough."""
+    """Split columns among M groups into pairs ``(start, stop)``: in whole blocks of 16 if there are at least M."""
     # Either way the widest slice, padded to blocks, has 16 * ceil(ceil(D / M) / 16) columns.
     num_blocks = -(-num_columns // BLOCK)
     unit, count = (BLOCK, num_blocks) if num_blocks >= num_groups else (1, num_columns)
-    share, rest = divmod(count, num_groups)
-    # The larger shares come last where they are blocks, first where they are columns (as tensor_split does).
-    more = range(num_groups - rest, num_groups) if unit == BLOCK else range(rest)
+    size, rest = divmod(count, num_groups)
+    # The larger slices come last if units are blocks, first if they are single columns (as in tensor_split).
+    larger = range(num_groups - rest, num_groups) if unit == BLOCK else range(rest)
     bounds = [0]
     for group in range(num_groups):
-        bounds.append(bounds[-1] + (share + (group in more)) * unit)
+        bounds.append(bounds[-1] + (size + (group in larger)) * unit)
     bounds[-1] = num_columns
     return tuple(pairwise(bounds))
 
 
 def padding(num_columns: int, num_groups: int) -> float:
-    """Return ``16 * ceil(S / 16) * M / D`` with S = ceil(D / M): 1 where every slice is whole blocks."""
+    """Return ``16 * ceil(S / 16) * M / D`` with S = ceil(D / M): 1 if every slice consists of whole blocks."""
     widest = -(-num_columns // num_groups)
     return BLOCK * -(-widest // BLOCK) * num_groups / num_columns
 
@@ -175,33 +175,33 @@ def divisors(number: int) -> list[int]:
 
 
 def max_over_mean(values: np.ndarray) -> float:
-    """Return the maximum over the mean; 1 where there is nothing."""
+    """Return the maximum divided by the mean; 1 if the sum is 0."""
     total = int(np.sum(values))
     return int(np.max(values)) * len(values) / total if total else 1.0
 
 
 def check_groups(num_groups: int, num_workers: int, num_columns: int) -> None:
-    """Check a number of groups that was asked for."""
+    """Raise a ValueError unless the number of groups is valid for these workers and columns."""
     if num_groups < 1:
         raise ValueError(f"num_groups must be at least 1, but is {num_groups}")
     if num_workers % num_groups:
-        known = ", ".join(map(str, divisors(num_workers)))
-        raise ValueError(f"num_groups={num_groups} does not divide the {num_workers} workers; use one of {known}")
+        choices = ", ".join(map(str, divisors(num_workers)))
+        raise ValueError(f"num_groups={num_groups} does not divide the {num_workers} workers; use one of {choices}")
     if num_groups > num_columns:
         narrow = f"features narrower than the groups: {num_columns} columns for num_groups={num_groups}"
         raise ValueError(f"{narrow}; use num_groups='auto' or at most {num_columns}")
 
 
 def check_sizes(num_columns: int, num_workers: int) -> None:
-    """Check the sizes of a problem."""
+    """Raise a ValueError unless both sizes are positive."""
     if num_columns < 1:
-        raise ValueError(f"num_columns must be at least 1, but is {num_columns}: there is nothing to share out")
+        raise ValueError(f"num_columns must be at least 1, but is {num_columns}")
     if num_workers < 1:
         raise ValueError(f"num_workers must be at least 1, but is {num_workers}")
 
 
 def balance_ranges(loads: npt.ArrayLike, parts: int) -> tuple[tuple[int, int], ...]:
-    """Cut loads ``[num_items]`` into contiguous ranges ``(start, stop)``, the heaviest as light as possible."""
+    """Split loads ``[num_items]`` into contiguous ranges ``(start, stop)``, minimizing the maximum load."""
     loads = check_loads(loads)
     if parts < 1:
         raise ValueError(f"parts must be at least 1, but is {parts}")
@@ -210,15 +210,15 @@ def balance_ranges(loads: npt.ArrayLike, parts: int) -> tuple[tuple[int, int], .
         bounds = [min(part, num_items) for part in range(parts + 1)]
     else:
         if not loads.any():
-            loads = np.ones_like(loads)  # share out the items themselves
-        # A binary search over prefix sums; within the least maximum, each range comes near an even share of the rest.
+            loads = np.ones_like(loads)  # balance the number of items instead
+        # Find the least possible maximum; within it, give each range about an even share of the remaining load.
         prefix: np.ndarray = np.concatenate([[0], np.cumsum(loads)])
-        bounds = _spread(prefix, parts, _least_maximum(prefix, int(loads.max()), parts))
+        bounds = _choose_bounds(prefix, parts, _find_least_maximum(prefix, int(loads.max()), parts))
     return tuple(pairwise(bounds))
 
 
 def check_loads(loads: npt.ArrayLike) -> np.ndarray:
-    """Return loads as int64 ``[num_items]``."""
+    """Validate loads and return them as int64 ``[num_items]``."""
     loads = np.asarray(loads)
     if loads.ndim != 1:
         raise ValueError(f"loads must have one dimension, but have the shape {list(loads.shape)}")
@@ -230,37 +230,37 @@ def check_loads(loads: npt.ArrayLike) -> np.ndarray:
     return loads.astype(np.int64)
 
 
-def _least_maximum(prefix: np.ndarray, heaviest: int, parts: int) -> int:
-    """Return the least load that ``parts`` ranges need not exceed."""
+def _find_least_maximum(prefix: np.ndarray, heaviest: int, parts: int) -> int:
+    """Return the minimal maximum load of ``parts`` ranges, by binary search."""
     low = max(-(-int(prefix[-1]) // parts), heaviest)
     high = low + heaviest  # a greedy cut at the mean overshoots by less than one item
     while low < high:
         middle = (low + high) // 2
-        if _fits(prefix, middle, parts):
+        if _can_split(prefix, middle, parts):
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _fits(prefix: np.ndarray, limit: int, parts: int) -> bool:
-    at, end = 0, prefix.size - 1
+def _can_split(prefix: np.ndarray, limit: int, parts: int) -> bool:
+    start, end = 0, prefix.size - 1
     for _ in range(parts):
-        at = _reach(prefix, at, limit)
-        if at == end:
+        start = _find_last_stop(prefix, start, limit)
+        if start == end:
             return True
     return False
 
 
-def _reach(prefix: np.ndarray, start: int, limit: int) -> int:
-    """Return the furthest stop of a range from ``start`` that is no heavier than ``limit``."""
+def _find_last_stop(prefix: np.ndarray, start: int, limit: int) -> int:
+    """Return the last stop of a range from ``start`` with a load of at most ``limit``."""
     return int(np.searchsorted(prefix, prefix[start] + limit, side="right")) - 1
 
 
-def _spread(prefix: np.ndarray, parts: int, limit: int) -> list[int]:
-    """Return boundaries near even shares, with no range empty or heavier than ``limit``; items outnumber parts."""
+def _choose_bounds(prefix: np.ndarray, parts: int, limit: int) -> list[int]:
+    """Return bounds of nearly even, non-empty ranges of at most ``limit``; needs more items than parts."""
     end = prefix.size - 1
-    earliest = [0] * parts + [end]  # from which the rest still fits into the ranges that are left
+    earliest = [0] * parts + [end]  # first bound from which the remaining ranges can take the remaining items
     for part in range(parts - 1, 0, -1):
         earliest[part] = int(np.searchsorted(prefix, prefix[earliest[part + 1]] - limit, side="left"))
     bounds = [0]
@@ -271,6 +271,6 @@ def _spread(prefix: np.ndarray, parts: int, limit: int) -> list[int]:
         if near and share - prefix[near - 1] < prefix[near] - share:
             near -= 1
         low = max(earliest[part], bounds[-1] + 1)
-        high = min(_reach(prefix, bounds[-1], limit), end - (parts - part))
+        high = min(_find_last_stop(prefix, bounds[-1], limit), end - (parts - part))
         bounds.append(min(max(near, low), high))
     return [*bounds, end]

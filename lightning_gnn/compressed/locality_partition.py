@@ -1,4 +1,4 @@
-"""Locality-aware partition: chunks of vertices that share in-neighbors (algorithm 2 of NeutronAscend)."""
+"""Locality-aware partitioning into chunks of vertices that share in-neighbors (NeutronAscend, algorithm 2)."""
 
 from typing import Any
 
@@ -13,27 +13,27 @@ from lightning_gnn.graph.csc import CSCGraph, transpose
 _Array = npt.NDArray[Any]
 
 WORK_PER_EDGE = 16
-"""Steps through out-lists that a sweep over the chunks may take, per edge of the graph: what bounds the work."""
+"""Maximum steps through out-lists per edge of the graph and sweep over the chunks; bounds the work."""
 
 
 def locality_aware_partition(graph: CSCGraph, num_chunks: int) -> tuple[Tensor, Tensor]:
     """Partition the vertices into chunks that share in-neighbors (section 6.2, algorithm 2).
 
-    Phase 1 picks one seed per chunk: the vertex with the most in-neighbors in the chunk's interval of ids among those
-    that are no seed yet. Phase 2 fills one chunk after the other with the vertices that share the most in-neighbors
-    with those the chunk has, as long as any share one. Vertices that are left fill the chunks with room in the same
-    way, each time starting from the lowest id. What differs from the paper:
+    Phase 1 selects one seed per chunk: the unused vertex with the most in-neighbors in the chunk's interval of ids.
+    Phase 2 fills one chunk after the other with the vertices that share the most in-neighbors with the chunk, while any
+    share one. The remaining vertices fill the chunks that are not full in the same way, starting from the lowest id.
+    Differences from the paper:
 
-    - a seed must be unvisited, else one hub would be the seed of every interval;
-    - chunks are filled to quotas of floor or ceil of V / k, else the last ones would stay empty;
-    - a vertex that shares nothing is left over, not taken as if it shared;
-    - a chunk walks through the out-lists of its in-neighbors for at most ``16 * E / k`` steps and skips the lists of
-      hubs that exceed what is left of them (nearly every chunk reads a hub), so the work is O(E + V).
+    - a seed must be unvisited; otherwise one hub could be the seed of every interval;
+    - chunks are filled to quotas of floor or ceil of V / k; otherwise the last ones would stay empty;
+    - a vertex that shares nothing is left for the second sweep instead of being added;
+    - a chunk walks through the out-lists of its in-neighbors for at most ``16 * E / k`` steps, and skips out-lists
+      longer than its remaining steps (those of hubs, which nearly every chunk reads), so the work is O(E + V).
 
-    Ties go to the lowest id among seeds, otherwise to the vertex whose count rose last.
+    Among seeds, ties go to the lowest id; otherwise, to the vertex whose count increased last.
 
     Returns:
-        The vertices, chunk by chunk in the order in which they joined, int32 ``[V]``, and where the chunks begin,
+        Vertices chunk by chunk, in the order in which they were added, int32 ``[V]``, and the start of each chunk,
         int64 ``[k + 1]``.
 
     Raises:
@@ -52,7 +52,7 @@ def locality_aware_partition(graph: CSCGraph, num_chunks: int) -> tuple[Tensor, 
 
 
 def even_bounds(count: int, parts: int) -> _Array:
-    """Return where parts of floor or ceil of ``count / parts`` begin, int64 ``[parts + 1]``."""
+    """Return the bounds of parts of floor or ceil of ``count / parts``, int64 ``[parts + 1]``."""
     return np.arange(parts + 1, dtype=np.int64) * count // parts
 
 
@@ -61,23 +61,24 @@ def partition_rows(
     indices: _Array,  # column of each entry, [E]
     offsets: _Array,  # first entry of each column, int64 [C + 1]
     targets: _Array,  # rows with an entry in each column, ascending, int32 [E]
-    bounds: _Array,  # where the chunks begin, int64 [k + 1]: their quotas
+    bounds: _Array,  # start of each chunk, int64 [k + 1], which also sets its quota
 ) -> _Array:
     """Order the rows of a sparse matrix by algorithm 2, int32 ``[V]``; see :func:`locality_aware_partition`."""
     num_rows, num_chunks = indptr.size - 1, bounds.size - 1
     lists, ends = _distinct_lists(offsets, targets)
     visited = np.zeros(num_rows, np.bool_)
-    shared = np.zeros(num_rows, np.int32)  # in-neighbors in common with the chunk that is being filled
-    head = np.full(offsets.size, -1, np.int32)  # the first of the rows that share so many
-    following, preceding = (np.empty(num_rows, np.int32) for _ in range(2))  # the others that share as many
-    touched = np.empty(num_rows, np.int32)  # rows that share something
-    stamps = np.full(offsets.size - 1, -1, np.int32)  # the chunk that had the column last
+    # Rows are in buckets by the number of in-neighbors that they share with the current chunk: doubly linked lists.
+    shared = np.zeros(num_rows, np.int32)  # this number for each row
+    head = np.full(offsets.size, -1, np.int32)  # first row of each bucket
+    following, preceding = (np.empty(num_rows, np.int32) for _ in range(2))  # links between rows of a bucket
+    touched = np.empty(num_rows, np.int32)  # rows that share any
+    stamps = np.full(offsets.size - 1, -1, np.int32)  # last chunk that read each column
     order = np.empty(num_rows, np.int32)
     filled = bounds[:-1].copy()
     _choose_seeds(offsets, lists, ends, bounds, order, filled, visited, shared)
     steps = WORK_PER_EDGE * indices.size // num_chunks
     for sweep in (0, 1):
-        _fill(
+        _fill_chunks(
             indptr, indices, offsets, lists, ends, bounds, order, filled, sweep, steps, visited, shared, head,
             following, preceding, touched, stamps,
         )  # fmt: skip
@@ -86,7 +87,7 @@ def partition_rows(
 
 @numba.njit(nogil=True, cache=True)
 def _distinct_lists(offsets: _Array, targets: _Array) -> tuple[_Array, _Array]:
-    """Copy the out-lists without the duplicates, which are neighbors; a list ends where ``ends`` says."""
+    """Copy the out-lists without duplicates, which are adjacent; return the lists and their ends."""
     lists = np.empty_like(targets)
     ends = np.empty(offsets.size - 1, np.int64)
     for column in range(offsets.size - 1):
@@ -104,12 +105,12 @@ def _choose_seeds(
     offsets: _Array, lists: _Array, ends: _Array, bounds: _Array, order: _Array, filled: _Array, visited: _Array,
     shared: _Array,
 ) -> None:  # fmt: skip
-    """Phase 1. An interval whose out-lists hold seeds alone, or nothing, gets no seed."""
+    """Run phase 1. An interval whose out-lists are empty or contain only seeds gets no seed."""
     num_chunks, num_columns = filled.size, ends.size
     for chunk in range(num_chunks):
         begin = chunk * num_columns // num_chunks
         end = (chunk + 1) * num_columns // num_chunks
-        # How many in-neighbors each row has in the interval: one per list that names it.
+        # Count the in-neighbors of each row in the interval: one per out-list that contains the row.
         for column in range(begin, end):
             for at in range(offsets[column], ends[column]):
                 shared[lists[at]] += 1
@@ -121,7 +122,7 @@ def _choose_seeds(
                     seed < 0 or shared[row] > shared[seed] or (shared[row] == shared[seed] and row < seed)
                 ):
                     seed = row
-        # Zero what was counted, by the same lists: cheaper than all rows for each chunk.
+        # Reset the counts through the same lists, which is cheaper than resetting all rows for each chunk.
         for column in range(begin, end):
             for at in range(offsets[column], ends[column]):
                 shared[lists[at]] = 0
@@ -132,12 +133,12 @@ def _choose_seeds(
 
 
 @numba.njit(nogil=True, cache=True)
-def _fill(
+def _fill_chunks(
     indptr: _Array, indices: _Array, offsets: _Array, lists: _Array, ends: _Array, bounds: _Array, order: _Array,
     filled: _Array, sweep: int, budget: int, visited: _Array, shared: _Array, head: _Array, following: _Array,
     preceding: _Array, touched: _Array, stamps: _Array,
 ) -> None:  # fmt: skip
-    """Phase 2; the second sweep takes another start where none shares."""
+    """Run phase 2; the second sweep starts from another row if none shares in-neighbors with the chunk."""
     num_chunks, cursor = filled.size, 0
     for chunk in range(num_chunks):
         quota = bounds[chunk + 1]
@@ -145,13 +146,13 @@ def _fill(
         steps = budget
         most = 0
         num_touched = 0
-        # The first sweep expands the seed, which is in its place already; the second one looks for a row.
+        # The first sweep starts by expanding the seed, which is in the chunk already; the second one looks for a row.
         expand = bounds[chunk] if sweep == 0 else filled[chunk]
         while True:
             if expand == filled[chunk]:
                 if filled[chunk] == quota:
                     break
-                # The row that shares most joins: it is in the highest list that is not empty.
+                # Add the row that shares most: the first one of the highest non-empty bucket.
                 while most > 0 and head[most] < 0:
                     most -= 1
                 if most > 0:
@@ -173,7 +174,7 @@ def _fill(
             expand += 1
             if filled[chunk] == quota and expand == quota:
                 break
-            # Whoever reads an in-neighbor of the row that the chunk did not have shares one more with the chunk.
+            # Each new in-neighbor of the chunk increases the count of all rows in its out-list.
             for e in range(indptr[row], indptr[row + 1]):
                 column = indices[e]
                 if stamps[column] == mark:
@@ -187,12 +188,12 @@ def _fill(
                 while at < ends[column]:
                     other = lists[at]
                     if visited[other]:
-                        # It is not asked for any more: drop it from the list.
+                        # It is in a chunk: remove it from the out-list.
                         ends[column] -= 1
                         lists[at] = lists[ends[column]]
                         continue
                     at += 1
-                    # Move it from the list of its count to the front of the next one: both are doubly linked.
+                    # Move it from its bucket to the front of the next one.
                     count = shared[other]
                     if count == 0:
                         touched[num_touched] = other
@@ -213,7 +214,7 @@ def _fill(
                         preceding[head[count]] = other
                     head[count] = other
                     most = max(most, count)
-        # Empty the lists for the next chunk.
+        # Empty the buckets for the next chunk.
         for i in range(num_touched):
             head[shared[touched[i]]] = -1
             shared[touched[i]] = 0

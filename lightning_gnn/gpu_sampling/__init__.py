@@ -3,8 +3,8 @@
 Source: "PGSampler: Accelerating GPU-based Graph Sampling in GNN Systems via Workload Fusion". One kernel samples,
 removes duplicates and orders; a persistent queue of (node, hop) tasks is one of its modes. Samples equal the CPU's.
 
-Reading order: ``triton_kernels/sample.py`` (the launch), there ``hops.py``, ``queue.py``, ``relations.py`` (types,
-times, weights, LABOR); ``sampler.py``, ``placement.py`` (what lies where), ``budget.py``, ``shards.py``.
+Reading order: in ``triton_kernels/``, ``sample.py`` (the launch), ``hops.py``, ``queue.py`` and ``relations.py`` (edge
+types, times, weights, LABOR); then ``sampler.py``, ``placement.py`` (memory placement), ``budget.py``, ``shards.py``.
 """
 
 from typing import TYPE_CHECKING
@@ -22,5 +22,5 @@ __all__ = [
     "PlacementOptions",
 ]
 
-if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__ = find_moved(__name__)

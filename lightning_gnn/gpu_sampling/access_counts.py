@@ -1,4 +1,4 @@
-"""What mini-batches read of graph and features, counted for caches of what is read most."""
+"""Counts the accesses of mini-batches to graph and features, to select the hottest entries for caches."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lightning_gnn.sampling.neighbor import NeighborSampler
 
 
 @dataclass(frozen=True, eq=False)
-class Reads:
-    """What some mini-batches of any kind read."""
+class AccessCounts:
+    """Access counts of some mini-batches; the key None stands for the single type of a homogeneous graph."""
 
-    rows: dict[NodeType | None, Tensor]  # reads of each node's row, int64 [num_nodes], by type; None: the only one
-    edges: dict[EdgeType | None, int]  # edges of each type in these mini-batches
-    lists: Tensor | None  # entries read of each node's adjacency list, int64 [num_nodes]; None in graphs with types
+    rows: dict[NodeType | None, Tensor]  # reads of each node's feature row, int64 [num_nodes]
+    edges: dict[EdgeType | None, int]  # number of edges
+    lists: Tensor | None  # reads from each adjacency list, int64 [num_nodes]; None in heterogeneous graphs
     num_batches: int
 
-    def __add__(self, other: Reads) -> Reads:
+    def __add__(self, other: AccessCounts) -> AccessCounts:
         rows = {name: own + other.rows[name] for name, own in self.rows.items()}
         edges = {name: own + other.edges[name] for name, own in self.edges.items()}
         lists = None if self.lists is None or other.lists is None else self.lists + other.lists
-        return Reads(rows, edges, lists, self.num_batches + other.num_batches)
+        return AccessCounts(rows, edges, lists, self.num_batches + other.num_batches)
 
 
 def count_reads(
@@ -38,36 +38,33 @@ def count_reads(
     batches: range,
     seed: int = 0,
     neg_sampling: NegativeSampling | None = None,
-) -> Reads:
-    """Sample mini-batches of shuffled seeds in any way and count what they read; seeds are shuffled again at their end.
-
-    Source: the pre-sampling of GNNLab (Yang et al., EuroSys 2022), which DUCATI extends to adjacency lists.
-    """
+) -> AccessCounts:
+    """Count the accesses of pre-sampled mini-batches (GNNLab, Yang et al., EuroSys 2022; DUCATI for lists)."""
     graph = sampler.graph
-    typed = not isinstance(graph, CSCGraph)
-    sizes: dict[NodeType | None, int] = graph.num_nodes if typed else {None: graph.num_nodes}
+    hetero = not isinstance(graph, CSCGraph)
+    sizes: dict[NodeType | None, int] = graph.num_nodes if hetero else {None: graph.num_nodes}
     rows = {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()}
-    edges: dict[EdgeType | None, int] = dict.fromkeys(graph.relations if typed else [None], 0)
-    lists = None if typed else torch.zeros(graph.num_nodes, dtype=torch.int64)
-    count = (inputs.row if isinstance(inputs, EdgeSamplerInput) else inputs.node).numel()
-    for index, key in _shuffled(count, batch_size, batches, seed) if count else ():
+    edges: dict[EdgeType | None, int] = dict.fromkeys(graph.relations if hetero else [None], 0)
+    lists = None if hetero else torch.zeros(graph.num_nodes, dtype=torch.int64)
+    num_seeds = (inputs.row if isinstance(inputs, EdgeSamplerInput) else inputs.node).numel()
+    for index, key in _shuffle_batches(num_seeds, batch_size, batches, seed) if num_seeds else ():
         if isinstance(inputs, EdgeSamplerInput):
             out = sampler.sample_from_edges(inputs[index], neg_sampling, key=key)
         else:
             out = sampler.sample_from_nodes(inputs[index], key=key)
-        for name, ids in (out.node if typed else {None: out.node}).items():
-            # A node can stand in a batch more than once: a seed given twice, or once per tree of a disjoint sample.
+        for name, ids in (out.node if hetero else {None: out.node}).items():
+            # A batch can contain a node several times: a duplicated seed, or once per tree of a disjoint sample.
             rows[name].index_add_(0, ids, torch.ones_like(ids))
-        for name, targets in (out.col if typed else {None: out.col}).items():
+        for name, targets in (out.col if hetero else {None: out.col}).items():
             edges[name] += 0 if targets is None else targets.numel()
         if lists is not None:
             targets = out.node[out.col]
             lists.index_add_(0, targets, torch.ones_like(targets))
-    return Reads(rows, edges, lists, len(batches))
+    return AccessCounts(rows, edges, lists, len(batches))
 
 
-def _shuffled(num_seeds: int, batch_size: int, batches: range, seed: int) -> Iterator[tuple[Tensor, int]]:
-    """Give the positions of the seeds of each mini-batch, int64 ``[batch_size]`` or fewer, and its key."""
+def _shuffle_batches(num_seeds: int, batch_size: int, batches: range, seed: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield each mini-batch's seed positions, int64 ``[batch_size]`` or fewer, and its key."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     per_epoch = -(-num_seeds // batch_size)
     for number in range(batches.stop):

@@ -1,4 +1,4 @@
-"""Node-level training on neighborhoods that a GPU samples."""
+"""DataModule for node-level training with neighborhoods sampled on the GPU."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from lightning_gnn.gpu_sampling.placement import PlacedOnGPU
 
 
 class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
-    """Mini-batches sampled and gathered by the GPU that trains on them, equal to those of :class:`NeighborDataModule`.
+    """Samples and gathers the mini-batches of :class:`NeighborDataModule` on the GPU that trains on them.
 
-    The graph and the features are placed when the first loader is made, on the trainer's device. On a machine without a
-    GPU it says so in one line, and is a :class:`NeighborDataModule`.
+    Graph and features are placed for the trainer's device when the first loader is created. Without a GPU, it warns
+    and behaves as :class:`NeighborDataModule`.
 
     Arguments of :class:`~lightning_gnn.gpu_sampling.PlacementOptions` choose where graph and features are stored, and
     how the GPU samples: ``topology``, ``features``, ``cache_rows``, ``cache_bytes``, ``quantize``, ``mode``,
     ``fetch_size``, ``prefetch`` and ``bulk``. The plan is :attr:`placement`. ``device``, ``device_memory`` and ``gpus``
-    are the GPU, and what :meth:`plan_placement` plans for.
+    describe the GPU, also for :meth:`plan_placement`.
 
     Args:
         *args: Graph and seeds of :class:`~lightning_gnn.NeighborDataModule`.
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, such as ``num_neighbors``.
 
     Raises:
-        ValueError: What :class:`~lightning_gnn.NeighborDataModule` or ``PlacementOptions`` refuse; when the first
-            loader is made, more wanted on the device than it has, another number of ``gpus``, or ``"shard"`` among
-            GPUs that do not read each other's memory.
-        RuntimeError: Page-locked memory was refused, when the first loader is made.
+        ValueError: :class:`~lightning_gnn.NeighborDataModule` or ``PlacementOptions`` reject an argument. When the
+            first loader is created: the device has too little memory, ``gpus`` differs from the run, or ``"shard"`` is
+            used without peer access between the GPUs.
+        RuntimeError: Page-locked memory cannot be allocated when the first loader is created.
 
     Examples:
         >>> import torch
@@ -48,6 +48,6 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
 
     def _training_seeds(self) -> tuple[NodeSamplerInput, None]:
         with_seeds = [stage for stage in self._types if self._nodes[stage] is not None]
-        stage = "train" if "train" in with_seeds or not with_seeds else with_seeds[0]  # of who only evaluates
-        kind, seeds, _ = get_input_nodes(self.data, self._seeds(stage))
-        return NodeSamplerInput(None, seeds, self._times[stage], kind), None
+        stage = "train" if "train" in with_seeds or not with_seeds else with_seeds[0]  # without training seeds
+        node_type, seeds, _ = get_input_nodes(self.data, self._seeds(stage))
+        return NodeSamplerInput(None, seeds, self._times[stage], node_type), None

@@ -1,4 +1,4 @@
-"""Link-level training on neighborhoods that a GPU samples."""
+"""DataModule for link-level training with neighborhoods sampled on the GPU."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lightning_gnn.gpu_sampling.placement import PlacedOnGPU
 
 
 class PersistentLinkDataModule(PlacedOnGPU, LinkDataModule):
-    """Mini-batches of edges, sampled and gathered by the GPU that trains on them: those of :class:`LinkDataModule`.
+    """Samples and gathers the mini-batches of :class:`LinkDataModule` on the GPU that trains on them.
 
-    The neighborhoods of both ends, also of negative edges, are one launch. Otherwise it is as
+    One launch samples the neighborhoods of the endpoints of positive and negative edges. Otherwise it behaves as
     :class:`~lightning_gnn.PersistentSamplerDataModule`.
 
     Args:
         *args: Graph and edges of :class:`~lightning_gnn.LinkDataModule`.
-        **kwargs: Its further arguments, such as ``neg_sampling``, and
-            :class:`~lightning_gnn.gpu_sampling.PlacementOptions` but for ``bulk``, which is for mini-batches of nodes.
+        **kwargs: Its further arguments, such as ``neg_sampling``, and those of
+            :class:`~lightning_gnn.gpu_sampling.PlacementOptions` except ``bulk``, which only applies to node batches.
 
     Examples:
         >>> import torch
@@ -38,7 +38,7 @@ class PersistentLinkDataModule(PlacedOnGPU, LinkDataModule):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if "bulk" in kwargs:
-            raise TypeError("there is no option bulk: mini-batches of edges are sampled one by one; leave it out")
+            raise TypeError("unknown option bulk: mini-batches of edges are sampled one by one; leave it out")
         super().__init__(*args, bulk=1, **kwargs)
 
     def _training_seeds(self) -> tuple[EdgeSamplerInput, NegativeSampling | None]:

@@ -1,4 +1,4 @@
-"""What of a graph lies where on a GPU, and how it samples: the options of a DataModule."""
+"""Options of GPU DataModules: placement of graph and features, and sampling."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ from lightning_gnn.runtime.messages import memory_bytes, true_or_false, whole_nu
 
 @dataclass
 class PlacementOptions:
-    """Where a GPU reads graph and features, and how it samples.
+    """Placement of graph and features for a GPU, and options of its sampling.
 
-    Topology, features, caches and mini-batches share three quarters of the device's free memory by one plan, which is
-    printed when the first loader is made; the rest is the model's.
+    One plan divides three quarters of the device's free memory among topology, features, caches and mini-batches; the
+    rest is for the model. The plan is printed when the first loader is created.
 
     Args:
         topology: ``"device"``, ``"shard"``, ``"pinned"`` (page-locked host memory, read over PCIe) or ``"auto"``.
-            ``"shard"`` deals the edges of a homogeneous graph, without times and weights, out to the GPUs of a machine,
-            one per process of the run, which read each other's memory. Where they cannot, ``"shard"`` is refused, and
-            ``"auto"`` places as for one GPU.
-        features: The same for the features, of any graph; other attributes of nodes and edges always lie on the device.
-            With ``memory=``, what is on disk comes by way of the host.
-        cache_rows: Feature rows of the nodes with most out-edges that the device holds where features are pinned.
-        cache_bytes: Instead, at most so many bytes (``4 << 30``, ``"4GB"``) for hot feature rows and, in uniform
-            sampling of homogeneous graphs, hot adjacency lists, or ``"auto"``, whatever the plan leaves. Mini-batches
-            that are sampled first tell where each byte saves most (DUCATI's dual cache).
+            ``"shard"`` distributes the edges of a homogeneous graph, without times and weights, across the GPUs of a
+            machine, one per process, which read each other's memory. Without peer access, ``"shard"`` raises an error
+            and ``"auto"`` plans for one GPU.
+        features: The same for the features of any graph; all other node and edge attributes are stored on the device.
+            With ``memory=``, features are read from disk through the host.
+        cache_rows: Feature rows, those of the nodes with most out-edges, to cache on the device if features are pinned.
+        cache_bytes: Instead, the maximum bytes (``4 << 30``, ``"4GB"``) for hot feature rows and, for uniform sampling
+            of homogeneous graphs, hot adjacency lists; ``"auto"`` uses all remaining memory. Pre-sampled mini-batches
+            determine which entries save most per byte (DUCATI's dual cache).
         quantize: Store ``x`` as int8 with one scale per row, a quarter of float32, dequantized when gathered.
-        mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, which samples uniformly in
-            homogeneous graphs; all else runs hop by hop); the samples are equal.
-        fetch_size: Tasks that a program of the persistent queue claims at a time.
-        prefetch: Mini-batches prepared beyond the one that is trained on, on a stream of their own; 0 prepares them in
-            turn with training.
-        bulk: Mini-batches that are sampled in one launch, in uniform sampling of homogeneous graphs with
-            ``mode="fused"``; fewer where they would take much of the memory.
-        device: Where to sample; by default the trainer's device, or the current GPU.
-        device_memory: Bytes that the device has free (``"80GB"``); by default it is asked. With it
-            ``plan_placement`` needs no GPU.
-        gpus: GPUs of the machine that ``plan_placement`` plans for; a run has one for each of its processes there.
+        mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, for uniform sampling of
+            homogeneous graphs; all else runs hop by hop). The samples are equal.
+        fetch_size: Number of tasks that a program of the persistent queue claims at a time.
+        prefetch: Number of mini-batches prefetched on a separate stream; 0 prepares each one when it is needed.
+        bulk: Number of mini-batches per launch, for uniform sampling of homogeneous graphs with ``mode="fused"``;
+            reduced if they would take too much memory.
+        device: Device for sampling; by default the trainer's device, or the current GPU.
+        device_memory: Free bytes of the device (``"80GB"``); by default they are queried. If given,
+            ``plan_placement`` does not need a GPU.
+        gpus: Number of GPUs of the machine for ``plan_placement``; a run uses one per local process.
 
     Raises:
-        ValueError: An option is out of range, or two exclude each other.
+        ValueError: An option is out of range, or two options exclude each other.
     """
 
     topology: str = "auto"
@@ -61,7 +60,7 @@ class PlacementOptions:
     cache_budget: int | None = field(init=False)
     """``cache_bytes`` as a number; None for ``"auto"``."""
     memory_budget: int | None = field(init=False, default=None)
-    """``device_memory`` as a number; None where the device is asked."""
+    """``device_memory`` as a number; None if the device is queried."""
 
     def __post_init__(self) -> None:
         check_place(self.topology, "topology")
@@ -75,12 +74,12 @@ class PlacementOptions:
         if self.gpus is not None:
             self.gpus = whole_number(self.gpus, "gpus", 1)
         if self.cache_rows and self.cache_budget != 0:
-            raise ValueError("give cache_rows or cache_bytes, not both: a budget decides how many rows there are")
+            raise ValueError("set cache_rows or cache_bytes, not both: cache_bytes determines the number of rows")
         if self.features in ("device", "shard") and self.cache_rows:
-            raise ValueError("cache_rows is for features='pinned' or 'auto'; on the device every row is at hand")
+            raise ValueError("cache_rows is for features='pinned' or 'auto'; on the device no row needs a cache")
         if self.mode not in MODES:
             raise ValueError(f"mode={self.mode!r} is unknown; use one of {', '.join(MODES)}")
         try:
             self.device = None if self.device is None else torch.device(self.device)
         except (RuntimeError, TypeError) as error:
-            raise ValueError(f"device={self.device!r} is none: {error}") from None
+            raise ValueError(f"invalid device {self.device!r}: {error}") from None

@@ -1,4 +1,4 @@
-"""The stages of mini-batches that a GPU samples and gathers, and which are born there."""
+"""Loading pipeline for mini-batches that are sampled and gathered directly on the GPU."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ from lightning_gnn.sampling.neighbor import Output
 
 @dataclass(eq=False)
 class PendingLaunch:
-    """Mini-batches that the GPU samples in one launch."""
+    """Mini-batches that the GPU is sampling in one launch."""
 
     tasks: list[BatchTask]
-    samples: Any  # what the sampler has launched
-    ids: list[Tensor]  # of each, the positions of its seeds on the device, int64 [batch_size]
+    samples: Any  # handle of the sampler's launch
+    ids: list[Tensor]  # seed positions of each mini-batch, int64 [batch_size], on the device
 
     def is_ready(self) -> bool:
-        """Return whether :meth:`DevicePipeline.result` would not wait."""
+        """Return whether :meth:`DevicePipeline.result` would return without waiting."""
         return bool(self.samples.is_ready())
 
 
 class DevicePipeline(MiniBatchPipeline):
-    """A :class:`MiniBatchPipeline` on a GPU: nothing of a mini-batch is left for Lightning's transfer, which waits."""
+    """:class:`MiniBatchPipeline` on a GPU: whole mini-batches are on the device, so Lightning has nothing to copy."""
 
     def __init__(self, *args: Any, device: torch.device, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.device = device
-        self._seeds_there: tuple[Tensor, Tensor | None] | None = None
+        self._device_seeds: tuple[Tensor, Tensor | None] | None = None
 
     def collate(self, out: Output, allocate: Allocator | None = None) -> tuple[Batch, dict[Attribute, Tensor]]:
-        """Return PyG's mini-batch of a subgraph on the device, and the rows of what is trained."""
-        batch, waiting = super().collate(out, allocate)
+        """Return PyG's mini-batch of a subgraph on the device, and the rows of trained tensors to gather later."""
+        batch, deferred_rows = super().collate(out, allocate)
         batch = apply_now(batch, self._to_device)
         if self.has_own_sampler:
             remember(batch)
-        return batch, waiting
+        return batch, deferred_rows
 
     @property
     def can_launch(self) -> bool:
-        """Whether it can launch the sampling of mini-batches, and wait for them later."""
+        """Whether sampling can be launched asynchronously."""
         if self.has_edges or self.requires_main_thread or self.seeds.time is not None:
             return False
         return bool(self.sampler.can_begin)
 
     def launch(self, tasks: Sequence[BatchTask], share: float = 1.0) -> PendingLaunch:
-        """Launch the sampling of at most ``bulk_size`` mini-batches on the current stream, without waiting."""
+        """Launch the sampling of at most ``bulk_size`` mini-batches asynchronously on the current stream."""
         seeds, ids = zip(*(self._seeds_on_device(task.seeds) for task in tasks), strict=True)
         keys = [self.key(task) for task in tasks]
         return PendingLaunch(list(tasks), self.sampler.begin(seeds, keys, share), list(ids))
 
     @profiled("sampling")
     def result(self, launch: PendingLaunch) -> list[SampledBatch]:
-        """Return the mini-batches of a launch, for use on the stream where it was launched."""
+        """Return the mini-batches of a launch, for use on the stream of the launch."""
         start = time.perf_counter()
         with deferred(self.defers_edges):
             outs = self.sampler.end(launch.samples)
@@ -75,15 +75,15 @@ class DevicePipeline(MiniBatchPipeline):
         return [SampledBatch(task, out, self.key(task), seconds) for task, out in zip(launch.tasks, outs, strict=True)]
 
     def _seeds_on_device(self, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Return the seeds at some positions, and their ids."""
-        if self._seeds_there is None:
+        """Return the seeds at some positions and their ids, on the device."""
+        if self._device_seeds is None:
             nodes = check_seeds(self.seeds.node, self.sampler.graph.num_nodes)
             ids = self.seeds.input_id
-            self._seeds_there = nodes.to(self.device), None if ids is None else ids.to(self.device)
+            self._device_seeds = nodes.to(self.device), None if ids is None else ids.to(self.device)
         if isinstance(positions, Tensor) and not positions.is_cpu:
-            nodes, ids = self._seeds_there
+            nodes, ids = self._device_seeds
             return nodes.index_select(0, positions), positions if ids is None else ids.index_select(0, positions)
-        inputs = self.seeds[positions]  # of a user's own sampler: positions may be out of range
+        inputs = self.seeds[positions]  # from a user's batch sampler: index on the CPU, which checks the range
         if inputs.node.dim() != 1:
             raise ValueError(f"seeds must have one dimension, but have the shape {list(inputs.node.shape)}")
         return to_device_async(inputs.node, self.device), to_device_async(inputs.input_id, self.device)

@@ -1,4 +1,4 @@
-"""What of a graph lies on the GPU that samples it, in page-locked memory, or in a cache of hot rows and lists."""
+"""Places graph and features in GPU memory, in page-locked host memory, or in a cache of hot rows and lists."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from lightning_gnn.datamodules.base import Loader, MiniBatchDataModule
 from lightning_gnn.features.disk_features import DiskFeatures
 from lightning_gnn.features.memory_pool import pinned
 from lightning_gnn.features.table import FEATURE_DTYPES, FeatureTable
-from lightning_gnn.gpu_sampling.access_counts import Reads, count_reads
+from lightning_gnn.gpu_sampling.access_counts import AccessCounts, count_reads
 from lightning_gnn.gpu_sampling.budget import Placement
 from lightning_gnn.gpu_sampling.demand import TOPOLOGY, Demand
 from lightning_gnn.gpu_sampling.options import PlacementOptions
 from lightning_gnn.gpu_sampling.pipeline import DevicePipeline
-from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler, check_dealt, find_gpu
-from lightning_gnn.gpu_sampling.shards import LocalMachine, ShardedTable, meet_on_machine
+from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler, check_shardable, find_gpu
+from lightning_gnn.gpu_sampling.shards import LocalMachine, ShardedTable, rendezvous_on_machine
 from lightning_gnn.gpu_sampling.stream_prefetcher import prefetch_on_stream
 from lightning_gnn.graph.stores import AttributeName, name_of, of_edges, of_nodes, stores_of
 from lightning_gnn.loading.batch import Attribute
 from lightning_gnn.runtime.memory_info import available_bytes
 from lightning_gnn.sampling.neighbor import NeighborSampler
 
-_EVALUATION = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "labor", "subgraph_type")
-"""What of the sampler may be another one in evaluation."""
+_EVAL_OPTIONS = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "labor", "subgraph_type")
+"""Sampler attributes that may differ in evaluation."""
 
 
 class PlacedOnGPU(MiniBatchDataModule):
-    """Mixed into a DataModule: its graph and features lie where a GPU reads them, which samples and gathers."""
+    """Mix-in for DataModules: a GPU samples and gathers, from its own memory, other GPUs or pinned host memory."""
 
     on_cpu: ClassVar[str]
-    """The class that samples the same mini-batches on the CPU."""
+    """Class that samples the same mini-batches on the CPU."""
 
     def __init__(
         self,
@@ -63,17 +63,17 @@ class PlacedOnGPU(MiniBatchDataModule):
             device_memory, gpus,
         )  # fmt: skip
         if "tables" in kwargs:
-            raise TypeError(f"there is no option tables: {type(self).__name__} makes them on its device")
+            raise TypeError(f"unknown option tables: {type(self).__name__} creates the tables itself; leave it out")
         super().__init__(*args, **kwargs)
         if not isinstance(self.graph_sampler, NeighborSampler):
             raise TypeError(
-                f"{type(self).__name__} samples by kernels of its own, so it cannot take the sampler "
+                f"{type(self).__name__} samples with its own kernels, so it cannot take the sampler "
                 f"{type(self.graph_sampler).__name__}; use {self.on_cpu} with it"
             )
         if self._disk is not None and (features in ("device", "shard") or cache_rows or quantize):
             raise ValueError(
-                f"features={features!r}, cache_rows={cache_rows}, quantize={quantize}: one is for features in memory, "
-                "but with memory= those on disk come by way of the host; leave it out"
+                f"features={features!r}, cache_rows={cache_rows}, quantize={quantize}: these options are for features "
+                "in memory, but memory= reads them from disk through the host; leave them out"
             )
         self.placement_options = placing
         self._placement: Placement | None = None
@@ -83,10 +83,10 @@ class PlacedOnGPU(MiniBatchDataModule):
         self._tables: dict[AttributeName, FeatureTable | ShardedTable | DiskFeatures] = {}
         self._samplers: dict[str, PersistentNeighborSampler] = {}
         if placing.topology == "shard":
-            check_dealt(self.graph_sampler, self.eval_graph_sampler)
+            check_shardable(self.graph_sampler, self.eval_graph_sampler)
 
     def _training_seeds(self) -> tuple[NodeSamplerInput | EdgeSamplerInput, NegativeSampling | None]:
-        """Return what mini-batches of the training set are sampled for, and what negative edges they have."""
+        """Return the seed nodes or edges of the training set, and their negative sampling."""
         raise NotImplementedError
 
     @override
@@ -109,7 +109,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             **{**self._from_disk(stage), "tables": self._tables},
             pipeline=partial(DevicePipeline, device=device),
             prefetcher=partial(prefetch_on_stream, depth=self.placement_options.prefetch, bulk=self._bulk),
-            # A stream prepares ahead of training; threads would take turns to launch on it.
+            # A CUDA stream prefetches; worker threads would only serialize their launches on it.
             num_workers=0,
             pin_memory=False,
         )
@@ -124,11 +124,11 @@ class PlacedOnGPU(MiniBatchDataModule):
 
     @property
     def placement(self) -> Placement | None:
-        """What lies where on the GPU; None before the first loader is made, and without one."""
+        """Placement of graph and features; None without a GPU, and before the first loader is created."""
         return self._placement
 
     def plan_placement(self, device: torch.device | None = None) -> Placement:
-        """Say what would lie where on a GPU, by default that of the first loader, without copying anything there."""
+        """Return the placement for a GPU, by default that of the first loader, without copying any data."""
         demand = self._demand(self.placement_options.gpus or 1)
         return demand.plan(self._memory(device or self._device()), self._count_reads)
 
@@ -136,23 +136,23 @@ class PlacedOnGPU(MiniBatchDataModule):
         if self.placement_options.memory_budget is not None:
             return self.placement_options.memory_budget
         if device is None:
-            raise ValueError("there is no GPU to plan for; say how much memory one would have, as device_memory='80GB'")
+            raise ValueError("no GPU found to plan for; set the memory of one, such as device_memory='80GB'")
         return available_bytes(device) or 0
 
     def _rendezvous(self, device: torch.device | None) -> LocalMachine | None:
-        """Return this machine's ranks whose GPUs may share tables, or None; collective: each rank must call this."""
+        """Return the machine's ranks if their GPUs can share tables, or None. Collective: every rank must call this."""
         places = {"topology": self.placement_options.topology, "features": self.placement_options.features}
         sharded = [f"{name}='shard'" for name, place in places.items() if place == "shard"]
         machine = None
         if dist.is_initialized() and dist.get_world_size() > 1:
             if not sharded and "auto" not in places.values():
                 return None
-            machine = meet_on_machine(device)
+            machine = rendezvous_on_machine(device)
         if device is None:
             return None
         size = 1 if machine is None else machine.size
         if (gpus := self.placement_options.gpus) not in (None, size):
-            raise ValueError(f"gpus={gpus}, but the run has {size} on this machine: leave it out, or start as many")
+            raise ValueError(f"gpus={gpus}, but the run has {size} on this machine: leave it out, or start {gpus}")
         if machine is None or size == 1:
             return None
         if sharded and machine.obstacle:
@@ -160,7 +160,7 @@ class PlacedOnGPU(MiniBatchDataModule):
         return None if machine.obstacle else machine
 
     def _demand(self, gpus: int = 1, stage: str = "train") -> Demand:
-        """Return what of the graph and of mini-batches wants to be on the device."""
+        """Collect the arrays and mini-batches that need device memory."""
         data, on_disk = self.data, self._disk_tables(stage)
         tables: dict[Attribute, FeatureTable] = {}
         disk_tables: dict[Attribute, DiskFeatures] = {}
@@ -171,24 +171,24 @@ class PlacedOnGPU(MiniBatchDataModule):
             for key in store:
                 value = store[key]
                 if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-                    value = torch.from_numpy(value)  # mini-batches hold arrays of numbers as tensors
-                # What is trained stays the user's own tensor; so do attributes that are no numbers.
+                    value = torch.from_numpy(value)  # mini-batches contain numeric arrays as tensors
+                # Trained tensors stay the user's own objects, as do non-numeric attributes.
                 if name_of(store, key) in on_disk:
                     disk_tables[name, key] = on_disk[name_of(store, key)]
                     continue
                 if key in ("num_nodes", "edge_index", "adj_t") or not isinstance(value, Tensor) or value.requires_grad:
                     continue
-                at, by_row = (name, key), (name, key) in of_rows or (name, key) in edges
+                attribute, by_row = (name, key), (name, key) in of_rows or (name, key) in edges
                 if by_row and value.dim() == 2 and value.dtype in FEATURE_DTYPES and key != "y":
-                    tables[at] = FeatureTable(value)
+                    tables[attribute] = FeatureTable(value)
                 else:
-                    others[at] = value
+                    others[attribute] = value
         return Demand(
             self.graph_sampler,
             tables,
             others,
             edges,
-            [at for at in others if at in edges or at in of_rows],
+            [attribute for attribute in others if attribute in edges or attribute in of_rows],
             disk_tables,
             self.placement_options,
             self._held,
@@ -197,30 +197,30 @@ class PlacedOnGPU(MiniBatchDataModule):
 
     @property
     def _held(self) -> int:
-        """Mini-batches on the device at a time: those ahead, the one that is trained on, the one before it."""
+        """Number of mini-batches on the device at a time: prefetched, current and previous ones."""
         return self.placement_options.prefetch + 2
 
-    def _count_reads(self, batches: range) -> Reads:
+    def _count_reads(self, batches: range) -> AccessCounts:
         inputs, negatives = self._training_seeds()
         return count_reads(self.graph_sampler, inputs, self.batch_size, batches, self.seed, negatives)
 
     def _place(self, device: torch.device, stage: str) -> None:
-        """Copy graph, features and other attributes to where they are read."""
+        """Copy graph, features and other attributes to their planned memory."""
         machine = self._rendezvous(device)
         demand = self._demand(1 if machine is None else machine.size, stage)
         memory = self._memory(device)
         if machine is None:
             plan = demand.plan(memory, self._count_reads)
-        else:  # all do the same, by the least memory that one of them has
+        else:  # all ranks use one plan, for the smallest free memory of their GPUs
             memory = min(machine.gather(memory))
-            plan = machine.first(lambda: demand.plan(memory, self._count_reads))
+            plan = machine.broadcast_first(lambda: demand.plan(memory, self._count_reads))
         self._placement = plan
         self._bulk = plan.bulk
         rank_zero_info(f"persistent sampling: {plan}")
         self._placed_data, self._tables = copy.copy(self.data), {**self._disk_tables(stage)}
-        for at, table in demand.tables.items():
-            name, attribute = demand.name_of(at), at[1] if at[0] is None else at
-            if self.placement_options.quantize and at[1] == "x":
+        for (node_type, key), table in demand.tables.items():
+            name = demand.name_of((node_type, key))
+            if self.placement_options.quantize and key == "x":
                 table = table.quantized()
             placed: FeatureTable | ShardedTable
             if plan[name].place == "device":
@@ -230,12 +230,13 @@ class PlacedOnGPU(MiniBatchDataModule):
                 scales = None if table.scales is None else table.scales.to(device)
                 placed = ShardedTable(machine.share(table.values), scales)
             else:
-                read = pinned(table, table.num_nodes * table.row_bytes, device, name)
-                placed = read.cached(plan[name].nodes, device) if plan[name].nodes.numel() else read
-            self._tables[attribute] = placed
-        for (kind, key), value in demand.others.items():
-            part = self._placed_data if kind is None else self._placed_data[kind]
-            part[key] = value.to(device)
+                in_host_memory = pinned(table, table.num_nodes * table.row_bytes, device, name)
+                nodes = plan[name].nodes
+                placed = in_host_memory.cached(nodes, device) if nodes.numel() else in_host_memory
+            self._tables[key if node_type is None else (node_type, key)] = placed
+        for (node_type, key), value in demand.others.items():
+            store = self._placed_data if node_type is None else self._placed_data[node_type]
+            store[key] = value.to(device)
         topology = plan[TOPOLOGY]
         options = {"mode": self.placement_options.mode, "fetch_size": self.placement_options.fetch_size}
         hot = topology.nodes if topology.nodes.numel() else None
@@ -243,6 +244,6 @@ class PlacedOnGPU(MiniBatchDataModule):
             self.graph_sampler, device=device, topology=topology.place, hot_nodes=hot, machine=machine, **options
         )
         train.seed = self.seed
-        evaluation = train.with_options(**{name: getattr(self.eval_graph_sampler, name) for name in _EVALUATION})
-        self._samplers = {"train": train, "eval": evaluation}
+        changed = {name: getattr(self.eval_graph_sampler, name) for name in _EVAL_OPTIONS}
+        self._samplers = {"train": train, "eval": train.with_options(**changed)}
         self._placed_on = device

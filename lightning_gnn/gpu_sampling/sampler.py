@@ -1,4 +1,4 @@
-"""PGSampler: whole multi-hop samples on a GPU, in one launch."""
+"""PGSampler: multi-hop neighbor sampling on a GPU in one launch per mini-batch."""
 
 from __future__ import annotations
 
@@ -33,25 +33,24 @@ GraphT = TypeVar("GraphT", CSCGraph, HeteroCSCGraph)
 class PersistentNeighborSampler(NeighborSampler):
     """Neighbor sampling on a GPU, with the mini-batches of :class:`NeighborSampler`.
 
-    All hops of a mini-batch run in one launch, and the host waits once, for the sizes. On a machine without a GPU
-    it says so and samples on the CPU: the mini-batches are identical.
+    All hops of a mini-batch run in one launch, and the host synchronizes once, to read the sizes. Without a GPU, it
+    warns and samples identical mini-batches on the CPU.
 
     Args:
         data, num_neighbors, replace, disjoint, seed: As for :class:`NeighborSampler`.
-        device: Where to sample; by default the current GPU.
-        topology: ``"device"`` copies the graph to the GPU; ``"pinned"`` leaves it in page-locked host memory, which the
-            kernel reads over PCIe; ``"auto"`` takes the first if at most half of the free memory is needed.
-        mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, which samples uniformly in
-            graphs of one type; all else runs hop by hop); the samples are equal.
-        fetch_size: Tasks that a program of the queue claims at a time.
-        hot_nodes: Nodes whose adjacency lists are copied to the device where the topology is in pinned memory.
-        **options: Times, weights, LABOR, kinds of subgraphs and ``exclude_seed_edges``, as for
-            :class:`NeighborSampler`. Induced subgraphs with weights need the graph there twice, with weights and
-            without.
+        device: Device for sampling; by default the current GPU.
+        topology: ``"device"`` copies the graph to the GPU; ``"pinned"`` copies it to page-locked host memory, which the
+            kernel reads over PCIe; ``"auto"`` selects ``"device"`` if that takes at most half of the free memory.
+        mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, for uniform sampling of
+            homogeneous graphs; all else runs hop by hop). The samples are equal.
+        fetch_size: Number of tasks that a program of the queue claims at a time.
+        hot_nodes: Nodes with adjacency lists to cache on the device if the topology is pinned.
+        **options: Times, weights, LABOR, subgraph types and ``exclude_seed_edges``, as for :class:`NeighborSampler`.
+            Induced subgraphs with weights need two copies of the graph, with and without weights.
 
     Raises:
-        TypeError, ValueError: What :class:`NeighborSampler` refuses; a topology, mode or fetch size that is not valid.
-        RuntimeError: Page-locked memory was refused; the message has the sizes.
+        TypeError, ValueError: :class:`NeighborSampler` rejects an argument, or topology, mode or fetch size is invalid.
+        RuntimeError: Page-locked memory cannot be allocated; the message has the sizes.
 
     Examples:
         >>> import torch
@@ -59,12 +58,12 @@ class PersistentNeighborSampler(NeighborSampler):
         >>> from torch_geometric.sampler import NodeSamplerInput
         >>> from lightning_gnn import PersistentNeighborSampler
         >>> path = Data(edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]), num_nodes=5)
-        >>> sampler = PersistentNeighborSampler(path, num_neighbors=[1, 1])  # on the CPU where there is no GPU
+        >>> sampler = PersistentNeighborSampler(path, num_neighbors=[1, 1])  # on the CPU if the machine has no GPU
         >>> out = sampler.sample_from_nodes(NodeSamplerInput(None, torch.tensor([4])))
         >>> out.node.tolist(), out.edge.tolist(), out.num_sampled_nodes
         ([4, 3, 2], [3, 2], [1, 1, 1])
 
-    Source: PGSampler, sections III and IV. The termination rule and the order of nodes and edges are this project's.
+    Source: PGSampler, sections III and IV. The termination test and the order of nodes and edges are our own.
     """
 
     def __init__(
@@ -83,16 +82,16 @@ class PersistentNeighborSampler(NeighborSampler):
         **options: Any,
     ) -> None:
         if "backend" in options:
-            raise TypeError(f"{type(self).__name__} has no backend; NeighborSampler has")
+            raise TypeError(f"unknown option backend for {type(self).__name__}; use it with NeighborSampler")
         super().__init__(data, num_neighbors, replace, disjoint, seed, **options)
         self._place(device, topology, mode, fetch_size, hot_nodes)
 
     @classmethod
-    def of(cls, sampler: NeighborSampler, **where: Any) -> PersistentNeighborSampler:
-        """Return a sampler on a GPU like one on the CPU; ``"shard"`` deals edges out to those of ``machine``."""
+    def of(cls, sampler: NeighborSampler, **options: Any) -> PersistentNeighborSampler:
+        """Convert a CPU sampler to the GPU; ``topology="shard"`` shards its edges across the GPUs of ``machine``."""
         other = cls.__new__(cls)
         other.__dict__.update(vars(sampler))
-        other._place(**where)
+        other._place(**options)
         return other
 
     def _place(
@@ -104,7 +103,7 @@ class PersistentNeighborSampler(NeighborSampler):
         hot_nodes: Tensor | None = None,
         machine: LocalMachine | None = None,
     ) -> None:
-        """Copy the graph to where the GPU reads it."""
+        """Copy the graph to the memory that its placement selects."""
         check_place(topology, "topology")
         if topology == "shard" and machine is None:
             raise ValueError("topology='shard' needs the other GPUs' processes: use PersistentSamplerDataModule")
@@ -115,9 +114,9 @@ class PersistentNeighborSampler(NeighborSampler):
         host, whole = self.graph, self.whole_graph
         plain = isinstance(host, CSCGraph) and host.time is None and host.weight is None
         if hot_nodes is not None and not plain:
-            raise ValueError("hot_nodes are for graphs of one type without times and weights: leave them out")
+            raise ValueError("hot_nodes is only for homogeneous graphs without times and weights: leave it out")
         self._kernel: Any = None
-        self._topology: str | None = None  # where edges are, on a GPU
+        self._topology: str | None = None  # placement of the edges; None without a GPU
         self._edge_ids: PeerShards | None = None
         self.device = find_gpu(device)
         if self.device is None:
@@ -125,11 +124,11 @@ class PersistentNeighborSampler(NeighborSampler):
             return
         self.backend = "triton"
         if machine is not None and topology == "shard":
-            self._share(machine, mode, fetch_size)
+            self._shard(machine, mode, fetch_size)
             return
         self._topology = choose_place(topology, host.num_bytes, self.device, "the topology")
-        self.graph = self._placed(host)
-        if isinstance(whole, HeteroCSCGraph):  # edges of types without weights are the same
+        self.graph = self._copy_graph(host)
+        if isinstance(whole, HeteroCSCGraph):  # both graphs share the edge types without weights
             whole = whole.map_relations(
                 lambda name, part: self.graph.relations[name] if part is host.relations[name] else part
             )
@@ -143,11 +142,11 @@ class PersistentNeighborSampler(NeighborSampler):
                 self.graph.indptr, self.graph.indices, self.device, mode=mode, fetch_size=fetch_size, cached=hot
             )
 
-    def _share(self, machine: LocalMachine, mode: str, fetch_size: int) -> None:
-        """Deal out the edges to the GPUs of a machine; offsets, which are read first, are on each."""
+    def _shard(self, machine: LocalMachine, mode: str, fetch_size: int) -> None:
+        """Shard the edges across the GPUs of a machine, and replicate the offsets, which are read first."""
         host, self._topology = self.graph, "shard"
         assert self.device is not None
-        check_dealt(self)
+        check_shardable(self)
         indptr, sources = host.indptr.to(self.device), machine.share(host.indices.view(-1, 1), LIST_SHIFT)
         self.graph = self.whole_graph = changed(host, indptr=indptr)
         if host.edge_ids is not None:
@@ -155,48 +154,50 @@ class PersistentNeighborSampler(NeighborSampler):
         local, options = sources.local.view(-1), {"mode": mode, "fetch_size": fetch_size, "shards": sources}
         self._kernel = triton_sampler(indptr, local, self.device, **options)
 
-    def _placed(self, graph: GraphT) -> GraphT:
-        """Return a copy of a graph where the GPU reads it."""
+    def _copy_graph(self, graph: GraphT) -> GraphT:
+        """Return a copy of a graph in device or pinned memory."""
         assert self.device is not None
         if isinstance(graph, HeteroCSCGraph):
-            return graph.map_relations(lambda _, part: self._placed(part))
+            return graph.map_relations(lambda _, relation: self._copy_graph(relation))
         if self._topology == "device":
             return graph.to(self.device)
-        # Offsets are few, and read first; that they are on the device also says where to sample.
-        there = pinned(graph, graph.num_bytes, self.device, "the topology")
-        return changed(there, indptr=there.indptr.to(self.device))
+        # The offsets are small and read first; their device also selects the device for sampling.
+        in_host_memory = pinned(graph, graph.num_bytes, self.device, "the topology")
+        return changed(in_host_memory, indptr=in_host_memory.indptr.to(self.device))
 
     def _place_whole(self) -> None:
-        """Copy all edges to where the GPU reads them, if induced subgraphs need more than those that are picked."""
-        if self.device is None or self.subgraph_type != SubgraphType.induced or self._is_there(self.whole_graph):
+        """Copy the complete graph too, if induced subgraphs need edges that sampling may not pick."""
+        if self.device is None or self.subgraph_type != SubgraphType.induced or self._is_placed(self.whole_graph):
             return
         whole = self.whole_graph
-        if isinstance(whole, HeteroCSCGraph):  # edges of types without weights are there already
-            self.whole_graph = whole.map_relations(lambda _, part: part if self._is_there(part) else self._placed(part))
+        if isinstance(whole, HeteroCSCGraph):  # edge types without weights have been copied already
+            self.whole_graph = whole.map_relations(
+                lambda _, relation: relation if self._is_placed(relation) else self._copy_graph(relation)
+            )
         else:
-            self.whole_graph = self._placed(whole)
+            self.whole_graph = self._copy_graph(whole)
 
-    def _is_there(self, graph: CSCGraph | HeteroCSCGraph) -> bool:
+    def _is_placed(self, graph: CSCGraph | HeteroCSCGraph) -> bool:
         assert self.device is not None
-        parts = graph.relations.values() if isinstance(graph, HeteroCSCGraph) else [graph]
-        return {part.indptr.device.type for part in parts} <= {self.device.type}
+        relations = graph.relations.values() if isinstance(graph, HeteroCSCGraph) else [graph]
+        return {relation.indptr.device.type for relation in relations} <= {self.device.type}
 
     def with_options(self, **options: object) -> PersistentNeighborSampler:
         """Return a sampler over the same graph with some attributes changed, such as ``num_neighbors``."""
         other = super().with_options(**options)
         assert isinstance(other, PersistentNeighborSampler)
         if other._topology == "shard":
-            check_dealt(other)
+            check_shardable(other)
         other._place_whole()
         return other
 
     def _sample(self, seeds: Any, times: NodeTime, key: int, first: int = 0) -> Output:
-        """Sample on the GPU; what picks uniformly in a homogeneous graph in one launch of the persistent kernel."""
+        """Sample on the GPU; uniform sampling of a homogeneous graph takes one launch of this sampler's kernel."""
         self._check_process()
         plain = times is None and self.labor is None and not isinstance(seeds, dict)
         if self._kernel is None or self.device is None or not plain:
             return super()._sample(seeds, times, key, first)
-        # On the CPU seeds are checked without waiting for the GPU.
+        # Checking CPU seeds does not wait for the GPU.
         seeds = to_device_async(check_seeds(seeds, self.graph.num_nodes), self.device)
         out = self._kernel.sample(seeds, self.num_neighbors, key, self.replace, self.disjoint, first)
         return self.as_output(NeighborSample(*out))
@@ -216,7 +217,7 @@ class PersistentNeighborSampler(NeighborSampler):
     def sample_from_edges(
         self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None, key: int | None = None
     ) -> Output:
-        """Sample both ends of edges as :class:`NeighborSampler` does; their metadata is on the GPU too."""
+        """Sample the endpoints of edges as :class:`NeighborSampler`, with the metadata on the GPU."""
         out = super().sample_from_edges(inputs, neg_sampling, key)
         if self.device is not None:
             out.metadata = tuple(part.to(self.device) if isinstance(part, Tensor) else part for part in out.metadata)
@@ -224,65 +225,62 @@ class PersistentNeighborSampler(NeighborSampler):
 
     @property
     def can_begin(self) -> bool:
-        """Whether :meth:`begin` can: it picks uniformly in a graph of one type."""
+        """Whether :meth:`begin` is supported: uniform sampling of a homogeneous graph on a GPU."""
         return self._kernel is not None and not nonuniform_features(self)
 
     def begin(self, seeds: Sequence[Tensor], keys: Sequence[int], share: float = 1.0) -> Any:
-        """Launch mini-batches on the current stream, without waiting; returns what :meth:`end` takes.
+        """Launch mini-batches asynchronously on the current stream; return a handle for :meth:`end`.
 
         Args:
-            seeds: Of at most :meth:`bulk_size` mini-batches, int64 ``[batch_size]``, on the device; not checked.
-            keys: Of each.
-            share: Of the GPU, how much the launch may fill.
+            seeds: Seeds of at most :meth:`bulk_size` mini-batches, int64 ``[batch_size]``, on the device; not checked.
+            keys: Key of each mini-batch.
+            share: Maximum fraction of the GPU for the launch.
         """
         self._check_process()
         return begin_samples(self._kernel, seeds, self.num_neighbors, keys, self.replace, self.disjoint, share)
 
     def end(self, begun: Any) -> list[SamplerOutput]:
-        """Return mini-batches that have been begun, for use on the stream where that was."""
+        """Return the mini-batches of a :meth:`begin`, for use on the stream of its launch."""
         return [self.as_output(NeighborSample(*sample)) for sample in begun.end()]
 
     def bulk_size(self, wanted: int = 8) -> int:
-        """Return how many mini-batches, ``wanted`` at most, :meth:`begin` had best be given at a time.
-
-        One, where each takes a launch of its own. Else so many that the words of their nodes, 8 bytes each per node of
-        the graph, take an eighth of the free memory.
-        """
+        """Return the best number of mini-batches per :meth:`begin`, at most ``wanted``: 1 if each needs a launch."""
         induced = self.subgraph_type == SubgraphType.induced
         if self._kernel is None or self.disjoint or self.labor is not None or induced:
             return 1
         most = min(wanted, most_batches(self._kernel))
         if self._kernel.device.type == "cuda":
+            # Node words, 8 bytes per mini-batch and node of the graph, may take an eighth of the free memory.
             free = torch.cuda.mem_get_info(self._kernel.device)[0]
             most = min(most, free // 8 // (8 * max(self.graph.num_nodes, 1)))
         return int(max(1, most))
 
     def original_positions(self, graph: CSCGraph, edge: Tensor) -> Tensor:
-        """Turn positions in CSC order into positions in the user's ``edge_index``, on the device."""
+        """Convert positions in CSC order to positions in the user's ``edge_index``, on the device."""
         if self._edge_ids is not None:
-            found = torch.empty((edge.numel(), 1), dtype=self.graph.edge_ids.dtype, device=edge.device)
-            self._edge_ids.take(edge, found)
-            return found.view(-1).to(torch.int64)
+            ids = torch.empty((edge.numel(), 1), dtype=self.graph.edge_ids.dtype, device=edge.device)
+            self._edge_ids.take(edge, ids)
+            return ids.view(-1).to(torch.int64)
         if self.device is None or graph.edge_ids is None:
             return super().original_positions(graph, edge)
         return gather_rows(graph.edge_ids.view(-1, 1), edge).view(-1).to(torch.int64)
 
 
-def check_dealt(*samplers: BaseSampler) -> None:
-    """Refuse what the kernels cannot do with edges that are dealt out to several GPUs."""
+def check_shardable(*samplers: BaseSampler) -> None:
+    """Raise a ValueError for sampling options that the kernels do not support on sharded edges."""
     for sampler in samplers:
-        if refused := nonuniform_features(sampler):
-            raise ValueError(f"topology='shard' does not go with {refused[0]}; take 'device' or 'pinned'")
+        if unsupported := nonuniform_features(sampler):
+            raise ValueError(f"topology='shard' does not go with {unsupported[0]}; use 'device' or 'pinned'")
 
 
 def find_gpu(device: torch.device | str | None = None) -> torch.device | None:
-    """Return where Triton kernels can run, the device asked for or the current GPU; None if they cannot."""
-    there = torch.cuda.is_available()
+    """Return ``device``, by default the current GPU, or None if Triton kernels cannot run there."""
+    has_cuda = torch.cuda.is_available()
     if device is None:
-        if not there:
+        if not has_cuda:
             return None
         device = torch.device("cuda", torch.cuda.current_device())
     device = torch.device(device)
-    if device.type == "cuda" and there:
-        require_triton(f"sampling on {device}")  # before anything is copied there, and not on the CPU without a word
+    if device.type == "cuda" and has_cuda:
+        require_triton(f"sampling on {device}")  # fail before copying data, instead of falling back to the CPU
     return device if runs_on(device) else None

@@ -1,4 +1,4 @@
-"""Mini-batches that a GPU prepares ahead of training, on a stream of its own."""
+"""Prefetching of mini-batches on the GPU, on a separate CUDA stream."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_gnn.loading.prefetch import Prefetcher
 from lightning_gnn.runtime.devices import current_stream, new_stream, record_stream
 from lightning_gnn.sampling.deferred_edges import apply_now
 
-SHARE = 0.5  # of the GPU, how much sampling may fill beside training
+SAMPLING_GPU_FRACTION = 0.5  # maximum fraction of the GPU for sampling that overlaps training
 
 
 def prefetch_on_stream(loader: PipelineLoader, epoch: int, first: int, *, depth: int, bulk: int) -> Prefetcher:
-    """Return the prefetcher of a loader with a :class:`DevicePipeline`; rows on disk are sampled for far ahead."""
+    """Return the prefetcher of a loader with a :class:`DevicePipeline`; out-of-core features need a long lookahead."""
     pipeline = loader.pipeline
     assert isinstance(pipeline, DevicePipeline)
     window = loader.lookahead.begin(loader.tasks(epoch, first), first, loader.next_epoch_tasks(epoch))
@@ -31,10 +31,10 @@ def prefetch_on_stream(loader: PipelineLoader, epoch: int, first: int, *, depth:
 
 
 class StreamPrefetcher(Prefetcher):
-    """Prepares an epoch's mini-batches in order, on a stream of its own, at most ``depth`` ahead of training.
+    """Prepares an epoch's mini-batches in order on a separate stream, at most ``depth`` ahead of training.
 
-    Up to ``bulk`` are sampled in one launch, or one by one by ``prepare``. The host waits for sizes only if nothing is
-    ready, and for the step ``depth`` before the last, so that it does not run ahead without end.
+    One launch samples up to ``bulk`` mini-batches; ``prepare``, if given, samples them one by one. The host waits for
+    sizes only if no mini-batch is ready, and for the training step ``depth`` steps ago, so its lead is bounded.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StreamPrefetcher(Prefetcher):
         self._sampled: deque[SampledBatch] = deque()
         self._ready: deque[tuple[PreparedBatch | BaseException, Any]] = deque()
         self._steps: deque[Any] = deque()
-        if self._stream is not None:  # graph and features have been placed there by the stream that is current
+        if self._stream is not None:  # the current stream has copied graph and features to the device
             self._stream.wait_event(current_stream(pipeline.device).record_event())
 
     def __next__(self) -> PreparedBatch:
@@ -64,10 +64,10 @@ class StreamPrefetcher(Prefetcher):
             raise
 
     def close(self) -> None:
-        """Drop what is under way."""
+        """Drop all pending mini-batches."""
         self._tasks, self._launch = iter(()), None
-        for held in (self._sampled, self._ready, self._steps):
-            held.clear()
+        for queue in (self._sampled, self._ready, self._steps):
+            queue.clear()
         self._on_close()
 
     def _next(self) -> PreparedBatch:
@@ -81,19 +81,19 @@ class StreamPrefetcher(Prefetcher):
             self._steps.popleft().synchronize()
         with self._stream:
             self._advance(waits=True)
-        made, arrival = self._ready.popleft()
-        if isinstance(made, BaseException):
-            raise made
+        result, completion = self._ready.popleft()
+        if isinstance(result, BaseException):
+            raise result
         with self._stream:
             self._advance()
-        consumer.wait_event(arrival)
-        # Its memory belongs to the other stream.
-        made.batch = apply_now(made.batch, lambda tensor: record_stream(tensor, consumer))
-        made.deferred = {name: record_stream(ids, consumer) for name, ids in made.deferred.items()}
-        return made
+        consumer.wait_event(completion)
+        # The prefetch stream allocated its memory: the allocator must not reuse it before the consumer is done.
+        result.batch = apply_now(result.batch, lambda tensor: record_stream(tensor, consumer))
+        result.deferred = {name: record_stream(ids, consumer) for name, ids in result.deferred.items()}
+        return result
 
     def _prepare_one(self) -> PreparedBatch | None:
-        """Return what comes next, made now; None at the end."""
+        """Prepare the next mini-batch synchronously; None at the end."""
         if not self._sampled:
             if not (tasks := list(islice(self._tasks, self._bulk))):
                 return None
@@ -103,32 +103,33 @@ class StreamPrefetcher(Prefetcher):
         return self._pipeline.gather(self._sampled.popleft())
 
     def _advance(self, waits: bool = False) -> None:
-        """Gather what has been sampled, and launch what is next; until something is ready if it ``waits``."""
+        """Gather features of sampled mini-batches and launch further sampling; if ``waits``, until one is ready."""
         while True:
             try:
                 while self._sampled and len(self._ready) < self._depth:
-                    self._put(self._pipeline.gather(self._sampled.popleft()))
+                    self._append_ready(self._pipeline.gather(self._sampled.popleft()))
                 if self._launch is not None and (self._launch.is_ready() or (waits and not self._ready)):
                     launch, self._launch = self._launch, None
                     self._sampled.extend(self._pipeline.result(launch))
                     continue
-                few = len(self._sampled) + len(self._ready) < self._depth + self._bulk // 2
-                launches = self._prepare is None and self._launch is None and few
-                if launches and (tasks := list(islice(self._tasks, self._bulk))):
-                    self._launch = self._pipeline.launch(tasks, SHARE)
+                # One launch at a time, once half of the previous bulk has been consumed.
+                is_low = len(self._sampled) + len(self._ready) < self._depth + self._bulk // 2
+                can_launch = self._prepare is None and self._launch is None and is_low
+                if can_launch and (tasks := list(islice(self._tasks, self._bulk))):
+                    self._launch = self._pipeline.launch(tasks, SAMPLING_GPU_FRACTION)
                     continue
                 if self._ready or not waits:
                     return
                 if self._prepare is not None and (prepared := self._prepare_one()) is not None:
-                    self._put(prepared)
+                    self._append_ready(prepared)
                     return
-            except BaseException as error:  # comes after those that are ready: of those sampled together, all fail
+            except BaseException as error:  # raised after the ready mini-batches; fails all of the same launch
                 self._tasks, self._launch = iter(()), None
                 self._sampled.clear()
                 self._ready.append((error, None))
                 return
             raise StopIteration
 
-    def _put(self, prepared: PreparedBatch) -> None:
+    def _append_ready(self, prepared: PreparedBatch) -> None:
         assert self._stream is not None
         self._ready.append((prepared, self._stream.record_event()))

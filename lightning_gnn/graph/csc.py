@@ -1,4 +1,4 @@
-"""The topology of a graph in compressed sparse columns: the in-neighbors of each node, side by side."""
+"""Graph topology in CSC format (compressed sparse columns): the in-neighbors of each node are contiguous."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class CSCGraph:
 
     Args:
         indptr: Offsets, int64 ``[num_nodes + 1]``.
-        indices: Source nodes, int32 where the node ids fit, else int64 ``[num_edges]``.
-        edge_ids: Position in CSC order to position in the user's ``edge_index``, ``[num_edges]`` of the dtype in which
-            it fits, or None where both orders are the same.
+        indices: Source nodes, int32 if the node ids fit, otherwise int64, ``[num_edges]``.
+        edge_ids: Position of each edge in the user's ``edge_index``, int32 or int64 ``[num_edges]``, or None if both
+            orders are equal.
         time: Time of each edge, ascending in each list, int64 ``[num_edges]`` (see :meth:`with_time`), or None.
         weight: Weight of each edge, float64 ``[num_edges]``, all positive (see :meth:`with_weight`), or None.
-        prefix: Sums of each list's weights, float64 ``[num_edges]``, or None.
-        floating_time: The times were floating; ``time`` holds integers in their order.
-        source_count: Number of nodes that edges come from, where these are of another type than those they go to.
+        prefix: Prefix sums of each list's weights, float64 ``[num_edges]``, or None.
+        floating_time: The original times were floating-point; ``time`` contains integers in the same order.
+        source_count: Number of source nodes if they have another type than the targets.
 
     Examples:
         >>> import torch
@@ -67,17 +67,17 @@ class CSCGraph:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes that edges go to; of all nodes, where there is one type."""
+        """Number of target nodes; in a homogeneous graph, of all nodes."""
         return self.indptr.numel() - 1
 
     @property
     def num_sources(self) -> int:
-        """Number of nodes that edges come from."""
+        """Number of source nodes."""
         return self.num_nodes if self.source_count is None else self.source_count
 
     @property
     def num_edges(self) -> int:
-        """Number of edges, duplicates and self-loops counted."""
+        """Number of edges, including duplicates and self-loops."""
         return self.indices.numel()
 
     @property
@@ -87,22 +87,22 @@ class CSCGraph:
 
     @property
     def in_degrees(self) -> Tensor:
-        """Edges into each node, int64 ``[num_nodes]``."""
+        """In-degree of each node, int64 ``[num_nodes]``."""
         return self.indptr.diff()
 
     @property
     def out_degrees(self) -> Tensor:
-        """Edges out of each node, int64 ``[num_nodes]``: how many lists name it. One pass over the edges."""
+        """Out-degree of each source node, int64 ``[num_sources]``; takes one pass over the edges."""
         return torch.bincount(self.indices, minlength=self.num_sources)
 
     @cached_property
     def coarse_time(self) -> Tensor | None:
-        """Every sixteenth time, int64 ``[num_edges / 16]``, for searches; None if edges have no times."""
+        """Every 16th time, int64 ``[num_edges / 16]``, for searches; None if edges have no times."""
         return None if self.time is None else self.time[::16].contiguous()
 
     @cached_property
     def parallel(self) -> Tensor | None:
-        """How many edges before one in its list come from the same source, int32 ``[num_edges]``; None if none do."""
+        """Number of earlier edges in the list with the same source, int32 ``[num_edges]``; None if all are 0."""
         counts = count_parallel(self.indptr.cpu().numpy(), self.indices.cpu().numpy(), self.num_sources)
         if counts is None:
             return None
@@ -113,16 +113,16 @@ class CSCGraph:
     def from_edge_index(
         cls, edge_index: Tensor, num_nodes: int | None = None, num_sources: int | None = None
     ) -> CSCGraph:
-        """Sort a COO edge list by target, keeping the order of the edges of one target.
+        """Sort a COO edge list by target, preserving the order of the edges of each target.
 
         Args:
             edge_index: Sources and targets, int32 or int64 ``[2, num_edges]``.
             num_nodes: Number of nodes; by default one more than the largest id.
-            num_sources: Number of nodes that edges come from, where these are of another type than the targets.
+            num_sources: Number of source nodes if they have another type than the targets.
 
         Raises:
-            TypeError: ``edge_index`` is no integer tensor, or ``num_nodes`` no integer.
-            ValueError: Another shape, a node outside ``[0, num_nodes)``, or more nodes than fit this machine's memory.
+            TypeError: ``edge_index`` is not an integer tensor, or ``num_nodes`` is not an integer.
+            ValueError: The shape is wrong, a node is outside ``[0, num_nodes)``, or its offsets exceed the memory.
         """
         check_edge_index(edge_index)
         edge_index = edge_index.detach().cpu()
@@ -142,7 +142,7 @@ class CSCGraph:
     def from_csc(
         cls, indptr: Tensor, indices: Tensor, edge_ids: Tensor | None = None, num_sources: int | None = None
     ) -> CSCGraph:
-        """Check and wrap arrays that are in CSC order already; memory-mapped arrays stay on disk.
+        """Check and wrap arrays in CSC order; memory-mapped arrays stay on disk.
 
         Args:
             indptr: Offsets, integer ``[num_nodes + 1]``, starting at 0, ascending, ending at ``num_edges``.
@@ -151,18 +151,18 @@ class CSCGraph:
             num_sources: As for :meth:`from_edge_index`.
 
         Raises:
-            TypeError, ValueError: Another dtype, offsets that do not ascend, or a node out of range.
+            TypeError, ValueError: A dtype is not an integer, the offsets descend, or a node is out of range.
         """
         check_csc(indptr, indices, edge_ids, indptr.numel() - 1 if num_sources is None else num_sources)
         return cls(indptr.to(torch.int64).contiguous(), indices.contiguous(), edge_ids, source_count=num_sources)
 
     @classmethod
     def from_data(cls, data: Data) -> CSCGraph:
-        """Take the topology of a PyG ``Data``: its ``graph`` if that is a CSCGraph, else ``adj_t`` or ``edge_index``.
+        """Convert the topology of a PyG ``Data``: ``graph`` if it is a CSCGraph, otherwise ``adj_t`` or ``edge_index``.
 
         Raises:
-            TypeError: ``data`` is no homogeneous PyG ``Data``.
-            ValueError: It has no topology, or one that is not valid.
+            TypeError: ``data`` is not a homogeneous PyG ``Data``.
+            ValueError: The topology is missing or invalid.
         """
         if not isinstance(data, Data):
             raise TypeError(f"expected a homogeneous torch_geometric.data.Data, got {type(data).__name__}")
@@ -174,69 +174,69 @@ class CSCGraph:
             rowptr, col = transposed_csr(adj_t)
             return cls.from_csc(rowptr, narrow(col, rowptr.numel() - 1))
         if data.get("edge_index") is None:
-            raise ValueError("data has no edge_index, adj_t or graph: there is no topology to sample from")
+            raise ValueError("data has no topology to sample from: set edge_index, adj_t or graph")
         return cls.from_edge_index(data.edge_index, data.num_nodes)
 
     def with_time(self, time: Tensor, floating: bool = False) -> CSCGraph:
-        """Return the graph with times of its edges, each list sorted by them; equal ones keep their order.
+        """Return the graph with edge times; each list is sorted by time (stable).
 
         Args:
-            time: Integer or floating ``[num_edges]``, in the user's order of the edges.
-            floating: Take integers as floating numbers, because other edges' times are.
+            time: Integer or floating-point ``[num_edges]``, in the user's edge order.
+            floating: Convert integers to floating-point, to match the times of other edges.
 
         Raises:
-            TypeError, ValueError: Not one number per edge, or NaN; or the edges have weights.
+            TypeError, ValueError: The times are not one number per edge, contain NaN, or the edges have weights.
         """
-        times = self._by_edge(ordered_times(time, "times of edges", floating), "times")
-        return self._sorted_by(times, floating or time.is_floating_point())
+        times = self._to_csc_order(ordered_times(time, "times of edges", floating), "times")
+        return self._sort_by_time(times, floating or time.is_floating_point())
 
     def with_source_time(self, time: Tensor, floating: bool = False) -> CSCGraph:
-        """Return the graph with times ``[num_sources]`` of its source nodes as those of edges, as :meth:`with_time`."""
+        """Return the graph with the times ``[num_sources]`` of source nodes as edge times; see :meth:`with_time`."""
         times = ordered_times(time, "times of nodes", floating)
         if times.numel() != self.num_sources:
-            raise ValueError(f"there are {times.numel()} times of nodes, but {self.num_sources} nodes")
-        return self._sorted_by(times[self.indices.to(torch.int64)], floating or time.is_floating_point())
+            raise ValueError(f"got {times.numel()} times of nodes, but the graph has {self.num_sources} nodes")
+        return self._sort_by_time(times[self.indices.to(torch.int64)], floating or time.is_floating_point())
 
-    def _sorted_by(self, times: Tensor, floating: bool) -> CSCGraph:
+    def _sort_by_time(self, times: Tensor, floating: bool) -> CSCGraph:
         """Sort each list by times ``[num_edges]``, given in CSC order."""
         if self.weight is not None:
-            raise ValueError("edges with weights cannot have times too: there is no weighted temporal sampling")
+            raise ValueError("edges with weights cannot have times too: weighted temporal sampling is not supported")
         graph = replace(self, floating_time=floating)
-        order = order_by_time(self.indptr.numpy(), times.numpy())
-        if order is None:
+        permutation = order_by_time(self.indptr.numpy(), times.numpy())
+        if permutation is None:
             return replace(graph, time=times)
-        places = torch.from_numpy(order)
-        ids = places if self.edge_ids is None else self.edge_ids[places]
-        return replace(graph, indices=self.indices[places], edge_ids=narrow(ids, self.num_edges), time=times[places])
+        order = torch.from_numpy(permutation)
+        ids = order if self.edge_ids is None else self.edge_ids[order]
+        return replace(graph, indices=self.indices[order], edge_ids=narrow(ids, self.num_edges), time=times[order])
 
     def with_weight(self, weight: Tensor) -> CSCGraph:
-        """Return the graph with weights of its edges, in proportion to which a sampler picks them.
+        """Return the graph with edge weights; samplers pick edges in proportion to them.
 
-        Edges of the weight 0 are never picked, so they are left out: a graph with some has fewer edges than before.
-        ``weight`` is floating or integer ``[num_edges]``, in the user's order of the edges.
+        Edges with weight 0 can never be picked and are removed, so the graph may have fewer edges than before.
+        ``weight`` is floating-point or integer ``[num_edges]``, in the user's edge order.
 
         Raises:
-            TypeError, ValueError: Not one finite number of at least 0 per edge; or the edges have times.
+            TypeError, ValueError: The weights are not one finite number >= 0 per edge, or the edges have times.
         """
         if self.time is not None:
-            raise ValueError("edges with times cannot have weights too: there is no weighted temporal sampling")
-        weights = self._by_edge(valid_weights(weight), "weights")
+            raise ValueError("edges with times cannot have weights too: weighted temporal sampling is not supported")
+        weights = self._to_csc_order(valid_weights(weight), "weights")
         graph = self
         if not bool((weights > 0).all()):
-            kept = (weights > 0).nonzero().view(-1)
-            ids = kept if self.edge_ids is None else self.edge_ids[kept]
-            places = torch.cat([torch.zeros(1, dtype=torch.int64), (weights > 0).cumsum(0)])
+            positive = (weights > 0).nonzero().view(-1)
+            ids = positive if self.edge_ids is None else self.edge_ids[positive]
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), (weights > 0).cumsum(0)])
             graph = replace(
-                self, indptr=places[self.indptr], indices=self.indices[kept], edge_ids=narrow(ids, self.num_edges)
+                self, indptr=offsets[self.indptr], indices=self.indices[positive], edge_ids=narrow(ids, self.num_edges)
             )
-            weights = weights[kept]
+            weights = weights[positive]
         prefix = torch.from_numpy(sum_weights(graph.indptr.numpy(), weights.numpy()))
         return replace(graph, weight=weights, prefix=prefix)
 
-    def _by_edge(self, values: Tensor, what: str) -> Tensor:
-        """Bring values from the user's order of the edges into CSC order."""
+    def _to_csc_order(self, values: Tensor, what: str) -> Tensor:
+        """Permute values from the user's edge order to CSC order."""
         if values.numel() != self.num_edges:
-            raise ValueError(f"there are {values.numel()} {what}, but {self.num_edges} edges")
+            raise ValueError(f"got {values.numel()} {what}, but the graph has {self.num_edges} edges")
         return values if self.edge_ids is None else values[self.edge_ids.to(torch.int64)]
 
     def to_edge_index(self) -> Tensor:
@@ -245,20 +245,20 @@ class CSCGraph:
         edge_index = torch.stack([self.indices.to(torch.int64), col])
         if self.edge_ids is None:
             return edge_index
-        return edge_index[:, self.edge_ids.to(torch.int64).argsort()]  # of some edges, where others had the weight 0
+        return edge_index[:, self.edge_ids.to(torch.int64).argsort()]  # ids can have gaps: edges with weight 0
 
     def cache_adjacency(self, nodes: Tensor, device: torch.device | str) -> CachedAdjacency:
-        """Copy the adjacency lists of distinct nodes ``[n]`` to a device, so that sampling reads them there.
+        """Cache the adjacency lists of distinct nodes ``[n]`` on a device for sampling.
 
         Raises:
-            IndexError: A node outside the graph.
-            ValueError: A node is given twice.
+            IndexError: A node is outside the graph.
+            ValueError: A node appears twice.
         """
         return CachedAdjacency.build(self.indptr, self.indices, nodes, device)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays."""
+        """Total bytes of all arrays."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
     def to(self, device: torch.device | str) -> CSCGraph:
@@ -266,39 +266,37 @@ class CSCGraph:
         return self._map(lambda tensor: tensor.to(device))
 
     def pin_memory(self) -> CSCGraph:
-        """Return the graph in page-locked memory, which accelerators read: in place if the system can, else a copy."""
+        """Return the graph in page-locked host memory, which accelerators can read; locks it in place if possible."""
         return self._map(pin_host_memory)
 
     def share_memory_(self) -> CSCGraph:
-        """Move the arrays into shared memory, so that other processes map them instead of copying; returns self."""
+        """Move the arrays to shared memory, so that other processes map them instead of copying; returns self."""
         self._map(Tensor.share_memory_)
         return self
 
     def save(self, folder: str | Path) -> Path:
-        """Write ``indptr.npy``, ``indices.npy`` and, where the orders differ, ``edge_ids.npy`` into a folder.
+        """Write ``indptr.npy``, ``indices.npy`` and, if the orders differ, ``edge_ids.npy`` to a folder.
 
         Raises:
-            OSError: The disk has no room for them, or cannot be written to; the folder holds what it held before.
-            ValueError: Edges have times, weights or another type of sources, which those files do not hold.
+            OSError: The disk is full or not writable; the folder retains its previous files.
+            ValueError: The graph has times, weights or another source type, which these files cannot store.
         """
         if self.time is not None or self.weight is not None or self.source_count is not None:
-            raise ValueError(
-                "times, weights and types are not saved: save the plain graph, and give them when it is loaded"
-            )
+            raise ValueError("times, weights and types are not saved: save the plain graph, and add them after loading")
         folder = Path(folder)
         save_arrays(folder, {"indptr": self.indptr, "indices": self.indices, "edge_ids": self.edge_ids})
-        if self.edge_ids is None:  # those of a graph that was here before
+        if self.edge_ids is None:  # remove those of a graph that was saved here before
             (folder / "edge_ids.npy").unlink(missing_ok=True)
         return folder
 
     @classmethod
     def load(cls, folder: str | Path, mmap: bool = True, num_sources: int | None = None) -> CSCGraph:
-        """Read what :meth:`save` wrote; with ``mmap`` the arrays stay on disk, and writes never reach the files.
+        """Load a graph written by :meth:`save`; with ``mmap``, arrays stay on disk and writes never reach the files.
 
         Raises:
-            FileNotFoundError: The folder lacks an array.
+            FileNotFoundError: A file is missing.
             OSError, MemoryError: A file cannot be read, or is too large.
-            TypeError, ValueError: A file is truncated, or as for :meth:`from_csc`.
+            TypeError, ValueError: A file is truncated, or :meth:`from_csc` rejects the arrays.
         """
         folder = Path(folder)
         edge_ids = folder / "edge_ids.npy"
@@ -314,16 +312,16 @@ class CSCGraph:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> CSCGraph:
         names = ("indptr", "indices", "edge_ids", "time", "weight", "prefix")
-        held = {name: getattr(self, name) for name in names}
-        moved: dict[str, Any] = {name: function(tensor) for name, tensor in held.items() if tensor is not None}
-        return replace(self, **moved)
+        arrays = {name: getattr(self, name) for name in names}
+        mapped: dict[str, Any] = {name: function(array) for name, array in arrays.items() if array is not None}
+        return replace(self, **mapped)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_nodes={self.num_nodes}, num_edges={self.num_edges})"
 
 
 def count_edges(data: Data | HeteroData) -> int:
-    """Return the number of edges; PyG's ``data.num_edges`` is 0 where ``graph``, a :class:`CSCGraph`, holds them."""
+    """Return the number of edges, including those of ``graph`` (:class:`CSCGraph`), which PyG does not count."""
     if isinstance(data, HeteroData):
         graphs = [(store, store.get("graph")) for store in data.edge_stores]
         return sum(int(store.num_edges if graph is None else graph.num_edges) for store, graph in graphs)
@@ -332,7 +330,7 @@ def count_edges(data: Data | HeteroData) -> int:
 
 
 def _count_nodes(edge_index: Tensor, num_nodes: int | None) -> int:
-    """Return the number of nodes, which is checked before anything is allocated for them."""
+    """Return the number of nodes, after checking that their offsets fit into memory."""
     largest = int(edge_index.max()) if edge_index.numel() else -1
     if isinstance(num_nodes, bool) or not isinstance(num_nodes, Integral | None):
         raise TypeError(f"num_nodes must be an integer, but is {num_nodes!r}")
@@ -341,19 +339,19 @@ def _count_nodes(edge_index: Tensor, num_nodes: int | None) -> int:
         raise ValueError(f"num_nodes must not be negative, but is {count}")
     memory = total_bytes()
     if 8 * count > memory:
-        needs = f"{count} nodes needs {8 * count / 1e9:.0f} GB for their offsets alone, of {memory / 1e9:.0f} GB"
+        needs = f"the offsets of {count} nodes need {8 * count / 1e9:.0f} GB of this machine's {memory / 1e9:.0f} GB"
         fix = "number the nodes from 0 without gaps, or correct num_nodes"
-        raise ValueError(f"a graph of {needs} here; the largest id in edge_index is {largest}: {fix}")
+        raise ValueError(f"{needs}; the largest id in edge_index is {largest}: {fix}")
     return count
 
 
 def index_dtype(count: int) -> type:
-    """Return the smallest NumPy integer that ids below ``count`` are kept in: int32 or int64."""
+    """Return the smallest NumPy dtype for ids below ``count``: int32 or int64."""
     return np.int32 if count <= INT32_MAX else np.int64
 
 
 def narrow(ids: Tensor, count: int) -> Tensor:
-    """Return ids below ``count`` in the smaller dtype that holds them."""
+    """Convert ids below ``count`` to int32 if they fit."""
     return ids.to(torch.int32) if count <= INT32_MAX else ids
 
 
@@ -362,19 +360,19 @@ def sort_by_target(
     row: npt.NDArray[Any],  # sources, integer [E]
     col: npt.NDArray[Any],  # targets, integer [E], checked
     num_nodes: int,
-    indices: npt.NDArray[Any],  # where the sorted sources go, [E]
-    edge_ids: npt.NDArray[Any],  # where their places in row go, [E]
+    indices: npt.NDArray[Any],  # output: sorted sources, [E]
+    edge_ids: npt.NDArray[Any],  # output: their positions in row, [E]
 ) -> npt.NDArray[np.int64]:
-    """Sort edges by target, those of one target in their order; return ``indptr``, int64 ``[N + 1]``."""
+    """Sort edges by target (stable); return ``indptr``, int64 ``[N + 1]``."""
     indptr = np.zeros(num_nodes + 1, np.int64)
     for target in col:
         indptr[target + 1] += 1
     for v in range(num_nodes):
         indptr[v + 1] += indptr[v]
-    place = indptr[:-1].copy()
+    next_position = indptr[:-1].copy()
     for e in range(col.size):
-        at = place[col[e]]
-        place[col[e]] = at + 1
+        at = next_position[col[e]]
+        next_position[col[e]] = at + 1
         indices[at] = row[e]
         edge_ids[at] = e
     return indptr
@@ -383,14 +381,14 @@ def sort_by_target(
 def transpose(
     indptr: npt.NDArray[Any], indices: npt.NDArray[Any], num_columns: int
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Sort a matrix's entries by column: ``indptr`` int64 ``[C + 1]``, rows int32 (ascending), entries int64."""
+    """Sort a matrix's entries by column; return ``indptr`` int64 ``[C + 1]``, rows int32 (ascending), entries int64."""
     row_of_entry = np.repeat(np.arange(indptr.size - 1, dtype=np.int32), np.diff(indptr))
     rows, entries = np.empty(indices.size, np.int32), np.empty(indices.size, np.int64)
     return sort_by_target(row_of_entry, indices, num_columns, rows, entries), rows, entries
 
 
 def transposed_csr(adj_t: object) -> tuple[Tensor, Tensor]:
-    """Return offsets and sources of a transposed adjacency matrix, sparse CSR or PyG's ``SparseTensor``."""
+    """Return offsets and sources of a transposed adjacency matrix, a sparse CSR tensor or PyG ``SparseTensor``."""
     if isinstance(adj_t, Tensor) and adj_t.layout == torch.sparse_csr:
         return adj_t.crow_indices(), adj_t.col_indices()
     if hasattr(adj_t, "csr"):
@@ -401,7 +399,7 @@ def transposed_csr(adj_t: object) -> tuple[Tensor, Tensor]:
 
 
 def check_csc(indptr: Tensor, indices: Tensor, edge_ids: Tensor | None, num_sources: int) -> None:
-    """Check offsets ``[num_targets + 1]``, sources ``[num_edges]`` and a permutation of edges that are in CSC order."""
+    """Check CSC offsets ``[num_targets + 1]``, sources ``[num_edges]`` and the permutation of edges."""
     for name, tensor in (("indptr", indptr), ("indices", indices), ("edge_ids", edge_ids)):
         if tensor is not None:
             check_integers(tensor, name)
@@ -413,9 +411,8 @@ def check_csc(indptr: Tensor, indices: Tensor, edge_ids: Tensor | None, num_sour
         raise ValueError(f"indptr must start at 0 and end at the number of edges, {num_edges}, but holds {ends}")
     if bool((indptr[1:] < indptr[:-1]).any()):
         at = int((indptr[1:] < indptr[:-1]).nonzero()[0])
-        raise ValueError(
-            f"indptr must not descend, but indptr[{at}] = {int(indptr[at])} > {int(indptr[at + 1])} = indptr[{at + 1}]"
-        )
+        before, after = int(indptr[at]), int(indptr[at + 1])
+        raise ValueError(f"indptr must not descend, but indptr[{at}] = {before} > {after} = indptr[{at + 1}]")
     check_ids(indices, num_sources, "indices")
     if edge_ids is not None:
         if edge_ids.numel() != num_edges:
@@ -424,7 +421,7 @@ def check_csc(indptr: Tensor, indices: Tensor, edge_ids: Tensor | None, num_sour
 
 
 def check_integers(tensor: Tensor, name: str) -> None:
-    """Raise a TypeError unless this is an int32 or int64 tensor; ``name`` says which in the message."""
+    """Raise a TypeError unless this is an int32 or int64 tensor; ``name`` is for the message."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, but is {type(tensor).__name__}")
     if tensor.dtype not in (torch.int32, torch.int64):
@@ -439,7 +436,7 @@ def check_edge_index(edge_index: Tensor) -> None:
 
 
 def check_ids(ids: Tensor, count: int, name: str, kind: str = "node") -> None:
-    """Raise a ValueError unless all ids lie in ``[0, count)``; ``name`` and ``kind`` are for the message."""
+    """Raise a ValueError unless all ids are in ``[0, count)``; ``name`` and ``kind`` are for the message."""
     if ids.numel() == 0:
         return
     low, high = (int(value) for value in torch.aminmax(ids))

@@ -1,4 +1,4 @@
-"""What edges carry for sampling: times, by which their lists are sorted, weights, and who is parallel to whom."""
+"""Edge attributes for sampling: times, which sort the adjacency lists, weights, and counts of parallel edges."""
 
 import math
 from numbers import Real
@@ -14,21 +14,21 @@ _Array = npt.NDArray[Any]
 
 
 def as_times(time: object, name: str) -> Tensor:
-    """Return times that the user gave as a tensor."""
+    """Convert a user's times to a tensor."""
     if isinstance(time, Tensor):
         return time
     array = np.asarray(time)
     if array.dtype.kind not in "biuf":
         fix = "torch.from_numpy(np.asarray(times, 'datetime64[s]').astype('int64')) gives dates in seconds"
-        raise TypeError(f"{name} must be numbers, all times in one unit, but are {array.dtype}: {fix}")
+        raise TypeError(f"{name} must be numbers in a single unit, but are {array.dtype}: {fix}")
     return torch.as_tensor(array)
 
 
 def ordered_times(time: object, name: str, floating: bool) -> Tensor:
-    """Return times ``[n]`` as int64 in the same order; floating ones as the integers in whose order their bits are."""
+    """Convert times ``[n]`` to int64, preserving their order; floating-point bits become ordered integers."""
     if not isinstance(time, Tensor) or time.dtype == torch.bool or time.is_complex():
         kind = as_times(time, name).dtype if isinstance(time, Tensor | np.ndarray) else type(time).__name__
-        raise TypeError(f"{name} must be an integer or floating tensor, but are {kind}")
+        raise TypeError(f"{name} must be an integer or floating-point tensor, but are {kind}")
     if time.dim() != 1:
         raise ValueError(f"{name} must have one dimension, but have the shape {list(time.shape)}")
     time = time.detach().cpu()
@@ -37,30 +37,31 @@ def ordered_times(time: object, name: str, floating: bool) -> Tensor:
         if time.dtype == torch.uint64 and bool((exact < 0).any()):
             raise ValueError(f"{name} are too large for int64")
         if floating and bool(((exact > 2**53) | (exact < -(2**53))).any()):
-            raise ValueError(f"{name} are integers that no floating number is equal to: give all times as integers")
-        return _bits(exact.to(torch.float64)) if floating else exact
+            raise ValueError(f"{name} are integers that float64 cannot represent exactly: use integers for all times")
+        return _order_floats(exact.to(torch.float64)) if floating else exact
     if bool(time.isnan().any()):
-        raise ValueError(f"{name} hold NaN, at {int(time.isnan().nonzero()[0])}: give each a time")
-    return _bits(time.to(torch.float64))
+        raise ValueError(f"{name} hold NaN, at {int(time.isnan().nonzero()[0])}: every entry needs a time")
+    return _order_floats(time.to(torch.float64))
 
 
-def _bits(time: Tensor) -> Tensor:
-    bits = (time + 0.0).view(torch.int64)  # of both zeros one
+def _order_floats(time: Tensor) -> Tensor:
+    """Map float64 to int64 with the same order."""
+    bits = (time + 0.0).view(torch.int64)  # + 0.0 converts -0.0 to 0.0
     return torch.where(bits < 0, bits ^ (2**63 - 1), bits)
 
 
 def time_limits(time: Tensor, window: float | None, floating: bool) -> tuple[Tensor, Tensor | None]:
-    """Return until when, and with a window after when, edges count for each seed, as :func:`ordered_times` has them."""
+    """Return the latest eligible edge time of each seed and the window's exclusive start, as :func:`ordered_times`."""
     check_window(window)
     if window is not None and window == math.inf:
         window = None
     checked = ordered_times(time, "times of seeds", floating)
     time = time.detach().cpu()
     if floating:
-        return checked, None if window is None else _bits(time.to(torch.float64) - window)
-    if time.is_floating_point():  # an integer is not later than a time if it is not later than the integer below
-        after = None if window is None else _whole(time.to(torch.float64) - window)
-        return _whole(time.to(torch.float64)), after
+        return checked, None if window is None else _order_floats(time.to(torch.float64) - window)
+    if time.is_floating_point():  # seeds have floats, edges integers: n <= t is equivalent to n <= floor(t)
+        after = None if window is None else _floor_to_int64(time.to(torch.float64) - window)
+        return _floor_to_int64(time.to(torch.float64)), after
     if window is None:
         return checked, None
     lowest, step = -(2**63), min(math.ceil(min(window, 2.0**62)), 2**62)
@@ -69,42 +70,42 @@ def time_limits(time: Tensor, window: float | None, floating: bool) -> tuple[Ten
 
 def check_window(window: object) -> None:
     """Raise a ValueError unless this is a number above 0, or None."""
-    number = isinstance(window, Real) and not isinstance(window, bool | np.timedelta64)
-    if window is not None and not (number and float(window) > 0):  # type: ignore[arg-type]
+    is_number = isinstance(window, Real) and not isinstance(window, bool | np.timedelta64)
+    if window is not None and not (is_number and float(window) > 0):  # type: ignore[arg-type]
         raise ValueError(f"time_window must be a number above 0, in the unit of the times, but is {window!r}")
 
 
-def _whole(time: Tensor) -> Tensor:
-    """Return the largest integers that are not above some numbers, as int64, within its range."""
-    within = time.floor().clamp(-(2.0**63), 2.0**63 - 1024).to(torch.int64)
-    return torch.where(time >= 2.0**63, 2**63 - 1, within)
+def _floor_to_int64(time: Tensor) -> Tensor:
+    """Round down to int64, clamped to its range."""
+    clamped = time.floor().clamp(-(2.0**63), 2.0**63 - 1024).to(torch.int64)
+    return torch.where(time >= 2.0**63, 2**63 - 1, clamped)
 
 
 def valid_weights(weight: object) -> Tensor:
-    """Return weights as float64."""
+    """Validate weights and return them as float64."""
     if not isinstance(weight, Tensor) or weight.dtype == torch.bool or weight.is_complex():
         kind = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
-        raise TypeError(f"weights of edges must be a floating or integer tensor, but are {kind}")
+        raise TypeError(f"weights of edges must be a floating-point or integer tensor, but are {kind}")
     if weight.dim() != 1:
         raise ValueError(f"weights of edges must have one dimension, but have the shape {list(weight.shape)}")
     out = weight.detach().cpu().to(torch.float64).contiguous()
-    wrong = ~((out >= 0) & (out < torch.inf))
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0])
+    invalid = ~((out >= 0) & (out < torch.inf))
+    if bool(invalid.any()):
+        at = int(invalid.nonzero()[0])
         raise ValueError(f"weights of edges must be at least 0 and finite, but that of edge {at} is {float(out[at])}")
     return out
 
 
 @numba.njit(nogil=True, cache=True)
-def _sorted_places(indptr: _Array, time: _Array) -> _Array:
-    places = np.arange(time.size)
+def _argsort_lists(indptr: _Array, time: _Array) -> _Array:
+    order = np.arange(time.size)
     for v in range(indptr.size - 1):
         begin, end = indptr[v], indptr[v + 1]
         for e in range(begin + 1, end):
             if time[e] < time[e - 1]:
-                places[begin:end] = begin + np.argsort(time[begin:end], kind="mergesort")
+                order[begin:end] = begin + np.argsort(time[begin:end], kind="mergesort")
                 break
-    return places
+    return order
 
 
 @numba.njit(nogil=True, cache=True)
@@ -117,12 +118,12 @@ def _is_sorted(indptr: _Array, time: _Array) -> bool:
 
 
 def order_by_time(indptr: _Array, time: _Array) -> _Array | None:
-    """Return the places that sort each list by time (stable), int64 ``[E]``; None where they are sorted."""
-    return None if _is_sorted(indptr, time) else _sorted_places(indptr, time)
+    """Return the permutation that sorts each list by time (stable), int64 ``[E]``; None if all are sorted."""
+    return None if _is_sorted(indptr, time) else _argsort_lists(indptr, time)
 
 
 @numba.njit(nogil=True, cache=True)
-def _sums(indptr: _Array, weight: _Array) -> _Array:
+def _sum_lists(indptr: _Array, weight: _Array) -> _Array:
     prefix = np.empty(weight.size, np.float64)
     for v in range(indptr.size - 1):
         total = 0.0
@@ -133,31 +134,31 @@ def _sums(indptr: _Array, weight: _Array) -> _Array:
 
 
 def sum_weights(indptr: _Array, weight: _Array) -> _Array:
-    """Return the sum of the weights of each list up to and with each edge, added in order, float64 ``[E]``."""
-    prefix = _sums(indptr, weight)
+    """Return the inclusive prefix sums of each list's weights, added in order, float64 ``[E]``."""
+    prefix = _sum_lists(indptr, weight)
     if not np.isfinite(prefix).all():
-        raise ValueError("the weights of the edges into one node add up to infinity: give smaller ones")
+        raise ValueError("the weights of the edges into one node add up to infinity: use smaller weights")
     return prefix
 
 
 @numba.njit(nogil=True, cache=True)
-def _parallel(indptr: _Array, indices: _Array, num_sources: int) -> tuple[_Array, bool]:
+def _count_parallel(indptr: _Array, indices: _Array, num_sources: int) -> tuple[_Array, bool]:
     counts = np.zeros(indices.size, np.int32)
     last, seen = np.full(num_sources, -1), np.zeros(num_sources, np.int32)
-    found = False
+    has_parallel = False
     for v in range(indptr.size - 1):
         for e in range(indptr[v], indptr[v + 1]):
             u = indices[e]
             if last[u] == v:
                 seen[u] += 1
                 counts[e] = seen[u]
-                found = True
+                has_parallel = True
             else:
                 last[u], seen[u] = v, 0
-    return counts, found
+    return counts, has_parallel
 
 
 def count_parallel(indptr: _Array, indices: _Array, num_sources: int) -> _Array | None:
-    """Count, for each edge, those before it in its list with the same source, int32 ``[E]``; None if there are none."""
-    counts, found = _parallel(indptr, indices, num_sources)
-    return counts if found else None
+    """Count each edge's earlier edges in the list with the same source, int32 ``[E]``; None if all counts are 0."""
+    counts, has_parallel = _count_parallel(indptr, indices, num_sources)
+    return counts if has_parallel else None

@@ -1,4 +1,4 @@
-"""The topology of a graph with several types of nodes and edges: one CSC per edge type."""
+"""Topology of a heterogeneous graph: one CSC graph per edge type."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_gnn.graph.csc import CSCGraph, narrow, transposed_csr
 
 @dataclass(frozen=True, eq=False)
 class HeteroCSCGraph:
-    """A directed graph with types; each edge type is a :class:`CSCGraph` from its source type to its target type.
+    """A directed heterogeneous graph with one :class:`CSCGraph` per edge type.
 
     Args:
-        sizes: Number of nodes of each node type, in the order of the sorted names.
-        relations: The edges of each edge type, in the order of the sorted triples.
+        sizes: Number of nodes of each node type, sorted by name.
+        relations: Edges of each edge type, sorted by triple.
 
     Examples:
         >>> import torch
@@ -38,12 +38,12 @@ class HeteroCSCGraph:
 
     @property
     def node_types(self) -> list[NodeType]:
-        """Names of the node types, sorted."""
+        """Node types, sorted."""
         return list(self.sizes)
 
     @property
     def edge_types(self) -> list[EdgeType]:
-        """Triples of the edge types, sorted."""
+        """Edge types, sorted."""
         return list(self.relations)
 
     @property
@@ -58,16 +58,16 @@ class HeteroCSCGraph:
 
     @property
     def is_temporal(self) -> bool:
-        """Whether edges of some type have times."""
+        """Whether any edge type has times."""
         return any(graph.time is not None for graph in self.relations.values())
 
     @classmethod
     def build(cls, sizes: Mapping[NodeType, int], relations: Mapping[EdgeType, CSCGraph]) -> HeteroCSCGraph:
-        """Check that the parts fit together, and sort them.
+        """Check that sizes and edges are consistent, and sort the types.
 
         Raises:
-            TypeError: An edge type that is no triple of names.
-            ValueError: An edge type between types that there are no nodes of, or of other sizes.
+            TypeError: An edge type is not a triple of names.
+            ValueError: An edge type has an unknown node type, or its number of nodes differs from ``sizes``.
         """
         for edge_type, graph in relations.items():
             if not (isinstance(edge_type, tuple) and len(edge_type) == 3):
@@ -75,17 +75,17 @@ class HeteroCSCGraph:
             source, _, target = edge_type
             for name, count in ((source, graph.num_sources), (target, graph.num_nodes)):
                 if sizes.get(name) != count:
-                    known = f"has {sizes[name]} nodes" if name in sizes else "is no node type"
-                    raise ValueError(f"edges of {edge_type} are between {count} nodes of {name!r}, which {known}")
+                    problem = f"has {sizes[name]} nodes" if name in sizes else "is not a node type"
+                    raise ValueError(f"edges of {edge_type} are between {count} nodes of {name!r}, which {problem}")
         return cls(dict(sorted(sizes.items())), dict(sorted(relations.items())))
 
     @classmethod
     def from_data(cls, data: HeteroData) -> HeteroCSCGraph:
-        """Take the topology of a PyG ``HeteroData``: of each edge type ``graph``, ``adj_t`` or ``edge_index``.
+        """Convert the topology of a PyG ``HeteroData``: ``graph``, ``adj_t`` or ``edge_index`` of each edge type.
 
         Raises:
-            TypeError: ``data`` is no ``HeteroData``, or an ``edge_index`` holds no integers.
-            ValueError: A type without a known number of nodes, or edges that are not valid.
+            TypeError: ``data`` is not a ``HeteroData``, or an ``edge_index`` is not an integer tensor.
+            ValueError: The number of nodes of a type is unknown, or edges are invalid.
         """
         if not isinstance(data, HeteroData):
             raise TypeError(f"expected a torch_geometric.data.HeteroData, got {type(data).__name__}")
@@ -98,16 +98,17 @@ class HeteroCSCGraph:
         relations = {}
         for edge_type in data.edge_types:
             if unknown := [name for name in (edge_type[0], edge_type[2]) if name not in sizes]:
-                raise ValueError(f"edges of {edge_type} are of a node type {unknown[0]!r} that data does not have")
+                name = repr(unknown[0])
+                raise ValueError(f"edges of {edge_type}: unknown node type {name}; set data[{name}].num_nodes")
             try:
-                relations[edge_type] = _relation(data[edge_type], sizes[edge_type[0]], sizes[edge_type[2]])
+                relations[edge_type] = _convert_store(data[edge_type], sizes[edge_type[0]], sizes[edge_type[2]])
             except (TypeError, ValueError) as error:
                 raise type(error)(f"edges of {edge_type}: {error}") from None
         return cls.build(sizes, relations)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays."""
+        """Total bytes of all arrays."""
         return sum(graph.num_bytes for graph in self.relations.values())
 
     def to(self, device: torch.device | str) -> HeteroCSCGraph:
@@ -115,17 +116,17 @@ class HeteroCSCGraph:
         return self.map_relations(lambda _, graph: graph.to(device))
 
     def pin_memory(self) -> HeteroCSCGraph:
-        """Return the graph in page-locked host memory, in place where the system can lock it, else a copy."""
+        """Return the graph in page-locked host memory, locked in place if possible, otherwise copied."""
         return self.map_relations(lambda _, graph: graph.pin_memory())
 
     def share_memory_(self) -> HeteroCSCGraph:
-        """Move the arrays into shared memory, so that other processes map them instead of copying; returns self."""
+        """Move the arrays to shared memory, so that other processes map them instead of copying; returns self."""
         for graph in self.relations.values():
             graph.share_memory_()
         return self
 
     def map_relations(self, function: Callable[[EdgeType, CSCGraph], CSCGraph]) -> HeteroCSCGraph:
-        """Return the graph with other edges, of the same types."""
+        """Return the graph with ``function`` applied to the edges of each type."""
         return HeteroCSCGraph(self.sizes, {name: function(name, graph) for name, graph in self.relations.items()})
 
     def __repr__(self) -> str:
@@ -133,15 +134,15 @@ class HeteroCSCGraph:
 
 
 def edges_of(data: HeteroData, edge_type: EdgeType) -> Tensor:
-    """Return the edges of one type in the user's order, int64 ``[2, E]``, however ``data`` holds them."""
+    """Return the edges of one type in the user's order, int64 ``[2, E]``, from any representation."""
     store = data[edge_type]
     edge_index = store.get("edge_index")
     if edge_index is not None:
         return edge_index  # type: ignore[no-any-return]
-    return _relation(store, data[edge_type[0]].num_nodes, data[edge_type[2]].num_nodes).to_edge_index()
+    return _convert_store(store, data[edge_type[0]].num_nodes, data[edge_type[2]].num_nodes).to_edge_index()
 
 
-def _relation(store: EdgeStorage, num_sources: int, num_targets: int) -> CSCGraph:
+def _convert_store(store: EdgeStorage, num_sources: int, num_targets: int) -> CSCGraph:
     graph = store.get("graph")
     if isinstance(graph, CSCGraph):
         return graph

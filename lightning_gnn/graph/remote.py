@@ -1,4 +1,4 @@
-"""Topologies of which the lists lie elsewhere: they say how large the graph is, and whom to ask for picks."""
+"""Topologies with adjacency lists in other processes: sizes of the graph, and a callback that picks edges remotely."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 
 RemotePicker = Callable[..., Any]
-"""Called with the edge types as :class:`~lightning_gnn.ops.sample.relation.Relation`, the key, the rule and the times
-of a mini-batch; returns what brings the picks of each hop (:data:`~lightning_gnn.ops.sample.numba.Fetch`)."""
+"""Callback with the edge types (:class:`~lightning_gnn.ops.sample.relation.Relation`), key, pick options and times of a
+mini-batch; returns a function that fetches the picks of each hop (:data:`~lightning_gnn.ops.sample.numba.Fetch`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class RemoteCSCGraph(CSCGraph):
-    """The edges of one type, whose lists lie elsewhere; ``time`` and ``weight`` only say whether there are any."""
+    """Edges of one type with remote adjacency lists; ``time`` and ``weight`` are empty tensors if edges have them."""
 
-    targets: int = 0  # number of nodes that edges go to
-    edges: int = 0
-    number: int = 0  # of the edge type
-    remote_picker: RemotePicker | None = None  # whom to ask; of a graph with types, that of the whole graph
+    targets: int = 0  # number of target nodes
+    edges: int = 0  # number of edges
+    number: int = 0  # index of the edge type
+    remote_picker: RemotePicker | None = None  # in a heterogeneous graph, RemoteHeteroCSCGraph has it
 
     @classmethod
     def describe(
         cls, sources: int, targets: int, edges: int, number: int = 0, timed: bool = False, floating: bool = False,
         weighted: bool = False, remote_picker: RemotePicker | None = None,
     ) -> RemoteCSCGraph:  # fmt: skip
-        """Return a graph of these sizes; ``edge_ids`` says that ids of edges are looked up."""
-        none = torch.empty(0, dtype=torch.int64)
+        """Return a graph of these sizes; its empty ``edge_ids`` indicates that edge ids must be looked up."""
+        empty = torch.empty(0, dtype=torch.int64)
         return cls(
-            torch.zeros(1, dtype=torch.int64), none, edge_ids=none, time=none if timed else None,
-            weight=none.double() if weighted else None, prefix=none.double() if weighted else None,
+            torch.zeros(1, dtype=torch.int64), empty, edge_ids=empty, time=empty if timed else None,
+            weight=empty.double() if weighted else None, prefix=empty.double() if weighted else None,
             floating_time=floating, source_count=sources, targets=targets, edges=edges, number=number,
             remote_picker=remote_picker,
         )  # fmt: skip
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes that edges go to."""
+        """Number of target nodes."""
         return self.targets
 
     @property
@@ -52,12 +52,12 @@ class RemoteCSCGraph(CSCGraph):
 
     @property
     def parallel(self) -> Tensor | None:
-        """Known where the lists are."""
+        """None: only the processes with the adjacency lists count parallel edges."""
         return None
 
 
 @dataclass(frozen=True, eq=False)
 class RemoteHeteroCSCGraph(HeteroCSCGraph):
-    """A graph with types, whose lists lie elsewhere."""
+    """Heterogeneous graph with remote adjacency lists."""
 
     remote_picker: RemotePicker | None = None

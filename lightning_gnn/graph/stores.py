@@ -1,4 +1,4 @@
-"""The stores of PyG's graphs: one for a homogeneous graph, one for each type of a heterogeneous one."""
+"""Access to the stores of PyG graphs: one for a homogeneous graph, one per type for a heterogeneous graph."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from torch_geometric.typing import EdgeType, NodeType
 from lightning_gnn.graph.csc import CSCGraph
 
 StoreType: TypeAlias = NodeType | EdgeType | None  # None in a homogeneous graph
-AttributeName: TypeAlias = str | tuple[NodeType | EdgeType, str]  # with its type where the graph is heterogeneous
+AttributeName: TypeAlias = str | tuple[NodeType | EdgeType, str]  # with the type in a heterogeneous graph
 
 
 def stores_of(data: Data | HeteroData) -> list[tuple[StoreType, BaseStorage]]:
-    """Return the stores of nodes and edges with their types; the type of a homogeneous graph's store is None."""
+    """Return node and edge stores with their types; the type of a homogeneous graph's store is None."""
     if isinstance(data, Data):
         return [(None, data._store)]
     return [(store._key, store) for store in (*data.node_stores, *data.edge_stores)]
 
 
 def name_of(store: BaseStorage, key: str) -> AttributeName:
-    """Return an attribute's name among those of all types: (type, attribute) where the graph is heterogeneous."""
+    """Return an attribute's name, which is (type, attribute) in a heterogeneous graph."""
     return key if store._key is None else (store._key, key)
 
 
 def of_nodes(store: BaseStorage, key: str) -> bool:
-    """Return whether an attribute has a row for each node."""
+    """Return whether an attribute has one row per node."""
     return hasattr(store, "is_node_attr") and bool(store.is_node_attr(key))
 
 
 def of_edges(store: BaseStorage, key: str) -> bool:
-    """Return whether an attribute has a row for each edge."""
-    if isinstance(store, EdgeStorage) and isinstance(graph := store.get("graph"), CSCGraph):  # PyG has no such edges
+    """Return whether an attribute has one row per edge."""
+    # PyG does not know the edges of a CSCGraph.
+    if isinstance(store, EdgeStorage) and isinstance(graph := store.get("graph"), CSCGraph):
         value = store[key]
         return isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == graph.num_edges
     return hasattr(store, "is_edge_attr") and bool(store.is_edge_attr(key))

@@ -172,15 +172,15 @@ def test_counts(twin):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kernel": "nothing"}, "no kernel 'nothing'"),
-        ({"num_blocks": 0}, "at least one block"),
-        ({"arch": "920"}, "arch is '920'"),
+        ({"kernel": "nothing"}, "unknown kernel 'nothing'; choose one of"),
+        ({"num_blocks": 0}, "num_blocks must be at least 1, but is 0"),
+        ({"arch": "920"}, "arch must be '910b' or '910', but is '920'"),
         ({"args": []}, r"takes 3 arguments \['x', 'y', 'n'\], not 0"),
-        ({"parameters": {"speed": 1}}, "unknown cost parameters"),
+        ({"parameters": {"speed": 1}}, "unknown cost parameters speed; choose from"),
         ({"args": [np.zeros((4, 4))[:, 1], np.zeros(4), 4]}, "argument 'x': the array is not contiguous"),
         ({"args": [1, np.zeros(4), 4]}, "argument 'x' is a pointer"),
         ({"args": [np.zeros(4), np.zeros(4), 1 << 33]}, "does not fit in 4 bytes"),
-        ({"args": [np.zeros(4), np.zeros(4), Empty()]}, "has 4 bytes, the structure given has 0"),
+        ({"args": [np.zeros(4), np.zeros(4), Empty()]}, "must have 4 bytes, but the structure has 0"),
     ],
 )
 def test_bad_arguments(twin, change, message):

@@ -60,7 +60,7 @@ def test_a_gpu_that_is_not_there_is_planned_for(tmp_path, capfd):
     assert {part["place"] for part in made["placement"].values()} == {"device"}
     assert made["nbytes"] <= made["memory"] == 80 * 10**9
     assert plan(tmp_path / "small", *memory, "datamodule.device_memory=1kB") == 2
-    assert "are wanted on a device with 1 kB free" in capfd.readouterr().err
+    assert ", but has 1 kB free" in capfd.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

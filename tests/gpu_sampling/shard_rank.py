@@ -89,7 +89,7 @@ def crossed(*arguments):
 
 def read_by_address(symmetric=mapped):
     """Have processes read each other's memory as GPUs with peer access do."""
-    shards.symmetric, shards.find_obstacle = symmetric, lambda device, devices: ""
+    shards.allocate_symmetric, shards.find_obstacle = symmetric, lambda device, devices: ""
 
 
 def batches_of(rank, folder, kinds):

@@ -130,7 +130,7 @@ class Deaf:
         (
             [
                 (sample.AsyncHostCopy, "read", lambda self: self.words.tolist()),
-                (sample.AsyncHostCopy, "is_there", lambda self: True),
+                (sample.AsyncHostCopy, "is_complete", lambda self: True),
             ],
             "the host looks into",
         ),
@@ -219,13 +219,13 @@ class TwoGPUs(shards.LocalMachine):
     def gather(self, value):
         return [value] * self.size
 
-    def first(self, make):
+    def broadcast_first(self, make):
         return make()
 
     def share(self, table, shift=shards.ROW_SHIFT):
         dealt = shards.BlockCyclicLayout(table.size(0), self.size, shift)
-        symmetric = self.simulator.peers(lambda rank, part: dealt.deal(table, rank, part), self.size)
-        self.patch.setattr(shards, "symmetric", lambda *args: self.mutate(symmetric(*args)))
+        symmetric = self.simulator.peers(lambda rank, part: dealt.copy_shard(table, rank, part), self.size)
+        self.patch.setattr(shards, "allocate_symmetric", lambda *args: self.mutate(symmetric(*args)))
         return super().share(table, shift)
 
 

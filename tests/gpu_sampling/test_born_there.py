@@ -86,7 +86,7 @@ def test_batches_are_born_on_the_device_and_nobody_waits(monkeypatch, order):
         stages = partial(DevicePipeline, device=GPU)
         loader = NodeLoader(placed, sampler, **batches, tables=tables, seed=1, pipeline=stages)
         pipeline = loader.pipeline
-        pipeline._seeds_there = loader.input_data.node.to(GPU), None  # which the first mini-batch would check, and send
+        pipeline._device_seeds = loader.input_data.node.to(GPU), None  # as after the first mini-batch
         there = (torch.empty(10, dtype=torch.int64, device=GPU) for _ in range(2))
         tasks = (
             list(loader.tasks(0)) if order == "the user's" else [BatchTask(0, n, ids) for n, ids in enumerate(there)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_gnn.features.hot_cache import Cacheable
 from lightning_gnn.gpu_sampling import PersistentLinkDataModule, PersistentSamplerDataModule
-from lightning_gnn.gpu_sampling.budget import FOR_THE_MODEL, LINK, PlacedArray, place_parts
+from lightning_gnn.gpu_sampling.budget import MODEL_FRACTION, PEER_BYTE_COST, PlacedArray, place_parts
 from lightning_gnn.runtime.messages import memory_bytes
 from tests.batching_data import small_data
 from tests.sampling.cases import GRAPHS, LINK_CASES, options_of
@@ -71,7 +71,7 @@ def best_of_all(parts, limit, buffers, fixed, cache_bytes):
     entries = [
         (number, int(size), float(reads * part.hot.cost))
         for number, part in enumerate(parts)
-        if part.hot is not None and part.kept is None
+        if part.hot is not None and part.cached is None
         for reads, size in zip(part.hot.reads, part.hot.sizes, strict=True)
         if size and reads
     ]
@@ -82,10 +82,10 @@ def best_of_all(parts, limit, buffers, fixed, cache_bytes):
             continue
         saved = 0.0
         for part, place in zip(parts, places, strict=True):
-            kept = part.hot is not None and part.kept is not None and place == "pinned"
+            has_cache = part.hot is not None and part.cached is not None and place == "pinned"
             others = part.reads * (part.gpus - 1) / part.gpus
-            saved += {"device": part.reads, "shard": part.reads - LINK * others}.get(place, 0)
-            saved += part.hot.reads[part.kept].sum() * part.hot.cost if kept else 0
+            saved += {"device": part.reads, "shard": part.reads - PEER_BYTE_COST * others}.get(place, 0)
+            saved += part.hot.reads[part.cached].sum() * part.hot.cost if has_cache else 0
         own, room = [entry for entry in entries if places[entry[0]] == "pinned"], min(limit - used, cache_bytes)
         for count in range(len(own) + 1):
             for chosen in combinations(own, count):
@@ -100,24 +100,24 @@ def best_of_all(parts, limit, buffers, fixed, cache_bytes):
 def test_plans_against_all_plans(demand, memory, cache_bytes):
     parts, rest = demand
     if any(part.place == "shard" and part.gpus > 1 and part.shard_bytes is None for part in parts):
-        with pytest.raises(ValueError, match=r"cannot be dealt out to \d GPUs"):
+        with pytest.raises(ValueError, match=r"cannot be sharded across \d GPUs"):
             place_parts(parts, memory, **rest, cache_bytes=cache_bytes)
         return
     asked = [p.pinned_bytes if p.place == "auto" else bytes_at(p, ways(p)[0]) for p in parts]
     least = sum(rest.values()) + sum(asked)
     if least > memory:
-        with pytest.raises(ValueError, match=r"wanted on a device with"):
+        with pytest.raises(ValueError, match=r"the device needs .*, but has"):
             place_parts(parts, memory, **rest, cache_bytes=cache_bytes)
         return
     plan = place_parts(parts, memory, **rest, cache_bytes=cache_bytes)
-    limit = max(least, memory - int(FOR_THE_MODEL * memory))
+    limit = max(least, memory - int(MODEL_FRACTION * memory))
     assert plan.nbytes <= limit
     assert plan.nbytes <= memory
     assert all(placed.place in ways(part) for part, placed in zip(parts, plan.parts, strict=True))
     if cache_bytes is not None:
         assert sum(part.cache_bytes for part in plan.parts) <= cache_bytes
     best, largest, sizes = best_of_all(parts, limit, **rest, cache_bytes=memory if cache_bytes is None else cache_bytes)
-    saved = sum(placed.served(part) for placed, part in zip(plan.parts, parts, strict=True))
+    saved = sum(placed.saved(part) for placed, part in zip(plan.parts, parts, strict=True))
     assert best - largest - 1e-9 <= saved <= best + 1e-9
     if sizes <= 1:
         assert saved == pytest.approx(best)
@@ -138,9 +138,9 @@ def test_tables_are_copied_dealt_out_or_left_in_host_memory():
         plan = place_parts(parts, memory * GB)
         assert [part.place for part in plan.parts] == places
         assert plan.hit_rate == pytest.approx(rate)
-    assert "topology 8 GB of it on each of 4 GPUs; data.x 0 bytes of it, the rest in host memory" in str(plan)
+    assert "topology 8 GB (a shard on each of 4 GPUs); data.x 0 bytes (the rest in host memory)" in str(plan)
     assert plan.to_dict()["placement"]["topology"] == {"place": "shard", "device_bytes": 8 * GB, "cached": 0}
-    with pytest.raises(ValueError, match=r"15 GB are wanted on a device with 10 GB free: data.x 15 GB"):
+    with pytest.raises(ValueError, match=r"the device needs 15 GB, but has 10 GB free: data.x 15 GB"):
         place_parts([replace(parts[1], place="shard")], 10 * GB)
     many = [PlacedArray(f"data[{n}].x", 100, "auto", 10.0 - n, shard_bytes=30, gpus=4) for n in range(8)]
     assert [part.place for part in place_parts(many, 420).parts] == ["device"] + ["shard"] * 7
@@ -175,7 +175,7 @@ def test_a_datamodule_is_planned_without_a_gpu_for_any_memory():
     rates, needed = [], None
     for memory in (1_050_000, 1_200_000, 1_500_000, 4_000_000):
         module, plan = placed(data, memory, bulk=1)
-        assert plan.nbytes <= memory - int(FOR_THE_MODEL * memory)
+        assert plan.nbytes <= memory - int(MODEL_FRACTION * memory)
         assert plan.memory == memory
         rates.append(plan.hit_rate)
         needed = plan.nbytes
@@ -215,10 +215,10 @@ def test_what_is_no_number_of_bytes(value):
 def test_bad_budgets_are_named():
     data = small_data()
     options = {"num_neighbors": [2], "batch_size": 8}
-    with pytest.raises(ValueError, match=r"are wanted on a device with 1 kB free: .*make prefetch, bulk"):
+    with pytest.raises(ValueError, match=r", but has 1 kB free: .*make prefetch, bulk"):
         PersistentSamplerDataModule(data, **options, device_memory="1kB").plan_placement()
-    with pytest.raises(ValueError, match=r"are wanted on a device with .*: topology .*, data.x .*, mini-batches"):
+    with pytest.raises(ValueError, match=r"the device needs .*: topology .*, data.x .*, mini-batches"):
         placed(data, 20_000, topology="device", features="device")
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match=r"no GPU to plan for; .* device_memory='80GB'"):
+        with pytest.raises(ValueError, match=r"no GPU found to plan for; .* device_memory='80GB'"):
             PersistentSamplerDataModule(data, **options).plan_placement()

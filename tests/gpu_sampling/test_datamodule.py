@@ -157,7 +157,7 @@ def test_without_a_gpu_it_says_so_once_and_gives_the_same_batches():
 
 
 OWN = type("Own", (), {"sample_from_edges": len})()
-ON_DISK = "one is for features in memory, but with memory= those on disk come by way of"
+ON_DISK = "these options are for features in memory, but memory= reads them from disk through"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ ON_DISK = "one is for features in memory, but with memory= those on disk come by
                 ({"cache_rows": -1}, "cache_rows must not be negative"),
                 ({"cache_rows": 1, "cache_bytes": 1}, "not both"),
                 ({"device_memory": "big"}, "device_memory must be a number of bytes"),
-                ({"features": "shard", "cache_rows": 5}, "every row is at hand"),
+                ({"features": "shard", "cache_rows": 5}, "on the device no row needs a cache"),
                 ({"gpus": 0}, "gpus must be at least 1"),
                 ({"fetch_size": 0}, "fetch_size must be at least 1"),
                 ({"topology": "shard", "sampler": "labor"}, "topology='shard' does not go with sampler='labor'"),
@@ -188,7 +188,7 @@ ON_DISK = "one is for features in memory, but with memory= those on disk come by
                 ),
             )
         ),
-        (PersistentLinkDataModule, {"bulk": 8}, "no option bulk: mini-batches of edges are sampled one by one"),
+        (PersistentLinkDataModule, {"bulk": 8}, "unknown option bulk: mini-batches of edges are sampled one by one"),
         (PersistentLinkDataModule, {"link_sampler": OWN, "num_neighbors": None, "seed": None},
          "it cannot take the sampler Own; use LinkDataModule with it"),
     ],

@@ -85,7 +85,7 @@ def test_without_a_gpu_it_says_so_and_samples_the_same():
         ({"fetch_size": 0}, ValueError, "fetch_size must be at least 1"),
         ({"mode": "quick"}, ValueError, "unknown sampling mode 'quick'"),
         ({"hot_nodes": torch.tensor([400]), "topology": "pinned"}, IndexError, "400"),
-        ({"hot_nodes": torch.tensor([4]), "weight_attr": "edge_weight"}, ValueError, "of one type without times"),
+        ({"hot_nodes": torch.tensor([4]), "weight_attr": "edge_weight"}, ValueError, "homogeneous graphs without"),
     ],
 )
 def test_bad_arguments_are_named(options, error, message):

@@ -22,7 +22,7 @@ def test_every_row_is_dealt_to_one_place(num_rows, num_shards, shift):
     table = torch.arange(num_rows).view(-1, 1)
     parts = torch.full((num_shards, max(dealt.size, 1), 1), -1)
     for shard in range(num_shards):
-        dealt.deal(table, shard, parts[shard])
+        dealt.copy_shard(table, shard, parts[shard])
     in_turn = parts.view(num_shards, -1, 1 << shift).transpose(0, 1) if dealt.size else parts[:0]
     assert torch.equal(in_turn.reshape(-1, 1)[:num_rows], table)
     assert int((parts >= 0).sum()) == num_rows
@@ -50,7 +50,7 @@ def test_rows_that_are_read_where_they_lie_are_those_of_the_cpu(tmp_path, num_ra
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fails", "why"), [(False, "sample on the CPU, by Triton's interpreter"), (True, "but reads across them fail")]
+    ("fails", "why"), [(False, "sample on the CPU, with Triton's interpreter"), (True, "but reads across them fail")]
 )
 @pytest.mark.filterwarnings("ignore:.*no table is sharded")
 def test_gpus_that_do_not_read_each_other_share_no_table(tmp_path, fails, why):

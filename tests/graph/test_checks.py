@@ -45,7 +45,7 @@ def test_large_mapped_tables_are_left_out_with_a_note(monkeypatch, tmp_path):
     data = small_data()
     data.x[7] = math.nan
     del data.edge_attr, data.edge_weight
-    monkeypatch.setattr("lightning_gnn.graph.checks._MAPPED", data.x.nbytes - 1)
+    monkeypatch.setattr("lightning_gnn.graph.checks._MAX_MAPPED_BYTES", data.x.nbytes - 1)
     notes = []
     monkeypatch.setattr("lightning_gnn.graph.checks.rank_zero_info", notes.append)
     shared = data.x.clone().share_memory_()
@@ -56,8 +56,8 @@ def test_large_mapped_tables_are_left_out_with_a_note(monkeypatch, tmp_path):
     np.save(tmp_path / "x.npy", data.x.numpy())
     data.x = torch.from_numpy(np.load(tmp_path / "x.npy", mmap_mode="c"))
     check_node_data(data, check_features=True)
-    assert notes == ["data.x is memory-mapped and takes 0.0 GiB: it is not searched for NaN and infinity"]
-    monkeypatch.setattr("lightning_gnn.graph.checks._MAPPED", data.x.nbytes)
+    assert notes == ["data.x is memory-mapped and has 0.0 GiB: it is not checked for NaN and infinity"]
+    monkeypatch.setattr("lightning_gnn.graph.checks._MAX_MAPPED_BYTES", data.x.nbytes)
     refuses(ValueError, r"data\.x holds NaN", check_node_data, data, check_features=True)
 
 
@@ -70,9 +70,9 @@ BOOL_OR_IDS = "n must be a bool mask or int64 ids"
     ("nodes", "error", "message"),
     [
         (MASK.to(torch.uint8), TypeError, NO_MASK),
-        (MANY, ValueError, r"\[4, 10\]: it holds 10 splits; choose one of its columns.*n\[:, 0\]"),
+        (MANY, ValueError, r"\[4, 10\]: it has 10 splits; select one column.*n\[:, 0\]"),
         (torch.tensor(3), ValueError, "one dimension"),
-        (("paper", MASK), TypeError, "n names the node type 'paper'.*give the nodes alone"),
+        (("paper", MASK), TypeError, "n names the node type 'paper'.*pass only the nodes"),
         ("paper", TypeError, "n names the node type 'paper'"),
         (torch.tensor([2**62]), ValueError, "n holds node 4611686018427387904, but the graph has 4 nodes"),
         ([2**70], TypeError, BOOL_OR_IDS),
@@ -93,7 +93,7 @@ def test_a_mask_by_name_must_be_one():
 @pytest.mark.parametrize(
     ("edges", "error", "message"),
     [
-        ((("a", "to", "b"), [[0], [1]]), TypeError, r"e names the edge type \('a', 'to', 'b'\).*give the edges alone"),
+        ((("a", "to", "b"), [[0], [1]]), TypeError, r"e names the edge type \('a', 'to', 'b'\).*pass only the edges"),
         (torch.ones(5, 2, dtype=torch.int64), ValueError, r"shape \[2, n\], but has \[5, 2\]; transpose it"),
         ([[0.5], [1]], TypeError, "int64 tensor"),
         ([[0], [2**62]], ValueError, "e holds node 4611686018427387904"),
@@ -107,7 +107,7 @@ def test_wrong_edges_are_named(edges, error, message):
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (HeteroData(), TypeError, r"got HeteroData; data.to_homogeneous\(\) makes one"),
+        (HeteroData(), TypeError, r"got HeteroData; use data.to_homogeneous\(\)"),
         (Data(x=torch.eye(4).to_sparse(), num_nodes=4), ValueError, r"data.x is sparse.*use data.x.to_dense\(\)"),
         (Data(edge_index=torch.tensor([[0], [1]]), y=torch.zeros(4)), ValueError, "2 nodes; set data.num_nodes"),
     ],

@@ -175,7 +175,7 @@ def test_what_is_gone_says_what_to_use(name):
         _ = graph.rows
     with pytest.raises(TypeError, match=r"chunked\.local_bytes was removed: chunks fit the memory of a core"):
         graph.chunked(local_bytes=1 << 20)
-    with pytest.raises(TypeError, match="no option chunks"):
+    with pytest.raises(TypeError, match="unknown option chunks of CompressedGraph"):
         CompressedGraph.from_edge_index(torch.tensor([[0], [1]]), 2, chunks=3)
 
 

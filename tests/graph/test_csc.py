@@ -64,7 +64,7 @@ ONE = torch.tensor([[0], [1]])
         (torch.zeros(3, 5).long(), 2, ValueError, r"but has \[3, 5\]"),
         ([[0], [0]], 2, TypeError, "must be a torch.Tensor, but is list"),
         (torch.tensor([[2**62], [0]]), None, ValueError, "largest id in edge_index is 4611686018427387904: number the"),
-        (torch.tensor([[0], [2**45]]), None, ValueError, "35184372088833 nodes needs 281475 GB for their offsets"),
+        (torch.tensor([[0], [2**45]]), None, ValueError, "the offsets of 35184372088833 nodes need 281475 GB"),
         (ONE, 2**62, ValueError, "correct num_nodes"),
         (ONE[:, :0], -3, ValueError, "num_nodes must not be negative, but is -3"),
         *((ONE, number, TypeError, f"num_nodes must be an integer, but is {number!r}") for number in (2.5, "7", True)),

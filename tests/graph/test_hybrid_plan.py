@@ -75,7 +75,7 @@ def test_every_edge_and_column_is_one_workers():
             assert (done == 1).all()
             assert plan.balance == pytest.approx(plan.work.max() / plan.work.mean())
             assert (plan.num_groups, plan.group_size) == (len(plan.slices), len(plan.chunk_ranges))
-    with pytest.raises(IndexError, match="worker 32 of a plan for 32"):
+    with pytest.raises(IndexError, match="worker must be from 0 to 31, but is 32"):
         plan.worker(32)
 
 

@@ -24,7 +24,7 @@ NODES, DEGREE = 3000, 700
 @pytest.fixture(autouse=True)
 def forgotten():
     yield
-    list_reads._expected.clear()
+    list_reads._random_read_addresses.clear()
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def resident(indices):
 def test_samples_equal_those_from_memory(folder):
     mapped, memory = (load_topology(folder, NODES, mmap, False, "") for mmap in (True, False))
     expect_list_reads(mapped.indices, larger_than=0)
-    assert list_reads._expected == {mapped.indices.data_ptr()}
+    assert list_reads._random_read_addresses == {mapped.indices.data_ptr()}
     for key, fanouts in enumerate(([5, 3], [-1], [2, -1])):
         seeds = torch.randint(0, NODES, (20,), generator=torch.Generator().manual_seed(key))
         found, expected = (sample_neighbors(graph, seeds, fanouts, key) for graph in (mapped, memory))
@@ -82,5 +82,5 @@ def test_pages_of_the_frontier_come_and_no_others(folder):
 
 def test_small_topologies_come_as_they_come(folder):
     graph = load_topology(folder, NODES, True, False, "")
-    assert not list_reads._expected
+    assert not list_reads._random_read_addresses
     assert read_lists_ahead(graph.indptr.numpy(), graph.indices.numpy(), np.arange(9), -1) == 0

@@ -170,13 +170,13 @@ HUGE = torch.tensor([1e308, 1e308], dtype=torch.float64)
     ("action", "kind", "message"),
     [
         (lambda: hub(3).with_time(torch.tensor([0.0, math.nan, 1.0])), ValueError, "times of edges hold NaN, at 1"),
-        (lambda: hub(3).with_time(torch.tensor([1, 2])), ValueError, "there are 2 times, but 3 edges"),
-        (lambda: hub(3).with_time([1, 2, 3]), TypeError, "must be an integer or floating tensor, but are list"),
+        (lambda: hub(3).with_time(torch.tensor([1, 2])), ValueError, "got 2 times, but the graph has 3 edges"),
+        (lambda: hub(3).with_time([1, 2, 3]), TypeError, "must be an integer or floating-point tensor, but are list"),
         (lambda: hub(3).with_weight(torch.tensor([1.0, -1, 2])), ValueError, "that of edge 1 is -1.0"),
         (lambda: hub(3).with_weight(torch.tensor([1.0, math.nan, 2])), ValueError, "that of edge 1 is nan"),
         (lambda: hub(2).with_weight(HUGE), ValueError, "add up to infinity"),
-        (lambda: hub(1).with_weight(torch.ones(1)).with_time(torch.ones(1)), ValueError, "no weighted temporal"),
-        (lambda: hub(1).with_time(torch.ones(1)).with_weight(torch.ones(1)), ValueError, "no weighted temporal"),
+        (lambda: hub(1).with_weight(torch.ones(1)).with_time(torch.ones(1)), ValueError, "weighted temporal sampling"),
+        (lambda: hub(1).with_time(torch.ones(1)).with_weight(torch.ones(1)), ValueError, "weighted temporal sampling"),
     ],
 )
 def test_bad_attributes(action, kind, message):

@@ -268,7 +268,7 @@ def made_of(kind, **kwargs):
              "names .*rev-writes.*, but the edge types are"),
             ({"exclude_seed_edges": {WRITES: CITES}}, ValueError, "does not lead back where"),
             ({"time_attr": "float_time"}, ValueError,
-             "'float_time' of paper: times of nodes are integers that no floating number"),
+             "'float_time' of paper: times of nodes are integers that float64 cannot"),
         )),
         (NodeLoader, {}, ValueError, "tables are by attribute, so they cannot tell types apart"),
         (LinkDataModule, {"time_attr": "time", "neg_sampling": "binary"}, ValueError,
@@ -283,7 +283,7 @@ def test_mistakes_are_named(kind, kwargs, error, message):
 def test_what_is_not_there_is_named():
     data = typed_data()
     data["paper", "of", "nowhere"].edge_index = torch.tensor([[0], [0]])
-    with pytest.raises(ValueError, match="are of a node type 'nowhere' that data does not have"):
+    with pytest.raises(ValueError, match="unknown node type 'nowhere'"):
         NeighborSampler(data, [2])
     data = typed_data()
     for name in SIZES:

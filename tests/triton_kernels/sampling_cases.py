@@ -70,7 +70,7 @@ def dealt_out(table, num_shards, shift, own=0, place=lambda part: part):
     parts = []
     for shard in range(num_shards):
         part = table.new_empty((dealt.size, table.size(1)))
-        dealt.deal(table, shard, part)
+        dealt.copy_shard(table, shard, part)
         parts.append(place(part[: sum(rows.numel() for _, rows in dealt.rows_of(shard))].clone()))
     addresses = torch.tensor([part.data_ptr() for part in parts])
     return PeerShards(dealt, parts[own], addresses, parts)

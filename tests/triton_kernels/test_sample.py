@@ -15,7 +15,7 @@ from benchmarks.gpu.baselines import MODES, BaselineSampler
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import sample_neighbors
 from lightning_gnn.triton_kernels import sample as module
-from lightning_gnn.triton_kernels.sample import TritonNeighborSampler, queue_can
+from lightning_gnn.triton_kernels.sample import TritonNeighborSampler, queue_supports
 from tests.campaigns import campaign
 from tests.triton_kernels import sampling_cases
 from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference, dealt_out, random_graph
@@ -113,7 +113,7 @@ def test_equals_numba_on_a_larger_graph():
 def test_grows_when_a_batch_does_not_fit(mode):
     graph = GRAPHS["random"]
     sampler = sampler_of(graph, mode=mode)
-    sampler._start = 1
+    sampler._start_capacity = 1
     for disjoint in (False, True)[: 2 if mode == "fused" else 1]:
         assert_equal_to_reference(sampler, graph, [0, 3], [-1, 6], disjoint=disjoint)
     held = sampler.scratch_bytes
@@ -229,7 +229,7 @@ def sample_in_bounds(name, mode, monkeypatch, deal=None):
     options = {"mode": mode, "fetch_size": 5, "num_warps": 1, "num_programs": 2}
     sampler = WatchedSampler(indptr, local, shards=shards, **options)
     sampler.watch = watch
-    sampler._start = 1
+    sampler._start_capacity = 1
     monkeypatch.setattr(module, "torch", Allowing(watch))
     last = indptr.numel() - 2
     for seeds, fanouts, disjoint in ([last], [4, 2], False), ([last, 0, 0], [-1, 3], True), ([0, 0, 1], [-1, 2], False):
@@ -261,7 +261,7 @@ def test_the_watch_sees_a_list_that_is_looked_for_on_another_gpu(monkeypatch):
 
     def crooked(*arguments, **options):
         shards = dealt(*arguments, **options)
-        return dataclasses.replace(shards, dealt=dataclasses.replace(shards.dealt, shift=5))
+        return dataclasses.replace(shards, layout=dataclasses.replace(shards.layout, shift=5))
 
     monkeypatch.setattr(sys.modules[__name__], "dealt_out", crooked)
     with pytest.raises(Exception, match="out of bounds"):
@@ -290,8 +290,8 @@ def test_the_watch_sees_an_access_out_of_bounds(monkeypatch):
 
 
 def test_which_fanouts_the_queue_takes():
-    assert all(queue_can(fanouts) for fanouts in ([3], [3, 3, 2], [-1, -1, 4], [32, 0]))
-    assert not any(queue_can(fanouts) for fanouts in ([2, 3], [3, -1], [33, 2], [0, 1]))
+    assert all(queue_supports(fanouts) for fanouts in ([3], [3, 3, 2], [-1, -1, 4], [32, 0]))
+    assert not any(queue_supports(fanouts) for fanouts in ([2, 3], [3, -1], [33, 2], [0, 1]))
 
 
 @pytest.mark.slow

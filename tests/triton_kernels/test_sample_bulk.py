@@ -57,7 +57,7 @@ SEEDS = [torch.tensor(own) for own in ([3, 0, 40], [7], [59, 59, 3, 2])]
 
 def test_a_bulk_equals_the_reference_also_where_it_does_not_fit_at_first():
     sampler = sampler_of(GRAPHS["random"], num_programs=3)
-    sampler._start = 1
+    sampler._start_capacity = 1
     assert_bulk_equals_reference(sampler, SEEDS, [4, 3], [5, -(2**63), 2**63 - 1])
 
 
@@ -87,7 +87,7 @@ def test_what_does_not_fit_into_31_bits_is_sampled_in_parts(monkeypatch):
     assert most_batches(sampler) == 2
     monkeypatch.setattr(module, "LARGEST", 3)  # edge positions of a launch: those of one
     assert_bulk_equals_reference(sampler, [torch.tensor([own]) for own in (1, 2, 3)], [1, 1], [4, 5, 6])
-    with pytest.raises(ValueError, match="has at least 4 edges, but 3 may fit"):
+    with pytest.raises(ValueError, match="has at least 4 edges; the limit is 3"):
         sample_bulk(sampler, [torch.tensor([own]) for own in (1, 2)], [1, 1, 1], [4, 5])
 
 
@@ -103,7 +103,7 @@ def test_no_access_out_of_bounds(monkeypatch):
     indptr, indices = watch.allow(torch.tensor(indptr)), watch.allow(torch.tensor(indices, dtype=torch.int32))
     sampler = WatchedSampler(indptr, indices, num_warps=1, num_programs=2)
     sampler.watch = watch
-    sampler._start = 1
+    sampler._start_capacity = 1
     monkeypatch.setattr(bulk_module, "torch", AllowingMore(watch))
     last = indptr.numel() - 2
     assert_bulk_equals_reference(sampler, [torch.tensor([last]), torch.tensor([0, 0])], [2, 2], [1, 2])

@@ -56,7 +56,7 @@ def by_kernels(*args, graph=GRAPH, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("disjoint", [False, True])
 def test_grows_when_a_batch_does_not_fit(disjoint):
-    narrow(GRAPH, 1)._start = 9
+    narrow(GRAPH, 1)._start_capacity = 9
     held = by_kernels([-1, 3], 5, disjoint=disjoint).scratch_bytes
     assert by_kernels([-1, 3], 5, disjoint=disjoint).scratch_bytes == held
 
@@ -116,7 +116,7 @@ def test_no_access_out_of_bounds(kind, monkeypatch):
             if isinstance(tensor, torch.Tensor):
                 watch.allow(tensor)
     sampler = narrow(graph, 2 if kind == "plain" else 1, WatchedSampler)
-    sampler.watch, sampler._start = watch, 5
+    sampler.watch, sampler._start_capacity = watch, 5
     monkeypatch.setattr(sample_relations, "torch", AllowingAll(watch))
     monkeypatch.setattr(operator, "torch", AllowingAll(watch))
     for expected, (hops, disjoint) in zip(wanted, cases, strict=True):
@@ -127,7 +127,7 @@ def test_no_access_out_of_bounds(kind, monkeypatch):
 
 def test_too_many_stages_are_refused():
     graph = long_lists(2, 3, 0)
-    with pytest.raises(ValueError, match="there are 2047 hops of 1 edge types, but this sampler does at most 2046"):
+    with pytest.raises(ValueError, match="are 2047 sampling steps, but this sampler supports at most 2046"):
         sample_neighbors(graph, torch.tensor([0]), [0] * 2047, labor=Labor(), backend="triton")
 
 
