@@ -1,4 +1,4 @@
-"""GNN training on the hardware people really have, as plugins for a PyTorch Lightning ``Trainer``."""
+"""Plugins for a PyTorch Lightning ``Trainer`` that train GNNs on the hardware people really have."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -62,18 +62,18 @@ _NAMES = {
     "runtime": [],
     "sampling": ["NeighborSampler"],
 }
-"""Where the public names are; each is imported, with what it needs, when it is first asked for."""
+"""Subpackages with their public names, which are imported lazily on first access."""
 
 __all__ = sorted(name for names in _NAMES.values() for name in names)
 
-if not TYPE_CHECKING:  # with it, a type checker would take any name for a public one
+if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute
 
     def __getattr__(name: str) -> Any:
         if name in _NAMES or f"lightning_gnn.{name}" in moved_names.MOVED_MODULES:
             return import_module(f"lightning_gnn.{name}")
-        for room, names in _NAMES.items():
+        for package, names in _NAMES.items():
             if name in names:
-                globals()[name] = value = getattr(import_module(f"lightning_gnn.{room}"), name)
+                globals()[name] = value = getattr(import_module(f"lightning_gnn.{package}"), name)
                 return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,4 +1,4 @@
-"""``python -m lightning_gnn`` is ``lgnn``."""
+"""Makes ``python -m lightning_gnn`` equivalent to ``lgnn``."""
 
 from lightning_gnn.cli.main import main
 

@@ -1,6 +1,6 @@
-"""Makes ``Trainer(strategy="hyscale")``, ``"ascend_hybrid"`` and ``accelerator="npu"`` known to Lightning.
+"""Registers ``Trainer(strategy="hyscale")``, ``"ascend_hybrid"`` and ``accelerator="npu"`` with Lightning.
 
-A strategy is imported when a Trainer is made that names it.
+A strategy's module is imported when a Trainer first uses it.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from importlib import import_module
 
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
 
-import lightning_gnn.accelerators  # noqa: F401  registers its own, whose classes Lightning asks before it makes one
+import lightning_gnn.accelerators  # noqa: F401  registers eagerly: Lightning calls static methods of the classes
 
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "spawn"}
-"""Of the processes, by the suffix that Lightning's ``"ddp"`` has for them too."""
+"""Start methods by strategy suffix, as for Lightning's ``"ddp"``."""
 
 
 def register() -> None:
-    """Register what is not registered yet."""
+    """Register the strategies unless they are registered already."""
     if "hyscale" in StrategyRegistry:
         return
     StrategyRegistry.register(
         "hyscale",
-        _imported_on_use("hyscale", "HyScaleStrategy"),
+        _lazy_factory("hyscale", "HyScaleStrategy"),
         "CPUs and accelerators of each node train one model together",
     )
     for suffix, start_method in _START_METHODS.items():
         StrategyRegistry.register(
             f"ascend_hybrid{suffix}",
-            _imported_on_use("full_graph", "AscendHybridParallelStrategy"),
+            _lazy_factory("full_graph", "AscendHybridParallelStrategy"),
             f"Full graphs by tensor-data hybrid parallelism, with `start_method` '{start_method}'",
             start_method=start_method,
         )
 
 
-def _imported_on_use(room: str, name: str) -> Callable[..., Strategy]:
+def _lazy_factory(package: str, name: str) -> Callable[..., Strategy]:
     def build(**options: object) -> Strategy:
-        strategy: Strategy = getattr(import_module(f"lightning_gnn.{room}"), name)(**options)
+        strategy: Strategy = getattr(import_module(f"lightning_gnn.{package}"), name)(**options)
         return strategy
 
     return build

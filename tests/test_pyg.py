@@ -124,7 +124,7 @@ def test_refused_options(options, message):
 def test_evaluation_has_no_times_or_weights_of_its_own(option):
     module = LightningNodeData(small_data(), num_neighbors=[3], eval_loader_kwargs=option)
     next(iter(module.train_dataloader()))
-    with pytest.raises(NotImplementedError, match="cannot be others for evaluation"):
+    with pytest.raises(NotImplementedError, match="cannot differ between training and evaluation"):
         next(iter(module.val_dataloader()))
 
 
@@ -142,7 +142,7 @@ def test_sample_directions():
     typed["a"].num_nodes = 3
     typed["a", "to", "a"].edge_index = torch.tensor([[0, 1], [1, 2]])
     for data in (small_data(), typed):
-        with pytest.raises(NotImplementedError, match="cannot go backward: leave out time_attr='time'"):
+        with pytest.raises(NotImplementedError, match="cannot run backward: omit time_attr='time'"):
             LoaderNeighborSampler(data, [3], sample_direction="backward", time_attr="time")
     out = LoaderNeighborSampler(typed, [-1, -1], sample_direction="backward").sample_from_nodes(
         NodeSamplerInput(None, torch.tensor([0]), input_type="a")

@@ -66,7 +66,7 @@ def test_mini_batches_are_those_of_our_sampler(case, device):
     ours = NeighborLoader(data, **options, **seeds)
     ours.node_sampler.device = None if device is None else torch.device(device)
     assert_same_batches(epoch(ours), epoch(NodeLoader(data, Keyed(data, **options), **seeds)))
-    assert (ours.node_sampler._on_device is None) == (device is None)
+    assert (ours.node_sampler._gpu_sampler is None) == (device is None)
 
 
 @pytest.mark.parametrize("kind", LINKS)

@@ -199,7 +199,7 @@ WAYS: dict[str, tuple[Callable[[TaskMapping], Manager], list[tuple[Any, str, Any
     "ours": (DynamicResourceManager, []),
     "ours, times are proportional to work": (DynamicResourceManager, [(estimates, "RIDGE", 1e9)]),
     "ours, the last 100 measurements": (DynamicResourceManager, [(estimates, "HISTORY", 100)]),
-    "ours, no dead band": (DynamicResourceManager, [(resources, "SURE", 0.0)]),
+    "ours, no dead band": (DynamicResourceManager, [(resources, "DEAD_BAND", 0.0)]),
     "ours, threads move without work": (DynamicResourceManager, [(resources, "balance_thread", _threads_alone)]),
     "ours, threads never go back": (DynamicResourceManager, [(DynamicResourceManager, "_undo", lambda *_: None)]),
     "ours, only the paper's remedy": (DynamicResourceManager, [(DynamicResourceManager, "_remedies", _first_remedy)]),

@@ -4,13 +4,13 @@ from pytorch_lightning.accelerators import AcceleratorRegistry
 from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
-from lightning_gnn.accelerators.npu import NPUAccelerator, SingleNPUStrategy, choose_npus, why_unavailable
+from lightning_gnn.accelerators.npu import NPUAccelerator, SingleNPUStrategy, patch_connector, why_unavailable
 
 if NPUAccelerator.name() not in AcceleratorRegistry:
     AcceleratorRegistry.register(NPUAccelerator.name(), NPUAccelerator, description="Ascend NPUs, through torch_npu")
 if SingleNPUStrategy.strategy_name not in StrategyRegistry:
     name = SingleNPUStrategy.strategy_name
     StrategyRegistry.register(name, SingleNPUStrategy, description="Training on one Ascend NPU")
-choose_npus(_AcceleratorConnector)
+patch_connector(_AcceleratorConnector)
 
 __all__ = ["NPUAccelerator", "SingleNPUStrategy", "why_unavailable"]

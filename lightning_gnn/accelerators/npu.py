@@ -1,4 +1,4 @@
-"""``Trainer(accelerator="npu")``: Huawei's Ascend processors, through torch_npu, and the strategy for one of them."""
+"""``Trainer(accelerator="npu")``: Ascend NPUs through torch_npu, and the single-device strategy."""
 
 import ctypes
 import importlib
@@ -22,14 +22,14 @@ from typing_extensions import override
 
 from lightning_gnn.runtime.devices import match_device
 
-_RUNTIME = "libascendcl.so"  # CANN's runtime library, which torch_npu is linked to
+_CANN_LIBRARY = "libascendcl.so"  # CANN's runtime library, a dependency of torch_npu
 
 
 class NPUAccelerator(Accelerator):
     """Accelerator for Ascend NPUs.
 
     Raises:
-        MisconfigurationException: There is no NPU to use; says what is missing and how to get it.
+        MisconfigurationException: No NPU can be used; the message names the missing package and how to install it.
 
     Examples:
         On a machine without an NPU:
@@ -45,27 +45,27 @@ class NPUAccelerator(Accelerator):
 
     @override
     def setup_device(self, device: torch.device) -> None:
-        """Make a device, which must be an NPU, the current one."""
+        """Set an NPU as the current device."""
         if device.type != "npu":
             raise MisconfigurationException(
-                f"accelerator='npu' was asked for, but the strategy trains on {device}; "
+                f"accelerator='npu' was requested, but the strategy trains on {device}; "
                 "use strategy='single_npu' or strategy='ascend_hybrid'"
             )
         device_module().set_device(device)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Give memory that an earlier run cached back to the device."""
+        """Free device memory that an earlier run has cached."""
         device_module().empty_cache()
 
     @override
     def teardown(self) -> None:
-        """Give cached memory back to the device."""
+        """Free cached device memory."""
         device_module().empty_cache()
 
     @override
     def get_device_stats(self, device: _DEVICE) -> dict[str, Any]:
-        """Return the allocator's statistics, and ``memory.free`` and ``memory.total`` in bytes, of a device."""
+        """Return a device's allocator statistics, and ``memory.free`` and ``memory.total`` in bytes."""
         module = device_module()
         free, total = module.mem_get_info(device)
         return {**module.memory_stats(device), "memory.free": free, "memory.total": total}
@@ -73,36 +73,36 @@ class NPUAccelerator(Accelerator):
     @staticmethod
     @override
     def parse_devices(devices: int | str | Iterable[int]) -> list[int]:
-        """Return the indices that ``Trainer(devices=…)`` asks for: ``2``, ``[0, 2]``, ``"0,2"``, or ``-1`` for all."""
+        """Return the device indices of ``Trainer(devices=…)``: ``2``, ``[0, 2]``, ``"0,2"``, or ``-1`` for all."""
         count = NPUAccelerator.auto_device_count()
         device_parser._check_data_type(devices)
-        given = devices if isinstance(devices, int | str) else list(devices)
-        asked = device_parser._normalize_parse_gpu_string_input(given)
-        asked = count if asked == -1 else asked
-        chosen = list(range(asked)) if isinstance(asked, int) else asked
-        device_parser._check_unique(chosen)
-        if not chosen or not set(chosen) <= set(range(count)):
+        value = devices if isinstance(devices, int | str) else list(devices)
+        requested = device_parser._normalize_parse_gpu_string_input(value)
+        requested = count if requested == -1 else requested
+        indices = list(range(requested)) if isinstance(requested, int) else requested
+        device_parser._check_unique(indices)
+        if not indices or not set(indices) <= set(range(count)):
             raise MisconfigurationException(
-                f"devices={devices!r}, but this machine has {count} NPUs: give how many, or some numbers from 0"
+                f"devices={devices!r}, but this machine has {count} NPUs: give their number, or indices from 0"
             )
-        return chosen
+        return indices
 
     @staticmethod
     @override
     def get_parallel_devices(devices: list[int]) -> list[torch.device]:
-        """Return the devices of the indices."""
+        """Return the devices with these indices."""
         return [torch.device("npu", index) for index in devices]
 
     @staticmethod
     @override
     def auto_device_count() -> int:
-        """Return the number of NPUs, all of which ``devices="auto"`` takes."""
+        """Return the number of NPUs, which is the number used by ``devices="auto"``."""
         return 0 if why_unavailable() else int(device_module().device_count())
 
     @staticmethod
     @override
     def is_available() -> bool:
-        """Say whether there is an NPU to use."""
+        """Whether an NPU can be used."""
         return why_unavailable() is None
 
     @staticmethod
@@ -113,7 +113,7 @@ class NPUAccelerator(Accelerator):
 
 
 class SingleNPUStrategy(SingleDeviceStrategy):
-    """Trains on one NPU: ``device``, e.g. ``"npu:1"``, or the one that ``Trainer(devices=…)`` names."""
+    """Trains on one NPU: ``device``, such as ``"npu:1"``, or the device of ``Trainer(devices=…)``."""
 
     strategy_name = "single_npu"
 
@@ -126,13 +126,13 @@ class SingleNPUStrategy(SingleDeviceStrategy):
     ) -> None:
         check_available()
         super().__init__("npu:0" if device is None else device, accelerator, checkpoint_io, precision_plugin)
-        self._chosen = device is not None
+        self._is_device_set = device is not None
         _check_device(self.root_device)
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """The device, or nothing where the trainer is still to name it: so Lightning's connector hands it over."""
-        return [self.root_device] if self._chosen else []
+        """The device; empty until it is known, so that Lightning's connector sets it."""
+        return [self.root_device] if self._is_device_set else []
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
@@ -143,31 +143,31 @@ class SingleNPUStrategy(SingleDeviceStrategy):
             )
         _check_device(devices[0])
         self._root_device = devices[0]
-        self._chosen = True
+        self._is_device_set = True
 
     @override
     def setup_environment(self) -> None:
-        """Make the device the current one, and that of mixed precision."""
+        """Set the current device, also for mixed precision."""
         match_device(self.precision_plugin, self.root_device)
         super().setup_environment()
 
 
 def device_module() -> ModuleType:
-    """Return ``torch.npu``, which torch_npu registers."""
+    """Return ``torch.npu``, registered by torch_npu."""
     module: ModuleType = torch.npu  # type: ignore[attr-defined]
     return module
 
 
 def check_available() -> None:
-    """Check that there is an NPU to use."""
+    """Raise MisconfigurationException if no NPU can be used."""
     if reason := why_unavailable():
         raise MisconfigurationException(f"accelerator='npu' cannot be used: {reason}")
 
 
 def why_unavailable() -> str | None:
-    """Say what is missing for the use of an NPU, and how to get it; None where nothing is."""
-    # torch_npu is imported only where CANN's runtime loads: without it, the import fails and may leave torch half
-    # changed. (torch imports an installed torch_npu by itself, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.)
+    """Return what is missing to use an NPU and how to install it, or None if an NPU can be used."""
+    # Import torch_npu only if CANN's runtime can be loaded: a failed import may leave torch partially patched. (torch
+    # imports an installed torch_npu itself, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.)
     if not hasattr(torch, "npu"):
         missing = []
         if importlib.util.find_spec("torch_npu") is None:
@@ -175,30 +175,31 @@ def why_unavailable() -> str | None:
             missing.append(
                 f"torch_npu is not installed (pip install 'lightning-gnn[npu]', in the release for torch {release})"
             )
-        if problem := _problem_of_cann():
+        if problem := _find_cann_problem():
             missing.append(
                 f"CANN is not installed, or its environment is not set ({problem}; install the CANN toolkit and "
                 "kernels from https://www.hiascend.com/software/cann, then source ascend-toolkit/set_env.sh)"
             )
         if missing:
             return " and ".join(missing)
-        if problem := _problem_of_import():
-            return f"torch_npu and CANN are installed, but do not fit together or torch {torch.__version__}: {problem}"
+        if problem := _find_import_problem():
+            version = torch.__version__
+            return f"torch_npu and CANN are installed, but incompatible with each other or torch {version}: {problem}"
     if not device_module().device_count():
-        return "torch_npu finds no NPU; see what npu-smi info lists, and whether ASCEND_RT_VISIBLE_DEVICES hides it"
+        return "torch_npu finds no NPU; check the output of npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
     return None
 
 
-def _problem_of_cann() -> str:
+def _find_cann_problem() -> str:
     try:
-        ctypes.CDLL(_RUNTIME)
+        ctypes.CDLL(_CANN_LIBRARY)
     except OSError as error:
         return str(error)
     return ""
 
 
-@cache  # a second attempt at a failed import meets what the first left behind
-def _problem_of_import() -> str:
+@cache  # a failed import leaves modules behind, so a second attempt would fail differently
+def _find_import_problem() -> str:
     try:
         importlib.import_module("torch_npu")
     except Exception as error:
@@ -206,12 +207,12 @@ def _problem_of_import() -> str:
     return "" if hasattr(torch, "npu") else "torch_npu did not register the device"
 
 
-def choose_npus(connector: type[_AcceleratorConnector]) -> None:
-    """Wrap the method of Lightning's connector, which has no hook, that chooses for ``strategy="auto"``."""
-    # Left alone, it answers a single-device strategy on the CPU for one device of an accelerator that it does not know,
-    # and trains there without a word. Should a later Lightning lose the method, NPUAccelerator refuses the CPU.
+def patch_connector(connector: type[_AcceleratorConnector]) -> None:
+    """Patch Lightning's connector, which has no hook, to support NPUs with ``strategy="auto"``."""
+    # For one device of an unknown accelerator, the connector would silently select a single-device strategy on the CPU.
+    # If a later Lightning version removes the method, NPUAccelerator raises an error for the CPU.
     original: Callable[[_AcceleratorConnector], Strategy | str] | None = getattr(connector, "_choose_strategy", None)
-    if original is None or getattr(original, "chooses_npus", False):
+    if original is None or getattr(original, "supports_npus", False):
         return
 
     @wraps(original)
@@ -221,12 +222,12 @@ def choose_npus(connector: type[_AcceleratorConnector]) -> None:
         if len(self._parallel_devices) == 1 and self._num_nodes_flag == 1:
             return SingleNPUStrategy(self._parallel_devices[0])
         raise MisconfigurationException(
-            "strategy='auto' would be Lightning's DDP, which needs CUDA streams; for full graphs on "
+            "strategy='auto' would select Lightning's DDP, which needs CUDA streams; for full graphs on "
             f"{len(self._parallel_devices)} NPUs on {self._num_nodes_flag} nodes use strategy='ascend_hybrid', "
-            "else devices=1"
+            "otherwise devices=1"
         )
 
-    choose.chooses_npus = True  # type: ignore[attr-defined]
+    choose.supports_npus = True  # type: ignore[attr-defined]
     connector._choose_strategy = choose  # type: ignore[method-assign]
 
 

@@ -1,4 +1,4 @@
-"""Lightning callbacks: throughput, curves, checkpoints that outlive a run, stopping by signal."""
+"""Lightning callbacks: throughput, learning curves, checkpointing across runs, and stopping on signals."""
 
 from typing import TYPE_CHECKING
 
@@ -14,5 +14,5 @@ __all__ = [
     "Throughput",
 ]
 
-if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
+if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute
     __getattr__ = find_moved(__name__)

@@ -1,4 +1,4 @@
-"""Buffers that steps write to: what the ranks have written, made equal on all of them."""
+"""Synchronization of module buffers that the ranks write to during a step."""
 
 from __future__ import annotations
 
@@ -10,86 +10,84 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-_SMALL = 1 << 18
-"""Numbers in a buffer up to which it is compared with what it was. Larger ones are looked at where torch says that they
-were written to, which it does not of batch normalization, kernels of others, and writes to ``buffer.data``."""
-
-
-_Written = dict[str, tuple[list[int], Tensor, Tensor]]
-"""By the name of a buffer: its shape, which of its rows were written, and the rows."""
+_MAX_NUMEL = 1 << 18
+"""Buffers of at most this size are compared by value. Larger ones are checked by torch's version counter, which misses
+writes by batch normalization, third-party kernels and ``buffer.data``."""
+_RowUpdates = dict[str, tuple[list[int], Tensor, Tensor]]
+"""Maps the name of a buffer to its shape, the indices of the written rows, and the rows."""
 
 
 class BufferSync:
-    """The buffers of a module, of which each rank writes its own part in a step."""
+    """Merges the writes of all ranks to a module's buffers."""
 
-    # A row that one rank has written is taken as it is; of one that several have written, the mean counts, weighted by
-    # seeds (running statistics of batch normalization). Integers are counts: what ranks added is added up, unless all
-    # added the same, a number of steps, and not just as many as they have seeds. A boolean is what the rank made of it
-    # that changed it. Ranks without seeds do not count.
+    # A row written by one rank is copied. A row written by several ranks becomes their mean, weighted by seeds (running
+    # statistics of batch normalization). Integers are counters: increments are summed, unless all ranks added the same,
+    # which indicates a number of steps (but not if each rank added its number of seeds). A boolean takes the changed
+    # value. Ranks without seeds are ignored.
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before: dict[str, tuple[Tensor, int, Tensor]] = {}
-        self.note()
+        self._snapshot: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self.take_snapshot()
 
-    def note(self) -> None:
-        """Take the buffers to be the same on all ranks now."""
-        known, self._before = self._before, {}
+    def take_snapshot(self) -> None:
+        """Record the buffers, which must be equal on all ranks now."""
+        previous, self._snapshot = self._snapshot, {}
         for name, buffer in self._module.named_buffers():
-            last = known.get(name)
+            last = previous.get(name)
             if last is not None and last[0] is buffer and last[1] == buffer._version:
-                self._before[name] = last
+                self._snapshot[name] = last
             else:
-                self._before[name] = (buffer, buffer._version, buffer.detach().clone())
+                self._snapshot[name] = (buffer, buffer._version, buffer.detach().clone())
 
-    def changed(self) -> bool | Tensor:
-        """Whether one has been written to on this rank, or put in the place of another, since it was noted."""
+    def has_changed(self) -> bool | Tensor:
+        """Whether this rank has written to or replaced a buffer since the snapshot."""
         buffers = dict(self._module.named_buffers())
-        if any(self._written(name, buffer) for name, buffer in buffers.items()):
+        if any(self._was_written(name, buffer) for name, buffer in buffers.items()):
             return True
-        small = [_differs(b, self._before[name][2]).any() for name, b in buffers.items() if b.numel() <= _SMALL]
+        small = [_differs(b, self._snapshot[name][2]).any() for name, b in buffers.items() if b.numel() <= _MAX_NUMEL]
         return torch.stack([flag.to(small[0].device) for flag in small]).any() if small else False
 
-    def join(self, seeds: Sequence[int]) -> None:
-        """Make them the same on all ranks, which all call this together."""
+    def synchronize(self, seeds: Sequence[int]) -> None:
+        """Merge the writes of all ranks, which have ``seeds`` seeds. Collective: every rank must call this."""
         rank = dist.get_rank()
         buffers = dict(self._module.named_buffers())
-        written = {name: self._difference(name, buffer) for name, buffer in buffers.items()}
-        mine = {name: difference for name, difference in written.items() if difference is not None}
-        everybody: list[_Written] = [{}] * len(seeds)
-        dist.all_gather_object(everybody, mine if seeds[rank] else {})
-        for name in {name: None for theirs in everybody for name in theirs}:
-            found = {other: theirs[name] for other, theirs in enumerate(everybody) if name in theirs}
-            shapes = {tuple(shape) for shape, *_ in found.values()}
-            by_all = all(other in found for other, number in enumerate(seeds) if number)
-            agreed = tuple(self._before[name][2].shape) if name in self._before else None
-            if not by_all and shapes != {agreed}:
+        written = {name: self._find_written_rows(name, buffer) for name, buffer in buffers.items()}
+        own = {name: update for name, update in written.items() if update is not None}
+        gathered: list[_RowUpdates] = [{}] * len(seeds)
+        dist.all_gather_object(gathered, own if seeds[rank] else {})
+        for name in {name: None for updates in gathered for name in updates}:
+            by_rank = {other: updates[name] for other, updates in enumerate(gathered) if name in updates}
+            shapes = {tuple(shape) for shape, *_ in by_rank.values()}
+            is_written_by_all = all(other in by_rank for other, number in enumerate(seeds) if number)
+            old_shape = tuple(self._snapshot[name][2].shape) if name in self._snapshot else None
+            if not is_written_by_all and shapes != {old_shape}:
                 raise RuntimeError(
-                    f"the buffer {name} has another shape on rank {min(found)} than on other ranks: hyscale's trainers "
-                    "can write to buffers, but must not change their shapes by themselves"
+                    f"the buffer {name} has a different shape on rank {min(by_rank)} than on other ranks: hyscale's "
+                    "trainers can write to buffers, but a single rank must not change their shapes"
                 )
-            if name in buffers and len(shapes) == 1:  # else each rank that wrote it has one of its own
+            if name in buffers and len(shapes) == 1:  # otherwise each rank retains a buffer with its own shape
                 with torch.no_grad():
                     buffer = buffers[name].resize_(*shapes)
-                    buffer.copy_(self._joined(name, buffer, found, seeds).view(buffer.shape))
+                    buffer.copy_(self._merge_rows(name, buffer, by_rank, seeds).view(buffer.shape))
         if not seeds[rank]:
             with torch.no_grad():
-                for name in mine.keys() & self._before.keys() - {name for theirs in everybody for name in theirs}:
-                    buffers[name].resize_(self._before[name][2].shape).copy_(self._before[name][2])
-        self.note()
+                for name in own.keys() & self._snapshot.keys() - {name for updates in gathered for name in updates}:
+                    buffers[name].resize_(self._snapshot[name][2].shape).copy_(self._snapshot[name][2])
+        self.take_snapshot()
 
-    def _written(self, name: str, buffer: Tensor) -> bool:
-        last = self._before.get(name)
+    def _was_written(self, name: str, buffer: Tensor) -> bool:
+        last = self._snapshot.get(name)
         return last is None or last[0] is not buffer or last[1] != buffer._version
 
-    def _difference(self, name: str, buffer: Tensor) -> tuple[list[int], Tensor, Tensor] | None:
-        """Return a buffer's shape, which rows differ from those noted, and the rows (of counts, what was added)."""
-        if buffer.numel() > _SMALL and not self._written(name, buffer):
+    def _find_written_rows(self, name: str, buffer: Tensor) -> tuple[list[int], Tensor, Tensor] | None:
+        """Return a buffer's shape, the indices of its changed rows, and the rows (for integers, the increments)."""
+        if buffer.numel() > _MAX_NUMEL and not self._was_written(name, buffer):
             return None
-        now = _rows(buffer.detach())
-        before = self._noted(name, buffer)
+        now = _as_rows(buffer.detach())
+        before = self._snapshot_rows(name, buffer)
         rows = _differs(now, before).any(dim=1).nonzero().squeeze(1)
-        last = self._before.get(name)
+        last = self._snapshot.get(name)
         if not len(rows) and last is not None and last[2].shape == buffer.shape:
             return None
         new = now[rows]
@@ -97,47 +95,48 @@ class BufferSync:
             new = new - before[rows]
         return list(buffer.shape), rows.cpu(), new.cpu()
 
-    def _noted(self, name: str, buffer: Tensor) -> Tensor:
-        """Return the rows that were noted; zeros for a buffer that is new or has another shape."""
-        last = self._before.get(name)
-        known = last is not None and last[2].shape == buffer.shape and last[2].device == buffer.device
-        return _rows(last[2] if last is not None and known else torch.zeros_like(buffer))
+    def _snapshot_rows(self, name: str, buffer: Tensor) -> Tensor:
+        """Return the rows of the snapshot; zeros for a buffer that is new or has another shape."""
+        last = self._snapshot.get(name)
+        is_known = last is not None and last[2].shape == buffer.shape and last[2].device == buffer.device
+        return _as_rows(last[2] if last is not None and is_known else torch.zeros_like(buffer))
 
-    def _joined(
-        self, name: str, buffer: Tensor, found: dict[int, tuple[list[int], Tensor, Tensor]], seeds: Sequence[int]
+    def _merge_rows(
+        self, name: str, buffer: Tensor, by_rank: dict[int, tuple[list[int], Tensor, Tensor]], seeds: Sequence[int]
     ) -> Tensor:
-        rows = self._noted(name, buffer).cpu().clone()
+        rows = self._snapshot_rows(name, buffer).cpu().clone()
         if rows.is_floating_point():
-            return _weighted(rows, found, seeds)
+            return _average_rows(rows, by_rank, seeds)
         if rows.dtype == torch.bool:
-            for _, index, new in found.values():
+            for _, index, new in by_rank.values():
                 rows[index] = torch.where(new != rows[index], new, rows[index])
             return rows
-        _, index, added = found[min(found)]
-        same = len(found) >= sum(number > 0 for number in seeds) and all(
-            index.equal(other[1]) and added.equal(other[2]) for other in found.values()
+        # Equal increments count steps and are added once, unless they equal the ranks' numbers of seeds.
+        _, index, added = by_rank[min(by_rank)]
+        is_equal = len(by_rank) >= sum(number > 0 for number in seeds) and all(
+            index.equal(other[1]) and added.equal(other[2]) for other in by_rank.values()
         )
-        of_seeds = all(int(other[2].sum()) == seeds[rank] > 1 for rank, other in found.items())
-        if same and not of_seeds:
+        counts_seeds = all(int(other[2].sum()) == seeds[rank] > 1 for rank, other in by_rank.items())
+        if is_equal and not counts_seeds:
             rows[index] += added
             return rows
-        for _, index, added in found.values():
+        for _, index, added in by_rank.values():
             rows[index] += added
         return rows
 
 
-def _weighted(rows: Tensor, found: dict[int, tuple[list[int], Tensor, Tensor]], seeds: Sequence[int]) -> Tensor:
-    """Return rows with those that ranks have written: as they are from one rank, as a weighted mean from several."""
+def _average_rows(rows: Tensor, by_rank: dict[int, tuple[list[int], Tensor, Tensor]], seeds: Sequence[int]) -> Tensor:
+    """Update rows with those written by the ranks: copied from a single rank, averaged by seeds from several."""
     count = torch.zeros(rows.size(0), dtype=torch.int64)
-    for _, index, _ in found.values():
+    for _, index, _ in by_rank.values():
         count[index] += 1
-    whole = sum(seeds[rank] for rank in found)
+    total = sum(seeds[rank] for rank in by_rank)
     sums, weights = torch.zeros_like(rows), torch.zeros(rows.size(0), 1, dtype=rows.dtype)
-    for rank, (_, index, new) in found.items():
-        alone = count[index] == 1
-        rows[index[alone]] = new[alone]
-        weight = seeds[rank] if whole else 1
-        if weight and not bool(alone.all()):
+    for rank, (_, index, new) in by_rank.items():
+        is_single = count[index] == 1
+        rows[index[is_single]] = new[is_single]
+        weight = seeds[rank] if total else 1
+        if weight and not bool(is_single.all()):
             sums[index] += new * weight
             weights[index] += weight
     several = (count > 1) & (weights.squeeze(1) > 0)
@@ -146,18 +145,18 @@ def _weighted(rows: Tensor, found: dict[int, tuple[list[int], Tensor, Tensor]], 
 
 
 def _differs(now: Tensor, before: Tensor) -> Tensor:
-    """Return where numbers differ; one NaN is like another."""
+    """Return where values differ, with NaN equal to NaN."""
     return (now != before) & ((now == now) | (before == before))
 
 
-def _rows(buffer: Tensor) -> Tensor:
+def _as_rows(buffer: Tensor) -> Tensor:
     return buffer.flatten(1) if buffer.dim() > 1 else buffer.reshape(-1, 1)
 
 
 @contextmanager
 def no_side_effects(module: nn.Module) -> Iterator[None]:
-    """Run a step that must not count: buffers, and the states of torchmetrics, are put back as they were afterwards."""
-    # It makes the same calls as those of other ranks, or a metric would miss where all synchronize.
+    """Run a step whose effects are discarded: restores buffers and torchmetrics states afterwards."""
+    # The step must run nevertheless: metrics synchronize across ranks, so every rank must make the same calls.
     buffers = [
         (part._buffers, name, buffer, buffer.detach().clone())
         for part in module.modules()
@@ -165,7 +164,7 @@ def no_side_effects(module: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
-    states = [{name: _copied(getattr(metric, name)) for name in metric._defaults} for metric in metrics]
+    states = [{name: _copy_state(getattr(metric, name)) for name in metric._defaults} for metric in metrics]
     counts = [(metric._update_count, metric._computed) for metric in metrics]
     try:
         yield
@@ -175,12 +174,12 @@ def no_side_effects(module: nn.Module) -> Iterator[None]:
                 owner[name] = buffer.resize_(before.shape).copy_(before)
         for metric, state, (count, computed) in zip(metrics, states, counts, strict=True):
             for name, value in state.items():
-                if isinstance(value, list):  # of what was added, nothing but the shape: ranks with an empty list hang
+                if isinstance(value, list):  # append empty tensors of the same shape: an empty list would hang a sync
                     value += [item[:0] for item in getattr(metric, name)[len(value) :] if item.dim()]
                 setattr(metric, name, value)
             metric._update_count, metric._computed = count, computed
 
 
-def _copied(state: object) -> object:
-    """Return a state of a metric as it is now: a list of what is never changed, or what is written to."""
+def _copy_state(state: object) -> object:
+    """Copy a metric state: a list shallowly, since its items are never modified, or a tensor."""
     return list(state) if isinstance(state, list) else state.detach().clone() if isinstance(state, Tensor) else state

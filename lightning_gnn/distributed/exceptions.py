@@ -1,4 +1,4 @@
-"""Exceptions in runs of several ranks."""
+"""Exception handling in distributed runs."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import sys
 
 
 def is_handling_exception() -> bool:
-    """Whether an error is being handled, on this rank maybe alone: a collective that is called now may never end."""
+    """Whether an exception is being handled, possibly on this rank only, so that a collective could hang."""
     return isinstance(sys.exc_info()[1], Exception)

@@ -1,4 +1,4 @@
-"""Losses of a mini-batch that several ranks share: what each weighs, and which a count of seeds does not fit."""
+"""Weights of the ranks' losses, and detection of losses that must not be weighted by seeds."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 Weight = float | Literal["sum"]
-"""What a loss weighs among those of the other trainers; ``"sum"``: losses are sums, which are added as they are."""
+"""Weight of a loss relative to those of the other trainers; ``"sum"``: losses are sums, added without weights."""
 LOSS_CHECKS = 16
-"""In how many mini-batches to look for losses that need a weight."""
+"""Number of mini-batches in which to check for losses that need a weight."""
 
 
-def returned_loss(output: object) -> Tensor | None:
-    """Return the loss of one number in what ``training_step`` returned, if it has gradients."""
+def get_loss(output: object) -> Tensor | None:
+    """Return the scalar loss in the output of ``training_step`` if it requires a gradient, otherwise None."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad else None
 
 
-def returned_weight(output: object) -> Weight | Tensor | None:
-    """Return the ``"weight"`` in what ``training_step`` returned, None without; a tensor on a device is not checked."""
+def get_weight(output: object) -> Weight | Tensor | None:
+    """Return the ``"weight"`` in the output of ``training_step``, or None; a device tensor is not validated."""
     weight = output.get("weight") if isinstance(output, Mapping) else None
     if weight is None:
         return None
@@ -32,45 +32,45 @@ def returned_weight(output: object) -> Weight | Tensor | None:
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ValueError(
-                f"the weight that training_step returns must be one number, but has the shape {list(weight.shape)}"
+                f"the weight returned by training_step must be one number, but has the shape {list(weight.shape)}"
             )
         if not weight.is_cpu:
             return weight.detach().reshape(())
     elif not isinstance(weight, Real):
         raise TypeError(
-            "the weight that training_step returns must be a number, a tensor of one number or 'sum', but is "
+            "the weight returned by training_step must be a number, a tensor of one number or 'sum', but is "
             f"{type(weight).__name__ if not isinstance(weight, str) else repr(weight)}"
         )
     return check_weight(float(weight))
 
 
 def check_weight(weight: float) -> float:
-    """Return a weight that is finite and not negative."""
+    """Return the weight; raise ValueError unless it is finite and not negative."""
     if not (math.isfinite(weight) and weight >= 0):
-        raise ValueError(f"the weight that training_step returns must be finite and not negative, but is {weight:g}")
+        raise ValueError(f"the weight returned by training_step must be finite and not negative, but is {weight:g}")
     return weight
 
 
-def check_same_kind(none: int, numbers: int, sums: int) -> None:
-    """Refuse weights of several kinds among so many losses that came without, with a number, and with ``"sum"``."""
+def check_consistent(none: int, numbers: int, sums: int) -> None:
+    """Raise ValueError unless all losses came without a weight, all with a number, or all with ``"sum"``."""
     if (none > 0) + (numbers > 0) + (sums > 0) > 1:
         raise ValueError(
-            "training_step must return a weight always or never, and of one kind, but of the trainers of an "
-            f"iteration {numbers} returned a number, {sums} 'sum' and {none} none"
+            "training_step must return the same type of weight on all ranks, but of the trainers of an iteration "
+            f"{numbers} returned a number, {sums} returned 'sum' and {none} returned no weight"
         )
 
 
-def weighs_otherwise(loss: Tensor, count: int | None = None) -> str | None:
-    """Say why a loss is certainly no mean over the seeds, None where it may be one."""
-    # Only losses of torch.nn.functional that autograd knows are recognized, and only where nothing after them could
-    # make such a mean. To be called before the backward pass, which frees what this looks at.
-    for node, scaled, summed in _losses_in(loss.grad_fn):
+def explain_weighting(loss: Tensor, count: int | None = None) -> str | None:
+    """Return the reason why a loss cannot be a mean over the seeds, or None if it may be one."""
+    # Recognizes only losses of torch.nn.functional in the autograd graph, and only if no later operation could turn
+    # them into such a mean. Must run before the backward pass, which frees the saved tensors.
+    for node, is_scaled, is_summed in _find_losses(loss.grad_fn):
         try:
-            why = _why(node, scaled, summed, count)
-        except RuntimeError:  # what was saved has been overwritten or freed, which the backward pass will report
+            reason = _explain_node(node, is_scaled, is_summed, count)
+        except RuntimeError:  # a saved tensor was modified or freed; the backward pass will report it
             continue
-        if why is not None:
-            return why
+        if reason is not None:
+            return reason
     return None
 
 
@@ -87,11 +87,11 @@ _FUNCTIONS = {
 }
 _ADDING = ("AddBackward0", "SubBackward0", "CloneBackward0", "ToCopyBackward0")
 _SCALING = ("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1", "NegBackward0")
-_NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of reductions
+_NONE, _MEAN, _SUM = 0, 1, 2  # torch's reduction codes
 
 
-def _losses_in(root: Node | None) -> Iterator[tuple[Node, bool, bool]]:
-    """Yield the losses of which this is made; whether they were scaled on the way, and whether summed."""
+def _find_losses(root: Node | None) -> Iterator[tuple[Node, bool, bool]]:
+    """Yield the loss functions in an autograd graph, and whether their results were scaled and summed."""
     nodes = [] if root is None else [(root, False, False)]
     seen = set()
     while nodes:
@@ -107,31 +107,31 @@ def _losses_in(root: Node | None) -> Iterator[tuple[Node, bool, bool]]:
             nodes += [(following, scaled, summed) for following, _ in node.next_functions if following is not None]
 
 
-def _why(node: Any, scaled: bool, summed: bool, count: int | None) -> str | None:
+def _explain_node(node: Any, is_scaled: bool, is_summed: bool, count: int | None) -> str | None:
     function, reduction = _FUNCTIONS[node.name()], node._saved_reduction
-    if reduction == _SUM or (reduction == _NONE and summed):
-        # Of parameters, as a penalty is, it is the same in all trainers.
-        of_parameters = all(after is None or not after.next_functions for after, _ in node.next_functions)
-        return None if scaled or of_parameters else f"{function} is summed (reduction='sum')"
-    if reduction != _MEAN or summed or not node.name().startswith("NllLoss"):
+    if reduction == _SUM or (reduction == _NONE and is_summed):
+        # A penalty on parameters is equal on all trainers.
+        is_penalty = all(after is None or not after.next_functions for after, _ in node.next_functions)
+        return None if is_scaled or is_penalty else f"{function} is summed (reduction='sum')"
+    if reduction != _MEAN or is_summed or not node.name().startswith("NllLoss"):
         return None
     weight, target = node._saved_weight, node._saved_target
     if weight is not None and bool((weight != weight[0]).any()):
-        return f"{function} has class weights (weight=...), and is divided by their sum"
+        return f"{function} has class weights (weight=...) and is divided by their sum"
     ignored = node._saved_ignore_index
     ignored -= 2**64 if ignored >= 2**63 else 0
-    if (hit := int((target == ignored).sum())) > 0:
-        return f"{function} ignores {hit} of {target.numel()} labels (ignore_index={ignored})"
+    if (num_ignored := int((target == ignored).sum())) > 0:
+        return f"{function} ignores {num_ignored} of {target.numel()} labels (ignore_index={ignored})"
     if count is not None and 0 < target.numel() < count:
-        return f"{function} has labels of {target.numel()} of the {count} seeds"
+        return f"{function} has labels for {target.numel()} of the {count} seeds"
     return None
 
 
-def warning_of(why: str, who: str, what: str) -> str:
+def format_warning(reason: str, ranks: str, unit: str) -> str:
     """Return the warning about a loss that needs a weight."""
     return (
-        f"the loss is no mean over {what}: {why}. The losses of {who} are weighted by their numbers of {what}, so that "
-        "the gradients differ from those of one device; let training_step return {'loss': loss, 'weight': weight} "
-        "(with automatic optimization), where weight is what the loss was divided by: the number of labels that "
-        "count, or the sum of their class weights; and 'sum' for a loss that was not divided"
+        f"the loss is not a mean over {unit}: {reason}. The losses of {ranks} are weighted by their numbers of {unit}, "
+        "so the gradients differ from those of one device; let training_step return {'loss': loss, 'weight': weight} "
+        "(with automatic optimization), where weight is the divisor of the loss: the number of counted labels or the "
+        "sum of their class weights; or 'sum' if the loss was not divided"
     )

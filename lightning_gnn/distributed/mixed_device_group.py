@@ -1,4 +1,4 @@
-"""Collectives between ranks on unlike devices: numbers, gradients and whole states."""
+"""Collectives between ranks on different device types, for numbers, gradients and states."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _T = TypeVar("_T")
 
 
 class MixedDeviceGroup:
-    """All ranks of a run, some of them on accelerators."""
+    """All ranks of a run, with CPUs and accelerators mixed."""
 
-    # Messages between ranks on unlike devices pass through the host (gloo). Several accelerators add up among
-    # themselves first, over their own links (nccl); the first of them then takes part for all.
+    # Messages between different device types pass through the host (gloo). Several accelerators all-reduce among
+    # themselves first, over their own links (nccl); the leader then all-reduces with the CPU ranks.
 
     def __init__(self, devices: Sequence[torch.device], accelerators: Sequence[int], rank: int) -> None:
         self.size = len(devices)
         self.rank = rank
         self._device = devices[rank]
-        # A backend of one kind of accelerator alone (nccl, hccl) takes nothing from the host.
+        # A backend for accelerators only (nccl, hccl) does not accept host tensors.
         self._message_device = torch.device("cpu") if "cpu" in dist.get_backend_config() else self._device
         self._accelerators: dist.ProcessGroup | None = None
         self._bridge: dist.ProcessGroup | None = None
@@ -36,7 +36,7 @@ class MixedDeviceGroup:
             self._accelerators = group if rank in accelerators else None
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
-        """Replace a tensor, dense or sparse, on this rank's device by the sum over all ranks."""
+        """All-reduce a dense or sparse tensor in place. Collective: every rank must call this."""
         if self._accelerators is not None and not tensor.is_sparse:
             dist.all_reduce(tensor, group=self._accelerators)
             if self.rank == self._leader:
@@ -48,66 +48,67 @@ class MixedDeviceGroup:
             dist.all_reduce(tensor)
 
     def _all_reduce_on_host(self, tensor: Tensor) -> None:
-        """Add up the tensors of the ranks of the bridge, by default of all."""
+        """All-reduce over the bridge group (leader and CPU ranks), or over all ranks if it does not exist."""
         host = tensor.cpu()
         dist.all_reduce(host, group=self._bridge)
         if host is not tensor:
             tensor.copy_(host)
 
     def all_gather_floats(self, row: Sequence[float | Tensor]) -> list[list[float]]:
-        """Return the rows of all ranks, which have as many numbers each; some may still lie on the device."""
-        mine = self._encode(row).to(self._message_device)
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine)
+        """Return the equally long rows of all ranks. Collective: every rank must call this."""
+        encoded = self._encode(row).to(self._message_device)
+        rows = [torch.empty_like(encoded) for _ in range(self.size)]
+        dist.all_gather(rows, encoded)
         return [row.cpu().view(torch.float64).tolist() for row in rows]
 
     def encode_for_sum(self, row: Sequence[float | Tensor], like: Tensor) -> Tensor:
-        """Encode a row so that the ranks' sum is that of `all_gather_floats`: of other ranks all bytes are zero."""
-        # Each byte becomes one number: integers up to 255 are exact in any floating dtype.
-        mine = self._encode(row).to(like.device, like.dtype)
-        page = mine.new_zeros(self.size, len(mine))
-        page[self.rank] = mine
-        return page.view(-1)
+        """Encode a row so that the sum over the ranks contains all rows; see :meth:`decode_from_sum`."""
+        # Each byte becomes one number, since integers up to 255 are exact in every floating-point dtype. Other ranks'
+        # rows are zero.
+        encoded = self._encode(row).to(like.device, like.dtype)
+        rows = encoded.new_zeros(self.size, len(encoded))
+        rows[self.rank] = encoded
+        return rows.view(-1)
 
     def decode_from_sum(self, sums: Tensor) -> list[list[float]]:
-        """Return the rows of all ranks from the sum of what :meth:`encode_for_sum` returned."""
+        """Return the rows of all ranks, given the sum of their :meth:`encode_for_sum`."""
         return sums.to(torch.uint8).cpu().contiguous().view(torch.float64).view(self.size, -1).tolist()
 
     def _encode(self, row: Sequence[float | Tensor]) -> Tensor:
-        """Return the bytes of a row of float64, on the device if a part of it lies there."""
-        # Not every accelerator has float64; those without are waited for.
+        """Return the bytes of a row as float64, on the device if the row contains a tensor."""
+        # Accelerators other than CUDA may not support float64, so convert on the host, which synchronizes.
         if self._device.type not in ("cpu", "cuda"):
             row = [float(value) for value in row]
         on_device = [index for index, value in enumerate(row) if isinstance(value, Tensor)]
-        mine = torch.tensor([0.0 if isinstance(value, Tensor) else float(value) for value in row], dtype=torch.float64)
+        data = torch.tensor([0.0 if isinstance(value, Tensor) else float(value) for value in row], dtype=torch.float64)
         if on_device:
-            mine = mine.to(self._device)
+            data = data.to(self._device)
             numbers = [value.reshape(()).to(self._device, torch.float64) for value in row if isinstance(value, Tensor)]
-            mine[on_device] = torch.stack(numbers)
-        return mine.view(torch.uint8)
+            data[on_device] = torch.stack(numbers)
+        return data.view(torch.uint8)
 
     def all_gather_objects(self, value: _T) -> list[_T]:
-        """Return the objects of all ranks."""
+        """Return the objects of all ranks. Collective: every rank must call this."""
         values = [value] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def broadcast_from_rank0(self, tensors: Iterable[Tensor]) -> float:
-        """Make tensors those of rank 0."""
+        """Broadcast rank 0's tensors; return this rank's drift. Collective: every rank must call this."""
         drift = 0.0
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.layout == torch.strided:
                 by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        # One message per dtype; what is equal already is left alone, so that versions of tensors do not change.
+        # One message per dtype. Equal tensors are not written, so that their version counters do not change.
         for group in by_dtype.values():
-            here = torch.cat([tensor.detach().reshape(-1).to(self._message_device) for tensor in group])
-            first = here.clone()
-            dist.broadcast(first, 0)
-            if here.equal(first):
+            own = torch.cat([tensor.detach().reshape(-1).to(self._message_device) for tensor in group])
+            reference = own.clone()
+            dist.broadcast(reference, 0)
+            if own.equal(reference):
                 continue
             sizes = [tensor.numel() for tensor in group]
-            for tensor, old, new in zip(group, torch.split(here, sizes), torch.split(first, sizes), strict=True):
+            for tensor, old, new in zip(group, torch.split(own, sizes), torch.split(reference, sizes), strict=True):
                 if not old.equal(new):
                     old64, new64 = old.cpu().double(), new.cpu().double()
                     difference = (old64 - new64).abs().max() / new64.abs().max().clamp_min(1e-300)

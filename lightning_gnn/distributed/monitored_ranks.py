@@ -1,4 +1,4 @@
-"""What the strategies of several processes share: joining the ranks, watching them, and numbers over all of them."""
+"""Base class of multi-process strategies: connects the ranks, monitors them, and reduces values over them."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from typing_extensions import TypedDict, Unpack, override
 
 from lightning_gnn.distributed.exceptions import is_handling_exception
-from lightning_gnn.distributed.heartbeat import RENDEZVOUS, Heartbeats
+from lightning_gnn.distributed.heartbeat import MIN_RENDEZVOUS, Heartbeats
 from lightning_gnn.distributed.notebook_launcher import NotebookLauncher
 from lightning_gnn.runtime.messages import closest, keywords_of
 
 _RUNS = itertools.count()
-_MEETINGS = itertools.count()
-"""Of this process, which may join its ranks again after it has left them."""
+_RENDEZVOUS_COUNTER = itertools.count()
+"""Counts this process's rendezvous: it may connect to its ranks again after leaving them."""
 
 
 def rendezvous(rank: int, num_ranks: int, timeout: timedelta) -> Store:
-    """Return a store that all ranks have come to, at ``MASTER_ADDR`` and ``MASTER_PORT``."""
-    limit = max(RENDEZVOUS, timeout)
+    """Return a store once all ranks have connected to it, at ``MASTER_ADDR`` and ``MASTER_PORT``."""
+    limit = max(MIN_RENDEZVOUS, timeout)
     store: Store
     store, _, _ = next(torch_rendezvous("env://", rank, num_ranks, timeout=limit))
     store.set_timeout(limit)
-    # torchrun's own store outlives a restart (pytorch/pytorch#135712). Its number tells the starts apart where there is
-    # one agent; several count each for itself.
+    # torchrun's own store survives a restart (pytorch/pytorch#135712). With a single agent, the restart count separates
+    # the keys of different starts; several agents count independently.
     if os.environ.get("GROUP_WORLD_SIZE") == "1" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    if store.add(f"lightning_gnn/came/{next(_MEETINGS)}/{rank}", 1) > 1:
+    if store.add(f"lightning_gnn/came/{next(_RENDEZVOUS_COUNTER)}/{rank}", 1) > 1:
         raise RuntimeError(
-            f"rank {rank} was given the store of the ranks before it, and would look for the others where those were: "
-            "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, so that each start has a "
-            "store of its own"
+            f"rank {rank} was given the store of an earlier start, and would connect to the addresses of its ranks: "
+            "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, so that each start creates "
+            "a new store"
         )
-    # With torchrun's store no rank has waited for the others.
+    # torchrun's store does not wait until all ranks have connected.
     store.set(f"lightning_gnn/met/{rank}", "")
     store.wait([f"lightning_gnn/met/{other}" for other in range(num_ranks)])
     store.set_timeout(timeout)
@@ -60,20 +60,20 @@ def rendezvous(rank: int, num_ranks: int, timeout: timedelta) -> Store:
 
 
 def _leave(process: int) -> None:
-    """Close the process group before the interpreter ends, whose last steps gloo's threads may turn into an abort."""
-    # After a failure they may wait for a rank that is lost; a fork has no such threads, and would wait for ever.
+    """Close the process group before the interpreter exits, since gloo's threads may abort during shutdown."""
+    # Not after a failure, since the threads may wait for a dead rank; not in a fork, which lacks them and would hang.
     if os.getpid() == process and dist.is_initialized() and not MonitoredRanks.any_failed:
         dist.destroy_process_group()
 
 
 def _can_run_again() -> bool:
-    """Say whether this program is a file or a module, which other processes can run too."""
+    """Whether this program is a file or a module, which other processes can run, too."""
     program = sys.modules["__main__"]
     return program.__spec__ is not None or Path(getattr(program, "__file__", "")).is_file()
 
 
 class RankOptions(TypedDict, total=False):
-    """The options of Lightning's DDPStrategy that reach it."""
+    """Options that are passed to Lightning's DDPStrategy."""
 
     accelerator: Accelerator | None
     parallel_devices: list[torch.device] | None
@@ -84,36 +84,36 @@ class RankOptions(TypedDict, total=False):
 
 
 class MonitoredRanks(ParallelStrategy, ABC):
-    """The part of a strategy that joins its ranks, and ends them all, with a message, when one of them is lost."""
+    """Connects the ranks of a strategy, and aborts all of them with a message if one dies or hangs."""
 
-    # A rank is lost at once if its process dies or fails, and after a timeout if it stops.
+    # A dead or failed process is detected at once, a stopped or hanging one after a timeout.
 
     any_failed: ClassVar[bool] = False
     """Whether a run of this process has failed."""
     synced_attributes: ClassVar[tuple[str, ...]] = ()
-    """The attributes of rank 0's strategy that a notebook's has after a run of ranks that the notebook started."""
+    """Attributes that a notebook's strategy copies from rank 0's after a run started by the notebook."""
 
     def __init__(self, timeout: timedelta, process_group_backend: str | None, **kwargs: Unpack[RankOptions]) -> None:
         for name in kwargs.keys() - RankOptions.__annotations__:
             known = keywords_of(type(self)) - keywords_of(DDPStrategy) | {*RankOptions.__annotations__}
-            raise TypeError(f"there is no option {name}{closest(name, known)}")
+            raise TypeError(f"unknown option {name}{closest(name, known)}")
         super().__init__(timeout=timeout, process_group_backend=process_group_backend, **kwargs)  # type: ignore[call-arg,misc]
         self.sync_gradients = True
-        """Whether gradients are reduced over the ranks; not while they are accumulated."""
+        """Whether gradients are reduced over the ranks; False while they are accumulated."""
         self._heartbeats: Heartbeats | None = None
         self._failed = False
 
     @override
     def _configure_launcher(self) -> None:
-        """Choose who starts the processes of this node: none if there is one alone, a script, or a notebook."""
+        """Select the launcher of this node's processes: none for a single process, a script's or a notebook's."""
         assert self.cluster_environment is not None
-        assert isinstance(self, DDPStrategy)  # which has these
+        assert isinstance(self, DDPStrategy)  # which defines these attributes
         if self.num_processes * self.num_nodes == 1:
             self._launcher = None
         elif self._start_method == "fork":
             raise ValueError(
-                f"{self.num_processes} processes cannot be started by fork: OpenMP, whose threads a fork does not "
-                "copy, would wait for them for ever; leave start_method out, in notebooks too"
+                f"{self.num_processes} processes cannot be started by fork: a fork does not copy the threads of "
+                "OpenMP, which would wait for them forever; omit start_method, in notebooks too"
             )
         elif _IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
             self._launcher = NotebookLauncher(self)
@@ -126,9 +126,9 @@ class MonitoredRanks(ParallelStrategy, ABC):
             super()._configure_launcher()
 
     def join_ranks(
-        self, backend: str, silence: float, timeout: timedelta = RENDEZVOUS, device_id: torch.device | None = None
+        self, backend: str, silence: float, timeout: timedelta = MIN_RENDEZVOUS, device_id: torch.device | None = None
     ) -> None:
-        """Connect the ranks, and watch from now on whether they are alive."""
+        """Connect the ranks and start monitoring them. Collective: every rank must call this."""
         assert self.cluster_environment is not None
         options: dict[str, Any] = {} if device_id is None else {"device_id": device_id}
         if not dist.is_initialized():
@@ -138,7 +138,7 @@ class MonitoredRanks(ParallelStrategy, ABC):
             atexit.register(_leave, os.getpid())
         _init_dist_connection(self.cluster_environment, backend, timeout=timeout, **options)
         if self._heartbeats is None:
-            # Of each run its own: what was said in the last one may still be there.
+            # A prefix per run, since the store may still contain heartbeats of the previous run.
             default = dist.distributed_c10d._get_default_store()
             store = PrefixStore(f"heartbeats {next(_RUNS)}", default)
             self._heartbeats = Heartbeats(store, self.global_rank, self.world_size, silence)
@@ -146,9 +146,9 @@ class MonitoredRanks(ParallelStrategy, ABC):
 
     @override
     def barrier(self, *args: object, **kwargs: object) -> None:
-        """Wait for the other ranks, unless one of them is lost."""
-        lost = is_handling_exception() or (self._heartbeats is not None and self._heartbeats.lost)
-        if self.world_size > 1 and dist.is_initialized() and not lost:
+        """Wait for the other ranks, unless one of them has failed. Collective: every rank must call this."""
+        has_failed = is_handling_exception() or (self._heartbeats is not None and self._heartbeats.lost)
+        if self.world_size > 1 and dist.is_initialized() and not has_failed:
             index = self.root_device.index if dist.get_backend() == "nccl" else None
             dist.barrier(device_ids=None if index is None else [index])
 
@@ -159,7 +159,7 @@ class MonitoredRanks(ParallelStrategy, ABC):
         group: dist.ProcessGroup | None = None,
         reduce_op: dist.ReduceOp | str | None = "mean",
     ) -> Tensor:
-        """Reduce over the ranks; a mean of integers, such as batch sizes, is no integer, which gloo would cut it to."""
+        """Reduce over the ranks; computes means of integers in float64, since gloo would truncate them."""
         if self.world_size == 1 or not isinstance(tensor, Tensor):
             return tensor
         if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
@@ -169,7 +169,7 @@ class MonitoredRanks(ParallelStrategy, ABC):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each rank."""
+        """Accumulate gradients locally inside the ``with`` block."""
         self.sync_gradients = False
         try:
             yield
@@ -178,19 +178,19 @@ class MonitoredRanks(ParallelStrategy, ABC):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Say in the message which rank was lost; or let the other ranks know that it is this one."""
+        """Add the rank that died to the message, or notify the other ranks that this one failed."""
         self._failed = MonitoredRanks.any_failed = True
         if isinstance(self._launcher, NotebookLauncher):
-            self._launcher.give_back_callbacks()
+            self._launcher.restore_callbacks()
         if self._heartbeats is not None:
             self._heartbeats.handle_exception(exception)
 
     @override
     def teardown(self) -> None:
-        """Leave the other ranks when all are through."""
+        """Leave the process group once all ranks have finished."""
         if self._heartbeats is not None:
             if not self._failed:
-                self.barrier("teardown")  # none is missed by one that is still at work
+                self.barrier("teardown")  # ranks that are still working must not see this one disappear
             self._heartbeats.stop()
             self._heartbeats = None
         self._failed = False

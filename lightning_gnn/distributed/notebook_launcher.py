@@ -1,4 +1,4 @@
-"""Starts the ranks of a notebook on Lightning's launcher, with what its cells define."""
+"""Launches distributed training from a notebook, with objects defined in its cells."""
 
 from __future__ import annotations
 
@@ -36,44 +36,45 @@ from lightning_gnn.distributed.heartbeat import is_communication_error
 from lightning_gnn.runtime.mapped_files import LEAST, MappedFiles
 from lightning_gnn.runtime.shared_arrays import file_in_memory
 
-_GRACE = 5.0
-"""Seconds that the other ranks have to end by themselves, once a rank has failed."""
+_EXIT_GRACE_S = 5.0
+"""Seconds for the other ranks to exit by themselves after a rank has failed."""
 EXIT_POLL_S = 0.5
-"""Seconds between two looks at the ranks, where none ends."""
+"""Maximum seconds between checks of the ranks' exit codes."""
 _STEPPED = "_batches_that_stepped"
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
-class _Answer(NamedTuple):
-    """What rank 0 brings home, what a rank raised, its traceback, and whether it only noticed another one's failure."""
+class _RankResult(NamedTuple):
+    """Outcome of a rank."""
 
-    output: dict[str, Any] | None = None
+    output: dict[str, Any] | None = None  # results of rank 0
     error: BaseException | None = None
     trace: str = ""
-    noticed: bool = False
+    is_secondary: bool = False  # whether the error only reports another rank's failure
 
 
 class RankError(RuntimeError):
-    """Where an exception comes from: its cause in the notebook, with the rank and its traceback."""
+    """Set as the cause of an exception that is re-raised in the notebook; names the rank and has its traceback."""
 
 
 class NotebookLauncher(_MultiProcessingLauncher):
-    """Runs each rank of this node in a spawned process, with trainer, module and data as the notebook has them."""
+    """Runs each rank of this node in a spawned process, with the notebook's trainer, module and data."""
 
-    # All ranks map one file in memory with the tensors, copy-on-write. The notebook gets rank 0's weights and buffers
-    # (in place), metrics, progress, state of the trainer and of its callbacks, and what the method returns. What a rank
-    # raises is raised in the cell, caused by a RankError. Ctrl-C goes to the ranks; pressed again, it kills them.
+    # All ranks map the tensors copy-on-write from one in-memory file. The notebook receives rank 0's weights and
+    # buffers (in place), metrics, progress, state of the trainer and of its callbacks, and the method's result. An
+    # exception of a rank is raised in the cell, with a RankError as its cause. Ctrl-C is sent to the ranks; the second
+    # one kills them.
 
     def __init__(self, strategy: ParallelStrategy) -> None:
         if find_spec("cloudpickle") is None:
             raise ModuleNotFoundError(
-                "to start several processes from a notebook, install cloudpickle (pip install cloudpickle): it brings "
-                "what the cells define to the processes",
+                "to start several processes from a notebook, install cloudpickle (pip install cloudpickle): it sends "
+                "objects defined in cells to the processes",
                 name="cloudpickle",
             )
         super().__init__(strategy)
         self._strategy: Any = strategy
-        self._hidden: tuple[pl.Trainer, list[pl.Callback]] | None = None
+        self._removed_callbacks: tuple[pl.Trainer, list[pl.Callback]] | None = None
 
     @property
     @override
@@ -84,60 +85,59 @@ class NotebookLauncher(_MultiProcessingLauncher):
     def launch(
         self, function: Callable[..., Any], *args: object, trainer: pl.Trainer | None = None, **kwargs: object
     ) -> Any:
-        """Call a method of the trainer in every rank, and return what it returns in rank 0."""
+        """Call a method of the trainer on every rank, and return rank 0's result."""
         assert trainer is not None
         # After an exception Lightning ignores Ctrl-C until its teardown, which restores these.
         trainer._signal_connector._original_handlers = _SignalConnector._get_current_signal_handlers()
         for logger in trainer.loggers:
             if hasattr(logger, "_get_next_version"):
-                _ = logger.version  # now, or the notebook looks for the files in the next one
-        self._hidden, ranks = None, range(self._strategy.num_processes)
+                _ = logger.version  # fix the version now, or the notebook would use the next one
+        self._removed_callbacks, ranks = None, range(self._strategy.num_processes)
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
         with ExitStack() as files:
-            work, *answers = (files.enter_context(file_in_memory()) for _ in (None, *ranks))
+            work, *outputs = (files.enter_context(file_in_memory()) for _ in (None, *ranks))
             try:
-                _pack((self, trainer, function, args, kwargs, _settings()), f"/proc/self/fd/{work.fileno()}")
+                _pack((self, trainer, function, args, kwargs, _capture_settings()), f"/proc/self/fd/{work.fileno()}")
             except Exception as error:
                 raise TypeError(
-                    "trainer, module and data go to processes of their own, but something in them cannot be pickled: "
-                    f"{error}"
+                    f"trainer, module and data are sent to other processes, but cannot be pickled: {error}"
                 ) from error
             self.procs, interrupted = [], False
             ended: list[int] = []
             try:
-                for rank, answer in enumerate(answers):
-                    here = {"LOCAL_RANK": str(rank)} | (environment if self._strategy.num_nodes == 1 else {})
-                    self._start(os.getpid(), work.fileno(), answer.fileno(), here)
+                for rank, output in enumerate(outputs):
+                    variables = {"LOCAL_RANK": str(rank)} | (environment if self._strategy.num_nodes == 1 else {})
+                    self._start(os.getpid(), work.fileno(), output.fileno(), variables)
                 ended, interrupted = self._wait()
             finally:
                 codes = [process.exitcode for process in self.procs]
                 self.kill(signal.SIGKILL)
                 for process in self.procs:
                     process.join()
-            found = [self._answer(rank, codes[rank], answers[rank]) for rank in ranks]
-        if found[0].output is not None:
-            self._recover_results_in_main_process(found[0].output, trainer)
-        if failed := [found[rank] for rank in dict.fromkeys([*ended, *ranks]) if codes[rank] != 0]:
-            self._hidden = trainer, trainer.callbacks  # type: ignore[attr-defined]
-            trainer.callbacks = []  # type: ignore[attr-defined]  # those of the ranks have handled it
+            results = [self._read_result(rank, codes[rank], outputs[rank]) for rank in ranks]
+        if results[0].output is not None:
+            self._recover_results_in_main_process(results[0].output, trainer)
+        if failed := [results[rank] for rank in dict.fromkeys([*ended, *ranks]) if codes[rank] != 0]:
+            self._removed_callbacks = trainer, trainer.callbacks  # type: ignore[attr-defined]
+            trainer.callbacks = []  # type: ignore[attr-defined]  # the ranks' callbacks have handled the exception
             if interrupted:
                 raise KeyboardInterrupt
-            blamed = min(failed, key=lambda answer: answer.noticed)
-            assert blamed.error is not None
-            raise blamed.error from RankError(blamed.trace)
-        assert found[0].output is not None
-        return found[0].output["results"]
+            cause = min(failed, key=lambda result: result.is_secondary)
+            assert cause.error is not None
+            raise cause.error from RankError(cause.trace)
+        assert results[0].output is not None
+        return results[0].output["results"]
 
-    def give_back_callbacks(self) -> None:
-        """Let the trainer have its callbacks again, once the exception of a rank has been handled."""
-        if self._hidden is not None:
-            trainer, callbacks = self._hidden
+    def restore_callbacks(self) -> None:
+        """Restore the trainer's callbacks after the exception of a rank has been handled."""
+        if self._removed_callbacks is not None:
+            trainer, callbacks = self._removed_callbacks
             trainer.callbacks = callbacks  # type: ignore[attr-defined]
-            self._hidden = None
+            self._removed_callbacks = None
 
-    def _start(self, *given: object) -> None:
-        """Start a rank's process, which does not run the program that runs here."""
-        process = multiprocessing.get_context("spawn").Process(target=_run_rank, args=given)
+    def _start(self, *args: object) -> None:
+        """Start a rank's process without re-running the notebook's main module."""
+        process = multiprocessing.get_context("spawn").Process(target=_run_rank, args=args)
         program, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:
             process.start()
@@ -146,7 +146,7 @@ class NotebookLauncher(_MultiProcessingLauncher):
         self.procs.append(process)  # type: ignore[arg-type]
 
     def _wait(self) -> tuple[list[int], bool]:
-        """Wait until all ranks have ended, or too long after one has failed."""
+        """Wait until all ranks have exited, or until the grace period after a failure; return exit order and Ctrl-C."""
         ended: list[int] = []
         deadline, interrupted = float("inf"), False
         while len(ended) < len(self.procs) and time.monotonic() < deadline:
@@ -155,7 +155,7 @@ class NotebookLauncher(_MultiProcessingLauncher):
                 codes = [process.exitcode for process in self.procs]
                 ended += [rank for rank, code in enumerate(codes) if code is not None and rank not in ended]
                 if any(codes):
-                    deadline = min(deadline, time.monotonic() + _GRACE)
+                    deadline = min(deadline, time.monotonic() + _EXIT_GRACE_S)
             except KeyboardInterrupt:
                 self.kill(signal.SIGINT)
                 if interrupted:
@@ -163,29 +163,29 @@ class NotebookLauncher(_MultiProcessingLauncher):
                 interrupted = True
         return ended, interrupted
 
-    def _answer(self, local_rank: int, code: int | None, file: IO[bytes]) -> _Answer:
-        """Return what a rank has written, or what its end says."""
+    def _read_result(self, local_rank: int, code: int | None, file: IO[bytes]) -> _RankResult:
+        """Return the result that a rank has written, or derive one from its exit code."""
         rank = self._strategy.node_rank * self._strategy.num_processes + local_rank
         name = f"rank {rank} (process {self.procs[local_rank].pid})"
         if code in (0, 1) and os.fstat(file.fileno()).st_size:
             file.seek(0)
-            said: _Answer = torch.load(file, map_location="cpu", weights_only=False)
-            return said._replace(trace=f"in {name}:\n\n{said.trace}")
+            result: _RankResult = torch.load(file, map_location="cpu", weights_only=False)
+            return result._replace(trace=f"in {name}:\n\n{result.trace}")
         if code is None:
-            message = f"{name} did not answer and was ended"
+            message = f"{name} did not exit and was killed"
         elif code < 0:
             message = f"{name} died of {signal.Signals(-code).name} (killed, or out of memory?)"
         else:
-            message = f"{name} ended with exit code {code}; see what it printed"
-        return _Answer(None, RuntimeError(message), message, code is None or code > 0)
+            message = f"{name} exited with code {code}; see its output"
+        return _RankResult(None, RuntimeError(message), message, code is None or code > 0)
 
     @override
     def _collect_rank_zero_results(  # type: ignore[override]
         self, trainer: pl.Trainer, results: object
     ) -> dict[str, Any] | None:
-        """Return what the notebook gets, None in other ranks."""
+        """Return the results for the notebook on rank 0, None on other ranks."""
         module, connector = trainer.lightning_module, trainer._logger_connector
-        weights = module.state_dict()  # on all ranks, as their metrics may synchronize
+        weights = module.state_dict()  # on all ranks, since metrics may synchronize
         if trainer.strategy.local_rank:  # type: ignore[attr-defined]
             return None
         return {
@@ -197,7 +197,7 @@ class NotebookLauncher(_MultiProcessingLauncher):
             "metrics": {f"_{name}": getattr(connector, name) for name in _METRICS},
             "progress": [
                 {name: part for name, part in vars(loop).items() if isinstance(part, _BaseProgress) or name == _STEPPED}
-                for loop in _loops(trainer.fit_loop)
+                for loop in _iterate_loops(trainer.fit_loop)
             ],
             "state": trainer.state,
         }
@@ -206,12 +206,12 @@ class NotebookLauncher(_MultiProcessingLauncher):
     def _recover_results_in_main_process(  # type: ignore[override]
         self, worker_output: dict[str, Any], trainer: pl.Trainer
     ) -> None:
-        """Put everything in its place."""
+        """Copy rank 0's results to the notebook's trainer and module."""
         module, weights = trainer.lightning_module, worker_output["weights"]
-        trainer.strategy.connect(module)  # so that the trainer can save it
+        trainer.strategy.connect(module)  # enables the trainer to save it
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in weights and tensor.dtype != weights[name].dtype:
-                tensor.data = tensor.data.to(weights[name].dtype)  # as the precision has made it
+                tensor.data = tensor.data.to(weights[name].dtype)  # the precision plugin has converted it
         for name, buffer in worker_output["buffers"].items():
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, buffer.to(module.device))
@@ -219,30 +219,30 @@ class NotebookLauncher(_MultiProcessingLauncher):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if state := worker_output["callbacks"].get(callback.state_key):
                 if isinstance(callback, ModelCheckpoint):
-                    callback.dirpath = state["dirpath"]  # which the rank has chosen
+                    callback.dirpath = state["dirpath"]  # chosen by the rank
                 callback.load_state_dict(state)
         vars(trainer.strategy).update(worker_output["strategy"])
         vars(trainer._logger_connector).update(worker_output["metrics"])
-        for loop, progress in zip(_loops(trainer.fit_loop), worker_output["progress"], strict=True):
+        for loop, progress in zip(_iterate_loops(trainer.fit_loop), worker_output["progress"], strict=True):
             vars(loop).update(progress)
         trainer.state = worker_output["state"]
 
 
-def _loops(loop: _Loop) -> Iterator[_Loop]:
+def _iterate_loops(loop: _Loop) -> Iterator[_Loop]:
     yield loop
     for part in vars(loop).values():
         if isinstance(part, _Loop):
-            yield from _loops(part)
+            yield from _iterate_loops(part)
 
 
-def _settings() -> tuple[object, ...]:
-    """Return what was set in the notebook for all of a process, and the cells' text, which no file has."""
+def _capture_settings() -> tuple[object, ...]:
+    """Return the notebook's process-wide settings, and the source text of its cells for tracebacks."""
     cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     precision = torch.get_float32_matmul_precision()
     return _GlobalStateSnapshot.capture(), torch.get_default_dtype(), precision, list(warnings.filters), cells
 
 
-def _restore(settings: tuple[Any, ...]) -> None:
+def _restore_settings(settings: tuple[Any, ...]) -> None:
     snapshot, dtype, precision, warnings.filters[:], cells = settings  # type: ignore[index]
     snapshot.restore()
     torch.set_default_dtype(dtype)
@@ -251,7 +251,7 @@ def _restore(settings: tuple[Any, ...]) -> None:
 
 
 def _pack(content: object, to: str) -> None:
-    """Write an object with what cells define; tensors that show a file are mapped from it by who reads it."""
+    """Pickle an object including code defined in cells; tensors mapped from a file are stored as references to it."""
     import cloudpickle  # type: ignore[import-untyped,unused-ignore]
 
     files = MappedFiles()
@@ -267,54 +267,54 @@ def _pack(content: object, to: str) -> None:
     torch.save(content, to, pickle_module=SimpleNamespace(Pickler=Pickler, __name__="cloudpickle"), pickle_protocol=5)
 
 
-def _run_rank(notebook: int, work: int, answer: int, environment: dict[str, str]) -> None:
-    """Do a rank's work."""
-    os.setsid()  # Ctrl-C comes from the launcher alone
+def _run_rank(notebook: int, work: int, output: int, environment: dict[str, str]) -> None:
+    """Entry point of a rank's process."""
+    os.setsid()  # only the launcher sends Ctrl-C
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     if os.getppid() != notebook:
-        os._exit(1)  # it has ended already
+        os._exit(1)  # the notebook has exited already
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(environment)
-    path = f"/proc/{notebook}/fd/{answer}"
+    path = f"/proc/{notebook}/fd/{output}"
     try:
-        said = _work(*torch.load(f"/proc/{notebook}/fd/{work}", mmap=True, weights_only=False))
-        _pack(said, path)
+        result = _call_trainer(*torch.load(f"/proc/{notebook}/fd/{work}", mmap=True, weights_only=False))
+        _pack(result, path)
     except BaseException as error:
-        said = _failure(error)
-        _pack(said, path)
-    sys.exit(said.error is not None)
+        result = _describe_failure(error)
+        _pack(result, path)
+    sys.exit(result.error is not None)
 
 
-def _work(
+def _call_trainer(
     launcher: NotebookLauncher,
     trainer: pl.Trainer,
     function: Callable[..., object],
     args: tuple[object, ...],
     kwargs: dict[str, object],
     settings: tuple[Any, ...],
-) -> _Answer:
-    _restore(settings)
+) -> _RankResult:
+    _restore_settings(settings)
     _set_num_threads_if_needed(num_processes=launcher._strategy.num_processes)
-    trainer.strategy._launcher = None  # all ranks are there
-    said, results = _Answer(), None
+    trainer.strategy._launcher = None  # all ranks have been started
+    outcome, results = _RankResult(), None
     try:
         results = _call_and_handle_interrupt(trainer, function, *args, **kwargs)
-    except SystemExit as ended:
-        if not isinstance(ended.__context__, KeyboardInterrupt):  # which Lightning makes it of
+    except SystemExit as exit_:
+        if not isinstance(exit_.__context__, KeyboardInterrupt):  # Lightning converts Ctrl-C to SystemExit
             raise
-        said = _failure(ended.__context__)
-    return said._replace(output=launcher._collect_rank_zero_results(trainer, results))
+        outcome = _describe_failure(exit_.__context__)
+    return outcome._replace(output=launcher._collect_rank_zero_results(trainer, results))
 
 
-def _failure(error: BaseException) -> _Answer:
-    """Return the answer of a rank that raised an exception."""
+def _describe_failure(error: BaseException) -> _RankResult:
+    """Return the result of a rank that raised an exception."""
     import cloudpickle
 
     text = "".join(traceback.format_exception(error))
-    noticed = is_communication_error(error)
+    is_secondary = is_communication_error(error)
     try:
         cloudpickle.loads(cloudpickle.dumps(error))
-    except Exception:  # it needs more arguments than it keeps, for example
+    except Exception:  # for example, its constructor needs more arguments than it stores
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    return _Answer(None, error, text, noticed)
+    return _RankResult(None, error, text, is_secondary)

@@ -1,11 +1,11 @@
-"""What full graphs that are cut into rows cannot be trained with, said before it begins."""
+"""Checks of models before training on a full graph that is sharded by rows."""
 
 from __future__ import annotations
 
 from torch import nn
 from torch_geometric.nn import norm as pyg
 
-_OVER_NODES = (
+_NORMS_OVER_NODES = (
     nn.modules.batchnorm._BatchNorm,
     pyg.BatchNorm,
     pyg.HeteroBatchNorm,
@@ -18,22 +18,22 @@ _OVER_NODES = (
 )
 
 
-def refuse_norms_over_nodes(model: nn.Module) -> None:
-    """Refuse layers whose statistics run over all nodes: over a rank's rows they would be other ones."""
-    found = [
+def check_norms(model: nn.Module) -> None:
+    """Raise ValueError for layers with statistics over all nodes, which would differ on a rank's rows."""
+    layers = [
         f"{name} ({type(layer).__name__})"
         for name, layer in model.named_modules()
-        if (isinstance(layer, _OVER_NODES) and not _synchronized(layer))
+        if (isinstance(layer, _NORMS_OVER_NODES) and not _is_synchronized(layer))
         or (isinstance(layer, pyg.LayerNorm) and layer.mode == "graph")
     ]
-    if found:
+    if layers:
         raise ValueError(
-            f"{', '.join(found)} normalizes over all nodes, of which each rank has a part: the results would depend on "
-            "the number of devices; use LayerNorm(mode='node') or another norm over features, Trainer(sync_batchnorm="
-            "True) for batch normalization on GPUs, or one device"
+            f"{', '.join(layers)} normalizes over all nodes, which are sharded across ranks: the results would depend "
+            "on the number of devices; use LayerNorm(mode='node') or another norm over features, "
+            "Trainer(sync_batchnorm=True) for batch normalization on GPUs, or one device"
         )
 
 
-def _synchronized(layer: nn.Module) -> bool:
-    """Say whether this is a ``SyncBatchNorm``, or PyG's wrapper of one."""
+def _is_synchronized(layer: nn.Module) -> bool:
+    """Whether this is a ``SyncBatchNorm``, or PyG's wrapper of one."""
     return isinstance(layer, nn.SyncBatchNorm) or isinstance(getattr(layer, "module", None), nn.SyncBatchNorm)

@@ -1,7 +1,6 @@
-"""What a rank needs of a whole graph: a range of its forward rows, cut out without a copy of the rest.
+"""Extracts a range of forward rows from a graph, without copying the rest.
 
-The whole graph may lie on disk, mapped. Of its edges, those of the range are brought to memory, and no others; beside
-them, there are arrays with an entry per vertex.
+The graph may be memory-mapped: only the edges of the range are loaded, plus arrays with one entry per vertex.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from lightning_gnn.graph.csc import INT32_MAX
 from lightning_gnn.graph.csr import CSR
 
 _Array = npt.NDArray[Any]
-_BLOCK = 1 << 20
+_EDGES_PER_BLOCK = 1 << 20
 
 
 def count_self_loops(rows: CSR) -> Tensor:
-    """Return how many self-loops each vertex has, int32 ``[num_rows]``; for a square matrix, on the CPU."""
+    """Count the self-loops of each vertex of a square matrix on the CPU, int32 ``[num_rows]``."""
     counts = torch.zeros(rows.num_rows, dtype=torch.int32)
-    for first, last in row_blocks(rows, _BLOCK):
+    for first, last in iter_row_blocks(rows, _EDGES_PER_BLOCK):
         start, stop = int(rows.indptr[first]), int(rows.indptr[last])
         vertices = torch.arange(first, last, dtype=torch.int32)
         row = torch.repeat_interleave(vertices, rows.indptr[first : last + 1].diff())
@@ -38,31 +37,30 @@ def count_self_loops(rows: CSR) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class UserEdges:
-    """Which of the user's edges the entries of a range of forward rows are."""
+    """Maps the entries of a range of forward rows to the user's edges."""
 
-    before: tuple[int, int]  # first entry and the one after the last among those of the graph as it is
-    edge_ids: Tensor | None  # the user's edge of each entry, [n], -1 for a self-loop that was added; None: before
-    weight_ids: Tensor | None
-    """The user's edge that gives each entry its weight; see ``LoopedRows``."""
+    before: tuple[int, int]  # start and stop of the range in the graph without added self-loops
+    edge_ids: Tensor | None  # index of the user's edge, [n], -1 for an added self-loop; None: consecutive
+    weight_ids: Tensor | None  # index of the user's edge that determines the weight; see ``LoopedRows``
 
     def values(self, values: Tensor, fill: float, weights: bool = False) -> Tensor:
-        """Return values of the user's edges, ``[num_user_edges, …]``, for each entry; differentiable."""
+        """Gather values of the user's edges, ``[num_user_edges, …]``, for each entry; differentiable."""
         ids = self.weight_ids if weights else self.edge_ids
         return values[slice(*self.before)] if ids is None else pick(values, ids, fill)
 
 
 @dataclass(frozen=True, eq=False)
 class RowEntries:
-    """The entries of a range of forward rows, in order."""
+    """The entries of a range of consecutive forward rows, in order."""
 
-    first: int  # vertex of the first row; the others follow it
-    indptr: _Array  # first entry of each row, from 0, int64 [R + 1]
-    columns: _Array  # vertex of each entry on the column side, int32 [n]
-    user: UserEdges  # which of the user's edges they are
+    first: int  # vertex of the first row
+    indptr: _Array  # row pointers, starting at 0, int64 [R + 1]
+    columns: _Array  # column vertex of each entry, int32 [n]
+    user: UserEdges  # the user's edge of each entry
 
     @classmethod
     def of(cls, graph: CompressedGraph, rows: tuple[int, int], looped: bool) -> RowEntries:
-        """Read a range of rows, from the first one to the one after the last."""
+        """Read the rows from start to stop."""
         forward, (first, last) = graph.forward, rows
         indptr = forward.indptr[first : last + 1].numpy()
         before = start, stop = int(indptr[0]), int(indptr[-1])
@@ -77,29 +75,29 @@ class RowEntries:
         return cls(first, found.indptr, found.columns, UserEdges(before, new, weights))
 
     def entry_rows(self) -> _Array:
-        """Return the vertex of the row of each entry, int64 ``[n]``."""
+        """Return the row vertex of each entry, int64 ``[n]``."""
         return self.first + np.repeat(np.arange(self.indptr.size - 1), np.diff(self.indptr))
 
 
 @dataclass(frozen=True, eq=False)
 class RowRangeGraph:
-    """A range of forward rows as a graph of its own."""
+    """A range of forward rows as a separate bipartite graph."""
 
-    graph: CompressedGraph  # bipartite. Its forward order is that part of the whole graph's
-    targets: _Array  # positions of its targets in the order of the owners, ascending, int32
-    row_of: Tensor  # the row of each of them in the graph, whose rows are in the order of the vertices, int64
-    sources: _Array  # positions of its sources, ascending, int32; all vertices where they are so wanted
+    graph: CompressedGraph  # its forward order equals that part of the whole graph's
+    targets: _Array  # positions of its targets in owner order, ascending, int32
+    row_of: Tensor  # row in ``graph``, which is in vertex order, of each of ``targets``, int64
+    sources: _Array  # positions of its sources in owner order, ascending, int32; all vertices if requested
 
 
 def extract_row_range(
     graph: CompressedGraph,
-    position: _Array,  # position of each vertex in the order of the owners, int64 [V]
+    position: _Array,  # position of each vertex in owner order, int64 [V]
     rows: tuple[int, int],
     looped: bool,
     all_sources: bool,
     settings: PlanSettings,
 ) -> RowRangeGraph:
-    """Cut rows, from the first one to the one after the last, out of a graph; all vertices are sources if wanted."""
+    """Extract the rows from start to stop; with ``all_sources``, the sources include unused vertices."""
     entries = RowEntries.of(graph, rows, looped)
     used: _Array = np.full(position.size, all_sources)
     used[position[entries.columns]] = True
@@ -107,32 +105,32 @@ def extract_row_range(
     number = np.cumsum(used, dtype=np.int32) - 1
     indices = torch.from_numpy(number[position[entries.columns]])
     forward = CSR(torch.from_numpy(entries.indptr), indices, sources.size)
-    of_rows = position[slice(*rows)]
-    row_of = np.argsort(of_rows)
+    row_positions = position[slice(*rows)]
+    row_of = np.argsort(row_positions)
     return RowRangeGraph(
         CompressedGraph(forward, settings=settings),
-        of_rows[row_of].astype(np.int32),
+        row_positions[row_of].astype(np.int32),
         torch.from_numpy(row_of),
         sources,
     )
 
 
-def in_weights(graph: CompressedGraph, edge_weight: Tensor, looped: bool, weights: bool, fill: float) -> Tensor:
-    """Return the sum of the weights of each vertex's edges, ``[V]``; differentiable."""
+def sum_in_weights(graph: CompressedGraph, edge_weight: Tensor, looped: bool, weights: bool, fill: float) -> Tensor:
+    """Return the sum of each vertex's incoming edge weights, ``[V]``; differentiable."""
     degrees = edge_weight.new_zeros(graph.num_targets)
-    # What autograd needs to keep is as large as the graph in any case.
-    for rows in row_blocks(graph.forward, graph.num_edges if edge_weight.requires_grad else _BLOCK):
+    # With gradients, use a single block: autograd saves tensors as large as the graph in any case.
+    for rows in iter_row_blocks(graph.forward, graph.num_edges if edge_weight.requires_grad else _EDGES_PER_BLOCK):
         entries = RowEntries.of(graph, rows, looped)
         index = torch.from_numpy(entries.entry_rows())
         degrees = degrees.index_add(0, index, entries.user.values(edge_weight, fill, weights))
     return degrees
 
 
-def row_blocks(rows: CSR, size: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows of about ``size`` entries or of one row."""
+def iter_row_blocks(rows: CSR, size: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of rows with at most ``size`` entries, or with a single larger row."""
     indptr = rows.indptr.numpy()
-    at = 0
-    while at < rows.num_rows:
-        after = max(int(np.searchsorted(indptr, indptr[at] + size, side="right")) - 1, at + 1)
-        yield at, after
-        at = after
+    start = 0
+    while start < rows.num_rows:
+        stop = max(int(np.searchsorted(indptr, indptr[start] + size, side="right")) - 1, start + 1)
+        yield start, stop
+        start = stop

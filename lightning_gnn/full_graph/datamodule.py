@@ -1,4 +1,4 @@
-"""Full-graph training: the whole graph is the batch."""
+"""DataModule for full-graph training, with the whole graph as the only batch."""
 
 import copy
 import weakref
@@ -26,31 +26,32 @@ STRATEGY = "ascend_hybrid"
 
 
 class FullGraphDataModule(ResumableDataModule):
-    """One batch per epoch, the graph itself; the module picks the split by ``train_mask``, ``val_mask``, ``test_mask``.
+    """Yields the whole graph as one batch per epoch; the module selects a split by ``train_mask`` and similar masks.
 
     The batch's ``edge_index`` is a :class:`~lightning_gnn.compressed.graph.CompressedGraph`, which the layers of
-    :mod:`lightning_gnn.nn` take in place of the tensor. On several devices it needs the strategy ``"ascend_hybrid"``,
-    which shares out the graph. A first layer that sums or averages its neighbors' features does so once for all
-    epochs and keeps the result, as large as ``x``, as long as the batch's ``x`` is the same tensor and not written to.
+    :mod:`lightning_gnn.nn` accept in place of the tensor. Several devices require the strategy ``"ascend_hybrid"``,
+    which shards the graph. If the first layer sums or averages neighbor features, the result is computed once and
+    cached for all epochs. It is as large as ``x``, and reused while the batch's ``x`` is the same, unmodified tensor.
 
     Args:
-        data: The graph, with a topology and the masks, bool ``[num_nodes]``; only ``train_mask`` must be there.
-        inference: ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: evaluate layer by layer, from file to file
-            where outputs do not fit into memory; by default as in training.
-        compress: Without, the batch holds the ``edge_index`` tensor, for models with layers of PyG's own.
-        check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, unless they are
-            memory-mapped and of more than a gigabyte, and in ``y`` where a mask is true.
-        share_memory: On several devices, let the ranks of one machine use one copy of graph and features, however they
-            were started: pages are copied only where a rank writes to them
+        data: The graph, with a topology and bool masks ``[num_nodes]``: ``train_mask``, and optionally ``val_mask`` and
+            ``test_mask``.
+        inference: ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: evaluate layer by layer, with outputs in
+            files if they do not fit into memory; by default, evaluate as in training.
+        compress: If False, the batch has the ``edge_index`` tensor, for models with PyG's own layers.
+        check_features: Whether to check for NaN and infinity: ``x``, ``edge_attr`` and ``edge_weight``, unless they are
+            memory-mapped and larger than a gigabyte, and ``y`` of the nodes in a mask.
+        share_memory: On several devices, whether the ranks of one machine share one copy of graph and features,
+            however they were started. Pages are copied only when a rank writes to them
             (:func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`).
-        feature_dtype: Keep ``x`` in this dtype, ``"bfloat16"`` (or float16) for half of the memory, and of the time to
-            read it, best with ``Trainer(precision="bf16-mixed")``.
-        **kwargs: None; the error for a wrong one names the closest there is.
+        feature_dtype: Store ``x`` in this dtype. ``"bfloat16"`` or ``"float16"`` halves the memory and the read time,
+            preferably with ``Trainer(precision="bf16-mixed")``.
+        **kwargs: Not accepted; the error for an unknown option names the closest valid one.
 
     Raises:
-        TypeError: The graph is not homogeneous, a mask is not bool, an option is unknown.
-        ValueError: A mask is missing or of the wrong length, the training split is empty, an edge is out of range, NaN,
-            an argument is out of range.
+        TypeError: The graph is not homogeneous, a mask is not bool, or an option is unknown.
+        ValueError: A mask is missing or has the wrong length, the training split is empty, an edge is out of range, a
+            feature is NaN, or an argument is out of range.
 
     Examples:
         >>> import torch
@@ -79,70 +80,71 @@ class FullGraphDataModule(ResumableDataModule):
     ) -> None:
         super().__init__()
         for name in kwargs:
-            if (gone := removed(f"datamodule.{name}")) is not None:
-                raise TypeError(gone)
-            known = name in keywords_of(LightningNodeData) | keywords_of(NeighborLoader)
-            why = ": the whole graph is the only batch, and the masks of data tell the splits"
-            raise TypeError(f"there is no option {name}{why if known else closest(name, keywords_of(type(self)))}")
+            if (message := removed(f"datamodule.{name}")) is not None:
+                raise TypeError(message)
+            is_loader_option = name in keywords_of(LightningNodeData) | keywords_of(NeighborLoader)
+            reason = ": the whole graph is the only batch, and data's masks define the splits"
+            hint = reason if is_loader_option else closest(name, keywords_of(type(self)))
+            raise TypeError(f"unknown option {name}{hint}")
         true_or_false(compress, "compress")
         self.share_memory = true_or_false(share_memory, "share_memory")
         check_node_data(data, true_or_false(check_features, "check_features"), dense=compress)
-        self._given: weakref.ref[Data] | None = weakref.ref(data)  # whose edge_index the batch has not
+        self._user_data: weakref.ref[Data] | None = weakref.ref(data)  # has the edge_index that the batch replaces
         topology = CSCGraph.from_data(data)
         check_edge_data(data)
         data = with_feature_dtype(data, feature_dtype, check_features)
-        made: dict[str, Tensor] = {}
+        converted: dict[str, Tensor] = {}
         for key in ("x", "y", "edge_attr", "edge_weight"):
             if isinstance(value := data.get(key), np.ndarray) and value.dtype.kind in "biuf":
-                made[key] = torch.as_tensor(value)
+                converted[key] = torch.as_tensor(value)
         for name in ("train_mask", "val_mask", "test_mask"):
             if data.get(name) is None:
                 continue
-            chosen = check_nodes(data[name], data.num_nodes, f"data.{name}")
-            if chosen is not data[name]:
-                made[name] = chosen
+            mask = check_nodes(data[name], data.num_nodes, f"data.{name}")
+            if mask is not data[name]:
+                converted[name] = mask
             if check_features:
-                check_labels(data, chosen, f"data.{name}")
-        if made:
-            data = copy.copy(data)  # the user's own stays as it is
-            data.update(made)
+                check_labels(data, mask, f"data.{name}")
+        if converted:
+            data = copy.copy(data)  # do not modify the user's object
+            data.update(converted)
         if data.get("train_mask") is None:
-            raise ValueError("data has no train_mask: full-graph training picks its nodes by masks")
+            raise ValueError("data has no train_mask: full-graph training selects its nodes by masks")
         if not bool(data.train_mask.any()):
             raise ValueError("the training split is empty: data.train_mask has no true entry")
         if inference == "sampled":
             raise ValueError(
-                "inference='sampled' needs a DataModule that samples; this one always sees the whole graph"
+                "inference='sampled' needs a DataModule that samples; this one always uses the whole graph"
             )
         settings = inference_settings(inference)
         self.graph: CompressedGraph | None = None
         if compress:
             self.graph = CompressedGraph.from_graph(topology)
-            if settings is None:  # else memory may be what is short
+            if settings is None:  # full inference is used when memory is scarce
                 keep_constant(self.graph, data.get("x"))
             data = FullBatch.from_data(data, self.graph, **({} if settings is None else {"inference": settings}))
-        elif "graph" in data or data.get("edge_index") is None:  # the topology is there in CSC order alone
+        elif "graph" in data or data.get("edge_index") is None:  # the topology is available in CSC order only
             data = data.clone()
             data.edge_index = topology.to_edge_index()
             for key in ("graph", "adj_t"):
                 if key in data:
                     del data[key]
         if not compress and settings is not None:
-            raise ValueError("inference='full' runs over the compressed graph; leave compress=True")
+            raise ValueError("inference='full' runs on the compressed graph; leave compress=True")
         self.data = data
 
     def setup(self, stage: str) -> None:
-        """Refuse a model that cannot read the batch, and several devices that would all train on the same one.
+        """Check that the model accepts the batch, and that several devices shard the graph.
 
         Raises:
-            TypeError: No layer of the model can read a compressed graph.
-            ValueError: The trainer uses several devices, and not by the strategy that shares out the graph.
+            TypeError: No layer of the model accepts a compressed graph.
+            ValueError: The trainer uses several devices with a strategy that does not shard the graph.
         """
         super().setup(stage)
         if self.trainer is None:
             return
         model = self.trainer.lightning_module
-        # Of a model of mixed layers, only a forward pass shows which of them read the batch's edge_index.
+        # With mixed layers, only a forward pass would show which of them read the batch's edge_index.
         layers = [] if model is None or self.graph is None or "inference" in self.data else model.modules()
         if layers and not any(getattr(layer, "takes_graph", False) for layer in layers):
             check_takes_graph(model)
@@ -151,20 +153,20 @@ class FullGraphDataModule(ResumableDataModule):
         if getattr(self.trainer.strategy, "strategy_name", None) != STRATEGY:
             raise ValueError(
                 f"the trainer has {self.trainer.world_size} devices, which would all train on the same graph; "
-                f"strategy={STRATEGY} shares it out among them"
+                f"strategy={STRATEGY} shards the graph across them"
             )
         if self.graph is None:
             raise ValueError(
-                f"strategy={STRATEGY} shares out a compressed graph: leave compress=True, with the layers of "
-                "lightning_gnn.nn; a model of other layers trains on one device with another strategy"
+                f"strategy={STRATEGY} shards a compressed graph: leave compress=True, with the layers of "
+                "lightning_gnn.nn; a model with other layers trains on one device with another strategy"
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_given": None}
+        return {**self.__dict__, "_user_data": None}
 
     def large_arrays(self) -> dict[str, object]:
-        """Return the batch, and the user's own graph as long as there is one."""
-        return {"batch": self.data, "data": None if self._given is None else self._given()}
+        """Return the batch, and the user's graph if it still exists."""
+        return {"batch": self.data, "data": None if self._user_data is None else self._user_data()}
 
     def train_dataloader(self) -> DataLoader[Data]:
         """Return the graph as the only batch."""

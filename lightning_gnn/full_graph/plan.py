@@ -1,7 +1,7 @@
-"""Who does what on several devices: the grouping of the ranks, and who owns which rows.
+"""Planning for several devices: grouping of the ranks, and ownership of rows.
 
-Between devices there is no shared cache, so communication volume and memory decide on the groups. Of the dense parts,
-every rank owns some rows of each split.
+Devices do not share a cache, so communication volume and memory determine the grouping. For dense layers, every rank
+owns some rows of each split.
 """
 
 from collections.abc import Mapping
@@ -37,32 +37,32 @@ def plan_devices(
     element_size: int = 4,
     edge_bytes: int = 28,
 ) -> HybridPlan:
-    """Plan one layer on several devices: a rank owns V / N rows for the dense parts, and one slice of one range.
+    """Plan one layer on several devices: a rank owns V / N rows for dense layers, and one slice of one range.
 
-    An aggregation brings rows to slices, multiplies, and brings slices back, both by all-to-all; backward runs the
-    adjoints. With C_g the vertices with an edge into group g, forward and backward exchange
+    An aggregation converts rows to slices, multiplies, and converts the result back to rows, both by all-to-all; the
+    backward pass runs the adjoints. With C_g the vertices with an edge into group g, both passes exchange
 
         ``2 * (1 - 1/N) * D * (sum over g of C_g + V)`` numbers,
 
-    least at M = N. Rank (m, g) holds its edges in both directions, C_g and V_g rows of D_m columns, and V / N whole
-    rows twice: ``E_g * edge_bytes + ((C_g + V / G) * D_m + 2 * V / N * D) * element_size`` bytes, all edges at M = N.
-    The least volume among those that fit wins, the larger M in a tie.
+    with a minimum at M = N. Rank (m, g) stores its edges in both directions, C_g and V_g rows of D_m columns, and twice
+    V / N whole rows: ``E_g * edge_bytes + ((C_g + V / G) * D_m + 2 * V / N * D) * element_size`` bytes; with M = N,
+    these are all edges. The smallest volume that fits into memory is chosen, with the larger M in a tie.
 
     Args:
-        num_columns: D, columns of the features that are exchanged.
+        num_columns: D, columns of the exchanged features.
         num_rows: V, vertices.
         chunk_loads: Edges of each chunk, integer ``[num_chunks]``.
         num_ranks: N.
-        num_groups: M, which divides N, or ``"auto"``.
-        memory_limit: Bytes that a rank may use for all this; None sets no limit.
+        num_groups: M, a divisor of N, or ``"auto"``.
+        memory_limit: Bytes that a rank may use in total; None for no limit.
         element_size: Bytes of a feature.
-        edge_bytes: Bytes that a rank keeps per edge: in either direction a column, the one that compiled loops read
-            where rows are packed, and a weight; and the place of the edge in the other.
+        edge_bytes: Bytes that a rank stores per edge: for each direction a column, a packed column for compiled loops,
+            and a weight; and the index of the edge in the other direction.
 
     Raises:
-        TypeError: Loads that are no integers.
-        ValueError: No grouping fits the memory; no column, no rank, a negative load or number of rows; a number of
-            groups that does not divide the ranks or exceeds the columns.
+        TypeError: The loads are not integers.
+        ValueError: No grouping fits into memory; there are no columns or no ranks; a load or ``num_rows`` is negative;
+            ``num_groups`` does not divide the ranks or exceeds the columns.
     """
     # Check the arguments, and list the numbers of groups to compare.
     check_sizes(num_columns, num_ranks)
@@ -70,37 +70,37 @@ def plan_devices(
     if num_rows < 0:
         raise ValueError(f"num_rows must not be negative, but is {num_rows}")
     if num_groups == "auto":
-        considered = [groups for groups in divisors(num_ranks) if groups <= num_columns]
+        options = [groups for groups in divisors(num_ranks) if groups <= num_columns]
     elif isinstance(num_groups, str):
         raise ValueError(f"num_groups must be a number or 'auto', but is {num_groups!r}")
     else:
         check_groups(num_groups, num_ranks, num_columns)
-        considered = [num_groups]
+        options = [num_groups]
     # Compute the communication volume of each grouping, and the memory of its most loaded rank.
     candidates = []
-    for groups in considered:
+    for groups in options:
         edges = _range_loads(loads, num_ranks // groups)
         rows = sum(min(num_rows, load) for load in edges) + num_rows
-        # The bytes that all ranks send, and those of the rank with the widest slice and the heaviest range.
+        # The bytes sent by all ranks, and the memory of a rank with the widest slice and the heaviest range.
         volume = 2 * (1 - 1 / num_ranks) * num_columns * rows * element_size
         width = max(stop - start for start, stop in slice_columns(num_columns, groups))
-        held = min(num_rows, max(edges)) + num_rows * groups / num_ranks
+        slice_rows = min(num_rows, max(edges)) + num_rows * groups / num_ranks
         dense = 2 * num_rows / num_ranks * num_columns
-        memory = max(edges) * edge_bytes + (held * width + dense) * element_size
+        memory = max(edges) * edge_bytes + (slice_rows * width + dense) * element_size
         note = "too large" if memory_limit is not None and memory > memory_limit else ""
         candidates.append(GroupingCost(groups, volume, {"bytes per rank": memory}, note))
-    # Groupings beyond the memory limit remain in the plan, with a note, but cannot be chosen.
+    # Groupings that exceed the memory limit remain in the plan with a note, but are not eligible.
     eligible = [candidate for candidate in candidates if not candidate.note]
     if not eligible:
         assert memory_limit is not None
         least = min(candidate.terms["bytes per rank"] for candidate in candidates)
-        asked, advice = ("", "") if num_groups == "auto" else (f" in num_groups={num_groups}", " or num_groups='auto'")
+        given, advice = ("", "") if num_groups == "auto" else (f" in num_groups={num_groups}", " or num_groups='auto'")
         raise ValueError(
-            f"{int(loads.sum())} edges, {num_rows} rows and {num_columns} columns on {num_ranks} ranks{asked} need "
-            f"{least / 1e9:.4g} GB per rank, but {memory_limit / 1e9:.4g} GB are there; use more ranks, narrower "
-            f"features{advice}"
+            f"{int(loads.sum())} edges, {num_rows} rows and {num_columns} columns on {num_ranks} ranks{given} need "
+            f"{least / 1e9:.4g} GB per rank, but only {memory_limit / 1e9:.4g} GB are available; use more ranks, "
+            f"narrower features{advice}"
         )
-    # `min` over the reversed candidates prefers more groups in a tie.
+    # The reversed order prefers more groups in a tie.
     best = min(reversed(eligible), key=lambda candidate: candidate.cost).num_groups
     return HybridPlan(
         num_workers=num_ranks,
@@ -115,26 +115,26 @@ def plan_devices(
 
 
 def _range_loads(loads: np.ndarray, members: int) -> list[int]:
-    """Return the edges of each range of chunks."""
+    """Return the number of edges in each range of chunks."""
     return [int(loads[start:stop].sum()) for start, stop in balance_ranges(loads, members)]
 
 
 @dataclass(frozen=True, eq=False)
 class Ownership:
-    """Rows in the order of their owners."""
+    """Assignment of rows to ranks."""
 
-    order: Tensor  # vertices, those of rank 0 first, ascending for each rank, int64 [V]
-    offsets: tuple[int, ...]  # where each rank's begin, N + 1 numbers from 0 to V
-    position: Tensor  # where each vertex is in order, int64 [V]
+    order: Tensor  # vertices sorted by rank, then by id, int64 [V]
+    offsets: tuple[int, ...]  # start of each rank's vertices in ``order``, N + 1 numbers from 0 to V
+    position: Tensor  # index of each vertex in ``order``, int64 [V]
 
     @property
     def num_ranks(self) -> int:
-        """N."""
+        """Number of ranks, N."""
         return len(self.offsets) - 1
 
     @property
     def counts(self) -> list[int]:
-        """Rows of each rank."""
+        """Number of rows of each rank."""
         return [stop - start for start, stop in pairwise(self.offsets)]
 
     def rows(self, rank: int) -> Tensor:
@@ -142,35 +142,34 @@ class Ownership:
         return self.order[self.offsets[rank] : self.offsets[rank + 1]]
 
 
-def share_rows(num_rows: int, num_ranks: int, splits: Mapping[str, Tensor]) -> Ownership:
-    """Share rows out to ranks, those of each split evenly, as if they were dealt like cards."""
-    # Every rank has some of each split: a loss over no nodes is NaN. A mask, bool [V], that marks nothing does not
-    # count.
-    # Give each combination of splits a number of its own, so that rows can be sorted by it.
-    kind: np.ndarray = np.zeros(num_rows, np.int64)
+def shard_rows(num_rows: int, num_ranks: int, splits: Mapping[str, Tensor]) -> Ownership:
+    """Assign rows to ranks round-robin within each split; ``splits`` are masks, bool ``[V]``."""
+    # Every rank needs a node of each nonempty split, since a loss over no nodes is NaN. Encode each combination of
+    # splits as a number, to sort the rows by it.
+    code: np.ndarray = np.zeros(num_rows, np.int64)
     for name, mask in splits.items():
-        marked = int(mask.sum())
-        if 0 < marked < num_ranks:
+        num_nodes = int(mask.sum())
+        if 0 < num_nodes < num_ranks:
             raise ValueError(
-                f"the {name} split has {marked} nodes, but there are {num_ranks} ranks, and each needs one; "
-                f"use at most {marked} devices"
+                f"the {name} split has {num_nodes} nodes, but there are {num_ranks} ranks, and each needs one; "
+                f"use at most {num_nodes} devices"
             )
-        kind = 2 * kind + (~mask).cpu().numpy()
-    # Deal the sorted rows out in turn: every rank gets an even part of each combination.
-    dealt = np.argsort(kind, kind="stable")
+        code = 2 * code + (~mask).cpu().numpy()
+    # Assign the sorted rows round-robin: every rank gets an equal part of each combination.
+    by_code = np.argsort(code, kind="stable")
     owner: np.ndarray = np.empty(num_rows, np.int64)
-    owner[dealt] = np.arange(num_rows) % num_ranks
+    owner[by_code] = np.arange(num_rows) % num_ranks
     # Overlapping splits may still leave a rank without a node of one of them.
     for name, mask in splits.items():
         if not bool(mask.any()):
             continue
-        held = np.bincount(owner[mask.cpu().numpy()], minlength=num_ranks)
-        if not held.all():
+        counts = np.bincount(owner[mask.cpu().numpy()], minlength=num_ranks)
+        if not counts.all():
             raise ValueError(
-                f"the splits overlap, so that rank {int(held.argmin())} of {num_ranks} gets no node of the {name} "
+                f"the splits overlap, so that rank {int(counts.argmin())} of {num_ranks} gets no node of the {name} "
                 f"split ({int(mask.sum())} nodes); use fewer devices or splits that do not overlap"
             )
-    # Sort rows by owner, in the order of their ids, and invert the permutation.
+    # Sort rows by owner, then by id, and invert the permutation.
     order = np.argsort(owner, kind="stable")
     position: np.ndarray = np.empty(num_rows, np.int64)
     position[order] = np.arange(num_rows)

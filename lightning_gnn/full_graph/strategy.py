@@ -23,7 +23,7 @@ from lightning_gnn.distributed.monitored_ranks import RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight
 from lightning_gnn.distributed.weighted_ddp import WeightedDDPStrategy
 from lightning_gnn.full_graph.batches import BatchCache, ShardedBatch
-from lightning_gnn.full_graph.checks import refuse_norms_over_nodes
+from lightning_gnn.full_graph.checks import check_norms
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
@@ -33,45 +33,47 @@ log = logging.getLogger(__name__)
 
 _SPLITS = {"training_step": "train", "validation_step": "val", "test_step": "test", "predict_step": "predict"}
 _LOADERS = {split: number for number, split in enumerate(_SPLITS.values())}
-"""Numbers of the loaders in the keys of dropout."""
+"""Loader numbers in the dropout keys."""
 
 
 class AscendHybridParallelStrategy(WeightedDDPStrategy):
     """Trains on full graphs: ``Trainer(accelerator="cpu" | "cuda" | "npu", devices=N, strategy="ascend_hybrid")``.
 
-    The batches are those of :class:`~lightning_gnn.full_graph.FullGraphDataModule`, and the model is built from the
-    layers of :mod:`lightning_gnn.nn`. With one device, the hybrid plan runs inside the aggregation: its cores form
-    ``num_groups`` groups. With N devices, each rank owns some rows of every tensor of nodes, evenly of each split, and
-    sees them alone; an aggregation exchanges rows and feature slices, in ``num_groups`` groups of ranks. Then
+    Use it with :class:`~lightning_gnn.full_graph.FullGraphDataModule` and a model built from the layers of
+    :mod:`lightning_gnn.nn`. With one device, the hybrid plan runs inside the aggregation: its cores form ``num_groups``
+    groups. With N devices, each rank owns some rows of every node tensor, evenly from each split, and sees only these.
+    An aggregation exchanges rows and feature slices, in ``num_groups`` groups of ranks. Then
 
-    - the loss must be a mean over the nodes of the split's mask (over all nodes without a mask) plus, if need be, terms
-      that do not depend on nodes; gradients are those of the mean over all ranks' nodes. For another loss,
-      ``training_step`` returns ``{"loss": loss, "weight": weight}`` on every rank: what the loss was divided by (labels
-      that count, the sum of their class weights), or ``"sum"``. Manual optimization knows means over nodes only;
-    - ``self.log`` of a mean in a step gives the mean over all ranks' nodes of that step's split, other reductions run
-      over all ranks; metrics of torchmetrics synchronize themselves;
-    - ``predict_step``'s tensors of rows come back on every rank, for all nodes in their order;
-    - normalization over nodes is refused (batch normalization works as ``sync_batchnorm=True`` on GPUs);
-    - the loss of a rank ends the others, with a message that names it.
+    - The loss must be a mean over the nodes of the split's mask (over all nodes without a mask), plus optional terms
+      that do not depend on nodes. The gradients equal those of the mean over all ranks' nodes. For another loss,
+      ``training_step`` returns ``{"loss": loss, "weight": weight}`` on every rank, where the weight is the loss's
+      divisor (number of counted labels, sum of their class weights) or ``"sum"``. Manual optimization supports only
+      means over nodes.
+    - ``self.log`` of a mean in a step returns the mean over all ranks' nodes of the step's split. Other reductions run
+      over all ranks; torchmetrics synchronize themselves.
+    - Tensors of rows returned by ``predict_step`` are gathered on every rank, for all nodes in their order.
+    - Normalization over nodes is refused (batch normalization works with ``sync_batchnorm=True`` on GPUs).
+    - If a rank dies, the others abort with a message that names it.
 
-    In all steps, dropout is drawn by row and column (:class:`~lightning_gnn.ops.dropout.drop_by_row`), so that any
-    number of devices gives the same result, to rounding. Checkpoints are those of one process.
+    In all steps, dropout depends on row and column (:class:`~lightning_gnn.ops.dropout.drop_by_row`), so the result is
+    the same for any number of devices, up to rounding. Checkpoints equal those of one process.
 
     Args:
-        num_groups: M, which divides the number of workers (cores of the one device, or ranks), or ``"auto"``.
-        cores_per_device: Cores that aggregate on each device; None takes torch's threads.
-        bandwidth_ratio: How many times faster the cores' shared cache is than memory.
+        num_groups: M, a divisor of the number of workers (cores of the single device, or ranks), or ``"auto"``.
+        cores_per_device: Cores that aggregate on each device; None uses torch's number of threads.
+        bandwidth_ratio: Bandwidth of the cores' shared cache relative to memory.
         process_group_backend: By default gloo on CPUs, nccl on CUDA, hccl on NPUs.
-        timeout: How long a rank may give no sign of life, and a collective may take, once all ranks have met; a number
-            means seconds. For the meeting they have half an hour at least.
-        memory_limit: Bytes that a rank may use for its part of the graph, None for no limit, or ``"auto"`` for what is
-            free.
-        **kwargs: Of Lightning's ``DDPStrategy``: ``checkpoint_io``, ``start_method`` (not ``"fork"``), and such.
+        timeout: Maximum duration without a heartbeat of a rank, and of a collective; a number means seconds. The
+            initial rendezvous may take at least half an hour.
+        memory_limit: Bytes that a rank may use for its shard of the graph, None for no limit, or ``"auto"`` for the
+            free memory.
+        **kwargs: Arguments of Lightning's ``DDPStrategy``, such as ``checkpoint_io`` and ``start_method`` (not
+            ``"fork"``).
 
     Raises:
-        ValueError: An argument is out of range. Later: M does not divide the number of ranks; features are narrower
-            than a given M; a split has fewer nodes than there are ranks; ranks have different graphs; the graph does
-            not fit; several processes by fork; a normalization over nodes.
+        ValueError: An argument is out of range. During setup or the first batch: M does not divide the number of ranks;
+            features have fewer columns than M; a split has fewer nodes than ranks; the ranks' graphs differ; the graph
+            does not fit; several processes are started by fork; a layer normalizes over nodes.
         TypeError: A batch is not a full graph.
 
     Examples:
@@ -112,16 +114,16 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         memory_limit: int | Literal["auto"] | None = "auto",
         **kwargs: Unpack[RankOptions],
     ) -> None:
-        # Validate the options that the base class does not know.
+        # Validate the options that the base class does not validate.
         timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, but is {timeout.total_seconds():g} seconds")
         if isinstance(memory_limit, str) and memory_limit != "auto":
             raise ValueError(f"memory_limit must be bytes, None or 'auto', but is {memory_limit!r}")
-        # Settings of the plan are kept together, since each layer is planned with them.
+        # Every layer is planned with these settings.
         self.settings = PlanSettings(cores_per_device, num_groups, bandwidth_ratio)
         super().__init__(timeout, process_group_backend, **kwargs)
-        # The seed, the shards and the present batch are set by the stages of the Trainer.
+        # The Trainer's stages set the seed, the shards and the current batch.
         self.memory_limit = memory_limit
         self._seed: int | None = None
         self._cache: BatchCache | None = None
@@ -134,10 +136,10 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """Connect the ranks; one alone needs no process group."""
+        """Connect the ranks; a single rank needs no process group."""
         log.debug(f"{self.__class__.__name__}: creating the process group")
         self.set_world_ranks()
-        if self._alone:
+        if self._is_single_rank:
             return
         reset_seed()
         num_groups = self.settings.num_groups
@@ -160,23 +162,23 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        if not self._alone and trainer.state.fn == "fit":
-            refuse_norms_over_nodes(self._module)
+        if not self._is_single_rank and trainer.state.fn == "fit":
+            check_norms(self._module)
         self._num_steps = 0
         if self._seed is None:
-            # Masks of one seed on all ranks, also without seed_everything.
+            # The same dropout seed on all ranks, also without seed_everything.
             self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())))
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
-        """Write a checkpoint, with the seed of the dropout masks; it loads without this strategy."""
+        """Write a checkpoint with the seed of the dropout masks; other strategies can load it, too."""
         log.debug(f"{self.__class__.__name__}, {self.rank_name}: saving a checkpoint")
         checkpoint = {**checkpoint, self.strategy_name: {"seed": self._seed}}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, whatever strategy wrote it."""
+        """Read a checkpoint written by any strategy."""
         log.debug(f"{self.__class__.__name__}, {self.rank_name}: loading a checkpoint")
         checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
         self._seed = checkpoint.get(self.strategy_name, {}).get("seed", self._seed)
@@ -186,12 +188,12 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
 
     @override
     def batch_to_device(self, batch: object, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Return this rank's part of a full graph, on its device; the same batch is cut and moved once."""
-        return super().batch_to_device(self._prepared.prepare(batch), device, dataloader_idx)
+        """Return this rank's shard of a full graph on its device; each batch is sharded and moved once."""
+        return super().batch_to_device(self._batch_cache.prepare(batch), device, dataloader_idx)
 
     @property
-    def _prepared(self) -> BatchCache:
-        """The batches that were cut, and are kept for the next epochs."""
+    def _batch_cache(self) -> BatchCache:
+        """Cache of the sharded batches, reused in later epochs."""
         if self._cache is None:
             self._cache = BatchCache(
                 self.settings,
@@ -207,22 +209,22 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Let the ranks of one machine use one copy of what the first step has derived from the graph."""
+        """After the first step, share its cached graph arrays between the ranks of one machine."""
         super().on_train_batch_start(batch, batch_idx)
         self._num_steps += 1
         datamodule = getattr(self._module.trainer, "datamodule", None)
-        shares = isinstance(datamodule, FullGraphDataModule) and datamodule.share_memory
-        if self._num_steps == 2 and self.world_size > 1 and shares:
-            share_equal_arrays(self._prepared.large_arrays())
+        shares_memory = isinstance(datamodule, FullGraphDataModule) and datamodule.share_memory
+        if self._num_steps == 2 and self.world_size > 1 and shares_memory:
+            share_equal_arrays(self._batch_cache.large_arrays())
 
     @override
     @contextmanager
     def batch_context(self, step: str, args: tuple[object, ...]) -> Iterator[None]:
-        """Draw dropout by row, and know whose share of which split is at work."""
-        self._batch = next((batch for batch in map(self._prepared.sharded, args) if batch is not None), None)
+        """Set the current batch and split, and make dropout depend on the row."""
+        self._batch = next((batch for batch in map(self._batch_cache.find_sharded, args) if batch is not None), None)
         self._split = _SPLITS[step]
         assert self._seed is not None
-        # In training the graph comes again in each epoch as the batch of index 0, which must not draw the same masks.
+        # In training, every epoch has a single batch with index 0, so use a global index for new dropout masks.
         if step == "training_step":
             number = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
         else:
@@ -234,23 +236,23 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
 
     @override
     def user_code(self, name: str) -> AbstractContextManager[object]:
-        """Draw in the backward pass, too: gradient checkpointing runs parts of the step again, with their masks."""
-        by_hand = not self._module.automatic_optimization  # in which the step is not over
-        return nullcontext() if name != "backward" or by_hand or self._dropout is None else self._dropout
+        """Use the dropout masks in the backward pass, too: gradient checkpointing recomputes parts of the step."""
+        is_manual = not self._module.automatic_optimization  # backward runs inside the step's context
+        return nullcontext() if name != "backward" or is_manual or self._dropout is None else self._dropout
 
     @override
     def batch_weight(self) -> BatchWeight:
-        """Return how many nodes of the current split this rank has, and how many there are."""
+        """Return the local and total number of nodes of the current split."""
         return BatchWeight(1, 1) if self._batch is None else BatchWeight(*self._batch.share(self._split))
 
     @override
     def predict_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
-        """Run the module's step on this rank's rows, and return the rows of all ranks."""
+        """Run the step on this rank's rows, and return all ranks' rows. Collective: every rank must call this."""
         predicted = super().predict_step(*args, **kwargs)
         return predicted if self._batch is None else apply_to_collection(predicted, Tensor, self._batch.gather)
 
     @override
     def teardown(self) -> None:
-        """Free the shards, and leave the other ranks when all are through."""
+        """Free the shards, and leave the process group once all ranks have finished."""
         self._cache = self._batch = None
         super().teardown()

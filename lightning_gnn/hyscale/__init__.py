@@ -1,12 +1,12 @@
-"""HyScale-GNN: CPUs and accelerators train one model together, rebalanced while it runs.
+"""HyScale-GNN: hybrid training of one model on CPUs and accelerators, with dynamic load balancing.
 
-Source: "HyScale-GNN". Each trainer takes a share of every mini-batch's seeds; a performance model gives the first
-shares, the dynamic resource manager moves seeds and threads.
+Source: "HyScale-GNN". Each trainer receives a share of every mini-batch's seeds. A performance model predicts the
+initial shares; the dynamic resource manager moves seeds and threads during training.
 
-Reading order: ``hyscale/strategy.py`` (the plug-in), ``hyscale/loader_setup.py`` (the loaders of a rank),
-``hyscale/sharded_loader.py`` (its part of each mini-batch), ``hyscale/staged_prefetcher.py`` (four stages),
-``distributed/step_sync.py`` (what ranks exchange in a step), ``hyscale/resource_manager/controller.py`` (the manager at
-work), ``resource_manager/resources.py`` (algorithm 1), ``performance_model/model.py`` (equations 5 to 13).
+Reading order: ``hyscale/strategy.py`` (the Lightning strategy), ``hyscale/loader_setup.py`` (the loaders of a rank),
+``hyscale/sharded_loader.py`` (a rank's shard of each mini-batch), ``hyscale/staged_prefetcher.py`` (four stages),
+``distributed/step_sync.py`` (the metadata exchanged in a step), ``hyscale/resource_manager/controller.py`` (applies
+decisions), ``resource_manager/resources.py`` (algorithm 1), ``performance_model/model.py`` (equations 5 to 13).
 """
 
 from lightning_gnn.hyscale.performance_model.model import PerformanceModel

@@ -1,4 +1,4 @@
-"""Sampling on a rank's accelerator beside its CPU threads, whole mini-batches in turn, with the same samples."""
+"""Sampling on a rank's accelerator in parallel with its CPU threads, with identical samples."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_gnn.hyscale.options import PyGLoader
 from lightning_gnn.loading.loaders import NodeLoader
 from lightning_gnn.sampling.neighbor import NeighborSampler, nonuniform_features
 
-_GOLDEN = (5**0.5 - 1) / 2
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
 _EXACT_BACKENDS = (None, "numba", "reference")
 
 
 def can_sample_on(loader: PyGLoader, device: torch.device) -> bool:
-    """Tell whether a device can draw the samples that a loader draws on the CPU."""
+    """Whether a device can reproduce the samples that a loader draws on the CPU."""
     if not isinstance(loader, NodeLoader):
         return False
     sampler = loader.node_sampler
@@ -28,53 +28,53 @@ def can_sample_on(loader: PyGLoader, device: torch.device) -> bool:
 
 
 class AcceleratorSampling:
-    """Draws samples on an accelerator, and brings them back to the memory of the CPU, where features are loaded."""
+    """Samples on an accelerator and copies the samples to CPU memory, since the CPU loads the features."""
 
     def __init__(self, sampler: NeighborSampler, device: torch.device) -> None:
         self.sampler = sampler
         self._device = device
-        self._there = sampler if device.type == "cpu" else _copied(sampler, device)
+        self._device_sampler = sampler if device.type == "cpu" else _copy_to_device(sampler, device)
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     @staticmethod
-    def takes(number: int, share: float) -> bool:
-        """Decide whether a mini-batch is sampled here, so that in the long run a share is met, in an even sequence."""
-        # Multiples of the golden ratio take turns.
-        return number * _GOLDEN % 1.0 < share
+    def should_sample(number: int, share: float) -> bool:
+        """Whether the accelerator samples mini-batch ``number``, so that it samples ``share`` of them on average."""
+        # Multiples of the golden ratio modulo 1 are low-discrepancy: the chosen mini-batches are evenly spaced.
+        return number * _GOLDEN_RATIO % 1.0 < share
 
     def sample(self, inputs: NodeSamplerInput, key: int) -> SamplerOutput:
-        """Sample a mini-batch; return it in the memory of the CPU."""
+        """Sample a mini-batch and return the sample in CPU memory."""
         if self._stream is not None:
             torch.accelerator.set_device_index(self._device)
         with self._stream or nullcontext():
-            out = self._there.sample_from_nodes(inputs, key=key)
+            out = self._device_sampler.sample_from_nodes(inputs, key=key)
             if self._stream is not None:
-                out = _on_host(out)
+                out = _copy_to_host(out)
                 self._stream.synchronize()
         return out
 
 
-def _copied(sampler: NeighborSampler, device: torch.device) -> NeighborSampler:
+def _copy_to_device(sampler: NeighborSampler, device: torch.device) -> NeighborSampler:
     copied = PersistentNeighborSampler(
         sampler.graph, sampler.num_neighbors, sampler.replace, sampler.disjoint, sampler.seed, device=device
     )
-    torch.accelerator.synchronize(device)  # the copy was made on another stream than that of the samples
+    torch.accelerator.synchronize(device)  # the graph was copied on a different stream than the one that samples
     return copied
 
 
-def _on_host(out: SamplerOutput) -> SamplerOutput:
-    """Copy a sample to page-locked memory; the copies are under way when this returns."""
+def _copy_to_host(out: SamplerOutput) -> SamplerOutput:
+    """Start copying a sample to pinned memory; synchronize the stream before reading it."""
 
-    def moved(tensor: Tensor) -> Tensor:
+    def copy(tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=True)
 
     base = out.row._base
-    if base is not None and base is out.col._base and base.dim() == 2:  # the rows of one edge_index stay so
-        edge_index = moved(base)
+    if base is not None and base is out.col._base and base.dim() == 2:  # keep both rows views of one edge_index
+        edge_index = copy(base)
         out.row, out.col = edge_index[0], edge_index[1]
     else:
-        out.row, out.col = moved(out.row), moved(out.col)
-    out.node = moved(out.node)
-    out.edge = None if out.edge is None else moved(out.edge)
-    out.batch = None if out.batch is None else moved(out.batch)
+        out.row, out.col = copy(out.row), copy(out.col)
+    out.node = copy(out.node)
+    out.edge = None if out.edge is None else copy(out.edge)
+    out.batch = None if out.batch is None else copy(out.batch)
     return out

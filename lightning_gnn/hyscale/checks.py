@@ -1,4 +1,4 @@
-"""What hybrid training cannot do, said before it begins."""
+"""Checks before hybrid training starts: unsupported loaders, modules and precisions."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from torch.utils.data import DataLoader
 from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.datamodules.full_batch import FullBatch
 from lightning_gnn.hyscale.options import TrainerSet
-from lightning_gnn.hyscale.sharded_loader import can_be_cut
+from lightning_gnn.hyscale.sharded_loader import is_shardable
 from lightning_gnn.loading.loaders import PipelineLoader
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def check_training(loader: object, module: pl.LightningModule) -> None:
-    """Refuse loaders and modules that cannot be shared out."""
+    """Raise if the loader cannot be sharded, or if the module reads its loader itself."""
     if isinstance(loader, PipelineLoader) and isinstance(loader.prefetcher, CollectiveBatching):
         raise ValueError(
-            "hyscale over CollectiveBatching: both plan the use of the same cores and of the same bus; train "
-            "with NeighborDataModule, or choose another strategy"
+            "hyscale cannot be combined with CollectiveBatching, since both schedule the same cores and the same bus; "
+            "train with NeighborDataModule, or choose another strategy"
         )
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, list) and any(isinstance(batch, FullBatch) for batch in dataset):
         raise TypeError(
-            "hyscale shares out mini-batches, but the DataModule yields the full graph as one; train with "
+            "hyscale shards mini-batches, but the DataModule yields the full graph as a single batch; train with "
             "NeighborDataModule, or choose another strategy"
         )
     if isinstance(loader, DataLoader) and loader.batch_sampler is None:
         raise ValueError("the training loader yields single samples (batch_size=None); give it a batch_size")
-    if not can_be_cut(loader):
+    if not is_shardable(loader):
         raise TypeError(
-            "hyscale shares out mini-batches that are made of positions in a dataset, as those of PyG's NeighborLoader "
-            f"or of lightning_gnn.NeighborDataModule; it got {type(loader).__name__}"
+            "hyscale shards loaders that batch indices of a map-style dataset, such as PyG's NeighborLoader or those "
+            f"of lightning_gnn.NeighborDataModule; it got {type(loader).__name__}"
         )
     try:
-        len(loader)  # type: ignore[arg-type]  # says if it has none
+        len(loader)  # type: ignore[arg-type]  # raises if it has no length
     except TypeError:
         raise ValueError("the training loader has no length; give its batch_sampler a __len__") from None
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise TypeError("hyscale hands mini-batches to training_step, which must not take a dataloader_iter")
+        raise TypeError("hyscale passes mini-batches to training_step, which must not take a dataloader_iter")
 
 
 def overrides_transfer(module: pl.LightningModule) -> bool:
-    """Whether the user has a hook around the transfer of batches, which is then left to Lightning."""
+    """Whether the user overrides a batch transfer hook; Lightning then transfers the batches."""
     datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
     return any(
         is_overridden(hook, owner) for hook in _TRANSFER_HOOKS for owner in (module, datamodule) if owner is not None
@@ -55,7 +55,7 @@ def overrides_transfer(module: pl.LightningModule) -> bool:
 
 
 def check_precision(precision: Precision, trainers: TrainerSet) -> None:
-    """Refuse a precision that one of the devices does not have."""
+    """Raise if a trainer's device does not support the precision."""
     name = str(precision.precision)
     for trainer, device in zip(trainers.names, trainers.devices, strict=True):
         reason = None
@@ -63,12 +63,12 @@ def check_precision(precision: Precision, trainers: TrainerSet) -> None:
             not isinstance(precision, (MixedPrecision, HalfPrecision, DoublePrecision))
             and type(precision) is not Precision
         ):
-            reason = "whose modules cannot be copied to another device"
+            reason = "its modules cannot be copied to another device"
         elif device.type == "cpu" and name in ("16-mixed", "16-true"):
-            reason = "which CPUs do not train in; use 'bf16-mixed', or cpu_trainers=0"
+            reason = "CPUs do not train in float16; use 'bf16-mixed' or cpu_trainers=0"
         elif device.type == "mps" and name == "64-true":
-            reason = "which MPS does not have"
+            reason = "MPS does not support float64"
         elif device.type == "cuda" and name.startswith("bf16") and not torch.cuda.is_bf16_supported():
-            reason = "which this GPU does not have; use '32-true'"
+            reason = "this GPU does not support bfloat16; use '32-true'"
         if reason is not None:
-            raise ValueError(f"precision={name!r} does not fit trainer {trainer} of hyscale: {reason}")
+            raise ValueError(f"hyscale trainer {trainer} does not support precision={name!r}: {reason}")

@@ -1,4 +1,4 @@
-"""One rank's seeds of every mini-batch, of this package's loaders or of the user's own (HyScale-GNN, section III)."""
+"""Loaders that shard the seeds of every mini-batch across ranks (HyScale-GNN, section III)."""
 
 from __future__ import annotations
 
@@ -22,67 +22,65 @@ from lightning_gnn.loading.prefetch import ThreadPrefetcher
 from lightning_gnn.runtime.precision import converted
 
 Split = Callable[[int, int], tuple[int, int]]
-"""From how many seeds a mini-batch has, and its number in the epoch, to this rank's: the first, and one after the
-last."""
+"""Maps a mini-batch's number of seeds and its index in the epoch to the start and stop of this rank's seeds."""
 
 
 def split_seeds(num_seeds: int, weights: Sequence[float]) -> list[tuple[int, int]]:
-    """Cut seeds into consecutive ranges in proportion to weights."""
-    # Integers that add up to num_seeds are met exactly; each weight that is not 0 gets a seed, if there are enough.
-    whole = sum(weights)
-    cuts, before = [0], 0.0
+    """Split seeds into consecutive ``(start, stop)`` ranges with sizes proportional to the weights."""
+    # Integer weights that sum to num_seeds are matched exactly. Every nonzero weight gets a seed if enough exist.
+    total_weight = sum(weights)
+    cuts, cumulative = [0], 0.0
     for weight in weights:
-        before += weight
-        cuts.append(min(num_seeds, int(num_seeds * before / whole + 0.5)))
+        cumulative += weight
+        cuts.append(min(num_seeds, int(num_seeds * cumulative / total_weight + 0.5)))
     cuts[-1] = num_seeds
     sizes = [stop - start for start, stop in pairwise(cuts)]
-    for place, weight in enumerate(weights):
-        most = max(range(len(sizes)), key=sizes.__getitem__)
-        if weight and not sizes[place] and sizes[most] > 1:
-            sizes[place], sizes[most] = 1, sizes[most] - 1
-    stops = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+    for index, weight in enumerate(weights):
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        if weight and not sizes[index] and sizes[largest] > 1:
+            sizes[index], sizes[largest] = 1, sizes[largest] - 1
+    stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 
 
 class ShardedBatchSampler:
-    """A batch sampler that yields this rank's seeds of every mini-batch of another one."""
+    """Wraps a batch sampler and yields only this rank's seeds of every mini-batch."""
 
     def __init__(
         self,
-        loader: DataLoader[Batch],  # the loader whose batch sampler it is
-        split: Split,  # returns which seeds are this rank's
-        shard: int = 0,  # which part of a mini-batch that is
-        first_batch: Callable[[], int] = lambda: 0,  # returns how many mini-batches of the epoch to leave out
+        loader: DataLoader[Batch],  # the loader that provides the batch sampler
+        split: Split,  # returns the range of this rank's seeds
+        shard: int = 0,  # index of this rank's shard
+        first_batch: Callable[[], int] = lambda: 0,  # returns the number of mini-batches to skip in the epoch
         num_batches: Callable[[], float] = lambda: inf,
         on_epoch: Callable[[int], object] = lambda first: None,
-        rank: int | None = None,  # of this process, None where it is alone
+        rank: int | None = None,  # global rank of this process; None for a single rank
     ) -> None:
-        # Functions are passed for what the trainer decides later, such as the first mini-batch of a resumed epoch.
+        # Callables defer values that the Trainer sets later, such as the first mini-batch of a resumed epoch.
         self.batches = cast(BatchSampler, loader.batch_sampler)
         self.split = split
         self.shard = shard
         self.first_batch = first_batch
         self.num_batches = num_batches
         self.on_epoch = on_epoch
-        # Shares and generator states belong to the present epoch.
+        # Shares and generator states belong to the current epoch.
         self.shares: deque[BatchShare] = deque()
-        """Of the slices that were yielded and whose mini-batches have not come yet."""
+        """Shares of the yielded shards whose mini-batches have not been delivered yet."""
         self.order_state: Tensor | None = None
-        """State of torch's generator from which the order of the present epoch was drawn; None if it follows from the
-        epoch."""
+        """Torch's RNG state before the current epoch was shuffled; None if the order is deterministic."""
         self.resumed: tuple[Tensor, Tensor] | None = None
-        """From which the order of a resumed epoch is to be drawn, and the generator's state with which to go on."""
+        """RNG states for a resumed epoch: to shuffle its order with, and to continue with afterwards."""
         self._rank = rank
-        # A sampler that shares out seeds as well would leave each rank with a part of its part.
+        # A sampler that also shards the seeds would leave each rank with a shard of its shard.
         sampler = getattr(self.batches, "sampler", None)
         if rank is not None and isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise ValueError(
-                f"the loader's {type(sampler).__name__} shares the seeds out among {sampler.num_replicas} processes, "
-                "but hyscale shares out every mini-batch itself: leave it out, or set num_replicas=1, rank=0"
+                f"the loader's {type(sampler).__name__} shards the seeds across {sampler.num_replicas} processes, but "
+                "hyscale shards every mini-batch itself: remove the sampler, or set num_replicas=1, rank=0"
             )
-        # Other samplers draw their order from torch's generator, whose state must then be saved to resume.
-        follows = isinstance(sampler, (SequentialSampler, DistributedSampler))
-        self._drawn = not (follows and type(self.batches) is BatchSampler)
+        # Other samplers shuffle with torch's generator, so resuming requires its saved state.
+        is_deterministic = isinstance(sampler, (SequentialSampler, DistributedSampler))
+        self._uses_rng = not (is_deterministic and type(self.batches) is BatchSampler)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -93,7 +91,7 @@ class ShardedBatchSampler:
         return hasattr(self.batches, "__len__")
 
     def __getattr__(self, name: str) -> Any:
-        """Be like the batch sampler otherwise: batch_size, drop_last, sampler."""
+        """Forward other attributes to the batch sampler: batch_size, drop_last, sampler."""
         if name.startswith("__") or name == "batches":
             raise AttributeError(name)
         return getattr(self.batches, name)
@@ -102,35 +100,35 @@ class ShardedBatchSampler:
         return (task.seeds for task in self.tasks(0))
 
     def tasks(self, epoch: int) -> Iterator[BatchTask]:
-        """Yield this rank's part of each mini-batch of an epoch, and note its share of it."""
+        """Yield this rank's shard of each mini-batch of an epoch, and append its share to ``shares``."""
         self.shares.clear()
         first, last = self.first_batch(), self.num_batches()
         self.on_epoch(first)
-        for number, seeds in enumerate(self._order(first, None if last == inf else int(last))):
+        for number, seeds in enumerate(self._get_order(first, None if last == inf else int(last))):
             if number >= first:
-                yield self._shard_of(epoch, number, seeds)
+                yield self._make_task(epoch, number, seeds)
 
     def upcoming(self, epoch: int, first: int) -> Iterator[BatchTask] | None:
-        """Return this rank's parts from a mini-batch on, as far as they are known now; None where order is drawn."""
-        if self._drawn:
+        """Return this rank's shards from a mini-batch on; None if the order is random and not known in advance."""
+        if self._uses_rng:
             return None
         last = self.num_batches()
         order = islice(enumerate(self.batches), first, None if last == inf else int(last))
-        return (self._cut(epoch, number, seeds, *self.split(len(seeds), number)) for number, seeds in order)
+        return (self._slice_task(epoch, number, seeds, *self.split(len(seeds), number)) for number, seeds in order)
 
-    def _shard_of(self, epoch: int, number: int, seeds: list[int]) -> BatchTask:
+    def _make_task(self, epoch: int, number: int, seeds: list[int]) -> BatchTask:
         start, stop = self.split(len(seeds), number)
         self.shares.append(BatchShare(number, stop - start, len(seeds)))
-        return self._cut(epoch, number, seeds, start, stop)
+        return self._slice_task(epoch, number, seeds, start, stop)
 
-    def _cut(self, epoch: int, number: int, seeds: list[int], start: int, stop: int) -> BatchTask:
+    def _slice_task(self, epoch: int, number: int, seeds: list[int], start: int, stop: int) -> BatchTask:
         if stop > start:
             return BatchTask(epoch, number, seeds[start:stop], start, self.shard)
         return BatchTask(epoch, number, seeds[:1], 0, self.shard)  # a rank without seeds runs its step on one
 
-    def _order(self, first: int, last: int | None) -> Iterator[list[int]]:
-        """Yield the seeds of each mini-batch before the last."""
-        if not self._drawn:
+    def _get_order(self, first: int, last: int | None) -> Iterator[list[int]]:
+        """Return an iterator over the seeds of the mini-batches before index ``last``, equal on all ranks."""
+        if not self._uses_rng:
             return islice(self.batches, last)
         resumed, self.resumed = self.resumed, None
         if resumed is not None and first:
@@ -140,7 +138,7 @@ class ShardedBatchSampler:
         if self._rank in (None, 0):
             order = [list(index) for index in islice(self.batches, last)]
         if self._rank is not None:
-            # With the stream after it, so that what hooks draw is the same on all ranks again.
+            # Broadcast the RNG state after the shuffle too, so that hooks draw the same numbers on all ranks.
             message: list[Any] = [order, torch.get_rng_state()]
             dist.broadcast_object_list(message, 0)
             order = message[0]
@@ -151,39 +149,39 @@ class ShardedBatchSampler:
 
 
 class ShardedDataLoader:
-    """A torch ``DataLoader`` of any kind, whose mini-batches are made of this rank's seeds."""
+    """Wraps a torch ``DataLoader`` so that its mini-batches contain only this rank's seeds."""
 
     def __init__(
         self,
-        loader: DataLoader[Batch],  # has a batch sampler over a dataset with positions
+        loader: DataLoader[Batch],  # has a batch sampler over a map-style dataset
         batches: ShardedBatchSampler,
-        on_batch: Callable[[BatchShare], None],  # called with the share of each mini-batch before it is handed out
+        on_batch: Callable[[BatchShare], None],  # called with the share of each mini-batch before it is yielded
         staged: StagedBatching | None = None,
         transfer: Transfer | None = None,
-        dtype: torch.dtype | None = None,  # what floating attributes are converted to
+        dtype: torch.dtype | None = None,  # target dtype of floating-point attributes
     ) -> None:
         self.loader: Any = copy.copy(loader)
-        vars(self.loader)["batch_sampler"] = batches  # DataLoader refuses to have it set, but reads it at each epoch
-        self.loader.in_order = True  # each share belongs to its mini-batch
+        vars(self.loader)["batch_sampler"] = batches  # bypasses DataLoader's check; it is read at every epoch
+        self.loader.in_order = True  # shares are matched to mini-batches by order
         self.batches, self.staged, self.transfer = batches, staged, transfer
         if staged is not None:
-            self.loader.prefetcher, self.loader.first_batch = staged, None  # the batch sampler begins there itself
+            self.loader.prefetcher, self.loader.first_batch = staged, None  # the batch sampler skips batches itself
         self._on_batch, self._dtype = on_batch, dtype
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        made: Iterator[Batch] = iter(self.loader)
+        source: Iterator[Batch] = iter(self.loader)
         if self.transfer is not None:
-            made = ThreadPrefetcher(self._moved, made, 1, 2)
-        held = deque[Batch]()  # no variable of this frame holds a mini-batch while it is trained on
-        while self._put_next(made, held):
-            yield held.pop()
+            source = ThreadPrefetcher(self._convert_and_transfer, source, 1, 2)
+        slot = deque[Batch]()  # a local variable would keep the mini-batch alive while the caller trains on it
+        while self._put_next(source, slot):
+            yield slot.pop()
 
-    def _put_next(self, made: Iterator[Batch], held: deque[Batch]) -> bool:
-        for batch in made:
-            held.append(converted(batch, self._dtype) if self.staged is not None else batch)
+    def _put_next(self, source: Iterator[Batch], slot: deque[Batch]) -> bool:
+        for batch in source:
+            slot.append(converted(batch, self._dtype) if self.staged is not None else batch)
             self._on_batch(self.batches.shares.popleft())
             return True
         return False
@@ -194,21 +192,21 @@ class ShardedDataLoader:
         return getattr(self.loader, name)
 
     def resize(self, threads: tuple[int, int]) -> None:
-        """Change the threads of Sampling and Feature Loading, also of an epoch under way; others' stay as they are."""
+        """Set the threads of Sampling and Feature Loading, also in a running epoch; no effect on other loaders."""
         if self.staged is not None:
             self.staged.resize(threads)
 
     def close(self) -> list[str]:
-        """Stop preparing and join the threads; return the names of those that hang. Others' are left to the loader."""
+        """Stop the staged threads, if any, and return the names of those that hang."""
         return [] if self.staged is None else self.staged.close()
 
-    def _moved(self, batch: Batch) -> Batch:
+    def _convert_and_transfer(self, batch: Batch) -> Batch:
         assert self.transfer is not None
         return self.transfer(converted(batch, self._dtype)) if isinstance(batch, BaseData) else batch
 
 
 class UnshardedDataLoader:
-    """A loader whose mini-batches cannot be shared out: rank 0 has all of each, the others have no seeds."""
+    """Wraps a loader that cannot be sharded: rank 0 gets all seeds of each mini-batch, other ranks none."""
 
     def __init__(self, loader: Any, on_batch: Callable[[BatchShare], None], rank: int) -> None:
         self.loader = loader
@@ -216,7 +214,7 @@ class UnshardedDataLoader:
         self._seeds = int(rank == 0)
 
     def __len__(self) -> int:
-        return len(self.loader)  # raises TypeError where the loader has none, as Lightning expects it
+        return len(self.loader)  # raises the TypeError that Lightning expects if the loader has no length
 
     def __iter__(self) -> Iterator[Batch]:
         for number, batch in enumerate(self.loader):
@@ -229,8 +227,8 @@ class UnshardedDataLoader:
         return getattr(self.loader, name)
 
 
-def can_be_cut(loader: object) -> bool:
-    """Whether a loader's mini-batches are made of positions in a dataset, of which each rank can take some."""
+def is_shardable(loader: object) -> bool:
+    """Whether a loader batches indices of a map-style dataset, so that they can be split across ranks."""
     return (
         isinstance(loader, DataLoader)
         and loader.batch_sampler is not None

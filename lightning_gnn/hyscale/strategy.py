@@ -1,4 +1,4 @@
-"""Hybrid training: CPUs and accelerators train one model together, a process for each (HyScale-GNN)."""
+"""Hybrid training (HyScale-GNN): CPUs and accelerators train one model together, with one process per trainer."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from lightning_gnn.distributed.monitored_ranks import RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary
 from lightning_gnn.distributed.weighted_ddp import WeightedDDPStrategy
 from lightning_gnn.hyscale.checks import check_precision
-from lightning_gnn.hyscale.loader_setup import HyScaleLoaders, RankPlace
+from lightning_gnn.hyscale.loader_setup import HyScaleLoaders, RankInfo
 from lightning_gnn.hyscale.options import (
     HyScaleOptions,
     TrainerSet,
-    trainers_of,
+    build_trainer_set,
 )
 from lightning_gnn.hyscale.resource_manager.controller import BalanceController, StageClock, stage_row
 from lightning_gnn.hyscale.rng_streams import RankRNG
@@ -41,59 +41,58 @@ log = logging.getLogger(__name__)
 
 
 class HyScaleStrategy(WeightedDDPStrategy):
-    """Synchronous SGD of CPU trainers and accelerators (HyScale-GNN, sections III and V), each a process of its own.
+    """Synchronous SGD on CPU trainers and accelerators (HyScale-GNN, sections III and V), one process per trainer.
 
-    The seeds of each mini-batch of the user's loader are shared out: every rank makes and trains on a mini-batch of its
-    part, on the whole LightningModule. The first ranks are the accelerators, the last the CPU trainers. Losses weigh as
-    much as their shares, so that the gradient is exactly the weighted sum over the ranks' mini-batches. For losses that
-    are means over seeds it equals that of the undivided mini-batch where a seed's result does not depend on the other
-    seeds: with all neighbors, and without batch statistics or degrees inside the mini-batch (``GCNConv``).
+    The seeds of each mini-batch of the user's loader are split across the ranks. Every rank runs the whole
+    LightningModule on a mini-batch of its seeds. Accelerators have the first ranks, CPU trainers the last. Each loss is
+    weighted by the rank's share, so the gradient is exactly the weighted sum over the ranks' mini-batches. For losses
+    averaged over seeds, it equals the gradient of the undivided mini-batch if a seed's output does not depend on the
+    other seeds: all neighbors are sampled, and no layer uses batch statistics or mini-batch degrees (``GCNConv``).
 
-    For a loss that is no mean over seeds, ``training_step`` returns ``{"loss": loss, "weight": weight}``: what the loss
-    was divided by (the number of labels that count, or the sum of their class weights), or ``"sum"`` where it was not
-    divided. Without, losses of ``torch.nn.functional`` that need it are warned about in the first mini-batches. Manual
-    optimization weighs by seeds, and must call ``self.manual_backward``.
+    If the loss is not a mean over seeds, ``training_step`` returns ``{"loss": loss, "weight": weight}``. The weight is
+    the loss's divisor (the number of counted labels or the sum of their class weights), or ``"sum"`` if the loss was
+    not divided. Without it, the first mini-batches warn about losses of ``torch.nn.functional`` that need a weight.
+    Manual optimization weights by seeds and must call ``self.manual_backward``.
 
-    What ranks write to buffers in a step is made one again, and what ``self.log`` is given in the steps becomes a mean
-    weighted by its ``batch_size`` or else by seeds. Steps draw random numbers from a stream of the rank's own, hooks
-    from one that all ranks share. Validation and testing are shared out too; prediction is done by rank 0, whose
-    results all ranks return. A rank without seeds runs its step on one seed, and leaves no trace of it. Modules whose
-    parameters have no size yet (``in_channels=-1``) are refused.
+    Buffers written in a step are synchronized across ranks. Values logged with ``self.log`` in a step become a mean
+    weighted by ``batch_size``, or by seeds without it. Steps use a random stream private to the rank, hooks a stream
+    shared by all ranks. Validation and testing are sharded too. Rank 0 runs prediction and broadcasts the results. A
+    rank without seeds runs its step on one seed and discards all effects. Modules with uninitialized parameters
+    (``in_channels=-1``) are refused.
 
-    A lone trainer is the plain Trainer with prefetching. With ``Trainer(deterministic=True)`` no measurement decides:
-    equal shares, default threads, no balancing. With several nodes, start a process for each trainer on each (torchrun,
-    SLURM); ``batch_size`` counts the seeds of all.
+    A single trainer behaves like the plain Trainer with prefetching. ``Trainer(deterministic=True)`` disables every
+    choice based on measurements: equal shares, default threads, no load balancing. On several nodes, start one process
+    per trainer and node (torchrun, SLURM); ``batch_size`` counts the seeds of all nodes.
 
     Args:
-        cpu_trainers: CPU trainers per node; ``Trainer(accelerator="cpu", devices=4)`` means four, too.
-        cpu_share: Part of the seeds for the CPU trainers, in (0, 1], or ``"auto"``: what the performance model finds
-            best by short measurements, or what a checkpoint says. ``drm`` may change it.
-        drm: Balance the work while it runs; ``"paper"``: by algorithm 1 to the letter; or the path of a recorded log of
-            decisions to replay. With ``False`` or a replay, a resumed run continues bit for bit on this package's
-            loaders.
-        prefetch: 2: two-stage prefetching; 1: feature loading and data transfer as one stage; 0: none.
-        stall_timeout: Seconds after which a rank that gives no sign of life, a step that does not end, or a stage that
-            makes no progress ends the run; the stages of ``prefetch=0`` are not watched.
-        transfer_dtype: Features travel to accelerators as ``"float16"`` or row-quantized ``"int8"``; None: as they are.
-        shares: Part of the seeds of every trainer, CPU trainers first; wins over ``cpu_share``.
-        threads: CPU threads of sampling, feature loading and CPU trainers of a node; by default from the loader's
-            ``num_workers`` and the cores. Each rank gets its share of the first two, at least one.
-        devices: The accelerators; by default the Trainer's. ``["cpu"]`` lets the CPU stand for one.
-        decision_log: Where to record the decisions, one JSON line each, for a replay by ``drm``.
-        accelerator_sampling: Part of the sampling that accelerators do to begin with, in [0, 1], or ``"auto"``: as
-            measured, where they can (CUDA, this package's loaders). ``drm`` may change it, and a replay's wins. The
-            mini-batches do not depend on it.
-        agree_every: Iterations after which parameters and states of optimizers become those of rank 0 again: unlike
-            devices round differently. By how much they had parted is :attr:`drift`.
-        process_group_backend: By default gloo where CPUs train, else what suits the devices.
-        **kwargs: Of Lightning's ``DDPStrategy``: ``checkpoint_io`` (by default one that a crash cannot damage),
-            ``start_method`` (not ``"fork"``), and such.
+        cpu_trainers: CPU trainers per node. ``Trainer(accelerator="cpu", devices=4)`` also sets four.
+        cpu_share: Fraction of the seeds for the CPU trainers, in (0, 1], or ``"auto"``: the best value that the
+            performance model predicts from short measurements, or the value in a checkpoint. ``drm`` may change it.
+        drm: Whether to rebalance the work during training. ``"paper"`` follows algorithm 1 exactly; a path replays a
+            recorded log. With ``False`` or a replay, a resumed run is bit-identical on this package's loaders.
+        prefetch: 2: two-stage prefetching; 1: feature loading and data transfer in one stage; 0: no prefetching.
+        stall_timeout: Seconds after which the run is aborted because a rank sends no heartbeat, a step does not
+            finish, or a stage makes no progress. Stages are not monitored with ``prefetch=0``.
+        transfer_dtype: Transfers features to accelerators as ``"float16"`` or row-quantized ``"int8"``; None: as is.
+        shares: Fraction of the seeds of every trainer, CPU trainers first. Overrides ``cpu_share``.
+        threads: CPU threads per node for sampling, feature loading and CPU trainers; by default derived from the
+            loader's ``num_workers`` and the cores. Each rank gets its share of the first two, at least one.
+        devices: The accelerators; by default the Trainer's. ``["cpu"]`` emulates an accelerator on the CPU.
+        decision_log: File in which to record the decisions, one JSON line each, for a replay with ``drm``.
+        accelerator_sampling: Initial fraction of the sampling that runs on accelerators, in [0, 1], or ``"auto"``: as
+            measured, if they support it (CUDA, this package's loaders). ``drm`` may change it, and a replay overrides
+            it. The mini-batches do not depend on it.
+        agree_every: Iterations between broadcasts of rank 0's parameters and optimizer states, needed because
+            different devices round differently. :attr:`drift` reports how far they had diverged.
+        process_group_backend: By default gloo if CPUs train, otherwise the backend of the devices.
+        **kwargs: Arguments of Lightning's ``DDPStrategy``, such as ``checkpoint_io`` (by default crash-safe) and
+            ``start_method`` (not ``"fork"``).
 
     Raises:
-        TypeError, ValueError: An option is unknown, or out of range.
+        TypeError, ValueError: An option is unknown or out of range.
 
     Examples:
-        On a machine with a GPU, ``Trainer(strategy="hyscale")`` trains on it and on the CPU. Here the CPU trains alone:
+        On a machine with a GPU, ``Trainer(strategy="hyscale")`` trains on the GPU and the CPU. Here, on the CPU only:
 
         >>> import torch, pytorch_lightning as pl
         >>> from torch_geometric.data import Data
@@ -143,18 +142,18 @@ class HyScaleStrategy(WeightedDDPStrategy):
             decision_log, accelerator_sampling, agree_every,
         )  # fmt: skip
         self.trainers = TrainerSet((), 0)
-        """Who trains on this node, once it is known."""
+        """The trainers of this node; empty until the devices are assigned."""
         self.balance: BalanceController | None = None
-        """Who gets how much of the work, and the times of the last iterations, once training has begun."""
+        """The shares of the trainers and the times of the last iterations; None until training starts."""
         self.loader: ShardedDataLoader | None = None
-        """The training loader with its pipeline, once there is one."""
+        """The training loader with its pipeline; None until training starts."""
         self.drift = 0.0
-        """The largest difference, relative to a tensor's largest number, by which a rank's differed from rank 0's."""
+        """The largest difference of any rank's tensor from rank 0's, relative to the tensor's largest magnitude."""
         self._loaders: HyScaleLoaders | None = None
         self._rng: RankRNG | None = None
         self._clock: StageClock | None = None
         self._is_observed = False
-        self._own_threads = torch.get_num_threads()
+        self._threads_before_training = torch.get_num_threads()
         self._restored: dict[str, Any] = {}
         if kwargs.get("checkpoint_io") is None:
             kwargs["checkpoint_io"] = SafeCheckpointIO()
@@ -165,38 +164,38 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of this node's ranks."""
+        """The devices of this node's ranks, in rank order."""
         return self._parallel_devices
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        """Add the CPU trainers to what the Trainer has found."""
+        """Add the CPU trainers to the Trainer's devices."""
         if devices is not None:
-            self.trainers = trainers_of(self.options.cpu_trainers, self.options.accelerators(devices), devices)
+            self.trainers = build_trainer_set(self.options.cpu_trainers, self.options.accelerators(devices), devices)
             order = range(len(self.trainers.devices))
-            devices = [self.trainers.devices[self.trainers.of_rank(rank)] for rank in order]
+            devices = [self.trainers.devices[self.trainers.trainer_of_rank(rank)] for rank in order]
         self._parallel_devices = devices
 
     @property
     @override
     def rank_name(self) -> str:
-        return f"trainer {self.trainers.names[self.trainers.of_rank(self.local_rank)]}"
+        return f"trainer {self.trainers.names[self.trainers.trainer_of_rank(self.local_rank)]}"
 
     @override
     def _configure_launcher(self) -> None:
         processes = self.num_nodes * self.num_processes
         if self.world_size != processes:  # Lightning's own message does not mention cpu_trainers
             raise ValueError(
-                f"hyscale has a process for each trainer, {self.num_processes} per node "
-                f"({', '.join(self.trainers.names)}), together {processes}, but {self.world_size} were started; start "
-                f"as many on each node, as with torchrun --nproc-per-node={self.num_processes}, or set cpu_trainers or "
-                "Trainer(devices=...)"
+                f"hyscale needs one process per trainer, {self.num_processes} per node "
+                f"({', '.join(self.trainers.names)}), {processes} in total, but {self.world_size} were started; start "
+                f"{self.num_processes} on each node (torchrun --nproc-per-node={self.num_processes}), or set "
+                "cpu_trainers or Trainer(devices=...)"
             )
         super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
-        """Check the options against the devices, find the other ranks, and prepare to share out loaders."""
+        """Check the options against the devices, connect the ranks, and prepare to shard the loaders."""
         options, trainers = self.options, self.trainers
         if options.shares is not None and len(options.shares) != len(trainers.devices):
             raise ValueError(
@@ -204,33 +203,30 @@ class HyScaleStrategy(WeightedDDPStrategy):
                 "trainers first)"
             )
         if options.cpu_share != "auto" and not (trainers.num_cpu and trainers.num_accelerators):
-            rank_zero_warn(f"cpu_share={options.cpu_share} changes nothing: there are only {trainers.names}")
+            rank_zero_warn(f"cpu_share={options.cpu_share} has no effect: the only trainers are {trainers.names}")
         if self._layer_sync is not None and trainers.num_cpu:
-            rank_zero_warn("sync_batchnorm=True changes nothing: hyscale's trainers normalize their own mini-batches")
+            rank_zero_warn("sync_batchnorm=True has no effect: each hyscale trainer normalizes its own mini-batches")
             self._layer_sync = None
-        # One order for all; a random one is drawn by rank 0, as a plain Trainer would draw it.
+        # All ranks share one sample order; rank 0 shuffles as a plain Trainer does.
         self._module.trainer._accelerator_connector.use_distributed_sampler = False
         check_precision(self.precision_plugin, trainers)
         if self.root_device.type == "cpu" and not isinstance(self.accelerator, CPUAccelerator):
             self.accelerator = CPUAccelerator()
         super().setup_environment()
-        # Evaluation goes on with the shares of training; another training starts over.
+        # Evaluation reuses the shares of training; a new fit starts over.
         if self._module.trainer.state.fn == "fit":
             self.balance = None
         self.loader, self._restored, self._clock = None, {}, None
-        place = RankPlace(trainers, self.global_rank, self.local_rank, self.num_nodes, self.root_device)
+        info = RankInfo(trainers, self.global_rank, self.local_rank, self.num_nodes, self.root_device)
         dtype = input_dtype(self.precision_plugin)
-        self._loaders = HyScaleLoaders(options, place, self._group, dtype, self.balance, self._restored)
+        self._loaders = HyScaleLoaders(options, info, self._group, dtype, self.balance, self._restored)
 
     @override
     def setup_distributed(self) -> None:
-        """Connect the ranks; one alone needs no process group.
-
-        Random numbers go on where they were, as in the plain Trainer, while DDP begins again with the global seed.
-        """
+        """Connect several ranks; unlike DDP, do not reset the random state to the global seed."""
         log.debug(f"{self.__class__.__name__}: creating the process group")
         self.set_world_ranks()
-        if not self._alone:
+        if not self._is_single_rank:
             nodes, on_node = range(self.num_nodes), range(self.trainers.num_accelerators)
             accelerators = [node * self.num_processes + rank for node in nodes for rank in on_node]
             self._connect(self.options.stall_timeout, accelerators)
@@ -246,12 +242,12 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        convert_batches(trainer)  # of any loader
+        convert_batches(trainer)  # for every loader
         datamodule = getattr(trainer, "datamodule", None)
-        if not self._alone and isinstance(datamodule, MiniBatchDataModule) and datamodule.needs_all_ranks:
+        if not self._is_single_rank and isinstance(datamodule, MiniBatchDataModule) and datamodule.needs_all_ranks:
             raise ValueError(
-                "inference='full' on a partitioned graph needs all ranks, and hyscale evaluates what it cannot share "
-                "out on one: leave inference out, or evaluate with strategy='ddp'"
+                "inference='full' on a partitioned graph needs all ranks, but hyscale evaluates loaders that it cannot "
+                "shard on rank 0 only: omit inference, or evaluate with strategy='ddp'"
             )
         super().setup(trainer)
 
@@ -259,7 +255,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         log.debug(f"{self.__class__.__name__}, {self.rank_name}: setting up a loader")
         assert self._loaders is not None
-        # Lightning's batch size scaler sets up the loaders of validation while training, too, after that of training.
+        # Lightning's batch size scaler also sets up validation loaders while training, after the training loader.
         trainer = self._module.trainer
         trains = trainer.state.stage == RunningStage.TRAINING and (
             trainer.fit_loop._combined_loader is None or trainer.fit_loop._should_reload_train_dl
@@ -272,16 +268,16 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Make equal on all ranks what training changes, and take this rank's random numbers and threads."""
-        if self._alone:
+        """Synchronize the training state of all ranks, and set up this rank's random stream and threads."""
+        if self._is_single_rank:
             return
         if len(getattr(self._module.trainer.fit_loop._combined_loader, "flattened", ())) > 1:
             raise ValueError("hyscale trains with one loader, but the DataModule returns several")
         assert self._group is not None
         assert self._loaders is not None
-        self._own_threads = torch.get_num_threads()
+        self._threads_before_training = torch.get_num_threads()
         seed, common = self._group.all_gather_objects((torch.initial_seed(), torch.get_rng_state()))[0]
-        # What hooks draw goes on where it was, and so does the order of an epoch that has not begun.
+        # Hooks and the order of an epoch that has not started continue from the previous random state.
         resumed = self._loaders.resumed_rng
         torch.set_rng_state(common if resumed is None else resumed)
         streams = [each for each in self._restored.pop("random", None) or [] if isinstance(each, Tensor)]
@@ -292,7 +288,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Put into force what was decided for this iteration."""
+        """Apply the decisions that take effect in this iteration."""
         if self.balance is None or self._clock is None or self._loaders is None or self._training_sync is None:
             return
         self._clock.next_iteration(self._loaders.share)
@@ -313,7 +309,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
     @override
     @contextmanager
     def user_code(self, name: str) -> Iterator[None]:
-        """Run the module's own code: watched, drawing from this rank's stream, and timed where it trains."""
+        """Run module code monitored by heartbeats, with this rank's random stream, and timed if it trains."""
         with ExitStack() as stack:
             if self._heartbeats is not None:
                 stack.enter_context(self._heartbeats.working(name))
@@ -329,18 +325,18 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     @override
     def observe_step(self, summaries: list[StepSummary]) -> None:
-        """Let the balance take what this node's ranks send of the iteration before, once per iteration."""
+        """Pass the previous iteration's timings of this node's ranks to the controller, once per iteration."""
         self.drift = max(self.drift, *(one.drift for one in summaries))
         if self.balance is not None and not self._is_observed:
             self._is_observed = True
             first = self.global_rank - self.local_rank
-            ranks = [first + self.trainers.rank_of(trainer) for trainer in range(self.num_processes)]
+            ranks = [first + self.trainers.rank_of_trainer(trainer) for trainer in range(self.num_processes)]
             self.balance.observe([summaries[rank].timings for rank in ranks])
 
     @override
     def predict_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
-        """Return what rank 0 has predicted."""
-        if self._alone:
+        """Return rank 0's predictions. Collective: every rank must call this."""
+        if self._is_single_rank:
             return super().predict_step(*args, **kwargs)
         output: STEP_OUTPUT = None
         if self.global_rank == 0:
@@ -359,36 +355,36 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Name the rank that was lost, or let the other ranks know that this one failed; then end the pipeline."""
+        """Name the rank that died, or notify the other ranks that this one failed; then stop the pipeline."""
         super().on_exception(exception)
         self._stop()
 
     @override
     def teardown(self) -> None:
-        """End the pipeline, and leave the other ranks when all are through."""
+        """Stop the pipeline, and leave the process group once all ranks have finished."""
         self._stop()
         super().teardown()
 
     def _stop(self) -> None:
-        """End all threads of the pipeline, and take back the number of torch's."""
+        """Stop all pipeline threads and restore torch's number of threads."""
         if self._clock is not None:
-            torch.set_num_threads(self._own_threads)
+            torch.set_num_threads(self._threads_before_training)
         self._clock = None
         if self._loaders is not None:
             self._loaders.close()
 
-    # -- checkpoints: what only this strategy needs lies under a key that others ignore
+    # -- checkpoints: this strategy's state is stored under its own key, which other strategies ignore
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
-        """Write a checkpoint, with which every rank can go on exactly; it loads without this strategy."""
+        """Write a checkpoint from which every rank resumes exactly; other strategies can load it, too."""
         log.debug(f"{self.__class__.__name__}, {self.rank_name}: saving a checkpoint")
         if self._group is not None and self.balance is not None and self._loaders is not None:
-            alone = is_handling_exception()
-            if self._training_sync is not None and not alone:
-                self.resync_parameters()  # a resumed run begins with rank 0's
+            only_this_rank = is_handling_exception()  # the other ranks cannot take part in a collective then
+            if self._training_sync is not None and not only_this_rank:
+                self.resync_parameters()  # a resumed run loads rank 0's parameters on all ranks
             state = None if self._rng is None else self._rng.state(), self.balance.state_dict()
-            states = [state] * self._group.size if alone else self._group.all_gather_objects(state)
+            states = [state] * self._group.size if only_this_rank else self._group.all_gather_objects(state)
             nodes = range(self.num_nodes)
             checkpoint[self.strategy_name] = {
                 "random": [stream for stream, _ in states],
@@ -399,7 +395,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, whatever strategy wrote it."""
+        """Read a checkpoint written by any strategy."""
         log.debug(f"{self.__class__.__name__}, {self.rank_name}: loading a checkpoint")
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._restored.clear()

@@ -1,4 +1,4 @@
-"""Data Transfer, the third stage of HyScale-GNN's pipeline: mini-batches to a device, in fewer bits if wanted."""
+"""Data Transfer, the third stage of HyScale-GNN's pipeline: copies mini-batches to a device, optionally quantized."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _FEATURES = "x"
 
 @dataclass
 class PackedRows:
-    """Feature rows in fewer bits."""
+    """Feature rows quantized to fewer bits."""
 
     values: Tensor  # float16 or int8 ``[n, F]``
-    scales: Tensor | None  # float32 ``[n, 1]``, the value of 1 in each int8 row; None beside float16
-    dtype: torch.dtype
+    scales: Tensor | None  # float32 ``[n, 1]``, one step of each int8 row; None for float16
+    dtype: torch.dtype  # original dtype
 
     @classmethod
     def pack(cls, rows: Tensor, dtype: str) -> PackedRows:
-        """Round rows to float16, or to int8 with one scale per row: an error of at most scale / 2."""
+        """Round rows to float16, or to int8 with one scale per row and an error of at most scale / 2."""
         if dtype == "float16":
             values = rows.to(torch.float16)
             if not bool(values.isfinite().all()):
@@ -42,61 +42,61 @@ class PackedRows:
         return cls(values.to(torch.int8), scales, rows.dtype)
 
     def unpack(self) -> Tensor:
-        """Return rows of the dtype that they had."""
+        """Return the rows in their original dtype."""
         if self.scales is None:
             return self.values.to(self.dtype)
         return (self.values.to(torch.float32) * self.scales).to(self.dtype)
 
 
 class Transfer:
-    """The stage Data Transfer (section V-B): copies a batch to a device by pinned memory; returns on its arrival."""
+    """Data Transfer stage (section V-B): copies a batch to a device via pinned memory and waits for the copy."""
 
     def __init__(self, device: torch.device, dtype: str | None = None) -> None:
         self.device = device
         self.dtype = dtype
         self._stream: torch.Stream | None = None
-        self._pins = self._probed = False
+        self._can_pin = self._is_probed = False
 
     def __call__(self, batch: BaseData) -> BaseData:
-        """Move a batch of PyG, homogeneous or heterogeneous."""
+        """Return a homogeneous or heterogeneous PyG batch on the device."""
         packed: dict[int, PackedRows] = {}
-        for place, store in enumerate(batch.stores):
-            if self._packs(store):
-                packed[place] = PackedRows.pack(store[_FEATURES], str(self.dtype))
-                store[_FEATURES] = packed[place].values
-        batch = moved(batch, self._move)
-        for place, rows in packed.items():
-            store = batch.stores[place]
+        for index, store in enumerate(batch.stores):
+            if self._should_pack(store):
+                packed[index] = PackedRows.pack(store[_FEATURES], str(self.dtype))
+                store[_FEATURES] = packed[index].values
+        batch = moved(batch, self._copy_to_device)
+        for index, rows in packed.items():
+            store = batch.stores[index]
             scales = None if rows.scales is None else rows.scales.to(self.device)
             store[_FEATURES] = PackedRows(store[_FEATURES], scales, rows.dtype).unpack()
         return batch
 
-    def _packs(self, store: BaseStorage) -> bool:
+    def _should_pack(self, store: BaseStorage) -> bool:
         if self.dtype is None or _FEATURES not in store:
             return False
         rows = store[_FEATURES]
         return isinstance(rows, Tensor) and rows.is_floating_point() and rows.dim() == 2
 
-    def _move(self, batch: BaseData) -> BaseData:
+    def _copy_to_device(self, batch: BaseData) -> BaseData:
         if self.device.type == "cpu":
             return batch.to(self.device)
-        if not self._probed:
-            self._probed = True
-            self._pins = works(lambda: torch.empty(1).pin_memory())
+        if not self._is_probed:
+            self._is_probed = True
+            self._can_pin = works(lambda: torch.empty(1).pin_memory())
             if works(lambda: torch.Stream(self.device).record_event().synchronize()):
                 self._stream = torch.Stream(self.device)
-        if self._pins:
-            batch = batch.apply(_pinned)
+        if self._can_pin:
+            batch = batch.apply(_pin)
         if self._stream is None:
             return batch.to(self.device)
         with self._stream:
             batch = batch.to(self.device, non_blocking=True)
             done = self._stream.record_event()
         done.synchronize()
-        # Its memory belongs to this stream, but is used on another one.
+        # The memory was allocated on this stream, but the consumer's stream uses it.
         consumer = torch.accelerator.current_stream(self.device)
         return batch.apply(lambda tensor: record_stream(tensor, consumer))
 
 
-def _pinned(tensor: Tensor) -> Tensor:
+def _pin(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if tensor.is_cpu and not tensor.is_pinned() else tensor

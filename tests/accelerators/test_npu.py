@@ -44,7 +44,7 @@ def test_the_names_are_registered():
 @pytest.fixture
 def parts(monkeypatch, tmp_path):
     """Choose what is there: torch_npu (None, or the source of its __init__.py) and CANN."""
-    npu._problem_of_import.cache_clear()
+    npu._find_import_problem.cache_clear()
 
     def choose(package, cann):
         def load(name):
@@ -60,7 +60,7 @@ def parts(monkeypatch, tmp_path):
 
     yield choose
     sys.modules.pop("torch_npu", None)
-    npu._problem_of_import.cache_clear()
+    npu._find_import_problem.cache_clear()
 
 
 @without_npu
@@ -70,8 +70,8 @@ def parts(monkeypatch, tmp_path):
         (None, False, ["torch_npu is not installed (pip install", "CANN is not installed", "libascendcl.so"], []),
         (None, True, ["torch_npu is not installed (pip install"], ["CANN is"]),
         ("", False, ["CANN is not installed", "set_env.sh"], ["torch_npu is not"]),
-        ("raise ImportError('libhccl.so: no such file')", True, ["do not fit together", "libhccl.so"], ["pip install"]),
-        ("raise RuntimeError('wrong torch')", True, ["do not fit together", "RuntimeError: wrong torch"], []),
+        ("raise ImportError('libhccl.so: no such file')", True, ["incompatible with", "libhccl.so"], ["pip install"]),
+        ("raise RuntimeError('wrong torch')", True, ["incompatible with", "RuntimeError: wrong torch"], []),
         ("", True, ["did not register the device"], []),
     ],
 )
@@ -108,7 +108,7 @@ def test_without_cann_torch_npu_is_not_imported(parts, tmp_path):
 def test_a_driver_without_devices_is_no_npu_and_others_choose_as_before(monkeypatch):
     monkeypatch.setattr(torch, "npu", SimpleNamespace(device_count=lambda: 0), raising=False)
     assert not NPUAccelerator.is_available()
-    refuses(MisconfigurationException, "finds no NPU; see what npu-smi info lists", NPUAccelerator)
+    refuses(MisconfigurationException, "finds no NPU; check the output of npu-smi info", NPUAccelerator)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     for devices, kind in ((1, pl.strategies.SingleDeviceStrategy), (2, pl.strategies.DDPStrategy)):
         assert type(pl.Trainer(accelerator="cpu", devices=devices, **quiet).strategy) is kind

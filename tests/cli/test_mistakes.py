@@ -30,7 +30,7 @@ COMPOSED = {
 BUILT = {
     "experiment=smoke datamodule=full": "datamodule: ",
     "trainer.devices=-2": "trainer: `devices` selected with `CPUAccelerator` should be an int > 0",
-    "strategy=hyscale trainer.strategy.drm=FILE/x": "trainer: drm='FILE/x' is no file; give a log that decision_log=",
+    "strategy=hyscale trainer.strategy.drm=FILE/x": "trainer: drm='FILE/x' is not a file; give a log written by",
     "+trainer.max_epoch=3": "trainer: Trainer.__init__() got an unexpected keyword argument 'max_epoch'",
     "+trainer.logger=true": "trainer.logger=True has no effect, the command sets it; leave it out",
     "+trainer.enable_checkpointing=false": (

@@ -124,7 +124,7 @@ def test_the_plan_is_that_of_the_performance_model(tmp_path, capfd, monkeypatch)
     monkeypatch.setattr(calibrate, "measure_platform", lambda *given: replace(SERVER, accelerator_sampling=1e8))
     assert plan(tmp_path / "two", HYBRID, *told, "trainer.strategy.shares=[0.5,0.5,0,0,0]") == 0
     out = capfd.readouterr().out
-    assert "The run begins with seeds cpu 32 + accelerator 32/0/0/0, threads 1/1/1, 95% sampled there" in out
+    assert "The run begins with seeds cpu 32 + accelerator 32/0/0/0, threads 1/1/1, 95% sampled on accelerators" in out
     assert "100 M edges/s each" in out
 
 
@@ -198,7 +198,7 @@ def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
         ([HYBRID, "plan.platform_file=nowhere.yaml"], "plan.platform_file was removed: .*measures the machine"),
         ([HYBRID, "plan.platform.cores=4"], "plan.platform was removed: .*measures the machine"),
         ([HYBRID, "plan.accelerators=[1]"], "plan.accelerators was removed: .*measures the machine"),
-        ([HYBRID, "trainer.strategy.cpu_trainers=0"], "nobody would train"),
+        ([HYBRID, "trainer.strategy.cpu_trainers=0"], "leaves no trainer"),
         ([HYBRID, "model.num_layers=3"], "one fanout per layer"),
         (["datamodule=collective"], "trainer=gpu, or .*gpu_route=cpu"),
         ([*COLLECTIVE, "datamodule.num_workers=0"], "at least one worker"),

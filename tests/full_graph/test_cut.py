@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.compressed.hybrid_plan import PlanSettings, balance_ranges
 from lightning_gnn.compressed.self_loops import pick
-from lightning_gnn.full_graph.cut import RowEntries, count_self_loops, extract_row_range, in_weights, row_blocks
-from lightning_gnn.full_graph.plan import share_rows
+from lightning_gnn.full_graph.cut import (
+    RowEntries,
+    count_self_loops,
+    extract_row_range,
+    iter_row_blocks,
+    sum_in_weights,
+)
+from lightning_gnn.full_graph.plan import shard_rows
 from lightning_gnn.graph import CSCGraph
 
 
@@ -37,7 +43,7 @@ def entries(direction, ends, starts, places):
 @given(graph=graphs(), num_ranks=st.integers(1, 4), members=st.integers(1, 4), looped=st.booleans(), seed=st.integers())
 def test_a_part_is_that_of_the_whole_graph_in_order(graph, num_ranks, members, looped, seed):
     num_nodes = graph.num_targets
-    owners = share_rows(num_nodes, num_ranks, {})
+    owners = shard_rows(num_nodes, num_ranks, {})
     whole = graph.with_self_loops() if looped else graph
     loops = count_self_loops(graph.forward)
     sources, targets = graph.to_edge_index()
@@ -76,15 +82,15 @@ def test_a_part_is_that_of_the_whole_graph_in_order(graph, num_ranks, members, l
 @pytest.mark.parametrize("looped", [False, True])
 @given(graph=graphs(), size=st.integers(1, 20))
 def test_weights_are_added_up_block_by_block_as_at_once(looped, graph, size, monkeypatch_module):
-    blocks = list(row_blocks(graph.forward, size))
+    blocks = list(iter_row_blocks(graph.forward, size))
     assert [start for start, _ in blocks[1:]] == [stop for _, stop in blocks[:-1]]
     assert sum(stop - start for start, stop in blocks) == graph.num_targets
-    monkeypatch_module.setattr("lightning_gnn.full_graph.cut._BLOCK", size)
+    monkeypatch_module.setattr("lightning_gnn.full_graph.cut._EDGES_PER_BLOCK", size)
     weight = torch.rand(graph.num_user_edges, generator=torch.Generator().manual_seed(size))
     whole = graph.with_self_loops() if looped else graph
     values = pick(weight, whole.cache["weight_ids"], 2.0) if looped else graph.edge_order(weight)
     expected = values.new_zeros(graph.num_targets).index_add(0, whole.forward.entry_rows(), values)
-    assert torch.equal(in_weights(graph, weight, looped, looped, 2.0), expected)
+    assert torch.equal(sum_in_weights(graph, weight, looped, looped, 2.0), expected)
 
 
 @pytest.fixture(scope="module")

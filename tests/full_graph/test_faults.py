@@ -115,11 +115,11 @@ class Normalized(SideBySide):
 
 
 REFUSED = [
-    (SideBySide, another_graph, {}, "all ranks must have the same graph, but rank 2 has another one than rank 0"),
-    (SideBySide, other_splits, {}, "all ranks must have the same splits, but rank 2 has another one than rank 0"),
+    (SideBySide, another_graph, {}, "all ranks must have the same graph, but rank 2 differs from rank 0"),
+    (SideBySide, other_splits, {}, "all ranks must have the same splits, but rank 2 differs from rank 0"),
     (SideBySide, small_split, {}, "the val split has 2 nodes, but there are 3 ranks"),
     (SideBySide, same, {"num_groups": 2}, "num_groups=2 does not divide the 3 devices"),
-    (SideBySide, same, {"memory_limit": 12_000}, "GB are there; use more ranks"),
+    (SideBySide, same, {"memory_limit": 12_000}, "GB are available; use more ranks"),
     (Normalized, same, {}, "norm (BatchNorm1d) normalizes over all nodes"),
 ]
 
@@ -168,4 +168,4 @@ def test_a_main_thread_that_does_not_notice_is_ended():
 
     outcome = observe(wait_for_ever, 2, during=during)
     assert outcome.exit_codes[0] == 1
-    assert f"rank 0 ends, because rank 1 (process {signal_.pid} on " in messages[0]
+    assert f"rank 0 exits because rank 1 (process {signal_.pid} on " in messages[0]

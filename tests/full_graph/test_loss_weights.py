@@ -79,7 +79,7 @@ def without_weights(rank, num_ranks):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             train(num_ranks, module=module, max_epochs=2)
-        said[name] = [str(warning.message) for warning in caught if "no mean over" in str(warning.message)]
+        said[name] = [str(warning.message) for warning in caught if "not a mean over" in str(warning.message)]
     return said
 
 
@@ -90,7 +90,7 @@ def test_without_weights_such_losses_are_warned_about_once():
     for name, part in {
         "class weights": "class weights",
         "ignored": "ignore_index=3",
-        "labelled": "labels of",
+        "labelled": "labels for",
         "sum": "reduction='sum'",
         "by hand": "class weights",
     }.items():

@@ -60,7 +60,7 @@ def test_a_batch_made_in_inference_mode_trains_and_its_changes_are_seen():
     datamodule = FullGraphDataModule(data)
     trainer_of(strategy, 1, max_epochs=1).fit(module, datamodule=datamodule)
     assert not torch.equal(before, torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()]))
-    cache, batch = strategy._prepared, datamodule.data
+    cache, batch = strategy._batch_cache, datamodule.data
     first = cache.prepare(batch)
     assert cache.prepare(batch) is first
     with torch.inference_mode():

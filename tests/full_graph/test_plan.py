@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gnn.full_graph.plan import plan_devices, share_rows
+from lightning_gnn.full_graph.plan import plan_devices, shard_rows
 
 LOADS = np.random.default_rng(0).integers(50, 400, 48)
 
@@ -52,7 +52,7 @@ def test_memory_takes_members_where_every_rank_cannot_hold_every_edge():
 
 @pytest.mark.parametrize(("num_groups", "advice"), [("auto", "features$"), (1, "features or num_groups='auto'$")])
 def test_too_large_a_graph_says_how_much_memory_it_needs(num_groups, advice):
-    with pytest.raises(ValueError, match=f"on 2 ranks.* but 0.08 GB are there; use more ranks, narrower {advice}"):
+    with pytest.raises(ValueError, match=f"on 2 ranks.* only 0.08 GB are available; use more ranks, narrower {advice}"):
         plan_devices(64, 100_000, LOADS * 1000, 2, num_groups, memory_limit=80_000_000)
     assert plan_devices(64, 100_000, LOADS * 1000, 64, num_groups, memory_limit=80_000_000).num_workers == 64
 
@@ -82,9 +82,9 @@ def test_every_rank_owns_its_share_of_every_split(kinds, num_ranks):
     sizes = {name: int(mask.sum()) for name, mask in splits.items()}
     if any(0 < size < num_ranks for size in sizes.values()):
         with pytest.raises(ValueError, match=r"the (train|val|test) split has \d+ nodes, but there are"):
-            share_rows(kinds.numel(), num_ranks, splits)
+            shard_rows(kinds.numel(), num_ranks, splits)
         return
-    owners = share_rows(kinds.numel(), num_ranks, splits)
+    owners = shard_rows(kinds.numel(), num_ranks, splits)
     assert torch.equal(owners.order[owners.position], torch.arange(kinds.numel()))
     for values in ([int(splits[name][owners.rows(r)].sum()) for r in range(num_ranks)] for name in splits):
         assert max(values) - min(values) <= 1

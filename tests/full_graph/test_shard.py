@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gnn.compressed.graph import CompressedGraph
-from lightning_gnn.full_graph.plan import share_rows
+from lightning_gnn.full_graph.plan import shard_rows
 from lightning_gnn.full_graph.shard import RowShard
 from lightning_gnn.nn import GCNConv
 from lightning_gnn.ops.aggregate import definition
@@ -69,7 +69,7 @@ def compare_with_global(rank, num_ranks, numbers):
         num_nodes = graph.num_targets
         generator = torch.Generator().manual_seed(5)
         split = torch.rand(num_nodes, generator=generator) < 0.5
-        owners = share_rows(num_nodes, num_ranks, {"train": split})
+        owners = shard_rows(num_nodes, num_ranks, {"train": split})
         rows = owners.rows(rank)
         for groups in numbers:
             shard = RowShard(graph, owners, rank, 6, groups)
@@ -158,7 +158,7 @@ def compare_penalties(rank, num_ranks):
     dist.init_process_group("gloo")
     for name in ("skewed", "few edges", "no edge"):
         graph = GRAPHS[name]()
-        owners = share_rows(graph.num_targets, num_ranks, {})
+        owners = shard_rows(graph.num_targets, num_ranks, {})
         rows = owners.rows(rank)
         for groups, reduce in zip(divisors(num_ranks), ("sum", "mean"), strict=False):
             shard = RowShard(graph, owners, rank, 6, groups)
@@ -199,7 +199,7 @@ def count_permutations(rank, num_ranks):
     definition.permute_rows = lambda *given: counts.update(["permuted"]) or permute(*given)
     CompressedGraph.gcn_weight = lambda *given: counts.update(["normalized"]) or normalize(*given)
     graph = GRAPHS["skewed"]()
-    owners = share_rows(graph.num_targets, num_ranks, {})
+    owners = shard_rows(graph.num_targets, num_ranks, {})
     found = []
     for edge_weight in (None, torch.rand(graph.num_edges) + 0.5):
         model = [GCNConv(6, 5), GCNConv(5, 4)]

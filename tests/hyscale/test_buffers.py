@@ -42,7 +42,7 @@ def everything(rank):
     module = Buffers()
     with joined():
         shared = BufferSync(module)
-        assert not shared.changed()
+        assert not shared.has_changed()
         before = {name: (buffer, buffer.data_ptr()) for name, buffer in module.named_buffers()}
         rows = [[0, 1, 2], [2, 5]][rank]
         module.history[rows] = torch.full((len(rows), 2), 1.0 + rank, dtype=torch.float64)
@@ -61,12 +61,12 @@ def everything(rank):
         module.odd[0] = module.odd[0]  # NaN as before
         module.data.data[rank] = 3.0  # of which torch does not know
         module.norm(torch.tensor([[[1.0, 2], [3, 4], [5, 9]], [[4.0, 2], [0, 0]]][rank]))
-        assert shared.changed()
+        assert shared.has_changed()
         own = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        shared.join(SEEDS)
-        assert not shared.changed()
+        shared.synchronize(SEEDS)
+        assert not shared.has_changed()
         assert before == {name: (buffer, buffer.data_ptr()) for name, buffer in module.named_buffers()}
-        shared.join(SEEDS)  # nothing since
+        shared.synchronize(SEEDS)  # nothing since
         return own, dict(module.named_buffers())
 
 
@@ -109,7 +109,7 @@ def equal_counts(rank, seeds):
             if seeds[rank]:
                 module.steps += 1
                 module.seen += seeds[rank]
-            shared.join(seeds)
+            shared.synchronize(seeds)
         return int(module.steps), int(module.seen)
 
 
@@ -128,7 +128,7 @@ def new_and_other_shapes(rank):
         module.register_buffer("late", torch.ones(2) * (1 + rank))
         module.queue = torch.ones(4) * (1 + rank)
         module.best = torch.tensor([0.0, 0.0, 5.0]) if rank == 0 else module.best
-        shared.join([1, 3])
+        shared.synchronize([1, 3])
         return dict(module.named_buffers())
 
 
@@ -146,8 +146,8 @@ def another_shape_on_one(rank, which):
         shared = BufferSync(module)
         if rank == which:
             module.queue = torch.ones(3)
-        with pytest.raises(RuntimeError, match="the buffer queue has another shape on rank"):
-            shared.join([1, 1])
+        with pytest.raises(RuntimeError, match="the buffer queue has a different shape on rank"):
+            shared.synchronize([1, 1])
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -110,7 +110,7 @@ class Said:
             if rank != self.rank:
                 told = self.stderr[rank] if error == "no result" else error
                 assert re.search(rf"rank {self.rank} \(process {self.pid} on \S+\) {how}", told), told
-                assert error != "no result" or f"rank {rank} ends, because rank {self.rank} " in told
+                assert error != "no result" or f"rank {rank} exits because rank {self.rank} " in told
 
 
 # Rank 0 keeps the store in which the signs of life are.
@@ -119,7 +119,7 @@ def test_a_rank_that_is_killed(lost, place):
     """Nobody waits for a timeout."""
     said = Said(lost, signal.SIGKILL, place)
     found = observe(train_for_ever, 2 + lost, place, NEVER, during=said, lost=[lost])
-    said.name(found, "died: its process has ended without a word")
+    said.name(found, "died: its process exited unexpectedly")
 
 
 @pytest.mark.parametrize(("lost", "place"), [(1, "training"), (0, "preparing"), (0, "validation")])

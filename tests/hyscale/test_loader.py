@@ -29,7 +29,7 @@ from lightning_gnn.hyscale.sharded_loader import (
     ShardedBatchSampler,
     ShardedDataLoader,
     UnshardedDataLoader,
-    can_be_cut,
+    is_shardable,
     split_seeds,
 )
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
@@ -550,10 +550,10 @@ class Stream(IterableDataset):
 
 
 def test_loaders_without_positions_are_run_whole_by_rank_0():
-    assert can_be_cut(ListLoader())
-    assert can_be_cut(ours())
+    assert is_shardable(ListLoader())
+    assert is_shardable(ours())
     for loader in (DataLoader(Stream(), 2), ListLoader(batch_size=None), [1, 2, 3], count()):
-        assert not can_be_cut(loader)
+        assert not is_shardable(loader)
     for rank in range(2):
         shares = []
         loader = UnshardedDataLoader([4, 5, 6], shares.append, rank)

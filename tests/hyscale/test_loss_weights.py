@@ -135,7 +135,7 @@ class Manual(Weighted):
 WARNED = {
     "class weights": (functools.partial(Weighted, "class weights", False), "class weights"),
     "ignored": (functools.partial(Weighted, "ignored", False), "ignore_index=0"),
-    "labelled": (functools.partial(Weighted, "labelled", False), "labels of"),
+    "labelled": (functools.partial(Weighted, "labelled", False), "labels for"),
     "plain sum": (Sum, "reduction='sum'"),
     "manual": (Manual, "class weights"),
 }
@@ -155,7 +155,7 @@ def trained(make, options, strategy="auto"):
 def about_losses(module, strategy):
     with warnings.catch_warnings(record=True) as caught:
         fit(module, strategy, epochs=1, filters=False)
-    return [str(warning.message) for warning in caught if "no mean over" in str(warning.message)]
+    return [str(warning.message) for warning in caught if "not a mean over" in str(warning.message)]
 
 
 def ranks(rank, num_ranks, names):
@@ -236,7 +236,7 @@ BAD = [
     (Bad, (torch.ones(2),), "ValueError", "one number, but has the shape [2]"),
     (Bad, ("mean",), "TypeError", "'mean'"),
     (Bad, ([1.0],), "TypeError", "list"),
-    (Some, (), "ValueError", "of an iteration 1 returned a number, 0 'sum' and 1 none"),
+    (Some, (), "ValueError", "of an iteration 1 returned a number, 0 returned 'sum' and 1 returned no weight"),
 ]
 
 

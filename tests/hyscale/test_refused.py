@@ -31,16 +31,16 @@ from tests.patience import NEVER
         ({"cpu_share": 1.2}, r"in \(0, 1\], but is 1.2"),
         ({"cpu_share": "half"}, "'half'"),
         ({"cpu_share": None}, "but is None"),
-        ({"shares": [0.5, 0.6]}, "add up to 1"),
-        ({"shares": [-0.5, 1.5]}, "add up to 1"),
-        ({"shares": "auto"}, "one number for each trainer"),
+        ({"shares": [0.5, 0.6]}, "sum to 1"),
+        ({"shares": [-0.5, 1.5]}, "sum to 1"),
+        ({"shares": "auto"}, "one number per trainer"),
         ({"cpu_trainers": -1}, "must not be negative"),
         ({"cpu_trainers": 1.5}, "whole number, but is 1.5"),
         ({"cpu_trainers": "numa"}, "cpu_trainers=numa was removed: give the number of NUMA nodes"),
         ({"agree_every": 0}, "agree_every"),
         ({"agree_every": 2.5}, "whole number, but is 2.5"),
-        ({"drm": None}, "drm is True, 'paper', False or the path"),
-        ({"drm": 1}, "drm is True, 'paper', False or the path"),
+        ({"drm": None}, "drm must be True, False, 'paper' or the path"),
+        ({"drm": 1}, "drm must be True, False, 'paper' or the path"),
         ({"prefetch": 3}, "prefetch"),
         ({"stall_timeout": 0}, "stall_timeout"),
         ({"stall_timeout": float("nan")}, "stall_timeout"),
@@ -63,22 +63,22 @@ def test_options_out_of_range(options, message):
 
 @pytest.mark.parametrize(("typo", "meant"), [("drn", "drm"), ("cpu_trainer", "cpu_trainers")])
 def test_an_option_that_nobody_knows(typo, meant):
-    with pytest.raises(TypeError, match=f"there is no option {typo}; did you mean {meant}"):
+    with pytest.raises(TypeError, match=f"unknown option {typo}; did you mean {meant}"):
         HyScaleStrategy(**{typo: False})
 
 
 def test_logs_of_decisions_that_are_no_files(tmp_path):
-    with pytest.raises(ValueError, match=r"drm='.*none' is no file; give a log that decision_log= has left"):
+    with pytest.raises(ValueError, match=r"drm='.*none' is not a file; give a log written by decision_log="):
         HyScaleStrategy(drm=tmp_path / "none")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match=r"pipe.* is no (regular )?file"):
+    with pytest.raises(ValueError, match=r"pipe.* is not a file"):
         HyScaleStrategy(drm=tmp_path / "pipe")
 
 
 @pytest.mark.parametrize(
     ("options", "devices", "message"),
     [
-        ({"cpu_trainers": 0}, 1, "cpu_trainers=0 and no accelerator"),
+        ({"cpu_trainers": 0}, 1, "cpu_trainers=0 without an accelerator"),
         ({"cpu_trainers": 0}, 2, "devices=2.* and cpu_trainers=0: set one of them"),
         ({"cpu_trainers": 3}, 2, "devices=2.* and cpu_trainers=3: set one of them, or both to the number"),
         ({"cpu_trainers": 2, "shares": [0.2, 0.3, 0.5]}, 1, "3 entries, but there are 2 trainers"),
@@ -102,11 +102,11 @@ def test_devices_that_fit(options, devices):
 @pytest.mark.parametrize(
     ("precision", "device", "message"),
     [
-        (HalfPrecision("16-true"), "cuda", r"'16-true' does not fit trainer 0 \(CPU\).* which CPUs do not train in"),
-        (MixedPrecision("16-mixed", "cpu"), "cuda", r"trainer 0 \(CPU\) of hyscale: .*; use 'bf16-mixed'"),
-        (DoublePrecision(), "mps", r"trainer 1 \(mps\) of hyscale: which MPS does not have"),
-        (MixedPrecision("bf16-mixed", "cpu"), "cuda", r"trainer 1 \(cuda\) of hyscale: which this GPU does not have"),
-        (type("Own", (Precision,), {})(), "cuda", "whose modules cannot be copied to another device"),
+        (HalfPrecision("16-true"), "cuda", r"0 \(CPU\) does not support precision='16-true': CPUs do not train"),
+        (MixedPrecision("16-mixed", "cpu"), "cuda", r"trainer 0 \(CPU\) does not .*: .*; use 'bf16-mixed'"),
+        (DoublePrecision(), "mps", r"trainer 1 \(mps\) does not .*: MPS does not support"),
+        (MixedPrecision("bf16-mixed", "cpu"), "cuda", r"trainer 1 \(cuda\) does not .*: this GPU does not support"),
+        (type("Own", (Precision,), {})(), "cuda", "its modules cannot be copied to another device"),
     ],
     ids=["half", "mixed", "double", "bfloat16", "own"],
 )
@@ -184,29 +184,29 @@ REFUSED = {
         {"data": lambda: FullGraphDataModule(graph())},
         "2 devices, which would all train on the same graph",
     ),
-    "its loader": ({"loader": whole_graph}, "yields the full graph as one; train with"),
+    "its loader": ({"loader": whole_graph}, "yields the full graph as a single batch; train with"),
     "no batch size": ({"loader": lambda: DataLoader(range(10), None)}, r"single samples \(batch_size=None\)"),
-    "no positions": ({"loader": lambda: DataLoader(Numbers(), 2)}, "positions in a dataset.* it got DataLoader"),
-    "no loader of torch's": ({"loader": lambda: [1, 2]}, "positions in a dataset.* it got list"),
+    "no positions": ({"loader": lambda: DataLoader(Numbers(), 2)}, "of a map-style dataset.* it got DataLoader"),
+    "no loader of torch's": ({"loader": lambda: [1, 2]}, "of a map-style dataset.* it got list"),
     "no length": ({"loader": lambda: DataLoader(range(10), batch_sampler=Endless())}, "give its batch_sampler a __len"),
-    "plans by itself": ({"loader": collective}, "both plan the use of the same cores"),
+    "plans by itself": ({"loader": collective}, "both schedule the same cores"),
     "several loaders": (
         {"loader": lambda: {name: datamodule().train_dataloader() for name in "ab"}},
         "one loader, but the DataModule returns several",
     ),
     "fetches by itself": ({"module": Fetching}, "must not take a dataloader_iter"),
-    "lazy": ({"module": Lazy}, "head.weight, head.bias has no size yet, which several ranks .*: give in_channels"),
-    "several losses": ({"module": SeveralLosses}, r"loss of one number, but that of trainer \d \(CPU\) has the shape"),
+    "lazy": ({"module": Lazy}, "head.weight, head.bias has no size yet, .*: give in_channels"),
+    "several losses": ({"module": SeveralLosses}, r"but the loss of trainer \d \(CPU\) has the shape"),
     "raw backward": ({"module": Raw}, r"call self.manual_backward\(loss\) instead of loss.backward\(\)"),
-    "half precision": ({"precision": "16-true"}, r"trainer \d \(CPU\) of hyscale: which CPUs do not train in"),
+    "half precision": ({"precision": "16-true"}, r"trainer \d \(CPU\) does not .*: CPUs do not train in"),
     "other trainers": ({"drm": Decision(TaskMapping((10, 10, 10), 3), "start", "start")}, "recorded with 3 trainers"),
     "too few processes": (
         {"num_ranks": 3},
-        r"a process for each trainer, 3 per node \(0 \(CPU\), 1 \(CPU\), 2 \(CPU\)\), together 3, but 2 were started; "
-        "start as many on each node, as with torchrun --nproc-per-node=3",
+        r"one process per trainer, 3 per node \(0 \(CPU\), 1 \(CPU\), 2 \(CPU\)\), 3 in total, but 2 were started; "
+        r"start 3 on each node \(torchrun --nproc-per-node=3\)",
     ),
-    "too many processes": ({"num_ranks": 1}, r"1 per node \(0 \(CPU\)\), together 1, but 2 were started"),
-    "other nodes": ({"num_nodes": 2}, "2 per node .* together 4, but 2 were started"),
+    "too many processes": ({"num_ranks": 1}, r"1 per node \(0 \(CPU\)\), 1 in total, but 2 were started"),
+    "other nodes": ({"num_nodes": 2}, "2 per node .* 4 in total, but 2 were started"),
 }
 
 

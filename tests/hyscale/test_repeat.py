@@ -38,19 +38,19 @@ def measure_another(found):
 def unsteady():
     """Return methods of a balance with which in each run another trainer seems to be slow."""
     number, train_time = count(), STEP_FIELDS.index("train")
-    begin, times = BalanceController.__init__, BalanceController._times
+    begin, times = BalanceController.__init__, BalanceController._compute_times
 
     def __init__(self, *args, **kwargs):
         self.number = next(number)
         begin(self, *args, **kwargs)
 
-    def _times(self, rows):
+    def _compute_times(self, rows):
         rows = [list(row) for row in rows]
         for trainer, row in enumerate(rows):
             row[train_time] = 1e-3 * row[0] * (5 if (trainer + self.number) % 2 else 1)
         return times(self, rows)
 
-    return {"__init__": __init__, "_times": _times}
+    return {"__init__": __init__, "_compute_times": _compute_times}
 
 
 class Here:
@@ -113,7 +113,7 @@ def equal_runs_are_equal(here):
             assert len(set(again.balance.weights)) == 1
             assert len(messages) == here.times(1)
             for message in messages:
-                assert "turns off what follows from measurements: drm=True" in message
+                assert "disables all decisions based on measurements: drm=True" in message
                 assert "shares=" in message
     assert not here.measured
 
@@ -193,14 +193,14 @@ def a_mapping_that_does_not_fit_is_measured_anew(here):
             here.measured.clear()
             path = here.changed(lambda balance, change=change: change(balance["0"]["first"]))
             here.train(HyScaleStrategy(devices=["cpu"], drm=drm), path=path)
-            assert len(here.warned("hyscale balances anew")) == here.times(1)
+            assert len(here.warned("hyscale rebalances")) == here.times(1)
             assert len(here.measured) == here.times(1)
 
 
 def sampling_on_accelerators_goes_on_too(here):
     """Here the CPU stands for one; what is measured for it is told by hand."""
     rates = iter([1e6, 3e6])
-    here.monkeypatch.setattr(loader_setup, "first_share", lambda *args: (rate := next(rates)) / (rate + 1e6))
+    here.monkeypatch.setattr(loader_setup, "measure_sampling_share", lambda *args: (rate := next(rates)) / (rate + 1e6))
 
     def there(wanted, loader, trainers, present=None, device=None):
         return None if wanted == 0.0 else AcceleratorSampling(loader.node_sampler, torch.device("cpu"))

@@ -247,7 +247,7 @@ def test_a_state_of_other_trainers_is_refused(kind):
         (["{}"], "line 1"),
         (["nonsense"], "line 1"),
         ([DynamicResourceManager(TaskMapping((1,), 1)).log[0].to_json()] * 2, "in order"),
-        (['{"observation": 0, "action": "start", "explanation": "", "mapping": {"seeds": [1]}}'], "no mapping"),
+        (['{"observation": 0, "action": "start", "explanation": "", "mapping": {"seeds": [1]}}'], "not a mapping"),
     ],
 )
 def test_a_broken_log_is_refused(lines, message):

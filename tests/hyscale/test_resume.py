@@ -198,15 +198,15 @@ def test_orders_that_are_drawn_go_on(order, batch, goes_on):
 
 def unlevel(monkeypatch):
     """Let trainer 0 seem three times as fast as trainer 1."""
-    times, train_time = BalanceController._times, STEP_FIELDS.index("train")
+    times, train_time = BalanceController._compute_times, STEP_FIELDS.index("train")
 
-    def _times(self, rows):
+    def _compute_times(self, rows):
         rows = [list(row) for row in rows]
         for row, seconds in zip(rows, (0.001, 0.003), strict=True):
             row[train_time] = seconds * row[0]
         return times(self, rows)
 
-    monkeypatch.setattr(BalanceController, "_times", _times)
+    monkeypatch.setattr(BalanceController, "_compute_times", _compute_times)
 
 
 def train_and_warn(*arguments, **options):
@@ -247,7 +247,7 @@ def recorded(rank, folder):
     strategy, _, told = train_and_warn(
         HyScaleStrategy(1, 0.5, decision_log=broken, **options), [Removes()], max_epochs=10
     )
-    said = [line for line in told if "broken.jsonl ends before observation" in line and "replay would miss" in line]
+    said = [line for line in told if "broken.jsonl is incomplete" in line and "replay would differ" in line]
     assert len(said) == (rank == 0)
     assert len(strategy.balance.history) == 39
 
@@ -281,7 +281,7 @@ def continued(rank, folder):
         changed = Path(folder, f"changed {rank}.ckpt")
         torch.save(checkpoint, changed)
         strategy, _, told = train_and_warn(balanced(), path=changed)
-        assert sum("hyscale balances anew" in line for line in told) == (rank == 0)
+        assert sum("hyscale rebalances" in line for line in told) == (rank == 0)
         assert strategy.balance.threads == strategy.balance.mapping.threads == (1, 1, 1)
         assert strategy.balance.manager._number <= 5
     other = HyScaleStrategy(1, devices=["cpu"], threads=[1, 1, 1])

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch_geometric.loader import NeighborLoader
 
-from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, _on_host, can_sample_on
+from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, _copy_to_host, can_sample_on
 from lightning_gnn.hyscale.options import TrainerSet
-from lightning_gnn.hyscale.performance_model.calibrate import find_sampling, first_share, model_of
+from lightning_gnn.hyscale.performance_model.calibrate import find_sampling, measure_sampling_share, model_of
 from lightning_gnn.hyscale.resource_manager.controller import BalanceController, stage_row
 from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, split_seeds
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
@@ -49,9 +49,9 @@ def drawn_by(monkey):
 def test_batches_are_those_of_the_cpu(disjoint, share, prefetch, device, monkeypatch):
     found = drawn_by(monkeypatch)
 
-    def batches(sampled_there):
+    def batches(sampled_on_accelerator):
         loader, shares = loader_of(disjoint=disjoint), []
-        sampling = AcceleratorSampling(loader.node_sampler, device) if sampled_there else None
+        sampling = AcceleratorSampling(loader.node_sampler, device) if sampled_on_accelerator else None
         made = staged_loader(
             loader,
             ShardedBatchSampler(loader, lambda n, number: split_seeds(n, [1, 2])[1], 1),
@@ -61,7 +61,7 @@ def test_batches_are_those_of_the_cpu(disjoint, share, prefetch, device, monkeyp
             share=lambda: share,
         )
         names = [name for stage in steps_of(made, prefetch) for name in stage]
-        assert names == (["sample_accelerator"] if sampled_there else []) + ["sample", "load"]
+        assert names == (["sample_accelerator"] if sampled_on_accelerator else []) + ["sample", "load"]
         for _ in range(3):
             for batch in made:
                 yield batch, shares[-1]
@@ -69,9 +69,9 @@ def test_batches_are_those_of_the_cpu(disjoint, share, prefetch, device, monkeyp
     there = whole = 0
     for (ours, ours_share), (theirs, theirs_share) in zip(batches(True), batches(False), strict=True):
         assert (ours_share.seeds, ours_share.total) == (theirs_share.seeds, theirs_share.total)
-        assert theirs_share.sampled_there is None
-        assert ours_share.sampled_there == AcceleratorSampling.takes(ours_share.number, share)
-        there, whole = there + ours_share.sampled_there, whole + 1
+        assert theirs_share.sampled_on_accelerator is None
+        assert ours_share.sampled_on_accelerator == AcceleratorSampling.should_sample(ours_share.number, share)
+        there, whole = there + ours_share.sampled_on_accelerator, whole + 1
         one, other = ours.to_dict(), theirs.to_dict()
         assert one.keys() == other.keys()
         for name, value in other.items():
@@ -117,10 +117,11 @@ def seeming(times):
     def row(share, train=0.0):
         if share is None:
             return stage_row(share)
-        if share.sampled_there is None:
+        sampled = share.sampled_on_accelerator
+        if sampled is None:
             return [share.seeds, -1, 1e-3 * times[0] * share.seeds, -1, 1e-5, -1, 1e-5 * share.seeds]
-        cpu, there = (-1, 1e-3 * times[1] * share.seeds) if share.sampled_there else (1e-3 * times[0] * share.seeds, -1)
-        return [share.seeds, float(share.sampled_there), cpu, there, 1e-5, -1, 1e-5 * share.seeds]
+        cpu, there = (-1, 1e-3 * times[1] * share.seeds) if sampled else (1e-3 * times[0] * share.seeds, -1)
+        return [share.seeds, float(sampled), cpu, there, 1e-5, -1, 1e-5 * share.seeds]
 
     return row
 
@@ -152,7 +153,7 @@ def test_sampling_moves_to_where_it_is_faster_and_is_replayed(milliseconds, begi
     assert ranks[0][2] == ranks[1][2]
     assert shares[0] == begin
     assert shares[-1] > begin if milliseconds[0] > milliseconds[1] else shares[-1] < begin
-    assert "sampled there" in record.read_text()
+    assert "sampled on accelerators" in record.read_text()
     replayed = launch.run(train, 2, begin, None, record, milliseconds)
     for (weights, drawn, in_force, _), (others, drawn_again, in_force_again, _) in zip(ranks, replayed, strict=True):
         assert in_force_again == in_force
@@ -192,14 +193,14 @@ def test_a_cpu_that_stands_for_an_accelerator_samples_only_if_asked(wanted, trai
         assert find_sampling(wanted, loader, trainers, sampling) is sampling  # of the same graph, none is made anew
         assert find_sampling(wanted, loader_of(), trainers, sampling) is not sampling
         loader.node_sampler = OfTheUser(graph(), [2])
-        with pytest.warns(UserWarning, match=r"accelerator_sampling=0.5 changes nothing"):
+        with pytest.warns(UserWarning, match=r"accelerator_sampling=0.5 has no effect"):
             assert find_sampling(wanted, loader, trainers, sampling) is None
 
 
 def test_the_share_to_begin_with_is_measured():
     loader = loader_of()
     sampling = AcceleratorSampling(loader.node_sampler, CPU)
-    assert 0 < first_share(sampling, loader, 20, 2) < 1
+    assert 0 < measure_sampling_share(sampling, loader, 20, 2) < 1
     model = model_of(TrainerSet.of(1, [CPU] * 2), loader, Plain(), 20, sampling)
     assert 0 < model.best_mapping().accelerator_sampling < 1
 
@@ -209,7 +210,7 @@ def test_what_comes_from_a_device_keeps_the_rows_of_one_edge_index():
     loader = loader_of()
     out = sampler.sample_from_nodes(loader.input_data[list(range(9))], key=7)
     expected = [value.clone() for value in (out.node, out.row, out.col, out.edge)]
-    moved = _on_host(out)
+    moved = _copy_to_host(out)
     assert moved.row._base is moved.col._base is not None
     for found, value in zip((moved.node, moved.row, moved.col, moved.edge), expected, strict=True):
         assert torch.equal(found, value)

@@ -222,12 +222,12 @@ def test_a_state_of_another_version_begins_anew(tmp_path):
     replays.load_state_dict({"first": before["first"], "iteration": 9})  # with drm=False
     assert replays.state_dict() == before
     kind = type(replays.manager).__name__
-    with pytest.warns(UserWarning, match="hyscale balances anew"):
+    with pytest.warns(UserWarning, match="hyscale rebalances"):
         replays.load_state_dict({"kind": kind, "manager": {"observation": 3}, "iteration": 5})
     assert replays.state_dict() == before
     with pytest.raises(ValueError, match="was recorded with 3 trainers, 1 on the CPU, and 40 seeds"):
         Rank(trainers(2, 1), 0, [0.2, 0.4, 0.4], drm=path)
-    with pytest.raises(ValueError, match=r"but here are 3, 1 and 20"):
+    with pytest.raises(ValueError, match=r"but this run has 3, 1 and 20"):
         Rank(who, 0, [0.2, 0.4, 0.4], drm=path, total=20)
 
 
@@ -239,7 +239,7 @@ def test_a_record_that_cannot_be_written_on_is_warned_about_once(tmp_path, recwa
     train(ranks, 60, 2, lambda number, place: 0, lambda number, place: [1e-2, 1e-3][place])
     check(ranks, 60)
     assert len(ranks[0].balance.manager.log) > 2
-    assert len([warning for warning in recwarn if "which a replay would miss" in str(warning.message)]) == 1
+    assert len([warning for warning in recwarn if "so a replay would differ" in str(warning.message)]) == 1
     with pytest.raises(OSError, match="Is a directory"):
         Rank(trainers(2, 0), 0, [0.5, 0.5], record=record)
 
@@ -259,7 +259,7 @@ def test_the_clock_counts_a_ranks_own_work(monkeypatch):
 
     step(BatchShare(0, 8, 10, {"sample": 2.0, "load": 3.0}), [1.0, 4.0], 7.0)
     assert clock.row == [-1.0] * len(STEP_FIELDS)
-    step(BatchShare(1, 0, 10, {"sample": 1.0}, sampled_there=True), [0.5], 0.25)
+    step(BatchShare(1, 0, 10, {"sample": 1.0}, sampled_on_accelerator=True), [0.5], 0.25)
     assert clock.row == [8.0, -1.0, 2.0, -1.0, 3.0, -1.0, 5.0]
     step(BatchShare(2, 5, 10), [], 0)
     assert clock.row == [0.0, 1.0, 1.0, -1.0, -1.0, -1.0, 0.5]

@@ -282,7 +282,7 @@ def _hybrid(rank, folder):
 @pytest.mark.slow
 def test_hybrid_training_is_refused_before_it_begins(folder):
     for error in observe(_hybrid, 2, folder, nodes=2).errors:
-        assert "inference='full' on a partitioned graph needs all ranks, and hyscale" in error
+        assert "inference='full' on a partitioned graph needs all ranks, but hyscale" in error
 
 
 @pytest.fixture

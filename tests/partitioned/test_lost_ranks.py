@@ -109,7 +109,7 @@ def test_a_killed_rank_ends_the_others_by_name(folder, kind, stage, tmp_path):
     for rank in set(range(RANKS)) - {LOST}:
         # By an exception, or where the main thread waits on, at the end of the process.
         said = outcome.errors[rank] + (tmp_path / str(rank)).read_text()
-        assert re.search(rf"rank {LOST} \(process \d+ on \S+\) died: its process has ended without a word", said), said
+        assert re.search(rf"rank {LOST} \(process \d+ on \S+\) died: its process exited unexpectedly", said), said
 
 
 def _read_by_hand(rank, folder, number, said):

@@ -30,7 +30,7 @@ def test_json():
     assert read_json('{"a": [1]}') == {"a": [1]}
     refuses(ValueError, "nested too deeply", read_json, "[" * 100_000)
     deep = json.dumps({"mapping": 1})[:-1] + ', "b":' + "[" * 100_000
-    refuses(ValueError, r"line 1 of the decision log is no decision: .*nested too deeply", read_decisions, [deep])
+    refuses(ValueError, r"line 1 of the decision log is not a decision: .*nested too deeply", read_decisions, [deep])
 
 
 def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):

@@ -320,7 +320,7 @@ def test_a_rank_s_exception_comes_to_the_notebook(cell, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "message"),
-    [("kill", r"died of SIGKILL \(killed, or out of memory"), ("exit", "ended with exit code 7; see what it printed")],
+    [("kill", r"died of SIGKILL \(killed, or out of memory"), ("exit", "exited with code 7; see its output")],
 )
 def test_a_rank_that_dies_is_named_and_the_others_end(cell, tmp_path, way, message):
     module, trainer, data = halt(tmp_path, ["deaf", way])

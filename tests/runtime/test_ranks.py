@@ -80,7 +80,7 @@ def torchruns_store(monkeypatch):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(agents))
         if fresh:
-            monkeypatch.setattr(ranks, "_MEETINGS", count())
+            monkeypatch.setattr(ranks, "_RENDEZVOUS_COUNTER", count())
         return ranks.rendezvous(0, 1, SOON)
 
     yield join

@@ -135,10 +135,10 @@ MISTAKES = {
         ({"input_train_edges": torch.empty(2, 0, dtype=torch.int64)}, ValueError, "training split is empty"),
     ],
     (FullGraphDataModule,): [
-        ({"compres": True}, TypeError, "no option compres; did you mean compress"),
+        ({"compres": True}, TypeError, "unknown option compres; did you mean compress"),
         ({"num_chunks": 3}, TypeError, "datamodule.num_chunks was removed: a graph is kept as plain rows"),
-        ({"batch_size": 3}, TypeError, "no option batch_size: the whole graph is the only batch"),
-        ({"input_train_nodes": [1]}, TypeError, "the masks of data tell the splits"),
+        ({"batch_size": 3}, TypeError, "unknown option batch_size: the whole graph is the only batch"),
+        ({"input_train_nodes": [1]}, TypeError, "data's masks define the splits"),
         ({"compress": "no"}, ValueError, "compress must be True or False, but is 'no'"),
         ({"cache_dir": "here"}, TypeError, "datamodule.cache_dir was removed: .* nothing is kept"),
     ],

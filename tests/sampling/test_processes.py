@@ -90,7 +90,7 @@ def test_samplers_that_are_sent_to_another_process():
     pytest.importorskip("triton")
     data = small_data()
     samplers = NeighborSampler(data, [3], seed=1), LoaderNeighborSampler(data, [3])
-    samplers[1]._on_device = threading.Lock()  # stands in for what cannot be sent
+    samplers[1]._gpu_sampler = threading.Lock()  # stands in for what cannot be sent
     for sampler in samplers:
         torch.manual_seed(0)
         expected = sampler.sample_from_nodes(SEEDS)

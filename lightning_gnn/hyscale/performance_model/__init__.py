@@ -1,1 +1,1 @@
-"""The performance model of HyScale-GNN (equations 5 to 13), and the measurements that it begins with."""
+"""The performance model of HyScale-GNN (equations 5 to 13), and the measurements that calibrate it."""

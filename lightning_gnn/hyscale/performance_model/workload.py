@@ -1,4 +1,4 @@
-"""What hybrid training runs on and what it trains: the numbers that the performance model of HyScale-GNN takes in."""
+"""Platform and workload descriptions: the inputs of HyScale-GNN's performance model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, inf
 
-_TRAVELING = {"float16": (2, 0), "int8": (1, 4)}
-"""Bytes of one number, and of what comes with each row, of features that travel in fewer bits."""
+_TRANSFER_BYTES = {"float16": (2, 0), "int8": (1, 4)}
+"""Bytes per number, and additional bytes per row, by transfer dtype."""
 
 
 @dataclass(frozen=True)
 class Processor:
     """One CPU complex or one accelerator."""
 
-    flops: float  # floating-point operations per second; a multiply-add is two. Twice the paper's ``N * freq``.
-    memory_bandwidth: float  # bytes per second of its own memory, in bursts
-    pipelined: bool = False  # whether aggregation and update overlap, as on an FPGA: the operator of equation 10
+    flops: float  # floating-point operations per second; a multiply-add counts twice, so this is 2 * ``N * freq``
+    memory_bandwidth: float  # bytes per second of its own memory, burst reads
+    pipelined: bool = False  # whether aggregation and update overlap, as on an FPGA (the operator of equation 10)
 
     def __post_init__(self) -> None:
         if not (self.flops > 0 and self.memory_bandwidth > 0):
@@ -25,19 +25,18 @@ class Processor:
 
 @dataclass(frozen=True)
 class Platform:
-    """A node, or several that are equal."""
+    """One node, or several identical nodes."""
 
     cpu: Processor
     cores: int  # CPU cores, one thread each
-    accelerator: Processor | None = None  # one of them; None for a node without
+    accelerator: Processor | None = None  # one accelerator; None for a CPU-only node
     num_accelerators: int = 0
     pcie_bandwidth: float = inf  # bytes per second to each accelerator
-    sampling: float = inf  # edges per second that one CPU thread samples; infinite leaves sampling out
-    accelerator_sampling: float = 0.0  # edges per second that one accelerator samples; 0 if it does not
-    # bytes per second that one thread gathers or reads; by default one core is enough for all of the CPU's memory
-    # bandwidth, as in the paper
+    sampling: float = inf  # edges per second that one CPU thread samples; inf ignores sampling
+    accelerator_sampling: float = 0.0  # edges per second that one accelerator samples; 0 if unsupported
+    # bytes per second that one thread reads; by default, one core saturates the CPU's memory bandwidth, as in the paper
     core_bandwidth: float = inf
-    num_nodes: int = 1  # how many such nodes train together
+    num_nodes: int = 1
 
     def __post_init__(self) -> None:
         if (self.accelerator is None) != (self.num_accelerators == 0) or self.num_accelerators < 0:
@@ -49,7 +48,7 @@ class Platform:
             raise ValueError(f"cores, nodes, bandwidths and sampling rates must be positive: {self}")
 
     def read_bandwidth(self, threads: float) -> float:
-        """Return the bytes per second that some CPU threads read from the CPU's memory."""
+        """Return the bytes per second that ``threads`` CPU threads read from CPU memory."""
         return min(self.cpu.memory_bandwidth, self.core_bandwidth * threads)
 
 
@@ -58,32 +57,30 @@ class BatchSizes:
     """Sizes of one mini-batch."""
 
     seeds: float
-    vertices: tuple[float, ...]  # ``|V^0|, ..., |V^L|``: ``V^0`` are all its vertices, ``V^L`` the seeds
+    vertices: tuple[float, ...]  # ``|V^0|, ..., |V^L|``: ``V^0`` are all vertices, ``V^L`` the seeds
     edges: tuple[float, ...]  # ``|E^1|, ..., |E^L|``: ``E^l`` are the edges into ``V^l``, which layer l aggregates over
 
     @property
     def num_edges(self) -> float:
-        """Edges that the layers traverse together, the numerator of equation 5."""
+        """Edges traversed by all layers, the numerator of equation 5."""
         return sum(self.edges)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A data set, a model and a batch."""
+    """A dataset, a model and a mini-batch."""
 
     num_vertices: int
     num_edges: int
     num_train: int  # seeds of an epoch
-    batch_size: int  # seeds of an iteration, of all trainers of a node together
-    fanouts: tuple[int, ...]  # of each hop, the seeds' first; -1 for all neighbors
+    batch_size: int  # seeds of an iteration, summed over all trainers of a node
+    fanouts: tuple[int, ...]  # per hop, starting at the seeds; -1 for all neighbors
     widths: tuple[int, ...]  # ``f^0, ..., f^L``: columns of the features, hidden layers and output
-    feature_bytes: float = 4  # ``S_feat``, of one number
-    index_bytes: float = 8  # of one vertex id in a mini-batch
-    # vectors that the update takes in for a vertex: 1 for GCN, 2 for GraphSAGE (self and neighbors)
-    update_inputs: int = 1
-    measured: BatchSizes | None = None  # sizes of a mini-batch that was measured, taken to grow with the seeds
-    # what features are on their way to accelerators: ``"float16"``, ``"int8"`` with a float32 scale per row, or None
-    # for what they are
+    feature_bytes: float = 4  # ``S_feat``, bytes of one number
+    index_bytes: float = 8  # bytes of one vertex id in a mini-batch
+    update_inputs: int = 1  # input vectors per vertex of the update: 1 for GCN, 2 for GraphSAGE (self and neighbors)
+    measured: BatchSizes | None = None  # measured sizes of one mini-batch, scaled linearly with the seeds
+    # dtype of the features during the transfer: ``"float16"``, ``"int8"`` with a float32 scale per row, None: unchanged
     transfer_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -96,43 +93,44 @@ class Workload:
             )
         if min(self.fanouts) < -1 or not (self.feature_bytes > 0 and self.index_bytes >= 0):
             raise ValueError(f"fanouts must be at least -1, bytes not negative: {self}")
-        if self.transfer_dtype not in (None, *_TRAVELING):
-            raise ValueError(f"transfer_dtype is None or one of {list(_TRAVELING)}, but is {self.transfer_dtype!r}")
-        found = self.measured
-        if found is not None and (len(found.vertices), len(found.edges)) != (len(self.widths), len(self.fanouts)):
+        if self.transfer_dtype not in (None, *_TRANSFER_BYTES):
+            dtypes = list(_TRANSFER_BYTES)
+            raise ValueError(f"transfer_dtype must be None or one of {dtypes}, but is {self.transfer_dtype!r}")
+        sizes = self.measured
+        if sizes is not None and (len(sizes.vertices), len(sizes.edges)) != (len(self.widths), len(self.fanouts)):
             raise ValueError(
-                f"measured sizes of {len(found.edges)} layers, but the model has {len(self.fanouts)}: give |V^0| to "
-                f"|V^L| and |E^1| to |E^L|"
+                f"measured sizes are for {len(sizes.edges)} layers, but the model has {len(self.fanouts)}: give |V^0| "
+                f"to |V^L| and |E^1| to |E^L|"
             )
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Number of layers, ``L``."""
         return len(self.fanouts)
 
     @property
     def row_bytes(self) -> float:
-        """Size of the features of one vertex in the memory of the CPU."""
+        """Bytes of one vertex's features in CPU memory."""
         return self.widths[0] * self.feature_bytes
 
     @property
     def transferred_row_bytes(self) -> float:
-        """Size of the features of one vertex on their way to an accelerator."""
+        """Bytes of one vertex's features during the transfer to an accelerator."""
         if self.transfer_dtype is None:
             return self.row_bytes
-        number, row = _TRAVELING[self.transfer_dtype]
+        number, row = _TRANSFER_BYTES[self.transfer_dtype]
         return self.widths[0] * number + row
 
     @property
     def model_bytes(self) -> float:
-        """Size of all weight matrices, the numerator of equation 13."""
+        """Bytes of all weight matrices, the numerator of equation 13."""
         numbers = sum(wide * next_ for wide, next_ in pairwise(self.widths))
         return self.update_inputs * numbers * self.feature_bytes
 
     def sizes(self, seeds: float) -> BatchSizes:
-        """Return the expected sizes of a mini-batch of some seeds."""
-        # A vertex is expanded once, at the lowest hop, as PyG does. Each has the graph's mean degree, and neighbors are
-        # as if drawn evenly, so that a mini-batch does not outgrow the graph.
+        """Return the expected sizes of a mini-batch with ``seeds`` seeds."""
+        # A vertex is expanded once, at its lowest hop, as in PyG. The model assumes the mean degree and uniformly
+        # random neighbors, so a mini-batch cannot outgrow the graph.
         if self.measured is not None:
             factor = seeds / self.measured.seeds
             return BatchSizes(

@@ -1,1 +1,1 @@
-"""The dynamic resource manager of HyScale-GNN (section IV): who does how much, and when that changes."""
+"""The dynamic resource manager of HyScale-GNN (section IV): assigns work and threads, and rebalances them."""

@@ -1,9 +1,9 @@
-"""Dynamic resource management of hybrid training (HyScale-GNN, section IV-A): algorithm 1, made to stand noise.
+"""Dynamic resource management of hybrid training (HyScale-GNN, section IV-A): a noise-tolerant algorithm 1.
 
-The paper's lines 1 to 32 are :func:`find_remedy`. It leaves open how far to move: here ``balance_work`` goes to where
-the last 20 measurements of each task say that both sides take equally long, and threads move with their work. Added, as
-``benchmarks/hyscale/resource_manager.py`` justifies: one move at a time; a dead band that narrows with time; the
-other remedy where the paper's gains nothing; moves back that gained nothing; no seeds for CPU trainers that do not pay.
+Lines 1 to 32 of the paper are :func:`find_remedy`. The paper does not specify how far to move: here ``balance_work``
+equalizes both sides according to the last 20 measurements of each task, and threads move together with their work.
+Additions, justified by ``benchmarks/hyscale/resource_manager.py``: one move at a time; a dead band that narrows with
+more measurements; the other remedy if the paper's has no gain; undoing useless moves; no seeds for slow CPU trainers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from functools import partial
 from math import sqrt
 from typing import Any, Literal, NamedTuple
 
-from lightning_gnn.hyscale.resource_manager.decisions import STAGE_NAMES, Decision, Recorder, difference, milliseconds
+from lightning_gnn.hyscale.resource_manager.decisions import STAGE_NAMES, Decision, Recorder, describe_change, format_ms
 from lightning_gnn.hyscale.resource_manager.estimates import Estimate, Measurements
 from lightning_gnn.hyscale.resource_manager.mapping import (
     CPU_TASKS,
-    STEP_FIELDS,
+    STAGES,
     IterationTimes,
     Stage,
     TaskMapping,
@@ -27,18 +27,18 @@ from lightning_gnn.hyscale.resource_manager.mapping import (
 )
 
 TAKES_OVER: Mapping[Stage, Stage] = {"accelerator": "train_cpu", "sample_accelerator": "sample_cpu"}
-"""The CPU task that takes work from a stage of the accelerators if it gets threads."""
-LEAST_SHARE = 0.01
-"""Of the sampling, on either side, while it may move."""
-SURE = 0.12
-"""The dead band: part of the slowest stage's time that a gain by one measurement must exceed; by n, sqrt(n) less."""
+"""Maps an accelerator stage to the CPU task that can take over its work with more threads."""
+MIN_SAMPLING_SHARE = 0.01
+"""Minimum sampling share of the CPU and of the accelerators while the sampling is balanced."""
+DEAD_BAND = 0.12
+"""Minimum relative gain of a move after one measurement; after n measurements, ``DEAD_BAND / sqrt(n)``."""
 
 
 class Remedy(NamedTuple):
-    """What algorithm 1 calls for."""
+    """Action that algorithm 1 selects."""
 
-    # ``balance_work`` shares work out again between the processors of the two stages; ``balance_thread`` takes threads
-    # from the first for the second; ``none`` where there is no other CPU task to take them from
+    # ``balance_work`` redistributes work between the processors of both stages; ``balance_thread`` moves threads from
+    # the first to the second stage; ``none`` if no other CPU task can donate threads
     kind: Literal["balance_work", "balance_thread", "none"]
     first: Stage
     second: Stage
@@ -46,12 +46,12 @@ class Remedy(NamedTuple):
 
 
 def find_remedy(times: Mapping[Stage, float]) -> Remedy:
-    """Return what algorithm 1 does about the slowest stage."""
-    # Lines 23 and 31 of the paper take threads from the fastest of all stages, which may be an accelerator's: here it
-    # is the fastest CPU task. Of two equal times, the one that line 2 names first counts as the slower.
+    """Return the remedy of algorithm 1 for the slowest stage."""
+    # Lines 23 and 31 of the paper take threads from the fastest stage, which may run on an accelerator: here they take
+    # them from the fastest CPU task. Of two equal times, the stage listed first in line 2 counts as slower.
     if not times:
-        raise ValueError("there is no stage time to find a bottleneck in")
-    by_time = sorted((stage for stage in STEP_FIELDS if stage in times), key=lambda stage: -times[stage])  # line 2
+        raise ValueError("no stage times to find a bottleneck in")
+    by_time = sorted((stage for stage in STAGES if stage in times), key=lambda stage: -times[stage])  # line 2
     bottleneck, fastest = by_time[0], by_time[-1]
     second = by_time[-2] if len(by_time) > 1 else fastest
     samplers: tuple[Stage, Stage] = ("sample_cpu", "sample_accelerator")
@@ -61,23 +61,23 @@ def find_remedy(times: Mapping[Stage, float]) -> Remedy:
         return Remedy("balance_work", *samplers, bottleneck)
     if bottleneck == "accelerator":  # lines 13 and 14
         return Remedy("balance_work", *trainers, bottleneck)
-    if bottleneck == "sample_cpu" and _leads("sample_accelerator", "accelerator", fastest, second):  # lines 18 to 21
+    if bottleneck == "sample_cpu" and _is_ahead("sample_accelerator", "accelerator", fastest, second):  # lines 18 to 21
         return Remedy("balance_work", *samplers, bottleneck)
-    if bottleneck == "train_cpu" and _leads("accelerator", "sample_accelerator", fastest, second):  # lines 26 to 29
+    if bottleneck == "train_cpu" and _is_ahead("accelerator", "sample_accelerator", fastest, second):  # lines 26 to 29
         return Remedy("balance_work", *trainers, bottleneck)
     fastest_cpu_task = [stage for stage in by_time if stage in CPU_TASKS][-1]  # lines 7 and 8
     kind: Literal["balance_thread", "none"] = "none" if fastest_cpu_task == bottleneck else "balance_thread"
     return Remedy(kind, fastest_cpu_task, bottleneck, bottleneck)  # lines 16, 23, 31
 
 
-def _leads(partner: Stage, other: Stage, fastest: Stage, second: Stage) -> bool:
-    """Whether the accelerator's stage of the same kind is the fastest, or follows the accelerator's other one."""
+def _is_ahead(partner: Stage, other: Stage, fastest: Stage, second: Stage) -> bool:
+    """Whether the accelerator's counterpart is the fastest stage, or second to the accelerator's other stage."""
     return fastest == partner or (fastest == other and second == partner)
 
 
-def gain(now: Estimate, mapping: TaskMapping) -> float:
-    """Return by what part another mapping would shorten the slowest of the stages that it changes."""
-    # Not the slowest of all: of two stages that are equally slow, one must be eased first.
+def relative_gain(now: Estimate, mapping: TaskMapping) -> float:
+    """Return by what fraction another mapping would shorten the slowest of the stages that it changes."""
+    # Not the slowest of all stages: of two equally slow stages, one must be relieved first.
     before, after = now.stages, now.under(mapping).stages
     changed = [stage for stage in {*before, *after} if before.get(stage) != after.get(stage)]
     old = max((before.get(stage, 0.0) for stage in changed), default=0.0)
@@ -88,36 +88,35 @@ def gain(now: Estimate, mapping: TaskMapping) -> float:
 
 
 def balance_work(now: Estimate) -> TaskMapping:
-    """Share the seeds out so that all trainers are done at the same time; CPU trainers that do not pay get none."""
-    # A CPU trainer without seeds gets some again by what it took when it had some.
+    """Split the seeds so that all trainers finish together; CPU trainers that slow training down get none."""
+    # A CPU trainer without seeds can get some again, based on its earlier measurements.
     mapping = now.mapping
     split = partial(split_evenly, mapping.total, group_per_seed=now.transfer_per_seed)
-    there = range(mapping.cpu_trainers, len(mapping.seeds))
+    accelerators = range(mapping.cpu_trainers, len(mapping.seeds))
     if sum(cost is not None for cost in now.costs) < 2:
         return mapping
-    shared = replace(mapping, seeds=split(now.costs, there))
+    shared = replace(mapping, seeds=split(now.costs, accelerators))
     if not shared.accelerator_seeds or 1 not in shared.seeds[: mapping.cpu_trainers]:
-        return shared  # one that pays is done as late as the others, with more than the one seed that each gets
-    alone = replace(
-        mapping, seeds=split([cost if index in there else None for index, cost in enumerate(now.costs)], there)
-    )
-    together, single = now.under(shared).times.propagation, now.under(alone).times.propagation
-    return alone if single <= together else shared
+        return shared  # every CPU trainer has more than the minimum of one seed, so all of them help
+    costs = [cost if index in accelerators else None for index, cost in enumerate(now.costs)]
+    without_cpu = replace(mapping, seeds=split(costs, accelerators))
+    is_faster = now.under(without_cpu).times.propagation <= now.under(shared).times.propagation
+    return without_cpu if is_faster else shared
 
 
 def balance_sampling(now: Estimate) -> TaskMapping:
-    """Share the sampling out again between the CPU and the accelerators."""
+    """Split the sampling so that the CPU and the accelerators finish together."""
     mapping, times = now.mapping, now.times
     share = mapping.accelerator_sampling
     if not times.sample_cpu or not times.sample_accelerator:
         return mapping
-    on_cpu, there = (1 - share) / times.sample_cpu, share / times.sample_accelerator
-    target = there / (there + on_cpu)
-    return replace(mapping, accelerator_sampling=min(max(target, LEAST_SHARE), 1 - LEAST_SHARE))
+    cpu_rate, accelerator_rate = (1 - share) / times.sample_cpu, share / times.sample_accelerator
+    target = accelerator_rate / (accelerator_rate + cpu_rate)
+    return replace(mapping, accelerator_sampling=min(max(target, MIN_SAMPLING_SHARE), 1 - MIN_SAMPLING_SHARE))
 
 
 def balance_thread(now: Estimate, donor: Stage, receiver: Stage) -> Iterator[TaskMapping]:
-    """Yield mappings with 1, 2, 4, ... threads of a CPU task moved to another, their work shared out again."""
+    """Yield mappings with 1, 2, 4, ... threads of a CPU task moved to another, with rebalanced work."""
     mapping, source, to = now.mapping, CPU_TASKS.index(donor), CPU_TASKS.index(receiver)
     spare, count = mapping.threads[source] - (mapping.cpu_trainers if donor == "train_cpu" else 1), 1
     while count <= spare:
@@ -131,21 +130,21 @@ def balance_thread(now: Estimate, donor: Stage, receiver: Stage) -> Iterator[Tas
 
 
 class _Move(NamedTuple):
-    """A move of threads that is judged by what is measured after it: the way back, and what the stage took before."""
+    """A move of threads that is undone unless ``stage`` gets faster."""
 
-    back: TaskMapping
-    seconds: float
+    previous: TaskMapping
+    seconds: float  # of the stage before the move
     stage: Stage
 
 
 class DynamicResourceManager(Recorder):
-    """Ease the slowest stage after each iteration (algorithm 1), the batch and the number of threads constant.
+    """Relieve the slowest stage after each iteration (algorithm 1), with constant totals of seeds and threads.
 
-    A pure state machine: the same times lead to the same decisions.
+    Deterministic: the same times lead to the same decisions.
 
     Args:
-        mapping: The mapping to begin with.
-        lag: Depth of the pipeline: observations until a new mapping shows in the times.
+        mapping: The initial mapping.
+        lag: Pipeline depth: the number of observations until the times reflect a new mapping.
 
     Raises:
         ValueError: ``lag`` is negative.
@@ -158,46 +157,46 @@ class DynamicResourceManager(Recorder):
         self._in_flight: deque[TaskMapping] = deque([mapping], maxlen=lag + 1)
         self._measured = Measurements()
         self._act_from = 0
-        self._moved: _Move | None = None
+        self._pending_move: _Move | None = None
         self._blocked: dict[Stage, int] = {}
 
     def observe(self, times: IterationTimes) -> Decision:
-        """Take in the times of one iteration and decide what to do from now on.
+        """Process the times of one iteration and return a decision.
 
         Args:
-            times: The iteration's times. Iterations with less than half the seeds do not count.
+            times: The iteration's times. Iterations with less than half the seeds are ignored.
 
         Raises:
-            ValueError: The times are not for these trainers.
+            ValueError: The times are for other trainers.
         """
         self._number += 1
         old = self._in_flight[0]
         self._in_flight.append(self.mapping)
-        reason = self._remember(times, old)
+        reason = self._add_measurement(times, old)
         decision = self._hold(reason) if isinstance(reason, str) else self._decide(reason)
         if decision.changed:
             self._in_flight[-1] = decision.mapping
             self._act_from = self._number + len(self._in_flight)
         return decision
 
-    def _remember(self, times: IterationTimes, mapping: TaskMapping) -> str | IterationTimes:
-        """Add a measurement; return it, or why it does not count."""
+    def _add_measurement(self, times: IterationTimes, mapping: TaskMapping) -> str | IterationTimes:
+        """Add a measurement and return it, or return the reason why it is ignored."""
         mapping.check(times)
         if times.seeds is not None and times.seeds != mapping.seeds:
-            whole, part = mapping.total, sum(times.seeds)
-            if part < whole / 2:
-                return f"only {part} of {whole} seeds: does not count"
-            seeds = tuple(max(1, round(n * whole / part)) if n else 0 for n in times.seeds)
-            mapping, times = replace(mapping, seeds=seeds), times.scaled(whole / part)
-        for index, (seconds, seeds_there) in enumerate(zip(times.trainers, mapping.seeds, strict=True)):
-            if seeds_there and not seconds:
-                return f"no time of trainer {index}, which has seeds: does not count"
+            total, measured = mapping.total, sum(times.seeds)
+            if measured < total / 2:
+                return f"only {measured} of {total} seeds: ignored"
+            seeds = tuple(max(1, round(n * total / measured)) if n else 0 for n in times.seeds)
+            mapping, times = replace(mapping, seeds=seeds), times.scaled(total / measured)
+        for index, (seconds, num_seeds) in enumerate(zip(times.trainers, mapping.seeds, strict=True)):
+            if num_seeds and not seconds:
+                return f"trainer {index} has seeds but no measured time: ignored"
         self._measured.add(mapping, times)
         return times
 
     def _decide(self, last: IterationTimes) -> Decision:
         if self._number < self._act_from:
-            return self._hold(f"wait {self._act_from - self._number} more for the last change to show")
+            return self._hold(f"wait {self._act_from - self._number} more until the last change takes effect")
         now = self._measured.estimate(self.mapping, last)
         if not now.count:
             return self._hold("not every task of this mapping has been measured")
@@ -205,21 +204,21 @@ class DynamicResourceManager(Recorder):
         if undone is not None:
             return undone
         remedy = find_remedy(now.stages)
-        cause = f"{STAGE_NAMES[remedy.bottleneck]} is the slowest stage, {milliseconds(now.bottleneck)}"
-        threshold = SURE / sqrt(now.count)
+        cause = f"{STAGE_NAMES[remedy.bottleneck]} is the slowest stage, {format_ms(now.bottleneck)}"
+        threshold = DEAD_BAND / sqrt(now.count)
         for action, target in self._remedies(now, remedy):
-            if gain(now, target) > threshold:
+            if relative_gain(now, target) > threshold:
                 if action == "balance_thread":
-                    self._moved = _Move(self.mapping, now.bottleneck, remedy.bottleneck)
-                predicted = milliseconds(now.under(target).bottleneck)
+                    self._pending_move = _Move(self.mapping, now.bottleneck, remedy.bottleneck)
+                predicted = format_ms(now.under(target).bottleneck)
                 return self._change(
-                    target, action, f"{cause}; {difference(now.mapping, target)}, predicted {predicted}"
+                    target, action, f"{cause}; {describe_change(now.mapping, target)}, predicted {predicted}"
                 )
-        return self._hold(f"{cause}; nothing would shorten it by {threshold:.1%}")
+        return self._hold(f"{cause}; no move would shorten it by {threshold:.1%}")
 
     def _remedies(self, now: Estimate, remedy: Remedy) -> Iterator[tuple[str, TaskMapping]]:
-        """Yield what to try against the slowest stage, the paper's remedy first."""
-        # Where the paper's gains nothing its algorithm would stand still: then the other one is next.
+        """Yield actions with their mappings to relieve the slowest stage, the paper's remedy first."""
+        # The paper's algorithm would get stuck if its remedy has no gain: then the other remedy follows.
         mapping, slowest = now.mapping, remedy.bottleneck
         share = balance_sampling(now) if slowest.startswith("sample") else balance_work(now)
         if remedy.kind == "balance_work":
@@ -229,38 +228,38 @@ class DynamicResourceManager(Recorder):
             donors = [task for task in CPU_TASKS if task != receiver]
             moves = [target for donor in donors for target in balance_thread(now, donor, receiver)]
             if moves:
-                yield "balance_thread", max(moves, key=lambda target: gain(now, target))
+                yield "balance_thread", max(moves, key=lambda target: relative_gain(now, target))
         if remedy.kind != "balance_work" and slowest != "load":
             yield "balance_work", share
 
     def _undo(self, now: Estimate) -> Decision | None:
-        """Move threads back if they brought nothing, and none to that task until the run is twice as long."""
-        moved, self._moved = self._moved, None
+        """Undo the last move of threads if it had no gain, and block that task until twice as many observations."""
+        moved, self._pending_move = self._pending_move, None
         if moved is None or (seconds := now.stages.get(moved.stage, 0.0)) < moved.seconds:
             return None
-        changes = [after - before for before, after in zip(moved.back.threads, now.mapping.threads, strict=True)]
+        changes = [after - before for before, after in zip(moved.previous.threads, now.mapping.threads, strict=True)]
         self._blocked[CPU_TASKS[changes.index(max(changes))]] = 2 * self._number
-        cause = f"{STAGE_NAMES[moved.stage]} takes {milliseconds(seconds)}, before {milliseconds(moved.seconds)}"
-        return self._change(moved.back, "undo", f"{cause}; {difference(now.mapping, moved.back)}")
+        cause = f"{STAGE_NAMES[moved.stage]} takes {format_ms(seconds)}, before {format_ms(moved.seconds)}"
+        return self._change(moved.previous, "undo", f"{cause}; {describe_change(now.mapping, moved.previous)}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that its next decisions depend on, as plain lists, dicts and numbers."""
-        moved = self._moved
+        """Return the state that determines all further decisions, as lists, dicts and numbers."""
+        moved = self._pending_move
         return {
             **super().state_dict(),
             "in_flight": [mapping.to_dict() for mapping in self._in_flight],
             "history": self._measured.state(),
             "act_from": self._act_from,
-            "moved": None if moved is None else [moved.back.to_dict(), moved.seconds, moved.stage],
+            "moved": None if moved is None else [moved.previous.to_dict(), moved.seconds, moved.stage],
             "blocked": self._blocked,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state; raise ValueError if it is for other work."""
         super().load_state_dict(state)
         self._in_flight.clear()
         self._in_flight.extend(map(TaskMapping.from_dict, state["in_flight"]))
         self._measured.load_state(state["history"])
-        moved, self._blocked = state["moved"], dict(state["blocked"])
+        move, self._blocked = state["moved"], dict(state["blocked"])
         self._act_from = state["act_from"]
-        self._moved = None if moved is None else _Move(TaskMapping.from_dict(moved[0]), float(moved[1]), moved[2])
+        self._pending_move = None if move is None else _Move(TaskMapping.from_dict(move[0]), float(move[1]), move[2])
