@@ -20,7 +20,7 @@ TASKS = ("node", "link", "typed", "temporal", "negatives")
 are drawn, with times of nodes and sampled neighbors. All others see all neighbors."""
 REFUSALS = {
     "E": "the batch has no labeled edges",
-    "S": "mini-batch of edges, which has no seed nodes",
+    "S": "mini-batch of edges, without seed nodes",
     "N": "mini-batches of nodes have no negative edges; use LinkDataModule",
     "F": "trains on full graphs, .*; use FullGraphDataModule",
     "C": "both schedule the same cores and the same bus; train with NeighborDataModule",

@@ -1,6 +1,4 @@
-"""Published (``registry.py``) and synthetic data sets, graphs in folders, and tables in files that become graphs
-(``convert.py``).
-"""
+"""Published and synthetic datasets, graph folders, and conversion of table files to graph folders."""
 
 from typing import TYPE_CHECKING
 
@@ -16,5 +14,5 @@ __all__ = [
     "save_hetero_folder",
 ]
 
-if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
+if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute name
     __getattr__ = find_moved(__name__)

@@ -1,4 +1,4 @@
-"""A graph as a folder of ``.npy`` files, memory-mapped, so that it may be larger than memory."""
+"""Memory-mapped graph folders of ``.npy`` files, which may be larger than memory."""
 
 import os
 from pathlib import Path
@@ -28,71 +28,71 @@ def load_folder(
 ) -> Data | HeteroData:
     """Read a graph from a folder of ``.npy`` files.
 
-    A folder with a folder ``nodes`` holds a graph with types (:func:`~lightning_gnn.graph.load_hetero_folder`). Else
-    expected are ``x.npy`` and a topology; labels and splits are optional:
+    A folder with a subfolder ``nodes`` holds a heterogeneous graph (:func:`~lightning_gnn.graph.load_hetero_folder`).
+    A homogeneous folder needs ``x.npy`` and a topology; labels and splits are optional:
 
-    - ``x.npy``: features, float32, float16 or bfloat16 ``[N, F]``; NumPy calls the last one ``V2``.
-    - ``indptr.npy``, ``indices.npy`` and optionally ``edge_ids.npy``: the topology as a :class:`CSCGraph` keeps it.
-    - ``edge_index.npy``, int32 or int64 ``[2, E]``, instead of these. It is sorted by target at the first load; from a
-      million edges on the result is kept in the user's cache (see ``lgnn cache``) until the file changes.
-    - ``y.npy``: class numbers, integers ``[N]`` or ``[N, 1]``, or floats that are whole; NaN, for an unlabeled node,
-      becomes -1. Or what ``labels`` says.
-    - ``train_mask.npy`` bool ``[N]`` or ``train_idx.npy`` int64 ``[n]``; so ``val_…`` (or ``valid_…``) and ``test_…``.
+    - ``x.npy``: features, float32, float16 or bfloat16 ``[N, F]`` (bfloat16 has NumPy's dtype ``V2``).
+    - ``indptr.npy``, ``indices.npy`` and optionally ``edge_ids.npy``: the topology as stored by a :class:`CSCGraph`.
+    - ``edge_index.npy``, int32 or int64 ``[2, E]``, instead of these. The first load sorts it by target; with a million
+      edges or more, the result is cached in the user's cache (see ``lgnn cache``) until the file changes.
+    - ``y.npy``: class numbers, integers ``[N]`` or ``[N, 1]``, or floats with integral values, where NaN marks an
+      unlabeled node and becomes -1. ``labels`` selects other contents.
+    - ``train_mask.npy`` bool ``[N]`` or ``train_idx.npy`` int64 ``[n]``, and ``val_…`` (or ``valid_…``) and ``test_…``.
 
     Args:
         root: The folder.
-        mmap: Leave the arrays on disk and let the system page them in; writes never reach the files.
-        check: Look for ids out of range, one pass over the topology and the splits; a large topology that passed is
-            not read again until its files change. Without the check, an id out of range crashes the sampler.
-        labels: What ``y.npy`` holds: ``"classes"``; ``"several"``, 0 or 1 for each label, ``[N, L]``; or ``"numbers"``,
-            ``[N]`` or ``[N, T]``. Of a graph with types, arrays are as they are.
+        mmap: Memory-map the arrays; writes never reach the files.
+        check: Check all ids, in one pass over the topology and the splits; a large topology that passed is not
+            checked again until its files change. Without the check, an id out of range crashes the sampler.
+        labels: Contents of ``y.npy``: ``"classes"``; ``"several"``, 0 or 1 for each label, ``[N, L]``; or
+            ``"numbers"``, ``[N]`` or ``[N, T]``. Ignored for heterogeneous graphs, whose arrays are loaded unchanged.
 
     Returns:
-        ``Data`` with ``x``, ``y`` int64 ``[N]`` (several: as it is; numbers: floating), the splits under the names of
-        their files (``valid_…`` as ``val_…``) and the topology as ``graph``, a :class:`CSCGraph`. Or ``HeteroData``.
+        ``Data`` with ``x``, ``y`` int64 ``[N]`` (several: unchanged; numbers: floating), the splits under the names of
+        their files (``valid_…`` as ``val_…``) and the topology as ``graph``, a :class:`CSCGraph`; or ``HeteroData``.
 
     Raises:
-        FileNotFoundError: The folder or a file that it needs is missing.
-        TypeError: An array of another dtype.
-        ValueError: A truncated file, a wrong shape or length, a node or edge out of range, a topology or a split that
-            is given twice, or an ``x.rows`` of an earlier release.
+        FileNotFoundError: The folder or a required file is missing.
+        TypeError: An array has a wrong dtype.
+        ValueError: A file is truncated, a shape or length is wrong, a node or edge id is out of range, a topology or a
+            split is given twice, or the folder holds an ``x.rows`` file of an earlier release.
     """
     root = Path(root)
     if not root.is_dir():
-        raise FileNotFoundError(f"{root} is no folder; expected one with {_EXPECTED}")
+        raise FileNotFoundError(f"{root} is not a folder; expected one with {_EXPECTED}")
     if is_hetero_folder(root):
         return load_hetero_folder(root, mmap, check)
-    x = _features(root, mmap)
+    x = _load_features(root, mmap)
     data = Data(x=x, graph=load_topology(root, x.size(0), mmap, check, f"x has {x.size(0)} rows, one per node"))
     path = root / "y.npy"
-    if os.path.lexists(path):  # a link to nothing is a fault, and not the same as no file
+    if os.path.lexists(path):  # a dangling link is an error, not a missing file
         data.y = _read_labels(path, labels, x.size(0), mmap)
     for split in SPLITS:
-        found = [
+        paths = [
             path
             for name in ((split, "valid") if split == "val" else (split,))
             for path in (root / f"{name}_mask.npy", root / f"{name}_idx.npy")
             if os.path.lexists(path)
         ]
-        if len(found) > 1:
-            raise ValueError(f"{found[0]} and {found[1].name} both give the {split} split; remove one of them")
-        for path in found:
-            kind = path.stem.rpartition("_")[2]
-            data[f"{split}_{kind}"] = _split_nodes(path, kind, x.size(0), mmap, check)
+        if len(paths) > 1:
+            raise ValueError(f"{paths[0]} and {paths[1].name} both give the {split} split; remove one of them")
+        for path in paths:
+            suffix = path.stem.rpartition("_")[2]
+            data[f"{split}_{suffix}"] = _read_split(path, suffix, x.size(0), mmap, check)
     return data
 
 
 def save_folder(data: Data, root: str | Path) -> Path:
-    """Write a graph as a folder, which must not hold one yet, that :func:`load_folder` reads.
+    """Write a graph to a folder that :func:`load_folder` reads; the folder must not hold a graph yet.
 
     ``data`` has ``x`` float32, float16 or bfloat16 ``[N, F]``, a topology (``edge_index``, ``adj_t`` or ``graph``), and
-    perhaps ``y`` ``[N]`` and ``{train,val,test}_mask`` bool ``[N]`` or ``{train,val,test}_idx`` int64 ``[n]``.
+    optionally ``y`` ``[N]`` and ``{train,val,test}_mask`` bool ``[N]`` or ``{train,val,test}_idx`` int64 ``[n]``.
     """
     root = Path(root)
     check_node_data(data)
-    splits = [f"{split}_{kind}" for split in SPLITS for kind in ("mask", "idx") if f"{split}_{kind}" in data]
+    splits = [f"{split}_{suffix}" for split in SPLITS for suffix in ("mask", "idx") if f"{split}_{suffix}" in data]
     if unknown := set(data.keys()) - {"x", "y", "edge_index", "adj_t", "graph", "num_nodes", *splits}:
-        raise ValueError(f"a folder has no place for data.{', data.'.join(sorted(unknown))}; remove it from data first")
+        raise ValueError(f"a folder cannot store data.{', data.'.join(sorted(unknown))}; remove it from data first")
     if data.get("x") is None:
         raise ValueError("data has no x: a folder needs features, floating [num_nodes, num_features]")
     num_nodes = data.x.size(0)
@@ -107,11 +107,11 @@ def save_folder(data: Data, root: str | Path) -> Path:
         if os.path.lexists(root / f"{name}.npy"):
             raise FileExistsError(f"{root} holds {name}.npy already; choose an empty folder")
     topology = {name: getattr(graph, name) for name in TOPOLOGY}
-    save_arrays(root, {"x": features.values, **arrays, **topology})  # x gets its name last: without it, no graph
+    save_arrays(root, {"x": features.values, **arrays, **topology})  # x.npy is written last
     return root
 
 
-def _features(root: Path, mmap: bool) -> Tensor:
+def _load_features(root: Path, mmap: bool) -> Tensor:
     path = root / "x.npy"
     refuse_rows(root)
     if not os.path.lexists(path):
@@ -146,24 +146,24 @@ def class_numbers(y: Tensor, num_nodes: int, name: str) -> Tensor:
     if list(y.shape) not in ([num_nodes], [num_nodes, 1]):
         raise ValueError(f"{name} has the shape {list(y.shape)}, but x has {num_nodes} rows: give one label per node")
     if y.dtype == torch.bool or y.is_complex():
-        raise TypeError(f"{name} must be int64 (or floats, NaN where there is no label), but is {y.dtype}")
+        raise TypeError(f"{name} must be int64 (or floats, NaN for unlabeled nodes), but is {y.dtype}")
     y = y.reshape(num_nodes)
     if not y.is_floating_point():
         return y.to(torch.int64)
     labels = y.masked_fill(y.isnan(), -1.0)
-    if bool((bad := (labels != labels.trunc()) | labels.isinf()).any()):
-        node = int(bad.nonzero()[0])
+    if bool((invalid := (labels != labels.trunc()) | labels.isinf()).any()):
+        node = int(invalid.nonzero()[0])
         fix = "for other numbers give task=regression (in Python, labels='numbers')"
-        raise ValueError(f"{name} holds {float(y[node])} for node {node}, but labels are class numbers; {fix}")
+        raise ValueError(f"{name} holds {float(y[node])} for node {node}, but class numbers must be integers; {fix}")
     return labels.to(torch.int64)
 
 
-def _split_nodes(path: Path, kind: str, num_nodes: int, mmap: bool, check: bool) -> Tensor:
+def _read_split(path: Path, suffix: str, num_nodes: int, mmap: bool, check: bool) -> Tensor:
     nodes = load_array(path, mmap)
-    if (nodes.dtype == torch.bool) != (kind == "mask"):
-        wanted = "bool; node ids belong in …_idx.npy" if kind == "mask" else "int64; a mask belongs in …_mask.npy"
-        raise TypeError(f"{path} is {nodes.dtype}, but must be {wanted}")
-    if not check and kind == "idx":
+    if (nodes.dtype == torch.bool) != (suffix == "mask"):
+        expected = "bool; node ids belong in …_idx.npy" if suffix == "mask" else "int64; a mask belongs in …_mask.npy"
+        raise TypeError(f"{path} is {nodes.dtype}, but must be {expected}")
+    if not check and suffix == "idx":
         check_integers(nodes, str(path))
         return nodes.to(torch.int64)
     try:

@@ -1,4 +1,4 @@
-"""Tables of edges and nodes, read from files of any known form, whose known columns have one name each."""
+"""Reads edge and node tables from files and renames recognized columns to standard names."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -7,28 +7,28 @@ from typing import Any
 
 from torch_geometric.typing import EdgeType
 
-from lightning_gnn.datasets.column_names import OF_NODES, edge_columns, is_end, is_id
+from lightning_gnn.datasets.column_names import NODE_COLUMNS, find_columns, is_endpoint_name, is_id_name
 from lightning_gnn.datasets.folder import class_numbers
 from lightning_gnn.datasets.hetero_folder import BETWEEN
-from lightning_gnn.datasets.published_files import Published, read_ids, unpack
-from lightning_gnn.datasets.table_files import TableFiles, quoted, text
+from lightning_gnn.datasets.published_files import PublishedGraph, read_ids, unpack
+from lightning_gnn.datasets.table_files import TableFiles, as_name, as_text
 from lightning_gnn.features.arrays import load_array, save_arrays
 
-ALONE, BETWEEN_ALONE = "node", ("node", "to", "node")
-ENDS = "source", "target"
-INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT", "HUGEINT")
-_MOST_RELATIONS = 20_000  # relations of triples; more are likely another column
-_TINY = 5  # nodes below which each may have a class of its own
-Say = Callable[[str], None]
+NODE_TYPE, EDGE_TYPE = "node", ("node", "to", "node")
+ENDPOINTS = "source", "target"
+INTEGER_TYPES = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT", "HUGEINT")
+_MAX_RELATIONS = 20_000  # maximum for triples; a column with more values is likely not a relation
+_MIN_NODES_FOR_NAMES = 5  # graphs with fewer nodes may have as many classes as nodes
+MessageSink = Callable[[str], None]
 
 
-def table_of(what: str, name: str) -> str:
-    """Return the name of a table for a type; the database does not tell upper from lower case, but types do."""
-    return f"{what} {name.encode().hex()}"
+def table_name(prefix: str, name: str) -> str:
+    """Return the table name for a type, hex-encoded because table names are case-insensitive but types are not."""
+    return f"{prefix} {name.encode().hex()}"
 
 
 class NamedTables:
-    """The tables of one conversion; a step whose table is there is not taken again."""
+    """The tables of one conversion; steps whose table exists are skipped."""
 
     def __init__(
         self,
@@ -36,235 +36,236 @@ class NamedTables:
         folder: Path,
         edges: Mapping[EdgeType, str | Path],
         tables: Mapping[str, str | Path],
-        alone: bool,
-        form: Published | None,
-        say: Say,
+        is_homogeneous: bool,
+        published: PublishedGraph | None,
+        say: MessageSink,
     ) -> None:
         self.database, self.folder, self.edges, self.tables = database, folder, dict(edges), dict(tables)
-        self.alone, self.form, self.say = alone, form, say
-        self.types = sorted({end for kind in edges for end in (kind[0], kind[2])})
-        self.names = {kind: table_of("edges", BETWEEN.join(kind)) for kind in edges}  # of their tables
-        self.folders: dict[Any, Path] = {ALONE: folder, BETWEEN_ALONE: folder}
-        self.has_numbers = False  # as labels
-        self.rows: int | None = None  # of the nodes, where they are known by their numbers alone
+        self.is_homogeneous, self.published, self.say = is_homogeneous, published, say
+        self.types = sorted({end for edge_type in edges for end in (edge_type[0], edge_type[2])})
+        self.names = {edge_type: table_name("edges", BETWEEN.join(edge_type)) for edge_type in edges}  # table names
+        self.folders: dict[Any, Path] = {NODE_TYPE: folder, EDGE_TYPE: folder}
+        self.has_numbers = False  # whether labels are floating
+        self.rows: int | None = None  # number of nodes if nodes have neither a table nor ids
 
     def read_all(self) -> None:
-        """Read all files, and find out what their columns are."""
-        if self.form is not None and not self.tables:
-            self._read_nodes(self.form)
+        """Read all files and identify their columns."""
+        if self.published is not None and not self.tables:
+            self._read_nodes(self.published)
         for name, path in self.tables.items():
             self.say(f"reading {path}")
-            self._read(table_of("nodes", name), path, False, partial(self._name_nodes, name))
-        for kind, path in self.edges.items():
+            self._read(table_name("nodes", name), path, False, partial(self._name_nodes, name))
+        for edge_type, path in self.edges.items():
             self.say(f"reading {path}")
-            self._read_edges(kind, path)
-        if self.alone and "relation" in self.database.columns(self.names[BETWEEN_ALONE]):
+            self._read_edges(edge_type, path)
+        if self.is_homogeneous and "relation" in self.database.columns(self.names[EDGE_TYPE]):
             self._split_relations()
         for name, path in self.tables.items():
-            if self.form is None or path != self.form.features:
+            if self.published is None or path != self.published.features:
                 self._choose_ids(name)
 
     def _read(
-        self, table: str, path: str | Path, edges: bool, then: Callable[[], None], header: bool | None = None
+        self, table: str, path: str | Path, edges: bool, check: Callable[[], None], header: bool | None = None
     ) -> None:
-        if (how := self.database.read(table, path, edges, header, then)) is not None:
-            self.say(how)
+        if (layout := self.database.read(table, path, edges, header, check)) is not None:
+            self.say(layout)
 
-    def _read_edges(self, kind: EdgeType, path: str | Path) -> None:
-        table = self.names[kind]
-        if self.form is None:
-            self._read(table, path, True, partial(self._name_edges, kind))
-        elif self.form.blocks is not None:
-            self.database.fill(table, self.form.blocks)
+    def _read_edges(self, edge_type: EdgeType, path: str | Path) -> None:
+        table = self.names[edge_type]
+        if self.published is None:
+            self._read(table, path, True, partial(self._name_edges, edge_type))
+        elif self.published.blocks is not None:
+            self.database.fill(table, self.published.blocks)
             if not self.database.count(table):
                 raise ValueError(f"{path} holds no edges")
-        elif self.form.edges is not None:
-            self._read(table, self.form.edges, True, partial(self._name_edges, kind), header=False)
+        elif self.published.edges is not None:
+            self._read(table, self.published.edges, True, partial(self._name_edges, edge_type), header=False)
 
-    def _name_edges(self, kind: EdgeType) -> None:
-        """Give known columns of edges their one name each; a relation has one only where it makes types."""
-        table, path = self.names[kind], self.edges[kind]
+    def _name_edges(self, edge_type: EdgeType) -> None:
+        """Rename recognized edge columns; a relation column is used only in homogeneous input."""
+        table, path = self.names[edge_type], self.edges[edge_type]
         columns = self.database.columns(table)
-        found = edge_columns([*columns])
-        if found is None:
-            if len(columns) < 2 or any(is_end(name) for name in [*columns][2:]):
-                there = ", ".join(columns)
-                raise ValueError(f"{path} has the columns {there}; edges need source and target, or src and dst")
-            found = [*columns][:2]
-            if next(iter(columns)).startswith("column0") and len(columns) == 3 and self._are_triples(kind, columns):
-                found = [[*columns][n] for n in (0, 2, 1)]
-        if len(found) > 2 and not self.alone:
-            found = found[:2]
-        self.database.rename(table, dict(zip(found, (*ENDS, "relation"), strict=False)))
+        names = find_columns([*columns])
+        if names is None:
+            if len(columns) < 2 or any(is_endpoint_name(name) for name in [*columns][2:]):
+                present = ", ".join(columns)
+                raise ValueError(f"{path} has the columns {present}; edges need source and target, or src and dst")
+            names = [*columns][:2]
+            is_unnamed = next(iter(columns)).startswith("column0")
+            if is_unnamed and len(columns) == 3 and self._are_triples(edge_type, columns):
+                names = [[*columns][n] for n in (0, 2, 1)]
+        if len(names) > 2 and not self.is_homogeneous:
+            names = names[:2]
+        self.database.rename(table, dict(zip(names, (*ENDPOINTS, "relation"), strict=False)))
 
-    def _are_triples(self, kind: EdgeType, columns: Mapping[str, str]) -> bool:
-        """Say whether three columns without names are head, relation and tail, by which of them share values."""
+    def _are_triples(self, edge_type: EdgeType, columns: Mapping[str, str]) -> bool:
+        """Return whether three unnamed columns are head, relation and tail, judged by which columns share values."""
         (a, kind_a), (b, kind_b), (c, kind_c) = columns.items()
         if kind_b != "VARCHAR" or (kind_a == "VARCHAR") != (kind_c == "VARCHAR") or kind_c in ("DOUBLE", "BOOLEAN"):
             return False
-        table = quoted(self.names[kind])
+        table = as_name(self.names[edge_type])
 
-        def share(one: str, other: str) -> bool:
-            among = f"SELECT {quoted(other)}::VARCHAR FROM {table}"
-            return bool(self.database.query(f"SELECT 1 FROM {table} WHERE {quoted(one)}::VARCHAR IN ({among}) LIMIT 1"))
+        def have_common_values(one: str, other: str) -> bool:
+            among = f"{as_name(one)}::VARCHAR IN (SELECT {as_name(other)}::VARCHAR FROM {table})"
+            return bool(self.database.query(f"SELECT 1 FROM {table} WHERE {among} LIMIT 1"))
 
-        counts = ", ".join(f"count(DISTINCT {quoted(column)})" for column in (b, c))
-        middle, last = self.database.query(f"SELECT {counts} FROM {table}")[0]
+        counts = ", ".join(f"count(DISTINCT {as_name(column)})" for column in (b, c))
+        num_middle, num_last = self.database.query(f"SELECT {counts} FROM {table}")[0]
         if kind_c != "VARCHAR":
-            are = middle <= last and share(a, c)
-        elif not last or (share(a, b) and not share(a, c)):
-            are = False
+            is_triples = num_middle <= num_last and have_common_values(a, c)
+        elif not num_last or (have_common_values(a, b) and not have_common_values(a, c)):
+            is_triples = False
         else:
-            are = not share(a, b) and (share(a, c) or middle <= last)
-            if not are or (not self.alone and share(a, c)):
-                fix = "say which is which by a first line, head,relation,tail for triples, or source,target,kind"
-                raise ValueError(f"{self.edges[kind]} has three columns of text without names: {fix}")
-        return are and self.alone
+            is_triples = not have_common_values(a, b) and (have_common_values(a, c) or num_middle <= num_last)
+            if not is_triples or (not self.is_homogeneous and have_common_values(a, c)):
+                fix = "name them in a first line, head,relation,tail for triples, or source,target,kind"
+                raise ValueError(f"{self.edges[edge_type]} has three unnamed text columns: {fix}")
+        return is_triples and self.is_homogeneous
 
     def _split_relations(self) -> None:
-        """Make a type of edges of each relation of triples."""
-        whole, path = self.names.pop(BETWEEN_ALONE), self.edges.pop(BETWEEN_ALONE)
-        distinct = f"SELECT DISTINCT relation::VARCHAR FROM {quoted(whole)} ORDER BY 1"
+        """Create one edge type per relation of the triples."""
+        triples, path = self.names.pop(EDGE_TYPE), self.edges.pop(EDGE_TYPE)
+        distinct = f"SELECT DISTINCT relation::VARCHAR FROM {as_name(triples)} ORDER BY 1"
         relations = [relation for (relation,) in self.database.query(distinct)]
-        if None in relations or len(relations) > _MOST_RELATIONS:
-            what = "is missing in some row" if None in relations else f"has {len(relations):,} values, too many types"
-            raise ValueError(f"{path}: the relation {what}")
-        self.alone = False
-        self.say(f"triples of a head, a relation and a tail: {len(relations)} relations become types of edges")
-        ordered = table_of("relations", "")
+        if None in relations or len(relations) > _MAX_RELATIONS:
+            problem = "is missing in some row" if None in relations else f"has {len(relations):,} values, too many"
+            raise ValueError(f"{path}: the relation {problem}")
+        self.is_homogeneous = False
+        self.say(f"triples of head, relation and tail: {len(relations)} relations become edge types")
+        ordered = table_name("relations", "")
         replaced = "SELECT * REPLACE (relation::VARCHAR AS relation)"
-        self.database.make(ordered, f"{replaced} FROM {quoted(whole)} ORDER BY relation, rowid")
+        self.database.make(ordered, f"{replaced} FROM {as_name(triples)} ORDER BY relation, rowid")
         for number, relation in enumerate(relations):
-            kind = ALONE, relation, ALONE
-            self.edges[kind], self.names[kind] = path, table_of("relation", str(number))
-            rows = f"FROM {quoted(ordered)} WHERE relation = {text(relation)} ORDER BY rowid"
-            self.database.make(self.names[kind], f"SELECT * EXCLUDE relation {rows}")
+            edge_type = NODE_TYPE, relation, NODE_TYPE
+            self.edges[edge_type], self.names[edge_type] = path, table_name("relation", str(number))
+            rows = f"FROM {as_name(ordered)} WHERE relation = {as_text(relation)} ORDER BY rowid"
+            self.database.make(self.names[edge_type], f"SELECT * EXCLUDE relation {rows}")
 
     def _name_nodes(self, name: str) -> None:
-        """Give known columns of nodes their one name each, and check that labels are classes."""
-        table, path = table_of("nodes", name), self.tables[name]
+        """Rename recognized node columns, and check that text labels are classes."""
+        table, path = table_name("nodes", name), self.tables[name]
         columns = self.database.columns(table)
-        renamed = {column: column.lower() for column in columns if column.lower() in OF_NODES}
-        texts = [column for column, kind in columns.items() if kind == "VARCHAR"]
+        renamed = {column: column.lower() for column in columns if column.lower() in NODE_COLUMNS}
+        texts = [column for column, sql_type in columns.items() if sql_type == "VARCHAR"]
         count = self.database.count(table)
 
         def classes(column: str) -> int:
-            return int(self.database.query(f"SELECT count(DISTINCT {quoted(column)}) FROM {quoted(table)}")[0][0])
+            return int(self.database.query(f"SELECT count(DISTINCT {as_name(column)}) FROM {as_name(table)}")[0][0])
 
         first, last = next(iter(columns)), [*columns][-1]
         unnamed = first.startswith("column0") and len(columns) > 1
         if unnamed and last in texts and {*texts} <= {first, last} and classes(last) < count:
-            self.say(f"the last column of {path}, of texts, is the label")
+            self.say(f"the last column of {path}, a text column, is the label")
             renamed[last] = "label"
         label = next((column for column, known in renamed.items() if known == "label"), None)
         number = classes(label) if label in texts else None
         if number == 0:
             del renamed[str(label)]
-        elif number == count >= (2 if label == "Label" else _TINY):  # Gephi writes names as Label
-            names = f"has {count} classes for {count} nodes, so it holds names"
-            raise ValueError(f"{path}: the column {label} {names}; rename it, and call what is to be predicted label")
+        elif number == count >= (2 if label == "Label" else _MIN_NODES_FOR_NAMES):  # Gephi writes names as Label
+            names = f"has {count} distinct values for {count} nodes, so it holds names"
+            raise ValueError(f"{path}: the column {label} {names}; rename it, and name the column to predict label")
         self.database.rename(table, renamed)
 
     def _choose_ids(self, name: str) -> None:
-        """Find the column of nodes that edges refer to, where it is not called id or others may be it."""
-        # Candidates are called like an id, or could be one while no column is called id.
-        table, path = table_of("nodes", name), self.tables[name]
+        """Find the node column that edges refer to if it is not named id or if there are several candidates."""
+        # Candidates have a name like an id, or may hold ids if no column is named id.
+        table, path = table_name("nodes", name), self.tables[name]
         columns = self.database.columns(table)
         first = next(iter(columns))
-        others = [
+        candidates = [
             column
             for column, kind in columns.items()
-            if column not in OF_NODES
-            and kind in (*INTEGERS, "VARCHAR")
+            if column not in NODE_COLUMNS
+            and kind in (*INTEGER_TYPES, "VARCHAR")
             and (
-                is_id(column)
+                is_id_name(column)
                 or ("id" not in columns and (kind == "VARCHAR" or (column == first and first.startswith("column0"))))
             )
         ]
-        # A column called id wins if edges refer to it, or if it is the only candidate.
-        if "id" in columns and (not others or self._holds_ends(name, "id")):
+        # A column named id wins if edges refer to it or if it is the only candidate.
+        if "id" in columns and (not candidates or self._holds_ends(name, "id")):
             return
         # Otherwise exactly one candidate must hold every id that edges refer to.
-        found = [column for column in others if self._holds_ends(name, column)]
+        found = [column for column in candidates if self._holds_ends(name, column)]
         if len(found) == 1:
             if "id" in columns:
-                self.database.query(f"ALTER TABLE {quoted(table)} DROP COLUMN id")
-                self.say(f"left out{self.called(name)}: id, to which edges do not refer")
-            self.say(f"the ids of nodes{self.called(name)} are in the column {found[0]} of {path}")
+                self.database.query(f"ALTER TABLE {as_name(table)} DROP COLUMN id")
+                self.say(f"left out{self.type_suffix(name)}: id, which edges do not refer to")
+            self.say(f"the ids of nodes{self.type_suffix(name)} are in the column {found[0]} of {path}")
             self.database.rename(table, {found[0]: "id"})
         elif "id" not in columns:
-            # Without ids, nodes are numbered by row, and a message says why.
-            why = f"{', '.join(found)} hold the ids of all edges" if found else "none holds the ids of all edges"
-            self.say(f"nodes{self.called(name)} are numbered by row, from 0 on; of the columns of {path}, {why}")
+            # Without ids, nodes are numbered by row; a message states the reason.
+            why = f"{', '.join(found)} hold all ids of the edges" if found else "no column holds all ids of the edges"
+            self.say(f"nodes{self.type_suffix(name)} are numbered by row, from 0 on; in {path}, {why}")
 
     def _holds_ends(self, name: str, column: str) -> bool:
-        """Say whether a column of nodes holds each id once, and all that edges refer to."""
-        table, value = quoted(table_of("nodes", name)), quoted(column)
-        twice = f"GROUP BY {value} HAVING count(*) > 1 OR {value} IS NULL"
-        if self.database.query(f"SELECT 1 FROM {table} {twice} LIMIT 1"):
+        """Return whether a node column holds unique ids that include all ids of the edges."""
+        table, value = as_name(table_name("nodes", name)), as_name(column)
+        duplicates = f"GROUP BY {value} HAVING count(*) > 1 OR {value} IS NULL"
+        if self.database.query(f"SELECT 1 FROM {table} {duplicates} LIMIT 1"):
             return False
-        kind_of_ids = self.database.columns(table_of("nodes", name))[column]
-        for kind in self.edges:
-            for end, of in zip(ENDS, (kind[0], kind[2]), strict=True):
-                same = self.database.columns(self.names[kind])[end] == kind_of_ids
-                cast = "" if same else "::VARCHAR"
-                lost = f"{end} IS NOT NULL AND {end}{cast} NOT IN (SELECT {value}{cast} FROM {table})"
-                if of == name and self.database.query(f"SELECT 1 FROM {quoted(self.names[kind])} WHERE {lost} LIMIT 1"):
+        id_type = self.database.columns(table_name("nodes", name))[column]
+        for edge_type in self.edges:
+            edges = self.names[edge_type]
+            for end, end_type in zip(ENDPOINTS, (edge_type[0], edge_type[2]), strict=True):
+                cast = "" if self.database.columns(edges)[end] == id_type else "::VARCHAR"
+                missing = f"{end} IS NOT NULL AND {end}{cast} NOT IN (SELECT {value}{cast} FROM {table})"
+                if end_type == name and self.database.query(f"SELECT 1 FROM {as_name(edges)} WHERE {missing} LIMIT 1"):
                     return False
         return True
 
-    def _read_nodes(self, form: Published) -> None:
-        """Make the table of nodes that a published form has, or write its arrays."""
-        # Unpack arrays to a temporary name, so that an interrupted run leaves no incomplete file.
-        for name, (archive, member) in form.arrays.items():
+    def _read_nodes(self, graph: PublishedGraph) -> None:
+        """Create the node table of a published graph, or write its arrays."""
+        # Unpack to a temporary name, so that an interrupted run leaves no incomplete file.
+        for name, (archive, member) in graph.arrays.items():
             if not (path := self.folder / f"{name}.npy").exists():
                 self.say(f"unpacking {member} of {archive}")
                 self.folder.mkdir(parents=True, exist_ok=True)
                 unpack(archive, member, self.folder / "unpacked.npy")
                 (self.folder / "unpacked.npy").rename(path)
-        # Number the classes of published labels; features stay as they are.
-        if form.arrays:
+        # Convert published labels to class numbers; features stay unchanged.
+        if graph.arrays:
             count = load_array(self.folder / "x.npy").size(0)
             y = load_array(self.folder / "y.npy")
-            save_arrays(self.folder, {"y": class_numbers(y, count, f"node_label of {form.arrays['y'][0]}")})
+            save_arrays(self.folder, {"y": class_numbers(y, count, f"node_label of {graph.arrays['y'][0]}")})
             self.rows = count
-        # Features in a table define the nodes, by row.
-        if form.features is not None:
-            self.say(f"reading {form.features}")
-            self.database.read("features", form.features, header=False)
+        # Each row of a feature table is a node.
+        if graph.features is not None:
+            self.say(f"reading {graph.features}")
+            self.database.read("features", graph.features, header=False)
             count = self.database.count("features")
-            if form.num_nodes not in (None, count):
-                raise ValueError(f"{form.features} has {count} rows, but there are {form.num_nodes} nodes")
-            chosen, joined = ["f.*"], ""
+            if graph.num_nodes not in (None, count):
+                raise ValueError(f"{graph.features} has {count} rows, but the graph has {graph.num_nodes} nodes")
+            select, joins = ["f.*"], ""
             # Labels are joined by row.
-            if form.labels is not None:
-                self.database.read("labels", form.labels, header=False)
+            if graph.labels is not None:
+                self.database.read("labels", graph.labels, header=False)
                 if (labels := self.database.count("labels")) != count:
-                    raise ValueError(f"{form.labels} has {labels} rows, but {form.features} has {count}")
+                    raise ValueError(f"{graph.labels} has {labels} rows, but {graph.features} has {count}")
                 if len(columns := list(self.database.columns("labels"))) > 1:
-                    raise ValueError(f"{form.labels} has {len(columns)} columns; give labels of one, with nodes=FILE")
-                chosen.append(f"l.{quoted(columns[0])} AS label")
-                joined = "JOIN labels l ON l.rowid = f.rowid"
-            # Splits list ids of nodes; a node in no list has none.
-            if form.splits:
+                    raise ValueError(f"{graph.labels} has {len(columns)} columns; give labels of one, with nodes=FILE")
+                select.append(f"l.{as_name(columns[0])} AS label")
+                joins = "JOIN labels l ON l.rowid = f.rowid"
+            # Splits list node ids; a node in none of the lists has no split.
+            if graph.splits:
                 parts = [
-                    f"SELECT column0 AS node, {text(name)} AS split FROM read_csv({text(path)}, header = false)"
-                    for name, path in form.splits.items()
+                    f"SELECT column0 AS node, {as_text(name)} AS split FROM read_csv({as_text(path)}, header = false)"
+                    for name, path in graph.splits.items()
                 ]
-                chosen.append("s.split")
-                joined += f" LEFT JOIN ({' UNION ALL '.join(parts)}) s ON s.node = f.rowid"
-            nodes = f"SELECT {', '.join(chosen)} FROM features f {joined} ORDER BY f.rowid"
-            self.database.make(table_of("nodes", ALONE), nodes)
-            # A node in several lists of splits would be joined several times.
-            if self.database.count(table_of("nodes", ALONE)) != count:
-                raise ValueError(f"{next(iter(form.splits.values())).parent} names a node twice")
-            self.tables = {ALONE: form.features}
-        elif not form.arrays:
-            # Without any features only the number of nodes is known.
-            self.rows = form.num_nodes
-        if form.features is None:
-            save_arrays(self.folder, {f"{name}_idx": read_ids(path) for name, path in form.splits.items()})
+                select.append("s.split")
+                joins += f" LEFT JOIN ({' UNION ALL '.join(parts)}) s ON s.node = f.rowid"
+            nodes = f"SELECT {', '.join(select)} FROM features f {joins} ORDER BY f.rowid"
+            self.database.make(table_name("nodes", NODE_TYPE), nodes)
+            # A node in several split lists would be joined several times.
+            if self.database.count(table_name("nodes", NODE_TYPE)) != count:
+                raise ValueError(f"{next(iter(graph.splits.values())).parent} lists a node twice")
+            self.tables = {NODE_TYPE: graph.features}
+        elif not graph.arrays:
+            # Without features, only the number of nodes is known.
+            self.rows = graph.num_nodes
+        if graph.features is None:
+            save_arrays(self.folder, {f"{name}_idx": read_ids(path) for name, path in graph.splits.items()})
 
-    def called(self, name: str) -> str:
-        """Return a type as messages name it, nothing in a homogeneous graph."""
-        return "" if self.alone else f" of {name}"
+    def type_suffix(self, name: str) -> str:
+        """Return " of <type>" for messages, or "" for a homogeneous graph."""
+        return "" if self.is_homogeneous else f" of {name}"

@@ -1,4 +1,4 @@
-"""Seeded synthetic graphs: a learnable one for accuracy checks, a large topology for benchmarks."""
+"""Seeded synthetic graphs: a learnable graph for accuracy checks and a large topology for benchmarks."""
 
 import math
 from typing import Literal
@@ -11,9 +11,8 @@ from torch_geometric.data import Data
 __all__ = ["planted_power_law", "power_law_graph"]
 
 _MAX_ROUNDS = 64
-Labels = Literal["classes", "several", "numbers"]
-"""That of a node's community; that and those of some others; a number drawn for the community."""
-_SHARE = 0.2  # how likely a community has the label of another one
+Labels = Literal["classes", "several", "numbers"]  # a class, several labels, or a number per community
+_SHARED_LABEL_PROBABILITY = 0.2  # probability that a community has another community's label
 
 
 def planted_power_law(
@@ -39,10 +38,10 @@ def planted_power_law(
         num_nodes, num_classes, num_features: ``V``, at least 2; ``C`` equally large communities; ``F``, at least 1.
         num_edges: Number of directed edges ``E``, rounded down to an even number; both directions of each undirected
             edge are stored. At most half of all ``V * (V - 1)`` ordered pairs.
-        seed: Of the bits, which are the same with the same NumPy on the same kind of machine.
-        homophily: Probability that an edge is drawn inside one community; the others ignore communities.
+        seed: Random seed; results are bit-identical for the same NumPy version and machine architecture.
+        homophily: Probability that an edge is drawn inside one community; other edges ignore communities.
         feature_noise: Standard deviation, per feature, of the noise around the unit-length mean of a community.
-        label_noise: Probability that a label is redrawn uniformly; of numbers the standard deviation of what is added.
+        label_noise: Probability that a label is redrawn uniformly; for numbers, the standard deviation of the noise.
         exponent: Power-law exponent of the expected degrees, above 2.
         split: Fractions of the nodes in the train, validation and test masks; they sum to at most 1.
         labels: ``"classes"``; ``"several"``, for several labels per node; or ``"numbers"``, for regression.
@@ -53,7 +52,7 @@ def planted_power_law(
         ``train_mask``, ``val_mask``, ``test_mask`` bool ``[V]``. A few nodes may have no edge.
 
     Raises:
-        ValueError: An argument is out of range, or so many distinct edges do not fit the communities.
+        ValueError: An argument is out of range, or the communities are too small for ``num_edges`` distinct edges.
     """
     # Check the arguments; a denser graph would leave too few distinct pairs to draw.
     _check_common(num_nodes, num_edges, exponent, seed)
@@ -62,23 +61,23 @@ def planted_power_law(
     if not 1 <= num_classes <= num_nodes:
         raise ValueError(f"num_classes={num_classes}; use a number from 1 to num_nodes={num_nodes}")
     check_planted(num_classes, num_features, homophily, feature_noise, seed, label_noise, split)
-    # Draw communities of equal size, and between their nodes the undirected pairs, stored in both directions.
+    # Draw communities of equal size, then undirected pairs of nodes, which are stored in both directions.
     rng = np.random.Generator(np.random.PCG64(seed))
     community = rng.permutation(num_nodes) % num_classes
-    pairs = _planted_pairs(rng, community, num_edges // 2, homophily, exponent)
+    pairs = _draw_pairs(rng, community, num_edges // 2, homophily, exponent)
     keys = np.sort(np.concatenate([pairs, pairs % num_nodes * num_nodes + pairs // num_nodes]))
 
-    # Features are the unit-length mean of the community, and noise.
+    # Features are the unit-length mean of the community plus noise.
     means = rng.standard_normal((num_classes, num_features), dtype=np.float32)
     means /= np.linalg.norm(means, axis=1, keepdims=True)
     x = rng.standard_normal((num_nodes, num_features), dtype=np.float32)
     x *= np.float32(feature_noise)
     x += means[community]
-    y = planted_labels(rng, community, num_classes, labels, label_noise)
+    y = draw_labels(rng, community, num_classes, labels, label_noise)
 
     edge_index = torch.from_numpy(np.stack(np.divmod(keys, num_nodes)))
     data = Data(x=torch.from_numpy(x), edge_index=edge_index, y=y)
-    data.update(split_masks(rng, num_nodes, split))
+    data.update(draw_masks(rng, num_nodes, split))
     return data
 
 
@@ -88,31 +87,31 @@ def power_law_graph(
     """Draw a large directed topology in CSC form with skewed in- and out-degrees, for benchmarks.
 
     In- and out-degree of a node share one expected value, so hubs are hubs in both directions; hubs are spread over
-    the whole id range. Self loops and multi-edges are kept.
+    the whole id range. Self-loops and multi-edges are not removed.
 
     Args:
         num_nodes, num_edges: ``V``, at least 2, and ``E``, at least 0.
         exponent: Power-law exponent of the expected degrees, above 2; nearer 2 is more skewed.
-        seed: As for :func:`planted_power_law`.
+        seed: Same as for :func:`planted_power_law`.
 
     Returns:
         ``(indptr, indices)``, int64 ``[V + 1]`` and int64 ``[E]``: the in-neighbors of ``v`` are
-        ``indices[indptr[v]:indptr[v + 1]]``, in no order.
+        ``indices[indptr[v]:indptr[v + 1]]``, unordered.
     """
     _check_common(num_nodes, num_edges, exponent, seed)
     rng = np.random.Generator(np.random.PCG64(seed))
-    share = _degree_weights(rng, num_nodes, num_edges, exponent)
-    share /= share.sum()
+    probabilities = _draw_degree_weights(rng, num_nodes, num_edges, exponent)
+    probabilities /= probabilities.sum()
     indptr = np.zeros(num_nodes + 1, dtype=np.int64)
-    np.cumsum(rng.multinomial(num_edges, share), out=indptr[1:])
+    np.cumsum(rng.multinomial(num_edges, probabilities), out=indptr[1:])
     # Shuffled out-stubs draw every source in one pass over E, with no search or sort per edge.
-    indices = np.repeat(np.arange(num_nodes, dtype=np.int64), rng.multinomial(num_edges, share))
+    indices = np.repeat(np.arange(num_nodes, dtype=np.int64), rng.multinomial(num_edges, probabilities))
     rng.shuffle(indices)
     return torch.from_numpy(indptr), torch.from_numpy(indices)
 
 
-def at_least(least: int, **counts: int) -> None:
-    """Raise a ValueError unless each of some numbers is at least that."""
+def check_at_least(least: int, **counts: int) -> None:
+    """Raise a ValueError unless each count is at least ``least``."""
     for name, count in counts.items():
         if count < least:
             raise ValueError(f"{name}={count}; use at least {least}")
@@ -122,29 +121,29 @@ def check_planted(
     num_classes: int, num_features: int, homophily: float, feature_noise: float, seed: int, label_noise: float = 0.0,
     split: tuple[float, ...] = (0.0, 0.0, 0.0),
 ) -> None:  # fmt: skip
-    """Check what all graphs with planted communities are drawn by."""
-    at_least(1, num_classes=num_classes, num_features=num_features)
+    """Check the arguments that all graphs with planted communities share."""
+    check_at_least(1, num_classes=num_classes, num_features=num_features)
     for name, probability in (("homophily", homophily), ("label_noise", label_noise)):
         if not 0.0 <= probability <= 1.0:
             raise ValueError(f"{name}={probability}; use a probability from 0 to 1")
     if not 0.0 <= feature_noise < math.inf:
         raise ValueError(f"feature_noise={feature_noise}; use a finite number of at least 0")
     # The tolerance admits splits such as (0.7, 0.2, 0.1), whose float sum may exceed 1 by rounding.
-    if len(split) != 3 or not all(part >= 0.0 for part in split) or sum(split) > 1.0 + 1e-9:
+    if len(split) != 3 or not all(fraction >= 0.0 for fraction in split) or sum(split) > 1.0 + 1e-9:
         raise ValueError(f"split={split}; use three fractions of at least 0 that sum to at most 1")
-    at_least(0, seed=seed)
+    check_at_least(0, seed=seed)
 
 
-def planted_labels(
+def draw_labels(
     rng: np.random.Generator, community: npt.NDArray[np.int64], num_classes: int, labels: Labels, noise: float
 ) -> torch.Tensor:
-    """Draw labels int64 ``[N]``, int64 ``[N, C]`` or float32 ``[N]`` that follow from communities, with some noise."""
+    """Draw noisy labels of communities: int64 ``[N]``, int64 ``[N, C]`` or float32 ``[N]``."""
     size = community.size
     if labels == "classes":
         redrawn = rng.random(size) < noise
         return torch.from_numpy(np.where(redrawn, rng.integers(num_classes, size=size), community))
     if labels == "several":
-        has = np.eye(num_classes, dtype=np.bool_) | (rng.random((num_classes, num_classes)) < _SHARE)
+        has = np.eye(num_classes, dtype=np.bool_) | (rng.random((num_classes, num_classes)) < _SHARED_LABEL_PROBABILITY)
         redrawn = rng.random((size, num_classes)) < noise
         return torch.from_numpy(np.where(redrawn, rng.integers(2, size=redrawn.shape), has[community]))
     if labels == "numbers":
@@ -153,8 +152,8 @@ def planted_labels(
     raise ValueError(f"labels={labels!r} is unknown; use classes, several or numbers")
 
 
-def split_masks(rng: np.random.Generator, num_nodes: int, split: tuple[float, ...]) -> dict[str, torch.Tensor]:
-    """Draw disjoint train, validation and test masks, bool ``[num_nodes]``, of these fractions of the nodes."""
+def draw_masks(rng: np.random.Generator, num_nodes: int, split: tuple[float, ...]) -> dict[str, torch.Tensor]:
+    """Draw disjoint train, validation and test masks, bool ``[num_nodes]``, with the given fractions."""
     order, start, masks = torch.from_numpy(rng.permutation(num_nodes)), 0, {}
     for name, fraction in zip(("train_mask", "val_mask", "test_mask"), split, strict=True):
         stop = start + round(num_nodes * fraction)
@@ -165,13 +164,13 @@ def split_masks(rng: np.random.Generator, num_nodes: int, split: tuple[float, ..
 
 
 def _check_common(num_nodes: int, num_edges: int, exponent: float, seed: int) -> None:
-    at_least(2, num_nodes=num_nodes)
-    at_least(0, num_edges=num_edges, seed=seed)
+    check_at_least(2, num_nodes=num_nodes)
+    check_at_least(0, num_edges=num_edges, seed=seed)
     if not 2.0 < exponent < math.inf:
         raise ValueError(f"exponent={exponent}; use a finite number above 2, or the mean degree diverges")
 
 
-def _degree_weights(
+def _draw_degree_weights(
     rng: np.random.Generator, num_nodes: int, num_edges: int, exponent: float
 ) -> npt.NDArray[np.float64]:
     """Draw Pareto weights, proportional to expected degrees."""
@@ -182,12 +181,12 @@ def _degree_weights(
     return capped
 
 
-def _planted_pairs(
+def _draw_pairs(
     rng: np.random.Generator, community: npt.NDArray[np.int64], count: int, homophily: float, exponent: float
 ) -> npt.NDArray[np.int64]:
     """Draw ``count`` distinct unordered pairs ``low < high``, as sorted keys ``low * V + high``."""
     num_nodes = len(community)
-    weights = _degree_weights(rng, num_nodes, 2 * count, exponent)
+    weights = _draw_degree_weights(rng, num_nodes, 2 * count, exponent)
     # Ordered by community, each community is one interval of the cumulative weights: one search draws from any.
     nodes = np.argsort(community, kind="stable")
     cumulative = np.concatenate([[0.0], np.cumsum(weights[nodes])])
@@ -199,20 +198,20 @@ def _planted_pairs(
         if missing <= 0:
             break
         size = missing + missing // 8 + 64
-        u = nodes[_search(cumulative, rng.random(size) * cumulative[-1])]
+        u = nodes[_find_intervals(cumulative, rng.random(size) * cumulative[-1])]
         inside = rng.random(size) < homophily
         begin = np.where(inside, bounds[community[u]], 0.0)
         end = np.where(inside, bounds[community[u] + 1], cumulative[-1])
-        v = nodes[_search(cumulative, begin + rng.random(size) * (end - begin))]
+        v = nodes[_find_intervals(cumulative, begin + rng.random(size) * (end - begin))]
         keys = np.minimum(u, v) * num_nodes + np.maximum(u, v)
         pairs = np.union1d(pairs, keys[u != v])
     if len(pairs) < count:
-        found = f"only {2 * len(pairs)} distinct edges were found with homophily={homophily}"
-        raise ValueError(f"num_edges={2 * count} does not fit: {found}; lower one of them, or raise num_nodes")
+        problem = f"only {2 * len(pairs)} distinct edges were drawn with homophily={homophily}"
+        raise ValueError(f"num_edges={2 * count} does not fit: {problem}; lower one of them, or raise num_nodes")
     # The keys are sorted, so cutting the surplus off the end would thin out the high ids.
     return np.delete(pairs, rng.choice(len(pairs), len(pairs) - count, replace=False))
 
 
-def _search(cumulative: npt.NDArray[np.float64], value: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Return the interval of ``cumulative`` each value falls in; rounding may put a value on the last bound."""
+def _find_intervals(cumulative: npt.NDArray[np.float64], value: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Return the interval of ``cumulative`` that contains each value; rounding may put a value on the last bound."""
     return np.minimum(np.searchsorted(cumulative, value, side="right") - 1, len(cumulative) - 2)

@@ -1,4 +1,4 @@
-"""Tables in files, CSV, Parquet, Arrow or ``.npy``, in a database on disk that keeps to a bound on memory: DuckDB."""
+"""Reads CSV, Parquet, Arrow or ``.npy`` files into an on-disk DuckDB database with bounded memory."""
 
 import glob
 import gzip
@@ -13,44 +13,44 @@ from typing import Any
 
 import numpy.typing as npt
 
-from lightning_gnn.datasets.text_files import Layout, is_gzip, look, rewrite, shortened
+from lightning_gnn.datasets.text_files import Layout, detect_layout, is_gzip, rewrite, truncate
 from lightning_gnn.features.arrays import load_array
 from lightning_gnn.runtime.files import write_whole
 
 Columns = dict[str, npt.NDArray[Any]]
-TEXT = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".cites", ".content", ".dat", ".data")  # endings of text files
+TEXT = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".cites", ".content", ".dat", ".data")  # text files
 _PARQUET, _ARROW = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
-_PACKED = (".gz", ".zst")
-_MISSING = '{} needs {} ({}): pip install "lightning-gnn[convert]"'
+_COMPRESSED = (".gz", ".zst")
+_MISSING_PACKAGE = '{} needs {} ({}): pip install "lightning-gnn[convert]"'
 
 
 class TableFiles:
-    """A database of the tables of some files, in a folder, which an interrupted conversion finds again."""
+    """An on-disk database of tables; an interrupted conversion with the same inputs resumes from it."""
 
-    def __init__(self, folder: Path, memory: int, of: object, made: Path) -> None:
+    def __init__(self, folder: Path, memory: int, fingerprint: object, output: Path) -> None:
         try:
             import duckdb
         except ImportError as error:
-            raise ModuleNotFoundError(_MISSING.format("lgnn convert", "DuckDB", error)) from None
+            raise ModuleNotFoundError(_MISSING_PACKAGE.format("lgnn convert", "DuckDB", error)) from None
         if memory < 100 << 20:
             raise ValueError(f"memory is {memory} bytes; give at least 100 MB")
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.error: type[Exception] = duckdb.Error
         path, note = folder / "tables.duckdb", folder / "of.json"
-        about = json.dumps(of, default=str)
-        if not note.exists() or note.read_text() != about:
-            note.unlink(missing_ok=True)  # first, so that what is left of a run that is killed here is not gone on with
+        wanted = json.dumps(fingerprint, default=str)
+        if not note.exists() or note.read_text() != wanted:
+            note.unlink(missing_ok=True)  # first: if the process is killed here, the next run must not resume
             for old in (path, path.with_name(f"{path.name}.wal")):
                 old.unlink(missing_ok=True)
-            shutil.rmtree(made, ignore_errors=True)
-            write_whole(note, about)
+            shutil.rmtree(output, ignore_errors=True)
+            write_whole(note, wanted)
             self.resumed = False
         else:
             self.resumed = path.exists()
         self.connection = duckdb.connect(str(path))
         self.connection.execute(f"SET memory_limit = '{memory >> 20}MiB'")
-        self.connection.execute(f"SET temp_directory = {text(folder / 'spill')}")
+        self.connection.execute(f"SET temp_directory = {as_text(folder / 'spill')}")
         self.connection.execute("SET enable_progress_bar = false")
 
     def close(self) -> None:
@@ -59,84 +59,84 @@ class TableFiles:
 
     def query(self, sql: str) -> list[tuple[Any, ...]]:
         """Return the rows of a small result."""
-        with self._explained():
+        with self._translate_errors():
             return list(self.connection.execute(sql).fetchall())
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except self.error as error:
-            kind, said = type(error).__name__, "; ".join(str(error).partition("\n\n")[0].splitlines())
-            if kind == "OutOfMemoryException" or (kind == "IOException" and "No space left" in said):
-                raise OSError(f"{said}; make room on the disk, or give more memory=, and run the same again") from None
-            raise ValueError(said) from None
+            name, message = type(error).__name__, "; ".join(str(error).partition("\n\n")[0].splitlines())
+            if name == "OutOfMemoryException" or (name == "IOException" and "No space left" in message):
+                raise OSError(f"{message}; free disk space, or increase memory=, and repeat the call") from None
+            raise ValueError(message) from None
 
     def make(self, name: str, sql: str) -> None:
-        """Make a table, unless an earlier run has."""
+        """Create a table unless it exists."""
         if not self.has(name):
-            self.query(f"CREATE TABLE {quoted(name)} AS {sql}")
+            self.query(f"CREATE TABLE {as_name(name)} AS {sql}")
 
     def has(self, name: str) -> bool:
-        """Say whether there is such a table."""
-        return bool(self.query(f"SELECT 1 FROM duckdb_tables() WHERE table_name = {text(name)}"))
+        """Return whether a table exists."""
+        return bool(self.query(f"SELECT 1 FROM duckdb_tables() WHERE table_name = {as_text(name)}"))
 
     def read(
         self,
         name: str,
         path: str | Path,
-        edges: bool = False,  # whether it holds edges; then a list without a header may have comments anywhere
-        header: bool | None = None,  # whether text has one; None: its rows show it
-        then: Callable[[], None] = lambda: None,
+        edges: bool = False,  # whether the file holds edges; edge lists without a header may have comments anywhere
+        header: bool | None = None,  # whether a text file has a header; None: detect it
+        check: Callable[[], None] = lambda: None,
     ) -> str | None:
-        """Make a table of a file or of all files of a pattern, in order; return how new text is laid out, else None."""
+        """Create a table from the files of a pattern, in order; describe the layout of text files that were read."""
         if self.has(name):
             return None
-        files = matching(path)
-        ending, line = _ending(files[0]), ""
+        files = find_files(path)
+        ending, line = _get_extension(files[0]), ""
 
-        def checked() -> None:
+        def check_rows() -> None:
             if not self.count(name):
                 raise ValueError(f"{path} holds no {'edges' if edges else 'nodes'}{line}")
             try:
-                then()
+                check()
             except ValueError as error:
                 raise ValueError(f"{error}{line}") from None
 
         if ending not in TEXT:
             try:
-                self._create(name, self._scan(path, ending), checked)
-            except _UnlikeError as error:
+                self._create(name, self._scan(path, ending), check_rows)
+            except _LayoutError as error:
                 raise ValueError(f"{path} cannot be read: {error}") from None
             return None
-        with undamaged(path):
-            layouts = [look(file, self._unpacked(file), edges, header) for file in files]
+        with report_damage(path):
+            layouts = [detect_layout(file, self._decompress(file), edges, header) for file in files]
         first = layouts[0]
-        line = f"; its first line is {shortened(first.line)!r}"
+        line = f"; its first line is {truncate(first.line)!r}"
         if header is None:
             header = first.header
             if header is None and len(files) > 1:
                 header = all(layout.first == first.first for layout in layouts)
         if header is None:
 
-            def unless_header() -> None:
-                if not self._is_below(name, first.first):
+            def check_no_header() -> None:
+                if not self._occurs_below(name, first.first):
                     raise _HeaderError
-                checked()
+                check_rows()
 
             try:
-                return first.describe(False) + self._create_of_text(name, layouts, False, edges, unless_header)
+                return first.describe(False) + self._create_from_text(name, layouts, False, edges, check_no_header)
             except _HeaderError:
                 header = True
-        return first.describe(header) + self._create_of_text(name, layouts, header, edges, checked)
+        return first.describe(header) + self._create_from_text(name, layouts, header, edges, check_rows)
 
-    def _create_of_text(
-        self, name: str, layouts: Sequence[Layout], header: bool, edges: bool, then: Callable[[], None]
+    def _create_from_text(
+        self, name: str, layouts: Sequence[Layout], header: bool, edges: bool, check: Callable[[], None]
     ) -> str:
-        """Make a table as the first rows look, else as all look, else of a copy; return how, where not as described."""
-        # One scan can read all files only if they have one layout and need no rewriting.
+        """Create a table with types guessed from the first rows, else from all rows, else from a rewritten copy."""
+        # One scan can read all files only if they share one layout and need no rewriting.
         first, error = layouts[0], ""
-        same = all(
+        is_uniform = all(
             layout.plain
             and (layout.separator, layout.width, layout.quotes, layout.skip)
             == (first.separator, first.width, first.quotes, first.skip)
@@ -144,68 +144,68 @@ class TableFiles:
             for layout in layouts
         )
         files = [layout.file for layout in layouts]
-        named = f"names = [{', '.join(map(text, first.names))}], " if first.names and not header else ""
-        # Column types are guessed from the first rows, and if later rows differ, from all of them.
-        for sample in ("", ", sample_size = -1") if same else ():
-            quote, escape = map(text, first.quotes)
+        named = f"names = [{', '.join(map(as_text, first.names))}], " if first.names and not header else ""
+        # Guess column types from the first rows, or from all rows if later ones differ.
+        for sample in ("", ", sample_size = -1") if is_uniform else ():
+            quote, escape = map(as_text, first.quotes)
             scan = (
-                f"read_csv([{', '.join(map(text, files))}], delim = {text(first.separator)}, quote = {quote}, "
+                f"read_csv([{', '.join(map(as_text, files))}], delim = {as_text(first.separator)}, quote = {quote}, "
                 f"escape = {escape}, header = {header}, skip = {first.skip}, comment = '', {named}"
-                f"compression = {text('gzip' if is_gzip(first.file) else 'none')}{sample})"
+                f"compression = {as_text('gzip' if is_gzip(first.file) else 'none')}{sample})"
             )
             try:
-                self._create(name, scan, then, within=edges and not header)
+                self._create(name, scan, check, reject_comments=edges and not header)
                 return ""
-            except _UnlikeError as unlike:
+            except _LayoutError as unlike:
                 error = str(unlike)
-        # As a last resort the files are rewritten as one plain CSV file.
+        # As a last resort, rewrite the files as one plain CSV file.
         copy = self.folder / "rows.csv"
-        with undamaged(first.path):
-            how = rewrite(layouts, header, edges, copy)
-        scan = f"read_csv({text(copy)}, delim = ',', quote = '\"', escape = '\"', header = {header}, comment = '', "
+        with report_damage(first.path):
+            note = rewrite(layouts, header, edges, copy)
+        scan = f"read_csv({as_text(copy)}, delim = ',', quote = '\"', escape = '\"', header = {header}, comment = '', "
         try:
-            self._create(name, f"{scan}{named}sample_size = -1)", then)
-        except _UnlikeError as unlike:
-            raise ValueError(f"{first.path} cannot be read: {shortened(error or str(unlike))}") from None
-        # The database holds the rows by now.
+            self._create(name, f"{scan}{named}sample_size = -1)", check)
+        except _LayoutError as unlike:
+            raise ValueError(f"{first.path} cannot be read: {truncate(error or str(unlike))}") from None
+        # The rows are in the database now.
         copy.unlink()
-        return how
+        return note
 
-    def _create(self, name: str, scan: str, then: Callable[[], None], within: bool = False) -> None:
-        """Make a table; if comments may stand within, texts that look like them are not what was expected."""
-        with self._whole():
+    def _create(self, name: str, scan: str, check: Callable[[], None], reject_comments: bool = False) -> None:
+        """Create a table in one transaction; ``reject_comments`` rejects rows that look like comments."""
+        with self._transaction():
             try:
-                self.query(f"CREATE TABLE {quoted(name)} AS SELECT * FROM {scan}")
+                self.query(f"CREATE TABLE {as_name(name)} AS SELECT * FROM {scan}")
             except ValueError as error:
-                raise _UnlikeError(str(error)) from None
-            if within:
-                column, kind = next(iter(self.columns(name).items()))
-                found = f"SELECT 1 FROM {quoted(name)} WHERE ltrim({quoted(column)})[1] IN ('#', '%') LIMIT 1"
-                if kind == "VARCHAR" and self.query(found):
-                    raise _UnlikeError("comments")
-            then()
+                raise _LayoutError(str(error)) from None
+            if reject_comments:
+                column, sql_type = next(iter(self.columns(name).items()))
+                comments = f"SELECT 1 FROM {as_name(name)} WHERE ltrim({as_name(column)})[1] IN ('#', '%') LIMIT 1"
+                if sql_type == "VARCHAR" and self.query(comments):
+                    raise _LayoutError("comments")
+            check()
 
-    def _is_below(self, name: str, cells: Sequence[str]) -> bool:
-        """Say whether some text of the first row of a table stands in another row."""
-        among = ", ".join(map(text, cells))
-        found = " OR ".join(f"{quoted(column)}::VARCHAR IN ({among})" for column in self.columns(name))
-        first = self.query(f"SELECT min(rowid) FROM {quoted(name)}")[0][0]  # not 0 before the table is kept
-        return bool(self.query(f"SELECT 1 FROM {quoted(name)} WHERE ({found}) AND rowid > {first} LIMIT 1"))
+    def _occurs_below(self, name: str, cells: Sequence[str]) -> bool:
+        """Return whether a value of the first row of a table occurs in another row."""
+        values = ", ".join(map(as_text, cells))
+        condition = " OR ".join(f"{as_name(column)}::VARCHAR IN ({values})" for column in self.columns(name))
+        first = self.query(f"SELECT min(rowid) FROM {as_name(name)}")[0][0]  # not 0 before the table is committed
+        return bool(self.query(f"SELECT 1 FROM {as_name(name)} WHERE ({condition}) AND rowid > {first} LIMIT 1"))
 
-    def _unpacked(self, path: Path) -> Path:
-        """Return where the text of a file is; of one that is packed with zstd, in a copy."""
+    def _decompress(self, path: Path) -> Path:
+        """Return the path of the text; a zstd file is decompressed to a copy."""
         if path.suffix.lower() != ".zst":
             return path
         copy = self.folder / f"{path.name}.unpacked"
-        lines = f"read_csv({text(path)}, columns = {{'line': 'VARCHAR'}}, auto_detect = false, header = false, "
+        lines = f"read_csv({as_text(path)}, columns = {{'line': 'VARCHAR'}}, auto_detect = false, header = false, "
         none = "delim = '\x01', quote = '', escape = ''"
         options = "(FORMAT csv, HEADER false, DELIMITER '\x01', QUOTE '', ESCAPE '')"
-        self.query(f"COPY (SELECT * FROM {lines}{none}, comment = '')) TO {text(copy)} {options}")
+        self.query(f"COPY (SELECT * FROM {lines}{none}, comment = '')) TO {as_text(copy)} {options}")
         return copy
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Keep all that is done, or nothing."""
+    def _transaction(self) -> Iterator[None]:
+        """Commit all changes, or none on an error."""
         self.query("BEGIN")
         try:
             yield
@@ -216,50 +216,50 @@ class TableFiles:
             raise
 
     def fill(self, name: str, blocks: Callable[[], Iterator[Columns]]) -> None:
-        """Make a table of edges, ``source`` and ``target``, of blocks: all or nothing, unless it is there."""
+        """Create an edge table, ``source`` and ``target``, from blocks in one transaction, unless it exists."""
         if self.has(name):
             return
-        with self._whole():
-            self.query(f"CREATE TABLE {quoted(name)} (source BIGINT, target BIGINT)")
+        with self._transaction():
+            self.query(f"CREATE TABLE {as_name(name)} (source BIGINT, target BIGINT)")
             for block in blocks():
                 self.connection.register("block", block)
-                self.query(f"INSERT INTO {quoted(name)} SELECT source, target FROM block")
+                self.query(f"INSERT INTO {as_name(name)} SELECT source, target FROM block")
 
     def rename(self, name: str, columns: Mapping[str, str]) -> None:
-        """Give columns of a table other names; another column of such a name makes way."""
+        """Rename columns of a table; a different column that has a new name gets the suffix ``_``."""
         for old, new in columns.items():
             others = {column.lower() for column in self.columns(name) if column != old}
             if new in others:
-                self.query(f"ALTER TABLE {quoted(name)} RENAME COLUMN {quoted(new)} TO {quoted(new + '_')}")
+                self.query(f"ALTER TABLE {as_name(name)} RENAME COLUMN {as_name(new)} TO {as_name(new + '_')}")
             if new != old:
-                self.query(f"ALTER TABLE {quoted(name)} RENAME COLUMN {quoted(old)} TO {quoted(new)}")
+                self.query(f"ALTER TABLE {as_name(name)} RENAME COLUMN {as_name(old)} TO {as_name(new)}")
 
     def columns(self, name: str) -> dict[str, str]:
-        """Return the columns of a table, and their types."""
-        return {row[0]: row[1] for row in self.query(f"DESCRIBE {quoted(name)}")}
+        """Return the column names of a table with their SQL types."""
+        return {row[0]: row[1] for row in self.query(f"DESCRIBE {as_name(name)}")}
 
     def count(self, name: str) -> int:
         """Return the number of rows of a table."""
-        return int(self.query(f"SELECT count(*) FROM {quoted(name)}")[0][0])
+        return int(self.query(f"SELECT count(*) FROM {as_name(name)}")[0][0])
 
     def blocks(self, name: str, columns: Mapping[str, str], rows: int) -> Iterator[Columns]:
-        """Yield a table's rows, in order."""
-        chosen = ", ".join(f"{what} AS {quoted(column)}" for column, what in columns.items())
+        """Yield the rows of a table in blocks, in order."""
+        chosen = ", ".join(f"{expression} AS {as_name(column)}" for column, expression in columns.items())
         for start in range(0, self.count(name), rows):
             within = f"rowid BETWEEN {start} AND {start + rows - 1}"
-            # A scan of several threads keeps the order of rows.
-            with self._explained():
-                block = self.connection.execute(f"SELECT {chosen} FROM {quoted(name)} WHERE {within}").fetchnumpy()
+            # A multithreaded scan preserves the order of rows.
+            with self._translate_errors():
+                block = self.connection.execute(f"SELECT {chosen} FROM {as_name(name)} WHERE {within}").fetchnumpy()
             yield block
 
     def _scan(self, path: str | Path, ending: str) -> str:
         if ending in _PARQUET:
-            return f"read_parquet({text(path)})"
+            return f"read_parquet({as_text(path)})"
         if ending in _ARROW:
             try:
                 from pyarrow import dataset  # type: ignore[import-not-found,import-untyped,unused-ignore]
             except ImportError as error:
-                raise ModuleNotFoundError(_MISSING.format(path, "pyarrow", error)) from None
+                raise ModuleNotFoundError(_MISSING_PACKAGE.format(path, "pyarrow", error)) from None
             self.connection.register("scanned", dataset.dataset(str(path), format="ipc"))
             return "scanned"
         if ending == ".npy":
@@ -270,19 +270,19 @@ class TableFiles:
             self.connection.register("scanned", {"source": source, "target": target})
             return "scanned"
         known = ", ".join((*TEXT, *_PARQUET, *_ARROW, ".npy"))
-        raise ValueError(f"{path}: what is in it? Endings that are known: {known}, and those of text with .gz or .zst")
+        raise ValueError(f"{path} has an unknown file extension; known: {known}, and those of text with .gz or .zst")
 
 
-class _UnlikeError(ValueError):
-    """The rows of a file are not what its first ones look like."""
+class _LayoutError(ValueError):
+    """Later rows of a file do not match the layout of the first ones."""
 
 
 class _HeaderError(Exception):
-    """The first row of a table is its header."""
+    """The first row of a table turned out to be its header."""
 
 
-def matching(path: str | Path) -> list[Path]:
-    """Return a file, or those of a pattern, in order."""
+def find_files(path: str | Path) -> list[Path]:
+    """Return the files that match a path or glob pattern, sorted."""
     if Path(path).exists():
         return [Path(path)]
     if not (files := sorted(map(Path, glob.glob(str(path), recursive=True)))):
@@ -291,30 +291,30 @@ def matching(path: str | Path) -> list[Path]:
 
 
 @contextmanager
-def undamaged(path: str | Path) -> Iterator[None]:
-    """Say which packed file is damaged."""
+def report_damage(path: str | Path) -> Iterator[None]:
+    """Raise a ValueError that names the file if decompression fails."""
     try:
         yield
     except (EOFError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is damaged ({error}); download it again") from None
 
 
-def _ending(path: Path) -> str:
-    """Return what a file's name says of what is in it, without how it is packed."""
+def _get_extension(path: Path) -> str:
+    """Return the file extension without the one of compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in _PACKED else "".join(suffixes[-1:])
+    return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in _COMPRESSED else "".join(suffixes[-1:])
 
 
-def text(value: object) -> str:
-    """Return a text of SQL."""
+def as_text(value: object) -> str:
+    """Return an SQL string literal."""
     return "'" + str(value).replace("'", "''") + "'"
 
 
-def quoted(name: str) -> str:
-    """Return a name of SQL."""
+def as_name(name: str) -> str:
+    """Return a quoted SQL identifier."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names of columns, with commas between."""
-    return ", ".join(map(quoted, names))
+    """Return comma-separated SQL identifiers."""
+    return ", ".join(map(as_name, names))

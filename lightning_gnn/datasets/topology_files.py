@@ -1,4 +1,4 @@
-"""The topology in a folder: arrays in CSC order, memory-mapped, or an edge list, which is kept sorted if it is long."""
+"""Reads and writes the topology of a folder: memory-mapped CSC arrays, or an edge list that is sorted and cached."""
 
 import os
 from functools import partial
@@ -21,12 +21,12 @@ from lightning_gnn.graph.prefetch_lists import expect_list_reads
 from lightning_gnn.runtime.store import checked_once, checksum, kept
 
 TOPOLOGY = ("indptr", "indices", "edge_ids")
-KEPT_FROM = 1_000_000  # edge lists with so many edges or more are kept sorted
-CHECKED_ONCE = 1 << 26  # bytes of a topology from which it is remembered that its ids were checked
+MIN_CACHED_EDGES = 1_000_000  # minimum number of edges for which the sorted edge list is cached
+MIN_REMEMBERED_BYTES = 1 << 26  # minimum topology size in bytes for which a passed check is remembered
 
 
 def write_csc(edge_index: Tensor, num_nodes: int, folder: str | Path, num_sources: int | None = None) -> None:
-    """Sort a mapped edge list by target straight into the files of a folder, holding ``16 * N`` bytes in memory."""
+    """Sort a memory-mapped edge list by target into the files of a folder, with ``16 * N`` bytes of memory."""
     folder = Path(folder)
     check_edge_index(edge_index)
     num_sources = num_nodes if num_sources is None else num_sources
@@ -41,37 +41,37 @@ def write_csc(edge_index: Tensor, num_nodes: int, folder: str | Path, num_source
         np.asarray(create_array(folder / f"{name}.npy", dtype, (row.size,))) for name, dtype in dtypes.items()
     )
     indptr = sort_by_target(row, col, num_nodes, indices, order)
-    del indices, order  # Windows removes no file that is mapped
+    del indices, order  # Windows cannot remove a mapped file
     save_arrays(folder, {"indptr": indptr})
     block = 1 << 24
     in_order = all(
-        bool((col[at + 1 : at + 1 + block] >= col[at : at + block][: col.size - 1 - at]).all())
-        for at in range(0, col.size, block)
+        bool((col[start + 1 : start + 1 + block] >= col[start : start + block][: col.size - 1 - start]).all())
+        for start in range(0, col.size, block)
     )
     if in_order:
         (folder / "edge_ids.npy").unlink()
 
 
 def is_sorted(folder: Path) -> bool:
-    """Say whether a folder holds a topology in CSC order, or a part of one."""
+    """Return whether a folder holds a topology in CSC order, complete or not."""
     return any(os.path.lexists(folder / f"{name}.npy") for name in TOPOLOGY[:2])
 
 
-def is_kept(edge_index: Tensor | None) -> bool:
-    """Say whether an edge list is so long that it is kept sorted."""
-    return edge_index is not None and edge_index.dim() == 2 and edge_index.size(1) >= KEPT_FROM
+def is_cached_sorted(edge_index: Tensor | None) -> bool:
+    """Return whether an edge list is long enough to cache its sorted form."""
+    return edge_index is not None and edge_index.dim() == 2 and edge_index.size(1) >= MIN_CACHED_EDGES
 
 
 def load_topology(
-    folder: Path, num_nodes: int, mmap: bool, check: bool, counted: str, num_sources: int | None = None
+    folder: Path, num_nodes: int, mmap: bool, check: bool, size_note: str, num_sources: int | None = None
 ) -> CSCGraph:
-    """Read ``indptr.npy``, ``indices.npy`` and perhaps ``edge_ids.npy``, or ``edge_index.npy``, which is sorted."""
+    """Read ``indptr.npy``, ``indices.npy`` and optionally ``edge_ids.npy``, or sort ``edge_index.npy``."""
     edge_index = folder / "edge_index.npy"
     if os.path.lexists(edge_index):
         present = [name for name in TOPOLOGY[:2] if os.path.lexists(folder / f"{name}.npy")]
         if present:
             raise ValueError(f"{edge_index} and {present[0]}.npy both give the topology; remove one of them")
-        return _sorted_edges(edge_index, num_nodes, mmap, counted, num_sources)
+        return _load_sorted_edges(edge_index, num_nodes, mmap, size_note, num_sources)
     for name in TOPOLOGY[:2]:
         if not os.path.lexists(folder / f"{name}.npy"):
             raise FileNotFoundError(
@@ -79,24 +79,24 @@ def load_topology(
             )
     graph = _load_csc(folder, mmap, check, num_sources)
     if graph.num_nodes != num_nodes:
-        entries = f"has {graph.num_nodes + 1} entries, but {counted}, and so it needs {num_nodes + 1}"
+        entries = f"has {graph.num_nodes + 1} entries, but {size_note}, and so it needs {num_nodes + 1}"
         raise ValueError(f"{folder / 'indptr.npy'} {entries}; write both for the same nodes")
     return graph
 
 
 def _load_csc(folder: Path, mmap: bool, check: bool, num_sources: int | None) -> CSCGraph:
-    """Like :meth:`CSCGraph.load`, with messages that name the files, and without the passes over them if wished."""
+    """Load CSC arrays; errors name the files. Without ``check``, the arrays are not scanned."""
     paths = [folder / f"{name}.npy" for name in TOPOLOGY]
     arrays = [load_array(path, mmap) if os.path.lexists(path) else None for path in paths]
     indptr, indices, edge_ids = arrays
     try:
         if indptr is None or indices is None:
             raise ValueError("indptr or indices is missing")
-        whole = partial(CSCGraph.from_csc, indptr, indices, edge_ids, num_sources)
-        if check and sum(array.nbytes for array in arrays if array is not None) < CHECKED_ONCE:
-            return whole()
+        build = partial(CSCGraph.from_csc, indptr, indices, edge_ids, num_sources)
+        if check and sum(array.nbytes for array in arrays if array is not None) < MIN_REMEMBERED_BYTES:
+            return build()
         if check:
-            checked_once([path for path in paths if path.exists()], whole)
+            checked_once([path for path in paths if path.exists()], build)
         for name, array in zip(TOPOLOGY, arrays, strict=True):
             if array is not None:
                 check_integers(array, name)
@@ -110,11 +110,11 @@ def _load_csc(folder: Path, mmap: bool, check: bool, num_sources: int | None) ->
         raise type(error)(f"the topology in {folder} ({', '.join(path.name for path in paths)}): {error}") from None
 
 
-def _sorted_edges(path: Path, num_nodes: int, mmap: bool, counted: str, num_sources: int | None) -> CSCGraph:
+def _load_sorted_edges(path: Path, num_nodes: int, mmap: bool, size_note: str, num_sources: int | None) -> CSCGraph:
     edge_index = load_array(path, mmap)
     try:
         check_edge_index(edge_index)
-        if not is_kept(edge_index):
+        if not is_cached_sorted(edge_index):
             return CSCGraph.from_edge_index(edge_index, num_nodes, num_sources)
         path = path.resolve()
 
@@ -134,4 +134,4 @@ def _sorted_edges(path: Path, num_nodes: int, mmap: bool, counted: str, num_sour
         )
         return CSCGraph.from_edge_index(edge_index, num_nodes, num_sources) if graph is None else graph
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}; {counted}") from None
+        raise type(error)(f"{path}: {error}; {size_note}") from None

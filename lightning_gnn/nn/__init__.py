@@ -1,8 +1,8 @@
-"""Models, layers and LightningModules: GCN, GraphSAGE, GIN, GAT and those of graphs with types, and what trains them.
+"""Layers, homogeneous and heterogeneous GNN models, LightningModules that train them, full inference and export.
 
 Reading order: ``nn/conv`` (layers), ``nn/models.py`` (PyG's models, trimmed exactly), ``nn/type_modules.py``,
-``nn/hetero`` (graphs with types), ``nn/module.py`` and what comes from it (training), ``nn/inference.py``,
-``nn/layer_files.py`` (outputs that do not fit into memory), ``nn/export.py`` (programs for other places).
+``nn/hetero`` (heterogeneous graphs), ``nn/module.py`` and its subclasses (training), ``nn/inference.py``,
+``nn/layer_files.py`` (layer outputs larger than memory), ``nn/export.py`` (``torch.export`` and ONNX).
 """
 
 from lightning_gnn.nn.classifier import NodeClassifier

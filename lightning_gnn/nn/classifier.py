@@ -1,4 +1,4 @@
-"""Classification of nodes: one class per node, or any number of labels."""
+"""Node classification: one class per node, or any number of labels."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ KINDS = ("multiclass", "multilabel")
 
 
 class NodeClassifier(NodeModule):
-    """Trains a PyG model to predict one of ``num_classes`` classes per node, or which of them a node has.
+    """Trains a PyG model to predict one of ``num_classes`` classes per node, or a subset of them (multi-label).
 
     It works on both kinds of batch, without configuration:
 
@@ -27,29 +27,29 @@ class NodeClassifier(NodeModule):
       ``num_sampled_nodes`` and ``num_sampled_edges`` the model trims each layer): the first ``batch_size`` rows;
     - full graphs (no ``batch_size``): the rows of the stage's ``train_mask``, ``val_mask`` or ``test_mask`` ``[N]``.
 
-    Of a graph with types (``HeteroData``), the model maps two dictionaries, of features and of edges, to one of rows,
-    as :class:`~lightning_gnn.nn.RGCN` and the models of PyG's ``to_hetero`` and ``HeteroConv`` do.
+    For heterogeneous graphs (``HeteroData``), the model maps dictionaries of features and of edges to a dictionary of
+    outputs, as :class:`~lightning_gnn.nn.RGCN` and the models of PyG's ``to_hetero`` and ``HeteroConv`` do.
 
     ``y`` is int64, ``[N]`` or ``[N, 1]``; for ``kind="multilabel"`` it holds 0 and 1 (or False and True), ``[N,
-    num_classes]``. Logged, each weighted by the number of labeled nodes: ``train_loss`` (``train_loss_step``,
-    ``train_loss_epoch``), ``val_loss``, ``test_loss``; ``train_acc``, ``val_acc``, ``test_acc``, with several labels
-    the micro-averaged ``train_f1``, ``val_f1``, ``test_f1``; and the ``metrics``. Checkpoints keep no objects:
-    ``NodeClassifier.load_from_checkpoint(path, model=model)``.
-    Arguments that are not listed here are those of :class:`~lightning_gnn.nn.GNNModule`.
+    num_classes]``. Logged values, weighted by the number of labeled nodes: ``train_loss`` (``train_loss_step``,
+    ``train_loss_epoch``), ``val_loss``, ``test_loss``; ``train_acc``, ``val_acc``, ``test_acc``, or for multi-label
+    the micro-averaged ``train_f1``, ``val_f1``, ``test_f1``; and the ``metrics``. Checkpoints do not contain the model
+    object: ``NodeClassifier.load_from_checkpoint(path, model=model)``.
+    :class:`~lightning_gnn.nn.GNNModule` documents the other arguments.
 
     Args:
         model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to logits ``[N, num_classes]``.
-        target: The node type that is classified, for graphs with types.
+        target: The node type to classify, for heterogeneous graphs.
         kind: ``"multiclass"`` (cross-entropy), or ``"multilabel"`` (binary cross-entropy, the mean over labels).
-        class_weights: Of each class, positive: ``weight`` of torch's ``cross_entropy``, so that losses are divided by
-            the sum of the nodes' weights; with several labels torch's ``pos_weight``.
-        label_smoothing: That of torch's ``cross_entropy``, in [0, 1).
-        metrics: What else is logged of validation and test, by the names of
+        class_weights: Positive weight of each class: ``weight`` of torch's ``cross_entropy``, so that losses are
+            divided by the sum of the nodes' weights; for multi-label torch's ``pos_weight``.
+        label_smoothing: ``label_smoothing`` of torch's ``cross_entropy``, in [0, 1).
+        metrics: Additional validation and test metrics, by the names of
             :func:`~lightning_gnn.nn.metrics.named_metric`: ``["top5", "macro_f1"]`` as ``val_top5``, ``val_macro_f1``.
 
     Raises:
-        ValueError: an argument is out of range; at the first batch: features, labels or the stage's mask are missing,
-            empty, of a wrong shape or type, a label is out of range, or the model has another number of outputs.
+        ValueError: An argument is out of range; at the first batch: features, labels or the stage's mask are missing,
+            empty or have a wrong shape or dtype, a label is out of range, or the number of model outputs is wrong.
     """
 
     class_weights: Tensor | None
@@ -76,7 +76,7 @@ class NodeClassifier(NodeModule):
         if num_classes < (2 if kind == "multiclass" else 1):
             raise ValueError(f"num_classes must be at least {2 if kind == 'multiclass' else 1}, got {num_classes}")
         if not 0.0 <= label_smoothing < 1.0:
-            raise ValueError(f"label_smoothing is a part of a label, in [0, 1), got {label_smoothing}")
+            raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
         if label_smoothing and kind == "multilabel":
             raise ValueError("label_smoothing is for one class per node: leave it out for kind='multilabel'")
         if class_weights is not None:
@@ -85,29 +85,29 @@ class NodeClassifier(NodeModule):
                 raise ValueError(f"class_weights must be {num_classes} positive numbers, got {class_weights}")
             if kind == "multiclass":
                 self.val_loss, self.test_loss = _WeightedMean(), _WeightedMean()
-        # Objects stay out, so that checkpoints can be read with weights_only=True.
+        # Exclude objects, so that checkpoints can be loaded with weights_only=True.
         self.save_hyperparameters(ignore=["model", "optimizer", "scheduler", "embeddings"])
         self.num_classes = num_classes
         self.kind = kind
         self.label_smoothing = label_smoothing
-        # Not in the checkpoint's weights: it is among its hyperparameters.
+        # Not persistent: the checkpoint stores the weights as a hyperparameter.
         weights = None if class_weights is None else torch.tensor(class_weights)
         self.register_buffer("class_weights", weights, persistent=False)
         self.metric_name = "acc" if kind == "multiclass" else "f1"
         metric = MulticlassAccuracy if kind == "multiclass" else MultilabelF1Score
         for stage in LOGGED_STAGES:
-            # Labels are checked here, once; torchmetrics would check them on the device at every batch.
+            # _labels checks the labels; torchmetrics would check them on the device at every batch.
             setattr(self, f"{stage}_{self.metric_name}", metric(num_classes, average="micro", validate_args=False))
-        self._take_metrics(metrics, kind, num_classes)
+        self._create_metrics(metrics, kind, num_classes)
 
-    def _shares(self, rows: Tensor) -> Tensor:
-        # Of labels, any increasing map with 1/2 at 0 will do; a sigmoid would round high outputs to ties at 1.
+    def _to_scores(self, rows: Tensor) -> Tensor:
+        # Any increasing map with 1/2 at 0 works for labels; a sigmoid would round large outputs to ties at 1.
         rows = rows.float()
         return rows.softmax(1) if self.kind == "multiclass" else (F.softsign(rows) + 1) / 2
 
-    def _losses(self, rows: Tensor, labels: Tensor) -> Tensor:
+    def _compute_losses(self, rows: Tensor, labels: Tensor) -> Tensor:
         weights = self.class_weights
-        if weights is not None:  # of 16 bits they would be others than those that the mean is divided by
+        if weights is not None:  # in 16 bits they would differ from the weights in the denominator of the mean
             dtype = torch.promote_types(rows.dtype, weights.dtype)
             rows, weights = rows.to(dtype), weights.to(rows.device, dtype)
         if self.kind == "multiclass":
@@ -130,8 +130,8 @@ class NodeClassifier(NodeModule):
             if y.dim() != 2 or y.size(1) != self.num_classes:
                 raise ValueError(f"y must hold {self.num_classes} labels per node, 0 or 1, got {list(y.shape)}")
             labels = y[nodes]
-            if self._must_check(stage, labels) and (wrong := labels[(labels != 0) & (labels != 1)]).numel():
-                raise ValueError(f"y holds {wrong[0].item()}, but must be 0 or 1 for kind='multilabel'")
+            if self._must_check(stage, labels) and (invalid := labels[(labels != 0) & (labels != 1)]).numel():
+                raise ValueError(f"y holds {invalid[0].item()}, but must be 0 or 1 for kind='multilabel'")
             return labels.long()
         if y.dim() == 2 and y.size(1) == 1:
             y = y.view(-1)
@@ -144,16 +144,16 @@ class NodeClassifier(NodeModule):
         if self._must_check(stage, labels):
             for value in (int(labels.min()), int(labels.max())):
                 if not 0 <= value < self.num_classes:
-                    missing = ": a node without a label is among the seeds; leave it out of the split"
+                    hint = ": a seed node has no label; remove it from the split"
                     raise ValueError(
                         f"y holds label {value}, but num_classes={self.num_classes} allows 0 to {self.num_classes - 1}"
-                        f"{missing if value == -1 else ''}"
+                        f"{hint if value == -1 else ''}"
                     )
         return labels
 
 
 class _WeightedMean(Metric):
-    """Sum of losses over that of their weights; torchmetrics' own mean ignores weights where it lets NaN pass."""
+    """Sum of losses divided by the sum of weights; torchmetrics' mean ignores weights if NaN values pass through."""
 
     losses: Tensor
     weights: Tensor

@@ -1,4 +1,4 @@
-"""Dropout that draws one number from torch's generator, and its mask from that: fast, and the same for any threads."""
+"""Fast dropout whose mask is a function of one random key and independent of the number of threads."""
 
 from torch import Tensor, nn
 
@@ -6,12 +6,12 @@ from lightning_gnn.ops.dropout import dropout
 
 
 class Dropout(nn.Dropout):
-    """``torch.nn.Dropout`` whose mask on the CPU is a function of one key, so that it is drawn in vectors and threads.
+    """``torch.nn.Dropout`` whose CPU mask is a function of one key, which allows vectorized, multithreaded generation.
 
-    Each call draws a 64-bit key from torch's generator of the CPU, and number (i, c) of ``[n, ...]`` is kept or dropped
-    by a hash of (key, i, c). So ``seed_everything``, activation checkpointing and resumed runs repeat masks, for any
-    number of threads. Elsewhere (other devices, compiled or transformed functions, in place, modes of torch such as the
-    one in which ``"ascend_hybrid"`` draws dropout) it is torch's own.
+    Each call draws a 64-bit key from torch's CPU generator; a hash of (key, i, c) decides whether element (i, c) of
+    ``[n, ...]`` is dropped. ``seed_everything``, activation checkpointing and resumed runs thus reproduce masks for
+    any number of threads. Otherwise (other devices, compiled or transformed functions, in place, torch modes like the
+    one in which ``"ascend_hybrid"`` draws dropout) it is torch's dropout.
 
     Examples:
         >>> import torch
@@ -24,5 +24,5 @@ class Dropout(nn.Dropout):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return ``input`` ``[n, ...]`` with some numbers dropped, the others times ``1 / (1 - p)``."""
+        """Return ``input`` ``[n, ...]`` with some elements dropped and the others scaled by ``1 / (1 - p)``."""
         return super().forward(input) if self.inplace else dropout(input, self.p, self.training)

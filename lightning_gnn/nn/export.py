@@ -1,4 +1,4 @@
-"""Trained models as programs of plain operators, which run without this package: ``torch.export`` and ONNX."""
+"""Exports trained models with ``torch.export`` and ONNX, to run without this package."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ from torch import Tensor, nn
 
 from lightning_gnn.nn.module import GNNModule
 
-if TYPE_CHECKING:  # which takes a second to import
+if TYPE_CHECKING:  # importing it takes a second
     from torch.export import ExportedProgram
 
-_NUM_NODES, _NUM_EDGES = 5, 7  # of the graph that the program is made on; others have any numbers of both
+_NUM_NODES, _NUM_EDGES = 5, 7  # size of the example graph; both dimensions are dynamic in the program
 
 
 def export_program(
     model: nn.Module, num_features: int, num_seeds: int | None = None, edge_weight: bool = False
 ) -> ExportedProgram:
-    """Return a trained model as a program of ATen's operators for graphs of any size.
+    """Export a trained model as a program of ATen operators for graphs of any size.
 
-    It takes ``x`` float32 ``[N, num_features]`` and ``edge_index`` int64 ``[2, E]`` (source, target), and returns what
-    the model returns for them in evaluation. They may be a whole graph, or the sampled neighborhood of some nodes, as
-    mini-batches hold it: the seeds first, whose rows are then the first ones.
+    The program takes ``x`` float32 ``[N, num_features]`` and ``edge_index`` int64 ``[2, E]`` (source, target), and
+    returns the model's outputs in evaluation mode. The inputs are a whole graph, or the sampled neighborhood of seed
+    nodes in the layout of a mini-batch, where the seeds are the first nodes and their outputs the first rows.
 
     Args:
-        model: Maps ``x`` and ``edge_index`` to a row per node; or ``NodeClassifier`` and the like, whose ``model`` is
-            taken. It stays as it is.
-        num_seeds: How many rows to return, those of the first nodes: 1 for programs that answer for a single node. None
-            returns all.
-        edge_weight: Whether it takes ``edge_weight`` float32 ``[E]`` besides, as a GCN may.
+        model: Maps ``x`` and ``edge_index`` to one row per node; for a ``NodeClassifier`` and similar modules, their
+            ``model`` is exported. It is not modified.
+        num_seeds: Number of rows to return, those of the first nodes (1 for single-node requests). None returns all.
+        edge_weight: Whether the program also takes ``edge_weight`` float32 ``[E]``, for example for a GCN.
 
     Returns:
-        What ``torch.export.save`` writes, and what is called as ``program.module()(x, edge_index)``.
+        A program for ``torch.export.save`` and for calls as ``program.module()(x, edge_index)``.
 
     Raises:
-        ValueError: The model cannot be exported, or takes other features, or dictionaries of several types.
+        ValueError: The model cannot be exported, takes another number of features, or is heterogeneous.
 
     Examples:
         >>> import torch
@@ -58,30 +57,30 @@ def export_program(
 
     if num_seeds is not None and num_seeds < 1:
         raise ValueError(f"num_seeds must be at least 1, or None for all rows, got {num_seeds}")
-    plain = _Plain(model, num_seeds).eval()
+    plain = _InnerModel(model, num_seeds).eval()
     x = torch.zeros(_NUM_NODES, num_features)
     nodes = torch.arange(_NUM_EDGES) % _NUM_NODES
     edge_index = torch.stack([nodes, (nodes + 1) % _NUM_NODES])
     num_edges = Dim("num_edges")
     shapes: dict[str, Any] = {"x": {0: Dim("num_nodes")}, "edge_index": {1: num_edges}}
-    given = [x, edge_index]
+    inputs = [x, edge_index]
     if edge_weight:
         shapes["edge_weight"] = {0: num_edges}
-        given.append(torch.ones(_NUM_EDGES))
+        inputs.append(torch.ones(_NUM_EDGES))
     running: list[tuple[str, nn.Module]] = []
     for path, layer in plain.model.named_modules():
         layer.register_forward_pre_hook(lambda layer, _, path=path: running.append((path, layer)))
         layer.register_forward_hook(lambda *_: (running.pop(), None)[1])
     try:
-        with torch.no_grad(), _without_traces():
-            return export(plain, tuple(given), dynamic_shapes=shapes, strict=False)
-    except Exception as error:  # of many kinds
-        name, reason = type(plain.model).__name__, _reason(error, running)
+        with torch.no_grad(), _suppress_traces():
+            return export(plain, tuple(inputs), dynamic_shapes=shapes, strict=False)
+    except Exception as error:  # torch raises many exception types
+        name, reason = type(plain.model).__name__, _summarize(error, running)
         raise ValueError(f"{name} cannot be exported for {num_features} features: {reason}") from error
 
 
-def _reason(error: Exception, running: list[tuple[str, nn.Module]]) -> str:
-    """Say in short why an export has failed, in which layer, and what to do."""
+def _summarize(error: Exception, running: list[tuple[str, nn.Module]]) -> str:
+    """Summarize an export error: the reason, the layer and the remedy."""
     text = textwrap.shorten(str(error).strip().partition("\n")[0], 200)
     path, layer = running[-1] if running else ("", None)
     where = f", in {type(layer).__name__} ({path})" if path else ""
@@ -89,8 +88,8 @@ def _reason(error: Exception, running: list[tuple[str, nn.Module]]) -> str:
 
 
 @contextmanager
-def _without_traces() -> Iterator[None]:
-    """Keep from the user what torch.export prints and logs when it fails: the whole graph as far as it was traced."""
+def _suppress_traces() -> Iterator[None]:
+    """Suppress the traced graph that torch.export prints and logs when it fails."""
     loggers = [logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "export._trace")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -116,7 +115,7 @@ def export_onnx(
     program = export_program(model, num_features, num_seeds)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
-    logger.setLevel(level if verbose else logging.ERROR)  # else it warns that torchvision is missing
+    logger.setLevel(level if verbose else logging.ERROR)  # suppresses a warning that torchvision is missing
     try:
         torch.onnx.export(
             program,
@@ -128,22 +127,22 @@ def export_onnx(
             external_data=False,
             verbose=verbose,
         )
-    except Exception as error:  # of many kinds
+    except Exception as error:  # torch raises many exception types
         name = type(getattr(model, "model", model)).__name__
-        raise ValueError(f"{name} cannot be written as ONNX: {_reason(error, [])}") from error
+        raise ValueError(f"{name} cannot be written as ONNX: {_summarize(error, [])}") from error
     finally:
         logger.setLevel(level)
     return Path(path)
 
 
 def check_onnx() -> None:
-    """Say which packages ONNX needs."""
+    """Raise a ModuleNotFoundError if a package that ONNX needs is missing."""
     if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
         raise ModuleNotFoundError(f"ONNX needs {' and '.join(missing)}: pip install 'lightning-gnn[onnx]'")
 
 
-class _Plain(nn.Module):
-    """A copy of a model in evaluation, with nothing of training around it."""
+class _InnerModel(nn.Module):
+    """A CPU copy of the inner model in float32, without LightningModule, compilation and gradients."""
 
     def __init__(self, model: nn.Module, num_seeds: int | None) -> None:
         super().__init__()
@@ -154,7 +153,7 @@ class _Plain(nn.Module):
         for layer in self.model.modules():
             if getattr(layer, "cached", False):
                 layer.cached = False
-                for name in [name for name in vars(layer) if name.startswith("_cached_")]:  # of one graph
+                for name in [name for name in vars(layer) if name.startswith("_cached_")]:  # tied to one graph
                     setattr(layer, name, None)
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:

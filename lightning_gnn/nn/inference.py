@@ -1,4 +1,4 @@
-"""Exact outputs of a trained model for all nodes: whole layers one after another, or block by block between files."""
+"""Exact outputs of a trained model for all nodes, in memory or out-of-core in blocks of nodes."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from lightning_gnn.ops.aggregate.definition import Reduce, aggregate
 from lightning_gnn.ops.edge_softmax.definition import edge_softmax
 from lightning_gnn.runtime.memory_info import available_bytes
 
-LEAST = 2048  # vertices, targets and sources together, that a block may always have
-_SHARE = 0.5  # of the free memory, how much memory_limit="auto" takes
+MIN_BLOCK_VERTICES = 2048  # minimum limit of vertices (targets and sources) per block
+_AUTO_SHARE = 0.5  # fraction of the free memory for memory_limit="auto"
 
 
 @dataclass(frozen=True)
 class FullInference:
-    """How outputs for all nodes are computed.
+    """Settings of inference for all nodes.
 
     Args:
-        folder: Where the outputs of layers go that do not fit into memory, as ``.npy`` files; the last one stays there.
-            By default a temporary folder below the user's cache directory.
-        memory_limit: Bytes of features and layer outputs to hold in memory, on the device or off it; ``"auto"``: half
-            of what is free.
-        progress: Log how far each layer is, by tenths, while outputs go to files.
+        folder: Folder for layer outputs that do not fit into memory, as ``.npy`` files; the last one is not removed. By
+            default a temporary folder in the user's cache directory.
+        memory_limit: Maximum bytes of features and layer outputs in memory, on the device and on the host each;
+            ``"auto"``: half of the free memory.
+        progress: Log each tenth of the progress of a layer while outputs are written to files.
 
     Raises:
-        ValueError: Another ``memory_limit``.
+        ValueError: ``memory_limit`` is not a number of bytes or ``"auto"``.
 
     Examples:
         >>> import torch
@@ -50,7 +50,7 @@ class FullInference:
         >>> from lightning_gnn.nn import GCN, infer
         >>> model = GCN(in_channels=4, hidden_channels=8, num_layers=2, out_channels=3).eval()
         >>> x, ring = torch.rand(3, 4), CompressedGraph.from_edge_index(torch.tensor([[0, 1, 2], [1, 2, 0]]))
-        >>> outputs = infer(model, x, ring, settings=FullInference("layers", memory_limit=0))  # from file to file
+        >>> outputs = infer(model, x, ring, settings=FullInference("layers", memory_limit=0))  # out-of-core
         >>> outputs.shape
         torch.Size([3, 3])
         >>> torch.allclose(outputs, model(x, ring), atol=1e-6)
@@ -67,22 +67,22 @@ class FullInference:
             raise ValueError(f"memory_limit must be a number of bytes, or 'auto', but is {limit!r}")
 
     def limit_on(self, device: torch.device) -> float:
-        """Return how many bytes may be held there."""
-        return (available_bytes(device) or 0) * _SHARE if self.memory_limit == "auto" else float(self.memory_limit)
+        """Return the memory limit on a device, in bytes."""
+        return (available_bytes(device) or 0) * _AUTO_SHARE if self.memory_limit == "auto" else float(self.memory_limit)
 
     def run(self, model: nn.Module, x: Tensor, graph: CompressedGraph, **more: Any) -> Tensor:
-        """Return what :func:`infer` does."""
+        """Call :func:`infer` with these settings."""
         return infer(model, x, graph, settings=self, **more)
 
 
 class Elsewhere:
-    """Stands as ``edge_index`` of a batch for edges that are in parts on ranks; ``inference`` of the batch has them."""
+    """Placeholder for ``edge_index`` of a partitioned graph; the batch's ``inference`` accesses the edges."""
 
     def __init__(self, num_edges: int) -> None:
         self.num_edges = num_edges
 
     def __repr__(self) -> str:
-        return f"{self.num_edges} edges, of which each rank has a part"
+        return f"{self.num_edges} edges, partitioned across ranks"
 
 
 @torch.no_grad()
@@ -95,40 +95,40 @@ def infer(
     settings: FullInference | None = None,
     stop: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Return the model's outputs for all nodes, exactly those of ``model(x, graph)``.
+    """Return the model's outputs for all nodes, identical to ``model(x, graph)``.
 
-    Where the outputs of layers do not fit into ``settings.memory_limit``, GCN, GraphSAGE and GAT (with ``jk`` None or
-    ``"last"``) are computed layer by layer in blocks of targets, from file to file. Any other model runs on the whole
-    graph at once, and gets an ``edge_index`` tensor where it has layers that need one.
+    If layer outputs exceed ``settings.memory_limit``, GCN, GraphSAGE and GAT (with ``jk`` None or ``"last"``) are
+    computed out-of-core, layer by layer in blocks of targets. Any other model runs on the whole graph at once, with an
+    ``edge_index`` tensor if its layers need one.
 
     Args:
-        model: In evaluation mode.
+        model: The model, in evaluation mode.
         x: Features ``[N, F]``, in memory or memory-mapped.
         edge_weight: Weights ``[E]`` in the order of the user's ``edge_index``, for models that take them.
-        edge_attr: Features of edges ``[E, …]`` in the same order, for models that take them.
+        edge_attr: Edge features ``[E, …]`` in the same order, for models that take them.
         settings: By default ``FullInference()``.
-        stop: Called after each block of rows that goes to a file; may raise to interrupt the run.
+        stop: Called after each block of rows that is written to a file; may raise to interrupt the run.
 
     Returns:
-        ``[N, out_channels]``, on the model's device, or memory-mapped.
+        ``[N, out_channels]``, on the model's device or memory-mapped.
 
     Raises:
-        ValueError: The model is in training mode, or a normalization over all nodes meets outputs that do not fit.
+        ValueError: The model is in training mode, or it normalizes over all nodes and its outputs do not fit in memory.
         RuntimeError: Another process writes to the same folder.
     """
     settings = settings or FullInference()
     model = getattr(model, "_orig_mod", model)
     if model.training:
-        raise ValueError("outputs for all nodes are for evaluation; call model.eval() first")
+        raise ValueError("full inference needs evaluation mode; call model.eval() first")
     device = next((parameter.device for parameter in model.parameters()), x.device)
     layers = layers_of(model)
     if layers is None or _whole_graph_bytes(layers, x, graph, device) <= settings.limit_on(device):
-        named = {"edge_weight": edge_weight, "edge_attr": edge_attr}
-        extra = {name: value.to(device) for name, value in named.items() if value is not None}
+        optional = {"edge_weight": edge_weight, "edge_attr": edge_attr}
+        extra = {name: value.to(device) for name, value in optional.items() if value is not None}
         return _run_whole(model, x.to(device), graph.to(device), extra)
-    if whole := [layer.whole_norm for layer in layers if layer.whole_norm is not None]:
+    if whole_norms := [layer.whole_norm for layer in layers if layer.whole_norm is not None]:
         raise ValueError(
-            f"{whole[0]} averages over all nodes, so that outputs of layers must be in memory, which takes "
+            f"{whole_norms[0]} averages over all nodes, so layer outputs must fit in memory, which takes "
             f"{_whole_graph_bytes(layers, x, graph, device) / 1e9:.3g} GB; raise memory_limit (now "
             f"{settings.limit_on(device) / 1e9:.3g} GB), or train with norm=batch"
         )
@@ -140,14 +140,14 @@ class Layer:
     """One layer of a model."""
 
     conv: nn.Module  # a layer of lightning_gnn.nn.conv
-    after: list[Callable[[Tensor], Tensor]]  # what follows it by row: normalization, activation, a last linear layer
+    after: list[Callable[[Tensor], Tensor]]  # row-wise functions: normalization, activation, a last linear layer
     width: int  # columns of the result
-    widest: int  # columns of the widest tensor on the way
-    whole_norm: str | None = None  # the class of a normalization in after that reads all rows, or None
+    widest: int  # columns of the widest intermediate tensor
+    whole_norm: str | None = None  # class name of a normalization in `after` that reads all rows, or None
 
 
 def layers_of(model: nn.Module) -> list[Layer] | None:
-    """Take a model apart into layers that can be run one after another; None where that is not possible."""
+    """Split a model into layers that can run one after another, or return None if that is not possible."""
     if not isinstance(model, BasicGNN) or type(model).forward not in (BasicGNN.forward, _InputDropoutGNN.forward):
         return None
     if model.jk_mode not in (None, "last") or not all(type(c) in (GCNConv, SAGEConv, GATConv) for c in model.convs):
@@ -164,7 +164,7 @@ def layers_of(model: nn.Module) -> list[Layer] | None:
         if not last or model.jk_mode is not None:
             act = [] if model.act is None else [model.act]
             after = [*act, norm] if model.act_first else [norm, *act]
-            whole_norm = None if _reads_rows_alone(norm) else type(norm).__name__
+            whole_norm = None if _is_row_wise(norm) else type(norm).__name__
         if last and model.jk_mode is not None:
             after.append(model.lin)
             width = model.out_channels
@@ -179,20 +179,20 @@ def _run_whole(model: nn.Module, x: Tensor, graph: CompressedGraph, extra: dict[
 
 
 def _output_bytes(layers: list[Layer], x: Tensor) -> int:
-    """Bytes of the largest pair of layer outputs, one read and one written."""
+    """Return the bytes of the largest pair of layer outputs, one read and one written."""
     widths = [0, *(layer.widest for layer in layers)]
     return x.size(0) * x.element_size() * max(a + b for a, b in pairwise(widths))
 
 
 def _whole_graph_bytes(layers: list[Layer], x: Tensor, graph: CompressedGraph, device: torch.device) -> int:
-    """Bytes that the whole graph takes at once beyond what is there: outputs, attention, and what must be moved."""
+    """Return the additional bytes of a whole-graph run: outputs, attention, and tensors to transfer."""
     heads = max((layer.conv.heads for layer in layers if isinstance(layer.conv, GATConv)), default=1)
     moved = 0 if x.device == device else x.nbytes + graph.num_bytes
     return _output_bytes(layers, x) + 2 * graph.num_edges * heads * x.element_size() + moved
 
 
-def _reads_rows_alone(norm: nn.Module) -> bool:
-    """Say whether a normalization, in evaluation, changes each row by itself."""
+def _is_row_wise(norm: nn.Module) -> bool:
+    """Return whether a normalization, in evaluation mode, processes each row independently."""
     if type(norm).__name__ == "LayerNorm":
         return getattr(norm, "mode", "node") == "node"
     if type(norm).__name__ in ("BatchNorm", "BatchNorm1d"):
@@ -202,7 +202,7 @@ def _reads_rows_alone(norm: nn.Module) -> bool:
 
 
 class GraphBlock:
-    """Targets ``[first, last)`` of a graph, with its self-loops, as a bipartite graph of their own for our layers."""
+    """Targets ``[first, last)`` of a graph, with its self-loops, as a bipartite graph for our layers."""
 
     def __init__(
         self, graph: CompressedGraph, user_graph: CompressedGraph, first: int, last: int, memo: dict[str, Tensor]
@@ -218,12 +218,12 @@ class GraphBlock:
         self._user_graph, self._memo = user_graph, memo
 
     def to(self, device: torch.device) -> GraphBlock:
-        """Move what is aggregated over to a device."""
+        """Move the topology of the block to a device."""
         self._graph = self._graph.to(device)
         return self
 
     def with_self_loops(self) -> GraphBlock:
-        """Return the block itself: it was cut from a graph that has them."""
+        """Return the block itself, which was extracted from a graph with self-loops."""
         return self
 
     def gcn_weight(
@@ -236,13 +236,13 @@ class GraphBlock:
         """Return the normalization by the degrees in the whole graph."""
         if "gcn" not in self._memo:
             self._memo["gcn"] = self._user_graph.gcn_weight(edge_weight, improved, add_self_loops, dtype=dtype)
-        return self._of_block(self._memo["gcn"])
+        return self._select_edges(self._memo["gcn"])
 
     def edge_order(self, values: Tensor) -> Tensor:
-        """Bring the values of this block's edges into its order."""
+        """Return the values of this block's edges in its order, from values in the user's order."""
         if "order" not in self._memo:
             self._memo["order"] = self._user_graph.edge_order(values)
-        return self._of_block(self._memo["order"])
+        return self._select_edges(self._memo["order"])
 
     def aggregate(self, x: Tensor, weight: Tensor | None = None, reduce: Reduce = "sum") -> Tensor:
         """Aggregate ``x`` ``[num_sources, …]`` at the targets."""
@@ -252,7 +252,7 @@ class GraphBlock:
         """Return the attention of each edge."""
         return edge_softmax(self._graph, source, target, negative_slope)
 
-    def _of_block(self, values: Tensor) -> Tensor:
+    def _select_edges(self, values: Tensor) -> Tensor:
         return values[self._edges].to(self._graph.device)
 
 
@@ -266,7 +266,7 @@ def _stream(
     stop: Callable[[], None] | None,
 ) -> Tensor:
     """Return the output of the last layer for all nodes ``[N, D]``, in host memory or memory-mapped."""
-    limit = settings.limit_on(device)  # bytes that a block may take there, about
+    limit = settings.limit_on(device)  # approximate maximum bytes of a block on the device
     in_memory = _output_bytes(layers, x) <= settings.limit_on(torch.device("cpu"))
     x, graph, edge_weight = x.cpu(), graph.to("cpu"), None if edge_weight is None else edge_weight.cpu()
     dtype = next(parameter.dtype for layer in layers for parameter in layer.conv.parameters())
@@ -277,16 +277,16 @@ def _stream(
         files.prepare([(num_nodes, layer.width) for layer in layers], dtype)
         source = x
         for i, layer in enumerate(layers):
-            target = files.layer_output(i, (num_nodes, layer.width), dtype)
+            target = files.create_output(i, (num_nodes, layer.width), dtype)
             memo: dict[str, Tensor] = {}
             widest = (source.size(1) + layer.widest) * dtype.itemsize
-            for first, last in _blocks(graphs[i].forward, max(LEAST, int(limit // max(widest, 1)))):
+            for first, last in _iter_blocks(graphs[i].forward, max(MIN_BLOCK_VERTICES, int(limit // max(widest, 1)))):
                 block = GraphBlock(graphs[i], graph, first, last, memo).to(device)
-                read = source[block.sources].to(device, dtype)
+                inputs = source[block.sources].to(device, dtype)
                 if isinstance(layer.conv, GCNConv):
-                    out = layer.conv(read, block, edge_weight)
+                    out = layer.conv(inputs, block, edge_weight)
                 else:
-                    out = layer.conv((read, source[block.targets].to(device, dtype)), block)
+                    out = layer.conv((inputs, source[block.targets].to(device, dtype)), block)
                 for function in layer.after:
                     out = function(out)
                 target[block.targets] = out.to("cpu", target.dtype)
@@ -294,24 +294,24 @@ def _stream(
                     rank_zero_info(f"layer {i + 1} of {len(layers)}: {100 * last // num_nodes} % of the nodes are done")
                 if stop is not None:
                     stop()
-            source = files.finished(i, target)
+            source = files.finish(i, target)
         return source
 
 
-def _blocks(rows: CSR, most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows that have, with their distinct columns, at most ``most`` vertices, but at least one row."""
+def _iter_blocks(rows: CSR, max_vertices: int) -> Iterator[tuple[int, int]]:
+    """Yield row ranges with at most ``most`` vertices (rows and distinct columns), but at least one row."""
     indptr, indices = rows.indptr.numpy(), rows.indices.numpy()
     stamps = np.full(rows.num_columns, -1, np.int64)
     first = 0
     while first < rows.num_rows:
-        last = fitting_rows(indptr, indices, first, most, stamps)
+        last = find_block_end(indptr, indices, first, max_vertices, stamps)
         yield first, last
         first = last
 
 
 @numba.njit(nogil=True, cache=True)
-def fitting_rows(indptr: np.ndarray, indices: np.ndarray, first: int, most: int, stamps: np.ndarray) -> int:
-    """Return the row behind the last that fits; ``stamps`` ``[num_columns]`` says which range met a column last."""
+def find_block_end(indptr: np.ndarray, indices: np.ndarray, first: int, max_vertices: int, stamps: np.ndarray) -> int:
+    """Return the end of the row range that fits; ``stamps`` ``[num_columns]`` holds the last range of a column."""
     vertices = 0
     for row in range(first, indptr.size - 1):
         vertices += 1
@@ -319,6 +319,6 @@ def fitting_rows(indptr: np.ndarray, indices: np.ndarray, first: int, most: int,
             if stamps[indices[e]] != first:
                 stamps[indices[e]] = first
                 vertices += 1
-        if vertices > most:
+        if vertices > max_vertices:
             return max(row, first + 1)
     return indptr.size - 1

@@ -1,4 +1,4 @@
-"""Link prediction as a LightningModule, on link-sampled mini-batches and on full graphs."""
+"""LightningModule for link prediction, on link-sampled mini-batches and on full graphs."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from torchmetrics.retrieval import RetrievalHitRate, RetrievalMRR, RetrievalReca
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.module import GNNModule
 
-_AT = {"hits": RetrievalHitRate, "recall": RetrievalRecall}
-_MOST_QUERIES = 1 << 40  # how many queries a rank may ask per epoch: their numbers tell those of different ranks apart
+_RANKING_METRICS = {"hits": RetrievalHitRate, "recall": RetrievalRecall}
+_MAX_QUERIES_PER_RANK = 1 << 40  # maximum queries per rank and epoch; makes query ids unique across ranks
 
 
 class LinkPredictor(GNNModule):
@@ -26,25 +26,25 @@ class LinkPredictor(GNNModule):
     The loss is binary cross-entropy with the dot product as logit (the graph auto-encoder of Kipf and Welling, 2016,
     arXiv:1611.07308). It works on the batches of PyG's ``LinkNeighborLoader`` and on full graphs (``RandomLinkSplit``):
 
-    - binary: ``edge_label_index`` ``[2, P]`` int64 and ``edge_label`` ``[P]``, 1 for links and 0 for others;
+    - binary: ``edge_label_index`` ``[2, P]`` int64 and ``edge_label`` ``[P]``, 1 for links and 0 for non-links;
     - triplet: ``src_index`` ``[P]``, ``dst_pos_index`` ``[P]`` and ``dst_neg_index`` ``[P]`` or ``[P, K]``, int64.
 
-    Logged, each weighted by the number of labeled edges: ``train_loss`` (``train_loss_step``, ``train_loss_epoch``),
-    ``val_loss``, ``test_loss`` and the ``metrics``, which are exact and keep an epoch's scores in memory. All but
-    ``"auc"`` rank each link among the K non-links that are drawn to its source, so that they need triplets:
-    ``neg_sampling=NegativeSampling("triplet", amount=K)``, and no labels. Checkpoints keep no objects:
+    Logged values, weighted by the number of labeled edges: ``train_loss`` (``train_loss_step``,
+    ``train_loss_epoch``), ``val_loss``, ``test_loss`` and the ``metrics``, which are exact and store an epoch's scores
+    in memory. All metrics except ``"auc"`` rank each link among K non-links with the same source. They need triplets,
+    ``neg_sampling=NegativeSampling("triplet", amount=K)``, and no labels. Checkpoints do not contain the model object:
     ``LinkPredictor.load_from_checkpoint(path, model=model)``.
-    Arguments that are not listed here are those of :class:`~lightning_gnn.nn.GNNModule`.
+    :class:`~lightning_gnn.nn.GNNModule` documents the other arguments.
 
     Args:
         model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to node embeddings ``[N, D]``.
-        target: The type of the edges that are predicted, ``(source, name, target)``, for graphs with types.
-        metrics: What is logged of validation and test: ``"auc"``, ``"mrr"`` (mean reciprocal rank), ``"hits@10"``,
-            ``"recall@10"`` with any number; as ``val_auc``, ``val_mrr``, ``val_hits@10``.
+        target: The edge type to predict, ``(source, name, target)``, for heterogeneous graphs.
+        metrics: Validation and test metrics: ``"auc"``, ``"mrr"`` (mean reciprocal rank), ``"hits@10"``,
+            ``"recall@10"`` with any number; logged as ``val_auc``, ``val_mrr``, ``val_hits@10``.
 
     Raises:
-        ValueError: an argument is out of range; at the first batch: features or labeled edges are missing, empty or of
-            a wrong shape, or a label is neither 0 nor 1.
+        ValueError: An argument is out of range; at the first batch: features or labeled edges are missing, empty or
+            have a wrong shape, or a label is neither 0 nor 1.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class LinkPredictor(GNNModule):
         super().__init__(model, lr, weight_decay, optimizer, scheduler, embeddings)
         self.target = None if target is None else tuple(target)
         metrics = [metrics] if isinstance(metrics, str) else list(metrics)
-        # Objects stay out, so that checkpoints can be read with weights_only=True.
+        # Exclude objects, so that checkpoints can be loaded with weights_only=True.
         self.save_hyperparameters(ignore=["model", "optimizer", "scheduler", "embeddings"])
         self.metric_names = metrics
         for stage in ("val", "test"):
             for name in metrics:
-                setattr(self, f"{stage}_{name}", _metric(name))
+                setattr(self, f"{stage}_{name}", _create_metric(name))
         self._queries = 0
 
     def training_step(self, batch: Data | HeteroData, batch_idx: int) -> Tensor:
@@ -75,55 +75,56 @@ class LinkPredictor(GNNModule):
         return self._log_loss("train", losses)
 
     def validation_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
-        """Log loss and area under the ROC curve of the batch's labeled edges."""
+        """Log the loss and the metrics of the batch's labeled edges."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
-        """Log loss and area under the ROC curve of the batch's labeled edges."""
+        """Log the loss and the metrics of the batch's labeled edges."""
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: Data | HeteroData, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return the logits ``[P]`` of ``edge_label_index``, or ``[P + P * K]`` of the positive, then negative pairs.
 
-        ``sigmoid()`` of them are probabilities. No labels are needed.
+        ``sigmoid()`` converts them to probabilities. Labels are not required.
         """
-        source, target, _ = self._pairs(batch)
-        return self._scores(batch, source, target)
+        source, target, _ = self._get_pairs(batch)
+        return self._score_pairs(batch, source, target)
 
     def _evaluate(self, batch: Data | HeteroData, stage: str) -> None:
         losses, scores, labels = self._step(batch, stage)
         self._log_loss(stage, losses)
-        # Any increasing map into (0, 1), which the metrics need, leaves curves and ranks as they are; a sigmoid would
-        # round high scores to ties at 1.
+        # The metrics need scores in (0, 1). Any increasing map preserves curves and ranks; a sigmoid would round large
+        # scores to ties at 1.
         scores, labels = (F.softsign(scores.detach()) + 1) / 2, labels.long()
         for name in self.metric_names:
             metric: Metric = getattr(self, f"{stage}_{name}")
-            metric.update(scores, labels, **({} if name == "auc" else {"indexes": self._asked(batch, scores, name)}))
+            extra = {} if name == "auc" else {"indexes": self._assign_query_ids(batch, scores, name)}
+            metric.update(scores, labels, **extra)
             size, shown = scores.size(0), stage == "val" or name == "auc"
             self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=shown, batch_size=size)
         self._queries += scores.size(0)
 
-    def _asked(self, batch: Data | HeteroData, scores: Tensor, name: str) -> Tensor:
-        """Return for each score which link it is ranked with, other numbers in each batch and on each rank."""
-        source, *_ = self._parts(batch)[1:]
+    def _assign_query_ids(self, batch: Data | HeteroData, scores: Tensor, name: str) -> Tensor:
+        """Return the query id of each score; ids are unique across batches and ranks."""
+        source, *_ = self._get_stores(batch)[1:]
         links = source.get("src_index")
         if links is None:
             raise ValueError(
-                f"{name} ranks a link among non-links of the same source, but the batch does not say which those are; "
+                f"{name} ranks a link among non-links of the same source, which the batch does not contain; "
                 'give the DataModule neg_sampling=NegativeSampling("triplet", amount=…), and no labels'
             )
         count = links.size(0)
-        own = torch.arange(count, device=scores.device)
-        first = self._queries + _MOST_QUERIES * self.global_rank
-        return first + torch.cat([own, own.repeat_interleave(scores.size(0) // count - 1)])
+        index = torch.arange(count, device=scores.device)
+        first = self._queries + _MAX_QUERIES_PER_RANK * self.global_rank
+        return first + torch.cat([index, index.repeat_interleave(scores.size(0) // count - 1)])
 
     def _step(self, batch: Data | HeteroData, stage: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return loss, logit and label of each labeled edge, ``[P]``."""
-        source, target, labels = self._pairs(batch)
+        """Return the loss, logit and label of each labeled edge, ``[P]``."""
+        source, target, labels = self._get_pairs(batch)
         if labels is None:
             raise ValueError(
                 "the batch has 'edge_label_index' but no 'edge_label': give the loader labels or neg_sampling, "
-                "since links alone teach the model nothing"
+                "since training needs non-links as well"
             )
         if source.numel() == 0:
             raise ValueError(f"the {stage} batch has no labeled edges")
@@ -136,26 +137,26 @@ class LinkPredictor(GNNModule):
                     f"edge_label holds {wrong[0].item()}, but must be 0 or 1 (LinkNeighborLoader adds 1 to labels that "
                     f"contain 0 when it also samples negatives: give it no labels, or ones)"
                 )
-        scores = self._scores(batch, source, target)
+        scores = self._score_pairs(batch, source, target)
         labels = labels.to(scores.dtype)
         return F.binary_cross_entropy_with_logits(scores, labels, reduction="none"), scores, labels
 
-    def _scores(self, batch: Data | HeteroData, source: Tensor, target: Tensor) -> Tensor:
+    def _score_pairs(self, batch: Data | HeteroData, source: Tensor, target: Tensor) -> Tensor:
         z = self(batch)
         left, right = (z, z) if self.target is None else (z[self.target[0]], z[self.target[-1]])
         scores: Tensor = (left[source.to(left.device)] * right[target.to(right.device)]).sum(dim=-1)
         return scores.to(source.device)
 
-    def _parts(self, batch: Data | HeteroData) -> tuple[Any, Any, Any]:
-        """Return what has the labeled edges, and what has their sources and targets."""
+    def _get_stores(self, batch: Data | HeteroData) -> tuple[Any, Any, Any]:
+        """Return the stores of the labeled edges, of their sources and of their targets."""
         self._check_types(batch, self.target, [] if self.target is None else [self.target[0], self.target[-1]])
         if self.target is None:
             return batch, batch, batch
         return batch[self.target], batch[self.target[0]], batch[self.target[-1]]
 
-    def _pairs(self, batch: Data | HeteroData) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return source, target (``[P]`` local node ids) and label of the labeled edges."""
-        edges, sources_of, targets_of = self._parts(batch)
+    def _get_pairs(self, batch: Data | HeteroData) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the sources, targets (``[P]`` local node ids) and labels of the labeled edges."""
+        edges, sources_of, targets_of = self._get_stores(batch)
         if edges.get("edge_label_index") is not None:
             index = edges.edge_label_index
             if index.dim() != 2 or index.size(0) != 2:
@@ -175,14 +176,14 @@ class LinkPredictor(GNNModule):
         return sources, torch.cat([positive, negative.flatten()]), labels
 
 
-def _metric(name: str) -> Metric:
+def _create_metric(name: str) -> Metric:
     """Build a metric from its name."""
     if name == "auc":
         return BinaryAUROC(validate_args=False)
     if name == "mrr":
         return RetrievalMRR()
-    found = re.fullmatch(r"(hits|recall)@([1-9]\d*)", name)
-    if found is None:
+    match = re.fullmatch(r"(hits|recall)@([1-9]\d*)", name)
+    if match is None:
         raise ValueError(f"metrics: {name!r} is unknown; use auc, mrr, hits@10 or recall@10 with any number")
-    metric: Metric = _AT[found[1]](top_k=int(found[2]))
+    metric: Metric = _RANKING_METRICS[match[1]](top_k=int(match[2]))
     return metric

@@ -1,4 +1,4 @@
-"""Metrics of predictions for nodes, by name: torchmetrics' classes."""
+"""Metrics of node predictions by name, as torchmetrics classes."""
 
 import re
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _AVERAGED = {
     "auroc": "AUROC",
     "ap": "AveragePrecision",
 }
-_OGBN = ("ogbn-arxiv", "ogbn-mag", "ogbn-papers100M", "ogbn-products")  # whose evaluators compute the accuracy
+_OGBN = ("ogbn-arxiv", "ogbn-mag", "ogbn-papers100M", "ogbn-products")  # OGB's evaluators compute the accuracy
 _OTHERS: dict[str, dict[str, Callable[..., Metric]]] = {
     "multiclass": {
         "mcc": of_classes.MulticlassMatthewsCorrCoef,
@@ -37,30 +37,29 @@ _OTHERS: dict[str, dict[str, Callable[..., Metric]]] = {
 def named_metric(name: str, kind: MetricTask, num_outputs: int = 1) -> Metric:
     """Build a metric from its name.
 
-    Of one class per node (``"multiclass"``): ``top5``, the share of nodes whose class is among the five likeliest, with
-    any number; ``macro_`` (the mean over classes) or ``weighted_`` (by the nodes of each class) with ``f1``, ``acc``,
-    ``precision``, ``recall``, ``auroc`` and ``ap`` (average precision); ``mcc`` (Matthews' correlation), ``kappa``
-    (Cohen's), ``ece`` (expected calibration error); ``ogbn-arxiv`` and the like, what OGB's evaluator gives. Of several
-    labels: the same averages, and ``micro_``; ``exact``, the share of nodes with all labels right. Of numbers: ``mse``,
-    ``rmse``, ``r2``.
+    ``"multiclass"``: ``top5`` (top-k accuracy, with any number); ``macro_`` (mean over classes) or ``weighted_`` (by
+    the nodes of each class) with ``f1``, ``acc``, ``precision``, ``recall``, ``auroc`` and ``ap`` (average precision);
+    ``mcc`` (Matthews correlation coefficient), ``kappa`` (Cohen's), ``ece`` (expected calibration error);
+    ``ogbn-arxiv`` and other OGB datasets, as OGB's evaluator. ``"multilabel"``: the same averages and ``micro_``;
+    ``exact``, the fraction of nodes with all labels correct. ``"regression"``: ``mse``, ``rmse``, ``r2``.
     """
     options: dict[str, Any] = {}
     if kind != "regression":
-        # Labels are checked by whoever takes them from a batch.
+        # The module checks the labels of a batch.
         options = {"num_classes" if kind == "multiclass" else "num_labels": num_outputs, "validate_args": False}
     if build := _OTHERS[kind].get(name):
         return build(**options)
-    if kind == "multiclass" and (found := re.fullmatch(r"top([1-9]\d*)", name)) and int(found[1]) <= num_outputs:
-        return of_classes.MulticlassAccuracy(top_k=int(found[1]), average="micro", **options)
+    if kind == "multiclass" and (match := re.fullmatch(r"top([1-9]\d*)", name)) and int(match[1]) <= num_outputs:
+        return of_classes.MulticlassAccuracy(top_k=int(match[1]), average="micro", **options)
     average, _, score = name.partition("_")
     averages = ["macro", "weighted", *["micro"] * (kind == "multilabel")]
     if kind != "regression" and score in _AVERAGED and average in averages:
         metric: Metric = getattr(of_classes, f"{kind.title()}{_AVERAGED[score]}")(average=average, **options)
         return metric
-    raise ValueError(f"metrics: {name!r} is unknown; use {_known(kind, num_outputs)}")
+    raise ValueError(f"metrics: {name!r} is unknown; use {_list_names(kind, num_outputs)}")
 
 
-def _known(kind: MetricTask, num_outputs: int) -> str:
+def _list_names(kind: MetricTask, num_outputs: int) -> str:
     others = ", ".join(_OTHERS[kind])
     if kind == "regression":
         return others

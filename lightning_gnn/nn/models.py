@@ -1,4 +1,4 @@
-"""GCN, GraphSAGE, GIN and GAT: PyG's own models, with dropout on the input features and exact trimming."""
+"""GCN, GraphSAGE, GIN and GAT: PyG's models with dropout on the input features and exact trimming."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,30 +12,30 @@ from torch_geometric.nn.models import MLP
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from lightning_gnn.nn.conv import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
-from lightning_gnn.nn.conv.fused import fuses, obstacle, relu_dropout
+from lightning_gnn.nn.conv.fused import can_fuse, find_obstacle, fold_dropout
 from lightning_gnn.nn.dropout import Dropout
 from lightning_gnn.ops.aggregate_update.edge_order import first_rows
 
 
 def trims_exactly(model: nn.Module, num_hops: int) -> bool:
-    """Say whether ``model`` gives the seeds the same rows when it trims a batch of ``num_hops`` hops, in evaluation."""
+    """Return whether trimming a batch of ``num_hops`` hops leaves the seeds' outputs unchanged, in evaluation."""
     if not isinstance(model, BasicGNN):
         return True
-    # With more hops than layers trimming is exact; with fewer, outer layers would lack the edges that they need.
+    # Trimming is exact with at least one hop per layer; with fewer hops, outer layers would lack edges.
     if num_hops < model.num_layers:
         return False
-    # Jumping knowledge joins the outputs of all layers row by row: they need the same length.
+    # Jumping knowledge combines the outputs of all layers row by row, which need the same length.
     if model.jk_mode not in (None, "last"):
         return False
-    # Norms that take a batch vector average over all nodes present.
+    # Norms with a batch vector average over all nodes in the batch.
     if model.supports_norm_batch and (model.norm_kwargs or {}).get("mode") != "node":
         return False
-    # PyG's GCN takes the degrees from each layer's remaining edges.
+    # PyG's GCN computes the degrees from each layer's remaining edges.
     return isinstance(model, GCN) or not isinstance(model, pyg.GCN)
 
 
 def num_layers(model: nn.Module) -> int | None:
-    """Return how often a model passes messages; None where its modules do not confirm ``num_layers``."""
+    """Return the number of message-passing layers, or None if the modules do not match ``num_layers``."""
     model = getattr(model, "_orig_mod", model)
     layers = getattr(model, "num_layers", None)
     if not isinstance(layers, int) or isinstance(model, BasicGNN):
@@ -45,8 +45,8 @@ def num_layers(model: nn.Module) -> int | None:
     return layers if layers in (passing, len(convs) if isinstance(convs, nn.ModuleList) else None) else None
 
 
-class _Sampled(NamedTuple):
-    """The edges of a mini-batch, sorted by hop, and how many nodes and edges each hop has."""
+class _SampledEdges(NamedTuple):
+    """The edges of a mini-batch, sorted by hop, and the number of nodes and edges of each hop."""
 
     edge_index: Tensor
     edge_weight: Tensor | None
@@ -56,18 +56,18 @@ class _Sampled(NamedTuple):
 
 
 @dataclass
-class _Part:
-    """What one layer reads of a trimmed mini-batch, besides its sources."""
+class _Block:
+    """The input of one layer of a trimmed mini-batch, except its source rows."""
 
-    num_targets: int  # how many of the sources, the first ones, are its targets
+    num_targets: int  # number of sources, the first ones, that are also its targets
     edge_index: Tensor  # [2, E]
     edge_weight: Tensor | None = None  # [E], or None
     edge_attr: Tensor | None = None  # [E, …], or None
-    sorted_edges: list[Tensor] | None = None  # weighted edges by target, for a layer that is fused
+    sorted_edges: list[Tensor] | None = None  # weighted edges by target, for a fused layer
 
 
 class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
-    """A PyG ``BasicGNN`` that drops input features, checks its arguments, and has no state of its own."""
+    """A PyG ``BasicGNN`` with input dropout and argument checks, without additional parameters."""
 
     def __init__(
         self,
@@ -109,8 +109,7 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
 
         ``edge_index`` is ``[2, E]`` int64 (source, target), or a compressed graph. With both ``num_sampled_*`` lists
         (edges sorted by hop, seeds first, one entry per hop, nodes with the seeds as entry 0) each layer computes only
-        the rows that still reach a seed, unless that would change the seeds' rows; the output then has the rows of the
-        seeds alone.
+        the rows that still reach a seed, unless that would change the seeds' rows; the output has only the seeds' rows.
         """
         if isinstance(self.in_channels, int) and self.in_channels > 0 and x.size(-1) != self.in_channels:
             raise ValueError(f"x has {x.size(-1)} features per node, but the model was built for {self.in_channels}")
@@ -118,15 +117,15 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         if nodes is None or edges is None or not trims_exactly(self, len(edges)):
             out: Tensor = super().forward(self.input_dropout(x), edge_index, edge_weight, edge_attr, batch, batch_size)
             return out
-        return self._trimmed(x, _Sampled(edge_index, edge_weight, edge_attr, nodes, edges))
+        return self._run_trimmed(x, _SampledEdges(edge_index, edge_weight, edge_attr, nodes, edges))
 
-    def _trimmed(self, x: Tensor, batch: _Sampled) -> Tensor:
-        """Run each layer as a bipartite one, from the nodes that it reads to those that the next layer needs."""
-        parts = self._parts(x, batch)
+    def _run_trimmed(self, x: Tensor, batch: _SampledEdges) -> Tensor:
+        """Run each layer as a bipartite layer, from its sources to the nodes that the next layer needs."""
+        parts = self._split_by_layer(x, batch)
         x = self.input_dropout(x[: sum(batch.num_nodes[: self.num_layers + 1])])
-        for i, (conv, norm, part) in enumerate(zip(self.convs, self.norms, parts, strict=True)):
+        for i, (conv, norm, block) in enumerate(zip(self.convs, self.norms, parts, strict=True)):
             last = i == self.num_layers - 1 and self.jk_mode is None
-            x, complete = self._layer(conv, x, part, None if last else norm)
+            x, complete = self._run_layer(conv, x, block, None if last else norm)
             if last:
                 break
             if complete:
@@ -139,84 +138,84 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
             x = self.dropout(x)
         return self.lin(x) if self.jk_mode is not None else x
 
-    def _parts(self, x: Tensor, batch: _Sampled) -> list[_Part]:
-        """Cut a mini-batch for the layers, the outermost first."""
+    def _split_by_layer(self, x: Tensor, batch: _SampledEdges) -> list[_Block]:
+        """Split a mini-batch into layer inputs, the outermost first."""
         parts = []
         for hops in range(self.num_layers, 0, -1):
             edges = slice(sum(batch.num_edges[:hops]))
             weight = None if batch.edge_weight is None else batch.edge_weight[edges]
             attr = None if batch.edge_attr is None else batch.edge_attr[edges]
-            parts.append(_Part(sum(batch.num_nodes[:hops]), batch.edge_index[:, edges], weight, attr))
+            parts.append(_Block(sum(batch.num_nodes[:hops]), batch.edge_index[:, edges], weight, attr))
         return parts
 
-    def _layer(self, conv: MessagePassing, x: Tensor, part: _Part, norm: nn.Module | None) -> tuple[Tensor, bool]:
-        """Apply a layer to ``x`` ``[num_sources, F]``; say if ``norm`` and what follows it are in the result."""
-        extra: dict[str, Any] = {"edge_attr": part.edge_attr} if self.supports_edge_attr else {}
-        out: Tensor = conv((x, x[: part.num_targets]), part.edge_index, **extra)
+    def _run_layer(self, conv: MessagePassing, x: Tensor, block: _Block, norm: nn.Module | None) -> tuple[Tensor, bool]:
+        """Apply a layer to ``x`` ``[num_sources, F]``; also return whether ``norm`` to dropout are applied already."""
+        extra: dict[str, Any] = {"edge_attr": block.edge_attr} if self.supports_edge_attr else {}
+        out: Tensor = conv((x, x[: block.num_targets]), block.edge_index, **extra)
         return out, False
 
 
 class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
     """Graph convolutional network (Kipf and Welling, ICLR 2017, arXiv:1609.02907).
 
-    Takes ``torch_geometric.nn.models.GCN``'s arguments, and ``input_dropout``, the probability of dropping an input
-    feature. Parameter names are those of PyG's class.
+    Takes the arguments of ``torch_geometric.nn.models.GCN``, and ``input_dropout``, the probability of dropping an
+    input feature. Parameter names are those of PyG's class.
 
-    In a mini-batch the symmetric normalization uses the in-degrees inside the mini-batch, not those of the graph.
-    PyG's class, when it trims, takes them again from each layer's remaining edges; here they are taken once, from the
+    In a mini-batch the symmetric normalization uses the in-degrees inside the mini-batch, not those of the graph. When
+    PyG's class trims, it recomputes them from each layer's remaining edges. This class computes them once, from the
     whole mini-batch: trimming changes the cost, not the result.
 
     Raises:
-        ValueError: an argument is out of range, or a trimmed batch meets ``cached=True``.
+        ValueError: An argument is out of range, or ``cached=True`` is used with a trimmed batch.
     """
 
     def init_conv(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> MessagePassing:
-        """Build one layer, which also takes a compressed graph."""
+        """Build one layer, which also supports a compressed graph."""
         return GCNConv(in_channels, out_channels, **kwargs)
 
-    def _parts(self, x: Tensor, batch: _Sampled) -> list[_Part]:
+    def _split_by_layer(self, x: Tensor, batch: _SampledEdges) -> list[_Block]:
         conv, edge_index, num_nodes = self.convs[0], batch.edge_index, batch.num_nodes
         if conv.cached:
-            raise ValueError("cached=True keeps the first batch's graph for all others: use it for full graphs only")
-        if self._fuses(x, edge_index, batch.edge_weight):
+            raise ValueError("cached=True reuses the first batch's graph for all batches: use it for full graphs only")
+        if self._can_fuse(x, edge_index, batch.edge_weight):
             targets = [sum(num_nodes[:hops]) for hops in range(self.num_layers, 0, -1)]
             edges = conv.sorted_edges(edge_index, batch.edge_weight, x.size(0), targets[0], x.dtype)
             cut = [first_rows(edges, count) for count in targets]
-            # A layer has no more sources than the one before has targets; what reads others is PyG's to complain about.
+            # The sources of a layer are the targets of the previous one; PyG's path raises errors for other edges.
             sources = [sum(num_nodes[: self.num_layers + 1]), *targets]
             read = zip((part[1] for part in cut), sources, strict=False)
             if all(not indices.numel() or int(indices.max()) < count for indices, count in read):
-                return [_Part(count, edge_index, sorted_edges=part) for count, part in zip(targets, cut, strict=True)]
-        return super()._parts(x, self._normalize(x, batch) if conv.normalize else batch)
+                return [_Block(count, edge_index, sorted_edges=part) for count, part in zip(targets, cut, strict=True)]
+        return super()._split_by_layer(x, self._normalize(x, batch) if conv.normalize else batch)
 
-    def _fuses(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> bool:
-        """Say whether all layers run as one operator each; the normalization is theirs together."""
+    def _can_fuse(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> bool:
+        """Return whether all layers are fused; they share the normalization."""
         first, *others = self.convs
         if not all(type(conv) is GCNConv for conv in self.convs):
             return False
         if len({(conv.normalize, conv.improved, conv.add_self_loops) for conv in self.convs}) > 1:
             return False
-        if not fuses(first, x, x, edge_index, edge_weight):
+        if not can_fuse(first, x, x, edge_index, edge_weight):
             return False
-        return all(obstacle(conv) is None and conv.lin.weight.dtype == first.lin.weight.dtype for conv in others)
+        return all(find_obstacle(conv) is None and conv.lin.weight.dtype == first.lin.weight.dtype for conv in others)
 
-    def _layer(self, conv: MessagePassing, x: Tensor, part: _Part, norm: nn.Module | None) -> tuple[Tensor, bool]:
-        # GCNConv.forward without its normalization, which would see the trimmed edges only.
-        if part.sorted_edges is not None:
-            then = None if norm is None else relu_dropout(conv, norm, self.act, self.dropout, x)
-            return conv.run_fused(x, part.sorted_edges, then), then is not None
+    def _run_layer(self, conv: MessagePassing, x: Tensor, block: _Block, norm: nn.Module | None) -> tuple[Tensor, bool]:
+        # GCNConv.forward without its normalization, which would use the trimmed edges only.
+        if block.sorted_edges is not None:
+            then = None if norm is None else fold_dropout(conv, norm, self.act, self.dropout, x)
+            return conv.run_fused(x, block.sorted_edges, then), then is not None
         x = conv.lin(x)
-        size = (x.size(0), part.num_targets)
-        x = conv.propagate(part.edge_index, x=x, edge_weight=part.edge_weight, size=size)
+        size = (x.size(0), block.num_targets)
+        x = conv.propagate(block.edge_index, x=x, edge_weight=block.edge_weight, size=size)
         return x if conv.bias is None else x + conv.bias, False
 
-    def _normalize(self, x: Tensor, batch: _Sampled) -> _Sampled:
-        """Normalise by the whole mini-batch's degrees, and put each self-loop into the hop of its node's in-edges."""
+    def _normalize(self, x: Tensor, batch: _SampledEdges) -> _SampledEdges:
+        """Normalize by the whole mini-batch's degrees, and add each self-loop to the hop of its node's in-edges."""
         conv, size, (edge_index, edge_weight, _, num_nodes, num_edges) = self.convs[0], x.size(0), batch
         _, weight = gcn_norm(edge_index, edge_weight, size, conv.improved, conv.add_self_loops, conv.flow, x.dtype)
         if not conv.add_self_loops:
             return batch._replace(edge_weight=weight)
-        # gcn_norm moves the graph's own self-loops to the end: give them weight 0 where they were, so that the number
+        # gcn_norm moves existing self-loops to the end: set their weight to 0 at the old position, so that the number
         # of edges per hop stays known without a device synchronization.
         weight, loop_weight = weight[:-size], weight[-size:]
         weight = weight.new_zeros(edge_index.size(1)).masked_scatter(edge_index[0] != edge_index[1], weight)
@@ -238,30 +237,30 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
 class GraphSAGE(_InputDropoutGNN, pyg.GraphSAGE):  # type: ignore[misc]
     """GraphSAGE (Hamilton, Ying and Leskovec, NeurIPS 2017, arXiv:1706.02216), mean aggregation by default.
 
-    Takes ``torch_geometric.nn.models.GraphSAGE``'s arguments and ``input_dropout``, as :class:`GCN` does.
+    Takes the arguments of ``torch_geometric.nn.models.GraphSAGE`` and ``input_dropout`` (see :class:`GCN`).
     """
 
     def init_conv(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> MessagePassing:
-        """Build one layer, which also takes a compressed graph."""
+        """Build one layer, which also supports a compressed graph."""
         return SAGEConv(in_channels, out_channels, **kwargs)
 
-    def _layer(self, conv: MessagePassing, x: Tensor, part: _Part, norm: nn.Module | None) -> tuple[Tensor, bool]:
-        target = x[: part.num_targets]
-        if norm is not None and type(conv) is SAGEConv and fuses(conv, x, target, part.edge_index):
-            then = relu_dropout(conv, norm, self.act, self.dropout, x)
+    def _run_layer(self, conv: MessagePassing, x: Tensor, block: _Block, norm: nn.Module | None) -> tuple[Tensor, bool]:
+        target = x[: block.num_targets]
+        if norm is not None and type(conv) is SAGEConv and can_fuse(conv, x, target, block.edge_index):
+            then = fold_dropout(conv, norm, self.act, self.dropout, x)
             if then is not None:
-                return conv.run_fused(x, target, part.edge_index, then), True
-        return super()._layer(conv, x, part, norm)
+                return conv.run_fused(x, target, block.edge_index, then), True
+        return super()._run_layer(conv, x, block, norm)
 
 
 class GIN(_InputDropoutGNN, pyg.GIN):  # type: ignore[misc]
     """Graph isomorphism network (Xu, Hu, Leskovec and Jegelka, ICLR 2019, arXiv:1810.00826).
 
-    Takes ``torch_geometric.nn.models.GIN``'s arguments and ``input_dropout``, as :class:`GCN` does.
+    Takes the arguments of ``torch_geometric.nn.models.GIN`` and ``input_dropout`` (see :class:`GCN`).
     """
 
     def init_conv(self, in_channels: int, out_channels: int, **kwargs: Any) -> MessagePassing:
-        """Build one layer, which also takes a compressed graph."""
+        """Build one layer, which also supports a compressed graph."""
         options = {name: getattr(self, name) for name in ("act", "act_first", "norm", "norm_kwargs")}
         return GINConv(MLP([in_channels, out_channels, out_channels], **options), **kwargs)
 
@@ -269,15 +268,15 @@ class GIN(_InputDropoutGNN, pyg.GIN):  # type: ignore[misc]
 class GAT(_InputDropoutGNN, pyg.GAT):  # type: ignore[misc]
     """Graph attention network (Velickovic et al., ICLR 2018, arXiv:1710.10903; ``v2=True``: arXiv:2105.14491).
 
-    Takes ``torch_geometric.nn.models.GAT``'s arguments, ``input_dropout``, as :class:`GCN` does, and ``output_heads``,
-    the heads of the layer that computes ``out_channels``, which are averaged (default: ``heads``, as in PyG).
-    ``hidden_channels`` counts all heads together; ``dropout`` also drops attention weights. ``v2=True`` and
-    ``edge_dim`` do not take a compressed graph. Parameter names are those of PyG's class. The paper's setting for Cora
-    and CiteSeer is ``hidden_channels=64, heads=8, output_heads=1, dropout=0.6, input_dropout=0.6, act="elu"``.
+    Takes the arguments of ``torch_geometric.nn.models.GAT``, ``input_dropout`` (see :class:`GCN`), and
+    ``output_heads``, the number of averaged heads of the output layer (default: ``heads``, as in PyG).
+    ``hidden_channels`` is the total of all heads; ``dropout`` also drops attention weights. ``v2=True`` and
+    ``edge_dim`` do not support a compressed graph. Parameter names are those of PyG's class. The paper's setting for
+    Cora and CiteSeer is ``hidden_channels=64, heads=8, output_heads=1, dropout=0.6, input_dropout=0.6, act="elu"``.
 
     Raises:
-        ValueError: an argument is out of range, ``heads`` does not divide ``hidden_channels``, or ``output_heads`` is
-            given to a model whose last layer is no output layer (no ``out_channels``, or jumping knowledge).
+        ValueError: An argument is out of range, ``heads`` does not divide ``hidden_channels``, or ``output_heads`` is
+            given to a model without an output layer (no ``out_channels``, or jumping knowledge).
     """
 
     def __init__(
@@ -292,7 +291,7 @@ class GAT(_InputDropoutGNN, pyg.GAT):  # type: ignore[misc]
         output_heads: int | None = None,
         **kwargs: Any,
     ) -> None:
-        # Check the numbers of heads before PyG divides by them.
+        # Check the number of heads before PyG divides by it.
         for name, value in (("heads", heads), ("output_heads", output_heads)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -302,7 +301,7 @@ class GAT(_InputDropoutGNN, pyg.GAT):  # type: ignore[misc]
             )
         if output_heads is not None and (out_channels is None or kwargs.get("jk") is not None):
             raise ValueError(f"output_heads={output_heads} needs out_channels and jk=None")
-        # Without a number of its own, the output layer has as many heads as the others.
+        # By default, the output layer has the same number of heads as the other layers.
         super().__init__(
             in_channels,
             hidden_channels,
@@ -315,7 +314,7 @@ class GAT(_InputDropoutGNN, pyg.GAT):  # type: ignore[misc]
         )
 
     def init_conv(self, in_channels: int | tuple[int, int], out_channels: int, **kwargs: Any) -> MessagePassing:
-        """Build one layer; PyG marks the layer to ``out_channels`` before it asks for it."""
+        """Build one layer; PyG sets ``_is_conv_to_out`` before it builds the output layer."""
         heads, output_heads = kwargs.pop("heads"), kwargs.pop("output_heads")
         to_out = getattr(self, "_is_conv_to_out", False)
         if to_out:

@@ -1,4 +1,4 @@
-"""What all tasks share: a PyG model as a LightningModule, its optimizer, and the forward pass over any batch."""
+"""Base LightningModule of all tasks: a PyG model, its optimizer, and the forward pass for any batch."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from lightning_gnn.nn.conv.graph import check_takes_graph, is_graph
 from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.inference import Elsewhere
 from lightning_gnn.nn.models import num_layers, trims_exactly
-from lightning_gnn.nn.optimizers import SplitOptimizer, with_values
+from lightning_gnn.nn.optimizers import SplitOptimizer, densify_gradients
 from lightning_gnn.nn.sampled_edges import in_sampled_order, moved
 from lightning_gnn.runtime.precision import convert_batches
 
@@ -29,16 +29,16 @@ _COUNTS_BY_TYPE = ("num_sampled_nodes_dict", "num_sampled_edges_dict")
 
 
 class GNNModule(pl.LightningModule):
-    """A PyG model, its optimizer, and the forward pass over any batch: what all tasks share.
+    """Base class of all tasks: a PyG model, its optimizer, and the forward pass for any batch.
 
     Args:
-        model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to one row per node. Any PyG model will do.
+        model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to one row per node. Any PyG model is supported.
         lr: Learning rate of Adam, for ``optimizer=None``.
         weight_decay: Weight decay of Adam, for ``optimizer=None``.
         optimizer: Takes the parameters and returns an optimizer, e.g. ``functools.partial(torch.optim.SGD, lr=0.1)``.
         scheduler: Takes the optimizer and returns a scheduler (one step per epoch; a plateau scheduler watches
             ``val_loss``) or Lightning's ``lr_scheduler`` dictionary.
-        embeddings: Rows that are trained, for types of nodes without features.
+        embeddings: Trainable embeddings for node types without features.
 
     Raises:
         TypeError, ValueError: ``model`` is not a module, ``embeddings`` not ``TypeEmbeddings``, or ``lr`` not positive.
@@ -68,46 +68,46 @@ class GNNModule(pl.LightningModule):
         self._scheduler = scheduler
         self._forward_arguments = frozenset(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters)
         self._checked: set[str] = set()
-        # "disable" hands a NaN on to EarlyStopping and the user, where the default drops it (and looks for it, which
-        # stalls a device). torchmetrics 1.9 then ignores weights, so update it with a loss per node.
+        # "disable" passes a NaN on to EarlyStopping and the user; the default drops it, and checking for it
+        # synchronizes the device. torchmetrics 1.9 then ignores weights, so update it with one loss per node.
         self.val_loss: Metric = MeanMetric(nan_strategy="disable")
         self.test_loss: Metric = MeanMetric(nan_strategy="disable")
 
     def forward(self, batch: Data | HeteroData) -> Any:
-        """Return the model's rows for the batch's first nodes, seeds first; of a graph with types, those of each type.
+        """Return the model's outputs for the batch's first nodes, seeds first; by node type for a heterogeneous graph.
 
-        The batch's ``edge_weight`` and ``edge_attr`` are passed on to models that take them, and so are the numbers of
-        sampled nodes and edges per hop when trimming by them cannot change the seeds' rows. In evaluation, a whole
-        graph with the attribute ``inference`` is run by :func:`~lightning_gnn.nn.infer`. Features of 16 bits are
-        widened for a model of float32, except under autocast.
+        The batch's ``edge_weight`` and ``edge_attr`` are passed to models that take them. So are the numbers of sampled
+        nodes and edges per hop if trimming cannot change the seeds' outputs. In evaluation,
+        :func:`~lightning_gnn.nn.infer` processes a whole graph that has the attribute ``inference``. 16-bit features
+        are converted for a float32 model, except under autocast.
 
         Raises:
-            TypeError: the batch holds a compressed graph, and the model has layers that need an ``edge_index`` tensor;
-                ``x`` is of another dtype than the weights.
-            ValueError: the batch has no ``x`` or no ``edge_index``.
+            TypeError: The batch holds a compressed graph, but layers of the model need an ``edge_index`` tensor; or
+                the dtype of ``x`` differs from the weights.
+            ValueError: The batch has no ``x`` or no ``edge_index``.
         """
         try:
             return self._forward_types(batch) if isinstance(batch, HeteroData) else self._forward_nodes(batch)
         except (RuntimeError, TypeError) as error:
-            found = {store.x.dtype for store in batch.node_stores if store.get("x") is not None}
+            dtypes = {store.x.dtype for store in batch.node_stores if store.get("x") is not None}
             weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
-            others = sorted(found - weights, key=str)
-            if "type" not in str(error) or not others or len(weights) != 1:
+            unexpected = sorted(dtypes - weights, key=str)
+            if "type" not in str(error) or not unexpected or len(weights) != 1:
                 raise
-            fix = " or Trainer(precision='64-true')" if others[0] == torch.float64 else ""
-            what = f"x is {others[0]}, but the model's weights are not: use x.to(torch.float32){fix}"
-            raise TypeError(what) from error
+            fix = " or Trainer(precision='64-true')" if unexpected[0] == torch.float64 else ""
+            message = f"x is {unexpected[0]}, but the model's weights are not: use x.to(torch.float32){fix}"
+            raise TypeError(message) from error
 
     def _forward_nodes(self, batch: Data) -> Tensor:
-        """Return the model's rows of a graph of one type."""
-        # Check the batch, and warn if hops and layers do not match.
+        """Return the model's outputs for a homogeneous graph."""
+        # Check the batch, and warn if the numbers of hops and layers differ.
         for name in ("x", "edge_index"):
             if batch.get(name) is None:
                 raise ValueError(f"the batch has no {name!r}, only {sorted(batch.keys())}")
-        self._compare_hops(batch)
-        x = self._widened(batch.x)
-        self._name_unfused(batch)
-        # Pass on only what the model takes.
+        self._check_hops(batch)
+        x = self._widen(batch.x)
+        self._log_unfused(batch)
+        # Pass only arguments that the model takes.
         extra: dict[str, Any] = {}
         for name in ("edge_weight", "edge_attr"):
             takes = name in self._forward_arguments and getattr(self.model, f"supports_{name}", True)
@@ -116,58 +116,58 @@ class GNNModule(pl.LightningModule):
         if self._trims(batch):
             extra["num_sampled_nodes_per_hop"] = [int(n) for n in batch.num_sampled_nodes]
             extra["num_sampled_edges_per_hop"] = [int(n) for n in batch.num_sampled_edges]
-        # In evaluation, a whole graph is computed layer by layer, so that it need not fit on the device.
+        # In evaluation, process a whole graph layer by layer, so that it does not have to fit on the device.
         settings = batch.get("inference") if isinstance(batch.edge_index, CompressedGraph | Elsewhere) else None
         if settings is not None and not self.training:
             whole: Tensor = settings.run(self.model, x, batch.edge_index, stop=self._stop_at_signal, **extra)
             return whole
-        # Layers that need an edge tensor are refused by name.
+        # Reject layers that need an edge tensor, by name.
         if is_graph(batch.edge_index):
             check_takes_graph(self.model)
         rows: Tensor = self.model(x, batch.edge_index, **extra)
         return rows
 
     def _forward_types(self, batch: HeteroData) -> Any:
-        """Return the model's rows of each node type, from features and edges by type, as PyG's models do."""
-        # In evaluation, a whole graph is computed layer by layer, so that it need not fit on the device.
+        """Return the model's outputs by node type, from features and edges by type, as in PyG."""
+        # In evaluation, process a whole graph layer by layer, so that it does not have to fit on the device.
         if (inference := getattr(batch, "inference", None)) is not None and not self.training:
             return inference.run_types(self.model, self.embeddings, self._stop_at_signal)
-        # Types without features need embeddings that are trained.
-        found = batch.collect("x", True) | (self.embeddings(batch) if self.embeddings is not None else {})
-        if featureless := [name for name in batch.node_types if name not in found]:
+        # Node types without features need trainable embeddings.
+        features = batch.collect("x", True) | (self.embeddings(batch) if self.embeddings is not None else {})
+        if featureless := [name for name in batch.node_types if name not in features]:
             raise ValueError(
-                f"nodes of {featureless[0]!r} have no features x: give some, or embeddings that are trained, as in "
+                f"nodes of {featureless[0]!r} have no features x: add features, or trainable embeddings with "
                 f"{type(self).__name__}(…, embeddings=TypeEmbeddings(data, 64))"
             )
-        # Counts by hop are passed on only if the model takes them and trimming cannot change the seeds' rows.
+        # Pass the counts per hop only if the model takes them and trimming cannot change the seeds' outputs.
         trims = self._forward_arguments.issuperset(_COUNTS_BY_TYPE) and in_sampled_order(
-            batch, {name: found[name].size(0) for name in batch.node_types}
+            batch, {name: features[name].size(0) for name in batch.node_types}
         )
         extra = {
             name: values
             for name in ("edge_weight_dict", "edge_attr_dict", *(_COUNTS_BY_TYPE if trims else ()))
             if name in self._forward_arguments and (values := batch.collect(name.removesuffix("_dict"), True))
         }
-        self._compare_hops(batch)
-        self._name_unfused(batch)
-        # Run the model, and check that it returns rows by type.
-        x_dict = {name: self._widened(found[name]) for name in batch.node_types}
+        self._check_hops(batch)
+        self._log_unfused(batch)
+        # Run the model, and check that it returns outputs by node type.
+        x_dict = {name: self._widen(features[name]) for name in batch.node_types}
         out = self.model(x_dict, batch.edge_index_dict, **extra)
         if not isinstance(out, Mapping):
             raise TypeError(
-                f"a model of a graph with types must return rows by node type, but returns {type(out).__name__}"
+                f"a model for heterogeneous graphs must return a dict by node type, but returns {type(out).__name__}"
             )
         return out
 
-    def _widened(self, x: Tensor) -> Tensor:
-        """Return features of 16 bits in the dtype of the weights, unless autocast takes them as they are."""
+    def _widen(self, x: Tensor) -> Tensor:
+        """Convert 16-bit features to the dtype of float32 weights, except under autocast."""
         if x.dtype not in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
             return x
         weights = {value.dtype for value in self.model.parameters() if value.is_floating_point()}
         return x.to(torch.float32) if weights == {torch.float32} else x
 
-    def _compare_hops(self, batch: Data | HeteroData) -> None:
-        """Warn, once, where mini-batches have another number of hops than the model has layers."""
+    def _check_hops(self, batch: Data | HeteroData) -> None:
+        """Warn once if the number of hops of mini-batches differs from the number of layers."""
         if "hops" in self._checked:
             return
         self._checked.add("hops")
@@ -175,17 +175,17 @@ class GNNModule(pl.LightningModule):
         if hops is None or layers is None or hops == layers:
             return
         effect = (
-            "nodes of the last hop get no messages, so that the seeds' rows lack what lies farther away"
+            "nodes of the last hop get no messages, so the seeds' outputs lack information from farther nodes"
             if hops < layers
-            else "what is sampled beyond the layers changes nothing"
+            else "nodes sampled beyond the layers have no effect"
         )
         rank_zero_warn(
             f"the model has {layers} layers, but its mini-batches have {hops} "
             f"hop{'s' if hops != 1 else ''}: {effect}; give num_neighbors one fanout per layer"
         )
 
-    def _name_unfused(self, batch: Data | HeteroData) -> None:
-        """Say, once, which layers run as PyG's operators on mini-batches on the CPU, and why."""
+    def _log_unfused(self, batch: Data | HeteroData) -> None:
+        """Log once which layers are not fused on mini-batches on the CPU, and why."""
         if "fused" in self._checked or not self.training or self._trainer is None:
             return
         self._checked.add("fused")
@@ -195,10 +195,10 @@ class GNNModule(pl.LightningModule):
             return
         if devices <= set(FUSED_ON) and (reasons := unfused_layers(self.model)):
             which = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-            rank_zero_info(f"Layers that run as PyG's several operators, which take longer than one fused: {which}")
+            rank_zero_info(f"Layers that run as several PyG operators, slower than one fused operator: {which}")
 
     def _stop_at_signal(self) -> None:
-        """Answer a signal that a callback would answer after the batch, which here may take hours; not in training."""
+        """Interrupt inference on a signal that a callback would handle only after the batch, possibly hours later."""
         trainer = self._trainer
         if trainer is None or trainer.world_size > 1 or trainer.state.fn == "fit":
             return
@@ -206,11 +206,11 @@ class GNNModule(pl.LightningModule):
             raise KeyboardInterrupt
 
     def setup(self, stage: str) -> None:
-        """Let the trainer convert batches of PyG to its precision, as it converts tensors."""
+        """Make the trainer convert PyG batches to its precision, like tensors."""
         convert_batches(self.trainer)
 
     def _call_batch_hook(self, hook_name: str, *args: object) -> object:
-        """Move a batch, and note that its edges are as they were sampled, which a device would have to be asked."""
+        """Move a batch; check that its edges are as sampled before the move, which avoids a device synchronization."""
         call = partial(super()._call_batch_hook, hook_name)
         owners = (self, getattr(self._trainer, "datamodule", None))
         if hook_name != "transfer_batch_to_device" or any(is_overridden(hook_name, owner) for owner in owners):
@@ -226,21 +226,21 @@ class GNNModule(pl.LightningModule):
         return exact and in_sampled_order(batch, {None: batch.x.size(0)})
 
     def configure_optimizers(self) -> Any:
-        """Return Adam, or what ``optimizer`` builds, with the scheduler; sparse embeddings have their own in it.
+        """Return Adam or the user's optimizer, with the scheduler; includes the optimizer of sparse embeddings.
 
         Raises:
-            ValueError: the model has parameters without a size yet (``in_channels=-1``).
+            ValueError: The model has uninitialized parameters (``in_channels=-1``).
         """
         for name, parameter in self.named_parameters():
             if nn.parameter.is_lazy(parameter):
-                raise ValueError(f"{name} has no size yet: give in_channels, or run the model on one batch first")
+                raise ValueError(f"{name} is not initialized: set in_channels, or run the model on one batch first")
         tables = [] if self.embeddings is None or not self.embeddings.sparse else list(self.embeddings.parameters())
         apart = {id(table) for table in tables}
-        others = [parameter for parameter in self.parameters() if id(parameter) not in apart]
+        dense = [parameter for parameter in self.parameters() if id(parameter) not in apart]
         if self._optimizer is None:
-            optimizer: torch.optim.Optimizer = torch.optim.Adam(others, lr=self.lr, weight_decay=self.weight_decay)
+            optimizer: torch.optim.Optimizer = torch.optim.Adam(dense, lr=self.lr, weight_decay=self.weight_decay)
         else:
-            optimizer = self._optimizer(others)
+            optimizer = self._optimizer(dense)
         if self.embeddings is not None and tables:
             sparse = self.embeddings.optimizer or partial(torch.optim.SparseAdam, lr=self.lr)
             optimizer = SplitOptimizer(optimizer, sparse(tables))
@@ -257,37 +257,37 @@ class GNNModule(pl.LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients as Lightning does, sparse ones by the values that they have."""
-        clipped = with_values(optimizer) if gradient_clip_val else optimizer
+        """Clip gradients like Lightning; sparse gradients by their values."""
+        clipped = densify_gradients(optimizer) if gradient_clip_val else optimizer
         super().configure_gradient_clipping(clipped, gradient_clip_val, gradient_clip_algorithm)
 
     def _check_types(
         self, batch: Data | HeteroData, target: NodeType | EdgeType | None, names: Sequence[NodeType]
     ) -> None:
-        """Refuse a batch without the node types of what is predicted, or with types where no target is given."""
+        """Raise a ValueError if the batch lacks node types of the target, or has types but no target is set."""
         if isinstance(batch, HeteroData) == (target is None):
             raise ValueError(
-                f"the batch has the types {', '.join(batch.node_types)}: give {type(self).__name__}(target=…)"
+                f"the batch has the node types {', '.join(batch.node_types)}: give {type(self).__name__}(target=…)"
                 if isinstance(batch, HeteroData)
-                else f"target={target!r} needs batches with types, as of a DataModule with a HeteroData"
+                else f"target={target!r} needs heterogeneous batches, as from a DataModule with a HeteroData"
             )
         for name in names:
             if name not in batch.node_types:
-                raise ValueError(f"the batch has no type {name!r}, only {', '.join(batch.node_types)}")
+                raise ValueError(f"the batch has no node type {name!r}, only {', '.join(batch.node_types)}")
 
     def _must_check(self, stage: str, values: Tensor) -> bool:
-        """Say whether to look at ``values``: a look stalls a device, which gets one only at a stage's first batch."""
+        """Return whether to check ``values``: always on the CPU, else at a stage's first batch (a device must sync)."""
         must = stage not in self._checked or values.device.type == "cpu"
         self._checked.add(stage)
         return must
 
     def _log_loss(self, stage: str, losses: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Log ``losses`` ``[n]``, times their weights where they have some, and return their mean."""
+        """Log ``losses`` ``[n]`` (already multiplied by ``weights``, if any), and return their mean."""
         loss, size = losses.mean() if weights is None else losses.sum() / weights.sum(), losses.size(0)
         if stage == "train":
             self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=size)
             return loss
-        # A metric, because it weights by size across processes too: Lightning's mean truncates the sizes on gloo.
+        # A metric also weights by size across processes; Lightning's own mean truncates the sizes on gloo.
         mean: Metric = getattr(self, f"{stage}_loss")
         mean.update(losses.detach(), *(() if weights is None else (weights,)))
         self.log(f"{stage}_loss", mean, on_step=False, on_epoch=True, prog_bar=stage == "val", batch_size=size)
@@ -295,7 +295,7 @@ class GNNModule(pl.LightningModule):
 
 
 def _num_hops(batch: Data | HeteroData) -> int | None:
-    """Return how many hops were sampled; None for a whole graph."""
+    """Return the number of sampled hops, or None for a whole graph."""
     if isinstance(batch, HeteroData):
         by_type = batch.collect("num_sampled_edges", True)
         return max((len(numbers) for numbers in by_type.values()), default=None)

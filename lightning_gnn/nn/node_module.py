@@ -1,4 +1,4 @@
-"""Prediction for nodes as a LightningModule, on neighbor-sampled mini-batches and on full graphs."""
+"""Base LightningModule for node predictions, on neighbor-sampled mini-batches and on full graphs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,37 +14,37 @@ from lightning_gnn.nn.module import GNNModule
 
 
 class NodeModule(GNNModule):
-    """What predictions for nodes share; a subclass has a metric ``{stage}_{metric_name}`` for each stage."""
+    """Base class of node predictions; subclasses define a metric ``{stage}_{metric_name}`` for each stage."""
 
     metric_name: str
     metric_names: Sequence[str] = ()
     target: NodeType | None
 
     def training_step(self, batch: Data | HeteroData, batch_idx: int) -> dict[str, Any]:
-        """Return the mean loss of the batch's training nodes, ``loss``, and what they weigh together, ``weight``."""
+        """Return the mean ``loss`` of the batch's training nodes, and their total ``weight``."""
         loss, weight = self._step(batch, "train")
         return {"loss": loss, "weight": weight}
 
     def validation_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
-        """Log loss and metric of the batch's validation nodes."""
+        """Log the loss and the metrics of the batch's validation nodes."""
         self._step(batch, "val")
 
     def test_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
-        """Log loss and metric of the batch's test nodes."""
+        """Log the loss and the metrics of the batch's test nodes."""
         self._step(batch, "test")
 
     def predict_step(self, batch: Data | HeteroData, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Return the model's rows ``[batch_size, outputs]`` of the seeds, of all nodes for a full graph.
+        """Return the model's outputs ``[batch_size, outputs]`` for the seeds, or for all nodes of a full graph.
 
-        A full graph may name the nodes in question, ``pred_nodes`` int64 ``[n]``. Of a classifier they are logits.
+        ``pred_nodes`` int64 ``[n]`` selects nodes of a full graph. A classifier returns logits.
         """
-        part, rows = self._predicted(batch), self._rows(batch)
-        if "batch_size" in part:
-            return rows[: part.batch_size]
-        nodes = part.get("pred_nodes")
+        store, rows = self._predicted(batch), self._rows(batch)
+        if "batch_size" in store:
+            return rows[: store.batch_size]
+        nodes = store.get("pred_nodes")
         return rows if nodes is None else rows[nodes.to(rows.device)]
 
-    def _take_metrics(self, names: Sequence[str], kind: MetricTask, num_outputs: int = 1) -> None:
+    def _create_metrics(self, names: Sequence[str], kind: MetricTask, num_outputs: int = 1) -> None:
         """Build metrics by name; see :func:`~lightning_gnn.nn.metrics.named_metric`."""
         names = [names] if isinstance(names, str) else names
         self.metric_names = [name for name in dict.fromkeys(names) if name != self.metric_name]
@@ -52,52 +52,52 @@ class NodeModule(GNNModule):
             for name in self.metric_names:
                 setattr(self, f"{stage}_{name}", named_metric(name, kind, num_outputs))
 
-    def _shares(self, rows: Tensor) -> Tensor:
-        """Return outputs as the named metrics take them: numbers from 0 to 1, where labels are classes."""
+    def _to_scores(self, rows: Tensor) -> Tensor:
+        """Return outputs for the named metrics: scores from 0 to 1 if labels are classes."""
         return rows
 
     def _labels(self, y: Tensor, nodes: slice | Tensor, stage: str) -> Tensor:
-        """Return checked labels of the nodes in question."""
+        """Return the checked labels of the selected nodes."""
         raise NotImplementedError
 
-    def _losses(self, rows: Tensor, labels: Tensor) -> Tensor:
-        """Return a loss per node, times its weight where nodes have one."""
+    def _compute_losses(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """Return one loss per node, multiplied by the node's weight, if any."""
         raise NotImplementedError
 
     def _weights(self, labels: Tensor) -> Tensor | None:
-        """Return what each node weighs in the mean, None where all weigh 1."""
+        """Return the weight of each node in the mean, or None if all weights are 1."""
         return None
 
     def _check_rows(self, rows: Tensor, labels: Tensor) -> None:
-        """Refuse outputs that do not fit the labels."""
+        """Raise a ValueError if the shape of the outputs does not match the labels."""
         raise NotImplementedError
 
     def _predicted(self, batch: Data | HeteroData) -> Any:
-        """Return what is predicted: the batch, or its part of the type that is."""
+        """Return the store to predict: the batch, or its store of the target type."""
         self._check_types(batch, self.target, [] if self.target is None else [self.target])
         return batch if self.target is None else batch[self.target]
 
     def _rows(self, batch: Data | HeteroData) -> Tensor:
         out = self(batch)
         if self.target is not None and self.target not in out:
-            raise ValueError(f"the model returns no rows of {self.target!r}, only of {', '.join(out)}")
+            raise ValueError(f"the model returns no outputs for {self.target!r}, only for {', '.join(out)}")
         rows: Tensor = out if self.target is None else out[self.target]
         return rows
 
     def _step(self, batch: Data | HeteroData, stage: str) -> tuple[Tensor, int | Tensor]:
-        part = self._predicted(batch)
-        if "batch_size" not in part and any("input_id" in store for store in batch.edge_stores):
+        store = self._predicted(batch)
+        if "batch_size" not in store and any("input_id" in edges for edges in batch.edge_stores):
             raise ValueError(
-                f"the {stage} batch is a mini-batch of edges, which has no seed nodes: train LinkPredictor on it, or "
+                f"the {stage} batch is a mini-batch of edges, without seed nodes: train LinkPredictor on it, or "
                 "sample nodes (NeighborDataModule)"
             )
-        nodes = _labeled_nodes(part, stage)
-        y = part.get("y")
+        nodes = _labeled_nodes(store, stage)
+        y = store.get("y")
         if y is None:
-            raise ValueError(f"the batch has no labels 'y', only {sorted(part.keys())}")
+            raise ValueError(f"the batch has no labels 'y', only {sorted(store.keys())}")
         labels = self._labels(y, nodes, stage)
         rows = self._rows(batch)
-        # Outputs that are memory-mapped stay so; the rows in question go to where the labels are.
+        # Outputs may be memory-mapped; only the selected rows are copied to the device of the labels.
         rows = rows[nodes if isinstance(nodes, slice) else nodes.to(rows.device)].to(labels.device)
         self._check_rows(rows, labels)
         metric: Metric = getattr(self, f"{stage}_{self.metric_name}")
@@ -105,9 +105,9 @@ class NodeModule(GNNModule):
         name, size = f"{stage}_{self.metric_name}", labels.size(0)
         self.log(name, metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=size)
         if stage != "train" and self.metric_names:
-            self._log_named(stage, self._shares(rows.detach()), labels)
+            self._log_named(stage, self._to_scores(rows.detach()), labels)
         weights = self._weights(labels)
-        loss = self._log_loss(stage, self._losses(rows, labels), weights)
+        loss = self._log_loss(stage, self._compute_losses(rows, labels), weights)
         return loss, size if weights is None else weights.sum()
 
     def _log_named(self, stage: str, shares: Tensor, labels: Tensor) -> None:
@@ -131,9 +131,9 @@ def _labeled_nodes(batch: Any, stage: str) -> slice | Tensor:
     if mask.dtype != torch.bool or mask.dim() != 1 or mask.size(0) != batch.num_nodes:
         raise ValueError(
             f"{stage}_mask must be a bool tensor [{batch.num_nodes}], got {mask.dtype} {list(mask.shape)}; "
-            f"of several splits choose one column"
+            f"select one column of several splits"
         )
     nodes: Tensor = mask.nonzero().view(-1)
     if nodes.numel() == 0:
-        raise ValueError(f"{stage}_mask marks none of the {batch.num_nodes} nodes")
+        raise ValueError(f"{stage}_mask selects none of the {batch.num_nodes} nodes")
     return nodes

@@ -1,4 +1,4 @@
-"""Regression: numbers for nodes."""
+"""Node regression."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,18 +15,18 @@ from lightning_gnn.nn.node_module import NodeModule
 
 
 class NodeRegressor(NodeModule):
-    """Trains a PyG model to predict one or more numbers per node, by the mean squared error.
+    """Trains a PyG model to predict one or more numbers per node, with the mean squared error as loss.
 
     Batches and arguments are those of :class:`~lightning_gnn.nn.NodeClassifier`; ``y`` is floating, ``[N]`` or ``[N,
-    T]``, and the model has as many outputs. Logged, each weighted by the number of labeled nodes: ``train_loss``,
+    T]``, and the model has T outputs. Logged values, weighted by the number of labeled nodes: ``train_loss``,
     ``val_loss``, ``test_loss``, the mean absolute error ``train_mae``, ``val_mae``, ``test_mae``, and the ``metrics``.
 
     Args:
         model: Maps ``x`` ``[N, F]`` and ``edge_index`` ``[2, E]`` to numbers ``[N, T]``.
-        metrics: What else is logged of validation and test: ``"mse"``, ``"rmse"``, ``"r2"``, as ``val_r2``.
+        metrics: Additional validation and test metrics: ``"mse"``, ``"rmse"``, ``"r2"``, logged as ``val_r2``.
 
     Raises:
-        ValueError: as NodeClassifier; at the first batch also: a number is NaN or infinite.
+        ValueError: Same as NodeClassifier, or at the first batch: a number is NaN or infinite.
     """
 
     metric_name = "mae"
@@ -44,11 +44,11 @@ class NodeRegressor(NodeModule):
     ) -> None:
         super().__init__(model, lr, weight_decay, optimizer, scheduler, embeddings)
         self.target = target
-        # Objects stay out, so that checkpoints can be read with weights_only=True.
+        # Exclude objects, so that checkpoints can be loaded with weights_only=True.
         self.save_hyperparameters(ignore=["model", "optimizer", "scheduler", "embeddings"])
         for stage in LOGGED_STAGES:
             setattr(self, f"{stage}_mae", MeanAbsoluteError())
-        self._take_metrics(metrics, "regression")
+        self._create_metrics(metrics, "regression")
 
     def _labels(self, y: Tensor, nodes: slice | Tensor, stage: str) -> Tensor:
         if y.dim() not in (1, 2) or not y.is_floating_point():
@@ -63,7 +63,7 @@ class NodeRegressor(NodeModule):
 
     def _check_rows(self, rows: Tensor, labels: Tensor) -> None:
         if rows.shape != labels.shape:
-            raise ValueError(f"the model has {rows.size(-1)} outputs, but y holds {labels.size(1)} numbers per node")
+            raise ValueError(f"the model has {rows.size(-1)} outputs, but y has {labels.size(1)} numbers per node")
 
-    def _losses(self, rows: Tensor, labels: Tensor) -> Tensor:
+    def _compute_losses(self, rows: Tensor, labels: Tensor) -> Tensor:
         return F.mse_loss(rows, labels.to(rows.dtype), reduction="none").mean(1)

@@ -1,4 +1,4 @@
-"""Modules by node type or edge type, whatever the types are called."""
+"""Modules by node type or edge type, for arbitrary type names."""
 
 import re
 from collections.abc import Mapping
@@ -10,20 +10,20 @@ from torch_geometric.nn import HeteroDictLinear
 from torch_geometric.nn.module_dict import ModuleDict
 from torch_geometric.typing import EdgeType, NodeType
 
-_TAKEN = {*dir(nn.ModuleDict()), *dir(nn.ParameterDict())}
-_CODED = re.compile(r"[#%]|(?<=__)_|_$")
-_CODE = re.compile(r"%([0-9A-F]{2})?")
+_RESERVED_NAMES = {*dir(nn.ModuleDict()), *dir(nn.ParameterDict())}
+_ENCODED = re.compile(r"[#%]|(?<=__)_|_$")
+_ESCAPE = re.compile(r"%([0-9A-F]{2})?")
 
 
 @lru_cache(1 << 12)
 def type_key(name: str) -> str:
-    """Return a name that a module may have, another one for each type, without ``___`` and without ``_`` at its end."""
-    coded = _CODED.sub(lambda found: f"%{ord(found[0]):02X}", name).replace(".", "#")
-    return coded if name and name not in _TAKEN else f"%{coded}"
+    """Encode a type as a unique, valid module name without ``___`` and without a trailing ``_``."""
+    coded = _ENCODED.sub(lambda found: f"%{ord(found[0]):02X}", name).replace(".", "#")
+    return coded if name and name not in _RESERVED_NAMES else f"%{coded}"
 
 
 class TypeModules(ModuleDict):  # type: ignore[misc]
-    """PyG's ``ModuleDict``, in which no two types share a key."""
+    """PyG's ``ModuleDict`` with a unique key for each type."""
 
     def __init__(self, modules: Mapping[Any, nn.Module]) -> None:
         super().__init__()
@@ -36,19 +36,19 @@ class TypeModules(ModuleDict):  # type: ignore[misc]
 
     @classmethod
     def to_external_key(cls, key: str) -> NodeType | EdgeType:
-        """Return the type that has a key."""
+        """Return the type of a key."""
         if "___" in key:
-            source, name, target = map(_name, key[1:-1].split("___"))
+            source, name, target = map(_decode, key[1:-1].split("___"))
             return source, name, target
-        return _name(key)
+        return _decode(key)
 
 
-def _name(key: str) -> str:
-    return _CODE.sub(lambda found: chr(int(found[1], 16)) if found[1] else "", key.replace("#", "."))
+def _decode(key: str) -> str:
+    return _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else "", key.replace("#", "."))
 
 
 class TypeLinear(HeteroDictLinear):  # type: ignore[misc]
-    """PyG's ``HeteroDictLinear`` for types of any name."""
+    """PyG's ``HeteroDictLinear`` for arbitrary type names."""
 
     lins: nn.ModuleDict
 

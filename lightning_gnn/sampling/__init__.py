@@ -1,4 +1,4 @@
-"""Neighbor sampling in PyG's sampler interface: the ground on which the mini-batches of all systems stand."""
+"""Neighbor sampling with PyG's sampler interface, used by the loaders of all systems."""
 
 from typing import TYPE_CHECKING
 
@@ -7,5 +7,5 @@ from lightning_gnn.sampling.neighbor import NeighborSampler
 
 __all__ = ["NeighborSampler"]
 
-if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
+if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute name
     __getattr__ = find_moved(__name__)

@@ -1,7 +1,7 @@
-"""``e_id`` of a mini-batch, looked up when it is read: a random read for each sampled edge that few models need.
+"""Lazy ``e_id`` of a mini-batch: saves a random read per sampled edge, which few models need.
 
-A mini-batch holds positions in CSC order instead, in a store that answers for single attributes, and becomes PyG's own
-store, with ``e_id`` in it, as soon as anything else is done with it but moving, pinning or copying.
+A mini-batch stores positions in CSC order instead, in a subclass of PyG's store. The subclass supports access to single
+attributes, moving, pinning and copying; any other operation looks up ``e_id`` and turns it back into PyG's class.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch_geometric.data.storage import BaseStorage, EdgeStorage, GlobalStorage
 from torch_geometric.data.view import KeysView
 
 _MOVES = {f"BaseData.{name}.<locals>.<lambda>" for name in ("to", "cpu", "cuda", "pin_memory", "contiguous", "detach")}
-"""What PyG's ``Data`` applies to all tensors and may as well be applied later."""
-_asked = threading.local()
+"""Functions that PyG's ``Data`` applies to all tensors and that can be postponed."""
+_thread_state = threading.local()
 
 
 class LazyEdgeIds:
-    """Edges by their positions in CSC order, int64 ``[m]``."""
+    """Edge ids that are looked up on demand from positions in CSC order, int64 ``[m]``."""
 
     def __init__(
         self, positions: Tensor, look_up: Callable[[Tensor], Tensor], moves: tuple[Callable[[Tensor], Tensor], ...] = ()
     ) -> None:
-        # look_up: from positions to places in the user's edge_index, int64 [m]; moves: what is done with these
+        # look_up maps positions to positions in the user's edge_index, int64 [m]; moves are applied to these
         self.positions, self._look_up, self._moves = positions, look_up, moves
         self._ids: Tensor | None = None
 
     def then(self, move: Callable[[Tensor], Tensor]) -> LazyEdgeIds:
-        """Return the same edges, whose places are moved once more."""
+        """Return the same edges with another function to apply to the ids."""
         return LazyEdgeIds(self.positions, self._look_up, (*self._moves, move))
 
     def ids(self) -> Tensor:
-        """Return the places in the user's ``edge_index``."""
+        """Return the positions in the user's ``edge_index``."""
         if self._ids is None:
             ids = self._look_up(self.positions)
             for move in self._moves:
@@ -48,33 +48,33 @@ class LazyEdgeIds:
 
 @contextmanager
 def deferred(wanted: bool = True) -> Iterator[None]:
-    """Let this thread's samplers return :class:`LazyEdgeIds` in the place of ids that would have to be looked up."""
-    _asked.yes, before = wanted, getattr(_asked, "yes", False)
+    """Make this thread's samplers return :class:`LazyEdgeIds` instead of ids that need a lookup."""
+    _thread_state.is_deferred, before = wanted, getattr(_thread_state, "is_deferred", False)
     try:
         yield
     finally:
-        _asked.yes = before
+        _thread_state.is_deferred = before
 
 
 def has_lazy_e_id() -> bool:
-    """Whether this thread wants edges by position."""
-    return getattr(_asked, "yes", False)
+    """Return whether this thread's samplers return :class:`LazyEdgeIds`."""
+    return getattr(_thread_state, "is_deferred", False)
 
 
 def attach_lazy_e_id(store: BaseStorage, edges: LazyEdgeIds) -> None:
-    """Give a store of PyG's an ``e_id`` that is looked up when it is read."""
-    kind = _KINDS.get(type(store))
-    if kind is None:  # of the user's own
+    """Add a lazy ``e_id`` to a PyG store."""
+    deferred_class = _DEFERRED_CLASSES.get(type(store))
+    if deferred_class is None:  # a user-defined store
         store.e_id = edges.ids()
         return
-    store._mapping["e_id"] = None  # its place among the others
-    _become(store, kind, edges)
+    store._mapping["e_id"] = None  # placeholder that fixes the order of attributes
+    _change_class(store, deferred_class, edges)
 
 
 def apply_now(batch: Data | HeteroData, function: Callable[[Tensor], Tensor]) -> Data | HeteroData:
-    """Apply a function to all tensors that a batch holds, positions in the place of ids; it moves none of them."""
+    """Apply a function that does not move tensors to all tensors of a batch; lazy ids by their positions."""
     for store in batch.stores:
-        if type(store) in _KINDS.values():
+        if type(store) in _DEFERRED_CLASSES.values():
             edges: LazyEdgeIds = vars(store)["_edges"]
             edges.positions = function(edges.positions)
             store._apply_to_others(function)
@@ -83,41 +83,41 @@ def apply_now(batch: Data | HeteroData, function: Callable[[Tensor], Tensor]) ->
     return batch
 
 
-class _Deferred:
-    """What a store does as long as ``e_id`` is not there."""
+class _DeferredStore:
+    """Methods of a store whose ``e_id`` has not been looked up."""
 
     _plain: ClassVar[type]
 
     @property
     def _mapping(self) -> Any:
-        return self._resolved()._mapping
+        return self._resolve()._mapping
 
     @_mapping.setter
     def _mapping(self, mapping: dict[str, Any]) -> None:
         vars(self)["_mapping"] = mapping
 
-    def _resolved(self) -> BaseStorage:
-        """Become PyG's store."""
+    def _resolve(self) -> BaseStorage:
+        """Look up ``e_id``, and turn the store into PyG's class."""
         ids = vars(self)["_edges"].ids()
-        _become(self, self._plain)
+        _change_class(self, self._plain)
         self["e_id"] = ids
         return self
 
     @contextmanager
     def _as_plain(self, back: bool = True) -> Iterator[None]:
-        """Be PyG's store for a while, or from now on, without ``e_id``; what fails in between leaves it as it was."""
-        edges, kind = vars(self)["_edges"], type(self)
-        _become(self, self._plain)
-        done = False
+        """Use PyG's class in the block (without ``back``: and after it), without ``e_id``; errors restore the store."""
+        edges, deferred_class = vars(self)["_edges"], type(self)
+        _change_class(self, self._plain)
+        succeeded = False
         try:
             yield
-            done = True
+            succeeded = True
         finally:
-            if back or not done:
-                _become(self, kind, edges)
+            if back or not succeeded:
+                _change_class(self, deferred_class, edges)
 
     def __getitem__(self, key: str) -> Any:
-        return self._resolved()[key] if key == "e_id" else vars(self)["_mapping"][key]
+        return self._resolve()[key] if key == "e_id" else vars(self)["_mapping"][key]
 
     def get(self, key: str, value: object = None) -> object:
         return self[key] if key in vars(self)["_mapping"] else value
@@ -143,9 +143,9 @@ class _Deferred:
         return ((key, self[key]) for key in list(self.keys(*args)))
 
     def apply(self, function: Callable[[Any], Any], *args: str) -> BaseStorage:
-        named = getattr(function, "__module__", "") == "torch_geometric.data.data"
-        if args or not named or function.__qualname__ not in _MOVES:
-            return self._resolved().apply(function, *args)
+        is_pyg = getattr(function, "__module__", "") == "torch_geometric.data.data"
+        if args or not is_pyg or function.__qualname__ not in _MOVES:
+            return self._resolve().apply(function, *args)
         edges = vars(self)["_edges"].then(function)
         self._apply_to_others(function)
         vars(self)["_edges"] = edges
@@ -163,24 +163,24 @@ class _Deferred:
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BaseStorage:
-        return copy.deepcopy(self._resolved(), memo)
+        return copy.deepcopy(self._resolve(), memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return self._resolved().__reduce_ex__(protocol)
+        return self._resolve().__reduce_ex__(protocol)
 
 
-def _become(store: object, kind: type, edges: LazyEdgeIds | None = None) -> None:
-    """Change the class of a store; PyG's own way to set attributes would keep it among them."""
+def _change_class(store: object, kind: type, edges: LazyEdgeIds | None = None) -> None:
+    """Change the class of a store; ``setattr`` of PyG would store the class as an attribute."""
     object.__setattr__(store, "__class__", kind)
     vars(store).pop("_edges", None)
     if edges is not None:
         vars(store)["_edges"] = edges
 
 
-def _kind(plain: type) -> type:
-    """Return a subclass with all of :class:`_Deferred`; objects can change to one that has a single base, and back."""
-    own = {name: value for name, value in vars(_Deferred).items() if name not in ("__dict__", "__weakref__")}
+def _create_deferred_class(plain: type) -> type:
+    """Create a subclass with the methods of :class:`_DeferredStore`; ``__class__`` assignment needs a single base."""
+    own = {name: value for name, value in vars(_DeferredStore).items() if name not in ("__dict__", "__weakref__")}
     return type(f"Deferred{plain.__name__}", (plain,), {**own, "_plain": plain})
 
 
-_KINDS = {plain: _kind(plain) for plain in (GlobalStorage, EdgeStorage)}
+_DEFERRED_CLASSES = {plain: _create_deferred_class(plain) for plain in (GlobalStorage, EdgeStorage)}

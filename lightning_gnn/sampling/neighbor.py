@@ -1,4 +1,4 @@
-"""A PyG sampler on top of :func:`lightning_gnn.ops.sample_neighbors`, for graphs of one type and of several."""
+"""PyG sampler for homogeneous and heterogeneous graphs, based on :func:`lightning_gnn.ops.sample_neighbors`."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from lightning_gnn.sampling.edge_attributes import NodeTime, with_times, with_we
 from lightning_gnn.sampling.seed_edges import check_reverse, without_seed_edges
 
 Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]
-_GIVE_TIMES = "give input_time, or edge_label_time for edges to predict (input_train_time of a DataModule)"
+_GIVE_TIMES = "give input_time, or edge_label_time for edges to predict (DataModule: input_train_time)"
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
 
 
 class OffsetSeedInput(NodeSamplerInput):  # type: ignore[misc]
-    """Consecutive seeds, int64 ``[n]``, that know where they stand in a larger mini-batch; user samplers hand it on."""
+    """Consecutive seeds, int64 ``[n]``, with their offset in a larger mini-batch; user samplers pass it on."""
 
     def __init__(self, seeds: NodeSamplerInput, first: int) -> None:
         super().__init__(seeds.input_id, seeds.node, seeds.time, seeds.input_type)
@@ -56,35 +56,33 @@ class OffsetSeedInput(NodeSamplerInput):  # type: ignore[misc]
 
 
 class NeighborSampler(BaseSampler):  # type: ignore[misc]
-    """Neighbor sampling for PyG's ``NodeLoader``, ``LinkLoader`` and ``LightningNodeData``, and for ours.
+    """Neighbor sampler for PyG's ``NodeLoader``, ``LinkLoader`` and ``LightningNodeData``, and for our loaders.
 
-    The ``edge`` of its output holds positions in the user's ``edge_index``, so it needs no ``edge_permutation``.
+    The ``edge`` of its output holds positions in the user's ``edge_index``, so ``edge_permutation`` is None.
 
     Args:
-        data: The graph, of one type (``Data``, ``CSCGraph``) or of several (``HeteroData``, ``HeteroCSCGraph``).
-        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all. With several types also a list for
-            each edge type.
+        data: The graph, homogeneous (``Data``, ``CSCGraph``) or heterogeneous (``HeteroData``, ``HeteroCSCGraph``).
+        num_neighbors: Fanouts, one per hop; -1 takes all in-edges. For a heterogeneous graph optionally by edge type.
         replace: Draw with replacement.
-        disjoint: One tree per seed, numbered by ``batch``; trees are drawn independently of each other.
-        seed: Start of the random stream; by default torch's initial seed, which ``seed_everything`` sets.
+        disjoint: Sample a separate tree for each seed, numbered by ``batch`` and drawn independently of other trees.
+        seed: Random seed; by default torch's initial seed, which ``seed_everything`` sets.
         backend: ``"numba"`` or ``"reference"``; by default the one for the device.
-        subgraph_type: ``"directional"``: the edges that were picked; ``"bidirectional"``: and their reverses;
-            ``"induced"``: all that the graph has between the nodes that were found.
-        time_attr: Attribute with the times of nodes or of edges. A seed then sees no edge, and no source, that is later
-            than its own time; it has a tree of its own.
-        temporal_strategy: ``"uniform"``: pick among the edges that are early enough; ``"last"``: take the newest.
-        time_window: Edges of the times in ``(t - time_window, t]`` count for a seed of the time t; by default all
-            until t.
-        weight_attr: Attribute with the weights of edges, in proportion to which they are picked.
-        sampler: ``"uniform"``, or ``"labor"``: targets share their sources, so that mini-batches have fewer nodes.
-        layer_dependency: With LABOR, all hops share them: fewer nodes again, hops that depend on each other.
-        batch_dependency: With LABOR and our loaders, so many consecutive mini-batches share them too.
-        exclude_seed_edges: In link prediction, take the edges that are to be predicted out of the messages, and their
-            reverses: of ``(a, "rel", b)`` those of ``(b, "rev_rel", a)``. A dict names other reverse edge types.
+        subgraph_type: ``"directional"``: the picked edges; ``"bidirectional"``: also their reverses; ``"induced"``: all
+            edges of the graph between the sampled nodes.
+        time_attr: Attribute with the times of nodes or edges. The tree of a seed then excludes edges and source nodes
+            later than the seed; implies ``disjoint``.
+        temporal_strategy: ``"uniform"``: pick uniformly among the edges that are early enough; ``"last"``: the latest.
+        time_window: Only sample edges with times in ``(t - time_window, t]`` for a seed at time t; None: all up to t.
+        weight_attr: Attribute with edge weights; edges are picked with probabilities proportional to them.
+        sampler: ``"uniform"``, or ``"labor"``: targets share sources, so that mini-batches have fewer nodes.
+        layer_dependency: With LABOR, also share sources across hops: even fewer nodes, but the hops are dependent.
+        batch_dependency: With LABOR and our loaders, the number of consecutive mini-batches that share sources.
+        exclude_seed_edges: In link prediction, exclude the seed edges and their reverses from message passing. The
+            reverse of ``(a, "rel", b)`` is ``(b, "rev_rel", a)``; a dict specifies other reverse edge types.
 
     Raises:
-        TypeError: ``data`` is no graph, or fanouts or the seed are no integers.
-        ValueError: A graph, fanout, attribute or backend that is not valid, or options that exclude each other.
+        TypeError: ``data`` is not a graph, or fanouts or the seed are not integers.
+        ValueError: A graph, fanout, attribute or backend is invalid, or options exclude each other.
 
     Examples:
         >>> import torch
@@ -118,13 +116,13 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         batch_dependency: int = 1,
         exclude_seed_edges: bool | Mapping[EdgeType, EdgeType] = False,
     ) -> None:
-        # Attach times and weights to the topology; `whole_graph` stays unweighted, as induced subgraphs take all edges.
+        # Attach times and weights to the topology; `whole_graph` stays unweighted for induced subgraphs.
         graph = topology_of(data)
         graph, self.node_time = with_times(graph, data, time_attr)
         self.graph: Any
         self.whole_graph: Any
         self.whole_graph, self.graph = graph, with_weights(graph, data, weight_attr)
-        # Options that PyG's sampler has as well.
+        # Options shared with PyG's sampler.
         self.num_neighbors = num_neighbors
         check_flags(replace=replace, disjoint=disjoint)
         self.replace = replace
@@ -136,29 +134,29 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         self.subgraph_type = subgraph_type
         self.temporal_strategy = temporal_strategy
         self.time_window = time_window
-        # LABOR draws variates by source, and only it can make picks depend on other layers or mini-batches.
+        # Only LABOR, which draws variates by source, supports dependent layers or mini-batches.
         if sampler not in ("uniform", "labor"):
             raise ValueError(f"unknown sampler {sampler!r}; choose one of uniform, labor")
         if sampler == "uniform" and (layer_dependency or batch_dependency != 1):
             raise ValueError("layer_dependency and batch_dependency need sampler='labor'")
         self.labor = Labor(layer_dependency, batch_dependency) if sampler == "labor" else None
         self.exclude_seed_edges = exclude_seed_edges
-        # Check the options against the graph, whose edge types and times are known by now.
+        # Check the options against the edge types and times of the graph.
         if time_window is not None and not self.is_temporal:
-            raise ValueError("time_window needs times: give time_attr")
+            raise ValueError("time_window needs time_attr")
         check_reverse(exclude_seed_edges, self.graph.edge_types if isinstance(self.graph, HeteroCSCGraph) else None)
         self.check_options()
 
     def check_options(self) -> None:
-        """Check what can be set later, too."""
+        """Check the options that can also be set later."""
         check_window(self.time_window)
         check_rule(self.replace, self.disjoint, 0, self.temporal_strategy, self.labor, _has_weights(self.graph))
         if self.disjoint and self.subgraph_type == SubgraphType.induced:
-            raise ValueError("disjoint=True, as with times, has no induced subgraphs: use subgraph_type='directional'")
+            raise ValueError("disjoint=True (implied by times) needs subgraph_type='directional' or 'bidirectional'")
 
     @property
     def num_neighbors(self) -> Any:
-        """Fanout of each hop, with several types perhaps of each edge type."""
+        """Fanout of each hop, for a heterogeneous graph optionally by edge type."""
         return self._num_neighbors
 
     @num_neighbors.setter
@@ -173,7 +171,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
 
     @property
     def subgraph_type(self) -> SubgraphType:
-        """Which edges between the sampled nodes a mini-batch has."""
+        """Which edges between the sampled nodes a mini-batch contains."""
         return self._subgraph_type
 
     @subgraph_type.setter
@@ -187,7 +185,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
 
     @property
     def disjoint(self) -> bool:
-        """Whether each seed has a tree of its own, as with times it does."""
+        """Whether each seed has a separate tree (always True with times)."""
         return self._disjoint or self.is_temporal
 
     @disjoint.setter
@@ -206,47 +204,47 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         """Sample the neighborhoods of some seeds.
 
         Args:
-            inputs: The seeds, int64 ``[batch_size]``, perhaps with their type and times.
-            key: The key of the mini-batch; by default one is drawn from torch's global random stream.
+            inputs: The seeds, int64 ``[batch_size]``, optionally with their type and times.
+            key: The random key of the mini-batch; by default drawn from torch's global random generator.
 
         Raises:
-            IndexError: A seed outside the graph.
-            TypeError, ValueError: No ``NodeSamplerInput``, or seeds that lack types or times, or have unknown ones.
+            IndexError: A seed is not in the graph.
+            TypeError, ValueError: ``inputs`` is not a ``NodeSamplerInput``, or types or times are missing or unknown.
         """
         if not isinstance(inputs, NodeSamplerInput):
             raise TypeError(f"expected NodeSamplerInput(None, seeds), got {type(inputs).__name__}")
         key = self._next_key() if key is None else key
         first = inputs.first if isinstance(inputs, OffsetSeedInput) else 0
-        return self._both_ways(node_sample(inputs, lambda seeds, times: self._sample(seeds, times, key, first)))
+        return self._add_reverses(node_sample(inputs, lambda seeds, times: self._sample(seeds, times, key, first)))
 
     def sample_from_edges(
         self, inputs: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None, key: int | None = None
     ) -> Output:
-        """Sample the neighborhoods of both ends of some edges, and of negative edges beside them.
+        """Sample the neighborhoods of both endpoints of some edges, and of negative edges.
 
-        Disjoint trees are numbered by edge, as PyG does, but each end has a tree of its own, drawn independently.
+        Disjoint trees are numbered by edge, as in PyG, but each endpoint has a separate tree, drawn independently.
 
         Args:
             inputs: Sources and targets, int64 ``[batch_size]`` each, with optional labels, times and type.
-            neg_sampling: PyG's description of the negative edges; their ends are drawn from the key too.
-            key: The key of the mini-batch, as for :meth:`sample_from_nodes`.
+            neg_sampling: PyG's settings of negative edges; their endpoints are also drawn from the key.
+            key: Same as for :meth:`sample_from_nodes`.
         """
-        # Check that the input fits the graph: its types, and its times.
+        # Check the types and times of the input against the graph.
         if not isinstance(inputs, EdgeSamplerInput):
             raise TypeError(f"expected EdgeSamplerInput(None, sources, targets), got {type(inputs).__name__}")
         key = self._next_key() if key is None else key
         if inputs.time is not None and not self.is_temporal:
-            raise ValueError("edge_label_time is given, but edges of the graph have no times: give time_attr")
+            raise ValueError("edge_label_time needs edges with times: give time_attr")
         if (inputs.input_type is None) is isinstance(self.graph, HeteroCSCGraph):
             raise ValueError(
-                "edges of a graph with several types need theirs: give edge_label_index=(edge_type, edges)"
+                "edges of a heterogeneous graph need a type: give edge_label_index=(edge_type, edges)"
                 if inputs.input_type is None
-                else f"edges of the type {inputs.input_type} were given, but the graph has one type"
+                else f"edges of the type {inputs.input_type} were given, but the graph is homogeneous"
             )
         # A negative edge without a time could leak the future into the sample.
         if neg_sampling is not None and self.node_time is not None and inputs.time is None:
-            raise ValueError("negative edges need times where nodes have some: give edge_label_time (input_train_time)")
-        # Draw the negative edges from the key as well, so that the mini-batch is reproducible.
+            raise ValueError("negative edges need times if nodes have times: give edge_label_time (input_train_time)")
+        # Also draw the negative edges from the key, so that the mini-batch is reproducible.
         negatives = None if neg_sampling is None else _KeyedNegatives(neg_sampling, key)
         out = edge_sample(
             inputs,
@@ -256,18 +254,18 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             self.node_time,
             negatives,
         )
-        # The edges to be predicted must not be seen by the model.
+        # The model must not see the edges that it predicts.
         if self.exclude_seed_edges:
             named = self.exclude_seed_edges if isinstance(self.exclude_seed_edges, Mapping) else {}
             out = without_seed_edges(out, inputs, named)
-        return self._both_ways(out)
+        return self._add_reverses(out)
 
     def _sample(self, seeds: Any, times: NodeTime, key: int, first: int = 0) -> Output:
-        """Sample seeds, int64 ``[n]``, by type in a heterogeneous graph; what another device's sampler overrides."""
+        """Sample seeds, int64 ``[n]``, or by type in a heterogeneous graph; samplers for other devices override it."""
         if isinstance(self.graph, HeteroCSCGraph):
             if not isinstance(seeds, dict):
                 raise ValueError(
-                    "seeds of a graph with several types need theirs: give input_nodes=(node_type, ids or mask)"
+                    "seeds of a heterogeneous graph need a type: give input_nodes=(node_type, ids or mask)"
                 )
             if times is None and self.is_temporal:
                 times = {name: self._times_of(name, ids) for name, ids in seeds.items()}
@@ -275,7 +273,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         check_untyped(seeds)
         if times is None and self.is_temporal:
             if self.node_time is None:
-                raise ValueError(f"times are those of edges, so seeds have none: {_GIVE_TIMES}")
+                raise ValueError(f"edges have times, but seeds do not: {_GIVE_TIMES}")
             times = self.node_time[seeds.cpu()]
         assert not isinstance(times, dict)
         fanouts, options = self.num_neighbors, self._options(key, first)
@@ -283,9 +281,9 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         return self.as_output(sample)
 
     def as_output(self, out: NeighborSample) -> SamplerOutput:
-        """Return a sample of a homogeneous graph as PyG has it."""
+        """Convert a sample of a homogeneous graph to PyG's class."""
         if self.subgraph_type == SubgraphType.induced:
-            return self._induced(out)
+            return self._induce(out)
         return SamplerOutput(
             node=out.node,
             row=out.edge_index[0],
@@ -301,7 +299,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         if labor is not None and labor.batch_dependency > 1:
             if not isinstance(key, BatchKey):
                 raise ValueError(
-                    "batch_dependency needs mini-batches with numbers: use the loaders of lightning_gnn, or a key from "
+                    "batch_dependency needs numbered mini-batches: use the loaders of lightning_gnn, or a key from "
                     "batch_key"
                 )
             labor = labor._replace(batch=key.number)
@@ -318,7 +316,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
 
     def _times_of(self, name: NodeType, ids: Tensor) -> Tensor:
         if not isinstance(self.node_time, dict) or name not in self.node_time:
-            raise ValueError(f"seeds of {name!r} have no times of their own: {_GIVE_TIMES}")
+            raise ValueError(f"seeds of {name!r} have no times: {_GIVE_TIMES}")
         return self.node_time[name][ids.cpu()]
 
     def _sample_types(
@@ -341,51 +339,51 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         if self.subgraph_type == SubgraphType.induced:
             graph, counts = self.whole_graph, {}
             whole = sample_hetero_neighbors(graph, out.node, [-1], backend=self.backend)
-            inside = {name: whole.edge_index[name][0] < out.node[name[0]].numel() for name in edge_index}
-            edge_index = {name: whole.edge_index[name][:, inside[name]] for name in inside}
-            edge = {name: whole.edge[name][inside[name]] for name in inside}
+            is_inside = {name: whole.edge_index[name][0] < out.node[name[0]].numel() for name in edge_index}
+            edge_index = {name: whole.edge_index[name][:, is_inside[name]] for name in is_inside}
+            edge = {name: whole.edge[name][is_inside[name]] for name in is_inside}
         return HeteroSamplerOutput(
             node=out.node,
-            row={name: both[0] for name, both in edge_index.items()},
-            col={name: both[1] for name, both in edge_index.items()},
-            edge={name: self._edges(graph.relations[name], places) for name, places in edge.items()},
+            row={name: ends[0] for name, ends in edge_index.items()},
+            col={name: ends[1] for name, ends in edge_index.items()},
+            edge={name: self._edges(graph.relations[name], positions) for name, positions in edge.items()},
             batch=out.batch,
             **counts,
         )
 
-    def _induced(self, out: NeighborSample) -> SamplerOutput:
-        """Return all edges that the graph has between the sampled nodes."""
+    def _induce(self, out: NeighborSample) -> SamplerOutput:
+        """Return all edges of the graph between the sampled nodes."""
         graph = self.graph if self.graph.weight is None else self.whole_graph
         whole = self._in_edges(graph, out.node)
-        inside = whole.edge_index[0] < out.node.numel()
+        is_inside = whole.edge_index[0] < out.node.numel()
         return SamplerOutput(
             node=out.node,
-            row=whole.edge_index[0, inside],
-            col=whole.edge_index[1, inside],
-            edge=self.original_positions(graph, whole.edge[inside]),
+            row=whole.edge_index[0, is_inside],
+            col=whole.edge_index[1, is_inside],
+            edge=self.original_positions(graph, whole.edge[is_inside]),
             batch=out.batch,
         )
 
     def _in_edges(self, graph: CSCGraph, nodes: Tensor) -> NeighborSample:
-        """Return all in-edges of some nodes, as a sample of one hop; what another device's sampler overrides."""
+        """Sample all in-edges of some nodes as one hop; samplers for other devices override it."""
         return sample_neighbors(graph, nodes, [-1], 0, backend=self.backend)
 
-    def _both_ways(self, out: Output) -> Output:
+    def _add_reverses(self, out: Output) -> Output:
         if self.subgraph_type != SubgraphType.bidirectional:
             return out
-        both = out.to_bidirectional()
-        if isinstance(both, SamplerOutput):
-            both.edge = _first_edges(out)
-        return both
+        bidirectional = out.to_bidirectional()
+        if isinstance(bidirectional, SamplerOutput):
+            bidirectional.edge = _deduplicate_edge_ids(out)
+        return bidirectional
 
     def _edges(self, graph: CSCGraph, edge: Tensor) -> Tensor | LazyEdgeIds:
-        """Return places in the user's ``edge_index``, or what looks them up later, if this thread asked for that."""
+        """Return positions in the user's ``edge_index``, or lazy ids in a :func:`deferred` block."""
         if graph.edge_ids is not None and has_lazy_e_id():
             return LazyEdgeIds(edge, partial(self.original_positions, graph))
         return self.original_positions(graph, edge)
 
     def original_positions(self, graph: CSCGraph, edge: Tensor) -> Tensor:
-        """Turn positions in CSC order into positions in the user's ``edge_index``, int64 ``[m]``."""
+        """Convert positions in CSC order to positions in the user's ``edge_index``, int64 ``[m]``."""
         if graph.edge_ids is None:
             return edge
         out = pool.empty(edge.shape, torch.int64)
@@ -393,7 +391,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         return out
 
     def _next_key(self) -> int:
-        # torch seeds its global stream in each worker process and epoch, but equally on all ranks.
+        # torch seeds its global generator per worker process and epoch, but identically on all ranks.
         return int(batch_key(self.seed, rank=self._rank.get(), batch=int(torch.randint(2**62, ()))))
 
     def __repr__(self) -> str:
@@ -401,17 +399,17 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
 
 
 def nonuniform_features(sampler: BaseSampler) -> list[str]:
-    """Return the names of what a sampler does beside picking uniformly in a graph of one type."""
-    graph, kind = getattr(sampler, "graph", None), getattr(sampler, "subgraph_type", SubgraphType.directional)
-    asked = {
-        "a graph with types": isinstance(graph, HeteroCSCGraph),
+    """Return the names of options that differ from uniform sampling in a homogeneous graph."""
+    graph, subgraph_type = getattr(sampler, "graph", None), getattr(sampler, "subgraph_type", SubgraphType.directional)
+    options = {
+        "a heterogeneous graph": isinstance(graph, HeteroCSCGraph),
         "time_attr": bool(getattr(sampler, "is_temporal", False)),
         "weight_attr": _has_weights(graph),
         "sampler='labor'": getattr(sampler, "labor", None) is not None,
-        "subgraph_type": kind != SubgraphType.directional,
+        "subgraph_type": subgraph_type != SubgraphType.directional,
         "exclude_seed_edges": bool(getattr(sampler, "exclude_seed_edges", False)),
     }
-    return [name for name, yes in asked.items() if yes]
+    return [name for name, is_used in options.items() if is_used]
 
 
 def _has_weights(graph: CSCGraph | HeteroCSCGraph | None) -> bool:
@@ -420,14 +418,14 @@ def _has_weights(graph: CSCGraph | HeteroCSCGraph | None) -> bool:
 
 
 def topology_of(data: Data | HeteroData | CSCGraph | HeteroCSCGraph) -> Any:
-    """Return the topology of a graph of PyG's, or a topology as it is."""
+    """Return the topology of a PyG graph; a topology is returned unchanged."""
     if isinstance(data, CSCGraph | HeteroCSCGraph):
         return data
     return HeteroCSCGraph.from_data(data) if isinstance(data, HeteroData) else CSCGraph.from_data(data)
 
 
 def known_subgraph_type(value: SubgraphType | str) -> SubgraphType:
-    """Return PyG's enum; LightningNodeData hands on what the user wrote."""
+    """Convert the user's value, which LightningNodeData passes on, to PyG's enum."""
     try:
         return SubgraphType(value)
     except ValueError:
@@ -435,19 +433,19 @@ def known_subgraph_type(value: SubgraphType | str) -> SubgraphType:
         raise ValueError(f"unknown subgraph_type {value!r}; choose one of {kinds}") from None
 
 
-def _first_edges(out: SamplerOutput) -> Tensor:
-    """Return the ids of the edges of a bidirectional subgraph, by (target, source): of several, the first one's."""
+def _deduplicate_edge_ids(out: SamplerOutput) -> Tensor:
+    """Return the edge ids of a bidirectional subgraph by (target, source); the first id of duplicate edges."""
     num_nodes = out.node.numel()
     ends = torch.cat([out.col * num_nodes + out.row, out.row * num_nodes + out.col])
     ends, order = ends.sort(stable=True)
-    first = torch.ones_like(ends, dtype=torch.bool)
-    first[1:] = ends[1:] != ends[:-1]
-    edge: Tensor = torch.cat([out.edge, out.edge])[order[first]]
+    is_first = torch.ones_like(ends, dtype=torch.bool)
+    is_first[1:] = ends[1:] != ends[:-1]
+    edge: Tensor = torch.cat([out.edge, out.edge])[order[is_first]]
     return edge
 
 
 class ProcessRank:
-    """Which process of a distributed run asks; a spawned worker gets a copy, which notes its parent's rank."""
+    """The rank of this process; its pickled copy stores the rank for spawned workers."""
 
     def __init__(self) -> None:
         self._parent = 0
@@ -462,7 +460,7 @@ class ProcessRank:
 
 
 def check_untyped(seeds: object) -> None:
-    """Raise a ValueError if seeds come by node type, as those of heterogeneous graphs do."""
+    """Raise a ValueError if seeds are given by node type."""
     if isinstance(seeds, dict):
         raise ValueError(
             f"seeds of type {', '.join(map(repr, seeds))} were given, but the graph is homogeneous: give the ids or "
@@ -471,7 +469,7 @@ def check_untyped(seeds: object) -> None:
 
 
 class _KeyedNegatives:
-    """PyG's negative sampling, drawn from the key of the mini-batch instead of the process's global stream."""
+    """PyG's negative sampling with a generator seeded by the mini-batch's key instead of the global generator."""
 
     def __init__(self, negatives: NegativeSampling, key: int) -> None:
         self._negatives = negatives
@@ -490,11 +488,11 @@ class _KeyedNegatives:
 
 
 def fanouts_in(numbers: NumNeighbors, edge_types: Sequence[EdgeType]) -> Any:
-    """Return the fanouts of each edge type that PyG's ``NumNeighbors`` holds."""
+    """Return the fanouts of each edge type in PyG's ``NumNeighbors``."""
     joined = {"__".join(kind): kind for kind in edge_types}
     if isinstance(numbers.values, dict) and (lost := [kind for kind in edge_types if kind not in joined.values()]):
         raise ValueError(
-            f"num_neighbors by edge type: PyG's NumNeighbors takes {lost[0]} and {joined['__'.join(lost[0])]} for one; "
+            f"num_neighbors by edge type: PyG's NumNeighbors confuses {lost[0]} with {joined['__'.join(lost[0])]}; "
             "give one list, a fanout per hop, or rename one of them"
         )
     return numbers.get_values(edge_types)

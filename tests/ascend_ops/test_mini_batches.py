@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_gnn.nn.conv import GCNConv, SAGEConv
-from lightning_gnn.nn.conv.fused import fuses
+from lightning_gnn.nn.conv.fused import can_fuse
 from lightning_gnn.ops import aggregate_update, default_backend
 from lightning_gnn.ops.aggregate.ascend_twin import record_launches
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
@@ -159,7 +159,7 @@ def test_layers_run_as_one_kernel(layer):
     torch.manual_seed(0)
     conv, x, edge_index = layer(40, 20), torch.randn(150, 40), torch.randint(150, (2, 1000))
     expected = conv(x, edge_index)  # PyG's operators
-    assert not fuses(conv, x, x, edge_index)
+    assert not can_fuse(conv, x, x, edge_index)
     with default_backend("ascend_twin"), record_launches() as launches:
         found = conv(x, edge_index)
         (again,) = torch.autograd.grad(found.sum(), conv.bias if layer is GCNConv else conv.lin_l.bias)

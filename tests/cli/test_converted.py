@@ -83,13 +83,13 @@ TRAINED = [
 ]
 REFUSED = [
     ("bare", "follows", "task=node", "the graph has no labels y; use one with labels, or task=link"),
-    ("numbers", "follows", "task=node", "labels are class numbers; for other numbers give task=regression"),
+    ("numbers", "follows", "task=node", "class numbers must be integers; for other numbers give task=regression"),
     ("bare", "follows", "task=recommend", "this one is homogeneous; use task=link, or convert tables by type"),
     ("bare", "rates", "task=link", "task.target=None is not one type of the edges that can be predicted; give one of "
      "user__follows__user, user__rates__item"),
     ("bare", "timed", "task=link", "model: GraphSAGE is for graphs without types, but this one has item, user; use "
      "model=rgcn, hetero_sage, rgat or hgt"),
-    ("bare", "timed", "task=recommend", "no edge type is left for layer 2: none comes from a type that edges reach; "
+    ("bare", "timed", "task=recommend", "no edge type is left for layer 2: all start at node types without in-edges; "
      "add reverse edges (lgnn convert … undirected=true"),
     ("bare", "timed", "task=link model=rgat model.num_layers=1 datamodule.num_neighbors=[3]", "model: RGAT has no "
      "output for 'user', which no edges reach; add reverse edges"),

@@ -40,7 +40,7 @@ BUILT = {
     "task=link +datamodule.input_val_edges=[[0],[1]]": "has no effect, the command sets it; leave it out",
     "seed=-1": "-1 is not in bounds, numpy accepts from 0 to 4294967295",
     "datamodule.num_neighbors=[4]": "model.num_layers=3, but datamodule.num_neighbors=[4] has 1 fanouts",
-    "task.label_smoothing=1": "task: label_smoothing is a part of a label, in [0, 1), got 1",
+    "task.label_smoothing=1": "task: label_smoothing must be in [0, 1), got 1",
     "data.num_nodes=2000 data.num_edges=20000 data.labels=several": "y must hold one integer class per node, but is "
     "torch.int64 [2000, 16]; for one class per node use task=node, for several labels per node task=multilabel, for",
     "task=multilabel data.labels=classes data.num_nodes=2000 data.num_edges=20000": "data: y must hold 0 or 1 for "
@@ -66,7 +66,7 @@ OF_SMALL_RUNS = {
     "task.name=both": "task.name='both' is unknown",
     "trainer=npu": "trainer: accelerator='npu' cannot be used: torch_npu is not installed",
     "data=custom": "data.root is missing; give data.root=VALUE",
-    "data=planetoid data.name=Corra": "name='Corra' is no Planetoid dataset",
+    "data=planetoid data.name=Corra": "name='Corra' is not a Planetoid dataset",
     "inference=full datamodule.inference.memory_limit=much": "memory_limit must be a number of bytes",
     "datamodule=persistent_link": "datamodule=link (persistent_link) makes batches of edges",
     "model=rgcn": "model: RGCN is for graphs with types; use model=sage, gcn, gin or gat",

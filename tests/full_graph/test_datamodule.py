@@ -180,7 +180,7 @@ def test_predictions_line_up_with_those_of_sampled_batches(tmp_path, nodes, limi
 
 
 def test_a_full_graph_may_be_evaluated_from_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(inference, "LEAST", 50)
+    monkeypatch.setattr(inference, "MIN_BLOCK_VERTICES", 50)
     whole = FullGraphDataModule(small_data(), inference=FullInference(folder=tmp_path, memory_limit=0, progress=False))
     trained = module(GAT, heads=2)
     trainer(max_epochs=1).fit(trained, whole)
@@ -192,7 +192,7 @@ def test_a_full_graph_may_be_evaluated_from_files(tmp_path, monkeypatch):
 
 
 def test_a_signal_interrupts_a_long_prediction_between_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(inference, "LEAST", 50)
+    monkeypatch.setattr(inference, "MIN_BLOCK_VERTICES", 50)
     options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
     trained = module()
     whole = FullGraphDataModule(small_data(), inference=options)

@@ -191,7 +191,7 @@ def test_columns_are_known_in_whatever_case_and_masks_are_splits(tmp_path):
     told = []
     convert_tables(source, tmp_path / "graph", nodes, say=told.append)
     found = load_folder(tmp_path / "graph")
-    assert "features are Age: 1 in all" in told
+    assert "features are Age: 1 in total" in told
     assert found.x.tolist() == [[3], [4], [5]]
     assert found.y.tolist() == [1, 0, 1]
     assert found.train_mask.tolist() == [True, False, False]
@@ -213,22 +213,22 @@ ZEROS, ENDS, AB, TWO = "(0, 0)) t(source, target)", "source,target a,b", "id,a a
 @pytest.mark.parametrize(
     ("kind", "edges", "nodes", "said"),
     [
-        ("", "source,target a,z", AB, r"edges\.csv: the target of row 0, 'z', is no node of .*nodes\.csv"),
-        ("", "source,target a,b ,b", AB, "the source of row 1, None, is no node"),
-        ("", ENDS, "id,a a,1 b,2 a,3", r"nodes\.csv: id 'a' is there twice"),
+        ("", "source,target a,z", AB, r"edges\.csv: the target of row 0, 'z', is not a node of .*nodes\.csv"),
+        ("", "source,target a,b ,b", AB, "the source of row 1, None, is not a node"),
+        ("", ENDS, "id,a a,1 b,2 a,3", r"nodes\.csv: id 'a' occurs twice"),
         ("", ENDS, "id,a a,1 ,2", "row 1 has no id"),
-        ("", "source,target 0,2", TWO, "target of row 0, 2, is no node"),
-        ("", "source,target -1,1", TWO, "source of row 0, -1, is no node"),
-        ("", "source,target 0,1", TWO.replace("test", "hold"), r"split is 'hold' in .*nodes\.csv; it may be train"),
-        ("", "source,target 1,1 1,2", "id,f 1,0 y,1", "the target of row 1, 2, is no node of .*nodes"),
+        ("", "source,target 0,2", TWO, "target of row 0, 2, is not a node"),
+        ("", "source,target -1,1", TWO, "source of row 0, -1, is not a node"),
+        ("", "source,target 0,1", TWO.replace("test", "hold"), r"split is 'hold' in .*nodes\.csv; use one of train"),
+        ("", "source,target 1,1 1,2", "id,f 1,0 y,1", "the target of row 1, 2, is not a node of .*nodes"),
         ("", "(0.5, 1, 2)) t(w, source, dst)", None, "has the columns w, source, dst; edges need source and t"),
-        ("", "('a', 1)) t(source, target)", "(1)) t(f)", "the source of row 0, 'a', is no number of a row"),
-        ("", "(0, 0.5)) t(source, target)", "(1)) t(f)", r"the target of row 0, .*0\.5.*, is no number"),
+        ("", "('a', 1)) t(source, target)", "(1)) t(f)", "the source of row 0, 'a', is not a row number"),
+        ("", "(0, 0.5)) t(source, target)", "(1)) t(f)", r"the target of row 0, .*0\.5.*, is not a row number"),
         ("", ZEROS, "(1, [0, 1])) t(f, label)", r"nodes\.parquet: label is INTEGER\[\]"),
-        ("", ZEROS, "([1]), ([1, 2])) t(f)", r"nodes\.parquet: the lists of f have different lengths"),
+        ("", ZEROS, "([1]), ([1, 2])) t(f)", r"nodes\.parquet: the lists of f are missing or differ in length"),
         ("a__to__a", "(0, 0, NULL), (0, 0, 1)) t(source, target, w)", None, "w is missing in some row"),
-        ("a__to__a", "(0, 0, 1)) t(source, target, indptr)", None, "'indptr' cannot be the name of an attr"),
-        ("a__to__a", '(0, 0, 1)) t(source, target, "a/b")', None, "'a/b' cannot be the name of an attribute; rename"),
+        ("a__to__a", "(0, 0, 1)) t(source, target, indptr)", None, "'indptr' is not a valid attr"),
+        ("a__to__a", '(0, 0, 1)) t(source, target, "a/b")', None, "'a/b' is not a valid attribute name; rename"),
     ],
 )
 def test_tables_that_cannot_be(tmp_path, kind, edges, nodes, said):
@@ -242,15 +242,15 @@ def test_mistakes_of_the_call(tmp_path, tables):
     source, nodes = tables
     with pytest.raises(FileNotFoundError, match=r"absent\.csv does not exist"):
         convert_tables(tmp_path / "absent.csv", tmp_path / "graph")
-    with pytest.raises(ValueError, match="what is in it"):
+    with pytest.raises(ValueError, match="unknown file extension"):
         convert_tables(write(tmp_path / "edges.xlsx", ["a", "b"], []), tmp_path / "graph")
     refuses(FileExistsError, "exists already", convert_tables, source, tmp_path)
     refuses(ValueError, "give at least 100 MB", convert_tables, source, tmp_path / "graph", nodes, memory=1000)
     for edges, of, error in (
-        ({"a__to": source}, None, "names no type of edges; write SOURCE__RELATION__TARGET"),
-        ({"a__to__a": source}, {"b": nodes}, "nodes.b is the end of no edges; their types are a"),
-        ({"a__to__a": source}, nodes, "nodes have none: name them"),
-        (source, {"a": nodes}, "edges have none: name them"),
+        ({"a__to": source}, None, "invalid edge type .*: write SOURCE__RELATION__TARGET"),
+        ({"a__to__a": source}, {"b": nodes}, "nodes.b: no edge type has this endpoint, only a"),
+        ({"a__to__a": source}, nodes, "nodes are not: give types"),
+        (source, {"a": nodes}, "edges are not: give types"),
     ):
         refuses(ValueError, error, convert_tables, edges, tmp_path / "graph", of)
 
@@ -314,7 +314,7 @@ def test_a_killed_conversion_goes_on(tmp_path, tables, step):
     assert not (tmp_path / "graph").exists()
     told = []
     convert_tables(source, tmp_path / "graph", nodes, say=told.append)
-    assert told[0] == "going on with what an earlier run has left"
+    assert told[0] == "resuming an interrupted conversion"
     assert tree(tmp_path / "graph") == tree(tmp_path / "whole")
     assert not (tmp_path / "graph.partial").exists()
 
@@ -332,7 +332,7 @@ def test_a_full_disk_of_the_database_says_so(tmp_path):
             self.connection.execute("SET max_temp_directory_size = '1MB'")
 
         patch.setattr(table_files.TableFiles, "__init__", without_room)
-        with pytest.raises(OSError, match="make room on the disk, or give more memory=, and run the same again"):
+        with pytest.raises(OSError, match="free disk space, or increase memory=, and repeat the call"):
             convert_tables(source, tmp_path / "graph", memory=170 << 20, random_features=1)
     counts = convert_tables(source, tmp_path / "graph", memory=1 << 30, random_features=1)
     assert counts["node__to__node"] == 1_000_000

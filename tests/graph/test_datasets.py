@@ -162,7 +162,7 @@ def test_no_network(tmp_path, load, missing):
         (r"name='Kora'.*Cora, CiteSeer, PubMed", planetoid, {"name": "Kora"}),
         (r"split='geom'.*'public'", planetoid, {"name": "Cora", "split": "geom"}),
         (r"name='ogbn-mag'.*ogbn-arxiv", ogbn, {"name": "ogbn-mag"}),
-        (r"name='maths' is no Coauthor dataset; use one of CS, Physics", coauthor, {"name": "maths"}),
+        (r"name='maths' is not a Coauthor dataset; use one of CS, Physics", coauthor, {"name": "maths"}),
         ("preprocess='node2vec' is unknown; use 'metapath2vec', 'TransE' or None", ogb_mag, {"preprocess": "node2vec"}),
     ],
 )
@@ -239,7 +239,7 @@ def test_ogbn(tmp_path):
     ("fails", "said"),
     [
         (URLError("no route"), r"ogbn_arxiv/raw lacks edge\.csv\.gz, node-feat\.csv\.gz, and .*no route"),
-        (EOFError("EOF when reading a line"), "ogb asks a question on the terminal"),
+        (EOFError("EOF when reading a line"), "ogb asks a question"),
     ],
 )
 def test_ogbn_without_network(tmp_path, fails, said, monkeypatch):
@@ -407,7 +407,7 @@ def test_papers100m_missing_and_truncated_files(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"edge_index": np.array([[0, 300], [1, 2]])}, ValueError, "the source of row 1, 300, is no node"),
+        ({"edge_index": np.array([[0, 300], [1, 2]])}, ValueError, "the source of row 1, 300, is not a node"),
         ({"node_feat": np.zeros((300, 2))}, TypeError, r"x\.npy: .*float64"),
         ({"node_label": np.zeros((299, 1))}, ValueError, r"node_label of .*\[299, 1\]"),
         ({"num_nodes": 20, "ids": 300}, ValueError, r"idx\.npy holds node \d+, but the graph has 20"),

@@ -137,7 +137,7 @@ def cache(tmp_path_factory, monkeypatch):
     """A cache of its own, in which graphs of any size are kept."""
     root = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(root))
-    monkeypatch.setattr(topology_files, "KEPT_FROM", 0)
+    monkeypatch.setattr(topology_files, "MIN_CACHED_EDGES", 0)
     return root
 
 
@@ -168,7 +168,7 @@ def test_sorted_edges_are_kept_until_the_edges_change(tmp_path, cache):
 
 
 def test_a_large_topology_is_checked_once(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(topology_files, "CHECKED_ONCE", 0)
+    monkeypatch.setattr(topology_files, "MIN_REMEMBERED_BYTES", 0)
     monkeypatch.setattr(manifest, "_SETTLED_NS", 0)
     passes = []
     check = CSCGraph.from_csc.__func__
@@ -258,7 +258,7 @@ X, EDGES = GRAPH.x, GRAPH.edge_index
 @pytest.mark.parametrize(
     ("data", "error", "said"),
     [
-        (Data(x=X, edge_index=EDGES, edge_attr=torch.rand(E)), ValueError, r"no place for data\.edge_attr"),
+        (Data(x=X, edge_index=EDGES, edge_attr=torch.rand(E)), ValueError, r"cannot store data\.edge_attr"),
         (Data(edge_index=EDGES, num_nodes=N), ValueError, "data has no x"),
         (Data(x=X), ValueError, "no topology"),
         (Data(x=X, edge_index=EDGES, train_idx=torch.tensor([99])), ValueError, r"data\.train_idx holds node 99"),

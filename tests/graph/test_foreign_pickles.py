@@ -59,7 +59,7 @@ def test_raw_planetoid_files_are_read_as_pyg_reads_them(tmp_path, protocol):
 @pytest.mark.parametrize("suffix", PICKLED)
 def test_a_raw_planetoid_file_runs_no_code(tmp_path, marker, suffix, trust):
     write_cora(tmp_path, **{suffix: Evil(marker)})
-    with pytest.raises(ValueError, match=rf"again: .*/Cora \(.*ind\.cora\.{suffix}: .*asks for \w+\.exec, which no fi"):
+    with pytest.raises(ValueError, match=rf"again: .*/Cora \(.*ind\.cora\.{suffix}: .*asks for \w+\.exec, which a fi"):
         cora(tmp_path, trust=trust)
     assert not marker.exists()
 

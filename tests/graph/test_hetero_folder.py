@@ -75,11 +75,11 @@ def without_features(root):
         (without_features, FileNotFoundError, "neither x.npy nor num_nodes.npy"),
         (wrong(PAPER, "x.npy", np.zeros((3, 2), np.float32)), ValueError, "x.npy has 3 rows"),
         (wrong(PAPER, "y.npy", np.zeros(3)), ValueError, r"y.npy has the shape \[3\], but 'paper' has"),
-        (wrong(PAPER, "names.json", "[1]"), ValueError, "names.json holds no list of"),
+        (wrong(PAPER, "names.json", "[1]"), ValueError, "names.json does not hold a list of"),
         (
             lambda root: (root / OF_WRITES).rename(root / "edges/author__writes__book"),
             ValueError,
-            "must be called SOURCE__RELATION__TARGET, with types of nodes that there are",
+            "must be called SOURCE__RELATION__TARGET, with the node types",
         ),
     ],
 )
@@ -103,7 +103,7 @@ def cache(tmp_path_factory, monkeypatch):
     """A cache of its own, in which edges of any number are kept."""
     root = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(root))
-    monkeypatch.setattr(topology_files, "KEPT_FROM", 0)
+    monkeypatch.setattr(topology_files, "MIN_CACHED_EDGES", 0)
     return root
 
 
@@ -196,9 +196,9 @@ def with_weights(data):
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        (lambda data: data["paper"].update({"name": ["a", 1]}), TypeError, r"data\['paper'\].name is no dense tensor"),
-        (lambda data: data["paper"].update({"a/b": torch.ones(300)}), ValueError, "'a/b', which cannot be the name of"),
-        (with_unknown_type, ValueError, r"data has edges of \('reader', 'reads', 'paper'\), but the types of nodes"),
+        (lambda data: data["paper"].update({"name": ["a", 1]}), TypeError, r"data\['paper'\].name is not a dense"),
+        (lambda data: data["paper"].update({"a/b": torch.ones(300)}), ValueError, "'a/b', which is not a valid file"),
+        (with_unknown_type, ValueError, r"data has edges of \('reader', 'reads', 'paper'\), but its node types"),
         (with_both_topologies, ValueError, "has both graph and edge_index; remove one of them"),
         (with_weights, ValueError, r"graph has times or weights, which are not saved"),
     ],
@@ -282,10 +282,10 @@ def test_a_folder_that_may_hold_two_types_is_refused(tmp_path):
     [
         (wrong("", "types.json", "{"), "must hold"),
         (wrong("", "types.json", '{"nodes": ["a/b"], "edges": [["a/b", "r"]]}'), "must hold"),
-        (wrong("", "types.json", '{"nodes": [1], "edges": [["a/b", "r", "b"]]}'), "not a text"),
+        (wrong("", "types.json", '{"nodes": [1], "edges": [["a/b", "r", "b"]]}'), "not a string"),
         (wrong("", "types.json", '{"nodes": ["b"], "edges": [["c", "r", "b"]]}'), "not listed"),
-        (lambda root: (root / "nodes/2").mkdir(), "lists 2 types of nodes, but .* holds the folders 0, 1, 2; expected"),
-        (lambda root: shutil.rmtree(root / "edges/1"), "lists 2 types of edges, but .* holds the folders 0; expected"),
+        (lambda root: (root / "nodes/2").mkdir(), "lists 2 types under 'nodes', but .* holds the folders 0, 1, 2"),
+        (lambda root: shutil.rmtree(root / "edges/1"), "lists 2 types under 'edges', but .* holds the folders 0"),
     ],
 )
 def test_types_that_do_not_fit_the_folders_are_refused(tmp_path, change, message):

@@ -71,8 +71,8 @@ def test_matrices_and_webgraph(tmp_path_factory, drawn, form, block):
     folder = tmp_path_factory.mktemp("graph")
     source = write(folder, form, sorted(edges), num_nodes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_BLOCK", block)
-        patch.setattr(module, "_TEXT", 4 * block)
+        patch.setattr(module, "_EDGES_PER_BLOCK", block)
+        patch.setattr(module, "_BYTES_PER_READ", 4 * block)
         counts = convert_tables(source, folder / "out", random_features=2)
     assert counts == {"node": num_nodes, "node__to__node": len(edges)}
     found = load_folder(folder / "out")
@@ -141,7 +141,7 @@ def test_a_folder_of_ogb(tmp_path, arrays, undirected):
 
 def test_an_interrupted_reading_begins_anew(tmp_path, monkeypatch):
     source = write(tmp_path, "webgraph", EDGES, NODES)
-    monkeypatch.setattr(module, "_TEXT", 2)
+    monkeypatch.setattr(module, "_BYTES_PER_READ", 2)
     real, calls = np.repeat, []
 
     def interrupted(*args):
@@ -155,7 +155,7 @@ def test_an_interrupted_reading_begins_anew(tmp_path, monkeypatch):
         convert_tables(source, tmp_path / "out", random_features=1)
     told = []
     convert_tables(source, tmp_path / "out", random_features=1, say=told.append)
-    assert told[0] == "going on with what an earlier run has left"
+    assert told[0] == "resuming an interrupted conversion"
     same_topology(load_folder(tmp_path / "out").graph, EDGES, NODES)
 
 
@@ -189,16 +189,16 @@ def arrays(folder, indptr):
 MARKET = b"%%MatrixMarket matrix coordinate real general\n3 3 2\n1 2 1.0\n"
 DAMAGES = [
     (lambda folder: text(folder, b"six\n\n"), "begins with b'six', not with the number of nodes"),
-    (lambda folder: text(folder, b"3\n1 2\n0\n"), "has lines for 2 nodes, but begins with 3; it is cut off or damaged"),
-    (lambda folder: text(folder, b"2\n1\n0 x\n"), "line 3 holds something else than numbers"),
-    (lambda folder: text(folder, b"2\n1\n0 2\n"), "the target of row 2, 2, is no node"),
+    (lambda folder: text(folder, b"3\n1 2\n0\n"), "has lines for 2 nodes, but declares 3; it is truncated or damaged"),
+    (lambda folder: text(folder, b"2\n1\n0 x\n"), "line 3 holds words that are not numbers"),
+    (lambda folder: text(folder, b"2\n1\n0 2\n"), "the target of row 2, 2, is not a node"),
     (lambda folder: cut(folder, "webgraph.gz", 9), r"graph\.graph-txt\.gz is damaged"),
     (lambda folder: cut(folder, "csr", 30), r"graph\.npz is damaged"),
-    (other, r"other\.npz is no sparse matrix of SciPy: it holds a"),
-    (lambda folder: matrix(folder, scipy.sparse.dia_matrix(np.eye(3))), r"dia\.npz is .* in dia; save it in csr"),
+    (other, r"other\.npz is not a SciPy sparse matrix: it holds a"),
+    (lambda folder: matrix(folder, scipy.sparse.dia_matrix(np.eye(3))), r"dia\.npz is .* in dia format; save it"),
     (lambda folder: matrix(folder, scipy.sparse.coo_matrix((3, 3))), r"coo\.npz holds no edges"),
     (lambda folder: text(folder, MARKET, "cut.mtx"), r"cut\.mtx is not a Matrix Market file: "),
-    (lambda folder: arrays(folder, [0, 2, 1, 5]), "indptr falls at row 1"),
+    (lambda folder: arrays(folder, [0, 2, 1, 5]), "indptr decreases at row 1"),
     (lambda folder: arrays(folder, [0, 2, 3, 4]), "to the number of edges, 5"),
 ]
 
@@ -216,7 +216,7 @@ def test_damaged_files_are_named(tmp_path, damage, said):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("node-feat", gzip.compress(b"1,2\n3,4\n", mtime=0), r"has 2 rows, but there are 6 nodes"),
+        ("node-feat", gzip.compress(b"1,2\n3,4\n", mtime=0), r"has 2 rows, but the graph has 6 nodes"),
         ("node-feat", gzip.compress(b"1,2\n" * 6, mtime=0)[:-20], "is damaged"),
         ("node-label", gzip.compress(b"1\n2\n", mtime=0), r"has 2 rows, but .*node-feat\.csv\.gz has 6"),
     ],

@@ -155,10 +155,10 @@ def test_triples_have_a_type_of_edges_for_each_relation(tmp_path_factory, triple
 
 def test_labels_that_are_names_are_refused_and_classes_counted(tmp_path):
     edges = "Source,Target\n1,2\n2,3\n"
-    with pytest.raises(ValueError, match=r"the column Label has 3 classes for 3 nodes, so it holds names"):
+    with pytest.raises(ValueError, match=r"the column Label has 3 distinct values for 3 nodes, so it holds names"):
         convert(tmp_path, "edges.csv", edges, "Id,Label,age\n1,Ann,3\n2,Bob,4\n3,Cy,5\n")
     many = "".join(f"{n},name {n},1\n" for n in range(1, 9))
-    with pytest.raises(ValueError, match=r"the column label has 8 classes for 8 nodes"):
+    with pytest.raises(ValueError, match=r"the column label has 8 distinct values for 8 nodes"):
         convert(tmp_path, "edges.csv", edges, f"id,label,age\n{many}")
     _, told = convert(tmp_path, "edges.csv", edges, "Id,Label,age\n1,red,3\n2,blue,4\n3,red,5\n")
     assert any("labels" in line and "2 classes" in line for line in told)
@@ -176,7 +176,7 @@ def test_labels_that_are_names_are_refused_and_classes_counted(tmp_path):
         ("2,10\n0,20\n1,30\n", [[10], [20], [30]], "in the column column0"),
         ("f,rank\n10,2\n20,0\n30,1\n", [[10, 2], [20, 0], [30, 1]], "numbered by row"),
         ("page_id,f\n77,10\n88,20\n99,30\n", [[77, 10], [88, 20], [99, 30]], "numbered by row"),
-        ("a_id,b_id\n2,1\n0,2\n1,0\n", [[2, 1], [0, 2], [1, 0]], "a_id, b_id hold the ids of all edges"),
+        ("a_id,b_id\n2,1\n0,2\n1,0\n", [[2, 1], [0, 2], [1, 0]], "a_id, b_id hold all ids of the edges"),
     ],
 )
 def test_the_ids_of_nodes_are_what_edges_refer_to(tmp_path, nodes, x, said):
@@ -198,9 +198,9 @@ def test_the_ids_of_nodes_are_what_edges_refer_to(tmp_path, nodes, x, said):
         ("\n<!DOCTYPE html>\n<html><body>a,b</body>\n", r"is a web page.*'<!DOCTYPE html>'"),
         ("{\"a\": [1, 2]}", r"is JSON"),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 3\n", r"is a Git LFS pointer.*git lfs pull"),
-        (b"PK\x03\x04\x00\x00\x01\x02", r"holds no text: it begins with b'PK"),
-        ("source,target\n1,2\n3,4,5\n", r"edges\.csv: line 3 has 3 fields, but most have 2.*: '3,4,5'"),
-        ("# x\nsource,target\n" + "1,2\n" * LONG + "3\n", r"line 30003 has 1 fields, but most have 2.*: '3'"),
+        (b"PK\x03\x04\x00\x00\x01\x02", r"is not a text file: it begins with b'PK"),
+        ("source,target\n1,2\n3,4,5\n", r"edges\.csv: line 3 has 3 fields, but most lines have 2.*: '3,4,5'"),
+        ("# x\nsource,target\n" + "1,2\n" * LONG + "3\n", r"line 30003 has 1 fields, but most lines have 2.*: '3'"),
         ('a,b\n1,"A, b"\n2,"Great" Perf, x\n3,"C, d"\n', r"line 3: .*expected after.*: '2,\"Great\" Perf, x'"),
         (gzip.compress(b"0 1\n" * 999, mtime=0)[:-20], r"is damaged .*; download it again"),
     ],

@@ -138,13 +138,13 @@ def having(batch: Data, **values: Any) -> Data:
         (without("edge_index", mini_batch(0, 5)), "no 'edge_index'"),
         (without("y", mini_batch(0, 5)), "no labels 'y'"),
         (having(mini_batch(0, 5), y=torch.full((40,), 4)), "label 4, but num_classes=4 allows 0 to 3"),
-        (having(mini_batch(0, 5), y=torch.full((40,), -1)), "a node without a label is among the seeds"),
+        (having(mini_batch(0, 5), y=torch.full((40,), -1)), "a seed node has no label"),
         (having(mini_batch(0, 5), y=torch.full((40,), -1)), "label -1"),
         (having(mini_batch(0, 5), y=torch.rand(40, 112)), r"got torch.float32 \[40, 112\]"),
         (having(mini_batch(0, 5), y=torch.full((40, 1), float("nan"))), "one integer class per node"),
         (having(mini_batch(0, 5), batch_size=0), "batch_size=0"),
         (without("train_mask", full_graph()), "neither 'batch_size' .* nor 'train_mask'"),
-        (having(full_graph(), train_mask=torch.zeros(40, dtype=torch.bool)), "train_mask marks none of the 40 nodes"),
+        (having(full_graph(), train_mask=torch.zeros(40, dtype=torch.bool)), "train_mask selects none of the 40 nodes"),
         (having(full_graph(), train_mask=torch.ones(40, 10, dtype=torch.bool)), r"bool tensor \[40\]"),
         (having(full_graph(), train_mask=torch.arange(40)), "train_mask must be a bool tensor"),
     ],
@@ -164,7 +164,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         NodeClassifier(model, 4, lr=0)
     with pytest.raises(ValueError, match="the model has 4 outputs, but num_classes is 5"):
         trainer(tmp_path).fit(NodeClassifier(model, 5), loader(mini_batch(0, 5)))
-    with pytest.raises(ValueError, match="has no size yet"):
+    with pytest.raises(ValueError, match="is not initialized"):
         trainer(tmp_path).fit(NodeClassifier(GraphSAGE(-1, 16, 2, 4), 4), loader(mini_batch(0, 5)))
 
 

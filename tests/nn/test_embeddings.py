@@ -170,8 +170,8 @@ def test_mistakes_are_named():
     module = embedded(data)
     batch = next(iter(batches(data).train_dataloader()))
     for change, message in (
-        (lambda b: setattr(b["venue"], "x", torch.ones(7, WIDTH)), "'venue' have features x and embeddings; leave one"),
-        (lambda b: setattr(b["venue"], "n_id", torch.tensor([9])), "holds node 9 of 'venue', but embeddings are of 7"),
+        (lambda b: setattr(b["venue"], "x", torch.ones(7, WIDTH)), "'venue' have both features x and embeddings"),
+        (lambda b: setattr(b["venue"], "n_id", torch.tensor([9])), "the batch has node 9 of 'venue', but"),
         (lambda b: b["author"].pop("x"), r"nodes of 'author' have no features x: .*NodeClassifier\(…, embeddings="),
     ):
         changed = copy.copy(batch)
@@ -180,13 +180,13 @@ def test_mistakes_are_named():
             module.training_step(changed, 0)
     whole = copy.copy(data)
     whole["venue"].num_nodes = 8
-    with pytest.raises(ValueError, match="there are 8 nodes of 'venue', but embeddings of 7"):
+    with pytest.raises(ValueError, match="the batch has 8 nodes of 'venue', but embeddings have 7 rows"):
         module(whole)
-    with pytest.raises(ValueError, match="all types have features x; leave the embeddings out"):
+    with pytest.raises(ValueError, match="all node types have features x; remove the embeddings"):
         TypeEmbeddings({})
     with pytest.raises(ValueError, match="num_features must be at least 1 for 'venue', got 0"):
         TypeEmbeddings(data, 0)
-    with pytest.raises(ValueError, match=r"how many nodes of 'a' there are must be known: set data\['a'\].num_nodes"):
+    with pytest.raises(ValueError, match=r"the number of 'a' nodes is unknown: set data\['a'\].num_nodes"):
         TypeEmbeddings({"a": None})
     with pytest.raises(TypeError, match="embeddings must be TypeEmbeddings, got Embedding"):
         NodeClassifier(network(data), 3, target="paper", embeddings=torch.nn.Embedding(3, 3))

@@ -120,7 +120,7 @@ def test_autocast_multiplies_in_float32_and_rounds(monkeypatch, kind):
     layer, seen = LAYERS[kind](), []
     lin = {"max": "lin_r", "projected": "lin", "GIN": "nn"}[kind]
     getattr(layer, lin).register_forward_hook(lambda *given: seen.append(given[2].dtype))
-    monkeypatch.setattr(fused, "obstacle", lambda _: None)  # the hook
+    monkeypatch.setattr(fused, "find_obstacle", lambda _: None)  # the hook
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(torch.randn(50, 12), torch.randint(50, (2, 400)))
     assert seen == [torch.float32]

@@ -342,8 +342,8 @@ def test_what_has_a_reason_does_not_fuse(calls):
 
 
 def test_dropout_is_ours_in_training_only():
-    assert fused.relu_dropout(nn.Identity(), nn.Identity(), nn.ReLU(), Dropout(0.5).eval(), normal(2)) == ReluDropout()
-    assert fused.relu_dropout(nn.Identity(), nn.Identity(), F.relu, Dropout(0.5), normal(2)) is None
+    assert fused.fold_dropout(nn.Identity(), nn.Identity(), nn.ReLU(), Dropout(0.5).eval(), normal(2)) == ReluDropout()
+    assert fused.fold_dropout(nn.Identity(), nn.Identity(), F.relu, Dropout(0.5), normal(2)) is None
 
 
 def test_a_run_says_what_is_not_fused(caplog, tmp_path):
@@ -363,6 +363,6 @@ def test_a_run_says_what_is_not_fused(caplog, tmp_path):
                 NodeClassifier(model, num_classes=3),
                 NeighborDataModule(data, torch.arange(20), num_neighbors=[2, 2], batch_size=8),
             )
-        found = [record.message for record in caplog.records if "PyG's several operators" in record.message]
+        found = [record.message for record in caplog.records if "several PyG operators" in record.message]
         assert len(found) == said
         assert not said or "convs.0: aggr='lstm'" in found[0]

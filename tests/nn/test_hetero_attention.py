@@ -26,7 +26,7 @@ def watch(patch):
         return attend_relations(*arguments, **options)
 
     patch.setattr(attention, "attend_relations", counted)
-    patch.setattr(layers, "pays", lambda *given: True)
+    patch.setattr(layers, "aggregates_first", lambda *given: True)
     return seen
 
 
@@ -109,14 +109,14 @@ def test_a_type_that_nothing_reaches_may_come_first(monkeypatch, kind, fused):
     types = [("a", "x", "b"), ("b", "x", "b"), ("b", "x", "c")]
     data = graph(sizes=(9, 6, 4), types=types)
     model = kind((["a", "b", "c"], types), 5, 8, 2, 3).double()
-    monkeypatch.setattr(layers, "pays", lambda *given: True)
+    monkeypatch.setattr(layers, "aggregates_first", lambda *given: True)
     want = model(data.x_dict, data.edge_index_dict)
     # The same graph, whose first type is one that is reached.
     other = kind((["c", "b", "a"], types), 5, 8, 2, 3).double()
     other.load_state_dict(model.state_dict())
     if not fused:
-        monkeypatch.setattr(layers.TypedConv, "_fuses", lambda *given: False)
-        monkeypatch.setattr(attention.TransformerConv, "_fuses", lambda *given: False)
+        monkeypatch.setattr(layers.TypedConv, "_can_fuse", lambda *given: False)
+        monkeypatch.setattr(attention.TransformerConv, "_can_fuse", lambda *given: False)
     same(other(data.x_dict, data.edge_index_dict), want)
 
 

@@ -16,7 +16,7 @@ from tests.nn.quiet import trainer
 
 DATA = planted_power_law(300, 2000, 3, 8)
 FEWER = "the model has 2 layers, but its mini-batches have 1 hop: nodes of the last hop get no messages"
-MORE = "the model has 2 layers, but its mini-batches have 3 hops: what is sampled beyond the layers changes nothing"
+MORE = "the model has 2 layers, but its mini-batches have 3 hops: nodes sampled beyond the layers have no effect"
 
 
 class Own(nn.Module):

@@ -46,7 +46,7 @@ MODELS = [
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(inference, "LEAST", 8)  # several blocks of a small graph
+        patch.setattr(inference, "MIN_BLOCK_VERTICES", 8)  # several blocks of a small graph
         yield
 
 

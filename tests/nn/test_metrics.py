@@ -66,7 +66,7 @@ def test_of_labels(tmp_path):
         multilabel_average_precision(rows, y, 3, average="micro").item(), abs=1e-5
     )
     assert found["exact"] == pytest.approx(multilabel_exact_match(rows, y, 3).item())
-    far = module._shares(torch.tensor([[50.0, 60.0, 0.0]]))  # where sigmoids are equal
+    far = module._to_scores(torch.tensor([[50.0, 60.0, 0.0]]))  # where sigmoids are equal
     assert far[0, 0] < far[0, 1] < 1
     assert far[0, 2] == 0.5
 

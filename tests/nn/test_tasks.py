@@ -119,7 +119,7 @@ def test_a_type_has_numbers(tmp_path):
         (lambda m: NodeClassifier(m, 3), torch.ones(9, 3), "for several labels per node use kind='multilabel'"),
         (lambda m: NodeRegressor(m), torch.ones(9, dtype=torch.long), "for classes use NodeClassifier"),
         (lambda m: NodeRegressor(m), torch.full((9, 3), torch.nan), "y holds NaN or infinity among the labeled nodes"),
-        (lambda m: NodeRegressor(m), torch.ones(9, 2), "the model has 3 outputs, but y holds 2 numbers per node"),
+        (lambda m: NodeRegressor(m), torch.ones(9, 2), "the model has 3 outputs, but y has 2 numbers per node"),
     ],
 )
 def test_labels_that_do_not_fit_are_named(make, y, message):
@@ -139,7 +139,7 @@ def test_arguments_are_checked():
         NodeClassifier(model, 3, class_weights=[1, 0, 2])
     with pytest.raises(ValueError, match="class_weights must be 3 positive numbers"):
         NodeClassifier(model, 3, class_weights=[1, 2])
-    with pytest.raises(ValueError, match=r"label_smoothing is a part of a label, in \[0, 1\), got 1.0"):
+    with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\), got 1.0"):
         NodeClassifier(model, 3, label_smoothing=1.0)
     with pytest.raises(ValueError, match="leave it out for kind='multilabel'"):
         NodeClassifier(model, 3, kind="multilabel", label_smoothing=0.1)

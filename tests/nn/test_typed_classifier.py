@@ -74,9 +74,9 @@ def test_losses_are_those_of_the_model_by_hand():
 @pytest.mark.parametrize(
     ("target", "change", "error", "message"),
     [
-        (None, None, ValueError, r"the batch has the types .*: give NodeClassifier\(target=…\)"),
-        ("editor", None, ValueError, "the batch has no type 'editor', only paper, author, venue"),
-        ("paper", "x", ValueError, "nodes of 'venue' have no features x: give some, or embeddings that are trained"),
+        (None, None, ValueError, r"the batch has the node types .*: give NodeClassifier\(target=…\)"),
+        ("editor", None, ValueError, "the batch has no node type 'editor', only paper, author, venue"),
+        ("paper", "x", ValueError, "nodes of 'venue' have no features x: add features, or trainable embeddings"),
         ("paper", "y", ValueError, "the batch has no labels 'y'"),
     ],
 )
@@ -93,7 +93,7 @@ def test_mistakes_are_named(target, change, error, message):
 
 def test_a_target_needs_types():
     batch = next(iter(NeighborDataModule(small_data(), num_neighbors=[3], batch_size=20).train_dataloader()))
-    with pytest.raises(ValueError, match="target='paper' needs batches with types"):
+    with pytest.raises(ValueError, match="target='paper' needs heterogeneous batches"):
         NodeClassifier(torch.nn.Identity(), 2, target="paper").training_step(batch, 0)
 
 
@@ -114,7 +114,7 @@ def test_links_of_a_type(name, negatives, tmp_path):
         module(batch)
     losses, scores, labels = module._step(batch, "train")
     z = model(batch.x_dict, batch.edge_index_dict)
-    source, target, _ = module._pairs(batch)
+    source, target, _ = module._get_pairs(batch)
     torch.testing.assert_close(scores, (z[name[0]][source] * z[name[2]][target]).sum(-1))
     assert losses.shape == labels.shape == scores.shape
     run = trainer(tmp_path, max_epochs=2)

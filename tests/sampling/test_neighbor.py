@@ -95,7 +95,7 @@ TIMED = EdgeSamplerInput(None, torch.arange(3), torch.arange(3), time=torch.aran
         (lambda sampler: sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(3), time=torch.arange(3))),
          ValueError, "edges have no times: give time_attr"),
         (lambda sampler: sampler.sample_from_edges(TIMED), ValueError,
-         "edge_label_time is given, but edges of the graph have no times"),
+         "edge_label_time needs edges with times"),
         (lambda sampler: sampler.sample_from_nodes(NodeSamplerInput(None, torch.arange(3), input_type="paper")),
          ValueError, "type 'paper' were given, but the graph is homogeneous"),
     ],

@@ -1,4 +1,4 @@
-"""When a GAT or GATv2 layer on an ``edge_index`` runs as one operator of this package instead of PyG's several."""
+"""Fused GAT and GATv2 layers on an ``edge_index``, and the conditions for using them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,23 +8,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing
 
-from lightning_gnn.nn.conv.fused import AUTOCAST_DTYPES, obstacle, runs_here
+from lightning_gnn.nn.conv.fused import AUTOCAST_DTYPES, can_run, find_obstacle
 from lightning_gnn.ops.attention.definition import attend, with_self_loops
 from lightning_gnn.ops.dropout import dropout
 
-UNFUSED_UP_TO = 1 << 17  # edges times columns of all heads up to which PyG's path is faster
+UNFUSED_UP_TO = 1 << 17  # maximum edges times columns of all heads for which PyG's path is faster
 FUSED_DTYPES = (torch.float32, torch.float64)
-_GATHER = 16  # multiply-adds of a dense product in the time in which an edge reads one number of a row
-_SCORE = 3  # the same for what a head does with a number that was read
-_TILED = 1.5  # what a product of a head and a tile costs, of one of all heads and rows at once
+_GATHER = 16  # cost of an edge reading one element of a row, in multiply-adds of a dense product
+_SCORE = 3  # cost of a head processing one element, in multiply-adds
+_TILED = 1.5  # cost of a product per head and tile, relative to one of all heads and rows
 
 
-def fuses_attention(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> bool:
-    """Say whether the fused layers give what PyG's own path would, also to hooks and transforms, and give it sooner."""
+def can_fuse_attention(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> bool:
+    """Return whether the fused layer gives PyG's results, also to hooks and transforms, and is faster."""
     tensors = (source, target, edge_index)
-    if not runs_here(tensors) or obstacle(layer) is not None:
+    if not can_run(tensors) or find_obstacle(layer) is not None:
         return False
-    # Shapes and dtypes that do not fit are PyG's to complain about.
+    # PyG's path raises the errors for wrong shapes and dtypes.
     weights = [lin.weight for lin in layer.fused.products(layer).values()]
     autocast = torch.is_autocast_enabled(source.device.type)
     dtypes = AUTOCAST_DTYPES if autocast else (source.dtype,)
@@ -40,8 +40,8 @@ def fuses_attention(layer: MessagePassing, source: Tensor, target: Tensor, edge_
 
 
 @contextmanager
-def in_float32(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield features in float32 also under autocast, where PyG's path, too, sums in it and returns it."""
+def as_float32(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield float32 features with autocast disabled; PyG's path also sums in float32 under autocast."""
     device = source.device.type
     if not torch.is_autocast_enabled(device):
         yield source, target
@@ -51,43 +51,43 @@ def in_float32(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]
         yield wide, wide if target is source else target.float()
 
 
-def fused_gat(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
-    """Return what ``GATConv`` returns for features of sources and targets, ``[n, in]``, and edges ``[2, E]``."""
-    edges, factor = _edges(layer, source, target, edge_index)
+def run_gat(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
+    """Compute ``GATConv`` for features of sources and targets, ``[n, in]``, and edges ``[2, E]``."""
+    edges, factor = _sort_edges(layer, source, target, edge_index)
     heads, slope = layer.heads, layer.negative_slope
     weight, *others = (lin.weight for lin in layer.fused.products(layer).values())
     by_target = others[0] if others else weight
-    # A score needs the product of a node's features with a vector, not that with the weight.
-    scores = target @ through(layer.att_dst, by_target).t()
+    # A score only needs the product of a node's features with a vector, not with the weight matrix.
+    scores = target @ fold_weight(layer.att_dst, by_target).t()
     if aggregates_first(source, edges, weight, heads):
-        out = attend(edges, source, through(layer.att_src, weight), scores, weight, factor, slope)
+        out = attend(edges, source, fold_weight(layer.att_src, weight), scores, weight, factor, slope)
     else:
         out = attend(edges, F.linear(source, weight), layer.att_src.squeeze(0), scores, None, factor, slope)
     return _finish(layer, out, target)
 
 
-def fused_gatv2(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
-    """Return what ``GATv2Conv`` returns for features of sources and targets, ``[n, in]``, and edges ``[2, E]``."""
-    edges, factor = _edges(layer, source, target, edge_index)
+def run_gatv2(layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
+    """Compute ``GATv2Conv`` for features of sources and targets, ``[n, in]``, and edges ``[2, E]``."""
+    edges, factor = _sort_edges(layer, source, target, edge_index)
     left = F.linear(source, layer.lin_l.weight, layer.lin_l.bias)
-    same = target is source and layer.lin_r is layer.lin_l
-    right = left if same else F.linear(target, layer.lin_r.weight, layer.lin_r.bias)
+    is_shared = target is source and layer.lin_r is layer.lin_l
+    right = left if is_shared else F.linear(target, layer.lin_r.weight, layer.lin_r.bias)
     out = attend(edges, left, layer.att.squeeze(0), right, None, factor, layer.negative_slope, dynamic=True)
     return _finish(layer, out, target)
 
 
 def aggregates_first(source: Tensor, edges: list[Tensor], weight: Tensor, heads: int) -> bool:
-    """Say whether it costs less to aggregate the features for each head and multiply than the other way round."""
+    """Return whether aggregating features per head before the product costs less than the reverse order."""
     before, after = costs(source, edges[1].numel(), edges[0].numel() - 1, weight, heads)
     return before < after
 
 
 def costs(source: Tensor, num_edges: int, num_targets: int, weight: Tensor, heads: int) -> tuple[float, float]:
-    """Return what it costs to aggregate the features for each head and then multiply, and the other way round."""
+    """Return the costs of aggregating features per head before the product, and of the reverse order."""
     wide, narrow = weight.size(1), weight.size(0)
     grad = torch.is_grad_enabled()
     wants_x, wants = grad and source.requires_grad, grad and (source.requires_grad or weight.requires_grad)
-    # What is read along the edges, by targets and, backward, by sources; then the products.
+    # Reads along the edges, by targets and (backward) by sources; then the products.
     before: float = num_edges * wide * ((1 + wants) * (_GATHER + heads * _SCORE) + wants_x * heads * _GATHER)
     before += _TILED * num_targets * wide * narrow * (1 + 2 * wants)
     after = num_edges * narrow * ((1 + wants) * (_GATHER + _SCORE) + wants * _GATHER)
@@ -95,13 +95,13 @@ def costs(source: Tensor, num_edges: int, num_targets: int, weight: Tensor, head
     return before, after
 
 
-def through(att: Tensor, weight: Tensor) -> Tensor:
-    """Return the vector of each head that gives ``att · (weight x)`` as its product with x, ``[heads, in]``."""
+def fold_weight(att: Tensor, weight: Tensor) -> Tensor:
+    """Return a vector per head, ``[heads, in]``, whose product with x is ``att · (weight x)``."""
     by_head = weight.reshape(att.size(1), -1, weight.size(1))
     return (by_head * att.squeeze(0).unsqueeze(2)).sum(1)
 
 
-def _edges(
+def _sort_edges(
     layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor
 ) -> tuple[list[Tensor], Tensor | None]:
     edges = torch.ops.lightning_gnn.edges_by_target(edge_index, source.size(0), target.size(0), None)

@@ -1,4 +1,4 @@
-"""When a layer on an ``edge_index`` runs as one operator of this package instead of PyG's several, and why not."""
+"""Decides whether a layer on an ``edge_index`` runs as one fused operator instead of PyG's operators."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from lightning_gnn.ops.dropout import draw_key, draws_by_key
 
 FUSED_ON = ("cpu",)  # devices on which the fused operators are measured to be faster than PyG's path
-UNFUSED_UP_TO = 1 << 19  # edges times columns up to which PyG's path is faster all the same: its operators are few
+UNFUSED_UP_TO = 1 << 19  # maximum edges times columns for which PyG's path is faster even on these devices
 _FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-PLAIN_TENSORS: tuple[type, ...] = (Tensor, nn.Parameter)  # tensors that are no more than that
-AUTOCAST_DTYPES = (torch.float32, torch.bfloat16)  # what a layer's tensors may be under autocast to bfloat16
+PLAIN_TENSORS: tuple[type, ...] = (Tensor, nn.Parameter)  # exact types, without subclasses
+AUTOCAST_DTYPES = (torch.float32, torch.bfloat16)  # dtypes supported under autocast to bfloat16
 _STEPS = ("edge_update", "message", "message_and_aggregate", "aggregate", "update")
 _MESSAGE_HOOKS = tuple(
     f"_{step}_forward{when}_hooks"
@@ -31,62 +31,62 @@ _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_ba
 
 
 @dataclass(frozen=True)
-class Fused:
-    """What of a layer runs as one operator; a class of layers has it as its attribute ``fused``."""
+class FusedSpec:
+    """Describes the fused part of a layer; stored as the layer class's attribute ``fused``."""
 
-    base: type[MessagePassing]  # PyG's class, whose results the layer has
-    what: str  # what runs as one, in words
+    base: type[MessagePassing]  # PyG's class, which defines the results
+    what: str  # description of the fused operations
     reduces: tuple[str, ...]
-    products: Callable[[MessagePassing], dict[str, Linear]]  # whose product is a part of it, by name
+    products: Callable[[MessagePassing], dict[str, Linear]]  # fused linear layers, by name
     node_dim: int = -2  # the node_dim of PyG's class
-    on_chip: tuple[str, ...] = ()  # reductions that the Ascend C kernels have, too
+    on_chip: tuple[str, ...] = ()  # reductions supported by the Ascend C kernels
 
 
-def obstacle(layer: MessagePassing) -> str | None:
-    """Return why a layer runs as PyG's operators whatever it gets on the CPU, as the end of a sentence, or None."""
-    fused: Fused | None = getattr(layer, "fused", None)
+def find_obstacle(layer: MessagePassing) -> str | None:
+    """Return why a layer cannot run fused on the CPU for any input, as a clause, or None if it can."""
+    fused: FusedSpec | None = getattr(layer, "fused", None)
     name = type(layer).__name__
     if fused is None:
-        return f"there is no fused operator for {name}"
+        return f"no fused operator for {name}"
     for step in _STEPS:
         if getattr(type(layer), step) is not getattr(fused.base, step):
-            return f"{name} has a {step}() of its own"
+            return f"{name} overrides {step}()"
     reduce = REDUCE.get(layer.aggr) if isinstance(layer.aggr, str) else None
     if reduce not in fused.reduces:
         return f"aggr={layer.aggr!r} is not one of {', '.join(fused.reduces)}"
     if layer.explain:
         return "an explainer masks its messages"
     if getattr(layer, "cached", False):
-        return "cached=True keeps the normalization of PyG's operators"
+        return "cached=True stores the normalization of PyG's operators"
     if getattr(layer, "edge_dim", None) is not None:
-        return "it reads features of edges"
+        return "it reads edge features"
     if layer.flow != "source_to_target" or layer.node_dim != fused.node_dim or layer.decomposed_layers != 1:
-        return "flow, node_dim and decomposed_layers must be as they are by default"
+        return "flow, node_dim and decomposed_layers must have their default values"
     products = fused.products(layer)
     for name, lin in products.items():
         if type(lin) is not Linear:
             return f"its {name} is a {type(lin).__module__}.{type(lin).__name__}"
     hooked = [name for name, module in {**products, "aggr_module": layer.aggr_module}.items() if has_hooks(module)]
     if hooked or any(getattr(layer, hooks) for hooks in _MESSAGE_HOOKS):
-        return f"hooks look at {', '.join(hooked) or 'its messages'}"
+        return f"hooks are registered for {', '.join(hooked) or 'its messages'}"
     return None
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Say whether hooks look at what goes into a module, or comes out."""
+    """Return whether forward or backward hooks are registered on a module."""
     return any(getattr(module, hooks) for hooks in _MODULE_HOOKS)
 
 
-def runs_here(tensors: Sequence[Any], on_chip: bool = False) -> bool:
-    """Say whether fused operators may run on what a layer got in torch's mode; ``on_chip``: as Ascend C kernels."""
-    # Exact types: subclasses of tensors (PyG's EdgeIndex, those of transforms) have ways of their own.
+def can_run(tensors: Sequence[Any], on_chip: bool = False) -> bool:
+    """Return whether fused operators support the tensors and torch's mode; ``on_chip``: as Ascend C kernels."""
+    # Exact types only: tensor subclasses (PyG's EdgeIndex, functorch wrappers) define their own behavior.
     if any(type(tensor) not in PLAIN_TENSORS or tensor.layout != torch.strided for tensor in tensors):
         return False
     device = tensors[0].device.type
     if (device not in FUSED_ON and not on_chip) or _has_any_global_hook():  # type: ignore[no-untyped-call]
         return False
-    known = (torch.bfloat16, torch.float16) if on_chip else (torch.bfloat16,)
-    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) not in known:
+    supported = (torch.bfloat16, torch.float16) if on_chip else (torch.bfloat16,)
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) not in supported:
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
@@ -94,29 +94,29 @@ def runs_here(tensors: Sequence[Any], on_chip: bool = False) -> bool:
 
 
 def _has_kernels(layer: MessagePassing, device: torch.device) -> bool:
-    """Say whether the Ascend C kernels, on an NPU or in simulation, compute a layer."""
+    """Return whether the Ascend C kernels, on an NPU or in simulation, compute a layer."""
     reduce = REDUCE.get(layer.aggr) if isinstance(layer.aggr, str) else None
     return reduce in layer.fused.on_chip and runs_on_chip(device, backend_name(None))
 
 
-def fuses(
+def can_fuse(
     layer: MessagePassing, source: Tensor, target: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
 ) -> bool:
-    """Say whether fused operators give what PyG's own path would, also to hooks and transforms, and give it sooner."""
+    """Return whether fused operators give PyG's results, also to hooks and transforms, and are faster."""
     tensors = [source, target, edge_index, *(() if edge_weight is None else (edge_weight,))]
-    # What is no tensor, runs_here refuses.
+    # can_run rejects inputs that are not tensors.
     on_chip = isinstance(source, Tensor) and _has_kernels(layer, source.device)
-    if not runs_here(tensors, on_chip) or obstacle(layer) is not None:
+    if not can_run(tensors, on_chip) or find_obstacle(layer) is not None:
         return False
     device, dtype = source.device, source.dtype
     autocast = torch.is_autocast_enabled(device.type)
     dtypes = (torch.float32, torch.get_autocast_dtype(device.type)) if autocast else (dtype,)
-    known = (*_FUSED_DTYPES, torch.float16) if on_chip else _FUSED_DTYPES
-    # Shapes and dtypes that do not fit are PyG's to complain about.
+    supported = (*_FUSED_DTYPES, torch.float16) if on_chip else _FUSED_DTYPES
+    # PyG's path raises the errors for wrong shapes and dtypes.
     if edge_weight is not None and (edge_weight.requires_grad or list(edge_weight.shape) != [edge_index.size(-1)]):
         return False
     weights = [lin.weight for lin in layer.fused.products(layer).values()]
-    if any(nn.parameter.is_lazy(weight) for weight in weights) or dtype not in (dtypes if autocast else known):
+    if any(nn.parameter.is_lazy(weight) for weight in weights) or dtype not in (dtypes if autocast else supported):
         return False
     floating = [tensor for tensor in (target, edge_weight, *weights) if tensor is not None]
     fits = all(tensor.dtype in dtypes and tensor.device == device for tensor in floating)
@@ -126,8 +126,8 @@ def fuses(
     return fits and (on_chip or edge_index.size(1) * source.size(1) > UNFUSED_UP_TO)
 
 
-def multiplied(module: nn.Module, x: Tensor) -> Tensor:
-    """Return ``module(x)``, under autocast on the CPU computed in float32, 10 times as fast, and rounded."""
+def multiply(module: nn.Module, x: Tensor) -> Tensor:
+    """Return ``module(x)``; under CPU autocast compute in float32 (10 times faster) and round the result."""
     low = x.is_cpu and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
     if not low or any(parameter.dtype != torch.float32 for parameter in module.parameters()):
         out: Tensor = module(x)
@@ -136,8 +136,8 @@ def multiplied(module: nn.Module, x: Tensor) -> Tensor:
         return module(x.float()).to(torch.bfloat16)  # type: ignore[no-any-return]
 
 
-def relu_dropout(layer: nn.Module, norm: nn.Module, act: object, dropout: nn.Module, x: Tensor) -> ReluDropout | None:
-    """Return what follows a layer, its dropout key drawn; None where it is something else or looked at by hooks."""
+def fold_dropout(layer: nn.Module, norm: nn.Module, act: object, dropout: nn.Module, x: Tensor) -> ReluDropout | None:
+    """Return the ReLU and dropout after a layer for fusion (draws a key), or None if they cannot be fused."""
     if type(norm) is not nn.Identity or type(act) is not nn.ReLU or type(dropout) is not Dropout:
         return None
     if dropout.p >= 1.0 or dropout.inplace or any(has_hooks(module) for module in (layer, norm, act, dropout)):
@@ -147,12 +147,12 @@ def relu_dropout(layer: nn.Module, norm: nn.Module, act: object, dropout: nn.Mod
     return ReluDropout(dropout.p, draw_key()) if draws_by_key(x) else None
 
 
-def is_head(target: Tensor, source: Tensor) -> bool:
-    """Say whether these are the first rows of ``source``, also to autograd, as the targets of a mini-batch are."""
+def is_prefix(target: Tensor, source: Tensor) -> bool:
+    """Return whether ``target`` is the first rows of ``source``, also for autograd, as in a mini-batch."""
     if target is source:
         return True
-    same = target.data_ptr() == source.data_ptr() and target.stride() == source.stride()
-    if not same or target.size(1) != source.size(1) or target.size(0) > source.size(0):
+    is_same = target.data_ptr() == source.data_ptr() and target.stride() == source.stride()
+    if not is_same or target.size(1) != source.size(1) or target.size(0) > source.size(0):
         return False
     if not torch.is_grad_enabled() or not (target.requires_grad or source.requires_grad):
         return True

@@ -1,4 +1,4 @@
-"""The GATv2 layer, whose attention depends on both ends of an edge together."""
+"""GATv2 layer, whose attention depends jointly on both endpoints of an edge."""
 
 from typing import Any
 
@@ -6,19 +6,19 @@ from torch import Tensor
 from torch_geometric.nn import conv as pyg
 from torch_geometric.typing import OptTensor, PairTensor
 
-from lightning_gnn.nn.conv.attention import fused_gatv2, fuses_attention, in_float32
-from lightning_gnn.nn.conv.fused import Fused
+from lightning_gnn.nn.conv.attention import as_float32, can_fuse_attention, run_gatv2
+from lightning_gnn.nn.conv.fused import FusedSpec
 
 
 class GATv2Conv(pyg.GATv2Conv):  # type: ignore[misc]
-    """PyG's ``GATv2Conv`` (arXiv:2105.14491), faster on the CPU, as :class:`GATConv` is, but not on a compressed graph.
+    """PyG's ``GATv2Conv`` (arXiv:2105.14491), fused on the CPU like :class:`GATConv`; takes no compressed graph.
 
-    Constructor, parameters and results are PyG's.
+    Constructor, parameters and results are those of PyG.
     """
 
     propagate_type = {"x": PairTensor, "alpha": Tensor}  # noqa: RUF012
     edge_updater_type = {"x": PairTensor, "edge_attr": OptTensor}  # noqa: RUF012
-    fused = Fused(
+    fused = FusedSpec(
         pyg.GATv2Conv,
         "scores, softmax and sums",
         ("sum",),
@@ -33,10 +33,10 @@ class GATv2Conv(pyg.GATv2Conv):  # type: ignore[misc]
         edge_attr: Tensor | None = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
-        """Return ``[num_targets, heads * out_channels]``, without ``concat`` ``[num_targets, out_channels]``."""
+        """Return ``[num_targets, heads * out_channels]``, or without ``concat`` ``[num_targets, out_channels]``."""
         source, target = (x, x) if isinstance(x, Tensor) else x
         plain = edge_attr is None and return_attention_weights is None
-        if plain and fuses_attention(self, source, target, edge_index):
-            with in_float32(source, target) as wide:
-                return fused_gatv2(self, *wide, edge_index)
+        if plain and can_fuse_attention(self, source, target, edge_index):
+            with as_float32(source, target) as wide:
+                return run_gatv2(self, *wide, edge_index)
         return super().forward(x, edge_index, edge_attr, return_attention_weights)

@@ -1,4 +1,4 @@
-"""The GraphSAGE layer, on PyG's ``edge_index`` or a graph."""
+"""GraphSAGE layer for PyG's ``edge_index`` or a compressed graph."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from torch_geometric.typing import OptPairTensor
 
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.nn.conv import graph as graphs
-from lightning_gnn.nn.conv.fused import Fused, fuses, is_head, multiplied
+from lightning_gnn.nn.conv.fused import FusedSpec, can_fuse, is_prefix, multiply
 from lightning_gnn.nn.conv.graph import REDUCE, aggregate_input, is_constant, is_graph
 from lightning_gnn.ops.aggregate.definition import aggregate
 from lightning_gnn.ops.aggregate_update.definition import aggregate_update
@@ -17,19 +17,19 @@ from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
 
 
 class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
-    """PyG's ``SAGEConv`` (arXiv:1706.02216), whose ``edge_index`` may also be a graph, bipartite or not.
+    """PyG's ``SAGEConv`` (arXiv:1706.02216), whose ``edge_index`` may also be a compressed graph, bipartite or not.
 
-    With a graph, and with an ``edge_index`` on the CPU unless something about the layer is out of the ordinary
-    (:func:`~lightning_gnn.nn.unfused_layers`), it multiplies before or after it aggregates, whichever costs less.
-    Constructor, parameters and results are PyG's.
+    With a graph, and with an ``edge_index`` on the CPU unless :func:`~lightning_gnn.nn.unfused_layers` lists the
+    layer, it multiplies before or after the aggregation, whichever costs less. Constructor, parameters and results are
+    those of PyG.
 
     Raises:
-        ValueError: With a graph: as :class:`GCNConv`.
+        ValueError: Same as :class:`GCNConv`.
     """
 
     takes_graph = True
     propagate_type = {"x": OptPairTensor}  # noqa: RUF012
-    fused = Fused(
+    fused = FusedSpec(
         pyg.SAGEConv,
         "aggregation (sum, mean) and both products, with ReLU and dropout in a model; aggregation (max)",
         ("sum", "mean", "max"),
@@ -43,7 +43,7 @@ class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
         """Return ``[num_targets, out_channels]`` for ``x`` ``[N, in_channels]``, or a pair (sources, targets)."""
         source, target = (x, x) if isinstance(x, Tensor) else x
         if not is_graph(edge_index):
-            if size is None and fuses(self, source, target, edge_index):
+            if size is None and can_fuse(self, source, target, edge_index):
                 return self.run_fused(source, target, edge_index)
             out: Tensor = super().forward(x, edge_index, size)
             return out
@@ -61,21 +61,21 @@ class SAGEConv(pyg.SAGEConv):  # type: ignore[misc]
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
     def run_fused(self, source: Tensor, target: Tensor, edge_index: Tensor, then: ReluDropout | None = None) -> Tensor:
-        """Return what :meth:`forward` returns for features that it fuses, and what comes then."""
+        """Compute :meth:`forward` with fused operators, followed by ``then``."""
         if self.project and hasattr(self, "lin"):
-            source = multiplied(self.lin, source).relu()
+            source = multiply(self.lin, source).relu()
         reduce, lin, num_targets = REDUCE[self.aggr], self.lin_l, target.size(0)
-        own = self.root_weight and reduce != "max" and is_head(target, source)
-        alone = own or not self.root_weight  # nothing is left to be added
+        fuses_root = self.root_weight and reduce != "max" and is_prefix(target, source)
+        is_complete = fuses_root or not self.root_weight  # no product is left to add
         if reduce == "max":
             edges = torch.ops.lightning_gnn.edges_by_target(edge_index, source.size(0), num_targets, None)
-            out = multiplied(lin, aggregate_rows(source, edges, reduce))
+            out = multiply(lin, aggregate_rows(source, edges, reduce))
         else:
-            by_self = self.lin_r.weight if own else None
-            inside = then if alone and not self.normalize else None
-            out = aggregate_update(source, edge_index, lin.weight, by_self, lin.bias, num_targets, reduce, then=inside)
-            if inside is not None:
+            root = self.lin_r.weight if fuses_root else None
+            tail = then if is_complete and not self.normalize else None
+            out = aggregate_update(source, edge_index, lin.weight, root, lin.bias, num_targets, reduce, then=tail)
+            if tail is not None:
                 return out
-        if self.root_weight and not own:
-            out = out + multiplied(self.lin_r, target)
+        if self.root_weight and not fuses_root:
+            out = out + multiply(self.lin_r, target)
         return activated(F.normalize(out, p=2.0, dim=-1) if self.normalize else out, then)

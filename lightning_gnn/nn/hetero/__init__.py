@@ -1,6 +1,6 @@
-"""Models of graphs with types: HeteroGraphSAGE, RGCN, RGAT, HGT.
+"""Models for heterogeneous graphs: HeteroGraphSAGE, RGCN, RGAT, HGT.
 
-Reading order: ``rows``, ``layers`` and ``attention`` (a layer in one operator), ``models``.
+Reading order: ``rows``, ``layers`` and ``attention`` (fused layers), ``models``.
 """
 
 from lightning_gnn.nn.hetero.models import HGT, RGAT, RGCN, HeteroGraphSAGE

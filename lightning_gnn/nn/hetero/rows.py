@@ -1,4 +1,4 @@
-"""The features of all node types, and what of a mini-batch of a graph with types each layer reads."""
+"""Feature tables of all node types, and the input of each layer for a heterogeneous mini-batch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Counts = Mapping[NodeType, int]
 
 @dataclass
 class TypedRows:
-    """Features of several node types; types of one width stand in one table, one after the other."""
+    """Features of several node types; types with the same width are concatenated in one table."""
 
     tables: list[Tensor]  # [N, F] each
-    counts: list[dict[NodeType, int]]  # for each table, the types in it and their numbers of rows
+    counts: list[dict[NodeType, int]]  # for each table, its node types and their numbers of rows
 
     @classmethod
     def of(cls, x_dict: Mapping[NodeType, Tensor], counts: Counts) -> TypedRows:
-        """Put the first ``counts`` rows of each type, ``[N_t, F_t]``, into the table of their width."""
+        """Concatenate the first ``counts`` rows of each type, ``[N_t, F_t]``, by width."""
         by_width: dict[int, dict[NodeType, int]] = {}
         for name, count in counts.items():
             by_width.setdefault(x_dict[name].size(1), {})[name] = count
-        tables = [_joined([x_dict[name][:count] for name, count in part.items()]) for part in by_width.values()]
+        tables = [_concatenate([x_dict[name][:count] for name, count in group.items()]) for group in by_width.values()]
         return cls(tables, list(by_width.values()))
 
     def to_dict(self) -> dict[NodeType, Tensor]:
@@ -37,20 +37,20 @@ class TypedRows:
         }
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenate(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass
 class LayerInput:
-    """What one layer reads and computes."""
+    """Inputs of one layer, and the rows that it computes."""
 
-    sources: dict[NodeType, int]  # how many nodes of each type it reads
-    targets: dict[NodeType, int]  # how many of them, the first ones, it computes
-    edges: dict[EdgeType, Tensor]  # the edges between these, [2, E]
+    sources: dict[NodeType, int]  # number of nodes of each type that it reads
+    targets: dict[NodeType, int]  # number of them that it computes, the first ones
+    edges: dict[EdgeType, Tensor]  # edges from sources to targets, [2, E]
 
 
-def parts(
+def split_layers(
     x_dict: Mapping[NodeType, Tensor],
     edge_index_dict: Mapping[EdgeType, Tensor],
     layers: Sequence[Sequence[EdgeType]],
@@ -58,32 +58,32 @@ def parts(
     num_nodes: Mapping[NodeType, Sequence[int]] | None,
     num_edges: Mapping[EdgeType, Sequence[int]] | None,
 ) -> list[LayerInput]:
-    """Say what each layer reads of a graph, or of a mini-batch with nodes and edges by hop for its seeds."""
-    # Trimming needs counts for at least as many hops as there are layers.
-    read = {name: x.size(0) for name, x in x_dict.items()}
+    """Return the input of each layer for a graph, or trimmed for a mini-batch with nodes and edges by hop."""
+    # Trimming needs counts for at least one hop per layer.
+    sources = {name: x.size(0) for name, x in x_dict.items()}
     hops = 0 if num_edges is None else min((len(numbers) for numbers in num_edges.values()), default=0)
     trims = num_nodes is not None and hops >= len(layers)
-    found = []
-    # The first layer reads as many hops as there are layers, and each further one a hop less.
-    for depth, types in zip(range(len(layers), 0, -1), layers, strict=True):
+    blocks = []
+    # The first layer reads one hop per layer of the model, and each further layer one hop less.
+    for depth, edge_types in zip(range(len(layers), 0, -1), layers, strict=True):
         edges, targets = {}, {}
-        for kind in types:
-            if kind not in edge_index_dict:
-                raise ValueError(f"the batch has no edges of {kind}, which the model reads")
-            if missing := [end for end in (kind[0], kind[2]) if end not in x_dict]:
+        for edge_type in edge_types:
+            if edge_type not in edge_index_dict:
+                raise ValueError(f"the batch has no edges of {edge_type}, which the model reads")
+            if missing := [end for end in (edge_type[0], edge_type[2]) if end not in x_dict]:
                 raise ValueError(f"the batch has no features of {missing[0]!r}, which the model reads")
-            edges[kind] = edge_index_dict[kind]
+            edges[edge_type] = edge_index_dict[edge_type]
             if trims and num_edges is not None:
-                edges[kind] = edges[kind][:, : sum(num_edges[kind][:depth])]
-        # Compute the targets that a relation reaches, or those of all types if the layers keep them.
-        reached = {kind[2] for kind in types}
+                edges[edge_type] = edges[edge_type][:, : sum(num_edges[edge_type][:depth])]
+        # Compute the node types with in-edges, or with `every` all types.
+        reached = {edge_type[2] for edge_type in edge_types}
         for name in x_dict:
             if not every and name not in reached:
                 continue
             targets[name] = sum(num_nodes[name][:depth]) if trims and num_nodes is not None else x_dict[name].size(0)
-        # Rows beyond the hops that the layers need are left out from the first layer on.
+        # Drop rows beyond the required hops before the first layer.
         if trims and num_nodes is not None and depth == len(layers):
-            read = {name: sum(num_nodes[name][: depth + 1]) for name in x_dict}
-        found.append(LayerInput(read, targets, edges))
-        read = targets
-    return found
+            sources = {name: sum(num_nodes[name][: depth + 1]) for name in x_dict}
+        blocks.append(LayerInput(sources, targets, edges))
+        sources = targets
+    return blocks
