@@ -106,12 +106,12 @@ class LimitedExchange(RankRPC):
         self.out = Bucket(self.case.bandwidth)
         super().__init__(handlers)
 
-    def ask(self, name: str, questions: Any) -> dict[int, Any]:
-        """Replay the preparing of a mini-batch, whose rows come once, and ask."""
+    def call(self, name: str, arguments: Any) -> dict[int, Any]:
+        """Replay the preparing of a mini-batch, whose rows are requested once, and call."""
         if self.limited and name == "node_rows":
             self.batches += 1
             time.sleep(self.case.prepare_s)
-        return super().ask(name, questions)
+        return super().call(name, arguments)
 
     def _send(self, message: Tensor, rank: int, tag: int) -> Any:
         if self.limited:
@@ -151,9 +151,9 @@ def rank_main(rank: int, ranks: int, folder: str, sizes: dict[str, int], cases: 
             pass
         times, asked = [], 0.0
         for _ in range(sizes["runs"]):
-            exchange.gather(None)
+            exchange.all_gather(None)
             time.sleep(0.5)  # what the last pass had prepared ahead
-            exchange.gather(None)
+            exchange.all_gather(None)
             exchange.limited, exchange.batches, before = True, 0, exchange.sent + exchange.received
             start = time.perf_counter()
             for _ in islice(loader, sizes["steps"]):
@@ -161,7 +161,7 @@ def rank_main(rank: int, ranks: int, folder: str, sizes: dict[str, int], cases: 
                 exchange.reduce()
             times.append(time.perf_counter() - start)
             exchange.limited = False
-            exchange.gather(None)
+            exchange.all_gather(None)
             asked = (exchange.sent + exchange.received - before) / exchange.batches
         found[name] = times, asked
         own.teardown("fit")

@@ -1,4 +1,4 @@
-"""What was typed behind ``lgnn``, composed once before Hydra takes it, and mistakes as one line."""
+"""Compose the command line of ``lgnn`` before Hydra runs it, and report mistakes in one line."""
 
 import argparse
 import os
@@ -40,12 +40,12 @@ _USER_ERRORS = (
 
 
 class UserError(Exception):
-    """Something the user can put right; shown as one line."""
+    """An error that the user can fix; shown as one line."""
 
 
 @contextmanager
-def explained(only_ours: bool = False) -> Iterator[None]:
-    """Turn errors that a user can put right into a :class:`UserError`."""
+def raise_user_errors(only_ours: bool = False) -> Iterator[None]:
+    """Convert errors that a user can fix to :class:`UserError`; ``only_ours``: only those raised by this package."""
     try:
         yield
     except _USER_ERRORS as error:
@@ -58,14 +58,14 @@ def _is_ours(error: BaseException) -> bool:
     if isinstance(error, MisconfigurationException) or "loading state_dict" in str(error):
         return True
     if isinstance(error, OSError) and error.errno is not None:
-        return True  # of a file or a disk, whatever wrote it
+        return True  # a file or disk error, whatever code raised it
     frames = list(traceback.walk_tb(error.__traceback__))
     module = str(frames[-1][0].f_globals.get("__name__", ""))
     return module.startswith(("lightning_gnn", "pytorch_lightning.callbacks"))
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return one line: what was being built, and what is wrong."""
+    """Format an error as one line: what was being built, and what is wrong."""
     notes = getattr(error, "__notes__", [])
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
@@ -74,7 +74,7 @@ def _in_one_line(error: BaseException) -> str:
     if isinstance(error, HydraException) and error.__cause__ is not None and str(error.__cause__) not in str(error):
         text = f"{text}: {str(error.__cause__).splitlines()[0]}"
     if isinstance(error, OverrideParseException) and error.override not in text:
-        text = f"{error.override} cannot be read, as KEY=VALUE: {text}"
+        text = f"{error.override} cannot be parsed as KEY=VALUE: {text}"
     if "loading state_dict" in text:
         text = f"the checkpoint does not fit the configured model: {text}"
     note = next(iter(notes), None)
@@ -82,9 +82,9 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def start(job: Callable[[DictConfig], object], config_name: str, interrupted: str) -> None:
-    """Compose what was typed and run it, once or as a sweep.
+    """Compose the command line and run ``job``, once or as a sweep.
 
-    With ``ckpt_path`` the configuration that was saved with the checkpoint takes the place of the defaults.
+    With ``ckpt_path`` the configuration saved in the checkpoint replaces the defaults.
     """
     try:
         with _errors_in_one_line():
@@ -111,8 +111,8 @@ def _start(job: Callable[[DictConfig], object], config_name: str) -> None:
 
     @wraps(job)
     def begin(cfg: DictConfig) -> object:
-        sys.argv = argv  # what Lightning starts further processes with, which come by here themselves
-        with _errors_in_one_line():  # before Hydra makes more lines of it
+        sys.argv = argv  # Lightning launches the other ranks with it, and each composes it again
+        with _errors_in_one_line():  # before Hydra prints several lines
             return job(cfg)
 
     typed, unknown = get_args_parser().parse_known_intermixed_args(argv[1:])
@@ -120,7 +120,7 @@ def _start(job: Callable[[DictConfig], object], config_name: str) -> None:
         rebuilt = _compose_once(config_name, typed)
         config_name, deletions = rebuilt.config_name, rebuilt.deletions
     try:
-        if typed.overrides:  # argparse takes overrides that stand together
+        if typed.overrides:  # argparse accepts overrides only next to each other
             flags = [item for item in argv[1:] if item not in typed.overrides]
             sys.argv = [argv[0], *flags, *deletions, *typed.overrides]
         hydra.main(version_base="1.3", config_path=f"pkg://{_CONF}", config_name=config_name)(begin)()
@@ -129,44 +129,45 @@ def _start(job: Callable[[DictConfig], object], config_name: str) -> None:
 
 
 def full_errors() -> bool:
-    """Say whether the user wants tracebacks, in Hydra's way."""
+    """Return whether the user asked for tracebacks by Hydra's environment variable."""
     return os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 def check_writable(directory: str | Path, name: str) -> None:
-    """Say why no files can be made in a directory, which need not exist yet."""
-    there = Path(directory).absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    """Raise a ValueError if files cannot be created in a directory, which need not exist yet."""
+    existing = Path(directory).absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
     try:
-        with tempfile.TemporaryDirectory(dir=there):
+        with tempfile.TemporaryDirectory(dir=existing):
             pass
     except OSError as error:
-        reason = f"{there} is a file" if there.is_file() else f"no folder can be made in {there}: {error.strerror}"
+        reason = f"cannot create a folder in {existing}: {error.strerror}"
+        reason = f"{existing} is a file" if existing.is_file() else reason
         raise ValueError(f"{name}={directory} cannot be used: {reason}; give another folder") from None
 
 
 def _compose_once(config_name: str, typed: argparse.Namespace) -> Rebuilt:
-    """Find the saved run, and compose a single run once, so that a mistake is one line; return what to compose."""
-    sweeps = typed.multirun or any(item.startswith("hydra.mode=") for item in typed.overrides)
-    found = [] if typed.config_dir is None else [f"hydra.searchpath=[file://{Path(typed.config_dir).absolute()}]"]
-    with explained(), initialize_config_module(_CONF, version_base="1.3"):
+    """Rebuild the saved run, and compose a single run once to report mistakes in one line."""
+    is_sweep = typed.multirun or any(item.startswith("hydra.mode=") for item in typed.overrides)
+    searched = [] if typed.config_dir is None else [f"hydra.searchpath=[file://{Path(typed.config_dir).absolute()}]"]
+    with raise_user_errors(), initialize_config_module(_CONF, version_base="1.3"):
         try:
             rebuilt = rebuild(config_name, OverridesParser.create().parse_overrides(typed.overrides))
-            if not sweeps:
-                overrides = [*typed.overrides, *rebuilt.deletions, *found]
+            if not is_sweep:
+                overrides = [*typed.overrides, *rebuilt.deletions, *searched]
                 cfg = compose(rebuilt.config_name, overrides=overrides, return_hydra_config=True)
                 if typed.cfg is None:
                     check_writable(OmegaConf.select(cfg, "hydra.run.dir"), "hydra.run.dir")
         except HydraException as error:
-            raise ValueError(_gone(typed.overrides) or _in_one_line(error)) from error
+            raise ValueError(_removal_message(typed.overrides) or _in_one_line(error)) from error
     if rebuilt.note and typed.cfg is None:
         rank_zero_only(console().print)(rebuilt.note, soft_wrap=True, highlight=False, markup=False)
     return rebuilt
 
 
-def _gone(overrides: Sequence[str]) -> str | None:
-    """Return what replaces an option of an earlier release that was typed, or None."""
+def _removal_message(overrides: Sequence[str]) -> str | None:
+    """Return the message for the first override that an earlier release had; None without one."""
     for item in overrides:
         key = item.lstrip("+~").partition("=")[0]
         for name in REMOVED:

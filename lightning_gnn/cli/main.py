@@ -1,4 +1,4 @@
-"""The command ``lgnn``: finds out what is asked for, and imports no more than that takes."""
+"""The entry point of ``lgnn``: dispatch to a command, and import only what it needs."""
 
 import os
 import sys
@@ -11,15 +11,15 @@ from lightning_gnn import startup
 from lightning_gnn.runtime.messages import removed
 
 PRINTING = ("cache", "convert", "doctor", "export", "init", "partition", "report", "runs", "warmup")
-"""Commands with arguments of their own, which print and end; each is a file of the folder ``commands``."""
-_SHOWING = ("--cfg", "-c", "--info")  # flags with which Hydra shows something instead of a run
-_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
-"""Flags of Hydra behind which another word belongs to them."""
+"""Commands that parse their own arguments, print and exit; each is a module of the package ``commands``."""
+_INFO_FLAGS = ("--cfg", "-c", "--info")  # with these, Hydra prints information and starts no run
+_VALUE_FLAGS = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+"""Hydra's flags that take the following word as their value."""
 
 
 def main() -> None:
     """Run the command; exit codes: 2 for a wrong configuration, 130 and 143 for an interrupted run."""
-    _bring_forward(("plan", "predict"))
+    _move_to_front(("plan", "predict"))
     if sys.argv[1:2] == ["predict"]:
         sys.argv[1] = "mode=predict"
     if os.getcwd() not in sys.path:  # for _target_=my_module.MyModel
@@ -40,23 +40,23 @@ def main() -> None:
     else:
         module = import_module(f"lightning_gnn.cli.commands.{'plan' if command == 'plan' else 'train'}")
         startup.done()
-        shows = any(item.partition("=")[0] in _SHOWING for item in arguments)
-        with startup.ending_with_the_reader() if shows else nullcontext():
+        prints_info = any(item.partition("=")[0] in _INFO_FLAGS for item in arguments)
+        with startup.ending_with_the_reader() if prints_info else nullcontext():
             module.main()
 
 
-def _bring_forward(commands: Sequence[str]) -> None:
-    """Put a command before the flags and overrides that it goes with, in whatever order they were typed."""
-    for place, item in enumerate(sys.argv[1:], 1):
-        if place == 1 and item in PRINTING:
+def _move_to_front(commands: Sequence[str]) -> None:
+    """Move a command in ``sys.argv`` before its flags and overrides, which may be typed in any order."""
+    for index, item in enumerate(sys.argv[1:], 1):
+        if index == 1 and item in PRINTING:
             return
-        if item in commands and sys.argv[place - 1] not in _WITH_VALUE:
-            sys.argv.insert(1, sys.argv.pop(place))
+        if item in commands and sys.argv[index - 1] not in _VALUE_FLAGS:
+            sys.argv.insert(1, sys.argv.pop(index))
             return
 
 
 def _help(command: str) -> None:
-    """Print the version, or let Hydra print help or what the Tab key offers."""
+    """Print the version, Hydra's help or its shell completions."""
     if "--version" in sys.argv:
         from lightning_gnn.cli.versions import versions
 
@@ -71,7 +71,7 @@ def _help(command: str) -> None:
         sys.argv += ["hydra/help=all"] * (name != "plan")
     completes = not {"-sc", "--shell-completion"}.isdisjoint(sys.argv) and "COMP_LINE" in os.environ
     try:
-        # Errors would stand in the line that is typed.
+        # Shell completion would insert errors into the command line.
         with redirect_stderr(StringIO()) if completes else nullcontext():
             hydra.main(version_base="1.3", config_path="pkg://lightning_gnn.conf", config_name=name)(lambda cfg: None)()
     except SystemExit:

@@ -1,4 +1,4 @@
-"""What ``lgnn predict`` leaves: outputs as they are (predictions.npy), or a table of nodes (predictions.parquet)."""
+"""Files written by ``lgnn predict``: raw outputs (predictions.npy) or one row per node (predictions.parquet)."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,11 +17,11 @@ from lightning_gnn.runtime.files import whole_file
 
 FORMATS = ("npy", "parquet")
 Column = npt.NDArray[np.generic] | list[str]
-_ROWS = 1 << 17  # of one group of a table, so that outputs in a file need not come into memory
+_ROWS_PER_GROUP = 1 << 17  # written at a time, so that memory-mapped outputs need not fit memory
 
 
 def check_format(name: str) -> None:
-    """Say why predictions cannot be written so."""
+    """Raise an error if predictions cannot be written in a format."""
     if name not in FORMATS:
         raise ValueError(f"predictions={name} is unknown; use one of {', '.join(FORMATS)}")
     if name == "parquet" and find_spec("pyarrow") is None:
@@ -29,7 +29,7 @@ def check_format(name: str) -> None:
 
 
 def write_npy(rows: Tensor, path: Path) -> str:
-    """Write the outputs, float32 ``[num_nodes, outputs]``, and return what to say of the file."""
+    """Write the outputs, float32 ``[num_nodes, outputs]``; return a description of the file."""
     try:
         np.save(path, rows.numpy())
     except OSError as error:
@@ -40,11 +40,12 @@ def write_npy(rows: Tensor, path: Path) -> str:
 
 
 def write_parquet(rows: Tensor, path: Path, task: str, ids: Sequence[str] | None = None) -> str:
-    """Write a row for each node, see :func:`columns`; ``rows`` ``[num_nodes, outputs]`` may be memory-mapped."""
+    """Write one row per node, see :func:`columns`; ``rows`` ``[num_nodes, outputs]`` may be memory-mapped."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    tables = (pa.table(columns(rows[begin : begin + _ROWS], task, begin, ids)) for begin in range(0, len(rows), _ROWS))
+    starts = range(0, len(rows), _ROWS_PER_GROUP)
+    tables = (pa.table(columns(rows[start : start + _ROWS_PER_GROUP], task, start, ids)) for start in starts)
     first = next(tables, pa.table({"id": pa.array([], pa.int64())}))
     with whole_file(path) as file, parquet.ParquetWriter(file, first.schema) as writer:
         writer.write_table(first)
@@ -57,10 +58,10 @@ def write_parquet(rows: Tensor, path: Path, task: str, ids: Sequence[str] | None
 def columns(
     rows: Tensor, task: str, begin: int = 0, ids: Sequence[str] | None = None
 ) -> dict[str, npt.NDArray[np.generic] | list[str]]:
-    """Return the columns for outputs ``[n, outputs]`` of nodes from ``begin`` on, float32 ``[n]``, and ``id``.
+    """Return ``id`` and the columns, float32 ``[n]``, for the outputs ``[n, outputs]`` of nodes ``begin`` and after.
 
-    ``"node"``: ``class`` int64, the likeliest one, and the probabilities ``p0``, …; ``"multilabel"``: ``p0``, …;
-    ``"regression"``: ``value``, or ``value0``, …. ``ids`` are what all nodes are called; by default they have numbers.
+    ``"node"``: ``class`` int64, the most likely one, and the probabilities ``p0``, …; ``"multilabel"``: ``p0``, …;
+    ``"regression"``: ``value``, or ``value0``, …. ``ids`` are the names of all nodes, by default their numbers.
     """
     rows = rows.float()
     end, name, values = begin + len(rows), "p", rows
@@ -79,7 +80,7 @@ def columns(
 
 
 def node_names(cfg: DictConfig, target: str | None, count: int) -> list[str] | None:
-    """Read what nodes are called: ``ids.txt`` in the folder of a graph, one line for each; None where there is none."""
+    """Read the names of nodes from ``ids.txt``, one per line, in a graph's folder; return None without the file."""
     root = cfg.data.get("root")
     if root is None:
         return None
@@ -89,11 +90,11 @@ def node_names(cfg: DictConfig, target: str | None, count: int) -> list[str] | N
         return None
     names = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     if len(names) != count:
-        raise ValueError(f"{path} has {len(names)} lines, but there are {count} nodes; give it one line for each")
+        raise ValueError(f"{path} has {len(names)} lines, but the graph has {count} nodes; write one line per node")
     return names
 
 
 def as_rows(batches: Sequence[Tensor]) -> Tensor:
-    """Return all outputs as one tensor; those that lie in a file stay there."""
+    """Concatenate outputs to one tensor; a single memory-mapped one is not copied."""
     rows = [batch.float().cpu() for batch in batches]
     return rows[0] if len(rows) == 1 else torch.cat(rows)

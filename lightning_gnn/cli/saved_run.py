@@ -1,4 +1,4 @@
-"""The configuration of a run, kept in its checkpoints, and runs that are rebuilt from it."""
+"""Save the configuration of a run in its checkpoints, and rebuild runs from it."""
 
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_gnn.runtime.checkpoint_io import damage_of
 from lightning_gnn.runtime.messages import REMOVED
 
-KEY = "lgnn"  # where it is in a checkpoint
+KEY = "lgnn"  # the checkpoint entry that holds it
 GROUPS = {
     "data": "data",
     "model": "model",
@@ -31,13 +31,13 @@ GROUPS = {
     "logger": "logger",
     "callbacks": "callbacks",
 }
-"""The key of the configuration that a group fills."""
-_OTHER_RUNS = ("task", "experiment")  # groups that fill the keys of others
-_NOT_KEPT = ("mode", "ckpt_path", "output_dir", "plan", "predictions")  # keys that belong to one start alone
+"""Configuration key that each config group fills."""
+_WHOLE_RUN_GROUPS = ("task", "experiment")  # groups that also fill keys of other groups
+_PER_START_KEYS = ("mode", "ckpt_path", "output_dir", "plan", "predictions")  # never restored from a checkpoint
 
 
 class KeepConfig(pl.Callback):
-    """Puts the configuration of a run into its checkpoints, as plain dictionaries under :data:`KEY`."""
+    """Saves the configuration of a run in its checkpoints, as plain dictionaries under :data:`KEY`."""
 
     def __init__(self, cfg: DictConfig) -> None:
         initialized = HydraConfig.initialized()
@@ -51,7 +51,7 @@ class KeepConfig(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add it."""
+        """Add the configuration to the checkpoint."""
         checkpoint[KEY] = self.state
 
 
@@ -60,17 +60,17 @@ class Rebuilt:
     """A configuration that Hydra can compose like one of its files."""
 
     config_name: str
-    note: str = ""  # what was found, for the user; empty for nothing to tell
-    deletions: list[str] = field(default_factory=list)  # overrides that delete what the saved run did not have
+    note: str = ""  # printed for the user; may be empty
+    deletions: list[str] = field(default_factory=list)  # overrides that delete keys the saved run did not have
 
 
 def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
-    """Prepare the configuration that was saved with ``ckpt_path``; call it where Hydra is initialized.
+    """Register the configuration saved in ``ckpt_path`` with Hydra, which must be initialized.
 
-    A group's new option takes the place of what was saved of that group. Returns ``config_name`` itself without such a
-    file and, with a note, where nothing was saved with it, or another task or experiment is asked for.
+    A group that is overridden replaces its saved keys. Returns ``config_name`` itself if ``ckpt_path`` is not a file
+    and, with a note, if it holds no configuration or if another task or experiment is requested.
     """
-    # Find the checkpoint that was typed; a sweep over several has no single configuration.
+    # Find the checkpoint override; a sweep over several has no single configuration.
     typed = [item for item in overrides if item.key_or_group == "ckpt_path"]
     if not typed:
         return Rebuilt(config_name)
@@ -81,41 +81,41 @@ def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
     if value is None or not path.is_file():
         return Rebuilt(config_name)
     # Without a configuration, the run is built from the defaults, and a note says why.
-    saved = _saved_with(path)
+    saved = _load_state(path)
     if saved is None:
         return Rebuilt(config_name, f"no configuration was saved with {path}: the run is built from the defaults")
-    config, choices = _kept(saved["config"]), saved.get("choices", {})
-    # Groups for which another option was typed are not taken from the saved run.
+    config, choices = _drop_obsolete(saved["config"]), saved.get("choices", {})
+    # Groups overridden with another option are not restored from the saved run.
     chosen = [
         item
         for item in overrides
-        if item.key_or_group in (*GROUPS, *_OTHER_RUNS)
+        if item.key_or_group in (*GROUPS, *_WHOLE_RUN_GROUPS)
         and (item.is_sweep_override() or item.value() != choices.get(item.key_or_group))
     ]
-    # Another task or experiment is another run, for which the saved configuration does not count.
+    # Another task or experiment is another run: ignore the saved configuration.
     for item in chosen:
-        if item.key_or_group in _OTHER_RUNS:
+        if item.key_or_group in _WHOLE_RUN_GROUPS:
             return Rebuilt(config_name, f"{item.input_line} makes another run than the one saved in {path}")
-    # Register the saved configuration under a name of its own, from which Hydra composes.
+    # Register the saved configuration under a separate name, from which Hydra composes.
     name = f"{config_name}_rebuilt"
-    config = _pruned(config, str(saved.get("cwd", "")), {item.key_or_group for item in chosen}, overrides)
+    config = _prune(config, str(saved.get("cwd", "")), {item.key_or_group for item in chosen}, overrides)
     ConfigStore.instance().store(name, OmegaConf.create({"defaults": _defaults(config_name, choices), **config}))
-    # Delete the keys that the defaults have beyond the saved ones, apart from what was typed.
-    default = _plain(compose(name))
-    fresh = tuple(GROUPS[item.key_or_group] for item in chosen)
-    given = tuple(str(item.key_or_group) for item in overrides)
+    # Delete keys of the defaults that the saved run lacks, except those that the command line sets.
+    default = _to_dict(compose(name))
+    replaced = tuple(GROUPS[item.key_or_group] for item in chosen)
+    overridden = tuple(str(item.key_or_group) for item in overrides)
     deletions = [
         f"~{key}"
         for key in _keys_only_in(default, config)
         if key.partition(".")[0] in (*GROUPS, "task")
-        and not any(key == other or key.startswith(f"{other}.") for other in fresh)
-        and not any(other == key or other.startswith(f"{key}.") for other in given)
+        and not any(key == other or key.startswith(f"{other}.") for other in replaced)
+        and not any(other == key or other.startswith(f"{key}.") for other in overridden)
     ]
-    return Rebuilt(name, f"rebuilt from the configuration saved in {path}; what you typed wins", deletions)
+    return Rebuilt(name, f"rebuilt from the configuration saved in {path}; the command line overrides it", deletions)
 
 
-def _saved_with(path: Path) -> dict[str, Any] | None:
-    """Return what :class:`KeepConfig` saved in a checkpoint; None where there is nothing."""
+def _load_state(path: Path) -> dict[str, Any] | None:
+    """Return the state that :class:`KeepConfig` saved in a checkpoint, or None."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
@@ -124,29 +124,30 @@ def _saved_with(path: Path) -> dict[str, Any] | None:
     return state if isinstance(state, dict) and isinstance(state.get("config"), dict) else None
 
 
-def _kept(config: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in config.items() if key not in _NOT_KEPT}
-    if isinstance(callbacks := kept.get("callbacks"), dict):  # of an older version they may be gone
-        kept["callbacks"] = {
+def _drop_obsolete(config: dict[str, Any]) -> dict[str, Any]:
+    restored = {key: value for key, value in config.items() if key not in _PER_START_KEYS}
+    if isinstance(callbacks := restored.get("callbacks"), dict):  # an older version may have had others
+        restored["callbacks"] = {
             name: node
             for name, node in callbacks.items()
             if not isinstance(node, dict) or node.get("_target_") not in REMOVED
         }
-    return kept
+    return restored
 
 
-def _pruned(saved: dict[str, Any], cwd: str, chosen: set[str], overrides: Sequence[Override]) -> dict[str, Any]:
-    """Return the saved configuration without what is chosen or added now, and without options that are gone."""
+def _prune(saved: dict[str, Any], cwd: str, chosen: set[str], overrides: Sequence[Override]) -> dict[str, Any]:
+    """Remove from a saved configuration the groups replaced, the keys added and the options of earlier releases."""
     config = OmegaConf.create(deepcopy(saved))
     inner = {key: group for group, key in GROUPS.items() if "." in key}
     for key in (GROUPS[group] for group in chosen):
-        parts = [other for other in inner if other.startswith(f"{key}.") and inner[other] not in chosen]
-        kept = {part: OmegaConf.select(config, part) for part in parts}
+        # A nested group that is not replaced survives the removal of the outer one.
+        nested_keys = [other for other in inner if other.startswith(f"{key}.") and inner[other] not in chosen]
+        nested = {other: OmegaConf.select(config, other) for other in nested_keys}
         _remove(config, key)
-        for part, node in kept.items():
+        for other, node in nested.items():
             if node is not None:
-                OmegaConf.update(config, part, node, force_add=True)
-    for key in ("data.memory", "datamodule.inference.resume"):  # of earlier releases, and changed no result
+                OmegaConf.update(config, other, node, force_add=True)
+    for key in ("data.memory", "datamodule.inference.resume"):  # options of earlier releases that changed no result
         _remove(config, key)
     for item in overrides:
         if item.is_add():
@@ -156,15 +157,15 @@ def _pruned(saved: dict[str, Any], cwd: str, chosen: set[str], overrides: Sequen
         if not isinstance(node, DictConfig) or OmegaConf.is_interpolation(node, "root"):
             continue
         root = node.get("root")
-        if isinstance(root, str) and cwd and (there := Path(cwd) / root).exists():
-            node.root = root if Path(cwd) == Path.cwd() else str(there)
-    return _plain(config)
+        if isinstance(root, str) and cwd and (path := Path(cwd) / root).exists():
+            node.root = root if Path(cwd) == Path.cwd() else str(path)
+    return _to_dict(config)
 
 
-def _plain(config: DictConfig) -> dict[str, Any]:
-    found = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(found, dict)
-    return {str(key): value for key, value in found.items()}
+def _to_dict(config: DictConfig) -> dict[str, Any]:
+    container = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
 
 
 def _remove(config: DictConfig, key: str) -> None:
@@ -175,20 +176,20 @@ def _remove(config: DictConfig, key: str) -> None:
 
 
 def _defaults(config_name: str, choices: dict[str, object]) -> list[str | dict[str, str | None]]:
-    """Return a defaults list that makes the same choices, as far as they still exist."""
+    """Return a Hydra defaults list that selects the same group options, if they still exist."""
     loader = GlobalHydra.instance().config_loader()
-    found: list[str | dict[str, str | None]] = [config_name]
-    for group in (*GROUPS, *_OTHER_RUNS):
+    defaults: list[str | dict[str, str | None]] = [config_name]
+    for group in (*GROUPS, *_WHOLE_RUN_GROUPS):
         if isinstance(name := choices.get(group), str):
-            found.append({f"override /{group}": name if name in loader.get_group_options(group) else None})
-    return [*found, "_self_"]
+            defaults.append({f"override /{group}": name if name in loader.get_group_options(group) else None})
+    return [*defaults, "_self_"]
 
 
-def _keys_only_in(whole: dict[str, Any], part: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the keys that only the first of two nested dictionaries has; Hydra cannot delete those of null."""
-    for key, value in whole.items():
-        if key not in part:
+def _keys_only_in(first: dict[str, Any], second: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys that only the first nested dictionary has, except null ones: Hydra cannot delete these."""
+    for key, value in first.items():
+        if key not in second:
             if value is not None:
                 yield f"{prefix}{key}"
-        elif isinstance(value, dict) and isinstance(part[key], dict):
-            yield from _keys_only_in(value, part[key], f"{prefix}{key}.")
+        elif isinstance(value, dict) and isinstance(second[key], dict):
+            yield from _keys_only_in(value, second[key], f"{prefix}{key}.")

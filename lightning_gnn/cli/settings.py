@@ -1,4 +1,4 @@
-"""``NAME=VALUE`` of commands that take few settings, and no configuration of Hydra's."""
+"""Parse ``NAME=VALUE`` settings of commands that do not use Hydra's configuration."""
 
 import argparse
 import time
@@ -15,8 +15,8 @@ from lightning_gnn.runtime.messages import removed
 T = TypeVar("T")
 
 
-def typed_settings(arguments: Sequence[str] | None, command: str, description: str, epilog: str) -> list[str]:
-    """Return the settings that were typed behind a command, or print its help."""
+def read_settings(arguments: Sequence[str] | None, command: str, description: str, epilog: str) -> list[str]:
+    """Return the ``NAME=VALUE`` arguments of a command, or print its help."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(command, description=description, epilog=epilog, formatter_class=form)
     parser.add_argument("settings", nargs="+", metavar="NAME=VALUE", help="see below")
@@ -24,28 +24,28 @@ def typed_settings(arguments: Sequence[str] | None, command: str, description: s
     return settings
 
 
-def parsed(kind: type[T], settings: Sequence[str], command: str) -> T:
-    """Return a dataclass filled with settings."""
+def parse_settings(cls: type[T], settings: Sequence[str], command: str) -> T:
+    """Build an instance of a dataclass from settings; raise a ValueError for unknown or missing ones."""
     for name in (setting.partition("=")[0] for setting in settings):
         if (gone := removed(f"{command.rpartition(' ')[2]}.{name}")) is not None:
             raise ValueError(gone)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.from_dotlist(list(settings)))
+        merged = OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.from_dotlist(list(settings)))
         if missing := sorted(map(str, OmegaConf.missing_keys(merged))):
             raise ValueError(f"give {', '.join(f'{name}=' for name in missing)}; see {command} --help")
-        found = OmegaConf.to_object(merged)
+        instance = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(f"{str(error).splitlines()[0]}; see {command} --help") from None
-    assert isinstance(found, kind)
-    return found
+    assert isinstance(instance, cls)
+    return instance
 
 
 def print_with_time() -> Callable[[str], None]:
-    """Return what prints a message to the standard error stream, behind the seconds since now."""
+    """Return a function that prints a message to stderr after the seconds since this call."""
     start, console = time.perf_counter(), Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     return lambda message: console.print(f"{time.perf_counter() - start:8.1f} s  {message}")
 
 
 def gigabytes_in(folder: str) -> str:
-    """Return the size of all files below a folder, to read."""
+    """Return the total size of the files below a folder, such as ``"1.2 GB"``."""
     return f"{sum(path.stat().st_size for path in Path(folder).rglob('*') if path.is_file()) / 1e9:.3g} GB"

@@ -1,4 +1,4 @@
-"""Which edges are predicted, and which nodes train, where a graph does not say so."""
+"""Default splits: train, validation and test nodes, and the edges to predict."""
 
 import copy
 from typing import TypeAlias
@@ -16,31 +16,31 @@ from lightning_gnn.graph.hetero import edges_of
 from lightning_gnn.loading.random_state import keyed_random
 
 Graph: TypeAlias = Data | HeteroData
-_LINKS = {"num_train": 20000, "num_val": 2000, "num_test": 5000}
-"""How many links are predicted, of a graph with twice as many."""
+_DEFAULT_NUM_LINKS = {"num_train": 20000, "num_val": 2000, "num_test": 5000}
+"""Links to predict in a graph with at least twice their number; smaller graphs use fewer in proportion."""
 
 
 def fill_splits(part: Data | NodeStorage) -> str:
-    """Draw the splits that labeled nodes lack, always the same ones, and drop an empty one; return a note of it."""
+    """Add missing splits of labeled nodes, drawn with a fixed seed, and drop empty ones; return a note for the user."""
     if (y := part.get("y")) is None:
         return ""
     given = {stage: seeds_in(part, stage) for stage in ("train", "val", "test")}
-    nodes = {stage: None if found is None else as_ids(found) for stage, (_, found) in given.items()}
+    nodes = {stage: None if seeds is None else as_ids(seeds) for stage, (_, seeds) in given.items()}
     for stage, (name, _) in given.items():
-        if (found := nodes[stage]) is not None and not found.numel():
+        if (seeds := nodes[stage]) is not None and not seeds.numel():
             del part[name.removeprefix("data.")]
             nodes[stage] = None
     pool = nodes["train"]
     if pool is None:
-        known = ~y.isnan() if y.is_floating_point() else y >= 0
-        pool = (known if y.dim() == 1 else known.all(dim=1)).nonzero().view(-1)
-        taken = [found for found in nodes.values() if found is not None]
+        is_labeled = ~y.isnan() if y.is_floating_point() else y >= 0
+        pool = (is_labeled if y.dim() == 1 else is_labeled.all(dim=1)).nonzero().view(-1)
+        taken = [seeds for seeds in nodes.values() if seeds is not None]
         pool = pool[~torch.isin(pool, torch.cat(taken))] if taken else pool
         missing = [stage for stage in ("val", "test") if nodes[stage] is None]
     else:
         missing = ["val"] if nodes["val"] is None else []
     if (nodes["train"] is not None and not missing) or len(pool) <= len(missing):
-        return ""  # the DataModule says what is missing
+        return ""  # the DataModule raises an error that names what is missing
     pool = pool[torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))]
     for stage in missing:
         count = max(1, round(len(pool) / 10))
@@ -60,9 +60,9 @@ def split_links(
     num_test: float | None = None,
     seed: int = 0,
 ) -> tuple[Graph, Graph, Graph]:
-    """Split with PyG, from random streams of its own, so that each run of a sweep predicts the same edges.
+    """Split edges with PyG from ``seed`` alone, so that all runs of a sweep predict the same edges.
 
-    Each is a number or a fraction; None: 20,000, 2,000 and 5,000, or as many in proportion as are half of the links.
+    The sizes are numbers or fractions. By default they are 20,000, 2,000 and 5,000, scaled down to half of the links.
     """
     if kind is None:
         edges = CSCGraph.from_data(data).to_edge_index() if data.edge_index is None else data.edge_index
@@ -75,12 +75,13 @@ def split_links(
         if reverses:
             for key in [key for key in graph[reverse] if key not in part]:
                 del graph[reverse][key]
-            _with_edges(graph[reverse], edges.flip(0))  # which PyG makes that of each split, with its attributes
+            _with_edges(graph[reverse], edges.flip(0))  # PyG derives each split's reverse edges from it
     undirected = not reverses and (kind is None or kind[0] == kind[2]) and part.is_undirected()
     num_links = edges.size(1) // (1 + undirected)
-    least = min(1.0, num_links / 2 / sum(_LINKS.values()))
-    given = {"num_train": num_train, "num_val": num_val, "num_test": num_test}
-    counts = {name: max(1, int(_LINKS[name] * least)) if count is None else count for name, count in given.items()}
+    scale = min(1.0, num_links / 2 / sum(_DEFAULT_NUM_LINKS.values()))
+    counts = {"num_train": num_train, "num_val": num_val, "num_test": num_test}
+    for name in (name for name, count in counts.items() if count is None):
+        counts[name] = max(1, int(_DEFAULT_NUM_LINKS[name] * scale))
     split = RandomLinkSplit(
         num_val=counts["num_val"],
         num_test=counts["num_test"],
@@ -91,7 +92,7 @@ def split_links(
         rev_edge_types=reverses,
     )
     try:
-        with keyed_random(int(seed)):  # PyG draws non-edges from Python's stream
+        with keyed_random(int(seed)):  # PyG samples non-edges with Python's generator
             train, val, test = split(graph)
     except (AssertionError, ValueError) as error:
         raise ValueError(f"task.split does not fit a graph of {edges.size(1)} edges: {error}") from error
@@ -101,7 +102,7 @@ def split_links(
 
 
 def _with_edges(store: EdgeStorage, edges: torch.Tensor) -> EdgeStorage:
-    """Return a type of edges that holds its topology as a tensor."""
+    """Store the topology of an edge type as ``edge_index`` alone; return the store."""
     for key in ("graph", "adj_t"):
         store.pop(key, None)
     store.edge_index = edges
@@ -109,10 +110,10 @@ def _with_edges(store: EdgeStorage, edges: torch.Tensor) -> EdgeStorage:
 
 
 def _alternate(split: Data | EdgeStorage) -> None:
-    """Let links and non-links alternate, so that each mini-batch has both: PyG puts all links first."""
-    place = torch.empty(split.edge_label.numel(), dtype=torch.float64)
-    for kind in (split.edge_label > 0, split.edge_label == 0):
-        count = int(kind.sum())
-        place[kind] = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    order = torch.argsort(place, stable=True)
+    """Interleave links and non-links, so that each mini-batch has both: PyG puts all links first."""
+    position = torch.empty(split.edge_label.numel(), dtype=torch.float64)
+    for mask in (split.edge_label > 0, split.edge_label == 0):
+        count = int(mask.sum())
+        position[mask] = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    order = torch.argsort(position, stable=True)
     split.edge_label, split.edge_label_index = split.edge_label[order], split.edge_label_index[:, order]

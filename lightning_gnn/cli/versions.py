@@ -1,4 +1,4 @@
-"""The versions that a report of a fault should begin with, found without importing anything, and a run's machine."""
+"""Versions for bug reports, found without importing the packages, and the environment of a run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PACKAGES = {"torch": "torch", "pytorch-lightning": "pytorch-lightning", "PyG": 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this package, of what it stands on, and of Python, by name."""
-    found = {name: version_of(package) or "missing" for name, package in _PACKAGES.items()}
-    return {"lightning-gnn": __version__, **found, "Python": platform.python_version()}
+    """Return the versions of this package, its main dependencies and Python, by name."""
+    dependencies = {name: version_of(package) or "missing" for name, package in _PACKAGES.items()}
+    return {"lightning-gnn": __version__, **dependencies, "Python": platform.python_version()}
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of an installed distribution; None where there is none."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -29,7 +29,7 @@ def version_of(package: str) -> str | None:
 
 
 def environment(trainer: pl.Trainer) -> dict[str, str]:
-    """Return versions, machine, threads and devices of a run, by name."""
+    """Return the versions, machine, thread counts and device of a run, by name."""
     import torch
 
     from lightning_gnn.runtime.cores import num_cores

@@ -18,7 +18,7 @@ from lightning_gnn.graph.csc import (
     sort_by_target,
 )
 from lightning_gnn.graph.prefetch_lists import expect_list_reads
-from lightning_gnn.runtime.store import checked_once, checksum, kept
+from lightning_gnn.runtime.store import checked_once, checksum, get_or_create
 
 TOPOLOGY = ("indptr", "indices", "edge_ids")
 MIN_CACHED_EDGES = 1_000_000  # minimum number of edges for which the sorted edge list is cached
@@ -124,7 +124,7 @@ def _load_sorted_edges(path: Path, num_nodes: int, mmap: bool, size_note: str, n
                 raise ValueError(f"it has {graph.num_nodes} nodes and {graph.num_edges} edges")
             return graph
 
-        graph = kept(
+        graph = get_or_create(
             "topology",
             checksum("sorted edges 1", str(path), num_nodes, *(() if num_sources is None else (num_sources,))),
             lambda folder: write_csc(edge_index, num_nodes, folder / "csc", num_sources=num_sources),

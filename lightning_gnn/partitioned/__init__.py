@@ -1,4 +1,4 @@
-"""Training on a graph in parts, of which each rank has its own: the mini-batches are those of one machine.
+"""Training on a partitioned graph, one or more parts per rank, with the mini-batches of a single machine.
 
 Reading order: ``folder.py``, ``shard.py``, ``exchange.py``, ``remote.py``, ``sampler.py``, ``datamodule.py``.
 """

@@ -1,4 +1,4 @@
-"""Which part each node goes to, by METIS, a stream or chance: even in nodes, edges into them and training seeds."""
+"""Assign nodes to parts by METIS, streaming or at random, balanced in nodes, in-edges and training seeds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +14,11 @@ from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.runtime.memory_info import available_bytes
 
 METHODS = ("metis", "ldg", "random")
-"""Few cut edges, with several copies in memory; eight passes over the lists, in 18 bytes per node; by chance."""
-MOST_PARTS = 1 << 15
-SLACK = 0.05  # by how much more than its share of nodes, of edges and of seeds a part may have
-_PASSES = 8  # how often the stream goes by: the first time most neighbors have no part yet
-_METIS_BYTES = 120
-"""What METIS needs at its peak, per edge in both directions, with what it is given: measured, rounded up."""
+"""Fewest cut edges, with several copies in memory; eight passes over the lists, in 18 bytes per node; at random."""
+MAX_PARTS = 1 << 15
+SLACK = 0.05  # allowed excess over the mean number of nodes, edges and seeds of a part
+_PASSES = 8  # passes of the stream: in the first one, most neighbors have no part yet
+_METIS_BYTES = 120  # peak memory of METIS including its input, per edge in both directions: measured and rounded up
 
 
 def assign_nodes(
@@ -29,16 +28,16 @@ def assign_nodes(
     seeds: Mapping[NodeType | None, Tensor] | None = None,
     seed: int = 0,
 ) -> dict[NodeType | None, Tensor]:
-    """Return the part of each node, int16 ``[num_nodes]``, by node type; the type of a graph without types is None."""
+    """Return the part of each node, int16 ``[num_nodes]``, by node type (None in a homogeneous graph)."""
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
     sizes: dict[Any, int] = graph.sizes if isinstance(graph, HeteroCSCGraph) else {None: graph.num_nodes}
     total = sum(sizes.values())
-    if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= min(max(total, 1), MOST_PARTS):
-        raise ValueError(f"parts={parts!r} must be a whole number from 1 to {min(max(total, 1), MOST_PARTS)}")
+    if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= min(max(total, 1), MAX_PARTS):
+        raise ValueError(f"parts={parts!r} must be a whole number from 1 to {min(max(total, 1), MAX_PARTS)}")
     starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
     weights = np.zeros((total, 2), np.int64)
-    indptr, indices = _together(graph, starts, total)
+    indptr, indices = _merge(graph, starts, total)
     weights[:, 0] = np.diff(indptr)
     for name, ids in (seeds or {}).items():
         weights[starts[name] + ids.numpy(), 1] = 1
@@ -49,12 +48,12 @@ def assign_nodes(
         _stream(indptr, indices, weights, part, limits, parts, 2, True)
     elif method == "ldg":
         part = np.full(total, -1, np.int16)
-        # Room for seeds that is tight from the start keeps the first ones where chance has put them.
+        # Tighten the limit on seeds pass by pass: a tight one would keep the first seeds where they were placed.
         for number in range(_PASSES):
-            roomy = limits + np.floor(shares * [0, 0, 1] * max(0.0, 1 - number / (_PASSES - 3)))
-            _stream(indptr, indices, weights, part, roomy, parts, 1, False)
+            relaxed = limits + np.floor(shares * [0, 0, 1] * max(0.0, 1 - number / (_PASSES - 3)))
+            _stream(indptr, indices, weights, part, relaxed, parts, 1, False)
     else:
-        # Each kind of node, seeds apart, in turns: even by construction.
+        # Deal shuffled seeds, then shuffled other nodes, round robin: balanced by construction.
         part = np.empty(total, np.int16)
         order = np.random.default_rng(seed).permutation(total)
         order = order[np.argsort(-weights[order, 1], kind="stable")]
@@ -62,19 +61,19 @@ def assign_nodes(
     return {name: torch.from_numpy(part[start : start + sizes[name]]) for name, start in starts.items()}
 
 
-def _together(graph: CSCGraph | HeteroCSCGraph, starts: Mapping[Any, int], total: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lists of all types in one numbering."""
+def _merge(graph: CSCGraph | HeteroCSCGraph, starts: Mapping[Any, int], total: int) -> tuple[np.ndarray, np.ndarray]:
+    """Merge the in-edge lists of all types, with the nodes of all types numbered consecutively."""
     if isinstance(graph, CSCGraph):
         return graph.indptr.numpy(), graph.indices.numpy()
     degrees = np.zeros(total, np.int64)
-    for (_, _, target), part in graph.relations.items():
-        degrees[starts[target] : starts[target] + part.num_nodes] += part.in_degrees.numpy()
+    for (_, _, target), relation in graph.relations.items():
+        degrees[starts[target] : starts[target] + relation.num_nodes] += relation.in_degrees.numpy()
     indptr = np.zeros(total + 1, np.int64)
     np.cumsum(degrees, out=indptr[1:])
     indices: np.ndarray = np.empty(int(indptr[-1]), index_dtype(total))
     filled = indptr[:-1].copy()
-    for (source, _, target), part in graph.relations.items():
-        _copy_lists(part.indptr.numpy(), part.indices.numpy(), filled[starts[target] :], starts[source], indices)
+    for (source, _, target), lists in graph.relations.items():
+        _copy_lists(lists.indptr.numpy(), lists.indices.numpy(), filled[starts[target] :], starts[source], indices)
     return indptr, indices
 
 
@@ -101,22 +100,22 @@ def _metis(indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray, parts: 
     col = np.repeat(np.arange(total), np.diff(indptr))
     ends = np.concatenate([col * total + indices, indices.astype(np.int64) * total + col])
     ends = ends[ends // total != ends % total]
-    ends, often = np.unique(ends, return_counts=True)
+    ends, edge_weights = np.unique(ends, return_counts=True)
     offsets = np.searchsorted(ends, np.arange(total + 1) * total)
-    # The wheel takes one number per node, so the three things are added up, each on average 100.
-    shares = np.column_stack([np.ones(total), weights]).astype(np.float64)
-    node = np.maximum((shares * (100 / np.maximum(shares.mean(0), 1e-9))).sum(1), 1).astype(np.int64)
+    # pymetis takes one weight per node: the sum of the three balanced quantities, each scaled to a mean of 100.
+    loads = np.column_stack([np.ones(total), weights]).astype(np.float64)
+    node_weights = np.maximum((loads * (100 / np.maximum(loads.mean(0), 1e-9))).sum(1), 1).astype(np.int64)
     adjacency = pymetis.CSRAdjacency(offsets, ends % total)
     options = pymetis.Options(seed=seed % 2**31)
-    found = pymetis.part_graph(
-        parts, adjacency, vweights=node, eweights=often, recursive=False, options=options
-    ).vertex_part
-    return np.array(found, np.int16)
+    result = pymetis.part_graph(
+        parts, adjacency, vweights=node_weights, eweights=edge_weights, recursive=False, options=options
+    )
+    return np.array(result.vertex_part, np.int16)
 
 
 @numba.njit(nogil=True, cache=True)
 def _fits(loads: np.ndarray, limits: np.ndarray, p: int, edges: int, seeds: int) -> bool:
-    """Whether a part has room for a node."""
+    """Return whether a node fits the limits of a part."""
     return (
         loads[p, 0] + 1 <= limits[0]
         and (loads[p, 1] + edges <= limits[1] or edges == 0 or loads[p, 1] == 0)
@@ -134,7 +133,7 @@ def _best(
     indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray, part: np.ndarray, limits: np.ndarray,
     loads: np.ndarray, shared: np.ndarray, touched: np.ndarray, v: int,
 ) -> int:  # fmt: skip
-    """Return the part with room that has most of a node's neighbors, times the room that it has left."""
+    """Return the part with room for a node that maximizes its number of neighbors there, weighted by the free room."""
     edges, seeds, count = weights[v, 0], weights[v, 1], 0
     for e in range(indptr[v], indptr[v + 1]):
         p = part[indices[e]]
@@ -154,7 +153,7 @@ def _best(
         shared[touched[i]] = 0
     if best >= 0:
         return best
-    # None of them: the emptiest that has room, or the emptiest.
+    # No part of a neighbor has room: take the emptiest part with room, or else the emptiest.
     least, room = 0.0, False
     for p in range(loads.shape[0]):
         fits, full = _fits(loads, limits, p, edges, seeds), _fullness(loads, limits, p)
@@ -168,7 +167,7 @@ def _stream(
     indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray, part: np.ndarray, limits: np.ndarray, parts: int,
     passes: int, relieve: bool,
 ) -> None:  # fmt: skip
-    """Place one node after the other, several times over (Stanton and Kliot 2012; Nishimura and Ugander 2013)."""
+    """Assign node by node in several passes (LDG: Stanton and Kliot 2012; restreaming: Nishimura and Ugander 2013)."""
     loads = np.zeros((parts, 3), np.int64)
     for v in range(part.size):
         if part[v] >= 0:
@@ -177,7 +176,7 @@ def _stream(
             loads[part[v], 2] += weights[v, 1]
     shared, touched = np.zeros(parts, np.int64), np.empty(parts, np.int64)
     for _ in range(passes):
-        # To relieve moves only nodes of parts that have too much of what the node adds to.
+        # With relieve, only move nodes out of parts that exceed a limit to which the node contributes.
         for v in range(part.size):
             p, edges, seeds = part[v], weights[v, 0], weights[v, 1]
             if relieve and not (

@@ -1,4 +1,4 @@
-"""Training on a graph of which each rank has a part: the mini-batches are those of one machine with all of it."""
+"""DataModules for partitioned graphs, with the mini-batches of a single machine that has the whole graph."""
 
 import itertools
 import os
@@ -34,26 +34,26 @@ from lightning_gnn.partitioned.elastic import Elastic
 from lightning_gnn.partitioned.exchange import RankRPC
 from lightning_gnn.partitioned.folder import SPLITS, Partition
 from lightning_gnn.partitioned.future import count_future, top_accessed_rows
-from lightning_gnn.partitioned.inference import InParts, Published, check_model
+from lightning_gnn.partitioned.inference import PartitionedInference, PublishedRows, check_model
 from lightning_gnn.partitioned.remote import Remote
 from lightning_gnn.partitioned.sampler import Connection, EdgeRows, NodeRows, PartitionedSampler
 from lightning_gnn.partitioned.shard import Shard, holders
-from lightning_gnn.partitioned.whole import nothing, with_topology, without_rows
+from lightning_gnn.partitioned.whole import expanded_zeros, with_topology, without_rows
 from lightning_gnn.runtime.messages import memory_bytes, true_or_false
 
 ORDERS = ("global", "local")
 TOPOLOGIES = ("parts", "whole")
-_ELSEWHERE = {
+_UNSUPPORTED = {
     "feature_dtype": "is chosen when the graph is partitioned",
-    "memory": "reads one file, and a part's rows are mapped into memory by themselves",
-    "node_sampler": "would have to reach all parts",
-    "link_sampler": "would have to reach all parts",
+    "memory": "reads one file, but the rows of a part are always memory-mapped",
+    "node_sampler": "would have to access all parts",
+    "link_sampler": "would have to access all parts",
 }
-_RUNS = itertools.count()
+_STORE_IDS = itertools.count()
 
 
-class _OnParts(MiniBatchDataModule):
-    """What both DataModules do about parts; goes before the one that does the rest."""
+class _PartitionedMixin(MiniBatchDataModule):
+    """Connects the ranks and reads the parts for both DataModules; precedes the base class that makes mini-batches."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class _OnParts(MiniBatchDataModule):
         for name, value, choices in (("topology", topology, TOPOLOGIES), ("order", order, ORDERS)):
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
-        for name, why in _ELSEWHERE.items():
-            if (given := kwargs.get(name)) is not None:
-                raise ValueError(f"{name}={given!r} does not go with a partitioned graph: it {why}; leave it out")
+        for name, reason in _UNSUPPORTED.items():
+            if (value := kwargs.get(name)) is not None:
+                raise ValueError(f"{name}={value!r} does not work with a partitioned graph: it {reason}; leave it out")
         if true_or_false(elastic, "elastic") and order != "global":
-            raise ValueError(f"elastic=True counts in the order of one machine, so it does not go with order={order!r}")
+            raise ValueError(f"elastic=True needs order='global', but order is {order!r}")
         if not isinstance(root, str | os.PathLike):
-            raise TypeError(f"root is {type(root).__name__}; give the folder that lgnn partition has made of it")
+            raise TypeError(f"root is {type(root).__name__}; give the folder that lgnn partition has made")
         if count_batches < 1:
             raise ValueError(f"count_batches must be at least 1, but is {count_batches}")
         if silence <= 0:
@@ -86,24 +86,24 @@ class _OnParts(MiniBatchDataModule):
         self._elastic = Elastic() if elastic else None
         self.partition = Partition(root)
         if (full := inference_settings(kwargs.get("inference"))) is not None:
-            InParts.of(full)
+            PartitionedInference.of(full)
         self.topology, self.order = topology, order
         self.cache, self.count_batches, self.silence = memory_bytes(cache, "cache"), count_batches, float(silence)
         self.connection = Connection()
         self.rows_read: Counter[str] = Counter()
-        """Rows of nodes that were read here, asked of other ranks, or kept, in the runs so far."""
-        self._own_seed = seed is not None
+        """Number of node rows read from local parts, other ranks and the cache, in completed runs."""
+        self._has_seed = seed is not None
         self._heartbeats: Heartbeats | None = None
-        self._joined = False  # whether all ranks are through with setup
+        self._is_set_up = False  # whether all ranks have completed setup
         time_attr = kwargs.get("time_attr")
         whole = topology == "whole"
         data = with_topology(self.partition, time_attr) if whole else without_rows(self.partition)
         kwargs.update(check_features=False, share_memory=False, num_workers=num_workers)
-        kwargs = self._with_splits(args, kwargs)
+        kwargs = self._add_splits(args, kwargs)
         super().__init__(data, *args, seed=seed, **kwargs)  # type: ignore[misc]
-        self.tables = self._tables(time_attr if whole else None)
+        self.tables = self._make_tables(time_attr if whole else None)
 
-    def _with_splits(self, given: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _add_splits(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs
 
     @override
@@ -112,23 +112,23 @@ class _OnParts(MiniBatchDataModule):
             return super().make_sampler(data, options)
         return PartitionedSampler(self.partition, self.connection, seed=self.seed, **options.given())
 
-    def _tables(self, here: str | None) -> dict[AttributeName, NodeRows | EdgeRows]:
-        """Return where loaders gather what lies in parts, by attribute."""
+    def _make_tables(self, in_memory: str | None) -> dict[AttributeName, NodeRows | EdgeRows]:
+        """Return the tables of partitioned attributes for the loaders, without the node attribute ``in_memory``."""
         tables: dict[AttributeName, NodeRows | EdgeRows] = {}
-        for number, kind in enumerate(self.partition.nodes):
-            memo, beside = threading.local(), [key for key in kind.attributes if key != here]
-            for key in beside:
-                rows = NodeRows(self.connection, number, key, beside, memo)
-                tables[key if kind.name is None else (kind.name, key)] = rows
+        for number, info in enumerate(self.partition.nodes):
+            memo, keys = threading.local(), [key for key in info.attributes if key != in_memory]
+            for key in keys:
+                rows = NodeRows(self.connection, number, key, keys, memo)
+                tables[key if info.name is None else (info.name, key)] = rows
         if self.topology == "parts":
-            for number, kind in enumerate(self.partition.edges):
-                for key in kind.attributes:
-                    name = key if kind.name is None else (kind.name, key)
+            for number, info in enumerate(self.partition.edges):
+                for key in info.attributes:
+                    name = key if info.name is None else (info.name, key)
                     tables[name] = EdgeRows(lambda: self.graph_sampler, number, key)
         return tables
 
     def setup(self, stage: str) -> None:
-        """Join the ranks, open this rank's parts, and fill the cache; all ranks must call it."""
+        """Connect the ranks, open this rank's parts and fill the cache. Collective: every rank must call this."""
         super().setup(stage)
         module = None if self.trainer is None else self.trainer.lightning_module
         if self.inference is not None and isinstance(module, GNNModule):
@@ -138,60 +138,60 @@ class _OnParts(MiniBatchDataModule):
         if self._elastic is not None and self.trainer is not None and stage == "fit":
             if self._elastic not in self.trainer.callbacks:  # type: ignore[attr-defined]
                 self.trainer.callbacks.append(self._elastic)  # type: ignore[attr-defined]
-            # Epochs that other numbers of ranks have begun have other numbers of steps.
+            # An epoch resumed with another number of ranks has another number of steps.
             self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         self._watch_ranks()
         grouped = dist.is_available() and dist.is_initialized()
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        mine = [part for part, held in enumerate(holders(self.partition.parts, ranks)) if rank in held]
-        # A rank whose part is damaged must say so to the others, who would wait for it.
+        parts = [part for part, owners in enumerate(holders(self.partition.parts, ranks)) if rank in owners]
+        # If a part is damaged, do not raise yet: all ranks must learn of it in the all-gather below.
         try:
-            shard, trouble = Shard(self.partition, mine, self.topology == "parts"), None
+            shard, failure = Shard(self.partition, parts, self.topology == "parts"), None
         except (OSError, ValueError) as error:
-            trouble = error
-        self._published = Published(self.partition.parts, ranks)
-        exchange = RankRPC({} if trouble is not None else {
-            "published": self._published.published,
+            failure = error
+        self._published = PublishedRows(self.partition.parts, ranks)
+        exchange = RankRPC({} if failure is not None else {
+            "published_rows": self._published.read,
             **{name: getattr(shard, name) for name in ("picks", "node_rows", "edge_rows")},
         })  # fmt: skip
         self._exchange = exchange
-        about = {
+        settings = {
             "partition": self.partition.id, "topology": self.topology, "order": self.order,
             "num_neighbors": str(self.num_neighbors), "batch_size": self.batch_size,
-            **({"seed": self.seed} if self._own_seed else {}),
+            **({"seed": self.seed} if self._has_seed else {}),
         }  # fmt: skip
-        given = exchange.gather((None if trouble is None else f"{type(trouble).__name__}: {trouble}", about, self.seed))
+        problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+        gathered = exchange.all_gather((problem, settings, self.seed))
         try:
-            if trouble is not None:
-                raise trouble
-            for other, (wrong, theirs, _) in enumerate(given):
-                if wrong is not None:
-                    raise RuntimeError(f"rank {other} cannot open its part of the graph: {wrong}")
-                for name, value in about.items():
-                    if theirs.get(name) != value:
+            if failure is not None:
+                raise failure
+            for other, (other_problem, other_settings, _) in enumerate(gathered):
+                if other_problem is not None:
+                    raise RuntimeError(f"rank {other} cannot open its part of the graph: {other_problem}")
+                for name, value in settings.items():
+                    if (different := other_settings.get(name)) != value:
                         fix = ", so copy all parts of one partition" if name == "partition" else ""
-                        unlike = f"rank {rank} has {name}={value}, but rank {other} has {name}={theirs.get(name)}"
-                        raise ValueError(f"{unlike}: all ranks need the same{fix}")
+                        mismatch = f"rank {rank} has {name}={value}, but rank {other} has {name}={different}"
+                        raise ValueError(f"{mismatch}: all ranks need the same{fix}")
         except (OSError, ValueError, RuntimeError):
             exchange.close()
             raise
-        self.seed = given[0][2]  # that of rank 0, where none was given
+        self.seed = gathered[0][2]  # without a seed argument, use that of rank 0
         self.connection.remote = Remote(self.partition, shard, exchange)
         if isinstance(self.graph_sampler, PartitionedSampler):
             self.graph_sampler.prepare()
-        exchange.gather(None)  # from here on lists are asked for
+        exchange.all_gather(None)  # barrier: other ranks may sample from this rank's lists from here on
         if stage == "fit" and self.cache:
             remote, loader = self.connection.remote, cast(Any, self.make_loader("train"))
             epoch = self._passes if self.trainer is None else self.trainer.current_epoch
             counts = count_future(loader, remote, epoch, self.count_batches)
-            remote.keep(
-                top_accessed_rows(counts, [remote.row_bytes(number) for number in range(len(counts))], self.cache)
-            )
-            rank_zero_info(f"rows of other parts that are kept: {remote.kept_rows}")
-        self._joined = True
+            row_bytes = [remote.row_bytes(number) for number in range(len(counts))]
+            remote.fill_cache(top_accessed_rows(counts, row_bytes, self.cache))
+            rank_zero_info(f"cached rows of other parts: {remote.num_cached_rows}")
+        self._is_set_up = True
 
     def teardown(self, stage: str) -> None:
-        """Leave the other ranks when all are through."""
+        """Disconnect from the other ranks once all are done. Collective: every rank must call this."""
         super().teardown(stage)
         if self.connection.remote is not None:
             self.connection.remote.exchange.close()
@@ -202,34 +202,34 @@ class _OnParts(MiniBatchDataModule):
             self._heartbeats = None
 
     def on_exception(self, exception: BaseException) -> None:
-        """Say in the message which rank was lost, or tell the others that it is this one."""
+        """Add the lost rank to the message, or notify the other ranks of this rank's failure."""
         if self._heartbeats is not None:
             self._heartbeats.handle_exception(exception)
 
     def _watch_ranks(self) -> None:
-        """Notice within seconds that a rank is lost, unless the strategy does."""
+        """Start heartbeats that detect a dead rank, unless the strategy has them."""
         strategy = None if self.trainer is None else self.trainer.strategy
         grouped = dist.is_available() and dist.is_initialized()
         if not grouped or dist.get_world_size() == 1 or isinstance(strategy, MonitoredRanks):
             return
         store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"partitioned {next(_RUNS)}", dist.distributed_c10d._get_default_store()
+            f"partitioned {next(_STORE_IDS)}", dist.distributed_c10d._get_default_store()
         )
-        # Without a Trainer, a rank that ends its program without teardown is missed only by one that asks for its rows.
+        # Without a Trainer, a rank may exit without teardown: then only calls to that rank must fail.
         end = self._abort if self.trainer is None else None
         self._heartbeats = Heartbeats(store, dist.get_rank(), dist.get_world_size(), self.silence, end)
         self._heartbeats.start()
 
     def _abort(self, why: str) -> None:
-        """Raise an error where this rank waits for rows; within setup end the process, where all wait for all."""
-        if self._joined and self.connection.remote is not None:
+        """Make waiting calls raise an error; during setup end the process, which may wait in a collective."""
+        if self._is_set_up and self.connection.remote is not None:
             self.connection.remote.exchange.abort(why)
         else:
             end_process(why)
 
     @override
     def sampled_loader(self, stage: str, data: Batch, sampler: Any, *args: Any, **options: Any) -> Any:
-        _ = self.connection.open
+        _ = self.connection.open  # raises an error before setup
         return super().sampled_loader(stage, data, sampler, *args, tables=self.tables, **options)
 
     def _order(self, stage: str, num_seeds: int, drop_last: bool, replicas: int, rank: int) -> DistributedSampler[int]:
@@ -252,7 +252,7 @@ class _OnParts(MiniBatchDataModule):
         return super()._replica
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
+        """Return the state for resuming in addition to Lightning's. Collective: every rank must call this."""
         state = super().state_dict()
         return state if self._elastic is None else {**state, "elastic": self._elastic.state(self.trainer)}
 
@@ -263,92 +263,94 @@ class _OnParts(MiniBatchDataModule):
         return first
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the interrupted run stood."""
+        """Restore the state of an interrupted run."""
         ranks = len(state_dict.get("rng", []))
         if self._elastic is not None:
             self._elastic.load(state_dict.get("elastic", {}))
         mid_epoch = state_dict.get("position", {}).get("mid_epoch", False)
         if ranks != self._world_size and mid_epoch:
             if self._elastic is None or not state_dict.get("elastic"):
-                given = f"the checkpoint is from within an epoch of {ranks} ranks, and there are {self._world_size}"
-                raise ValueError(f"{given}: elastic=True (in both runs) goes on with any number")
+                saved = f"the checkpoint is from within an epoch of {ranks} ranks, but there are {self._world_size}"
+                raise ValueError(f"{saved}: elastic=True (in both runs) allows any number")
             if any(state_dict.get("gradients", [])):
-                held = f"the checkpoint holds gradients that {ranks} ranks were accumulating"
-                raise ValueError(f"{held}, which {self._world_size} ranks cannot share: resume from one after a step")
+                saved = f"the checkpoint holds gradients accumulated on {ranks} ranks"
+                raise ValueError(f"{saved}, which {self._world_size} ranks cannot use: resume from one after a step")
         super().load_state_dict(state_dict)
 
-    def _own_share(self, stage: str, count: int) -> Tensor:
-        """Return which seeds of a stage this rank evaluates, of exact outputs, int64 ``[n]``."""
+    def _local_seeds(self, stage: str, count: int) -> Tensor:
+        """Return the indices of the seeds that this rank evaluates with exact inference, int64 ``[n]``."""
         self.check_count(stage, count)
-        share = torch.tensor([*self._order(stage, count, False, *self._replica)], dtype=torch.int64)
-        if not share.numel():
+        local = torch.tensor([*self._order(stage, count, False, *self._replica)], dtype=torch.int64)
+        if not local.numel():
             ranks = self.connection.open.exchange.ranks
             raise ValueError(
                 f"inference='full': each of {ranks} ranks needs a seed of the {stage} split, which has {count}"
             )
-        return share
+        return local
 
-    def _whole_batch(self, wanted: dict[Any, Tensor], kind: StoreType = None, **more: object) -> DataLoader[Batch]:
-        """Return a batch that asks for exact outputs of some nodes of each type, which all ranks compute together."""
+    def _inference_loader(self, wanted: dict[Any, Tensor], name: StoreType = None, **more: object) -> DataLoader[Batch]:
+        """Return a loader of one batch that requests exact outputs; ``more`` are attributes of the type ``name``."""
         assert isinstance(self.inference, FullInference)
-        remote, typed = self.connection.open, self.partition.typed
-        batch: Batch = HeteroData() if typed else Data()
-        for name, ids in wanted.items():
-            number = self.partition.number.get(name, 0)
+        remote, is_hetero = self.connection.open, self.partition.is_hetero
+        batch: Batch = HeteroData() if is_hetero else Data()
+        for node_type, ids in wanted.items():
+            number = self.partition.number.get(node_type, 0)
             attributes = [key for key in self.partition.nodes[number].attributes if key != "x"]
             rows = remote.node_rows(number, ids.numpy(), attributes)
-            (batch[name] if typed else batch).update({"n_id": ids, **rows})
-        (batch[kind] if typed else batch).update(more)
-        if not typed:
-            batch.x = nothing([wanted[None].numel(), *self.data.x.shape[1:]], self.data.x.dtype)
+            (batch[node_type] if is_hetero else batch).update({"n_id": ids, **rows})
+        (batch[name] if is_hetero else batch).update(more)
+        if not is_hetero:
+            batch.x = expanded_zeros([wanted[None].numel(), *self.data.x.shape[1:]], self.data.x.dtype)
             batch.edge_index = Elsewhere(self.partition.edges[0].count)
             if "edge_weight" in self.partition.edges[0].attributes:
-                batch.edge_weight = nothing([0], torch.float32)  # they are read with the edges
-        batch.inference = InParts.of(self.inference, remote=remote, published=self._published, wanted=wanted)
+                batch.edge_weight = expanded_zeros([0], torch.float32)  # weights are read with the edges
+        batch.inference = PartitionedInference.of(
+            self.inference, remote=remote, published=self._published, wanted=wanted
+        )
         return only_batch(batch)
 
     def owners_of_seeds(self, ranks: int) -> Tensor:
-        """Return which rank has each training seed (or edge's target) in its part; ranks that share one take turns."""
-        node_type, ids = self._places_of_seeds()
+        """Return the rank that has each training seed (or seed edge's target); ranks with the same part alternate."""
+        node_type, ids = self._seed_nodes()
         part = self.partition.owner[self.partition.number.get(node_type, 0)].numpy()[ids.numpy()]
         owners = np.empty(part.size, np.int64)
-        for number, held in enumerate(holders(self.partition.parts, ranks)):
-            where = np.flatnonzero(part == number)
-            owners[where] = np.array(held)[np.arange(where.size) % len(held)]
+        for number, part_ranks in enumerate(holders(self.partition.parts, ranks)):
+            seeds = np.flatnonzero(part == number)
+            owners[seeds] = np.array(part_ranks)[np.arange(seeds.size) % len(part_ranks)]
         return torch.from_numpy(owners)
 
-    def _places_of_seeds(self) -> tuple[StoreType, Tensor]:
+    def _seed_nodes(self) -> tuple[StoreType, Tensor]:
         raise NotImplementedError
 
 
-class PartitionedDataModule(_OnParts, NeighborDataModule):
-    """A :class:`~lightning_gnn.NeighborDataModule` over a graph that ``lgnn partition`` has cut into parts.
+class PartitionedDataModule(_PartitionedMixin, NeighborDataModule):
+    """A :class:`~lightning_gnn.NeighborDataModule` over a graph that was partitioned by ``lgnn partition``.
 
-    Each rank reads its own part, and asks the others for the rest. For given seeds and key the mini-batches are those
-    of one machine with the whole graph, bit for bit, for any number of parts and ranks.
+    Each rank reads its own part, and requests the rest from other ranks. For a given seed, the mini-batches are bit for
+    bit those of one machine with the whole graph, for any number of parts and ranks.
 
     Args:
-        root: The folder.
+        root: Folder of the partitioned graph.
         *args: Seeds for training, validation, testing and prediction, as for
             :class:`~lightning_gnn.NeighborDataModule`, by the ids of the whole graph; by default those of its masks.
-        topology: ``"parts"``: each rank has the in-edges of its nodes, and hops ask the others; ``"whole"``: each has
-            all edges and their attributes in memory, only the nodes' attributes are asked for.
-        order: Of the training seeds. ``"global"``: that of one machine; ``"local"``: each rank draws from its own part,
-            so that far fewer rows are asked for; where it has fewer seeds than others, some come twice.
-        elastic: Take each seed once per epoch, and let a run that was stopped go on with any number of ranks, also
-            within an epoch. For ``order="global"``.
-        cache: Bytes for rows of other parts, such as ``"2GB"``: those that the coming mini-batches read most often.
-        count_batches: Mini-batches of the coming epoch to count that by.
-        silence: Seconds without a sign of life after which a rank counts as lost.
-        seed: Start of the random streams; by default that of rank 0.
-        num_workers: Threads that prepare mini-batches ahead, and with it ask other ranks.
-        **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`, of which those that go over the whole
-            graph are refused, but for ``inference="full"``: each rank computes the outputs of its own nodes layer by
-            layer, and has a batch of its share of the seeds.
+        topology: With ``"parts"``, each rank has the in-edges of its nodes, and requests others hop by hop. With
+            ``"whole"``, each rank has all edges and their attributes in memory, and requests only node attributes.
+        order: Order of the training seeds. ``"global"``: that of one machine. ``"local"``: each rank samples seeds of
+            its own part, which needs far fewer remote rows; a rank with fewer seeds than others repeats some.
+        elastic: Use each seed once per epoch, and allow resuming with any number of ranks, also within an epoch.
+            Requires ``order="global"``.
+        cache: Bytes for caching the remote rows that the coming mini-batches read most often, such as ``"2GB"``.
+        count_batches: Number of coming mini-batches to sample for selecting the cached rows.
+        silence: Seconds without a heartbeat after which a rank counts as lost.
+        seed: Random seed; by default that of rank 0.
+        num_workers: Number of threads that prepare mini-batches, including the requests to other ranks.
+        **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`. Those that need the whole graph are
+            refused, except ``inference="full"``: each rank computes the outputs of its own nodes layer by layer, and
+            evaluates a part of the seeds in one batch.
 
     Raises:
-        FileNotFoundError: There is no partitioned graph.
-        ValueError: A damaged file, an option that is unknown or cannot work, or as for ``NeighborDataModule``.
+        FileNotFoundError: ``root`` is not a partitioned graph.
+        ValueError: A file is damaged, an option is unknown or invalid, or as for ``NeighborDataModule``.
 
     Examples:
         >>> import tempfile, torch
@@ -369,37 +371,37 @@ class PartitionedDataModule(_OnParts, NeighborDataModule):
         >>> datamodule.teardown("fit")
     """
 
-    def _with_splits(self, given: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        for place, stage in enumerate(SPLITS):  # each has its times behind it
-            found = self.partition.split(stage)
-            if found is not None and len(given) <= 2 * place and kwargs.get(f"input_{stage}_nodes") is None:
-                name, mask = found
+    def _add_splits(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        for index, stage in enumerate(SPLITS):  # two positional arguments per stage: nodes and times
+            split = self.partition.split(stage)
+            if split is not None and len(args) <= 2 * index and kwargs.get(f"input_{stage}_nodes") is None:
+                name, mask = split
                 kwargs[f"input_{stage}_nodes"] = mask if name is None else (name, mask)
         return kwargs
 
     def _full_loader(self, stage: str) -> DataLoader[Batch]:
-        """Return a batch of this rank's share of the seeds, in the order of one machine; all make their outputs."""
+        """Return a loader of one batch of this rank's seeds in the order of one machine, for exact inference."""
         count, seeds = self._count(stage), self._seeds(stage)
-        kind, nodes = seeds if self.partition.typed else (None, seeds)
+        node_type, nodes = seeds if self.partition.is_hetero else (None, seeds)
         wanted = torch.arange(count) if nodes is None else as_ids(nodes)
-        wanted = wanted[self._own_share(stage, count)]
-        return self._whole_batch({kind: wanted}, kind, batch_size=wanted.numel())
+        wanted = wanted[self._local_seeds(stage, count)]
+        return self._inference_loader({node_type: wanted}, node_type, batch_size=wanted.numel())
 
-    def _places_of_seeds(self) -> tuple[StoreType, Tensor]:
+    def _seed_nodes(self) -> tuple[StoreType, Tensor]:
         nodes = self._nodes["train"]
         return self._types["train"], nodes.nonzero().view(-1) if nodes.dtype == torch.bool else nodes
 
 
-class PartitionedLinkDataModule(_OnParts, LinkDataModule):
-    """A :class:`~lightning_gnn.LinkDataModule` over a graph that ``lgnn partition`` has cut into parts.
+class PartitionedLinkDataModule(_PartitionedMixin, LinkDataModule):
+    """A :class:`~lightning_gnn.LinkDataModule` over a graph that was partitioned by ``lgnn partition``.
 
-    It takes what :class:`PartitionedDataModule` does; edges are given by the ids of the whole graph, by default those
-    that the graph was partitioned with (``lgnn partition task=link``, or ``task=recommend``, whose edges have times).
-    With ``order="local"`` each rank trains on the edges into the nodes of its part.
+    It has the options of :class:`PartitionedDataModule`. Edges are given by the node ids of the whole graph; by default
+    they are those saved with the partition (``lgnn partition task=link``, or ``task=recommend``, whose edges have
+    times). With ``order="local"``, each rank trains on the edges into the nodes of its part.
 
     Raises:
-        FileNotFoundError: There is no partitioned graph.
-        ValueError: There are no training edges, or as for :class:`PartitionedDataModule`.
+        FileNotFoundError: ``root`` is not a partitioned graph.
+        ValueError: Training edges are missing, or as for :class:`PartitionedDataModule`.
 
     Examples:
         >>> import tempfile, torch
@@ -417,35 +419,35 @@ class PartitionedLinkDataModule(_OnParts, LinkDataModule):
         >>> datamodule.teardown("fit")
     """
 
-    def _with_splits(self, given: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        edges = [*given[::3], *(value for name, value in kwargs.items() if re.fullmatch("input_.*_edges", name))]
-        if any(isinstance(value, tuple) and all(isinstance(part, str) for part in value) for value in edges):
-            raise ValueError("an edge type alone stands for all of its edges, which no rank has: give the edges too")
-        for place, stage in enumerate(("train", "val", "test")):  # each has its labels and times behind it
-            if len(given) <= 3 * place and kwargs.get(f"input_{stage}_edges") is None:
-                kept, kind = self.partition.links(stage), self.partition.link_type
-                kwargs[f"input_{stage}_edges"] = kept if kind is None or kept is None else (kind, kept)
-                for what in ("labels", "time"):
-                    if (values := self.partition.links(f"{stage}_{what}")) is not None:
-                        kwargs[f"input_{stage}_{what}"] = values
-        if not given and kwargs.get("input_train_edges") is None:
-            fix = "so give those to train on, or partition with some (lgnn partition task=link, or task=recommend)"
+    def _add_splits(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        inputs = [*args[::3], *(value for name, value in kwargs.items() if re.fullmatch("input_.*_edges", name))]
+        if any(isinstance(value, tuple) and all(isinstance(item, str) for item in value) for value in inputs):
+            raise ValueError("an edge type without edges means all of them, but no rank has all: give the edges too")
+        for index, stage in enumerate(("train", "val", "test")):  # three positional arguments: edges, labels, times
+            if len(args) <= 3 * index and kwargs.get(f"input_{stage}_edges") is None:
+                edges, edge_type = self.partition.links(stage), self.partition.link_type
+                kwargs[f"input_{stage}_edges"] = edges if edge_type is None or edges is None else (edge_type, edges)
+                for name in ("labels", "time"):
+                    if (values := self.partition.links(f"{stage}_{name}")) is not None:
+                        kwargs[f"input_{stage}_{name}"] = values
+        if not args and kwargs.get("input_train_edges") is None:
+            fix = "so give training edges, or partition with some (lgnn partition task=link, or task=recommend)"
             raise ValueError(f"input_train_edges is missing: no rank has all edges of the graph, {fix}")
         return kwargs
 
     def full_loader(self, name: str, kind: StoreType = None, **more: Tensor) -> DataLoader[Batch]:
-        """Return a batch of this rank's share of a stage's labeled edges, in the order of one machine."""
+        """Return a loader of one batch of this rank's labeled edges of a stage, in the order of one machine."""
         edges = more.pop("edge_label_index")
-        share = self._own_share(name, edges.size(1))
+        local = self._local_seeds(name, edges.size(1))
         types, wanted = (None, None) if kind is None else (kind[0], kind[2]), {}
-        for name in dict.fromkeys(types):
-            own = edges[[end for end, of in enumerate(types) if of == name]][:, share]
-            wanted[name] = own.unique()  # type: ignore[no-untyped-call]
-        ends = [torch.searchsorted(wanted[name], edges[end, share]) for end, name in enumerate(types)]
-        more = {key: value[share] for key, value in more.items()}
-        return self._whole_batch(wanted, kind, edge_label_index=torch.stack(ends), **more)
+        for node_type in dict.fromkeys(types):
+            ids = edges[[end for end, end_type in enumerate(types) if end_type == node_type]][:, local]
+            wanted[node_type] = ids.unique()  # type: ignore[no-untyped-call]
+        ends = [torch.searchsorted(wanted[node_type], edges[end, local]) for end, node_type in enumerate(types)]
+        more = {key: value[local] for key, value in more.items()}
+        return self._inference_loader(wanted, kind, edge_label_index=torch.stack(ends), **more)
 
-    def _places_of_seeds(self) -> tuple[StoreType, Tensor]:
+    def _seed_nodes(self) -> tuple[StoreType, Tensor]:
         edges, name = self._edges["train"][0], self._types["train"]
         assert edges is not None
         return None if name is None else name[2], edges[1]

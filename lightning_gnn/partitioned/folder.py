@@ -1,6 +1,6 @@
-"""A partitioned graph on disk: a folder for each part, and ``common``, of owners and seeds, for every machine.
+"""On-disk format of a partitioned graph: a folder for each part, and ``common`` with owners and seeds.
 
-``part-00003`` has the rows of its nodes and of the edges into them, by the ids and in the order of the whole graph.
+``part-00003`` stores the rows of its nodes and of the edges into them, by the ids and in the order of the whole graph.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from lightning_gnn.sampling.neighbor import topology_of
 FORMAT = 2
 SPLITS = {"train": ("train",), "val": ("val", "valid"), "test": ("test",), "pred": ("pred",)}
 """Names of the masks of each stage."""
-_BLOCK = 1 << 16
-_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_TOPOLOGY = ("edge_index", "adj_t", "graph", "num_nodes")
+_ROWS_PER_BLOCK = 1 << 16
+_INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_TOPOLOGY_KEYS = ("edge_index", "adj_t", "graph", "num_nodes")
 Rows: TypeAlias = dict[StoreType, dict[str, dict[str, Tensor]]]  # by type, "node" or "edge", and attribute
-Rest: TypeAlias = dict[StoreType, dict[str, Any]]  # what has no rows, by type and attribute
+Rest: TypeAlias = dict[StoreType, dict[str, Any]]  # attributes without rows, by type and name
 
 
 @dataclass
 class TypeInfo:
-    """A type of nodes or of edges."""
+    """Description of a node type or an edge type."""
 
-    name: StoreType  # of a node type, or the triple of an edge type; None in a graph of one type
-    count: int  # how many there are
+    name: StoreType  # name of a node type, or triple of an edge type; None in a homogeneous graph
+    count: int  # number of nodes or edges
     attributes: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     """Dtype and shape of each attribute that is split by rows."""
-    per_part: list[int] = field(default_factory=list)  # how many each part has
+    per_part: list[int] = field(default_factory=list)  # number of nodes or edges of each part
     largest: dict[str, int] = field(default_factory=dict)
-    """The largest value of each attribute that holds one whole number per row, such as a class."""
+    """Largest value of each attribute with one integer per row, such as a class."""
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of an attribute."""
-        found = getattr(torch, self.attributes[key][0])
-        assert isinstance(found, torch.dtype)
-        return found
+        dtype = getattr(torch, self.attributes[key][0])
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
     def shape(self, key: str) -> list[int]:
-        """Return the shape of an attribute of all nodes or edges."""
+        """Return the shape of an attribute over all nodes or edges of the type."""
         return self.attributes[key][1]
 
 
@@ -75,15 +75,15 @@ def write_partition(
     links: Mapping[str, Tensor] | None = None,
     link_type: EdgeType | None = None,
 ) -> None:
-    """Write a graph as a folder of parts, by the part of each node of each type."""
+    """Write a partitioned graph to a folder, given the part of each node by node type."""
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is not empty; give a new folder, or remove this one")
     graph = topology_of(data)
-    typed = isinstance(graph, HeteroCSCGraph)
-    sizes: dict[NodeType | None, int] = graph.sizes if typed else {None: graph.num_nodes}
-    relations: dict[EdgeType | None, CSCGraph] = graph.relations if typed else {None: graph}
-    number = {name: place for place, name in enumerate(sizes)}
+    is_hetero = isinstance(graph, HeteroCSCGraph)
+    sizes: dict[NodeType | None, int] = graph.sizes if is_hetero else {None: graph.num_nodes}
+    relations: dict[EdgeType | None, CSCGraph] = graph.relations if is_hetero else {None: graph}
+    number = {name: index for index, name in enumerate(sizes)}
     owners = []
     for name, size in sizes.items():
         owner = assignment[name].numpy().astype(np.int64)
@@ -92,10 +92,10 @@ def write_partition(
             raise ValueError(f"the assignment must give a part below {parts} to each of the {size} nodes{of}")
         owners.append(owner.astype(np.int16 if parts > 128 else np.int8))
     rows, rest = rows_of(data)
-    described = {
-        "nodes": [_described(name, size, rows.get(name, {}).get("node", {})) for name, size in sizes.items()],
+    types = {
+        "nodes": [_describe(name, size, rows.get(name, {}).get("node", {})) for name, size in sizes.items()],
         "edges": [
-            _described(name, part.num_edges, rows.get(name, {}).get("edge", {})) for name, part in relations.items()
+            _describe(name, graph.num_edges, rows.get(name, {}).get("edge", {})) for name, graph in relations.items()
         ],
     }
     identity = uuid.uuid4().hex
@@ -104,18 +104,18 @@ def write_partition(
             tell(f"part {part + 1} of {parts}")
             own = [np.flatnonzero(owner == part) for owner in owners]
             root = folder / f"part-{part:05d}"
-            for place, (name, ids) in enumerate(zip(sizes, own, strict=True)):
-                described["nodes"][place].per_part.append(ids.size)
-                save_arrays(root, {f"node{place}.ids": ids})
-                _write_rows(root, f"node{place}", rows.get(name, {}).get("node", {}), ids)
-            for place, (name, relation) in enumerate(relations.items()):
+            for index, (name, ids) in enumerate(zip(sizes, own, strict=True)):
+                types["nodes"][index].per_part.append(ids.size)
+                save_arrays(root, {f"node{index}.ids": ids})
+                _write_rows(root, f"node{index}", rows.get(name, {}).get("node", {}), ids)
+            for index, (name, relation) in enumerate(relations.items()):
                 targets = own[0 if name is None else number[name[2]]]
-                count = _write_lists(root, place, relation, targets, rows.get(name, {}).get("edge", {}))
-                described["edges"][place].per_part.append(count)
+                count = _write_lists(root, index, relation, targets, rows.get(name, {}).get("edge", {}))
+                types["edges"][index].per_part.append(count)
             write_whole(root / "part.json", json.dumps({"format": FORMAT, "id": identity, "part": part}))
             seal(root, f"part {part} of {parts}")
         common = folder / "common"
-        save_arrays(common, {f"node{place}.part": owner for place, owner in enumerate(owners)})
+        save_arrays(common, {f"node{index}.part": owner for index, owner in enumerate(owners)})
         seeds: dict[str, list[Any]] = {}
         listed: list[str] = []
         for name, store in stores_of(data):
@@ -127,64 +127,65 @@ def write_partition(
                         listed.append(stage)
         save_arrays(common, {f"links.{name}": values for name, values in (links or {}).items()})
         torch.save(rest, common / "rest.pt")
-        torch.load(common / "rest.pt", weights_only=True)  # as it will be read
+        torch.load(common / "rest.pt", weights_only=True)  # fails now rather than when the folder is opened
         stores = [name for name, _ in stores_of(data)]
         about = {
             "stores": stores,
-            "format": FORMAT, "id": identity, "parts": parts, "method": method, "typed": typed, "seeds": seeds,
+            "format": FORMAT, "id": identity, "parts": parts, "method": method, "typed": is_hetero, "seeds": seeds,
             "listed": listed, "links": list(links or {}), "link_type": link_type,
-            **{key: [asdict(kind) for kind in kinds] for key, kinds in described.items()},
+            **{key: [asdict(info) for info in infos] for key, infos in types.items()},
         }  # fmt: skip
         write_whole(common / "partition.json", json.dumps(about))
         seal(common, f"{parts} parts")
     except BaseException:
-        for path in folder.glob("*"):  # what is half written would only be refused later
+        for path in folder.glob("*"):  # an incomplete folder would be refused later
             shutil.rmtree(path, ignore_errors=True)
         raise
 
 
 def rows_of(data: Data | HeteroData) -> tuple[Rows, Rest]:
-    """Return what has rows, by type and by whether of nodes or of edges, and what has none."""
+    """Split the attributes of a graph into those with a row per node or edge, and the rest."""
     rows: Rows = {}
     rest: Rest = {}
-    # Attributes are split by node or by edge; the rest is stored once for all parts.
+    # Attributes with rows are split by part; the rest is stored once for all parts.
     for name, store in stores_of(data):
         for key in store:
             value = store[key]
             where = f"data.{key}" if name is None else f"data[{name!r}].{key}"
-            if key in _TOPOLOGY:
+            if key in _TOPOLOGY_KEYS:
                 continue
             kind = "node" if of_nodes(store, key) else "edge" if of_edges(store, key) else None
             if kind is None:
                 rest.setdefault(name, {})[key] = value
                 continue
-            # Rows must be dense tensors with nodes or edges in the first dimension, as parts are read by row.
+            # Parts are read by row, so attributes must be dense tensors with nodes or edges in the first dimension.
             if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
                 value = torch.from_numpy(value)
             if not isinstance(value, Tensor) or value.layout != torch.strided:
                 of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
-                fix = "only numbers are split, and dates become such by astype('datetime64[s]').astype('int64')"
+                fix = "only numbers can be split; convert dates by astype('datetime64[s]').astype('int64')"
                 raise TypeError(f"{where} has a row per {kind}, but is {type(value).__name__}{of}: {fix}")
-            # A trained attribute would need its gradients exchanged between the ranks.
+            # The gradients of a trained attribute would have to be exchanged between ranks.
             if value.requires_grad:
-                raise TypeError(f"{where} is trained, but rows of parts are read alone; make it part of the model")
+                raise TypeError(f"{where} is trained, but a partitioned graph is read-only; make it part of the model")
             if data.__cat_dim__(key, value, store) != 0:
-                raise TypeError(f"{where} has its {kind}s in another dimension than the first; transpose it")
+                raise TypeError(f"{where} does not have its {kind}s in the first dimension; transpose it")
             rows.setdefault(name, {}).setdefault(kind, {})[key] = value
-    # Attributes of the whole graph have no type.
+    # Attributes of the whole graph belong to no type.
     if isinstance(data, HeteroData):
         rest[None] = dict(data._global_store)
     return rows, rest
 
 
-def _described(name: StoreType, count: int, rows: Mapping[str, Tensor]) -> TypeInfo:
+def _describe(name: StoreType, count: int, rows: Mapping[str, Tensor]) -> TypeInfo:
     attributes = {key: (str(value.dtype).rpartition(".")[2], list(value.shape)) for key, value in rows.items()}
-    whole = {key: value for key, value in rows.items() if value.dtype in _WHOLE and value.dim() == 1 and value.numel()}
-    return TypeInfo(name, count, attributes, largest={key: int(value.max()) for key, value in whole.items()})
+    vectors = {key: value for key, value in rows.items() if value.dim() == 1 and value.numel()}
+    integers = {key: value for key, value in vectors.items() if value.dtype in _INTEGER_DTYPES}
+    return TypeInfo(name, count, attributes, largest={key: int(value.max()) for key, value in integers.items()})
 
 
 def seeds_of(store: BaseStorage, stage: str) -> Tensor | None:
-    """Return a stage's seeds as ids, int64 ``[n]``; None where there are none, or several splits."""
+    """Return a stage's seeds as ids, int64 ``[n]``; None without seeds, or with several splits."""
     name, nodes = seeds_in(store, stage)
     if nodes is None or (np.ndim(nodes) == 2 and np.shape(nodes)[1] > 1):
         return None
@@ -195,15 +196,16 @@ def _write_rows(root: Path, prefix: str, rows: Mapping[str, Tensor], ids: np.nda
     for key, value in rows.items():
 
         def blocks(value: Tensor = value) -> Iterator[np.ndarray]:
-            for start in range(0, ids.size, _BLOCK):
-                yield as_numpy(value[torch.from_numpy(ids[start : start + _BLOCK]).to(value.device)].detach().cpu())
+            for start in range(0, ids.size, _ROWS_PER_BLOCK):
+                index = torch.from_numpy(ids[start : start + _ROWS_PER_BLOCK]).to(value.device)
+                yield as_numpy(value[index].detach().cpu())
 
         dtype = as_numpy(torch.empty(0, dtype=value.dtype)).dtype
-        write_blocks(root / _file(prefix, key), dtype, (ids.size, *value.shape[1:]), blocks())
+        write_blocks(root / _file_name(prefix, key), dtype, (ids.size, *value.shape[1:]), blocks())
 
 
-def _write_lists(root: Path, place: int, graph: CSCGraph, targets: np.ndarray, rows: Mapping[str, Tensor]) -> int:
-    """Write the in-edges of some nodes; return how many there are."""
+def _write_lists(root: Path, index: int, graph: CSCGraph, targets: np.ndarray, rows: Mapping[str, Tensor]) -> int:
+    """Write the in-edges of nodes; return their number."""
     begins, ends = graph.indptr.numpy()[:-1][targets], graph.indptr.numpy()[1:][targets]
     indptr = np.zeros(targets.size + 1, np.int64)
     np.cumsum(ends - begins, out=indptr[1:])
@@ -211,26 +213,26 @@ def _write_lists(root: Path, place: int, graph: CSCGraph, targets: np.ndarray, r
     edges = np.repeat(begins - indptr[:-1], ends - begins) + np.arange(count)
     ids = edges if graph.edge_ids is None else graph.edge_ids.numpy()[edges].astype(np.int64)
     save_arrays(root, {
-        f"edge{place}.indptr": indptr,
-        f"edge{place}.indices": graph.indices.numpy()[edges],
-        f"edge{place}.ids": ids.astype(index_dtype(graph.num_edges)),
+        f"edge{index}.indptr": indptr,
+        f"edge{index}.indices": graph.indices.numpy()[edges],
+        f"edge{index}.ids": ids.astype(index_dtype(graph.num_edges)),
     })  # fmt: skip
-    _write_rows(root, f"edge{place}", rows, ids)
+    _write_rows(root, f"edge{index}", rows, ids)
     return count
 
 
-def _file(prefix: str, key: str) -> str:
+def _file_name(prefix: str, key: str) -> str:
     return f"{prefix}.{quote(key, safe='')}.rows.npy"
 
 
 class Partition:
-    """A partitioned graph, of which what all machines have is open."""
+    """A partitioned graph with its common files open; parts are opened by :meth:`open`."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         common = self.folder / "common"
         if not common.is_dir():
-            raise FileNotFoundError(f"{self.folder} holds no partitioned graph; make one with lgnn partition")
+            raise FileNotFoundError(f"{self.folder} is not a partitioned graph; make one with lgnn partition")
         _verify(common, "every machine needs it: copy it again")
         about = read_json(read_text(common / "partition.json", 1 << 26))
         if about.get("format") != FORMAT:
@@ -239,36 +241,34 @@ class Partition:
         self.id: str = about["id"]
         self.parts: int = about["parts"]
         self.method: str = about["method"]
-        self.typed: bool = about["typed"]
+        self.is_hetero: bool = about["typed"]
         self.seeds: dict[str, list[Any]] = about["seeds"]
-        self.listed: list[str] = about.get("listed", [])
-        """Stages whose seeds were a list of ids, whose order counts, and no mask."""
+        self.listed: list[str] = about.get("listed", [])  # stages whose seeds are an ordered list, not a mask
         self.link_names: list[str] = about.get("links", [])
-        self.link_type: EdgeType | None = _name(about.get("link_type"))
-        self.stores = list(map(_name, about["stores"]))
-        """Names of the types in the order in which the graph had them."""
+        self.link_type: EdgeType | None = _as_name(about.get("link_type"))
+        self.stores = list(map(_as_name, about["stores"]))  # names of the types in the order of the graph
         self.nodes, self.edges = (
-            [TypeInfo(**{**kind, "name": _name(kind["name"])}) for kind in about[key]] for key in ("nodes", "edges")
+            [TypeInfo(**{**info, "name": _as_name(info["name"])}) for info in about[key]] for key in ("nodes", "edges")
         )
-        self.owner = [load_array(common / f"node{place}.part.npy") for place in range(len(self.nodes))]
+        self.owner = [load_array(common / f"node{index}.part.npy") for index in range(len(self.nodes))]
         self.rest: Rest = torch.load(common / "rest.pt", weights_only=True)
 
     @cached_property
     def number(self) -> dict[StoreType, int]:
-        """The numbers of the node types and of the edge types, by name."""
-        return {kind.name: place for kinds in (self.nodes, self.edges) for place, kind in enumerate(kinds)}
+        """Indices of the node types and of the edge types, by name."""
+        return {info.name: index for infos in (self.nodes, self.edges) for index, info in enumerate(infos)}
 
     def ends(self, edge_type: int) -> tuple[int, int]:
-        """Return the numbers of the node types that edges come from and go to."""
+        """Return the indices of the source and target node types of an edge type."""
         name = self.edges[edge_type].name
         return (0, 0) if name is None else (self.number[name[0]], self.number[name[2]])
 
     def split(self, stage: str) -> tuple[NodeType | None, Tensor] | None:
-        """Return the type of a stage's seeds and their mask or ids; None where there are none or several."""
+        """Return the node type of a stage's seeds and their mask or ids; None without seeds or with several types."""
         names = self.seeds.get(stage, [])
         if len(names) != 1:
             return None
-        name = _name(names[0])
+        name = _as_name(names[0])
         number = self.number.get(name, 0)
         ids = load_array(self.folder / "common" / f"{stage}.{number}.npy", mmap=False)
         if stage in self.listed:
@@ -278,15 +278,15 @@ class Partition:
         return name, mask
 
     def links(self, name: str) -> Tensor | None:
-        """Return the edges to predict in a stage, int64 ``[2, n]``, or their labels or times; None without."""
+        """Return a saved array of the edges to predict: edges, int64 ``[2, n]``, labels or times; None if missing."""
         return load_array(self.folder / "common" / f"links.{name}.npy") if name in self.link_names else None
 
     def first_edges(self, edge_type: int) -> np.ndarray:
-        """Return the place of each part's first edge among all edges of a type, part by part, int64 ``[parts + 1]``."""
+        """Return the offset of each part's edges among all edges of a type, ordered by part, int64 ``[parts + 1]``."""
         return np.cumsum([0, *self.edges[edge_type].per_part])
 
     def open(self, part: int) -> GraphPart:
-        """Open one part."""
+        """Verify and open one part."""
         root = self.folder / f"part-{part:05d}"
         if not root.is_dir():
             raise FileNotFoundError(f"{root} is not on this machine, whose rank needs it; copy it here")
@@ -296,13 +296,13 @@ class Partition:
             if about.get("id") == self.id:
                 raise ValueError(f"{root} holds part {about.get('part')}; copy part {part} here")
             foreign = f"{root} is part {about.get('part')} of the partition {about.get('id')}"
-            fix = "copy all of one, not parts of different partitions"
+            fix = "copy all parts from the same partition"
             raise ValueError(f"{foreign}, but common belongs to {self.id}: {fix}")
         return GraphPart(self, part, root)
 
 
-def _name(name: str | list[str] | None) -> Any:
-    """Return the name of a type as it was before JSON, which knows no tuples."""
+def _as_name(name: str | list[str] | None) -> Any:
+    """Convert the name of a type from JSON, which has no tuples."""
     return tuple(name) if isinstance(name, list) else name
 
 
@@ -319,42 +319,42 @@ class GraphPart:
     def __init__(self, partition: Partition, number: int, root: Path) -> None:
         self.number = number
         self._partition, self._root = partition, root
-        self.ids = [load_array(root / f"node{place}.ids.npy").numpy() for place in range(len(partition.nodes))]
+        self.ids = [load_array(root / f"node{index}.ids.npy").numpy() for index in range(len(partition.nodes))]
 
     @cached_property
     def node_rows(self) -> list[dict[str, Tensor]]:
-        """The attributes of its nodes, by node type."""
-        return self._rows("node", self._partition.nodes)
+        """Attributes of the part's nodes, by node type."""
+        return self._load_rows("node", self._partition.nodes)
 
     @cached_property
     def edge_rows(self) -> list[dict[str, Tensor]]:
-        """The attributes of the edges into its nodes, by edge type, in the order of its lists."""
-        return self._rows("edge", self._partition.edges)
+        """Attributes of the edges into the part's nodes, by edge type, in the order of :meth:`lists`."""
+        return self._load_rows("edge", self._partition.edges)
 
     @cached_property
     def edge_ids(self) -> list[Tensor]:
-        """The places of these edges in the user's ``edge_index``, by edge type."""
-        return [load_array(self._root / f"edge{place}.ids.npy") for place in range(len(self._partition.edges))]
+        """Positions of these edges in the user's ``edge_index``, by edge type."""
+        return [load_array(self._root / f"edge{index}.ids.npy") for index in range(len(self._partition.edges))]
 
     def lists(self, edge_type: int) -> CSCGraph:
-        """Return the in-edges of its nodes; ``edge_ids`` are left out."""
+        """Return the in-edges of the part's nodes, without ``edge_ids``."""
         source, _ = self._partition.ends(edge_type)
         indptr, indices = (load_array(self._root / f"edge{edge_type}.{name}.npy") for name in ("indptr", "indices"))
         return CSCGraph(indptr, indices, source_count=self._partition.nodes[source].count)
 
-    def places(self, node_type: int, nodes: np.ndarray) -> np.ndarray:
-        """Return where nodes are among those of the part, int64 ``[n]``."""
+    def local_indices(self, node_type: int, nodes: np.ndarray) -> np.ndarray:
+        """Return the indices of nodes within the part, int64 ``[n]``."""
         ids = self.ids[node_type]
-        places = np.searchsorted(ids, nodes)
-        if nodes.size and (not ids.size or (ids[np.minimum(places, ids.size - 1)] != nodes).any()):
-            raise IndexError(f"part {self.number} was asked for nodes that it does not have")
-        return places
+        indices = np.searchsorted(ids, nodes)
+        if nodes.size and (not ids.size or (ids[np.minimum(indices, ids.size - 1)] != nodes).any()):
+            raise IndexError(f"part {self.number} does not have some of the requested nodes")
+        return indices
 
-    def _rows(self, prefix: str, kinds: list[TypeInfo]) -> list[dict[str, Tensor]]:
+    def _load_rows(self, prefix: str, infos: list[TypeInfo]) -> list[dict[str, Tensor]]:
         return [
             {
-                key: expect_scattered_reads(load_array(self._root / _file(f"{prefix}{place}", key)))
-                for key in kind.attributes
+                key: expect_scattered_reads(load_array(self._root / _file_name(f"{prefix}{index}", key)))
+                for key in info.attributes
             }
-            for place, kind in enumerate(kinds)
+            for index, info in enumerate(infos)
         ]

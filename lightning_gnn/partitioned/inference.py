@@ -1,4 +1,4 @@
-"""Exact outputs for all nodes of a graph in parts: layer by layer, each rank those of its own nodes."""
+"""Exact inference on a partitioned graph: layer by layer, each rank computes the outputs of its own nodes."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ from lightning_gnn.partitioned.folder import GraphPart, Partition
 from lightning_gnn.partitioned.remote import Remote
 from lightning_gnn.partitioned.shard import holders
 
-_MOST_EDGES = 1 << 24  # edges of a block at most, whatever the memory, so that its arrays stay small
-_AT_LEAST = 1 << 20  # bytes that a block may always take
+_MAX_BLOCK_EDGES = 1 << 24  # even if more fit the memory limit
+_MIN_BLOCK_BYTES = 1 << 20  # even if the memory limit is smaller
 
 
-class Published:
-    """This rank's numbers that others ask for between layers; ranks with the same part share its nodes by id."""
+class PublishedRows:
+    """Rows of this rank that other ranks read between layers; ranks with the same part divide its nodes by id."""
 
     def __init__(self, parts: int, ranks: int) -> None:
-        self._held = holders(parts, ranks)
+        self._ranks_of = holders(parts, ranks)
         self._rows: dict[Hashable, tuple[list[np.ndarray], list[Tensor]]] = {}
 
     def owner(self, part: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """Return the rank that computes each node, from its part, int64 ``[n]``."""
+        """Return the rank that computes each node, given its part, int64 ``[n]``."""
         owner = np.empty(ids.size, np.int64)
-        for number, ranks in enumerate(self._held):
-            where = np.flatnonzero(part == number)
-            owner[where] = np.array(ranks)[ids[where] % len(ranks)]
+        for number, ranks in enumerate(self._ranks_of):
+            indices = np.flatnonzero(part == number)
+            owner[indices] = np.array(ranks)[ids[indices] % len(ranks)]
         return owner
 
-    def give(self, name: Hashable, ids: list[np.ndarray], rows: list[Tensor]) -> None:
-        """Let others ask for rows of nodes, ``[n, …]`` for ascending ids ``[n]``, several of both."""
+    def publish(self, name: Hashable, ids: list[np.ndarray], rows: list[Tensor]) -> None:
+        """Make rows ``[n, …]`` of nodes with ascending ids ``[n]`` readable by other ranks; one pair per part."""
         self._rows[name] = ids, rows
 
     def drop(self, name: Hashable) -> None:
-        """Keep them no longer."""
+        """Remove published rows."""
         self._rows.pop(name, None)
 
-    def published(self, name: Hashable, ids: np.ndarray) -> np.ndarray:
-        """Answer with the rows of some nodes, numbers ``[n, …]``."""
-        known, rows = self._rows[name]
+    def read(self, name: Hashable, ids: np.ndarray) -> np.ndarray:
+        """Return the published rows of nodes as bytes, ``[n, …]``; the RPC handler."""
+        ids_by_part, rows = self._rows[name]
         out = rows[0].new_empty((ids.size, *rows[0].shape[1:]))
-        for of, values in zip(known, rows, strict=True):
-            if of.size:
-                places = np.minimum(np.searchsorted(of, ids), of.size - 1)
-                hit = np.flatnonzero(of[places] == ids)
-                out[torch.from_numpy(hit)] = values[torch.from_numpy(places[hit])]
+        for part_ids, values in zip(ids_by_part, rows, strict=True):
+            if part_ids.size:
+                indices = np.minimum(np.searchsorted(part_ids, ids), part_ids.size - 1)
+                hits = np.flatnonzero(part_ids[indices] == ids)
+                out[torch.from_numpy(hits)] = values[torch.from_numpy(indices[hits])]
         return out.view(torch.uint8).numpy() if out.numel() else np.empty((ids.size, 0), np.uint8)
 
 
 class PartBlock(GraphBlock):
-    """Some nodes of a part with all their in-edges, node by node, as :mod:`lightning_gnn.nn.conv` takes a graph."""
+    """A block of nodes of a part with all their in-edges, in the form that :mod:`lightning_gnn.nn.conv` accepts."""
 
     def __init__(self, targets: np.ndarray, counts: np.ndarray, source: np.ndarray, weight: Tensor | None) -> None:
         self.source_ids, local = np.unique(source, return_inverse=True)
@@ -76,7 +76,7 @@ class PartBlock(GraphBlock):
         self._graph = CompressedGraph(rows)
 
     def gcn_weight(self, *args: object, **kwargs: object) -> Tensor:
-        """Return the normalization, which came with the block."""
+        """Return the normalized edge weights given to the block."""
         assert self.weight is not None
         return self.weight.to(self._graph.device)
 
@@ -84,309 +84,314 @@ class PartBlock(GraphBlock):
 
 
 @dataclass(frozen=True)
-class InParts(FullInference):
-    """How outputs for all nodes are computed where each rank has a part; ``memory_limit`` bounds a block's reads."""
+class PartitionedInference(FullInference):
+    """Exact inference on a partitioned graph; ``memory_limit`` bounds the reads of a block."""
 
     remote: Remote | None = None
-    published: Published | None = None  # what others ask this rank for
+    published: PublishedRows | None = None  # rows of this rank for other ranks
     wanted: Mapping[NodeType | None, Tensor] | None = None
-    """The nodes of each type whose outputs this rank returns, int64 ``[n]``; the type is None where there is one."""
+    """Nodes whose outputs this rank returns, int64 ``[n]``, by node type (None in a homogeneous graph)."""
 
     @classmethod
-    def of(cls, settings: FullInference, **more: Any) -> InParts:
-        """Return settings with what belongs to a rank."""
+    def of(cls, settings: FullInference, **more: Any) -> PartitionedInference:
+        """Extend settings by the objects of a rank."""
         if settings.folder is not None:
-            given = f"FullInference(folder={str(settings.folder)!r}) does not go with a partitioned graph"
-            raise ValueError(f"{given}, where each rank holds its nodes' outputs in memory; leave folder out")
+            option = f"FullInference(folder={str(settings.folder)!r}) does not work with a partitioned graph"
+            raise ValueError(f"{option}, where each rank holds its nodes' outputs in memory; leave folder out")
         return cls(**{field.name: getattr(settings, field.name) for field in fields(FullInference)}, **more)
 
     def run(
         self, model: nn.Module, x: object, graph: object, edge_weight: object = None,
         stop: Callable[[], None] | None = None, **more: object,
     ) -> Tensor:  # fmt: skip
-        """Return the wanted nodes' outputs, those of ``model(x, graph)`` up to rounding; all ranks must call it."""
-        return _PlainPass(self, model, stop, edge_weight is not None).run()[None]
+        """Return the wanted rows of ``model(x, graph)``, up to rounding. Collective: every rank must call this."""
+        return _HomogeneousPass(self, model, stop, edge_weight is not None).run()[None]
 
     def run_types(
         self, model: nn.Module, embeddings: TypeEmbeddings | None = None, stop: Callable[[], None] | None = None
     ) -> dict[NodeType, Tensor]:
-        """Do so on a graph with types: return the outputs of the wanted nodes by type."""
-        return _TypedPass(self, model, stop, embeddings).run()
+        """Return the wanted rows by node type in a heterogeneous graph. Collective: every rank must call this."""
+        return _HeteroPass(self, model, stop, embeddings).run()
 
 
 def check_model(model: nn.Module, partition: Partition, embeddings: TypeEmbeddings | None = None) -> None:
-    """Say before a run what a model cannot do on a graph in parts."""
-    if partition.typed:
-        typed_model(model, partition, embeddings)
+    """Raise a ValueError before a run if a model does not support exact inference on a partitioned graph."""
+    if partition.is_hetero:
+        check_hetero_model(model, partition, embeddings)
     else:
-        plain_layers(model, partition)
+        homogeneous_layers(model, partition)
 
 
-def plain_layers(model: nn.Module, partition: Partition) -> list[Layer]:
-    """Return the layers of a model of graphs without types."""
+def homogeneous_layers(model: nn.Module, partition: Partition) -> list[Layer]:
+    """Return the layers of a model of homogeneous graphs; raise a ValueError if it cannot run by layers."""
     if "x" not in partition.nodes[0].attributes:
-        raise ValueError("inference='full' needs features x, and the partitioned graph has none")
+        raise ValueError("inference='full' needs features x, but the partitioned graph has none")
     model = getattr(model, "_orig_mod", model)
     layers = layers_of(model)
     if layers is None:
-        raise _not_by_layers(model, "GCN, GraphSAGE or GAT of lightning_gnn.nn with jk=None or 'last'")
+        raise _unsupported_error(model, "GCN, GraphSAGE or GAT of lightning_gnn.nn with jk=None or 'last'")
     for layer in layers:
         if layer.whole_norm is not None:
             fix = "train with norm=batch, or leave inference out"
-            raise ValueError(f"{layer.whole_norm} averages over all nodes, of which no rank has the outputs: {fix}")
+            raise ValueError(f"{layer.whole_norm} averages over all nodes, but no rank has all outputs: {fix}")
     return layers
 
 
-def typed_model(model: nn.Module, partition: Partition, embeddings: TypeEmbeddings | None = None) -> _HeteroGNN:
-    """Return a model of graphs with types, whose layers run one after another."""
+def check_hetero_model(model: nn.Module, partition: Partition, embeddings: TypeEmbeddings | None = None) -> _HeteroGNN:
+    """Return an uncompiled model of heterogeneous graphs; raise a ValueError if it cannot run by layers."""
     model = getattr(model, "_orig_mod", model)
-    lazy = any(nn.parameter.is_lazy(parameter) for parameter in model.parameters())
-    if not isinstance(model, _HeteroGNN) or type(model).forward is not _HeteroGNN.forward or lazy:
-        raise _not_by_layers(model, "HeteroGraphSAGE, RGCN, RGAT or HGT of lightning_gnn.nn")
+    is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in model.parameters())
+    if not isinstance(model, _HeteroGNN) or type(model).forward is not _HeteroGNN.forward or is_lazy:
+        raise _unsupported_error(model, "HeteroGraphSAGE, RGCN, RGAT or HGT of lightning_gnn.nn")
     tables = {} if embeddings is None else {name: table.num_embeddings for name, table in embeddings.tables.items()}
-    for edge_type in {kind: None for kinds in model.layers for kind in kinds}:
+    for edge_type in {name: None for names in model.layers for name in names}:
         if edge_type not in partition.number:
             raise ValueError(f"the partitioned graph has no edges of {edge_type}, which the model reads")
     for name in model.node_types:
         if name not in partition.number:
             continue
-        kind = partition.nodes[partition.number[name]]
-        if ("x" in kind.attributes) == (name in tables):
-            wrong = "features x and embeddings; leave one of them out"
-            wrong = wrong if name in tables else "no features x: give some, or embeddings that are trained"
-            raise ValueError(f"nodes of {name!r} have {wrong}")
-        if tables.get(name, kind.count) != kind.count:
-            raise ValueError(f"there are {kind.count} nodes of {name!r}, but embeddings of {tables[name]}")
+        info = partition.nodes[partition.number[name]]
+        if ("x" in info.attributes) == (name in tables):
+            problem = "features x and embeddings; leave one of them out"
+            problem = problem if name in tables else "no features x: give some, or embeddings that are trained"
+            raise ValueError(f"nodes of {name!r} have {problem}")
+        if tables.get(name, info.count) != info.count:
+            raise ValueError(f"the graph has {info.count} nodes of {name!r}, but embeddings of {tables[name]}")
     return model
 
 
-def _not_by_layers(model: nn.Module, others: str) -> ValueError:
+def _unsupported_error(model: nn.Module, supported: str) -> ValueError:
     return ValueError(
-        f"inference='full' on a partitioned graph goes layer by layer, which {type(model).__name__} does not: use "
-        f"{others}, or inference='sampled' with num_neighbors=-1 (eval_loader_kwargs)"
+        f"inference='full' on a partitioned graph runs layer by layer, which {type(model).__name__} does not support: "
+        f"use {supported}, or inference='sampled' with num_neighbors=-1 (eval_loader_kwargs)"
     )
 
 
-class _Pass:
-    """One pass over all layers; derived classes say what the layers are and how a block of one is computed."""
+class _LayerwisePass:
+    """One pass over all layers of a model; node and edge types are given by their indices in the partition."""
 
-    widths: Sequence[int]  # columns of what each layer returns
-    widest: Sequence[int]  # columns of the widest tensor on the way there
-    reached: Sequence[Mapping[int, Sequence[int]]]
-    """The numbers of the node types that each layer computes, with those of the edge types that lead to them."""
+    widths: Sequence[int]  # output columns of each layer
+    widest: Sequence[int]  # columns of the widest intermediate tensor of each layer
+    reached: Sequence[Mapping[int, Sequence[int]]]  # node types that each layer computes, with the edge types into them
     weighted = False  # whether edges have weights
 
-    def __init__(self, how: InParts, model: nn.Module, stop: Callable[[], None] | None) -> None:
-        assert how.remote is not None
-        assert how.published is not None
+    def __init__(self, settings: PartitionedInference, model: nn.Module, stop: Callable[[], None] | None) -> None:
+        assert settings.remote is not None
+        assert settings.published is not None
         if model.training:
-            raise ValueError("outputs for all nodes are for evaluation; call model.eval() first")
-        self.how, self.stop = how, stop or (lambda: None)
-        self.remote, self.published = how.remote, how.published
-        self.exchange, self.partition = how.remote.exchange, how.remote.partition
+            raise ValueError("exact inference is for evaluation; call model.eval() first")
+        self.settings, self.stop = settings, stop or (lambda: None)
+        self.remote, self.published = settings.remote, settings.published
+        self.exchange, self.partition = settings.remote.exchange, settings.remote.partition
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.parts = list(self.remote.shard.parts.values())
-        self.own: list[list[np.ndarray]] = []  # by type and part, which of its nodes are this rank's to compute
-        for kind in range(len(self.partition.nodes)):
+        self.own: list[list[np.ndarray]] = []  # by node type and part, the indices of the nodes this rank computes
+        for node_type in range(len(self.partition.nodes)):
             self.own.append([])
             for part in self.parts:
-                ids = part.ids[kind]
-                mine = self.published.owner(np.full(ids.size, part.number), ids) == self.exchange.rank
-                self.own[kind].append(np.flatnonzero(mine))
+                ids = part.ids[node_type]
+                is_own = self.published.owner(np.full(ids.size, part.number), ids) == self.exchange.rank
+                self.own[node_type].append(np.flatnonzero(is_own))
 
     @torch.no_grad()
     def run(self) -> dict[NodeType | None, Tensor]:
-        """Compute all layers; return the wanted rows of the last one, of the types that it computes."""
+        """Compute all layers; return the wanted rows of the last one by the node types that it computes."""
         for number, reached in enumerate(self.reached):
             self._prepare(number)
-            for target, kinds in reached.items():
+            for target, edge_types in reached.items():
                 rows = [torch.empty((own.size, self.widths[number]), dtype=self.dtype) for own in self.own[target]]
-                for place, part in enumerate(self.parts):
-                    for start, out in self._blocks(number, target, kinds, part, self.own[target][place]):
-                        rows[place][start : start + out.size(0)] = out.to("cpu", self.dtype)
+                for index, part in enumerate(self.parts):
+                    for start, out in self._blocks(number, target, edge_types, part, self.own[target][index]):
+                        rows[index][start : start + out.size(0)] = out.to("cpu", self.dtype)
                         self.stop()
                 self._publish(("layer", number, target), target, rows)
-            self.exchange.gather(None)  # all have this layer, so the one before is not read any more
+            self.exchange.all_gather(None)  # barrier: no rank reads the previous layer from here on
             self._drop(number - 1)
-        assert self.how.wanted is not None
-        last, found = len(self.reached) - 1, {}
-        for name, wanted in self.how.wanted.items():
+        assert self.settings.wanted is not None
+        last, outputs = len(self.reached) - 1, {}
+        for name, wanted in self.settings.wanted.items():
             target = self.partition.number.get(name, 0)
             if target in self.reached[last]:
-                found[name] = self._read(last, target, wanted.numpy())
-        self.exchange.gather(None)
+                outputs[name] = self._read(last, target, wanted.numpy())
+        self.exchange.all_gather(None)  # barrier: no rank reads the last layer from here on
         self._drop(last)
-        return found
+        return outputs
 
     def _prepare(self, number: int) -> None:
-        """Let all ranks know what they need for a layer beside the outputs of the one before."""
+        """Publish the rows that a layer needs in addition to the outputs of the previous one."""
 
-    def _features(self, kind: int, ids: np.ndarray) -> Tensor:
-        """Return features of nodes of a type."""
-        return self.remote.node_rows(kind, ids, ["x"])["x"]
+    def _features(self, node_type: int, ids: np.ndarray) -> Tensor:
+        return self.remote.node_rows(node_type, ids, ["x"])["x"]
 
     def _blocks(
-        self, number: int, target: int, kinds: Sequence[int], part: GraphPart, own: np.ndarray
+        self, number: int, target: int, edge_types: Sequence[int], part: GraphPart, own: np.ndarray
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the outputs of a layer for a part's nodes of a type, and the number of the first."""
+        """Yield the offset and the outputs of each block of a part's ``own`` nodes of the type ``target``."""
         raise NotImplementedError
 
-    def _publish(self, name: Hashable, kind: int, rows: list[Tensor]) -> None:
-        ids = [part.ids[kind][own] for part, own in zip(self.parts, self.own[kind], strict=True)]
-        self.published.give(name, ids, rows)
+    def _publish(self, name: Hashable, node_type: int, rows: list[Tensor]) -> None:
+        ids = [part.ids[node_type][own] for part, own in zip(self.parts, self.own[node_type], strict=True)]
+        self.published.publish(name, ids, rows)
 
     def _drop(self, number: int) -> None:
         for target in self.reached[number] if number >= 0 else ():
             self.published.drop(("layer", number, target))
 
-    def _read(self, number: int, kind: int, ids: np.ndarray) -> Tensor:
-        """Return rows of a layer's outputs, or for -1 of the features."""
+    def _read(self, number: int, node_type: int, ids: np.ndarray) -> Tensor:
+        """Return rows of the outputs of layer ``number``, or of the features for -1."""
         if number < 0:
-            return self._features(kind, ids).to(self.device, self.dtype)
-        return self._ask(("layer", number, kind), kind, ids, self.widths[number]).to(self.device)
+            return self._features(node_type, ids).to(self.device, self.dtype)
+        return self._read_published(("layer", number, node_type), node_type, ids, self.widths[number]).to(self.device)
 
-    def _ask(self, name: Hashable, kind: int, ids: np.ndarray, width: int) -> Tensor:
-        """Return rows ``[n, width]`` of what is published."""
-        owner = self.published.owner(self.partition.owner[kind].numpy()[ids], ids)
-        places = {int(rank): np.flatnonzero(owner == rank) for rank in np.unique(owner)}
-        answers = self.exchange.ask("published", {rank: (name, ids[where]) for rank, where in places.items()})
+    def _read_published(self, name: Hashable, node_type: int, ids: np.ndarray, width: int) -> Tensor:
+        """Return published rows ``[n, width]`` of nodes from the ranks that computed them."""
+        owner = self.published.owner(self.partition.owner[node_type].numpy()[ids], ids)
+        indices_of = {int(rank): np.flatnonzero(owner == rank) for rank in np.unique(owner)}
+        requests = {rank: (name, ids[indices]) for rank, indices in indices_of.items()}
+        responses = self.exchange.call("published_rows", requests)
         out = torch.empty((ids.size, width), dtype=self.dtype)
-        for rank, where in places.items():
-            out[torch.from_numpy(where)] = torch.from_numpy(answers[rank]).view(self.dtype)
+        for rank, indices in indices_of.items():
+            out[torch.from_numpy(indices)] = torch.from_numpy(responses[rank]).view(self.dtype)
         return out
 
     def _edges(
-        self, target: int, kinds: Sequence[int], part: GraphPart, own: np.ndarray, width: int,
+        self, target: int, edge_types: Sequence[int], part: GraphPart, own: np.ndarray, width: int,
         loops: bool = False, improved: bool = False,
     ) -> Iterator[tuple[int, np.ndarray, list[tuple[np.ndarray, np.ndarray, Tensor]]]]:  # fmt: skip
-        """Yield in-edges of a part's nodes, some at a time; on request with one self-loop each, as PyG defines them."""
-        lists = [(graph.indptr.numpy(), graph.indices.numpy()) for graph in map(part.lists, kinds)]
+        """Yield offset and ids of blocks of nodes, and in-degrees, sources and weights of their edges by edge type."""
+        lists = [(graph.indptr.numpy(), graph.indices.numpy()) for graph in map(part.lists, edge_types)]
         weights = part.edge_rows[0]["edge_weight"] if self.weighted else None
-        limit = max(self.how.limit_on(self.device), _AT_LEAST)
-        most = int(min(_MOST_EDGES, limit // (width * self.dtype.itemsize)))
+        limit = max(self.settings.limit_on(self.device), _MIN_BLOCK_BYTES)
+        max_edges = int(min(_MAX_BLOCK_EDGES, limit // (width * self.dtype.itemsize)))
         degrees = [indptr[own + 1] - indptr[own] for indptr, _ in lists]
-        taken = np.cumsum(sum(degrees, np.ones(own.size, np.int64)))
+        # Count the node itself too: its row is read, and it may get a self-loop.
+        cumulative = np.cumsum(sum(degrees, np.ones(own.size, np.int64)))
         start = 0
         while start < own.size:
-            end = int(np.searchsorted(taken, (taken[start - 1] if start else 0) + most, "right"))
+            end = int(np.searchsorted(cumulative, (cumulative[start - 1] if start else 0) + max_edges, "right"))
             end = min(max(end, start + 1), own.size)
-            places = own[start:end]
-            targets, found = part.ids[target][places], []
-            for (indptr, indices), degree in zip(lists, degrees, strict=True):
+            indices = own[start:end]
+            targets, edges = part.ids[target][indices], []
+            for (indptr, sources), degree in zip(lists, degrees, strict=True):
                 counts = degree[start:end]
-                begins = indptr[places] - (np.cumsum(counts) - counts)
-                at = np.repeat(begins, counts) + np.arange(int(counts.sum()))
-                source = indices[at].astype(np.int64)
-                weight = torch.ones(at.size, dtype=self.dtype)
+                begins = indptr[indices] - (np.cumsum(counts) - counts)
+                position = np.repeat(begins, counts) + np.arange(int(counts.sum()))
+                source = sources[position].astype(np.int64)
+                weight = torch.ones(position.size, dtype=self.dtype)
                 if weights is not None:
-                    weight = weights[torch.from_numpy(at)].view(-1).to(self.dtype)
+                    weight = weights[torch.from_numpy(position)].view(-1).to(self.dtype)
                 if loops:
                     fill = 2.0 if improved and self.weighted else 1.0
-                    counts, source, weight = _with_loops(targets, counts, source, weight, fill)
-                found.append((counts, source, weight))
-            yield start, targets, found
+                    counts, source, weight = _replace_loops(targets, counts, source, weight, fill)
+                edges.append((counts, source, weight))
+            yield start, targets, edges
             start = end
 
 
-class _PlainPass(_Pass):
-    """One over a graph without types."""
+class _HomogeneousPass(_LayerwisePass):
+    """A pass over a homogeneous graph."""
 
-    def __init__(self, how: InParts, model: nn.Module, stop: Callable[[], None] | None, weighted: bool) -> None:
-        super().__init__(how, model, stop)
+    def __init__(
+        self, settings: PartitionedInference, model: nn.Module, stop: Callable[[], None] | None, weighted: bool
+    ) -> None:
+        super().__init__(settings, model, stop)
         self.weighted = weighted
-        self.layers = plain_layers(model, self.partition)
+        self.layers = homogeneous_layers(model, self.partition)
         self.widths, self.widest = ([getattr(layer, key) for layer in self.layers] for key in ("width", "widest"))
         self.reached = [{0: [0]}] * len(self.layers)
-        self.sums: set[Hashable] = set()  # of weights, as they are published
+        self.published_degrees: set[Hashable] = set()
 
     def run(self) -> dict[NodeType | None, Tensor]:
         out = super().run()
-        for name in self.sums:
+        for name in self.published_degrees:
             self.published.drop(name)
         return out
 
-    def _sums_for(self, conv: nn.Module) -> tuple[str, bool, bool] | None:
-        """Return the name of the sums of weights that a layer divides by, None where it does not."""
+    def _degrees_for(self, conv: nn.Module) -> tuple[str, bool, bool] | None:
+        """Return the name of the weighted degrees that normalize a layer; None without normalization."""
         if not isinstance(conv, GCNConv) or not conv.normalize:
             return None
         return "sums", conv.add_self_loops, conv.improved
 
     def _prepare(self, number: int) -> None:
-        name = self._sums_for(self.layers[number].conv)
-        if name is None or name in self.sums:
+        name = self._degrees_for(self.layers[number].conv)
+        if name is None or name in self.published_degrees:
             return
-        self.sums.add(name)
+        self.published_degrees.add(name)
         _, loops, improved = name
-        sums = []
+        degrees_by_part = []
         for part, own in zip(self.parts, self.own[0], strict=True):
             degrees = torch.zeros((own.size, 1), dtype=self.dtype)
             for start, targets, ((counts, _, weight),) in self._edges(0, [0], part, own, 1, loops, improved):
                 row = torch.repeat_interleave(torch.arange(start, start + targets.size), torch.from_numpy(counts))
                 degrees.view(-1).index_add_(0, row, weight)
-            sums.append(degrees)
-        self._publish(name, 0, sums)
-        self.exchange.gather(None)
+            degrees_by_part.append(degrees)
+        self._publish(name, 0, degrees_by_part)
+        self.exchange.all_gather(None)  # barrier: the degrees of all ranks are readable
 
     def _blocks(
-        self, number: int, target: int, kinds: Sequence[int], part: GraphPart, own: np.ndarray
+        self, number: int, target: int, edge_types: Sequence[int], part: GraphPart, own: np.ndarray
     ) -> Iterator[tuple[int, Tensor]]:
         layer = self.layers[number]
         conv: Any = layer.conv
-        norm = self._sums_for(conv)
+        norm = self._degrees_for(conv)
         loops, improved = bool(getattr(conv, "add_self_loops", False)), bool(getattr(conv, "improved", False))
         width = layer.widest + self.partition.nodes[0].shape("x")[1]
-        for start, targets, ((counts, source, weight),) in self._edges(0, kinds, part, own, width, loops, improved):
+        blocks = self._edges(0, edge_types, part, own, width, loops, improved)
+        for start, targets, ((counts, source, weight),) in blocks:
             block = PartBlock(targets, counts, source, None)
             if norm is not None:
                 from_source, to_target = (
-                    inverse_root(self._ask(norm, 0, ids, 1).view(-1)) for ids in (block.source_ids, targets)
+                    inverse_root(self._read_published(norm, 0, ids, 1).view(-1)) for ids in (block.source_ids, targets)
                 )
-                places = torch.from_numpy(np.searchsorted(block.source_ids, source))
+                cols = torch.from_numpy(np.searchsorted(block.source_ids, source))
                 rows = torch.repeat_interleave(torch.arange(targets.size), torch.from_numpy(counts))
-                block.weight = from_source[places] * weight * to_target[rows]
+                block.weight = from_source[cols] * weight * to_target[rows]
             elif self.weighted and isinstance(conv, GCNConv):
                 block.weight = weight
-            yield start, self._outputs(layer, block, number)
+            yield start, self._compute(layer, block, number)
 
-    def _outputs(self, layer: Layer, block: PartBlock, number: int) -> Tensor:
-        read = self._read(number - 1, 0, block.source_ids)
+    def _compute(self, layer: Layer, block: PartBlock, number: int) -> Tensor:
+        x = self._read(number - 1, 0, block.source_ids)
         block.to(self.device)
         if isinstance(layer.conv, GCNConv):
             weights = None if block.weight is None or layer.conv.normalize else block.weight
-            out: Tensor = layer.conv(read, block, weights)
+            out: Tensor = layer.conv(x, block, weights)
         else:
-            out = layer.conv((read, self._read(number - 1, 0, block.target_ids)), block)
+            out = layer.conv((x, self._read(number - 1, 0, block.target_ids)), block)
         for function in layer.after:
             out = function(out)
         return out
 
 
-class _TypedPass(_Pass):
-    """One over a graph with types, a type of targets after the other."""
+class _HeteroPass(_LayerwisePass):
+    """A pass over a heterogeneous graph, by target node type."""
 
     def __init__(
-        self, how: InParts, model: nn.Module, stop: Callable[[], None] | None, embeddings: TypeEmbeddings | None
-    ) -> None:
-        super().__init__(how, model, stop)
-        self.model = typed_model(model, self.partition, embeddings)
+        self, settings: PartitionedInference, model: nn.Module, stop: Callable[[], None] | None,
+        embeddings: TypeEmbeddings | None,
+    ) -> None:  # fmt: skip
+        super().__init__(settings, model, stop)
+        self.model = check_hetero_model(model, self.partition, embeddings)
         self.tables: Mapping[NodeType, Any] = {} if embeddings is None else dict(embeddings.tables.items())
         number = self.partition.number
-        self.names = [kind.name for kind in self.partition.nodes]
+        self.names = [info.name for info in self.partition.nodes]
         self.widths, self.widest, self.reached = [], [], []
-        for conv, read in zip(self.model.convs, self.model.layers, strict=True):
+        for conv, edge_types in zip(self.model.convs, self.model.layers, strict=True):
             one: Any = next(iter(conv.convs.values())) if isinstance(conv, TypedConv) else conv
             heads = one.heads if hasattr(one, "concat") else 1
             self.widest.append(one.out_channels * heads)
             self.widths.append(one.out_channels * (heads if getattr(one, "concat", False) else 1))
-            types = {name: [number[kind] for kind in read if kind[2] == name] for name in self.model.node_types}
+            into = {name: [number[key] for key in edge_types if key[2] == name] for name in self.model.node_types}
             self.reached.append({
-                number[name]: kinds for name, kinds in types.items() if kinds or (self.model.every and name in number)
+                number[name]: keys for name, keys in into.items() if keys or (self.model.every and name in number)
             })  # fmt: skip
-        needed = {number[name] for name in how.wanted or ()}  # types, by the layers above or the user
-        for at, reached in reversed([*enumerate(self.reached)]):
-            self.reached[at] = {target: kinds for target, kinds in reached.items() if target in needed}
-            needed |= {self.partition.ends(kind)[0] for kinds in self.reached[at].values() for kind in kinds}
+        # Keep only the node types that the user or a later layer needs.
+        needed = {number[name] for name in settings.wanted or ()}
+        for index, reached in reversed([*enumerate(self.reached)]):
+            self.reached[index] = {target: keys for target, keys in reached.items() if target in needed}
+            needed |= {self.partition.ends(key)[0] for keys in self.reached[index].values() for key in keys}
         self.num_features = max(
             self.tables[name].embedding_dim if name in self.tables else self.partition.nodes[number[name]].shape("x")[1]
             for name in self.model.node_types if name in number
@@ -395,53 +400,55 @@ class _TypedPass(_Pass):
     def run(self) -> dict[NodeType | None, Tensor]:
         return self.model.after(super().run())
 
-    def _features(self, kind: int, ids: np.ndarray) -> Tensor:
-        if self.names[kind] not in self.tables:
-            return super()._features(kind, ids)
-        weight: Tensor = self.tables[self.names[kind]].weight
+    def _features(self, node_type: int, ids: np.ndarray) -> Tensor:
+        if self.names[node_type] not in self.tables:
+            return super()._features(node_type, ids)
+        weight: Tensor = self.tables[self.names[node_type]].weight
         return weight[torch.from_numpy(ids).to(weight.device)]
 
     def _blocks(
-        self, number: int, target: int, kinds: Sequence[int], part: GraphPart, own: np.ndarray
+        self, number: int, target: int, edge_types: Sequence[int], part: GraphPart, own: np.ndarray
     ) -> Iterator[tuple[int, Tensor]]:
         width = self.widest[number] + (self.num_features if number == 0 else self.widths[number - 1])
-        for start, targets, lists in self._edges(target, kinds, part, own, width):
-            read = {target: [targets]}
-            for kind, (_, source, _) in zip(kinds, lists, strict=True):
-                read.setdefault(self.partition.ends(kind)[0], []).append(source)
-            ids = {kind: np.unique(np.concatenate(found)) for kind, found in read.items()}
-            ids[target] = np.concatenate([targets, np.setdiff1d(ids[target], targets)])  # targets go first
+        for start, targets, lists in self._edges(target, edge_types, part, own, width):
+            # Collect the distinct nodes of each type; the targets come first among their type.
+            nodes = {target: [targets]}
+            for edge_type, (_, source, _) in zip(edge_types, lists, strict=True):
+                nodes.setdefault(self.partition.ends(edge_type)[0], []).append(source)
+            ids = {node_type: np.unique(np.concatenate(arrays)) for node_type, arrays in nodes.items()}
+            ids[target] = np.concatenate([targets, np.setdiff1d(ids[target], targets)])
             edges = {}
-            for kind, (counts, source, _) in zip(kinds, lists, strict=True):
-                row = _places(ids[self.partition.ends(kind)[0]], source)
+            for edge_type, (counts, source, _) in zip(edge_types, lists, strict=True):
+                row = _indices_in(ids[self.partition.ends(edge_type)[0]], source)
                 column = np.repeat(np.arange(targets.size), counts)
-                edges[self.partition.edges[kind].name] = torch.from_numpy(np.stack([row, column])).to(self.device)
-            order = [name for name in self.model.node_types if self.partition.number.get(name) in ids]
-            x = {name: self._read(number - 1, at, ids[at]) for name in order for at in [self.partition.number[name]]}
+                edges[self.partition.edges[edge_type].name] = torch.from_numpy(np.stack([row, column])).to(self.device)
+            names = [name for name in self.model.node_types if self.partition.number.get(name) in ids]
+            types = {name: self.partition.number[name] for name in names}
+            x = {name: self._read(number - 1, node_type, ids[node_type]) for name, node_type in types.items()}
             x = self.model.before(x) if number == 0 else x
-            counts_of = {name: rows.size(0) for name, rows in x.items()}
-            reads = LayerInput(counts_of, {self.names[target]: targets.size}, edges)
-            (out,) = self.model.layer(number, TypedRows.of(x, counts_of), reads).tables
+            num_rows = {name: rows.size(0) for name, rows in x.items()}
+            layer_input = LayerInput(num_rows, {self.names[target]: targets.size}, edges)
+            (out,) = self.model.layer(number, TypedRows.of(x, num_rows), layer_input).tables
             yield start, out
 
 
-def _places(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return where each of ``wanted`` is among ``ids``, int64 ``[n]``."""
+def _indices_in(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return the index of each of ``wanted`` in ``ids``, int64 ``[n]``."""
     order = np.argsort(ids)
     return order[np.searchsorted(ids, wanted, sorter=order)]
 
 
-def _with_loops(
+def _replace_loops(
     targets: np.ndarray, counts: np.ndarray, source: np.ndarray, weight: Tensor, fill: float
 ) -> tuple[np.ndarray, np.ndarray, Tensor]:
-    """Return in-edges whose self-loops are replaced by one per node, behind its others."""
+    """Replace self-loops by one per node after its other edges, weighted as in PyG by its last one or ``fill``."""
     row = np.repeat(np.arange(targets.size), counts)
-    loop = source == targets[row]
-    own = weight.new_full((targets.size,), fill)
-    where = np.flatnonzero(loop)
-    last = where[np.append(row[where][1:] != row[where][:-1], True)] if where.size else where
-    own[torch.from_numpy(row[last])] = weight[torch.from_numpy(last)]
-    order = np.argsort(np.concatenate([row[~loop], np.arange(targets.size)]), kind="stable")
-    new = np.bincount(row[~loop], minlength=targets.size) + 1
-    both = torch.cat([weight[torch.from_numpy(~loop)], own])
-    return new, np.concatenate([source[~loop], targets])[order], both[torch.from_numpy(order)]
+    is_loop = source == targets[row]
+    loop_weight = weight.new_full((targets.size,), fill)
+    loops = np.flatnonzero(is_loop)
+    last = loops[np.append(row[loops][1:] != row[loops][:-1], True)] if loops.size else loops
+    loop_weight[torch.from_numpy(row[last])] = weight[torch.from_numpy(last)]
+    order = np.argsort(np.concatenate([row[~is_loop], np.arange(targets.size)]), kind="stable")
+    new_counts = np.bincount(row[~is_loop], minlength=targets.size) + 1
+    new_weight = torch.cat([weight[torch.from_numpy(~is_loop)], loop_weight])
+    return new_counts, np.concatenate([source[~is_loop], targets])[order], new_weight[torch.from_numpy(order)]

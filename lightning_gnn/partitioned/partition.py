@@ -1,4 +1,4 @@
-"""From a graph to a folder of parts."""
+"""Partition a graph and write its parts to a folder."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from lightning_gnn.sampling.neighbor import topology_of
 
 @dataclass
 class Summary:
-    """What a partition is like."""
+    """Sizes of the parts of a partitioned graph."""
 
-    parts: int  # how many
-    nodes: list[int]  # of each part
-    edges: list[int]  # into the nodes of each part
-    seeds: list[int]  # for training, of each part
-    cut: float  # fraction of the edges whose source is in another part than their target
+    parts: int  # number of parts
+    nodes: list[int]  # number of nodes of each part
+    edges: list[int]  # number of edges into the nodes of each part
+    seeds: list[int]  # number of training seeds of each part
+    cut: float  # fraction of the edges whose source and target are in different parts
 
 
 def partition_graph(
@@ -42,43 +42,43 @@ def partition_graph(
     link_type: EdgeType | None = None,
     **gone: object,
 ) -> Summary:
-    """Cut a graph into parts, and write each to a folder of its own.
+    """Partition a graph, and write each part to its own folder.
 
-    Parts are even, within 5 % or a node, in nodes, in edges into them and in training seeds, over all types together.
+    Parts are balanced within 5 % or one node in nodes, in-edges and training seeds, summed over all types.
 
     Args:
-        data: The graph, perhaps with training seeds as ``train_mask`` or ``train_idx`` (of one type).
-        folder: Where to; new or empty.
-        parts: How many parts.
-        method: ``"metis"`` cuts few edges and has the whole graph in memory several times; ``"ldg"`` goes over the
-            lists eight times, in order, and needs 18 bytes per node (for several types 8 per edge as well);
-            ``"random"`` cuts all it can.
-        seed: Of what is random.
-        check_features: Look for NaN and infinity first.
-        tell: Called with what is being done.
-        links: Edges to predict, which the graph may lack, for :class:`~lightning_gnn.PartitionedLinkDataModule`:
-            ``train``, ``val`` and ``test``, int64 ``[2, n]``; labels ``[n]`` of the latter two as ``val_labels`` and
-            ``test_labels``; times ``[n]`` as ``train_time`` and so on.
-        link_type: Their type, of a graph with types.
+        data: The graph, optionally with training seeds as ``train_mask`` or ``train_idx`` (of one node type).
+        folder: New or empty output folder.
+        parts: Number of parts.
+        method: ``"metis"`` cuts the fewest edges and needs several copies of the graph in memory. ``"ldg"`` streams
+            over the neighbor lists eight times, and needs 18 bytes per node (in heterogeneous graphs also 8 bytes per
+            edge). ``"random"`` cuts the most edges.
+        seed: Random seed.
+        check_features: Check the features for NaN and infinity first.
+        tell: Called with a progress message before each step.
+        links: Edges to predict, which the graph need not contain, for
+            :class:`~lightning_gnn.PartitionedLinkDataModule`: ``train``, ``val`` and ``test``, int64 ``[2, n]``; labels
+            ``[n]`` of the latter two as ``val_labels`` and ``test_labels``; times ``[n]`` as ``train_time`` and so on.
+        link_type: Edge type of ``links`` in a heterogeneous graph.
 
     Raises:
-        FileExistsError: There is something in the folder.
-        MemoryError, ModuleNotFoundError: METIS cannot be used.
-        OSError: The disk has no room.
-        TypeError, ValueError: The graph is not valid, or an option, or an attribute cannot be split.
+        FileExistsError: The folder is not empty.
+        MemoryError, ModuleNotFoundError: METIS needs too much memory, or is not installed.
+        OSError: The disk is full.
+        TypeError, ValueError: The graph or an option is invalid, or an attribute cannot be split by rows.
 
     Examples:
         >>> import tempfile, torch
         >>> from torch_geometric.data import Data
         >>> from lightning_gnn.partitioned import partition_graph
-        >>> two = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]])  # two circles
+        >>> two = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]])  # two cycles
         >>> data = Data(x=torch.eye(6), edge_index=two, train_mask=torch.ones(6, dtype=torch.bool))
         >>> summary = partition_graph(data, tempfile.mkdtemp(), parts=2, method="ldg")
         >>> summary.nodes, summary.cut
         ([3, 3], 0.0)
     """
     for option in gone:
-        raise TypeError(removed(f"partition.{option}") or f"partition_graph has no option {option}")
+        raise TypeError(removed(f"partition.{option}") or f"partition_graph got an unknown option {option}")
     if isinstance(data, HeteroData):
         check_hetero_data(data, check_features)
     else:
@@ -89,7 +89,7 @@ def partition_graph(
     for name, store in stores_of(data):
         if not isinstance(name, tuple) and (ids := seeds_of(store, "train")) is not None:
             seeds[name] = ids
-    tell(f"sharing out the nodes ({method})")
+    tell(f"assigning nodes to parts ({method})")
     assignment = assign_nodes(graph, parts, method, seeds, seed)
     write_partition(data, folder, assignment, parts, method, tell, links, link_type)
     relations: dict[EdgeType | None, CSCGraph] = graph.relations if isinstance(graph, HeteroCSCGraph) else {None: graph}
@@ -98,11 +98,11 @@ def partition_graph(
         source, target = (assignment[None if name is None else name[end]].numpy() for end in (0, 2))
         degrees = relation.in_degrees.numpy()
         edges += np.bincount(target, weights=degrees, minlength=parts).astype(np.int64)
-        for start in range(0, relation.num_nodes, 1 << 20):  # in blocks: the edges may not fit into memory
+        for start in range(0, relation.num_nodes, 1 << 20):  # in blocks: the edges may be larger than memory
             stop = min(start + (1 << 20), relation.num_nodes)
             begin, end = relation.indptr[start].item(), relation.indptr[stop].item()
-            here = np.repeat(target[start:stop], degrees[start:stop])
-            cut += int((source[relation.indices[begin:end].numpy()] != here).sum())
+            target_part = np.repeat(target[start:stop], degrees[start:stop])
+            cut += int((source[relation.indices[begin:end].numpy()] != target_part).sum())
         total += relation.num_edges
     return Summary(
         parts,

@@ -1,4 +1,4 @@
-"""The lists and rows of a partitioned graph, wherever they are, as one machine would read them."""
+"""Access to the neighbor lists and rows of all parts from one rank, local or remote."""
 
 import math
 from collections import Counter
@@ -17,27 +17,27 @@ from lightning_gnn.partitioned.shard import Shard, holders
 
 
 class Remote:
-    """All parts of a graph, read from one rank."""
+    """Reads from all parts of a graph: local parts directly, others by calls to their ranks."""
 
     def __init__(self, partition: Partition, shard: Shard, exchange: RankRPC) -> None:
         self.partition, self.shard, self.exchange = partition, shard, exchange
-        held = holders(partition.parts, exchange.ranks)
-        # Ranks that share a part are asked in turns, oneself first.
-        self.server = np.array(
-            [exchange.rank if exchange.rank in ranks else ranks[exchange.rank % len(ranks)] for ranks in held]
-        )
-        self.rows_read: Counter[str] = Counter()  # rows of nodes that were read here, asked of other ranks, or kept
-        self._kept: list[tuple[np.ndarray, dict[str, Tensor]]] = [(np.empty(0, np.int64), {}) for _ in partition.nodes]
+        # If several ranks have a part, prefer this rank, else balance the requests over them.
+        self.server = np.array([
+            exchange.rank if exchange.rank in ranks else ranks[exchange.rank % len(ranks)]
+            for ranks in holders(partition.parts, exchange.ranks)
+        ])  # fmt: skip
+        self.rows_read: Counter[str] = Counter()  # node rows read from local parts, other ranks and the cache
+        self._cache: list[tuple[np.ndarray, dict[str, Tensor]]] = [(np.empty(0, np.int64), {}) for _ in partition.nodes]
 
     def picks(
         self, relations: Sequence[Relation], key: int, rule: PickOptions, times: TimeWindow | None, weighted: bool
     ) -> Fetch:
-        """Return what brings the picks of each hop: one question to each rank that has some of the frontier."""
+        """Return a function that samples a hop by one call to each rank that owns nodes of the frontier."""
 
         def fetch(hop: int, frontier: list[tuple[np.ndarray, np.ndarray]]) -> list[Picks]:
-            questions: dict[int, list[Any]] = {}
-            asked: dict[int, list[tuple[int, np.ndarray]]] = {}
-            # Split the frontier of each relation by the rank that holds its nodes.
+            requests: dict[int, list[Any]] = {}
+            sent: dict[int, list[tuple[int, np.ndarray]]] = {}
+            # Split the frontier of each relation by the rank that owns its nodes.
             for number, relation in enumerate(relations):
                 nodes, trees = frontier[relation.target]
                 fanout = relation.fanouts[hop]
@@ -45,116 +45,116 @@ class Remote:
                     continue
                 # Keys do not depend on the partition, so that any number of ranks picks the same edges.
                 own_key = stage_key(key, hop, number, relation.source, rule.labor)
-                for part, where in _by_part(self.partition.owner[relation.target].numpy()[nodes]):
-                    of_trees = trees[where] if rule.disjoint else trees
+                for part, indices in _group_by_part(self.partition.owner[relation.target].numpy()[nodes]):
+                    own_trees = trees[indices] if rule.disjoint else trees
                     rank = int(self.server[part])
-                    questions.setdefault(rank, []).append((part, number, nodes[where], of_trees, fanout, own_key))
-                    asked.setdefault(rank, []).append((number, where))
-            # Ask all ranks at once; their answers hold the picks of each relation.
-            answers = self.exchange.ask(
-                "picks", {rank: (weighted, listed, rule, times) for rank, listed in questions.items()}
+                    requests.setdefault(rank, []).append((part, number, nodes[indices], own_trees, fanout, own_key))
+                    sent.setdefault(rank, []).append((number, indices))
+            # Call all ranks in parallel; their responses hold the picks of each relation.
+            responses = self.exchange.call(
+                "picks", {rank: (weighted, batch, rule, times) for rank, batch in requests.items()}
             )
-            found: list[list[tuple[np.ndarray, Picks]]] = [[] for _ in relations]
-            for rank, picks in answers.items():
-                for (number, where), answer in zip(asked[rank], picks, strict=True):
-                    found[number].append((where, answer))
-            # Put the picks back into the order of the frontier.
+            picks_of: list[list[tuple[np.ndarray, Picks]]] = [[] for _ in relations]
+            for rank, response in responses.items():
+                for (number, indices), picks in zip(sent[rank], response, strict=True):
+                    picks_of[number].append((indices, picks))
+            # Restore the order of the frontier.
             return [
-                _joined(frontier[relation.target][0].size, parts)
-                for relation, parts in zip(relations, found, strict=True)
+                _concatenate(frontier[relation.target][0].size, picks)
+                for relation, picks in zip(relations, picks_of, strict=True)
             ]
 
         return fetch
 
     def node_rows(self, node_type: int, ids: np.ndarray, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Return rows of attributes of nodes, in the order of ``ids``, int64 ``[n]``."""
-        kind = self.partition.nodes[node_type]
-        if ids.size and not 0 <= ids.min() <= ids.max() < kind.count:
-            raise IndexError(f"node ids must be in [0, {kind.count})")
-        out = {key: torch.empty((ids.size, *kind.shape(key)[1:]), dtype=kind.dtype(key)) for key in keys}
+        """Return rows of node attributes in the order of ``ids``, int64 ``[n]``, from cache, local parts and ranks."""
+        info = self.partition.nodes[node_type]
+        if ids.size and not 0 <= ids.min() <= ids.max() < info.count:
+            raise IndexError(f"node ids must be in [0, {info.count})")
+        out = {key: torch.empty((ids.size, *info.shape(key)[1:]), dtype=info.dtype(key)) for key in keys}
         owner = self.partition.owner[node_type].numpy()[ids]
-        asked = np.arange(ids.size)
-        nodes, rows = self._kept[node_type]
+        misses = np.arange(ids.size)
+        nodes, rows = self._cache[node_type]
         if nodes.size and not set(keys) - rows.keys():
-            at = np.minimum(np.searchsorted(nodes, ids), nodes.size - 1)
-            hit = nodes[at] == ids
-            found, places = torch.from_numpy(np.flatnonzero(hit)), torch.from_numpy(at[hit])
+            slots = np.minimum(np.searchsorted(nodes, ids), nodes.size - 1)
+            is_hit = nodes[slots] == ids
+            hits, hit_slots = torch.from_numpy(np.flatnonzero(is_hit)), torch.from_numpy(slots[is_hit])
             for key in keys:
-                out[key][found] = rows[key][places]
-            asked = np.flatnonzero(~hit)
-            self.rows_read["cached"] += int(hit.sum())
-        here = int((self.server[owner[asked]] == self.exchange.rank).sum())
-        self.rows_read.update(here=here, elsewhere=asked.size - here)
-        self._read("node_rows", node_type, owner, ids, asked, list(keys), [out[key] for key in keys])
+                out[key][hits] = rows[key][hit_slots]
+            misses = np.flatnonzero(~is_hit)
+            self.rows_read["cached"] += int(is_hit.sum())
+        num_local = int((self.server[owner[misses]] == self.exchange.rank).sum())
+        self.rows_read.update(here=num_local, elsewhere=misses.size - num_local)
+        self._read("node_rows", node_type, owner, ids, misses, list(keys), [out[key] for key in keys])
         return out
 
     def row_bytes(self, node_type: int) -> int:
         """Return the bytes of all attributes of one node."""
-        kind = self.partition.nodes[node_type]
-        return sum(math.prod(kind.shape(key)[1:]) * kind.dtype(key).itemsize for key in kind.attributes)
+        info = self.partition.nodes[node_type]
+        return sum(math.prod(info.shape(key)[1:]) * info.dtype(key).itemsize for key in info.attributes)
 
-    def keep(self, nodes: Sequence[np.ndarray]) -> None:
-        """Read rows of other parts now, and keep them; ``nodes``: whose, ascending, int64, by node type."""
+    def fill_cache(self, nodes: Sequence[np.ndarray]) -> None:
+        """Read and cache the rows of nodes of other parts, ascending int64 ids by node type."""
         for node_type, ids in enumerate(nodes):
             keys = list(self.partition.nodes[node_type].attributes)
-            self._kept[node_type] = ids, self.node_rows(node_type, ids, keys)
+            self._cache[node_type] = ids, self.node_rows(node_type, ids, keys)
 
     @property
-    def kept_rows(self) -> int:
-        """How many rows of other parts are kept."""
-        return sum(ids.size for ids, _ in self._kept)
+    def num_cached_rows(self) -> int:
+        """Number of cached rows of other parts."""
+        return sum(ids.size for ids, _ in self._cache)
 
-    def edge_rows(self, edge_type: int, places: np.ndarray, keys: Sequence[str | None]) -> dict[Any, Tensor]:
-        """Return rows of attributes of edges, by their places among all edges; the key None gives their ids."""
+    def edge_rows(self, edge_type: int, edges: np.ndarray, keys: Sequence[str | None]) -> dict[Any, Tensor]:
+        """Return rows of edge attributes by edge number over all parts; the key None returns edge ids."""
         first = self.partition.first_edges(edge_type)
-        owner = np.searchsorted(first, places, side="right") - 1
-        kind, size = self.partition.edges[edge_type], places.size
-        shapes = {key: (torch.int64, []) if key is None else (kind.dtype(key), kind.shape(key)[1:]) for key in keys}
+        owner = np.searchsorted(first, edges, side="right") - 1
+        info, size = self.partition.edges[edge_type], edges.size
+        shapes = {key: (torch.int64, []) if key is None else (info.dtype(key), info.shape(key)[1:]) for key in keys}
         out = {key: torch.empty((size, *shape), dtype=dtype) for key, (dtype, shape) in shapes.items()}
         into = [out[key] for key in keys]
-        self._read("edge_rows", edge_type, owner, places - first[owner], np.arange(size), list(keys), into)
+        self._read("edge_rows", edge_type, owner, edges - first[owner], np.arange(size), list(keys), into)
         return out
 
     def _read(
-        self, handler: str, number: int, owner: np.ndarray, ids: np.ndarray, asked: np.ndarray, keys: list[Any],
+        self, handler: str, number: int, owner: np.ndarray, ids: np.ndarray, wanted: np.ndarray, keys: list[Any],
         into: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        """Write the rows at the places ``asked`` of ``ids``; ``owner`` says for each in which part it is."""
-        questions: dict[int, list[tuple[int, np.ndarray]]] = {}
-        places: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
-        for part, group in _by_part(owner[asked]):
-            where, rank = asked[group], int(self.server[part])
-            # Each row crosses the network once, also where trees have nodes in common.
-            distinct, again = np.unique(ids[where], return_inverse=True)
-            questions.setdefault(rank, []).append((part, distinct))
-            places.setdefault(rank, []).append((where, again))
-        flat = [_as_bytes(rows) for rows in into]
-        answers = self.exchange.ask(handler, {rank: (number, listed, keys) for rank, listed in questions.items()})
-        for rank, parts in answers.items():
-            for (where, again), rows in zip(places[rank], parts, strict=True):
-                for out, given in zip(flat, rows, strict=True):
-                    out[where] = given[again]
+        """Read the rows of ``ids[wanted]`` to ``into[...][wanted]``; ``owner`` is the part of each id."""
+        requests: dict[int, list[tuple[int, np.ndarray]]] = {}
+        targets: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+        for part, group in _group_by_part(owner[wanted]):
+            rows, rank = wanted[group], int(self.server[part])
+            # Transfer each row once, even if several disjoint trees contain its node.
+            distinct, inverse = np.unique(ids[rows], return_inverse=True)
+            requests.setdefault(rank, []).append((part, distinct))
+            targets.setdefault(rank, []).append((rows, inverse))
+        flat = [_as_bytes(values) for values in into]
+        responses = self.exchange.call(handler, {rank: (number, batch, keys) for rank, batch in requests.items()})
+        for rank, parts in responses.items():
+            for (rows, inverse), values in zip(targets[rank], parts, strict=True):
+                for out, received in zip(flat, values, strict=True):
+                    out[rows] = received[inverse]
 
 
-def _by_part(owner: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Return the parts that own anything, and the places of what they own, in order."""
+def _group_by_part(owner: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Return each part in ``owner`` with the indices of its entries, in order."""
     order = np.argsort(owner, kind="stable")
     parts, starts = np.unique(owner[order], return_index=True)
     return list(zip(parts.tolist(), np.split(order, starts[1:]), strict=True)) if parts.size else []
 
 
-def _joined(count: int, found: Sequence[tuple[np.ndarray, Picks]]) -> Picks:
-    """Return the picks of a frontier in its order, from those of the parts."""
+def _concatenate(count: int, picks_by_part: Sequence[tuple[np.ndarray, Picks]]) -> Picks:
+    """Merge the picks of the parts in the order of a frontier of ``count`` nodes."""
     counts = np.zeros(count, np.int64)
-    for where, picks in found:
-        counts[where] = picks.counts
+    for indices, picks in picks_by_part:
+        counts[indices] = picks.counts
     ends = np.cumsum(counts)
     source, place = np.empty((2, int(ends[-1]) if count else 0), np.int64)
-    for where, picks in found:
-        begins = (ends - counts)[where]
-        own = np.cumsum(picks.counts) - picks.counts
-        at = np.repeat(begins - own, picks.counts) + np.arange(picks.source.size)
-        source[at], place[at] = picks.source, picks.place
+    for indices, picks in picks_by_part:
+        begins = (ends - counts)[indices]
+        own_begins = np.cumsum(picks.counts) - picks.counts
+        position = np.repeat(begins - own_begins, picks.counts) + np.arange(picks.source.size)
+        source[position], place[position] = picks.source, picks.place
     return Picks(counts, source, place)
 
 

@@ -1,8 +1,8 @@
-"""What training on the CPU will take, by its own first mini-batches and steps, and what would shorten it.
+"""Forecast of CPU training from its first mini-batches and steps, with its bottleneck and faster settings.
 
-Reading order: ``limits.py`` (what the machine reaches at the most), ``preparation.py`` (what a mini-batch costs),
-``steps.py`` (what a step costs, part by part), ``overlap.py`` (both at once, on the same cores), ``forecast.py`` (an
-epoch, its bottleneck, other settings), ``report.py`` (tables), ``advice.py`` (after a run: the largest part of it).
+Reading order: ``limits.py`` (peak rates of the machine), ``preparation.py`` (cost of preparing a mini-batch),
+``steps.py`` (cost of a training step by parts), ``overlap.py`` (both in parallel on the same cores), ``forecast.py``
+(epoch time, bottleneck, other settings), ``report.py`` (tables), ``advice.py`` (largest part of a completed run).
 """
 
 from lightning_gnn.planning.forecast import CPUForecast, measure_run

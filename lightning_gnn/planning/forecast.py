@@ -1,4 +1,4 @@
-"""What an epoch will take, what holds it up, and what other settings would change."""
+"""Predict the epoch time, its bottleneck and the effect of other settings."""
 
 import copy
 from collections.abc import Callable
@@ -12,23 +12,23 @@ from lightning_gnn.planning.preparation import Preparation, ahead_of, prepare
 from lightning_gnn.planning.steps import TimedStep, time_steps, time_together
 from lightning_gnn.runtime.cores import is_busy, num_cores
 
-WORTH = 0.05  # a gain below this part of the epoch is noise
+MIN_GAIN = 0.05  # smaller gains, as a fraction of the epoch time, count as noise
 
 
 @dataclass(frozen=True)
 class CPUForecast:
-    """An epoch of training, validation left out.
+    """Forecast of a training epoch without validation.
 
     Args:
-        preparation: What a mini-batch costs before it is trained on.
-        steps: What a step costs, by torch's threads: with one, and with those of the run.
-        threads: Torch's threads in the run.
-        cores: Cores of this process.
-        batches: Mini-batches of an epoch.
-        slowdown: By how much a mini-batch takes longer where workers prepare beside training than by
+        preparation: Cost of preparing a mini-batch.
+        steps: Cost of a training step by number of torch threads: one, and that of the run.
+        threads: Number of torch threads in the run.
+        cores: Number of cores of this process.
+        batches: Number of mini-batches per epoch.
+        slowdown: Measured time per mini-batch with workers in parallel, relative to
             :func:`~lightning_gnn.planning.overlap.rhythm`: they share caches, memory and the interpreter.
-        unknown: What could not be measured, in sentences.
-        busy: Whether others kept the machine busy.
+        unknown: Sentences on values that could not be measured.
+        busy: Whether other processes kept the machine busy.
     """
 
     preparation: Preparation
@@ -42,56 +42,56 @@ class CPUForecast:
 
     @property
     def step(self) -> TimedStep:
-        """A step of the run."""
+        """The training step of the run."""
         return self.steps[self.threads]
 
     @property
     def rhythm(self) -> Rhythm:
-        """From one mini-batch to the next."""
+        """Time from one mini-batch to the next in the run."""
         return self._rhythm(self.preparation.workers, self.threads)
 
     @property
     def epoch_s(self) -> float:
-        """Seconds of an epoch: the first mini-batch has to be waited for."""
+        """Seconds of an epoch, including the wait for the first mini-batch."""
         return self._epoch(self.preparation.workers, self.threads)
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds per mini-batch of what is done for it, by name; workers do sampling and features beside the rest."""
-        known = {"sampling": self.preparation.sampling_s, "features": self.preparation.features_s}
+        """Seconds per mini-batch of each part; workers do sampling and features in parallel to the others."""
+        preparing = {"sampling": self.preparation.sampling_s, "features": self.preparation.features_s}
         if not self.preparation.known:
-            known = {"preparing": self.preparation.seconds}
-        return {**known, **self.step.parts, "Lightning": self.step.outside_s}
+            preparing = {"preparing": self.preparation.seconds}
+        return {**preparing, **self.step.parts, "Lightning": self.step.outside_s}
 
     @property
     def bottleneck(self) -> str:
-        """The largest of :attr:`parts` on the side that the other side waits for."""
-        ahead: list[str] = [name for name in ("sampling", "features", "preparing") if name in self.parts]
-        names = [name for name in self.parts if self.preparation.workers == 0 or name not in ahead]
+        """The largest of :attr:`parts` that limit the rhythm: of preparing, of training or of both."""
+        preparing: list[str] = [name for name in ("sampling", "features", "preparing") if name in self.parts]
+        names = [name for name in self.parts if self.preparation.workers == 0 or name not in preparing]
         if self.rhythm.bound == "preparing":
-            names = ahead
+            names = preparing
         elif self.rhythm.bound == "cores":
             names = list(self.parts)
         return max(names, key=self.parts.__getitem__)
 
     def better_threads(self) -> tuple[int, int, float]:
-        """Return the number of workers and of torch's threads with the shortest epoch, and its seconds."""
+        """Return the numbers of workers and torch threads with the shortest epoch, and its seconds."""
         if not self.preparation.known:
             return self.preparation.workers, self.threads, self.epoch_s
         choices = [(workers, threads) for workers in range(self.cores + 1) for threads in self.steps]
-        own = (self.preparation.workers, self.threads)
+        current = (self.preparation.workers, self.threads)
         best = min(choices, key=lambda choice: self._epoch(*choice))
-        if self._epoch(*best) > (1 - WORTH) * self.epoch_s:
-            best = own
+        if self._epoch(*best) > (1 - MIN_GAIN) * self.epoch_s:
+            best = current
         return *best, self._epoch(*best)
 
     def _rhythm(self, workers: int, threads: int) -> Rhythm:
         prepared, step = self.preparation, self.steps[threads]
-        inside = prepared.training_thread_s - (prepared.seconds if prepared.workers == 0 else 0.0)
-        own = step.total + max(0.0, inside)
-        alone = self.steps[min(self.steps)].total + max(0.0, inside)
-        beat = rhythm(prepared.seconds, workers, own, alone, self.cores)
-        return replace(beat, seconds=beat.seconds * self.slowdown) if workers else beat
+        deferred = max(0.0, prepared.training_thread_s - (prepared.seconds if prepared.workers == 0 else 0.0))
+        parallel = step.total + deferred
+        serial = self.steps[min(self.steps)].total + deferred
+        predicted = rhythm(prepared.seconds, workers, parallel, serial, self.cores)
+        return replace(predicted, seconds=predicted.seconds * self.slowdown) if workers else predicted
 
     def _epoch(self, workers: int, threads: int) -> float:
         first = self.preparation.seconds if workers else 0.0
@@ -105,17 +105,17 @@ def measure_run(
     threads: int | None = None,
     alternatives: bool = True,
 ) -> CPUForecast:
-    """Prepare and train on a few mini-batches, and say what an epoch will take; some seconds.
+    """Prepare and train on a few mini-batches, and forecast the epoch time; takes some seconds.
 
     Args:
-        datamodule: Of the run; its training loader is asked for mini-batches.
-        module: Of the run; a copy of it is trained.
-        make_trainer: Builds the Trainer of the run; takes arguments that replace the configured ones.
-        threads: Of torch; by default as many as it uses now.
-        alternatives: Also time steps with as many threads as there are cores.
+        datamodule: DataModule whose training loader is measured.
+        module: LightningModule; a copy of it is trained.
+        make_trainer: Builds the Trainer of the run from arguments that replace the configured ones.
+        threads: Number of torch threads; by default the current number.
+        alternatives: Also time steps with one thread per core.
 
     Raises:
-        ValueError: The run is not on one CPU process, or nothing would be trained.
+        ValueError: The run does not train in a single CPU process, or has no training batches.
     """
     threads, busy = torch.get_num_threads() if threads is None else threads, is_busy()
     trainer = make_trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
@@ -128,29 +128,29 @@ def measure_run(
         raise ValueError(
             f"lgnn plan predicts one process, but there are {trainer.world_size}; give trainer.devices=1 strategy=auto"
         )
-    trainer.strategy.connect(module)  # a DataModule may ask its Trainer for the model
+    trainer.strategy.connect(module)  # a DataModule may access the model through its Trainer
     datamodule.trainer = trainer
     datamodule.prepare_data()
     datamodule.setup("fit")
     loader = datamodule.train_dataloader()
-    count = batches_of_epoch(loader, trainer.limit_train_batches)
-    if not count:
+    num_batches = batches_of_epoch(loader, trainer.limit_train_batches)
+    if not num_batches:
         raise ValueError("trainer.limit_train_batches leaves nothing to train, and so nothing to plan")
     batches, preparation = prepare(loader)
-    numbers = {threads, 1, num_cores() if alternatives else 1}
-    steps = {number: time_steps(copy.deepcopy(module), make_trainer, batches, number) for number in sorted(numbers)}
-    flops = steps[1].flops
-    steps = {number: replace(step, flops=flops) for number, step in steps.items()}
-    unknown = _unknown(datamodule, loader, preparation, WORTH * steps[threads].seconds)
-    found = CPUForecast(preparation, steps, threads, num_cores(), count, unknown=unknown, busy=busy)
+    thread_counts = {threads, 1, num_cores() if alternatives else 1}
+    steps = {count: time_steps(copy.deepcopy(module), make_trainer, batches, count) for count in sorted(thread_counts)}
+    flops = steps[1].flops  # counted in the training thread, which runs all products if it is the only one
+    steps = {count: replace(step, flops=flops) for count, step in steps.items()}
+    unknown = _list_unknown(datamodule, loader, preparation, MIN_GAIN * steps[threads].seconds)
+    forecast = CPUForecast(preparation, steps, threads, num_cores(), num_batches, unknown=unknown, busy=busy)
     if not preparation.workers:
-        return found
-    together = time_together(copy.deepcopy(module), make_trainer, loader, ahead_of(loader), threads)
-    return found if together is None else replace(found, slowdown=together / found.rhythm.seconds)
+        return forecast
+    overlapped = time_together(copy.deepcopy(module), make_trainer, loader, ahead_of(loader), threads)
+    return forecast if overlapped is None else replace(forecast, slowdown=overlapped / forecast.rhythm.seconds)
 
 
 def batches_of_epoch(loader: object, limit: int | float | None) -> int:
-    """Return how many mini-batches of a loader Lightning trains on in an epoch; 0 where that is unknown."""
+    """Return the number of mini-batches that Lightning trains on in an epoch; 0 if unknown."""
     try:
         count = len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -160,17 +160,17 @@ def batches_of_epoch(loader: object, limit: int | float | None) -> int:
     return min(count, limit) if isinstance(limit, int) else int(count * limit)
 
 
-def _unknown(datamodule: object, loader: object, preparation: Preparation, least_s: float) -> tuple[str, ...]:
+def _list_unknown(datamodule: object, loader: object, preparation: Preparation, least_s: float) -> tuple[str, ...]:
     sentences = []
     if not preparation.known and preparation.ready_s > least_s:
-        what = f"{type(loader).__name__} is not of this package: what its sampling and its features take is unknown"
-        ways = f"{preparation.workers} processes or threads" if preparation.workers else "the training thread"
-        sentences.append(f"{what}; {ways} hand out a mini-batch each {1e3 * preparation.ready_s:.3g} ms.")
-    own = [
+        unknown = f"{type(loader).__name__} does not report the times of sampling and loading features"
+        workers = f"{preparation.workers} processes or threads" if preparation.workers else "the training thread"
+        sentences.append(f"{unknown}; {workers} deliver a mini-batch every {1e3 * preparation.ready_s:.3g} ms.")
+    hooks = [
         name
         for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         if getattr(type(datamodule), name) is not getattr(pl.LightningDataModule, name)
     ]
-    if own:
-        sentences.append(f"{type(datamodule).__name__}.{own[0]} is not in the figures: mini-batches went around it.")
+    if hooks:
+        sentences.append(f"The forecast does not include {type(datamodule).__name__}.{hooks[0]}, which was not called.")
     return tuple(sentences)

@@ -1,4 +1,4 @@
-"""``lgnn plan strategy=hyscale``: what the performance model predicts for a run here, and what limits each stage."""
+"""``lgnn plan strategy=hyscale``: predict a run on this machine by the performance model, with each stage's limit."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 
 @dataclass(frozen=True)
 class HybridForecast:
-    """What the performance model says about a run."""
+    """Predictions of the performance model for a run."""
 
     model: PerformanceModel
-    best: TaskMapping
-    begin: TaskMapping
+    best: TaskMapping  # the fastest mapping according to the model
+    begin: TaskMapping  # the mapping that the run starts with
 
     def save(self, directory: str | Path) -> None:
-        """Write ``plan.yaml``."""
+        """Write ``plan.yaml`` to a directory."""
         rows = {name: {"seconds": seconds, "bound_by": bound} for name, seconds, bound in stages(self.model, self.best)}
         state = {
-            "best": self._predicted(self.best),
-            "begin": self._predicted(self.begin),
+            "best": self._to_dict(self.best),
+            "begin": self._to_dict(self.begin),
             "stages_of_best": rows,
             "platform": numbers_of(self.model.platform),
         }
         (Path(directory) / "plan.yaml").write_text(yaml.safe_dump(state, sort_keys=False))
 
-    def _predicted(self, mapping: TaskMapping) -> dict[str, object]:
+    def _to_dict(self, mapping: TaskMapping) -> dict[str, object]:
         model = self.model
         times = {"iteration_s": model.iteration_time(mapping), "epoch_s": model.epoch_time(mapping)}
         return {**mapping.to_dict(), **times, "mteps": model.mteps(mapping)}
 
 
 def forecast(datamodule: pl.LightningDataModule, module: pl.LightningModule, trainer: pl.Trainer) -> HybridForecast:
-    """Measure this machine, and ask the performance model."""
-    # Prepare the data module as the Trainer would.
+    """Measure this machine, and predict the run by the performance model."""
+    # Prepare the DataModule as the Trainer would.
     strategy = trainer.strategy
     assert isinstance(strategy, HyScaleStrategy)
     datamodule.prepare_data()
     datamodule.setup("fit")
     loader = datamodule.train_dataloader()
     check_training(loader, module)
-    # Each node of the cluster trains on an even part of a mini-batch.
+    # Each node of the cluster trains on an equal part of a mini-batch.
     total = seeds_of_iteration(loader) // trainer.num_nodes
     if total < 1:
         raise ValueError(
@@ -71,23 +71,23 @@ def forecast(datamodule: pl.LightningDataModule, module: pl.LightningModule, tra
     sampling = find_sampling(wanted, loader, trainers)
     model = model_of(trainers, loader, module, total, sampling, options.transfer_dtype)
     if model is None:
-        raise ValueError("the plan needs a loader that tells its fanouts, and node features data.x as one tensor")
+        raise ValueError("the plan needs a loader with known fanouts, and node features data.x as one tensor")
     model.platform = replace(model.platform, num_nodes=trainer.num_nodes)
-    # Search for the best mapping of as many threads as the run would use.
+    # Search for the best mapping of the number of threads that the run would use.
     num_workers = num_workers_of(loader)
     threads = options.first_threads(default_threads(num_workers, trainers, allowed_drm(options.drm) is not False))
     best = model.best_mapping(trainers.num_cpu, max(sum(threads), 2 + trainers.num_cpu))
-    return HybridForecast(model, best, _begin(strategy, model.platform, best, threads, wanted))
+    return HybridForecast(model, best, _initial_mapping(strategy, model.platform, best, threads, wanted))
 
 
-def _begin(
+def _initial_mapping(
     strategy: HyScaleStrategy,
     platform: Platform,
     best: TaskMapping,
     threads: tuple[int, int, int],
     sampling: str | float,
 ) -> TaskMapping:
-    """Return the mapping that the strategy begins with: as its options say, or the best one."""
+    """Return the mapping that the strategy starts with: the one its options give, or the best one."""
     options, trainers = strategy.options, strategy.trainers
     if replays(options.drm):
         return read_decisions(read_text(options.drm, LARGEST_JSON).splitlines())[0].mapping
@@ -95,35 +95,35 @@ def _begin(
     if options.automatic and measurements_decide() and trainers.num_cpu and trainers.num_accelerators:
         weights, threads = list(best.shares), options.first_threads(best.threads)
     seeds = tuple(stop - start for start, stop in split_seeds(best.total, weights))
-    there = platform.accelerator_sampling * platform.num_accelerators
-    if isinstance(sampling, str):  # both are done at the same time
-        sampling = there / (there + platform.sampling * threads[0]) if there else 0.0
-    return TaskMapping(seeds, trainers.num_cpu, threads, sampling if there else 0.0)
+    rate = platform.accelerator_sampling * platform.num_accelerators
+    if isinstance(sampling, str):  # "auto": CPU and accelerators finish at the same time
+        sampling = rate / (rate + platform.sampling * threads[0]) if rate else 0.0
+    return TaskMapping(seeds, trainers.num_cpu, threads, sampling if rate else 0.0)
 
 
 def stages(model: PerformanceModel, mapping: TaskMapping) -> list[tuple[str, float, str]]:
-    """Return name, seconds and what it is bound by of each stage that exists."""
+    """Return name, seconds and limiting resource of each stage that the mapping uses."""
     platform, times = model.platform, model.stage_times(mapping)
     sampler, loader, trainer = mapping.threads
     reading = platform.read_bandwidth(loader)
     memory = "CPU memory" if reading >= platform.cpu.memory_bandwidth else _threads(loader)
-    traveling = f", features as {model.workload.transfer_dtype}" if model.workload.transfer_dtype else ""
+    dtype = f", features as {model.workload.transfer_dtype}" if model.workload.transfer_dtype else ""
     found: list[tuple[str, float | None, str]] = [
         ("Sampling, CPU", times.sample_cpu, f"{_threads(sampler)}, {_rate(platform.sampling * sampler, 'edges/s')}"),
         ("Sampling, accelerators", times.sample_accelerator, _rate(platform.accelerator_sampling, "edges/s") + " each"),
         ("Feature Loading", times.load, f"{memory}, {_rate(reading, 'B/s')}"),
-        ("Data Transfer", times.transfer, f"PCIe, {_rate(platform.pcie_bandwidth, 'B/s')}{traveling}"),
+        ("Data Transfer", times.transfer, f"PCIe, {_rate(platform.pcie_bandwidth, 'B/s')}{dtype}"),
     ]
-    # Propagation takes as long as the slowest trainer of its kind.
+    # Propagation takes as long as its slowest CPU or accelerator trainer.
     cpu = model.cpu_trainer(trainer, mapping.cpu_trainers)
     groups = [("Propagation, CPU", times.train_cpu, cpu, mapping.seeds[: mapping.cpu_trainers])]
     if platform.accelerator is not None:
-        there = mapping.seeds[mapping.cpu_trainers :]
-        groups.append(("Propagation, accelerators", times.train_accelerator, platform.accelerator, there))
+        seeds = mapping.seeds[mapping.cpu_trainers :]
+        groups.append(("Propagation, accelerators", times.train_accelerator, platform.accelerator, seeds))
     for name, seconds, processor, seeds in groups:
         slowest = max((s or 0.0 for s in seconds), default=0.0)
         found.append((name, slowest or None, _propagation_bound(model, processor, max(seeds, default=0))))
-    # Synchronization and shared cores add to the stages above; stages without a time do not exist.
+    # Synchronization and shared cores add to the stages above; unused stages have no time.
     found.append(("Synchronization", model.sync_time() or None, "PCIe"))
     turns = f"{_threads(sum(mapping.threads))} take turns on {platform.cores}"
     found.append(("CPU cores", model.turns_time(mapping) or None, turns))
@@ -131,25 +131,25 @@ def stages(model: PerformanceModel, mapping: TaskMapping) -> list[tuple[str, flo
 
 
 def _propagation_bound(model: PerformanceModel, processor: Processor, seeds: float) -> str:
-    """Return whether a trainer is busier with memory (aggregation) or with arithmetic (update)."""
+    """Describe whether memory (aggregation) or arithmetic (update) limits a trainer."""
     layers = range(1, model.workload.num_layers + 1)
     aggregate = sum(2 * model.aggregate_time(layer, seeds, processor.memory_bandwidth) for layer in layers)
     update = sum((2 if layer == 1 else 3) * model.update_time(layer, seeds, processor.flops) for layer in layers)
-    part = max(aggregate, update) / (aggregate + update) if aggregate + update else 0.0
+    fraction = max(aggregate, update) / (aggregate + update) if aggregate + update else 0.0
     if aggregate >= update:
-        return f"aggregation ({part:.0%}), memory at {_rate(processor.memory_bandwidth, 'B/s')}"
-    return f"update ({part:.0%}), {_rate(processor.flops, 'FLOP/s')}"
+        return f"aggregation ({fraction:.0%}), memory at {_rate(processor.memory_bandwidth, 'B/s')}"
+    return f"update ({fraction:.0%}), {_rate(processor.flops, 'FLOP/s')}"
 
 
 def print_forecast(found: HybridForecast, console: Console) -> None:
-    """Print platform, mapping and stages."""
+    """Print platform, best mapping, stages and initial mapping."""
     model, work = found.model, found.model.workload
     table = _table("Machine, as measured", ["", ""])
     for name, value in numbers_of(model.platform).items():
-        table.add_row(name, _shown(name, value))
+        table.add_row(name, _format(name, value))
     console.print(table)
 
-    # Print the size of an iteration, by which the times below can be judged.
+    # Print the size of an iteration, which puts the times below into proportion.
     size = work.sizes(found.best.total)
     kind = "as measured" if work.measured is not None else "as expected"
     console.print(
@@ -170,12 +170,12 @@ def print_forecast(found: HybridForecast, console: Console) -> None:
     table.add_row("Epoch", f"{1e3 * model.epoch_time(found.best):.4g}", "", f"{work.num_train:,} seeds")
     table.add_row("MTEPS", f"{model.mteps(found.best):.4g}", "", "million edges trained on per second")
     console.print(table)
-    # The run begins with another mapping where its options say so.
+    # The options of a run may give another initial mapping.
     if found.begin == found.best:
-        console.print("The run begins with this mapping.", highlight=False)
+        console.print("The run starts with this mapping.", highlight=False)
     else:
         console.print(
-            f"The run begins with {found.begin}: an iteration of {1e3 * model.iteration_time(found.begin):.4g} ms, "
+            f"The run starts with {found.begin}: an iteration of {1e3 * model.iteration_time(found.begin):.4g} ms, "
             f"{model.mteps(found.begin):.4g} MTEPS.",
             highlight=False,
         )
@@ -189,7 +189,7 @@ def _table(title: str, columns: list[str]) -> Table:
     return table
 
 
-def _shown(name: str, value: float) -> str:
+def _format(name: str, value: float) -> str:
     if isinstance(value, int):
         return str(value)
     return _rate(value, "FLOP/s" if name.endswith("flops") else "B/s" if name.endswith("bandwidth") else "edges/s")
@@ -209,7 +209,7 @@ def _threads(number: int) -> str:
 
 
 def numbers_of(platform: Platform) -> dict[str, float]:
-    """Return a platform's numbers by dotted name, without those of parts that it does not have or leaves out."""
+    """Return a platform's numbers by dotted name, without zeros, unlimited ones and those of missing processors."""
     state = asdict(platform)
     nested = {name: state.pop(name) or {} for name in ("cpu", "accelerator")}
     flat = {f"{owner}.{name}": value for owner, numbers in nested.items() for name, value in numbers.items()}

@@ -1,4 +1,4 @@
-"""What this machine can do at the most: copies, random reads and dense products, measured once and kept."""
+"""Peak rates of this machine for copies, random reads and matrix products, measured once and cached."""
 
 import json
 import platform
@@ -12,25 +12,25 @@ import torch
 from lightning_gnn.ops.gather.definition import gather_rows
 from lightning_gnn.runtime.cores import is_busy, num_cores
 from lightning_gnn.runtime.files import read_json, read_text
-from lightning_gnn.runtime.store import checksum, find, kept
+from lightning_gnn.runtime.store import checksum, find, get_or_create
 
-_BYTES = 1 << 27  # of what is copied and read: more than caches hold
+_ARRAY_BYTES = 1 << 27  # size of the copied and read arrays: larger than CPU caches
 _ROW_BYTES = 512
-_ROWS, _WIDTH = 10_240, 256  # rows of a product such as a layer's, and its inputs and outputs
+_ROWS, _WIDTH = 10_240, 256  # rows, and inputs and outputs, of a matrix product such as a layer's
 _REPEATS = 3
 
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """What some threads of this machine reach in loops that do nothing else.
+    """Rates that a number of threads reach in microbenchmarks.
 
     Args:
-        threads: How many of torch's threads; reads are those of one thread.
-        copy_bandwidth: Bytes read and written per second by a copy that no cache holds.
+        threads: Number of torch threads; reads are measured with one thread.
+        copy_bandwidth: Bytes read and written per second by a copy larger than the caches.
         gather_bandwidth: Bytes per second of rows of 512 bytes read in random order and written in order.
-        random_read_s: Seconds of one of many independent reads of 8 bytes in random order.
-        flops: Operations per second of a float32 product of 10240 x 256 by 256 x 256; a multiply-add is two.
-        flops_bf16: The same in bfloat16.
+        random_read_s: Seconds per independent random read of 8 bytes.
+        flops: Operations per second of a float32 product of 10240 x 256 by 256 x 256; a multiply-add counts as two.
+        flops_bf16: Operations per second of the same product in bfloat16.
     """
 
     threads: int
@@ -42,12 +42,9 @@ class MachineLimits:
 
 
 def machine_limits(threads: int | None = None) -> MachineLimits:
-    """Return the limits, as they are kept for this machine, or else measured in about a second.
+    """Return the cached limits of this machine, or measure them in about a second; not cached on a busy machine.
 
-    What is measured while others keep the machine busy is not kept.
-
-    Args:
-        threads: Of torch; by default as many as it uses now.
+    ``threads`` is the number of torch threads, by default the current one.
     """
     number = torch.get_num_threads() if threads is None else threads
     key = checksum("limits", _machine(), torch.__version__, number)
@@ -59,7 +56,7 @@ def machine_limits(threads: int | None = None) -> MachineLimits:
         measured.append(measure_limits(number))
         (folder / "limits.json").write_text(json.dumps(asdict(measured[0])))
 
-    found = kept("limits", key, make, _read, title=f"{number} threads of this machine")
+    found = get_or_create("limits", key, make, _read, title=f"{number} threads of this machine")
     return found or (measured[0] if measured else measure_limits(number))
 
 
@@ -68,35 +65,34 @@ def _read(folder: Path) -> MachineLimits:
 
 
 def measure_limits(threads: int) -> MachineLimits:
-    """Measure the limits, the best of a few times each."""
+    """Measure the limits, each as the best of a few repetitions."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        source, target = torch.ones(_BYTES // 4), torch.empty(_BYTES // 4)
-        copied = 2 * _BYTES / _least(lambda: target.copy_(source))
+        source, target = torch.ones(_ARRAY_BYTES // 4), torch.empty(_ARRAY_BYTES // 4)
+        copied = 2 * _ARRAY_BYTES / _min_seconds(lambda: target.copy_(source))
         flops, flops_bf16 = (product_rate(dtype, _ROWS) for dtype in (torch.float32, torch.bfloat16))
         torch.set_num_threads(1)
-        table, rows = source.view(-1, _ROW_BYTES // 4), _BYTES // _ROW_BYTES
+        table, rows = source.view(-1, _ROW_BYTES // 4), _ARRAY_BYTES // _ROW_BYTES
         ids = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
-        gathered = _BYTES / _least(lambda: gather_rows(table, ids))
+        gathered = _ARRAY_BYTES / _min_seconds(lambda: gather_rows(table, ids))
         words = source.view(torch.int64)
-        places = torch.randint(words.numel(), (1 << 20,), generator=torch.Generator().manual_seed(0))
-        read = _least(lambda: words.index_select(0, places)) / places.numel()
+        indices = torch.randint(words.numel(), (1 << 20,), generator=torch.Generator().manual_seed(0))
+        read = _min_seconds(lambda: words.index_select(0, indices)) / indices.numel()
     finally:
         torch.set_num_threads(before)
     return MachineLimits(threads, copied, gathered, read, flops, flops_bf16)
 
 
 def product_rate(dtype: torch.dtype, rows: int = 1024) -> float:
-    """Return the operations per second of a product such as a layer's, with torch's threads of now; some ms."""
-    wide = narrow = _WIDTH
-    left, right = torch.ones(rows, wide, dtype=dtype), torch.ones(wide, narrow, dtype=dtype)
-    out = torch.empty(rows, narrow, dtype=dtype)
-    return 2 * rows * wide * narrow / _least(lambda: torch.mm(left, right, out=out))
+    """Measure the operations per second of a layer's matrix product with the current torch threads; takes some ms."""
+    left, right = torch.ones(rows, _WIDTH, dtype=dtype), torch.ones(_WIDTH, _WIDTH, dtype=dtype)
+    out = torch.empty(rows, _WIDTH, dtype=dtype)
+    return 2 * rows * _WIDTH * _WIDTH / _min_seconds(lambda: torch.mm(left, right, out=out))
 
 
-def _least(work: Callable[[], object]) -> float:
-    """Return the least seconds of a few times, after one that does not count."""
+def _min_seconds(work: Callable[[], object]) -> float:
+    """Return the minimum seconds of a few calls after a warm-up call."""
     work()
     times = []
     for _ in range(_REPEATS):

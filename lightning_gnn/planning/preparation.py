@@ -1,4 +1,4 @@
-"""What preparing a mini-batch costs: a few real ones of the training loader, sampled and gathered by one thread."""
+"""Measure the cost of preparing a mini-batch on a few mini-batches of the training loader, in one thread."""
 
 import time
 from collections.abc import Iterable
@@ -11,24 +11,22 @@ from torch import Tensor
 
 from lightning_gnn.loading.loaders import PipelineLoader
 
-KEPT, TIMED = 4, 5
-"""Mini-batches that steps are timed with, and further ones that are timed and dropped, as in training: buffers are used
-again."""
+NUM_REPLAYED, TIMED = 4, 5
+"""Number of mini-batches for timing steps, and of others that are timed and dropped, so that buffers are reused."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """A mini-batch, on the average."""
+    """Average cost of preparing a mini-batch."""
 
-    sampling_s: float = 0.0  # thread-seconds of sampling it; 0 where the loader is not this package's
-    features_s: float = 0.0  # thread-seconds of loading its features; likewise
-    training_thread_s: float = 0.0  # seconds of the training thread: what it must do itself, all of it without workers
-    ready_s: float = 0.0
-    """Seconds from one mini-batch to the next where nothing trains, of a loader that is not this package's."""
+    sampling_s: float = 0.0  # thread-seconds of sampling; 0 for another package's loader
+    features_s: float = 0.0  # thread-seconds of loading features; 0 for another package's loader
+    training_thread_s: float = 0.0  # seconds of preparing in the training thread: deferred work, or all without workers
+    ready_s: float = 0.0  # seconds between mini-batches of another package's loader without training
     workers: int = 0  # threads (or processes) that prepare
     nodes: float = 0.0
     edges: float = 0.0
-    feature_bytes: float = 0.0  # bytes of its features x
+    feature_bytes: float = 0.0  # bytes of the features x
     known: bool = True  # whether the loader is this package's, which measures its stages
 
     @property
@@ -40,45 +38,45 @@ class Preparation:
 
 
 def prepare(loader: Iterable[object]) -> tuple[list[object], Preparation]:
-    """Prepare a few mini-batches of the first epoch, and time it."""
+    """Prepare a few mini-batches of the first epoch; return them and their average cost."""
     if isinstance(loader, PipelineLoader):
-        return _ours(loader)
-    return _others(loader)
+        return _prepare_by_stage(loader)
+    return _prepare_by_iterating(loader)
 
 
-def _ours(loader: PipelineLoader) -> tuple[list[object], Preparation]:
-    tasks, pipeline = [*islice(loader.tasks(0), KEPT)], loader.pipeline
+def _prepare_by_stage(loader: PipelineLoader) -> tuple[list[object], Preparation]:
+    tasks, pipeline = [*islice(loader.tasks(0), NUM_REPLAYED)], loader.pipeline
     if not tasks:
         raise ValueError("the training loader is empty: there is nothing to plan")
     batches = [pipeline.finish(pipeline.prepare(task)) for task in tasks]
     sampling, features, own = [], [], []
     for epoch in range(1, 1 + TIMED):
-        prepared = pipeline.prepare(replace(tasks[epoch % len(tasks)], epoch=epoch))  # another epoch: another sample
-        before = prepared.stats.features_s
+        prepared = pipeline.prepare(replace(tasks[epoch % len(tasks)], epoch=epoch))  # a new epoch samples differently
+        features_s = prepared.stats.features_s  # before finish, which adds the deferred work
         start = time.perf_counter()
         pipeline.finish(prepared)
         own.append(time.perf_counter() - start if pipeline.has_deferred_work else 0.0)
         sampling.append(prepared.stats.sampling_s)
-        features.append(before)
+        features.append(features_s)
         del prepared
-    inside = loader.num_threads == 0
+    no_workers = loader.num_threads == 0
     times = (median(sampling), median(features))
     return batches, Preparation(
         *times,
-        training_thread_s=median(own) + (sum(times) if inside else 0.0),
+        training_thread_s=median(own) + (sum(times) if no_workers else 0.0),
         workers=loader.num_threads,
         **_sizes(batches),
     )
 
 
-def _others(loader: Iterable[object]) -> tuple[list[object], Preparation]:
+def _prepare_by_iterating(loader: Iterable[object]) -> tuple[list[object], Preparation]:
     workers, ahead = int(getattr(loader, "num_workers", 0) or 0), ahead_of(loader)
     iterator = iter(loader)
-    batches = list(islice(iterator, KEPT))
+    batches = list(islice(iterator, NUM_REPLAYED))
     if not batches:
         raise ValueError("the training loader is empty: there is nothing to plan")
     for _ in islice(iterator, ahead):
-        pass  # these were ready
+        pass  # already prefetched
     start = time.perf_counter()
     count = sum(1 for _ in islice(iterator, TIMED))
     ready = (time.perf_counter() - start) / count if count else 0.0
@@ -88,7 +86,7 @@ def _others(loader: Iterable[object]) -> tuple[list[object], Preparation]:
 
 
 def ahead_of(loader: object) -> int:
-    """Return how many mini-batches the workers of a loader prepare ahead, 0 without workers."""
+    """Return the number of mini-batches that a loader's workers prefetch; 0 without workers."""
     if isinstance(loader, PipelineLoader):
         return loader.num_ahead
     return int(getattr(loader, "num_workers", 0) or 0) * int(getattr(loader, "prefetch_factor", None) or 2)
@@ -105,13 +103,13 @@ def _sizes(batches: list[object]) -> dict[str, Any]:
 
 
 def edges_of(batch: object) -> int:
-    """Return the edges that messages pass along in a batch of PyG, 0 for other batches."""
+    """Return the number of message-passing edges in a PyG batch; 0 for other batches."""
     if isinstance(batch, (list, tuple)):
-        return sum(edges_of(part) for part in batch)
+        return sum(edges_of(item) for item in batch)
     edge_index = getattr(batch, "edge_index", None)
     if isinstance(edge_index, Tensor):
         return int(edge_index.size(1))
     if (in_degrees := getattr(edge_index, "in_degrees", None)) is not None:
-        # Of a graph that is shared out among devices, those of the device's own rows: all edges, over the devices.
+        # In a sharded graph, count the in-edges of the device's own rows: their sum over the devices is all edges.
         return int(in_degrees.sum())
     return int(getattr(edge_index, "num_edges", None) or getattr(batch, "num_edges", 0) or 0)

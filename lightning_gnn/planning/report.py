@@ -1,4 +1,4 @@
-"""The tables of a forecast: what a mini-batch takes, part by part, and what other settings would change."""
+"""Print a forecast: tables of the parts of a mini-batch and of other settings."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lightning_gnn.planning.forecast import WORTH, CPUForecast
+from lightning_gnn.planning.forecast import MIN_GAIN, CPUForecast
 from lightning_gnn.planning.limits import MachineLimits
 
-if TYPE_CHECKING:  # which the command alone needs
+if TYPE_CHECKING:  # rich is a dependency of the command only
     from rich.console import Console
 
-WHO = {"sampling": "worker", "features": "worker", "preparing": "worker"}
-"""Who does a part where there are workers; the others are the training thread's."""
+WORKER_PARTS = ("sampling", "features", "preparing")
+"""Parts that run in the workers, if any; all others run in the training thread."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Another setting."""
+    """An alternative setting and its predicted epoch time."""
 
     change: str  # overrides of the command line
-    epoch_s: float | None  # predicted seconds of an epoch; None where the setting cannot be used
-    note: str = ""  # what else it changes, or why it cannot be used
+    epoch_s: float | None  # predicted seconds of an epoch; None if the setting cannot be used
+    note: str = ""  # its other effects, or why it cannot be used
 
     def helps(self, found: CPUForecast) -> bool:
-        """Tell whether an epoch is shorter by more than noise."""
-        return self.epoch_s is not None and self.epoch_s < (1 - WORTH) * found.epoch_s
+        """Return whether it shortens an epoch by more than noise."""
+        return self.epoch_s is not None and self.epoch_s < (1 - MIN_GAIN) * found.epoch_s
 
 
 def rows(found: CPUForecast, limits: MachineLimits, bf16: bool) -> list[tuple[str, str, str, str, str, float]]:
-    """Return part, who does it, work, rate, the machine's limit and milliseconds per mini-batch."""
+    """Return name, thread, work, rate, machine limit and milliseconds per mini-batch of each part."""
     prepared, step = found.preparation, found.step
     bandwidth = f"{limits.gather_bandwidth / 1e9:.3g} GB/s"
     reads = f"{1e9 * limits.random_read_s:.3g} ns a random read"
     peak = limits.flops_bf16 if bf16 else limits.flops
     edges = f"{prepared.edges:,.0f} edges"
-    # Relate each part's time to the work that it does, where that is known.
+    # Relate the time of each part to its amount of work, if known.
     known = {}
     for name, seconds in found.parts.items():
         work = rate = limit = ""
@@ -57,7 +57,7 @@ def rows(found: CPUForecast, limits: MachineLimits, bf16: bool) -> list[tuple[st
     return [
         (
             name,
-            f"{workers} worker{'s' * (workers > 1)}" if workers and name in WHO else "training",
+            f"{workers} worker{'s' * (workers > 1)}" if workers and name in WORKER_PARTS else "training",
             *known[name],
             1e3 * seconds,
         )
@@ -66,30 +66,30 @@ def rows(found: CPUForecast, limits: MachineLimits, bf16: bool) -> list[tuple[st
 
 
 def sentences(found: CPUForecast) -> list[str]:
-    """Return the rhythm, the epoch and the bottleneck in words."""
-    beat, name = found.rhythm, found.bottleneck
-    of = 1e3 * found.parts[name]
-    why = {
+    """Describe the time per mini-batch, the epoch time and the bottleneck in sentences."""
+    predicted, name = found.rhythm, found.bottleneck
+    milliseconds = 1e3 * found.parts[name]
+    reason = {
         "training": "training takes longer than preparing",
         "preparing": "training waits for mini-batches",
         "cores": f"training and preparing together fill {found.cores} core{'s' * (found.cores > 1)}",
-    }[beat.bound]
-    slower = f"; side by side {found.slowdown:.2f}x as long" if found.slowdown > 1 + WORTH else ""
+    }[predicted.bound]
+    slower = f"; in parallel {found.slowdown:.2f}x as long" if found.slowdown > 1 + MIN_GAIN else ""
     return [
-        f"Predicted: {1e3 * beat.seconds:.4g} ms per mini-batch (training {1e3 * beat.training:.4g} with "
-        f"{found.threads} thread{'s' * (found.threads > 1)}, preparing {1e3 * beat.preparing:.4g} with "
+        f"Predicted: {1e3 * predicted.seconds:.4g} ms per mini-batch (training {1e3 * predicted.training:.4g} with "
+        f"{found.threads} thread{'s' * (found.threads > 1)}, preparing {1e3 * predicted.preparing:.4g} with "
         f"{found.preparation.workers} workers{slower}), {found.epoch_s:.3g} s per epoch of "
         f"{found.batches:,} mini-batches.",
-        f"Bottleneck: {name}, {of:.3g} ms of each mini-batch; {why}.",
+        f"Bottleneck: {name}, {milliseconds:.3g} ms of each mini-batch; {reason}.",
         *found.unknown,
-        *(["Others kept this machine busy: do not trust these figures."] if found.busy else []),
+        *(["Other processes kept this machine busy: do not trust these numbers."] if found.busy else []),
     ]
 
 
 def print_forecast(
     found: CPUForecast, options: list[Option], limits: MachineLimits, bf16: bool, console: Console
 ) -> None:
-    """Print the parts, the bottleneck and the options, the best first."""
+    """Print the parts of a mini-batch, the bottleneck, and the options, the fastest first."""
     from rich import box
     from rich.table import Table
 
@@ -116,11 +116,11 @@ def print_forecast(
         table.add_row(option.change, f"{option.epoch_s:.3g} s", speedup, option.note, style=style)
     console.print(table)
     if not any(option.helps(found) for option in options):
-        console.print("None of them is expected to help.", highlight=False)
+        console.print("No setting is expected to shorten an epoch.", highlight=False)
 
 
 def save_forecast(found: CPUForecast, options: list[Option], limits: MachineLimits, path: Path) -> None:
-    """Write all figures as YAML."""
+    """Write the forecast, its options and limits as YAML."""
     state: dict[str, Any] = {
         "epoch_s": found.epoch_s,
         "batches": found.batches,

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.json, a table on the screen, report.html and report.png."""
+"""Results of a run: metrics.json, a table in the terminal, report.html and report.png."""
 
 from lightning_gnn.report.metrics import collect_metrics, print_table, reporting, write_metrics
 

@@ -1,4 +1,4 @@
-"""The comparison of runs, and the Hydra callback that ends a sweep with one."""
+"""Compare runs, and the Hydra callback that compares the runs of a sweep at its end."""
 
 import math
 import statistics
@@ -20,27 +20,27 @@ from lightning_gnn.report.pages import Name, run_name, write_runs_page
 from lightning_gnn.report.runs import Run, find_runs, write_csv
 from lightning_gnn.runtime.files import write_whole
 
-_SCORES = ("acc", "auc", "f1", "mae", "mrr")  # those that pick checkpoints by default, which stand first
-_SWEEP = "multirun.yaml"  # what was typed, by which a sweep is known
+_SCORES = ("acc", "auc", "f1", "mae", "mrr")  # the default checkpoint metrics, shown first
+_SWEEP_FILE = "multirun.yaml"  # holds the command line; its presence identifies the folder of a sweep
 
 
 class ComparisonTable(Callback):
-    """Compares the runs of a sweep by their ``metrics.json``: one row each, with mean and deviation over seeds.
+    """Compares the runs of a sweep by their ``metrics.json``: one row per run, with mean and deviation over seeds.
 
-    It writes ``comparison.csv`` and ``report.html``; the command fails (exit code 1) if a run has failed.
+    Writes ``comparison.csv`` and ``report.html``; the command exits with code 1 if a run failed.
     """
 
     def __init__(self) -> None:
         self._returned: dict[int, float] = {}
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: object) -> None:
-        """Called by Hydra when a run has ended, in this process or in the one that ran it."""
-        numbered = not OmegaConf.is_missing(config.hydra.job, "num")  # it is a run of a sweep
-        if numbered and job_return.status == JobStatus.COMPLETED and isinstance(job_return.return_value, float):
+        """Called by Hydra after a run, in the process that ran it."""
+        in_sweep = not OmegaConf.is_missing(config.hydra.job, "num")
+        if in_sweep and job_return.status == JobStatus.COMPLETED and isinstance(job_return.return_value, float):
             self._returned[int(config.hydra.job.num)] = job_return.return_value
 
     def on_multirun_end(self, config: DictConfig, **kwargs: object) -> None:
-        """Called by Hydra when all runs have ended."""
+        """Called by Hydra after all runs."""
         directory = Path(config.hydra.sweep.dir)
         rows: list[Metrics] = []
         with reporting("the comparison", warn):
@@ -49,9 +49,9 @@ class ComparisonTable(Callback):
             return
         with reporting("the comparison's table", warn):
             print_comparison(rows, directory / "comparison.csv")
-        if not (directory / _SWEEP).exists():  # of Hydra's sweepers not all leave it
-            with reporting(directory / _SWEEP, warn):
-                write_whole(directory / _SWEEP, OmegaConf.to_yaml(config))
+        if not (directory / _SWEEP_FILE).exists():  # not all of Hydra's sweepers write it
+            with reporting(directory / _SWEEP_FILE, warn):
+                write_whole(directory / _SWEEP_FILE, OmegaConf.to_yaml(config))
         with reporting(directory / "comparison.csv", warn):
             write_csv(rows, directory / "comparison.csv", _columns(rows))
         with reporting(directory / "report.html", warn):
@@ -61,37 +61,37 @@ class ComparisonTable(Callback):
 
 
 def runs_of_sweep(directory: str | Path) -> dict[int, Run]:
-    """Return the runs below a sweep's directory, by number."""
+    """Return the runs below a sweep's directory by their job numbers."""
     runs = {run.job: run for run in find_runs([directory]) if run.job is not None}
     return dict(sorted(runs.items()))
 
 
 def compare(directory: str | Path, returned: Mapping[int, float] = MappingProxyType({})) -> list[Metrics]:
-    """Read a sweep's runs; those without ``metrics.json``, or with NaN in ``returned``, have failed."""
+    """Compare the runs of a sweep; a run without ``metrics.json`` or with NaN in ``returned`` has failed."""
     return compare_runs(runs_of_sweep(directory), returned)
 
 
 def compare_runs(runs: Mapping[Name, Run], returned: Mapping[int, float] = MappingProxyType({})) -> list[Metrics]:
-    """Return one row per run, in order.
+    """Return one row per run, in the order of ``runs``.
 
-    A row has ``job``, ``status`` (``ok`` or ``failed``), the overrides that differ, figures, ``error``, and over runs
-    that differ in the seed only ``<score>_mean``, ``<score>_std`` and ``runs``.
+    A row has ``job``, ``status`` (``ok`` or ``failed``), the overrides that differ, the scores and speeds, ``error``,
+    and ``<score>_mean``, ``<score>_std`` and ``runs`` over the runs that differ only in their seeds.
     """
     keys = dict.fromkeys(item.lstrip("+").partition("=")[0] for run in runs.values() for item in run.overrides)
-    settings = [run.settings(keys) for run in runs.values()]
-    varied = [key for key in keys if len({given[key] for given in settings}) > 1]
+    all_settings = [run.settings(keys) for run in runs.values()]
+    varied = [key for key in keys if len({settings[key] for settings in all_settings}) > 1]
     rows: list[Metrics] = []
     groups: dict[tuple[str, ...], list[Metrics]] = {}
-    for (name, run), given in zip(runs.items(), settings, strict=True):
-        metrics: Metrics = run.metrics or {"error": "the run has left no metrics.json"}
+    for (name, run), settings in zip(runs.items(), all_settings, strict=True):
+        metrics: Metrics = run.metrics or {"error": "the run has written no metrics.json"}
         error, figures = metrics.get("error") or "", (*scores_of(metrics), *SPEEDS)
         succeeded = isinstance(name, int) and not math.isnan(returned.get(name, math.nan))
         row: Metrics = {"job": name, "status": "failed" if error and not succeeded else "ok"}
-        row |= {key: given[key] for key in varied}
+        row |= {key: settings[key] for key in varied}
         row |= {name: metrics[name] for name in figures if isinstance(metrics.get(name), (int, float))}
         rows.append(row | {"error": error})
         if row["status"] == "ok":
-            groups.setdefault(tuple(given[key] for key in varied if key != "seed"), []).append(rows[-1])
+            groups.setdefault(tuple(settings[key] for key in varied if key != "seed"), []).append(rows[-1])
     for group in groups.values():
         for score in scores_of(name for row in group for name in row):
             values = [row[score] for row in group if score in row]
@@ -102,19 +102,19 @@ def compare_runs(runs: Mapping[Name, Run], returned: Mapping[int, float] = Mappi
 
 
 def scores_of(figures: Iterable[str]) -> list[str]:
-    """Return which of these are scores of validation and test, in the order in which they are shown."""
-    known = [f"{stage}_{score}" for score in _SCORES for stage in ("test", "val")]
-    found = [name for name in figures if name.startswith(("test_", "val_"))]
-    found = [name for name in found if not name.endswith(("_loss", "_mean", "_std"))]
-    return sorted(dict.fromkeys(found), key=lambda name: known.index(name) if name in known else len(known))
+    """Select the validation and test scores from names, in the order in which they are shown."""
+    first = [f"{stage}_{score}" for score in _SCORES for stage in ("test", "val")]
+    scores = [name for name in figures if name.startswith(("test_", "val_"))]
+    scores = [name for name in scores if not name.endswith(("_loss", "_mean", "_std"))]
+    return sorted(dict.fromkeys(scores), key=lambda name: first.index(name) if name in first else len(first))
 
 
 def _columns(rows: Sequence[Metrics]) -> list[str]:
     return [*dict.fromkeys(column for row in rows for column in row if column != "error"), "error"]
 
 
-def _settings(rows: Sequence[Metrics]) -> list[str]:
-    """Return the columns of :func:`compare_runs` with settings."""
+def _setting_columns(rows: Sequence[Metrics]) -> list[str]:
+    """Return the columns of :func:`compare_runs` that hold settings."""
     others = {*SPEEDS, "runs", "job", "status", "error"}
     return [key for key in _columns(rows) if key not in others and not key.startswith(("test_", "val_"))]
 
@@ -122,14 +122,14 @@ def _settings(rows: Sequence[Metrics]) -> list[str]:
 def write_comparison_page(
     path: Path, rows: Sequence[Metrics], runs: Mapping[Name, Run], what: str = "Comparison"
 ) -> Path:
-    """Make the page of several runs, which are given by their names in the rows."""
+    """Write the page of several runs; ``runs`` maps the names in ``rows`` to them. Return its path."""
     scores = sorted(scores_of(_columns(rows)), key=lambda name: not name.startswith("test_"))
-    return write_runs_page(path, rows, runs, _settings(rows), scores, what)
+    return write_runs_page(path, rows, runs, _setting_columns(rows), scores, what)
 
 
 def print_comparison(rows: list[Metrics], path: Path) -> None:
-    """Print the rows of :func:`compare_runs` as a table; ``path`` stands below it."""
-    scores, settings = scores_of(_columns(rows)), _settings(rows)
+    """Print the rows of :func:`compare_runs` as a table, with ``path`` as its caption."""
+    scores, settings = scores_of(_columns(rows)), _setting_columns(rows)
     score = next((name for name in scores if name.startswith("test_")), next(iter(scores), "test_acc"))
     figures = [name for name in (*scores, *SPEEDS) if any(name in row for row in rows)]
     table = Table(title="Comparison", caption=str(path), box=box.ROUNDED, title_justify="left", title_style="bold")
@@ -143,16 +143,16 @@ def print_comparison(rows: list[Metrics], path: Path) -> None:
         if repeated and i and groups[i] != groups[i - 1]:
             table.add_section()
         cells = [shown(name, row.get(name)) for name in figures]
-        cells = [*cells, _spread(row, score)] if row["status"] == "ok" else ["[red]failed[/red]"]
+        cells = [*cells, _format_spread(row, score)] if row["status"] == "ok" else ["[red]failed[/red]"]
         table.add_row(str(row["job"]), *(str(row[key]) for key in settings), *cells)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     for row in rows:
         if row["error"]:
-            said = run_name(row["job"]) + (" failed" if row["status"] != "ok" else "")
-            console.print(f"{said}: {row['error']}", style="red", markup=False, highlight=False)
+            heading = run_name(row["job"]) + (" failed" if row["status"] != "ok" else "")
+            console.print(f"{heading}: {row['error']}", style="red", markup=False, highlight=False)
 
 
-def _spread(row: Metrics, score: str) -> str:
+def _format_spread(row: Metrics, score: str) -> str:
     mean, std = (shown(score, row.get(f"{score}_{what}")) for what in ("mean", "std"))
     return f"{mean} ± {std} ({row['runs']})" if row.get("runs", 1) > 1 else ""

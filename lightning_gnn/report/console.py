@@ -1,4 +1,4 @@
-"""What the command says, and what it keeps to itself."""
+"""Console output of the command, and the log lines and warnings that it suppresses."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     import pytorch_lightning as pl
 
 OURS = ("hyscale: ", "collective batching", "persistent sampling")
-"""What the log lines begin with that tell of plans and decisions."""
+"""Prefixes of this package's log lines on plans and decisions, which the command shows."""
 
 
 def console() -> Console:
-    """Return where results go; no narrower than 120 columns in a file."""
-    return _Patient(width=None if sys.stdout.isatty() else 120)
+    """Return the console for results, 120 columns wide if stdout is not a terminal."""
+    return _PipeSafeConsole(width=None if sys.stdout.isatty() else 120)
 
 
-class _Patient(Console):
-    """Goes on without a reader: `lgnn | head` must not end the run."""
+class _PipeSafeConsole(Console):
+    """A console that ignores a closed pipe: ``lgnn | head`` must not end the run."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -35,23 +35,23 @@ class _Patient(Console):
 
 
 def say(message: str, style: str) -> None:
-    """Print to the standard error stream."""
+    """Print a message to stderr."""
     Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(
         message, style=style, markup=False, highlight=False, soft_wrap=True
     )
 
 
 def warn(message: str) -> None:
-    """Print a warning to the standard error stream."""
+    """Print a warning to stderr."""
     say(f"warning: {message}", "yellow")
 
 
 def be_quiet() -> None:
-    """Silence what a user cannot act on."""
+    """Suppress log lines and warnings that a user cannot act on."""
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # says what the error that it raises says
-    ours = logging.getLogger("pytorch_lightning.utilities.rank_zero")  # where this package's plans and decisions go too
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # repeats the error that it raises
+    ours = logging.getLogger("pytorch_lightning.utilities.rank_zero")  # this package logs plans and decisions here
     ours.setLevel(logging.INFO)
     ours.addFilter(_is_ours)
     for message in (
@@ -65,7 +65,7 @@ def be_quiet() -> None:
         ".*sync_dist=True.*",
         ".*callbacks used to create the checkpoint need to be provided.*",
         ".*You're using the WeightAveraging callback.*",
-        ".*could not find the monitored key in the returned metrics.*",  # resumed behind the validation of an epoch
+        ".*could not find the monitored key in the returned metrics.*",  # resumed after the validation of an epoch
     ):
         warnings.filterwarnings("ignore", message)
 
@@ -75,7 +75,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 def describe(cfg: DictConfig, module: pl.LightningModule) -> str:
-    """Return model, data and mini-batches in one line."""
+    """Describe model, data and mini-batches in one line."""
     graph = cfg.data.get("name") or (
         HydraConfig.get().runtime.choices.get("data") if HydraConfig.initialized() else None
     )
@@ -84,5 +84,5 @@ def describe(cfg: DictConfig, module: pl.LightningModule) -> str:
     if cfg.datamodule.get("inference") is not None:
         batches += ", full inference"
     depth = f"{cfg.model.num_layers}-layer " if cfg.model.get("num_layers") else ""
-    network = getattr(module, "model", module)  # a user's own module may call it otherwise
+    network = getattr(module, "model", module)  # a user's own module may use another attribute
     return f"{depth}{type(network).__name__} on {graph or 'data'} · {batches}"

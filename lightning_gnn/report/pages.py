@@ -1,4 +1,4 @@
-"""The pages of runs and of sweeps, whose templates are in the folder beside this file."""
+"""HTML pages of runs and sweeps, from the templates in the folder ``templates``."""
 
 import os
 import re
@@ -16,14 +16,14 @@ from lightning_gnn.report.metrics import Metrics, number
 from lightning_gnn.report.runs import Run, read_curves, read_run
 from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
 
-_LARGEST_TEXT = 1 << 20
-_ONCE = ("hydra.mode=", "hydra.run.dir=", "hydra.sweep.dir=")
-"""What is not typed again: a sweep repeated in its old folder would write over it."""
+_MAX_TEXT_BYTES = 1 << 20
+_NOT_REPEATED = ("hydra.mode=", "hydra.run.dir=", "hydra.sweep.dir=")
+"""Overrides omitted from the command that repeats a sweep, which would otherwise overwrite its folder."""
 Name = TypeVar("Name", int, str)
 
 
 def write_run_page(folder: str | Path) -> Path:
-    """Make ``report.html`` of what lies in the folder of a run; whatever is missing there is left out."""
+    """Write ``report.html`` in the folder of a run, without the sections whose files are missing; return its path."""
     run = read_run(folder)
     epochs, curves = read_curves(run.folder), ""
     if epochs:
@@ -42,89 +42,89 @@ def write_run_page(folder: str | Path) -> Path:
 def write_runs_page(
     path: Path, rows: Sequence[Metrics], runs: Mapping[Name, Run], settings: list[str], scores: list[str], what: str
 ) -> Path:
-    """Make the page of several runs, ordered by the first score; ``what`` they are, as in ``"Sweep"``."""
+    """Write the page of several runs, ordered by the first score; ``what`` is the title, such as ``"Sweep"``."""
     ok, score = [row for row in rows if row["status"] == "ok"], next(iter(scores), "")
     kind, keys = score.partition("_")[2], [key for key in settings if key != "seed"]
-    lowest, curves = kind in figures.LOWER_IS_BETTER, ""
+    lower_is_better, curves = kind in figures.LOWER_IS_BETTER, ""
     if ok and score:
         from lightning_gnn.report import charts
 
         lines = {}
         for row in ok:
-            given = ", ".join(f"{key}={_setting(row[key])}" for key in settings if row.get(key))
+            overrides = ", ".join(f"{key}={_format_setting(row[key])}" for key in settings if row.get(key))
             epochs = read_curves(runs[row["job"]].folder) if row["job"] in runs else []
-            lines[f"{run_name(row['job'])}: {given}"] = charts.panel_of({}, epochs, kind).lines["validation"]
+            lines[f"{run_name(row['job'])}: {overrides}"] = charts.panel_of({}, epochs, kind).lines["validation"]
         curves = charts.inline_svg([charts.Panel(kind, lines, {})], f"{score} of the runs over the epochs")
     repeated = [row for row in ok if row.get("runs", 1) > 1 and f"{score}_mean" in row]
     groups = {tuple(row.get(key) for key in keys): row for row in repeated}.values()
     pages = {name: run.folder / "report.html" for name, run in runs.items()}
-    there = {name: Path(os.path.relpath(page, path.parent)) for name, page in pages.items() if page.is_file()}
+    existing = {name: Path(os.path.relpath(page, path.parent)) for name, page in pages.items() if page.is_file()}
     title = f"{what} over {', '.join(settings)}" if settings else what
     return _write(
         path, "sweep", title, folder=path.parent, rows=rows, runs=runs, settings=settings,
         scores=scores, score=score, curves=curves, command=_sweep_command(path.parent),
-        groups=sorted(groups, key=lambda row: row[f"{score}_mean"], reverse=not lowest), keys=keys,
-        links={name: quote(page.as_posix()) for name, page in there.items()},
+        groups=sorted(groups, key=lambda row: row[f"{score}_mean"], reverse=not lower_is_better), keys=keys,
+        links={name: quote(page.as_posix()) for name, page in existing.items()},
         first=min((run.started for run in runs.values()), default=None),
     )  # fmt: skip
 
 
 def run_name(name: int | str) -> str:
-    """Return what to call a run of a sweep, or another."""
+    """Return the display name of a run: ``"job N"`` in a sweep, else its folder."""
     return f"job {name}" if isinstance(name, int) else name
 
 
 def _sweep_command(folder: Path) -> str:
-    """Return the command that Hydra has noted; empty where it has not."""
+    """Return the command that Hydra saved for a sweep; empty if it is missing or damaged."""
     try:
         hydra = read_yaml(read_text(folder / "multirun.yaml"))["hydra"]
         typed = [str(item) for part in ("hydra", "task") for item in hydra["overrides"][part]]
         cwd = str(hydra["runtime"]["cwd"])
     except (OSError, ValueError, LookupError, TypeError):
         return ""
-    typed = [item for item in typed if not item.startswith(_ONCE)]
+    typed = [item for item in typed if not item.startswith(_NOT_REPEATED)]
     return f"cd {shlex.quote(cwd)}\n{shlex.join(['lgnn', '-m', *typed])}"
 
 
 def _write(path: Path, template: str, title: str, **content: object) -> Path:
-    """Write a page as a whole file."""
+    """Render a template and write the page atomically."""
     return write_whole(path, _templates().get_template(f"{template}.html.j2").render(title=title, **content))
 
 
 @cache
 def _templates() -> Environment:
-    """Return the templates, which escape all text, and leave empty what is not there."""
+    """Return the environment of the templates; it escapes all text and renders undefined values as empty."""
     folder = FileSystemLoader(Path(__file__).parent / "templates")
-    found = Environment(
+    environment = Environment(
         loader=folder, autoescape=True, undefined=ChainableUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    found.filters |= {
+    environment.filters |= {
         "minute": lambda time: f"{time:%Y-%m-%d %H:%M}",
         "number": number,
         "of": lambda key, row: row.get(key, ""),
         "pairs": _pairs,
         "quote": shlex.quote,
         "score": lambda key, row, name=None: figures.shown(name or key, row.get(key)),
-        "seconds": figures.shown_seconds,
-        "setting": _setting,
-        "text": _text,
+        "seconds": figures.format_seconds,
+        "setting": _format_setting,
+        "text": _read_text_or_none,
     }
-    return found
+    return environment
 
 
 def _pairs(value: object) -> list[tuple[object, object]]:
     return [*value.items()] if isinstance(value, dict) else []
 
 
-def _setting(value: object) -> str:
-    """Return a setting, of a number that was drawn four digits; comparison.csv has all of them."""
+def _format_setting(value: object) -> str:
+    """Format a setting, with four digits if it was sampled; comparison.csv has all digits."""
     text = str(value)
     return f"{float(text):.4g}" if re.fullmatch(r"-?\d*\.\d{6,}(e-?\d+)?", text) else text
 
 
-def _text(path: Path) -> str | None:
-    """Return a text file; None if there is none, or it is too large."""
+def _read_text_or_none(path: Path) -> str | None:
+    """Return the content of a text file; None if it is missing, unreadable or too large."""
     try:
-        return read_text(path, _LARGEST_TEXT)
+        return read_text(path, _MAX_TEXT_BYTES)
     except (OSError, ValueError):
         return None

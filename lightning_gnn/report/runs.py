@@ -1,4 +1,4 @@
-"""What runs have left in their folders: found, and read for those who compare or show them."""
+"""Find runs, and read the results in their folders."""
 
 import csv
 import io
@@ -14,71 +14,71 @@ from lightning_gnn.report.metrics import Metrics, number
 from lightning_gnn.runtime.files import LARGEST_JSON, read_json, read_text, read_yaml, write_whole
 
 State = Literal["done", "failed", "unfinished", "plan"]
-_CURVES = "curves.csv"
+_CURVES_FILE = "curves.csv"
 
 
 @dataclass
 class Run:
-    """What is known of a run."""
+    """A run, as read from its folder."""
 
-    folder: Path  # where it has left its files
-    state: State  # "unfinished" if it has left no metrics.json, because it was interrupted or still runs
-    started: datetime  # when it began, or was configured
+    folder: Path
+    state: State  # "unfinished" without a metrics.json, because it was interrupted or still runs
+    started: datetime  # start, or time of configuration
     overrides: list[str] = field(default_factory=list)
     metrics: Metrics = field(default_factory=dict)
     job: int | None = None  # its number in a sweep, or None
-    cwd: str = ""  # where it was started; empty if that is not known
+    cwd: str = ""  # the directory it was started in; empty if unknown
 
     @property
     def seconds(self) -> float | None:
-        """Duration; None if it did not end."""
+        """Duration in seconds; None if the run did not end."""
         return number(self.metrics.get("total_time_s"))
 
     @property
     def scores(self) -> dict[str, float]:
-        """Its figures of validation and test, but losses."""
+        """Validation and test metrics without losses."""
         found = {name: value for name, value in self.metrics.items() if name.startswith(("test_", "val_"))}
         return {name: value for name, value in found.items() if name[-5:] != "_loss" and number(value) is not None}
 
     def settings(self, keys: Iterable[str]) -> dict[str, str]:
-        """Return what was in force under some keys or groups, typed or not, as it is typed; empty where none was."""
+        """Return the effective settings of keys or groups, as typed on the command line; empty if unset."""
         typed = dict(item.lstrip("+").partition("=")[::2] for item in self.overrides)
         typed |= {item: "yes" for item in typed if item.startswith("~")}
         config, hydra = (_yaml(self.folder / ".hydra" / name) for name in ("config.yaml", "hydra.yaml"))
-        chosen = _below(hydra, "hydra.runtime.choices") or {}
-        return {key: typed[key] if key in typed else _typed(chosen.get(key, _below(config, key))) for key in keys}
+        chosen = _lookup(hydra, "hydra.runtime.choices") or {}
+        return {key: typed[key] if key in typed else _unparse(chosen.get(key, _lookup(config, key))) for key in keys}
 
     @property
     def command(self) -> str:
-        """What to type to repeat it."""
+        """Shell command that repeats the run."""
         return shlex.join(["lgnn", *["plan"] * (self.state == "plan"), *self.overrides])
 
 
 def find_runs(folders: Iterable[str | Path]) -> list[Run]:
-    """Return the runs in and below folders, the latest first; what cannot be read is left empty."""
+    """Return the runs in and below folders, the latest first; unreadable fields are empty."""
     found = {}
     for folder in folders:
-        for above, inside, files in os.walk(folder):
-            if ".hydra" in inside or "metrics.json" in files:
-                inside[:] = [name for name in inside if name not in (".hydra", "checkpoints", "logs")]
-                if (path := Path(above)).resolve() not in found and is_run(path):
+        for parent, subfolders, files in os.walk(folder):
+            if ".hydra" in subfolders or "metrics.json" in files:
+                subfolders[:] = [name for name in subfolders if name not in (".hydra", "checkpoints", "logs")]
+                if (path := Path(parent)).resolve() not in found and is_run(path):
                     found[path.resolve()] = read_run(path)
     return sorted(found.values(), key=lambda run: (run.started, run.job or 0), reverse=True)
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder is that of one run or plan."""
+    """Return whether a folder is that of one run or plan."""
     return any((folder / name).is_file() for name in (".hydra/overrides.yaml", "metrics.json"))
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read what a run has left."""
+    """Read the run of a folder; raise a FileNotFoundError if it holds none."""
     folder = Path(folder)
     if not is_run(folder):
         raise FileNotFoundError(f"{folder} is not the folder of a run: it has neither metrics.json nor .hydra")
     metrics, settings = _metrics(folder / "metrics.json"), _yaml(folder / ".hydra/hydra.yaml")
-    overrides, job = _yaml(folder / ".hydra/overrides.yaml"), _below(settings, "hydra.job.num")
-    planned = str(_below(settings, "hydra.job.config_name")).startswith("plan")
+    overrides, job = _yaml(folder / ".hydra/overrides.yaml"), _lookup(settings, "hydra.job.num")
+    planned = str(_lookup(settings, "hydra.job.config_name")).startswith("plan")
     state: State = "plan" if planned else "unfinished"
     return Run(
         folder,
@@ -87,12 +87,12 @@ def read_run(folder: str | Path) -> Run:
         [str(item) for item in overrides] if isinstance(overrides, list) else [],
         metrics,
         job if isinstance(job, int) else None,
-        str(_below(settings, "hydra.runtime.cwd") or ""),
+        str(_lookup(settings, "hydra.runtime.cwd") or ""),
     )
 
 
 def write_csv(rows: Sequence[Metrics], path: Path, columns: Sequence[str] = ()) -> Path:
-    """Write rows as a table, by default with all their columns."""
+    """Write rows to a CSV file, by default with all their columns; return its path."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns or [*dict.fromkeys(name for row in rows for name in row)], restval="")
     writer.writeheader()
@@ -101,14 +101,14 @@ def write_csv(rows: Sequence[Metrics], path: Path, columns: Sequence[str] = ()) 
 
 
 def write_curves(epochs: Sequence[dict[str, float]], folder: str | Path) -> Path:
-    """Write ``curves.csv``: one row per epoch, one column per figure."""
-    return write_csv(epochs, Path(folder) / _CURVES)
+    """Write ``curves.csv``: one row per epoch, one column per metric."""
+    return write_csv(epochs, Path(folder) / _CURVES_FILE)
 
 
 def read_curves(folder: str | Path) -> list[dict[str, float]]:
-    """Read ``curves.csv``; empty where it is missing or damaged."""
+    """Read ``curves.csv``; empty if it is missing or damaged."""
     try:
-        rows = [*csv.DictReader(io.StringIO(read_text(Path(folder) / _CURVES, LARGEST_JSON)))]
+        rows = [*csv.DictReader(io.StringIO(read_text(Path(folder) / _CURVES_FILE, LARGEST_JSON)))]
         return [{name: float(value) for name, value in row.items() if name and value} for row in rows]
     except (OSError, ValueError, csv.Error):
         return []
@@ -116,12 +116,12 @@ def read_curves(folder: str | Path) -> list[dict[str, float]]:
 
 def _metrics(path: Path) -> Metrics:
     try:
-        found = read_json(read_text(path, LARGEST_JSON))
+        content = read_json(read_text(path, LARGEST_JSON))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         return {"error": f"{path} cannot be read: {error}"}
-    return dict(found) if isinstance(found, dict) else {"error": f"{path} holds no figures"}
+    return dict(content) if isinstance(content, dict) else {"error": f"{path} is not a JSON object of metrics"}
 
 
 def _yaml(path: Path) -> Any:
@@ -131,19 +131,19 @@ def _yaml(path: Path) -> Any:
         return None
 
 
-def _below(value: object, key: str) -> Any:
-    """Return what is in nested mappings; None if there is nothing."""
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
+def _lookup(value: object, key: str) -> Any:
+    """Return the value of a dotted key in nested mappings, or None."""
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
-def _typed(value: object) -> str:
-    """Return a setting as one types it; what is null or a whole section counts as left out."""
+def _unparse(value: object) -> str:
+    """Format a setting as typed on the command line; empty for null or a whole section."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(map(_typed, value))}]"
+        return f"[{','.join(map(_unparse, value))}]"
     return "" if value is None or isinstance(value, dict) else str(value)
 
 

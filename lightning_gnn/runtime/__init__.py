@@ -1,1 +1,1 @@
-"""The ground floor, which imports nothing of the package: messages, files and caches, threads, clocks, memory."""
+"""Base layer, independent of the other packages: messages, files, caches, threads, clocks and memory."""

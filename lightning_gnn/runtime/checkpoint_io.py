@@ -1,4 +1,4 @@
-"""Checkpoint files that a crash, a full disk or a flipped bit cannot turn into something else unnoticed."""
+"""Checkpoint files with atomic writes and verified checksums, so that a crash or damage cannot go unnoticed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_gnn.runtime.files import flush, whole_file
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Lightning's own, but a local file is written beside its target, brought to the disk and then renamed.
+    """Lightning's ``TorchCheckpointIO`` that writes a local file under a temporary name, flushes and renames it.
 
-    What is read is checked against the file's checksums, which ``torch.load`` leaves out.
+    Loading verifies the file's checksums, which ``torch.load`` ignores.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint; an OSError names the file, and what was there stays until all is written."""
+        """Write a checkpoint; keep the existing file until all is written. An OSError names the file."""
         if storage_options is not None or not _is_local_file_protocol(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -34,15 +34,15 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
             flush(target.parent)
         except (OSError, RuntimeError) as error:
-            what = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-            kept = "the one that was there is as it was" if target.exists() else "nothing was written"
-            message = f"the checkpoint could not be written: {what}; {kept}"
+            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+            outcome = "the existing file is unchanged" if target.exists() else "nothing was written"
+            message = f"the checkpoint could not be written: {reason}; {outcome}"
             raise OSError(getattr(error, "errno", None), message, str(target)) from error
         finally:
             set_crc32_options(checksums)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; a ValueError names a file that is damaged, or no checkpoint of Lightning's."""
+        """Read a checkpoint; raise a ValueError if the file is damaged or not a Lightning checkpoint."""
         target = _local(path)
         if _is_local_file_protocol(path) and target.is_file() and (damage := damage_of(target)):
             raise ValueError(damage)
@@ -56,23 +56,23 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
 
 def use_safe_files(trainer: pl.Trainer) -> None:
-    """Let a trainer read and write its checkpoints so, unless it was given a way of its own."""
+    """Make a trainer use :class:`SafeCheckpointIO`, unless the user chose another checkpoint plugin."""
     if type(getattr(trainer.strategy, "checkpoint_io", None)) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = SafeCheckpointIO()
 
 
 def damage_of(path: Path) -> str | None:
-    """Compare a checkpoint with the checksums in it; return what is wrong and what to do, None if nothing is."""
+    """Verify the checksums of a checkpoint; return a message if it is damaged, else None."""
     try:
-        with zipfile.ZipFile(path) as archive:  # torch can be set to write no checksums
+        with zipfile.ZipFile(path) as archive:  # torch can be configured to write no checksums
             bad = archive.testzip() if any(record.CRC for record in archive.infolist()) else None
-        wrong = bad and f"the checksum of {bad} is wrong"
-    except Exception as error:  # of a damaged file, zipfile raises errors of many kinds
+        problem = bad and f"the checksum of {bad} is wrong"
+    except Exception as error:  # zipfile raises many exception types for damaged files
         with path.open("rb") as file:
             if file.read(1) == b"\x80":  # torch's format before 1.6
                 return None
-        wrong = f"it is empty, cut short, or no file of torch's ({error or type(error).__name__})"
-    return wrong and f"{path} is damaged: {wrong}; take another checkpoint, such as one of {path.parent}"
+        problem = f"it is empty, truncated or not a torch file ({error or type(error).__name__})"
+    return problem and f"{path} is damaged: {problem}; use another checkpoint, such as one of {path.parent}"
 
 
 def _local(path: str | Path) -> Path:

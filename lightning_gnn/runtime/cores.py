@@ -1,4 +1,4 @@
-"""The cores that this process may use, and whether others want them too."""
+"""Number of cores available to this process, and their load."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_busy() -> bool:
-    """Tell whether there was work for half of the cores or more in the last minute."""
+    """Return whether the load average of the last minute is at least half of the cores."""
     return hasattr(os, "getloadavg") and os.getloadavg()[0] >= max(1.0, 0.5 * num_cores())

@@ -1,4 +1,4 @@
-"""What differs between devices: whether they have something, memory that several streams use, mixed precision."""
+"""Device-dependent helpers: feature probes, streams, asynchronous copies, mixed precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def works(attempt: Callable[[], object]) -> bool:
-    """Whether a device has something; a backend that is new to torch may have neither streams nor pinned memory."""
+    """Return whether a call succeeds, to probe a backend that may lack streams, events or pinned memory."""
     try:
         attempt()
     except (NotImplementedError, RuntimeError, ValueError):
@@ -19,36 +19,36 @@ def works(attempt: Callable[[], object]) -> bool:
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:
-    """Return a stream of its own on a device; None on the CPU, and on a backend that has none."""
+    """Create a stream on a device; return None on the CPU and on a backend without streams."""
     if device.type == "cpu" or not works(lambda: torch.Stream(device).record_event().synchronize()):
         return None
     return torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream on which a device works at present."""
+    """Return the current stream of a device."""
     return torch.accelerator.current_stream(device)
 
 
 def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a small host tensor, by page-locked memory, on a device, whose current stream makes it."""
+    """Copy a small host tensor to a device through pinned memory, asynchronously on the device's current stream."""
     if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def record_stream(tensor: Tensor, stream: torch.Stream) -> Tensor:
-    """Keep the memory of a tensor, of any layout, from reuse before a stream is done with it; return the tensor."""
-    if not isinstance(tensor, Tensor):  # a sparse matrix of torch_sparse
+    """Record a stream for a tensor of any layout, so that its memory is not reused too early; return the tensor."""
+    if not isinstance(tensor, Tensor):  # a torch_sparse.SparseTensor
         tensor.record_stream(stream)
     elif not tensor.is_cpu:
-        for part in parts_of(tensor):
-            part.record_stream(stream)
+        for component in parts_of(tensor):
+            component.record_stream(stream)
     return tensor
 
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the strided tensors that a tensor consists of; streams cannot be recorded for sparse ones."""
+    """Return the strided tensors of a sparse or dense tensor; sparse ones do not support ``record_stream``."""
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -59,9 +59,9 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def match_device(plugin: Precision, device: torch.device) -> None:
-    """Make a precision plugin autocast, and scale losses, on the device that trains; call in ``setup_environment``.
+    """Make a precision plugin autocast and scale losses on the training device; call in ``setup_environment``.
 
-    Lightning gives it the device ``"cuda"`` for every accelerator that it does not know by name.
+    Lightning sets the plugin's device to ``"cuda"`` for every third-party accelerator.
     """
     if not isinstance(plugin, MixedPrecision) or plugin.device == device.type:
         return
@@ -69,5 +69,5 @@ def match_device(plugin: Precision, device: torch.device) -> None:
     scaler = plugin.scaler
     if type(scaler) is torch.amp.GradScaler and scaler._device != device.type:
         plugin.scaler = torch.amp.GradScaler(device.type)
-        if state := scaler.state_dict():  # empty where torch disabled it for want of CUDA
+        if state := scaler.state_dict():  # empty if torch disabled the scaler because CUDA is missing
             plugin.scaler.load_state_dict(state)

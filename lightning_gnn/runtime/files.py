@@ -1,4 +1,4 @@
-"""Files that get their names once their content is on the disk, and small documents."""
+"""Atomic file writes, and readers of small text, YAML and JSON files."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from typing import IO, Any
 import psutil
 import yaml
 
-LARGEST = 1 << 17
-"""Bytes of a YAML document, which takes about a second to read; ours have 2,000."""
-LARGEST_JSON = 1 << 26
+LARGEST = 1 << 17  # maximum size of a YAML document in bytes, which takes about a second to parse; ours have 2,000
+LARGEST_JSON = 1 << 26  # maximum size of a JSON document in bytes
 
 
 def read_text(path: str | Path, largest: int = LARGEST) -> str:
-    """Read a regular file of bounded size as UTF-8; raise a ValueError that names one of another kind."""
+    """Read a UTF-8 file; raise a ValueError if it is not a regular file or has more than ``largest`` bytes."""
     path = Path(path)
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no regular file")
+        raise ValueError(f"{path} is not a regular file")
     if (size := path.stat().st_size) > largest:
         raise ValueError(f"{path} has {size} bytes, but such a file has at most {largest}")
     return path.read_text(encoding="utf-8")
 
 
 def read_yaml(text: str) -> Any:
-    """Read a YAML document of plain values; raise a ValueError if it is none."""
+    """Parse a YAML document of plain values; raise a ValueError if it is invalid."""
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
@@ -39,7 +38,7 @@ def read_yaml(text: str) -> Any:
 
 
 def read_json(text: str) -> Any:
-    """Read a JSON document; raise a ValueError if it is none."""
+    """Parse a JSON document; raise a ValueError if it is invalid."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -48,30 +47,30 @@ def read_json(text: str) -> Any:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file beside ``path``, which gets that name on the way out, or after an error is removed.
+    """Yield a temporary file next to ``path`` that is flushed and renamed to it on exit, or removed after an error.
 
-    What processes of this machine left there that were killed meanwhile goes too.
+    Also removes the temporary files that killed processes of this machine left there.
     """
-    begin = f".{path.name}.{platform.node()}-"
+    prefix = f".{path.name}.{platform.node()}-"
     with suppress(OSError):  # a folder that cannot be listed
-        for left in path.parent.iterdir():
-            found = re.fullmatch(rf"{re.escape(begin)}(\d{{1,9}})-[0-9a-f]{{8}}\.part", left.name)
-            if found and not psutil.pid_exists(int(found[1])):
-                left.unlink()
-    part = path.with_name(f"{begin}{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
+        for leftover in path.parent.iterdir():
+            match = re.fullmatch(rf"{re.escape(prefix)}(\d{{1,9}})-[0-9a-f]{{8}}\.part", leftover.name)
+            if match and not psutil.pid_exists(int(match[1])):
+                leftover.unlink()
+    temporary = path.with_name(f"{prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
     try:
-        with part.open("xb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(temporary, path)
     finally:
         with suppress(OSError):
-            part.unlink()
+            temporary.unlink()
 
 
 def write_whole(path: str | Path, content: str | bytes) -> Path:
-    """Write a file, text as UTF-8, and the folders above it; see :func:`whole_file`. Returns its path."""
+    """Write a file atomically (:func:`whole_file`), text as UTF-8; create its parent folders and return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
@@ -80,8 +79,8 @@ def write_whole(path: str | Path, content: str | bytes) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Bring a file, or the names in a folder where its file system can, to the disk."""
-    if os.name != "posix":  # Windows flushes only what was opened for writing
+    """Flush a file to disk, or the names in a folder if its file system supports that."""
+    if os.name != "posix":  # Windows flushes only files opened for writing
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:

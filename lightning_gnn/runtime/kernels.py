@@ -1,6 +1,6 @@
-"""Kernels that numba compiles on first use, and a line for those who wait for it.
+"""Cache folder of numba kernels, and a message while they are compiled.
 
-Files with such kernels import this one first: numba refuses to import them where it finds no folder to keep them in.
+Modules with cached kernels import this one first: numba refuses to define them without a writable cache folder.
 """
 
 from __future__ import annotations
@@ -22,34 +22,33 @@ _count = 0
 
 
 def kernel_folder() -> Path:
-    """Return the folder in or below which numba keeps this package's kernels."""
+    """Return the folder in or below which numba caches this package's kernels."""
     path = Path(str(numba.njit(cache=True)(_nothing).stats.cache_path)).absolute()
     return path.parents[1] if path.name == "__pycache__" else path.parent
 
 
 def num_compiled() -> int:
-    """Return the number of kernels that this process compiled because they were not in the folder."""
+    """Return the number of kernels that this process compiled because they were not cached."""
     return _count
 
 
 def _nothing() -> None:
-    """Stand for a kernel."""
+    """Serve as a kernel of which numba computes the cache path."""
 
 
-def _keep() -> None:
-    """Where numba finds no folder, let each process compile for itself, in a folder that it removes."""
+def _ensure_cache_folder() -> None:
+    """Use a temporary cache folder, removed at exit, if numba finds no writable one."""
     try:
         kernel_folder()
         return
     except RuntimeError:
         folder = tempfile.mkdtemp(prefix="lightning-gnn-kernels-")
-    os.environ["NUMBA_CACHE_DIR"] = folder  # processes that it starts use it too
+    os.environ["NUMBA_CACHE_DIR"] = folder  # for subprocesses
     numba.config.CACHE_DIR = folder  # type: ignore[attr-defined]
     atexit.register(_remove, folder, os.getpid())
     say_once(
-        f"compiled kernels cannot be kept: neither {Path(__file__).parents[1]} nor the user's cache folder can be "
-        "written to. Each run compiles them again, which takes seconds; set NUMBA_CACHE_DIR to a folder that can be "
-        "written to"
+        f"compiled kernels cannot be cached: neither {Path(__file__).parents[1]} nor the user's cache folder can be "
+        "written to. Each run compiles them again, which takes seconds; set NUMBA_CACHE_DIR to a writable folder"
     )
 
 
@@ -59,7 +58,7 @@ def _remove(folder: str, owner: int) -> None:
 
 
 class _Listener(event.Listener):
-    """Called by numba when it compiles a kernel that is not cached; prints a line once, on a terminal."""
+    """Counts the kernels that numba compiles; prints a message for the first one, on a terminal or in a notebook."""
 
     def on_start(self, event: event.Event) -> None:
         global _count, _said
@@ -76,8 +75,8 @@ class _Listener(event.Listener):
             print("compiling kernels…", file=sys.stderr, flush=True)
 
     def on_end(self, event: event.Event) -> None:
-        """Nothing to do."""
+        """Do nothing; numba requires the method."""
 
 
-_keep()
+_ensure_cache_folder()
 event.register("numba:compile", _Listener())  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Tensors that are mapped from files: which part of which file, and how another process maps it too."""
+"""Find the file region behind a memory-mapped tensor, so that another process can map it too."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-LEAST = 1 << 20
-"""Smaller memory, in bytes, is not looked for."""
+LEAST = 1 << 20  # minimum tensor size in bytes; smaller ones are not searched
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-# What has been written to a private mapping is anonymous: no file has it.
+# Pages of a private mapping become anonymous when they are written: the file does not hold their content.
 _REGION = re.compile(
     r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+) +(/.*)\n(?:[A-Z].*\n)*?Anonymous: +0 kB", re.MULTILINE
 )
@@ -22,14 +21,14 @@ _REGION = re.compile(
 
 @dataclass(frozen=True)
 class FilePart:
-    """A part of a file."""
+    """A byte range of a file."""
 
     path: str
     offset: int
     size: int
 
     def map(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], first: int) -> Tensor:
-        """Map it copy-on-write: pages come in as they are touched, and writes never reach the file."""
+        """Map the range copy-on-write: pages load on first access, and writes never reach the file."""
         begin = self.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with open(self.path, "rb") as file:
             mapped = mmap.mmap(
@@ -39,12 +38,12 @@ class FilePart:
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
                 offset=begin,
             )
-        part = torch.frombuffer(mapped, dtype=dtype, offset=self.offset - begin, count=self.size // dtype.itemsize)
-        return part.as_strided(shape, stride, first)
+        values = torch.frombuffer(mapped, dtype=dtype, offset=self.offset - begin, count=self.size // dtype.itemsize)
+        return values.as_strided(shape, stride, first)
 
 
 class MappedFiles:
-    """The files that this process has mapped, without what it has changed. Elsewhere than on Linux, none are known."""
+    """The unmodified file mappings of this process; empty on other systems than Linux."""
 
     def __init__(self) -> None:
         try:
@@ -54,7 +53,7 @@ class MappedFiles:
         self._regions = [(*(int(number, 16) for number in row[:3]), int(row[3]), row[4]) for row in found]
 
     def find(self, tensor: Tensor) -> FilePart | None:
-        """Return what a tensor's storage shows, or None if that is no part of a file, or was written to."""
+        """Return the file range that a tensor's storage maps; None if it is not mapped or was written to."""
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
         offset, at, path = 0, address, ""
@@ -64,7 +63,7 @@ class MappedFiles:
                     offset, path = begin + at - start, name
                     try:
                         if os.stat(path).st_ino != inode:
-                            return None  # another file has its name now
+                            return None  # the file was replaced by another of the same name
                     except OSError:
                         return None
                 if name != path or begin - start != offset - address:

@@ -1,4 +1,4 @@
-"""Names of earlier releases that moved: scripts, saved configurations and pickles hold some of them."""
+"""Import names of earlier releases from their new locations, for scripts, saved configurations and pickles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOVED_NAMES = {
     f"{_SAMPLING}ThreadedLinkLoader": "lightning_gnn.loading.LinkLoader",
     f"{_SAMPLING}ThreadedNodeLoader": "lightning_gnn.loading.NodeLoader",
 }  # fmt: skip
-"""Public names, and where they are now."""
+"""Public names by their former locations."""
 MOVED_MODULES = {
     f"{_GRAPH}compress": "lightning_gnn.compressed.graph",
     f"{_GRAPH}datasets": "lightning_gnn.datasets.registry",
@@ -44,67 +44,67 @@ MOVED_MODULES = {
     f"{_GRAPH}synthetic_hetero": "lightning_gnn.datasets.synthetic_hetero",
     "lightning_gnn.persistent": "lightning_gnn.gpu_sampling",
 }
-"""Modules that pages, configurations or pickles named, and where they are now."""
+"""Modules by their former locations, as named in documentation, configurations or pickles."""
 
 
 def find_moved(module: str) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package that finds moved names, and says what replaces a removed one."""
+    """Return a package's ``__getattr__``, which finds moved names and raises a helpful error for removed ones."""
 
     def find(name: str) -> Any:
         old = f"{module}.{name}"
-        if (place := MOVED_NAMES.get(old)) is not None:
-            _warn(old, place)
-            room, _, new = place.rpartition(".")
-            return getattr(import_module(room), new)
+        if (location := MOVED_NAMES.get(old)) is not None:
+            _warn(old, location)
+            package, _, new = location.rpartition(".")
+            return getattr(import_module(package), new)
         if old in MOVED_MODULES:
             return import_module(old)
-        if (gone := removed(old)) is not None:
-            raise ImportError(gone)
+        if (message := removed(old)) is not None:
+            raise ImportError(message)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return find
 
 
 class MovedModules(MetaPathFinder, Loader):
-    """Imports a moved module under its former name, with a warning; both names are then the same module."""
+    """Imports a moved module under its former name, with a warning; both names refer to the same module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to import a moved module, and the modules below it."""
-        return None if _place_of(fullname) is None else ModuleSpec(fullname, self)
+        """Return the import specification of a moved module or one of its submodules, else None."""
+        return None if _new_location(fullname) is None else ModuleSpec(fullname, self)
 
     def __init__(self) -> None:
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module under its new name."""
-        place = _place_of(spec.name)
-        assert place is not None
-        _warn(spec.name, place)
-        module = import_module(place)
+        location = _new_location(spec.name)
+        assert location is not None
+        _warn(spec.name, location)
+        module = import_module(location)
         self._specs[spec.name] = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the module as it is: it has been run under its new name, whose specification it gets back."""
+        """Restore the specification of the new name; the module has been executed already."""
         assert module.__spec__ is not None
         module.__spec__ = self._specs.pop(module.__spec__.name)
 
 
 def install() -> None:
-    """Let Python find moved modules; once."""
+    """Register the finder of moved modules with Python; further calls do nothing."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(MovedModules())
 
 
-def _place_of(name: str) -> str | None:
-    """Return where a module is that was moved by itself, or with its package."""
+def _new_location(name: str) -> str | None:
+    """Return the new name of a module that was moved itself or with its package, else None."""
     for old, new in MOVED_MODULES.items():
         if name == old or name.startswith(f"{old}."):
             return new + name.removeprefix(old)
     return None
 
 
-def _warn(old: str, place: str) -> None:
-    warnings.warn(f"{old} is {place} now", DeprecationWarning, stacklevel=3)
+def _warn(old: str, location: str) -> None:
+    warnings.warn(f"{old} is {location} now", DeprecationWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""Threads that prepare ahead: a crew that takes jobs, and stages joined by bounded queues, which keep the order."""
+"""Thread pool, and an ordered multi-stage pipeline with bounded queues."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from weakref import WeakMethod
 import torch
 
 Job = Callable[[], object]
-StageFunction = Callable[[Any, Any], Any]
-"""Called with an item's value and its note; returns the item's next value."""
+StageFunction = Callable[[Any, Any], Any]  # called with an item's value and note; returns the item's next value
 
 
 def one_torch_thread() -> None:
-    """Keep torch from running operators in more than the calling thread, where items are the parallelism."""
-    torch.get_num_threads()  # torch takes a number over only where it has been asked for before
+    """Make torch run operators in the calling thread only, since several items are processed in parallel."""
+    torch.get_num_threads()  # set_num_threads has no effect before the first query
     torch.set_num_threads(1)
 
 
 class WorkerPool:
-    """Threads in groups, which take jobs until they are stopped, a job fails, or the owner of ``claim`` is dropped.
+    """Groups of threads that run jobs until they are stopped, a job fails, or the owner of ``claim`` is collected.
 
-    ``claim`` is called under the lock with a group and a thread in it, and returns a job, or None to wait.
+    ``claim`` is called under the lock with the indices of a group and a thread; it returns a job, or None to wait.
     """
 
     def __init__(
@@ -41,26 +40,25 @@ class WorkerPool:
     ) -> None:
         self.lock = threading.RLock()
         self.progress_condition = threading.Condition(self.lock)
-        """For those who wait for the crew; notified when a job fails, and by others that have news."""
-        self.error: BaseException | None = None
-        """What a job has raised, with its traceback."""
+        """Notified when a job fails, and by owners that make progress."""
+        self.error: BaseException | None = None  # the first exception raised by a job, with its traceback
         self.stopped = False
-        self._claim, self._names, self._begin = WeakMethod(claim), list(names), _weakly(begin)
-        self._calls = [threading.Condition(self.lock) for _ in names]
+        self._claim, self._names, self._begin = WeakMethod(claim), list(names), _weak_reference(begin)
+        self._job_conditions = [threading.Condition(self.lock) for _ in names]
         self._threads: list[list[threading.Thread]] = [[] for _ in names]
         self._busy: dict[int, str] = {}
         self._process = os.getpid()
 
     @property
     def can_be_joined(self) -> bool:
-        """Whether its threads can be waited for, and its lock taken."""
-        # Not so in a fork, whose parent has the threads, one of which may have held the lock; nor in one of them, where
-        # the garbage collector has dropped the owner, maybe with the lock held.
-        own = any(threading.current_thread() in group for group in self._threads)
-        return self._process == os.getpid() and not own
+        """Whether the calling thread may join the threads and take the lock."""
+        # Not in a forked process: the threads belong to its parent, and one may have held the lock at the fork. Not in
+        # one of the threads either, where the garbage collector may run while the lock is held.
+        is_worker = any(threading.current_thread() in group for group in self._threads)
+        return self._process == os.getpid() and not is_worker
 
     def grow(self, group: int, num_threads: int) -> None:
-        """Start threads until a group has so many."""
+        """Start threads until a group has ``num_threads``."""
         for number in range(len(self._threads[group]), num_threads):
             name = f"{self._names[group]}-{number}"
             thread = threading.Thread(target=self._run, args=(group, number), name=name, daemon=True)
@@ -68,19 +66,19 @@ class WorkerPool:
             thread.start()
 
     def wake(self, group: int) -> None:
-        """Let the threads of a group look for jobs again; the caller holds the lock."""
-        self._calls[group].notify_all()
+        """Make the waiting threads of a group claim jobs again; the caller must hold the lock."""
+        self._job_conditions[group].notify_all()
 
     def check_process(self) -> None:
-        """Refuse to wait for threads that another process has."""
+        """Raise a RuntimeError in a forked process, which does not have the threads."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"this iterator belongs to process {self._process}, whose threads prepare its mini-batches; process "
-                f"{os.getpid()} is a fork of it, which has no threads: begin a new iterator there, iter(loader)"
+                f"{os.getpid()} is a fork of it, which has no threads: create a new iterator there, iter(loader)"
             )
 
     def close(self, patience: float = inf) -> list[str]:
-        """Stop, join the threads once they are done with their jobs, and return the names of those that go on."""
+        """Stop, wait up to ``patience`` seconds for running jobs, and return the names of threads still alive."""
         if self._process != os.getpid():
             return []
         with self.lock:
@@ -94,18 +92,18 @@ class WorkerPool:
         return [thread.name for thread in threads if thread.is_alive()]
 
     def stacks(self) -> str:
-        """Tell where the threads are that have a job."""
+        """Return the stack traces of the threads that run a job."""
         frames = sys._current_frames()
-        found = [
+        traces = [
             f"thread {name}:\n{''.join(traceback.format_stack(frames[ident]))}"
             for ident, name in self._busy.items()
             if ident in frames
         ]
-        return "\n".join(found) or "no thread is at work"
+        return "\n".join(traces) or "no thread is running a job"
 
     def _stop(self) -> None:
         self.stopped = True
-        for condition in (*self._calls, self.progress_condition):
+        for condition in (*self._job_conditions, self.progress_condition):
             condition.notify_all()
 
     def _run(self, group: int, number: int) -> None:
@@ -118,7 +116,7 @@ class WorkerPool:
                 if job is None:
                     return
                 job()
-                del job  # a thread that waits keeps nothing of what it has made
+                del job  # a waiting thread must not keep results alive
         except BaseException as error:
             with self.lock:
                 self.error = self.error or error
@@ -133,30 +131,27 @@ class WorkerPool:
                     self._busy[ident] = threading.current_thread().name
                     return job
                 del claim
-                self._calls[group].wait()
+                self._job_conditions[group].wait()
         return None
 
 
-def _weakly(function: Callable[[], object]) -> Callable[[], Callable[[], object] | None]:
-    """Return a reference that does not keep the owner of a method alive."""
+def _weak_reference(function: Callable[[], object]) -> Callable[[], Callable[[], object] | None]:
+    """Return a reference that does not keep the owner of a bound method alive."""
     return WeakMethod(function) if isinstance(function, MethodType) else lambda: function
 
 
 @dataclass
 class Item:
-    """What passes through the stages."""
+    """A unit of work that passes through the stages."""
 
-    value: Any
-    """What the steps turn into something else, one after another."""
+    value: Any  # input of the next step, replaced by its result
     note: Any = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Thread-seconds of each step."""
+    seconds: dict[str, float] = field(default_factory=dict)  # thread-seconds of each step
     error: BaseException | None = None
-    passed: int = 0
-    """How many stages are done with it."""
+    passed: int = 0  # number of completed stages
 
     def run(self, steps: Sequence[tuple[str, StageFunction]]) -> None:
-        """Run some steps, and add up what they cost."""
+        """Run steps on the value, and add their times to ``seconds``."""
         for name, step in steps:
             start = time.perf_counter()
             self.value = step(self.value, self.note)
@@ -164,10 +159,10 @@ class Item:
 
 
 class StagePipeline:
-    """Take items through stages in order; a stage holds an item until the next one begins, so that a slow one blocks.
+    """Ordered pipeline of stages; an item leaves a stage only when the next one has room, so a slow stage blocks.
 
-    ``bound`` are items in a stage beyond its threads', ``stall_timeout`` the seconds without progress after which
-    :meth:`take` raises, ``patience`` those to wait for the last jobs.
+    ``bound`` is the number of items in a stage in addition to one per thread, ``stall_timeout`` the seconds without
+    progress after which :meth:`take` raises, ``patience`` the seconds to wait for running jobs on closing.
     """
 
     def __init__(
@@ -184,13 +179,13 @@ class StagePipeline:
         self.patience = patience
         self.bound = bound
         self.stall_timeout = stall_timeout
-        self._crew = WorkerPool(self._claim, [f"{name}-{steps[0][0]}" for steps in self.stages], begin)
+        self._pool = WorkerPool(self._claim, [f"{name}-{steps[0][0]}" for steps in self.stages], begin)
         self._jobs: list[deque[Item]] = [deque() for _ in self.stages]
         self._items: deque[Item] = deque()  # submitted and not taken
-        self._entered = [0] * (len(self.stages) + 1)  # items that have begun with each stage, and that were taken
+        self._entered = [0] * (len(self.stages) + 1)  # items that have entered each stage; last: items taken
         self._num_threads = [0] * len(self.stages)
         self._progress = time.monotonic()
-        weakref.finalize(self, self._crew.close, patience)  # at the interpreter's end too
+        weakref.finalize(self, self._pool.close, patience)  # also runs at interpreter exit
         self.resize(num_threads)
 
     @property
@@ -200,40 +195,40 @@ class StagePipeline:
 
     @property
     def capacity(self) -> int:
-        """Items that the stages can hold together."""
-        return sum(self._room(stage) for stage in range(len(self.stages)))
+        """Largest number of items in all stages together."""
+        return sum(self._capacity_of(stage) for stage in range(len(self.stages)))
 
     def resize(self, num_threads: Sequence[int]) -> None:
-        """Change the number of threads of each stage; those that are too many wait."""
-        with self._crew.lock:
+        """Change the number of threads of each stage; surplus threads stay idle."""
+        with self._pool.lock:
             for stage, wanted in enumerate(num_threads):
                 self._num_threads[stage] = max(1, wanted)
-                self._crew.grow(stage, self._num_threads[stage])
-                self._crew.wake(stage)
+                self._pool.grow(stage, self._num_threads[stage])
+                self._pool.wake(stage)
             self._admit()
 
     def submit(self, item: Item) -> None:
-        """Send an item on its way."""
-        self._crew.check_process()
-        with self._crew.lock:
+        """Append an item to the pipeline."""
+        self._pool.check_process()
+        with self._pool.lock:
             self._items.append(item)
             self._admit()
 
     def take(self) -> Item:
-        """Return the first item that was submitted and not taken, once it has passed all stages."""
-        self._crew.check_process()
-        with self._crew.lock:
+        """Remove the oldest item and return it, after waiting until it has passed all stages; raise its error."""
+        self._pool.check_process()
+        with self._pool.lock:
             item, since = self._items[0], time.monotonic()
             while item.passed < len(self.stages):
-                if self._crew.error is not None:
-                    raise self._crew.error
+                if self._pool.error is not None:
+                    raise self._pool.error
                 patience = max(self._progress, since) + self.stall_timeout - time.monotonic()
                 if patience <= 0:
                     raise TimeoutError(
                         f"preparing mini-batches has made no progress for {self.stall_timeout:g} s; "
-                        f"{self._crew.stacks()}"
+                        f"{self._pool.stacks()}"
                     )
-                self._crew.progress_condition.wait(min(patience, 5.0))
+                self._pool.progress_condition.wait(min(patience, 5.0))
             self._items.popleft()
             self._entered[-1] += 1
             self._admit()
@@ -242,16 +237,16 @@ class StagePipeline:
             try:
                 raise error
             finally:
-                del error  # which holds this frame
+                del error  # it references this frame
         return item
 
     def fill(self, items: Iterator[Item], most: float = inf) -> None:
-        """Send items on their way while there is room, and fewer than ``most`` are under way."""
+        """Submit items while the pipeline has room and holds fewer than ``most``."""
         while self.in_flight < min(self.capacity, most) and (item := next(items, None)) is not None:
             self.submit(item)
 
     def pull(self, items: Iterator[Item], most: float = inf) -> Item | None:
-        """Keep the stages filled with items, at most so many, and take the first one; None where there are no more."""
+        """Fill the pipeline with at most ``most`` items and take the oldest one; return None if none is left."""
         self.fill(items, most)
         if not self._items:
             return None
@@ -260,45 +255,45 @@ class StagePipeline:
         return item
 
     def close(self, patience: float | None = None) -> list[str]:
-        """Stop, drop what is under way, and return the names of threads that have not ended in time."""
-        left = self._crew.close(self.patience if patience is None else patience)
+        """Stop, drop all items, and return the names of threads that have not ended in time."""
+        alive = self._pool.close(self.patience if patience is None else patience)
         self._items.clear()
-        return left
+        return alive
 
     def close_with(self, owner: object) -> None:
-        """Stop when this is dropped, which items may lead to: the threads keep the pipeline while they are at work."""
-        weakref.finalize(owner, self._crew.close, self.patience)
+        """Stop when ``owner`` is collected: threads at work keep the pipeline itself alive."""
+        weakref.finalize(owner, self._pool.close, self.patience)
 
-    def _room(self, stage: int) -> int:
+    def _capacity_of(self, stage: int) -> int:
         return self.bound + self._num_threads[stage]
 
     def _admit(self) -> None:
-        """Let items enter the stages, in order: one that came out of order may not take the place of an earlier one."""
-        for stage in reversed(range(len(self.stages))):  # from the last, which makes room in those before it
-            while self._entered[stage] < self._entered[stage + 1] + self._room(stage):
-                place = self._entered[stage] - self._entered[-1]
-                if place >= len(self._items) or (item := self._items[place]).passed < stage:
+        """Move items to the stages in order; an item never overtakes an earlier one. The caller must hold the lock."""
+        for stage in reversed(range(len(self.stages))):  # the last stage first: it makes room in the stages before it
+            while self._entered[stage] < self._entered[stage + 1] + self._capacity_of(stage):
+                index = self._entered[stage] - self._entered[-1]
+                if index >= len(self._items) or (item := self._items[index]).passed < stage:
                     break
                 self._entered[stage] += 1
                 self._jobs[stage].append(item)
-                self._crew.wake(stage)
+                self._pool.wake(stage)
 
     def _claim(self, stage: int, number: int) -> Job | None:
         if number >= self._num_threads[stage] or not self._jobs[stage]:
             return None
-        return partial(self._work, stage, self._jobs[stage].popleft())
+        return partial(self._run_stage, stage, self._jobs[stage].popleft())
 
-    def _work(self, stage: int, item: Item) -> None:
+    def _run_stage(self, stage: int, item: Item) -> None:
         error: BaseException | None = None
         try:
-            if item.error is None:  # one that has failed passes on untouched, to be taken in its turn
+            if item.error is None:  # a failed item passes the remaining stages unchanged; take() raises its error
                 item.run(self.stages[stage])
         except BaseException as caught:
             error = caught
-        with self._crew.lock:
+        with self._pool.lock:
             item.error = item.error or error
             item.passed = stage + 1
             self._progress = time.monotonic()
             self._admit()
-            self._crew.progress_condition.notify_all()
-        del error  # which holds this frame
+            self._pool.progress_condition.notify_all()
+        del error  # it references this frame

@@ -1,4 +1,4 @@
-"""When each stage of each mini-batch ran: clocks of devices, what is recorded by them, and timelines."""
+"""Device clocks, and timelines of the stages of each mini-batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_gnn.runtime.devices import works
 
 Resource = Literal["CPU", "PCIe", "GPU"]
 Timestamp = float | torch.Event
-"""Seconds of ``time.perf_counter()``, or an event that a device has recorded or will record."""
+"""Seconds of ``time.perf_counter()``, or a device event that may not have been reached yet."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make ``torch.profiler`` show the calls of a function as ``lightning_gnn::<name>``; safe in any thread."""
+    """Label the calls of a function ``lightning_gnn::<name>`` in ``torch.profiler``. Thread-safe."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
@@ -37,7 +37,7 @@ def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 class Clock:
-    """Tells when work that has been queued on a device begins and ends; on the CPU it is ``time.perf_counter()``."""
+    """Takes timestamps of work queued on a device by events; on the CPU it is ``time.perf_counter()``."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -45,7 +45,7 @@ class Clock:
         self._origin: tuple[torch.Event, float] | None = None
 
     def now(self, stream: torch.Stream | None = None) -> Timestamp:
-        """Return when a stream, by default the current one, is done with what is queued on it."""
+        """Return the time at which a stream, by default the current one, completes the work queued so far."""
         if self.has_events:
             return self._event(stream)
         if self.device.type != "cpu":
@@ -53,14 +53,14 @@ class Clock:
         return time.perf_counter()
 
     def anchor(self) -> None:
-        """Lay the device's clock beside the host's; waits for the device."""
+        """Calibrate the device's clock against the host's; synchronizes the device's current stream."""
         if self.has_events:
             event = self._event()
             event.synchronize()
             self._origin = event, time.perf_counter()
 
     def host_seconds(self, timestamp: Timestamp) -> float:
-        """Return a timestamp in seconds of ``time.perf_counter()``; waits for it."""
+        """Convert a timestamp to seconds of ``time.perf_counter()``; wait until it is reached."""
         if isinstance(timestamp, float):
             return timestamp
         if self._origin is None:
@@ -82,19 +82,19 @@ class Clock:
 
 
 def is_reached(timestamp: Timestamp) -> bool:
-    """Whether the device has come as far."""
+    """Return whether the device has completed the work before a timestamp."""
     return isinstance(timestamp, float) or bool(timestamp.query())
 
 
 def seconds_between(start: Timestamp, end: Timestamp) -> float:
     """Return the seconds from one timestamp to another of the same clock; both must have been reached."""
     if isinstance(start, float) or isinstance(end, float):
-        return float(end) - float(start)  # type: ignore[arg-type]  # a clock has one kind of them
+        return float(end) - float(start)  # type: ignore[arg-type]  # a clock's timestamps are all of one type
     return float(start.elapsed_time(end)) / 1e3
 
 
 class StepTimer:
-    """Times an accelerator's steps by events that nothing waits for; where a backend has none, those of the thread."""
+    """Times an accelerator's steps by events without synchronizing; without events, uses the host's times."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
@@ -104,17 +104,17 @@ class StepTimer:
         self._last: float | None = None
 
     def start(self) -> None:
-        """Mark the begin of a step, or of a part of it, in the current stream of the calling thread."""
+        """Mark the start of a step, or of a part of it, on the current stream of the calling thread."""
         if self._start is None and self._clock.has_events:
             self._start = self._clock.now()
 
     def stop(self) -> None:
-        """Mark its end."""
+        """Mark the end of the step or part."""
         if self._start is not None:
             self._end = self._clock.now()
 
     def read(self, own: float) -> float:
-        """End a step, and return the seconds of the latest one that is known to be done."""
+        """End a step; return the seconds of the latest completed one, or ``own``, the host's, if none is known yet."""
         if self._start is not None and self._end is not None:
             self._steps.append((self._start, self._end))
         self._start = self._end = None
@@ -128,48 +128,48 @@ class Interval:
     """One stage of one mini-batch; times are seconds since the beginning."""
 
     resource: Resource
-    stage: str  # "cpu_batching", "dma", "gpu_batching", "uva" or "model", or any other name
+    stage: str  # such as "cpu_batching", "dma", "gpu_batching", "uva" or "model"
     batch: int  # the number of the mini-batch
     start: float
     end: float
-    lane: int = 0  # which of several workers of the resource
+    lane: int = 0  # index of the worker of the resource
 
 
 @dataclass
 class Timeline:
-    """What each resource did when."""
+    """The intervals of all resources."""
 
     intervals: list[Interval] = field(default_factory=list)
 
     @property
     def end(self) -> float:
-        """Seconds at which the last interval ends, 0 without any."""
+        """Seconds at which the last interval ends; 0 without intervals."""
         return max((interval.end for interval in self.intervals), default=0.0)
 
 
 class Recorder:
-    """Passes on what stages are measured to take: to a function, into a timeline, both or neither."""
+    """Reports the times of stages to a callback, a timeline, both or neither."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.on_stage: Callable[[str, Timestamp, Timestamp], object] | None = None
-        """Called with name, start and end of each stage, in any thread."""
+        """Called with name, start and end of each stage, from any thread."""
         self.timeline: Timeline | None = None
         self._queued: deque[tuple[tuple[Resource, ...], str, int, Timestamp, Timestamp, int]] = deque()
         self._model: tuple[int, Timestamp] | None = None
 
     @property
     def active(self) -> bool:
-        """Whether somebody wants to know."""
+        """Whether a callback or a timeline is set."""
         return self.on_stage is not None or self.timeline is not None
 
     def begin(self) -> None:
-        """Make ready for an epoch."""
+        """Calibrate the clock before an epoch if recording."""
         if self.active:
             self.clock.anchor()
 
     def now(self, stream: torch.Stream | None = None) -> Timestamp | None:
-        """Return the clock's time if somebody wants to know."""
+        """Return the clock's time if recording, else None."""
         return self.clock.now(stream) if self.active else None
 
     def add(
@@ -181,10 +181,10 @@ class Recorder:
         end: Timestamp | None,
         lane: int = 0,
     ) -> None:
-        """Note a stage of a mini-batch; may be called from any thread."""
+        """Record a stage of a mini-batch. Thread-safe."""
         if start is None or end is None:
             return
-        on_stage = self.on_stage  # the training thread may take it away in between
+        on_stage = self.on_stage  # the training thread may reset it concurrently
         if on_stage is not None:
             on_stage(stage, start, end)
         if self.timeline is not None:
@@ -192,21 +192,21 @@ class Recorder:
             self._queued.append((resources, stage, number, start, end, lane))
 
     def begin_model(self, number: int) -> None:
-        """Note that a mini-batch is handed out."""
+        """Record the start of training on a mini-batch."""
         self._model = (number, self.clock.now()) if self.active else None
 
     def end_model(self) -> None:
-        """Note that the model has been trained with it."""
+        """Record the end of training on the mini-batch of :meth:`begin_model`."""
         model, self._model = self._model, None
         if model is not None:
             self.add("GPU", "model", *model, self.clock.now())
 
     def forget_model(self) -> None:
-        """Note nothing of it: other things have been done since."""
+        """Discard the start of :meth:`begin_model`: other work has run since."""
         self._model = None
 
     def write(self) -> None:
-        """Write what has been noted into the timeline; waits for the device."""
+        """Move the recorded stages to the timeline; waits for the device."""
         while self._queued and self.timeline is not None:
             resources, stage, number, start, end, lane = self._queued.popleft()
             seconds = self.clock.host_seconds(start), self.clock.host_seconds(end)

@@ -82,10 +82,10 @@ _REDIRECTED = """
 import pathlib, runpy, sys
 cache, script = sys.argv[1:]
 from lightning_gnn.ascend_ops import binding
-from lightning_gnn.runtime.store import kept
+from lightning_gnn.runtime.store import get_or_create
 
 def keep(kind, key, make, title):
-    return kept(kind, key, make, lambda folder: folder, title=title, given=cache)
+    return get_or_create(kind, key, make, lambda folder: folder, title=title, given=cache)
 
 binding.kept_folder = keep
 runpy.run_path(script, run_name="__main__")

@@ -82,7 +82,7 @@ def test_message_and_command_to_resume(tmp_path, capfd):
     ("step", "more", "said"),
     [
         (8, {"times": 2}, "ckpt_path={}/checkpoints/"),  # the second signal stops at once
-        (2, {"times": 2}, "there is no checkpoint"),
+        (2, {"times": 2}, "no checkpoint was saved"),
         (0, {"hook": "on_test_start"}, "checkpoints/"),
     ],
 )

@@ -84,18 +84,18 @@ TRAINED = [
 REFUSED = [
     ("bare", "follows", "task=node", "the graph has no labels y; use one with labels, or task=link"),
     ("numbers", "follows", "task=node", "class numbers must be integers; for other numbers give task=regression"),
-    ("bare", "follows", "task=recommend", "this one is homogeneous; use task=link, or convert tables by type"),
-    ("bare", "rates", "task=link", "task.target=None is not one type of the edges that can be predicted; give one of "
+    ("bare", "follows", "task=recommend", "this one is homogeneous; use task=link, or convert one table per edge type"),
+    ("bare", "rates", "task=link", "task.target=None must select one edge type; give one of "
      "user__follows__user, user__rates__item"),
-    ("bare", "timed", "task=link", "model: GraphSAGE is for graphs without types, but this one has item, user; use "
-     "model=rgcn, hetero_sage, rgat or hgt"),
+    ("bare", "timed", "task=link", "model: GraphSAGE is for homogeneous graphs, but this one has the node types item, "
+     "user; use model=rgcn, hetero_sage, rgat or hgt"),
     ("bare", "timed", "task=recommend", "no edge type is left for layer 2: all start at node types without in-edges; "
      "add reverse edges (lgnn convert … undirected=true"),
     ("bare", "timed", "task=link model=rgat model.num_layers=1 datamodule.num_neighbors=[3]", "model: RGAT has no "
      "output for 'user', which no edges reach; add reverse edges"),
-    ("bare", "rates", "task=recommend", "no type of edges has the attribute 'time'; task=link needs no times"),
-    ("bare", "timed", "task=recommend task.time=when", "no type of edges has the attribute 'when', but time, of which "
-     "task.time=NAME may be the time; task=link needs no times"),
+    ("bare", "rates", "task=recommend", "no edge type has the attribute 'time'; task=link needs no times"),
+    ("bare", "timed", "task=recommend task.time=when", "no edge type has the attribute 'when'; give the time's "
+     "name by task.time=NAME, if it is one of time; task=link needs no times"),
 ]  # fmt: skip
 
 

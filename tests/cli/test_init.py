@@ -79,7 +79,7 @@ def test_what_is_there_is_left_alone(tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     for taken in (tmp_path, tmp_path / "file"):
         assert init_command.main([str(taken)]) == 2
-        assert "there is something already" in capsys.readouterr().err
+        assert "exists already" in capsys.readouterr().err
     assert init_command.main([str(tmp_path / "file/below")]) == 2
     assert capsys.readouterr().err.startswith("error: ")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

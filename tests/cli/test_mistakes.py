@@ -17,13 +17,13 @@ COMPOSED = {
     "strategy=hyscal": "Could not find 'strategy/hyscal' Available options in 'strategy': ascend_hybrid auto ddp",
     "callbacks=timeline": "callbacks=timeline was removed: Lightning's PyTorchProfiler writes a trace in which the",
     "modle=gcn": "Could not override 'modle'. To append to your config use +modle=gcn: Key 'modle' is not in struct",
-    "datamodule.precompute=first_layer": "datamodule.precompute was removed: epochs took as long with it; leave it out",
-    "data=custom data.memory=8GB": "data.memory was removed: datamodule.memory= alone says that",
+    "datamodule.precompute=first_layer": "datamodule.precompute was removed: it made epochs no faster; leave it out",
+    "data=custom data.memory=8GB": "data.memory was removed: datamodule.memory= alone keeps features",
     "inference=full datamodule.inference.resume=false": "datamodule.inference.resume was removed: an "
     "interrupted inference='full' starts again; leave it out",
     "datamodule.num_neighbors=4,4": "num_neighbors=4,4' 1. To use it as a list, use key=[value1,value2]",
     "hyscale": "Error parsing override 'hyscale' missing EQUAL",
-    "mode=test ckpt_path=a/epoch=0-step=9.ckpt": "ckpt_path=a/epoch=0-step=9.ckpt cannot be read, as KEY=VALUE",
+    "mode=test ckpt_path=a/epoch=0-step=9.ckpt": "ckpt_path=a/epoch=0-step=9.ckpt cannot be parsed as KEY=VALUE",
     "~model": "Error resolving interpolation",
     "hydra.run.dir=FILE": "hydra.run.dir=FILE cannot be used: FILE is a file; give another folder",
 }
@@ -49,7 +49,7 @@ BUILT = {
     "model.dropout=abc": "model: ",
     "task.lr=nan": "task: lr must be positive, got nan",
     "model._target_=torch_geometric.nn.PNA +model.aggregators=[mean] +model.scalers=[identity] +model.deg=null": (
-        "model: PNA cannot be built so: AttributeError: 'NoneType' object has no attribute 'to'"
+        "model: cannot build PNA: AttributeError: 'NoneType' object has no attribute 'to'"
     ),
 }
 
@@ -69,9 +69,9 @@ OF_SMALL_RUNS = {
     "data=planetoid data.name=Corra": "name='Corra' is not a Planetoid dataset",
     "inference=full datamodule.inference.memory_limit=much": "memory_limit must be a number of bytes",
     "datamodule=persistent_link": "datamodule=link (persistent_link) makes batches of edges",
-    "model=rgcn": "model: RGCN is for graphs with types; use model=sage, gcn, gin or gat",
-    "task.target=paper": "task.target=paper, but the graph has no types; leave it out",
-    "data=hetero_synthetic": "model: GraphSAGE is for graphs without types, but this one has paper, author, topic; use",
+    "model=rgcn": "model: RGCN is for heterogeneous graphs; use model=sage, gcn, gin or gat",
+    "task.target=paper": "task.target=paper, but the graph is homogeneous; leave it out",
+    "data=hetero_synthetic": "model: GraphSAGE is for homogeneous graphs, but this one has the node types paper",
     "data=hetero_synthetic model=rgcn task.target=author": "task.target=author is not a node type with labels",
 }
 
@@ -112,7 +112,7 @@ def test_a_run_that_cannot_be(tmp_path, capfd, overrides):
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc")
 def test_a_folder_that_nobody_can_write_to(tmp_path, capfd):
-    expected = "hydra.run.dir=/proc/nowhere cannot be used: no folder can be made in /proc: "
+    expected = "hydra.run.dir=/proc/nowhere cannot be used: cannot create a folder in /proc: "
     one_line(tmp_path, capfd, "hydra.run.dir=/proc/nowhere", expected)
 
 

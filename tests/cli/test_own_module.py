@@ -85,5 +85,7 @@ def test_they_are_found_trained_and_exported(folder, capfd):
 @pytest.mark.parametrize(("told", "logged"), [((), "acc, loss"), (("task.metrics=[macro_f1]",), "acc, macro_f1, loss")])
 def test_a_metric_that_is_not_logged_is_refused_before_training(told, logged, tmp_path, capfd):
     assert lgnn(tmp_path, "task.metric=macro_ap", *told) == 2
-    said = f"error: task.metric=macro_ap is none of what is logged ({logged}); add it by 'task.metrics=[macro_ap]'\n"
+    said = (
+        f"error: task.metric=macro_ap is not among the logged metrics ({logged}); add it by 'task.metrics=[macro_ap]'\n"
+    )
     assert capfd.readouterr().err == said

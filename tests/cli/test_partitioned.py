@@ -77,13 +77,13 @@ PARTS = "datamodule=partitioned datamodule.root=nowhere "
     ("overrides", "said"),
     [
         ("datamodule=partitioned", "datamodule.root is missing; give datamodule.root=VALUE"),
-        (PARTS, "nowhere holds no partitioned graph; make one with"),
-        (PARTS + "data=synthetic", "and no other: give data=part"),
-        ("data=partitioned", "data=partitioned is the graph of datamodule=partitioned, and of no other"),
-        (PARTS + "inference=full", "holds no partitioned graph"),
+        (PARTS, "nowhere is not a partitioned graph; make one with"),
+        (PARTS + "data=synthetic", "trains only on the graph in datamodule.root: give data=part"),
+        ("data=partitioned", "data=partitioned works only with datamodule=partitioned"),
+        (PARTS + "inference=full", "is not a partitioned graph"),
         (
             "task=link datamodule=partitioned_link datamodule.root=PARTS",
-            "so give those to train on, or partition with some (lgnn partition task=link, or task=recommend)",
+            "so give training edges, or partition with some (lgnn partition task=link, or task=recommend)",
         ),
     ],
 )

@@ -68,7 +68,7 @@ def test_without_a_gpu_the_cpu_is_planned_and_said_so_once(tmp_path, capfd):
     assert plan(tmp_path, "datamodule=persistent", "datamodule.num_workers=1") == 0
     out, err = capfd.readouterr()
     assert "No GPU for" not in out + err
-    assert out.count("This is the plan without a GPU") == 1
+    assert out.count("This plan is for a CPU") == 1
     assert "Bottleneck:" in out
 
 
@@ -119,12 +119,12 @@ def test_the_plan_is_that_of_the_performance_model(tmp_path, capfd, monkeypatch)
     state = loaded(tmp_path / "one/plan.yaml")
     assert len(state["best"]["seeds"]) == 5
     assert state["begin"] == state["best"]
-    assert "The run begins with this mapping" in out
+    assert "The run starts with this mapping" in out
     assert state["platform"]["pcie_bandwidth"] == 1e10
     monkeypatch.setattr(calibrate, "measure_platform", lambda *given: replace(SERVER, accelerator_sampling=1e8))
     assert plan(tmp_path / "two", HYBRID, *told, "trainer.strategy.shares=[0.5,0.5,0,0,0]") == 0
     out = capfd.readouterr().out
-    assert "The run begins with seeds cpu 32 + accelerator 32/0/0/0, threads 1/1/1, 95% sampled on accelerators" in out
+    assert "The run starts with seeds cpu 32 + accelerator 32/0/0/0, threads 1/1/1, 95% sampled on accelerators" in out
     assert "100 M edges/s each" in out
 
 
@@ -164,7 +164,7 @@ def test_the_collective_plan_is_measured_printed_and_saved(tmp_path, capfd, cach
     made = CollectivePlan.load(tmp_path / "plan.yaml")
     assert made.num_batches == 8
     assert made.times.cpu_workers == 1
-    for text in ("cpu_batching", "gpu_buffer_size", "CPU only", "GPU only", "The run takes this plan"):
+    for text in ("cpu_batching", "gpu_buffer_size", "CPU only", "GPU only", "Run with this plan"):
         assert text in out
     assert not list(tmp_path.glob("**/*.ckpt"))
 
@@ -179,7 +179,7 @@ def test_the_collective_plan_is_measured_printed_and_saved(tmp_path, capfd, cach
 def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(_Profiling, "on_train_batch_end", lambda *args: signal.raise_signal(signal.SIGINT))
     assert plan(tmp_path, *COLLECTIVE) == 130
-    assert "Interrupted; there is no plan." in capfd.readouterr().err
+    assert "Interrupted before the plan was complete." in capfd.readouterr().err
     assert not (tmp_path / "plan.yaml").exists()
 
 
@@ -205,7 +205,7 @@ def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
         ([*COLLECTIVE, "plan.max_batches=2"], "no plan after 2 mini-batches"),
         ([*COLLECTIVE, "trainer.devices=2", "strategy=ddp"], "profiles one process"),
         ([*COLLECTIVE, "datamodule.plan=nowhere.yaml"], "nowhere.yaml"),
-        ([*COLLECTIVE, "trainer.limit_train_batches=0"], "training ended before there was a plan"),
+        ([*COLLECTIVE, "trainer.limit_train_batches=0"], "training ended before the plan was made"),
         ([*COLLECTIVE, "datamodule.profile_batches=x"], "profile_batches must be a whole number, but is 'x'"),
         ([*COLLECTIVE, "+trainer.no_such_argument=1"], "no_such_argument"),
     ],

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from lightning_gnn.cli.commands import plan_cpu
-from lightning_gnn.cli.commands.plan_machines import given_network
+from lightning_gnn.cli.commands.plan_machines import parse_network
 from tests.cli.command import NODE, lgnn
 
 
@@ -60,7 +60,7 @@ def test_a_folder_of_parts_is_what_is_counted_on(tmp_path, capfd):
     ("text", "rate"), [("10Gbit/s", 1.25e9), ("1.25GB/s", 1.25e9), ("100 Mbit/s", 12.5e6), (3e6, 3e6), ("2e8", 2e8)]
 )
 def test_bandwidths_as_people_write_them(text, rate):
-    assert given_network(text, 0).bandwidth == rate
+    assert parse_network(text, 0).bandwidth == rate
 
 
 @pytest.mark.parametrize("overrides", [

@@ -23,7 +23,7 @@ def test_names_of_nodes_and_formats_that_there_are(tmp_path, monkeypatch):
     assert node_names(OmegaConf.create({"data": {}}), None, 2) is None
     (tmp_path / "ids.txt").write_text("Ann\nBob Ü.\n", encoding="utf-8")
     assert node_names(cfg, None, 2) == ["Ann", "Bob Ü."]
-    refuses(ValueError, "has 2 lines, but there are 3 nodes; give it one line for each", node_names, cfg, None, 3)
+    refuses(ValueError, "has 2 lines, but the graph has 3 nodes; write one line per node", node_names, cfg, None, 3)
     (tmp_path / "nodes/user").mkdir(parents=True)
     (tmp_path / "nodes/user/ids.txt").write_text("x")
     assert node_names(cfg, "user", 1) == ["x"]

@@ -88,7 +88,7 @@ def test_a_figure_that_is_not_there_to_monitor_is_one_line(tmp_path, capfd):
 def test_a_folder_is_written_by_one_run_at_a_time(tmp_path, capfd):
     with FileLock(tmp_path / ".running", thread_local=False):
         assert lgnn(tmp_path, "trainer.max_epochs=1") == 2
-    assert f"another run is writing to {tmp_path}: wait for its end, or give hydra.run.dir" in capfd.readouterr().err
+    assert f"another run is writing to {tmp_path}: wait until it ends, or give hydra.run.dir" in capfd.readouterr().err
     assert not (tmp_path / "metrics.json").exists()
     for _ in range(2):  # one after the other is fine
         assert lgnn(tmp_path, "trainer.max_epochs=1") == 0

@@ -38,7 +38,7 @@ def counted(tmp_path, *arguments):
 @pytest.mark.slow
 def test_after_it_the_default_run_compiles_nothing(tmp_path):
     *_, kept, number = counted(tmp_path, "warmup")
-    assert kept.endswith(f"kept in {tmp_path / 'kernels'}")
+    assert kept.endswith(f"stored in {tmp_path / 'kernels'}")
     assert int(number.removeprefix("compiled ")) > 10
     assert {path.name for path in tmp_path.iterdir()} <= {"cache", "kernels"}
     assert counted(tmp_path, *DEFAULT)[-1] == "compiled 0"

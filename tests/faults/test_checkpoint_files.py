@@ -97,7 +97,7 @@ def test_a_full_disk(last):
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))  # no file grows beyond it
     try:
-        with pytest.raises(OSError, match=r"could not be written: .*the one that was there is as it was") as raised:
+        with pytest.raises(OSError, match=r"could not be written: .*the existing file is unchanged") as raised:
             save(2, last, 100_000)
         refuses(OSError, "nothing was written", save, 2, last.parent / "new.ckpt", 100_000)
     finally:

@@ -12,7 +12,7 @@ from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
 from tests.faults.chains import DATA_MODULES, Chain, Node, same
 from tests.refusals import refuses
 
-EMPTY = "is damaged: it is empty, cut short, or no file of torch's"
+EMPTY = "is damaged: it is empty, truncated or not a torch file"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_a_flipped_weight_is_found_where_torch_finds_nothing(sound, tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (lambda whole: whole[:-100], "is damaged: .*take another checkpoint, such as one of "),
+        (lambda whole: whole[:-100], "is damaged: .*use another checkpoint, such as one of "),
         (lambda whole: b"", EMPTY),
         (lambda whole: b"\x93NUMPY", EMPTY),
         (lambda whole: b"PK", EMPTY),

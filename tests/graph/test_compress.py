@@ -164,7 +164,7 @@ def test_wrong_graphs_and_values():
 
 @pytest.mark.parametrize("name", ["num_chunks", "order", "local_bytes"])
 def test_what_is_gone_says_what_to_use(name):
-    with pytest.raises(TypeError, match=rf"CompressedGraph\.{name} was removed: a graph is kept as plain rows"):
+    with pytest.raises(TypeError, match=rf"CompressedGraph\.{name} was removed: a graph is stored as plain rows"):
         CompressedGraph.from_edge_index(torch.tensor([[0], [1]]), 2, **{name: 3})
     graph = CompressedGraph.from_edge_index(torch.tensor([[0], [1]]), 2)
     with pytest.raises(AttributeError, match=r"redundancy was removed: .*graph\.chunked\(\)"):

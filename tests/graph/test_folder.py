@@ -162,7 +162,7 @@ def test_sorted_edges_are_kept_until_the_edges_change(tmp_path, cache):
 
     indices = entry / "csc" / "indices.npy"
     indices.write_bytes(indices.read_bytes()[:-4])
-    with pytest.warns(UserWarning, match=r"is damaged or out of date \(csc/indices\.npy holds something else"):
+    with pytest.warns(UserWarning, match=r"is damaged or out of date \(csc/indices\.npy has changed since"):
         assert torch.equal(load_folder(tmp_path).graph.to_edge_index(), other.edge_index)
     assert [path.name for path in (cache / "topology").iterdir()] == [entry.name]
 

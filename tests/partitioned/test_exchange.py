@@ -31,7 +31,7 @@ def _ask_with_one_slow(rank, folder):
         other = []
 
         def ask_too():
-            other.append(exchange.ask("double", {SLOW: (1,), 1: (torch.arange(100_000),), ASKING: (3,)}))
+            other.append(exchange.call("double", {SLOW: (1,), 1: (torch.arange(100_000),), ASKING: (3,)}))
 
         thread = threading.Thread(target=ask_too)
 
@@ -44,7 +44,7 @@ def _ask_with_one_slow(rank, folder):
 
         watching = threading.Thread(target=watch)
         watching.start()
-        seen.append(exchange.ask("slow", {SLOW: (), 1: (), ASKING: ()}))
+        seen.append(exchange.call("slow", {SLOW: (), 1: (), ASKING: ()}))
         watching.join()
         thread.join()
         assert torch.equal(other[0].pop(1), 2 * torch.arange(100_000))
@@ -71,7 +71,7 @@ def _lose(rank, folder):
     if rank == ASKING:
         for name, asked in (("fail", {1: ()}), ("vanish", {SLOW: ()}), ("fail", {SLOW: (), 1: ()})):
             with pytest.raises(RuntimeError) as error:
-                exchange.ask(name, asked)
+                exchange.call(name, asked)
             said.append(str(error.value))
         (Path(folder) / "done").touch()
     if rank != ASKING:

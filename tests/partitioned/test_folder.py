@@ -127,17 +127,17 @@ def renumber(folder):
 INDICES, OFFSETS = "part-00001/edge0.indices.npy", "part-00001/edge0.indptr.npy"
 DAMAGES = {
     "a byte": (lambda folder: flip(folder / "part-00001/node0.x.rows.npy"),
-               "part-00001 is damaged .*node0.x.rows.npy holds something else"),
+               "part-00001 is damaged .*node0.x.rows.npy has changed since"),
     "the end": (lambda folder: (folder / INDICES).write_bytes((folder / INDICES).read_bytes()[:-1]),
-                "part-00001 is damaged .*edge0.indices.npy holds something else"),
+                "part-00001 is damaged .*edge0.indices.npy has changed since"),
     "the map": (lambda folder: flip(folder / "common/node0.part.npy"), "common is damaged .*node0.part.npy"),
     "nothing left": (lambda folder: (folder / OFFSETS).unlink(),
                      "part-00001 is damaged .*edge0.indptr.npy is missing"),
-    "two partitions": (mix, r"part-00002 is part 2 of the partition \w+, but .* different partitions"),
+    "two partitions": (mix, r"part-00002 is part 2 of the partition \w+, but .* the same partition"),
     "changed places": (swap, "part-00001 holds part 2; copy part 1 here"),
     "another release": (renumber, f"format {FORMAT + 1}, but this release reads format {FORMAT}"),
     "a missing part": (lambda folder: shutil.rmtree(folder / "part-00000"), "part-00000 is not on this machine"),
-    "nothing": (lambda folder: shutil.rmtree(folder), "holds no partitioned graph"),
+    "nothing": (lambda folder: shutil.rmtree(folder), "is not a partitioned graph"),
 }  # fmt: skip
 
 
@@ -207,14 +207,14 @@ def test_a_part_that_is_none_and_a_folder_in_use_are_refused(tmp_path):
         ({"order": "mine"}, "order='mine' is unknown; use one of 'global', 'local'"),
         ({"topology": "half"}, "topology='half' is unknown"),
         ({"inference": "fully"}, "inference='fully' is unknown"),
-        ({"feature_dtype": "bfloat16"}, "feature_dtype='bfloat16' does not go with"),
-        ({"memory": "8GB"}, "memory='8GB' does not go with"),
+        ({"feature_dtype": "bfloat16"}, "feature_dtype='bfloat16' does not work with"),
+        ({"memory": "8GB"}, "memory='8GB' does not work with"),
         ({"cache": "a lot"}, "cache must be a number of bytes"),
         ({"count_batches": 0}, "count_batches must be at least 1, but is 0"),
         ({"silence": 0}, "silence must be more than 0 seconds, but is 0"),
         ({"time_attr": "when"}, "neither nodes nor edges have times called 'when'"),
         ({"weight_attr": "x"}, "no edges have weights called 'x'"),
-        ({"inference": FullInference("layers")}, r"FullInference\(folder='layers'\) does not go with a partitioned"),
+        ({"inference": FullInference("layers")}, r"FullInference\(folder='layers'\) does not work with a partitioned"),
     ],
 )
 def test_options_that_cannot_work_are_refused(original, options, said):
@@ -227,7 +227,7 @@ def test_the_command(tmp_path, capsys):
     out = tmp_path / "parts"
     assert command.main([*arguments, f"out={out}"]) == 0
     said = capsys.readouterr().out
-    for line in ("nodes per part: ", "of the edges go from one part to another"):
+    for line in ("nodes per part: ", "of the edges connect different parts"):
         assert line in said
     assert Partition(out).parts == 3
     for wrong, told in (

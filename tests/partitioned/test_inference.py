@@ -208,7 +208,7 @@ def test_types_and_their_links_on_one_rank(tmp_path, name):
 def test_any_types_in_any_parts(name, seed, users, items, tags, num_edges, parts, most):
     data = typed(seed, users, items, tags, num_edges)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_gnn.partitioned.inference._MOST_EDGES", most)
+        patch.setattr("lightning_gnn.partitioned.inference._MAX_BLOCK_EDGES", most)
         partition(data, f"{folder}/parts", parts, seed)
         for target in ("user", "item"):
             nodes = torch.arange(data[target].num_nodes).flip(0)
@@ -296,8 +296,11 @@ def one_rank():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: GCN(**SIZES, jk="cat"), r"goes layer by layer, which GCN does not: use GCN, .* jk=None or 'last'"),
-        (lambda: GCN(**SIZES, norm="GraphNorm"), "GraphNorm averages over all nodes, of which no rank has the outputs"),
+        (
+            lambda: GCN(**SIZES, jk="cat"),
+            r"runs layer by layer, which GCN does not support: use GCN, .* or 'last'",
+        ),
+        (lambda: GCN(**SIZES, norm="GraphNorm"), "GraphNorm averages over all nodes, but no rank has all outputs"),
     ],
     ids=["jk", "norm"],
 )
@@ -320,14 +323,14 @@ class Own(HeteroGraphSAGE):
 
 REFUSED = [
     (lambda data: (to_hetero(PyGGraphSAGE((-1, -1), 8, 2, 5), (["user", "item"], [RATES, RATED])), None),
-     r"goes layer by layer, which GraphModule does not: use HeteroGraphSAGE, RGCN"),
+     r"runs layer by layer, which GraphModule does not support: use HeteroGraphSAGE, RGCN"),
     (lambda data: (Own(data.metadata(), WIDTHS, 8, 2, 5), None), "which Own does not"),
     (lambda data: (HGT((data.node_types, [*TYPES, ("item", "near", "shop")]), WIDTHS, 8, 2, 5), None),
      r"no edges of \('item', 'near', 'shop'\), which the model reads"),
     (lambda data: (model_of("sage", data), TypeEmbeddings({"tag": 4}, 3)),
      "nodes of 'tag' have features x and embeddings; leave one of them out"),
     (lambda data: (model_of("sage", without_features(data)), TypeEmbeddings({"tag": 5}, 3)),
-     "there are 4 nodes of 'tag', but embeddings of 5"),
+     "the graph has 4 nodes of 'tag', but embeddings of 5"),
     (lambda data: (model_of("sage", without_features(data)), None),
      "nodes of 'tag' have no features x: give some, or embeddings"),
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from lightning_gnn.nn import GraphSAGE, LinkPredictor
 from lightning_gnn.partitioned import partition_graph
 from lightning_gnn.partitioned.exchange import RankRPC
 from lightning_gnn.partitioned.folder import Partition
-from lightning_gnn.partitioned.inference import Published
+from lightning_gnn.partitioned.inference import PublishedRows
 from lightning_gnn.partitioned.shard import Shard
 from tests.full_graph.launch import observe
 from tests.partitioned.test_training import module_of, trainer_of
@@ -53,14 +53,14 @@ class _At(pl.Callback):
 
 STAGES = {
     "reading its part": lambda: before(Partition, "open"),
-    "counting what to keep": lambda: before(RankRPC, "ask"),
+    "counting what to keep": lambda: before(RankRPC, "call"),
     "answering a question about lists": lambda: before(Shard, "picks", 40),
-    "asking in the middle of a mini-batch": lambda: before(RankRPC, "ask", 12),
+    "asking in the middle of a mini-batch": lambda: before(RankRPC, "call", 12),
     "answering a question about rows": lambda: before(Shard, "node_rows", 12),
     "a training step": lambda: _At("on_before_optimizer_step"),
     "a validation": lambda: _At("on_validation_batch_start"),
     "the end of an epoch": lambda: _At("on_train_epoch_end"),
-    "answering with the outputs of a layer": lambda: before(Published, "published", 5),
+    "answering with the outputs of a layer": lambda: before(PublishedRows, "read", 5),
 }
 KINDS = {
     "nodes": (PartitionedDataModule, {"cache": 500}, "ddp"),

@@ -40,10 +40,10 @@ OTHER = EpochThroughput(10.0, model_s=2.0, wait_s=1.0, sampling_s=2.0, features_
     ("epoch", "trainer", "text"),
     [
         (WAITING, run(0), "Largest part: Waiting, 80% of an epoch; datamodule.num_workers=1 would"),
-        (WAITING, run(1), "datamodule.num_workers=2 would share out what takes longest there, sampling"),
-        (WAITING, run(4), "smaller datamodule.num_neighbors would cut"),
-        (WAITING, run(known=False), "what SimpleNamespace waits for is not known here"),
-        (MODEL, run(known=False), "Largest part: Model, 90% of an epoch; trainer.precision=bf16-mixed may cut it"),
+        (WAITING, run(1), "datamodule.num_workers=2 would parallelize the slowest stage, sampling"),
+        (WAITING, run(4), "smaller datamodule.num_neighbors would reduce"),
+        (WAITING, run(known=False), "SimpleNamespace does not report its stages"),
+        (MODEL, run(known=False), "Largest part: Model, 90% of an epoch; trainer.precision=bf16-mixed may reduce it"),
         (OTHER, run(), "Largest part: Other, 70% of an epoch; larger mini-batches have fewer steps"),
     ],
 )

@@ -16,7 +16,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_measured_once_for_each_number_of_threads(monkeypatch, cache):
-    monkeypatch.setattr(limits, "_BYTES", 1 << 22)
+    monkeypatch.setattr(limits, "_ARRAY_BYTES", 1 << 22)
     before = torch.get_num_threads()
     found = machine_limits(1)
     assert torch.get_num_threads() == before

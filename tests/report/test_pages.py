@@ -134,7 +134,7 @@ def test_lgnn_runs(ran, monkeypatch, capsys):
     assert "There are no runs in outputs or multirun" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         runs_command.main(["nowhere"])
-    assert "nowhere is no folder" in capsys.readouterr().err
+    assert "nowhere is not a folder" in capsys.readouterr().err
 
 
 def test_lgnn_report(ran, tmp_path, monkeypatch, capsys):

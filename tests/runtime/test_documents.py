@@ -37,8 +37,8 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
     import os
 
     os.mkfifo(tmp_path / "pipe")
-    refuses(ValueError, "pipe is no regular file", read_text, tmp_path / "pipe")
-    refuses(ValueError, "no regular file", CollectivePlan.load, tmp_path)
+    refuses(ValueError, "pipe is not a regular file", read_text, tmp_path / "pipe")
+    refuses(ValueError, "not a regular file", CollectivePlan.load, tmp_path)
     (tmp_path / "large").write_bytes(bytes(LARGEST + 1))
     refuses(ValueError, r"large has 131073 bytes, but such a file has at most 131072", read_text, tmp_path / "large")
     (tmp_path / "latin").write_bytes(b"m\xf6de: cpu")

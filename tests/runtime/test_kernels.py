@@ -65,7 +65,7 @@ def test_without_any_folder_each_process_compiles_for_itself_and_says_so(tmp_pat
     out, said = gathered(environment, on_a_screen=True)
     assert out == "19900.0"
     assert "compiling kernels…" in said
-    assert said.count("cannot be kept") == 1
+    assert said.count("cannot be cached") == 1
     assert f"neither {package} nor the user's cache folder can be written to" in said
     assert "set NUMBA_CACHE_DIR" in said
     assert not list((tmp_path / "temporary").iterdir())

@@ -23,8 +23,8 @@ def limited(request, monkeypatch, tmp_path):
     root = tmp_path if version == 2 else tmp_path / "memory"
     own = tmp_path / "own"
     own.write_text("3:cpu:/x\n0::/job/step\n" if version == 2 else "4:memory:/job/step\n0::/\n")
-    monkeypatch.setattr(memory_info, "_GROUPS", tmp_path)
-    monkeypatch.setattr(memory_info, "_OWN_GROUPS", own)
+    monkeypatch.setattr(memory_info, "_CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(memory_info, "_PROCESS_CGROUPS", own)
     memory = type("Memory", (), {"total": 64 * GB, "available": 32 * GB})()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
 

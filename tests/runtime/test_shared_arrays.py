@@ -213,8 +213,8 @@ def test_a_rank_that_holds_something_else_keeps_it_and_is_named_once():
     assert second == {"x": False, "y": True, "z": True, "more": False}
     assert third == {"x": True, "y": False, "z": True}
     assert len(said) == 2
-    assert "x of rank 1 is not that of rank 0" in said[0]
-    assert "y of rank 2 is not that of rank 0" in said[1]
+    assert "x of rank 1 differs from that of rank 0" in said[0]
+    assert "y of rank 2 differs from that of rank 0" in said[1]
 
 
 # -- what can fail
@@ -231,8 +231,8 @@ WHOLE = (1 << 23) + (1 << 22)
 NO_FILE = (os, "memfd_create", PermissionError(errno.EPERM, "memfd_create is not allowed"))
 READ_ONLY = (tempfile, "TemporaryFile", OSError(errno.EROFS, "Read-only file system"))
 FULL = (shared_arrays, "_bytes", OSError(errno.ENOSPC, "No space left on device"))
-NO_MAPPING = (shared_arrays, "_mapped", RuntimeError("unable to mmap 8388608 bytes: Cannot allocate memory"))
-NO_LIST = (shared_arrays, "_mapped_files", PermissionError(errno.EACCES, "/proc/self/maps cannot be read"))
+NO_MAPPING = (shared_arrays, "_map_file", RuntimeError("unable to mmap 8388608 bytes: Cannot allocate memory"))
+NO_LIST = (shared_arrays, "_mapped_regions", PermissionError(errno.EACCES, "/proc/self/maps cannot be read"))
 FAULTS = {
     "no file in memory": ([NO_FILE], 0, WHOLE, []),
     "no room": ([FULL], 0, 0, ["x: .*No space", "y: .*No space"]),

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_gnn.cli.commands import cache as cache_command
 from lightning_gnn.runtime import manifest, store
-from lightning_gnn.runtime.store import cache_root, keep, kept, locked
+from lightning_gnn.runtime.store import cache_root, get_or_create, keep, locked
 from tests.patience import PATIENCE
 from tests.refusals import refuses
 
@@ -33,7 +33,7 @@ class Thing:
         self.made = self.read = 0
 
     def get(self, key=KEY):
-        return kept("graphs", key, self._make, self._read, title="a thing", sources=self.sources)
+        return get_or_create("graphs", key, self._make, self._read, title="a thing", sources=self.sources)
 
     def _make(self, folder):
         self.made += 1
@@ -100,10 +100,10 @@ NAME = "manifest.json is missing"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda entry: (entry / "text").write_text("CONTENT"), "text holds something else than when it was written"),
+        (lambda entry: (entry / "text").write_text("CONTENT"), "text has changed since it was written"),
         (lambda entry: (entry / "text").unlink(), "text is missing"),
         (lambda entry: (entry / "new").write_text(""), "new does not belong there"),
-        (lambda entry: (entry / manifest.NAME).write_text("{}"), f"{NAME} or cannot be used"),
+        (lambda entry: (entry / manifest.NAME).write_text("{}"), f"{NAME} or damaged"),
         (lambda entry: (entry.rename(entry.parent / "x"), entry.write_text("a file")), NAME),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_user_error_while_making_is_raised_and_leaves_nothing(root):
         (folder / "half").write_text("x")
         raise ValueError("edge_index holds node 7")
 
-    refuses(ValueError, "holds node 7", kept, "graphs", KEY, fail, lambda folder: 1, title="a thing")
+    refuses(ValueError, "holds node 7", get_or_create, "graphs", KEY, fail, lambda folder: 1, title="a thing")
     assert list((root / "graphs").iterdir()) == []
 
 
@@ -163,7 +163,7 @@ def test_a_full_disk_means_no_cache_and_one_warning(root, number):
         raise OSError(number, os.strerror(number), str(folder))
 
     thing._make = full
-    with pytest.warns(UserWarning, match=r"a thing: cannot be kept in .*; it is made again each time") as said:
+    with pytest.warns(UserWarning, match=r"a thing: cannot be cached in .*; it is made again each time") as said:
         assert [thing.get() for _ in range(3)] == [None] * 3
     assert len(said) == 1
     assert list((root / "graphs").iterdir()) == []
@@ -177,7 +177,7 @@ def test_a_read_only_store_is_read_and_not_written(root, monkeypatch):
         folder.chmod(0o500)
     try:
         assert thing.get() == "content"
-        with pytest.warns(UserWarning, match=r"a thing: cannot be kept in .*it is read-only"):
+        with pytest.warns(UserWarning, match=r"a thing: cannot be cached in .*it is read-only"):
             assert thing.get(OTHER) is None
         assert thing.made == 1
     finally:
@@ -202,7 +202,7 @@ def test_a_folder_that_others_own_or_may_write_to_is_not_used(root, tmp_path, mo
         os.chown(root, 12345, -1)
     elif isinstance(mode, str):
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    said = r"cached files are not kept in .*root, which others own or may write to"
+    said = r"files are not cached in .*root, which others own or may write to"
     with pytest.warns(UserWarning, match=said) as caught:
         found = [cache_root(), Thing().get(), Thing().get()]
     assert found[0] != root
@@ -230,7 +230,7 @@ def writer(ready, dies):
             os._exit(9)
         time.sleep(300)
 
-    kept("graphs", KEY, make, lambda folder: 1, title="a thing")
+    get_or_create("graphs", KEY, make, lambda folder: 1, title="a thing")
 
 
 def test_what_dead_writers_left_is_removed_and_what_living_ones_write_stays(root):

@@ -136,11 +136,11 @@ MISTAKES = {
     ],
     (FullGraphDataModule,): [
         ({"compres": True}, TypeError, "unknown option compres; did you mean compress"),
-        ({"num_chunks": 3}, TypeError, "datamodule.num_chunks was removed: a graph is kept as plain rows"),
+        ({"num_chunks": 3}, TypeError, "datamodule.num_chunks was removed: a graph is stored as plain rows"),
         ({"batch_size": 3}, TypeError, "unknown option batch_size: the whole graph is the only batch"),
         ({"input_train_nodes": [1]}, TypeError, "data's masks define the splits"),
         ({"compress": "no"}, ValueError, "compress must be True or False, but is 'no'"),
-        ({"cache_dir": "here"}, TypeError, "datamodule.cache_dir was removed: .* nothing is kept"),
+        ({"cache_dir": "here"}, TypeError, "datamodule.cache_dir was removed: .* not cached"),
     ],
     (PersistentSamplerDataModule,): [
         ({"mode": "foo"}, ValueError, "mode='foo' is unknown; use one of fused, persistent"),

@@ -473,7 +473,7 @@ def test_what_cannot_work_is_refused(folder, tmp_path):
     ):
         with pytest.raises(ValueError, match=said):
             datamodule(data, **options).train_dataloader()
-    with pytest.raises(ValueError, match="verify_store=True was removed: files of features have no checksums"):
+    with pytest.raises(ValueError, match="verify_store=True was removed: feature files have no checksums"):
         datamodule(data, memory=MEMORY, verify_store=True)
     in_memory = load_folder(folder, mmap=False)
     with pytest.raises(ValueError, match=r"data\.x is not mapped from a file"):

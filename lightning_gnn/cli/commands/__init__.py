@@ -1,1 +1,1 @@
-"""The commands of ``lgnn``, one file for each; ``train`` is the one without a name."""
+"""The commands of ``lgnn``, one module each; ``train`` is plain ``lgnn``."""

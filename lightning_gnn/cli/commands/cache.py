@@ -1,4 +1,4 @@
-"""``lgnn cache``: what is kept on this machine, and how to be rid of it."""
+"""``lgnn cache``: list or clear the files cached on this machine."""
 
 import argparse
 import time
@@ -14,11 +14,11 @@ from lightning_gnn.runtime.store import KINDS, cache_root, discard, entries, is_
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """List or clear; returns 1 where something could not be removed."""
+    """List or clear the cache; return 1 if an entry could not be removed."""
     parser = argparse.ArgumentParser(
         "lgnn cache",
-        description="What is kept in LIGHTNING_GNN_CACHE, by default the user's cache folder. All of it can be made "
-        "again: damaged files are noticed when they are read, and then made again.",
+        description="List or clear the files cached in LIGHTNING_GNN_CACHE, by default the user's cache folder. All of "
+        "them can be made again: damaged files are detected when they are read, and then made again.",
         epilog="kinds: " + "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items()),
     )
     parser.add_argument(
@@ -27,11 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         const="all",
         choices=["all", *KINDS],
         metavar="KIND",
-        help="remove everything, or one kind, without asking; what a running process uses is left alone",
+        help="remove everything, or one kind, without asking; entries in use by a running process stay",
     )
     chosen = parser.parse_args(arguments)
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    # Remove the temporary files that interrupted runs have left, before anything is listed or cleared.
+    # Remove the temporary files of interrupted runs before anything is listed or cleared.
     root = cache_root()
     if root is None:
         return 1
@@ -47,43 +47,43 @@ def _list(root: Path, console: Console) -> int:
     total = 0
     for kind in KINDS:
         for path in entries(root, kind):
-            total += (size := _size(path))
-            title, made = _about(path)
-            table.add_row(kind, title, shown(size), time.strftime("%Y-%m-%d %H:%M", time.localtime(made)))
+            total += (size := _bytes_on_disk(path))
+            title, created = _read_title(path)
+            table.add_row(kind, title, shown(size), time.strftime("%Y-%m-%d %H:%M", time.localtime(created)))
     if table.row_count:
         console.print(table)
-    console.print(f"{_entries(table.row_count)}, {shown(total)} in {root}")
+    console.print(f"{_format_count(table.row_count)}, {shown(total)} in {root}")
     return 0
 
 
 def _clear(root: Path, kinds: Sequence[str], console: Console) -> int:
     failed = False
     for kind in kinds:
-        gone, size = 0, 0
+        num_removed, size = 0, 0
         for path in entries(root, kind):
             if is_held(root, kind, path.name):
                 console.print(f"{kind}: {path} is in use and stays")
                 continue
-            taken = _size(path)
+            entry_size = _bytes_on_disk(path)
             discard(path)
             if path.exists():
                 console.print(f"{path} cannot be removed", style="red")
                 failed = True
             else:
-                gone, size = gone + 1, size + taken
-        if gone:
-            console.print(f"{kind}: {_entries(gone)} removed, {shown(size)}")
+                num_removed, size = num_removed + 1, size + entry_size
+        if num_removed:
+            console.print(f"{kind}: {_format_count(num_removed)} removed, {shown(size)}")
     if not failed and not any(entries(root, kind) for kind in kinds):
-        console.print(f"{root} holds nothing of {', '.join(kinds)} any more")
+        console.print(f"{root} has no entries left of {', '.join(kinds)}")
     return int(failed)
 
 
-def _entries(count: int) -> str:
+def _format_count(count: int) -> str:
     return f"{count} {'entry' if count == 1 else 'entries'}"
 
 
-def _about(path: Path) -> tuple[str, float]:
-    """Return what an entry is for, and when it was made."""
+def _read_title(path: Path) -> tuple[str, float]:
+    """Return the title of an entry, and its time of creation."""
     try:
         manifest = load(path)
         return manifest["title"], manifest["made"]
@@ -91,7 +91,6 @@ def _about(path: Path) -> tuple[str, float]:
         return "unknown: damaged, or of another release", path.lstat().st_mtime
 
 
-def _size(path: Path) -> int:
-    """Return the bytes on the disk."""
-    found = [path, *path.rglob("*")] if path.is_dir() else [path]
-    return sum(file.lstat().st_size for file in found if not file.is_dir())
+def _bytes_on_disk(path: Path) -> int:
+    paths = [path, *path.rglob("*")] if path.is_dir() else [path]
+    return sum(file.lstat().st_size for file in paths if not file.is_dir())

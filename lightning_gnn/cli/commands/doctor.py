@@ -1,4 +1,4 @@
-"""``lgnn doctor``: what of the optional hardware and software is present, what is missing, and how to get it."""
+"""``lgnn doctor``: report which optional hardware and software is present, and how to get the rest."""
 
 import argparse
 import importlib.util
@@ -27,17 +27,17 @@ _MARKS = {"present": ("yes", "green"), "missing": ("no", "yellow"), "broken": ("
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for."""
+    """State of one device, package or tool."""
 
-    name: str  # what it is called
-    state: State  # whether it is there and works, as far as can be seen without using it
-    detail: str  # version and place, or what is wrong
-    needed_for: str  # what does not work without it
-    advice: str = ""  # how to get it; empty where it is present
+    name: str
+    state: State  # "present" means that it was found, and loads where that can be tried; not that it was used
+    detail: str  # version and location, or the problem
+    needed_for: str  # the feature that does not work without it
+    advice: str = ""  # how to get it; empty if present
 
 
 def examine() -> list[Finding]:
-    """Look for everything, importing nothing that could fail on import."""
+    """Check all devices, packages and tools without importing a module that could fail on import."""
     return [
         Finding("torch", "present", torch.__version__, "everything"),
         _package("pytorch-lightning", "pytorch-lightning", "everything", "pip install pytorch-lightning"),
@@ -61,13 +61,13 @@ def examine() -> list[Finding]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the findings as a table; returns 1 where something that every use needs is missing."""
-    parser = argparse.ArgumentParser("lgnn doctor", description="What is present and what is missing on this machine.")
+    """Print the findings as a table; return 1 if a required package is missing."""
+    parser = argparse.ArgumentParser("lgnn doctor", description="Show what is present and missing on this machine.")
     parser.add_argument(
         "--kernels",
         action="store_true",
-        help="compile the Ascend C kernels, compare them with torch on the NPU, or simulated where there is none, and "
-        "print a report that fits an issue",
+        help="compile the Ascend C kernels, compare them with torch on the NPU, or simulated without an NPU, and print "
+        "a report for an issue",
     )
     if parser.parse_args(arguments).kernels:
         return _check_kernels()
@@ -77,15 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_kernels() -> int:
-    """Print how far the kernels are from torch's own operators; returns 1 where one is wrong, or none can run."""
+    """Compare the kernels with torch's operators; return 1 if one is wrong, or if they cannot run."""
     try:
-        device, backend = kernel_check.place()
+        device, backend = kernel_check.select_device()
         checks = kernel_check.check_kernels(device, backend)
     except binding.BindingError as error:
         print(error)
         return 1
     print("\n".join(kernel_check.report(device, checks)))
-    return int(not all(check.right for check in checks))
+    return int(not all(check.is_right for check in checks))
 
 
 def _print(findings: Sequence[Finding]) -> None:
@@ -108,15 +108,15 @@ def _print(findings: Sequence[Finding]) -> None:
 
 
 def _layers() -> Table:
-    """Return which layers run as one operator on mini-batches; why one of a model does not, its run says."""
+    """Return a table of the layers that run as one fused operator on mini-batches."""
     from lightning_gnn.nn.conv.fused import FUSED_ON
     from lightning_gnn.nn.conv.table import OURS
     from lightning_gnn.nn.hetero.attention import TransformerConv
     from lightning_gnn.nn.hetero.layers import RelationalConv
 
     table = Table("layer or model of lightning_gnn.nn", f"in one operator on mini-batches on: {', '.join(FUSED_ON)}")
-    for kind in OURS:
-        table.add_row(kind.__name__, kind.fused.what)
+    for layer in OURS:
+        table.add_row(layer.__name__, layer.fused.what)
     table.add_row("HeteroGraphSAGE, RGCN", RelationalConv.fused.what)
     table.add_row("RGAT, HGT", TransformerConv.fused.what)
     table.add_row("all others", "nothing: PyG's own operators run")
@@ -150,7 +150,7 @@ def _pyg_lib() -> Finding:
     finding = _package("pyg-lib", "pyg-lib", needed, advice)
     if finding.state != "present":
         return finding
-    if (reason := _problem_of_import("pyg_lib")) is None:
+    if (reason := _try_import("pyg_lib")) is None:
         return finding
     return Finding("pyg-lib", "broken", reason, needed, "install the wheel that was built for this version of torch")
 
@@ -162,9 +162,9 @@ def _cann() -> Finding:
     if not home:
         return Finding("CANN", "missing", "ASCEND_HOME_PATH is not set", needed, advice)
     if not Path(home).is_dir():
-        return Finding("CANN", "broken", f"ASCEND_HOME_PATH={home} is no folder", needed, advice)
-    found = next((path for path in sorted(Path(home).glob("*-linux/ascend_toolkit_install.info"))), None)
-    match = re.search(r"^version=(.+)$", found.read_text(), re.MULTILINE) if found else None
+        return Finding("CANN", "broken", f"ASCEND_HOME_PATH={home} is not a folder", needed, advice)
+    info = next((path for path in sorted(Path(home).glob("*-linux/ascend_toolkit_install.info"))), None)
+    match = re.search(r"^version=(.+)$", info.read_text(), re.MULTILINE) if info else None
     return Finding("CANN", "present", f"{match[1] if match else 'version unknown'} at {home}", needed)
 
 
@@ -173,13 +173,13 @@ def _torch_npu() -> Finding:
     if importlib.util.find_spec("torch_npu") is None:
         advice = "after CANN: pip install torch-npu, in the version of torch"
         return Finding("torch_npu", "missing", "not installed", needed, advice)
-    if (reason := _problem_of_import("torch_npu")) is None:
+    if (reason := _try_import("torch_npu")) is None:
         return Finding("torch_npu", "present", version_of("torch-npu") or "version unknown", needed)
-    return Finding("torch_npu", "broken", reason, needed, "it needs a CANN of its own version, with set_env.sh sourced")
+    return Finding("torch_npu", "broken", reason, needed, "it needs the matching CANN version, with set_env.sh sourced")
 
 
-def _problem_of_import(module: str) -> str | None:
-    """Import in a process of its own, which a build for another torch, or a missing CANN, can bring down."""
+def _try_import(module: str) -> str | None:
+    """Import a module in a subprocess, since it may crash; return the error or None."""
     done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=120)
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["the import failed"])[-1]
 
@@ -188,7 +188,7 @@ def _npu() -> Finding:
     needed = "accelerator=npu"
     devices = sorted(Path("/dev").glob("davinci[0-9]*"))
     if devices:
-        return Finding("Ascend NPU", "present", f"{len(devices)} of them", needed)
+        return Finding("Ascend NPU", "present", f"{len(devices)} devices", needed)
     advice = "on a machine with an NPU, install Huawei's driver and firmware; in a container, pass the devices through"
     return Finding("Ascend NPU", "missing", "no /dev/davinci*", needed, advice)
 
@@ -196,10 +196,10 @@ def _npu() -> Finding:
 def _kernels() -> Finding:
     needed = "accelerator=npu at full speed"
     if not (problems := binding.missing()):
-        detail = "can be built; `lgnn doctor --kernels` does, and compares them with torch"
+        detail = "can be built; `lgnn doctor --kernels` builds them and compares them with torch"
         return Finding("Ascend C kernels", "present", detail, needed)
     names = [problem.split(" (")[0].replace(" or newer", "") for problem in problems]
-    return Finding("Ascend C kernels", "missing", f"lack {', '.join(names)}", needed, f"get {'; '.join(problems)}")
+    return Finding("Ascend C kernels", "missing", f"need {', '.join(names)}", needed, f"get {'; '.join(problems)}")
 
 
 def _compiler(name: str, needed: str, advice: str) -> Finding:

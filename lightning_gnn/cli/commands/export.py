@@ -1,4 +1,4 @@
-"""``lgnn export``: a trained model as a program that runs without this package."""
+"""``lgnn export``: export a trained model to a program that runs without this package."""
 
 import argparse
 import tempfile
@@ -15,49 +15,49 @@ from rich.console import Console
 from torch_geometric.data import HeteroData
 
 from lightning_gnn.cli.assemble import build_data, build_task, check_config
-from lightning_gnn.cli.command_line import UserError, explained
+from lightning_gnn.cli.command_line import UserError, raise_user_errors
 from lightning_gnn.cli.saved_run import rebuild
 from lightning_gnn.nn.export import check_onnx, export_onnx, export_program
 from lightning_gnn.report.console import be_quiet, say
 
-_ENDINGS = {"torch": ".pt2", "onnx": ".onnx"}
-_NUM_NODES, _NUM_EDGES = 100, 400  # of the graph on which a program is held against its model
+_SUFFIXES = {"torch": ".pt2", "onnx": ".onnx"}
+_NUM_NODES, _NUM_EDGES = 100, 400  # size of the random graph on which the program is compared with its model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the program; returns 2 where there is no model that can be one."""
+    """Export a model; return 2 for wrong settings or a model that cannot be exported."""
     parser = argparse.ArgumentParser(
         "lgnn export",
-        description="Write a trained model as a program of plain operators, for graphs of any size: torch.export's, "
-        "which torch alone runs, or ONNX. It takes x [num_nodes, F] and edge_index [2, num_edges].",
+        description="Export a trained model to a program of plain operators, for graphs of any size: torch.export, "
+        "which needs only torch, or ONNX. Its inputs are x [num_nodes, F] and edge_index [2, num_edges].",
     )
-    parser.add_argument("overrides", nargs="+", help="ckpt_path=PATH, whose run is rebuilt, and what is to differ")
-    parser.add_argument("--format", choices=[*_ENDINGS], default="torch", help="(default: %(default)s)")
+    parser.add_argument("overrides", nargs="+", help="ckpt_path=PATH, and overrides of the configuration saved in it")
+    parser.add_argument("--format", choices=[*_SUFFIXES], default="torch", help="(default: %(default)s)")
     parser.add_argument("--to", type=Path, metavar="FILE", help="(default: model.pt2 or model.onnx)")
     parser.add_argument(
-        "--seeds", type=int, metavar="N", help="return the rows of the first N nodes alone (default: of all)"
+        "--seeds", type=int, metavar="N", help="return only the rows of the first N nodes (default: all rows)"
     )
     chosen = parser.parse_args(arguments)
-    path: Path = chosen.to or Path(f"model{_ENDINGS[chosen.format]}")
+    path: Path = chosen.to or Path(f"model{_SUFFIXES[chosen.format]}")
     # Compose the configuration saved with the checkpoint, in an output folder that is removed afterwards.
     try:
         with (
             initialize_config_module("lightning_gnn.conf", version_base="1.3"),
             tempfile.TemporaryDirectory() as folder,
-            explained(),
+            raise_user_errors(),
         ):
             rebuilt = rebuild("train", OverridesParser.create().parse_overrides(chosen.overrides))
             typed = [*chosen.overrides, *rebuilt.deletions, "mode=predict", f"output_dir={folder}"]
-            said = write(compose(rebuilt.config_name, overrides=typed), path, chosen.format, chosen.seeds)
+            summary = write(compose(rebuilt.config_name, overrides=typed), path, chosen.format, chosen.seeds)
     except (HydraException, UserError) as error:
         say(f"error: {error}", "red")
         return 2
-    Console(highlight=False, markup=False, soft_wrap=True).print(said)
+    Console(highlight=False, markup=False, soft_wrap=True).print(summary)
     return 0
 
 
 def write(cfg: DictConfig, path: Path, form: str, num_seeds: int | None) -> str:
-    """Write the model of ``ckpt_path``, and return what to say of it."""
+    """Export the model of ``ckpt_path`` to a file; return a one-line summary."""
     # Check the configuration, and build the run of the checkpoint.
     be_quiet()
     if form == "onnx":
@@ -65,15 +65,15 @@ def write(cfg: DictConfig, path: Path, form: str, num_seeds: int | None) -> str:
     check_config(cfg)
     data = build_data(cfg)
     if isinstance(data, HeteroData):
-        raise ValueError("lgnn export writes models of graphs without types; serve those of others as examples/ do")
+        raise ValueError("lgnn export writes models of homogeneous graphs; serve heterogeneous ones as examples/ do")
     _, module = build_task(cfg, data)
     # Load the weights without executing pickled code.
     checkpoint = torch.load(to_absolute_path(cfg.ckpt_path), map_location="cpu", weights_only=True)
     module.load_state_dict(checkpoint["state_dict"])
     if not isinstance(network := getattr(module, "model", None), torch.nn.Module):
         name = type(module).__name__
-        raise ValueError(f"{name} has no network as its attribute model; export it by lightning_gnn.nn.export_program")
-    # Export the network, as the format demands.
+        raise ValueError(f"{name}.model is not a torch.nn.Module; export it by lightning_gnn.nn.export_program")
+    # Export the network in the requested format.
     num_features = data.num_features
     program = export_program(network, num_features, num_seeds)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``lgnn init``: a small project that runs, to begin one's own with."""
+"""``lgnn init``: create a small working project to start from."""
 
 import argparse
 import shutil
@@ -10,7 +10,7 @@ _TEMPLATE = Path(__file__).parents[1] / "project"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the project; returns 2 where there is something already, or nothing can be written."""
+    """Create the project; return 2 if the folder is not empty or cannot be written."""
     parser = argparse.ArgumentParser(
         "lgnn init",
         description="Write a small project: train.py with a LightningModule of your own, conf/config.yaml, a notebook. "
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(parser.parse_args(arguments).folder)
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise FileExistsError("there is something already; give a new folder")
+            raise FileExistsError("exists already; give a new or an empty folder")
         shutil.copytree(_TEMPLATE, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     except OSError as error:
         print(f"error: {folder}: {error}", file=sys.stderr)

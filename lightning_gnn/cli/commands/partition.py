@@ -1,4 +1,4 @@
-"""``lgnn partition``: cut a graph into parts, one for each machine."""
+"""``lgnn partition``: partition a graph into one part per machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import EdgeType
 
 from lightning_gnn.cli.assemble import build_data, link_type, split_in_time
-from lightning_gnn.cli.command_line import UserError, explained
-from lightning_gnn.cli.settings import gigabytes_in, parsed, print_with_time, typed_settings
+from lightning_gnn.cli.command_line import UserError, raise_user_errors
+from lightning_gnn.cli.settings import gigabytes_in, parse_settings, print_with_time, read_settings
 from lightning_gnn.cli.splits import split_links
 from lightning_gnn.partitioned.partition import Summary, partition_graph
 from lightning_gnn.report.console import say
@@ -20,14 +20,14 @@ from lightning_gnn.report.console import say
 Graph: TypeAlias = Data | HeteroData
 _SETTINGS = """settings:
   data=NAME, data.KEY=VALUE  the graph, as for a run: data=custom data.root=FOLDER
-  task=link, task.split.…    choose edges, as a run of this task (or of task=recommend) would, and keep them for
+  task=link, task.split.…    split edges as a run of this task (or of task=recommend) would, and save the splits for
                              datamodule=partitioned_link
-  parts=8                    how many parts
+  parts=8                    number of parts
   out=FOLDER                 the folder to make: one folder per part, and a small one that all machines need
-  method=metis               metis (fewest edges between parts; in memory), ldg (a stream, for any size) or random
-  seed=0                     of what is random
-  check_features=true        look for NaN and infinity first
-Copy common/ and its own part-…/ to each machine, or all to a file system that they share. Train on it with
+  method=metis               metis (fewest edges between parts; in memory), ldg (streaming, for any size) or random
+  seed=0                     random seed
+  check_features=true        check the features for NaN and infinity first
+Copy common/ and its own part-…/ to each machine, or everything to a shared file system. Train on it with
 PartitionedDataModule(FOLDER, …), or lgnn datamodule=partitioned datamodule.root=FOLDER"""
 
 
@@ -41,23 +41,23 @@ class _Settings:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Partition; returns 2 where something about the graph or the settings is wrong."""
-    description = "Cut a graph into parts that are even in nodes, edges and training seeds."
-    settings = typed_settings(arguments, "lgnn partition", description, _SETTINGS)
+    """Partition a graph; return 2 for a wrong graph or settings."""
+    description = "Partition a graph into parts balanced in nodes, edges and training seeds."
+    settings = read_settings(arguments, "lgnn partition", description, _SETTINGS)
     try:
-        with explained():
+        with raise_user_errors():
             of_run = [item for item in settings if item.lstrip("+").partition("=")[0].split(".")[0] in ("data", "task")]
-            chosen = parsed(_Settings, [item for item in settings if item not in of_run], "lgnn partition")
+            chosen = parse_settings(_Settings, [item for item in settings if item not in of_run], "lgnn partition")
             with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
                 cfg = compose("train", overrides=of_run)
-            data, links, kind = build_data(cfg), None, None
+            data, links, edge_type = build_data(cfg), None, None
             if cfg.task.name == "link":
-                data, links, kind = _hidden(data, cfg)
+                data, links, edge_type = _hide_links(data, cfg)
             if cfg.task.name == "recommend":
-                kind, links = _last_in_time(data, cfg)
+                edge_type, links = _select_latest(data, cfg)
             summary = partition_graph(
                 data, chosen.out, chosen.parts, chosen.method, chosen.seed, chosen.check_features, print_with_time(),
-                links, kind,
+                links, edge_type,
             )  # fmt: skip
     except UserError as error:
         say(f"error: {error}", "red")
@@ -67,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _hidden(data: Graph, cfg: DictConfig) -> tuple[Graph, dict[str, Tensor], EdgeType | None]:
-    """Return the graph without the edges that ``task=link`` predicts, these, and their type."""
-    kind = link_type(cfg, data)
-    parts = split_links(data, kind, **cfg.task.split)
-    train, val, test = parts if kind is None else (part[kind] for part in parts)
+def _hide_links(data: Graph, cfg: DictConfig) -> tuple[Graph, dict[str, Tensor], EdgeType | None]:
+    """Return the graph without the edges that ``task=link`` predicts, these edges, and their type."""
+    edge_type = link_type(cfg, data)
+    splits = split_links(data, edge_type, **cfg.task.split)
+    train, val, test = splits if edge_type is None else (split[edge_type] for split in splits)
     links = {
         "train": train.edge_label_index,
         "val": val.edge_label_index, "val_labels": val.edge_label,
@@ -79,16 +79,16 @@ def _hidden(data: Graph, cfg: DictConfig) -> tuple[Graph, dict[str, Tensor], Edg
     }  # fmt: skip
     for key in ("edge_label", "edge_label_index"):
         del train[key]
-    return parts[0], links, kind
+    return splits[0], links, edge_type
 
 
-def _last_in_time(data: Graph, cfg: DictConfig) -> tuple[EdgeType, dict[str, Tensor]]:
-    """Return the type of the edges that ``task=recommend`` predicts, these and their times; they stay in the graph."""
+def _select_latest(data: Graph, cfg: DictConfig) -> tuple[EdgeType, dict[str, Tensor]]:
+    """Return the edge type that ``task=recommend`` predicts, its edges and their times; they stay in the graph."""
     if not isinstance(data, HeteroData):
-        raise ValueError("task=recommend predicts edges of a graph with types and times")
-    kind, splits = split_in_time(cfg, data)
-    edges = {stage: given for stage, (given, _) in splits.items()}
-    return kind, {**edges, **{f"{stage}_time": time for stage, (_, time) in splits.items()}}
+        raise ValueError("task=recommend needs a heterogeneous graph with timestamped edges")
+    edge_type, splits = split_in_time(cfg, data)
+    edges = {stage: seed_edges for stage, (seed_edges, _) in splits.items()}
+    return edge_type, {**edges, **{f"{stage}_time": time for stage, (_, time) in splits.items()}}
 
 
 def _lines(summary: Summary) -> list[str]:
@@ -96,5 +96,5 @@ def _lines(summary: Summary) -> list[str]:
         f"{what:>6} per part: {min(counts):,} to {max(counts):,}"
         for what, counts in (("nodes", summary.nodes), ("edges", summary.edges), ("seeds", summary.seeds))
     ]
-    lines.append(f"{summary.cut:.1%} of the edges go from one part to another")
+    lines.append(f"edge cut: {summary.cut:.1%} of the edges connect different parts")
     return lines

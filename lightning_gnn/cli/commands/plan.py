@@ -1,7 +1,7 @@
-"""``lgnn plan``: how a run would use the machine, without running it to the end.
+"""``lgnn plan``: forecast how a run would use the machine without completing it.
 
-On a CPU the first mini-batches and steps are timed (``plan_cpu.py``), for ``datamodule=collective`` those of a training
-that is thrown away; ``datamodule=persistent`` says what would lie where in a GPU's memory.
+On a CPU it times the first mini-batches and steps (``plan_cpu.py``). For ``datamodule=collective`` it profiles a short
+training run and discards the weights. For ``datamodule=persistent`` it plans the GPU memory.
 """
 
 import signal
@@ -23,9 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities import CombinedLoader
 
 from lightning_gnn.cli.assemble import build, build_data, build_task, check_config
-from lightning_gnn.cli.command_line import explained, start
+from lightning_gnn.cli.command_line import raise_user_errors, start
 from lightning_gnn.cli.commands.plan_cpu import plan_cpu
-from lightning_gnn.cli.commands.plan_machines import MACHINES, checked_options, plan_machines
+from lightning_gnn.cli.commands.plan_machines import MACHINES, check_machine_options, plan_machines
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan
 from lightning_gnn.collective.prefetcher import CollectiveBatching
@@ -41,24 +41,24 @@ from lightning_gnn.report.console import be_quiet, console, describe
 def main() -> None:
     """Run ``lgnn plan ...``; exit codes: 2 for a wrong configuration, 130 for Ctrl-C."""
     del sys.argv[1]
-    start(run, "plan", interrupted="Interrupted; there is no plan.")
+    start(run, "plan", interrupted="Interrupted before the plan was complete.")
 
 
 def run(cfg: DictConfig) -> None:
-    """Plan the run that a composed configuration describes, print the plan and save it."""
+    """Plan the run of a composed configuration; print the plan and save it in ``output_dir``."""
     be_quiet()
-    with explained():
+    with raise_user_errors():
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise ValueError("lgnn plan makes one plan at a time: leave out -m, and call it once for each choice")
-        kind = what_to_plan(cfg)
+            raise ValueError("lgnn plan makes one plan at a time: leave out -m, and run it once per choice")
+        planner = select_planner(cfg)
         if cfg.plan.network is not None:
-            if kind != "cpu":
+            if planner != "cpu":
                 raise ValueError(f"plan.network={cfg.plan.network} is for plain runs on a CPU; leave it out")
-            checked_options(cfg)
-        elif kind == "cpu" and HydraConfig.initialized():
+            check_machine_options(cfg)
+        elif planner == "cpu" and HydraConfig.initialized():
             typed = [item.lstrip("+").partition("=")[0] for item in HydraConfig.get().overrides.task]
-            if idle := [item for item in typed if item in MACHINES]:
-                raise ValueError(f"{idle[0]} counts on several machines: give plan.network=10Gbit/s or what it is, too")
+            if unused := [item for item in typed if item in MACHINES]:
+                raise ValueError(f"{unused[0]} plans several machines: give their network too, plan.network=10Gbit/s")
         check_config(cfg)
         if cfg.torch_threads is not None:
             torch.set_num_threads(cfg.torch_threads)
@@ -67,35 +67,35 @@ def run(cfg: DictConfig) -> None:
         datamodule, module = build_task(cfg, data)
         size = f"{data.num_nodes:,} nodes, {count_edges(data):,} edges"
         console().print(describe(cfg, module), size, sep=" · ", style="bold", highlight=False)
-        if kind == "hybrid":
+        if planner == "hybrid":
             hybrid = forecast(datamodule, module, _trainer(cfg))
             print_forecast(hybrid, console())
             hybrid.save(cfg.output_dir)
-    with explained(only_ours=True), _signals_kept(), warnings.catch_warnings():
+    with raise_user_errors(only_ours=True), _restore_signal_handlers(), warnings.catch_warnings():
         if isinstance(datamodule, MiniBatchDataModule) and (disk := datamodule.plan_disk()) is not None:
             _say(disk)
-        if kind == "cpu":
-            warnings.filterwarnings("ignore", "No GPU for the persistent sampler")  # of each module that is timed
-            found = plan_cpu(cfg, data, datamodule, module, lambda config: partial(_trainer, config), console())
+        if planner == "cpu":
+            warnings.filterwarnings("ignore", "No GPU for the persistent sampler")  # each DataModule would repeat it
+            cpu_forecast = plan_cpu(cfg, data, datamodule, module, lambda config: partial(_trainer, config), console())
             if isinstance(datamodule, PlacedOnGPU):
-                _say("This is the plan without a GPU; datamodule.device_memory=80GB plans the memory of one.")
+                _say("This plan is for a CPU; datamodule.device_memory=80GB plans the memory of a GPU.")
             if cfg.plan.network is not None:
-                plan_machines(cfg, data, found, datamodule, module, console())
-        if kind == "placement":
+                plan_machines(cfg, data, cpu_forecast, datamodule, module, console())
+        if planner == "placement":
             assert isinstance(datamodule, PlacedOnGPU)
             datamodule.prepare_data()
             datamodule.setup("fit")
             placement = datamodule.plan_placement()
             _say(str(placement))
             (_folder(cfg) / "plan.yaml").write_text(yaml.safe_dump(placement.to_dict(), sort_keys=False))
-        if kind == "collective":
+        if planner == "collective":
             assert isinstance(datamodule, CollectiveDataModule)
             plan, device = profile(datamodule, module, partial(_trainer, cfg), cfg.plan.max_batches)
             _say(str(plan))
             if device.type == "cpu":
-                _say("The CPU has played the GPU's part: this shows how the schedule works, not how fast a GPU is.")
+                _say("The CPU simulated the GPU: this shows how the schedule works, not how fast a GPU is.")
             plan.save(_folder(cfg) / "plan.yaml")
-            _say(f"The run takes this plan with datamodule.plan={_folder(cfg) / 'plan.yaml'}")
+            _say(f"Run with this plan by datamodule.plan={_folder(cfg) / 'plan.yaml'}")
     _say(f"files in {cfg.output_dir}")
 
 
@@ -109,8 +109,8 @@ def _folder(cfg: DictConfig) -> Path:
     return folder
 
 
-def what_to_plan(cfg: DictConfig) -> Literal["hybrid", "collective", "placement", "cpu"]:
-    """Return which of the planners a configuration asks for; that of the CPU is for what needs none of the others."""
+def select_planner(cfg: DictConfig) -> Literal["hybrid", "collective", "placement", "cpu"]:
+    """Return the planner for a configuration; ``"cpu"`` plans all runs without a more specific planner."""
     if cfg.mode != "train":
         raise ValueError(f"lgnn plan plans training, not mode={cfg.mode}; leave mode out")
     strategy = OmegaConf.select(cfg, "trainer.strategy")
@@ -120,30 +120,30 @@ def what_to_plan(cfg: DictConfig) -> Literal["hybrid", "collective", "placement"
         raise ValueError("strategy=hyscale and datamodule=collective plan the same cores and bus; choose one of them")
     if hybrid or collective:
         return "hybrid" if hybrid else "collective"
-    given = cfg.datamodule.get("device_memory") is not None
+    has_memory = cfg.datamodule.get("device_memory") is not None
     on_gpu = torch.cuda.is_available() and cfg.trainer.get("accelerator") != "cpu"
-    return "placement" if _is_a(cfg.datamodule, PlacedOnGPU) and (given or on_gpu) else "cpu"
+    return "placement" if _is_a(cfg.datamodule, PlacedOnGPU) and (has_memory or on_gpu) else "cpu"
 
 
-def _is_a(node: object, kind: type) -> bool:
+def _is_a(node: object, cls: type) -> bool:
     target = node.get("_target_") if isinstance(node, DictConfig) else None
-    return isinstance(target, str) and issubclass(get_class(target), kind)
+    return isinstance(target, str) and issubclass(get_class(target), cls)
 
 
 def _trainer(cfg: DictConfig, **more: Any) -> pl.Trainer:
-    """Build the configured Trainer, but one that leaves nothing behind."""
+    """Build the configured Trainer without logger, checkpoints, progress bar and callbacks."""
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     arguments = {**quiet, "callbacks": None, "default_root_dir": cfg.output_dir, **more}
-    kept = OmegaConf.masked_copy(cfg.trainer, [key for key in cfg.trainer if key not in arguments])
-    with explained():
-        trainer: pl.Trainer = build(kept, "trainer", **arguments)
+    configured = OmegaConf.masked_copy(cfg.trainer, [key for key in cfg.trainer if key not in arguments])
+    with raise_user_errors():
+        trainer: pl.Trainer = build(configured, "trainer", **arguments)
     return trainer
 
 
 def profile(
     datamodule: CollectiveDataModule, module: pl.LightningModule, make_trainer: Callable[..., pl.Trainer], most: int
 ) -> tuple[CollectivePlan, torch.device]:
-    """Train on at most ``most`` mini-batches, until there is a plan; return it and the device of the route."""
+    """Train on at most ``most`` mini-batches until the plan is made; return it and the device that trains."""
     if most < 1:
         raise ValueError(f"plan.max_batches must be at least 1, but is {most}")
     options = {"max_epochs": -1, "max_steps": -1, "limit_val_batches": 0, "num_sanity_val_steps": 0}
@@ -157,16 +157,16 @@ def profile(
         trainer.fit(module, datamodule=datamodule)
     except SystemExit:
         if trainer.interrupted:
-            raise KeyboardInterrupt from None  # what Lightning has made a SystemExit of
+            raise KeyboardInterrupt from None  # Lightning turns it into a SystemExit
         raise
     if datamodule.plan is None:
-        raise ValueError("training ended before there was a plan; leave out what ends it, such as trainer.max_time")
+        raise ValueError("training ended before the plan was made; leave out what ends it, such as trainer.max_time")
     return datamodule.plan, trainer.strategy.root_device
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Put the handlers of signals back, in place of which Lightning sets its own."""
+def _restore_signal_handlers() -> Iterator[None]:
+    """Restore the signal handlers on exit: Lightning replaces them."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -176,7 +176,7 @@ def _signals_kept() -> Iterator[None]:
 
 
 class _Profiling(pl.Callback):
-    """Ends training when there is a plan."""
+    """Stops training as soon as the DataModule has made its plan."""
 
     def __init__(self, datamodule: CollectiveDataModule, max_batches: int) -> None:
         self._datamodule = datamodule
@@ -184,12 +184,12 @@ class _Profiling(pl.Callback):
         self._seen = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what needs no plan."""
+        """Raise an error if only the CPU or only the GPU prepares mini-batches, which needs no plan."""
         loader, batching = _loader(trainer)
         if batching.route is None:
             raise ValueError(
                 "there is nothing to plan: without a GPU only CPU threads prepare mini-batches; give trainer=gpu, or "
-                "try it out with datamodule.gpu_route=cpu, which lets the CPU play the GPU's part"
+                "datamodule.gpu_route=cpu to let the CPU simulate the GPU"
             )
         if not loader.num_threads:
             raise ValueError(
@@ -200,7 +200,7 @@ class _Profiling(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Look whether there is a plan by now."""
+        """Stop training once the plan exists; raise an error if it does not after the most mini-batches allowed."""
         self._seen += 1
         if self._datamodule.plan is not None:
             trainer.should_stop = True

@@ -1,4 +1,4 @@
-"""``lgnn plan`` of a run on the CPU: predict its epoch, and try the settings that could shorten it."""
+"""``lgnn plan`` on a CPU: predict the epoch time, and try settings that could shorten it."""
 
 import inspect
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from lightning_gnn.planning.report import Option, print_forecast, save_forecast
 
 MakeTrainer = Callable[..., pl.Trainer]
 _OTHER_RESULT = {
-    "trainer.precision": "rounds to 8 bits: look at the accuracy",
-    "datamodule.num_neighbors": "other mini-batches: look at the accuracy",
+    "trainer.precision": "rounds to 8 bits: check the accuracy",
+    "datamodule.num_neighbors": "other mini-batches: check the accuracy",
 }
-"""What a setting changes beside the time."""
+"""Effects of a setting other than on the time."""
 
 
 def plan_cpu(
@@ -30,35 +30,35 @@ def plan_cpu(
     make_trainer: Callable[[DictConfig], MakeTrainer],
     console: Console,
 ) -> CPUForecast:
-    """Measure, print and save."""
-    found = measure_run(datamodule, module, make_trainer(cfg))
-    options = [thread_option(found)] if found.preparation.known else []
-    for change in changes(cfg):
-        options.append(_tried(cfg, data, change, found, make_trainer))
+    """Measure the configured run and its options, print the forecast and save it as ``plan.yaml``."""
+    forecast = measure_run(datamodule, module, make_trainer(cfg))
+    options = [thread_option(forecast)] if forecast.preparation.known else []
+    for change in suggest_overrides(cfg):
+        options.append(_measure_option(cfg, data, change, forecast, make_trainer))
     limits = machine_limits()
     bf16 = "bf16" in str(cfg.trainer.get("precision"))
     shown = [option for option in options if option is not None]
-    print_forecast(found, shown, limits, bf16, console)
+    print_forecast(forecast, shown, limits, bf16, console)
     folder = Path(cfg.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    save_forecast(found, shown, limits, folder / "plan.yaml")
-    return found
+    save_forecast(forecast, shown, limits, folder / "plan.yaml")
+    return forecast
 
 
-def thread_option(found: CPUForecast) -> Option | None:
-    """Return the best number of workers and of torch's threads; None where the run has it already."""
-    workers, threads, seconds = found.better_threads()
-    if (workers, threads) == (found.preparation.workers, found.threads):
+def thread_option(forecast: CPUForecast) -> Option | None:
+    """Return the fastest number of workers and of torch threads; None if the run uses it already."""
+    workers, threads, seconds = forecast.better_threads()
+    if (workers, threads) == (forecast.preparation.workers, forecast.threads):
         return None
     return Option(f"datamodule.num_workers={workers} torch_threads={threads}", seconds)
 
 
-def changes(cfg: DictConfig) -> list[str]:
-    """Return the overrides that could shorten an epoch, of those that the configuration has not yet."""
+def suggest_overrides(cfg: DictConfig) -> list[str]:
+    """Return overrides that could shorten an epoch and that the configuration does not have yet."""
     options = inspect.signature(get_class(cfg.datamodule._target_)).parameters
     found = []
     fanouts = cfg.datamodule.get("num_neighbors")
-    # Layers on mini-batches compute in float32 whatever the precision.
+    # On mini-batches, layers compute in float32 at every precision: only full graphs gain.
     if fanouts is None and str(cfg.trainer.get("precision", "32-true")) in ("32-true", "32"):
         narrow = "feature_dtype" in options and not cfg.datamodule.get("feature_dtype")
         found.append("trainer.precision=bf16-mixed" + " datamodule.feature_dtype=bfloat16" * narrow)
@@ -69,17 +69,17 @@ def changes(cfg: DictConfig) -> list[str]:
     return found
 
 
-def _tried(
-    cfg: DictConfig, data: Data, change: str, found: CPUForecast, make_trainer: Callable[[DictConfig], MakeTrainer]
+def _measure_option(
+    cfg: DictConfig, data: Data, change: str, forecast: CPUForecast, make_trainer: Callable[[DictConfig], MakeTrainer]
 ) -> Option:
-    """Measure a run with another setting; what it refuses is noted."""
+    """Measure a run with other settings; the option holds the error if the run refuses them."""
     other = cfg.copy()
     for override in change.split():
         key, _, value = override.partition("=")
         OmegaConf.update(other, key, OmegaConf.create(f"value: {value}").value, force_add=True)
     try:
         datamodule, module = build_task(other, data)
-        measured = measure_run(datamodule, module, make_trainer(other), found.threads, alternatives=False)
+        measured = measure_run(datamodule, module, make_trainer(other), forecast.threads, alternatives=False)
     except (ValueError, TypeError, NotImplementedError) as error:
         return Option(change, None, " ".join(str(error).split()))
     return Option(change, measured.epoch_s, _OTHER_RESULT[change.partition("=")[0]])

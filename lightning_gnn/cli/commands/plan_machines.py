@@ -1,4 +1,4 @@
-"""``lgnn plan plan.network=10Gbit/s``: what an epoch would take, and how much memory, on several machines."""
+"""``lgnn plan plan.network=10Gbit/s``: predict epoch time and memory on several machines."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -31,11 +31,11 @@ from lightning_gnn.sampling.neighbor import topology_of
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 MACHINES = tuple(f"plan.{name}" for name in ("nodes", "latency", "partition", "method", "order", "cache"))
-"""Settings that are of no use without ``plan.network``."""
+"""Settings that have no effect without ``plan.network``."""
 
 
-def given_network(bandwidth: float | str, latency: float | str) -> Network:
-    """Return the network of ``plan.network`` (bytes per second, or as ``"10Gbit/s"``) and ``plan.latency``."""
+def parse_network(bandwidth: float | str, latency: float | str) -> Network:
+    """Build the network of ``plan.network`` (bytes per second, or ``"10Gbit/s"``) and ``plan.latency`` (seconds)."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([KMGTkmgt]?)(bit|B)/s\s*", str(bandwidth))
     try:
         rate = float(bandwidth) if found is None else float(found[1]) * _UNITS[found[2].upper()]
@@ -47,8 +47,8 @@ def given_network(bandwidth: float | str, latency: float | str) -> Network:
         ) from None
 
 
-def checked_options(cfg: DictConfig) -> tuple[Network, list[int], int]:
-    """Return the network, the numbers of machines, ascending, and the bytes of each one's cache."""
+def check_machine_options(cfg: DictConfig) -> tuple[Network, list[int], int]:
+    """Validate and return the network, the ascending numbers of machines and the cache size of each in bytes."""
     if cfg.plan.order not in ORDERS or cfg.plan.method not in METHODS:
         raise ValueError(
             f"plan.order={cfg.plan.order} must be one of {', '.join(ORDERS)}, and plan.method={cfg.plan.method} one of "
@@ -57,7 +57,7 @@ def checked_options(cfg: DictConfig) -> tuple[Network, list[int], int]:
     counts = sorted({int(count) for count in cfg.plan.nodes})
     if not counts or counts[0] < 1:
         raise ValueError(f"plan.nodes={list(cfg.plan.nodes)} must be numbers of machines, such as [1,2,4,8]")
-    return given_network(cfg.plan.network, cfg.plan.latency), counts, memory_bytes(cfg.plan.cache, "plan.cache")
+    return parse_network(cfg.plan.network, cfg.plan.latency), counts, memory_bytes(cfg.plan.cache, "plan.cache")
 
 
 def plan_machines(
@@ -68,18 +68,18 @@ def plan_machines(
     module: pl.LightningModule,
     console: Console,
 ) -> None:
-    """Predict, print and save ``machines.yaml``."""
-    network, counts, cache = checked_options(cfg)
+    """Predict epoch time and memory for each number of machines; print them and save ``machines.yaml``."""
+    network, counts, cache = check_machine_options(cfg)
     if isinstance(datamodule, PartitionedDataModule | PartitionedLinkDataModule):
-        raise ValueError("plan.network counts on the whole graph: give datamodule=neighbor, and plan.partition=FOLDER")
+        raise ValueError("plan.network samples the whole graph: give datamodule=neighbor, and plan.partition=FOLDER")
     if not found.preparation.known:
-        raise ValueError("plan.network needs this package's loaders, whose mini-batches can be counted; leave it out")
+        raise ValueError("plan.network needs this package's loaders, whose requests it counts; leave it out")
     partition = None if cfg.plan.partition is None else Partition(to_absolute_path(cfg.plan.partition))
     loader = datamodule.train_dataloader()
     graph = topology_of(data)
-    typed = isinstance(graph, HeteroCSCGraph)
-    sizes: dict[Any, int] = graph.sizes if typed else {None: graph.num_nodes}
-    if partition is not None and {kind.name: kind.count for kind in partition.nodes} != sizes:
+    is_hetero = isinstance(graph, HeteroCSCGraph)
+    sizes: dict[Any, int] = graph.sizes if is_hetero else {None: graph.num_nodes}
+    if partition is not None and {nodes.name: nodes.count for nodes in partition.nodes} != sizes:
         raise ValueError(f"plan.partition={cfg.plan.partition} is of another graph; partition this one")
     alone = count_traffic(loader, {name: np.zeros(size, np.int16) for name, size in sizes.items()}, 1)
     work = _work(found, alone.nodes, module)
@@ -90,21 +90,21 @@ def plan_machines(
     first = predict(alone, work, network).epoch_s
     for ranks in counts:
         try:
-            owner, how = _owners(cfg, graph, loader, partition, sizes, ranks)
+            owner, method = _owners(cfg, graph, loader, partition, sizes, ranks)
             traffic = alone if ranks == 1 else count_traffic(loader, owner, ranks, cfg.plan.order, cache=cache)
         except ValueError as error:
             rows.append({"machines": ranks, "missing": str(error)})
             continue
         predicted = predict(traffic, work, network)
         memory = machine_memory(
-            _largest(owner, ((name, owner[name], None) for name in sizes), ranks),
-            _largest(owner, (
+            _largest(((name, owner[name], None) for name in sizes), ranks),
+            _largest((
                 (name, owner[None if name is None else name[2]], part.in_degrees.numpy())
-                for name, part in (graph.relations.items() if typed else [(None, graph)])
+                for name, part in (graph.relations.items() if is_hetero else [(None, graph)])
             ), ranks),
             row_bytes(data), ranks, batch_bytes, batches, cache=cache if ranks > 1 else 0,
         )  # fmt: skip
-        rows.append(_row(predicted, how, first, memory))
+        rows.append(_row(predicted, method, first, memory))
     _print(rows, network, cfg.plan.order + (f", cache={shown(cache)}" if cache else ""), console)
     folder = Path(cfg.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,35 +133,34 @@ def _work(found: CPUForecast, nodes: float, module: pl.LightningModule) -> Work:
 def _owners(
     cfg: DictConfig, graph: Any, loader: Any, partition: Partition | None, sizes: Mapping[Any, int], ranks: int
 ) -> tuple[dict[Any, np.ndarray], str]:  # fmt: skip
-    """Return the rank that has each node, and how that came."""
+    """Return the owning rank of each node, and how the nodes were assigned."""
     if ranks == 1:
         return {name: np.zeros(size, np.int16) for name, size in sizes.items()}, "one machine"
     if partition is not None and ranks <= partition.parts:
         return {
-            kind.name: owner.numpy().astype(np.int64) * ranks // partition.parts
-            for kind, owner in zip(partition.nodes, partition.owner, strict=True)
+            nodes.name: owner.numpy().astype(np.int64) * ranks // partition.parts
+            for nodes, owner in zip(partition.nodes, partition.owner, strict=True)
         }, f"{partition.parts} parts ({partition.method})"
-    given = loader.input_data
-    seeds = {}
-    if isinstance(given, NodeSamplerInput):
-        seeds = {given.input_type: given.node}
+    inputs, seeds = loader.input_data, {}
+    if isinstance(inputs, NodeSamplerInput):
+        seeds = {inputs.input_type: inputs.node}
     assigned = assign_nodes(graph, ranks, cfg.plan.method, seeds, cfg.seed or 0)
-    return {name: part.numpy() for name, part in assigned.items()}, cfg.plan.method
+    return {name: owner.numpy() for name, owner in assigned.items()}, cfg.plan.method
 
 
-def _largest(owner: Any, kinds: Iterable[tuple[Any, np.ndarray, Any]], ranks: int) -> dict[Any, tuple[int, int]]:
-    """Return how many there are of each type, and how many the largest part has."""
-    found = {}
-    for name, part, weights in kinds:
-        counts = np.bincount(part, weights, minlength=ranks)
-        found[name] = int(counts.sum()), int(counts.max())
-    return found
+def _largest(types: Iterable[tuple[Any, np.ndarray, Any]], ranks: int) -> dict[Any, tuple[int, int]]:
+    """Return for each type the total number of items, and the number that the largest part has."""
+    sizes = {}
+    for name, owner, weights in types:
+        counts = np.bincount(owner, weights, minlength=ranks)
+        sizes[name] = int(counts.sum()), int(counts.max())
+    return sizes
 
 
-def _row(predicted: Prediction, how: str, first: float, memory: dict[str, float]) -> dict[str, Any]:
+def _row(predicted: Prediction, method: str, first: float, memory: dict[str, float]) -> dict[str, Any]:
     return {
         "machines": predicted.ranks,
-        "partition": how,
+        "partition": method,
         "epoch_s": predicted.epoch_s,
         "step_s": predicted.step_s,
         "steps": predicted.traffic.steps,

@@ -1,4 +1,4 @@
-"""``lgnn report``: what came out of a run or a sweep, on the screen and in the browser."""
+"""``lgnn report``: show the results of a run or a sweep in the terminal and in the browser."""
 
 import argparse
 import os
@@ -15,29 +15,29 @@ from lightning_gnn.report.metrics import print_table
 from lightning_gnn.report.pages import write_run_page
 from lightning_gnn.report.runs import find_runs, is_run, read_run
 
-COMPARISON = "comparison.html"  # the page of runs that no sweep has started, in the folder where it is asked for
+COMPARISON = "comparison.html"  # page that compares runs outside of a sweep, in the current folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a report, and make its page; returns 1 where there is no run."""
-    parser = argparse.ArgumentParser("lgnn report", description="What came out of runs and sweeps.")
-    said = f"of a run or a sweep, by default that of the latest run; the runs of several are compared, in {COMPARISON}"
-    parser.add_argument("folders", nargs="*", metavar="folder", help=said)
+    """Print a report and write its page; return 1 if a folder holds no run."""
+    parser = argparse.ArgumentParser("lgnn report", description="Show the results of runs and sweeps.")
+    text = f"folder of a run or a sweep, by default of the latest run; several are compared in {COMPARISON}"
+    parser.add_argument("folders", nargs="*", metavar="folder", help=text)
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     chosen = parser.parse_args(arguments)
     given = [Path(folder).parent if Path(folder).is_file() else Path(folder) for folder in chosen.folders]
     folders = given or [run.folder for run in find_runs(FOLDERS) if run.state != "plan"][:1]
     unknown = [folder for folder in folders if not is_run(folder) and not (folder / "multirun.yaml").is_file()]
     if unknown or not folders:
-        what = f"{unknown[0]} is not the folder of a run or a sweep" if unknown else "There are no runs here"
-        print(f"{what}; `lgnn runs` lists those in {' and '.join(FOLDERS)}.", file=sys.stderr)
+        problem = f"{unknown[0]} is not the folder of a run or a sweep" if unknown else "There are no runs here"
+        print(f"{problem}; `lgnn runs` lists those in {' and '.join(FOLDERS)}.", file=sys.stderr)
         return 1
     path = Path(COMPARISON) if len(folders) > 1 else folders[0] / "report.html"
     try:
         if len(folders) > 1:
-            _several(folders, path)
+            _compare(folders, path)
         elif is_run(folders[0]):
-            _run(folders[0], path)
+            _report_run(folders[0], path)
         else:
             runs = runs_of_sweep(folders[0])
             rows = compare_runs(runs)
@@ -46,24 +46,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 write_comparison_page(path, rows, runs, "Sweep")
         print(path)
     except OSError as error:
-        print(f"{path} cannot be made: {error}", file=sys.stderr)
-    # Open the page even if this call could not renew it.
+        print(f"{path} cannot be written: {error}", file=sys.stderr)
+    # Open the page even if this call could not update it.
     if chosen.open and path.is_file():
         webbrowser.open(path.resolve().as_uri())
     return 0
 
 
-def _several(folders: Sequence[Path], path: Path) -> None:
-    """Compare the runs in all folders, the first first."""
+def _compare(folders: Sequence[Path], path: Path) -> None:
+    """Compare the runs in all folders, the oldest first."""
     found = [run for run in reversed(find_runs(folders)) if run.state != "plan"]
-    above = Path(os.path.commonpath([run.folder.absolute().parent for run in found])) if found else Path()
-    runs = {str(run.folder.absolute().relative_to(above)): run for run in found}
+    parent = Path(os.path.commonpath([run.folder.absolute().parent for run in found])) if found else Path()
+    runs = {str(run.folder.absolute().relative_to(parent)): run for run in found}
     rows = compare_runs(runs)
     print_comparison(rows, path)
     write_comparison_page(path, rows, runs)
 
 
-def _run(folder: Path, path: Path) -> None:
+def _report_run(folder: Path, path: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     run = read_run(folder)
     title = str(run.metrics.get("title") or run.folder)

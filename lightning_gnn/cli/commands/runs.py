@@ -1,4 +1,4 @@
-"""``lgnn runs``: earlier runs, with their settings and what came out."""
+"""``lgnn runs``: list earlier runs with their settings and results."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_gnn.report.metrics import shown, shown_seconds
+from lightning_gnn.report.metrics import format_seconds, shown
 from lightning_gnn.report.runs import Run, find_runs
 
 FOLDERS = ("outputs", "multirun")
@@ -19,16 +19,16 @@ _STYLES = {"failed": "red", "unfinished": "yellow", "plan": "dim"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """List runs, the latest first; returns 1 where there are none."""
-    parser = argparse.ArgumentParser("lgnn runs", description="Earlier runs, the latest first.")
-    parser.add_argument("folders", nargs="*", help="where to look; by default in outputs and multirun, from here")
-    parser.add_argument("-n", "--number", type=int, default=20, help="so many at the most, 20 by default; 0: all")
+    """List runs, the latest first; return 1 if none was found."""
+    parser = argparse.ArgumentParser("lgnn runs", description="List earlier runs, the latest first.")
+    parser.add_argument("folders", nargs="*", help="folders to search; by default outputs and multirun")
+    parser.add_argument("-n", "--number", type=int, default=20, help="largest number of runs, 20 by default; 0: all")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     chosen = parser.parse_args(arguments)
     folders = chosen.folders or FOLDERS
     for folder in chosen.folders:
         if not Path(folder).is_dir():
-            parser.error(f"{folder} is no folder")
+            parser.error(f"{folder} is not a folder")
     if chosen.number < 0:
         parser.error(f"--number={chosen.number} must not be negative")
     runs = find_runs(folders)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif runs:
         _print(latest, len(runs))
     else:
-        print(f"There are no runs in {' or '.join(folders)}; `lgnn` makes one, `lgnn runs FOLDER` looks elsewhere.")
+        print(f"There are no runs in {' or '.join(folders)}; `lgnn` makes one, `lgnn runs FOLDER` searches elsewhere.")
     return int(not runs)
 
 
@@ -51,11 +51,11 @@ def _print(runs: Sequence[Run], total: int) -> None:
         scores = "\n".join(f"{name} {shown(name, value)}" for name, value in run.scores.items())
         state = "" if run.state == "done" else run.state
         cells = [f"{run.started:%Y-%m-%d %H:%M}", str(run.folder), " ".join(run.overrides), scores]
-        table.add_row(*map(escape, [*cells, shown_seconds(run.seconds), state]), style=_STYLES.get(run.state))
+        table.add_row(*map(escape, [*cells, format_seconds(run.seconds), state]), style=_STYLES.get(run.state))
     console.print(table)
     if len(runs) < total:
-        console.print(f"{len(runs)} of {total}; all of them: lgnn runs -n 0", markup=False)
-    console.print("One of them: lgnn report FOLDER", markup=False)
+        console.print(f"{len(runs)} of {total} runs; list all by lgnn runs -n 0", markup=False)
+    console.print("Show one by lgnn report FOLDER", markup=False)
 
 
 def _plain(run: Run) -> dict[str, object]:

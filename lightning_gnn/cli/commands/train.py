@@ -1,4 +1,4 @@
-"""A run of ``lgnn``: compose, build, fit, report."""
+"""``lgnn``: compose, build, fit and report one run."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
 from lightning_gnn.cli.assemble import build_data, build_task, build_trainer, check_config
-from lightning_gnn.cli.command_line import UserError, explained, full_errors, start
+from lightning_gnn.cli.command_line import UserError, full_errors, raise_user_errors, start
 from lightning_gnn.cli.predictions import as_rows, node_names, write_npy, write_parquet
 from lightning_gnn.cli.versions import environment
 from lightning_gnn.collective.plan import CollectivePlan
@@ -36,7 +36,7 @@ from lightning_gnn.report.pages import write_run_page
 from lightning_gnn.report.runs import write_curves
 
 CallbackType = TypeVar("CallbackType", bound=pl.Callback)
-_PATHS = ("best_model_path", "last_model_path")  # of a checkpoint callback
+_CHECKPOINT_PATHS = ("best_model_path", "last_model_path")  # attributes of a checkpoint callback
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _run_one(cfg: DictConfig) -> float | None:
-    """Return the score that a sweep may optimize; a run of a sweep that fails does not end the others."""
+    """Run once and return the score that a sweep optimizes; a failing run does not end its sweep."""
     try:
         return run(cfg).get(f"val_{cfg.task.metric}")
     except Exception as error:
@@ -53,17 +53,17 @@ def _run_one(cfg: DictConfig) -> float | None:
             raise
         if isinstance(error, UserError):
             say(f"error: {error}", "red")
-            return _failed(cfg, str(error))
+            return _record_failure(cfg, str(error))
         traceback.print_exc()
-        return _failed(cfg, f"{type(error).__name__}: {error}")
+        return _record_failure(cfg, f"{type(error).__name__}: {error}")
 
 
 def run(cfg: DictConfig) -> dict[str, Any]:
-    """Do what a composed configuration says: train and test, test, or predict."""
-    # Build all parts of the run; mistakes in the configuration are reported without a traceback.
+    """Train and test, test or predict, as ``cfg.mode`` says; return the metrics."""
+    # Build all objects of the run; mistakes in the configuration are reported without a traceback.
     begin, started = time.perf_counter(), datetime.now().astimezone()
     be_quiet()
-    with explained():
+    with raise_user_errors():
         check_config(cfg)
         if cfg.torch_threads is not None:
             torch.set_num_threads(cfg.torch_threads)
@@ -71,7 +71,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         data = build_data(cfg)
         datamodule, module = build_task(cfg, data)
         trainer = build_trainer(cfg)
-    # Print the heading before anything takes long.
+    # Print the heading before the first slow step.
     title = describe(cfg, module)
     if trainer.is_global_zero:
         with reporting("the heading", warn):
@@ -80,9 +80,9 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         if (summary := getattr(datamodule, "summary", None)) is not None:
             console().print(summary, highlight=False, soft_wrap=True)
 
-    # Train or predict, while no other run may write to the output folder.
+    # Train or predict while a lock keeps other runs out of the output folder.
     ckpt_path = None if cfg.ckpt_path is None else to_absolute_path(cfg.ckpt_path)
-    with _alone_in(cfg.output_dir, trainer), _interruptible(trainer), explained(only_ours=True):
+    with _lock_folder(cfg.output_dir, trainer), _handle_interruption(trainer), raise_user_errors(only_ours=True):
         if cfg.mode == "predict":
             scores = _predict(cfg, trainer, module, datamodule, ckpt_path)
         else:
@@ -101,13 +101,13 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         title=title,
         started=started.isoformat(timespec="seconds"),
         environment=environment(trainer),
-        plan=_plan(trainer, datamodule),
+        plan=_describe_plan(trainer, datamodule),
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         checkpoint=ckpt_path if cfg.mode != "train" else getattr(trainer.checkpoint_callback, "best_model_path", None),
         total_time_s=time.perf_counter() - begin,
         advice=_advice(throughput, trainer),
     )
-    # Only one process writes the report.
+    # Only rank 0 writes the report.
     if trainer.is_global_zero:
         _report(metrics, curves.epochs if curves is not None else [], title, cfg)
     return metrics
@@ -120,18 +120,18 @@ def _advice(throughput: Throughput | None, trainer: pl.Trainer) -> str | None:
     return None
 
 
-def _plan(trainer: pl.Trainer, datamodule: pl.LightningDataModule) -> dict[str, Any] | None:
-    """Return what was planned of the work and of a GPU's memory, and the epoch predicted; None without a plan."""
+def _describe_plan(trainer: pl.Trainer, datamodule: pl.LightningDataModule) -> dict[str, Any] | None:
+    """Return the text of the plans of work and GPU memory, and the predicted epoch time; None without a plan."""
     plan, balance = getattr(datamodule, "plan", None), getattr(trainer.strategy, "balance", None)
     mapping, placement = getattr(balance, "mapping", None), getattr(datamodule, "placement", None)
     epoch = (plan.epoch_s or {}).get(plan.mode) if isinstance(plan, CollectivePlan) else None
-    said = [str(plan)] if isinstance(plan, CollectivePlan) else [f"hyscale: {mapping}"] if mapping is not None else []
-    said += [str(placement)] if isinstance(placement, Placement) else []
-    return {"text": "\n".join(said), "epoch_s": epoch} if said else None
+    lines = [str(plan)] if isinstance(plan, CollectivePlan) else [f"hyscale: {mapping}"] if mapping is not None else []
+    lines += [str(placement)] if isinstance(placement, Placement) else []
+    return {"text": "\n".join(lines), "epoch_s": epoch} if lines else None
 
 
 def _report(metrics: dict[str, Any], epochs: list[dict[str, float]], title: str, cfg: DictConfig) -> None:
-    """Print the results, then write them; what fails of it fails alone."""
+    """Print and write the results; a step that fails is reported and does not affect the others."""
     directory = Path(cfg.output_dir)
     if cfg.mode != "predict":
         with reporting("the table of results", warn):
@@ -142,14 +142,14 @@ def _report(metrics: dict[str, Any], epochs: list[dict[str, float]], title: str,
         with reporting(directory / "curves.csv", warn):
             write_curves(epochs, directory)
         with reporting(directory / "report.png", warn):
-            from lightning_gnn.report.charts import save_figure  # matplotlib takes time
+            from lightning_gnn.report.charts import save_figure  # importing matplotlib is slow
 
             save_figure(metrics, epochs, cfg.task.metric, title, directory / "report.png")
     with reporting(directory / "report.html", warn):
         write_run_page(directory)
     with reporting("the end of the report", warn):
-        seconds = f"{metrics['total_time_s']:.0f} s in all; files in {directory}"
-        console().print(seconds, soft_wrap=True, highlight=False)
+        summary = f"{metrics['total_time_s']:.0f} s in total; files in {directory}"
+        console().print(summary, soft_wrap=True, highlight=False)
 
 
 def _fit_and_test(
@@ -170,7 +170,7 @@ def _fit_and_test(
             val = val if best.best_model_score is None else best.best_model_score
         if val is not None:
             scores[f"val_{metric}"] = float(val)
-        # It would answer the load of a checkpoint with the weights in training, in the place of their average.
+        # WeightAveraging would swap the loaded averages for the last training weights.
         trainer.callbacks = [item for item in trainer.callbacks if not isinstance(item, WeightAveraging)]  # type: ignore[attr-defined]
     if getattr(datamodule, "test_dataloader", None) is not None:
         tested = trainer.test(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True, verbose=False)
@@ -186,21 +186,21 @@ def _predict(
     datamodule: pl.LightningDataModule,
     ckpt_path: str | None,
 ) -> dict[str, float]:
-    """Write the outputs for each node as ``predictions`` says."""
+    """Write the outputs of all nodes in the format ``cfg.predictions``."""
     batches = trainer.predict(module, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=True)
     rows, path = as_rows(cast(list[Tensor], batches or [])), Path(cfg.output_dir) / f"predictions.{cfg.predictions}"
     if cfg.predictions == "parquet":
         names = node_names(cfg, getattr(module, "target", None), len(rows))
-        said = write_parquet(rows, path, cfg.task.name, names)
+        summary = write_parquet(rows, path, cfg.task.name, names)
     else:
-        said = write_npy(rows, path)
-    console().print(said, highlight=False)
+        summary = write_npy(rows, path)
+    console().print(summary, highlight=False)
     return {}
 
 
 @contextmanager
-def _alone_in(directory: str, trainer: pl.Trainer) -> Iterator[None]:
-    """Keep other runs out of a folder meanwhile: each would write over the other's checkpoints and tables."""
+def _lock_folder(directory: str, trainer: pl.Trainer) -> Iterator[None]:
+    """Lock an output folder against other runs, which would overwrite its checkpoints and tables."""
     lock = FileLock(Path(directory) / ".running", timeout=0, thread_local=False)
     with ExitStack() as stack:
         if trainer.is_global_zero:
@@ -209,7 +209,7 @@ def _alone_in(directory: str, trainer: pl.Trainer) -> Iterator[None]:
                 stack.enter_context(lock)
             except Timeout:
                 raise UserError(
-                    f"another run is writing to {directory}: wait for its end, or give hydra.run.dir=FOLDER"
+                    f"another run is writing to {directory}: wait until it ends, or give hydra.run.dir=FOLDER"
                 ) from None
             except (NotImplementedError, OSError):
                 pass  # a file system without locks
@@ -217,8 +217,8 @@ def _alone_in(directory: str, trainer: pl.Trainer) -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible(trainer: pl.Trainer) -> Iterator[None]:
-    """After an interruption say how to go on, and exit as a signal would have made us."""
+def _handle_interruption(trainer: pl.Trainer) -> Iterator[None]:
+    """After an interruption, print how to resume and exit with the signal's exit code."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -228,41 +228,41 @@ def _interruptible(trainer: pl.Trainer) -> Iterator[None]:
         saved = stop.checkpoint if stop is not None else None
         if trainer.is_global_zero:
             with reporting("the command that resumes", warn):
-                _say_how_to_resume(trainer, saved)
+                _print_how_to_resume(trainer, saved)
         raise SystemExit(128 + (stop.signal if stop is not None and stop.signal else signal.SIGINT)) from None
 
 
-def _say_how_to_resume(trainer: pl.Trainer, saved: Path | None) -> None:
-    kept = {getattr(item, name, "") for item in trainer.checkpoint_callbacks for name in _PATHS}
-    files = [Path(path) for path in kept if path and Path(path).is_file()]
+def _print_how_to_resume(trainer: pl.Trainer, saved: Path | None) -> None:
+    paths = {getattr(item, name, "") for item in trainer.checkpoint_callbacks for name in _CHECKPOINT_PATHS}
+    files = [Path(path) for path in paths if path and Path(path).is_file()]
     checkpoint = saved or max(files, key=lambda path: path.stat().st_mtime, default=None)
     if checkpoint is None:
-        say("Interrupted; there is no checkpoint to resume from.", "yellow")
+        say("Interrupted; no checkpoint was saved to resume from.", "yellow")
         return
-    found = "The run can be resumed where it stopped:" if saved else "The last checkpoint can be resumed:"
-    say(f"Interrupted. {found}\n  {_resume_command(checkpoint)}", "yellow")
+    resumable = "The run can be resumed where it stopped:" if saved else "The last checkpoint can be resumed:"
+    say(f"Interrupted. {resumable}\n  {_resume_command(checkpoint)}", "yellow")
 
 
 def _resume_command(checkpoint: Path) -> str:
     words = ["lgnn"]
     if HydraConfig.initialized():
         typed = HydraConfig.get()
-        found = [item.path for item in typed.runtime.config_sources if item.provider == "command-line"]
-        words += [f"--config-dir={path}" for path in found]
+        folders = [item.path for item in typed.runtime.config_sources if item.provider == "command-line"]
+        words += [f"--config-dir={path}" for path in folders]
         words += [item for item in typed.overrides.task if not item.startswith("ckpt_path=")]
     path = str(checkpoint.resolve())
     if re.search(r"[^\w./-]", path):
-        path = "'" + path.replace("'", "\\'") + "'"  # Hydra's own quotes, inside the shell's
+        path = "'" + path.replace("'", "\\'") + "'"  # quotes for Hydra, inside those for the shell
     return shlex.join([*words, f"ckpt_path={path}"])
 
 
-def _failed(cfg: DictConfig, message: str) -> float:
-    """Leave a trace of a failed run of a sweep; NaN is what optimizing sweepers take for failure."""
+def _record_failure(cfg: DictConfig, message: str) -> float:
+    """Write the error of a failed run of a sweep to ``metrics.json``; return NaN, a failure to optimizing sweepers."""
     figures = {"error": re.sub(r"\s+", " ", message), "task": cfg.task.name, "mode": cfg.mode, "seed": cfg.seed}
     with reporting(Path(cfg.output_dir) / "metrics.json", warn):
         write_metrics(figures, cfg.output_dir)
     return float("nan")
 
 
-def _callback(trainer: pl.Trainer, kind: type[CallbackType]) -> CallbackType | None:
-    return next((callback for callback in trainer.callbacks if isinstance(callback, kind)), None)  # type: ignore[attr-defined]
+def _callback(trainer: pl.Trainer, cls: type[CallbackType]) -> CallbackType | None:
+    return next((callback for callback in trainer.callbacks if isinstance(callback, cls)), None)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Train your model on your graph, with the settings of conf/config.yaml and what you type.
+"""Train your model on your graph, with the settings of conf/config.yaml and of the command line.
 
-Settings are keys; a sweep takes several values of them:
+Set any key on the command line; with -m, several values make a sweep:
 
     python train.py
     python train.py model.hidden_channels=128 trainer.max_epochs=10
@@ -28,12 +28,12 @@ from lightning_gnn.nn import GraphSAGE
 
 
 def load(**options: Any) -> Data:
-    """Return the graph. Put yours here, such as ``Planetoid("data", "Cora")[0]``, with masks of the three splits."""
+    """Return the graph. Return yours here, such as ``Planetoid("data", "Cora")[0]``, with masks of the three splits."""
     return planted_power_law(**options)
 
 
 class Classifier(pl.LightningModule):
-    """Your own LightningModule; the model may be one of PyG's, too."""
+    """Your own LightningModule; the model may also be one of PyG's."""
 
     def __init__(
         self, in_channels: int, num_classes: int, hidden_channels: int, num_layers: int, dropout: float, lr: float
@@ -45,7 +45,7 @@ class Classifier(pl.LightningModule):
         self.model = GraphSAGE(in_channels, hidden_channels, num_layers, num_classes, dropout=dropout)
 
     def forward(self, batch: Data) -> Tensor:
-        """Return the logits of the seeds, ``[batch_size, num_classes]``: they stand first in a mini-batch."""
+        """Return the logits of the seed nodes, ``[batch_size, num_classes]``: they come first in a mini-batch."""
         logits: Tensor = self.model(
             batch.x,
             batch.edge_index,
