@@ -1,7 +1,7 @@
-"""Time on a GPU: of a whole call by the wall clock, of its kernels by events.
+"""Time on a GPU: whole calls by the wall clock, kernels by events.
 
-Triton takes tens of microseconds to launch a kernel, while an idle GPU waits, so that events around a launch count the
-host too. A short spin on the GPU lets the launch queue up behind it: then they count the kernel.
+Triton needs tens of microseconds to launch a kernel. On an idle GPU, events around a launch would include this host
+time. A short spin kernel keeps the GPU busy until the launch is queued, so that the events measure the kernel alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 _SPIN_CYCLES = 500_000
-"""About 0.3 ms: longer than a launch takes."""
+"""About 0.3 ms, which is longer than a launch."""
 
 
 class Launch(NamedTuple):
@@ -23,36 +23,36 @@ class Launch(NamedTuple):
 
     kernel: str
     at: float
-    """When the host called it, in us."""
+    """Time of the host's call, in us."""
     us: float
-    """How long it ran, if that was asked for, else 0."""
+    """Duration on the device in us, or 0 if not timed."""
 
 
 class Clock:
-    """Times calls on one device; on a CPU, where kernels are interpreted, everything by the wall clock."""
+    """Times calls on one device; on a CPU, where kernels are interpreted, by the wall clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
 
     def now(self) -> float:
-        """Return the wall clock in us, once all work on the device is done."""
+        """Synchronize the device and return the wall clock in us."""
         if self.on_gpu:
             torch.cuda.synchronize()
         return time.perf_counter() * 1e6
 
     def wall(self, call: Callable[[], Any]) -> float:
-        """Return the us of a call with everything that it set going."""
+        """Return the us of a call, including its work on the device."""
         start = self.now()
         call()
         return self.now() - start
 
     def device(self, call: Callable[[], Any]) -> float:
-        """Return the us that the device took for a call that does not wait for it."""
+        """Return the device time in us of a call that does not synchronize."""
         elapsed = self._queued(call)
         return elapsed()
 
     def launches(self, call: Callable[[], Any], modules: Sequence[ModuleType], timed: bool = True) -> list[Launch]:
-        """Note the launches that a call makes of the kernels in some modules."""
+        """Record the launches of the modules' kernels in a call."""
         noted: list[tuple[str, float, Callable[[], float]]] = []
         with self._watched(modules, noted, timed):
             call()
@@ -102,7 +102,7 @@ class Clock:
 
 
 class _Watched:
-    """A kernel whose launches are noted."""
+    """A kernel whose launches are recorded."""
 
     def __init__(self, kernel: Any, name: str, launch: Callable[[str, Callable[[], Any]], None]) -> None:
         self._kernel, self._name, self._launch = kernel, name, launch
@@ -115,7 +115,7 @@ class _Watched:
 
 
 def failure(error: Exception) -> str:
-    """Describe an error in one short line, without the paths of this machine."""
+    """Describe an error in one short line, without paths of this machine."""
     lines = str(error).splitlines() or [""]
     words = [word for word in lines[0].split() if "/" not in word]
     return f"{type(error).__name__}: {' '.join(words)[:200]}"
@@ -124,7 +124,7 @@ def failure(error: Exception) -> str:
 def rounds(
     contestants: dict[str, Callable[[int], float]], runs: int, least: dict[str, int] | None = None
 ) -> dict[str, Any]:
-    """Call the contestants in turn, round by round, so that a drift of the machine hits all of them alike."""
+    """Call the contestants round by round, so that drift of the machine affects all of them equally."""
     least = least or {}
     figures: dict[str, Any] = {name: [] for name in contestants}
     for turn in range(runs):
@@ -134,7 +134,7 @@ def rounds(
                 continue
             try:
                 seen.append(contestant(turn))
-            except Exception as error:  # out of memory, say: the others go on
+            except Exception as error:  # such as out of memory; the others continue
                 figures[name] = failure(error)
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()

@@ -1,11 +1,11 @@
-"""Rounds of timings, interleaved between contestants so that a drift of the machine hits all of them alike.
+"""Timing in rounds, interleaved between contestants so that drift of the machine affects all of them equally.
 
-A contestant is called once per round and returns its figure: A B C, A B C, … after a warm-up round that does not count.
-Contestants that would disturb each other get a process each, which waits while another one's turn is on.
+A contestant is called once per round and returns its figure: A B C, A B C, … after a warm-up round that is not counted.
+Contestants that would disturb each other run in separate processes, which wait during other turns.
 
-A round's ratio is free of the machine's drift, which hits both alike. The logarithms of the rounds' ratios are taken
-to be normal, so that Student's t bounds their mean: with the five rounds of a benchmark a bootstrap would be too sure
-of itself (it covers 83 % where it says 95), and t is right.
+The ratio within a round is independent of the machine's drift. The logarithms of the rounds' ratios are assumed to be
+normal, so that Student's t gives a confidence interval of their mean. With the five rounds of a benchmark, a bootstrap
+interval would be too narrow (it covers 83 % instead of 95 %).
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def parse(
     """Read the command line of one benchmark.
 
     Args:
-        name: Of the JSON file that it writes.
-        description: Its help text.
-        sizes: Each size's value in a full run and in a quick one; every size becomes an option.
-        argv: The arguments, by default those of the process.
-        runs: How many rounds count by default.
-        paths: Further options, each a path that is None unless given, with their help texts.
+        name: Name of the JSON file to write.
+        description: Help text.
+        sizes: Values of each size in a full and in a quick run; every size becomes an option.
+        argv: Arguments, by default those of the process.
+        runs: Default number of counted rounds.
+        paths: Further path options with their help texts; None by default.
     """
-    started = sys.modules["__main__"].__spec__  # in a folder, which the name of the JSON file does not tell
+    started = sys.modules["__main__"].__spec__  # the module's full name, including its package
     parser = argparse.ArgumentParser(f"python -m {started.name}" if started else name, description=description)
-    parser.add_argument("--runs", type=int, help=f"rounds that count (default: {runs}, quick: 2)")
-    parser.add_argument("--quick", action="store_true", help="small sizes; writes no file unless --out is given")
+    parser.add_argument("--runs", type=int, help=f"number of counted rounds (default: {runs}, quick: 2)")
+    parser.add_argument("--quick", action="store_true", help="use small sizes; write a file only with --out")
     parser.add_argument("--out", type=Path, help=f"the JSON file (default: benchmarks/results/{name}.json)")
-    parser.add_argument("--only", default="", help="run only the contestants whose name contains this text")
+    parser.add_argument("--only", default="", help="run only contestants with this text in their name")
     for size, (full, quick) in sizes.items():
         parser.add_argument(f"--{size.replace('_', '-')}", type=int, help=f"default: {full}, quick: {quick}")
     for option, text in (paths or {}).items():
@@ -77,29 +77,29 @@ def parse(
 
 
 class Gate:
-    """A contestant's side of :class:`Isolated`: it waits for its turn and reports its figure, once per round."""
+    """The contestant's side of :class:`Isolated`: waits for its turn and reports its figure, once per round."""
 
     def __init__(self, pipe: Connection, rounds: int) -> None:
         self._pipe = pipe
         self.rounds = rounds
 
     def wait(self) -> Any:
-        """Block until the turn begins; return what it is about."""
+        """Block until the turn begins; return its message."""
         self._pipe.send("ready")
         return self._pipe.recv()
 
     def report(self, value: float) -> None:
-        """Hand in the figure of this turn."""
+        """Report the figure of this turn."""
         self._pipe.send(value)
 
 
 class Isolated:
-    """A contestant in a fresh process of its own, so that threads, allocators and random states cannot mix.
+    """A contestant in a separate new process, which isolates threads, allocators and random states.
 
     Args:
         target: Importable function; prepares itself, then waits and reports ``gate.rounds`` times.
-        spec: What it gets besides the gate.
-        rounds: How often it will be called, warm-up included.
+        spec: Its first argument; the second is the gate.
+        rounds: Number of calls, including warm-up.
     """
 
     def __init__(self, target: Callable[[dict[str, Any], Gate], None], spec: dict[str, Any], rounds: int) -> None:
@@ -110,16 +110,16 @@ class Isolated:
         self._started(theirs)
 
     def _started(self, theirs: Connection) -> None:
-        """Wait until the contestant is prepared, whose end of the pipe is this."""
+        """Close the contestant's end of the pipe and wait until it is prepared."""
         theirs.close()
         self._expect_ready = True
         self._ready()
 
     def __call__(self, message: Any = True) -> float:
-        """Take one turn.
+        """Run one turn.
 
         Args:
-            message: What the contestant's gate returns.
+            message: Returned by the contestant's gate.
         """
         self.begin(message)
         return self.result()
@@ -170,15 +170,15 @@ def _serve(target: Callable[[dict[str, Any], Gate], None], spec: dict[str, Any],
 
 
 def measure(contestants: dict[str, Callable[[], float] | None], runs: int, warmup: int = 1) -> Rows:
-    """Call the contestants in turn, round by round.
+    """Call the contestants round by round.
 
     Args:
-        contestants: Each returns one figure per call; None stands for a peer that is not installed.
-        runs: Rounds that count.
-        warmup: Rounds before them that do not.
+        contestants: Each returns one figure per call; None represents a peer that is not installed.
+        runs: Number of counted rounds.
+        warmup: Number of warm-up rounds before them.
 
     Returns:
-        One row each: ``name`` and either ``values``, ``median``, ``min``, ``max`` or ``missing``.
+        One row per contestant: ``name`` and either ``values``, ``median``, ``min``, ``max`` or ``missing``.
     """
     values: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(warmup + runs):
@@ -201,10 +201,10 @@ def measure(contestants: dict[str, Callable[[], float] | None], runs: int, warmu
 def measure_isolated(
     target: Callable[[dict[str, Any], Gate], None], specs: dict[str, dict[str, Any] | None], runs: int
 ) -> Rows:
-    """Measure contestants that get a process each; a spec of None stands for a peer that is not installed."""
+    """Measure contestants in one process each; a spec of None represents a peer that is not installed."""
     contestants: dict[str, Isolated | None] = {}
     try:
-        for name, spec in specs.items():  # one after the other: preparing a graph takes several times its memory
+        for name, spec in specs.items():  # sequentially, as preparing a graph needs several times its memory
             contestants[name] = None if spec is None else Isolated(target, spec, runs + 1)
         return measure(contestants, runs)
     finally:
@@ -222,21 +222,21 @@ def compare(
     target: float | None = None,
     by_rounds: bool = False,
 ) -> dict[str, Any]:
-    """Set the best of our rows against the best of the peer's rows, by their medians.
+    """Compare the best of our rows with the best of the peer's rows, by their medians.
 
     Args:
-        rows: Of all contestants.
-        what: Is compared.
+        rows: Rows of all contestants.
+        what: Title of the comparison.
         ours: Names of our rows.
         peers: Names of the peer's rows.
         higher_is_better: Whether rows are speeds rather than times.
-        target: Of the ratio.
-        by_rounds: The ratio is the median of the rounds' own ratios. Contestants take turns, so that this shows small
-            differences although the machine gets slower and faster.
+        target: Target of the ratio.
+        by_rounds: Use the median of the rounds' ratios. As contestants alternate, this reveals small differences
+            despite drift of the machine.
 
     Returns:
-        The names, the medians and ``ratio``, above 1 where ours is faster, with ``interval``, between what the mean of
-        the rounds' ratios lies with 95 % confidence, where there are two rounds; ``missing`` where a side did not run.
+        The names, the medians and ``ratio``, above 1 if ours is faster; with two or more rounds also ``interval``, the
+        95 % confidence interval of the mean of the rounds' ratios; ``missing`` if a side did not run.
     """
     best = max if higher_is_better else min
     sides = []
@@ -263,7 +263,7 @@ def _rounded(value: Any) -> Any:
 
 
 def publish(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
-    """Print a result as tables and write it as JSON, if there is a file to write to."""
+    """Print a result as tables, and write it as JSON if a file is given."""
     console = Console()
     table = Table("contestant", "median", "min", "max", title=f"{result['title']} [{result['unit']}]")
     if any("speedup" in row for row in result["rows"]):
@@ -276,7 +276,7 @@ def publish(result: dict[str, Any], out: Path | None) -> dict[str, Any]:
             figures.append("{:.3g} \\[{:.3g} to {:.3g}]".format(row["speedup"], *row["interval"]))
         table.add_row(row["name"], *figures)
     console.print(table)
-    timed = result["unit"] != "%"  # accuracies are the same on a busy machine
+    timed = result["unit"] != "%"  # a busy machine does not affect accuracies
     if timed and result["machine"]["load_before"] > 0.5 * result["machine"]["cores"]:
         console.print("The machine was busy before this run: do not trust these figures.", style="yellow")
     for comparison in result["comparisons"]:
@@ -301,7 +301,7 @@ def _verdict(comparison: dict[str, Any]) -> str:
 
 
 class Ratio(NamedTuple):
-    """The geometric mean of the rounds' ratios, and between what it lies with 95 % confidence."""
+    """The geometric mean of the rounds' ratios, with its 95 % confidence interval."""
 
     ratio: float
     low: float
@@ -309,9 +309,9 @@ class Ratio(NamedTuple):
 
 
 def ratio_of_rounds(over: Sequence[float], under: Sequence[float]) -> Ratio | None:
-    """Return one contestant's figures over another's, None with fewer than two rounds."""
+    """Return the ratio of two contestants' figures; None with fewer than two rounds."""
     if len(over) != len(under) or not all(value > 0 for value in (*over, *under)):
-        raise ValueError(f"figures of the same rounds must be as many, and positive: {over} and {under}")
+        raise ValueError(f"figures must be positive, and equally many for both contestants: {over} and {under}")
     if len(over) < 2:
         return None
     logs = [log(one / other) for one, other in zip(over, under, strict=True)]
@@ -321,7 +321,7 @@ def ratio_of_rounds(over: Sequence[float], under: Sequence[float]) -> Ratio | No
 
 
 def add_ratios(rows: Sequence[dict[str, Any]], base: str, higher_is_better: bool) -> None:
-    """Write into each row how many times as fast it was as one of them: ``against``, ``speedup`` and ``interval``."""
+    """Add each row's speedup over the row ``base``: ``against``, ``speedup`` and ``interval``."""
     found = [row for row in rows if row["name"] == base and "values" in row]
     for row in rows if found else ():
         if "values" not in row or row["name"] == base:
@@ -334,12 +334,12 @@ def add_ratios(rows: Sequence[dict[str, Any]], base: str, higher_is_better: bool
 
 
 def shortened(value: float) -> float:
-    """Return four significant digits."""
+    """Round to four significant digits."""
     return float(f"{value:.4g}")
 
 
 def machine() -> dict[str, Any]:
-    """Describe what the figures were measured on; no names or paths of the machine."""
+    """Describe the hardware and versions, without names or paths of the machine."""
     model = platform.processor()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The peers: PyG's samplers, its loader and its way to train, used where their packages can be imported."""
+"""Peers: PyG's samplers, loader and training example, as far as their packages can be imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_geometric.typing import SparseTensor
 from torchmetrics.classification import MulticlassAccuracy
 
 OpSampler = Callable[[Tensor], int]
-"""Samples around some seeds, throws the sample away and returns its number of edges."""
+"""Samples neighborhoods of some seeds, discards them and returns the number of edges."""
 
 
 def importable(package: str) -> bool:
@@ -29,7 +29,7 @@ def importable(package: str) -> bool:
 
 
 def can_sample() -> bool:
-    """Say whether PyG's NeighborLoader can run at all: it needs one of the two packages."""
+    """Return whether PyG's NeighborLoader can run, which requires one of the two packages."""
     return importable("pyg_lib") or importable("torch_sparse")
 
 
@@ -60,17 +60,17 @@ def neighbor_loader(data: Data, **kwargs: Any) -> Any:
 
 
 FORMS = ("tensor", "EdgeIndex", "SparseTensor", "Intel's extension")
-"""How PyG's layers can get the edges of a mini-batch, and Intel's extension of torch."""
+"""Edge formats of a mini-batch for PyG's layers, and Intel's extension of torch."""
 _NEEDS = {"SparseTensor": "torch_sparse", "Intel's extension": "intel_extension_for_pytorch"}
 
 
 def forms() -> list[str]:
-    """Return the forms whose packages can be imported."""
+    """Return the formats whose packages can be imported."""
     return [form for form in FORMS if form not in _NEEDS or importable(_NEEDS[form])]
 
 
 def in_form(edge_index: Tensor, num_nodes: int, form: str) -> Any:
-    """Return the edges of a mini-batch, which come sorted by target, in another form."""
+    """Convert the edges of a mini-batch, sorted by target, to another format."""
     if form == "EdgeIndex":
         return EdgeIndex(edge_index, sparse_size=(num_nodes, num_nodes), sort_order="col")
     if form == "SparseTensor":
@@ -80,7 +80,7 @@ def in_form(edge_index: Tensor, num_nodes: int, form: str) -> Any:
 
 
 class PyGClassifier(pl.LightningModule):
-    """A model as PyG's Lightning example trains it (there with batch normalisation, which no contestant has here)."""
+    """The model of PyG's Lightning example (without its batch normalization, which no contestant uses here)."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Turn the JSON files of the benchmarks into tables and a chart: ``python -m benchmarks.report``.
 
-All comparisons stand in docs/results.md, folded by topic below the chart, and a selection in README.md: between two
-markers, outside of which everything stays as it is.
+Writes all comparisons into docs/results.md, folded by topic below the chart, and a selection into README.md. Only the
+text between two markers is replaced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOPICS = {
     "On a GPU": ("gpu_minibatch", "gpu_epoch", "gpu_persistent", "gpu_collective", "gpu_aggregate", "gpu_hyscale",
                  "gpu_full_graph"),
 }  # fmt: skip
-"""The files of each topic, without ``.json``; files that do not exist are left out."""
+"""The files of each topic, without ``.json``; missing files are skipped."""
 KINDS = {"peers": "Against peers", "limits": "Against limits", "ours": "Ours against ours"}
 _PEERS = ("PyG", "pyg-lib", "torch", "plain Trainer")
 _LIMITS = ("sum of both alone", "cpu_share=", "bound")
@@ -46,12 +46,12 @@ HEADLINES = (
     "Sampling, one core, against pyg-lib",
     "Hybrid training, accelerator 4x the CPU trainer, against the accelerator alone",
 )
-"""The comparisons that the README shows: ten, not all of them flattering; first those of an epoch or a fit."""
+"""Ten comparisons for the README, including unfavorable ones; epochs and fits come first."""
 _HEAD = ["| measured | ours | peer | ratio |", "|---|---|---|---|"]
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Read the results that exist, in the order of the topics, each with its topic and its limits as comparisons."""
+    """Read the existing results in the order of the topics, each with its topic and its limits as comparisons."""
     found = []
     for topic, names in TOPICS.items():
         for file in (folder / f"{name}.json" for name in names):
@@ -63,7 +63,7 @@ def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def _limits(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield comparisons with the shortest time that the machine's bandwidth and product rate allow."""
+    """Yield comparisons with the lower bound from the machine's bandwidth and product rate."""
     for name, found in result.get("roofline", {}).items():
         ours = next(row for row in result["rows"] if row["name"].startswith(f"ours, {name}"))
         bound = found["bound s"] if "bound s" in found else found["bound ms"]
@@ -81,7 +81,7 @@ def kind(comparison: dict[str, Any]) -> str:
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the Markdown of all comparisons, folded by topic: medians, their ratio, and the machine.
 
-    Behind a ratio stands its 95 % confidence interval, if the result has one.
+    A ratio is followed by its 95 % confidence interval, if the result has one.
     """
     parts = []
     for topic in dict.fromkeys(result["topic"] for result in results):
@@ -127,7 +127,7 @@ def _line(result: dict[str, Any], comparison: dict[str, Any]) -> str:
     if "missing" in comparison:
         return f"| {comparison['what']} | | {comparison['missing']} | |"
     ours, peer = (
-        f"{float(f'{median:.3g}'):,g} {result['unit']} ({comparison[side]})"  # three digits, none as a power of ten
+        f"{float(f'{median:.3g}'):,g} {result['unit']} ({comparison[side]})"  # three digits, not in scientific notation
         for side, median in zip(("ours", "peer"), comparison["medians"], strict=True)
     )
     sure = " ({:.3g} to {:.3g})".format(*comparison["interval"]) if "interval" in comparison else ""
@@ -154,18 +154,18 @@ def replaced(text: str, content: str) -> str:
     before, start, rest = text.partition(START)
     _, end, after = rest.partition(END)
     if not start or not end:
-        raise ValueError(f"there is no {START} … {END}; put both lines where the table belongs")
+        raise ValueError(f"the file lacks {START} … {END}; add both lines where the table belongs")
     return f"{before}{START}\n{content}\n{END}{after}"
 
 
 def pages(results: Sequence[dict[str, Any]]) -> dict[Path, str]:
-    """Return the pages that show results, with what stands between their markers."""
+    """Return the pages with results, and the text for between their markers."""
     return {PAGE: table(results), README: headlines(results)}
 
 
 def main(argv: Sequence[str] | None = None) -> str:
     parser = argparse.ArgumentParser("python -m benchmarks.report", description=__doc__)
-    parser.add_argument("--print", action="store_true", help="print the whole table and leave the files alone")
+    parser.add_argument("--print", action="store_true", help="print the complete table without changing files")
     args = parser.parse_args(argv)
     results = load()
     content = table(results)

@@ -1,4 +1,4 @@
-"""The least time that an epoch can take on a machine: the bytes that must move, and the products."""
+"""Lower bound of an epoch's time on a machine: bytes to move, and products."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _ID = 8
 
 
 def roofline(batch: Data, widths: tuple[int, ...], model: str, batches: int, limits: MachineLimits) -> dict[str, Any]:
-    """Count what a trimmed epoch must read, write and multiply, each once, and what that takes at the least.
+    """Return the bytes and products of a trimmed epoch, each counted once, and the lower bound of their time.
 
     Bytes: features are gathered (read and written), each edge's row is read once per aggregation (forward, and backward
-    but for the first layer; attention aggregates what has been multiplied), each layer's output is written and read
-    twice. Products: forward, the weights' gradients, and but for the first layer those of the inputs. Nothing overlaps.
+    except in the first layer; attention aggregates after the product), each layer's output is written and read twice.
+    Products: forward, the weights' gradients, and except in the first layer those of the inputs. Nothing overlaps.
     """
     nodes, edges = list(accumulate(batch.num_sampled_nodes)), list(accumulate(batch.num_sampled_edges))
     size = batch.x.element_size()
@@ -27,7 +27,7 @@ def roofline(batch: Data, widths: tuple[int, ...], model: str, batches: int, lim
         sources, targets = nodes[layers - layer], nodes[layers - layer - 1]
         own_edges = edges[layers - layer - 1]
         wide, narrow = widths[layer], widths[layer + 1]
-        heads = 4 if model == "GAT" and layer == layers - 1 else 1  # of the last layer each is as wide as the output
+        heads = 4 if model == "GAT" and layer == layers - 1 else 1  # the last layer's heads have full width
         read = narrow * heads if model == "GAT" else min(wide, narrow)
         passes = 1 + (layer > 0 or model == "GAT")
         moved += passes * own_edges * (read * size + _ID) + 4 * targets * narrow * size
@@ -41,12 +41,12 @@ def roofline(batch: Data, widths: tuple[int, ...], model: str, batches: int, lim
 def full_graph_roofline(
     nodes: int, edges: int, widths: tuple[int, ...], model: str, heads: int, limits: MachineLimits
 ) -> dict[str, Any]:
-    """Count what a full-graph epoch must read, write and multiply, and what that takes at the least.
+    """Return the bytes and products of a full-graph epoch, and the lower bound of their time.
 
-    Bytes: each edge's row is read once per pass, as if no cache held any (what is above this bound gains from caches):
-    GCN, which aggregates constant features once for all epochs and behind the product where that is narrower, has one
-    pass forward and one backward per further layer; attention three per layer (sums, gradients of the weights and of
-    the values). Each layer's output is written and read twice, forward and backward. Products as in :func:`roofline`.
+    Bytes: each edge's row is read once per pass, without cache hits (so caches can beat this bound). GCN aggregates
+    constant features once for all epochs, and after the product if that is narrower; it has one forward and one
+    backward pass per further layer. Attention has three passes per layer (sums, gradients of the weights and of the
+    values). Each layer's output is written and read twice, forward and backward. Products as in :func:`roofline`.
     """
     size, moved, flops = 4, 0, 0
     for layer in range(len(widths) - 1):

@@ -1,4 +1,4 @@
-"""Contestants that are scripts of several ranks, started as a user starts them, and measured in turns like others."""
+"""Contestants that are scripts with several ranks, started as by a user, and measured in turns like others."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from benchmarks.harness import Gate, Isolated
 
 ROOT = Path(__file__).parent.parent
 _LAST = 2000
-"""Characters of a failed script's output that are shown."""
+"""Maximum number of characters shown of a failed script's output."""
 
 
 class Script(Isolated):
-    """A contestant that is a module run by ``python -m``; Lightning starts its other ranks by running it again."""
+    """A contestant that runs a module with ``python -m``; Lightning starts its other ranks by running it again."""
 
     def __init__(self, module: str, spec: dict[str, Any], folder: Path, name: str) -> None:
         file, self._output = folder / f"{name}.json", folder / f"{name}.txt"
@@ -34,7 +34,7 @@ class Script(Isolated):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[handle],
-                start_new_session=True,  # a signal to this process is not for its ranks, which see it end
+                start_new_session=True,  # signals to this process do not reach its ranks, which notice its end
                 cwd=ROOT,
             )
         try:
@@ -70,10 +70,10 @@ class Script(Isolated):
 
 
 def serve(train: Callable[[dict[str, Any], Gate | None], None], arguments: list[str]) -> None:
-    """Be one rank of a :class:`Script`: rank 0 has the gate, which the others hear of from it alone."""
+    """Run one rank of a :class:`Script`; only rank 0 has the gate, and it relays turns to the others."""
     spec = json.loads(Path(arguments[0]).read_text())
     gate = None if os.environ.get("LOCAL_RANK", "0") != "0" else Gate(Connection(int(arguments[1])), 0)
     try:
         train(spec, gate)
     except (EOFError, BrokenPipeError):
-        os._exit(0)  # the benchmark itself has ended: no rank is to wait for another
+        os._exit(0)  # the benchmark has ended: ranks must not wait for each other

@@ -1,4 +1,4 @@
-"""A callback that times training epochs in turns with other contestants."""
+"""Callbacks that time training epochs and mini-batches in turns with other contestants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.harness import Gate
 
 
 class TimedEpochs(pl.Callback):
-    """Waits for the contestant's turn, lets some epochs run, and reports the seconds of one."""
+    """Waits for the contestant's turn, runs some epochs, and reports the seconds per epoch."""
 
     def __init__(self, gate: Gate, epochs: int = 1, unit: float = 1.0) -> None:
         self._gate = gate
@@ -22,13 +22,13 @@ class TimedEpochs(pl.Callback):
         self._start = 0.0
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock where a turn begins."""
+        """Start the clock when a turn begins."""
         if trainer.current_epoch % self._epochs == 0:
             self._gate.wait()
             self._start = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report where a turn ends."""
+        """Report when a turn ends."""
         if (trainer.current_epoch + 1) % self._epochs == 0:
             if pl_module.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -42,9 +42,9 @@ class TimedBatches(pl.Callback):
         self._ends: list[float] = []
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """Note the time."""
+        """Record the time."""
         self._ends.append(time.perf_counter())
 
     def seconds(self) -> float:
-        """Return seconds per mini-batch, infinite where there was only one."""
+        """Return seconds per mini-batch, infinite after a single one."""
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) if len(self._ends) > 1 else math.inf

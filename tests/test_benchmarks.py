@@ -107,7 +107,7 @@ def test_intervals_of_ratios_by_hand(load):
     assert back == pytest.approx((1 / there.ratio, 1 / there.high, 1 / there.low))
     assert ratio_of_rounds([1.0], [2.0]) is None
     for over, under in (([1.0, 2.0], [1.0]), ([1.0, 0.0], [1.0, 1.0])):
-        refuses(ValueError, "as many, and positive", ratio_of_rounds, over, under)
+        refuses(ValueError, "positive, and equally many", ratio_of_rounds, over, under)
 
 
 def test_rows_and_comparisons_have_intervals(load):

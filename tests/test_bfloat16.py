@@ -63,9 +63,9 @@ def test_features_of_any_floating_dtype_are_kept_in_another(data, given):
         ({}, "no dtype", TypeError, "is unknown"),
         ({}, torch.float64, TypeError, "is unknown"),
         ({"x": None, "num_nodes": 300}, "bfloat16", ValueError, "data has no x"),
-        ({"x": torch.ones(300, 2, requires_grad=True)}, "bfloat16", ValueError, "data.x is trained"),
+        ({"x": torch.ones(300, 2, requires_grad=True)}, "bfloat16", ValueError, "data.x requires gradients"),
         ({"x": torch.ones(300, 2).long()}, "bfloat16", TypeError, "but are torch.int64"),
-        ({"x": torch.full((300, 2), 1e5)}, "float16", ValueError, "end at 65504; use feature_dtype='bfloat16'"),
+        ({"x": torch.full((300, 2), 1e5)}, "float16", ValueError, "ends at 65504; use feature_dtype='bfloat16'"),
     ],
 )
 @pytest.mark.parametrize("kind", [NeighborDataModule, FullGraphDataModule])

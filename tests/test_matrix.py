@@ -21,7 +21,7 @@ are drawn, with times of nodes and sampled neighbors. All others see all neighbo
 REFUSALS = {
     "E": "the batch has no labeled edges",
     "S": "mini-batch of edges, without seed nodes",
-    "N": "mini-batches of nodes have no negative edges; use LinkDataModule",
+    "N": "mini-batches of seed nodes have no negative edges; use LinkDataModule",
     "F": "trains on full graphs, .*; use FullGraphDataModule",
     "C": "both schedule the same cores and the same bus; train with NeighborDataModule",
     "D": "strategy=ascend_hybrid shards the graph",

@@ -1,1 +1,1 @@
-"""Collective batching, on a GPU or with stages that sleep, and its planner."""
+"""Collective batching, on a GPU or with simulated (sleeping) stages, and its planner."""

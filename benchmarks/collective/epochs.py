@@ -1,12 +1,12 @@
 """Collective batching against CPU-only, GPU-only and randomly split batching (after MorphGL's evaluation).
 
-On a GPU: GraphSAGE, GCN and GAT with fanouts 15, 10, 5 and 1024 seeds, the process kept on 2 to 16 cores, topology and
-features in pinned memory behind a cache of ``--cache-rows`` hot rows; see ``benchmarks.collective.gpu``. Cells are
-measured until ``--limit`` seconds have gone by; ``--merge`` keeps those of an earlier run.
+On a GPU: GraphSAGE, GCN and GAT with fanouts 15, 10, 5 and 1024 seeds; the process is pinned to 2 to 16 cores; topology
+and features are in pinned memory, with a cache of ``--cache-rows`` hot rows (see ``benchmarks.collective.gpu``). Cells
+are measured until ``--limit`` seconds have passed; ``--merge`` retains those of an earlier run.
 
-Without one: threads that prepare mini-batches against the training thread, through ``pl.Trainer``, each contestant in a
-process of its own; then the paper's own setting with real threads and schedules, but stages that sleep, where the
-number of cores can be anything. Predicted epochs stand beside the measured ones.
+Without a GPU: preparation in threads against preparation in the training thread, through ``pl.Trainer``, with one
+process per contestant; then the paper's setting with real threads and schedules, but sleeping stages, so that any
+number of cores can be simulated. Predicted epochs are reported next to the measured ones.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 
 
 class Notes(pl.Callback):
-    """Writes the predicted epoch into a file: the plan's own, or one simulated from the stages of the epoch before."""
+    """Writes the predicted epoch time to a file: the plan's, or a simulation from the previous epoch's stage times."""
 
     def __init__(self, path: str, datamodule: CollectiveDataModule) -> None:
         self._path = Path(path)
@@ -85,7 +85,7 @@ class Notes(pl.Callback):
         self._start = 0.0
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record the epoch where the loader does not measure by itself."""
+        """Record the epoch if the loader does not measure by itself."""
         loader: Any = trainer.train_dataloader
         if loader.prefetcher.route is None:
             loader.prefetcher.timeline = Timeline()
@@ -108,15 +108,15 @@ class Notes(pl.Callback):
         else:
             return
         stages = {name: getattr(times, name).mean for name in ("cpu_batching", "gpu_batching", "uva", "model")}
-        predicted = median(self._predicted[:-1] or self._predicted)  # the last one has no epoch after it
+        predicted = median(self._predicted[:-1] or self._predicted)  # no epoch follows the last one
         notes = {"mode": plan.mode, "buffers": plan.buffers, "stages_s": stages, "predicted_s": predicted}
-        if self._same:  # what is left where the machine's other work cannot change in between
+        if self._same:  # this error excludes changes of the machine's other load
             notes["error_with_stages_of_the_same_epoch"] = round(median(self._same), 4)
         self._path.write_text(json.dumps(notes))
 
 
 def stage_times(timeline: Timeline, workers: int) -> StageTimes:
-    """Return means and spreads of what a CPU pipeline has recorded, without the first of each and what is far off."""
+    """Return means and spreads of a CPU pipeline's recorded stages, without warm-up and outliers."""
     found = {}
     for stage in ("cpu_batching", "model"):
         values = [item.end - item.start for item in timeline.intervals if item.stage == stage][2:]
@@ -145,7 +145,7 @@ def make(spec: dict[str, Any]) -> tuple[pl.LightningModule, pl.LightningDataModu
 
 
 def contestant(spec: dict[str, Any], gate: Gate) -> None:
-    """Train for as many epochs as there are rounds."""
+    """Train for one epoch per round."""
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(spec["torch_threads"])
@@ -166,7 +166,7 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
 
 
 def train(sizes: dict[str, int], runs: int, only: str) -> tuple[Rows, list[dict[str, Any]]]:
-    """Train on the CPU in turns; returns the rows and, where it could be predicted, the epoch beside the prediction."""
+    """Train on the CPU in turns; return the rows, and pairs of measured and predicted epoch times."""
     with tempfile.TemporaryDirectory() as folder:
         specs: dict[str, dict[str, Any] | None] = {}
         for number, (name, chosen) in enumerate(CONTESTANTS.items()):
@@ -185,7 +185,7 @@ def train(sizes: dict[str, int], runs: int, only: str) -> tuple[Rows, list[dict[
 
 
 def comparisons(rows: Rows, names: dict[int, dict[str, list[str]]], label: str) -> list[dict[str, Any]]:
-    """Hold collective batching against the others over the numbers of cores."""
+    """Compare collective batching with the others for each number of cores."""
 
     def against(peers: Sequence[str], target: float | None, what: str) -> dict[int, dict[str, Any]]:
         found = {}
@@ -214,7 +214,7 @@ def comparisons(rows: Rows, names: dict[int, dict[str, list[str]]], label: str) 
 
 
 def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure and simulate what needs no GPU."""
+    """Run the measurements and simulations that do not require a GPU."""
     described = machine()
     rows, predictions = train(args.sizes, args.runs, args.only)
     what = "Training epoch on the CPU, a worker thread against the training thread"
@@ -255,13 +255,13 @@ def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def described_times(times: StageTimes) -> dict[str, float]:
-    """Return the mean of each stage."""
+    """Return the mean of each stage, in seconds."""
     names = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
     return {**{name: round(getattr(times, name).mean, 6) for name in names}, "workers": times.cpu_workers}
 
 
 def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure on the GPU, cell by cell; the file is written after each."""
+    """Measure on the GPU cell by cell, and write the file after each."""
     from benchmarks.collective import gpu
 
     described = machine()
@@ -279,7 +279,7 @@ def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
         "figure 9": earlier["figure 9"],
     }
     if args.merge and earlier["settings"] | {"limit": 0} != result["settings"] | {"limit": 0}:
-        raise SystemExit(f"collective: {args.merge} was measured with other settings; give the same sizes and runs")
+        raise SystemExit(f"collective: {args.merge} was measured with other settings; use the same sizes and runs")
 
     def keep(cell: dict[str, Any]) -> None:
         others = [one for one in result["cells"] if (one["model"], one["cores"]) != (cell["model"], cell["cores"])]
@@ -299,7 +299,7 @@ def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def finish(result: dict[str, Any]) -> dict[str, Any]:
-    """Gather rows, comparisons and predictions from the cells there are."""
+    """Collect rows, comparisons and predictions from the measured cells."""
     cells: list[dict[str, Any]] = result["cells"]
     rows: Rows = [row for cell in cells for row in cell["rows"]]
     compared: list[dict[str, Any]] = []

@@ -1,14 +1,14 @@
-"""Collective batching on a GPU, one model and one number of cores at a time: ``benchmarks.collective.epochs``'s cells.
+"""Cells of ``benchmarks.collective.epochs``: collective batching on a GPU with one model and one number of cores.
 
-Topology and features lie in pinned memory, with a cache of hot rows in front that all ways share. Everything is in one
-process, whose threads are kept on so many cores; a plain training loop, without Lightning, drives each way's loader:
+Topology and features are in pinned memory, with a cache of hot rows that all contestants share. All of them run in one
+process pinned to the given number of cores; a plain training loop, without Lightning, drives each loader:
 
-- collective: :class:`CollectiveDataModule`'s loader with the plan that it makes;
-- CPU-only: :class:`NeighborDataModule`'s loader with PyG's PrefetchLoader, which transfers on a stream of its own, and
-  the collective loader with a plan that leaves all to the CPU;
+- collective: :class:`CollectiveDataModule`'s loader with its measured plan;
+- CPU-only: :class:`NeighborDataModule`'s loader with PyG's PrefetchLoader, which transfers on a separate stream, and
+  the collective loader with a plan that assigns everything to the CPU;
 - GPU-only: :class:`PersistentSamplerDataModule`'s loader;
-- random split: the same two samplers; each mini-batch is the CPU's with a probability, prepared ahead by the same
-  number of threads, and sets out when its turn comes, on a stream of its own: no buffers, no plan.
+- random split: the same two samplers; each mini-batch is assigned to the CPU with a probability, prepared ahead by the
+  same number of threads, and transferred on a separate stream when it is due: no buffers, no plan.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ HIDDEN = {"GraphSAGE": 256, "GCN": 16, "GAT": 64}
 KINDS = {"GraphSAGE": GraphSAGE, "GCN": GCN, "GAT": GAT}
 GPU_BUFFERS = (1, 2, 4, 8, 10, 16, 32, 64)
 _PERIOD_S = 0.05
-"""Between two looks at how busy the GPU is."""
+"""Seconds between two samples of GPU utilization."""
 
 
 class Bench:
-    """One graph and the ways to train on it."""
+    """One graph, and the contestants that train on it."""
 
     def __init__(self, sizes: dict[str, int], device: torch.device, profile_batches: int = 10) -> None:
         self.sizes = sizes
@@ -64,7 +64,7 @@ class Bench:
         self.shared = self.datamodule(sizes["batch_size"], sizes["cache_rows"], 10)
 
     def datamodule(self, batch_size: int, cache_rows: int, gpu_buffer_size: int) -> CollectiveDataModule:
-        """Return what places the graph and makes the loaders."""
+        """Return the DataModule that places the graph and creates the loaders."""
         gpu: dict[str, Any] = {"topology": "pinned", "features": "pinned", "cache_rows": cache_rows}
         if self.device.type == "cpu":
             gpu = {"gpu_route": "cpu"}
@@ -80,14 +80,14 @@ class Bench:
         )
 
     def loader(self, datamodule: CollectiveDataModule, workers: int) -> Any:
-        """Return a collective loader that has no plan yet; its ``prefetcher.route`` is the GPU's pipeline."""
+        """Return a collective loader without a plan; its ``prefetcher.route`` is the GPU's pipeline."""
         datamodule.num_workers = workers
         loader = datamodule.train_dataloader()
         loader.prefetcher.plan = None
         return loader
 
     def step(self, model: str) -> Callable[[Data], None]:
-        """Return what trains on one mini-batch; nothing in it waits for the GPU."""
+        """Return a function that trains on one mini-batch without synchronizing the GPU."""
         torch.manual_seed(0)
         network = KINDS[model](self.sizes["features"], HIDDEN[model], 3, CLASSES)
         module = NodeClassifier(network, CLASSES).to(self.device)
@@ -113,12 +113,12 @@ class Bench:
         return time.perf_counter() - start
 
     def wait(self) -> None:
-        """Let the GPU finish."""
+        """Synchronize the GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def cpu_only(self, workers: int) -> Iterable[Data]:
-        """Return a loader of mini-batches that CPU threads prepare and a stream of its own transfers."""
+        """Return a loader of mini-batches prepared by CPU threads and transferred on a separate stream."""
         loader = NeighborDataModule(
             self.data,
             self.order[: self.sizes["batches"] * self.sizes["batch_size"]],
@@ -131,7 +131,7 @@ class Bench:
         return PrefetchLoader(loader, self.device) if self.device.type == "cuda" else loader
 
     def random_split(self, loader: Any, ratio: float, workers: int) -> Iterator[Data]:
-        """Yield an epoch of which the CPU prepares each mini-batch with a probability."""
+        """Yield an epoch in which the CPU prepares each mini-batch with the given probability."""
         draws, batching = random.Random(0), loader.prefetcher
         tasks = list(loader.tasks(0))
         on_cpu = [draws.random() < ratio for _ in tasks]
@@ -151,11 +151,11 @@ class Bench:
                     yield batching.route.prepare(task).batch
 
     def cell(self, model: str, cores: int, runs: int, only: str = "") -> dict[str, Any]:
-        """Measure all ways with one model and one number of cores, one of which is the main thread's."""
+        """Measure all contestants with one model and one number of cores, including the main thread's."""
         workers, step = cores - 1, self.step(model)
         with kept_on(cores) as given:
             loader = self.loader(self.shared, workers)
-            for batch in islice(_on_device(loader), 2):  # kernels are compiled
+            for batch in islice(_on_device(loader), 2):  # compiles kernels
                 step(batch)
             planning = self._plan(loader, step)
             plan: CollectivePlan = loader.prefetcher.plan
@@ -179,7 +179,7 @@ class Bench:
             times = plan.times
             for ratio in RATIOS if only in "random split" else []:
                 if ratios and times is not None and ratio * len(loader) * times.cpu > 2 * min(ratios.values()):
-                    break  # the workers alone would take that long
+                    break  # lower bound from the workers' time
                 ratios[f"{ratio:g}"] = self.epoch(self.random_split(loader, ratio, workers), step)
             if ratios:
                 best = float(min(ratios, key=lambda ratio: ratios[ratio]))
@@ -214,9 +214,9 @@ class Bench:
         }
 
     def buffers(self, model: str, cores: int, batch_size: int, runs: int) -> dict[str, Any]:
-        """Measure epochs against the size of the GPU's buffer, the rest of whose memory is the cache's (figure 9).
+        """Measure epochs for several sizes of the GPU's buffer, with the remaining memory for the cache (figure 9).
 
-        Cache and buffer together have room for as many rows as the graph has.
+        Cache and buffer together hold as many rows as the graph has.
         """
         step, workers = self.step(model), cores - 1
         with kept_on(cores):
@@ -243,7 +243,7 @@ class Bench:
         return {"batch_size": batch_size, "rows_per_batch": rows_per_batch, "points": list(points.values())}
 
     def _plan(self, loader: Any, step: Callable[[Data], None]) -> dict[str, float]:
-        """Train until there is a plan; return the seconds and the mini-batches that it took."""
+        """Train until a plan exists; return the seconds and mini-batches until then."""
         self.wait()
         start, batches = time.perf_counter(), 0
         for _ in range(4):
@@ -261,7 +261,7 @@ class Bench:
         return {"seconds": round(seconds, 3), "batches": batches}
 
     def _utilisation(self, loader: Any, step: Callable[[Data], None], plan: CollectivePlan) -> dict[str, Any]:
-        """Train an epoch with a timeline; return cores, PCIe and GPU by it, and what the system says."""
+        """Train an epoch with a timeline; return the utilization of cores, PCIe and GPU, and the driver's figure."""
         loader.prefetcher.plan, loader.prefetcher.timeline = plan, Timeline()
         process = psutil.Process()
         before = process.cpu_times()
@@ -275,7 +275,7 @@ class Bench:
 
 
 def _on_device(loader: Any) -> Iterator[Data]:
-    """Yield an epoch that the GPU prepares in turn with training."""
+    """Yield an epoch in which the GPU alternates between preparing and training."""
     route = loader.prefetcher.route
     return (route.finish(route.prepare(task)) for task in loader.tasks(0))
 
@@ -291,7 +291,7 @@ def _one_thread() -> None:
 
 @contextmanager
 def kept_on(cores: int) -> Iterator[int]:
-    """Keep all threads of the process, and those to come, on so many cores; yields how many there are."""
+    """Pin all current and future threads of the process to a number of cores; yield the number in effect."""
     if not hasattr(os, "sched_setaffinity"):
         yield os.cpu_count() or 1
         return
@@ -317,7 +317,7 @@ def _keep(cores: set[int]) -> None:
 
 @contextmanager
 def _watched(device: torch.device) -> Iterator[list[int]]:
-    """Ask the driver now and then how busy the GPU is; the list stays empty where it cannot be asked."""
+    """Sample the GPU utilization periodically; the list stays empty without the driver's Python bindings."""
     seen: list[int] = []
     over = threading.Event()
 
@@ -325,7 +325,7 @@ def _watched(device: torch.device) -> Iterator[list[int]]:
         while not over.wait(_PERIOD_S):
             try:
                 seen.append(torch.cuda.utilization(device))
-            except Exception:  # the driver's bindings are not installed, say
+            except Exception:  # such as missing driver bindings
                 return
 
     watcher = threading.Thread(target=watch, daemon=True)
@@ -348,7 +348,7 @@ def cells(
     limit: float,
     keep: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
-    """Measure cell after cell, each handed to ``keep``; return those that were skipped, with the reason."""
+    """Measure all cells, passing each to ``keep``; return the skipped ones with the reason."""
     start = time.perf_counter()
     skipped = []
     for model in models:

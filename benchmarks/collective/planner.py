@@ -1,11 +1,10 @@
-"""What the planner of collective batching is worth: against the authors', each processor alone, and another commit's.
+"""The planner of collective batching against the authors' planner, each processor alone, and another commit.
 
-Settings are drawn: stage times over one and a half decades each, 1 to 31 CPU workers, spreads of 0 to 30 %, epochs of
-100 to 400 mini-batches. Every plan is judged by its mean makespan over epochs that no planner has seen, the same for
-all, in a discrete-event simulation of its own: processes that hand events to a queue, not the library's clock. The
-authors' planner and schedule train mini-batches as they are ready; ours keeps their order. In hard settings, spreads of
-20 % and more and 7 workers and more, all are judged on more epochs. Nothing is timed but the planning itself, by the
-processor's clock.
+Settings are random: stage times over one and a half decades each, 1 to 31 CPU workers, spreads of 0 to 30 %, epochs of
+100 to 400 mini-batches. Every plan is evaluated by its mean makespan over the same epochs, which no planner has seen,
+in an independent discrete-event simulation that does not use the library's clock. The authors' planner and schedule
+train mini-batches as soon as they are ready; ours retains their order. In hard settings (spreads from 20 %, 7 workers
+or more), more epochs are simulated. Only the planning itself is timed, in CPU time.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from benchmarks.harness import machine, parse, publish
 from lightning_gnn.collective.batch_schedule import ScheduleAction
 from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan, Duration, StageTimes
-from lightning_gnn.collective.simulate import drawn_durations
+from lightning_gnn.collective.simulate import draw_durations
 
 SIZES = {"settings": (1000, 3), "processes": (2, 1), "judged": (6, 1), "hard": (16, 2)}
 SPREADS = (0.0, 0.05, 0.1, 0.2, 0.3)
@@ -38,30 +37,30 @@ GPU_BUFFER = 10
 OURS, AUTHORS, BEST, BEFORE = "ours", "the authors'", "the best of them", "the planner before"
 
 Wait = float | str
-"""Seconds, or the name of what has to happen."""
+"""Seconds to wait, or the name of the event to wait for."""
 
 
 class Schedule(Protocol):
-    """What decides."""
+    """Protocol of schedules."""
 
     def claim(self) -> int | None:
-        """Give a CPU worker its next mini-batch."""
+        """Assign the next mini-batch to a CPU worker."""
 
     def ready(self, number: int) -> object:
-        """Take one that is finished."""
+        """Add a finished mini-batch."""
 
     def next(self) -> ScheduleAction:
-        """Decide the training thread's next step."""
+        """Return the training thread's next action."""
 
 
 @dataclass
 class Node:
-    """A machine whose parts are processes: CPU workers, PCIe, and the training thread with its GPU.
+    """A simulated machine with one process each for CPU workers, PCIe, and the training thread with its GPU.
 
     Args:
-        schedule: Decides.
-        workers: On the CPU.
-        seconds: Of a stage of a mini-batch.
+        schedule: The schedule to simulate.
+        workers: Number of CPU workers.
+        seconds: Returns the duration of a stage of a mini-batch.
     """
 
     schedule: Schedule
@@ -80,7 +79,7 @@ class Node:
     _working: int = 0
 
     def makespan(self) -> float:
-        """Return the seconds until the training thread is done."""
+        """Return the seconds until the training thread has finished."""
         for process in [self._worker() for _ in range(self.workers)] + [self._link()]:
             self._advance(process)
         thread = self._training_thread()
@@ -110,7 +109,7 @@ class Node:
             yield self.seconds("cpu_batching", number)
             self._working -= 1
             self.schedule.ready(number)
-            for process in self._asleep.pop("ready", []):  # once this worker has taken its next one
+            for process in self._asleep.pop("ready", []):  # after this worker has claimed its next mini-batch
                 self._count += 1
                 heappush(self._events, (self.now, self._count, process))
 
@@ -156,12 +155,12 @@ class Node:
 
 @dataclass
 class Setting:
-    """Stage times, and an epoch's length.
+    """Stage times and the length of an epoch.
 
     Args:
-        times: Of the stages, with their spreads.
-        num_batches: Of an epoch.
-        spread: Part of the mean.
+        times: Stage times with their spreads.
+        num_batches: Number of mini-batches in an epoch.
+        spread: Spread relative to the mean.
     """
 
     times: StageTimes
@@ -170,12 +169,12 @@ class Setting:
 
     @property
     def hard(self) -> bool:
-        """Whether many workers vary much, so that one is often late."""
+        """Whether the setting has many workers and a large spread, so that one is often late."""
         return self.spread >= 0.2 and self.times.cpu_workers >= 7
 
 
 def draw(source: random.Random) -> Setting:
-    """Draw a setting; the model takes 10 ms."""
+    """Return a random setting; the model takes 10 ms."""
 
     def seconds(least: float, most: float) -> float:
         return 0.01 * math.exp(source.uniform(math.log(least), math.log(most)))
@@ -191,12 +190,12 @@ def judged(setting: Setting, schedule: Callable[[], Schedule], seeds: range) -> 
     """Return the mean makespan over epochs."""
     times, num_batches = setting.times, setting.num_batches
     return statistics.fmean(
-        Node(schedule(), times.cpu_workers, drawn_durations(times, num_batches, seed)).makespan() for seed in seeds
+        Node(schedule(), times.cpu_workers, draw_durations(times, num_batches, seed)).makespan() for seed in seeds
     )
 
 
 def contestants(setting: Setting, judge: range, hard: range) -> tuple[dict[str, float], CollectivePlan, float]:
-    """Return the mean makespan of each planner's plan in the epochs to be judged by, our plan and its seconds."""
+    """Return each planner's mean makespan over the test epochs, our plan, and its planning time in seconds."""
     times, number, workers = setting.times, setting.num_batches, setting.times.cpu_workers
     start = time.process_time()
     plan = Dispatcher(times, GPU_BUFFER, num_batches=number).plan()
@@ -223,7 +222,7 @@ def contestants(setting: Setting, judge: range, hard: range) -> tuple[dict[str, 
 
 
 def summary(ratios: list[float]) -> dict[str, float]:
-    """Return how ours stands against a peer: makespans over the peer's."""
+    """Compare our makespans with a peer's, as ratios."""
     ordered = sorted(ratios)
     return {
         "settings": len(ratios),

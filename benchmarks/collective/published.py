@@ -1,6 +1,6 @@
-"""MorphGL as published, to compare with: its schedule (algorithms 1 to 4, and the text of section 4.2.3) and planner.
+"""MorphGL as published, as a baseline: its schedule (algorithms 1 to 4, and the text of section 4.2.3) and planner.
 
-Mini-batches are trained as they are ready, not in the order of the epoch. Equation 6 is repaired, as in the library.
+Mini-batches are trained as soon as they are ready, not in epoch order. Equation 6 is repaired, as in the library.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Simulate = Callable[[int, int], tuple[float, float, float]]
 
 
 class DualBuffer:
-    """A CPU buffer and a GPU buffer, and the three phases: filling, blocking, flushing.
+    """A CPU buffer and a GPU buffer with three phases: filling, blocking, flushing.
 
-    Both processors take the next mini-batch of the epoch when they have room, and while only the CPU lags, one of the
-    GPU's is trained and replaced. The CPU leaves the last few to the GPU.
+    Both processors claim the next mini-batch of the epoch when they have a free slot. While only the CPU lags, one of
+    the GPU's mini-batches is trained and replaced. The CPU leaves the last few mini-batches to the GPU.
     """
 
     AHEAD = 2
-    """Mini-batches that a plain pipeline brings to the device before they are trained."""
+    """Mini-batches that a plain pipeline transfers to the device ahead of training."""
 
     def __init__(self, num_batches: int, gpu_buffer_size: int, cpu_buffer_size: int, cpu_workers: int = 1) -> None:
         self.gpu_buffer_size, self.cpu_buffer_size = gpu_buffer_size, cpu_buffer_size
@@ -38,7 +38,7 @@ class DualBuffer:
         self._left = deque(range(num_batches))
 
     def claim(self) -> int | None:
-        """Give a CPU worker the next mini-batch; None while there is no room, or nothing left for it."""
+        """Assign the next mini-batch to a CPU worker; return None if the buffer is full or none is left."""
         if not self._may_claim():
             return None
         number = self._left.popleft()
@@ -46,17 +46,17 @@ class DualBuffer:
         return number
 
     def ready(self, number: int) -> None:
-        """Take a mini-batch that a CPU worker has finished."""
+        """Add a mini-batch that a CPU worker has finished."""
         self._in_flight.remove(number)
         self.cpu_buffer.append(number)
 
     @property
     def cpu_blocked(self) -> bool:
-        """Whether the CPU could go on, if only its buffer had room."""
+        """Whether only a full buffer prevents the CPU from continuing."""
         return self._has_left() and not self._has_room()
 
     def next(self) -> ScheduleAction:
-        """Decide the next step of the training thread."""
+        """Return the next action of the training thread."""
         if not self.gpu_buffer_size:
             return self._pipe()
         if self._train_now or (self.phase == "flushing" and self.gpu_buffer and not self._flushing):
@@ -105,7 +105,7 @@ class DualBuffer:
     def _has_left(self) -> bool:
         if not self.cpu_buffer_size or not self._left:
             return False
-        # The GPU would be done before a mini-batch that a worker begins now.
+        # The GPU would finish the epoch before a worker finishes a mini-batch started now.
         return len(self._left) * self.cpu_buffer_size >= self.gpu_buffer_size * self._workers
 
 
@@ -115,7 +115,7 @@ def buffer_size(gpu_buffer_size: int, x: float) -> int:
 
 
 def published_plan(times: StageTimes, gpu_buffer_size: int, num_batches: int, simulate: Simulate) -> tuple[int, int]:
-    """Return ``gbs`` and ``cbs``: ``floor(gbs / x)``, then one less or more by the simulator's feedback."""
+    """Return ``gbs`` and ``cbs``: ``floor(gbs / x)``, then adjusted by one according to the simulator."""
     ratio = initial_ratio(times)
     if ratio == 0 or times.model.mean > max(times.cpu, times.dma.mean):
         return 0, max(gpu_buffer_size, times.cpu_workers)
@@ -127,5 +127,5 @@ def published_plan(times: StageTimes, gpu_buffer_size: int, num_batches: int, si
             break
         size += 1 if gpu_lag > cpu_lag else -1
     if size < 1:
-        return 1, 0  # the CPU is too slow
+        return 1, 0  # the CPU is too slow to contribute
     return gpu_buffer_size, min(seen, key=lambda each: seen[each])

@@ -1,9 +1,9 @@
-"""A machine whose stages sleep: collective batching and its peers with real threads, for as long as a paper says.
+"""A machine with sleeping stages: collective batching and its peers with real threads and the durations of the paper.
 
-Nothing computes, so the number of real cores does not matter. A sleep that lasted too long shortens the next one of
-its thread. The durations are solved from MorphGL's tables for an RTX 3090 with 8 cores, UK, GraphSAGE, fanouts 15, 10
-and 5, 1024 seeds: CPU-only batching is bound by the workers, GPU-only batching does one thing after the other, and
-equation 6 has its minimum at the ratio of table 6.
+Nothing computes, so the number of real cores does not matter. A sleep that overshoots shortens the thread's next one.
+The durations are solved from MorphGL's tables for an RTX 3090 with 8 cores, UK, GraphSAGE, fanouts 15, 10 and 5, 1024
+seeds: CPU-only batching is limited by the workers, GPU-only batching is sequential, and equation 6 has its minimum at
+the ratio of table 6.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from benchmarks.harness import Rows, measure
 from lightning_gnn.collective.batch_schedule import BatchSchedule
 from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
-from lightning_gnn.collective.simulate import drawn_durations
+from lightning_gnn.collective.simulate import draw_durations
 from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
 
 SETTING = "an RTX 3090 with 8 cores, UK"
 CORES, BATCHES, RATIO = 8, 759, 0.83
-"""Of its CPU, one being the main thread's; of an epoch; mini-batches of the GPU for every one of the CPU (table 6)."""
+"""Cores, including the main thread's; mini-batches per epoch; mini-batches of the GPU per one of the CPU (table 6)."""
 EPOCHS = {"CPU-only": 33.40, "GPU-only": 30.49}
 """Seconds (table 4)."""
 BANDWIDTH = 0.343
-"""Part of PCIe's that CPU-only batching uses, all by transfers (table 5)."""
+"""PCIe utilization of CPU-only batching, all by transfers (table 5)."""
 SAMPLING_SHARE = 0.5
-"""How much of T_G the GPU samples for, the rest being reads: assumed, the paper does not tell."""
+"""Fraction of T_G that is sampling, the rest being reads; an assumption, as the paper does not report it."""
 RATIOS = [number / 20 for number in range(21)]
 SPREAD = 2.0 / 149.7
-"""Section 5.8: spread of the size of a mini-batch, as a part of its mean."""
+"""Spread of the mini-batch size relative to its mean (section 5.8)."""
 WAYS = ("collective", "CPU-only", "GPU-only", "random split")
 GPU_BUFFER = 10
 ASLEEP = "stages sleep"
 
 
 def paper_times(cores: int, scale: float = 1.0) -> StageTimes:
-    """Return what the stages take with a number of cores, at least 2, multiplied by ``scale``."""
-    between = EPOCHS["CPU-only"] / BATCHES  # of two mini-batches of all workers
+    """Return the stage times for a number of cores (at least 2), multiplied by ``scale``."""
+    between = EPOCHS["CPU-only"] / BATCHES  # T_C, between two mini-batches of all workers
     alone = EPOCHS["GPU-only"] / BATCHES  # T_G + T_M
     model = between - RATIO * alone  # x = (T_C - T_M) / (T_G + T_M)
     found = {
@@ -61,26 +61,26 @@ def paper_times(cores: int, scale: float = 1.0) -> StageTimes:
 
 
 def row_name(way: str, cores: int) -> str:
-    """Return the name of a contestant that sleeps."""
+    """Return the name of a sleeping contestant."""
     ours = "ours, " if way == "collective" else ""
     return f"{ours}{way}, {ASLEEP}" + ("" if way == "GPU-only" else f", {cores} cores")
 
 
 class SleepingMachine:
-    """CPU workers, a PCIe link and a GPU, each a thread that sleeps for as long as a stage takes."""
+    """CPU workers, a PCIe link and a GPU, simulated by threads that sleep for the durations of the stages."""
 
     def __init__(self, times: StageTimes, num_batches: int) -> None:
         self.times = times
         self.num_batches = num_batches
         self.timeline = Timeline()
-        self._drawn = drawn_durations(times, num_batches, seed=0)
+        self._drawn = draw_durations(times, num_batches, seed=0)
         self._owed = threading.local()
-        self._pcie = threading.Lock()  # reads of the GPU and transfers share it
+        self._pcie = threading.Lock()  # shared by the GPU's reads and transfers
         self._workers = threading.Condition()
         self._finished = False
 
     def collective(self, plan: CollectivePlan) -> Timeline:
-        """Train an epoch with the schedule of the loader."""
+        """Train an epoch with the loader's schedule."""
         schedule = plan.schedule(self.num_batches, self.times.cpu_workers)
         arrivals: dict[int, Future[None]] = {}
         with self._working(schedule), ThreadPoolExecutor(1) as link:
@@ -103,7 +103,7 @@ class SleepingMachine:
                     self._train(step.number)
 
     def cpu_only(self) -> Timeline:
-        """Train an epoch of what the CPU prepares; each mini-batch sets out as soon as it is ready and has room."""
+        """Train an epoch prepared by the CPU; transfers start as soon as a mini-batch and a slot are ready."""
         room = threading.Semaphore(2 * self.times.cpu_workers)
 
         def prepare(number: int) -> None:
@@ -124,16 +124,16 @@ class SleepingMachine:
         return self.timeline
 
     def gpu_only(self) -> Timeline:
-        """Train an epoch of what the GPU prepares."""
+        """Train an epoch prepared by the GPU."""
         for number in range(self.num_batches):
             self._batch(number)
             self._train(number)
         return self.timeline
 
     def random_split(self, ratio: float, seed: int = 0) -> Timeline:
-        """Train an epoch in which the CPU prepares each mini-batch with a probability, ahead of time.
+        """Train an epoch in which the CPU prepares each mini-batch with the given probability, ahead of time.
 
-        It sets out for the GPU when its turn comes, while the one before is still being trained.
+        Its transfer starts when it is due, while the previous mini-batch is still being trained.
         """
         draws = random.Random(seed)
         routes = [draws.random() < ratio for _ in range(self.num_batches)]
@@ -201,7 +201,7 @@ class SleepingMachine:
             self._sleep("PCIe", "dma", number)
 
     def _batch(self, number: int) -> None:
-        """The GPU samples and gathers a mini-batch, both over PCIe."""
+        """Sample and gather a mini-batch on the GPU, both over PCIe."""
         with self._pcie:
             for stage in ("gpu_batching", "uva"):
                 reads = self._sleep("GPU", stage, number)
@@ -222,10 +222,10 @@ class SleepingMachine:
 
 
 def sleep(cores: Sequence[int], num_batches: int, slower: int, runs: int) -> tuple[Rows, list[dict[str, Any]]]:
-    """Measure the four ways on :class:`SleepingMachine`, for each number of cores.
+    """Measure the four contestants on :class:`SleepingMachine`, for each number of cores.
 
-    The ratios of the random split are tried once each, in rising order, until the workers alone would need 1.5 times
-    the best epoch; the best ratio then takes part in the rounds.
+    The ratios of the random split are tried once each, in ascending order, until the workers alone would need 1.5 times
+    the best epoch; the best ratio is then measured in the rounds.
     """
     contestants: dict[str, Callable[[], float] | None] = {}
     cells: list[dict[str, Any]] = []
@@ -281,10 +281,10 @@ def sleep(cores: Sequence[int], num_batches: int, slower: int, runs: int) -> tup
 
 
 def used(timeline: Timeline, seconds: float | None = None) -> dict[str, float]:
-    """Return how many workers, and which parts of the time PCIe and the GPU, were busy."""
+    """Return the mean number of busy workers, and the utilization of PCIe and the GPU."""
     seconds = timeline.makespan if seconds is None else seconds
     workers = sum(item.end - item.start for item in timeline.intervals if item.resource == "CPU")
-    # The GPU's batching goes over PCIe as well, whether or not the timeline says so.
+    # The GPU's batching also occupies PCIe, even if the timeline does not record it.
     reads = [replace(item, resource="PCIe") for item in timeline.intervals if item.stage in ("gpu_batching", "uva")]
     bus = Timeline([*timeline.intervals, *reads]).busy("PCIe")
     busy = {"CPU": workers, "PCIe": bus, "GPU": timeline.busy("GPU")}
@@ -292,7 +292,7 @@ def used(timeline: Timeline, seconds: float | None = None) -> dict[str, float]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Plot epochs of ``benchmarks.collective.epochs`` against cores, and against the GPU's buffer."""
+    """Plot the epochs of ``benchmarks.collective.epochs`` over cores, and over the GPU's buffer size."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -318,7 +318,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for label, values in lines.items():
             axis.plot(list(values), list(values.values()), marker="o", markersize=3, label=label)
         seen = [value for values in lines.values() for value in values.values()]
-        top = min(1.1 * max(seen), 4 * min(seen)) if seen else None  # CPU-only with two cores is far off
+        top = min(1.1 * max(seen), 4 * min(seen)) if seen else None  # CPU-only with two cores is off the scale
         axis.set(title=title, xlabel=across, ylabel="s per epoch", ylim=(0, top))
         if across == "GPU buffer":
             axis.set_xscale("log", base=2)

@@ -1,1 +1,1 @@
-"""Where a graph lies: converted, on disk, in parts, on several machines, in memory that ranks share."""
+"""Graph storage: conversion, features on disk, partitions, several machines, and memory shared by ranks."""

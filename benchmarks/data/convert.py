@@ -1,11 +1,11 @@
-"""``lgnn convert`` on a graph that is larger than the memory it may use: seconds, and the most memory it took.
+"""``lgnn convert`` on a graph larger than its memory budget: seconds, and peak memory.
 
-Nodes have ids that are no numbers of rows, a label and eight features; edges are drawn at random, so that joining them
-with the ids and sorting them by target has no order to lean on. Tables are Parquet files. The memory is the peak of the
-whole process, with Python, torch and what it has mapped; what is below the budget by less than that is missed.
+Nodes have ids that differ from row numbers, a label and eight features. Edges are random, so that joining them with the
+ids and sorting them by target cannot exploit an existing order. Tables are Parquet files. The memory is the peak of the
+whole process, including Python, torch and mapped files.
 
-What an engine takes for the heart of it alone, ids replaced by numbers and edges sorted by target, is measured beside
-it: of DuckDB, which ``lgnn convert`` stands on, and of Polars' streaming engine, where that is installed.
+The core of the conversion alone (replacing ids by row numbers and sorting edges by target) is measured for comparison:
+in DuckDB, on which ``lgnn convert`` is based, and in Polars' streaming engine if it is installed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ for end, number in (("source", "s"), ("target", "t")):
 edges.select("s", "t").sort("t", "s").sink_parquet(out, engine="streaming")
 """,
 }
-"""Programs that are given the folder of tables and the file to write."""
+"""Programs whose arguments are the folder of tables and the file to write."""
 
 
 def draw(folder: Path, edges: int, nodes: int) -> None:
@@ -73,13 +73,13 @@ def draw(folder: Path, edges: int, nodes: int) -> None:
 
 
 class Contestant:
-    """Runs a command that makes something of the tables; keeps the most memory that it took, in GB."""
+    """Runs a command on the tables and records its peak memory, in GB."""
 
     def __init__(self, command: Sequence[str], out: Path) -> None:
         self.command, self.out, self.peak = [sys.executable, *command], out, 0.0
 
     def __call__(self) -> float:
-        """Return the seconds that it took."""
+        """Run the command and return its seconds."""
         start = time.perf_counter()
         process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
@@ -92,7 +92,7 @@ class Contestant:
 
 
 def converted(folder: Path, budget: str) -> Contestant:
-    """Return what ``lgnn convert`` does with a budget."""
+    """Return the ``lgnn convert`` contestant for a memory budget."""
     out = folder / f"graph {budget}"
     command = ["-m", "lightning_gnn", "convert", f"source={folder}/edges.parquet", f"nodes={folder}/nodes.parquet"]
     return Contestant([*command, f"out={out}", f"memory={budget}"], out)

@@ -1,15 +1,15 @@
 """Training epochs with features on disk, against features in memory and against a plain memory map.
 
-A graph of power-law degrees, GraphSAGE with 2 layers, fanouts 15 and 10. ``memory=`` is a half, a quarter and an eighth
-of the features' size, and so much memory is all that a contestant gets: it runs in a control group with this limit (and
-an allowance for the model and for the topology, which stays in memory), where the system lets one be made; what a
-memory map keeps in the page cache counts in it too. The figure is seconds per epoch, after a warm-up epoch. Bytes are
-counted in blocks of 4096 bytes over the first epoch, from an empty cache, and set against what Belady's rule reads that
-knows the whole epoch, computed afterwards from the true trace. "By threads" is without the system's queue of reads.
+A graph with power-law degrees, GraphSAGE with 2 layers, fanouts 15 and 10. ``memory=`` is a half, a quarter and an
+eighth of the features' size. If the system permits it, each contestant runs in a cgroup with this memory limit (plus an
+allowance for the model and the topology, which stays in memory); the page cache of a memory map counts towards it. The
+figure is seconds per epoch, after a warm-up epoch. Reads are counted in blocks of 4096 bytes over the first epoch, from
+an empty cache, and compared with Belady's rule over the whole epoch, computed afterwards from the recorded trace. "By
+threads" does not use the system's read queue.
 
-``--large`` is the setting of 20 million nodes, 16 GB of features; in memory there is then a twin of an eighth of the
-nodes, with as many seeds. It takes 35 GB of disk. A memory map then waits for millions of faults one by one, for an
-hour; ``--only="ours, disk, 1/4 of memory"`` leaves it out.
+``--large`` is the setting with 20 million nodes and 16 GB of features; the in-memory contestant then uses a graph with
+an eighth of the nodes and the same number of seeds. It requires 35 GB of disk. The memory map then waits for millions
+of page faults one at a time, for an hour; ``--only="ours, disk, 1/4 of memory"`` excludes it.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ SHARES = {"1/2": 2, "1/4": 4, "1/8": 8}
 FANOUTS = [15, 10]
 CLASSES = 32
 LEAST = 12_000_000
-"""Bytes below which nothing could be read, of a quick run."""
+"""Minimum memory budget in bytes, which applies to quick runs."""
 ALLOWANCE, LARGE_ALLOWANCE = 256_000_000, 1_850_000_000
-"""Bytes for topology and labels, the model and the interpreter's own, in the control group."""
+"""Bytes for topology, labels, the model and the interpreter in the cgroup."""
 PUBLISHED = {
     "GraphBolt, disk, times as long as memory": 3.4,
     "GraphBolt, disk with dependent mini-batches, times as long as memory": 2.0,
@@ -60,7 +60,7 @@ _BLOCK = 100_000
 
 
 def write_graph(folder: Path, nodes: int, degree: int, features: int, train: int) -> None:
-    """Write a graph with hubs, which lie anywhere, block by block."""
+    """Write a graph with randomly placed hubs, block by block."""
     random = np.random.default_rng(0)
     counts = np.minimum(random.zipf(1.8, nodes), 1000).astype(np.int64)
     counts = np.maximum(degree // 2, counts * degree * nodes // (2 * counts.sum()))
@@ -83,7 +83,7 @@ def write_graph(folder: Path, nodes: int, degree: int, features: int, train: int
 
 
 def forget_pages(folder: Path) -> None:
-    """Drop all files below a folder from the page cache, but for what is mapped."""
+    """Drop all files below a folder from the page cache, except mapped pages."""
     for path in (path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -91,7 +91,7 @@ def forget_pages(folder: Path) -> None:
 
 
 def limited(memory: int) -> bool:
-    """Let this process take so much more memory and page cache; say whether the system has let us."""
+    """Limit this process to an additional amount of memory and page cache; return whether the system permits it."""
     for root, limit in (("memory", "memory.limit_in_bytes"), ("unified", "memory.max"), (".", "memory.max")):
         group = Path("/sys/fs/cgroup", root, f"benchmark-disk-{os.getpid()}")
         try:
@@ -106,7 +106,7 @@ def limited(memory: int) -> bool:
 
 
 def forget_group(pid: int) -> None:
-    """Remove the control group of a process that has ended."""
+    """Remove the cgroup of a process that has ended."""
     for group in Path("/sys/fs/cgroup").glob(f"*/benchmark-disk-{pid}"):
         group.rmdir()
 
@@ -117,7 +117,7 @@ def datamodule(
     data = load_folder(spec["folder"], mmap=True, check=False)
     if spec.get("in_memory"):
         data.x = torch.from_numpy(np.array(data.x.numpy()))
-        forget_pages(Path(spec["folder"]))  # else a memory map would find in the page cache what this one has read
+        forget_pages(Path(spec["folder"]))  # else the memory map would benefit from the page cache of this contestant
     return kind(
         data,
         num_neighbors=FANOUTS,
@@ -130,18 +130,18 @@ def datamodule(
 
 
 def contestant(spec: dict[str, Any], gate: Gate) -> None:
-    """Train epochs, and note what the first one read."""
+    """Train epochs, and record the reads of the first one."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     out = Path(spec["folder"], f"{spec['name'].replace('/', '-')}.json")
     options = {}
     if not spec.get("queued", True):
-        disk_reads._queues = list
+        disk_reads._create_queues = list
     if spec["kind"] == "disk":
         options = {"memory": spec["memory"], "store": spec["store"]}
     module = datamodule(spec, **options)
     if spec["kind"] == "map":
-        advise(module.data.x, "MADV_RANDOM")  # else each fault reads 128 kB
+        advise(module.data.x, "MADV_RANDOM")  # else each page fault reads 128 kB
     model = GraphSAGE(module.data.x.size(1), spec["hidden"], 2, CLASSES)
     optimizer = torch.optim.Adam(model.parameters())
     bounded = False if spec.get("in_memory") else limited(spec["memory"] + spec["allowance"])
@@ -165,9 +165,9 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
 
 
 def optimum(trace: Sequence[np.ndarray], file: FeatureFile, slots: int) -> int:
-    """Return the blocks that a reader with so many slots must read who knows the whole trace.
+    """Return the number of blocks that an optimal reader with this number of slots must read, given the whole trace.
 
-    Of all rows at hand, those of memory and those in the blocks just read, it keeps the ones that are needed soonest.
+    Of the cached rows and those in the blocks just read, it retains the ones that are needed soonest.
     """
     coming = np.full(file.num_rows, NEVER, np.int64)
     after = []
@@ -194,7 +194,7 @@ def optimum(trace: Sequence[np.ndarray], file: FeatureFile, slots: int) -> int:
 
 
 def _beside(blocks: np.ndarray, file: FeatureFile) -> np.ndarray:
-    """Return the rows that lie in blocks as a whole; one may begin in a block and end in the next."""
+    """Return the rows that blocks contain completely; a row may extend into the next block."""
     low = (blocks * 4096 - file.offset) // file.row_bytes
     rows = np.unique(low[:, None] + np.arange(4096 // file.row_bytes + 2))
     rows = rows[(rows >= 0) & (rows < file.num_rows)]
@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             each["limited"] for key, each in noted.items() if key != "ours, in memory"
         )
         for key, each in noted.items():
-            if "blocks" in each and specs[key].get("queued", True):  # else it reads the same
+            if "blocks" in each and specs[key].get("queued", True):  # otherwise it reads the same blocks
                 best = optimum(trace, FeatureFile.open(specs[key]["store"]), each["cache_rows"])
                 extra[key] = {
                     "direct": each["direct"],

@@ -1,8 +1,8 @@
-"""What a partition costs, and what ranks then ask of each other: METIS, the stream, and chance.
+"""Partitioning time, and the resulting communication between ranks: METIS, streaming (LDG), and random.
 
-The figure is seconds to share out the nodes of a drawn graph with communities. Beside the table stand the fraction of
-edges between parts, and the rows of other parts in a mini-batch, counted on sampled ones: with seeds in the order of
-one machine, and of the rank's own part; and of the stream without its seven further passes.
+The figure is seconds to partition the nodes of a synthetic graph with communities. Also reported are the fraction of
+edges between parts, and the number of remote rows in a mini-batch, counted on sampled ones: with seeds in the order of
+one machine, and with seeds of the rank's own part; and for streaming without its seven additional passes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SIZES = {
 }
 CLASSES, FEATURES, HOMOPHILY = 32, 4, 0.9
 METHODS = {"ours, ldg": ("ldg", 8), "ours, ldg, one pass": ("ldg", 1), "metis": ("metis", 8), "random": ("random", 8)}
-"""How nodes are shared out, and how often the stream goes by."""
+"""Partitioning methods, and the number of passes of the streaming one."""
 
 
 class Contestant:
-    """Shares out the nodes of a graph."""
+    """Partitions the nodes of a graph."""
 
     def __init__(self, data: Any, method: str, passes: int, parts: int) -> None:
         self.data, self.method, self.passes, self.parts = data, method, passes, parts
@@ -40,7 +40,7 @@ class Contestant:
         self.seeds = {None: data.train_mask.nonzero().view(-1)}
 
     def __call__(self) -> float:
-        """Return the seconds that it takes."""
+        """Partition the graph and return the seconds."""
         before, assign._PASSES = assign._PASSES, self.passes
         try:
             start = time.perf_counter()
@@ -50,7 +50,7 @@ class Contestant:
             assign._PASSES = before
 
     def counts(self, batch_size: int, batches: int) -> dict[str, float]:
-        """Return what ranks ask of each other."""
+        """Return the communication between ranks."""
         before, assign._PASSES = assign._PASSES, self.passes
         try:
             owner = assign.assign_nodes(self.graph, self.parts, self.method, self.seeds)[None].numpy()

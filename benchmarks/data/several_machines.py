@@ -1,9 +1,9 @@
-"""How well ``lgnn plan`` predicts an epoch on several machines: 2, 4 and 8 processes behind a limited network.
+"""Accuracy of ``lgnn plan`` for several machines: 2, 4 and 8 processes with a limited network.
 
-The processes ask each other as machines do, of their parts of a drawn graph; a token bucket keeps what leaves each of
-them to a bandwidth, answers are held back by the latency, and sampling and training are slept, as few cores cannot run
-many processes at speed. The figure is seconds per epoch; beside it stand what was predicted from traffic counted on the
-whole graph and by how much that was off, and likewise the bytes that were really sent for a mini-batch.
+The processes exchange requests like machines, on their parts of a synthetic graph. A token bucket limits each one's
+outgoing bandwidth, responses are delayed by the latency, and sampling and training are replaced by sleeps, since a few
+cores cannot run many processes at full speed. The figure is seconds per epoch. Also reported are the prediction from
+traffic counted on the whole graph, its error, and the same for the bytes sent per mini-batch.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ SIZES = {
 }
 FANOUTS = [10, 10]
 WITHIN = 0.2
-"""Error that the prediction is allowed."""
+"""Maximum error of the prediction."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network, and what is slept."""
+    """A network, and the durations of the sleeps."""
 
     bandwidth: float
     latency: float
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def work(self) -> Work:
-        """What each mini-batch costs."""
+        """Cost of each mini-batch."""
         return Work(self.prepare_s, self.step_s, workers=self.workers, cores=64, gradient_bytes=self.gradient_bytes)
 
 
@@ -70,23 +70,23 @@ CASES = {
     "network": Case(4e6, 1e-3, 0.05, 0.1),
     "network, own seeds": Case(1e6, 1e-3, 0.05, 0.1, order="local"),
 }
-"""By what sets the pace."""
+"""Cases by their bottleneck."""
 
 
 PACKET = 8192
-"""Bytes that are let through at once, so that messages share a network as they do."""
+"""Bytes sent at once, so that concurrent messages share the bandwidth as on a network."""
 _BURST = 0.02
-"""Seconds of tokens that the bucket holds: threads that are waked late make up for it."""
+"""Capacity of the token bucket in seconds, which compensates for threads that wake up late."""
 
 
 class Bucket:
-    """Lets so many bytes per second through."""
+    """Limits the bytes per second."""
 
     def __init__(self, rate: float) -> None:
         self._rate, self._free, self._lock = rate, 0.0, threading.Lock()
 
     def pass_through(self, nbytes: int) -> None:
-        """Wait until bytes are through."""
+        """Wait until the bytes are sent."""
         for start in range(0, nbytes, PACKET):
             now = time.monotonic()
             with self._lock:
@@ -97,7 +97,7 @@ class Bucket:
 
 
 class LimitedExchange(RankRPC):
-    """Ranks ask each other through a network of this case, and sleep before they ask for rows."""
+    """Route requests between ranks through this case's network, and sleep before requests for rows."""
 
     case: Case
 
@@ -107,7 +107,7 @@ class LimitedExchange(RankRPC):
         super().__init__(handlers)
 
     def call(self, name: str, arguments: Any) -> dict[int, Any]:
-        """Replay the preparing of a mini-batch, whose rows are requested once, and call."""
+        """Sleep for the preparation of a mini-batch, which fetches rows once, and send the request."""
         if self.limited and name == "node_rows":
             self.batches += 1
             time.sleep(self.case.prepare_s)
@@ -120,19 +120,19 @@ class LimitedExchange(RankRPC):
 
     def _receive(self, size: int, dtype: torch.dtype, rank: int, tag: int) -> Tensor:
         message = super()._receive(size, dtype, rank, tag)
-        if self.limited and tag % 2:  # a question: there and back, in the thread for the rank that asks
+        if self.limited and tag % 2:  # a round trip, in the thread that serves the requesting rank
             time.sleep(2 * self.case.latency)
         return message
 
     def reduce(self) -> None:
-        """Sum up gradients round a ring."""
+        """All-reduce gradients with a ring."""
         self.out.pass_through(int(2 * (self.ranks - 1) / self.ranks * self.case.gradient_bytes))
         time.sleep(2 * (self.ranks - 1) * self.case.latency)
         dist.all_reduce(torch.zeros(1))
 
 
 def rank_main(rank: int, ranks: int, folder: str, sizes: dict[str, int], cases: dict[str, Case], pipe: Any) -> None:
-    """Train on each case; report seconds of each epoch, and bytes that were asked for a mini-batch."""
+    """Train on each case; report the seconds of each epoch, and the bytes requested per mini-batch."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
@@ -152,7 +152,7 @@ def rank_main(rank: int, ranks: int, folder: str, sizes: dict[str, int], cases: 
         times, asked = [], 0.0
         for _ in range(sizes["runs"]):
             exchange.all_gather(None)
-            time.sleep(0.5)  # what the last pass had prepared ahead
+            time.sleep(0.5)  # prefetched by the previous epoch
             exchange.all_gather(None)
             exchange.limited, exchange.batches, before = True, 0, exchange.sent + exchange.received
             start = time.perf_counter()
@@ -172,7 +172,7 @@ def rank_main(rank: int, ranks: int, folder: str, sizes: dict[str, int], cases: 
 def measured(
     folder: str, ranks: int, sizes: dict[str, int], cases: dict[str, Case]
 ) -> dict[str, tuple[list[float], float]]:
-    """Return for each case seconds of each round's slowest rank, and bytes that ranks asked for a mini-batch."""
+    """Return, for each case, the seconds of each round's slowest rank, and the bytes requested per mini-batch."""
     context: Any = get_context("forkserver")
     context.set_forkserver_preload(["lightning_gnn.partitioned"])
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
@@ -197,7 +197,7 @@ def measured(
 
 
 def predicted(data: Any, folder: str, ranks: int, sizes: dict[str, int], case: Case) -> Prediction:
-    """Return what the plan says, from the whole graph and who has which node."""
+    """Return the predictions of the plan, from the whole graph and the owner of each node."""
     whole = NeighborDataModule(data, num_neighbors=FANOUTS, batch_size=sizes["batch_size"], num_workers=1, seed=0)
     whole.setup("fit")
     owner = {None: Partition(Path(folder) / "parts").owner[0].numpy()}

@@ -1,9 +1,9 @@
 """Memory of 1, 2 and 4 ranks that train on one machine, with one copy of graph and features and with one per rank.
 
-Each rank is a process that Lightning starts by running the script again, and draws the graph for itself. The figure is
-the memory of all ranks together while they train, each page divided by the number of processes that map it (the
-kernel's proportional set size), in units of 10^6 bytes. It holds Python and its libraries too, which ``extra`` tells
-apart: what ranks take before they have a graph.
+Each rank is a process that Lightning starts by running the script again, and generates the graph itself. The figure is
+the memory of all ranks together during training, with each page divided by the number of processes that map it (the
+kernel's proportional set size), in units of 10^6 bytes. It includes Python and its libraries; ``extra`` reports the
+memory of ranks before they load a graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KINDS = {"NeighborDataModule, ddp": "ddp", "FullGraphDataModule, ascend_hybrid":
 
 
 def train(spec: dict[str, Any]) -> dict[str, float]:
-    """Let as many ranks as ``spec`` says train; returns what they measured."""
+    """Train with the number of ranks in ``spec``; return their measurements."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         root = Path(__file__).parents[2]

@@ -1,6 +1,6 @@
 """A rank of ``benchmarks.data.shared_memory``, started by Lightning: ``python -m … SPEC FILE``.
 
-It trains for some steps, and writes what memory all ranks take together to a JSON file.
+It trains for some steps, and writes the total memory of all ranks to a JSON file.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CLASSES = 8
 
 
 def proportional_mb() -> float:
-    """Return the memory of this process, of pages that several processes map its part alone, in units of 10^6 bytes."""
+    """Return this process's proportional set size, in units of 10^6 bytes."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("Pss:"))
 
 
 class Memory(pl.Callback):
-    """Measures all ranks at one time, while they train."""
+    """Measures all ranks at the same time, while they train."""
 
     def __init__(self) -> None:
         self.megabytes = 0.0
@@ -45,7 +45,7 @@ class Memory(pl.Callback):
         self._start = time.perf_counter()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Stop the clock; after the last step, look at the memory."""
+        """Stop the clock; after the last step, measure the memory."""
         self.step_s.append(time.perf_counter() - self._start)
         if trainer.global_step == STEPS:
             trainer.strategy.barrier()

@@ -1,1 +1,1 @@
-"""Epochs on whole graphs, and the peers that they are set against."""
+"""Full-graph training epochs, and their peers."""

@@ -1,10 +1,10 @@
-"""Full-graph training through ``pl.Trainer``: ours against every form of the graph that PyG's layers can run on.
+"""Full-graph training through ``pl.Trainer``: ours against all graph formats that PyG's layers support.
 
 Two-layer GCN and GAT with 256 hidden channels, as in NeutronAscend's evaluation (section 7), on graphs with the sizes
-and the skew of its table 1. The figure is milliseconds per epoch (forward, backward, Adam). The contestants on a graph
-have a process each and take turns. Every one runs on the number of torch's threads that suits it best, of one and all,
-by an epoch on each; for an epoch of seconds that is all of them. ``benchmarks/full_graph/peers.py`` lists the peers.
-The JSON also holds what the machine's copies and products allow.
+and the skew of its table 1. The figure is milliseconds per epoch (forward, backward, Adam). Each contestant has its own
+process, and they run in turns. Each uses one or all of torch's threads, whichever is faster in a trial epoch; if an
+epoch takes seconds, it uses all. ``benchmarks/full_graph/peers.py`` lists the peers. The JSON file also contains the
+lower bounds from the machine's copy bandwidth and product rate.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SIZES = {"hidden": (256, 16), "heads": (4, 2), "shrink": (1, 40)}
 OURS = {"GCN": GCN, "GAT": GAT}
 TARGETS = {"GCN": {"edge_index": 10.0, "sparse": 2.5}, "GAT": {"edge_index": 10.0}}
 EPOCHS = {"PubMed": 5}
-"""Epochs per turn, where they are short."""
+"""Epochs per turn if they are short."""
 _SEARCHED_UP_TO = 3000.0
-"""Milliseconds of an epoch up to which the number of threads is searched."""
+"""Maximum epoch time in milliseconds for which the number of threads is tuned."""
 
 
 class ThreadsByTurn(Gate):
-    """Sets torch's threads to the number that comes with each turn."""
+    """Sets torch's number of threads to the one given with each turn."""
 
     def wait(self) -> int:
         """Block until the turn begins."""
@@ -61,10 +61,10 @@ def make(spec: dict[str, Any]) -> tuple[pl.LightningModule, pl.LightningDataModu
 
 
 def contestant(spec: dict[str, Any], gate: Gate) -> None:
-    """Train for as many turns as there are."""
+    """Train in all turns."""
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    if spec["device"] == "cpu":  # an allocation that fails is a result; the system would kill some process instead
+    if spec["device"] == "cpu":  # makes a failed allocation a result; otherwise, the system would kill some process
         limit = int(0.8 * psutil.virtual_memory().total)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     model, datamodule = make(spec)
@@ -87,7 +87,7 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
 
 
 def run(specs: dict[str, dict[str, Any]], runs: int) -> list[dict[str, Any]]:
-    """Measure contestants in turns, each on its best number of threads, which its row names."""
+    """Measure contestants in turns, each with its best number of threads, which is part of its row's name."""
     counts = sorted({1, torch.get_num_threads()})
     contestants: dict[str, Isolated | None] = {}
     notes: dict[str, dict[str, Any]] = {}
@@ -99,7 +99,7 @@ def run(specs: dict[str, dict[str, Any]], runs: int) -> list[dict[str, Any]]:
                 continue
             contestants[name] = peer = Isolated(contestant, spec, 1 + len(counts) + runs)
             try:
-                first = peer(counts[-1])  # makes what is made once
+                first = peer(counts[-1])  # includes one-time setup
             except RuntimeError as error:
                 if "allocate memory" not in str(error):
                     raise
@@ -122,7 +122,7 @@ def run(specs: dict[str, dict[str, Any]], runs: int) -> list[dict[str, Any]]:
 
 
 def comparisons(rows: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
-    """Compare ours with the best of PyG's forms with edges, and the best of those with sparse matrices."""
+    """Compare ours with the best of PyG's edge-list formats, and the best of its sparse-matrix formats."""
     found = []
     where = "on a GPU, " if device == "cuda" else ""
     for model, targets in TARGETS.items():
@@ -140,7 +140,7 @@ def comparisons(rows: list[dict[str, Any]], device: str) -> list[dict[str, Any]]
 
 
 def bounds(hidden: int, heads: int, shrink: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the machine allows each of our epochs, and which part of that it reaches."""
+    """Return the lower bound of each of our epochs on this machine, and the fraction of it that is reached."""
     limits = measure_limits(num_cores())
     found = {}
     for graph in SHAPES:

@@ -1,7 +1,7 @@
-"""What full-graph training is measured against: graphs of the usual sizes, and PyG's models over each of its forms.
+"""Graphs and peers of the full-graph benchmark: PyG's models on each of its graph formats.
 
-Whatever a form needs (self-loops, GCN's normalisation, sorting, transposes) is made once, before the first epoch, which
-PyG's layers leave to their users: the strongest form of each peer.
+Preprocessing that a format needs (self-loops, GCN normalization, sorting, transposes) runs once, before the first
+epoch. PyG's layers leave this to their users, so each peer is at its best.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SHAPES = {
     "Products": (122_451, 3_090_000, 100, 47, 2.2),
     "PubMed": (19_717, 88_648, 500, 3, 2.2),
 }
-"""Graphs of the paper's table 1. Reddit keeps an eighth of its nodes and a fortieth of its edges, Products a twentieth
-of both: PyG's gather and scatter write rows per edge, several at a time, which have to fit the memory."""
+"""Graphs of the paper's table 1. Reddit has an eighth of its nodes and a fortieth of its edges, Products a twentieth
+of both, so that PyG's gather and scatter, which write several rows per edge, fit into memory."""
 
 
 def make_graph(name: str, shrink: int = 1) -> Data:
@@ -58,14 +58,14 @@ def sparse_pair(edge_index: Tensor, weight: Tensor, num_nodes: int) -> tuple[Ten
 
 
 def _csr(places: Tensor, weight: Tensor, num_nodes: int) -> Tensor:
-    """Return a matrix with int32 indices, which MKL takes as they are: int64 ones are converted at every product."""
+    """Return a matrix with int32 indices, which MKL uses directly; it converts int64 indices at every product."""
     matrix = torch.sparse_coo_tensor(places, weight, (num_nodes, num_nodes)).coalesce().to_sparse_csr()
     indices = matrix.crow_indices().int(), matrix.col_indices().int()
     return torch.sparse_csr_tensor(*indices, matrix.values(), matrix.shape)
 
 
 class _SparseProduct(torch.autograd.Function):
-    """``matrix @ x`` whose backward multiplies with a transpose that was built once."""
+    """``matrix @ x`` with a backward that uses a precomputed transpose."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, transpose: Tensor, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class _SparseProduct(torch.autograd.Function):
 
 
 class ProductGCNConv(GCNConv):
-    """PyG's layer over a product with the normalised adjacency matrix, which comes in place of ``edge_index``."""
+    """PyG's layer with a product with the normalized adjacency matrix, passed as ``edge_index``."""
 
     def forward(self, x: Tensor, edge_index: Callable[[Tensor], Tensor], edge_weight: Tensor | None = None) -> Tensor:
         """Return the layer's rows."""
@@ -87,7 +87,7 @@ class ProductGCNConv(GCNConv):
 
 
 class ProductGCN(GCN):
-    """PyG's model of these layers."""
+    """PyG's model with these layers."""
 
     def init_conv(self, in_channels: int, out_channels: int, **kwargs: Any) -> ProductGCNConv:
         """Build one layer."""
@@ -95,7 +95,7 @@ class ProductGCN(GCN):
 
 
 class Prepared(nn.Module):
-    """A model over a form of the graph that is made at the first call."""
+    """A model on a graph format that is created at the first call."""
 
     def __init__(self, model: nn.Module, form: Callable[[Tensor, int], tuple[Any, ...]]) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Prepared(nn.Module):
         self._made: tuple[Any, ...] | None = None
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """Return the model's rows; the first graph is kept for all calls."""
+        """Return the model's rows; the converted first graph is reused for all calls."""
         if self._made is None:
             with torch.no_grad():
                 self._made = self._form(edge_index, x.size(0))
@@ -171,12 +171,12 @@ PEERS: dict[str, dict[str, tuple[Any, dict[str, Any], Callable[[Tensor, int], tu
         "PyG, EdgeIndex": (GAT, _GAT, _looped_index),
     },
 }
-"""By model and name: PyG's class, its options, and the form of the graph. GCN over EdgeIndex multiplies by
+"""By model and name: PyG's class, its options, and the graph format. GCN on EdgeIndex multiplies by
 ``EdgeIndex.matmul``, which PyG's own layer does not use."""
 
 
 def installed(peer: str) -> bool:
-    """Say whether a peer can run."""
+    """Return whether a peer can run."""
     return WITH_TORCH_SPARSE or "SparseTensor" not in peer
 
 

@@ -1,1 +1,1 @@
-"""What is measured, or expected, of a GPU: ``make bench-gpu``."""
+"""GPU benchmarks and roofline estimates: ``make bench-gpu``."""

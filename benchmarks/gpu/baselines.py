@@ -1,8 +1,8 @@
-"""What the GPU sampler is measured against: the same phases and the same samples, launched in other ways.
+"""Baselines of the GPU sampler: the same phases and the same samples, with other launch schemes.
 
-- ``no_queue``: the queue's discovery with a program per claim, as the hardware schedules them (PGSampler, figure 10).
-- ``hop_by_hop``: launches per hop and a host synchronisation after each, as frameworks do.
-- ``launches``: the same launches without the synchronisations; what a graph of launches would hold.
+- ``no_queue``: the queue's discovery with one program per claim, scheduled by the hardware (PGSampler, figure 10).
+- ``hop_by_hop``: launches per hop and a host synchronization after each, as in other frameworks.
+- ``launches``: the same launches without the synchronizations, as in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def phase_kernel(
     sizes: Array, totals: Array, level: Scalar, PHASE: tl.constexpr, DISJOINT: tl.constexpr, BULK: tl.constexpr,
     CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Run one phase of one level: between two launches of a stream lies a barrier."""
+    """Run one phase of one level; consecutive launches on a stream act as a barrier."""
     level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, trees, rowptr, src, eid, col, table,
                 slots, src, src, sizes, totals, level, tl.program_id(0), tl.num_programs(0), PHASE,
                 DISJOINT, BULK, CACHED, False, K, R, T)  # fmt: skip
@@ -40,17 +40,17 @@ def discover_kernel(
     stage: Array, queue_slots: Scalar, fetch_size: Scalar,
     CACHED: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Discover without the queue's balancing: one claim per program, a program for each claim.
+    """Discover without the queue's load balancing: one program per claim.
 
-    Claims are numbered as programs start, so that a program only ever waits for programs that run already, in whatever
-    order the hardware starts them.
+    Claims are numbered in the order in which programs start, so that a program waits only for programs that are already
+    running, whatever the hardware's order.
     """
     discover(indptr, indices, offset, hot, seeds, control, state, queue, stage, queue_slots, fetch_size,
              True, CACHED, K, CHUNK, R)  # fmt: skip
 
 
 class BaselineSampler(TritonNeighborSampler):
-    """A sampler that knows the baselines too; ``mode`` is one of this file's ``MODES``."""
+    """A sampler that also supports the baselines; ``mode`` is one of this file's ``MODES``."""
 
     MODES = MODES
     QUEUE_MODES = ("persistent", "no_queue")
@@ -74,12 +74,12 @@ class _Baseline(Batch):
         programs = most = self.sampler.most_programs()
         edges = self.num_seeds
         for level in range(self.num_hops + 1):
-            if with_host:  # it knows how many edges there are, and launches no more programs than they need
+            if with_host:  # the number of edges is known, so only the required programs are launched
                 programs = max(1, min(most, triton.cdiv(edges, options["T"])))
             for phase in range(PHASES.value):
                 phase_kernel[(programs,)](*args, level, PHASE=phase, **options)
             if with_host and level < self.num_hops:
-                sizes = self.sizes.tolist()  # the host synchronisation of the baseline
+                sizes = self.sizes.tolist()  # the host synchronization of the baseline
                 if sizes[NEEDED.value]:
                     return
                 edges = sizes[EDGES.value + level + 2] - sizes[EDGES.value + level + 1]

@@ -1,7 +1,7 @@
-"""What is measured of a GPU in its first minutes: one graph, and the contestants on it.
+"""Contestants of ``benchmarks.gpu.first``, on one graph.
 
-Mini-batches and steps come through the DataModules, beside PyG's loader with its PrefetchLoader, and cuGraph-PyG and
-GraphBolt where they can be imported.
+Mini-batches and training steps of the DataModules, of PyG's loader with its PrefetchLoader, and of cuGraph-PyG and
+GraphBolt if they can be imported.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from benchmarks.timed_epochs import TimedBatches
 BULKS = (2, 4, 8, 16)
 FETCH_SIZES = (32, 128)
 WARM = 8
-"""Mini-batches before those that count: a bulk."""
+"""Number of warm-up mini-batches: one bulk."""
 CLASSES = 32
 
 
 @dataclass
 class First:
-    """What is measured, and where."""
+    """Sizes and device of the measurements."""
 
     device: torch.device
     nodes: int = 2_449_029
@@ -74,7 +74,7 @@ class First:
         return order[: (self.batches + self.warm) * self.batch_size]
 
     def measure(self, part: str) -> dict[str, Any]:
-        """Return the figures of one part: of each contestant its values and their median, or what went wrong."""
+        """Return the figures of one part: the values and median of each contestant, or its error."""
         contestants = getattr(self, part)()
         figures: dict[str, Any] = {}
         for name, seen in rounds(contestants, self.runs + 1).items():  # the first round compiles and warms up
@@ -114,7 +114,7 @@ class First:
         return [seeds.to(self.device) for seeds in self.seeds]
 
     def check(self) -> str | None:
-        """Compare a bulk with what the CPU samples; return what is wrong."""
+        """Compare a bulk with the CPU's samples; return the differences."""
         from lightning_gnn.triton_kernels.sample_bulk import sample_bulk
 
         made = sample_bulk(self._sampler(self.host.to(self.device)), self.seeds_there[:2], self.fanouts, [0, 1])
@@ -125,7 +125,7 @@ class First:
         return None
 
     def samples(self) -> dict[str, Callable[[int], float]]:
-        """Whole samples, from seeds on the device to int64 tensors there, by the wall clock."""
+        """Complete samples, from seeds on the device to int64 tensors there, by the wall clock."""
         there = self.host.to(self.device)
         fused = self._sampler(there)
         return {
@@ -140,7 +140,7 @@ class First:
         }
 
     def places(self) -> dict[str, Callable[[int], float]]:
-        """Edges and features where they may lie, read by the GPU or by the CPU."""
+        """Edges and features in each possible location, read by the GPU or by the CPU."""
         from lightning_gnn.features.hot_cache import top_accessed
         from lightning_gnn.features.table import FeatureTable
 
@@ -198,13 +198,13 @@ class First:
         return made
 
     def loaders(self) -> dict[str, Callable[[int], float]]:
-        """Mini-batches with features and labels on the device, nothing trained on them."""
+        """Mini-batches with features and labels on the device, without training."""
         from torch_geometric.loader import PrefetchLoader
 
         contestants = {}
         for name, make in self.datamodules().items():
             loader = _later(lambda make=make: make().train_dataloader())
-            if not name.startswith("persistent"):  # PyG's way to copy on a stream of its own
+            if not name.startswith("persistent"):  # PyG's class for copying on a separate stream
                 name, loader = f"{name} with PrefetchLoader", _later(partial(self._prefetched, PrefetchLoader, loader))
             contestants[name] = partial(self._iterate, loader)
         if peers.importable("cugraph_pyg"):
@@ -217,7 +217,7 @@ class First:
         return wrapper(loader(), device=self.device) if self.device.type == "cuda" else loader()
 
     def _iterate(self, loader: Callable[[], Iterable[Any]], turn: int) -> float:
-        """Return the ms of a mini-batch, but for the first bulk."""
+        """Return the ms per mini-batch, excluding the first bulk."""
         batches = iter(loader())
         for _ in range(self.warm):
             next(batches)
@@ -246,14 +246,14 @@ class First:
         features = gb.BasicFeatureStore({key: gb.TorchBasedFeature(self.data.x.to(self.device))})
         items = gb.ItemSet((self.train_nodes, self.data.y[self.train_nodes]), names=("seeds", "labels"))
         pipe = gb.ItemSampler(items, batch_size=self.batch_size, shuffle=True).copy_to(self.device)
-        # GraphBolt's layers begin at the seeds with the last fanout.
+        # GraphBolt's layers start at the seeds with the last fanout.
         pipe = pipe.sample_neighbor(graph, [torch.tensor([fanout]) for fanout in reversed(self.fanouts)])
         return gb.DataLoader(pipe.fetch_feature(features, node_feature_keys=["x"]))
 
     # training
 
     def steps(self) -> dict[str, Callable[[int], float]]:
-        """Training steps of a GraphSAGE with as many layers as hops, through Lightning's Trainer."""
+        """Training steps of a GraphSAGE model with one layer per hop, through Lightning's Trainer."""
         return {name: partial(self._train, make) for name, make in self.datamodules().items()}
 
     def _train(self, make: Callable[[], Any], turn: int) -> float:
@@ -264,14 +264,14 @@ class First:
         trainer = pl.Trainer(
             accelerator="gpu" if self.device.type == "cuda" else "cpu", devices=1, max_epochs=1, callbacks=[timed],
             logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            limit_train_batches=self.batches + 1,  # the first does not count, in which a bulk is sampled
+            limit_train_batches=self.batches + 1,  # the first step samples a bulk and is not counted
         )  # fmt: skip
         trainer.fit(model, make())
         return timed.seconds() * 1e3
 
 
 def _later(make: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that makes something when it is first called, and keeps it."""
+    """Return a function that creates an object at its first call and caches it."""
     kept: list[Any] = []
 
     def get() -> Any:

@@ -1,14 +1,14 @@
-"""A GPU, measured: the most telling figures in the first ten minutes, on one page, then everything else.
+"""All GPU benchmarks: the most important figures in the first ten minutes, on one page, then everything else.
 
-First ``benchmarks.gpu.first``: samples (fused, bulks, queue, hop by hop), what of the host's memory is better read by
-the CPU, mini-batches and training steps through the DataModules beside PyG, cuGraph-PyG and GraphBolt, and with several
-GPUs tables that are dealt out to them. After each part the page is written anew: benchmarks/results/gpu.md, with the
-roofline and the verdicts.
+First ``benchmarks.gpu.first``: samples (fused, bulks, queue, hop by hop), reads of host memory by the GPU and by the
+CPU, mini-batches and training steps through the DataModules against PyG, cuGraph-PyG and GraphBolt, and with several
+GPUs also sharded tables. After each part, the page benchmarks/results/gpu.md is rewritten, with the roofline and the
+verdicts.
 
 Then the contestants of ``benchmarks.sampling.minibatch`` and ``benchmarks.models.epoch``, with pinned memory, against
-PyG's loaders. Around bare loaders PyG's PrefetchLoader overlaps the copies to the GPU with the preparation, on both
-sides; in the epoch Lightning copies, from pinned memory. Then sampling on the GPU, the aggregation, full-graph epochs,
-hybrid training and collective batching. Without CUDA there is nothing to measure.
+PyG's loaders. For bare loaders, PyG's PrefetchLoader overlaps copies to the GPU with preparation, on both sides; in the
+epoch benchmark, Lightning copies from pinned memory. Then sampling on the GPU, the aggregation, full-graph epochs,
+hybrid training and collective batching. Requires CUDA.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.harness import machine, parse
 
 
 def first_page(args: argparse.Namespace, described: dict[str, Any]) -> dict[str, Any]:
-    """Measure what tells most, and write the page after each part; without a file, print it."""
+    """Measure the most important figures, and write the page after each part; without a file, print it."""
     from benchmarks import peers
     from benchmarks.gpu.contestants import First
     from benchmarks.gpu.first import run
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     from benchmarks.hyscale import epochs as hyscale
     from benchmarks.ops import aggregate
 
-    # They find the GPU by themselves.
+    # These benchmarks detect the GPU themselves.
     others = {
         "persistent": persistent,
         "aggregate": aggregate,

@@ -1,7 +1,7 @@
-"""The most telling figures of a GPU in its first minutes: samples, host memory, mini-batches and training steps.
+"""The most important figures of a GPU in a few minutes: samples, host memory, mini-batches and training steps.
 
-One graph as large as ogbn-products, 1,024 seeds, fanouts 15, 10 and 5; contestants in turns, round by round. Samples
-are compared with the CPU's first.
+One graph of the size of ogbn-products, 1,024 seeds, fanouts 15, 10 and 5; contestants run in turns, round by round.
+Samples are first compared with the CPU's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.gpu import shards
 from benchmarks.gpu.contestants import First
 
 PARTS = {"samples": "us", "places": "us", "loaders": "ms", "steps": "ms", "shards": "ms"}
-"""The parts in the order in which they are measured, with the unit per mini-batch."""
+"""The parts in order of measurement, with the unit per mini-batch."""
 
 
 def run(
@@ -24,7 +24,7 @@ def run(
     ranks: int = 1,
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure all parts; after each, hand over what there is so far."""
+    """Measure all parts, passing on the results so far after each."""
     found: dict[str, Any] = {}
     start = time.perf_counter()
     try:

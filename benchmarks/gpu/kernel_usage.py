@@ -1,4 +1,4 @@
-"""What the compiled sampling kernels need of a GPU that need not be there: registers, shared memory, occupancy."""
+"""Resource usage of the compiled sampling kernels (registers, shared memory, occupancy); does not require a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ INTS = ("nodes", "trees", "rowptr", "degrees", "src", "col", "mark", "stage", "t
 TILES = {"R": 128, "T": 256}
 NUM_WARPS = 4
 SHARED = {80: 164, 90: 228}
-"""KB of shared memory of a multiprocessor; 65,536 registers and 64 warps on both."""
+"""KB of shared memory per multiprocessor; 65,536 registers and 64 warps on both."""
 _PLAIN = {"DISJOINT": False, "K": 10, **TILES}
 _TYPED = {**dict.fromkeys(("DISJOINT", "TEMPORAL", "WEIGHTED", "LABOR"), False), "P": 1024, **TILES}
 VARIANTS: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
@@ -77,7 +77,7 @@ def compiled(kernel: Any, constants: dict[str, Any], kind: str, capability: int)
 
 
 def usage(made: Any) -> dict[str, int]:
-    """Return the registers, stack and local memory of a compiled kernel, as far as CUDA's tool is there to tell."""
+    """Return the registers, stack and local memory of a compiled kernel, if CUDA's tool for it is installed."""
     if not CUOBJDUMP.exists():
         return {}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -87,14 +87,14 @@ def usage(made: Any) -> dict[str, int]:
 
 
 def resident(registers: int, shared: int, capability: int) -> int:
-    """Return how many programs of ``NUM_WARPS`` warps one multiprocessor holds at once."""
+    """Return the number of programs with ``NUM_WARPS`` warps that fit on one multiprocessor."""
     by_registers = 65536 // (-(-registers // 8) * 8 * 32 * NUM_WARPS)
-    by_shared = SHARED[capability] * 1024 // (shared + 1024)  # the system takes 1 KB of each program
+    by_shared = SHARED[capability] * 1024 // (shared + 1024)  # the system reserves 1 KB per program
     return min(by_registers, by_shared, 64 // NUM_WARPS, 32)
 
 
 def all_kernels() -> list[dict[str, Any]]:
-    """Compile every variant for both generations of GPUs, and say what it needs."""
+    """Compile every variant for both generations of GPUs, and return its resource usage."""
     rows = []
     for (name, variant), (kernel, constants) in VARIANTS.items():
         for capability in SHARED:

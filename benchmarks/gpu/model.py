@@ -1,9 +1,9 @@
-"""What a roofline expects of the sampling kernels, before any GPU runs them: bytes, atomics, launches, barriers, time.
+"""Roofline estimate of the sampling kernels without a GPU: bytes, atomics, launches, barriers, time.
 
 ``python -m benchmarks.gpu.model`` prints it for mini-batches like those of ``benchmarks.gpu.persistent``, sampled one
-by one and in bulks; ``--write`` also compiles the kernels for sm_80 and sm_90 (minutes), and writes what they need of a
-GPU with the roofline to benchmarks/results/gpu_model.json and into the guide. Accesses are counted per array, and a
-test holds the counts against those of Triton's interpreter. What is assumed of a GPU stands in ``GPUS`` and beside it.
+by one and in bulks. ``--write`` also compiles the kernels for sm_80 and sm_90 (minutes), and writes their resource
+usage with the roofline to benchmarks/results/gpu_model.json and into the guide. Accesses are counted per array, and a
+test compares the counts with Triton's interpreter. ``GPUS`` and the constants next to it define the assumptions.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from benchmarks.report import replaced
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "pgsampler.md"
 FILE = RESULTS / "gpu_model.json"
 SECTOR = 32
-"""Bytes that memory moves for one random access."""
+"""Bytes transferred for one random access."""
 GPUS = {  # GB/s of memory, published; multiprocessors
     "A100 80 GB": (2039, 108),
     "H100 SXM": (3350, 132),
     "H200": (4800, 132),
 }
 PCIE = {"PCIe 4 x16": 25.0, "PCIe 5 x16": 50.0}
-"""GB/s that reads of pinned memory reach, about four fifths of the published."""
+"""GB/s of reads from pinned memory, about four fifths of the published bandwidth."""
 BARRIER_US = 2.0
 """A grid barrier; 1.3 to 2.5 us in "A Study of Single and Multi-device Synchronization Methods in Nvidia GPUs"."""
 LAUNCH_US = 4.0
-"""From one kernel's end to the next one's start, where the host is not ahead."""
+"""Time from one kernel's end to the next one's start if the host is not ahead."""
 SYNC_US = 20.0
-"""The host waits for the sizes, reads them, makes tensors and launches what copies the mini-batch out."""
+"""Time in which the host waits for the sizes, reads them, creates tensors and launches the copy of the mini-batch."""
 BYTES = {
     "seeds": 8, "indptr": 8, "indices": 4, "state": 8, "nodes": 4, "rowptr": 4, "src": 4, "eid": 4, "col": 4,
     "totals": 8, "node_out": 8, "edge_index_out": 8, "edge_out": 8, "table": 8,
 }  # fmt: skip
 RANDOM = ("indptr", "indices", "state")
-"""Arrays of which each access is to another place; the others are read and written side by side."""
+"""Arrays with random accesses; accesses to the others are contiguous."""
 
 
 @dataclass(frozen=True)
@@ -53,48 +53,48 @@ class Batch:
     parts: int = 1
 
     def times(self, parts: int) -> Batch:
-        """Return a bulk of so many like this one."""
+        """Return a bulk of this many mini-batches."""
         return Batch(tuple(parts * n for n in self.nodes), tuple(parts * n for n in self.edges), parts)
 
 
 TILE, WINDOW = 256, 32
-"""Edges that a program settles together, and tiles before it that it looks at together."""
+"""Edges that a program settles at once, and preceding tiles that it reads at once."""
 
 Counts = Counter[tuple[str, str]]
-"""Accesses by threads, one value each, by (load, store or atomic; array)."""
+"""Number of accesses of one value each, by (load, store or atomic; array)."""
 
 
 def hop_counts(batch: Batch, programs: int, tile: int = TILE) -> Counts:
     """Count the accesses of ``hop_kernel``: graph on the device, fanouts that are picked in registers, not disjoint.
 
-    What the search of a bulk's parts reads is not counted, nor the scalars of the launch.
+    Reads for locating a bulk's parts and the launch's scalars are not counted.
     """
     seeds, hops, bulk = batch.nodes[0], len(batch.edges), batch.parts > 1
     expanding, edges = sum(batch.nodes[:-1]), sum(batch.edges)
     positions = seeds + edges
     found: Counts = Counter({
         ("load", "seeds"): seeds, ("store", "src"): seeds, ("atomic", "state"): seeds,
-        # expand: a row to a thread, then an edge to a thread
+        # expand: one row per thread, then one edge per thread
         ("load", "nodes"): expanding, ("load", "indptr"): 2 * expanding, ("load", "rowptr"): expanding,
         ("store", "eid"): edges, ("store", "col"): edges,
         ("load", "eid"): edges, ("load", "indices"): edges,
     })  # fmt: skip
     found.update({("store", "src"): edges, ("atomic", "state"): edges})
-    if bulk:  # which mini-batch an edge belongs to, by its row
+    if bulk:  # the mini-batch of an edge, by its row
         found.update({("load", "col"): edges, ("load", "nodes"): edges})
-    # settle: who won, how many edges those nodes will have, and what that makes with all tiles before
+    # settle: winners, the numbers of edges of these nodes, and prefix sums over all preceding tiles
     found.update({("load", "src"): positions, ("load", "state"): positions, ("load", "indptr"): 2 * expanding})
     new = sum(batch.nodes[1:])
     tiles = [-(-count // tile) for count in (seeds, *batch.edges)]
     looked = sum(min(number, WINDOW) for count in tiles for number in range(count))
     found.update({("atomic", "totals"): 4 * sum(tiles), ("load", "totals"): 2 * looked})
-    found.update({("load", "rowptr"): 2 * programs * hops, ("store", "rowptr"): hops + 1})  # where shares begin and end
+    found.update({("load", "rowptr"): 2 * programs * hops, ("store", "rowptr"): hops + 1})  # bounds of shares
     found.update({("store", "state"): new, ("store", "nodes"): seeds + new, ("store", "rowptr"): seeds + new})
     return found
 
 
 def emit_counts(batch: Batch) -> Counts:
-    """Count the accesses of ``emit_kernel``, or of ``emit_bulk_kernel`` but for its tables, which are small."""
+    """Count the accesses of ``emit_kernel``, or of ``emit_bulk_kernel`` except its small tables."""
     nodes, edges = sum(batch.nodes), sum(batch.edges)
     return Counter({
         ("load", "nodes"): nodes, ("store", "node_out"): nodes,
@@ -104,22 +104,22 @@ def emit_counts(batch: Batch) -> Counts:
 
 
 def barriers(batch: Batch) -> int:
-    """Return how many grid barriers a launch has: two phases a level, and a bulk's split at the end."""
+    """Return the number of grid barriers of a launch: two phases per level, and the split of a bulk at the end."""
     return 2 * (len(batch.edges) + 1) - 1 + (batch.parts > 1)
 
 
 def moved(counts: Counts) -> tuple[int, int]:
-    """Return the bytes of random accesses, a sector each, and those of what lies side by side."""
+    """Return the bytes of random accesses, one sector each, and those of contiguous accesses."""
     random = sum(SECTOR * n for (_, array), n in counts.items() if array in RANDOM)
     side_by_side = sum(BYTES[array] * n for (_, array), n in counts.items() if array not in RANDOM)
     return random, side_by_side
 
 
 def expected(batch: Batch, gb_per_s: float, programs: int) -> dict[str, float]:
-    """Return what a mini-batch costs at the least, in us and bytes; of a bulk, its share.
+    """Return the lower bound of a mini-batch's cost in us and bytes; for a bulk, the cost per mini-batch.
 
-    All bytes are taken to come from memory: those side by side are written shortly before they are read, and a part of
-    them will still lie in the second cache. Nothing overlaps but the accesses themselves.
+    All bytes are assumed to come from memory, although contiguous data is read shortly after it is written and partly
+    still in the L2 cache. Only the accesses themselves overlap.
     """
     both = hop_counts(batch, programs) + emit_counts(batch)
     random, side_by_side = moved(both)
@@ -134,21 +134,21 @@ def expected(batch: Batch, gb_per_s: float, programs: int) -> dict[str, float]:
 
 
 def hop_by_hop(batch: Batch, gb_per_s: float, programs: int) -> float:
-    """Return the us of the same kernels, a launch per phase and a host synchronisation per hop, as frameworks do."""
+    """Return the us of the same kernels with a launch per phase and a host synchronization per hop."""
     random, side_by_side = moved(hop_counts(batch, programs) + emit_counts(batch))
     levels = len(batch.edges) + 1
     return (random + side_by_side) / gb_per_s / 1e3 + (2 * levels + 1) * LAUNCH_US + levels * SYNC_US
 
 
 def judged(batch: Batch, gb_per_s: float, programs: int) -> dict[str, float]:
-    """Return the us of a mini-batch that other ways would save, less what they would cost; below 0 they cost more.
+    """Return the us per mini-batch that alternative designs would save; negative if they cost more.
 
-    - The scan in one pass, against three (count, add up, assign), which it replaced: each position written and read
-      once more and its source twice, a barrier a level, and the totals of all programs, read by each.
-    - Copying out inside of the launch: a launch, less a barrier, as every source must have its local id before.
-    - Outputs of int32, which PyG cannot index with: half of what is written, less turning them into int64.
-    - A test before each atomic: no byte of memory less, as the sector is the same; the atomics of those that lose, less
-      a load for each that bids, as many sectors of the second cache.
+    - The one-pass scan, compared with the three passes it replaced (count, sum, assign): each position is written and
+      read once more and its source twice, one barrier per level, and every program reads the totals of all programs.
+    - Copying out within the launch: saves a launch, costs a barrier, as every source needs its local id first.
+    - int32 outputs, which PyG cannot index with: halves the writes, but requires a conversion to int64.
+    - A test before each atomic: saves no memory traffic, as the sector is the same; saves the atomics of losing bids,
+      but costs a load per bid, which reads as many sectors of the L2 cache.
     """
     levels, edges = len(batch.edges) + 1, sum(batch.edges)
     positions, new = edges + batch.nodes[0], sum(batch.nodes[1:])
@@ -165,11 +165,11 @@ def judged(batch: Batch, gb_per_s: float, programs: int) -> dict[str, float]:
 
 
 def pinned_us(batch: Batch, gb_per_s: float) -> float:
-    """Return the us that the edges take over the bus, where the topology is in pinned memory."""
+    """Return the us for reading edges over the bus if the topology is in pinned memory."""
     return SECTOR * sum(batch.edges) / gb_per_s / 1e3
 
 
-CASES = {  # as sampled from graphs like them, by benchmarks.gpu.persistent's generator
+CASES = {  # sampled from similar graphs of benchmarks.gpu.persistent's generator
     "ogbn-products, 15-10-5, 1,024 seeds": ("ogbn-products", (15, 10, 5), 1024),
     "ogbn-products, 10-10-10, 1,024 seeds": ("ogbn-products", (10, 10, 10), 1024),
     "ogbn-arxiv, 10-10-10, 1,024 seeds": ("ogbn-arxiv", (10, 10, 10), 1024),
@@ -177,7 +177,7 @@ CASES = {  # as sampled from graphs like them, by benchmarks.gpu.persistent's ge
 
 
 def sampled(name: str, fanouts: Sequence[int], seeds: int) -> Batch:
-    """Sample one mini-batch on the CPU, to know its size."""
+    """Sample one mini-batch on the CPU to determine its size."""
     import torch
 
     from benchmarks.gpu.persistent import GRAPHS
@@ -209,7 +209,7 @@ def roofline(batches: dict[str, Batch], bulks: Sequence[int] = (1, 8)) -> list[d
 
 
 def roofline_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return Markdown: what is expected, per mini-batch."""
+    """Return the estimates per mini-batch as Markdown."""
     lines = [
         "| mini-batch | GPU | bulk | MB at random | MB side by side | atomics | launches | barriers | us | "
         "against hop by hop |",
@@ -225,7 +225,7 @@ def roofline_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def judged_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return Markdown: what other ways would save of a mini-batch."""
+    """Return the savings of alternative designs per mini-batch as Markdown."""
     ways = list(rows[0]["saves_us"])
     lines = [f"| mini-batch | GPU | bulk | {' | '.join(ways)} |", "|---" * (len(ways) + 3) + "|"]
     for row in rows:
@@ -237,7 +237,7 @@ def judged_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def kernel_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return Markdown: registers, shared memory and occupancy of the compiled kernels."""
+    """Return registers, shared memory and occupancy of the compiled kernels as Markdown."""
     lines = [
         "| kernel | variant | GPU | registers | shared memory | spilled | programs per multiprocessor | occupancy |",
         "|---|---|---|---|---|---|---|---|",
@@ -251,7 +251,7 @@ def kernel_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def page(result: dict[str, Any]) -> str:
-    """Return what stands in the guide, between its markers."""
+    """Return the section of the guide between its markers."""
     few = [row for row in result["roofline"] if row["gpu"] != "H200"]
     return (
         "Expected, not measured: all bytes at the published bandwidth of the memory, "

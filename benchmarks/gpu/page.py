@@ -1,4 +1,4 @@
-"""One page about a GPU: what a roofline expects, what was measured, beside which peers, and the verdicts."""
+"""The results page of a GPU: roofline estimates, measurements, peers and verdicts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADS = {
     ),
 }
 ENOUGH = 1.03
-"""How near to the fastest the smallest bulk has to be that is recommended."""
+"""Maximum relative slowdown of the recommended bulk, the smallest one within it."""
 OURS = ("persistent", "NeighborDataModule")
 
 
@@ -29,7 +29,7 @@ def medians(figures: dict[str, Any]) -> dict[str, float]:
 
 
 def verdicts(parts: dict[str, Any]) -> list[str]:
-    """Say what the figures decide, in a sentence each."""
+    """Return the conclusions from the figures, one sentence each."""
     found = []
     if parts.get("wrong"):
         found.append(f"**{parts['wrong']}**: no figure below counts.")
@@ -73,7 +73,7 @@ def verdicts(parts: dict[str, Any]) -> list[str]:
 
 
 def roofline(gpu: str, batch: Batch, parts: dict[str, Any]) -> list[str]:
-    """Return a table: what was expected of a GPU that is known, and what was measured."""
+    """Return a table of expected and measured figures for a known GPU."""
     known = next((name for name in GPUS if name.split()[0] in gpu), None)
     if known is None:
         return [f"No bandwidth of {gpu} is known; expected for others: `python -m benchmarks.gpu.model`."]
@@ -93,7 +93,7 @@ def roofline(gpu: str, batch: Batch, parts: dict[str, Any]) -> list[str]:
 
 
 def table(figures: dict[str, Any]) -> list[str]:
-    """Return Markdown: contestants from the fastest on, and what did not run."""
+    """Return the contestants as Markdown, fastest first, and those that did not run."""
     ran = medians(figures)
     lines = ["| | median | least | most |", "|---|---|---|---|"]
     for name in sorted(ran, key=ran.__getitem__):

@@ -1,9 +1,9 @@
 """Sampling on a GPU: persistent against hop by hop, fused, without the queue, and against the CPU with a transfer.
 
-After PGSampler's evaluation: graphs with the sizes and about the degree skew of its table II, 2 and 3 hops, fanouts 10,
-15 and 20, batches of 2048 to 10240 seeds. For each: whole samples by the wall clock (its figure 9), kernels by events
-(figure 8), whether all ways give the same sample; for one, the split of its table I, the random reads against a
-measured ceiling, and caches in front of pinned memory. The JSON is written after every cell.
+After PGSampler's evaluation: graphs with the sizes and approximate degree skew of its table II, 2 and 3 hops, fanouts
+10, 15 and 20, batches of 2048 to 10240 seeds. For each: complete samples by the wall clock (its figure 9), kernels by
+events (figure 8), and a check that all contestants give the same sample; for one: the split of its table I, random
+reads against a measured ceiling, and caches for pinned memory. The JSON file is written after every cell.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent.parent / "results"
-GRAPHS = {  # nodes, edges, exponent: hubs near the real ones as far as the generator's cap of sqrt(edges) allows
+GRAPHS = {  # nodes, edges, exponent: hubs similar to the real ones within the generator's limit of sqrt(edges)
     "ogbn-products": (2_449_029, 61_859_140, 3.0),
     "Reddit": (232_965, 114_615_892, 3.0),
     "Yelp": (716_847, 13_954_819, 3.0),
@@ -38,7 +38,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--interpret", action="store_true", help="a tiny grid under TRITON_INTERPRET=1: no real times")
     parser.add_argument("--runs", type=int, help="mini-batches that count (default: 10)")
     parser.add_argument("--modes", help="only these, separated by commas (default: all)")
-    parser.add_argument("--limit", type=float, default=330.0, help="begin no further cell after so many seconds")
+    parser.add_argument("--limit", type=float, default=330.0, help="start no further cell after this many seconds")
     parser.add_argument("--out", type=Path, help="the JSON file; by default only the whole grid writes one")
     args = parser.parse_args(argv)
     if args.out is None and not args.quick and not args.interpret:
@@ -52,14 +52,14 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.interpret:
         args.graphs, grid = {"tiny": (60, 300, 2.5)}, ((2,), (3,), (4, 8))
     args.target = TARGET_CELL if not args.interpret else (2, 3, 4)
-    # Kernels of a fanout are compiled for the first cell that needs them: the cell with a target comes first.
+    # Kernels of a fanout are compiled for the first cell that uses them, so the cell with a target comes first.
     cells = itertools.product(*grid)
     args.cells = sorted(cells, key=lambda cell: (cell != args.target, cell[1], -cell[0], cell[2]))
     return args
 
 
 def comparisons(result: dict[str, Any], target: tuple[int, int, int], default: str) -> list[dict[str, Any]]:
-    """Hold the figures so far against the targets, by medians."""
+    """Compare the medians so far with the targets."""
     found: list[dict[str, Any]] = []
     where = "{} hops, fanout {}, batch {}".format(*target)
 
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if not args.interpret and not torch.cuda.is_available():
         print("persistent: no CUDA device found (torch.cuda.is_available() is False), so there is nothing to measure.")
         return {}
-    # Imported here, so that a machine without a GPU or without Triton gets its one line.
+    # Imported here, so that a machine without a GPU or Triton gets the message above, not an ImportError.
     import triton
 
     from benchmarks.device_clock import failure

@@ -1,4 +1,4 @@
-"""What ``benchmarks.gpu.persistent`` measures: cells of the grid, the ceiling of random reads, caches of hot lists."""
+"""Measurements of ``benchmarks.gpu.persistent``: cells of the grid, ceiling of random reads, caches of hot lists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PHASES = ("expand", "settle")
 SECTOR = 32
 FEATURES = 100  # ogbn-products
 BUDGETS = (0.0, 0.02, 0.1, 0.3)
-"""Shares of the bytes of topology and features."""
+"""Cache sizes relative to the bytes of topology and features."""
 
 
 class Bench:
@@ -64,7 +64,7 @@ class Bench:
         return *(ids.to(self.device) for ids in moved), None, *out[4:]
 
     def check(self, cell: tuple[int, int, int]) -> tuple[dict[str, str], Any]:
-        """Compare three mini-batches of each mode with the CPU's; return what is wrong, and the last sample."""
+        """Compare three mini-batches of each mode with the CPU's; return the differences, and the last sample."""
         wrong: dict[str, str] = {}
         wanted: Any = None
         for turn, mode in itertools.product(range(3), (self.cpu, *self.samplers)):
@@ -84,7 +84,7 @@ class Bench:
         return wrong, wanted
 
     def measure(self, cell: tuple[int, int, int]) -> dict[str, Any]:
-        """Time whole samples and kernels of all modes in one cell of the grid."""
+        """Time complete samples and kernels of all modes in one cell of the grid."""
         wrong, last = self.check(cell)
         modes = [mode for mode in (*self.samplers, self.cpu) if mode not in wrong]
         whole = rounds({mode: partial(self.whole, mode, cell) for mode in modes}, self.args.runs, {self.cpu: 3})
@@ -101,24 +101,24 @@ class Bench:
                     wrong[mode] = seen
                 else:
                     result[kind][mode] = {"values": [round(us, 1) for us in seen], "median": statistics.median(seen)}
-        result["pre_us"] = {  # what is no kernel: the host, launches, copies, synchronisations
+        result["pre_us"] = {  # everything except kernels: the host, launches, copies, synchronizations
             mode: result["whole_us"][mode]["median"] - seen["median"]
             for mode, seen in result["kernel_us"].items()
             if mode in result["whole_us"]
         }
-        # Each edge: its source in `indices`, a bid for the source, who won, its local id. Each expanded node: `indptr`
-        # when it is counted and when it is expanded. Each new node: its local id is stored.
+        # Each edge: its source in `indices`, a bid for the source, the winner, its local id. Each expanded node:
+        # `indptr` when it is counted and when it is expanded. Each new node: its local id is stored.
         result["random_accesses"] = 4 * sum(edges) + 2 * sum(nodes[:-1]) + sum(nodes[1:])
         return result
 
     def whole(self, mode: str, cell: tuple[int, int, int], turn: int) -> float:
-        """Return the us of a whole sample."""
+        """Return the us of a complete sample."""
         return self.clock.wall(lambda: self.sample(mode, cell, turn))
 
     def launches(self, mode: str, cell: tuple[int, int, int], turn: int, timed: bool = True) -> list[Launch]:
-        """Return the launches of a sample; untimed, they tell when the host made them."""
+        """Return the launches of a sample; if untimed, only with the host's launch times."""
         made = self.clock.launches(lambda: self.sample(mode, cell, turn), (kernels, baselines), timed)
-        # If the scratch memory had to grow, the launches before do not count.
+        # If the scratch memory had to grow, ignore the launches before.
         return made[-(len(PHASES) * (cell[0] + 1) + 1) :] if mode in ("hop_by_hop", "launches") else made
 
     def kernels(self, mode: str, cell: tuple[int, int, int], turn: int) -> float:
@@ -166,13 +166,13 @@ def rounded(value: Any) -> Any:
 
 
 def medians(contestants: dict[str, Callable[[int], float]], runs: int) -> dict[str, Any]:
-    """Return the median of each contestant, or what went wrong."""
+    """Return the median of each contestant, or its error."""
     seen = rounds(contestants, runs + 1, dict.fromkeys(contestants, 4))
     return {name: us if isinstance(us, str) else statistics.median(us[1:]) for name, us in seen.items()}
 
 
 def random_reads(bench: Any) -> dict[str, float]:
-    """Measure how fast 32-byte sectors come from random places of memory as large as the graph's arrays."""
+    """Measure the rate of random 32-byte reads from memory of the size of the graph's arrays."""
     bytes_ = 8 * bench.host.num_nodes + bench.host.num_bytes
     table = torch.zeros(bytes_ // SECTOR + 1, SECTOR // 4, device=bench.device)
     reads = 1 << (8 if bench.args.interpret else 24)
@@ -195,7 +195,7 @@ def _device(bench: Any, call: Callable[[], Any], turn: int) -> float:
 
 
 def _pinned_sampler(bench: Any, host: Any, mode: str, **options: Any) -> Any:
-    # As PersistentNeighborSampler places it: the offsets on the device, the edges in pinned memory.
+    # The placement of PersistentNeighborSampler: offsets on the device, edges in pinned memory.
     indptr = host.indptr.to(bench.device)
     return TritonNeighborSampler(indptr, host.indices, device=bench.device, mode=mode, **bench.small, **options)
 
@@ -206,7 +206,7 @@ def _whole(bench: Any, sampler: Any, cell: tuple[int, int, int], turn: int) -> f
 
 
 def caches(bench: Bench, cell: tuple[int, int, int]) -> list[dict[str, Any]]:
-    """Sweep ``cache_bytes``: hot lists in front of a pinned topology, hot rows in front of pinned features."""
+    """Sweep ``cache_bytes``: hot lists for a pinned topology, hot rows for pinned features."""
     on_gpu = bench.device.type == "cuda"
     values = torch.rand(bench.host.num_nodes, FEATURES if not bench.args.interpret else 5)
     table = FeatureTable(values.pin_memory() if on_gpu else values)

@@ -1,6 +1,6 @@
-"""Topology and features dealt out to the GPUs of a node, beside copies on each and the host's memory.
+"""Topology and features sharded across the GPUs of a machine, against copies on each GPU and host memory.
 
-A process for each GPU makes mini-batches of its own seeds, all at the same time; what counts is the slowest of them.
+One process per GPU prepares mini-batches of its own seeds, all at the same time; the figure is that of the slowest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT_S = 600
 
 
 def measure(first: First, ranks: int, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return of each contestant the ms of a mini-batch in each round and their median, or what went wrong."""
+    """Return the ms per mini-batch in each round and their median for each contestant, or its error."""
     sizes = {
         name: getattr(first, name)
         for name in ("nodes", "edges", "features", "fanouts", "batch_size", "batches", "warm", "runs")
@@ -81,12 +81,12 @@ def _loader(first: First, ranks: int, options: dict[str, Any]) -> Any:
     from lightning_gnn import PersistentSamplerDataModule
 
     shared = {"num_neighbors": list(first.fanouts), "batch_size": first.batch_size, "seed": 0, "device": first.device}
-    seeds = first.train_nodes.repeat(ranks)  # each takes its share
+    seeds = first.train_nodes.repeat(ranks)  # each rank takes its shard
     return PersistentSamplerDataModule(first.data, seeds, **shared, **options).train_dataloader()
 
 
 def _everywhere(call: Callable[[], Any]) -> Any:
-    """Call on all ranks at the same time; return the result, or on all of them what went wrong on one."""
+    """Call on all ranks at the same time; return the result, or the error of any rank on all of them."""
     dist.barrier()
     result, error = None, None
     try:

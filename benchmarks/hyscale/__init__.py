@@ -1,1 +1,1 @@
-"""Hybrid training beside an accelerator, its performance model and its resource manager."""
+"""Hybrid training on CPU and accelerator (HyScale), its performance model and its resource manager."""

@@ -1,4 +1,4 @@
-"""What ``benchmarks.hyscale.epochs`` trains: each contestant is this script, ``python -m … SPEC PIPE``, and ranks."""
+"""Contestants of ``benchmarks.hyscale.epochs``: each runs this script, ``python -m … SPEC PIPE``, with its ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightning_gnn.nn import GraphSAGE
 
 
 class Turns(pl.Callback):
-    """Reports milliseconds per iteration of one epoch per turn; the first turn has the epochs before, which settle."""
+    """Reports milliseconds per iteration of one epoch per turn; the first turn includes the warm-up epochs."""
 
     def __init__(self, gate: Gate | None, iterations: int, settle: int, disturbance: Disturbance) -> None:
         self._gate = gate
@@ -44,7 +44,7 @@ class Turns(pl.Callback):
         self._step_start = 0.0
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock where a turn begins; ranks wait for rank 0, which waits for the turn."""
+        """Start the clock when a turn begins; ranks wait for rank 0, which waits for the turn."""
         message = None
         if self._gate is not None and trainer.current_epoch > self._settle:
             message = self._gate.wait()
@@ -67,7 +67,7 @@ class Turns(pl.Callback):
         self.steps.append(time.perf_counter() - self._step_start)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report where a turn ends."""
+        """Report when a turn ends."""
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize()
         if self._gate is not None and trainer.current_epoch >= self._settle:
@@ -75,13 +75,13 @@ class Turns(pl.Callback):
 
 
 class Linked(pl.Callback):
-    """Puts a simulated link where hybrid training transfers mini-batches to its first accelerator."""
+    """Adds a simulated link to hybrid training's transfers to its first accelerator."""
 
     def __init__(self, bandwidth: float) -> None:
         self._link = SimulatedLink(bandwidth)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the stage Data Transfer; a CPU that stands for an accelerator has none."""
+        """Insert the Data Transfer stage, which a CPU in place of an accelerator lacks."""
         if trainer.global_rank == 0:
             assert isinstance(trainer.strategy, HyScaleStrategy)
             assert trainer.strategy.loader is not None
@@ -90,9 +90,9 @@ class Linked(pl.Callback):
 
 
 class KnownAccelerator:
-    """Tells the strategy's short measurements how fast the simulated accelerator is, which they cannot measure.
+    """Sets the simulated accelerator's speed in the strategy's short measurements, which cannot measure it.
 
-    What they find of the CPU stays, and so do the model and all that follows from it. It notes what they found.
+    Their results for the CPU, the model and its decisions are unchanged. Also records the measurements.
     """
 
     def __init__(self, speed: float, threads: int, link: float) -> None:
@@ -101,13 +101,13 @@ class KnownAccelerator:
         self.notes: dict[str, Any] = {}
 
     def __enter__(self) -> KnownAccelerator:
-        """Stand in for the measurement."""
+        """Replace the measurement."""
         first_mapping.measure_platform = self._platform
         first_mapping.describe_workload = self._workload
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Give the measurement back."""
+        """Restore the measurement."""
         first_mapping.measure_platform, first_mapping.describe_workload = self._measure, self._describe
 
     def _platform(self, *arguments: Any) -> Platform:
@@ -126,12 +126,12 @@ def make_strategy(spec: dict[str, Any]) -> Any:
     if spec["trainer"] == "plain":
         return "auto"
     simulated = spec["accelerator"] and spec["device"] == "cpu"
-    # No rank may take another's turn for a stall.
+    # A rank must not mistake another contestant's turn for a stall.
     return HyScaleStrategy(devices=["cpu"] if simulated else None, stall_timeout=3600, **spec["options"])
 
 
 def make_source(spec: dict[str, Any], data: Data) -> dict[str, Any]:
-    """Return what ``Trainer.fit`` gets beside the model."""
+    """Return the data arguments of ``Trainer.fit``."""
     generator = torch.Generator().manual_seed(1)
     seeds = torch.randperm(spec["nodes"], generator=generator)[: spec["iterations"] * spec["batch_size"]]
     kwargs: dict[str, Any] = {
@@ -151,7 +151,7 @@ def make_source(spec: dict[str, Any], data: Data) -> dict[str, Any]:
 
 
 def train(spec: dict[str, Any], gate: Gate | None) -> None:
-    """Train one fit after the other, each from its first turn on."""
+    """Run the fits sequentially, each starting with its first turn."""
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     data = make_data(spec["nodes"], spec["edges"], spec["features"], CLASSES)
@@ -162,9 +162,9 @@ def train(spec: dict[str, Any], gate: Gate | None) -> None:
 
 
 def train_once(spec: dict[str, Any], data: Data, gate: Gate | None) -> None:
-    """Train for as many epochs as there are rounds, then note what was decided and what the stages took."""
+    """Train for one epoch per round, then record the decisions and stage times."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if "cores" in spec:  # of each rank, in the order of ranks
+    if "cores" in spec:  # by rank
         os.sched_setaffinity(0, spec["cores"][rank])
     torch.set_num_threads(spec["torch_threads"])
     pl.seed_everything(0, verbose=False)
@@ -230,7 +230,7 @@ def noted(strategy: HyScaleStrategy, iterations: int) -> dict[str, Any]:
 def described(
     datamodule: NeighborDataModule, module: pl.LightningModule, turns: Turns, spec: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return workload, platform by the strategy's short measurements, and what a plain Trainer's stages took."""
+    """Return the workload, the platform from the strategy's short measurements, and a plain Trainer's stage times."""
     assert datamodule.trainer is not None
     loader = datamodule.trainer.train_dataloader
     times = loader.times

@@ -1,28 +1,28 @@
-"""Hybrid training against the accelerator alone: the paper's figure 11, and what a sceptic would ask besides.
+"""Hybrid training against the accelerator alone: the paper's figure 11, and further ablations.
 
-Parts, of which ``--parts`` chooses some; what other parts have left in the JSON file stays there:
+``--parts`` selects some of these parts; results of other parts in the JSON file are retained:
 
 - ``ablation``: for each speed of the accelerator, relative to the CPU trainer: the accelerator alone (PyG's
-  NeighborLoader under a plain Trainer, and ours), the hybrid with its first mapping, with the resource manager on top
-  (as published, and ours), and with two-stage prefetching on top, which is what users get. Beside each stands what the
-  performance model predicts, with the speeds of a run on the CPU alone and with the strategy's own short measurements.
+  NeighborLoader with a plain Trainer, and ours), the hybrid with its initial mapping, with the resource manager (as
+  published, and ours), and with two-stage prefetching, which is the default for users. Each is reported with the
+  performance model's predictions, from the speeds of a CPU-only run and from the strategy's own short measurements.
 - ``sum``: the hybrid against the sum of its trainers' rates, each alone on the cores that it has in the hybrid.
-- ``disturbance``: a core is taken away in mid-run and given back, or the accelerator is slow for a while.
-- ``sweep``: shares of the CPU trainer chosen by hand, and the automatic one.
-- ``lone``: a lone trainer under the strategy against the plain Trainer.
+- ``disturbance``: a core is blocked for part of the run, or the accelerator is slow for a while.
+- ``sweep``: manual shares of the CPU trainer, and the automatic one.
+- ``lone``: a single trainer with the strategy against the plain Trainer.
 
-Three-layer GraphSAGE, fanouts 15, 10 and 5. The figure is milliseconds per iteration of an epoch, the filling of the
-pipeline included, after epochs that do not count. Every contestant is a script whose ranks Lightning starts, with the
-options that users have by default: ``cpu_share="auto"``, threads, and the model. Contestants take turns, epoch by
-epoch, and ratios have 95 % intervals over these rounds. A static mapping has the threads with which a manager begins,
-so that what the manager gains is not what other threads gain: by default its CPU trainer would have all cores.
+Three-layer GraphSAGE, fanouts 15, 10 and 5. The figure is milliseconds per iteration of an epoch, including filling the
+pipeline, after warm-up epochs. Every contestant is a script whose ranks Lightning starts, with the default options:
+``cpu_share="auto"``, threads, and the model. Contestants run in turns, epoch by epoch, and ratios have 95 % intervals
+over these rounds. A static mapping has the threads with which a manager starts, so that the manager's gain does not
+include that of other threads: by default, its CPU trainer would have all cores.
 
-With a GPU it is the accelerator, slowed down by waits. Without one the accelerator is simulated: rank 0 launches
-kernels, which holds its interpreter as launches do, and waits for them; no core does their work. Its mini-batches are
-sampled and loaded for it, pass a link that is as slow beside its steps as the paper's, and its gradient, of zero, is
-added up. The strategy is told how fast it is, since measuring a wait makes no sense; all else it measures. PyG's
-transfers, which PrefetchLoader overlaps, cost nothing where there is no device. So these figures show what scheduling
-gains, not how fast an accelerator is.
+A GPU, if available, is slowed down by waits. Otherwise the accelerator is simulated: rank 0 launches kernels, which
+holds the interpreter lock like real launches, and waits for them; no core executes them. Its mini-batches are sampled
+and loaded, pass a link with the paper's ratio of transfer to step time, and its gradient (zero) is all-reduced. The
+strategy is given the accelerator's speed, since a wait cannot be measured; it measures everything else. PyG's
+transfers, which PrefetchLoader overlaps, cost nothing without a device. These figures therefore show the gain of
+scheduling, not the speed of an accelerator.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ SIZES = {
 }
 FANOUTS = (15, 10, 5)
 SPEEDS = (2, 4, 8)
-"""How many times as fast as the CPU trainer the slowed-down or simulated accelerator is."""
+"""Speeds of the slowed-down or simulated accelerator, relative to the CPU trainer."""
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)
-"""Of the sweep."""
+"""CPU shares of the sweep."""
 MORE_RUNS = 4
-"""Rounds of a lone trainer besides: what the strategy may cost is smaller than the differences of a few."""
+"""Additional rounds of a single trainer: the strategy's overhead is smaller than the variation over a few rounds."""
 MODULE = "benchmarks.hyscale.contestants"
 PYG, ALONE, ALONE_TFP = "PyG, accelerator only", "ours, accelerator only", "ours, accelerator only, two-stage prefetch"
 STATIC, PUBLISHED, OURS, HYBRID = (
@@ -89,13 +89,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 Notes = dict[str, dict[str, Any]]
 Found = dict[str, Any]
-"""Of a part: ``rows`` and ``comparisons``, as they are published, and figures of its own."""
+"""Result of a part: ``rows`` and ``comparisons`` for publication, and its own figures."""
 
 
 def compete(
     common: dict[str, Any], contestants: dict[str, dict[str, Any]], runs: int, kinds: Sequence[str | None] = (None,)
 ) -> list[tuple[Rows, Notes]]:
-    """Let contestants take turns, in one fit after the other; return the rows and notes of each fit."""
+    """Run the contestants in turns, fit by fit; return the rows and notes of each fit."""
     with tempfile.TemporaryDirectory() as name:
         folder, scripts = Path(name), {}
         notes = {name: folder / f"notes {number}" for number, name in enumerate(contestants)}
@@ -103,8 +103,8 @@ def compete(
             for number, (name, own) in enumerate(contestants.items()):
                 spec = {"library": "ours", "trainer": "hyscale", "accelerator": True, "options": {}, **common, **own}
                 if spec["options"].get("drm") is False or not spec["options"].get("cpu_trainers", 1):
-                    spec["settle"] = 1  # nothing moves
-                if spec["options"].get("drm") is False:  # begins with as many threads as a manager would
+                    spec["settle"] = 1  # static mapping
+                if spec["options"].get("drm") is False:  # starts with the threads of a manager
                     spec["options"] = {"threads": [1, 1, spec["torch_threads"]], **spec["options"]}
                 spec["runs"] = len(kinds) * (runs + 1) - 1
                 spec["fits"] = [
@@ -139,14 +139,14 @@ def compete(
 
 
 def calibrate(common: dict[str, Any]) -> dict[str, Any]:
-    """Train on the CPU alone, with the threads that a hybrid's CPU trainer has; return what was noted."""
+    """Train on the CPU alone, with the threads of a hybrid's CPU trainer; return the notes."""
     spec = {"trainer": "plain", "accelerator": False, "describe": True, "settle": 1}
     [(_, notes)] = compete({**common, "iterations": max(4, common["iterations"] // 2)}, {"CPU": spec}, 1)
     return notes["CPU"]
 
 
 def accelerator(common: dict[str, Any], notes: dict[str, Any], speed: float) -> dict[str, Any]:
-    """Return what makes an accelerator so many times as fast as the CPU trainer."""
+    """Return the settings of an accelerator with the given speed relative to the CPU trainer."""
     seconds = notes["stages"]["train_cpu"] / speed
     found: dict[str, Any] = {"speed": speed, "seconds_per_seed": seconds / sum(notes["seeds"])}
     if common["device"] == "cpu":
@@ -155,7 +155,7 @@ def accelerator(common: dict[str, Any], notes: dict[str, Any], speed: float) -> 
 
 
 def ablation(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False) -> Found:
-    """Measure all variants with each accelerator, and set the model's predictions beside them."""
+    """Measure all variants with each accelerator, and add the model's predictions."""
     speeds = common["speeds"]
     fits = [accelerator(common, notes, speed) for speed in speeds]
     chosen = {name: {**spec, "fits": fits} for name, spec in VARIANTS.items() if only in name}
@@ -180,14 +180,14 @@ def ablation(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str
 
 
 def named(row: dict[str, Any], label: str) -> dict[str, Any]:
-    """Return a row or comparison with what it was measured with in the contestants' names."""
+    """Return a row or comparison with the settings added to the contestants' names."""
     return {key: f"{row[key]}, {label}" if key in ("name", "ours", "peer", "against") else row[key] for key in row}
 
 
 def predictions(
     common: dict[str, Any], notes: dict[str, Any], fit: dict[str, Any], rows: Rows, noted: Notes
 ) -> dict[str, Any]:
-    """Return, for each hybrid variant, its mapping and how far off the model is, by both sets of speeds."""
+    """Return, for each hybrid variant, its mapping and the model's error with both sets of speeds."""
     found = {}
     trainer = common["torch_threads"]
     for row in rows:
@@ -212,11 +212,11 @@ def predictions(
 
 
 def rates(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False) -> Found:
-    """Set the hybrid against the sum of its trainers' rates, each alone on the cores that it has in the hybrid.
+    """Compare the hybrid with the sum of its trainers' rates, each alone on the cores that it has in the hybrid.
 
-    Alone, each trains on the seeds that it has of an iteration when both take equally long. The accelerator's rank has
-    the first core, for sampling, loading and launching, and the CPU trainer's all others. ``free`` is a hybrid whose
-    ranks may run anywhere, as by default.
+    Alone, each trains on its share of an iteration's seeds that balances both. The accelerator's rank has the first
+    core, for sampling, loading and launching, and the CPU trainer has all others. ``free`` is a hybrid whose ranks may
+    run on any core, as by default.
     """
     cores = sorted(range(num_cores()))
     own = [cores[:1], cores[1:] or cores]
@@ -264,7 +264,7 @@ def rates(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = 
 def disturbances(
     common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False
 ) -> Found:
-    """Take a core away for the middle third of an epoch, or slow the accelerator down, with and without a manager."""
+    """Block a core for the middle third of an epoch, or slow the accelerator down, with and without a manager."""
     fit = accelerator(common, notes, SPEEDS[1])
     sizes = {"iterations": common["iterations"] if quick else 6 * common["iterations"]}
     sizes["batch_size"] = max(2, common["batch_size"] // 2)  # the managers count iterations, not seconds
@@ -294,7 +294,7 @@ def disturbances(
 
 
 def sweep(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False) -> Found:
-    """Try shares of the CPU trainer by hand, without a manager, and the automatic pick with and without one."""
+    """Try manual shares of the CPU trainer without a manager, and the automatic share with and without one."""
     fit = accelerator(common, notes, SPEEDS[1])
     automatic, managed = "cpu_share='auto'", "cpu_share='auto', + DRM"
     shares = SHARES[2:5] if quick else SHARES
@@ -315,7 +315,7 @@ def sweep(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = 
 
 
 def lone(common: dict[str, Any], notes: dict[str, Any], runs: int, only: str = "", quick: bool = False) -> Found:
-    """Set a lone trainer under the strategy against the plain Trainer, on long steps and on short ones."""
+    """Compare a single trainer with the strategy with the plain Trainer, for long and short steps."""
     batch, iterations = common["batch_size"], common["iterations"]
     lengths = {
         "long steps": {"batch_size": max(1, batch // 4), "iterations": 2 * iterations},
@@ -353,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     chosen = args.parts.split(",") if args.parts else list(PARTS)
     unknown = set(chosen) - set(PARTS)
     if unknown:
-        raise SystemExit(f"--parts are some of {', '.join(PARTS)}, but not {', '.join(sorted(unknown))}")
+        raise SystemExit(f"unknown --parts {', '.join(sorted(unknown))}; use some of {', '.join(PARTS)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     described = machine()
     common = {
@@ -389,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def summary(parts: dict[str, Found]) -> dict[str, Any]:
-    """Return what is printed besides rows and comparisons."""
+    """Return the figures to print in addition to rows and comparisons."""
     figures: dict[str, Any] = {}
     for label, variants in parts.get("ablation", {}).get("figure_11", {}).items():
         figures[f"errors of the prediction in percent (calibrated, not), accelerator {label}"] = {

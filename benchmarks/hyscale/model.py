@@ -1,7 +1,7 @@
-"""What the performance model of HyScale-GNN says about the runs of ``benchmarks.hyscale.epochs``.
+"""Predictions of HyScale-GNN's performance model for the runs of ``benchmarks.hyscale.epochs``.
 
-The model is given the speeds that were measured in a run on the CPU alone (and in one on the GPU alone, where there is
-one), never those of a hybrid run. Then the paper's own machines and data sets (tables II and III) as its input.
+The model uses speeds measured in a CPU-only run (and in a GPU-only run, if there is a GPU), never those of a hybrid
+run. This module also defines the paper's machines and data sets (tables II and III) as input.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ALVEO_U250 = Processor(flops=0.6e12, memory_bandwidth=77e9, pipelined=True)
 """Table II."""
 
 DUAL_EPYC_7763 = Processor(flops=2 * EPYC_7763.flops, memory_bandwidth=EPYC_7763.memory_bandwidth)
-"""Both sockets, features in the memory of one: so Feature Loading saturates at 12 accelerators, as in the paper."""
+"""Both sockets, with features in one's memory, so that Feature Loading saturates at 12 accelerators as in the paper."""
 
 CORES = 2 * 64
 PCIE_3, PCIE_4 = 16e9, 32e9
-"""Bytes per second of 16 lanes, which the U250 and the A5000 have; the paper leaves them out."""
+"""Bytes per second of 16 PCIe lanes, as in the U250 and the A5000; not stated in the paper."""
 
 DATASETS = {
     "ogbn-products": (2_449_029, 61_859_140, (100, 256, 47)),
@@ -33,20 +33,20 @@ DATASETS = {
 """Table III: vertices, edges, and f0, f1, f2."""
 
 NUM_TRAIN = {"ogbn-products": 196_615, "ogbn-papers100M": 1_207_179, "MAG240M (homo)": 1_112_392}
-"""Training vertices of the data sets' own splits, which the paper leaves out."""
+"""Number of training vertices of the data sets' splits, not stated in the paper."""
 
 FANOUTS = (25, 10)
 BATCH_SIZE = 1024
-"""Of each trainer (section VI-A2)."""
+"""Seeds of each trainer (section VI-A2)."""
 
 
 def cpu_gpu(num_accelerators: int = 4) -> Platform:
-    """Return two EPYC 7763 and some A5000. Sampling is left out: the paper does not say how long it takes."""
+    """Return two EPYC 7763 and some A5000. Sampling is not included, as the paper does not report its time."""
     return Platform(DUAL_EPYC_7763, CORES, RTX_A5000, num_accelerators, PCIE_4)
 
 
 def cpu_fpga(num_accelerators: int = 4) -> Platform:
-    """Return two EPYC 7763 and some Alveo U250. Sampling is left out."""
+    """Return two EPYC 7763 and some Alveo U250. Sampling is not included."""
     return Platform(DUAL_EPYC_7763, CORES, ALVEO_U250, num_accelerators, PCIE_3)
 
 
@@ -54,7 +54,7 @@ def paper_workload(dataset: str, trainers: int, model: Literal["gcn", "sage"] = 
     """Return a workload of section VI-A2.
 
     Args:
-        trainers: How many trainers share an iteration's seeds, 1024 each.
+        trainers: Number of trainers, each with 1024 seeds per iteration.
     """
     vertices, edges, widths = DATASETS[dataset]
     return Workload(
@@ -74,7 +74,7 @@ def peak_flops(platform: Platform) -> float:
 
 
 def loading_limits(platform: Platform, each: Workload, accelerators: int) -> bool:
-    """Tell whether Feature Loading takes longest where so many accelerators bring the workload's seeds each."""
+    """Return whether Feature Loading is the bottleneck with this number of accelerators, each adding its seeds."""
     work = replace(each, batch_size=each.batch_size * accelerators)
     model = PerformanceModel(replace(platform, num_accelerators=accelerators), work)
     mapping = model.best_mapping()
@@ -82,7 +82,7 @@ def loading_limits(platform: Platform, each: Workload, accelerators: int) -> boo
 
 
 def workload_of(notes: dict[str, Any]) -> Workload:
-    """Return the workload that a contestant has described."""
+    """Return the workload described by a contestant."""
     described = dict(notes["workload"])
     found = described.pop("measured")
     for name in ("fanouts", "widths"):
@@ -92,7 +92,7 @@ def workload_of(notes: dict[str, Any]) -> Workload:
 
 
 def platform_of(notes: dict[str, Any]) -> Platform:
-    """Return the platform as the strategy's own short measurements describe it."""
+    """Return the platform described by the strategy's short measurements."""
     described = dict(notes["platform"])
     for name in ("cpu", "accelerator"):
         described[name] = Processor(**described[name])
@@ -100,33 +100,33 @@ def platform_of(notes: dict[str, Any]) -> Platform:
 
 
 def transferred_bytes(workload: Workload) -> float:
-    """Return what an undivided mini-batch sends to an accelerator."""
+    """Return the bytes that an undivided mini-batch transfers to an accelerator."""
     alone = Platform(Processor(1.0, 1.0), 1, Processor(1.0, 1.0), 1, pcie_bandwidth=1.0)
     return PerformanceModel(alone, workload).transfer_time(workload.batch_size)
 
 
 def paper_link() -> float:
-    """Return how long the paper's U250 waits for a mini-batch, as a part of how long it trains on it.
+    """Return the paper's U250's transfer time of a mini-batch relative to its training time.
 
-    By the model, for its GraphSAGE on ogbn-papers100M. A simulated accelerator's link is that slow beside its steps.
+    Computed by the model for GraphSAGE on ogbn-papers100M. A simulated accelerator's link has this ratio.
     """
     model = PerformanceModel(cpu_fpga(1), paper_workload("ogbn-papers100M", trainers=1, model="sage"))
     return model.transfer_time(BATCH_SIZE) / model.trainer_time(ALVEO_U250, BATCH_SIZE)
 
 
 def with_accelerator(platform: Platform, threads: int, speed: float, link: float) -> Platform:
-    """Return the platform with an accelerator as fast as some CPU trainers."""
+    """Return the platform with an accelerator of the given speed relative to the CPU trainer."""
     there = PerformanceModel(platform, _ANY).cpu_trainer(threads, 1)
     accelerator = Processor(speed * there.flops, speed * there.memory_bandwidth)
     return replace(platform, accelerator=accelerator, num_accelerators=1, pcie_bandwidth=link)
 
 
 def calibrated(notes: dict[str, Any]) -> Platform:
-    """Return the platform with the speeds that a run on the CPU alone showed.
+    """Return the platform with the speeds of a CPU-only run.
 
-    Sampling and Feature Loading are taken over as they were. Of the CPU trainer, the floating-point operations per
-    second are what is left when aggregation has taken the memory bandwidth of Feature Loading; where that leaves
-    less than a fifth of the step, both are what makes the step as long as it was.
+    Sampling and Feature Loading have their measured speeds. The CPU trainer's floating-point operations per second
+    follow from the step time that remains after aggregation at Feature Loading's memory bandwidth. If less than a fifth
+    of the step remains, both are scaled to match the measured step time.
     """
     workload, platform, stages = workload_of(notes), platform_of(notes), notes["stages"]
     sampler, loader, trainer = notes["threads"]
@@ -153,7 +153,7 @@ def calibrated(notes: dict[str, Any]) -> Platform:
 def predicted(model: PerformanceModel, mapping: TaskMapping, prefetch: int) -> float:
     """Return the seconds of an iteration.
 
-    Where there are more CPU threads than cores, these take turns.
+    More CPU threads than cores share the cores.
     """
     times = model.stage_times(mapping)
     load, transfer = times.load or 0.0, times.transfer or 0.0

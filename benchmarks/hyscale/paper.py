@@ -1,9 +1,9 @@
-"""The performance model against HyScale-GNN's own numbers: tables VI and VII, and what is told of figures 8 to 11.
+"""The performance model against HyScale-GNN's own numbers: tables VI and VII, and the text on figures 8 to 11.
 
 Nothing is measured: ``python -m benchmarks.hyscale.paper`` runs the model on the paper's machines and data sets (tables
-II and III), and sets it beside the paper's numbers. Figures 8 to 11 are drawn without numbers: what the text tells of
-them is compared. Epoch times of PaGraph, P3 and DistDGLv2 are measurements of other systems on other machines: they are
-taken over, for the speed-ups.
+II and III), and compares it with the paper's numbers. Figures 8 to 11 have no numbers, so those in the text are used.
+The epoch times of PaGraph, P3 and DistDGLv2, measured on other systems and machines, are used for the speed-ups as
+published.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ ACCELERATORS = 4
 
 
 class Case(NamedTuple):
-    """What is predicted: a machine, a workload with its batch size, and the stages of the prefetch."""
+    """Setting of a prediction: a machine, a workload with its batch size, and the prefetching stages."""
 
     platform: Platform
     workload: Workload
     prefetch: int = 2
 
     def mapping(self, cpu_trainers: int = 1) -> TaskMapping:
-        """Return the mapping that the model finds best."""
+        """Return the best mapping according to the model."""
         return _best_mapping(self.platform, self.workload, cpu_trainers)
 
     def epoch(self, mapping: TaskMapping | None = None) -> float:
@@ -62,14 +62,14 @@ def _best_mapping(platform: Platform, workload: Workload, cpu_trainers: int) -> 
 
 
 def case(platform: Platform, dataset: str, model: Kind, fanouts: tuple[int, ...] = (25, 10), hidden: int = 256) -> Case:
-    """Return one of the paper's experiments as the model takes it: 1024 seeds for each of five trainers."""
+    """Return one of the paper's experiments as input of the model: 1024 seeds for each of five trainers."""
     first, *_, last = DATASETS[dataset][2]
     workload = paper_workload(dataset, ACCELERATORS + 1, model)
     return Case(platform, replace(workload, fanouts=fanouts, widths=(first, *(hidden,) * (len(fanouts) - 1), last)))
 
 
 class Cell(NamedTuple):
-    """A number of the paper: table or figure, row and column, the number, its unit, and what returns the model's."""
+    """A number of the paper: table or figure, row and column, value, unit, and a function for the model's value."""
 
     where: str
     what: str
@@ -134,7 +134,7 @@ RIVALS = {
 
 
 def tables() -> list[Cell]:
-    """Return the cells of tables VI and VII that are this work's, and their mean speed-ups."""
+    """Return HyScale-GNN's cells of tables VI and VII, and their mean speed-ups."""
     cells = []
     teraflops = peak_flops(cpu_fpga(ACCELERATORS)) / 1e12
 
@@ -161,7 +161,7 @@ _ALL: tuple[tuple[str, Kind], ...] = tuple((dataset, kind) for dataset in DATASE
 
 
 def multi_gpu_baseline(place: tuple[str, Kind]) -> float:
-    """Return the seconds of an epoch of PyG on the GPUs alone: loading, transfer and training in turn, no prefetch."""
+    """Return the seconds of an epoch of PyG on the GPUs alone: sequential loading, transfer and training."""
     found = case(cpu_gpu(ACCELERATORS), *place)
     mapping = found.mapping(0)
     times = PerformanceModel(found.platform, found.workload).stage_times(mapping)
@@ -170,7 +170,7 @@ def multi_gpu_baseline(place: tuple[str, Kind]) -> float:
 
 
 def figures() -> list[Cell]:
-    """Return the numbers that the text gives of figures 8 to 11."""
+    """Return the numbers in the text on figures 8 to 11."""
     gpus, fpgas = cpu_gpu(ACCELERATORS), cpu_fpga(ACCELERATORS)
 
     def most(of: Callable[[tuple[str, Kind]], float]) -> Callable[[], float]:
@@ -180,7 +180,7 @@ def figures() -> list[Cell]:
         return case(platform, *place).epoch()
 
     def over_alone(place: tuple[str, Kind], prefetch: int) -> float:
-        """Figure 11, over the FPGAs alone; the manager is taken to find the mapping that the model finds."""
+        """Figure 11, relative to the FPGAs alone; assumes that the manager finds the model's mapping."""
         found = case(fpgas, *place)
         single = found._replace(prefetch=1)
         return single.epoch(single.mapping(0)) / found._replace(prefetch=prefetch).epoch()
@@ -222,7 +222,7 @@ def compared(cells: Iterable[Cell]) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Compare, print a table, and write the JSON file."""
     parser = argparse.ArgumentParser("python -m benchmarks.hyscale.paper", description=__doc__)
-    parser.add_argument("--only", default="", help="compare only what stands in tables or figures so named")
+    parser.add_argument("--only", default="", help="compare only tables or figures with this text in their name")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(argv)
     rows = compared(cell for cell in (*tables(), *figures()) if args.only in cell.where)

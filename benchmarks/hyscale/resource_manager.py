@@ -1,7 +1,7 @@
-"""What each part of HyScale's resource manager is worth: a simulated node in a closed loop, each part off in turn.
+"""Ablation of HyScale's resource manager: a simulated node in a closed loop, with one part disabled at a time.
 
-The figure is the time that training takes beyond that with the best mapping at each moment, in percent of the latter.
-Every measured time is off by 10 % (standard deviation), and times lag by the depth of the pipeline.
+The figure is the training time in excess of that with the best mapping at each moment, in percent of the latter. Every
+measured time has a 10 % error (standard deviation), and times lag by the depth of the pipeline.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ BATCH, LAG, NOISE = 1024, 2, 0.1
 
 
 class Manager(Protocol):
-    """What is in the loop."""
+    """Protocol of resource managers."""
 
     mapping: TaskMapping
 
     def observe(self, times: IterationTimes) -> Any:
-        """Take in the times of an iteration."""
+        """Process the times of an iteration."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A node, and what happens to it in the course of a run.
+    """A node, and its disturbance during a run.
 
     Args:
-        node: Its speeds.
-        begin: The mapping to begin with.
-        change: What becomes of the node in the second third of the run; then it is as it was.
-        move: Part of the best iteration's time that every change of the mapping costs.
+        node: Speeds of the node.
+        begin: Initial mapping.
+        change: Returns the disturbed node of the second third of the run.
+        move: Cost of every change of the mapping, relative to the best iteration time.
     """
 
     node: Node
@@ -53,7 +53,7 @@ class Scenario:
 
 
 def _core_taken(node: Node) -> Node:
-    """One of four cores works for somebody else: what the CPU does takes 4/3 of the time."""
+    """Another process uses one of four cores, so the CPU's stages take 4/3 of the time."""
     speeds = [speed * 3 / 4 if index < node.cpu_trainers else speed for index, speed in enumerate(node.speeds)]
     return replace(node, speeds=speeds, sampling=node.sampling * 4 / 3, loading=node.loading * 4 / 3)
 
@@ -107,7 +107,7 @@ _FOUND: dict[str, float] = {}
 
 
 def best(node: Node, threads: int, sampling: float) -> float:
-    """Return, once for each node, what :func:`_best` finds."""
+    """Return the cached result of :func:`_best` for a node."""
     key = str([value for name, value in vars(node).items() if name not in ("source", "warm_up")] + [threads, sampling])
     if key not in _FOUND:
         _FOUND[key] = _best(node, threads, sampling)
@@ -115,7 +115,7 @@ def best(node: Node, threads: int, sampling: float) -> float:
 
 
 def _best(node: Node, threads: int, sampling: float) -> float:
-    """Return the seconds of an iteration with the best mapping, found by trying all threads and many splits."""
+    """Return the seconds of an iteration with the best mapping, from a search over all threads and many splits."""
     found = float("inf")
     shares = [share / 20 for share in range(1, 20)] if sampling else [0.0]
     for sampler in range(1, threads - 1):
@@ -134,7 +134,7 @@ def _best(node: Node, threads: int, sampling: float) -> float:
 
 
 def _even(node: Node, threads: int, beside: bool) -> float:
-    """Return the seconds in which all trainers together are done with the batch, by bisection."""
+    """Return the seconds in which all trainers together finish the batch, by bisection."""
     overheads = node.overheads or [0.0] * len(node.speeds)
     low, high = 0.0, 1e4
     for _ in range(50):
@@ -153,7 +153,7 @@ def _even(node: Node, threads: int, beside: bool) -> float:
 
 
 def excess(make: Callable[[TaskMapping], Manager], scenario: Scenario, iterations: int, seed: int) -> float:
-    """Return by how many percent training takes longer than with the best mapping at each moment."""
+    """Return the training time in excess of that with the best mapping at each moment, in percent."""
     source = random.Random(seed)
     calm = replace(scenario.node, source=source)
     begin = scenario.begin
@@ -208,11 +208,11 @@ WAYS: dict[str, tuple[Callable[[TaskMapping], Manager], list[tuple[Any, str, Any
         [(estimates.Estimate, "transfer_per_seed", 0.0)],
     ),
 }
-"""Each manager, and what is replaced by what while it is at work."""
+"""The managers, with the functions that each replaces."""
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the benchmark; return what it writes: percent beyond the best mappings by manager and scenario."""
+    """Run the benchmark; return percent in excess of the best mappings by manager and scenario."""
     args = parse("resource_manager", __doc__ or "", {"iterations": (300, 60)}, argv, runs=3)
     described = machine()
     names = [name for name in SCENARIOS if not args.quick or name in ("nothing changes", "bad first mapping")]

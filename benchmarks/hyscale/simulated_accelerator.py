@@ -1,4 +1,4 @@
-"""An accelerator that is slowed down, or simulated where there is none, and what can happen to one in mid-run."""
+"""A slowed-down or simulated accelerator, and disturbances during a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_gnn.nn import NodeClassifier
 
 CLASSES = 32
 FORWARD = 1 / 3
-"""Part of a step that is the forward pass: the backward pass has about twice the products."""
+"""Fraction of a step in the forward pass; the backward pass has about twice the products."""
 KERNELS = 120
-"""Launches of a step: a layer of GraphSAGE has about ten forward and twenty backward, the optimizer a few."""
+"""Kernel launches of a step: a GraphSAGE layer has about ten forward and twenty backward, the optimizer a few."""
 LAUNCH = 10e-6
-"""Seconds of a launch by Python and torch, in which no other thread of the process runs Python."""
+"""Seconds of a launch in Python and torch, during which the interpreter lock is held."""
 
 
 def launch(kernels: int, seconds: float) -> None:
-    """Launch kernels, with the interpreter held, and wait with it released until the device has done them all."""
+    """Hold the interpreter lock for the launches, then release it and wait until the device has finished."""
     start = time.perf_counter()
     for number in range(1, kernels + 1):
         while time.perf_counter() < start + number * LAUNCH:
@@ -37,11 +37,11 @@ def launch(kernels: int, seconds: float) -> None:
 
 
 class Step(torch.autograd.Function):
-    """Hands a loss on after the forward pass, and its gradient after the backward pass."""
+    """Delays a loss by the forward pass, and its gradient by the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, kernels: int, seconds: float) -> Tensor:
-        """Wait for what a real device has to do besides, and take the forward pass's part of the step."""
+        """Wait for the rest of a real device's work, and for the forward pass's part of the step."""
         ctx.kernels, ctx.seconds = kernels, seconds
         if loss.device.type == "cuda":
             torch.cuda.synchronize(loss.device)
@@ -50,7 +50,7 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Take the other part."""
+        """Wait for the backward pass's part."""
         launch(ctx.kernels - round(FORWARD * ctx.kernels), (1 - FORWARD) * ctx.seconds)
         return gradient, None, None
 
@@ -70,7 +70,7 @@ class PacedClassifier(NodeClassifier):
         self.seconds_per_seed = seconds_per_seed
         self.simulated = simulated
         self.slowness = 1.0
-        """By what the accelerator's time is multiplied."""
+        """Factor on the accelerator's time."""
 
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
         """Return the cross-entropy of the seeds."""
@@ -89,23 +89,23 @@ class PacedClassifier(NodeClassifier):
 
 
 class SimulatedLink:
-    """Stands where hybrid training transfers a mini-batch: hands it on when its bytes would have passed a bus."""
+    """Replaces hybrid training's transfer of a mini-batch: delays it by the time of its bytes on a bus."""
 
     def __init__(self, bandwidth: float) -> None:
         self.bandwidth = bandwidth
 
     def __call__(self, batch: Data) -> Data:
-        """Wait; nothing is moved."""
+        """Wait without moving data."""
         time.sleep((batch.x.nbytes + batch.edge_index.nbytes + batch.n_id.nbytes) / self.bandwidth)
         return batch
 
 
 class Disturbance(pl.Callback):
-    """In the middle third of an epoch, a core works for somebody else, or the accelerator is slower."""
+    """Blocks a core or slows the accelerator down in the middle third of an epoch."""
 
     def __init__(self, iterations: int, factor: float = 2.5) -> None:
         self.kind: str | None = None
-        """``core`` or ``accelerator``, anything else for none; for the epoch that begins."""
+        """Set the disturbance of the next epoch: ``core``, ``accelerator``, or any other value for none."""
         self._thirds = iterations // 3, 2 * iterations // 3
         self._factor = factor
         self._burner: subprocess.Popen[bytes] | None = None
@@ -113,7 +113,7 @@ class Disturbance(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin and end it; rank 0 alone sees to that."""
+        """Start and end the disturbance, on rank 0 only."""
         if trainer.global_rank or batch_idx not in self._thirds:
             return
         begins = batch_idx == self._thirds[0]
@@ -125,19 +125,19 @@ class Disturbance(pl.Callback):
             self.end()
 
     def end(self) -> None:
-        """Give the core back."""
+        """Release the core."""
         burner, self._burner = self._burner, None
         if burner is not None:
             burner.kill()
             burner.wait()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave nothing behind."""
+        """Stop the blocking process."""
         self.end()
 
 
 def burner(core: int) -> subprocess.Popen[bytes]:
-    """Start a process that takes a core away: before all others, where that is allowed."""
+    """Start a process that occupies a core, with higher priority if permitted."""
     code = (
         "import os\n"
         f"os.sched_setaffinity(0, {{{core}}})\n"

@@ -1,8 +1,8 @@
-"""What it costs in accuracy to train in bfloat16.
+"""Accuracy of training in bfloat16.
 
-Test accuracy after as many epochs, with the same seeds: in float32, with features kept in bfloat16
-(``feature_dtype="bfloat16"``), and trained in bfloat16 besides (``Trainer(precision="bf16-mixed")``); GraphSAGE on
-mini-batches, and GCN on the whole graph.
+Test accuracy after the same number of epochs, with the same seeds: in float32, with features stored in bfloat16
+(``feature_dtype="bfloat16"``), and also trained in bfloat16 (``Trainer(precision="bf16-mixed")``); GraphSAGE on
+mini-batches, and GCN on the full graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FANOUTS = [25, 10]
 
 
 class Contestant:
-    """Trains with one more seed at each call, and returns the test accuracy in percent."""
+    """Trains with the next seed at each call, and returns the test accuracy in percent."""
 
     def __init__(self, data: Data, model: str, way: str, epochs: int) -> None:
         self.data, self.model, self.epochs, self.seed = data, model, epochs, 0

@@ -1,12 +1,11 @@
 """A training epoch through ``pl.Trainer``: our DataModule and model against PyG's LightningNodeData, on the CPU.
 
 GraphSAGE, GCN and GAT (four heads) with 2 layers and 256 hidden channels, fanouts 25 and 10, batches of 1024 seeds.
-PyG's side runs as its Lightning example does, on all sampled nodes in each layer, and with ``trim_to_layer``, which
-ours does by itself. Each contestant has a process of its own, in which a few mini-batches choose its best number of
-workers and of torch's threads, and for PyG the form of the edges (a tensor, ``EdgeIndex``, ``SparseTensor``, Intel's
-extension); only the best takes part in the rounds. The figure is seconds per epoch. Ours also runs in bfloat16
-(``bf16-mixed``, features of 16 bits); PyG's untrimmed form, the slowest, runs against ours in a few rounds of their
-own.
+PyG runs as in its Lightning example, on all sampled nodes in each layer, and with ``trim_to_layer``, which our models
+apply automatically. Each contestant has its own process. A few mini-batches determine its best number of workers and of
+torch's threads, and for PyG the edge format (a tensor, ``EdgeIndex``, ``SparseTensor``, Intel's extension); the rounds
+use the best setting. The figure is seconds per epoch. Ours also runs in bfloat16 (``bf16-mixed``, 16-bit features).
+PyG's untrimmed variant, the slowest, is measured against ours in a few separate rounds.
 """
 
 from __future__ import annotations
@@ -47,24 +46,24 @@ SIZES = {
 MODELS = {"SAGE": (GraphSAGE, {}), "GCN": (GCN, {}), "GAT": (GAT, {"heads": 4})}
 BF16 = {"precision": "bf16-mixed", "feature_dtype": "bfloat16"}
 OPTIONS: dict[str, dict[str, Any]] = {"": {}, ", bf16": BF16}
-"""What of ours is on, by what it adds to the name."""
+"""Our options, by the suffix of the name."""
 TRIAL_BATCHES = 4
-"""Mini-batches by which settings are chosen; the first does not count."""
+"""Number of mini-batches for choosing settings; the first is not counted."""
 PLAIN_RUNS = 2
-"""Rounds of PyG's untrimmed form, at the most."""
+"""Maximum number of rounds of PyG's untrimmed variant."""
 TARGETS = {"SAGE": (16.0, 11.0), "GCN": (None, 8.0), "GAT": (None, 5.0)}
-"""Against PyG's untrimmed form and against the trimmed one."""
+"""Targets against PyG's untrimmed and trimmed variants."""
 
 
 def contestants(model: str) -> dict[str, dict[str, Any]]:
-    """Return what can take part, by name."""
+    """Return the available contestants, by name."""
     ours = {f"ours, {model}{suffix}": {"library": "ours", **options} for suffix, options in OPTIONS.items()}
     pyg = {f"PyG, {model}{', trimmed' * trim}": {"library": "pyg", "trim": trim} for trim in (True, False)}
     return {name: {"model": model, **spec} for name, spec in {**ours, **pyg}.items()}
 
 
 def settings(library: str) -> list[dict[str, int]]:
-    """Return the numbers of workers and of torch's threads that are tried."""
+    """Return the numbers of workers and of torch's threads to try."""
     cores = num_cores()
     threads = sorted({1, 2, cores})
     pairs = (
@@ -96,7 +95,7 @@ def make(data: Data, seeds: torch.Tensor, spec: dict[str, Any]) -> tuple[pl.Ligh
 
 
 def trainer(spec: dict[str, Any], **more: Any) -> pl.Trainer:
-    """Return a Trainer that says and keeps nothing."""
+    """Return a Trainer without output and checkpoints."""
     return pl.Trainer(
         accelerator="gpu" if spec["device"] == "cuda" else "cpu",
         devices=1,
@@ -110,7 +109,7 @@ def trainer(spec: dict[str, Any], **more: Any) -> pl.Trainer:
 
 
 def contestant(spec: dict[str, Any], gate: Gate) -> None:
-    """Try settings as long as the gate hands some out, then train for as many epochs as there are rounds."""
+    """Try the settings from the gate, then train for one epoch per round."""
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     data = make_data(spec["nodes"], spec["edges"], spec["features"], CLASSES)
@@ -125,7 +124,7 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
 
 
 def _tried(data: Data, seeds: torch.Tensor, spec: dict[str, Any]) -> float:
-    """Return seconds per mini-batch, infinite where it does not run."""
+    """Return seconds per mini-batch, infinite if it fails."""
     torch.set_num_threads(spec["torch_threads"])
     clock = TimedBatches()
     try:
@@ -138,7 +137,7 @@ def _tried(data: Data, seeds: torch.Tensor, spec: dict[str, Any]) -> float:
 
 
 class Chosen:
-    """A contestant whose settings have been chosen by a few mini-batches each."""
+    """A contestant that chooses its settings by a few mini-batches each."""
 
     def __init__(self, name: str, spec: dict[str, Any], rounds: int) -> None:
         self.tried: dict[str, float] = {}
@@ -158,7 +157,7 @@ class Chosen:
         return min(choices, key=lambda each: self.tried[_named(each)])
 
     def __call__(self) -> float:
-        """Take one turn."""
+        """Run one turn."""
         return self._process()
 
     def close(self) -> None:
@@ -175,7 +174,7 @@ def _named(chosen: dict[str, Any]) -> str:
 
 @contextmanager
 def _chosen(specs: dict[str, dict[str, Any]], rounds: int) -> Iterator[list[Chosen]]:
-    """Yield contestants, one after the other: preparing a graph takes several times its memory."""
+    """Yield contestants sequentially, as preparing a graph needs several times its memory."""
     found: list[Chosen] = []
     try:
         for name, spec in specs.items():
@@ -187,7 +186,7 @@ def _chosen(specs: dict[str, dict[str, Any]], rounds: int) -> Iterator[list[Chos
 
 
 def _measured(specs: dict[str, dict[str, Any]], runs: int) -> Rows:
-    """Choose settings, and measure those that run in turns."""
+    """Choose settings, and measure the best ones in turns."""
     with _chosen(specs, runs + 1) as found:
         rows = measure({each.name: each if each.runs else None for each in found}, runs)
         for row, each, (name, spec) in zip(rows, found, specs.items(), strict=True):
@@ -204,7 +203,7 @@ def _measured(specs: dict[str, dict[str, Any]], runs: int) -> Rows:
 def run(
     sizes: dict[str, int], runs: int, only: str = "", device: str = "cpu", models: Sequence[str] = ("SAGE",)
 ) -> Rows:
-    """Run the contestants whose name contains ``only``; returns their rows."""
+    """Run the contestants with ``only`` in their name; return their rows."""
     rows: Rows = []
     for model in models:
         named = {name: {**sizes, **spec, "device": device} for name, spec in contestants(model).items() if only in name}
@@ -225,7 +224,7 @@ def run(
 
 
 def comparisons(rows: Rows, label: str, targets: bool = True) -> list[dict[str, Any]]:
-    """Set ours against PyG's example and against the same with trimming, and our options against our float32."""
+    """Compare ours with PyG's example with and without trimming, and our options with our float32."""
 
     def names(*contestants: str) -> list[str]:
         return [row["name"] for row in rows if row["contestant"] in contestants]
@@ -248,7 +247,7 @@ def comparisons(rows: Rows, label: str, targets: bool = True) -> list[dict[str, 
 
 
 def bounds(args: Any, limits: MachineLimits, rows: Rows) -> dict[str, Any]:
-    """Return, for each model, the least seconds of an epoch that this machine's copies and products allow."""
+    """Return each model's lower bound of an epoch in seconds, from the machine's copy bandwidth and product rate."""
     data = make_data(args.nodes, args.edges, args.features, CLASSES)
     seeds = torch.randperm(args.nodes, generator=torch.Generator().manual_seed(0))[: args.train_nodes]
     datamodule = NeighborDataModule(

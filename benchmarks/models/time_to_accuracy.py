@@ -1,12 +1,11 @@
-"""The time of a whole ``pl.Trainer`` fit until 90 % validation accuracy, on the CPU, against PyG's loader and layers.
+"""The time of a complete ``pl.Trainer`` fit to 90 % validation accuracy, on the CPU, against PyG's loader and layers.
 
 The graph of ``make train`` with its model (GraphSAGE, 3 layers, 128 channels), and one of 22,000 nodes with 128
-features, of whose labels 2 % are redrawn: with the 7 % of the other one, nobody gets beyond 89 % on so few. Both sides
-train with the same sizes, optimizer, fanouts and seeds, and validate on sampled neighbourhoods after each epoch.
-Before, each contestant has trained for an epoch
-that does not count, so that nothing is compiled in what does; the graph is in memory and sorted by nobody. Of each
-side's numbers of workers and of torch's threads the best one for an epoch takes part. The figure is seconds per fit,
-each with another seed; the epochs that fits took come along.
+features, of which 2 % of the labels are random; with the 7 % of the other graph, no contestant exceeds 89 % on so few
+nodes. Both sides train with the same sizes, optimizer, fanouts and seeds, and validate on sampled neighborhoods after
+each epoch. Each contestant first trains a warm-up epoch, which compiles everything. The graph is in memory, and its
+edges are not sorted. Each side uses the numbers of workers and of torch's threads that are fastest for an epoch. The
+figure is seconds per fit, each with another seed; the numbers of epochs are also reported.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ WAYS = {
     "PyG, trimmed": {"library": "pyg", "trim": True},
 }
 SETTINGS = {"ours": ((1, 2), (1, 1), (2, 1)), "pyg": ((0, 2), (2, 2), (2, 1))}
-"""Workers and threads of torch to try."""
+"""Numbers of workers and of torch's threads to try."""
 
 
 class Until(pl.Callback):
-    """Ends training once validation is as accurate as wanted."""
+    """Stops training when validation reaches the target accuracy."""
 
     def __init__(self, accuracy: float) -> None:
         self.accuracy, self.reached, self.epochs = accuracy, 0.0, 0
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at the epoch's accuracy."""
+        """Check the epoch's accuracy."""
         self.reached, self.epochs = float(trainer.callback_metrics["val_acc"]), trainer.current_epoch + 1
         trainer.should_stop = trainer.should_stop or self.reached >= self.accuracy
 
@@ -98,7 +97,7 @@ class PyGClassifier(peers.PyGClassifier):
 
 
 def fit(spec: dict[str, Any], data: Data, seed: int, max_epochs: int) -> tuple[float, Until]:
-    """Train from new weights; return the seconds, and how it ended."""
+    """Train from new weights; return the seconds, and the stopping callback."""
     pl.seed_everything(seed, verbose=False)
     start = time.perf_counter()
     num_classes = spec["graph"]["num_classes"]
@@ -132,7 +131,7 @@ def fit(spec: dict[str, Any], data: Data, seed: int, max_epochs: int) -> tuple[f
 
 
 def contestant(spec: dict[str, Any], gate: Gate) -> None:
-    """Report seconds per fit, and on another turn the epochs it took; a turn about nothing is one epoch."""
+    """Report seconds per fit, and in a further turn its number of epochs; a turn with an empty message is one epoch."""
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(spec["torch_threads"])
@@ -152,7 +151,7 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
 
 
 def best_setting(spec: dict[str, Any], quick: bool) -> dict[str, Any]:
-    """Return the contestant with the workers and threads that take least for an epoch, in a quick run the first."""
+    """Return the contestant with the fastest workers and threads for an epoch; in a quick run, the first ones."""
     settings = SETTINGS[spec["library"]]
     times: dict[tuple[int, int], float] = {}
     for workers, threads in () if quick else settings:
@@ -166,7 +165,7 @@ def best_setting(spec: dict[str, Any], quick: bool) -> dict[str, Any]:
 
 
 def run(sizes: dict[str, int], runs: int, only: str = "", quick: bool = False) -> tuple[list[dict], dict[str, Any]]:
-    """Run the contestants whose name contains ``only``; returns their rows, and the epochs of each."""
+    """Run the contestants with ``only`` in their name; return their rows, and the epochs of each."""
     rows: list[dict[str, Any]] = []
     extra: dict[str, Any] = {}
     for graph, about in GRAPHS.items():

@@ -1,14 +1,13 @@
-"""A training epoch on a graph with types through ``pl.Trainer``: ours against PyG's layers and loader, on the CPU.
+"""A training epoch on a heterogeneous graph through ``pl.Trainer``: ours against PyG's layers and loader, on the CPU.
 
-R-GCN, GraphSAGE, R-GAT and HGT (4 heads) by type, 2 layers and 128 hidden channels, fanouts 15 and 10 per edge type,
-1024 papers a batch, on a graph of the shape of OGB-MAG with 128 floats per node. PyG's side is ``NeighborLoader`` with
-pyg-lib and, for GraphSAGE and R-GAT, ``HeteroConv`` as in its example of hierarchical sampling, trimmed layer by layer;
-for HGT, ``HGTConv`` as in its example, trimmed; for R-GCN, ``RGCNConv`` on the batch without types, and ``HeteroConv``
-with a layer per type, which computes the same: the quicker one counts (``FastRGCNConv`` would take a matrix per edge,
-27 GB).
-R-GAT's is a ``GATConv`` per type of edges: ``RGATConv`` has another attention, over all relations at once. Each
-contestant has a process of its own, whose number of workers and of torch's threads is the best of those tried. The
-figure is seconds per epoch.
+R-GCN, GraphSAGE, R-GAT and HGT (4 heads), 2 layers and 128 hidden channels, fanouts 15 and 10 per edge type, 1024
+papers per batch, on a graph of the shape of OGB-MAG with 128 floats per node. PyG uses ``NeighborLoader`` with pyg-lib
+and, for GraphSAGE and R-GAT, ``HeteroConv`` as in its example of hierarchical sampling, trimmed layer by layer; for
+HGT, ``HGTConv`` as in its example, trimmed; for R-GCN, the faster of ``RGCNConv`` on the homogeneous batch and the
+equivalent ``HeteroConv`` with a layer per edge type (``FastRGCNConv`` would require a matrix per edge, 27 GB). R-GAT
+uses a ``GATConv`` per edge type, since ``RGATConv`` has a different attention, over all relations at once. Each
+contestant has its own process, with the best number of workers and of torch's threads among those tried. The figure is
+seconds per epoch.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def _attention(wide: int, narrow: int, last: bool) -> GATConv:
 
 
 class PlainTyped(pl.LightningModule):
-    """PyG's layers for types as its examples use them."""
+    """PyG's heterogeneous layers as in its examples."""
 
     def __init__(self, metadata: Any, sizes: tuple[int, int, int], model: str) -> None:
         super().__init__()
@@ -121,7 +120,7 @@ class PlainTyped(pl.LightningModule):
             if self.kind == "hetero_rgcn":
                 x = {name: rows + self.roots[i](given[name]) for name, rows in x.items()}
             if i == 0:
-                act = (lambda rows: rows) if self.kind == "hgt" else F.relu  # HGT's layers have one of their own
+                act = (lambda rows: rows) if self.kind == "hgt" else F.relu  # HGT's layers include one
                 x = {name: F.dropout(act(rows), 0.5, self.training) for name, rows in x.items() if rows is not None}
         return self.lin_out(x["paper"]) if self.kind == "hgt" else x["paper"]
 
@@ -154,7 +153,7 @@ def make(data: HeteroData, seeds: Tensor, spec: dict[str, Any]) -> tuple[pl.Ligh
 
 
 def contestant(spec: dict[str, Any], gate: Gate) -> None:
-    """Try settings as long as the gate hands some out, then train for as many epochs as there are rounds."""
+    """Try the settings from the gate, then train for one epoch per round."""
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     data = make_data(spec["edges"], spec["features"])
@@ -180,7 +179,7 @@ def _train(
 
 
 def run(sizes: dict[str, int], runs: int, only: str = "") -> Rows:
-    """Choose the settings of each contestant whose name contains ``only``, and measure them in turns."""
+    """Choose the settings of each contestant with ``only`` in its name, and measure them in turns."""
     cores, found, tried = num_cores(), {}, {}
     choices = [{"num_workers": w, "torch_threads": t} for w, t in dict.fromkeys([(0, cores), (1, cores), (2, 1)])]
     contestants: dict[str, Any] = {}

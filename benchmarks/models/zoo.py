@@ -1,8 +1,8 @@
-"""What the models of the zoo reach: test accuracy of the best checkpoint, with five seeds, by the command's own runs.
+"""Test accuracy of the model zoo: best checkpoints with five seeds, trained by the command line.
 
-Each contestant is a line of docs/zoo.md. The citation graphs with their public split are read from ``--planetoid``;
-without it a drawn graph takes their place. With ``--tuned`` the wide settings of arXiv:2406.08993 take part, too; an
-epoch of those takes twenty times as long.
+Each contestant is a row of docs/zoo.md. The citation graphs with their public split are read from ``--planetoid``;
+without it, a synthetic graph is used instead. ``--tuned`` adds the wide settings of arXiv:2406.08993, whose epochs take
+twenty times as long.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ MODELS = {
 }
 TUNED = {f"{model}, tuned": model for model in ("GCN", "GraphSAGE", "GAT")}
 PUBLISHED = {"GCN": (81.5, 70.3), "GAT": (83.0, 72.5)}
-"""Means that the papers report on the public splits of Cora and CiteSeer."""
+"""Means reported by the papers on the public splits of Cora and CiteSeer."""
 MACHINE = ("cpu", "cores", "python", "torch", "torch_threads", "torch_geometric", "pytorch_lightning", "date")
-"""What of the machine stands in each row: rows that are kept are of other days, and may be of others."""
+"""Fields of the machine recorded in each row, since retained rows may be from other days and machines."""
 _FILES = {"GCN": "gcn", "GraphSAGE": "sage", "GAT": "gat"}
 _TINY = ["data=synthetic", "data.num_nodes=300", "data.num_edges=2000", "data.num_classes=4", "data.num_features=8"]
 _QUIET = ["logger=none", "~callbacks.last", "trainer.enable_progress_bar=false"]
 
 
 def overrides_of(name: str, data: str) -> list[str]:
-    """Return what to type behind ``lgnn`` for a model on one of the graphs."""
+    """Return the ``lgnn`` arguments for a model on one of the graphs."""
     if name in TUNED:
         return [f"experiment={data.lower()}_{_FILES[TUNED[name]]}_tuned"]
     chosen = MODELS[name]
@@ -56,7 +56,7 @@ def overrides_of(name: str, data: str) -> list[str]:
 
 
 class Contestant:
-    """Trains with one more seed at each call, and returns the test accuracy in percent."""
+    """Trains with the next seed at each call, and returns the test accuracy in percent."""
 
     def __init__(self, overrides: Sequence[str], epochs: int, threads: int) -> None:
         self.overrides, self.seed = [*overrides, *_QUIET, f"torch_threads={threads}"], 0
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
             found = {"mean": round(statistics.fmean(values), 2), "std": round(spread, 2)}
             rows[-1] |= {**found, "machine": {key: described[key] for key in MACHINE}}
-            if args.out is not None:  # what is done is not lost where the rest is too much
+            if args.out is not None:  # save partial results
                 args.out.with_suffix(".part").write_text(json.dumps(rows))
     measured = {row["name"] for row in rows}
     result = {

@@ -1,9 +1,9 @@
 """The aggregation alone: ours against torch's sparse product and PyG's gather and scatter.
 
-A graph with power-law degrees, weighted sums of the in-neighbours' rows. The figure is milliseconds per aggregation,
-conversions included. Each contestant has a process of its own and all of torch's threads. PyG writes a row per edge,
-which at full width does not fit the memory of a usual machine: it works through the columns 64 at a time. Then the
-columns are varied, and ours reads the same features in bfloat16 too.
+A graph with power-law degrees, weighted sums of the in-neighbors' rows. The figure is milliseconds per aggregation,
+including conversions. Each contestant has its own process and all of torch's threads. PyG writes one row per edge,
+which does not fit into the memory of a typical machine at full width, so it processes 64 columns at a time. Then the
+number of columns is varied, and ours also reads the features in bfloat16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_gnn.ops import aggregate
 
 SIZES = {"nodes": (233_000, 2_000), "edges": (11_000_000, 20_000), "features": (256, 64)}
 WIDTHS = (64, 128, 256, 512)
-"""Columns that are tried beside those of the option; quick, an eighth of them."""
+"""Further numbers of columns; an eighth of them in a quick run."""
 PEERS = ("torch.sparse", "PyG, gather and scatter")
 
 
@@ -38,7 +38,7 @@ def make_inputs(spec: dict[str, Any]) -> tuple[CSCGraph, Tensor, Tensor]:
 
 
 def make(spec: dict[str, Any]) -> Callable[[], Tensor]:
-    """Return what a contestant repeats."""
+    """Return the function that a contestant repeats."""
     graph, x, weight = make_inputs(spec)
     edge_index = graph.to_edge_index()
     device = spec["device"]
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         varying[f"torch.sparse, {width} columns"] = {**varied, "library": "torch.sparse"}
     rows = [
         row
-        for some in (specs, varying)  # one after the other: together they would not fit into memory
+        for some in (specs, varying)  # sequentially, as they would not fit into memory together
         for row in measure_isolated(contestant, {n: s for n, s in some.items() if args.only in n}, args.runs)
     ]
     what = f"Aggregation, {args.features} columns"

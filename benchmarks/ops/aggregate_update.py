@@ -1,9 +1,8 @@
-"""A GraphSAGE layer on a mini-batch: ours, which aggregates and updates in one operator, against PyG's.
+"""A GraphSAGE layer on a mini-batch: our fused aggregation and update against PyG's layer.
 
-Targets with as many in-neighbours each as the fanout, drawn from all sources; mean, the target's own term, and a bias.
-The figure is milliseconds per layer: forward and backward with respect to the features and all parameters, as in a
-layer behind another one; to the parameters alone, as in the first layer; and forward alone. Both sides use as many
-threads. Each contestant has a process of its own.
+Each target has as many random in-neighbors as the fanout; mean aggregation, root weight, and bias. The figure is
+milliseconds per layer: forward and backward for features and parameters, as in later layers; for parameters only, as in
+the first layer; and forward only. Both sides use the same number of threads. Each contestant has its own process.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Cycles of the Ascend C kernels, counted by their twin: aggregations of whole graphs, maxima, layers on a mini-batch.
+"""Cycles of the Ascend C kernels, counted by their simulator ("twin"): aggregations, maxima, layers on a mini-batch.
 
-The twin runs the kernels on 24 cores. Graphs have the sizes of Cora, CiteSeer and PubMed, and one is as dense as Reddit
-with 12,000 vertices; each aggregates its features, 256 hidden channels, and 8 heads of attention, vertex by vertex on
-the vector cores, with dense tiles on the cube cores, each by its best plan, and by the plan's own choice. The figure is
-thousands of cycles; every round draws other graphs. No second is measured, and no chip: what is known of its times is
-in ``ascend_ops/twin/RULES.md``.
+The twin simulates 24 cores. Graphs have the sizes of Cora, CiteSeer and PubMed, and one has the density of Reddit with
+12,000 vertices. Each aggregates its features, 256 hidden channels, and 8 heads of attention: by vertex on the vector
+cores, with dense tiles on the cube cores, each with its best plan, and by the planner's choice. The figure is thousands
+of cycles; every round uses new random graphs. No times are measured, nor is a chip used; ``ascend_ops/twin/RULES.md``
+lists what is known about its timing.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ GRAPHS = {
 """Vertices, edges, columns of the features, exponent of the degrees' power law."""
 KERNELS: dict[str, tuple[Kernel, ...]] = {"vector": ("vector",), "cube": ("cube",), "plan": ("cube", "vector")}
 COLUMNS = 128
-"""Of the mini-batch."""
+"""Sizes of the mini-batch."""
 
 
 def aggregation(args: Any, name: str, what: str, kernels: tuple[Kernel, ...], seed: int) -> float:
-    """Return the cycles of aggregating a graph by the best plan of some kernels."""
+    """Return the cycles of aggregating a graph with the best plan for some kernels."""
     vertices, edges, features, exponent = GRAPHS[name]
     vertices, edges, features = vertices // args.shrink, edges // args.shrink, features // args.shrink
     data = planted_power_law(vertices, edges, 4, 1, exponent=exponent, homophily=0.8, seed=seed)
@@ -76,7 +76,7 @@ def mini_batch(args: Any, reduce: str, backward: bool, seed: int) -> float:
 
 
 def in_thousands(count: Callable[[int], float]) -> Callable[[], float]:
-    """Return a contestant whose rounds are numbered."""
+    """Return a contestant that numbers its rounds."""
     rounds = iter(range(1_000_000))
     return lambda: count(next(rounds)) / 1e3
 

@@ -1,1 +1,1 @@
-"""Sampled neighbourhoods and the mini-batches made of them, on the CPU."""
+"""Neighbor sampling and mini-batch loading on the CPU."""

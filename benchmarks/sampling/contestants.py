@@ -1,4 +1,4 @@
-"""What the benchmark of sampling runs of this package, of whatever checkout of it is imported."""
+"""Contestants of the sampling benchmark that import this package, possibly from another checkout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_gnn.ops.sample import numba as sample_numba
 
 
 def rate(sample: peers.OpSampler, seeds: list[Tensor], pool: ThreadPoolExecutor | None = None) -> float:
-    """Return millions of sampled edges per second over some mini-batches, in this thread or in those of a pool."""
+    """Return millions of sampled edges per second over some mini-batches, in this thread or in a pool's threads."""
     start = time.perf_counter()
     edges = sum(map(sample, seeds) if pool is None else pool.map(sample, seeds))
     return edges / (time.perf_counter() - start) / 1e6
@@ -43,7 +43,7 @@ def ours(graph: CSCGraph, fanouts: list[int], disjoint: bool = False) -> peers.O
 
 
 def hashing(run: Callable[[], float]) -> Callable[[], float]:
-    """Return a run in which all graphs count as too large for a table of their nodes."""
+    """Return a run that treats all graphs as too large for a table of their nodes."""
 
     def limited() -> float:
         kept, sample_numba.TABLE_LIMIT = sample_numba.TABLE_LIMIT, 0
@@ -56,12 +56,12 @@ def hashing(run: Callable[[], float]) -> Callable[[], float]:
 
 
 def threads() -> dict[int, ThreadPoolExecutor]:
-    """Return one thread and two, in which torch has no threads of its own."""
+    """Return pools with one and two threads, without intra-op threads of torch."""
     return {count: ThreadPoolExecutor(count, initializer=partial(torch.set_num_threads, 1)) for count in (1, 2)}
 
 
 def serve(spec: dict[str, Any], gate: Gate) -> None:
-    """Sample with the package that is imported, in as many threads as each turn says."""
+    """Sample with the imported package, with the number of threads given in each turn."""
     torch.set_num_threads(1)
     sample = ours(make_graph(spec["nodes"], spec["edges"]), spec["fanouts"])
     seeds = draw_seeds(spec["nodes"], spec["batch_size"], spec["batches"])
@@ -72,7 +72,7 @@ def serve(spec: dict[str, Any], gate: Gate) -> None:
 
 
 def pyg_lib_process(spec: dict[str, Any], gate: Gate) -> None:
-    """Sample in a worker process, as PyG's loaders do, and throw the sample away."""
+    """Sample in a worker process, like PyG's loaders, and discard the sample."""
     torch.set_num_threads(1)
     indptr, indices = power_law_graph(spec["nodes"], spec["edges"], seed=0)
     sample = peers.pyg_lib_sampler(indptr, indices, spec["fanouts"])
@@ -84,7 +84,7 @@ def pyg_lib_process(spec: dict[str, Any], gate: Gate) -> None:
 
 
 def extra_memory(graph: CSCGraph, seeds: list[Tensor], fanouts: list[int]) -> dict[str, float]:
-    """Measure what one more worker thread keeps between mini-batches."""
+    """Measure the memory that one more worker thread retains between mini-batches."""
     kept: dict[str, int] = {}
 
     def work() -> None:

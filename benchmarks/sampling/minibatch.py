@@ -1,8 +1,8 @@
-"""A whole mini-batch, sample and features: NeighborDataModule's loader against PyG's NeighborLoader, on the CPU.
+"""A complete mini-batch, sample and features: NeighborDataModule's loader against PyG's NeighborLoader, on the CPU.
 
-The graph and the fanouts of ``benchmarks.sampling.neighbors``, 100 float32 features per node, edges in no order as
-users have them. The figure is milliseconds per mini-batch in the steady state: the consumer does nothing, workers run
-ahead, the first and last mini-batches of each round do not count. Each contestant has a process of its own.
+The graph and the fanouts of ``benchmarks.sampling.neighbors``, 100 float32 features per node, unsorted edges. The
+figure is milliseconds per mini-batch in the steady state: the consumer does no work, workers run ahead, and the first
+and last mini-batches of each round are not counted. Each contestant has its own process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZES = {
     "batches": (24, 10),
 }
 MARGIN = 8
-"""Mini-batches before and after those that count: more than two workers with two each under way prepare ahead."""
+"""Uncounted mini-batches before and after: more than two workers with two mini-batches each can prefetch."""
 CONTESTANTS = {
     "ours, 0 workers": {"library": "ours", "num_workers": 0},
     "ours, 1 worker": {"library": "ours", "num_workers": 1},
@@ -40,7 +40,7 @@ CONTESTANTS = {
 
 
 def make_data(nodes: int, edges: int, features: int, classes: int = 32) -> Data:
-    """Draw a graph with random features and labels whose edges come in no order."""
+    """Return a random graph with features, labels and unsorted edges."""
     indptr, indices = power_law_graph(nodes, edges, seed=0)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(edges, generator=generator)
@@ -53,10 +53,10 @@ def make_data(nodes: int, edges: int, features: int, classes: int = 32) -> Data:
 
 
 def make_loader(data: Data, spec: dict[str, Any]) -> Iterable[Data]:
-    """Return the loader of one contestant: as many mini-batches of random seeds as a round takes."""
+    """Return the loader of one contestant, with random seeds for one round."""
     count = (spec["batches"] + 2 * spec["margin"]) * spec["batch_size"]
     if count > data.num_nodes:
-        raise ValueError(f"a round takes {count} seeds; give more --nodes or fewer --batches")
+        raise ValueError(f"a round needs {count} seeds; use more --nodes or fewer --batches")
     nodes = torch.randperm(data.num_nodes, generator=torch.Generator().manual_seed(1))[:count]
     kwargs = {
         "num_neighbors": spec["fanouts"],
@@ -71,13 +71,13 @@ def make_loader(data: Data, spec: dict[str, Any]) -> Iterable[Data]:
 
 
 def contestant(spec: dict[str, Any], gate: Gate) -> None:
-    """Report milliseconds per mini-batch, copied to the device if there is one."""
+    """Report milliseconds per mini-batch, including the copy to the device, if any."""
     data = make_data(spec["nodes"], spec["edges"], spec["features"])
     loader = make_loader(data, spec)
     if spec["device"] != "cpu":
         from torch_geometric.loader import PrefetchLoader
 
-        loader = PrefetchLoader(loader, torch.device(spec["device"]))  # copies on a stream of its own, for both sides
+        loader = PrefetchLoader(loader, torch.device(spec["device"]))  # copies on a separate stream, for both sides
     for _ in range(gate.rounds):
         gate.wait()
         batches = iter(loader)
@@ -104,7 +104,7 @@ def _synchronize(device: str) -> None:
 
 
 def run(sizes: dict[str, int], runs: int, only: str = "", device: str = "cpu") -> list[dict[str, Any]]:
-    """Run the contestants whose name contains ``only``; returns their rows."""
+    """Run the contestants with ``only`` in their name; return their rows."""
     specs: dict[str, dict[str, Any] | None] = {}
     for name, chosen in CONTESTANTS.items():
         if only in name:
@@ -115,7 +115,7 @@ def run(sizes: dict[str, int], runs: int, only: str = "", device: str = "cpu") -
 
 
 def comparisons(rows: list[dict[str, Any]], label: str, target: float | None) -> list[dict[str, Any]]:
-    """Set ours against PyG's loader, each with two workers and each without."""
+    """Compare ours with PyG's loader, each with two workers and each without."""
     pyg_workers = [name for name in CONTESTANTS if name.startswith("PyG, 2")]
     return [
         compare(rows, f"{label}, 2 workers each, against PyG's NeighborLoader", ["ours, 2 workers"], pyg_workers, False,

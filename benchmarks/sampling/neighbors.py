@@ -1,9 +1,9 @@
 """Neighbor sampling alone: the operator ``sample_neighbors`` against pyg-lib's and torch-sparse's, on the CPU.
 
 A graph with power-law degrees, mini-batches of 1024 seeds, fanouts 15, 10, 5; no features. The figure is millions of
-sampled edges per second. Threads sample separate mini-batches. pyg-lib is also given two threads of torch's own for one
-mini-batch, and two processes, whose samples it does not even have to send back. ``--against`` measures another checkout
-of this package beside this one. Beside the table stand the nanoseconds of each phase of an edge, and a bound for them.
+sampled edges per second. Threads sample separate mini-batches. pyg-lib also runs with two intra-op threads for one
+mini-batch, and in two processes that do not have to send back their samples. ``--against`` also measures another
+checkout of this package. The nanoseconds per edge of each phase are reported with a lower bound.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ AGAINST = "folder of another checkout of this package, say of the commit before,
 
 
 def other_checkout(spec: dict[str, Any], gate: Gate) -> None:
-    """Sample in a process whose package is another checkout's."""
+    """Sample in a process that imports the package of another checkout."""
     sys.path.insert(0, spec["path"])
     import lightning_gnn
-    from benchmarks.sampling import contestants  # of this checkout: it has been looked up already
+    from benchmarks.sampling import contestants  # remove this checkout's modules, which are already imported
 
     found = Path(str(lightning_gnn.__file__)).resolve()
     if not found.is_relative_to(Path(spec["path"]).resolve()):
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         pool.shutdown()
 
     one, two = ["ours, 1 thread"], ["ours, 2 threads"]
-    # The operator by itself, given two threads, hardly gains; its caller gains by sampling two batches at once.
+    # Two threads hardly speed up a single operator call; the caller gains by sampling two batches at once.
     inside, outside = ["pyg-lib, 2 threads of torch"], ["pyg-lib, 2 threads", "pyg-lib, 2 processes"]
     sparse = ["torch-sparse, 1 thread", "torch-sparse, 2 threads"]
     comparisons = [

@@ -1,10 +1,10 @@
-"""Sampling in graphs with types, times and weights, and LABOR: our operator against pyg-lib's, on one core.
+"""Heterogeneous, temporal, weighted and LABOR sampling: our operator against pyg-lib's, on one core.
 
-Four graphs: one of the shape of OGB-MAG (papers, authors, institutions, fields; seven edge types with the reverse
-ones), one of users and items with times of their ratings, one of one type with weights, and a dense one of communities,
-for LABOR. Mini-batches of 1024 seeds, fanouts 10 and 10. The figure is millions of sampled edges per second. pyg-lib
-samples the same seeds from the same arrays, which it needs in int64. Beside the table stand the thousands of nodes of a
-mini-batch of the dense graph, sampled uniformly and by LABOR.
+Four graphs: one of the shape of OGB-MAG (papers, authors, institutions, fields; seven edge types including reverse
+ones), one of users and items with rating times, a homogeneous one with weights, and a dense one with communities, for
+LABOR. Mini-batches of 1024 seeds, fanouts 10 and 10. The figure is millions of sampled edges per second. pyg-lib
+samples the same seeds from the same arrays, which it requires in int64. The numbers of nodes (in thousands) of a
+mini-batch of the dense graph, sampled uniformly and by LABOR, are also reported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Sample = Callable[[Tensor], int]
 
 
 def ends(num_sources: int, num_targets: int, num_edges: int, generator: torch.Generator) -> Tensor:
-    """Draw edges between two types, both ends with a few hubs."""
+    """Return random edges between two node types, both with a few hubs."""
     return torch.stack([
         (torch.rand(num_edges, generator=generator) ** 2 * count).long().clamp(max=count - 1)
         for count in (num_sources, num_targets)
@@ -44,8 +44,8 @@ def ends(num_sources: int, num_targets: int, num_edges: int, generator: torch.Ge
 
 
 def mag(num_edges: int) -> HeteroCSCGraph:
-    """Return a graph of OGB-MAG's shape, with ``num_edges`` edges in about its proportions."""
-    generator, scale = torch.Generator().manual_seed(0), num_edges / 21_111_007 / 1.74  # with the reverse types
+    """Return a graph of OGB-MAG's shape, with ``num_edges`` edges in approximately its proportions."""
+    generator, scale = torch.Generator().manual_seed(0), num_edges / 21_111_007 / 1.74  # including reverse types
     sizes = {name: max(8, int(count * min(1.0, scale * 1.74))) for name, count in MAG_NODES.items()}
     relations = {}
     for (source, name, target), count in MAG_EDGES.items():
@@ -69,7 +69,7 @@ def ratings(num_edges: int) -> HeteroCSCGraph:
 
 
 def weighted(num_edges: int) -> tuple[CSCGraph, CSCGraph]:
-    """Return a graph of one type, plain and with weights."""
+    """Return a homogeneous graph, without and with weights."""
     generator = torch.Generator().manual_seed(2)
     count = max(50, num_edges // 20)
     graph = CSCGraph.from_edge_index(ends(count, count, num_edges // 2, generator), count)
@@ -77,7 +77,7 @@ def weighted(num_edges: int) -> tuple[CSCGraph, CSCGraph]:
 
 
 def crowded(num_edges: int) -> CSCGraph:
-    """Return a graph of communities with 50 edges per node, where targets have sources in common."""
+    """Return a graph with communities and 50 edges per node, in which targets share sources."""
     nodes = max(200, num_edges // 100)
     data = planted_power_law(num_nodes=nodes, num_edges=num_edges // 2, num_classes=16, num_features=1)
     return CSCGraph.from_data(data)
@@ -97,7 +97,7 @@ def ours(graph: CSCGraph, labor: Labor | None = None) -> Sample:
 
 
 def pyg_lib_typed(graph: HeteroCSCGraph, name: str, times: bool = False) -> Sample | None:
-    """Return pyg-lib's operator for typed graphs, called as PyG's NeighborSampler calls it, if it is installed."""
+    """Return pyg-lib's heterogeneous operator, called like in PyG's NeighborSampler, or None if it is not installed."""
     if not peers.importable("pyg_lib"):
         return None
     relations = {"__".join(key): relation for key, relation in graph.relations.items()}

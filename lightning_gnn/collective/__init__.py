@@ -1,10 +1,10 @@
-"""MorphGL: CPU and GPU prepare the mini-batches of an epoch together, by a plan.
+"""Collective batching (MorphGL): CPU and GPU prepare the mini-batches of an epoch together, following a plan.
 
 Source: "Efficient GNN Training on Giant Graphs with Collective Batching and Scheduling". Stage times are measured in
-the first epoch, the dispatcher plans who prepares which, and mini-batches are trained in the order of the epoch.
+the first epoch, the dispatcher assigns mini-batches to CPU and GPU, and they are trained in the order of the epoch.
 
-Reading order: ``plan.py``, ``dispatcher.py`` (equation 6, repaired), ``batch_schedule.py`` (the schedule as decisions),
-``simulate.py``, ``prefetcher.py`` (the training thread), ``workers.py`` (the CPU's threads), ``routes.py`` (streams).
+Reading order: ``plan.py``, ``dispatcher.py`` (equation 6, repaired), ``batch_schedule.py`` (scheduling decisions),
+``simulate.py``, ``prefetcher.py`` (training thread), ``workers.py`` (CPU threads), ``routes.py`` (streams).
 """
 
 from typing import TYPE_CHECKING
@@ -27,5 +27,5 @@ __all__ = [
     "simulate_dual_buffer",
 ]
 
-if not TYPE_CHECKING:  # with it, a type checker would take any name for one that is here
+if not TYPE_CHECKING:  # else type checkers would accept any attribute name
     __getattr__ = find_moved(__name__)

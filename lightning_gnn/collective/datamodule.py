@@ -1,4 +1,4 @@
-"""Node-level training on neighborhoods that CPU and GPU prepare together, as they are measured to do best."""
+"""DataModules whose mini-batches CPU and GPU prepare together, following a measured plan."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from lightning_gnn.runtime.cores import num_cores
 from lightning_gnn.runtime.messages import removed, whole_number
 
 ROUTES = ("auto", "cpu")
-_CPU_PART = 4  # without an accelerator the model needs the cores: one in so many prepares mini-batches
+_CORES_PER_WORKER = 4  # without an accelerator the model needs most cores: one in four prepares mini-batches
 
 
-class _PreparedTogether(PlacedOnGPU):
-    """What both DataModules do; goes before the one that the GPU's mini-batches come from."""
+class _CollectiveMixin(PlacedOnGPU):
+    """Mixin with the options and loaders of both collective DataModules."""
 
     def __init__(
         self,
@@ -41,27 +41,25 @@ class _PreparedTogether(PlacedOnGPU):
         gpu_route: str = "auto",
         **kwargs: Any,
     ) -> None:
-        # Validate the options before the base class builds anything from them.
         gpu_buffer_size = whole_number(gpu_buffer_size, "gpu_buffer_size", 1)
         profile_batches = whole_number(profile_batches, "profile_batches", 1)
         num_workers = None if num_workers is None else whole_number(num_workers, "num_workers", 0)
-        for name in {"cache_plan", "replan"} & {*kwargs}:  # configurations that earlier releases saved have them
+        for name in {"cache_plan", "replan"} & {*kwargs}:  # contained in configurations of earlier releases
             if kwargs.pop(name):
                 rank_zero_warn(f"{removed(f'datamodule.{name}')}")
         if gpu_route not in ROUTES:
             raise ValueError(f"gpu_route={gpu_route!r} is unknown; use one of {', '.join(ROUTES)}")
-        self._given = _read_plan(plan)
-        # The base class needs a number of workers; None in the attribute means that it is chosen with the loader.
+        self._given_plan = _read_plan(plan)
+        # The base class requires a number of workers; None in our attribute means that make_loader chooses it.
         super().__init__(*args, num_workers=num_workers or 0, **kwargs)
         self.num_workers = num_workers
         self.gpu_buffer_size, self.profile_batches = gpu_buffer_size, profile_batches
         self.gpu_route = gpu_route
-        # The plan and the running batchings are unknown until the loader is made.
         self._plan: CollectivePlan | None = None
         self._batchings: WeakSet[CollectiveBatching] = WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, such as that of a process of ddp_spawn, makes loaders of its own.
+        # A copy, such as that of a ddp_spawn process, creates its own loaders.
         return {name: value for name, value in self.__dict__.items() if name != "_batchings"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -69,16 +67,16 @@ class _PreparedTogether(PlacedOnGPU):
 
     @property
     def plan(self) -> CollectivePlan | None:
-        """The plan in force; None before one has been made."""
+        """The current plan; None before planning."""
         return self._plan
 
     def teardown(self, stage: str) -> None:
-        """Stop preparing, and free the host memory."""
-        self._close()
+        """Stop preparing mini-batches and free host memory."""
+        self._close_batchings()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Stop preparing, and free the host memory, when training ends before its time."""
-        self._close()
+        """Stop preparing mini-batches and free host memory."""
+        self._close_batchings()
 
     @override
     def make_loader(self, stage: str) -> Loader:
@@ -88,8 +86,8 @@ class _PreparedTogether(PlacedOnGPU):
             self._rendezvous(None)
             if training_device.type == "cpu" and self.gpu_route == "auto":
                 rank_zero_warn("No GPU for collective batching: CPU threads prepare the same mini-batches.")
-            self._placed_on = "cpu"  # the base class need not say so again
-        workers = self._workers(training_device)
+            self._placed_on = "cpu"  # suppresses the base class's warning
+        workers = self._choose_num_workers(training_device)
         self.loader_kwargs["num_workers"] = self.eval_loader_kwargs["num_workers"] = workers
         if stage != "train":
             loader = super().make_loader(stage)
@@ -99,7 +97,7 @@ class _PreparedTogether(PlacedOnGPU):
         route = None if device is None and self.gpu_route != "cpu" else cast(PipelineLoader, super().make_loader(stage))
         if self.gpu_route == "cpu":
             training_device = torch.device("cpu")
-        plan = self._plan_for(workers, route is not None)
+        plan = self._initial_plan(workers, route is not None)
         cores = cores_of_process(self.trainer)
         on_disk = self._from_disk(stage)
         batching = CollectiveBatching(
@@ -110,7 +108,7 @@ class _PreparedTogether(PlacedOnGPU):
             profile_batches=self.profile_batches,
             num_batches=self._num_batches,
             torch_threads=max(1, cores - workers) if route is not None or training_device.type != "cpu" else None,
-            on_plan=self._keep,
+            on_plan=self._adopt_plan,
         )
         self._batchings.add(batching)
         tables = {**self._host_tables(route), **on_disk.get("tables", {})}
@@ -129,84 +127,82 @@ class _PreparedTogether(PlacedOnGPU):
             return self.trainer.strategy.root_device
         return self._device() or torch.device("cpu")
 
-    def _workers(self, device: torch.device) -> int:
+    def _choose_num_workers(self, device: torch.device) -> int:
         if self.num_workers is not None:
             return self.num_workers
         cores = cores_of_process(self.trainer)
-        return max(1, cores // _CPU_PART if device.type == "cpu" and self.gpu_route == "auto" else cores - 1)
+        return max(1, cores // _CORES_PER_WORKER if device.type == "cpu" and self.gpu_route == "auto" else cores - 1)
 
     def _host_tables(self, route: PipelineLoader | None) -> dict[AttributeName, FeatureTable]:
-        """Where the CPU gathers from: what the GPU stores in fewer bits must be the same on the host."""
+        """Return the CPU's feature tables, quantized if the GPU's are, so that both routes give the same values."""
         if route is None or self.gpu_route == "cpu" or not self.placement_options.quantize:
             return {}
         quantized = {name_of(store, "x"): store for _, store in stores_of(self.data) if "x" in store}
         return {name: FeatureTable(store["x"]).quantized() for name, store in quantized.items() if name in self._tables}
 
     def _end_model(self) -> int:
-        """Called when a validation in mid-epoch begins, which is not the model's time."""
+        """End the time measurement of the model step, as a validation within the epoch begins."""
         for batching in self._batchings:
             batching.end_model()
         return 0
 
     def _num_batches(self) -> float:
-        """Mini-batches of an epoch that Lightning will ask for."""
+        """Return the number of mini-batches that Lightning will request in an epoch."""
         if self.trainer is None or not self.trainer.training:
             return float("inf")
         return self.trainer.num_training_batches
 
-    def _plan_for(self, workers: int, has_route: bool) -> CollectivePlan | None:
-        """Return the plan to begin with, None to measure."""
+    def _initial_plan(self, workers: int, has_route: bool) -> CollectivePlan | None:
+        """Return the plan to start with; None to measure first."""
         if not has_route or not workers:
             mode, size = ("cpu", max(2 * workers, 1)) if workers else ("gpu", 0)
             self._plan = CollectivePlan(mode, self.gpu_buffer_size, size)  # type: ignore[arg-type]
-            if self._given is not None and self._given.mode == mode:
-                self._plan = self._given
-            elif self._given is not None:
+            if self._given_plan is not None and self._given_plan.mode == mode:
+                self._plan = self._given_plan
+            elif self._given_plan is not None:
                 rank_zero_warn(
-                    f"collective batching: the plan is for CPU and GPU together, but here only one of them prepares "
-                    f"mini-batches ({mode}); it is not used"
+                    f"collective batching: ignoring the plan, which is for CPU and GPU together, since only one "
+                    f"prepares mini-batches here ({mode})"
                 )
             return self._plan
-        # One that was made here before is gone by again, unless it was for one processor alone.
-        made = self._plan if self._plan is not None and self._plan.times is not None else None
-        self._plan = made if self._given is None else self._given
+        # Reuse an earlier measured plan, unless a single processor was available then (it has no times).
+        measured = self._plan if self._plan is not None and self._plan.times is not None else None
+        self._plan = measured if self._given_plan is None else self._given_plan
         if self._plan is not None:
-            rank_zero_info(_one_line(self._plan, "going by the plan"))
+            rank_zero_info(_summarize(self._plan, "using the plan"))
         return self._plan
 
-    def _keep(self, plan: CollectivePlan) -> CollectivePlan:
-        """Take a plan that has been made."""
+    def _adopt_plan(self, plan: CollectivePlan) -> CollectivePlan:
+        """Store and log a measured plan."""
         self._plan = plan
-        rank_zero_info(_one_line(plan, "measured and planned"))
+        rank_zero_info(_summarize(plan, "measured and planned"))
         return plan
 
-    def _close(self) -> None:
+    def _close_batchings(self) -> None:
         for batching in self._batchings:
             batching.close()
 
 
-class CollectiveDataModule(_PreparedTogether, PersistentSamplerDataModule):
+class CollectiveDataModule(_CollectiveMixin, PersistentSamplerDataModule):
     """Mini-batches of :class:`NeighborDataModule` for training, prepared by CPU threads and the GPU together.
 
-    In the first epoch it measures what the stages take, while the model trains, and plans who prepares which. On a
-    machine without a GPU, CPU threads prepare the mini-batches while the model trains; on another accelerator they do
-    so through page-locked memory. Validation, testing and prediction are those of
-    :class:`PersistentSamplerDataModule`.
+    The first epoch measures the stages while the model trains, and then plans which mini-batches CPU and GPU prepare.
+    Without a GPU, CPU threads prepare all mini-batches; for other accelerators, in pinned memory. Validation, testing
+    and prediction are those of :class:`PersistentSamplerDataModule`.
 
     Args:
-        *args: The graph and how it is sampled, as :class:`NeighborDataModule` takes them.
-        num_workers: Threads that prepare mini-batches on the CPU; by default all cores of this process but one, or a
-            quarter of them where the model needs them too.
-        plan: ``"auto"``, a :class:`~lightning_gnn.collective.CollectivePlan`, or the path of a file with one.
-        gpu_buffer_size: Mini-batches that the GPU holds ready.
+        *args: Graph and sampling arguments of :class:`NeighborDataModule`.
+        num_workers: Number of CPU threads that prepare mini-batches; by default all cores of this process but one, or a
+            quarter of them if the model also runs on the CPU.
+        plan: ``"auto"``, a :class:`~lightning_gnn.collective.CollectivePlan`, or the path of a plan file.
+        gpu_buffer_size: Maximum number of mini-batches that the GPU prepares in a row.
         profile_batches: Measurements of each stage before planning.
-        gpu_route: ``"auto"``, or ``"cpu"`` to let the CPU play the GPU's part, to try a schedule out without one.
-        **kwargs: What of the graph lies where, and the loaders' options, as :class:`PersistentSamplerDataModule` takes
-            them.
+        gpu_route: ``"auto"``, or ``"cpu"`` to run the GPU's part on the CPU, for trying a schedule without a GPU.
+        **kwargs: Placement and loader options of :class:`PersistentSamplerDataModule`.
 
     Raises:
-        ValueError: An option, or a plan, that cannot work.
-        FileNotFoundError: There is no such plan.
+        ValueError: An option or a plan is invalid.
+        FileNotFoundError: The plan file does not exist.
 
     Source: MorphGL, section 4.
 
@@ -225,11 +221,11 @@ class CollectiveDataModule(_PreparedTogether, PersistentSamplerDataModule):
     """
 
 
-class CollectiveLinkDataModule(_PreparedTogether, PersistentLinkDataModule):
+class CollectiveLinkDataModule(_CollectiveMixin, PersistentLinkDataModule):
     """Mini-batches of :class:`LinkDataModule` for training, prepared by CPU threads and the GPU together.
 
     Args:
-        *args: The graph and its edges, as :class:`~lightning_gnn.LinkDataModule` takes them.
+        *args: Graph and edge arguments of :class:`~lightning_gnn.LinkDataModule`.
         **kwargs: Options of :class:`CollectiveDataModule`, and of :class:`~lightning_gnn.PersistentLinkDataModule`.
 
     Examples:
@@ -247,22 +243,22 @@ def _read_plan(plan: object) -> CollectivePlan | None:
     if isinstance(plan, CollectivePlan) or plan == "auto":
         return plan if isinstance(plan, CollectivePlan) else None
     if not isinstance(plan, (str, Path)):
-        raise ValueError(f"plan must be 'auto', a CollectivePlan or the path of a file with one, but is {plan!r}")
+        raise ValueError(f"plan must be 'auto', a CollectivePlan or the path of a plan file, but is {plan!r}")
     return CollectivePlan.load(plan)
 
 
-def _one_line(plan: CollectivePlan, beginning: str) -> str:
-    whole = {
+def _summarize(plan: CollectivePlan, status: str) -> str:
+    assignment = {
         "collective": f"the CPU prepares about {plan.cpu_share:.0%} of the mini-batches, the GPU the others",
         "cpu": "the CPU prepares all mini-batches",
         "gpu": "the GPU prepares all mini-batches",
     }[plan.mode]
     seconds = plan.epoch_s.get("collective")
-    return f"collective batching, {beginning}: {whole}" + ("" if seconds is None else f"; {seconds:.3g} s per epoch")
+    return f"collective batching, {status}: {assignment}" + ("" if seconds is None else f"; {seconds:.3g} s per epoch")
 
 
 def cores_of_process(trainer: pl.Trainer | None) -> int:
-    """Return how many cores this process may use, if it shares them with others of the run on this machine."""
+    """Return this process's number of cores when the run's processes divide the machine's cores equally."""
     available = num_cores()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     if trainer is not None and trainer.world_size > 1:

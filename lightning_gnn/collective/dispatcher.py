@@ -1,4 +1,4 @@
-"""Which processor prepares how many mini-batches, and how far ahead (MorphGL, section 4.2.2)."""
+"""Chooses the buffer sizes, lead and alternation of a plan by simulation (MorphGL, section 4.2.2)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from math import ceil, inf, isfinite, sqrt
 from statistics import fmean, pstdev
 
 from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan, StageTimes
-from lightning_gnn.collective.simulate import Durations, drawn_durations, makespan, simulate_dual_buffer
+from lightning_gnn.collective.simulate import Durations, draw_durations, makespan, simulate_dual_buffer
 
-SIMULATED_BATCHES = 400  # of a longer epoch only so many are simulated: the others would go on like them
-GPU_BUFFERS = (1, 2, 5)  # mini-batches in a row that are tried for the GPU, beside the most that it may prepare
-CPU_BUFFERS = (1, 2, 4, 8, 16, 32)  # mini-batches in host memory that are tried where the processors take no turns
-HOST_PER_WORKER = 4  # the host holds at most so many for each worker, or twice as many as the device: they are locked
-HOPELESS = 0.03  # a plan that takes so much longer than the best one in one epoch is not tried in others
-FINALISTS = 8  # so many of the plans that are best in DRAWN epochs are compared on new epochs at last
-DRAWN, DRAWN_AT_LAST = 2, 16
-LEAST_GAIN = 0.003  # a plan for both must promise so much over the better one alone, and twice its standard error
+SIMULATED_BATCHES = 400  # maximum length of simulated epochs; predictions are scaled, as longer epochs continue alike
+GPU_BUFFERS = (1, 2, 5)  # GPU run lengths in the grid, in addition to the maximum
+CPU_BUFFERS = (1, 2, 4, 8, 16, 32)  # host buffer sizes in the grid, without alternation
+HOST_PER_WORKER = 4  # limit of the (pinned) host buffer per worker, unless twice the device's buffer is more
+PRUNING_MARGIN = 0.03  # plans that are worse than the best by this fraction in the first epoch are discarded
+FINALISTS = 8  # number of best plans that are compared on further epochs
+NUM_DRAWS, NUM_FINAL_DRAWS = 2, 16  # simulated epochs per plan in the first and in the final comparison
+MIN_GAIN = 0.003  # minimum gain of a plan for both over the better processor alone; also twice its standard error
 
 
 def relaxed_time(x: float, times: StageTimes) -> float:
     """Return C'(x) / n, seconds per mini-batch with unlimited buffers and divisible work (equation 6, repaired).
 
-    It is the longest of what PCIe, the GPU and the CPU have to do for x mini-batches of the GPU and one of the CPU;
-    where x is infinite, the GPU prepares all.
+    This is the maximum of the times of PCIe, GPU and CPU if the GPU prepares x mini-batches for each one of the CPU
+    (all for infinite x).
     """
     on_gpu = 1.0 if x == inf else x / (1 + x)
     on_cpu = 0.0 if x == inf else 1 / (1 + x)
@@ -35,7 +35,7 @@ def relaxed_time(x: float, times: StageTimes) -> float:
 
 
 def initial_ratio(times: StageTimes) -> float:
-    """Return the smallest x that minimizes :func:`relaxed_time`: 0, or where two of its three monotonic terms cross."""
+    """Return the smallest x that minimizes :func:`relaxed_time`: 0, or an intersection of two of its three terms."""
     cpu, gpu, dma, model = times.cpu, times.gpu, times.dma.mean, times.model.mean
     candidates = [0.0, (cpu - model) / (gpu + model), dma / model - 1]
     if gpu > 0:
@@ -45,16 +45,16 @@ def initial_ratio(times: StageTimes) -> float:
 
 
 class Dispatcher:
-    """Chooses the plan with the shortest simulated epoch, of a grid over both buffers, the CPU's lead and turns.
+    """Chooses the plan with the shortest simulated epoch from a grid over buffer sizes, lead and alternation.
 
-    Plans are compared on epochs whose durations are drawn with the measured spreads, the same for all plans. The best
-    few and each processor alone are compared on further draws, for of many plans one is best by luck; one for both
-    must win by more than such luck explains.
+    All plans are simulated with the same random durations, which follow the measured means and spreads. Finalists and
+    each processor alone are compared on further draws, since the best of many plans is partly luck. A plan for both
+    must win by more than the draws' spread explains.
 
     Args:
-        times: What the stages take.
-        gpu_buffer_size: The most mini-batches that the GPU may prepare in a row (``gbs``).
-        num_batches: Mini-batches of an epoch; of more than :data:`SIMULATED_BATCHES` that many are simulated, and the
+        times: Measured stage times.
+        gpu_buffer_size: Maximum number of mini-batches that the GPU prepares in a row (``gbs``).
+        num_batches: Number of mini-batches in an epoch. At most :data:`SIMULATED_BATCHES` are simulated, and the
             predicted seconds are scaled.
     """
 
@@ -66,11 +66,10 @@ class Dispatcher:
         self.num_batches = num_batches
         self._simulated = min(num_batches, SIMULATED_BATCHES)
         self._varies = any(getattr(times, stage).spread for stage in PREPARATION_STAGES)
-        self._drawn: dict[int, Durations] = {}
+        self._durations_by_seed: dict[int, Durations] = {}
 
     def plan(self) -> CollectivePlan:
         """Return the plan with the shortest predicted epoch."""
-        # The candidates are each processor alone, and the grid of plans for both.
         ratio = initial_ratio(self.times)
         on_host = max(self.gpu_buffer_size, 2 * self.times.cpu_workers)
         alone = {
@@ -78,21 +77,24 @@ class Dispatcher:
             "gpu": CollectivePlan("gpu", 1, 0, times=self.times),
         }
         grid = list(dict.fromkeys(self._grid(ratio)))
-        # Finalists are compared on further draws, as the best of many on the same draws is partly luck.
-        tried = {plan: self._makespans(plan, 1 + DRAWN, DRAWN_AT_LAST) for plan in [*self._best(grid), *alone.values()]}
+        # Compare the finalists on further draws, since the best of many plans is partly luck.
+        tried = {
+            plan: self._makespans(plan, 1 + NUM_DRAWS, NUM_FINAL_DRAWS)
+            for plan in [*self._best_plans(grid), *alone.values()]
+        }
         # A plan for both processors must beat the better one alone by more than the spread of the draws explains.
         means = {plan: fmean(makespans) for plan, makespans in tried.items()}
         simple = min(alone.values(), key=lambda plan: means[plan])
         chosen = min(means, key=lambda plan: means[plan])
         gains = [one - other for one, other in zip(tried[simple], tried[chosen], strict=True)]
-        if means[simple] - means[chosen] <= max(LEAST_GAIN * means[simple], 2 * pstdev(gains) / sqrt(len(gains))):
+        if means[simple] - means[chosen] <= max(MIN_GAIN * means[simple], 2 * pstdev(gains) / sqrt(len(gains))):
             chosen = simple
         # Scale the predictions from the simulated mini-batches to the whole epoch.
         scale = self.num_batches / self._simulated
         return replace(
             chosen,
             gpu_buffer_size=chosen.gpu_buffer_size if chosen.mode == "collective" else self.gpu_buffer_size,
-            cpu_part=self._cpu_part(chosen),
+            cpu_part=self._simulate_cpu_part(chosen),
             num_batches=self.num_batches,
             ratio=ratio,
             epoch_s={
@@ -102,30 +104,30 @@ class Dispatcher:
             rounds=len(grid) + len(alone),
         )
 
-    def _cpu_part(self, plan: CollectivePlan) -> float:
+    def _simulate_cpu_part(self, plan: CollectivePlan) -> float:
         simulation = simulate_dual_buffer(self.times, plan, self._simulated, durations=self._durations(0))
         return simulation.on_cpu / self._simulated
 
     def _grid(self, ratio: float) -> Iterator[CollectivePlan]:
-        """Give plans whose leads follow from how long a worker takes, and whose turns from the CPU's share."""
+        """Yield plans with leads derived from the workers' times, and alternation from the CPU's share."""
         limit, workers, working = self.gpu_buffer_size, self.times.cpu_workers, self.times.cpu_batching
         most_on_host = max(2 * limit, HOST_PER_WORKER * workers)
         trained_s = relaxed_time(ratio, self.times)
-        taken, varying = working.mean / trained_s, working.spread / trained_s  # in mini-batches trained
-        # So far comes the GPU alone, until the first workers are ready.
+        taken, varying = working.mean / trained_s, working.spread / trained_s  # a worker's time, in training steps
+        # Number of mini-batches that the GPU alone trains until the first workers have finished.
         alone = (working.mean + working.spread) / (self.times.gpu + self.times.model.mean)
         share = 1 / (1 + ratio)
         for on_gpu in sorted({min(limit, size) for size in (*GPU_BUFFERS, limit)}):
             for on_cpu in CPU_BUFFERS:
                 for lead in (1, taken + 1, taken + 2 + 2 * varying, 1.4 * taken + 2, (on_cpu + workers) / share):
-                    yield self._plan(on_gpu, min(on_cpu, most_on_host), lead)
+                    yield self._make_plan(on_gpu, min(on_cpu, most_on_host), lead)
             turn = on_gpu * share / max(1e-3, 1 - share)
             for row in (turn, 1.25 * turn) if turn >= 1 else ():
                 sizes, leads = (row, max(row, workers), most_on_host), (1, alone, taken + 1, 1.3 * taken + 2)
                 for size, lead in product(sizes, leads):
-                    yield self._plan(on_gpu, min(size, most_on_host), lead, row)
+                    yield self._make_plan(on_gpu, min(size, most_on_host), lead, row)
 
-    def _plan(self, on_gpu: int, on_cpu: float, lead: float, row: float = 0) -> CollectivePlan:
+    def _make_plan(self, on_gpu: int, on_cpu: float, lead: float, row: float = 0) -> CollectivePlan:
         def whole(size: float) -> int:
             return max(1, min(self._simulated, ceil(size)))
 
@@ -133,22 +135,22 @@ class Dispatcher:
         turns = whole(round(row)) if row else 0
         return CollectivePlan("collective", *sizes, lead=whole(lead), row=turns, times=self.times)
 
-    def _best(self, grid: list[CollectivePlan]) -> list[CollectivePlan]:
-        """Return the best plans; of those that come to the same epochs the one with the smallest host buffer."""
+    def _best_plans(self, grid: list[CollectivePlan]) -> list[CollectivePlan]:
+        """Return the best plans; among plans with the same makespan, the one with the smallest host buffer."""
         first = {plan: self._makespans(plan, 1, 1)[0] for plan in grid}
-        limit = (1 + HOPELESS) * min(first.values())
-        means = {plan: fmean(self._makespans(plan, 1, DRAWN)) for plan in grid if first[plan] <= limit}
+        limit = (1 + PRUNING_MARGIN) * min(first.values())
+        means = {plan: fmean(self._makespans(plan, 1, NUM_DRAWS)) for plan in grid if first[plan] <= limit}
         best: dict[float, CollectivePlan] = {}
         for plan in sorted(means, key=lambda plan: (means[plan], plan.cpu_buffer_size)):
             best.setdefault(means[plan], plan)
         return list(best.values())[:FINALISTS]
 
     def _makespans(self, plan: CollectivePlan, first: int, count: int) -> list[float]:
-        """Return the seconds of epochs, of one where all are the same."""
+        """Return the seconds of simulated epochs; only one epoch if the durations are constant."""
         seeds = range(first, first + (count if self._varies else 1))
         return [makespan(self.times, plan, self._simulated, self._durations(seed)) for seed in seeds]
 
     def _durations(self, seed: int) -> Durations:
-        if seed not in self._drawn:
-            self._drawn[seed] = drawn_durations(self.times, self._simulated, seed)
-        return self._drawn[seed]
+        if seed not in self._durations_by_seed:
+            self._durations_by_seed[seed] = draw_durations(self.times, self._simulated, seed)
+        return self._durations_by_seed[seed]

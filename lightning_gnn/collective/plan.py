@@ -1,4 +1,4 @@
-"""What the stages take, and the plan that follows: how many mini-batches CPU and GPU prepare in turn (MorphGL, 4.2)."""
+"""Measured stage times, and the resulting plan of which mini-batches CPU and GPU prepare (MorphGL, section 4.2)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
 from lightning_gnn.runtime.messages import aligned, removed
 
 Mode = Literal["collective", "cpu", "gpu"]
-_BEGIN = "# Plan of collective batching. It is complete where it ends with the line '...'.\n"
-_END = "..."  # the end of a document in YAML
+_FIRST_LINE = "# Plan of collective batching. It is complete where it ends with the line '...'.\n"
+_LAST_LINE = "..."  # end of a YAML document
 PREPARATION_STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
-_REMOVED = {"cover", "backup", "begin", "machine", "configuration"}  # fields of earlier releases, which are read over
+_REMOVED = {"cover", "backup", "begin", "machine", "configuration"}  # fields of earlier releases, ignored in plan files
 
 
 @dataclass(frozen=True)
 class Duration:
-    """Mean and standard deviation of what was measured, in seconds."""
+    """Mean and standard deviation of a measured duration, in seconds."""
 
     mean: float
     spread: float = 0.0
@@ -38,51 +38,51 @@ class Duration:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What each stage takes for one mini-batch, measured while the other stages run."""
+    """Duration of each stage per mini-batch, measured while the other stages run."""
 
-    cpu_batching: Duration  # a CPU worker prepares a mini-batch, while all the others do (T_CBT)
-    dma: Duration  # the transfer of one that the CPU has prepared (T_DMA); 0 where there is nothing to transfer
-    gpu_batching: Duration  # the GPU samples one (T_GBT)
-    uva: Duration  # the GPU gathers its features (T_UVA)
-    model: Duration  # forward, backward and optimizer (T_Model)
-    cpu_workers: int = 1  # that prepare mini-batches
+    cpu_batching: Duration  # preparation by one CPU worker while all others work (T_CBT)
+    dma: Duration  # transfer of a mini-batch prepared on the CPU (T_DMA); 0 without a transfer
+    gpu_batching: Duration  # sampling on the GPU (T_GBT)
+    uva: Duration  # feature gathering on the GPU (T_UVA)
+    model: Duration  # forward, backward and optimizer step (T_Model)
+    cpu_workers: int = 1  # number of CPU workers
 
     def __post_init__(self) -> None:
         _check_whole("cpu_workers", self.cpu_workers, 1)
         if self.model.mean <= 0:
-            raise ValueError("the model must take some time")
+            raise ValueError("the mean time of the model must be positive")
 
     @property
     def cpu(self) -> float:
-        """Seconds between two mini-batches of all CPU workers together: ``T_C``."""
+        """Seconds per mini-batch of all CPU workers together: ``T_C``."""
         return self.cpu_batching.mean / self.cpu_workers
 
     @property
     def gpu(self) -> float:
-        """Seconds in which GPU and PCIe prepare a mini-batch: ``T_G``, sampling and gathering as one stage."""
+        """Seconds per mini-batch of the GPU and PCIe: ``T_G``, sampling and gathering as one stage."""
         return self.gpu_batching.mean + self.uva.mean
 
 
 @dataclass(frozen=True)
 class CollectivePlan:
-    """Who prepares the mini-batches of an epoch, and how many each keeps ready.
+    """Assignment of an epoch's mini-batches to CPU and GPU, and the sizes of their buffers.
 
     Args:
-        mode: ``"collective"``: both; ``"cpu"``: a plain pipeline of what the CPU prepares; ``"gpu"``: the GPU alone.
+        mode: ``"collective"``: both; ``"cpu"``: the CPU prepares all; ``"gpu"``: the GPU prepares all.
         gpu_buffer_size: ``gbs``, mini-batches that the GPU prepares in a row, in device memory.
         cpu_buffer_size: ``cbs``, mini-batches in host memory.
-        lead: So many mini-batches before its turn comes does the CPU begin one; None: as many as both buffers hold.
-        row: So many mini-batches does the CPU take one after the other, and then leaves ``gbs`` out; 0: it leaves none.
-        cpu_part: Predicted part of the mini-batches that the CPU prepares, between 0 and 1; None: not known.
-        num_batches: Mini-batches of the epoch that it was made for; 0 if it was given by hand.
-        ratio: ``x``, mini-batches of the GPU for every one of the CPU, with which planning began.
-        times: What the stages take.
-        epoch_s: Predicted seconds of an epoch with this plan (``"collective"``, whatever its mode), with the CPU alone
+        lead: Number of mini-batches before its turn at which the CPU starts one; None: the sum of both buffer sizes.
+        row: Length of the CPU's runs of mini-batches, each followed by ``gbs`` for the GPU; 0: no alternation.
+        cpu_part: Predicted fraction of mini-batches prepared by the CPU, in [0, 1]; None: unknown.
+        num_batches: Number of mini-batches in the planned epoch; 0 for a manual plan.
+        ratio: ``x``, initial ratio of mini-batches of the GPU to those of the CPU.
+        times: Measured stage times.
+        epoch_s: Predicted seconds of an epoch with this plan (key ``"collective"`` in every mode), with the CPU alone
             (``"cpu"``) and with the GPU alone (``"gpu"``).
-        rounds: How many plans it was chosen from.
+        rounds: Number of plans that were compared.
 
     Raises:
-        TypeError, ValueError: An unknown field, which the message names.
+        TypeError, ValueError: A field is unknown or invalid.
     """
 
     mode: Mode
@@ -98,7 +98,7 @@ class CollectivePlan:
     rounds: int = 0
 
     def __new__(cls, *args: object, **kwargs: object) -> CollectivePlan:
-        """Refuse fields of earlier releases."""
+        """Raise a TypeError for fields of earlier releases."""
         for name in _REMOVED & kwargs.keys():
             raise TypeError(removed(f"CollectivePlan.{name}"))
         return super().__new__(cls)
@@ -120,46 +120,47 @@ class CollectivePlan:
 
     @property
     def buffers(self) -> tuple[int, int]:
-        """``gbs`` and ``cbs`` as :class:`~lightning_gnn.collective.BatchSchedule` takes them."""
+        """``gbs`` and ``cbs``, as arguments of :class:`~lightning_gnn.collective.BatchSchedule`."""
         if self.mode == "collective":
             return self.gpu_buffer_size, self.cpu_buffer_size
         if self.mode == "gpu":
             return 1, 0
-        # A place for each CPU worker, and those brought over ahead: with one, no transfer would run beside training.
+        # One slot per CPU worker, and at least AHEAD: with a single slot, no transfer would overlap with training.
         return 0, max(self.cpu_buffer_size, self.times.cpu_workers if self.times else 1, BatchSchedule.AHEAD)
 
     @property
     def ahead(self) -> int:
-        """How far ahead of training the CPU begins, as :class:`~lightning_gnn.collective.BatchSchedule` takes it."""
+        """The CPU's ``lead``, as argument of :class:`~lightning_gnn.collective.BatchSchedule`."""
         if self.mode != "collective":
             return 0
         return self.gpu_buffer_size + self.cpu_buffer_size if self.lead is None else self.lead
 
     def schedule(self, num_batches: int, cpu_workers: int) -> BatchSchedule:
-        """Return what decides by this plan in an epoch."""
+        """Return the schedule of an epoch under this plan."""
         return BatchSchedule(num_batches, *self.buffers, cpu_workers, self.ahead, self.row)
 
     @property
     def cpu_share(self) -> float:
-        """The part of the mini-batches that the CPU prepares, between 0 and 1: as predicted, or of the buffers."""
+        """Fraction of mini-batches that the CPU prepares: as predicted, else estimated from the buffer sizes."""
         on_gpu, on_cpu = self.buffers
-        shared = on_cpu / (on_gpu + on_cpu) if self.cpu_part is None else self.cpu_part
-        return {"cpu": 1.0, "gpu": 0.0}.get(self.mode, shared)
+        collective = on_cpu / (on_gpu + on_cpu) if self.cpu_part is None else self.cpu_part
+        return {"cpu": 1.0, "gpu": 0.0}.get(self.mode, collective)
 
     def __str__(self) -> str:
         """Return the plan as a table."""
-        # The heading says which processors prepare mini-batches.
         on_gpu, on_cpu = self.buffers
         heading = {
             "collective": f"collective batching: the CPU prepares about {self.cpu_share:.0%} of the mini-batches, each "
-            f"begun {self.ahead} before its turn; the GPU prepares the others, up to {on_gpu} in a row",
+            f"{self.ahead} ahead of training; the GPU prepares the others, up to {on_gpu} in a row",
             "cpu": "collective batching: the CPU prepares all mini-batches",
             "gpu": "collective batching: the GPU prepares all mini-batches",
         }
         lines = [heading[self.mode]]
         if self.mode == "collective" and self.row:
-            lines.append(f"  row {self.row}: the CPU takes so many one after the other, and leaves {on_gpu} to the GPU")
-        # The first table lists the measured stages that the plan rests on.
+            lines.append(
+                f"  row {self.row}: after {self.row} consecutive mini-batches, the CPU leaves {on_gpu} to the GPU"
+            )
+        # First table: measured stage times.
         if self.times is not None:
             rows = [["stage", "mean", "spread"]]
             for name in PREPARATION_STAGES:
@@ -168,7 +169,7 @@ class CollectivePlan:
             workers = self.times.cpu_workers
             rows.append([f"cpu_batching / {workers} workers", f"{1e3 * self.times.cpu:.3g} ms", ""])
             lines += ["", *aligned(rows)]
-        # The second table lists the decisions, and how they were found.
+        # Second table: parameters of the plan.
         ratio = "" if self.ratio is None else f"{self.ratio:.3g}"
         columns: dict[str, object] = {"gpu_buffer_size": on_gpu, "cpu_buffer_size": on_cpu, "lead": self.ahead}
         if self.mode == "collective":
@@ -176,7 +177,7 @@ class CollectivePlan:
         columns |= {"initial ratio x": ratio, "rounds": self.rounds}
         rows = [list(columns), [str(value) for value in columns.values()]]
         lines += ["", *aligned(rows)]
-        # The third table compares the predicted epochs of this plan and of each processor alone.
+        # Third table: predicted epochs of this plan and of each processor alone.
         if self.epoch_s:
             names = {"collective": "this plan", "cpu": "CPU only", "gpu": "GPU only"}
             own = self.epoch_s.get("collective")
@@ -191,23 +192,25 @@ class CollectivePlan:
         return "\n".join(lines)
 
     def to_yaml(self) -> str:
-        """Return the plan as YAML that people can read and change."""
-        return f"{_BEGIN}{yaml.safe_dump(_plain(asdict(self)), sort_keys=False)}{_END}\n"
+        """Return the plan as human-readable YAML."""
+        return f"{_FIRST_LINE}{yaml.safe_dump(_without_numpy(asdict(self)), sort_keys=False)}{_LAST_LINE}\n"
 
     @classmethod
     def from_yaml(cls, text: str) -> CollectivePlan:
-        """Read a plan from YAML, also of an earlier release; a ValueError says what is wrong with it."""
-        if text.startswith(_BEGIN) and text.rstrip().rpartition("\n")[2] != _END:
+        """Read a plan from YAML, including that of earlier releases; raise a ValueError if it is invalid."""
+        if text.startswith(_FIRST_LINE) and text.rstrip().rpartition("\n")[2] != _LAST_LINE:
             raise ValueError(
-                f"it is incomplete: the line {_END!r} that ends a plan is missing; write the plan again, or remove its "
-                "first line if you wrote it by hand"
+                f"it is incomplete: the last line {_LAST_LINE!r} is missing; write the plan again, or remove its first "
+                "line if it was written manually"
             )
         required = {"mode", "gpu_buffer_size", "cpu_buffer_size"}
-        state = _fields(read_yaml(text), {item.name for item in fields(cls)} | _REMOVED, required, "a plan")
+        state = _validate_mapping(read_yaml(text), {item.name for item in fields(cls)} | _REMOVED, required, "a plan")
         state = {name: value for name, value in state.items() if name not in _REMOVED}
-        state |= {name: _numbers(state[name]) for name in ("ratio", "cpu_part", "times", "epoch_s") if name in state}
+        state |= {
+            name: _parse_numbers(state[name]) for name in ("ratio", "cpu_part", "times", "epoch_s") if name in state
+        }
         if state.get("times") is not None:
-            state["times"] = _stage_times(state["times"])
+            state["times"] = _parse_stage_times(state["times"])
         return cls(**state)
 
     def save(self, path: str | Path) -> None:
@@ -216,38 +219,38 @@ class CollectivePlan:
 
     @classmethod
     def load(cls, path: str | Path) -> CollectivePlan:
-        """Read a plan from a YAML file, which a ValueError names where it holds none."""
+        """Read a plan from a YAML file; raise a ValueError with its path if it is invalid."""
         try:
             return cls.from_yaml(read_text(path))
         except ValueError as error:
-            raise ValueError(f"{path} holds no plan of collective batching: {error}") from error
+            raise ValueError(f"{path} is not a valid plan of collective batching: {error}") from error
 
 
-def _plain(value: object) -> object:
-    """Return nested values of a dataclass without NumPy's kinds of numbers."""
+def _without_numpy(value: object) -> object:
+    """Convert NumPy numbers in nested mappings to Python numbers."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _without_numpy(item) for key, item in value.items()}
     return float(value) if isinstance(value, float) else value
 
 
-def _stage_times(state: object) -> StageTimes:
-    state = _fields(state, {*PREPARATION_STAGES, "cpu_workers"}, set(PREPARATION_STAGES), "times")
+def _parse_stage_times(state: object) -> StageTimes:
+    state = _validate_mapping(state, {*PREPARATION_STAGES, "cpu_workers"}, set(PREPARATION_STAGES), "times")
     for name in PREPARATION_STAGES:
         numbers = state[name] if isinstance(state[name], dict) else {"mean": state[name]}
         try:
-            state[name] = Duration(**_fields(numbers, {"mean", "spread"}, {"mean"}, "a stage"))
+            state[name] = Duration(**_validate_mapping(numbers, {"mean", "spread"}, {"mean"}, "a stage"))
         except ValueError as error:
             raise ValueError(f"times: {name}: {error}") from None
     return StageTimes(**state)
 
 
-def _fields(state: object, known: set[str], required: set[str], what: str) -> dict[str, Any]:
+def _validate_mapping(state: object, known: set[str], required: set[str], what: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ValueError(f"{what} must be a mapping of {', '.join(sorted(known))}, but is {reprlib.repr(state)}")
     unknown = sorted(map(str, set(state) - known))
     if unknown:
         raise ValueError(
-            f"{what} has no place for {shorten(', '.join(unknown), 200)}, only for {', '.join(sorted(known))}"
+            f"{what} has unknown fields {shorten(', '.join(unknown), 200)}; use {', '.join(sorted(known))}"
         )
     missing = sorted(required - set(state))
     if missing:
@@ -255,10 +258,10 @@ def _fields(state: object, known: set[str], required: set[str], what: str) -> di
     return dict(state)
 
 
-def _numbers(value: object) -> object:
-    """Return what was read from YAML, with text that is a number as one: YAML 1.1 reads ``1e-3`` as text."""
+def _parse_numbers(value: object) -> object:
+    """Convert strings that are numbers, as YAML 1.1 reads ``1e-3`` as a string."""
     if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
+        return {key: _parse_numbers(item) for key, item in value.items()}
     with suppress(ValueError):
         return float(value) if isinstance(value, str) else value
     return value

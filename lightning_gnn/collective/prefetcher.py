@@ -1,4 +1,4 @@
-"""Collective batching: CPU and device prepare the mini-batches of an epoch together (MorphGL, section 4)."""
+"""Prefetching by collective batching: CPU and device prepare an epoch's mini-batches together (MorphGL, section 4)."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from lightning_gnn.runtime.timeline import Timeline
 
 
 class CollectiveBatching:
-    """Begins the :class:`CollectivePrefetcher` of each epoch of a loader, and makes and keeps its plan.
+    """Creates the :class:`CollectivePrefetcher` of each epoch of a loader, and creates and stores its plan.
 
-    Without a plan it begins with buffers of one size, measures the stages while the model trains, and goes on as the
-    :class:`Dispatcher` finds best, which looks for it in a thread of its own. One epoch runs at a time: a new one takes
-    the place of one that has not come to its end.
+    Without a plan, it starts with equal buffer sizes, measures the stages while the model trains, runs the
+    :class:`Dispatcher` in a thread, and then switches to its plan. One epoch runs at a time: starting a new one ends
+    an unfinished one.
 
     Args:
-        route: Prepares the same mini-batches on the device, in the training thread; None where it cannot.
-        device: Where mini-batches are trained; by default the CPU.
-        plan, gpu_buffer_size, profile_batches: As for :class:`CollectiveDataModule`; None to measure and plan.
-        num_batches: Returns how many there are, for an epoch that ends early.
-        torch_threads: Torch's threads in the training thread while it iterates; None leaves them.
-        on_plan: Called with a plan that has been made; returns what to keep.
+        route: Pipeline that prepares the same mini-batches on the device, in the training thread; None without one.
+        device: Device on which mini-batches are trained; by default the CPU.
+        plan, gpu_buffer_size, profile_batches: See :class:`CollectiveDataModule`; ``plan=None`` measures and plans.
+        num_batches: Returns the number of mini-batches to yield, for an epoch that ends early.
+        torch_threads: Number of torch threads in the training thread during an epoch; None leaves it unchanged.
+        on_plan: Called with a new plan; returns the plan to use.
 
-    Source: MorphGL, section 4.2; where its algorithms 1 to 4 train the model, this one yields.
+    Source: MorphGL, section 4.2; where its algorithms 1 to 4 train the model, this class yields.
     """
 
     def __init__(
@@ -54,39 +54,35 @@ class CollectiveBatching:
         torch_threads: int | None = None,
         on_plan: Callable[[CollectivePlan], CollectivePlan] | None = None,
     ) -> None:
-        # Keep the settings; stages are profiled later, while the first mini-batches are prepared.
         if gpu_buffer_size < 1:
             raise ValueError(f"gpu_buffer_size must be at least 1, but is {gpu_buffer_size}")
         self.route, self.device, self.plan = route, torch.device(device), plan
         self.gpu_buffer_size = gpu_buffer_size
         self.profiler = Profiler(profile_batches)
         self.num_batches, self.torch_threads, self.on_plan = num_batches, torch_threads, on_plan
-        self.num_threads = self.num_ahead = 0
-        """Of the loader whose epoch it is: threads of the CPU, and mini-batches that they prepare ahead."""
-        # Planning runs in the background while training goes on with the present plan.
-        self.planning: Future[CollectivePlan] | None = None
-        """A plan that is being made."""
+        self.num_threads = self.num_ahead = 0  # of the current loader
+        self.planning: Future[CollectivePlan] | None = None  # creates a plan while training continues
         # Host buffers are needed only if mini-batches move to another device.
         moves = route is not None or self.device.type != "cpu"
         self.ring = PinnedBufferRing(self.device) if moves else None
         self.routes = DeviceRoutes(self.device, self.ring)
-        self._current: weakref.ReferenceType[CollectivePrefetcher] | None = None
+        self._current_prefetcher: weakref.ReferenceType[CollectivePrefetcher] | None = None
 
     def __call__(self, loader: PipelineLoader, epoch: int, first: int) -> CollectivePrefetcher:
-        """Return the prefetcher of an epoch; with 0 workers and no ``route`` mini-batches are made when asked for."""
+        """Return the prefetcher of an epoch; without workers and ``route``, it prepares mini-batches on demand."""
         self.stop()
         self.num_threads, self.num_ahead = loader.num_threads, loader.num_ahead
         self.profiler.cpu_workers = max(1, self.num_threads)
         if self.route is not None:
-            # Both prepare mini-batches of the same keys, also where Lightning sharded the loader.
+            # Both routes use the same random keys, even if Lightning sharded the loader.
             self.route.rank = loader.pipeline.rank
         prefetcher = CollectivePrefetcher(self, loader, epoch, first)
-        self._current = weakref.ref(prefetcher)
+        self._current_prefetcher = weakref.ref(prefetcher)
         return prefetcher
 
     @property
     def timeline(self) -> Timeline | None:
-        """What each stage did when, by ``time.perf_counter()``, as far as it has ended; reading waits for it."""
+        """Timeline of finished stages, in ``time.perf_counter()`` seconds. Reading synchronizes the device."""
         self.routes.recorder.end_model()
         self.routes.recorder.write()
         return self.routes.recorder.timeline
@@ -97,11 +93,11 @@ class CollectiveBatching:
 
     @property
     def measures(self) -> bool:
-        """Whether there is something to plan, and no plan yet."""
+        """Whether stages are measured, which requires both routes and no plan yet."""
         return self.plan is None and self.route is not None and self.num_threads > 0
 
     def buffers(self, num_batches: int) -> tuple[int, int, int, int]:
-        """Return ``gbs``, ``cbs``, and the CPU's lead and row for the rest of an epoch of so many mini-batches."""
+        """Return ``gbs``, ``cbs``, ``lead`` and ``row`` for the rest of an epoch of ``num_batches`` mini-batches."""
         lead = row = 0
         if not self.num_threads:
             on_gpu, on_cpu = (1 if self.plan is None else max(1, self.plan.buffers[0])), 0
@@ -114,7 +110,7 @@ class CollectiveBatching:
         return on_gpu, on_cpu, lead, row
 
     def plan_from(self, times: StageTimes | None, num_batches: int) -> CollectivePlan:
-        """Return the best plan for what has been measured; None where epochs are too short to tell."""
+        """Return the best plan for measured times; a CPU plan with a warning if epochs were too short to measure."""
         if times is not None:
             return Dispatcher(times, self.gpu_buffer_size, num_batches=num_batches).plan()
         rank_zero_warn(
@@ -124,72 +120,72 @@ class CollectiveBatching:
         return CollectivePlan("cpu", self.gpu_buffer_size, max(self.gpu_buffer_size, self.num_threads))
 
     def start_planning(self, times: StageTimes, num_batches: int) -> None:
-        """Have a plan made in a thread."""
+        """Start creating a plan in a thread."""
         thread = ThreadPoolExecutor(1, "lightning-gnn-dispatcher")
         self.planning = thread.submit(self.plan_from, times, num_batches)
         thread.shutdown(wait=False)
 
     def adopt(self, plan: CollectivePlan) -> None:
-        """Make a plan the one in force."""
+        """Set the current plan."""
         self.planning = None
         self.plan = plan if self.on_plan is None else self.on_plan(plan)
 
     def end_model(self) -> None:
-        """Note that what comes now, such as a validation, is not the model's time."""
+        """End the time measurement of the model step, such as before a validation."""
         self.routes.recorder.end_model()
 
     def stop(self) -> None:
-        """End the epoch under way, and join its threads."""
-        current = None if self._current is None else self._current()
+        """End the current epoch and join its threads."""
+        current = None if self._current_prefetcher is None else self._current_prefetcher()
         if current is not None:
             current.close()
 
     def close(self) -> None:
-        """End the epoch under way, and free the host memory."""
+        """End the current epoch and free host memory."""
         self.stop()
         if self.ring is not None:
             self.ring.clear()
 
 
-_PATIENCE_S = 1.0  # for the threads after an error, which should be raised soon
+_JOIN_TIMEOUT_AFTER_ERROR_S = 1.0  # short, so that the error is raised promptly
 
 
 class CollectivePrefetcher(Prefetcher):
-    """Takes the steps that the schedule decides on, and returns mini-batches where it says to train.
+    """Executes the schedule's actions and returns the mini-batches to train.
 
-    CPU workers fill page-locked host memory (Route 0), the training thread lets the device sample and gather others
-    (Route 1). Threads end with the last mini-batch, at :meth:`close`, when dropped and when anything fails.
+    CPU workers prepare mini-batches in pinned host memory (route 0); the training thread samples and gathers others on
+    the device (route 1). Threads end after the last mini-batch, at :meth:`close`, on deletion, and after an error.
     """
 
     def __init__(self, batching: CollectiveBatching, loader: PipelineLoader, epoch: int, first: int) -> None:
         self._batching = batching
         limit = len(loader) if batching.num_batches is None else min(len(loader), batching.num_batches())  # type: ignore[arg-type]
         self._num_batches = int(limit)
-        self._left = max(0, self._num_batches - first)
+        self._num_left = max(0, self._num_batches - first)
         self._workers: Workers | None = None
         self._window: LookaheadWindow | None = None
         self._torch_threads: int | None = None
-        # The epoch before ended without a last call, and much may have been done since.
+        # The previous epoch ended without a final call, so the time since then is not model time.
         batching.routes.recorder.forget_model()
-        if self._left:
-            self._begin(loader, epoch, first)
+        if self._num_left:
+            self._start_epoch(loader, epoch, first)
 
     def __next__(self) -> PreparedBatch:
-        self._batching.routes.recorder.end_model()  # the user is back
+        self._batching.routes.recorder.end_model()  # the model step ends when the next mini-batch is requested
         try:
-            if not self._left or self._workers is None:
+            if not self._num_left or self._workers is None:
                 raise StopIteration
             return self._advance(self._workers)
         except StopIteration:
             self.close()
             raise
         except BaseException:
-            self.close(_PATIENCE_S)
+            self.close(_JOIN_TIMEOUT_AFTER_ERROR_S)
             raise
 
     def close(self, patience: float = 10.0) -> None:
-        """Stop preparing and join the threads."""
-        self._left = 0
+        """Stop preparing mini-batches and join the threads."""
+        self._num_left = 0
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.close(patience)
@@ -201,15 +197,15 @@ class CollectivePrefetcher(Prefetcher):
             torch.set_num_threads(threads)
 
     def __del__(self) -> None:
-        with suppress(AttributeError, TypeError):  # at the interpreter's end modules are gone already
+        with suppress(AttributeError, TypeError):  # at interpreter exit, modules may be deleted already
             self.close()
 
-    def _begin(self, loader: PipelineLoader, epoch: int, first: int) -> None:
+    def _start_epoch(self, loader: PipelineLoader, epoch: int, first: int) -> None:
         batching = self._batching
-        # An epoch begins with what the one before has planned, or measured.
+        # Adopt a plan from the measurements of the previous epoch.
         if batching.measures:
             batching.profiler.epochs += 1
-            if batching.planning is not None:  # begun in the epoch before
+            if batching.planning is not None:  # started in the previous epoch
                 batching.adopt(batching.planning.result())
             elif batching.profiler.epochs > 2 or (batching.profiler.epochs > 1 and batching.profiler.enough()):
                 batching.adopt(batching.plan_from(batching.profiler.stage_times(), self._num_batches))
@@ -217,57 +213,57 @@ class CollectivePrefetcher(Prefetcher):
         recorder.on_stage = batching.profiler.add if batching.measures else None
         recorder.begin()
 
-        # The training thread leaves cores to the workers.
+        # Reserve cores for the workers.
         if batching.torch_threads is not None:
             self._torch_threads = torch.get_num_threads()
             torch.set_num_threads(batching.torch_threads)
-        sizes = self._sizes()
+        sizes = self._schedule_sizes()
         schedule = BatchSchedule(self._num_batches, *sizes, first=first)
-        if batching.route is None:  # rows on disk are read in the best order, unless the device prepares a part
+        if batching.route is None:  # the lookahead requires that the CPU prepares all mini-batches
             tasks, after = loader.tasks(epoch, first), loader.next_epoch_tasks(epoch)
             self._window = loader.lookahead.begin(tasks, first, after)
         threads = batching.num_threads if sizes[1] else 0
         self._host = HostRoute(loader.pipeline, batching.ring if batching.num_threads else None, self._window)
         self._workers = Workers(loader.tasks(epoch, first), self._host, schedule, threads, recorder)
 
-    def _sizes(self) -> Sizes:
-        """Return what the schedule needs to know."""
+    def _schedule_sizes(self) -> Sizes:
+        """Return the arguments of :meth:`BatchSchedule.resize`, and set the ring's capacity."""
         batching = self._batching
         on_gpu, on_cpu, lead, row = batching.buffers(self._num_batches)
         workers = max(1, batching.num_threads)
         if batching.ring is not None:
-            # Those in the buffer, those that workers are busy with, and one that is on its way.
+            # Mini-batches in the buffer, on workers, and one in transfer.
             batching.ring.capacity = on_cpu + workers
         return on_gpu, on_cpu, workers, lead, row
 
     def _advance(self, workers: Workers) -> PreparedBatch:
-        """Take steps until there is a mini-batch to train."""
+        """Execute actions until a mini-batch is due for training."""
         batching = self._batching
         while True:
             if batching.measures or batching.planning is not None:
-                self._plan(workers)
+                self._update_plan(workers)
             step = workers.next()
             if step.kind == "train":
-                return self._train(workers, step.number)
+                return self._take_for_training(workers, step.number)
             if step.kind == "end":
-                raise RuntimeError(f"the schedule ended with {self._left} mini-batches left")
+                raise RuntimeError(f"the schedule ended with {self._num_left} mini-batches left")
             if step.kind == "wait":
                 workers.wait()
             else:
-                self._bring(workers, step.number)
+                self._load_on_device(workers, step.number)
 
-    def _plan(self, workers: Workers) -> None:
-        """Have a plan made, in a thread, once enough is known, and go by it once it is there."""
+    def _update_plan(self, workers: Workers) -> None:
+        """Start planning after enough measurements, and adopt the plan when it is ready."""
         batching = self._batching
         if batching.planning is None and batching.profiler.enough() and (times := batching.profiler.stage_times()):
             batching.routes.recorder.on_stage = None
             batching.start_planning(times, self._num_batches)
         if batching.planning is not None and batching.planning.done():
             batching.adopt(batching.planning.result())
-            workers.resize(self._sizes())
+            workers.resize(self._schedule_sizes())
 
-    def _bring(self, workers: Workers, number: int) -> None:
-        """Let a mini-batch come to be on the device."""
+    def _load_on_device(self, workers: Workers, number: int) -> None:
+        """Transfer a mini-batch to the device, or prepare it there."""
         source, route, routes = workers.host.get(number), self._batching.route, self._batching.routes
         try:
             if source is not None:
@@ -275,19 +271,19 @@ class CollectivePrefetcher(Prefetcher):
                 workers.host.pop(number, None)
             elif route is not None:
                 workers.device[number] = routes.prepare(route, workers.task(number))
-            else:  # neither a device nor threads prepare ahead
+            else:  # no device route and no threads: prepare on demand
                 workers.device[number] = DeviceBatch(self._host.prepare(workers.task(number)).prepared)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 f"{error}\ncollective batching has prepared {len(workers.device)} mini-batches ahead in the memory of "
-                f"{self._batching.device}: lower gpu_buffer_size, that of a plan of your own too, or batch_size"
+                f"{self._batching.device}: lower gpu_buffer_size (also in a plan file) or batch_size"
             ) from error
 
-    def _train(self, workers: Workers, number: int) -> PreparedBatch:
+    def _take_for_training(self, workers: Workers, number: int) -> PreparedBatch:
         batching = self._batching
         prepared = batching.routes.arrive(workers.train(number))
-        self._left -= 1
-        if not self._left:
+        self._num_left -= 1
+        if not self._num_left:
             self.close()
         batching.routes.recorder.begin_model(number)
         return prepared

@@ -1,7 +1,7 @@
-"""Both routes to the device: it prepares mini-batches itself (1), or fetches the CPU's from page-locked memory (0).
+"""Two routes of mini-batches to the device: prepared on the device (1), or on the CPU and transferred (0).
 
-The page-locked memory goes round in a ring: torch's own allocator of such memory rounds sizes up to powers of two,
-hands nothing back, and bounds nothing.
+Route 0 uses a ring of reusable pinned buffers, because torch's pinned-memory allocator rounds sizes up to powers of
+two, never frees memory, and has no limit.
 """
 
 from __future__ import annotations
@@ -30,49 +30,48 @@ from lightning_gnn.nn.sampled_edges import moved
 from lightning_gnn.runtime.devices import record_stream, works
 from lightning_gnn.runtime.timeline import Clock, Recorder, profiled
 
-_SPARE = 8  # buffers are so many parts larger by one than what they are made for: mini-batches differ a little in size
-_STEPS_AHEAD = 2  # steps that the host may queue: torch's allocator keeps a mini-batch until it has seen its step end
+_HEADROOM_DIVISOR = 8  # buffers are allocated an eighth larger than needed, since mini-batches differ slightly in size
+_MAX_QUEUED_STEPS = 2  # limits the memory of mini-batches, which torch's allocator reuses only after their step ends
 
 
 class PinnedBuffer:
-    """The memory of one mini-batch: a buffer for each of its attributes, which grows when it must."""
+    """Memory of one mini-batch: a buffer per attribute, which grows on demand."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
-        self._allocate = allocate  # returns that many bytes, uint8 [n]
+        self._allocate = allocate  # returns n bytes, uint8 [n]
         self._blocks: dict[AttributeName, Tensor] = {}
-        self.read_until: torch.Event | None = None
-        """Event after which a device no longer reads it."""
+        self.read_until: torch.Event | None = None  # event after which the device has finished reading
 
     def empty(self, name: AttributeName, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor in the buffer of that name, whose content is lost."""
+        """Return an uninitialized tensor in the buffer ``name``, overwriting its previous content."""
         size = math.prod(shape) * dtype.itemsize
         block = self._blocks.get(name)
         if block is None or block.numel() < size:
             self._blocks.pop(name, None)
             del block
-            block = self._blocks[name] = self._allocate(size + size // _SPARE)
+            block = self._blocks[name] = self._allocate(size + size // _HEADROOM_DIVISOR)
         return block[:size].view(dtype).view(tuple(shape))
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a strided tensor lies in one of the buffers."""
+        """Return whether a strided tensor is stored in one of the buffers."""
         address = tensor.untyped_storage().data_ptr()
         return any(block.untyped_storage().data_ptr() == address for block in self._blocks.values())
 
     def hold(self, batch: BaseData) -> BaseData:
-        """Bring those tensors of a mini-batch into the buffers that are not there yet."""
+        """Copy the tensors of a mini-batch that are not in the buffers yet into them."""
         numbers = count()
 
-        def held(tensor: Tensor) -> Tensor:
+        def copy_in(tensor: Tensor) -> Tensor:
             number = next(numbers)
-            if not _is_plain(tensor) or tensor.requires_grad or not tensor.numel() or self.owns(tensor):
+            if not _is_strided_cpu(tensor) or tensor.requires_grad or not tensor.numel() or self.owns(tensor):
                 return tensor
             return self.empty(f"#{number}", tensor.shape, tensor.dtype).copy_(tensor)
 
-        return batch.apply(held)
+        return batch.apply(copy_in)
 
 
 class PinnedBufferRing:
-    """Slots that go round: a worker fills one, the device reads it, the next worker gets it; safe across threads."""
+    """Pool of reusable slots, each filled by a worker and then read by the device. Thread-safe."""
 
     def __init__(self, device: torch.device, capacity: int = 1) -> None:
         self.device = device
@@ -80,11 +79,11 @@ class PinnedBufferRing:
         self.pins = device.type != "cpu" and works(lambda: torch.empty(1, pin_memory=True))
         self._lock = threading.Lock()
         self._idle: deque[PinnedBuffer] = deque()
-        self._taken = 0
+        self._num_taken = 0
 
     @property
     def capacity(self) -> int:
-        """Slots beyond which no more are made; where it gets smaller, idle ones are freed once they have been read."""
+        """Maximum number of slots to retain; lowering it frees idle slots after the device has read them."""
         return self._capacity
 
     @capacity.setter
@@ -98,14 +97,14 @@ class PinnedBufferRing:
 
     @property
     def num_slots(self) -> int:
-        """Slots that exist."""
-        return len(self._idle) + self._taken
+        """Number of existing slots."""
+        return len(self._idle) + self._num_taken
 
     def take(self) -> PinnedBuffer:
-        """Return a slot that is not being read; it never waits for one that is taken, which could be for ever."""
+        """Return a slot. Waits for the device at most, never for another worker, which could deadlock."""
         with self._lock:
-            self._taken += 1
-            slot = next((slot for slot in self._idle if _is_read(slot)), None)
+            self._num_taken += 1
+            slot = next((slot for slot in self._idle if _is_reusable(slot)), None)
             if slot is None and self._idle and self.num_slots > self.capacity:
                 slot = self._idle[0]
             if slot is not None:
@@ -118,16 +117,16 @@ class PinnedBufferRing:
         return slot
 
     def give_back(self, slot: PinnedBuffer, read_until: torch.Event | None = None) -> None:
-        """Return a slot, which a device may read until an event."""
+        """Return a slot to the ring; the device may read it until ``read_until``."""
         slot.read_until = read_until
         with self._lock:
-            self._taken -= 1
+            self._num_taken -= 1
             if self.num_slots < self.capacity:
                 self._idle.append(slot)
 
     def clear(self) -> None:
-        """Free the idle slots, once they have been read; one that is given back later is freed too."""
-        self.capacity = 0  # the next epoch sets it
+        """Free idle slots after the device has read them; slots returned later are freed too."""
+        self.capacity = 0  # the next epoch sets it again
 
     def _allocate(self, num_bytes: int) -> Tensor:
         try:
@@ -141,39 +140,39 @@ class PinnedBufferRing:
 
 @dataclass
 class HostBatch:
-    """A mini-batch that a CPU worker has prepared."""
+    """A mini-batch prepared by a CPU worker."""
 
     prepared: PreparedBatch
-    slot: PinnedBuffer | None = None  # the memory that it lies in; None if it is its own
+    slot: PinnedBuffer | None = None  # its slot of the ring; None if it has its own memory
 
 
 class HostRoute:
-    """Route 0's first half: mini-batches that CPU threads make in memory which the device can fetch."""
+    """First half of route 0: preparation by CPU threads in pinned memory."""
 
     def __init__(
         self, pipeline: MiniBatchPipeline, ring: PinnedBufferRing | None, window: LookaheadWindow | None
     ) -> None:
-        # Without a ring they need not move; a window has sampled them ahead, where rows are on disk.
+        # The ring is None if mini-batches are trained on the CPU; the window samples ahead for features on disk.
         self._pipeline, self._ring, self._window = pipeline, ring, window
 
     def prepare(self, task: BatchTask) -> HostBatch:
-        """Make a mini-batch; safe in any thread."""
+        """Prepare a mini-batch. Thread-safe."""
         if self._ring is None:
-            return HostBatch(self._gathered(task, None))
+            return HostBatch(self._prepare(task, None))
         slot = self._ring.take()
         try:
-            prepared = self._gathered(task, slot.empty)
+            prepared = self._prepare(task, slot.empty)
             return HostBatch(replace(prepared, batch=slot.hold(prepared.batch)), slot)
         except BaseException:
             self._ring.give_back(slot)
             raise
 
     def drop(self, batch: HostBatch) -> None:
-        """Take back the memory of a mini-batch that is not needed."""
+        """Return the slot of a discarded mini-batch to the ring."""
         if batch.slot is not None and self._ring is not None:
             self._ring.give_back(batch.slot)
 
-    def _gathered(self, task: BatchTask, allocate: Allocator | None) -> PreparedBatch:
+    def _prepare(self, task: BatchTask, allocate: Allocator | None) -> PreparedBatch:
         if self._window is not None:
             return self._window.prepare(task.index, task, allocate)
         return self._pipeline.gather(self._pipeline.sample(task), allocate)
@@ -181,17 +180,17 @@ class HostRoute:
 
 @dataclass
 class DeviceBatch:
-    """A mini-batch that is on the device, or on its way."""
+    """A mini-batch on the device or in transfer."""
 
     prepared: PreparedBatch
-    arrival: torch.Event | None = None  # after which it has come; None where nothing is to be waited for
+    arrival: torch.Event | None = None  # end of its transfer; None without an asynchronous transfer
 
 
 class DeviceRoutes:
-    """Prepares mini-batches on the device, and brings over those of the CPU, on a stream of their own.
+    """Prepares mini-batches on the device, and transfers those of the CPU on a separate stream.
 
-    A transfer waits for the device's reads of host memory that have been queued, and the next such reads wait for it:
-    both use the same bus (constraint 2). Nothing waits on the host. All calls come from the training thread.
+    Transfers and the device's own reads of host memory wait for each other on the device, as they share PCIe
+    (constraint 2). The host does not wait. Not thread-safe; call it from the training thread.
     """
 
     def __init__(self, device: torch.device, ring: PinnedBufferRing | None) -> None:
@@ -206,9 +205,9 @@ class DeviceRoutes:
         self._last_transfer: torch.Event | None = None
 
     def prepare(self, route: MiniBatchPipeline, task: BatchTask) -> DeviceBatch:
-        """Route 1: sample and gather a mini-batch on the device, in the caller's thread."""
+        """Route 1: sample and gather a mini-batch on the device."""
         if self._last_transfer is not None:
-            self._current().wait_event(self._last_transfer)
+            self._current_stream().wait_event(self._last_transfer)
             self._last_transfer = None
         start = self.recorder.now()
         sampled = route.sample(task)
@@ -219,23 +218,23 @@ class DeviceRoutes:
         self.recorder.add(("GPU", "PCIe"), "gpu_batching", task.index, start, between)
         self.recorder.add(("GPU", "PCIe"), "uva", task.index, between, end)
         if self._stream is not None:
-            self._last_read = self._current().record_event()
+            self._last_read = self._current_stream().record_event()
         return DeviceBatch(prepared)
 
     @profiled("transfer")
     def transfer(self, number: int, source: HostBatch) -> DeviceBatch:
-        """Route 0: send a mini-batch of the CPU on its way; its memory goes back to the ring once it has arrived."""
+        """Route 0: start the transfer of a CPU mini-batch; its slot can be reused when the transfer has ended."""
         slot, ring = source.slot, self.ring
         if slot is None or ring is None:
             batch = source.prepared.batch
             if self.device.type != "cpu":
                 batch = moved(batch, lambda batch: batch.to(self.device))
             return DeviceBatch(replace(source.prepared, batch=batch))
-        # A batch of PyG changes in place, and this one is still needed if the device has no room.
+        # PyG's apply works in place, and the original is needed for a retry if the device is out of memory.
         batch = copy.copy(source.prepared.batch)
         if self._stream is None:
             start = self.recorder.now()
-            batch = self._moved(batch, slot, non_blocking=False)
+            batch = self._copy_to_device(batch, slot, non_blocking=False)
             self.recorder.add("PCIe", "dma", number, start, self.recorder.now())
             ring.give_back(slot)
             return DeviceBatch(replace(source.prepared, batch=batch))
@@ -244,7 +243,7 @@ class DeviceRoutes:
             self._last_read = None
         with self._stream:
             start = self.recorder.now(self._stream)
-            batch = self._moved(batch, slot, non_blocking=True)
+            batch = self._copy_to_device(batch, slot, non_blocking=True)
             self.recorder.add("PCIe", "dma", number, start, self.recorder.now(self._stream))
             arrival = self._stream.record_event()
         self._last_transfer = arrival
@@ -252,32 +251,32 @@ class DeviceRoutes:
         return DeviceBatch(replace(source.prepared, batch=batch), arrival)
 
     def arrive(self, entry: DeviceBatch) -> PreparedBatch:
-        """Return a mini-batch for use on the current stream, when the steps on those before it have been queued."""
+        """Return a mini-batch for use on the current stream, after the steps of earlier ones have been queued."""
         if self._stream is None:
             return entry.prepared
-        consumer = self._current()
+        consumer = self._current_stream()
         self._steps.append(consumer.record_event())
-        if len(self._steps) > _STEPS_AHEAD:
+        if len(self._steps) > _MAX_QUEUED_STEPS:
             self._steps.popleft().synchronize()
         if entry.arrival is not None:
             consumer.wait_event(entry.arrival)
             entry.prepared.batch.apply(lambda value: record_stream(value, consumer))
         return entry.prepared
 
-    def _moved(self, batch: Data, slot: PinnedBuffer, non_blocking: bool) -> Data:
+    def _copy_to_device(self, batch: Data, slot: PinnedBuffer, non_blocking: bool) -> Data:
         if self.device.type == "cpu":
-            # Sparse tensors and subclasses are not looked into.
-            return batch.apply(lambda value: value.clone() if not _is_plain(value) or slot.owns(value) else value)
-        there = partial(Tensor.to, device=self.device, non_blocking=non_blocking)
-        return moved(batch, lambda batch: batch.apply(there))
+            # Sparse tensors and subclasses are always cloned, as their storage is not inspected.
+            return batch.apply(lambda value: value.clone() if not _is_strided_cpu(value) or slot.owns(value) else value)
+        to_device = partial(Tensor.to, device=self.device, non_blocking=non_blocking)
+        return moved(batch, lambda batch: batch.apply(to_device))
 
-    def _current(self) -> torch.Stream:
+    def _current_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
 
 
-def _is_plain(value: object) -> TypeGuard[Tensor]:
+def _is_strided_cpu(value: object) -> TypeGuard[Tensor]:
     return type(value) is Tensor and value.is_cpu and value.layout == torch.strided
 
 
-def _is_read(slot: PinnedBuffer) -> bool:
+def _is_reusable(slot: PinnedBuffer) -> bool:
     return slot.read_until is None or bool(slot.read_until.query())

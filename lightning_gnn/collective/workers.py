@@ -1,4 +1,4 @@
-"""The CPU's part of collective batching: threads that fill the host buffer."""
+"""CPU worker threads of collective batching, which fill the host buffer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ THREAD_NAME = "lightning-gnn-collective"
 
 
 class Workers:
-    """An epoch's buffers, whose sizes may change, and the threads that fill the one in host memory."""
+    """An epoch's host and device buffers, and the threads that fill the host buffer."""
 
     def __init__(
         self,
@@ -31,102 +31,102 @@ class Workers:
         recorder: Recorder,
     ) -> None:
         self.schedule = schedule
-        self.host: dict[int, HostBatch] = {}
-        """Ready in host memory, by number."""
-        self.device: dict[int, DeviceBatch] = {}
-        """On the device, or on their way there."""
+        self.host: dict[int, HostBatch] = {}  # mini-batches ready in host memory, by number
+        self.device: dict[int, DeviceBatch] = {}  # mini-batches on the device or in transfer, by number
         self._tasks, self._pulled = tasks, dict[int, BatchTask]()
         self._route, self._recorder = host, recorder
-        self._num_threads, self._busy = num_threads, 0
-        self._assigned: deque[int] = deque()  # to a worker that is about to begin
-        self._news = self._seen = 0
-        self._crew = WorkerPool(self._claim, [THREAD_NAME], self._begin)
-        self._crew.grow(0, num_threads)
+        self._num_threads, self._num_busy = num_threads, 0
+        self._assigned: deque[int] = deque()  # to workers that have not started yet
+        self._num_finished = self._num_seen = 0
+        self._pool = WorkerPool(self._claim, [THREAD_NAME], self._begin)
+        self._pool.grow(0, num_threads)
 
     def next(self) -> ScheduleAction:
-        """Return the next step of the training thread."""
-        self._crew.check_process()
-        with self._crew.lock:
-            if self._crew.error is not None:
-                raise self._crew.error
-            self._seen = self._news
+        """Return the next action of the training thread."""
+        self._pool.check_process()
+        with self._pool.lock:
+            if self._pool.error is not None:
+                raise self._pool.error
+            self._num_seen = self._num_finished
             step = self.schedule.next()
-            self._assign()  # there may be room in host memory, or more that is far enough ahead
+            self._assign()  # the action may have freed a host slot, or advanced the lead
             return step
 
     def wait(self) -> None:
-        """Wait until a worker has finished, or failed, since :meth:`next`."""
-        with self._crew.lock:
-            self._crew.progress_condition.wait_for(lambda: self._news != self._seen or self._crew.error is not None)
+        """Wait until a worker has finished or failed since the last :meth:`next`."""
+        with self._pool.lock:
+            self._pool.progress_condition.wait_for(
+                lambda: self._num_finished != self._num_seen or self._pool.error is not None
+            )
 
     def task(self, number: int) -> BatchTask:
-        """Return what a mini-batch is to be made of."""
-        with self._crew.lock:
+        """Return the task of a mini-batch."""
+        with self._pool.lock:
             return self._task(number)
 
     def train(self, number: int) -> DeviceBatch:
-        """Take a mini-batch off the device's buffer, to be trained."""
-        with self._crew.lock:
+        """Remove a mini-batch from the device buffer and return it for training."""
+        with self._pool.lock:
             self._pulled.pop(number, None)
             return self.device.pop(number)
 
     def resize(self, sizes: Sizes) -> None:
-        """Go on with other sizes; what is ready stays so."""
-        with self._crew.lock:
+        """Change the sizes of the schedule; prepared mini-batches are retained."""
+        with self._pool.lock:
             self.schedule.resize(*sizes)
             self._assign()
 
     def close(self, patience: float = 10.0) -> None:
-        """Stop, join the threads and give all memory back; again and again if you like."""
-        self._crew.close(patience)
-        if not self._crew.can_be_joined:
+        """Stop and join the threads, and return all slots to the ring. Idempotent."""
+        self._pool.close(patience)
+        if not self._pool.can_be_joined:
             return
-        with self._crew.lock:
-            left, self.host = list(self.host.values()), {}
+        with self._pool.lock:
+            discarded, self.host = list(self.host.values()), {}
             self.device = {}
             self._tasks, self._pulled = iter(()), {}
-        for batch in left:
+        for batch in discarded:
             self._route.drop(batch)
 
     def _task(self, number: int) -> BatchTask:
         while number not in self._pulled:
             task = next(self._tasks, None)
             if task is None:
-                raise RuntimeError(f"the batch sampler has no mini-batch {number}, but its length says so")
+                raise RuntimeError(f"the batch sampler ended before mini-batch {number}, which its length includes")
             self._pulled[task.index] = task
         return self._pulled[number]
 
-    # -- in the threads
+    # -- called in the worker threads
 
     def _begin(self) -> None:
         one_torch_thread()
         device = self._recorder.clock.device
         if device.type != "cpu" and device.index is not None:
-            # Else its questions about events would begin a context on device 0 too.
+            # Otherwise, querying events would create a context on device 0, too.
             works(lambda: torch.accelerator.set_device_index(device))
 
     def _claim(self, group: int, lane: int) -> Job | None:
         self._assign()
-        return partial(self._work, lane, self._task(self._assigned.popleft())) if self._assigned else None
+        return partial(self._prepare, lane, self._task(self._assigned.popleft())) if self._assigned else None
 
     def _assign(self) -> None:
-        """Give mini-batches to the workers that are free at this moment, before the training thread goes on."""
-        while self._busy < self._num_threads and (number := self.schedule.claim()) is not None:
-            self._busy += 1
+        """Assign mini-batches to all idle workers; the caller must hold the lock."""
+        while self._num_busy < self._num_threads and (number := self.schedule.claim()) is not None:
+            self._num_busy += 1
             self._assigned.append(number)
-            self._crew.wake(0)
+            self._pool.wake(0)
 
-    def _work(self, lane: int, task: BatchTask) -> None:
+    def _prepare(self, lane: int, task: BatchTask) -> None:
         number, start = task.index, time.perf_counter()
         batch = self._route.prepare(task)
         self._recorder.add("CPU", "cpu_batching", number, start, time.perf_counter(), lane)
-        with self._crew.lock:
-            self._busy -= 1
-            if self._crew.stopped:
+        with self._pool.lock:
+            self._num_busy -= 1
+            if self._pool.stopped:
                 self._route.drop(batch)
             else:
                 self.schedule.ready(number)
                 self.host[number] = batch
                 self._assign()
-            self._news += 1
-            self._crew.progress_condition.notify_all()
+            self._num_finished += 1
+            self._pool.progress_condition.notify_all()

@@ -1,7 +1,7 @@
-"""DataModules of sampled mini-batches: configurations of the pipeline in ``loading``, with PyG's keywords.
+"""DataModules for sampled mini-batches, which configure the pipeline in ``loading`` with PyG's keywords.
 
-Reading order: ``base.py`` (options, seeds per stage, keys, ranks), ``node.py`` and ``link.py``, ``disk.py`` (features
-that stay on disk), ``resumable.py`` (what a resumed run needs).
+Reading order: ``base.py`` (options, loaders per stage, ranks), ``node.py`` and ``link.py``, ``disk.py`` (features on
+disk), ``resumable.py`` (mid-epoch checkpoints).
 """
 
 from lightning_gnn.datamodules.link import LinkDataModule

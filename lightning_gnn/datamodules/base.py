@@ -1,4 +1,4 @@
-"""What the mini-batch DataModules share: their options, ranks, the order of the seeds, and what a resumed run needs."""
+"""Base class of the mini-batch DataModules: options, seed order, ranks, and resuming."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_geometric.typing import EdgeType, NodeType
 
 from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.datamodules.disk import DiskFeatureConfig
-from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, only_batch, typed_batch
+from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, make_hetero_batch, only_batch
 from lightning_gnn.datamodules.options import SamplingOptions, StorageOptions
 from lightning_gnn.datamodules.resumable import ResumableDataModule
 from lightning_gnn.features.disk_features import DiskFeatures
@@ -30,37 +30,37 @@ from lightning_gnn.graph.edge_attributes import as_times
 from lightning_gnn.graph.stores import AttributeName
 from lightning_gnn.loading.batch import Batch
 from lightning_gnn.loading.loaders import LinkLoader, NodeLoader, PipelineLoader
-from lightning_gnn.loading.options import checked_options
+from lightning_gnn.loading.options import validate_options
 from lightning_gnn.loading.seed_order import EvaluationOrder, TrainingOrder, UnshardedOrder
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.runtime.messages import OF_NEWER_TORCH, keywords_of, true_or_false, whole_number
 from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, nonuniform_features
 
 LOADER_IDS = {"train": 0, "val": 1, "test": 2, "predict": 3}
-"""Part of the key of each mini-batch, so that the loaders of one run do not share a random stream."""
-Loader: TypeAlias = PipelineLoader | DataLoader[FullBatch]  # of mini-batches, or of the whole graph as one
+"""Part of the random key of each mini-batch, so that the loaders of a run use different random numbers."""
+Loader: TypeAlias = PipelineLoader | DataLoader[FullBatch]  # of mini-batches, or of the whole graph as one batch
 _LOADERS = {"node": NodeLoader, "link": LinkLoader}
 _SAMPLER_OPTIONS = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "subgraph_type")
 _PER_SEED_EDGE_MASKS = ("time_attr", "exclude_seed_edges")
-"""What hides edges from some seeds, which would see them in whatever goes over the whole graph."""
-_SET_HERE = {
+"""Sampler options that hide edges from some seeds, which full-graph inference cannot do."""
+_RESERVED = {
     "data", "node_sampler", "link_sampler", "input_nodes", "input_id", "edge_label_index", "edge_label", "seed", "rank",
     "loader_id", "first_batch", "epoch", "loader_kwargs",
 }  # fmt: skip
 
 
 class MiniBatchDataModule(ResumableDataModule):
-    """Builds threaded loaders whose mini-batches depend on (seed, rank, loader, epoch, batch number) alone.
+    """Builds threaded loaders whose mini-batches depend only on (seed, rank, loader, epoch, batch number).
 
-    A resumed run asks Lightning's own loop for the batch to go on with, so the loaders need no state of their own
-    (which Lightning would drop as soon as ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``).
+    A resumed run gets its position from Lightning's loop, so the loaders are stateless. (Lightning would drop loader
+    state as soon as ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``.)
     """
 
     kind: ClassVar[str] = "node"
-    """What the loaders go over: ``"node"`` or ``"link"``."""
-    needs_all_ranks = False  # whether an evaluation is of no use to one rank alone
+    """Type of the seeds: ``"node"`` or ``"link"``."""
+    needs_all_ranks = False  # whether evaluation requires all ranks
     _disk: DiskFeatureConfig | None = None
-    _size_before: int | None = None
+    _checkpoint_batch_size: int | None = None
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class MiniBatchDataModule(ResumableDataModule):
     ) -> None:
         super().__init__()
         sampling = {"num_neighbors": num_neighbors}
-        if isinstance(options.get("sampler"), str):  # of neighbors, not of seeds
+        if isinstance(options.get("sampler"), str):  # a neighbor sampler, not a seed sampler
             sampling["sampler"] = options.pop("sampler")
         seed_sampler = {"sampler": options.pop("sampler")} if "sampler" in options else {}
         options |= sampling
@@ -90,20 +90,20 @@ class MiniBatchDataModule(ResumableDataModule):
         own, self.sampler_overrides = _evaluation_keywords(type(self), self.kind, eval_loader_kwargs)
         not_shared = ("sampler", "batch_sampler", "drop_last")
         self.eval_loader_kwargs = {k: v for k, v in self.loader_kwargs.items() if k not in not_shared} | own
-        self._own_eval_batch_size = "batch_size" in own
+        self._has_eval_batch_size = "batch_size" in own
         self._passes = 0
 
-    def _take_graph(self, data: Batch, sampler: BaseSampler | None) -> None:
-        """Check the graph, and take it with the user's sampler, or else one that is made from the options."""
+    def _set_graph(self, data: Batch, sampler: BaseSampler | None) -> None:
+        """Validate and store the graph and the user's sampler, or a sampler created from the options."""
         sampling, storage = self.sampling_options, self.storage_options
-        if typed := isinstance(data, HeteroData):
+        if is_hetero := isinstance(data, HeteroData):
             check_hetero_data(data, storage.check_features)
         else:
             check_node_data(data, storage.check_features)
 
-        # The user's own sampler has options of its own.
+        # A user's sampler ignores the sampling options.
         if sampler is not None:
-            _check_sampler(sampler, self.kind, sampling.given())
+            _validate_sampler(sampler, self.kind, sampling.given())
         elif sampling.num_neighbors is None:
             raise ValueError("num_neighbors is missing; give one fanout per hop, such as [15, 10]")
         else:
@@ -111,31 +111,31 @@ class MiniBatchDataModule(ResumableDataModule):
         hiding = [name for name in nonuniform_features(sampler) if name in _PER_SEED_EDGE_MASKS]
         if self.inference is not None and hiding:
             raise ValueError(
-                f"inference='full' goes over all edges at once, which does not go with {hiding[0]}: leave one out"
+                f"inference='full' uses all edges at once, so it cannot be combined with {hiding[0]}; omit one of them"
             )
 
-        # Features may be kept in another dtype, or stay on disk.
-        if not typed:
+        # Convert the features, or set them up to be read from disk.
+        if not is_hetero:
             check_edge_data(data)
         self.data = with_feature_dtype(data, storage.feature_dtype, storage.check_features)
         if storage.memory is not None:
             self._disk = DiskFeatureConfig(self.data, storage.memory, storage.lookahead, storage.store)
-            self.data = self._disk.added_to(self.data)
+            self.data = self._disk.add_mapped_features(self.data)
         self.graph_sampler = sampler
-        self.eval_graph_sampler = _with_overrides(sampler, self.sampler_overrides)
+        self.eval_graph_sampler = _apply_overrides(sampler, self.sampler_overrides)
 
     def make_sampler(self, data: Batch, options: SamplingOptions) -> BaseSampler:
-        """Return the sampler for a graph, where the user gives none."""
+        """Create the sampler for a graph if the user gives none."""
         return NeighborSampler(data, seed=self.seed, **options.given())
 
     def _disk_tables(self, stage: str) -> dict[AttributeName, DiskFeatures]:
-        """Return what is gathered from disk, by attribute."""
+        """Return the tables on disk, by attribute."""
         if self._disk is None:
             return {}
         return self._disk.tables(lambda: self.sampled_loader(stage, self.data, self._sampler_of(stage)))
 
     def plan_disk(self) -> str | None:
-        """Say what of the features is read from disk, and what memory that takes; None where nothing is."""
+        """Return a description of the features on disk and their memory; None if all are in memory."""
         if self._disk is None:
             return None
         self._disk_tables("train")
@@ -150,17 +150,17 @@ class MiniBatchDataModule(ResumableDataModule):
         return {"tables": {**own, **self._disk_tables(stage)}, "lookahead": self._disk.lookahead, **more}
 
     def _is_last(self, epoch: int) -> bool:
-        """Say whether no epoch comes after this one."""
-        most = None if self.trainer is None or not self.trainer.training else self.trainer.max_epochs
-        return most is not None and 0 <= most <= epoch + 1
+        """Return whether this is the last epoch."""
+        max_epochs = None if self.trainer is None or not self.trainer.training else self.trainer.max_epochs
+        return max_epochs is not None and 0 <= max_epochs <= epoch + 1
 
-    def _checked_times(self, stage: str, time: Tensor | Sequence[float], count: int | None, what: str) -> Tensor:
+    def _validate_times(self, stage: str, time: Tensor | Sequence[float], count: int | None, what: str) -> Tensor:
         """Return the times of the seeds of a stage as a tensor."""
         name = f"input_{stage.removesuffix('ict')}_time"
         if not getattr(self.graph_sampler, "is_temporal", True):
-            raise ValueError(f"{name} is given, but edges have no times: give time_attr")
+            raise ValueError(f"{name} requires edges with times: set time_attr")
         if count is None:
-            raise ValueError(f"{name} is given without the {what} that it is of")
+            raise ValueError(f"{name} is given without its {what}")
         time = as_times(time, name)
         if time.shape != (count,):
             raise ValueError(f"{name} has the shape {list(time.shape)}, but there are {count} {what}")
@@ -168,14 +168,14 @@ class MiniBatchDataModule(ResumableDataModule):
 
     @property
     def num_neighbors(self) -> list[int] | None:
-        """Fanout of each hop that is sampled in training, None for a sampler that has none."""
+        """Training fanout of each hop; None for a custom sampler without fanouts."""
         return getattr(self.graph_sampler, "num_neighbors", None)
 
     @property
     def batch_size(self) -> int:
         """Seeds (or labeled edges) per mini-batch; Lightning's ``Tuner.scale_batch_size`` sets it.
 
-        Validation, testing and prediction follow, unless ``eval_loader_kwargs`` gave them a size of their own.
+        Validation, testing and prediction use it too, unless ``eval_loader_kwargs`` sets another one.
         """
         size: int = self.loader_kwargs["batch_size"]
         return size
@@ -184,8 +184,8 @@ class MiniBatchDataModule(ResumableDataModule):
     def batch_size(self, batch_size: int) -> None:
         batch_size = whole_number(batch_size, "batch_size", 1)
         if "loader_kwargs" not in self.__dict__:
-            return  # a class of the user's own has such an attribute, before ours is initialized
-        if not self._own_eval_batch_size:
+            return  # a subclass sets its own batch_size before our __init__
+        if not self._has_eval_batch_size:
             self.eval_loader_kwargs["batch_size"] = batch_size
         self.loader_kwargs["batch_size"] = batch_size
 
@@ -202,7 +202,7 @@ class MiniBatchDataModule(ResumableDataModule):
         return self.make_loader("test")
 
     def predict_dataloader(self) -> Loader:
-        """Return mini-batches of what is to be predicted, in order, or the whole graph."""
+        """Return mini-batches for prediction, in order, or the whole graph."""
         return self.make_loader("predict")
 
     def make_loader(self, stage: str) -> Loader:
@@ -214,19 +214,19 @@ class MiniBatchDataModule(ResumableDataModule):
         raise NotImplementedError
 
     def sampled_loader(self, stage: str, data: Batch, sampler: BaseSampler, **options: Any) -> PipelineLoader:
-        """Return a loader of sampled mini-batches: seeds, order, keys and rank of a stage are filled in."""
+        """Return a loader of sampled mini-batches with the seeds, order, keys and rank of a stage."""
         raise NotImplementedError
 
     def _sampler_of(self, stage: str) -> BaseSampler:
         return self.graph_sampler if stage == "train" else self.eval_graph_sampler
 
     def loader_arguments(self, stage: str, num_seeds: int) -> dict[str, Any]:
-        """Return the arguments of one loader."""
+        """Return the keyword arguments of a stage's loader."""
         self.check_count(stage, num_seeds)
         warnings.filterwarnings("ignore", OF_NEWER_TORCH, FutureWarning)
-        warnings.filterwarnings("ignore", ".*does not have many workers.*")  # ours are threads
+        warnings.filterwarnings("ignore", ".*does not have many workers.*")  # workers are threads
         if self._running:
-            warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # it is, through this DataModule
+            warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")  # this DataModule resumes it
         training = stage == "train"
         kwargs = dict(self.loader_kwargs if training else self.eval_loader_kwargs)
         kwargs.update(seed=self.seed, rank=self._replica[1], loader_id=LOADER_IDS[stage])
@@ -236,7 +236,7 @@ class MiniBatchDataModule(ResumableDataModule):
         if "sampler" not in kwargs and "batch_sampler" not in kwargs:
             make = partial(self._order, stage, num_seeds, kwargs.get("drop_last", False))
             replicas, rank = self._replica
-            # Who asks without a running Trainer may hand the loader to one, or to Fabric, which then shards it.
+            # A loader requested without a running Trainer may be passed to one, or to Fabric, which then shards it.
             shard_later = replicas == 1 and not self._running
             kwargs["sampler"] = UnshardedOrder(make) if shard_later else make(replicas, rank)
         if training and hasattr(kwargs.get("sampler"), "set_epoch"):
@@ -246,25 +246,25 @@ class MiniBatchDataModule(ResumableDataModule):
         return kwargs
 
     def check_count(self, stage: str, num_seeds: int) -> None:
-        """Refuse an empty split, and one of which ``drop_last`` leaves nothing."""
+        """Raise a ValueError if a split is empty or ``drop_last`` would drop all of it."""
         if num_seeds == 0:
             raise ValueError(
                 f"the {stage} split is empty; give input_{stage}_nodes (or edges), or a mask with true entries"
             )
         options = self.loader_kwargs if stage == "train" else self.eval_loader_kwargs
-        own = "sampler" in options or "batch_sampler" in options
+        has_sampler = "sampler" in options or "batch_sampler" in options
         replicas, _ = self._replica
-        if options.get("drop_last") and not own and num_seeds // replicas < options["batch_size"]:
+        if options.get("drop_last") and not has_sampler and num_seeds // replicas < options["batch_size"]:
             raise ValueError(
                 f"drop_last=True leaves no mini-batch: the {stage} split has {num_seeds} seeds for {replicas} "
                 f"process(es), fewer than batch_size={options['batch_size']} each"
             )
 
     def full_loader(self, name: str, kind: NodeType | EdgeType | None = None, **more: Tensor) -> DataLoader[FullBatch]:
-        """Return a loader of the whole graph as one batch, which loaders of the same name share."""
+        """Return a loader of the whole graph as one batch; loaders with the same name share the batch."""
         if name not in self._full and isinstance(self.data, HeteroData):
             assert self.inference is not None
-            self._full[name] = typed_batch(self.data, self.inference)
+            self._full[name] = make_hetero_batch(self.data, self.inference)
             self._full[name][kind].update(more)
         if name not in self._full:
             if self._graph is None:
@@ -279,39 +279,39 @@ class MiniBatchDataModule(ResumableDataModule):
         return {"data": self.data, "graph": getattr(self.graph_sampler, "graph", None), "compressed graph": self._graph}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
+        """Return the state needed to resume in addition to Lightning's. Collective: every rank must call this."""
         return {"seed": self.seed, "batch_size": self.batch_size, **super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the seed of the interrupted run, and the rest of its state once training goes on."""
+        """Restore the seed of the interrupted run now, and its other state when training starts."""
         super().load_state_dict(state_dict)
         self.seed = state_dict["seed"]
-        self._size_before = state_dict.get("batch_size")
+        self._checkpoint_batch_size = state_dict.get("batch_size")
 
     def _first_batch(self) -> int:
-        """Called when an epoch's first batch is asked for: where Lightning's loop stands in this epoch."""
+        """Return the number of this epoch's batches to skip, from Lightning's loop; called when an epoch starts."""
         if self.trainer is None or not self.trainer.training:
             return 0
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
         first: int = progress.current.ready
-        if self._begun is None:
-            self._begun = progress.total.ready
-        if first and progress.total.ready != self._begun:
-            return 0  # a pass of the user's own; the Trainer's alone skips batches when it is resumed
-        goes_on = 0 < first < self.trainer.num_training_batches
-        if goes_on and self._size_before not in (None, self.batch_size):
+        if self._resumed_at is None:
+            self._resumed_at = progress.total.ready
+        if first and progress.total.ready != self._resumed_at:
+            return 0  # the user iterates over the loader; only the Trainer's iteration skips batches
+        is_mid_epoch = 0 < first < self.trainer.num_training_batches
+        if is_mid_epoch and self._checkpoint_batch_size not in (None, self.batch_size):
             rank_zero_warn(
-                f"the checkpoint lies in the middle of an epoch of batch_size={self._size_before}, but this run has "
-                f"batch_size={self.batch_size}: the epoch goes on after {first} mini-batches of the new size, so that "
-                "some seeds are trained on twice or not at all in it"
+                f"the checkpoint was saved within an epoch with batch_size={self._checkpoint_batch_size}, but this run "
+                f"has batch_size={self.batch_size}: the epoch continues after {first} mini-batches of the new size, so "
+                "that some of its seeds are trained on twice or not at all"
             )
-        self._size_before = None
-        self.restore_random_state()  # where a module of the user's own trains without Lightning's hooks
-        self.draw_order(first)
+        self._checkpoint_batch_size = None
+        self.restore_random_state()  # needed if training runs without Lightning's hooks
+        self.set_order_state(first)
         return first
 
     def _training_epoch(self, number: int) -> int:
-        """Called when a pass over the training set begins: the Trainer's epoch goes before its number."""
+        """Return the epoch of an iteration over the training set: the Trainer's if it is training, else ``number``."""
         if self.trainer is not None and self.trainer.training:
             return self.trainer.current_epoch
         self._passes = number + 1
@@ -319,13 +319,13 @@ class MiniBatchDataModule(ResumableDataModule):
 
     def _order(self, stage: str, num_seeds: int, drop_last: bool, replicas: int, rank: int) -> DistributedSampler[int]:
         training = stage == "train"
-        kind = TrainingOrder if training else EvaluationOrder
+        order_class = TrainingOrder if training else EvaluationOrder
         if not training and num_seeds < replicas:
             raise ValueError(
-                f"the {stage} split has {num_seeds} seeds for {replicas} processes, and one without any would keep the "
-                "others waiting; give more seeds, or evaluate with fewer processes"
+                f"the {stage} split has {num_seeds} seeds for {replicas} processes, and a process without seeds would "
+                "block the others; use more seeds, or evaluate with fewer processes"
             )
-        return kind(
+        return order_class(
             range(num_seeds),  # type: ignore[arg-type]
             num_replicas=replicas,
             rank=rank,
@@ -336,15 +336,15 @@ class MiniBatchDataModule(ResumableDataModule):
 
     @property
     def _running(self) -> bool:
-        """Whether a Trainer that has this DataModule is at work, so that it is the one that asks for loaders."""
+        """Whether a Trainer is running with this DataModule, and so requests the loaders."""
         return self.trainer is not None and self.trainer.state.status == TrainerStatus.RUNNING
 
     @property
     def _replica(self) -> tuple[int, int]:
-        """Among how many the seeds are shared out, and which of them this process is, as the strategy sees it."""
+        """Number of replicas that seeds are sharded across, and this process's index, according to the strategy."""
         strategy = None if self.trainer is None else self.trainer.strategy
-        given = getattr(strategy, "distributed_sampler_kwargs", {})
-        return given.get("num_replicas", self._world_size), given.get("rank", self._rank)
+        kwargs = getattr(strategy, "distributed_sampler_kwargs", {})
+        return kwargs.get("num_replicas", self._world_size), kwargs.get("rank", self._rank)
 
 
 def _evaluation_epoch(number: int) -> int:
@@ -352,31 +352,31 @@ def _evaluation_epoch(number: int) -> int:
 
 
 def _training_keywords(owner: type, kind: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a training loader out of what the user gave beside the arguments of the class."""
+    """Return the options of the training loader from the user's additional keywords."""
     kwargs = dict(kwargs)
     loader = kwargs.pop("loader", "neighbor")
     if loader not in ("neighbor", "link_neighbor", "custom"):
         raise ValueError(f"loader={loader!r} is not supported here; FullGraphDataModule trains on the full graph")
-    options = _loader_options(owner, kind, kwargs, keywords_of(owner))
+    options = _check_options(owner, kind, kwargs, keywords_of(owner))
     if options.get("shuffle") and ("sampler" in options or "batch_sampler" in options):
-        raise ValueError("shuffle=True and a sampler of your own exclude each other; leave shuffle out")
+        raise ValueError("shuffle=True and a custom sampler exclude each other; omit shuffle")
     return options
 
 
 def _evaluation_keywords(
     owner: type, kind: str, eval_loader_kwargs: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the evaluation loaders take instead, and what their sampler takes instead."""
+    """Return the options that evaluation loaders override, and those that their sampler overrides."""
     if not isinstance(eval_loader_kwargs, (Mapping, type(None))):
         raise TypeError(f"eval_loader_kwargs must be a dictionary, but is {eval_loader_kwargs!r}")
     given = dict(eval_loader_kwargs or {})
     overrides = {name: given.pop(name) for name in _SAMPLER_OPTIONS if name in given}
     try:
         if "seed" in given:
-            raise ValueError("seed is the DataModule's: from it each loader draws a stream of its own")
-        options = _loader_options(owner, kind, given)
+            raise ValueError("seed belongs to the DataModule, which derives a different stream for each loader")
+        options = _check_options(owner, kind, given)
         if options.pop("shuffle", False):
-            raise ValueError("shuffle=True is not supported: evaluation goes in order, so that its outputs line up")
+            raise ValueError("shuffle=True is not supported: evaluation outputs are in the order of the seeds")
         for name in ("replace", "disjoint"):
             true_or_false(overrides.get(name, False), name)
     except (TypeError, ValueError) as error:
@@ -384,38 +384,38 @@ def _evaluation_keywords(
     return options, overrides
 
 
-def _with_overrides(sampler: BaseSampler, overrides: Mapping[str, Any]) -> BaseSampler:
-    """Return the sampler for evaluation: itself, or as in PyG a copy with some attributes set."""
+def _apply_overrides(sampler: BaseSampler, overrides: Mapping[str, Any]) -> BaseSampler:
+    """Return the evaluation sampler: the same one, or (as in PyG) a copy with some attributes set."""
     if not overrides:
         return sampler
     other = copy.copy(sampler)
     for name, value in overrides.items():
         if not hasattr(sampler, name):
-            raise ValueError(f"eval_loader_kwargs: {type(sampler).__name__} has no {name} that could be set")
+            raise ValueError(f"eval_loader_kwargs: {type(sampler).__name__} has no attribute {name}")
         setattr(other, name, value)
     if isinstance(other, NeighborSampler):
         other.check_options()
     return other
 
 
-def _check_sampler(sampler: BaseSampler, kind: str, given: Mapping[str, object]) -> None:
-    """Check a sampler of the user's own, and warn of given options, which do nothing beside it."""
+def _validate_sampler(sampler: BaseSampler, kind: str, given: Mapping[str, object]) -> None:
+    """Validate a user's sampler, and warn about options that have no effect with it."""
     method = f"sample_from_{'nodes' if kind == 'node' else 'edges'}"
     if not callable(getattr(sampler, method, None)):
         raise TypeError(f"{kind}_sampler must be a PyG sampler with {method}, but is {sampler!r}")
     if given:
-        rank_zero_warn(f"{kind}_sampler comes with settings of its own: without effect beside it: {', '.join(given)}")
+        rank_zero_warn(f"{', '.join(given)} has no effect: {kind}_sampler brings its own settings")
 
 
-def _loader_options(owner: type, kind: str, kwargs: Mapping[str, Any], also: Collection[str] = ()) -> dict[str, Any]:
-    if found := sorted(_SET_HERE & set(kwargs)):
-        raise TypeError(f"there is no option {found[0]}: {owner.__name__} sets it for its loaders")
+def _check_options(owner: type, kind: str, kwargs: Mapping[str, Any], also: Collection[str] = ()) -> dict[str, Any]:
+    if reserved := sorted(_RESERVED & set(kwargs)):
+        raise TypeError(f"unknown option {reserved[0]}: {owner.__name__} sets it for its loaders")
     if kwargs.get("generator") is not None:
-        raise ValueError("generator is not supported: the order follows seed=, so that an interrupted run can resume")
-    options = checked_options(kwargs, kind, {*keywords_of(_LOADERS[kind]), *also}, _SET_HERE - {*also})
+        raise ValueError("generator is not supported: seed= determines the order, so that a run can be resumed")
+    options = validate_options(kwargs, kind, {*keywords_of(_LOADERS[kind]), *also}, _RESERVED - {*also})
     options.pop("generator", None)
     if options.get("batch_sampler") is not None:
         for name in ("sampler", "drop_last"):
             if options.get(name):
-                raise ValueError(f"batch_sampler and {name} exclude each other; leave {name} out")
+                raise ValueError(f"batch_sampler and {name} exclude each other; omit {name}")
     return options

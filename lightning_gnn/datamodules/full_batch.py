@@ -17,24 +17,24 @@ from lightning_gnn.runtime.messages import OF_NEWER_TORCH
 
 
 class FullBatch(Data):  # type: ignore[misc]
-    """A PyG ``Data`` over a compressed graph; where it has ``inference``, a module evaluates layer by layer."""
+    """A PyG ``Data`` with a compressed graph; with an ``inference`` attribute, modules evaluate it layer by layer."""
 
-    is_handed_out_again = True  # loaders hand out the same object each time, so that it is converted and moved once
+    is_handed_out_again = True  # loaders return the same object each time, so it is converted and moved only once
 
     @classmethod
     def from_data(cls, data: Data, graph: CompressedGraph, **more: object) -> FullBatch:
-        """Share the attributes of ``data``, except for its topology, and add others."""
-        kept = {key: value for key, value in data.to_dict().items() if key not in ("graph", "adj_t", "edge_index")}
-        batch: FullBatch = cls.from_dict({**kept, "edge_index": graph, **more})
+        """Create a batch that shares the attributes of ``data`` except its topology, and add others."""
+        shared = {key: value for key, value in data.to_dict().items() if key not in ("graph", "adj_t", "edge_index")}
+        batch: FullBatch = cls.from_dict({**shared, "edge_index": graph, **more})
         return batch
 
     @property
     def num_edges(self) -> int:
-        """Number of edges, which PyG cannot count."""
+        """Number of edges, which PyG cannot derive from a compressed graph."""
         return int(self.edge_index.num_edges)
 
     def to(self, device: torch.device | str, *args: str, non_blocking: bool = False) -> FullBatch:
-        """Move the batch, once and for all: loaders hand out the same batch each time."""
+        """Move the batch in place; with ``inference``, features and topology above the memory limit stay on the CPU."""
         device = torch.device(device)
         settings = self.get("inference")
         keys = args or tuple(self.keys())
@@ -42,16 +42,16 @@ class FullBatch(Data):  # type: ignore[misc]
             wanted = self.x.nbytes + self.edge_index.num_bytes
             if wanted > settings.limit_on(device):
                 keys = tuple(key for key in keys if key not in ("x", "edge_index", "edge_weight", "edge_attr"))
-        # Moved in a validation loop, tensors would otherwise be of no use for training.
+        # Inference tensors, which a validation loop would create here, cannot be used for training.
         with torch.inference_mode(False):
             super().to(device, *keys, non_blocking=non_blocking)
         return self
 
 
-def typed_batch(data: HeteroData, settings: FullInference) -> HeteroData:
-    """Return a graph with types as one batch, which shares the attributes of ``data``."""
+def make_hetero_batch(data: HeteroData, settings: FullInference) -> HeteroData:
+    """Return a heterogeneous graph as one batch, which shares the attributes of ``data``."""
     if settings.folder is not None or settings.memory_limit != "auto":
-        raise ValueError("FullInference: graphs with types run in memory; leave out folder and memory_limit")
+        raise ValueError("FullInference: heterogeneous graphs run in memory; omit folder and memory_limit")
     batch = copy.copy(data)
     if missing := [kind for kind in batch.edge_types if batch[kind].get("edge_index") is None]:
         relations = HeteroCSCGraph.from_data(data).relations
@@ -62,7 +62,7 @@ def typed_batch(data: HeteroData, settings: FullInference) -> HeteroData:
 
 
 def inference_settings(inference: str | FullInference | None) -> FullInference | None:
-    """Return the settings of full inference, None for sampled batches."""
+    """Return the settings of full-graph inference; None for sampled batches."""
     if inference in (None, "sampled"):
         return None
     if inference == "full":
@@ -73,7 +73,7 @@ def inference_settings(inference: str | FullInference | None) -> FullInference |
 
 
 def mask_of(nodes: Tensor, num_nodes: int) -> Tensor:
-    """Return a choice of nodes as a bool mask ``[num_nodes]``."""
+    """Return nodes, given as a mask or as ids, as a bool mask ``[num_nodes]``."""
     if nodes.dtype == torch.bool:
         return nodes
     mask = torch.zeros(num_nodes, dtype=torch.bool)
@@ -82,15 +82,15 @@ def mask_of(nodes: Tensor, num_nodes: int) -> Tensor:
 
 
 def only_batch(batch: Data) -> DataLoader[Data]:
-    """Return a loader of one batch, which each of several processes gets."""
+    """Return a loader of one batch, which every rank receives."""
     warnings.filterwarnings("ignore", OF_NEWER_TORCH, FutureWarning)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*number of training batches .* is smaller than the logging interval.*")
-    # A sampler of this kind is left alone by Lightning, whose own would share the one batch out.
+    # Lightning does not replace a DistributedSampler; its own would assign the batch to one rank.
     sampler: DistributedSampler[Data] = DistributedSampler([batch], num_replicas=1, rank=0, shuffle=False)  # type: ignore[arg-type]
-    # A generator of its own: a loader draws from torch's whenever it is iterated over, which resuming does once more.
-    return DataLoader([batch], batch_size=None, sampler=sampler, collate_fn=_unchanged, generator=torch.Generator())  # type: ignore[arg-type]
+    # DataLoader draws from its generator at each iteration, and resuming iterates once more: do not use the global one.
+    return DataLoader([batch], batch_size=None, sampler=sampler, collate_fn=_identity, generator=torch.Generator())  # type: ignore[arg-type]
 
 
-def _unchanged(batch: Data) -> Data:
+def _identity(batch: Data) -> Data:
     return batch

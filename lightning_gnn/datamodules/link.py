@@ -1,4 +1,4 @@
-"""Link-level training on sampled neighborhoods."""
+"""DataModule for link prediction with neighbor sampling."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from lightning_gnn.loading.loaders import LinkLoader
 from lightning_gnn.nn.inference import FullInference
 from lightning_gnn.sampling.neighbor import Fanouts
 
-_NEGATIVES = ("neg_sampling", "neg_sampling_ratio")
+_NEGATIVE_OPTIONS = ("neg_sampling", "neg_sampling_ratio")
 
 
 class LinkDataModule(MiniBatchDataModule):
-    """Mini-batches of edges with their sampled neighborhoods, with the keywords of PyG's ``LightningLinkData``.
+    """Mini-batches of seed edges with sampled neighborhoods, with the keywords of PyG's ``LightningLinkData``.
 
     Args:
-        data: The graph to sample from; leave out of it the edges that are to be predicted.
-        input_train_edges: Training edges, int64 ``[2, n]``; all edges of the graph by default. With several types a
-            pair of the edge type and these, or the type alone for all of its edges.
-        input_val_edges, input_test_edges, input_pred_edges: Edges for validation, for testing and to score; there is no
-            loader without.
-        input_train_labels, input_val_labels, input_test_labels, input_pred_labels: Their labels ``[n]``; without, all
-            are positive.
-        input_train_time, input_val_time, input_test_time, input_pred_time: Their times ``[n]``, where edges of the
-            graph have times: their ends then see nothing later. By default each end sees what is not later than itself.
-        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all.
-        neg_sampling: PyG's ``NegativeSampling``, or its mode; where edges have labels, evaluation adds no negatives,
-            and prediction never does.
-        neg_sampling_ratio: Instead, how many negatives to draw per training edge (``"binary"``); 0 for none.
+        data: The graph used for message passing; it should not contain the edges to predict.
+        input_train_edges: Training edges, int64 ``[2, n]``; by default all edges of the graph. In a heterogeneous graph
+            a pair (edge type, edges), or the edge type for all of its edges.
+        input_val_edges, input_test_edges, input_pred_edges: Edges for validation, testing and prediction. Without them,
+            the stage has no loader.
+        input_train_labels, input_val_labels, input_test_labels, input_pred_labels: Edge labels ``[n]``; by default all
+            edges are positive.
+        input_train_time, input_val_time, input_test_time, input_pred_time: Edge times ``[n]`` in a temporal graph:
+            neighbors later than this are not sampled. By default each endpoint's own time is the limit.
+        num_neighbors: Fanout of each hop, in in-edges per node; -1 takes all.
+        neg_sampling: PyG's ``NegativeSampling``, or its mode. It does not apply to evaluation edges with labels, nor to
+            prediction.
+        neg_sampling_ratio: Alternatively, the number of negatives per training edge (``"binary"``); 0 for none.
         batch_size: Edges per mini-batch.
-        num_workers: Threads that prepare mini-batches ahead.
-        seed: Start of the random streams; by default torch's initial seed.
-        link_sampler: A sampler of your own.
-        inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
-            prediction run over the whole graph, layer by layer; validation and test edges then need labels.
-        eval_loader_kwargs: What the other loaders and their sampler take instead, such as another ``num_neighbors`` or
+        num_workers: Number of threads that prefetch mini-batches.
+        seed: Random seed; by default torch's initial seed.
+        link_sampler: A custom sampler with PyG's interface.
+        inference: ``"sampled"``; or ``"full"`` or :class:`~lightning_gnn.nn.FullInference` to run validation, testing
+            and prediction on the full graph, layer by layer. Validation and test edges then require labels.
+        eval_loader_kwargs: Options that the evaluation loaders and their sampler override, such as ``num_neighbors`` or
             ``neg_sampling``.
         **options: :class:`~lightning_gnn.datamodules.SamplingOptions` (such as ``disjoint``, ``time_attr``
             or ``exclude_seed_edges``), :class:`~lightning_gnn.datamodules.StorageOptions` (such as
             ``memory="8GB"``), and further arguments of :class:`~lightning_gnn.loading.LinkLoader`, such as
-            ``shuffle=False``. What PyG takes to tune its processes changes nothing:
+            ``shuffle=False``. PyG's options for worker processes are accepted without effect:
             :data:`~lightning_gnn.loading.options.WITHOUT_EFFECT`.
 
     Raises:
-        TypeError, ValueError: The graph is not PyG's, edges or labels do not fit it, there are no training edges,
-            features hold NaN, or an option is unknown or has a value that cannot work.
+        TypeError, ValueError: ``data`` is not a PyG graph, edges or labels do not match it, the training split is
+            empty, features contain NaN, or an option is unknown or invalid.
 
     Examples:
         >>> import torch
@@ -68,7 +68,7 @@ class LinkDataModule(MiniBatchDataModule):
         >>> path = Data(x=torch.eye(5), edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]))
         >>> datamodule = LinkDataModule(path, num_neighbors=[1], neg_sampling_ratio=1, batch_size=4, shuffle=False)
         >>> batch = next(iter(datamodule.train_dataloader()))
-        >>> batch.edge_label  # each edge of the graph, and as many that are drawn
+        >>> batch.edge_label  # the edges of the graph, then one negative edge for each
         tensor([1., 1., 1., 1., 0., 0., 0., 0.])
         >>> batch.n_id[batch.edge_label_index[:, :4]]
         tensor([[0, 1, 2, 3],
@@ -106,10 +106,10 @@ class LinkDataModule(MiniBatchDataModule):
     ) -> None:
         keywords = {"num_workers": num_workers, **options}
         super().__init__(seed, batch_size, num_neighbors, inference, eval_loader_kwargs, keywords)
-        self._take_graph(data, link_sampler)
+        self._set_graph(data, link_sampler)
         if input_train_edges is None:
             if isinstance(data, HeteroData):
-                raise ValueError("input_train_edges is missing: a graph with several types needs (edge_type, edges)")
+                raise ValueError("input_train_edges is missing: a heterogeneous graph requires (edge_type, edges)")
             input_train_edges = CSCGraph.from_data(data).to_edge_index() if data.edge_index is None else data.edge_index
         given = {
             "train": (input_train_edges, input_train_labels),
@@ -123,33 +123,33 @@ class LinkDataModule(MiniBatchDataModule):
         self._times: dict[str, Tensor | None] = {}
         ends = {}
         for (stage, (edges, labels)), time in zip(given.items(), times, strict=True):
-            self._types[stage], edges, ends[stage] = _typed_edges(data, edges, stage)
-            self._edges[stage] = checked, _ = _checked(edges, labels, ends[stage], stage)
-            count = None if checked is None else checked.size(1)
-            self._times[stage] = None if time is None else self._checked_times(stage, time, count, "edges")
+            self._types[stage], edges, ends[stage] = _resolve_edges(data, edges, stage)
+            self._edges[stage] = valid, _ = _as_edges(edges, labels, ends[stage], stage)
+            count = None if valid is None else valid.size(1)
+            self._times[stage] = None if time is None else self._validate_times(stage, time, count, "edges")
         for stage in ("val", "test"):
             if self._edges[stage][0] is None:
                 setattr(self, f"{stage}_dataloader", None)
         if not self._edges["train"][0].numel():  # type: ignore[union-attr]
             raise ValueError("the training split is empty; give input_train_edges with at least one edge")
-        self.neg_sampling = self.eval_neg_sampling = _negatives(neg_sampling, neg_sampling_ratio, ends["train"])
-        own = {key: self.eval_loader_kwargs.pop(key) for key in _NEGATIVES if key in self.eval_loader_kwargs}
+        self.neg_sampling = self.eval_neg_sampling = _parse_negatives(neg_sampling, neg_sampling_ratio, ends["train"])
+        own = {key: self.eval_loader_kwargs.pop(key) for key in _NEGATIVE_OPTIONS if key in self.eval_loader_kwargs}
         if own:
-            self.eval_neg_sampling = _negatives(**own, sizes=ends["train"], where="eval_loader_kwargs: ")
+            self.eval_neg_sampling = _parse_negatives(**own, sizes=ends["train"], where="eval_loader_kwargs: ")
         evaluated = [self._edges[stage][1] for stage in ("val", "test") if self._edges[stage][0] is not None]
         if own and self.eval_neg_sampling is not None and evaluated and all(labels is not None for labels in evaluated):
-            raise ValueError(f"eval_loader_kwargs: {min(own)} has no effect: to labeled edges no negatives are added")
+            raise ValueError(f"eval_loader_kwargs: {min(own)} has no effect: the evaluation edges have labels")
         if self.neg_sampling is not None and self.neg_sampling.is_triplet() and input_train_labels is not None:
-            raise ValueError("input_train_labels has no place in triplets, where all edges are positive; leave it out")
+            raise ValueError("input_train_labels cannot be used with triplets, whose edges are all positive; omit it")
 
     def large_arrays(self) -> dict[str, object]:
         """Return graph, features and labeled edges, by name."""
         return {**super().large_arrays(), **{f"{stage} edges": edges for stage, edges in self._edges.items()}}
 
     def predict_dataloader(self) -> Loader:
-        """Return mini-batches of the edges to score, in order, or the whole graph; ValueError where there are none."""
+        """Return mini-batches for prediction, in order, or the whole graph."""
         if self._edges["predict"][0] is None:
-            raise ValueError("there are no edges to score; give input_pred_edges")
+            raise ValueError("prediction requires input_pred_edges")
         return super().predict_dataloader()
 
     def _count(self, stage: str) -> int:
@@ -163,12 +163,12 @@ class LinkDataModule(MiniBatchDataModule):
         if stage != "train" and self.inference is not None:
             if labels is None and stage != "predict":
                 raise ValueError(
-                    f"inference='full' draws no negative edges; give input_{stage}_edges of both kinds, and their "
-                    f"input_{stage}_labels"
+                    f"inference='full' does not sample negative edges; use input_{stage}_edges with positives and "
+                    f"negatives, and input_{stage}_labels"
                 )
             self.check_count(stage, edges.size(1))
-            asked = {"edge_label_index": edges, **({} if labels is None else {"edge_label": labels})}
-            return self.full_loader(stage, self._types[stage], **asked)
+            seeds = {"edge_label_index": edges, **({} if labels is None else {"edge_label": labels})}
+            return self.full_loader(stage, self._types[stage], **seeds)
         return self.sampled_loader(stage, self.data, self._sampler_of(stage), **self._from_disk(stage))
 
     @override
@@ -188,28 +188,28 @@ class LinkDataModule(MiniBatchDataModule):
         )
 
 
-def _typed_edges(data: Data | HeteroData, given: Any, stage: str) -> tuple[EdgeType | None, Any, tuple[int, int]]:
-    """Return the type of labeled edges, the edges, and the numbers of nodes at both ends."""
+def _resolve_edges(data: Data | HeteroData, given: Any, stage: str) -> tuple[EdgeType | None, Any, tuple[int, int]]:
+    """Return the edge type (None in a homogeneous graph), the edges, and the numbers of source and target nodes."""
     if isinstance(data, Data):
         return None, given, (data.num_nodes, data.num_nodes)
     if given is None:
         return None, None, (0, 0)
     name = f"input_{stage.removesuffix('ict')}_edges"
-    alone = isinstance(given, tuple) and len(given) == 3 and all(isinstance(part, str) for part in given)
-    edge_type, edges = (given, None) if alone else given if isinstance(given, tuple | list) else (None, given)
+    is_type = isinstance(given, tuple) and len(given) == 3 and all(isinstance(part, str) for part in given)
+    edge_type, edges = (given, None) if is_type else given if isinstance(given, tuple | list) else (None, given)
     if not isinstance(edge_type, tuple) or len(edge_type) != 3:
-        raise TypeError(f"edges of a graph with several types need theirs: give {name}=(edge_type, edges)")
+        raise TypeError(f"a heterogeneous graph requires {name}=(edge_type, edges)")
     for node_type in (edge_type[0], edge_type[2]):
         if node_type not in data.node_types:
-            raise ValueError(f"{name}: there is no node type {node_type!r}, only {', '.join(data.node_types)}")
+            raise ValueError(f"{name}: no such node type: {node_type!r}; use {', '.join(data.node_types)}")
     if edges is None:
         if edge_type not in data.edge_types:
-            raise ValueError(f"{name}: there is no edge type {edge_type}; give the edges too")
+            raise ValueError(f"{name}: no such edge type: {edge_type}; give the edges too")
         edges = edges_of(data, edge_type)
     return edge_type, edges, (data[edge_type[0]].num_nodes, data[edge_type[2]].num_nodes)
 
 
-def _checked(edges: object, labels: object, sizes: tuple[int, int], stage: str) -> tuple[Tensor | None, Tensor | None]:
+def _as_edges(edges: object, labels: object, sizes: tuple[int, int], stage: str) -> tuple[Tensor | None, Tensor | None]:
     """Return the edges and labels of a stage as tensors."""
     name = f"input_{'pred' if stage == 'predict' else stage}"
     if edges is None:
@@ -220,10 +220,10 @@ def _checked(edges: object, labels: object, sizes: tuple[int, int], stage: str) 
     return edges, None if labels is None else check_edge_labels(labels, edges.size(1), f"{name}_labels")
 
 
-def _negatives(
+def _parse_negatives(
     neg_sampling: object = None, neg_sampling_ratio: object = None, sizes: tuple[int, int] = (0, 0), where: str = ""
 ) -> NegativeSampling | None:
-    """Return PyG's description of the negative edges, None for none, out of any of PyG's ways to ask for them."""
+    """Return PyG's ``NegativeSampling`` for any form that PyG accepts; None without negative edges."""
     if neg_sampling_ratio is not None:
         if neg_sampling is not None:
             raise ValueError(f"{where}give neg_sampling or neg_sampling_ratio, not both")
@@ -236,27 +236,26 @@ def _negatives(
     if neg_sampling is None:
         return None
     try:
-        found = NegativeSampling.cast(neg_sampling)
+        parsed = copy.copy(NegativeSampling.cast(neg_sampling))
     except (TypeError, ValueError) as error:
         raise type(error)(
-            f"{where}neg_sampling={neg_sampling!r} is none: {error}; use 'binary' or 'triplet', or a "
+            f"{where}invalid neg_sampling={neg_sampling!r}: {error}; use 'binary' or 'triplet', or a "
             "torch_geometric.sampler.NegativeSampling"
         ) from None
-    found = copy.copy(found)
     for name, num_nodes in zip(("src_weight", "dst_weight"), sizes, strict=True):
-        setattr(found, name, _probabilities(getattr(found, name), num_nodes, f"{where}{name}"))
-    return found
+        setattr(parsed, name, _validate_probabilities(getattr(parsed, name), num_nodes, f"{where}{name}"))
+    return parsed
 
 
-def _probabilities(given: object, num_nodes: int, name: str) -> Tensor | None:
+def _validate_probabilities(given: object, num_nodes: int, name: str) -> Tensor | None:
     if given is None:
         return None
     weight = torch.as_tensor(given)
     if weight.shape != (num_nodes,):
         raise ValueError(
-            f"{name} of the negative sampling must have one entry per node, {num_nodes}, but has the shape "
+            f"{name} of the negative sampling must have the shape [{num_nodes}], one entry per node, but has "
             f"{list(weight.shape)}"
         )
     if not (bool((weight >= 0).all()) and 0 < float(weight.sum()) < float("inf")):
-        raise ValueError(f"{name} of the negative sampling must be finite, not negative, and not zero at every node")
+        raise ValueError(f"{name} of the negative sampling must be finite, not negative, and not zero everywhere")
     return weight if weight.is_floating_point() else weight.float()

@@ -1,4 +1,4 @@
-"""Node-level training on sampled neighborhoods."""
+"""DataModule for node prediction with neighbor sampling."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from lightning_gnn.sampling.neighbor import Fanouts
 
 
 class NeighborDataModule(MiniBatchDataModule):
-    """Mini-batches of sampled neighborhoods, with the keywords and the batches of PyG's ``LightningNodeData``.
+    """Mini-batches of seed nodes with sampled neighborhoods, with the keywords of PyG's ``LightningNodeData``.
 
     Args:
-        data: The graph, of one type or of several; any attribute of nodes or edges comes with each batch.
-        input_train_nodes: Seeds for training, a bool mask ``[num_nodes]`` or int64 ids; by default ``data.train_mask``.
-            With several types a pair of the seeds' type and these, or the type alone for all of its nodes; by default
-            the one type with a ``train_mask``.
-        input_val_nodes, input_test_nodes: Seeds for validation and testing; there is no loader without.
-        input_pred_nodes: Seeds for prediction; all nodes by default.
-        input_train_time, input_val_time, input_test_time, input_pred_time: Times of the seeds ``[n]``, where edges have
-            times; by default those of their nodes.
-        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all. With several types also a list for
-            each edge type.
+        data: The graph, homogeneous or heterogeneous. Batches contain all node and edge attributes.
+        input_train_nodes: Training seeds, as a bool mask ``[num_nodes]`` or int64 ids; by default ``data.train_mask``.
+            In a heterogeneous graph a pair (node type, seeds), or the node type for all of its nodes; by default the
+            one node type with a ``train_mask``.
+        input_val_nodes, input_test_nodes: Seeds for validation and testing. Without them, the stage has no loader.
+        input_pred_nodes: Seeds for prediction; by default all nodes.
+        input_train_time, input_val_time, input_test_time, input_pred_time: Seed times ``[n]`` in a temporal graph; by
+            default the times of the seed nodes.
+        num_neighbors: Fanout of each hop, in in-edges per node; -1 takes all. In a heterogeneous graph optionally a
+            dictionary with a list for each edge type.
         batch_size: Seeds per mini-batch.
-        num_workers: Threads that prepare mini-batches ahead, each with 4 bytes per node of its own.
-        seed: Start of the random streams; by default torch's initial seed, which ``seed_everything`` sets.
-        node_sampler: A sampler of your own instead of the one made from these arguments.
-        inference: ``"sampled"``; ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: validation, testing and
-            prediction run over the whole graph, layer by layer, with all neighbors and no sampling.
-        eval_loader_kwargs: What validation, testing and prediction take instead, such as another ``num_neighbors``.
+        num_workers: Number of threads that prefetch mini-batches; each uses 4 bytes per node.
+        seed: Random seed; by default torch's initial seed, which ``seed_everything`` sets.
+        node_sampler: A custom sampler with PyG's interface.
+        inference: ``"sampled"``; or ``"full"`` or :class:`~lightning_gnn.nn.FullInference` to run validation, testing
+            and prediction on the full graph, layer by layer, without sampling.
+        eval_loader_kwargs: Options that the evaluation loaders and their sampler override, such as ``num_neighbors``.
         **options: :class:`~lightning_gnn.datamodules.SamplingOptions` (such as ``disjoint``, ``time_attr``,
             ``weight_attr`` or ``sampler="labor"``), :class:`~lightning_gnn.datamodules.StorageOptions` (such as
             ``memory="8GB"``), and further arguments of :class:`~lightning_gnn.loading.NodeLoader`, such as
-            ``shuffle=False``. What PyG takes to tune its processes changes nothing:
+            ``shuffle=False``. PyG's options for worker processes are accepted without effect:
             :data:`~lightning_gnn.loading.options.WITHOUT_EFFECT`.
 
     Raises:
-        TypeError, ValueError: The graph is not PyG's, seeds do not fit it, the training split is empty, features
-            hold NaN, or an option is unknown or has a value that cannot work.
+        TypeError, ValueError: ``data`` is not a PyG graph, seeds do not match it, the training split is empty, features
+            contain NaN, or an option is unknown or invalid.
 
     Examples:
         >>> import torch
@@ -65,7 +65,7 @@ class NeighborDataModule(MiniBatchDataModule):
         >>> batch = next(iter(datamodule.train_dataloader()))
         >>> batch.n_id, batch.y[: batch.batch_size]
         (tensor([4, 1, 3, 0]), tensor([0, 1]))
-        >>> batch.edge_index  # as in PyG: from the neighbors to the seeds, by their places in the mini-batch
+        >>> batch.edge_index  # as in PyG: from neighbors to seeds, in local ids
         tensor([[2, 3],
                 [0, 1]])
     """
@@ -93,7 +93,7 @@ class NeighborDataModule(MiniBatchDataModule):
     ) -> None:
         keywords = {"num_workers": num_workers, **options}
         super().__init__(seed, batch_size, num_neighbors, inference, eval_loader_kwargs, keywords)
-        self._take_graph(data, node_sampler)
+        self._set_graph(data, node_sampler)
         given = (input_train_nodes, input_val_nodes, input_test_nodes, input_pred_nodes)
         times = (input_train_time, input_val_time, input_test_time, input_pred_time)
         self._nodes: dict[str, Any] = {}
@@ -101,29 +101,29 @@ class NeighborDataModule(MiniBatchDataModule):
         self._times: dict[str, Tensor | None] = {}
         for stage, nodes, time in zip(LOADER_IDS, given, times, strict=True):
             name = f"input_{stage.removesuffix('ict')}_nodes"
-            chosen: NodeType | None = None
+            node_type: NodeType | None = None
             if isinstance(data, HeteroData):
-                name, chosen, nodes = _typed_seeds(data, nodes, name, stage)
+                name, node_type, nodes = _resolve_seeds(data, nodes, name, stage)
             elif nodes is None:
                 name, nodes = seeds_in(data, stage)
-            part = data if chosen is None else data[chosen]
-            self._types[stage] = chosen
+            part = data if node_type is None else data[node_type]
+            self._types[stage] = node_type
             self._nodes[stage] = None if nodes is None else check_nodes(nodes, part.num_nodes, name)
             if nodes is None and stage in ("val", "test"):
-                setattr(self, f"{stage}_dataloader", None)  # Lightning then skips the stage
+                setattr(self, f"{stage}_dataloader", None)  # makes Lightning skip the stage
             if self.storage_options.check_features and nodes is not None and stage != "predict":
                 check_labels(part, self._nodes[stage], name)
             self._times[stage] = None
             if time is not None:
                 missing = self._nodes[stage] is None and stage != "predict"
-                self._times[stage] = self._checked_times(stage, time, None if missing else self._count(stage), "seeds")
+                self._times[stage] = self._validate_times(stage, time, None if missing else self._count(stage), "seeds")
         if self._nodes["train"] is not None and not self._count("train"):
             raise ValueError("the training split is empty; give input_train_nodes or a train_mask with true entries")
 
     def train_dataloader(self) -> Loader:
         """Return shuffled mini-batches of the training nodes."""
         if self._nodes["train"] is None:
-            raise ValueError("there are no training nodes; give input_train_nodes or a data.train_mask")
+            raise ValueError("training requires input_train_nodes or a data.train_mask")
         return super().train_dataloader()
 
     def large_arrays(self) -> dict[str, object]:
@@ -131,16 +131,16 @@ class NeighborDataModule(MiniBatchDataModule):
         return {**super().large_arrays(), **{f"{stage} nodes": nodes for stage, nodes in self._nodes.items()}}
 
     def _seeds(self, stage: str) -> InputNodes:
-        """Return the seeds of a stage as PyG's loaders take them."""
-        nodes, chosen = self._nodes[stage], self._types[stage]
+        """Return the seeds of a stage as input for PyG's loaders."""
+        nodes, node_type = self._nodes[stage], self._types[stage]
         if stage == "predict" and nodes is None:
-            chosen = self._types["train"]  # all nodes of the type that is trained
-        if chosen is None and isinstance(self.data, HeteroData):
-            raise ValueError(f"there are no nodes for {stage}ing; give input_{stage.removesuffix('ict')}_nodes")
-        return nodes if chosen is None else (chosen, nodes)
+            node_type = self._types["train"]  # predict all nodes of the training type
+        if node_type is None and isinstance(self.data, HeteroData):
+            raise ValueError(f"the {stage} stage requires input_{stage.removesuffix('ict')}_nodes")
+        return nodes if node_type is None else (node_type, nodes)
 
     def _inputs(self, stage: str) -> dict[str, Any]:
-        """Return the seeds of a stage, and their times if they were given, as our loaders take them."""
+        """Return the seeds of a stage, and their times if given, as loader arguments."""
         times = self._times[stage]
         return {"input_nodes": self._seeds(stage), **({} if times is None else {"input_time": times})}
 
@@ -159,42 +159,43 @@ class NeighborDataModule(MiniBatchDataModule):
         return NodeLoader(data, sampler, **self._inputs(stage), **arguments)
 
     def _full_loader(self, stage: str) -> DataLoader[FullBatch]:
-        """Return the batch that all stages share: it holds a mask of each split, and the nodes to predict, in order."""
+        """Return a loader of the full graph; all stages share one batch with split masks and ``pred_nodes``."""
         self.check_count(stage, self._count(stage))
         if isinstance(self.data, HeteroData):
-            kind, nodes = self._seeds(stage)
+            node_type, nodes = self._seeds(stage)
             if stage == "predict":
-                return self.full_loader(stage, kind, **({} if nodes is None else {"pred_nodes": as_ids(nodes)}))
-            return self.full_loader(stage, kind, **{f"{stage}_mask": mask_of(nodes, self.data[kind].num_nodes)})
-        chosen = {
+                return self.full_loader(stage, node_type, **({} if nodes is None else {"pred_nodes": as_ids(nodes)}))
+            mask = mask_of(nodes, self.data[node_type].num_nodes)
+            return self.full_loader(stage, node_type, **{f"{stage}_mask": mask})
+        seeds = {
             f"{name}_mask": mask_of(self._nodes[name], self.data.num_nodes)
             for name in ("val", "test")
             if self._nodes[name] is not None
         }
         if (nodes := self._nodes["predict"]) is not None:
-            chosen["pred_nodes"] = as_ids(nodes)
-        return self.full_loader("nodes", **chosen)
+            seeds["pred_nodes"] = as_ids(nodes)
+        return self.full_loader("nodes", **seeds)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.data}, num_neighbors={self.num_neighbors}, {self.loader_kwargs})"
 
 
-def _typed_seeds(data: HeteroData, given: Any, name: str, stage: str) -> tuple[str, NodeType | None, Any]:
-    """Return a name for messages, the type of the seeds, and which nodes of it, of a graph with several types."""
+def _resolve_seeds(data: HeteroData, given: Any, name: str, stage: str) -> tuple[str, NodeType | None, Any]:
+    """Return a name for error messages, the node type, and the seeds of a stage in a heterogeneous graph."""
     if given is None:
-        found = {store._key: seeds_in(store, stage) for store in data.node_stores}
-        found = {key: chosen for key, chosen in found.items() if chosen[1] is not None}
-        if len(found) > 1:
-            raise ValueError(f"several types have seeds for this: {', '.join(found)}; give {name}=(type, nodes)")
-        for key, (attribute, nodes) in found.items():
+        inferred = {store._key: seeds_in(store, stage) for store in data.node_stores}
+        inferred = {key: seeds for key, seeds in inferred.items() if seeds[1] is not None}
+        if len(inferred) > 1:
+            raise ValueError(f"several node types have {stage} seeds: {', '.join(inferred)}; give {name}=(type, nodes)")
+        for key, (attribute, nodes) in inferred.items():
             return attribute.replace("data.", f"data[{key!r}]."), key, nodes
         return name, None, None
     node_type, nodes = (given, None) if isinstance(given, str) else (given if _is_pair(given) else (None, given))
     if node_type not in data.node_types:
-        wanted = f"{name}=(type, nodes), with a type out of {', '.join(data.node_types)}"
+        expected = f"{name}=(type, nodes), with a type out of {', '.join(data.node_types)}"
         if node_type is None:
-            raise TypeError(f"seeds of a graph with several types need theirs: give {wanted}")
-        raise ValueError(f"there is no node type {node_type!r}: give {wanted}")
+            raise TypeError(f"a heterogeneous graph requires {expected}")
+        raise ValueError(f"no such node type: {node_type!r}; use {expected}")
     return name, node_type, torch.arange(data[node_type].num_nodes) if nodes is None else nodes
 
 
@@ -203,7 +204,7 @@ def _is_pair(given: object) -> bool:
 
 
 def seeds_in(data: Any, stage: str) -> tuple[str, Any]:
-    """Return the attribute that PyG's ``infer_input_nodes`` would take, with its name; None where there is none."""
+    """Return the name and value of the attribute that PyG's ``infer_input_nodes`` would select, or ``("", None)``."""
     for prefix in {"val": ("val", "valid"), "predict": ("pred",)}.get(stage, (stage,)):
         for suffix in ("mask", "idx", "index"):
             if data.get(name := f"{prefix}_{suffix}") is not None:
@@ -212,5 +213,5 @@ def seeds_in(data: Any, stage: str) -> tuple[str, Any]:
 
 
 def as_ids(nodes: Tensor) -> Tensor:
-    """Return seeds as ids, int64 ``[n]``, of a mask those of its true entries."""
+    """Return seeds as ids, int64 ``[n]``; converts a bool mask."""
     return nodes.nonzero().view(-1) if nodes.dtype == torch.bool else nodes

@@ -1,4 +1,4 @@
-"""The options that DataModules share, in groups: how neighbors are sampled, and where features lie."""
+"""Option groups of the DataModules: neighbor sampling, and feature storage."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from lightning_gnn.runtime.messages import true_or_false
 from lightning_gnn.sampling.neighbor import Fanouts
 
 
-class _Group:
-    """A group of options, taken out of a DataModule's keywords."""
+class _OptionGroup:
+    """Base class of option groups."""
 
     @classmethod
     def pop_from(cls, keywords: dict[str, Any]) -> Self:
-        """Return the options of this group, and remove them from the keywords."""
-        names = [one.name for one in fields(cls) if one.name in keywords]  # type: ignore[arg-type]
+        """Remove the options of this group from the keywords and return them."""
+        names = [option.name for option in fields(cls) if option.name in keywords]  # type: ignore[arg-type]
         return cls(**{name: keywords.pop(name) for name in names})
 
 
 @dataclass(frozen=True)
-class SamplingOptions(_Group):
-    """How a DataModule samples neighbors where no sampler is given, as :class:`~lightning_gnn.NeighborSampler`.
+class SamplingOptions(_OptionGroup):
+    """Options of the default sampler of a DataModule; see :class:`~lightning_gnn.NeighborSampler`.
 
     Args:
-        num_neighbors: In-edges to pick per node, one number per hop; -1 takes all. In a heterogeneous graph also a list
-            for each edge type.
-        replace, disjoint, subgraph_type, sampler: With replacement, one tree per seed, which edges, and LABOR.
-        time_attr, temporal_strategy, time_window: Attribute with times of nodes or edges, and how they are picked by.
-        weight_attr: Attribute with the weights of edges.
-        layer_dependency, batch_dependency: With LABOR, hops, or so many mini-batches, share variates.
-        exclude_seed_edges: In link prediction, take seed edges and their reverses out of the messages; a dict names
-            reverse edge types that are not called ``rev_…``.
+        num_neighbors: Fanout of each hop, in in-edges per node; -1 takes all. In a heterogeneous graph optionally a
+            dictionary with a list for each edge type.
+        replace, disjoint, subgraph_type: Sampling with replacement, a separate subgraph per seed, PyG's subgraph type.
+        time_attr, temporal_strategy, time_window: Attribute with node or edge times, and the rules for picking by time.
+        weight_attr: Attribute with edge weights.
+        sampler, layer_dependency, batch_dependency: ``"labor"`` for LABOR sampling, which can share random variates
+            across hops, or across this number of mini-batches.
+        exclude_seed_edges: For link prediction, exclude seed edges and their reverses from message passing; a
+            dictionary maps edge types to reverse types that are not named ``rev_…``.
     """
 
     num_neighbors: Fanouts | None = None
@@ -59,30 +60,29 @@ class SamplingOptions(_Group):
         true_or_false(self.disjoint, "disjoint")
 
     def given(self) -> dict[str, Any]:
-        """Return the options that ask for something."""
+        """Return the options that are set, i.e. neither None nor False."""
         return {name: value for name, value in vars(self).items() if value is not None and value is not False}
 
 
 @dataclass(frozen=True)
-class StorageOptions(_Group):
-    """Where the features of a DataModule lie.
+class StorageOptions(_OptionGroup):
+    """Options for storing and reading the features of a DataModule.
 
     Args:
-        check_features: Look for NaN and infinity first: in ``x``, ``edge_attr`` and ``edge_weight``, unless they are
-            memory-mapped and of more than a gigabyte, and in ``y`` of the seeds.
-        feature_dtype: Keep ``x`` in this dtype, ``"bfloat16"`` (or float16) for half of the memory, and of the time to
-            read it; batches have it too, best with ``Trainer(precision="bf16-mixed")``.
-        share_memory: On several devices, let the ranks of one machine use one copy of graph and features: pages are
-            copied only where a rank writes to them.
-        memory: Leave ``x`` on disk and read it past the page cache, with so much memory (``"8GB"``) in each process for
-            rows that will be used soonest, mini-batches that were sampled ahead, and those that are ready.
-        lookahead: With ``memory``, how many mini-batches are sampled ahead of the one that is read, or bytes of them
+        check_features: Check for NaN and infinity at construction: in ``x``, ``edge_attr`` and ``edge_weight`` (except
+            memory-mapped ones above one gigabyte), and in ``y`` of the seeds.
+        feature_dtype: Store ``x`` in this dtype; ``"bfloat16"`` or ``"float16"`` halves memory and bandwidth. Batches
+            have this dtype too, so combine it with ``Trainer(precision="bf16-mixed")``.
+        share_memory: Let all ranks of a machine share one copy of graph and features (copy-on-write).
+        memory: Read ``x`` from disk with direct I/O, using this amount of memory per process (such as ``"8GB"``) for
+            cached rows, mini-batches sampled ahead, and ready mini-batches.
+        lookahead: With ``memory``, the number of mini-batches to sample ahead of reading, or their bytes
             (``"500MB"``); by default an eighth of the memory.
-        store: With ``memory``, the ``.npy`` file to read; in a heterogeneous graph one for each type that is to be read
-            so. By default those that ``x`` is memory-mapped from.
+        store: With ``memory``, the ``.npy`` file to read, or a dictionary of files by node type. By default the files
+            that ``x`` is memory-mapped from.
 
     Raises:
-        ValueError: Options that exclude each other.
+        ValueError: Two options exclude each other.
     """
 
     check_features: bool = True
@@ -98,16 +98,16 @@ class StorageOptions(_Group):
         if self.memory is None:
             for name in ("lookahead", "store"):
                 if getattr(self, name):
-                    raise ValueError(f"{name} is for features that stay on disk: give memory= too, such as '8GB'")
+                    raise ValueError(f"{name} requires features on disk: set memory= too, such as '8GB'")
         elif self.feature_dtype is not None:
             raise ValueError(
-                "feature_dtype makes a table in memory, so it does not go with memory=, which leaves features on disk; "
-                "FeatureTable(x, dtype=…).save(path) makes a smaller file"
+                "feature_dtype converts features in memory, so it cannot be combined with memory=, which reads them "
+                "from disk; use FeatureTable(x, dtype=…).save(path) to write a smaller file"
             )
 
 
 class DataModuleOptions(LoaderOptions, total=False):
-    """The keywords of both groups and of the loaders, for tools that read signatures."""
+    """Keywords of both groups and of the loaders, declared for tools that read signatures."""
 
     replace: bool
     disjoint: bool

@@ -1,6 +1,6 @@
-"""What lets a resumed run go on as if it had not been stopped: random streams, logged values, gradients, loops.
+"""Exact resuming: checkpoints of random state, logged values, accumulated gradients and loop position.
 
-Lightning keeps these out of its checkpoints.
+Lightning does not include these in its checkpoints.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ _BY_RANK = ("rng", "logged", "gradients", "order_state")
 
 
 class ResumableDataModule(pl.LightningDataModule):
-    """Adds to checkpoints what Lightning leaves out, and restores it.
+    """Saves and restores state that Lightning's checkpoints lack.
 
-    That is: random streams, results logged so far in the epoch, accumulated gradients, whether the run was about to
-    stop, and what was left to do for the last batch, such as a validation or plateau schedules.
+    This includes random states, results logged so far in the epoch, accumulated gradients, ``should_stop``, and pending
+    work of the last batch, such as a validation or plateau schedulers.
     """
 
     _resumed: dict[str, Any] | None = None
     _order_state: torch.Tensor | None = None
-    _after_order: torch.Tensor | None = None
-    _draws_again = False
-    _begun: int | None = None
+    _state_after_order: torch.Tensor | None = None
+    _has_order_state = False
+    _resumed_at: int | None = None
 
     share_memory = True
-    """Whether the ranks of one machine use one copy of :meth:`large_arrays`."""
+    """Whether the ranks of one machine share one copy of :meth:`large_arrays`."""
 
     def setup(self, stage: str) -> None:
-        """Let the trainer convert batches to its precision and write files that a crash cannot damage; share memory."""
-        self._begun = None
+        """Enable atomic checkpoints and precision conversion of batches; share :meth:`large_arrays` across ranks."""
+        self._resumed_at = None
         if self.trainer is not None:
             use_safe_files(self.trainer)
             convert_batches(self.trainer)
-        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if self.share_memory and grouped and self._world_size > 1:
+        has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self.share_memory and has_group and self._world_size > 1:
             share_equal_arrays(self.large_arrays())
 
     def large_arrays(self) -> dict[str, object]:
-        """Return what takes memory, by name, for :func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`."""
+        """Return large arrays by name, for :func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside Lightning's own state; all ranks must call it, as Lightning does."""
+        """Return the state needed to resume in addition to Lightning's. Collective: every rank must call this."""
         trainer = self.trainer if self.trainer is not None and self.trainer.state.fn == "fit" else None
         mine: list[Any] = [random_state()]
         if trainer is not None:
@@ -68,33 +68,33 @@ class ResumableDataModule(pl.LightningDataModule):
         state: dict[str, Any] = {
             name: list(values) for name, values in zip(_BY_RANK, zip(*by_rank, strict=True), strict=False)
         }
-        return state if trainer is None else {**state, "position": _position(trainer)}
+        return state if trainer is None else {**state, "position": _read_position(trainer)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of the interrupted run once training goes on."""
+        """Store the state of the interrupted run, which is restored when training starts."""
         self._resumed = state_dict
         if self.trainer is not None and self.trainer.state.fn == "fit":
-            self.trainer.callbacks.append(_GoOn(self))  # type: ignore[attr-defined]
+            self.trainer.callbacks.append(_ResumeCallback(self))  # type: ignore[attr-defined]
 
     def restore_random_state(self) -> None:
-        """Go on with the random streams of the interrupted run, the first time that this is called."""
+        """Restore the random state of the interrupted run at the first call."""
         state, self._resumed = self._resumed, None
         if state is not None:
-            set_random_state(_of_rank(state.get("rng"), self._rank))
-            self._order_state = _of_rank(state.get("order_state"), self._rank)
-            self._draws_again = True
+            set_random_state(_select_rank(state.get("rng"), self._rank))
+            self._order_state = _select_rank(state.get("order_state"), self._rank)
+            self._has_order_state = True
 
-    def draw_order(self, first: int) -> None:
-        """Prepare torch's generator for the order of an epoch, which is drawn next."""
-        if self._draws_again and first and self._order_state is not None:
-            self._after_order = torch.get_rng_state()
+    def set_order_state(self, first: int) -> None:
+        """Set torch's generator just before the order of an epoch is drawn, to repeat the order of a resumed epoch."""
+        if self._has_order_state and first and self._order_state is not None:
+            self._state_after_order = torch.get_rng_state()
             torch.set_rng_state(self._order_state)
-        self._draws_again = False
+        self._has_order_state = False
         self._order_state = torch.get_rng_state()
 
-    def order_drawn(self) -> None:
-        """Go on with what torch's generator was before."""
-        state, self._after_order = self._after_order, None
+    def restore_after_order(self) -> None:
+        """Restore torch's generator after the order has been drawn."""
+        state, self._state_after_order = self._state_after_order, None
         if state is not None:
             torch.set_rng_state(state)
 
@@ -110,18 +110,18 @@ class ResumableDataModule(pl.LightningDataModule):
 def logged_state(trainer: pl.Trainer) -> dict[str, Any]:
     """Return this rank's logged values and the states of the module's torchmetrics."""
     epochs: Any = trainer.fit_loop.epoch_progress.total
-    ended = epochs.started == epochs.processed
-    results = [] if ended else [_saved(key, metric) for key, metric in trainer.fit_loop.epoch_loop._results.items()]
-    # What Lightning is about to reset: at the end of an epoch, or for a validation that will begin again.
+    at_end = epochs.started == epochs.processed
+    results = [] if at_end else [_save(key, metric) for key, metric in trainer.fit_loop.epoch_loop._results.items()]
+    # Exclude what Lightning is about to reset: at the end of an epoch, or for a validation that will be repeated.
     logged = trainer.fit_loop.epoch_loop.val_loop._results if trainer.validating else {}
-    logged = {**logged, **(trainer.fit_loop.epoch_loop._results if ended else {})}
-    left_out = {metric.meta.metric_attribute for metric in logged.values()}
+    logged = {**logged, **(trainer.fit_loop.epoch_loop._results if at_end else {})}
+    excluded = {metric.meta.metric_attribute for metric in logged.values()}
     return {
         "results": [saved for saved in results if saved is not None],
         "metrics": {
             name: (metric._update_count, state)
             for name, metric in _metrics(trainer.lightning_module)
-            if (state := _metric_state(metric)) is not None and name not in left_out
+            if (state := _metric_state(metric)) is not None and name not in excluded
         },
         "callback_metrics": {
             name: value.detach().cpu().clone()
@@ -132,7 +132,7 @@ def logged_state(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def load_logged(trainer: pl.Trainer, state: dict[str, Any] | None, mid_epoch: bool) -> None:
-    """Go on with what was logged."""
+    """Restore logged values and torchmetrics states from :func:`logged_state`."""
     if state is None:
         return
     module, connector = trainer.lightning_module, trainer._logger_connector
@@ -141,7 +141,7 @@ def load_logged(trainer: pl.Trainer, state: dict[str, Any] | None, mid_epoch: bo
         if name in metrics:
             metric = metrics[name]
             for key, value in values.items():
-                setattr(metric, key, _to(value, metric.device))
+                setattr(metric, key, _copy_to(value, metric.device))
             metric._update_count, metric._computed = count, None
     for saved in state["results"]:
         meta = _Metadata(reduce_fx=saved["reduce_fx"], **{name: saved[name] for name in _FIELDS})
@@ -154,15 +154,15 @@ def load_logged(trainer: pl.Trainer, state: dict[str, Any] | None, mid_epoch: bo
             metric.value = metrics[meta.metric_attribute]
         else:
             for key, value in saved["states"].items():
-                setattr(metric, key, _to(value, module.device))
+                setattr(metric, key, _copy_to(value, module.device))
         metric._update_count = saved["count"]
         trainer.fit_loop.epoch_loop._results[saved["key"]] = metric
     connector._callback_metrics.update(state["callback_metrics"])
     if mid_epoch:
-        connector._first_loop_iter = True  # else the first batch would reset what earlier ones logged
+        connector._first_loop_iter = True  # else the first batch would reset logged values
 
 
-def _saved(key: str, metric: _ResultMetric) -> dict[str, Any] | None:
+def _save(key: str, metric: _ResultMetric) -> dict[str, Any] | None:
     meta = metric.meta
     reduction = next((name for name in _REDUCTIONS if getattr(meta, f"is_{name}_reduction")), None)
     if metric.has_reset or not (metric.is_tensor or meta.metric_attribute):
@@ -173,7 +173,7 @@ def _saved(key: str, metric: _ResultMetric) -> dict[str, Any] | None:
         "reduce_fx": reduction,
         "sync": (meta.sync.should, meta.sync.rank_zero_only),
         "count": metric._update_count,
-        "states": {name: _to(getattr(metric, name), "cpu") for name in names} if metric.is_tensor else None,
+        "states": {name: _copy_to(getattr(metric, name), "cpu") for name in names} if metric.is_tensor else None,
         **{name: getattr(meta, name) for name in _FIELDS},
     }
 
@@ -181,30 +181,30 @@ def _saved(key: str, metric: _ResultMetric) -> dict[str, Any] | None:
 def _metrics(module: pl.LightningModule) -> Iterator[tuple[str, Metric]]:
     for child in module.modules():
         if isinstance(child, MetricCollection):
-            child.values()  # metrics of one compute group share the state of one of them from here on
+            child.values()  # makes the metrics of a compute group share one state
     for name, child in module.named_modules():
         if isinstance(child, Metric):
             yield name, child
 
 
 def _metric_state(metric: Metric) -> dict[str, Any] | None:
-    """Return the states of a metric, None if they are not made of tensors."""
+    """Return the states of a metric, or None if they contain anything other than tensors."""
     values = {name: getattr(metric, name) for name in metric._defaults}
     flat = [item for value in values.values() for item in (value if isinstance(value, list) else [value])]
     if not all(isinstance(item, Tensor) for item in flat):
         return None
-    return {name: _to(value, "cpu") for name, value in values.items()}
+    return {name: _copy_to(value, "cpu") for name, value in values.items()}
 
 
-def _to(value: Any, device: torch.device | str) -> Any:
-    """Copy a tensor, or each of a list."""
+def _copy_to(value: Any, device: torch.device | str) -> Any:
+    """Copy a tensor or a list of tensors to a device."""
     if isinstance(value, list):
-        return [_to(item, device) for item in value]
+        return [_copy_to(item, device) for item in value]
     return value.detach().to(device, copy=True)
 
 
-class _GoOn(pl.Callback):
-    """Puts Lightning's loops where the interrupted run stood."""
+class _ResumeCallback(pl.Callback):
+    """Moves Lightning's loops to the position of the interrupted run."""
 
     def __init__(self, datamodule: ResumableDataModule) -> None:
         self.datamodule = datamodule
@@ -214,13 +214,13 @@ class _GoOn(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Rewrite the counters that Lightning would misread."""
+        """Rewrite progress counters that Lightning would misinterpret."""
         position = self.state.get("position")
         if position is None:
             return
         fit = checkpoint["loops"]["fit_loop"]
         epochs, batches = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
-        if epochs["total"]["started"] == epochs["total"]["processed"]:  # the epoch was over, or had not begun
+        if epochs["total"]["started"] == epochs["total"]["processed"]:  # between two epochs
             for counts in (epochs["total"], epochs["current"]):
                 counts["ready"] = counts["completed"] = counts["processed"]
             return
@@ -228,44 +228,44 @@ class _GoOn(pl.Callback):
             return
         for counts in (batches["total"], batches["current"]):
             counts["completed"] = counts["processed"]
-        if position["validation_due"]:  # as if it had been stopped within its first batch
-            begun = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
-            fit["epoch_loop.val_loop.batch_progress"].update(total=dict(begun), current=dict(begun))
+        if position["validation_due"]:  # as if interrupted in the first validation batch
+            progress = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+            fit["epoch_loop.val_loop.batch_progress"].update(total=dict(progress), current=dict(progress))
         else:
             fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put back the rest, before anything of the resumed run happens."""
+        """Restore logged values, gradients, loop position and random state before training starts."""
         state, self.state = self.state, {}
         rank = self.datamodule._rank
         if (position := state.get("position")) is not None:
-            load_logged(trainer, _of_rank(state["logged"], rank), position["mid_epoch"])
-            gradients = _of_rank(state["gradients"], rank) or {}
+            load_logged(trainer, _select_rank(state["logged"], rank), position["mid_epoch"])
+            gradients = _select_rank(state["gradients"], rank) or {}
             for name, parameter in pl_module.named_parameters():
                 if name in gradients:
                     parameter.grad = gradients[name].to(parameter.device)
             trainer.should_stop = position["should_stop"]
             if position["mid_epoch"] and position["in_batch_start"]:
                 self.batches_that_stepped = position["batches_that_stepped"]
-            self._take_position(trainer.fit_loop, **position)
+            self._restore_position(trainer.fit_loop, **position)
         self.datamodule.restore_random_state()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: object) -> None:
-        """The first batch is here, and so is the order."""
-        self.datamodule.order_drawn()
-        if self.batches_that_stepped is not None:  # Lightning has counted the batch before once more
+        """Restore torch's generator, since the first batch implies that the order has been drawn."""
+        self.datamodule.restore_after_order()
+        if self.batches_that_stepped is not None:  # Lightning has counted the previous batch twice
             trainer.fit_loop.epoch_loop._batches_that_stepped = self.batches_that_stepped
             self.batches_that_stepped = None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go on as usual also where nothing was left of the first epoch's batches."""
+        """End the resumed state of the loop even if the first epoch had no batches left."""
         trainer.fit_loop.epoch_loop.on_iteration_done()
 
-    def _take_position(
+    def _restore_position(
         self, loop: Any, mid_epoch: bool, in_batch_end: bool, in_epoch_end: bool, validation_due: bool, **more: Any
     ) -> None:
         epoch_loop = loop.epoch_loop
-        loop._restarting = False  # it says to leave out plateau schedules, for want of metrics; but here they are
+        loop._restarting = False  # it would skip plateau schedulers for lack of metrics, which are restored here
         if not mid_epoch:
             epoch_loop.restarting = False
             for restarted in (epoch_loop, epoch_loop.val_loop):
@@ -273,12 +273,12 @@ class _GoOn(pl.Callback):
             if in_epoch_end:
                 epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         elif in_batch_end and not validation_due and epoch_loop.batch_progress.is_last_batch:
-            epoch_loop.val_loop._has_run = True  # nothing is left but the end of the epoch
+            epoch_loop.val_loop._has_run = True  # only the end of the epoch is left
             epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
 
 
-def _position(trainer: pl.Trainer) -> dict[str, Any]:
-    """Say where in Lightning's loops we are, as far as their counters do not tell."""
+def _read_position(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the position in Lightning's loops that their own counters do not determine."""
     loop = trainer.fit_loop
     epochs: Any = loop.epoch_progress.total
     batches: Any = loop.epoch_loop.batch_progress.total
@@ -301,7 +301,7 @@ def _position(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _gradients(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what was accumulated for the next step of the optimizer."""
+    """Return the gradients accumulated for the next optimizer step."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     batches: Any = progress.current
     done = batches.processed
@@ -313,5 +313,5 @@ def _gradients(trainer: pl.Trainer) -> dict[str, Any]:
     return {name: value.grad.detach().cpu() for name, value in parameters if value.grad is not None}
 
 
-def _of_rank(by_rank: list[Any] | None, rank: int) -> Any:
+def _select_rank(by_rank: list[Any] | None, rank: int) -> Any:
     return by_rank[rank] if by_rank is not None and rank < len(by_rank) else None

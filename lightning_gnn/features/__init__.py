@@ -1,10 +1,10 @@
-"""Features: one row per node, in memory, on a device, dealt out, or on disk.
+"""Node features: one row per node, in host memory, on a device, sharded across devices, or on disk.
 
-Reading order: ``table.py``, ``hot_cache.py`` (what a device keeps of it), ``memory_pool.py``, ``arrays.py`` (``.npy``
-files), ``disk_features.py`` by ``disk_cache.py`` (which rows stay in memory) and ``disk_reads.py``.
+Reading order: ``table.py``, ``hot_cache.py`` (rows cached on a device), ``memory_pool.py``, ``arrays.py`` (``.npy``
+files), ``disk_features.py`` with ``disk_cache.py`` (eviction) and ``disk_reads.py`` (direct I/O).
 """
 
-from lightning_gnn.runtime import kernels  # noqa: F401  finds a folder for what numba compiles
+from lightning_gnn.runtime import kernels  # noqa: F401  sets Numba's cache folder
 
 # isort: split
 from lightning_gnn.features.disk_features import DiskFeatures

@@ -1,6 +1,6 @@
-"""Which rows of a file stay in memory: those that will be used soonest, as far as the coming reads are known.
+"""Eviction policy of the disk cache: Belady's rule over a window of announced reads.
 
-Belady's rule, over a window of announced reads; other rows come after these, those used least recently go first.
+Rows that no announced read needs are evicted first (least recently used), then those whose next read is furthest away.
 """
 
 from dataclasses import dataclass, field
@@ -10,209 +10,208 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-NEVER = 2**31 - 1  # the number of no read: a row that the window does not name
+NEVER = 2**31 - 1  # next read of a row that no announced read needs
 _FIRST_WINDOW = 1 << 10
 _Ints = npt.NDArray[np.int32]
 _njit = numba.njit(nogil=True, cache=True)
 
 
 class _Slots(NamedTuple):
-    """The slots of a cache, in a doubly linked list for each coming read."""
+    """Cache slots, grouped by their next read: one doubly linked list per announced read, and one for ``NEVER``."""
 
-    slot: _Ints  # of each row, or -1
-    row_of: _Ints  # of each slot, or -1
-    links: _Ints  # slots before and after each in its list, or -1, [2, num_slots]
+    slot: _Ints  # slot of each row, or -1
+    row_of: _Ints  # row in each slot, or -1
+    links: _Ints  # previous and next slot of each slot in its list, or -1, [2, num_slots]
     ends: _Ints  # first and last slot of each list, or -1, [2, lists]
-    counts: npt.NDArray[np.int64]  # slots taken; slots in the list of NEVER
+    counts: npt.NDArray[np.int64]  # number of used slots; number of slots in the list of NEVER
 
 
 def location_bytes(num_rows: int, most_reads: int) -> int:
-    """Return what a :class:`BeladyCache` takes beside its slots, in bytes, while little is announced."""
+    """Return the bytes of a :class:`BeladyCache` without its slots and with the smallest window."""
     return 12 * num_rows + 8 * (most_reads + 2) + 8 * _FIRST_WINDOW + 16
 
 
 @dataclass
 class BeladyCache:
-    """Which row is in which slot of a cache, and when it is read next."""
+    """Maps rows of a file to cache slots and tracks the next announced read of each row."""
 
     num_rows: int  # rows of the file
-    num_slots: int  # rows that the cache has room for
-    most_reads: int  # reads that may be announced at once
+    num_slots: int  # capacity of the cache, in rows
+    most_reads: int  # maximum number of announced reads
     slot: _Ints = field(init=False)  # slot of each row, or -1, int32 [num_rows]
-    next_read: _Ints = field(init=False)
-    """Number of the announced read that is next to need each row, or ``NEVER``, int32 ``[num_rows]``."""
-    _last: _Ints = field(init=False)
-    _starts: list[tuple[int, int]] = field(init=False, default_factory=list)
-    """Of each announced read, where its rows begin in the window, and how many they are."""
+    next_read: _Ints = field(init=False)  # number of each row's first announced read, or NEVER, int32 [num_rows]
+    _last_position: _Ints = field(init=False)  # last window position of each row, or -1
+    _window_ranges: list[tuple[int, int]] = field(init=False, default_factory=list)  # (start, length) of each read
 
     def __post_init__(self) -> None:
         self.slot = np.full(self.num_rows, -1, np.int32)
         self.next_read = np.full(self.num_rows, NEVER, np.int32)
-        self._last = np.full(self.num_rows, -1, np.int32)
-        self._row_of = np.full(self.num_slots, -1, np.int32)
+        self._last_position = np.full(self.num_rows, -1, np.int32)
+        self._row_in_slot = np.full(self.num_slots, -1, np.int32)
         self._links = np.full((2, self.num_slots), -1, np.int32)
-        self._lists = self.most_reads + 2  # one for each coming read, by its number modulo; the last is that of NEVER
+        self._lists = self.most_reads + 2  # one per announced read, by its number modulo, and one for NEVER
         self._ends = np.full((2, self._lists), -1, np.int32)
         self._stamp = np.zeros(self.num_slots, np.int32)
-        self._counts = np.array([0, 0], np.int64)  # slots taken; slots in the list of NEVER
-        self._ring = np.full((2, _FIRST_WINDOW), -1, np.int32)
-        self._front = 0  # number of the next read
+        self._counts = np.array([0, 0], np.int64)
+        # Ring buffer of the rows of all announced reads, each with the number of the following read of the same row.
+        self._window = np.full((2, _FIRST_WINDOW), -1, np.int32)
+        self._first = 0  # number of the first announced read
         self._round = 0
 
     @property
     def announced(self) -> int:
-        """Reads that are known."""
-        return len(self._starts)
+        """Number of announced reads."""
+        return len(self._window_ranges)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are taken, the window with them."""
+        """Bytes of all arrays, including the window."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
 
     def announce(self, rows: npt.NDArray[Any]) -> None:
-        """Add a read of some rows, integers ``[n]`` within range, after those known; a row may be named twice."""
-        if len(self._starts) >= self.most_reads:
-            raise ValueError(f"{self.most_reads} reads are announced already, which is all that there is room for")
-        start = sum(self._starts[-1]) if self._starts else 0
-        used = start - self._starts[0][0] if self._starts else 0
-        if used + rows.size > self._ring.shape[1]:
+        """Append a read of rows to the window: integers ``[n]`` within range, duplicates allowed."""
+        if len(self._window_ranges) >= self.most_reads:
+            raise ValueError(f"{self.most_reads} reads are already announced, which is the maximum")
+        start = sum(self._window_ranges[-1]) if self._window_ranges else 0
+        used = start - self._window_ranges[0][0] if self._window_ranges else 0
+        if used + rows.size > self._window.shape[1]:
             self._grow(used + rows.size)
-            start = sum(self._starts[-1]) if self._starts else 0
-        number = self._front + len(self._starts)
-        count = _announce(rows, number, start, self._ring, self._last, self.next_read, self._state)
-        self._starts.append((start, count))
+            start = sum(self._window_ranges[-1]) if self._window_ranges else 0
+        number = self._first + len(self._window_ranges)
+        count = _announce(rows, number, start, self._window, self._last_position, self.next_read, self._state)
+        self._window_ranges.append((start, count))
 
     def advance(self) -> None:
-        """Begin with the first read that was announced: what it needs is from now on needed for the next one."""
-        start, count = self._starts.pop(0)
-        _advance(start, count, self._ring, self.next_read, self._state)
-        self._front += 1
+        """Remove the first announced read from the window; its rows move on to their following read."""
+        start, count = self._window_ranges.pop(0)
+        _advance(start, count, self._window, self.next_read, self._state)
+        self._first += 1
 
     def forget(self) -> None:
-        """Drop what was announced; the cache stays."""
-        while self._starts:
-            start, count = self._starts.pop()
-            _forget(start, count, self._ring, self.next_read, self._state)
+        """Remove all announced reads; cached rows stay."""
+        while self._window_ranges:
+            start, count = self._window_ranges.pop()
+            _cancel_read(start, count, self._window, self.next_read, self._state)
 
     def clear(self) -> None:
-        """Drop what is in the cache, too."""
+        """Remove all announced reads and all cached rows."""
         self.forget()
         self.slot.fill(-1)
-        self._row_of.fill(-1)
+        self._row_in_slot.fill(-1)
         self._links.fill(-1)
         self._ends.fill(-1)
         self._counts.fill(0)
 
     def keep(self, rows: npt.NDArray[np.int64]) -> int:
-        """Give slots to rows being read, int64 ``[n]``, each once, that are needed sooner; return a stamp."""
+        """Assign slots to those of the unique ``rows``, int64 ``[n]``, that are needed sooner; return a stamp."""
         self._round += 1
         order = np.argsort(self.next_read[rows], kind="stable")
-        _keep(rows[order], self._front, len(self._starts), self._round, self._stamp, self.next_read, self._state)
+        _assign_slots(rows[order], self._first, self.announced, self._round, self._stamp, self.next_read, self._state)
         return self._round
 
     @property
     def stamps(self) -> _Ints:
-        """The round in which each slot was given out, int32 ``[num_slots]``."""
+        """The stamp with which each slot was last assigned, int32 ``[num_slots]``."""
         return self._stamp
 
     @property
     def _state(self) -> _Slots:
-        return _Slots(self.slot, self._row_of, self._links, self._ends, self._counts)
+        return _Slots(self.slot, self._row_in_slot, self._links, self._ends, self._counts)
 
     def _grow(self, needed: int) -> None:
-        """Let the window have room for so many rows, and a quarter more, with those there are at its beginning."""
-        old, size = self._ring, self._ring.shape[1]
-        first = self._starts[0][0] if self._starts else 0
-        used = sum(self._starts[-1]) - first if self._starts else 0
-        self._ring = np.full((2, needed + needed // 4), -1, np.int32)
-        places = (first + np.arange(used)) % size
-        self._ring[:, :used] = old[:, places]
-        self._last[self._ring[0, :used]] = np.arange(used, dtype=np.int32)  # of a row named twice, the last one
-        self._starts = [(start - first, count) for start, count in self._starts]
+        """Enlarge the window to 1.25 ``needed`` rows and move its content to the beginning."""
+        old, size = self._window, self._window.shape[1]
+        first = self._window_ranges[0][0] if self._window_ranges else 0
+        used = sum(self._window_ranges[-1]) - first if self._window_ranges else 0
+        self._window = np.full((2, needed + needed // 4), -1, np.int32)
+        self._window[:, :used] = old[:, (first + np.arange(used)) % size]
+        # NumPy assigns in order, so a row that occurs twice gets its last position.
+        self._last_position[self._window[0, :used]] = np.arange(used, dtype=np.int32)
+        self._window_ranges = [(start - first, count) for start, count in self._window_ranges]
 
 
 @_njit
-def _unlink(slot: int, at: int, links: _Ints, ends: _Ints) -> None:
-    before, after = links[0, slot], links[1, slot]
-    if before >= 0:
-        links[1, before] = after
+def _remove_from_list(slot: int, list_index: int, links: _Ints, ends: _Ints) -> None:
+    previous, following = links[0, slot], links[1, slot]
+    if previous >= 0:
+        links[1, previous] = following
     else:
-        ends[0, at] = after
-    if after >= 0:
-        links[0, after] = before
+        ends[0, list_index] = following
+    if following >= 0:
+        links[0, following] = previous
     else:
-        ends[1, at] = before
+        ends[1, list_index] = previous
 
 
 @_njit
-def _append(slot: int, at: int, links: _Ints, ends: _Ints) -> None:
-    last = ends[1, at]
+def _append(slot: int, list_index: int, links: _Ints, ends: _Ints) -> None:
+    last = ends[1, list_index]
     links[0, slot], links[1, slot] = last, -1
     if last >= 0:
         links[1, last] = slot
     else:
-        ends[0, at] = slot
-    ends[1, at] = slot
+        ends[0, list_index] = slot
+    ends[1, list_index] = slot
 
 
 @_njit
-def _list_of(read: int, lists: int) -> int:
+def _list_index(read: int, lists: int) -> int:
     return lists - 1 if read == NEVER else read % (lists - 1)
 
 
 @_njit
-def _set_next(row: int, read: int, next_read: _Ints, state: _Slots) -> None:
-    before = next_read[row]
+def _set_next_read(row: int, read: int, next_read: _Ints, state: _Slots) -> None:
+    previous_read = next_read[row]
     next_read[row] = read
     slot = state.slot[row]
     if slot >= 0:
         lists = state.ends.shape[1]
-        _unlink(slot, _list_of(before, lists), state.links, state.ends)
-        _append(slot, _list_of(read, lists), state.links, state.ends)
-        state.counts[1] += (read == NEVER) - (before == NEVER)
+        _remove_from_list(slot, _list_index(previous_read, lists), state.links, state.ends)
+        _append(slot, _list_index(read, lists), state.links, state.ends)
+        state.counts[1] += (read == NEVER) - (previous_read == NEVER)
 
 
 @_njit
 def _announce(
-    rows: npt.NDArray[Any], number: int, start: int, ring: _Ints, last: _Ints, next_read: _Ints, state: _Slots
+    rows: npt.NDArray[Any], number: int, start: int, window: _Ints, last: _Ints, next_read: _Ints, state: _Slots
 ) -> int:
-    size, count = ring.shape[1], 0
+    size, count = window.shape[1], 0
     for row in rows:
-        before = last[row]
-        if before >= 0 and ring[0, before] == row:
-            if (before - start) % size < count:
-                continue  # named twice
-            ring[1, before] = number
+        earlier = last[row]
+        if earlier >= 0 and window[0, earlier] == row:
+            if (earlier - start) % size < count:
+                continue  # a duplicate within this read
+            window[1, earlier] = number
         else:
-            _set_next(row, number, next_read, state)
-        place = (start + count) % size
-        ring[0, place], ring[1, place] = row, NEVER
-        last[row] = place
+            _set_next_read(row, number, next_read, state)
+        position = (start + count) % size
+        window[0, position], window[1, position] = row, NEVER
+        last[row] = position
         count += 1
     return count
 
 
 @_njit
-def _advance(start: int, count: int, ring: _Ints, next_read: _Ints, state: _Slots) -> None:
-    for place in range(start, start + count):
-        at = place % ring.shape[1]
-        _set_next(ring[0, at], ring[1, at], next_read, state)
-        ring[0, at] = -1
+def _advance(start: int, count: int, window: _Ints, next_read: _Ints, state: _Slots) -> None:
+    for i in range(start, start + count):
+        position = i % window.shape[1]
+        _set_next_read(window[0, position], window[1, position], next_read, state)
+        window[0, position] = -1
 
 
 @_njit
-def _forget(start: int, count: int, ring: _Ints, next_read: _Ints, state: _Slots) -> None:
-    for place in range(start, start + count):
-        at = place % ring.shape[1]
-        if next_read[ring[0, at]] != NEVER:
-            _set_next(ring[0, at], NEVER, next_read, state)
-        ring[0, at] = -1
+def _cancel_read(start: int, count: int, window: _Ints, next_read: _Ints, state: _Slots) -> None:
+    for i in range(start, start + count):
+        position = i % window.shape[1]
+        if next_read[window[0, position]] != NEVER:
+            _set_next_read(window[0, position], NEVER, next_read, state)
+        window[0, position] = -1
 
 
 @_njit
-def _keep(
+def _assign_slots(
     rows: npt.NDArray[np.int64],
-    front: int,
+    first_number: int,
     announced: int,
     stamp: int,
     stamps: _Ints,
@@ -220,29 +219,30 @@ def _keep(
     state: _Slots,
 ) -> None:
     slot, row_of, links, ends, counts = state
-    lists, taken = ends.shape[1], counts[0]
-    idle = counts[1]  # those that get into the list of NEVER now are not to be driven out again
-    furthest = front + announced - 1
+    lists, used = ends.shape[1], counts[0]
+    idle = counts[1]  # counted once, so that rows added to the list of NEVER below are not evicted again
+    furthest = first_number + announced - 1
     for row in rows:
         read = next_read[row]
-        if taken < row_of.size:
-            place = taken
-            taken += 1
+        if used < row_of.size:
+            target = used
+            used += 1
         else:
-            at = lists - 1
+            # Evict a row without an announced read; failing that, one with the furthest read, if later than this row's.
+            evict_from = lists - 1
             if idle > 0:
                 idle -= 1
                 counts[1] -= 1
             else:
                 while furthest > read and ends[0, furthest % (lists - 1)] < 0:
                     furthest -= 1
-                if furthest <= read:  # of NEVER, always
+                if furthest <= read:  # always true for NEVER
                     break
-                at = furthest % (lists - 1)
-            place = ends[0, at]
-            _unlink(place, at, links, ends)
-            slot[row_of[place]] = -1
-        slot[row], row_of[place], stamps[place] = place, row, stamp
-        _append(place, _list_of(read, lists), links, ends)
+                evict_from = furthest % (lists - 1)
+            target = ends[0, evict_from]
+            _remove_from_list(target, evict_from, links, ends)
+            slot[row_of[target]] = -1
+        slot[row], row_of[target], stamps[target] = target, row, stamp
+        _append(target, _list_index(read, lists), links, ends)
         counts[1] += read == NEVER
-    counts[0] = taken
+    counts[0] = used

@@ -1,4 +1,4 @@
-"""Reading rows of a file past the system's page cache: in sorted, merged ranges of blocks, many at once."""
+"""Reads rows of a file with direct I/O: in sorted, merged ranges of blocks, with many reads in flight."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from numba import types
 from pytorch_lightning.utilities import rank_zero_info
 
 from lightning_gnn.features.feature_file import BLOCK_BYTES, FeatureFile
-from lightning_gnn.features.read_queue import DEPTH, QUEUE_BYTES, ReadQueue, ask, submit, wait
+from lightning_gnn.features.read_queue import DEPTH, QUEUE_BYTES, ReadQueue, set_read, submit, wait
 from lightning_gnn.runtime.cores import num_cores
 
-AT_ONCE = 1 << 18  # bytes that are read in one piece, more only for a row that is longer
-THREADS = 8  # threads that read where the system has no queues: with one read at a time
-_CORES_PER_QUEUE = 4  # one queue asks for 300,000 blocks a second; where cores abound, a second thread has another one
+AT_ONCE = 1 << 18  # maximum bytes of one read; a longer row is still read at once
+THREADS = 8  # reader threads if the system lacks read queues; each issues one read at a time
+_CORES_PER_QUEUE = 4  # one queue issues 300,000 block reads a second; more cores get a second thread and queue
 _njit = numba.njit(nogil=True, cache=True)
 _pread: Any = types.ExternalFunction("pread", types.int64(types.int32, types.uintp, types.uintp, types.int64))
 _memcpy: Any = types.ExternalFunction("memcpy", types.uintp(types.uintp, types.uintp, types.uintp))
-_SHARES = 4  # pieces of work for each thread that waits for one read at a time, so that a slow one holds up less
-SHORT, REFUSED = 1, -1  # what may become of a range
-Layout = tuple[int, int, int]  # where a file's rows begin, the bytes of a row, and how many rows there are
+_JOBS_PER_THREAD = 4  # for threads without a queue: small jobs balance the load when some reads are slow
+SHORT, REFUSED = 1, -1  # status of a failed range: the file ended, or the system reported an error
+Layout = tuple[int, int, int]  # offset of the first row in the file, bytes of a row, number of rows
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Ranges of blocks that hold some rows."""
+    """Ranges of blocks that cover the requested rows."""
 
-    first: npt.NDArray[np.int64]  # first block of each, from the beginning of the file, int64 [n]
-    blocks: npt.NDArray[np.int64]  # how many blocks, int64 [n]
-    rows: npt.NDArray[np.int64]  # where the rows of each begin among those asked for, int64 [n + 1]
+    first: npt.NDArray[np.int64]  # first block of each range, counted from the beginning of the file, int64 [n]
+    blocks: npt.NDArray[np.int64]  # number of blocks of each range, int64 [n]
+    rows: npt.NDArray[np.int64]  # offsets of each range's rows among the requested rows, int64 [n + 1]
 
     @classmethod
     def of(cls, file: FeatureFile, rows: npt.NDArray[np.int64]) -> Ranges:
-        """Return those of rows in ascending order, int64 ``[n]``."""
+        """Return the ranges that cover ``rows``, ascending int64 ``[n]``."""
         most = max(AT_ONCE // BLOCK_BYTES, 1)
         return cls(*_merge(rows, file.offset, file.row_bytes, most))
 
 
 class _Job(NamedTuple):
-    """Ranges to read, and where their rows go."""
+    """Ranges to read and the destinations of their rows; the fields follow :meth:`DirectReader.read`."""
 
     descriptor: int
     first: npt.NDArray[np.int64]
@@ -60,43 +60,43 @@ class _Job(NamedTuple):
     slot: npt.NDArray[np.int32]
     stamps: npt.NDArray[np.int32]
     stamp: int
-    kept: npt.NDArray[np.uint8]
+    slot_bytes: npt.NDArray[np.uint8]
     layout: Layout
 
 
 class DirectReader:
-    """Threads that read rows of a file, without the page cache where the file system can.
+    """Reads rows of a file in threads, bypassing the page cache if the file system supports it.
 
-    Where reads can be queued, one thread, or two, keeps up to 256 of them under way; else eight threads wait for one
-    each.
+    With read queues, one or two threads have up to 256 reads in flight each; otherwise, eight threads read one range at
+    a time.
     """
 
     def __init__(self, file: FeatureFile) -> None:
         self.file = file
-        self.direct, self._descriptor = _opened(file.path)
+        self.direct, self._descriptor = _open_for_reads(file.path)
         self.blocks_read = 0
         self.reads = 0
-        self._begin()
+        self._start_threads()
 
-    def _begin(self) -> None:
-        """Make what one process needs: a forked one has no threads, no queues, and shares its parent's buffers."""
+    def _start_threads(self) -> None:
+        """Create threads, queues and buffers; called again after a fork, which inherits only unusable ones."""
         self._process = os.getpid()
-        queues = _queues() if self.direct else []
+        queues = _create_queues() if self.direct else []
         self._queued = bool(queues)
         self._num_threads = len(queues) or THREADS
-        # What is mapped begins with a page, as direct reads want it.
+        # Direct I/O requires aligned buffers; an anonymous mapping is page-aligned.
         size = _all_buffers_bytes(self.file) // self._num_threads // BLOCK_BYTES * BLOCK_BYTES
         buffers = [np.frombuffer(mmap.mmap(-1, size), np.uint8) for _ in range(self._num_threads)]
         each: list[ReadQueue | None] = [*queues] or [None] * THREADS
-        self._idle = list(zip(buffers, each, strict=True))
+        self._idle_buffers = list(zip(buffers, each, strict=True))
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="lightning-gnn-disk")
         self.close = weakref.finalize(self, _close, self._threads, queues, self._descriptor)
-        """Stop the threads and close the file; as often as you like."""
+        """Stop the threads and close the file. Idempotent."""
 
-    def _forget_parent(self) -> None:
-        """Leave to the process that this one was forked from what belongs to it, even where numbers are the same."""
+    def _detach_from_parent(self) -> None:
+        """Disable the inherited finalizers: the parent still uses its queues, whose handles are only valid there."""
         self.close.detach()
-        for _, queue in self._idle:
+        for _, queue in self._idle_buffers:
             if queue is not None:
                 queue.close.detach()
 
@@ -104,90 +104,90 @@ class DirectReader:
         self,
         ranges: Ranges,
         rows: npt.NDArray[np.int64],  # ascending, int64 [n]
-        places: npt.NDArray[np.int64],  # where each goes in out, int64 [n]
-        out: npt.NDArray[np.uint8],  # bytes of rows, uint8 [m, row_bytes]
+        places: npt.NDArray[np.int64],  # destination of each row in out, int64 [n]
+        out: npt.NDArray[np.uint8],  # output rows, uint8 [m, row_bytes]
         slot: npt.NDArray[np.int32],  # slot of each row of the file, or -1
-        stamps: npt.NDArray[np.int32],
-        stamp: int,  # of the slots to fill, with any row that the ranges hold
-        kept: npt.NDArray[np.uint8],  # bytes of the slots, uint8 [num_slots, row_bytes]
+        stamps: npt.NDArray[np.int32],  # stamp of each slot
+        stamp: int,  # stamp of the slots to fill, from any row in the ranges
+        slot_bytes: npt.NDArray[np.uint8],  # content of the slots, uint8 [num_slots, row_bytes]
     ) -> None:
-        """Read rows to where they are wanted, and to the cache what its slots with a certain stamp are for."""
+        """Read rows into ``out``, and fill the cache slots that carry ``stamp``."""
         if not ranges.first.size:
             return
         if self._process != os.getpid():
-            self._forget_parent()
-            self._begin()
+            self._detach_from_parent()
+            self._start_threads()
         ends = np.cumsum(ranges.blocks)
-        shares = min(self._num_threads if self._queued else self._num_threads * _SHARES, ranges.first.size)
-        cuts = np.searchsorted(ends, np.linspace(0, ends[-1], shares + 1)[1:-1])
+        num_jobs = min(self._num_threads if self._queued else self._num_threads * _JOBS_PER_THREAD, ranges.first.size)
+        cuts = np.searchsorted(ends, np.linspace(0, ends[-1], num_jobs + 1)[1:-1])
         bounds = [0, *np.unique(cuts).tolist(), ranges.first.size]
-        where = (ranges.first, ranges.blocks, ranges.rows, rows, places)
-        job = _Job(self._descriptor, *where, out, slot, stamps, stamp, kept, layout_of(self.file))
-        jobs = [self._threads.submit(self._share, first, last, job) for first, last in pairwise(bounds) if last > first]
-        failed = [error for job in jobs if (error := job.exception()) is not None]  # all are waited for
+        request = (ranges.first, ranges.blocks, ranges.rows, rows, places)
+        job = _Job(self._descriptor, *request, out, slot, stamps, stamp, slot_bytes, layout_of(self.file))
+        jobs = [self._threads.submit(self._read, first, last, job) for first, last in pairwise(bounds) if last > first]
+        failed = [error for job in jobs if (error := job.exception()) is not None]  # waits for all jobs
         if failed:
             raise failed[0]
         self.blocks_read += int(ends[-1])
         self.reads += ranges.first.size
 
-    def _share(self, first: int, last: int, job: _Job) -> None:
-        buffer, queue = idle = self._idle.pop()
+    def _read(self, first: int, last: int, job: _Job) -> None:
+        buffer, queue = idle = self._idle_buffers.pop()
         try:
             if queue is None:
-                stopped, failed = _read_in_turn(job, buffer, first, last)
+                stopped, failed = _read_one_by_one(job, buffer, first, last)
             else:
                 stopped, failed = _read_queued(job, buffer, first, last, queue.state, queue.reads, queue.got)
         finally:
-            self._idle.append(idle)
+            self._idle_buffers.append(idle)
         if stopped >= 0:
-            self._explain(int(job.first[stopped]), int(job.blocks[stopped]), failed)
+            self._raise_read_error(int(job.first[stopped]), int(job.blocks[stopped]), failed)
 
-    def _explain(self, block: int, blocks: int, failed: int) -> None:
-        """Raise what a failed read was about."""
+    def _raise_read_error(self, block: int, blocks: int, failed: int) -> None:
+        """Raise an exception that explains a failed read."""
         begin, size, path = block * BLOCK_BYTES, blocks * BLOCK_BYTES, self.file.path
-        if failed == REFUSED:  # ask again, for the reason
+        if failed == REFUSED:  # repeat the read to get its errno
             try:
                 os.preadv(self._descriptor, [mmap.mmap(-1, size)], begin)
             except OSError as error:
                 raise OSError(error.errno, f"{path} cannot be read at byte {begin}: {error.strerror}") from None
-            raise OSError(errno.EIO, f"{path} could not be read at byte {begin} at first; is its disk failing?")
+            raise OSError(errno.EIO, f"{path} could not be read at byte {begin} at first; check its disk for errors")
         raise ValueError(
-            f"{path} was cut off while it was in use: {failed - SHORT} bytes came at byte {begin} instead of {size}; "
+            f"{path} was truncated while in use: a read at byte {begin} returned {failed - SHORT} of {size} bytes; "
             "write it again"
         )
 
 
 def layout_of(file: FeatureFile) -> Layout:
-    """Return where a file's rows lie, for compiled code."""
+    """Return the layout of a file's rows as a tuple for compiled code."""
     return file.offset, file.row_bytes, file.num_rows
 
 
 def reader_bytes(file: FeatureFile) -> int:
-    """Return what the buffers of a :class:`DirectReader` take in memory."""
-    return _all_buffers_bytes(file) + _most_queues() * QUEUE_BYTES
+    """Return the bytes of the buffers and queues of a :class:`DirectReader`."""
+    return _all_buffers_bytes(file) + _num_queues() * QUEUE_BYTES
 
 
 def _all_buffers_bytes(file: FeatureFile) -> int:
-    """Return the bytes of all buffers, with room for a longest read of each thread, and two of each queue."""
+    """Return the bytes of all buffers, enough for one longest read per thread, or two per queue."""
     return THREADS * max(AT_ONCE, -(-file.row_bytes // BLOCK_BYTES) * BLOCK_BYTES + BLOCK_BYTES)
 
 
-def _queues() -> list[ReadQueue]:
-    """Return a queue for each thread, or none if the system has no such or no more of them."""
+def _create_queues() -> list[ReadQueue]:
+    """Return a queue for each thread, or an empty list if the system lacks them or has reached its limit."""
     try:
-        return [ReadQueue() for _ in range(_most_queues())]
+        return [ReadQueue() for _ in range(_num_queues())]
     except OSError:
         return []
 
 
-def _most_queues() -> int:
+def _num_queues() -> int:
     return 1 if num_cores() <= _CORES_PER_QUEUE else 2
 
 
-def _opened(path: str) -> tuple[bool, int]:
-    """Open a file for direct reads, or else for reads that leave nothing in the page cache; say which."""
+def _open_for_reads(path: str) -> tuple[bool, int]:
+    """Open a file; return whether direct I/O works, and the file descriptor."""
     if not hasattr(os, "pread"):
-        raise OSError(errno.ENOSYS, "rows are read from disk by pread, which this system lacks; leave memory= out")
+        raise OSError(errno.ENOSYS, "reading rows from disk requires pread, which this system lacks; omit memory=")
     if hasattr(os, "O_DIRECT"):
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -206,7 +206,7 @@ def _opened(path: str) -> tuple[bool, int]:
     descriptor = os.open(path, os.O_RDONLY)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-    rank_zero_info(f"{path} is read through the page cache, as its file system has no direct reads")
+    rank_zero_info(f"{path} is read through the page cache, because its file system does not support direct I/O")
     return False, descriptor
 
 
@@ -225,8 +225,8 @@ def _merge(
     begins = np.empty(rows.size + 1, np.int64)
     n = -1
     for i in range(rows.size):
-        at = offset + rows[i] * row_bytes
-        begin, end = at // BLOCK_BYTES, (at + row_bytes - 1) // BLOCK_BYTES + 1
+        position = offset + rows[i] * row_bytes
+        begin, end = position // BLOCK_BYTES, (position + row_bytes - 1) // BLOCK_BYTES + 1
         if n >= 0 and begin <= first[n] + blocks[n] and end - first[n] <= most:
             blocks[n] = max(blocks[n], end - first[n])
         else:
@@ -237,7 +237,7 @@ def _merge(
 
 
 @_njit
-def rows_beside(
+def extra_rows(
     first: npt.NDArray[np.int64],
     blocks: npt.NDArray[np.int64],
     begins: npt.NDArray[np.int64],
@@ -247,34 +247,33 @@ def rows_beside(
     never: int,
     layout: Layout,
 ) -> npt.NDArray[np.int64]:
-    """Return the rows that come with others in the same blocks and are announced, int64 ``[n]``, each once."""
-    # The array of found rows doubles as needed; `seen` prevents a row from being found in two overlapping reads.
+    """Return the announced, uncached rows that the ranges contain in addition to ``rows``, unique int64 ``[n]``."""
+    # The array of found rows doubles as needed; `seen` prevents a row from being found in two overlapping ranges.
     found = np.empty(1024, np.int64)
     n, seen = 0, -1
-    # Each read covers whole blocks, and so rows beside those that were asked for.
+    # Each range consists of whole blocks, and so can contain rows that were not requested.
     for k in range(first.size):
-        low, high = _whole_rows(first[k], blocks[k], layout)
-        at = begins[k]
+        low, high = _complete_rows(first[k], blocks[k], layout)
+        i = begins[k]
         for row in range(max(low, seen + 1), high):
             seen = row
-            # Skip what is asked for anyway, what is kept already, and what no announced mini-batch reads.
-            while at < begins[k + 1] and rows[at] < row:
-                at += 1
-            asked = at < begins[k + 1] and rows[at] == row
-            if asked or slot[row] >= 0 or next_read[row] == never:
+            # Skip rows that are requested, already cached, or not needed by any announced mini-batch.
+            while i < begins[k + 1] and rows[i] < row:
+                i += 1
+            is_requested = i < begins[k + 1] and rows[i] == row
+            if is_requested or slot[row] >= 0 or next_read[row] == never:
                 continue
             if n == found.size:
                 found = np.concatenate((found, np.empty_like(found)))
             found[n] = row
             n += 1
-    # Copy the rows found, so that the larger array can be freed.
-    every: npt.NDArray[np.int64] = found[:n].copy()
-    return every
+    result: npt.NDArray[np.int64] = found[:n].copy()  # so that the larger array can be freed
+    return result
 
 
 @_njit
-def _whole_rows(first: int, blocks: int, layout: Layout) -> tuple[int, int]:
-    """Return the first row that lies within blocks as a whole, and the one after the last."""
+def _complete_rows(first: int, blocks: int, layout: Layout) -> tuple[int, int]:
+    """Return the first row that the blocks contain completely, and the end of those rows."""
     offset, row_bytes, num_rows = layout
     begin, end = first * BLOCK_BYTES - offset, (first + blocks) * BLOCK_BYTES - offset
     return max(-(-begin // row_bytes), 0), min(end // row_bytes, num_rows)
@@ -294,10 +293,10 @@ def copy_rows(
 
 
 @_njit
-def _read_in_turn(job: _Job, buffer: npt.NDArray[np.uint8], begin: int, end: int) -> tuple[int, int]:
-    """Return the range that could not be read and what :func:`_hand_out` said of it."""
+def _read_one_by_one(job: _Job, buffer: npt.NDArray[np.uint8], begin: int, end: int) -> tuple[int, int]:
+    """Read ranges one at a time; return the range that failed, or -1, and its status of :func:`_copy_range_out`."""
     for k in range(begin, end):
-        failed = _hand_out(job, buffer, k, 0)
+        failed = _copy_range_out(job, buffer, k, 0)
         if failed:
             return k, failed
     return -1, 0
@@ -313,51 +312,52 @@ def _read_queued(
     reads: npt.NDArray[np.int64],
     got: npt.NDArray[np.int64],
 ) -> tuple[int, int]:
-    """Do as :func:`_read_in_turn`, with half of a queue under way while the other half is handed out."""
-    most, room = DEPTH // 2, buffer.size // 2
+    """Read like :func:`_read_one_by_one`, with one half of the queue in flight while the other half is copied."""
+    depth, capacity = DEPTH // 2, buffer.size // 2
     opened, count, pending = np.zeros(2, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64)
-    coming, half, stopped, failed = begin, 0, -1, 0
+    upcoming, half, stopped, failed = begin, 0, -1, 0
     while True:
-        # All of this half has been handed out: it takes the next reads, unless one has failed.
-        count[half] = taken = 0
-        opened[half] = coming
-        while stopped < 0 and coming < end and count[half] < most:
-            size, number = job.blocks[coming] * BLOCK_BYTES, half * most + count[half]
-            if taken + size > room:
+        # This half has been copied completely: submit its next reads, unless one has failed.
+        count[half] = used = 0
+        opened[half] = upcoming
+        while stopped < 0 and upcoming < end and count[half] < depth:
+            size, number = job.blocks[upcoming] * BLOCK_BYTES, half * depth + count[half]
+            if used + size > capacity:
                 break
-            address = buffer.ctypes.data + np.uintp(half * room + taken)
-            ask(reads, number, job.descriptor, address, size, job.first[coming] * BLOCK_BYTES)
+            address = buffer.ctypes.data + np.uintp(half * capacity + used)
+            set_read(reads, number, job.descriptor, address, size, job.first[upcoming] * BLOCK_BYTES)
             count[half] += 1
-            coming += 1
-            taken += size
+            upcoming += 1
+            used += size
         if count[half]:
-            pending[half] = submit(state, reads, got, half * most, count[half])
+            pending[half] = submit(state, reads, got, half * depth, count[half])
+        # Continue with the other half, whose reads were submitted one iteration earlier.
         half = 1 - half
         if not count[half]:
             if not count[1 - half]:
                 return stopped, failed
             continue
-        if not wait(state, got, pending, half, most):
+        if not wait(state, got, pending, half, depth):
             return opened[half], REFUSED
-        taken = half * room
+        used = half * capacity
         for number in range(count[half]):
             k = opened[half] + number
             size = job.blocks[k] * BLOCK_BYTES
             if stopped < 0:
-                failed = _hand_out(job, buffer[taken : taken + size], k, got[half * most + number])
+                failed = _copy_range_out(job, buffer[used : used + size], k, got[half * depth + number])
                 if failed:
                     stopped = k
-            taken += size
+            used += size
 
 
 @_njit
-def _hand_out(job: _Job, buffer: npt.NDArray[np.uint8], k: int, got: int) -> int:
-    """Copy a range's rows to where they go; return 0, :data:`REFUSED`, or :data:`SHORT` plus the bytes that came."""
+def _copy_range_out(job: _Job, buffer: npt.NDArray[np.uint8], k: int, got: int) -> int:
+    """Copy a range's rows to ``out`` and the cache; return 0, :data:`REFUSED`, or :data:`SHORT` plus the bytes read."""
     width, address = job.out.shape[1], buffer.ctypes.data
     start, size = job.first[k] * BLOCK_BYTES, job.blocks[k] * BLOCK_BYTES
-    needed = 0  # bytes; those after the first `got` are read first
+    needed = 0  # bytes of the range that the requested rows need; the loop below reads those still missing
     for i in range(job.begins[k], job.begins[k + 1]):
-        needed = max(needed, _begin_of(job.rows[i], job.layout) + width - start)
+        needed = max(needed, _row_offset(job.rows[i], job.layout) + width - start)
     got = max(got, 0)
     while got < needed:
         if got % BLOCK_BYTES:
@@ -369,20 +369,20 @@ def _hand_out(job: _Job, buffer: npt.NDArray[np.uint8], k: int, got: int) -> int
             return SHORT + got
         got += more
     for i in range(job.begins[k], job.begins[k + 1]):
-        at = _begin_of(job.rows[i], job.layout) - start
-        _memcpy(job.out.ctypes.data + job.places[i] * width, address + at, width)
-    low, high = _whole_rows(job.first[k], job.blocks[k], job.layout)
+        position = _row_offset(job.rows[i], job.layout) - start
+        _memcpy(job.out.ctypes.data + job.places[i] * width, address + position, width)
+    low, high = _complete_rows(job.first[k], job.blocks[k], job.layout)
     for row in range(low, high):
         slot = job.slot[row]
         if slot >= 0 and job.stamps[slot] == job.stamp:
-            at = _begin_of(row, job.layout) - start
-            if at + width <= got:
-                _memcpy(job.kept.ctypes.data + slot * width, address + at, width)
+            position = _row_offset(row, job.layout) - start
+            if position + width <= got:
+                _memcpy(job.slot_bytes.ctypes.data + slot * width, address + position, width)
     return 0
 
 
 @_njit
-def _begin_of(row: int, layout: Layout) -> int:
-    """Return where a row begins in the file."""
+def _row_offset(row: int, layout: Layout) -> int:
+    """Return the offset of a row in the file, in bytes."""
     offset, row_bytes, _ = layout
     return offset + row * row_bytes

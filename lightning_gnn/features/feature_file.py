@@ -14,18 +14,18 @@ from lightning_gnn.features.arrays import check_file, load_array
 from lightning_gnn.features.table import FEATURE_DTYPES
 from lightning_gnn.runtime.mapped_files import MappedFiles
 
-BLOCK_BYTES = 4096  # what a disk reads at least, and where direct reads begin and end
+BLOCK_BYTES = 4096  # minimum size and alignment of direct reads
 
 
 @dataclass(frozen=True)
 class FeatureFile:
-    """Where the rows of a ``.npy`` file lie, one after another."""
+    """Dtype, shape and byte offset of the contiguous rows in a ``.npy`` file."""
 
     path: str
     dtype: torch.dtype  # float32, float16 or bfloat16
     num_rows: int
-    num_columns: int  # features of a row
-    offset: int  # where the first row begins, in bytes
+    num_columns: int  # features per row
+    offset: int  # position of the first row, in bytes
 
     @property
     def row_bytes(self) -> int:
@@ -34,7 +34,7 @@ class FeatureFile:
 
     @classmethod
     def open(cls, path: str | Path) -> FeatureFile:
-        """Read where the rows of a file lie."""
+        """Read the header of a ``.npy`` file."""
         path = Path(path)
         check_file(path)
         if path.suffix == ".rows":
@@ -43,43 +43,43 @@ class FeatureFile:
         if values.dtype not in FEATURE_DTYPES:
             raise TypeError(f"{path}: features must be float32, float16 or bfloat16, but are {values.dtype}")
         if values.dim() != 2 or not values.numel() or not values.is_contiguous():
-            shape = f"{list(values.shape)}{'' if values.is_contiguous() else ', by column'}"
-            raise ValueError(f"{path}: features must be rows [num_nodes, num_features], but are {shape}")
+            shape = f"{list(values.shape)}{'' if values.is_contiguous() else ', column-major'}"
+            raise ValueError(f"{path}: features must be row-major [num_nodes, num_features], but are {shape}")
         rows, columns = (int(length) for length in values.shape)
         return cls(str(path), values.dtype, rows, columns, path.stat().st_size - values.nbytes)
 
     @classmethod
     def behind(cls, values: Tensor) -> FeatureFile | None:
-        """Return the file that a memory-mapped table ``[num_nodes, num_features]`` shows; None if it lies in memory."""
+        """Return the file behind a memory-mapped table ``[num_nodes, num_features]``; None if it is not mapped."""
         if values.dtype not in FEATURE_DTYPES or values.dim() != 2 or not values.is_contiguous():
             return None
-        if (part := MappedFiles().find(values)) is None:
+        if (mapped := MappedFiles().find(values)) is None:
             return None
-        offset = part.offset + values.storage_offset() * values.element_size()
+        offset = mapped.offset + values.storage_offset() * values.element_size()
         rows, columns = (int(length) for length in values.shape)
-        return cls(part.path, values.dtype, rows, columns, int(offset))
+        return cls(mapped.path, values.dtype, rows, columns, int(offset))
 
     def read_some(self, ids: Tensor) -> Tensor:
-        """Return a few rows, int64 ``[n]``, read one by one, as ``[n, num_columns]``."""
+        """Return the rows ``ids``, int64 ``[n]``, as ``[n, num_columns]``, with one read per row."""
         raw = np.empty((ids.numel(), self.row_bytes), np.uint8)
         with open(self.path, "rb", buffering=0) as file:
-            for place, row in enumerate(ids.tolist()):
+            for i, row in enumerate(ids.tolist()):
                 file.seek(self.offset + row * self.row_bytes)
-                if file.readinto(raw[place].data) != self.row_bytes:
+                if file.readinto(raw[i].data) != self.row_bytes:
                     raise ValueError(f"{self.path} ends before row {row}: it is truncated; write it again")
         return torch.from_numpy(raw).view(self.dtype)
 
 
 def refuse_rows(folder: Path) -> None:
-    """Refuse a folder of an earlier release, whose features lie in ``x.rows``."""
+    """Raise a ValueError if a folder stores its features as ``x.rows``, the format of an earlier release."""
     path = folder / "x.rows"
     if os.path.lexists(path) and not os.path.lexists(folder / "x.npy"):
         raise ValueError(rows_are_gone(path))
 
 
 def rows_are_gone(path: Path) -> str:
-    """Return what to say of a ``.rows`` file."""
+    """Return the error message for a ``.rows`` file."""
     return (
-        f"{path} is a file of an earlier release, which is not read any more: write the features again as x.npy, with "
+        f"{path} is a file of an earlier release and no longer supported: write the features again as x.npy, with "
         "lgnn convert or FeatureTable(x).save"
     )

@@ -1,4 +1,4 @@
-"""Memory for a graph and its mini-batches: which of it a GPU can read, and buffers of the host that are used again."""
+"""Memory placement for GPU sampling (device, shard, pinned), and a pool of reusable host buffers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 
 PLACES = ("auto", "device", "shard", "pinned")
-_SHARE = 0.5  # of the free device memory, how much "auto" takes for one kind of data; the rest is the model's
-_SMALL = 1 << 16
-_DTYPES: dict[torch.dtype, Any] = {
+_AUTO_MEMORY_SHARE = 0.5  # "auto" uses this share of free device memory for one kind of data; the model needs the rest
+_MIN_POOLED_BYTES = 1 << 16
+_NUMPY_DTYPES: dict[torch.dtype, Any] = {
     torch.float16: np.float16,
     torch.float32: np.float32,
     torch.float64: np.float64,
@@ -26,39 +26,39 @@ _DTYPES: dict[torch.dtype, Any] = {
 
 
 class Pinnable(Protocol):
-    """What can be had in page-locked memory: a graph, a feature table."""
+    """Data that can be moved to pinned memory: a graph or a feature table."""
 
     def pin_memory(self: P) -> P:
-        """Return it there: the same memory, if it can be locked where it is, else a copy."""
+        """Return the data in pinned memory: in place if its pages can be locked, else as a copy."""
 
 
 P = TypeVar("P", bound=Pinnable)
 
 
 def check_place(place: str, name: str) -> None:
-    """Check the name of a place."""
+    """Raise a ValueError for an unknown placement; ``name`` is the option."""
     if place not in PLACES:
         raise ValueError(f"{name}={place!r} is unknown; use one of {', '.join(PLACES)}")
 
 
 def choose_place(place: str, num_bytes: int, device: torch.device, what: str) -> str:
-    """Return ``"device"`` or ``"pinned"``; says so where ``"auto"`` finds the device too small."""
+    """Resolve ``"auto"`` to ``"device"``, or to ``"pinned"`` with a warning if the device is too small."""
     if place != "auto":
         return place
     if device.type == "cpu":
         return "device"
     free, _ = torch.cuda.mem_get_info(device)
-    if num_bytes <= _SHARE * free:
+    if num_bytes <= _AUTO_MEMORY_SHARE * free:
         return "device"
     rank_zero_warn(
         f"{what} takes {num_bytes / 1e9:.2f} GB, more than half of the {free / 1e9:.2f} GB free on {device}: "
-        "it stays in page-locked host memory"
+        "it is stored in page-locked host memory instead"
     )
     return "pinned"
 
 
 def pinned(data: P, num_bytes: int, device: torch.device, what: str) -> P:
-    """Return data in page-locked host memory, in place where possible; for the CPU, any memory will do."""
+    """Return data in page-locked host memory, in place if possible; unchanged if the device is the CPU."""
     if device.type == "cpu":
         return data
     try:
@@ -71,9 +71,9 @@ def pinned(data: P, num_bytes: int, device: torch.device, what: str) -> P:
 
 
 class BufferPool:
-    """Hands out uninitialized host tensors from blocks that return by themselves; safe across threads.
+    """Allocates uninitialized host tensors from blocks that return when their last view is freed. Thread-safe.
 
-    A buffer returns when the last view of it dies. The system's page faults would cost more time than filling it.
+    Reusing blocks saves page faults, which would take longer than filling the buffer.
     """
 
     def __init__(self, max_idle: int = 8) -> None:
@@ -81,26 +81,26 @@ class BufferPool:
         self._idle: dict[int, deque[np.ndarray]] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized contiguous tensor; small ones, and dtypes unknown to NumPy, bypass the pool."""
+        """Return an uninitialized contiguous tensor; small ones, and dtypes that NumPy lacks, bypass the pool."""
         size = math.prod(shape) * dtype.itemsize
-        if size < _SMALL or dtype not in _DTYPES:
+        if size < _MIN_POOLED_BYTES or dtype not in _NUMPY_DTYPES:
             return torch.empty(tuple(shape), dtype=dtype)
-        size_class = _size_class(size)
-        # No lock: deques append and pop atomically, and a finalizer may run in the middle of anything.
+        size_class = _round_up_size(size)
+        # No lock: a finalizer may run at any point and could deadlock. Appending to and popping from a deque is atomic.
         idle = self._idle.setdefault(size_class, deque(maxlen=self.max_idle))
         try:
             block = idle.pop()
         except IndexError:
             block = np.empty(size_class, np.uint8)
-        view = block[:size].view(_DTYPES[dtype]).reshape(tuple(shape))
+        view = block[:size].view(_NUMPY_DTYPES[dtype]).reshape(tuple(shape))
         weakref.finalize(view, idle.append, block).atexit = False
         return torch.from_numpy(view)
 
 
-def _size_class(size: int) -> int:
-    """Round up in steps of an eighth, so that batches of about one size share blocks."""
+def _round_up_size(size: int) -> int:
+    """Round up in steps of about an eighth, so that batches of similar size share blocks."""
     step = 1 << max((size - 1).bit_length() - 3, 12)
     return -(-size // step) * step
 
 
-pool = BufferPool()  # the pool that samplers and gathers of this process share
+pool = BufferPool()  # shared by all samplers and gathers of this process

@@ -1,4 +1,4 @@
-"""Many reads of a file under way at once from one thread: Linux's asynchronous I/O."""
+"""Many file reads in flight from one thread, with Linux's native asynchronous I/O (``io_submit``)."""
 
 import ctypes
 import platform
@@ -11,42 +11,40 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-DEPTH = 256  # reads of a queue under way at once
-_NUMBERS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}  # of io_setup, _destroy, _submit and _getevents
+DEPTH = 256  # maximum reads in flight per queue
+_SYSCALL_NUMBERS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}  # io_setup, _destroy, _submit, _getevents
 _READ_BYTES, _EVENT_BYTES = 64, 32  # sizes of the kernel's struct iocb and struct io_event
 QUEUE_BYTES = DEPTH * (_READ_BYTES + 8) + 24  # bytes of a queue's arrays
-_INTERRUPTED = 10_000  # so often in a row waiting may be cut short by signals
+_MAX_FAILED_WAITS = 10_000  # consecutive failures of io_getevents, which signals can cause, before giving up
 _njit = numba.njit(nogil=True, cache=True)
 _word, _address = types.int64, types.uintp
 _syscall: Any = types.ExternalFunction("syscall", _word(_word, _word, _word, _address, _address, _address))
 
 
 class ReadQueue:
-    """Reads that wait for the disk together, for one thread at a time; :func:`submit` and :func:`wait` use it."""
+    """Arrays and kernel handle of a read queue for :func:`submit` and :func:`wait`. Not thread-safe."""
 
     def __init__(self) -> None:
-        calls = _NUMBERS.get(platform.machine())
+        calls = _SYSCALL_NUMBERS.get(platform.machine())
         if not sys.platform.startswith("linux") or sys.byteorder != "little" or calls is None:
-            raise OSError("reads cannot be queued on this system")
+            raise OSError("asynchronous reads are not supported on this system")
         setup, destroy, submit_call, wait_call = calls
         system = ctypes.CDLL(None, use_errno=True).syscall
         context = ctypes.c_ulong(0)
         if system(ctypes.c_long(setup), ctypes.c_uint(DEPTH), ctypes.byref(context)):
-            raise OSError(ctypes.get_errno(), "reads cannot be queued")
+            raise OSError(ctypes.get_errno(), "io_setup failed")
         self.state = np.array([context.value, submit_call, wait_call], np.uint64).view(np.int64)
         """The kernel's handle of the queue and the numbers of two system calls, int64 ``[3]``."""
-        self.reads = np.zeros((DEPTH, _READ_BYTES // 8), np.int64)
-        """What the kernel is asked for, a read a row, int64 ``[DEPTH, 8]``."""
-        self.got = np.zeros(DEPTH, np.int64)  # bytes that came of each, or below 0 for an error, int64 [DEPTH]
-        self.close = weakref.finalize(self, system, ctypes.c_long(destroy), context)
-        """Give the queue back; as often as you like."""
+        self.reads = np.zeros((DEPTH, _READ_BYTES // 8), np.int64)  # one struct iocb per row, int64 [DEPTH, 8]
+        self.got = np.zeros(DEPTH, np.int64)  # bytes returned by each read, negative for an error, int64 [DEPTH]
+        self.close = weakref.finalize(self, system, ctypes.c_long(destroy), context)  # destroys the queue; idempotent
 
 
 @_njit
-def ask(
+def set_read(
     reads: npt.NDArray[np.int64], number: int, descriptor: int, address: int, num_bytes: int, position: int
 ) -> None:
-    """Write down one read; :func:`submit` begins it."""
+    """Fill in the ``iocb`` of one read; :func:`submit` starts it."""
     reads[number] = 0
     reads[number, 0] = number
     reads[number, 2] = np.int64(descriptor) << 32
@@ -59,37 +57,37 @@ def ask(
 def submit(
     state: npt.NDArray[np.int64], reads: npt.NDArray[np.int64], got: npt.NDArray[np.int64], first: int, count: int
 ) -> int:
-    """Begin reads that were written down one after the other; those that the kernel refuses have failed at once."""
+    """Start ``count`` consecutive reads and return how many were accepted; the others are marked as failed."""
     pointers = np.empty(count, np.int64)
     for number in range(count):
         pointers[number] = reads.ctypes.data + (first + number) * _READ_BYTES
         got[first + number] = -1
-    done = 0
-    while done < count:
-        at = pointers.ctypes.data + np.uintp(8 * done)
-        begun = _syscall(state[1], state[0], count - done, at, np.uintp(0), np.uintp(0))
-        if begun <= 0:
+    submitted = 0
+    while submitted < count:
+        address = pointers.ctypes.data + np.uintp(8 * submitted)
+        accepted = _syscall(state[1], state[0], count - submitted, address, np.uintp(0), np.uintp(0))
+        if accepted <= 0:
             break
-        done += begun
-    return done
+        submitted += accepted
+    return submitted
 
 
 @_njit
 def wait(
     state: npt.NDArray[np.int64], got: npt.NDArray[np.int64], pending: npt.NDArray[np.int64], part: int, size: int
 ) -> bool:
-    """Wait until all reads of a part have ended, ``pending`` int64 ``[parts]``; False: the kernel lost the queue."""
+    """Wait for all reads of a part, ``pending`` int64 ``[parts]``; return False if the queue is broken."""
     events = np.empty((DEPTH, _EVENT_BYTES // 8), np.int64)
-    cut_short = 0
+    failures = 0
     while pending[part]:
         least = pending[part]
         ended = _syscall(state[2], state[0], least, np.uintp(DEPTH), events.ctypes.data, np.uintp(0))
         if ended < 0:
-            cut_short += 1
-            if cut_short == _INTERRUPTED:
+            failures += 1
+            if failures == _MAX_FAILED_WAITS:
                 return False
             continue
-        cut_short = 0
+        failures = 0
         for number in range(ended):
             read = events[number, 0]
             got[read] = events[number, 2]

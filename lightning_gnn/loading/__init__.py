@@ -1,7 +1,7 @@
-"""Mini-batches as stages that can be seen, and schedules as plug-ins.
+"""Mini-batch preparation as an explicit pipeline of stages, run by interchangeable prefetchers.
 
-Reading order: ``batch.py`` (what passes from stage to stage), ``pipeline.py`` (sample, gather, finish), ``collate.py``
-(from a subgraph to PyG's batch), ``loaders.py`` (PyG's loaders, epochs and tasks), ``prefetch/`` (who prepares when).
+Reading order: ``batch.py`` (data passed between stages), ``pipeline.py`` (sample, gather, finish), ``collate.py`` (from
+a subgraph to PyG's batch), ``loaders.py`` (PyG's loaders, epochs and tasks), ``prefetch/`` (schedules).
 """
 
 from lightning_gnn.loading.batch import BatchTask, LoaderStats, PreparedBatch, SampledBatch

@@ -1,4 +1,4 @@
-"""What passes from stage to stage of a mini-batch: a task, its sampled subgraph, and the batch that it becomes."""
+"""Data passed between the stages of the mini-batch pipeline: task, sampled subgraph, prepared batch."""
 
 from __future__ import annotations
 
@@ -15,30 +15,23 @@ from torch_geometric.typing import NodeType
 from lightning_gnn.graph.stores import StoreType
 
 Batch: TypeAlias = Data | HeteroData
-Positions: TypeAlias = Tensor | Sequence[int]  # of seeds among those of a stage, int64 [n]
-Attribute = tuple[StoreType, str]  # the type that has an attribute, None in a homogeneous graph, and its name
+Positions: TypeAlias = Tensor | Sequence[int]  # indices into a stage's (such as training's) seeds, int64 [n]
+Attribute = tuple[StoreType, str]  # node or edge type (None in a homogeneous graph) and name of an attribute
 NO_NODES = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class BatchTask:
-    """A mini-batch to make.
-
-    Args:
-        seeds: Positions among the pipeline's seeds, int64 ``[n]``. A list is converted, which takes longer than
-            sampling can.
-        seed_offset: Position of the first of these seeds in the whole mini-batch, where ranks share one.
-        shard: Which part of a shared mini-batch this is.
-    """
+    """A mini-batch to prepare."""
 
     epoch: int
-    index: int  # of the mini-batch in the epoch
-    seeds: Positions
-    seed_offset: int = 0
-    shard: int = 0
+    index: int  # number of the mini-batch within the epoch
+    seeds: Positions  # indices into the pipeline's seeds, int64 [n]; a list is slow to convert
+    seed_offset: int = 0  # position of the first of these seeds in the whole mini-batch, if ranks share one
+    shard: int = 0  # number of this part of a shared mini-batch
 
     def is_same(self, other: BatchTask) -> bool:
-        """Return whether two tasks ask for the same seeds of the same mini-batch."""
+        """Return whether two tasks have the same mini-batch and the same seeds."""
         if (self.epoch, self.index, self.seed_offset) != (other.epoch, other.index, other.seed_offset):
             return False
         if isinstance(self.seeds, Tensor) and isinstance(other.seeds, Tensor):
@@ -48,7 +41,7 @@ class BatchTask:
 
 @dataclass
 class LoaderStats:
-    """What preparing mini-batches has cost since the last reset, in thread-seconds; ``wait_s`` is the consumer's."""
+    """Totals over prepared mini-batches since the last reset: thread-seconds by stage, and the consumer's wait."""
 
     batches: int = 0
     nodes: int = 0
@@ -58,29 +51,23 @@ class LoaderStats:
     wait_s: float = 0.0
 
     def add(self, more: LoaderStats) -> None:
-        """Add the figures of other mini-batches."""
+        """Add the totals of other mini-batches."""
         for name, value in vars(more).items():
             setattr(self, name, getattr(self, name) + value)
 
     def reset(self) -> None:
-        """Set all figures to zero."""
+        """Set all totals to zero."""
         self.__init__()  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """A sampled subgraph, without features.
-
-    Args:
-        out: PyG's output of the sampler.
-        key: The key of the mini-batch, from which all its random numbers follow.
-        seconds: Thread-seconds of sampling.
-    """
+    """A sampled subgraph, without features."""
 
     task: BatchTask
     out: SamplerOutput | HeteroSamplerOutput
-    key: int
-    seconds: float = 0.0
+    key: int  # random key of the mini-batch, which determines all its random numbers
+    seconds: float = 0.0  # sampling time, in thread-seconds
 
     def nodes(self, node_type: NodeType | None) -> Tensor:
         """Return the nodes of a type (None in a homogeneous graph), int64 ``[n]``."""
@@ -90,16 +77,11 @@ class SampledBatch:
 
 @dataclass
 class PreparedBatch:
-    """A mini-batch with its features, which the training thread has to ``finish``.
+    """A mini-batch with its features; the training thread must still ``finish`` it."""
 
-    Args:
-        batch: PyG's mini-batch, without the rows in ``deferred``.
-        stats: What it has cost so far.
-        deferred: Rows that are gathered when the mini-batch is trained on, as training changes them, int64 ``[n]``.
-    """
-
-    batch: Batch
+    batch: Batch  # without the rows in deferred
     task: BatchTask
-    key: int
-    stats: LoaderStats
+    key: int  # random key of the mini-batch
+    stats: LoaderStats  # of the stages run so far
     deferred: dict[Attribute, Tensor] = field(default_factory=dict)
+    """Row ids of trainable attributes, int64 ``[n]``, gathered just before the training step."""

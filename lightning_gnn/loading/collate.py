@@ -1,4 +1,4 @@
-"""From a sampled subgraph to a mini-batch of PyG: ids, features, and which of the nodes are seeds."""
+"""Collates a sampled subgraph into a PyG mini-batch: topology, ids, features, and seed metadata."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_gnn.features.disk_features import DiskFeatures
 from lightning_gnn.features.table import FeatureTable
 from lightning_gnn.graph.stores import AttributeName, name_of, of_edges, of_nodes, stores_of
 from lightning_gnn.loading.batch import NO_NODES, Attribute, Batch
-from lightning_gnn.loading.compact_ids import both_of
+from lightning_gnn.loading.compact_ids import shared_base
 from lightning_gnn.ops import gather_rows
 from lightning_gnn.sampling.deferred_edges import LazyEdgeIds, attach_lazy_e_id
 from lightning_gnn.sampling.neighbor import Output
@@ -26,47 +26,47 @@ from lightning_gnn.sampling.neighbor import Output
 Allocator = Callable[[AttributeName, Sequence[int], torch.dtype], Tensor]
 """Returns an uninitialized CPU tensor for the rows of an attribute, given its name, shape and dtype."""
 Tables: TypeAlias = Mapping[AttributeName, FeatureTable | DiskFeatures]
-_TOPOLOGY = ("edge_index", "adj_t", "graph")
+_TOPOLOGY_KEYS = ("edge_index", "adj_t", "graph")
 
 
 def collate(
     data: Batch,
     out: Output,
-    tables: Tables,  # where to gather some attributes from instead of data, by name
-    trained: Collection[Attribute],
+    tables: Tables,  # replace attributes of data as the source of rows, by name
+    trained: Collection[Attribute],  # attributes that require gradients
     permutation: Tensor | dict[EdgeType, Tensor] | None = None,  # sampler's edges to the user's, int64 [num_edges]
-    allocate: Allocator | None = None,  # returns the memory that rows on the CPU are gathered into
+    allocate: Allocator | None = None,  # allocates the output of gathers on the CPU
 ) -> tuple[Batch, dict[Attribute, Tensor]]:
-    """Return PyG's mini-batch of a subgraph, and the rows of ``trained`` attributes, which are left out of it."""
+    """Return PyG's mini-batch without the rows of ``trained`` attributes, and the ids of these rows."""
     batch, deferred = copy.copy(data), dict[Attribute, Tensor]()
-    typed = isinstance(out, HeteroSamplerOutput)
+    is_hetero = isinstance(out, HeteroSamplerOutput)
     for name, store in stores_of(data):
-        part = batch[name] if typed else batch._store
+        target = batch[name] if is_hetero else batch._store
         parts: list[Any] = [out.node, out.row, out.col, out.edge]
-        parts = [(values or {}).get(name) for values in parts] if typed else parts
+        parts = [(values or {}).get(name) for values in parts] if is_hetero else parts
         node, row, col, edge = parts
-        # PyG gives a type that was not reached empty stores.
-        if typed and isinstance(name, str) and node is None:
+        # Like PyG, create empty stores for types that were not reached.
+        if is_hetero and isinstance(name, str) and node is None:
             node = NO_NODES
-        elif typed and not isinstance(name, str) and row is None:
+        elif is_hetero and not isinstance(name, str) and row is None:
             row, col, edge = NO_NODES, NO_NODES, NO_NODES
         positions = permutation.get(name) if isinstance(permutation, dict) else permutation
         if edge is not None and positions is not None:
             edge = positions[edge.to(torch.int64)]
 
-        # The subgraph's edges take the place of the graph's.
+        # Replace the graph's edges with those of the subgraph.
         for key in ("graph", "adj_t"):
-            if key in part:
-                del part[key]
+            if key in target:
+                del target[key]
         if row is not None:
-            part.edge_index = _stacked(row, col)
+            target.edge_index = _stack_edge_index(row, col)
 
-        # Attributes of nodes and edges are cut to the rows of the subgraph; what is neither stays.
+        # Select the subgraph's rows of node and edge attributes; other attributes are passed through.
         for key in store:
-            if key in _TOPOLOGY:
+            if key in _TOPOLOGY_KEYS:
                 continue
             if key == "num_nodes":
-                part.num_nodes = node.numel()
+                target.num_nodes = node.numel()
                 continue
             if not of_nodes(store, key) and not of_edges(store, key):
                 continue
@@ -74,24 +74,24 @@ def collate(
             if isinstance(ids, LazyEdgeIds):
                 ids = edge = ids.ids()
             if ids is None:
-                part[key] = None
+                target[key] = None
             elif (name, key) in trained:
-                part[key], deferred[name, key] = torch.empty(0), ids  # keeps its place among the attributes
+                target[key], deferred[name, key] = torch.empty(0), ids  # placeholder that fixes the attribute order
             else:
-                part[key] = gather_attribute(data, store, key, ids, tables, allocate)
+                target[key] = gather_attribute(data, store, key, ids, tables, allocate)
 
         if node is not None and "n_id" not in store:
-            part.n_id = node
+            target.n_id = node
         if isinstance(edge, LazyEdgeIds) and "e_id" not in store:
-            attach_lazy_e_id(part, edge)
+            attach_lazy_e_id(target, edge)
         elif edge is not None and "e_id" not in store:
-            part.e_id = edge
-        original = row is not None and out.orig_row is not None and out.orig_col is not None
-        if original and (not typed or name in out.orig_row):
-            ends = (out.orig_row[name], out.orig_col[name]) if typed else (out.orig_row, out.orig_col)
-            part._orig_edge_index = torch.stack(ends)
+            target.e_id = edge
+        has_original = row is not None and out.orig_row is not None and out.orig_col is not None
+        if has_original and (not is_hetero or name in out.orig_row):
+            ends = (out.orig_row[name], out.orig_col[name]) if is_hetero else (out.orig_row, out.orig_col)
+            target._orig_edge_index = torch.stack(ends)
     for key in ("batch", "num_sampled_nodes", "num_sampled_edges"):
-        if typed:
+        if is_hetero:
             batch.set_value_dict(key, getattr(out, key) or {})
         else:
             batch[key] = getattr(out, key)
@@ -101,7 +101,7 @@ def collate(
 def gather_attribute(
     data: Batch, store: BaseStorage, key: str, ids: Tensor, tables: Tables, allocate: Allocator | None = None
 ) -> Tensor | np.ndarray | TensorFrame | list[object]:
-    """Return some rows of an attribute, from its table if it has one, else from the graph."""
+    """Return the rows ``ids`` of an attribute, from its table if it has one, else from the graph."""
     value, name, on_host = store[key], name_of(store, key), allocate is not None and ids.is_cpu
     if name in tables:
         table = tables[name]
@@ -126,10 +126,10 @@ def gather_attribute(
 
 
 def attach_seed_metadata(batch: Batch, out: Output, seeds: NodeSamplerInput) -> None:
-    """Attach ``input_id``, ``batch_size`` and times of the seeds, to their type in a heterogeneous graph."""
-    part = batch[seeds.input_type] if isinstance(batch, HeteroData) else batch
-    part.input_id, part.seed_time = out.metadata
-    part.batch_size = out.metadata[0].size(0)
+    """Attach ``input_id``, ``batch_size`` and ``seed_time``, in a heterogeneous graph to the seeds' node type."""
+    target = batch[seeds.input_type] if isinstance(batch, HeteroData) else batch
+    target.input_id, target.seed_time = out.metadata
+    target.batch_size = out.metadata[0].size(0)
 
 
 def attach_edge_metadata(
@@ -138,7 +138,7 @@ def attach_edge_metadata(
     seeds: EdgeSamplerInput,
     neg_sampling: NegativeSampling | None,
 ) -> None:
-    """Attach ``input_id`` and the labeled edges, or the triplets, in local ids."""
+    """Attach ``input_id`` and the labeled edges, or the triplets, as local node ids."""
     edges = source = target = batch
     if isinstance(batch, HeteroData):
         name = seeds.input_type
@@ -154,7 +154,7 @@ def attach_edge_metadata(
             del edges[key]
 
 
-def _stacked(row: Tensor, col: Tensor) -> Tensor:
-    """Return ``edge_index``, without a copy where both are the rows of one tensor."""
-    both = both_of(row, col)
-    return torch.stack([row, col]) if both is None else both
+def _stack_edge_index(row: Tensor, col: Tensor) -> Tensor:
+    """Return ``edge_index``, without a copy if ``row`` and ``col`` are the rows of one tensor."""
+    base = shared_base(row, col)
+    return torch.stack([row, col]) if base is None else base

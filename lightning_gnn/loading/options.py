@@ -1,4 +1,4 @@
-"""The keywords of PyG's loaders and of torch's: which work here, which change nothing, and which are refused."""
+"""Keywords of PyG's and torch's loaders: supported ones, ones without effect, and unsupported ones."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from lightning_gnn.sampling.neighbor import Output
 
 WITHOUT_EFFECT = {
     "custom_cls": "it is for remote feature stores, not for graphs in memory",
-    "filter_per_worker": "features are joined where the neighbors are sampled",
-    "in_order": "mini-batches always come in order",
-    "is_sorted": "the order of the edges is looked at",
-    "multiprocessing_context": "there are no worker processes",
-    "persistent_workers": "threads take no time to start",
-    "pin_memory_device": "there is one kind of accelerator",
-    "share_memory": "threads share the graph already",
-    "timeout": "a thread cannot be lost; its errors are raised at once",
+    "filter_per_worker": "features are gathered by the threads that sample",
+    "in_order": "mini-batches are always in order",
+    "is_sorted": "the order of the edges is detected",
+    "multiprocessing_context": "workers are threads, not processes",
+    "persistent_workers": "threads start instantly",
+    "pin_memory_device": "only one type of accelerator is in use",
+    "share_memory": "threads already share the graph",
+    "timeout": "errors of a thread are raised immediately",
 }
-"""Keywords that are taken and change nothing, with the reason: none of them changes a mini-batch of PyG's either."""
+"""Keywords that are accepted without effect, with the reason. None of them changes a mini-batch of PyG's either."""
 
-_REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
-    # name: whether a value asks for nothing, and why others cannot work
+_UNSUPPORTED: dict[str, tuple[Callable[[object], bool], str]] = {
+    # name: (whether a value is harmless, why other values are not supported)
     "collate_fn": (
         lambda value: value is None or isinstance(getattr(value, "__self__", None), DataLoader),  # Lightning's copies
-        "a mini-batch is made by the sampler, in PyG's loaders too; change it by transform=",
+        "the sampler creates mini-batches, as in PyG's loaders; use transform= to modify them",
     ),
-    "dataset": (lambda value: value is None or isinstance(value, range), "the seeds are given otherwise"),
+    "dataset": (lambda value: value is None or isinstance(value, range), "use input_nodes= or edge_label_index="),
     "worker_init_fn": (
-        lambda value: value is None or "pl_worker_init_function" in repr(value),  # seeds the processes, for Lightning
-        "workers are threads of this process; do beforehand what it does",
+        lambda value: value is None or "pl_worker_init_function" in repr(value),  # Lightning's, which seeds processes
+        "workers are threads of this process; run its code before training",
     ),
-    "directed": (lambda value: value is True, "it is PyG's former name for subgraph_type='induced'; give that"),
+    "directed": (lambda value: value is True, "it is deprecated in PyG; use subgraph_type='induced'"),
     "sample_direction": (lambda value: value == "forward", "only 'forward' is supported"),
 }
 
 
 class LoaderOptions(TypedDict, total=False):
-    """The keywords that DataModules hand on to their sampler and loaders, for tools that read signatures."""
+    """Keywords that DataModules pass to their sampler and loaders, declared for tools that read signatures."""
 
-    sampler: Any  # a name or a sampler; LightningCLI gives a class_path
+    sampler: Any  # a name, a sampler, or a class_path from LightningCLI
     shuffle: bool | None
     drop_last: bool
     batch_sampler: Iterable[Positions]
@@ -64,60 +64,61 @@ class LoaderOptions(TypedDict, total=False):
     batch_dependency: int
 
 
-_LEAST = {"batch_size": 1, "num_workers": 0, "prefetch_factor": 1}
-_SAMPLERS = (
+_MINIMUM = {"batch_size": 1, "num_workers": 0, "prefetch_factor": 1}
+_SAMPLER_OPTIONS = (
     "num_neighbors", "replace", "disjoint", "backend", "subgraph_type", "time_attr", "temporal_strategy", "time_window",
     "weight_attr", "layer_dependency", "batch_dependency", "exclude_seed_edges",
 )  # fmt: skip
 _PYG_LOADERS = {"node": NodeLoader, "link": LinkLoader}
 
 
-def checked_options(
+def validate_options(
     kwargs: Mapping[str, Any], kind: str, known: Collection[str] = (), never: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the keywords that have an effect, numbers as ``int``; refuse those that ask for what is not done."""
-    taken = {*keywords_of(_PYG_LOADERS[kind]), *known}
+    """Return the keywords that have an effect, numbers as ``int``; raise an error for unsupported or unknown ones."""
+    allowed = {*keywords_of(_PYG_LOADERS[kind]), *known}
     options: dict[str, Any] = {}
     for name, value in kwargs.items():
-        gone = removed(f"datamodule.{name}")
-        # Saved configurations hold None or False where an option of earlier releases was not used.
-        if name in WITHOUT_EFFECT or (gone is not None and (value is None or value is False)):
+        removal = removed(f"datamodule.{name}")
+        # Saved configurations contain None or False for unused options of earlier releases.
+        if name in WITHOUT_EFFECT or (removal is not None and (value is None or value is False)):
             continue
-        if gone is not None:
-            raise ValueError(f"{name}={value!r}{gone.removeprefix(f'datamodule.{name}')}")
-        if name in _REFUSED:
-            asks_nothing, why = _REFUSED[name]
-            if not asks_nothing(value):
+        if removal is not None:
+            raise ValueError(f"{name}={value!r}{removal.removeprefix(f'datamodule.{name}')}")
+        if name in _UNSUPPORTED:
+            is_harmless, reason = _UNSUPPORTED[name]
+            if not is_harmless(value):
                 shown = f"={value!r}" if isinstance(value, (str, bool, int, float)) else ""
-                raise ValueError(f"{name}{shown}: {why}")
+                raise ValueError(f"{name}{shown}: {reason}")
             continue
-        if name not in taken:
-            raise TypeError(_unknown(name, taken, never))
-        options[name] = _checked(name, value)
+        if name not in allowed:
+            raise TypeError(_unknown_option_message(name, allowed, never))
+        options[name] = _validate(name, value)
     return options
 
 
-def _checked(name: str, value: object) -> object:
-    """Return the value of a keyword as loaders take it, or say what is wrong with it."""
+def _validate(name: str, value: object) -> object:
+    """Return the value of a keyword in the form that loaders expect, or raise an error."""
     if value is None and name in ("prefetch_factor", "shuffle", "transform", "transform_sampler_output"):
         return None
-    if name in _LEAST:
-        return whole_number(value, name, _LEAST[name])
+    if name in _MINIMUM:
+        return whole_number(value, name, _MINIMUM[name])
     if name in ("shuffle", "drop_last", "pin_memory", "thread_safe", "sparse_grad"):
         return true_or_false(value, name)
     if name in ("transform", "transform_sampler_output") and not callable(value):
         raise TypeError(f"{name} must be a function of one argument, but is {value!r}")
-    positions = not isinstance(value, str) and bool({"__iter__", "__getitem__"} & {*dir(value)})
-    if name in ("sampler", "batch_sampler") and value is not None and not positions:
-        raise TypeError(f"{name} must give positions among the seeds, as torch's samplers do, but is {value!r}")
-    typed = isinstance(value, tuple | list) and len(value) and isinstance(value[0], tuple | str)
-    numbers = name in ("edge_label_index", "edge_label") and not (value is None or typed)
-    return torch.as_tensor(value) if numbers else value
+    is_iterable = not isinstance(value, str) and bool({"__iter__", "__getitem__"} & {*dir(value)})
+    if name in ("sampler", "batch_sampler") and value is not None and not is_iterable:
+        raise TypeError(f"{name} must yield indices into the seeds, like torch's samplers, but is {value!r}")
+    has_type = isinstance(value, tuple | list) and len(value) and isinstance(value[0], tuple | str)
+    is_numeric = name in ("edge_label_index", "edge_label") and not (value is None or has_type)
+    return torch.as_tensor(value) if is_numeric else value
 
 
-def _unknown(name: str, taken: Collection[str], never: Collection[str]) -> str:
-    if name in _SAMPLERS:
-        return f"there is no option {name} here: it belongs to the sampler, as in NeighborSampler(data, …, {name}=…)"
+def _unknown_option_message(name: str, allowed: Collection[str], never: Collection[str]) -> str:
+    if name in _SAMPLER_OPTIONS:
+        return f"unknown option {name}: it belongs to the sampler, as in NeighborSampler(data, …, {name}=…)"
     if name in ("neg_sampling", "neg_sampling_ratio"):
-        return f"there is no option {name} here: mini-batches of nodes have no negative edges; use LinkDataModule"
-    return f"there is no option {name}{closest(name, {*taken, *WITHOUT_EFFECT, *_SAMPLERS} - {*_REFUSED, *never})}"
+        return f"unknown option {name}: mini-batches of seed nodes have no negative edges; use LinkDataModule"
+    suggestions = {*allowed, *WITHOUT_EFFECT, *_SAMPLER_OPTIONS} - {*_UNSUPPORTED, *never}
+    return f"unknown option {name}{closest(name, suggestions)}"

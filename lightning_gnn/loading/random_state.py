@@ -1,4 +1,4 @@
-"""The random streams of the process: their state, and blocks that are seeded from a key."""
+"""Global random state of the process: saving, restoring, and temporary seeding from a key."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-_HALF = (1 << 32) - 1
+_LOW_32_BITS = (1 << 32) - 1
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of the random streams of this process, in types that ``weights_only=True`` reads."""
+    """Return the process's random state (torch, Python, NumPy) in types that ``weights_only=True`` can load."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "cpu": torch.get_rng_state(),
@@ -24,13 +24,13 @@ def random_state() -> dict[str, Any]:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and torch.accelerator.is_available():
         backend = getattr(torch, accelerator.type)
-        if getattr(backend, "is_initialized", lambda: True)():  # else this rank has nothing to do with it
+        if getattr(backend, "is_initialized", lambda: True)():  # do not initialize an unused backend
             state[accelerator.type] = backend.get_rng_state()
     return state
 
 
 def set_random_state(state: dict[str, Any] | None) -> None:
-    """Go on with these streams, as far as this machine has them."""
+    """Restore the random state of :func:`random_state`, as far as this machine has the devices."""
     for name, value in (state or {}).items():
         if name == "python":
             random.setstate((value[0], tuple(value[1]), value[2]))
@@ -44,14 +44,14 @@ def set_random_state(state: dict[str, Any] | None) -> None:
 
 @contextmanager
 def keyed_random(key: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed torch, NumPy and ``random`` within a block, and put them back; for the training thread alone."""
+    """Seed torch, NumPy and ``random`` from ``key``, and restore them on exit. Not thread-safe."""
     accelerator: Any = None if device is None or device.type == "cpu" else getattr(torch, device.type, None)
     python, array, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    there = None if accelerator is None else accelerator.get_rng_state(device)
+    device_state = None if accelerator is None else accelerator.get_rng_state(device)
     key &= (1 << 64) - 1
     try:
         random.seed(key)
-        np.random.seed([key & _HALF, key >> 32 & _HALF])
+        np.random.seed([key & _LOW_32_BITS, key >> 32 & _LOW_32_BITS])
         torch.default_generator.manual_seed(key)
         if accelerator is not None:
             accelerator.set_rng_state(torch.Generator(device).manual_seed(key).get_state(), device)
@@ -60,5 +60,5 @@ def keyed_random(key: int, device: torch.device | None = None) -> Iterator[None]
         random.setstate(python)
         np.random.set_state(array)
         torch.set_rng_state(host)
-        if there is not None:
-            accelerator.set_rng_state(there, device)
+        if device_state is not None:
+            accelerator.set_rng_state(device_state, device)

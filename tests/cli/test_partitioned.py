@@ -64,7 +64,7 @@ def test_recommends_as_on_the_whole_graph(tmp_path, capfd):
     assert "test_mrr" in whole
     capfd.readouterr()
     assert lgnn(tmp_path / "exact", *split, *of_parts, "inference=full", base=sampled) == 2
-    assert "inference='full' goes over all edges at once, which does not go with time_attr" in capfd.readouterr().err
+    assert "inference='full' uses all edges at once, so it cannot be combined with time_attr" in capfd.readouterr().err
     for other in ("item__rev_rates__user", "[item,rev_rates,user]"):
         assert lgnn(tmp_path / "other", *split, *of_parts, f"task.target={other}", base=sampled) == 2
         assert "but the folder was partitioned to predict user__rates__item: leave it out" in capfd.readouterr().err

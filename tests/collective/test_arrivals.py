@@ -47,7 +47,7 @@ def run(monkeypatch, keep=(), record_stream=None, steps=30, step_s=400.0):
     simulator, ring = Allocator(), PinnedBufferRing(CPU, capacity=steps)
     monkeypatch.setattr(module, "record_stream", record_stream or simulator.record_stream)
     routes = DeviceRoutes(CPU, ring)
-    routes._stream, routes._current = simulator.new_stream(), simulator.current_stream
+    routes._stream, routes._current_stream = simulator.new_stream(), simulator.current_stream
     ready, kept, sizes = [], [], []
 
     def transfer(number):

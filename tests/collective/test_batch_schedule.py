@@ -66,7 +66,7 @@ def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
         assert on_device == buffer.gpu_buffer
         assert len(on_device) <= gpu_buffer_size + BatchSchedule.AHEAD
         assert buffer.cpu_buffer == sorted(set(buffer.cpu_buffer))
-        assert len(buffer.cpu_buffer) + len(buffer._working) <= max(0, cpu_buffer_size + workers - 1)
+        assert len(buffer.cpu_buffer) + len(buffer._in_progress) <= max(0, cpu_buffer_size + workers - 1)
         assert not set(buffer.cpu_buffer) & set(on_device)
     assert not on_device
     assert not buffer.cpu_buffer
@@ -115,5 +115,5 @@ def test_by_hand():
 
 @pytest.mark.parametrize("sizes", [(5, 0, 0), (5, -1, 3), (5, 1, 1, 1, -1), (5, 1, 1, 1, 0, -1), (5, 1, 1, 0)])
 def test_impossible_buffers_are_refused(sizes):
-    with pytest.raises(ValueError, match=r"none may be negative, and a buffer needs a place|cpu_workers=0 not 0"):
+    with pytest.raises(ValueError, match=r"and at least one buffer size must be positive|cpu_workers=0 not 0"):
         BatchSchedule(*sizes)

@@ -237,7 +237,7 @@ def test_without_a_gpu_it_says_so_once_and_is_the_plain_pipeline(num_workers):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_plan_for_both_is_not_used_where_one_is_missing():
     data = collective(COLLECTIVE, gpu_route="auto")
-    with pytest.warns(UserWarning, match=r"here only one of them prepares mini-batches \(cpu\)"):
+    with pytest.warns(UserWarning, match=r"only one prepares mini-batches here \(cpu\)"):
         data.train_dataloader()
     assert data.plan.mode == "cpu"
 
@@ -282,7 +282,7 @@ def test_two_processes_share_the_seeds_and_resume(tmp_path):
         ({"gpu_buffer_size": True}, ValueError, "gpu_buffer_size must be a whole number, but is True"),
         ({"profile_batches": 0}, ValueError, "profile_batches must be at least 1, but is 0"),
         ({"gpu_route": "npu"}, ValueError, "gpu_route='npu' is unknown; use one of auto, cpu"),
-        ({"plan": 3}, ValueError, "plan must be 'auto', a CollectivePlan or the path of a file with one, but is 3"),
+        ({"plan": 3}, ValueError, "plan must be 'auto', a CollectivePlan or the path of a plan file, but is 3"),
         ({"plan": None}, ValueError, "plan must be 'auto'"),
         ({"plan": "nowhere.yaml"}, FileNotFoundError, "nowhere.yaml"),
         ({"num_workers": -1}, ValueError, "num_workers must not be negative"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_gnn.collective.dispatcher import SIMULATED_BATCHES, Dispatcher, initial_ratio, relaxed_time
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
-from lightning_gnn.collective.simulate import drawn_durations, simulate_dual_buffer
+from lightning_gnn.collective.simulate import draw_durations, simulate_dual_buffer
 from tests.campaigns import campaign, one_slice
 
 
@@ -110,7 +110,7 @@ def test_no_other_plan_is_much_better():
         stages = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
         spread = {stage: Duration(getattr(times, stage).mean, 0.2 * getattr(times, stage).mean) for stage in stages}
         times = StageTimes(**spread, cpu_workers=times.cpu_workers)
-        unseen = [drawn_durations(times, num_batches, 100 + seed) for seed in range(4)]
+        unseen = [draw_durations(times, num_batches, 100 + seed) for seed in range(4)]
 
         def seconds(plan, times=times, number=num_batches, unseen=unseen):
             return np.mean([simulate_dual_buffer(times, plan, number, durations=each).makespan for each in unseen])
@@ -135,7 +135,7 @@ def test_transfers_that_are_longer_than_a_training_step_are_hidden_by_turns():
     seconds = (0.0345, 0.0171, 0.004, 0.0056, 0.01)
     times = StageTimes(*(Duration(each, 0.2 * each) for each in seconds), cpu_workers=15)
     plan = Dispatcher(times, num_batches=255).plan()
-    unseen = [drawn_durations(times, 255, 100 + seed) for seed in range(8)]
+    unseen = [draw_durations(times, 255, 100 + seed) for seed in range(8)]
 
     def took(plan):
         return np.mean([simulate_dual_buffer(times, plan, 255, durations=each).makespan for each in unseen])

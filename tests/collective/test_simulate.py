@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.collective.planner import Node
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
-from lightning_gnn.collective.simulate import drawn_durations, simulate_dual_buffer
+from lightning_gnn.collective.simulate import draw_durations, simulate_dual_buffer
 
 SPREAD = StageTimes(
     Duration(0.08, 0.008), Duration(0.002, 2e-4), Duration(0.004, 4e-4), Duration(0.003, 0.01), Duration(0.005), 8
@@ -38,7 +38,7 @@ def test_agrees_with_a_simulation_by_events():
         plan, workers, num_batches = random_plan(source), source.randrange(1, 6), source.randrange(1, 45)
         means = [10 ** source.uniform(-2, 1) for _ in range(5)]
         times = StageTimes(*(Duration(mean, 0.3 * mean) for mean in means), cpu_workers=workers)
-        seconds = drawn_durations(times, num_batches, case)
+        seconds = draw_durations(times, num_batches, case)
         ours = simulate_dual_buffer(times, plan, num_batches, durations=seconds)
         schedule = plan.schedule(num_batches, workers)
         assert ours.makespan == pytest.approx(Node(schedule, workers, seconds).makespan(), rel=1e-9), (plan, times)
@@ -103,7 +103,7 @@ def test_drawn_durations_depend_on_the_seed_alone():
 
 def test_drawn_durations_have_the_mean_and_spread_and_are_positive():
     times = StageTimes(Duration(10.0, 2.0), Duration(1.0, 50.0), Duration(0.0), Duration(0.0), Duration(1.0), 2)
-    draw = drawn_durations(times, 4000, seed=5)
+    draw = draw_durations(times, 4000, seed=5)
     cpu = [draw("cpu_batching", number) for number in range(4000)]
     assert mean(cpu) == pytest.approx(10, rel=0.02)
     assert stdev(cpu) == pytest.approx(2, rel=0.05)

@@ -72,7 +72,7 @@ def test_a_file_that_cannot_grow(tmp_path, kind):
     with small_files(), pytest.raises(OSError, match=r"\.npy needs \d+ bytes and cannot be written \(File too la") as e:
         SAVES[kind](tmp_path)
     assert e.value.errno == errno.EFBIG
-    assert str(e.value).endswith("bytes left; make room, or write elsewhere")
+    assert str(e.value).endswith("bytes left; free disk space, or write elsewhere")
     assert str(e.value).count("needs") == 1
     assert tree(tmp_path) == before
     (tmp_path / "x.npy").unlink(missing_ok=True)
@@ -113,7 +113,7 @@ def test_streamed_inference_on_a_full_disk_ends_with_a_message(small_disk, tmp_p
     assert done.returncode == 1, done.stderr[-2000:]  # and no signal
     said = (
         r"OSError: \[Errno 28\] \S+layer_0\.npy needs \d+ bytes and cannot be written \(No space left on device\): "
-        r"its disk has \d+ bytes left; make room, or write elsewhere\n$"
+        r"its disk has \d+ bytes left; free disk space, or write elsewhere\n$"
     )
     assert re.search(said, done.stderr), done.stderr[-2000:]
     assert not list(small_disk.rglob("layer_*"))

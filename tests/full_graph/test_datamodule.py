@@ -235,5 +235,5 @@ def test_links_by_exact_inference():
     assert scores[0] == pytest.approx(scores[1], rel=1e-4)
     rows = [torch.cat(trainer().predict(predictor, link_data(inference))) for inference in ("full", "sampled")]
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-3, atol=1e-4)
-    with pytest.raises(ValueError, match="draws no negative edges; give input_val_edges of both kinds"):
+    with pytest.raises(ValueError, match="does not sample negative edges; use input_val_edges with pos"):
         link_data("full", input_val_labels=None).val_dataloader()

@@ -85,9 +85,9 @@ def limited(kind, more):
 def test_no_address_space_is_not_a_damaged_file(tmp_path):
     sparse_table(tmp_path / "x.npy", 8 << 30)
     with limited("RLIMIT_AS", 1 << 30):
-        with pytest.raises(OSError, match=r"x\.npy is whole, but .*address space.*ulimit -v") as caught:
+        with pytest.raises(OSError, match=r"x\.npy is intact, but .*address space.*ulimit -v") as caught:
             FeatureTable.load(tmp_path / "x.npy")
-        with pytest.raises(MemoryError, match=r"x\.npy is whole, but memory does not suffice for .* mmap=True"):
+        with pytest.raises(MemoryError, match=r"x\.npy is intact, but its .* bytes do not fit into memory.* mmap=True"):
             FeatureTable.load(tmp_path / "x.npy", mmap=False)
     assert caught.value.errno == errno.ENOMEM
     assert "write it again" not in str(caught.value)
@@ -140,12 +140,12 @@ NO_NUMBERS = "is not a complete .npy file of numbers"
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (npy(np.arange(4, dtype=">i4")), r"byte order of other machines: array.astype\('i4'\)"),
+        (npy(np.arange(4, dtype=">i4")), r"not in native byte order: use array.astype\('i4'\)"),
         (npy(np.array([{}], dtype=object)), NO_NUMBERS),
-        (WHOLE + b"more", r"its header tells of int32 \[4\] and so of 144 bytes, but it has 148"),
+        (WHOLE + b"more", r"its header declares int32 \[4\], 144 bytes in all, but it has 148"),
         (WHOLE[:20], NO_NUMBERS),
         (WHOLE.replace(b"'shape': (4,)", b"'shape': ((((").replace(b"}", b" "), NO_NUMBERS),
-        (npy(np.array([True, False]))[:-1] + b"A", "neither true nor false"),
+        (npy(np.array([True, False]))[:-1] + b"A", "contains bool bytes other than 0 and 1"),
     ],
 )
 def test_messages_of_damaged_files(tmp_path, content, said):
@@ -157,13 +157,13 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
     path = tmp_path / "x.npy"
     refuses(FileNotFoundError, r"x\.npy does not exist$", load_array, path)
     path.mkdir()
-    refuses(ValueError, r"x\.npy is a folder, .*but must be a file", load_array, path)
+    refuses(ValueError, r"x\.npy must be a file, but is a folder", load_array, path)
     path.rmdir()
     path.symlink_to(tmp_path / "gone.npy")
-    refuses(FileNotFoundError, r"x\.npy does not exist, but as a link to nothing", load_array, path)
+    refuses(FileNotFoundError, r"x\.npy is a broken symbolic link", load_array, path)
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "gone.npy")
-        refuses(ValueError, r"x\.npy is a .*FIFO", load_array, path)
+        refuses(ValueError, r"x\.npy must .* FIFO", load_array, path)
 
 
 def test_a_link_to_nothing_is_not_the_same_as_no_labels(tmp_path):
@@ -174,7 +174,7 @@ def test_a_link_to_nothing_is_not_the_same_as_no_labels(tmp_path):
         path = tmp_path / f"{name}.npy"
         path.unlink(missing_ok=True)
         path.symlink_to(tmp_path / "unmounted" / "a.npy")
-        refuses(FileNotFoundError, rf"{name}\.npy does not exist, but as a link", load_folder, tmp_path)
+        refuses(FileNotFoundError, rf"{name}\.npy is a broken symbolic link", load_folder, tmp_path)
         path.unlink()
 
 

@@ -123,7 +123,7 @@ def test_bad_nodes_to_cache(tmp_path):
     graph = CSCGraph.from_edge_index(torch.tensor([[0, 1], [1, 2]]), 3)
     with pytest.raises(IndexError, match="cannot cache node 3: the graph has 3 nodes"):
         graph.cache_adjacency(counts(0, 3), "cpu")
-    with pytest.raises(ValueError, match="given twice"):
+    with pytest.raises(ValueError, match="contain duplicates"):
         RowCache.build(torch.ones(3, 2), counts(1, 1), "cpu")
     # A memory-mapped graph is cached from its files.
     mapped = CSCGraph.load(graph.save(tmp_path))

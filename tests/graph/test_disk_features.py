@@ -42,7 +42,7 @@ def numbers(rows, columns, dtype=torch.float32, seed=0):
 
 def without_queues():
     """Let threads read that wait for one block at a time, as where the system has no queues."""
-    return patch.object(disk_reads, "_queues", list)
+    return patch.object(disk_reads, "_create_queues", list)
 
 
 @pytest.mark.parametrize("queued", [True, False])
@@ -89,14 +89,14 @@ def test_more_reads_than_a_queue_holds(tmp_path, columns):
 def test_a_read_that_cannot_be_queued_is_made_at_once_and_explained(tmp_path):
     x = numbers(2000, 200)
     table = table_on_disk(saved(x, tmp_path / "x.npy"), 64)
-    _, queue = table._reader._idle[0]
+    _, queue = table._reader._idle_buffers[0]
     if queue is None:
         pytest.skip("the system has no queues")
     queue.state[0] += 1  # as after a fork: the kernel does not know it
     assert torch.equal(table.gather(torch.arange(0, 2000, 3)), x[::3])
     queue.state[0] -= 1
     os.truncate(tmp_path / "x.npy", table.file.offset + 3 * BLOCK_BYTES + 100)
-    with pytest.raises(ValueError, match=r"was cut off while it was in use: \d+ bytes came at byte"):
+    with pytest.raises(ValueError, match=r"was truncated while in use: a read at byte \d+ returned \d+ of"):
         table.gather(torch.arange(0, 2000, 7))
     refuses(ValueError, r"x\.npy", FeatureFile.open, tmp_path / "x.npy")
 
@@ -115,7 +115,7 @@ def test_a_forked_process_reads_for_itself(tmp_path, queued):
         def child(equal):
             torch.set_num_threads(1)
             same = torch.equal(table.gather(n_id + 1), x[n_id + 1])
-            queue = table._reader._idle[0][1]
+            queue = table._reader._idle_buffers[0][1]
             equal.value = same and (queue is None or read_queue.submit(queue.state, queue.reads, queue.got, 0, 1) == 1)
 
         context = multiprocessing.get_context("fork")
@@ -143,13 +143,13 @@ def test_where_the_system_has_no_queues_or_no_direct_reads_it_goes_on(tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(read_queue.platform, "machine", lambda: "riscv64")
         table = table_on_disk(path, 64)
-        assert all(queue is None for _, queue in table._reader._idle)
+        assert all(queue is None for _, queue in table._reader._idle_buffers)
         assert torch.equal(table.gather(torch.arange(0, 500, 3)), x[::3])
     monkeypatch.setattr(os, "open", refusing)
     monkeypatch.setattr(disk_reads, "rank_zero_info", said.append)
     table = table_on_disk(path, 100)
     assert not table.direct
-    assert [f"{path} is read through the page cache, as its file system has no direct reads"] == said
+    assert [f"{path} is read through the page cache, because its file system does not support direct I/O"] == said
     assert torch.equal(table.gather(torch.tensor([499, 3])), x[[499, 3]])
 
 
@@ -218,7 +218,7 @@ def test_other_files_are_refused(tmp_path):
     for name, array, error, said in (
         ("ids", np.arange(10), TypeError, "must be float32"),
         ("bytes", np.ones((5, 4), np.int8), TypeError, "must be float32"),
-        ("columns", np.asfortranarray(np.ones((5, 4), np.float32)), ValueError, "by column"),
+        ("columns", np.asfortranarray(np.ones((5, 4), np.float32)), ValueError, "column-major"),
     ):
         np.save(tmp_path / f"{name}.npy", array)
         refuses(error, said, DiskFeatures, tmp_path / f"{name}.npy", "10MB")

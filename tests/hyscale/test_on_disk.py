@@ -56,7 +56,7 @@ def test_shares_that_change_are_sampled_again(store):
             share[0] = 0.5 if number % 4 else 2.0
             yield batch
         table = loader.pipeline.tables.get("x")
-        read.append(table and (table.counts.rows, table._where.announced))
+        read.append(table and (table.counts.rows, table._cache.announced))
 
     read = []
     for batch, expected in zip(batches(memory="3MB", store=store), batches(), strict=True):

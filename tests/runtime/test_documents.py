@@ -18,7 +18,7 @@ def test_yaml(tmp_path, text):
     path.write_text(text)
     refuses(ValueError, "not YAML", read_yaml, text)
     refuses(ValueError, r"(?s)^.{0,999}$", CollectivePlan.load, path)  # what is shown of it is short
-    refuses(ValueError, r"(?s)plan\.yaml holds no plan of collective batching: .*not YAML", CollectivePlan.load, path)
+    refuses(ValueError, r"(?s)plan\.yaml is not a valid plan of collective .*not YAML", CollectivePlan.load, path)
 
 
 def test_wrong_values_are_shown_in_short():
@@ -42,7 +42,7 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
     (tmp_path / "large").write_bytes(bytes(LARGEST + 1))
     refuses(ValueError, r"large has 131073 bytes, but such a file has at most 131072", read_text, tmp_path / "large")
     (tmp_path / "latin").write_bytes(b"m\xf6de: cpu")
-    refuses(ValueError, "latin holds no plan", CollectivePlan.load, tmp_path / "latin")
+    refuses(ValueError, "latin is not a valid plan", CollectivePlan.load, tmp_path / "latin")
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -67,4 +67,4 @@ def test_plans_that_were_cut(tmp_path):
     whole = path.read_text()
     for at in range(0, len(whole) - 4, 7):
         path.write_text(whole[:at])
-        refuses(ValueError, r"plan\.yaml holds no plan of collective batching: ", CollectivePlan.load, path)
+        refuses(ValueError, r"plan\.yaml is not a valid plan of collective batching: ", CollectivePlan.load, path)

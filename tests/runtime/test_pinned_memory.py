@@ -47,8 +47,8 @@ class Runtime:
 @pytest.fixture
 def runtime(monkeypatch):
     made = Runtime()
-    monkeypatch.setattr(module, "_cudart", lambda: made)
-    monkeypatch.setattr(module, "_forget_error", lambda: setattr(made, "forgotten", made.forgotten + 1))
+    monkeypatch.setattr(module, "_cuda_runtime", lambda: made)
+    monkeypatch.setattr(module, "_clear_cuda_error", lambda: setattr(made, "forgotten", made.forgotten + 1))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
     # As CUDA says it: by the first byte, also of memory that was registered.
     monkeypatch.setattr(
@@ -56,7 +56,7 @@ def runtime(monkeypatch):
     )
     yield made
     gc.collect()
-    assert made.ranges == module._users == module._ends == {}
+    assert made.ranges == module._users == module._range_ends == {}
 
 
 def locked(runtime, tensor):
@@ -130,7 +130,7 @@ def test_what_shares_pages_with_other_memory_is_copied(runtime):
     first, second = torch.from_numpy(array[:half]), torch.from_numpy(array[half:])
     there = pin_host_memory(first)
     assert second.is_pinned()
-    with pytest.warns(UserWarning, match="part of them is locked for another array"):
+    with pytest.warns(UserWarning, match="some pages are locked for another array"):
         other = pin_host_memory(second)
     assert other.data_ptr() != second.data_ptr()
     assert torch.equal(other, second)
@@ -162,7 +162,7 @@ def shared_and_locked(rank, num_ranks, shares):
     """Lock what ranks hold alike; return the bytes that this rank then has for itself, and how many it locked."""
     join(rank, num_ranks)
     runtime = Driver()
-    module._cudart, module._forget_error = lambda: runtime, lambda: None
+    module._cuda_runtime, module._clear_cuda_error = lambda: runtime, lambda: None
     torch.Tensor.is_pinned = lambda tensor: False
     module._OWN_PAGES_BYTES = MIB  # of the mapped file, an array of any size has its pages alone
     x, indices = numbers(), torch.arange(3 << 18)
@@ -193,7 +193,7 @@ def shared_and_locked(rank, num_ranks, shares):
     address = x.data_ptr()
     del x, indices
     gc.collect()
-    module._unlock()
+    module._unlock_released()
     from lightning_gnn.runtime import shared_arrays
 
     assert shared_arrays._files == {}

@@ -52,37 +52,37 @@ def weighted(weight):
 
 MISTAKES = {
     tuple(SAMPLED): [
-        ({"batchsize": 4}, TypeError, "no option batchsize; did you mean batch_size"),
+        ({"batchsize": 4}, TypeError, "unknown option batchsize; did you mean batch_size"),
         ({"num_neighbours": [4]}, TypeError, "did you mean num_neighbors"),
         ({"eval_loader_kwarg": {}}, TypeError, "did you mean eval_loader_kwargs"),
         ({"num_workers": -1}, ValueError, "num_workers must not be negative"),
         ({"seed": "a"}, ValueError, "seed must be a whole number, but is 'a'"),
         ({"shuffle": "no"}, ValueError, "shuffle must be True or False"),
         ({"shuffle": True, "sampler": [1]}, ValueError, "exclude each other"),
-        ({"batch_sampler": [[1]], "drop_last": True}, ValueError, "exclude each other; leave drop_last out"),
+        ({"batch_sampler": [[1]], "drop_last": True}, ValueError, "exclude each other; omit drop_last"),
         ({"replace": "no"}, ValueError, "replace must be True or False, but is 'no'"),
         ({"check_features": "no"}, ValueError, "check_features must be True or False"),
-        ({"generator": torch.Generator()}, ValueError, "generator is not supported: the order follows seed="),
-        ({"collate_fn": print}, ValueError, "collate_fn: .*change it by transform="),
+        ({"generator": torch.Generator()}, ValueError, "generator is not supported: seed= determines the order"),
+        ({"collate_fn": print}, ValueError, "collate_fn: .*use transform= to modify"),
         ({"precompute": "first_layer"}, ValueError, "precompute='first_layer' was removed: .* leave it out"),
         ({"rank": 1}, TypeError, "sets it for its loaders"),
         ({"num_neighbors": None}, ValueError, "num_neighbors is missing"),
-        ({"input_train_time": torch.arange(3)}, ValueError, "input_train_time is given, but edges.* have no times"),
+        ({"input_train_time": torch.arange(3)}, ValueError, "input_train_time requires edges with times"),
         ({"loader": "full"}, ValueError, "FullGraphDataModule"),
         ({"eval_loader_kwargs": [1]}, TypeError, r"eval_loader_kwargs must be a dictionary, but is \[1\]"),
-        ({"eval_loader_kwargs": {"seed": 1}}, ValueError, "eval_loader_kwargs: seed is the DataModule's"),
-        ({"eval_loader_kwargs": {"shuffle": True}}, ValueError, "evaluation goes in order"),
-        ({"eval_loader_kwargs": {"batchsize": 1}}, TypeError, "eval_loader_kwargs: there is no option batchsize; did"),
+        ({"eval_loader_kwargs": {"seed": 1}}, ValueError, "eval_loader_kwargs: seed belongs to the DataModule"),
+        ({"eval_loader_kwargs": {"shuffle": True}}, ValueError, "evaluation outputs are in the order"),
+        ({"eval_loader_kwargs": {"batchsize": 1}}, TypeError, "eval_loader_kwargs: unknown option batchsize; did"),
         ({"eval_loader_kwargs": {"num_neighbours": [1]}}, TypeError, "did you mean num_neighbors"),
-        ({"eval_loader_kwargs": {"check_features": True}}, TypeError, "no option check_features"),
+        ({"eval_loader_kwargs": {"check_features": True}}, TypeError, "unknown option check_features"),
         ({"eval_loader_kwargs": {"disjoint": 1}}, ValueError, "eval_loader_kwargs: disjoint must be True or False"),
         ({"eval_loader_kwargs": {"time_attr": "t"}}, TypeError, "eval_loader_kwargs: .*time_attr.* belongs to"),
-        ({"eval_loader_kwargs": {"rank": 1}}, TypeError, "eval_loader_kwargs: there is no option rank"),
+        ({"eval_loader_kwargs": {"rank": 1}}, TypeError, "eval_loader_kwargs: unknown option rank"),
     ],
     (NeighborDataModule,): [
         # No name is proposed that would be refused.
-        ({"eval_loader_kwargs": {"sed": 1}}, TypeError, "there is no option sed$"),
-        ({"eval_loader_kwargs": {"neg_samplng": 1}}, TypeError, "there is no option neg_samplng$"),
+        ({"eval_loader_kwargs": {"sed": 1}}, TypeError, "unknown option sed$"),
+        ({"eval_loader_kwargs": {"neg_samplng": 1}}, TypeError, "unknown option neg_samplng$"),
         ({"data": [1]}, TypeError, "homogeneous"),
         ({"data": Data(edge_index=EDGES, num_nodes=400.0)}, TypeError, "must be a whole number, but is 400.0"),
         ({"data": changed(z=torch.eye(400).to_sparse())}, ValueError, "data.z is sparse, but rows are read one by one"),
@@ -106,16 +106,16 @@ MISTAKES = {
         ({"time_window": 4}, ValueError, "time_window needs time_attr"),
         ({"sampler": "labor", "eval_loader_kwargs": {"replace": True}}, ValueError, "no LABOR sampling with replace"),
         ({"subgraph_type": "induced", "eval_loader_kwargs": {"disjoint": True}}, ValueError, "needs subgraph_type"),
-        ({"eval_loader_kwargs": {"sampler": "labor"}}, TypeError, "sampler must give positions among the seeds"),
+        ({"eval_loader_kwargs": {"sampler": "labor"}}, TypeError, "sampler must yield indices into the seeds"),
         ({"data": changed(time=torch.arange(400)), "time_attr": "time", "inference": "full"}, ValueError,
-         "goes over all edges at once, which does not go with time_attr"),
+         "uses all edges at once, so it cannot be combined with time_attr"),
     ],
     (LinkDataModule,): [
         (weighted(-torch.ones(400)), ValueError, "dst_weight of the negative sampling must be finite, not negative"),
         (weighted(torch.full((400,), math.nan)), ValueError, "must be finite"),
-        (weighted(torch.zeros(400)), ValueError, "not zero at every node"),
-        (weighted(torch.ones(3)), ValueError, r"one entry per node, 400, but has the shape \[3\]"),
-        ({"neg_sampling": "foo"}, ValueError, "neg_sampling='foo' is none.*use 'binary' or 'triplet'"),
+        (weighted(torch.zeros(400)), ValueError, "not zero everywhere"),
+        (weighted(torch.ones(3)), ValueError, r"the shape \[400\], one entry per node, but has \[3\]"),
+        ({"neg_sampling": "foo"}, ValueError, "invalid neg_sampling='foo'.*use 'binary' or 'triplet'"),
         ({"neg_sampling": {"mode": "binary", "amount": -1}}, ValueError, "needs to be positive"),
         ({"neg_sampling_ratio": -1}, ValueError, "neg_sampling_ratio must not be negative, but is -1"),
         ({"neg_sampling_ratio": "1"}, TypeError, "neg_sampling_ratio must be a number, but is '1'"),
@@ -123,11 +123,11 @@ MISTAKES = {
         ({"input_val_labels": [1]}, ValueError, "input_val_labels are given without input_val_edges"),
         ({"input_train_edges": EDGES, "input_train_labels": [math.nan] * 40}, ValueError, "labels holds NaN"),
         ({"input_train_edges": EDGES, "input_train_labels": [1] * 40, "neg_sampling": "triplet"}, ValueError,
-         "input_train_labels has no place in triplets"),
+         "input_train_labels cannot be used with triplets"),
         ({"input_val_edges": EDGES, "input_val_labels": [1] * 40, "eval_loader_kwargs": {"neg_sampling_ratio": 1}},
-         ValueError, "neg_sampling_ratio has no effect: to labeled edges no negatives are added"),
+         ValueError, "neg_sampling_ratio has no effect: the evaluation edges have labels"),
         ({"link_sampler": 3}, TypeError, "link_sampler must be a PyG sampler with sample_from_edges, but is 3"),
-        ({"node_sampler": 3}, TypeError, "no option node_sampler"),
+        ({"node_sampler": 3}, TypeError, "unknown option node_sampler"),
         ({"input_train_edges": torch.tensor([[0], [400]])}, ValueError, "input_train_edges holds node 400"),
         ({"input_val_edges": torch.tensor([0, 1])}, ValueError, r"input_val_edges must have the shape \[2, n\]"),
         ({"input_val_edges": torch.rand(2, 2)}, TypeError, "input_val_edges must be an int64"),
@@ -161,7 +161,7 @@ def test_mistakes_are_told_at_once(kind, kwargs, error, message):
 
 
 def test_missing_splits_are_named():
-    with pytest.raises(ValueError, match="no training nodes"):
+    with pytest.raises(ValueError, match="training requires input_train_nodes"):
         build(NeighborDataModule, Data(x=torch.ones(4, 1), edge_index=torch.tensor([[0], [1]]))).train_dataloader()
 
 
@@ -304,11 +304,11 @@ def test_samplers_of_ones_own_are_copied_for_evaluation_and_may_refuse():
 
     module = build(NeighborDataModule, data, node_sampler=Bare(), num_neighbors=None)
     assert module.eval_graph_sampler is module.graph_sampler
-    with pytest.raises(ValueError, match="eval_loader_kwargs: Bare has no num_neighbors"):
+    with pytest.raises(ValueError, match="eval_loader_kwargs: Bare has no attribute num_neighbors"):
         build(NeighborDataModule, data, node_sampler=Bare(), eval_loader_kwargs={"num_neighbors": [1]})
     with pytest.raises(TypeError, match="node_sampler must be a PyG sampler with sample_from_nodes, but is 3"):
         build(NeighborDataModule, data, node_sampler=3)
-    with pytest.warns(UserWarning, match="without effect beside it: num_neighbors$"):
+    with pytest.warns(UserWarning, match="num_neighbors has no effect: node_sampler brings its own"):
         build(NeighborDataModule, data, node_sampler=Bare())
 
 

@@ -141,14 +141,14 @@ def test_resuming_with_another_batch_size_warns_in_mid_epoch_only(tmp_path):
     whole = Model()
     trainer(callbacks=[saver]).fit(whole, datamodule())
     steps = len(whole.history) // 3
-    said = "in the middle of an epoch of batch_size=.*, but this run has batch_size=40: the epoch goes on after 2 mini"
+    said = "within an epoch with batch_size=.*, but this run has batch_size=40: the epoch continues after 2 mini"
     for step, batch_size, warned in ((2, 40, True), (2, 32, False), (steps, 40, False)):
         resumed = datamodule(batch_size=batch_size)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             trainer().fit(Model(), resumed, ckpt_path=tmp_path / f"step={step}.ckpt")
         assert any(re.search(said, str(warning.message)) for warning in found) == warned, step
-        assert any("in the middle of an epoch" in str(warning.message) for warning in found) == warned, step
+        assert any("saved within an epoch" in str(warning.message) for warning in found) == warned, step
 
 
 class Recorder(Model):

@@ -97,9 +97,9 @@ def test_types_share_one_memory(tmp_path):
     store = {kind: saved(data[kind].x, tmp_path / f"{kind}.npy") for kind in ("paper", "author")}
     tables = datamodule(data, memory="8MB", store=store).train_dataloader().pipeline.tables
     assert {*tables} == {("paper", "x"), ("author", "x")}
-    with pytest.raises(ValueError, match="no node type 'editor', only author, paper, venue"):
+    with pytest.raises(ValueError, match="no such node type: 'editor'; use author, paper, venue"):
         datamodule(data, memory="8MB", store={"editor": store["paper"]})
-    with pytest.raises(TypeError, match="with types needs one file for each type"):
+    with pytest.raises(TypeError, match="a heterogeneous graph requires one file per node type"):
         datamodule(data, memory="8MB", store=store["paper"])
 
 
@@ -132,7 +132,7 @@ def test_a_store_with_other_numbers_than_the_graph_is_refused(folder, tmp_path, 
     for wrong in (data.x * 1.02, data.x.roll(1, 0), data.x.index_fill(0, torch.tensor([NODES - 1]), float("nan"))):
         other = copy.copy(data)
         other.x = wrong
-        with pytest.raises(ValueError, match=r"x\.npy holds other features than data\.x: column \d+ of row \d+ is"):
+        with pytest.raises(ValueError, match=r"x\.npy and data\.x differ: column \d+ of row \d+ is"):
             datamodule(other, memory=MEMORY, check_features=False, store=store)
     nan = data.x.clone()
     nan[0, 3] = float("nan")
@@ -140,7 +140,7 @@ def test_a_store_with_other_numbers_than_the_graph_is_refused(folder, tmp_path, 
     both.x = nan
     datamodule(both, memory=MEMORY, check_features=False, store=saved(nan, tmp_path / "nan.npy", dtype))
     other.x = nan
-    said = r"column 3 of row 0 is \S+ in the file and nan in data\.x \(of 258 rows that were compared 1 differ\); write"
+    said = r"column 3 of row 0 is \S+ in the file and nan in data\.x \(1 of 258 compared rows differ\); write"
     with pytest.raises(ValueError, match=said):
         datamodule(other, memory=MEMORY, check_features=False, store=store)
 
@@ -153,7 +153,7 @@ def test_a_store_of_floats_stands_for_other_numbers_of_the_same_value(folder, tm
     (batch, *_) = datamodule(data, memory=MEMORY, store=store).train_dataloader()
     assert torch.equal(batch.x, data.x[batch.n_id].float())
     data.x[NODES - 1] = ~data.x[NODES - 1] if dtype is torch.bool else data.x[NODES - 1] + 1
-    with pytest.raises(ValueError, match="holds other features"):
+    with pytest.raises(ValueError, match=r"x differ: column"):
         datamodule(data, memory=MEMORY, store=store)
 
 
@@ -236,7 +236,7 @@ def test_stopping_early_leaves_no_thread_and_lets_others_look_ahead(folder):
     assert all(name.startswith("lightning-gnn-disk") for name in left)  # of the table, which goes on
     table = table_of(loader)
     assert table.claim()
-    assert table._where.announced == 0
+    assert table._cache.announced == 0
     table.release()
     (batch, *_) = loader
     assert torch.equal(batch.x, load_folder(folder).x[batch.n_id])
@@ -263,7 +263,7 @@ def test_a_failing_sampler_is_told_in_its_turn(folder, monkeypatch):
 
 def test_a_disk_that_fails_ends_the_epoch(folder, monkeypatch):
     loader = datamodule(load_folder(folder), num_workers=2, memory=MEMORY).train_dataloader()
-    real, calls = disk_reads.DirectReader._share, []
+    real, calls = disk_reads.DirectReader._read, []
 
     def failing(self, *arguments):
         calls.append(1)
@@ -271,7 +271,7 @@ def test_a_disk_that_fails_ends_the_epoch(folder, monkeypatch):
             raise OSError(5, "the disk is gone")
         return real(self, *arguments)
 
-    monkeypatch.setattr(disk_reads.DirectReader, "_share", failing)
+    monkeypatch.setattr(disk_reads.DirectReader, "_read", failing)
     with pytest.raises(OSError, match="the disk is gone"):
         list(loader)
     monkeypatch.undo()
@@ -336,7 +336,7 @@ def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_be
     )
     table = table_of(loader)
     list(loader), list(plain)
-    assert table.announced == len(loader.lookahead._handed_on) > 0
+    assert table.announced == len(loader.lookahead._next_epoch_batches) > 0
     if between == "another loader":
         assert table.claim()
         assert table.announced == 0
@@ -351,11 +351,11 @@ def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_be
     elif between == "a leap":
         for one in (loader, plain):
             one.sampler.set_epoch(5)
-    known = len(loader.lookahead._handed_on) if between == "nothing" else 0
+    known = len(loader.lookahead._next_epoch_batches) if between == "nothing" else 0
     announced = counting_announced(monkeypatch)
     assert_same_batches(loader, plain)
-    assert table.announced == len(loader.lookahead._handed_on)
-    assert len(announced) == len(loader) - known + len(loader.lookahead._handed_on)
+    assert table.announced == len(loader.lookahead._next_epoch_batches)
+    assert len(announced) == len(loader) - known + len(loader.lookahead._next_epoch_batches)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -398,10 +398,10 @@ def test_what_was_sampled_for_other_mini_batches_is_not_used(folder, monkeypatch
             change(loader)
         assert_same_batches(*loaders)
     disk, plain = loaders
-    assert disk.lookahead._handed_on
-    sampled = disk.lookahead._handed_on[0].restored()
+    assert disk.lookahead._next_epoch_batches
+    sampled = disk.lookahead._next_epoch_batches[0].restore()
     others = replace(sampled, task=replace(sampled.task, seeds=sampled.task.seeds.flip(0)))
-    disk.lookahead._handed_on[0] = prefetching.CompactSampledBatch(others)
+    disk.lookahead._next_epoch_batches[0] = prefetching.CompactSampledBatch(others)
     real = MiniBatchPipeline.sample
 
     def failing(self, task):
@@ -448,7 +448,7 @@ def test_a_mini_batch_that_is_made_again_is_sampled_again(folder):
         batch = window.prepare(number, tasks[number]).batch
         assert torch.equal(batch.n_id, loader.pipeline.sample(tasks[number]).nodes(None))
         assert torch.equal(batch.x, load_folder(folder).x[batch.n_id])
-    assert window._front == 3
+    assert window._first_unread == 3
     window.close()
     assert table_of(loader).claim()
 
@@ -457,19 +457,19 @@ def test_the_plan_says_what_the_memory_is_for(folder):
     module = datamodule(load_folder(folder), memory=MEMORY)
     assert datamodule(load_folder(folder)).plan_disk() is None
     said = module.plan_disk()
-    assert said.startswith("features on disk (x.npy, 1.44 MB); of 4 MB of memory ")
+    assert said.startswith("features on disk (x.npy, 1.44 MB); of 4 MB of memory, ")
     assert "500 kB are for mini-batches sampled ahead" in said
 
 
 def test_what_cannot_work_is_refused(folder, tmp_path):
     data = load_folder(folder)
     for options, said in (
-        ({"memory": "20kB"}, "memory=20 kB does not suffice"),
+        ({"memory": "20kB"}, "memory=20 kB is too small"),
         ({"memory": "much"}, "memory must be a number of bytes"),
         ({"memory": MEMORY, "lookahead": -1}, "lookahead"),
-        ({"lookahead": 3}, "give memory= too"),
-        ({"store": folder / "x.npy"}, "give memory= too"),
-        ({"memory": MEMORY, "feature_dtype": "bfloat16"}, "feature_dtype makes a table in memory"),
+        ({"lookahead": 3}, "set memory= too"),
+        ({"store": folder / "x.npy"}, "set memory= too"),
+        ({"memory": MEMORY, "feature_dtype": "bfloat16"}, "feature_dtype converts features in memory"),
     ):
         with pytest.raises(ValueError, match=said):
             datamodule(data, **options).train_dataloader()

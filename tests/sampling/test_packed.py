@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 
-from lightning_gnn.loading.compact_ids import CompactIds, both_of
+from lightning_gnn.loading.compact_ids import CompactIds, shared_base
 from lightning_gnn.sampling.deferred_edges import LazyEdgeIds
 
 IDS = st.one_of(
@@ -44,7 +44,7 @@ def test_what_was_packed_comes_out(node, row, col, edge, deferred):
     out = SamplerOutput(node, row, col, edge, batch=node, num_sampled_nodes=[1, 2], metadata=(row, None))
     packed = CompactIds(out)
     assert_same(packed.nodes(None).long(), node.long())
-    found = packed.unpacked()
+    found = packed.decode()
     for name, value in vars(out).items():
         assert_same(getattr(found, name), value)
     assert packed.num_nodes == node.numel()
@@ -62,11 +62,11 @@ def test_types_and_rows_of_one_tensor():
         dict.fromkeys(both),
     )
     packed = CompactIds(out)
-    found = packed.unpacked()
+    found = packed.decode()
     for name in ("node", "row", "col", "edge"):
         assert_same(getattr(found, name), getattr(out, name))
     for kind, edges in both.items():
-        assert_same(both_of(found.row[kind], found.col[kind]), edges)
+        assert_same(shared_base(found.row[kind], found.col[kind]), edges)
     assert packed.nodes("b") is None
     assert packed.nodes("c") is None
     assert packed.num_bytes == 3 * 4 + 3 * (4 + 1) + (4 + 1)

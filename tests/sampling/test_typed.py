@@ -219,7 +219,7 @@ def test_links_of_a_type_that_is_not_among_the_messages():
     row, col = batch[WRITES].edge_label_index[:, batch[WRITES].edge_label == 1]
     ends = torch.stack([batch["author"].n_id[row], batch["paper"].n_id[col]])
     assert torch.equal(ends, edges[:, batch[WRITES].input_id])
-    with pytest.raises(ValueError, match=r"there is no edge type .*; give the edges too"):
+    with pytest.raises(ValueError, match=r"no such edge type: .*; give the edges too"):
         LinkDataModule(data, WRITES, num_neighbors=[3])
 
 
@@ -249,15 +249,15 @@ def made_of(kind, **kwargs):
     ("kind", "kwargs", "error", "message"),
     [
         *((NeighborDataModule, *row) for row in (
-            ({"input_train_nodes": torch.arange(3)}, TypeError, r"give input_train_nodes=\(type, nodes\)"),
-            ({"input_train_nodes": ("editor", [1])}, ValueError, "there is no node type 'editor'"),
+            ({"input_train_nodes": torch.arange(3)}, TypeError, r"requires input_train_nodes=\(type, nodes\)"),
+            ({"input_train_nodes": ("editor", [1])}, ValueError, "no such node type: 'editor'"),
             ({"input_train_nodes": ("venue", torch.tensor([7]))}, ValueError, "holds node 7, but the graph has 7 node"),
             ({"time_attr": "when"}, ValueError, "no node type and no edge type has the times 'when'"),
             ({"weight_attr": "when"}, ValueError, "no edge type has the weights 'when'"),
             ({"time_attr": "time", "weight_attr": "weight"}, ValueError, "weighted temporal sampling is not"),
             ({"time_attr": "bad"}, ValueError, "'bad' of paper: times of nodes hold NaN, at 4"),
             ({"weight_attr": "bad_weight"}, ValueError, "that of edge 2 is -1"),
-            ({"input_train_time": torch.arange(3)}, ValueError, "input_train_time is given, but edges have no times"),
+            ({"input_train_time": torch.arange(3)}, ValueError, "input_train_time requires edges with times"),
             ({"time_attr": "time", "input_train_time": torch.arange(3)}, ValueError, "there are .* seeds"),
             ({"num_neighbors": {CITES: [1]}}, ValueError, "no fanouts for"),
             ({"time_attr": "time", "subgraph_type": "induced"}, ValueError, "disjoint=True .*needs subgraph_type"),
@@ -270,7 +270,7 @@ def made_of(kind, **kwargs):
             ({"time_attr": "float_time"}, ValueError,
              "'float_time' of paper: times of nodes are integers that float64 cannot"),
         )),
-        (NodeLoader, {}, ValueError, "tables are by attribute, so they cannot tell types apart"),
+        (NodeLoader, {}, ValueError, "the keys of tables must be .type, attribute. in a hetero"),
         (LinkDataModule, {"time_attr": "time", "neg_sampling": "binary"}, ValueError,
          r"negative edges need times .* give edge_label_time \(input_train_time\)"),
     ],
@@ -288,13 +288,13 @@ def test_what_is_not_there_is_named():
     data = typed_data()
     for name in SIZES:
         data[name].pop("x", None)
-    with pytest.raises(ValueError, match="no type has an x"):
+    with pytest.raises(ValueError, match="no node type has an x"):
         NeighborDataModule(data, num_neighbors=[2], feature_dtype="bfloat16")
     data["paper"].x = np.ones((300, 4), np.float32)
     module = NeighborDataModule(data, num_neighbors=[2], feature_dtype="bfloat16", batch_size=8)
     assert next(iter(module.train_dataloader()))["paper"].x.dtype == torch.bfloat16
     datamodule = NeighborDataModule(data, num_neighbors=[2], inference=FullInference(memory_limit=0))
-    with pytest.raises(ValueError, match="graphs with types run in memory; leave out folder and memory_limit"):
+    with pytest.raises(ValueError, match="heterogeneous graphs run in memory; omit folder and memory_limit"):
         datamodule.val_dataloader()
     with pytest.raises(ValueError, match="too large for int64"):
         CSCGraph.from_edge_index(torch.tensor([[0], [0]])).with_time(torch.tensor([2**63], dtype=torch.uint64))
@@ -303,8 +303,8 @@ def test_what_is_not_there_is_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"exclude_seed_edges": True}, "inference='full' goes .* exclude_seed_edges"),
-        ({"time_attr": "time"}, "inference='full' goes .* time_attr"),
+        ({"exclude_seed_edges": True}, "inference='full' uses .* exclude_seed_edges"),
+        ({"time_attr": "time"}, "inference='full' uses .* time_attr"),
     ],
 )
 def test_edges_that_are_hidden_stay_hidden_whoever_makes_the_sampler(options, message):

@@ -378,7 +378,7 @@ def test_trained_features_that_cannot_be_right_are_refused():
     with pytest.raises(ValueError, match=r"data\.x requires gradients, but the batch_sampler has no __len__"):
         NodeLoader(data, SAMPLER, batch_sampler=Endless())
     data.x = nn.Parameter(torch.zeros(400))
-    with pytest.raises(ValueError, match=r"sparse_grad=True needs rows, but data\.x"):
+    with pytest.raises(ValueError, match=r"sparse_grad=True requires row-wise data, but the trainable data\.x"):
         loader(data, sparse_grad=True)
 
 

@@ -1,4 +1,4 @@
-"""Mini-batches prepared ahead: one protocol, and a small class for each schedule."""
+"""Prefetchers: the protocol, and one class per schedule."""
 
 from lightning_gnn.loading.prefetch.protocol import Prefetcher
 from lightning_gnn.loading.prefetch.threads import ThreadPrefetcher

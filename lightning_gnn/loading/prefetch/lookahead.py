@@ -1,4 +1,4 @@
-"""Mini-batches sampled far ahead of the one whose features are read from disk, which then keeps what comes soonest."""
+"""Sampling far ahead of reading features from disk, so that the disk cache can apply Belady's rule."""
 
 from __future__ import annotations
 
@@ -21,75 +21,75 @@ from lightning_gnn.loading.compact_ids import CompactIds
 from lightning_gnn.loading.pipeline import MiniBatchPipeline
 from lightning_gnn.loading.prefetch.threads import ThreadPrefetcher
 
-_FIRST_WINDOW = 64  # mini-batches sampled before the first one is read, at most, for which training waits
-_MAX_OUT_OF_ORDER = 64  # mini-batches that may be read before an earlier one is
-_BOOKKEEPING_BYTES = 10  # what the window keeps besides of each node of a mini-batch that waits
+_FIRST_WINDOW = 64  # maximum mini-batches sampled before the first one is read; training waits for these
+_MAX_OUT_OF_ORDER = 64  # maximum mini-batches that are read before an earlier one
+_BOOKKEEPING_BYTES = 10  # additional bytes in the disk cache's window per node of a waiting mini-batch
 
 
 class CompactSampledBatch:
-    """A sampled mini-batch that waits to be read, in few bytes."""
+    """A sampled mini-batch that waits for its features, in compact form."""
 
     def __init__(self, sampled: SampledBatch) -> None:
         self.task, self.key, self._seconds = sampled.task, sampled.key, sampled.seconds
         self._ids = CompactIds(sampled.out)
 
     def nodes(self, node_type: NodeType | None) -> Tensor:
-        """Return the nodes of a type, as :meth:`SampledBatch.nodes`."""
+        """Return the nodes of a type, like :meth:`SampledBatch.nodes`."""
         node = self._ids.nodes(node_type)
         return NO_NODES if node is None else node
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes while it waits."""
+        """Approximate memory while it waits, in bytes."""
         return self._ids.num_bytes + _BOOKKEEPING_BYTES * self._ids.num_nodes
 
-    def is_of(self, key: int, task: BatchTask) -> bool:
-        """Return whether it is the mini-batch of a key and a task."""
+    def matches(self, key: int, task: BatchTask) -> bool:
+        """Return whether this is the mini-batch of a key and task."""
         return key == self.key and self.task.is_same(task)
 
-    def restored(self) -> SampledBatch:
-        """Return what was sampled."""
-        return SampledBatch(self.task, self._ids.unpacked(), self.key, self._seconds)
+    def restore(self) -> SampledBatch:
+        """Return the original sampled batch."""
+        return SampledBatch(self.task, self._ids.decode(), self.key, self._seconds)
 
 
 QueuedBatch: TypeAlias = tuple[CompactSampledBatch, bool] | None
-"""A mini-batch, and whether it is of the next epoch; None where one of that has failed, which it does again there."""
+"""A mini-batch, and whether it belongs to the next epoch; None after an error there, which recurs in that epoch."""
 
 
 class Lookahead:
-    """Begins a :class:`LookaheadWindow` for each epoch of a loader, and hands the end of one on to the next."""
+    """Creates a :class:`LookaheadWindow` per epoch, and passes mini-batches sampled early to the next epoch."""
 
     def __init__(
         self, pipeline: MiniBatchPipeline, size: int | tuple[int, int], num_threads: int = 0, ahead: int = 0
     ) -> None:
         self._pipeline, self.size, self._num_threads, self._ahead = pipeline, size, num_threads, ahead
-        self._handed_on: list[CompactSampledBatch] = []
+        self._next_epoch_batches: list[CompactSampledBatch] = []
 
     def begin(
         self, tasks: Iterable[BatchTask], first: int, next_epoch: Iterable[BatchTask] = ()
     ) -> LookaheadWindow | None:
-        """Return what samples an epoch ahead from ``first`` on, to be closed; None where nothing is on disk."""
+        """Return a window over an epoch from ``first`` on, which the caller must close; None without disk tables."""
         tables = self._pipeline.disk_tables
-        # A sampler of the user's own that may change as training goes on is not run ahead of it.
+        # User code that requires the main thread may depend on training, so it is not run ahead.
         is_wanted = self.size != 0 and not self._pipeline.requires_main_thread
-        if not (tables and is_wanted and try_acquire_tables(tables, self._handed_on)):
+        if not (tables and is_wanted and try_acquire_tables(tables, self._next_epoch_batches)):
             return None
-        known, self._handed_on = self._handed_on, []
-        if known:  # unless it is another epoch than the one that was expected
+        presampled, self._next_epoch_batches = self._next_epoch_batches, []
+        if presampled:  # discard them unless they belong to this epoch
             tasks = iter(tasks)
             head = [*islice(tasks, 1)]
-            expected = (known[0].task.epoch, known[0].task.index)
-            known = known if [(task.epoch, task.index) for task in head] == [expected] else []
+            expected = (presampled[0].task.epoch, presampled[0].task.index)
+            presampled = presampled if [(task.epoch, task.index) for task in head] == [expected] else []
             tasks = chain(head, tasks)
         window = LookaheadWindow(
-            self._pipeline, tasks, first, tables, self.size, self._num_threads, self._ahead, next_epoch, known
+            self._pipeline, tasks, first, tables, self.size, self._num_threads, self._ahead, next_epoch, presampled
         )
-        self._handed_on = window.handed_on  # which fills until the epoch ends
+        self._next_epoch_batches = window.next_epoch_batches  # filled until the epoch ends
         return window
 
 
 class LookaheadWindow:
-    """Samples an epoch's mini-batches ahead, and schedules the reads of tables on disk by them; safe across threads."""
+    """Samples an epoch's mini-batches ahead and announces their reads to the disk tables. Thread-safe."""
 
     def __init__(
         self,
@@ -101,33 +101,34 @@ class LookaheadWindow:
         num_threads: int,
         ahead: int,
         next_epoch: Iterable[BatchTask] = (),
-        known: Sequence[CompactSampledBatch] = (),
+        presampled: Sequence[CompactSampledBatch] = (),
     ) -> None:
         most, most_bytes = size if isinstance(size, tuple) else (size, None)
         self._pipeline, self._tables = pipeline, tables
         self._release = weakref.finalize(self, _release, list(tables.values()))
-        self._known = len(known) if all(table.announced == len(known) for table in tables.values()) else 0
-        if not self._known:
+        # The reads of these mini-batches are still announced, unless another loader has used the tables since.
+        is_announced = all(table.announced == len(presampled) for table in tables.values())
+        self._num_announced = len(presampled) if is_announced else 0
+        if not self._num_announced:
             for table in tables.values():
                 table.forget()
-        sample = partial(_sample, pipeline, {(each.task.epoch, each.task.index): each for each in known})
+        sample = partial(_sample, pipeline, {(each.task.epoch, each.task.index): each for each in presampled})
         both = chain(((task, False) for task in tasks), ((task, True) for task in next_epoch))
         self._sampled = ThreadPrefetcher(sample, both, num_threads, max(ahead, 2 * num_threads))
-        self.handed_on: list[CompactSampledBatch] = []
-        """The mini-batches of the next epoch that have been sampled."""
+        self.next_epoch_batches: list[CompactSampledBatch] = []  # sampled mini-batches of the next epoch
         closed = self._closed = threading.Event()
         source = cast("Iterator[QueuedBatch]", takewhile(lambda _: not closed.is_set(), self._sampled))
         most = min(most, MOST_READS - 1 - _MAX_OUT_OF_ORDER)
-        self._window = _window(source, most, most_bytes, max(_FIRST_WINDOW, len(known)), self.handed_on)
+        self._window = _window(source, most, most_bytes, max(_FIRST_WINDOW, len(presampled)), self.next_epoch_batches)
         self._failure: BaseException | None = None
         self._pulling, self._lock = threading.Lock(), threading.Lock()
-        self._next = first  # of the window
-        self._held: dict[int, CompactSampledBatch | BaseException] = {}
-        self._new: deque[tuple[int, list[CompactSampledBatch]]] = deque()  # to be announced before which one is read
-        self._front, self._read = first, set[int]()  # the first one that has not been read, and later ones that have
+        self._next = first  # number of the next mini-batch to take from the window
+        self._unread: dict[int, CompactSampledBatch | BaseException] = {}
+        self._to_announce: deque[tuple[int, list[CompactSampledBatch]]] = deque()  # before reading which number
+        self._first_unread, self._read_later = first, set[int]()  # numbers above _first_unread that have been read
 
     def numbers(self) -> Iterator[int]:
-        """Yield the number of each mini-batch, once it has been sampled."""
+        """Yield the number of each mini-batch after it has been sampled."""
         while True:
             with self._pulling:
                 try:
@@ -137,39 +138,39 @@ class LookaheadWindow:
             yield number
 
     def sampled(self, number: int, task: BatchTask | None = None) -> SampledBatch:
-        """Return a mini-batch, which will be read; sampled again if it has been read, or is not that of ``task``."""
+        """Return a sampled mini-batch; sample it again if it has already been read or does not match ``task``."""
         self._sample_until(number)
         with self._lock:
-            waiting = self._held.get(number)
+            waiting = self._unread.get(number)
         if isinstance(waiting, BaseException):
             raise waiting
-        if waiting is not None and (task is None or waiting.is_of(self._pipeline.key(task), task)):
-            return waiting.restored()
+        if waiting is not None and (task is None or waiting.matches(self._pipeline.key(task), task)):
+            return waiting.restore()
         assert task is not None
         return self._pipeline.sample(task)
 
     def read(self, number: int) -> None:
-        """Note that the rows of a mini-batch are read now: call it just before."""
+        """Announce reads and advance the tables; call it just before reading the rows of a mini-batch."""
         self._sample_until(number)
         with self._lock:
-            if self._held.pop(number, None) is None:
+            if self._unread.pop(number, None) is None:
                 return
-            self._read.add(number)
-            while self._new and self._new[0][0] <= number:
-                for waiting in self._new.popleft()[1]:
-                    if self._known:
-                        self._known -= 1
+            self._read_later.add(number)
+            while self._to_announce and self._to_announce[0][0] <= number:
+                for waiting in self._to_announce.popleft()[1]:
+                    if self._num_announced:
+                        self._num_announced -= 1
                         continue
                     for name, table in self._tables.items():
                         table.announce(waiting.nodes(name[0] if isinstance(name, tuple) else None))
-            while self._front in self._read:
-                self._read.remove(self._front)
-                self._front += 1
+            while self._first_unread in self._read_later:
+                self._read_later.remove(self._first_unread)
+                self._first_unread += 1
                 for table in self._tables.values():
                     table.advance()
 
     def prepare(self, number: int, task: BatchTask | None = None, allocate: Allocator | None = None) -> PreparedBatch:
-        """Return a mini-batch with its features, as the pipeline would; arguments of both."""
+        """Return a mini-batch with its features; see :meth:`sampled` and :meth:`MiniBatchPipeline.gather`."""
         sampled = self.sampled(number, task)
         self.read(number)
         return self._pipeline.gather(sampled, allocate)
@@ -180,7 +181,7 @@ class LookaheadWindow:
                 try:
                     self._pull()
                 except StopIteration:
-                    raise self._failure or RuntimeError(f"there is no mini-batch {number}") from None
+                    raise self._failure or RuntimeError(f"the epoch ends before mini-batch {number}") from None
 
     def _pull(self) -> int:
         waiting, new = next(self._window)
@@ -188,30 +189,32 @@ class LookaheadWindow:
             self._failure = waiting
         with self._lock:
             number, self._next = self._next, self._next + 1
-            self._held[number] = waiting
-            self._new.append((number, new))
+            self._unread[number] = waiting
+            self._to_announce.append((number, new))
         return number
 
     def close(self) -> None:
-        """Cancel what has not begun, join the threads and release the tables; the next epoch's reads stay."""
+        """Cancel pending tasks, join the threads and release the tables; the next epoch's reads stay announced."""
         self._closed.set()
         with self._pulling:
-            whole = self.handed_on and self._front == self._next and next(self._window, None) is None
+            is_complete = (
+                self.next_epoch_batches and self._first_unread == self._next and next(self._window, None) is None
+            )
             self._sampled.close()
             self._window.close()
         with self._lock:
-            self._held.clear()
-            self._new.clear()
+            self._unread.clear()
+            self._to_announce.clear()
         if self._release.detach():
-            _release(list(self._tables.values()), self.handed_on if whole else None)
+            _release(list(self._tables.values()), self.next_epoch_batches if is_complete else None)
 
 
-def try_acquire_tables(tables: Mapping[AttributeName, DiskFeatures], known: object = None) -> bool:
-    """Acquire all tables for scheduling reads, or none where another loader has one."""
-    taken = [table for table in tables.values() if table.claim(known)]
-    if len(taken) < len(tables):
-        _release(taken)
-    return len(taken) == len(tables)
+def try_acquire_tables(tables: Mapping[AttributeName, DiskFeatures], presampled: object = None) -> bool:
+    """Acquire all tables for announcing reads, or none of them if another loader holds one; return the success."""
+    acquired = [table for table in tables.values() if table.claim(presampled)]
+    if len(acquired) < len(tables):
+        _release(acquired)
+    return len(acquired) == len(tables)
 
 
 def _release(tables: list[DiskFeatures], left_for: object = None) -> None:
@@ -220,13 +223,13 @@ def _release(tables: list[DiskFeatures], left_for: object = None) -> None:
 
 
 def _sample(
-    pipeline: MiniBatchPipeline, known: dict[tuple[int, int], CompactSampledBatch], wanted: tuple[BatchTask, bool]
+    pipeline: MiniBatchPipeline, presampled: dict[tuple[int, int], CompactSampledBatch], wanted: tuple[BatchTask, bool]
 ) -> QueuedBatch:
-    """Sample a mini-batch, unless it is known, with whether it is of the next epoch; None where one of that fails."""
+    """Return the presampled mini-batch of a task, or sample it; return None if this fails for the next epoch."""
     task, is_next_epoch = wanted
-    found = known.pop((task.epoch, task.index), None)
-    if found is not None and found.is_of(pipeline.key(task), task):
-        return found, False
+    earlier = presampled.pop((task.epoch, task.index), None)
+    if earlier is not None and earlier.matches(pipeline.key(task), task):
+        return earlier, False
     try:
         return CompactSampledBatch(pipeline.sample(task)), is_next_epoch
     except Exception:
@@ -240,41 +243,41 @@ def _window(
     most: int,
     size: int | None,
     at_first: int,
-    handed_on: list[CompactSampledBatch],
+    next_epoch_batches: list[CompactSampledBatch],
 ) -> Generator[tuple[CompactSampledBatch | BaseException, list[CompactSampledBatch]]]:
-    """Yield each mini-batch, or the error in its turn, with those whose reads are to be scheduled before it is read."""
-    # `new` holds the mini-batches sampled since the last yield, whose reads have yet to be scheduled.
+    """Yield each mini-batch (or error) in order, with the batches whose reads must be announced before its read."""
+    # `new` holds the mini-batches sampled since the last yield, whose reads are not announced yet.
     waiting: deque[CompactSampledBatch] = deque()
     new: list[CompactSampledBatch] = []
     source: Iterator[QueuedBatch] | None = iter(sampled)
     failure: BaseException | None = None
-    read = held = 0
+    read = waiting_bytes = 0
     while True:
-        # The window starts small and grows by two mini-batches per read, so that the first mini-batch is not held up.
-        while source is not None and len(waiting) + len(handed_on) <= min(most, at_first + 2 * read):
-            # The byte limit pauses sampling if a mini-batch is waiting; an epoch that is used up ends it.
-            if (size is not None and held > size and waiting) or (handed_on and not waiting):
+        # The window starts small and grows by two mini-batches per read, so that the first one is available early.
+        while source is not None and len(waiting) + len(next_epoch_batches) <= min(most, at_first + 2 * read):
+            # The byte limit pauses sampling while a mini-batch is waiting; the end of this epoch stops it.
+            if (size is not None and waiting_bytes > size and waiting) or (next_epoch_batches and not waiting):
                 break
-            # An error ends the sampling at once, but is kept until the mini-batches before it have been yielded.
+            # An error stops sampling immediately, but is yielded after the mini-batches before it.
             try:
-                found = next(source)
+                queued = next(source)
             except StopIteration:
                 source = None
             except BaseException as error:
                 source, failure = None, error
             else:
-                if found is None:
+                if queued is None:
                     source = None
                     continue
-                one, is_next_epoch = found
-                (handed_on if is_next_epoch else waiting).append(one)
-                new.append(one)
-                held += one.num_bytes
+                sampled_batch, is_next_epoch = queued
+                (next_epoch_batches if is_next_epoch else waiting).append(sampled_batch)
+                new.append(sampled_batch)
+                waiting_bytes += sampled_batch.num_bytes
         if not waiting:
             break
-        # No reference to the mini-batch is kept after the yield, so that its memory can be freed by the consumer.
+        # Keep no reference to the mini-batch after the yield, so that the consumer can free its memory.
         first = waiting.popleft()
-        held -= first.num_bytes
+        waiting_bytes -= first.num_bytes
         read += 1
         yield first, new
         del first

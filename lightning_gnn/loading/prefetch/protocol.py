@@ -1,4 +1,4 @@
-"""The protocol of all prefetchers."""
+"""Base class of all prefetchers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from lightning_gnn.loading.batch import PreparedBatch
 
 
 class Prefetcher(ABC):
-    """An iterator over an epoch's prepared mini-batches, in order, to be closed; a context manager that closes it."""
+    """Iterator over an epoch's prepared mini-batches in order, and a context manager that closes itself."""
 
     def __iter__(self) -> Self:
         return self
 
     @abstractmethod
     def __next__(self) -> PreparedBatch:
-        """Return the next mini-batch, or raise ``StopIteration`` where the epoch is over."""
+        """Return the next mini-batch; raise ``StopIteration`` at the end of the epoch."""
 
     @abstractmethod
     def close(self) -> None:
-        """Cancel what has not begun, and end all threads; as often as you like."""
+        """Cancel pending tasks and stop all threads. Idempotent."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Mini-batches that threads prepare ahead, or that are prepared when they are asked for."""
+"""Prefetching in threads, or preparation on demand without threads."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lightning_gnn.runtime.thread_pipeline import Item, StageFunction, StagePipe
 
 
 class ThreadPrefetcher(Prefetcher):
-    """Yields ``prepare(task)`` for each task, in order, with some of them prepared ahead by threads.
+    """Yields ``prepare(task)`` for each task in order; threads prepare a bounded number of them ahead.
 
-    An exception in a thread is raised at the task that it belongs to, with the thread's traceback. Closing early, or
-    dropping the iterator, cancels what has not begun and joins the threads.
+    An exception in a thread is raised at its task, with the thread's traceback. Closing or dropping the iterator
+    cancels pending tasks and joins the threads.
 
     Args:
-        prepare: Makes a mini-batch, such as ``MiniBatchPipeline.prepare``; several threads call it.
-        tasks: What to prepare; consumed in the caller's thread.
-        num_threads: How many threads; 0 prepares in the caller's thread, when asked.
-        ahead: How many mini-batches may be under way or ready at once; by default two per thread.
-        on_close: Called when the threads have ended.
+        prepare: Prepares a mini-batch, such as ``MiniBatchPipeline.prepare``; called from several threads.
+        tasks: Tasks to prepare; consumed in the caller's thread.
+        num_threads: Number of threads; 0 prepares in the caller's thread, on demand.
+        ahead: Maximum number of mini-batches in progress or ready; by default two per thread.
+        on_close: Called after the threads have ended.
 
     Examples:
         >>> from lightning_gnn.loading.prefetch import ThreadPrefetcher
-        >>> with ThreadPrefetcher(str, [1, 2, 3], num_threads=2) as made:
-        ...     list(made)
+        >>> with ThreadPrefetcher(str, [1, 2, 3], num_threads=2) as prefetcher:
+        ...     list(prefetcher)
         ['1', '2', '3']
     """
 
@@ -42,7 +42,7 @@ class ThreadPrefetcher(Prefetcher):
         self._tasks, self._prepare, self._on_close = iter(tasks), prepare, on_close
         self._stages: StagePipeline | None = None
         if num_threads:
-            # Not a bound method: the threads must not keep this object alive.
+            # Not a bound method, so that the threads do not keep this object alive.
             step: StageFunction = lambda value, task: prepare(task)  # noqa: E731
             bound = max((2 * num_threads if ahead is None else ahead) - num_threads, 0)
             self._stages = StagePipeline(
@@ -64,7 +64,7 @@ class ThreadPrefetcher(Prefetcher):
         return item.value  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Cancel what has not begun, and wait for the threads to end."""
+        """Cancel pending tasks and join the threads."""
         self._tasks = iter(())
         if self._stages is not None:
             self._items = (Item(None, task) for task in self._tasks)
