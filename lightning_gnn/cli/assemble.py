@@ -45,7 +45,7 @@ def check_config(cfg: DictConfig) -> None:
     if cfg.ckpt_path is not None and not (path := Path(to_absolute_path(str(cfg.ckpt_path)))).is_file():
         inside = [*path.glob("*.ckpt"), *path.glob("checkpoints/*.ckpt")]
         checkpoints = sorted(inside, key=lambda file: file.name != "best.ckpt")
-        hint = f"a folder; give a file, such as {checkpoints[0]}" if checkpoints else "there is no such file"
+        hint = f"a folder; give a file, such as {checkpoints[0]}" if checkpoints else "no such file"
         raise FileNotFoundError(f"ckpt_path={cfg.ckpt_path}: {hint}")
     _is_partitioned(cfg)
     fanouts = OmegaConf.select(cfg, "datamodule.num_neighbors")

@@ -11,7 +11,9 @@ from statistics import fmean, pstdev
 from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan, StageTimes
 from lightning_gnn.collective.simulate import Durations, draw_durations, makespan, simulate_dual_buffer
 
-SIMULATED_BATCHES = 400  # maximum length of simulated epochs; predictions are scaled, as longer epochs continue alike
+SIMULATED_BATCHES = (
+    400  # maximum length of simulated epochs; predictions are scaled, as longer epochs repeat the pattern
+)
 GPU_BUFFERS = (1, 2, 5)  # GPU run lengths in the grid, in addition to the maximum
 CPU_BUFFERS = (1, 2, 4, 8, 16, 32)  # host buffer sizes in the grid, without alternation
 HOST_PER_WORKER = 4  # limit of the (pinned) host buffer per worker, unless twice the device's buffer is more

@@ -73,8 +73,10 @@ class _PartitionedMixin(MiniBatchDataModule):
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
         for name, reason in _UNSUPPORTED.items():
-            if (value := kwargs.get(name)) is not None:
-                raise ValueError(f"{name}={value!r} does not work with a partitioned graph: it {reason}; leave it out")
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name}={kwargs[name]!r} does not work with a partitioned graph: it {reason}; leave it out"
+                )
         if true_or_false(elastic, "elastic") and order != "global":
             raise ValueError(f"elastic=True needs order='global', but order is {order!r}")
         if not isinstance(root, str | os.PathLike):

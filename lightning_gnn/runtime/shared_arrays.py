@@ -125,7 +125,7 @@ def _share(name: str, tensors: Sequence[Tensor], all_ranks: list[Any]) -> tuple[
     for other, (other_machine, other_sizes, _) in enumerate(all_ranks):
         if name in other_sizes:
             holders.setdefault((other_machine, other_sizes[name]), []).append(other)
-    # All ranks evaluate this condition alike, so they call the collectives below together.
+    # All ranks evaluate this condition equally, so they call the collectives below together.
     outcomes: list[bool | str | None] = [None] * len(all_ranks)
     if any(len(ranks) > 1 for ranks in holders.values()):
         first, *others = holders.get((machine, sizes.get(name, 0)), [-1])

@@ -40,7 +40,7 @@ def test_one_row_and_another_place(checkpoint, tmp_path, capfd):
     ("given", "message"),
     [
         ([], "mode=predict needs a checkpoint; give ckpt_path=PATH"),
-        (["ckpt_path=nowhere.ckpt"], "there is no such file"),
+        (["ckpt_path=nowhere.ckpt"], "no such file"),
         (["ckpt_path=CKPT", "model.hidden_channels=8"], "does not fit the configured model"),
         (["ckpt_path=CKPT", "--seeds=0"], "num_seeds must be at least 1"),
     ],

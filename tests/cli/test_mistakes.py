@@ -57,7 +57,7 @@ BUILT = {
 OF_SMALL_RUNS = {
     "mode=tset": "mode='tset' is unknown; use one of train, test, predict",
     "mode=test": "mode=test needs a checkpoint; give ckpt_path=PATH",
-    "ckpt_path=nowhere.ckpt": "ckpt_path=nowhere.ckpt: there is no such file",
+    "ckpt_path=nowhere.ckpt": "ckpt_path=nowhere.ckpt: no such file",
     "datamodule.num_neighbors=[4,-2]": "num_neighbors holds -2",
     "datamodule.num_workers=-1": "num_workers must not be negative",
     "data.num_edges=10000000": "data: num_edges=10000000 is too dense",

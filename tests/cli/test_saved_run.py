@@ -98,7 +98,7 @@ def test_the_folder_of_a_run_is_answered_with_its_best_checkpoint(trained, tmp_p
     assert retest(tmp_path / "test", trained) == 2
     assert f"a folder; give a file, such as {trained}/checkpoints/best.ckpt" in capfd.readouterr().err
     assert retest(tmp_path / "test", tmp_path) == 2
-    assert f"ckpt_path={tmp_path}: there is no such file" in capfd.readouterr().err
+    assert f"ckpt_path={tmp_path}: no such file" in capfd.readouterr().err
 
 
 @pytest.mark.slow
