@@ -157,7 +157,7 @@ def test_heads_without_weights_are_refused_where_they_would_be_read():
     graph = random_graph(6, 40, 200, 2)
     chunks = graph.chunked().chunks
     cut = [0, 32], [0, chunks.num_chunks]
-    with pytest.raises(ValueError, match=r"none for the 2 heads of x \[40, 2, 16\]; .* x\.reshape\(40, 1, 32\)"):
+    with pytest.raises(ValueError, match=r"weights \[E, 2\] for x \[40, 2, 16\], .* x\.reshape\(40, 1, 32\)"):
         aggregate_ascend_twin.aggregate_chunks(chunks.tensors(), 40, torch.ones(40, 2, 16), None, "sum", *cut)
 
 
