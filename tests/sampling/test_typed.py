@@ -265,7 +265,7 @@ def made_of(kind, **kwargs):
         *((NeighborSampler, *row) for row in (
             ({"exclude_seed_edges": "no"}, TypeError, "must be True, False or a dict of reverse edge types, but is 'n"),
             ({"exclude_seed_edges": {WRITES: ("paper", "rev-writes", "author")}}, ValueError,
-             "names .*rev-writes.*, but the edge types are"),
+             "has .*rev-writes.*, but the edge types are"),
             ({"exclude_seed_edges": {WRITES: CITES}}, ValueError, "is not a reverse of"),
             ({"time_attr": "float_time"}, ValueError,
              "'float_time' of paper: times of nodes are integers that float64 cannot"),
