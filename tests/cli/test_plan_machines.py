@@ -10,7 +10,7 @@ from tests.cli.command import NODE, lgnn
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    monkeypatch.setattr(plan_cpu, "changes", lambda cfg: [])
+    monkeypatch.setattr(plan_cpu, "suggest_overrides", lambda cfg: [])
 
 
 def plan(directory, *overrides):
