@@ -35,7 +35,7 @@ def test_names_of_nodes_and_formats_that_there_are(tmp_path, monkeypatch):
 
 def test_a_table_is_written_in_parts(tmp_path, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(predictions, "_ROWS", 3)
+    monkeypatch.setattr(predictions, "_ROWS_PER_GROUP", 3)
     logits, names = rows(4), [f"paper {i}" for i in range(7)]
     said = write_parquet(logits, tmp_path / "predictions.parquet", "node", names)
     assert said == "predictions.parquet: 7 rows of id, class, p0, …, p3"
