@@ -1,5 +1,7 @@
 """Plugins for a PyTorch Lightning ``Trainer`` that train GNNs on the hardware people really have."""
 
+import logging
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +9,9 @@ from lightning_gnn import startup
 from lightning_gnn.runtime import moved_names
 
 moved_names.install()
+if level := os.environ.get("LGNN_LOG"):
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger(__name__).setLevel(level.upper())
 if not startup.needs_no_library():
     import lightning_gnn.registration  # noqa: F401
 

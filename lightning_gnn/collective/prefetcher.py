@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,8 @@ from lightning_gnn.loading.pipeline import MiniBatchPipeline
 from lightning_gnn.loading.prefetch import Prefetcher
 from lightning_gnn.loading.prefetch.lookahead import LookaheadWindow
 from lightning_gnn.runtime.timeline import Timeline
+
+log = logging.getLogger(__name__)
 
 
 class CollectiveBatching:
@@ -121,6 +124,7 @@ class CollectiveBatching:
 
     def start_planning(self, times: StageTimes, num_batches: int) -> None:
         """Start creating a plan in a thread."""
+        log.debug(f"{type(self).__name__}: planning epochs of {num_batches} mini-batches")
         thread = ThreadPoolExecutor(1, "lightning-gnn-dispatcher")
         self.planning = thread.submit(self.plan_from, times, num_batches)
         thread.shutdown(wait=False)

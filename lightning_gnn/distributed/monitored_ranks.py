@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 import sys
 from abc import ABC
@@ -31,6 +32,7 @@ from lightning_gnn.distributed.heartbeat import MIN_RENDEZVOUS, Heartbeats
 from lightning_gnn.distributed.notebook_launcher import NotebookLauncher
 from lightning_gnn.runtime.messages import closest, keywords_of
 
+log = logging.getLogger(__name__)
 _RUNS = itertools.count()
 _RENDEZVOUS_COUNTER = itertools.count()
 """Counts this process's rendezvous: it may connect to its ranks again after leaving them."""
@@ -38,6 +40,7 @@ _RENDEZVOUS_COUNTER = itertools.count()
 
 def rendezvous(rank: int, num_ranks: int, timeout: timedelta) -> Store:
     """Return a store once all ranks have connected to it, at ``MASTER_ADDR`` and ``MASTER_PORT``."""
+    log.debug(f"rank {rank}: waiting for {num_ranks} ranks at the rendezvous")
     limit = max(MIN_RENDEZVOUS, timeout)
     store: Store
     store, _, _ = next(torch_rendezvous("env://", rank, num_ranks, timeout=limit))

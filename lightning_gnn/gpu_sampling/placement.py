@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from functools import partial
 from typing import Any, ClassVar
 
@@ -31,6 +32,7 @@ from lightning_gnn.loading.batch import Attribute
 from lightning_gnn.runtime.memory_info import available_bytes
 from lightning_gnn.sampling.neighbor import NeighborSampler
 
+log = logging.getLogger(__name__)
 _EVAL_OPTIONS = ("num_neighbors", "replace", "disjoint", "temporal_strategy", "time_window", "labor", "subgraph_type")
 """Sampler attributes that may differ in evaluation."""
 
@@ -206,6 +208,7 @@ class PlacedOnGPU(MiniBatchDataModule):
 
     def _place(self, device: torch.device, stage: str) -> None:
         """Copy graph, features and other attributes to their planned memory."""
+        log.debug(f"{type(self).__name__}: placing the graph and features for {device}, stage {stage}")
         machine = self._rendezvous(device)
         demand = self._demand(1 if machine is None else machine.size, stage)
         memory = self._memory(device)

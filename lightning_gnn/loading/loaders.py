@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -32,6 +33,7 @@ from lightning_gnn.loading.seed_order import TrainingOrder, mini_batches, sharde
 from lightning_gnn.runtime.messages import keywords_of
 from lightning_gnn.sampling.neighbor import Output
 
+log = logging.getLogger(__name__)
 PrefetcherFactory = Callable[["PipelineLoader", int, int], Prefetcher]
 """Creates the prefetcher of an epoch, given the loader, the epoch, and the number of its first mini-batch."""
 
@@ -137,6 +139,7 @@ class PipelineLoader:
         # This generator starts at its first next(); Lightning calls iter() before it sets the epoch.
         epoch = self.begin_epoch()
         first, batches = 0 if self.first_batch is None else self.first_batch(), list[Batch]()
+        log.debug(f"{type(self).__name__}: epoch {epoch} from mini-batch {first}, {self.num_threads} worker threads")
         with self.prefetcher(self, epoch, first) as prefetcher:
             # Keep no reference to a mini-batch in this frame while it is trained on, so that its memory can be freed.
             while self._append_next(prefetcher, batches):

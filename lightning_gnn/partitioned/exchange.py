@@ -1,6 +1,7 @@
 """One-sided remote procedure calls between ranks over a separate gloo process group."""
 
 import itertools
+import logging
 import pickle
 import threading
 import time
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistNetworkError
 
+log = logging.getLogger(__name__)
 _NO_TIMEOUT = timedelta(days=365)  # a rank may send no request during a step; heartbeats detect dead ranks
 _CLOSE = -1
 _REQUESTS, _RESPONSES = 0, 2  # tags of headers; the bodies of call c > 0 have the tags 2 c + 1 and 2 c + 2
@@ -45,6 +47,7 @@ class RankRPC:
         self._open = True
         self._group: Any = None
         if self.ranks > 1:
+            log.debug(f"{type(self).__name__}: connecting {self.ranks} ranks")
             self._group = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
             for other in range(self.ranks):
                 for work, way in ((self._serve, "to"), (self._receive_responses, "of")) if other != self.rank else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from lightning_fabric.utilities.cloud_io import _is_local_file_protocol
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_gnn.runtime.files import flush, whole_file
+
+log = logging.getLogger(__name__)
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -26,6 +29,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or not _is_local_file_protocol(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
+        log.debug(f"writing the checkpoint {path}")
         target, checksums = _local(path), get_crc32_options()
         set_crc32_options(True)
         try:
@@ -43,6 +47,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; raise a ValueError if the file is damaged or not a Lightning checkpoint."""
+        log.debug(f"reading the checkpoint {path}")
         target = _local(path)
         if _is_local_file_protocol(path) and target.is_file() and (damage := damage_of(target)):
             raise ValueError(damage)

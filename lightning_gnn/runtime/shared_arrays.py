@@ -8,6 +8,7 @@ private copy of it. NumPy arrays and views created before keep the old memory.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import mmap
 import os
 import platform
@@ -28,6 +29,7 @@ from torch_geometric.data.data import BaseData
 
 from lightning_gnn.runtime.store import say_once
 
+log = logging.getLogger(__name__)
 MIN_SHARED_BYTES = 1 << 20  # minimum size of a shared tensor
 _HARMLESS_MODULES = (
     "lightning_gnn.distributed.heartbeat", "lightning_fabric.", "pytorch_lightning.", "lightning.", "tqdm.", "rich.",
@@ -54,6 +56,7 @@ def share_equal_arrays(held: Mapping[str, Any]) -> int:
     except Exception as error:  # do not raise: the other ranks wait in the all-gather, and sharing is optional
         problem = str(error)
     sizes = {name: tensors[0].untyped_storage().nbytes() for name, tensors in local.items()}
+    log.debug(f"sharing {len(sizes)} arrays of {sum(sizes.values())} bytes with the ranks of this machine")
     ranks = _all_gather((machine, sizes, problem))
     for rank, (_, _, reason) in enumerate(ranks):
         if reason:
