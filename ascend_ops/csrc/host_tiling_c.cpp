@@ -82,7 +82,7 @@ Arrays Make(const std::string& what, const ChunksView* chunks, const Ranges* ran
         return Words(MakeAggregateUpdateTiling(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7] != 0, a[8] != 0,
                                                a[9] != 0));
     }
-    throw std::invalid_argument("there is no tiling of " + what);
+    throw std::invalid_argument("unknown tiling: " + what);
 }
 
 }  // namespace

@@ -27,11 +27,11 @@ std::pair<Scaling, Scaling> ScalingsFor(int sumExponent, bool weighted, bool mea
     return {{left - weight, mean}, {weight, mean}};
 }
 
-// Weights are kept per head: those of one would be read beyond their end.
+// Weights are stored per head: with too few of them, the kernel would read beyond their end.
 void CheckHeads(const at::Tensor& x, const std::optional<at::Tensor>& weight)
 {
-    TORCH_CHECK_VALUE(weight.has_value() || x.size(1) == 1, "the kernel of dense tiles has weights per head, but there ",
-                      "are none for the ", x.size(1), " heads of x ", x.sizes(), "; without weights give them as one, ",
+    TORCH_CHECK_VALUE(weight.has_value() || x.size(1) == 1, "the dense-tile kernel requires weights [E, ", x.size(1),
+                      "] for x ", x.sizes(), ", but weight is None; without weights, pass x as a single head: ",
                       "x.reshape(", x.size(0), ", 1, ", x.size(1) * x.size(2), ")");
 }
 

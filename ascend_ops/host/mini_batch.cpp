@@ -46,7 +46,7 @@ void LaunchKernel(std::string_view kernel, int64_t blocks, at::TensorList in, at
     } else if (takes("gather_rows", 3, 1)) {
         Launch("gather_rows", aclrtlaunch_gather_rows, blocks, in[0], in[1], in[2], out[0], tiling);
     } else {
-        TORCH_CHECK_VALUE(false, "there is no kernel ", kernel);
+        TORCH_CHECK_VALUE(false, "unknown kernel ", kernel);
     }
 }
 

@@ -70,10 +70,10 @@ def test_binding_equals_the_twins_backend(stand_ins, tmp_path):
     assert found["said"][1] == ""
     assert found["empty"]
     assert found["streams"] == []
-    assert "none for the 2 heads of x [3, 2, 5]; without weights give them as one" in found["refusals"][0]
+    assert "requires weights [E, 2] for x [3, 2, 5], but weight is None; without weights, pass x" in found["refusals"][0]
     assert found["refusals"][1] == "NotImplementedError: the NPU has no kernel for reduce=max"
     assert found["refusals"][2].startswith("ValueError: chunk ranges must follow each other from 0 to 0")
-    assert found["refusals"][3] == "ValueError: there is no kernel scatter_rows"
+    assert found["refusals"][3] == "ValueError: unknown kernel scatter_rows"
     assert found["refusals"][4] == "ValueError: update takes 4 inputs and 1 outputs, but got 1 and 1"
     assert len(found["warnings"]) == 1  # three of the cases are converted
 
