@@ -1,11 +1,11 @@
-"""What every mini-batch must satisfy, whichever loader made it, and how two of them are compared."""
+"""Invariants of mini-batches from any loader, and comparison of mini-batches."""
 
 import torch
 from torch_geometric.data import HeteroData
 
 
 def check(batch, data):
-    """The edges of a batch must be the graph's, and every attribute that of its own node or edge, in all types."""
+    """Assert that edges and attributes of a batch are those of the graph, for all types."""
     typed = isinstance(data, HeteroData)
     for name in data.edge_types if typed else [None]:
         mine, own = (batch[name], data[name]) if typed else (batch, data)
@@ -24,7 +24,7 @@ def check(batch, data):
 
 
 def check_hops(batch, num_hops):
-    """The counts per hop must add up to the batch."""
+    """Assert that the counts per hop add up to the size of the batch."""
     assert sum(batch.num_sampled_nodes) == batch.num_nodes
     assert sum(batch.num_sampled_edges) == batch.num_edges
     assert len(batch.num_sampled_nodes) == num_hops + 1
@@ -32,7 +32,7 @@ def check_hops(batch, num_hops):
 
 
 def assert_equal(found, expected, where=""):
-    """Two values must be equal, bit for bit, wherever they lie: tensors, by type of nodes or edges, in tuples."""
+    """Assert that two values are equal bit for bit on any device: tensors, dicts by node or edge type, tuples."""
     if isinstance(expected, torch.Tensor):
         assert found.dtype == expected.dtype, where
         assert torch.equal(found.cpu(), expected.cpu()), where
@@ -49,7 +49,7 @@ def assert_equal(found, expected, where=""):
 
 
 def assert_same(batch, expected):
-    """Two mini-batches must have the same attributes, bit for bit."""
+    """Assert that two mini-batches have the same attributes, bit for bit."""
     assert type(batch) is type(expected)
     assert [store._key for store in batch.stores] == [store._key for store in expected.stores]
     for store, other in zip(batch.stores, expected.stores, strict=True):
@@ -59,7 +59,7 @@ def assert_same(batch, expected):
 
 
 def assert_same_batches(loader, expected):
-    """Two loaders must have the same mini-batches, and have any; returns how many."""
+    """Assert that two loaders yield the same mini-batches, at least one; return their number."""
     count = 0
     for batch, other in zip(loader, expected, strict=True):
         assert_same(batch, other)

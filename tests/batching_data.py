@@ -1,4 +1,4 @@
-"""A small graph with every kind of attribute, for the loaders' tests."""
+"""A small graph with every kind of attribute, for tests of loaders."""
 
 import torch
 from torch_geometric.data import Data

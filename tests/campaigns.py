@@ -1,8 +1,8 @@
-"""Campaigns: tests of so many examples that a run takes one slice of them; all slices together are everything.
+"""Campaigns: tests with so large a number of cases that a run takes one slice; all slices together cover all cases.
 
-``make test`` takes the slice that the commit's hash chooses, ``make test-all`` takes all. ``@pytest.mark.campaign`` on
-a parametrized test cuts its cases, of which each slice takes one at least. What is marked slow is cut by itself, and a
-slice may take none of it: one without cases is in one slice of the ten.
+``make test`` takes the slice that the commit's hash selects, ``make test-all`` takes all. ``@pytest.mark.campaign`` on
+a parametrized test distributes its cases over the slices, at least one for each. Tests marked slow are distributed
+separately: one without parameters is in one slice of the ten, so a slice may have none of a slow test's cases.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import pytest
 SLICES = 10
 T = TypeVar("T")
 _PLACE = pytest.StashKey[tuple[int, int, int]]()
-"""Place among the cases, how many there are, and a number of the test."""
+"""Index among the cases of a test, number of cases, and a hash of the test."""
 
 
 def slice_of_commit(folder):
-    """Return the number of the slice that the hash of the checked-out commit chooses; 0 outside of git."""
+    """Return the slice that the hash of the checked-out commit selects; 0 outside of git."""
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -30,19 +30,19 @@ def slice_of_commit(folder):
 
 
 def campaign(test):
-    """Mark a test that is run once per slice, with the slice's number as its argument ``number``."""
+    """Mark a test that runs once per slice, with the slice as its argument ``number``."""
     return pytest.mark.campaign(pytest.mark.parametrize("number", range(SLICES))(test))
 
 
 def place_cases(items):
-    """Give the cases of one parametrized test their places, in an order without runs of similar cases."""
+    """Index the cases of one parametrized test, in an order without runs of similar cases."""
     mixed = sorted(items, key=lambda item: crc32(item.name.encode()))
     for place, item in enumerate(mixed):
         item.stash[_PLACE] = place, len(mixed), crc32(item.nodeid.partition("[")[0].encode())
 
 
 def is_of_slice(item, chosen):
-    """Say whether a slice takes a test, as each does with one that is neither slow nor a campaign."""
+    """Return whether a slice includes a test; every slice includes those that are neither slow nor a campaign."""
     slow, campaign = item.get_closest_marker("slow"), item.get_closest_marker("campaign")
     if not slow and not campaign:
         return True
@@ -54,21 +54,17 @@ def is_of_slice(item, chosen):
 
 
 def cases_of(session, test):
-    """Return the parameters of all cases of a test that are run: what a fixture for all of them has to make."""
+    """Return the parameters of all selected cases of a test, for fixtures that prepare all of them."""
     return [item.callspec.params for item in session.items if getattr(item, "function", None) is test]
 
 
 def one_slice(cases, number):
-    """Return a slice's share of the cases: every tenth, as neighbors resemble each other."""
+    """Return a slice's share of the cases: every tenth, because adjacent cases are similar."""
     return cases[number::SLICES]
 
 
 def drawn(count):
-    """Make a campaign of a hypothesis test without other arguments: each slice draws its share from its own seed.
-
-    Args:
-        count: Examples of all slices together.
-    """
+    """Make a campaign of a hypothesis test of ``count`` examples; each slice draws its share from its own seed."""
 
     def decorate(test):
         test = hypothesis.settings(max_examples=count // SLICES)(test)
@@ -83,10 +79,9 @@ def drawn(count):
 
 
 def fewer_examples(test):
-    """Let a test that asks hypothesis for a number of examples have the profile's share of them.
+    """Scale the number of examples that a hypothesis test sets to the profile's share of the default of 100.
 
-    A profile with a tenth of hypothesis' usual 100 examples gives it a tenth. Tests that ask for none follow the
-    profile by themselves. Hypothesis has no public way to the settings of a test.
+    Tests without such a setting follow the profile anyway. Hypothesis has no public access to the settings of a test.
     """
     share = hypothesis.settings().max_examples / 100
     if share < 1 and hasattr(test, "_hypothesis_internal_settings_applied"):

@@ -1,4 +1,4 @@
-"""Small machines run the tests several at a time: one torch thread each, and no talk from Lightning."""
+"""Settings for parallel runs on small machines: one torch thread per process, no output from Lightning."""
 
 import gc
 import logging
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported, which Lightning and PyG do
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it on import, which Lightning and PyG trigger
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
@@ -25,7 +25,7 @@ from tests.patience import Watch
 HANDLERS = pytest.StashKey[dict]()
 torch.set_num_threads(1)
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-# Compiling on first use makes first examples slow; a fixed seed makes a failure in CI a failure everywhere.
+# Compilation on first use makes first examples slow; a fixed seed makes failures in CI reproducible.
 settings.register_profile(
     "project", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
@@ -45,14 +45,14 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """Start a worker more than there are cores: a third of their time, tests wait for other processes."""
+    """Start one worker more than cores: for a third of their time, tests wait for other processes."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" not in os.environ and hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0)) + 1
-    return None  # as xdist has it
+    return None  # xdist's default
 
 
 def pytest_configure(config):
-    # Set here, before xdist starts its workers with these options, so that all run the same slice.
+    # Set before xdist starts its workers with these options, so that all run the same slice.
     if config.option.slice is None:
         by_name = any("::" in argument for argument in config.args)
         config.option.slice = "all" if by_name else str(slice_of_commit(Path(__file__).parent))
@@ -60,7 +60,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem():
-    """Number all cases of a test, whichever of them are run."""
+    """Index all cases of a test, including those that are not selected."""
     made = yield
     if isinstance(made, list):
         place_cases([item for item in made if isinstance(item, pytest.Item)])
@@ -68,18 +68,20 @@ def pytest_pycollect_makeitem():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the other slices, and begin with what takes long, so that no worker is left with it at the end."""
+    """Deselect the other slices, and run slow tests first, so that no worker is left with one at the end."""
     chosen = config.option.slice
     others = [] if chosen == "all" else [item for item in items if not is_of_slice(item, int(chosen))]
     config.hook.pytest_deselected(items=others)
     for test in {item.obj for item in items if hasattr(item, "obj") and is_hypothesis_test(item.obj)}:
         fewer_examples(test)
-    kept = set(items).difference(others)
-    items[:] = sorted((item for item in items if item in kept), key=lambda item: not item.get_closest_marker("slow"))
+    selected = set(items).difference(others)
+    items[:] = sorted(
+        (item for item in items if item in selected), key=lambda item: not item.get_closest_marker("slow")
+    )
 
 
 def pytest_collection_finish():
-    """Let gc.collect(), which many tests call, pass over what imports made: a third of a second each time."""
+    """Exclude imported objects from gc.collect(), which many tests call: saves a third of a second each time."""
     gc.collect()
     gc.freeze()
 
@@ -92,7 +94,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Give each test random numbers of its own, whatever ran before it, and end it if it hangs."""
+    """Seed each test independently of the previous ones, and end it if it hangs."""
     seed = crc32(item.nodeid.encode())
     random.seed(seed)
     np.random.seed(seed)
@@ -104,21 +106,21 @@ def pytest_runtest_protocol(item):
         return (yield)
 
 
-def handlers():
+def read_handlers():
     return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
-    item.stash[HANDLERS] = handlers()
+    item.stash[HANDLERS] = read_handlers()
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item):
-    """Fail a test that leaves Ctrl-C to somebody else, when a later one could end the whole process, or a group."""
+    """Fail a test that does not restore signal handlers, since Ctrl-C could then end the whole process or group."""
     outcome = yield
-    before, after = item.stash[HANDLERS], handlers()
+    before, after = item.stash[HANDLERS], read_handlers()
     if after != before:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -131,7 +133,7 @@ def pytest_runtest_teardown(item):
 
 @pytest.fixture
 def interruptible():
-    """A shell starts what runs in the background with SIGINT ignored, and the tests after it."""
+    """Restore SIGINT, which shells ignore in background processes and the tests that these start."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -139,6 +141,6 @@ def interruptible():
 
 @pytest.fixture(autouse=True)
 def started_from_a_file(monkeypatch):
-    """Let strategies take an xdist worker, which python -c runs, for a program that ranks can run again."""
+    """Let strategies start ranks from an xdist worker, although it runs by python -c."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         monkeypatch.setattr("lightning_gnn.distributed.monitored_ranks._can_run_again", lambda: True)

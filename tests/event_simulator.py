@@ -1,17 +1,17 @@
-"""A device that is none: streams, events, allocator and page-locked memory, told from what the host asks for.
+"""A simulated device: streams, events, allocator and page-locked memory, derived from the requests of the host.
 
-The tensors are the CPU's, and operators have done their work when they return; what is simulated is the order. Each
-operator, kernel of Triton's interpreter and copy counts as issued to the stream that is current, and knows of what came
-before it: on that stream, through events it waited for, and through what the host has waited for (vector clocks). So
-an order that is missing is found whatever the timing. Time is simulated too, to tell whether the host waits.
+Tensors are on the CPU and operators run immediately; only the order is simulated. Each operator, launch of Triton's
+interpreter and copy counts as issued to the current stream. It happens after earlier work on this stream, events that
+the stream has waited for, and everything that the host has waited for (vector clocks). A missing dependency is
+therefore found at any timing. Time is simulated too, to detect waits of the host.
 
 Reported in ``errors``:
 
-- memory is used before the event of who writes it, or written while somebody may still read it;
-- memory goes back to the allocator of one stream while another, which was not recorded, may use it;
-- the host reads or writes memory that a stream is not known to be done with;
-- memory of another GPU is read before its process has written it, or when it is not mapped any more, or is unmapped
-  while somebody may still read it. A kernel that is given the addresses of such memory counts as reading all of it.
+- memory is used before the event of its last write, or written while another stream may still read it;
+- memory returns to the allocator of one stream while another stream, which was not recorded, may use it;
+- the host reads or writes memory that a stream may still use;
+- memory of another GPU is read before its process has written it, or while it is not mapped, or is unmapped while in
+  use. A kernel that gets a table of addresses counts as reading all memory in it.
 """
 
 from collections import Counter
@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_leaves
 HOST = "host"
 
 
-def joined(*clocks):
+def merge_clocks(*clocks):
     return {name: max(clock.get(name, 0) for clock in clocks) for name in set().union(*clocks)}
 
 
 class Event:
-    """What a stream had been asked for when it was recorded."""
+    """Clock of a stream at the time of recording."""
 
     def __init__(self, simulator, stream):
         self.simulator, self.clock, self.end = simulator, dict(stream.clock), stream.end
@@ -39,16 +39,16 @@ class Event:
     def query(self):
         if self.simulator.now < self.end:
             return False
-        self.simulator.host_knows(self.clock)
+        self.simulator.sync_host(self.clock)
         return True
 
     def synchronize(self):
         self.simulator.wait(self.end, self.stream.name)
-        self.simulator.host_knows(self.clock)
+        self.simulator.sync_host(self.clock)
 
 
 class Stream:
-    """Runs what it is given in order, each for its time."""
+    """Runs issued work in order."""
 
     def __init__(self, simulator, name):
         self.simulator, self.name, self.clock, self.end, self.issued = simulator, name, {}, 0.0, 0
@@ -57,7 +57,7 @@ class Stream:
         return Event(self.simulator, self)
 
     def wait_event(self, event):
-        self.clock, self.end = joined(self.clock, event.clock), max(self.end, event.end)
+        self.clock, self.end = merge_clocks(self.clock, event.clock), max(self.end, event.end)
 
     def wait_stream(self, other):
         self.wait_event(other.record_event())
@@ -72,18 +72,18 @@ class Stream:
         self.simulator.current.pop()
 
     def issue(self, seconds):
-        """Return the number of an operator that is put at the end."""
+        """Append an operator that takes ``seconds`` and return its number."""
         simulator = self.simulator
         simulator.now += simulator.launch_s
         self.end = max(self.end, simulator.now) + seconds
-        self.clock = joined(self.clock, simulator.known)
+        self.clock = merge_clocks(self.clock, simulator.known)
         self.issued += 1
         self.clock[self.name] = self.issued
         return self.issued
 
 
 class Memory:
-    """Who has used a storage, and whose it is."""
+    """Owner and last uses of a storage."""
 
     def __init__(self, owner, name):
         self.owner, self.name = owner, name
@@ -91,12 +91,9 @@ class Memory:
 
 
 class Simulator(TorchDispatchMode):
-    """Watches the thread that enters it; the one that does so is ``at_work``.
+    """Observes the thread that enters it; the active one is ``at_work``.
 
-    Args:
-        launch_s: Simulated seconds that each launch takes of the host's time.
-        kernel_s: And each kernel of Triton's of the device's.
-        operator_s: And each other operator.
+    In simulated seconds, a launch takes ``launch_s`` of the host, kernels and operators the other two of the device.
     """
 
     at_work = None
@@ -111,9 +108,9 @@ class Simulator(TorchDispatchMode):
         self.streams = [self.main]
         self.paused = False
         self.mapped = {}
-        """The memory of all parts of a table, by their addresses."""
+        """Memory of all parts of a table, by their addresses."""
 
-    # -- what the library's seams are replaced by
+    # -- replacements of library functions
 
     def new_stream(self, device=None):
         self.streams.append(Stream(self, f"stream {len(self.streams)}"))
@@ -123,31 +120,26 @@ class Simulator(TorchDispatchMode):
         return self.current[-1]
 
     def record_stream(self, tensor, stream):
-        if isinstance(tensor, torch.Tensor) and (memory := self._of(tensor)) is not None:
+        if isinstance(tensor, torch.Tensor) and (memory := self._find(tensor)) is not None:
             memory.recorded.add(stream.name)
         return tensor
 
-    def peers(self, deal, ranks):
-        """Return what stands in for ``gpu_sampling.shards.allocate_symmetric`` in the first of some processes.
-
-        Args:
-            deal: Called with a rank and its part: writes it, as that process does on a stream of its own GPU.
-            ranks: Processes.
-        """
+    def make_allocator(self, deal, ranks):
+        """Return a replacement of ``shards.allocate_symmetric``; ``deal(rank, part)`` writes the part of a peer."""
 
         def symmetric(shape, dtype, device, group):
             with self.pause():
                 parts = [torch.empty(shape, dtype=dtype) for _ in range(ranks)]
             others = []
             for rank, part in enumerate(parts):
-                self._allocated(part, f"the part of rank {rank}", HOST)  # no stream's: unmapped at once
+                self._register(part, f"the part of rank {rank}", HOST)  # owned by no stream: unmapped at once
                 if rank:
                     others.append(Stream(self, f"rank {rank}"))
                     with others[-1], self.pause():
                         deal(rank, part)
                         self.work([], [part], self.operator_s)
             addresses = [part.data_ptr() for part in parts]
-            self.mapped[tuple(addresses)] = [self._of(part) for part in parts]
+            self.mapped[tuple(addresses)] = [self._find(part) for part in parts]
 
             def barrier():
                 own = self.current[-1]
@@ -160,8 +152,8 @@ class Simulator(TorchDispatchMode):
         return symmetric
 
     @contextmanager
-    def installed(self, monkeypatch):
-        """Stand in for the device, for loaders and Triton's samplers on the CPU."""
+    def install(self, monkeypatch):
+        """Replace the device for loaders and Triton samplers on the CPU."""
         from triton.runtime import interpreter
 
         from lightning_gnn.gpu_sampling import stream_prefetcher
@@ -169,13 +161,13 @@ class Simulator(TorchDispatchMode):
 
         launch, numpy, tolist = interpreter.GridExecutor.__call__, torch.Tensor.numpy, torch.Tensor.tolist
 
-        def launched(executor, *args, **kwargs):
+        def launch_kernel(executor, *args, **kwargs):
             tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
-            self.work(tensors, [tensor for tensor in tensors if self._of(tensor) is not None], self.kernel_s)
+            self.work(tensors, [tensor for tensor in tensors if self._find(tensor) is not None], self.kernel_s)
             with self.pause():
                 return launch(executor, *args, **kwargs)
 
-        def looked_at(method, writes):
+        def wrap_access(method, writes):
             def call(tensor, *args, **kwargs):
                 if not self.paused:
                     self.host_access(tensor, writes)
@@ -187,9 +179,9 @@ class Simulator(TorchDispatchMode):
             for name in ("new_stream", "current_stream", "record_stream"):
                 patch.setattr(stream_prefetcher, name, getattr(self, name))
             patch.setattr(DeviceSampler, "current_stream", lambda sampler: self.current_stream())
-            patch.setattr(interpreter.GridExecutor, "__call__", launched)
-            patch.setattr(torch.Tensor, "numpy", looked_at(numpy, True))
-            patch.setattr(torch.Tensor, "tolist", looked_at(tolist, False))
+            patch.setattr(interpreter.GridExecutor, "__call__", launch_kernel)
+            patch.setattr(torch.Tensor, "numpy", wrap_access(numpy, True))
+            patch.setattr(torch.Tensor, "tolist", wrap_access(tolist, False))
             patch.setattr(Simulator, "at_work", self)
             with self:
                 yield self
@@ -201,12 +193,12 @@ class Simulator(TorchDispatchMode):
             self.waits.append((for_whom, end - self.now))
             self.now = end
 
-    def host_knows(self, clock):
-        self.known = joined(self.known, clock)
+    def sync_host(self, clock):
+        self.known = merge_clocks(self.known, clock)
 
     def host_access(self, tensor, writes):
-        """The host looks into memory, as it is at this moment."""
-        memory = self._of(tensor)
+        """Check an access of the host to memory at the current time."""
+        memory = self._find(tensor)
         if memory is None:
             return
         for kind, uses in (("write", memory.written), ("read", memory.read if writes else {})):
@@ -231,7 +223,7 @@ class Simulator(TorchDispatchMode):
         if self.paused:
             return function(*args, **kwargs)
         on_device = self.current[-1] is not self.main or any(
-            self._of(value) is not None for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)
+            self._find(value) is not None for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)
         )
         with self.pause():
             out = function(*args, **kwargs)
@@ -246,7 +238,7 @@ class Simulator(TorchDispatchMode):
         there = {value.untyped_storage().data_ptr() for value in given}
         fresh = [value for value in made if value.untyped_storage().data_ptr() not in there]
         for value in fresh:
-            self._allocated(value, str(function))
+            self._register(value, str(function))
         if fresh or function._schema.is_mutable:
             names = [argument.name for argument in function._schema.arguments if argument.is_write]
             positions = [i for i, argument in enumerate(function._schema.arguments) if argument.is_write]
@@ -255,21 +247,15 @@ class Simulator(TorchDispatchMode):
         return out
 
     def work(self, reads, writes, seconds):
-        """Issue something to the current stream.
-
-        Args:
-            reads: Tensors that it reads.
-            writes: Tensors that it writes; those that nobody has allocated are the host's.
-            seconds: Simulated time that it takes.
-        """
+        """Issue work of ``seconds`` to the current stream; written tensors not yet known belong to the host."""
         stream = self.current[-1]
         number = stream.issue(seconds)
         writes = [tensor for tensor in writes if isinstance(tensor, torch.Tensor)]
         for tensor in writes:
-            if self._of(tensor) is None:
-                self._allocated(tensor, "memory", HOST)
-        seen = [(self._of(tensor), kind) for kind, used in (("reads", reads), ("writes", writes)) for tensor in used]
-        seen += [(memory, "reads") for tensor in reads for memory in self._reached(tensor)]
+            if self._find(tensor) is None:
+                self._register(tensor, "memory", HOST)
+        seen = [(self._find(tensor), kind) for kind, used in (("reads", reads), ("writes", writes)) for tensor in used]
+        seen += [(memory, "reads") for tensor in reads for memory in self._find_mapped(tensor)]
         for memory, kind in seen:
             if memory is None:
                 continue
@@ -281,32 +267,32 @@ class Simulator(TorchDispatchMode):
                         self.errors.append(f"{stream.name} {kind} {memory.name}, which {name} may not have {other} yet")
             (memory.written if kind == "writes" else memory.read)[stream.name] = number
 
-    def _reached(self, tensor):
-        """Return the memory that a table of addresses leads to."""
+    def _find_mapped(self, tensor):
+        """Return the memory that a table of addresses refers to."""
         if tensor.dtype != torch.int64 or tensor.numel() not in {len(addresses) for addresses in self.mapped}:
             return []
         with self.pause():
             return self.mapped.get(tuple(tensor.tolist()), [])
 
-    def _of(self, tensor):
+    def _find(self, tensor):
         return self.memory.get(tensor.untyped_storage().data_ptr()) if tensor.layout == torch.strided else None
 
-    def _allocated(self, tensor, name, owner=None):
+    def _register(self, tensor, name, owner=None):
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return
         owner = self.current[-1].name if owner is None else owner
         memory = self.memory[storage.data_ptr()] = Memory(owner, f"{name} {list(tensor.shape)}")
         self.live[owner] += storage.nbytes()
-        finalize(storage, self._freed, storage.data_ptr(), storage.nbytes(), memory).atexit = False
+        finalize(storage, self._release, storage.data_ptr(), storage.nbytes(), memory).atexit = False
 
-    def _freed(self, address, size, memory):
+    def _release(self, address, size, memory):
         memory.freed = True
         self.live[memory.owner] -= size
         if self.memory.get(address) is memory:
             del self.memory[address]
         owner = next((stream for stream in self.streams if stream.name == memory.owner), None)
-        for name, number in joined(memory.written, memory.read).items():
+        for name, number in merge_clocks(memory.written, memory.read).items():
             if owner is None:
                 safe = self.known.get(name, 0) >= number
             else:

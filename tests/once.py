@@ -1,4 +1,4 @@
-"""What is made once in a run of the tests, whichever of its processes needs it first."""
+"""Expensive results that one process of a test run creates for all."""
 
 import os
 from pathlib import Path
@@ -7,12 +7,9 @@ from filelock import FileLock
 
 
 def once(factory, name, make):
-    """Return a folder that the first process to ask for it fills, while others that ask wait.
+    """Return a folder of this name that the first process to request it fills by ``make``, while others wait.
 
-    Args:
-        factory: Of pytest, whose folder all processes of a run share.
-        name: Of the folder.
-        make: Fills the empty folder that it is given. If it raises, the next process tries again.
+    If ``make`` raises, the next process tries again.
     """
     base = factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

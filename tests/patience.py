@@ -1,4 +1,4 @@
-"""How long a test waits: a hang is known by its silence, not by a guess at the speed of a machine that is shared."""
+"""Time limits of tests: a hang is detected by idle processes, not by a limit that depends on the machine's speed."""
 
 import faulthandler
 import os
@@ -9,25 +9,21 @@ import time
 import psutil
 
 PATIENCE = 1500.0
-"""Seconds that a test waits for what must happen; only a hang that keeps a processor busy takes so long. pyproject's
-limit for a whole test is longer still, so that a test tells by itself what did not happen."""
+"""Timeout in seconds for expected events, reached only by a hang that keeps a processor busy. pyproject's limit for a
+whole test is longer, so that a test itself reports what did not happen."""
 NEVER = 10 * PATIENCE
-"""Seconds for a limit of the package's own that no test waits for: what it would end has ended by itself."""
+"""Seconds for timeouts of the package that a test never reaches."""
 SILENCE = float(os.environ.get("TEST_SILENCE", 180))
-"""Seconds in which a test and all processes that it started use no processor, after which it is ended."""
+"""Seconds after which a test is ended if neither it nor any process it started used a processor."""
 LOOK = SILENCE / 20
 _IDLE = 0.01
-"""Processors, below which a process only looks whether anything happens."""
+"""CPU usage below which a process counts as idle."""
 _TICK = 0.02
-"""Seconds to which the kernel counts."""
+"""Resolution of the kernel's CPU times in seconds."""
 
 
 class Silence:
-    """Watches a process and what it started.
-
-    Args:
-        process: The process.
-    """
+    """Counts how often a process and its descendants have been idle in consecutive checks."""
 
     def __init__(self, process=None):
         self.process = process or psutil.Process()
@@ -35,10 +31,10 @@ class Silence:
         self._used, self._own = self._read(), time.thread_time()
 
     def look(self, seconds):
-        """Return how many looks in a row, each after so many seconds, have found nobody at work."""
+        """Return the number of consecutive idle checks, each after ``seconds``."""
         before, self._used = self._used, self._read()
         own, self._own = self._own, time.thread_time()
-        # Who is new has worked, and so has who has ended; but not who looks.
+        # Processes that started or ended count as work; the time of this thread's own checks does not.
         worked = before.keys() != self._used.keys()
         looking = self._own - own if self.process.pid == os.getpid() else 0.0
         worked = worked or sum(self._used.values()) - sum(before.values()) - looking > _IDLE * seconds + _TICK
@@ -46,7 +42,7 @@ class Silence:
         return self.count
 
     def children(self):
-        """Return all processes that it started, or that these started."""
+        """Return all descendants of the process."""
         try:
             return self.process.children(recursive=True)
         except psutil.Error:
@@ -57,7 +53,7 @@ class Silence:
         for process in (self.process, *self.children()):
             try:
                 times = process.cpu_times()
-                # A process that waits for a disk is at work.
+                # A process that waits for a disk is working.
                 stuck = process.status() == psutil.STATUS_DISK_SLEEP
                 used[process.pid, stuck and os.urandom(4)] = times.user + times.system
             except psutil.Error:
@@ -66,11 +62,7 @@ class Silence:
 
 
 class Watch:
-    """Ends the processes that a test has started when all are silent, and the test's own if that does not help.
-
-    Args:
-        uncover: Called before the test's own process ends, to let its last words through.
-    """
+    """Kills idle children of a test; if that does not help, calls ``uncover`` to show output and ends the process."""
 
     def __init__(self, uncover):
         self._uncover = uncover
@@ -85,7 +77,7 @@ class Watch:
         self._over.set()
 
     def _run(self):
-        if self._over.wait(LOOK):  # as for nearly all tests: a look at all processes of a machine costs milliseconds
+        if self._over.wait(LOOK):  # saves most tests a check of all processes, which takes milliseconds
             return
         silence, ended = Silence(), False
         while not self._over.wait(LOOK):
@@ -94,7 +86,7 @@ class Watch:
             children = silence.children()
             if last := ended or not children:
                 self._uncover()
-            sys.__stderr__.write(f"\nnobody has worked for {SILENCE:.0f} s: {children or 'this process'}\n")
+            sys.__stderr__.write(f"\nno process has worked for {SILENCE:.0f} s: {children or 'this process'}\n")
             sys.__stderr__.flush()
             faulthandler.dump_traceback(file=sys.__stderr__)
             if last:

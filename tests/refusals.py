@@ -1,9 +1,9 @@
-"""What a test of a refusal says: the error, words of its message, and the call."""
+"""Assertion for refused calls."""
 
 import pytest
 
 
 def refuses(error, words, call, *args, **options):
-    """Assert that a call raises an error whose message the pattern ``words`` finds."""
+    """Assert that a call raises an error with a message that matches the pattern ``words``."""
     with pytest.raises(error, match=words):
         call(*args, **options)

@@ -8,7 +8,7 @@ from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
 
 @st.composite
 def edge_indices(draw, max_nodes=24, max_edges=120):
-    """Draw (num_nodes, edge_index); targets lean towards few nodes, so that there are hubs and isolated nodes."""
+    """Draw (num_nodes, edge_index) with few targets, so that there are hubs and isolated nodes."""
     num_nodes = draw(st.integers(1, max_nodes))
     num_edges = draw(st.integers(0, max_edges))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -26,7 +26,7 @@ def graphs(draw, **sizes):
 
 
 def seeds_of(num_nodes, max_size=8):
-    """Draw seeds, duplicates allowed."""
+    """Draw seeds, possibly with duplicates."""
     return st.lists(st.integers(0, num_nodes - 1), max_size=max_size).map(lambda s: torch.tensor(s, dtype=torch.int64))
 
 
@@ -38,8 +38,8 @@ keys = st.integers(-(2**63), 2**63 - 1)
 def typed_graphs(draw, temporal=False, weighted=False):
     """Draw a HeteroCSCGraph of up to four node types and six edge types.
 
-    There are types without nodes, without edges, from a type to itself, several between the same two, and duplicate
-    edges. Some edge types have times, or weights, if any may.
+    Includes types without nodes or edges, edges within one type, several edge types between the same node types, and
+    duplicate edges. With ``temporal`` or ``weighted``, some edge types have times or weights.
     """
     names = draw(st.lists(st.sampled_from("dbca"), min_size=1, max_size=4, unique=True))
     sizes = {name: draw(st.integers(0, 12)) for name in names}
@@ -63,6 +63,6 @@ def typed_graphs(draw, temporal=False, weighted=False):
 
 @st.composite
 def typed_seeds(draw, graph):
-    """Draw seeds of some of the types, in any order of these, duplicates allowed."""
+    """Draw seeds of some node types in any order, possibly with duplicates."""
     names = draw(st.permutations(graph.node_types))[: draw(st.integers(0, len(graph.node_types)))]
     return {name: draw(seeds_of(graph.sizes[name])) if graph.sizes[name] else torch.empty(0).long() for name in names}

@@ -1,4 +1,4 @@
-"""What the version before has written is read: a checkpoint of each kind goes on bit for bit, a plan, and a log."""
+"""Files of the previous version can be read: checkpoints resume bit for bit, plans and logs load."""
 
 import subprocess
 import sys

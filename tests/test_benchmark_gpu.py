@@ -1,4 +1,4 @@
-"""What a GPU is measured with runs under Triton's interpreter, whose times mean nothing, and needs no Hydra."""
+"""GPU benchmarks run under Triton's interpreter, where their times mean nothing, and without Hydra."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled h
 
 @pytest.fixture
 def load(monkeypatch):
-    # The benchmarks are no part of the installed package: they are found from the top of the repository.
+    # The benchmarks are not installed; they are imported from the root of the repository.
     monkeypatch.syspath_prepend(str(ROOT))
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 

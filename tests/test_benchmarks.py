@@ -1,6 +1,6 @@
-"""The benchmarks' harness measures in turns and says how sure it is, and two scripts describe what they measured.
+"""The benchmark harness interleaves rounds and reports confidence intervals; two scripts describe their results.
 
-Nothing here looks at how fast anything was.
+No test depends on measured speed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODULES = {"sampling": "sampling.neighbors", "epoch": "models.epoch"}
 
 @pytest.fixture
 def load(monkeypatch):
-    # The benchmarks are no part of the installed package: they are found from the top of the repository.
+    # The benchmarks are not installed; they are imported from the root of the repository.
     monkeypatch.syspath_prepend(str(ROOT))
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 

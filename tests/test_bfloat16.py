@@ -1,4 +1,4 @@
-"""Features kept in bfloat16, and training in it: what DataModules, modules and the Trainer make of it together."""
+"""Features stored in bfloat16 and training in it: DataModules, modules and the Trainer together."""
 
 import copy
 
@@ -52,8 +52,8 @@ def test_batches_have_rows_of_the_dtype_and_the_users_graph_stays(kind, data, dt
 @pytest.mark.parametrize("given", [torch.float64, torch.bfloat16, np.float32])
 def test_features_of_any_floating_dtype_are_kept_in_another(data, given):
     data.x = data.x.to(given) if isinstance(given, torch.dtype) else data.x.numpy().astype(given)
-    kept = build(NeighborDataModule, data, feature_dtype="bfloat16").data.x
-    assert torch.equal(kept, torch.as_tensor(data.x).bfloat16())
+    stored = build(NeighborDataModule, data, feature_dtype="bfloat16").data.x
+    assert torch.equal(stored, torch.as_tensor(data.x).bfloat16())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The documentation keeps its word: links lead somewhere, options exist, commands compose, and its Python runs."""
+"""The documentation is correct: links resolve, options exist, commands compose, and its Python runs."""
 
 import ast
 import contextlib
@@ -45,8 +45,8 @@ NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 every_page = pytest.mark.parametrize("page", PAGES)
 
 
-def blocks(page, language):
-    """Return (line before the block, number of its first line, its text) of each block of a page."""
+def find_blocks(page, language):
+    """Return (line before the block, number of its first line, text) for each code block of a page."""
     text = "\n" + PAGES[page].read_text(encoding="utf-8")
     return [
         (found["before"], text[: found.start("code")].count("\n"), found["code"])
@@ -55,13 +55,13 @@ def blocks(page, language):
     ]
 
 
-def prose(page):
-    """Return a page without its blocks of code."""
+def strip_blocks(page):
+    """Return a page without code blocks."""
     return FENCE.sub("", "\n" + PAGES[page].read_text(encoding="utf-8"))
 
 
-def slugs(path):
-    """Return the anchors of a page's headings, as MkDocs names them."""
+def find_anchors(path):
+    """Return the anchors of a page's headings as MkDocs generates them."""
     text = FENCE.sub("", "\n" + path.read_text(encoding="utf-8"))
     plain = (re.sub(r"[^\w\s-]", "", title).strip().lower() for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE))
     return {re.sub(r"[-\s]+", "-", title) for title in plain}
@@ -70,28 +70,28 @@ def slugs(path):
 @every_page
 def test_links_lead_somewhere(page):
     here = PAGES[page]
-    for target in LINK.findall(re.sub(r"`[^`\n]+`", "code", prose(page))):
+    for target in LINK.findall(re.sub(r"`[^`\n]+`", "code", strip_blocks(page))):
         if target.startswith(("https://", "http://")):
             continue
         name, _, anchor = target.partition("#")
         there = here if not name else (here.parent / name).resolve()
         assert there.is_file(), f"{target} leads nowhere"
         assert there.is_relative_to(ROOT), f"{target} leaves the repository"
-        assert not anchor or anchor in slugs(there), f"{target}: no such heading"
+        assert not anchor or anchor in find_anchors(there), f"{target}: no such heading"
 
 
 @every_page
 def test_files_that_are_named_exist(page):
-    for name in re.findall(r"`([\w/]+/[\w]+\.(?:py|json|yaml|cpp|h|md))(?:::\w+)?`", prose(page)):
+    for name in re.findall(r"`([\w/]+/[\w]+\.(?:py|json|yaml|cpp|h|md))(?:::\w+)?`", strip_blocks(page)):
         assert any((top / name).exists() for top in (ROOT, ROOT / "lightning_gnn")), name
     for name in re.findall(r"\bbenchmarks\.([a-z][\w.]*\w)", PAGES[page].read_text(encoding="utf-8")):
-        assert (ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").exists(), f"there is no benchmarks.{name}"
-    for name in re.findall(r"`(test_\w+\.py)`", prose(page)):
+        assert (ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").exists(), f"benchmarks.{name} does not exist"
+    for name in re.findall(r"`(test_\w+\.py)`", strip_blocks(page)):
         assert any((ROOT / "tests").rglob(name)), name
 
 
 def test_the_architecture_is_told_in_short_paragraphs():
-    text = prose("docs/architecture.md").partition("## Definitions")[0]
+    text = strip_blocks("docs/architecture.md").partition("## Definitions")[0]
     for paragraph in re.split(r"\n\s*\n|\n(?=\d+\. |- )", text):
         lines = [line for line in paragraph.strip().splitlines() if not line.startswith("|")]
         assert len(lines) <= 4, paragraph
@@ -105,12 +105,12 @@ def test_the_readme_is_short():
 
 
 MOST_WORDS = 35
-"""How long a sentence may be."""
+"""Maximum words per sentence."""
 
 
-def sentences(page):
-    """Return the sentences of a page, without code, tables, headings and what scripts generate."""
-    text = re.sub(r"<!-- (\w+):start -->.*?<!-- \1:end -->", "", prose(page), flags=re.DOTALL)
+def split_sentences(page):
+    """Return the sentences of a page, without code, tables, headings and generated text."""
+    text = re.sub(r"<!-- (\w+):start -->.*?<!-- \1:end -->", "", strip_blocks(page), flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->|^```.*?^\s*```$", "", text, flags=re.DOTALL | re.MULTILINE)
     lines = ["" if re.match(r"\s*(\||#|!\[|:::|</?\w)", line) else line for line in text.splitlines()]
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.)\s)", "\n".join(lines)):
@@ -121,7 +121,7 @@ def sentences(page):
 
 @every_page
 def test_sentences_are_short(page):
-    for sentence in sentences(page):
+    for sentence in split_sentences(page):
         words = [word for word in re.findall(r"[\w'’%.-]+", sentence) if re.search(r"\w", word)]
         assert len(words) <= MOST_WORDS, f"{len(words)} words: {' '.join(sentence.split())}"
 
@@ -144,16 +144,16 @@ def test_pictures_are_those_that_the_script_draws():
     assert {path.stem for path in charts.IMAGES.iterdir()} == {
         *charts.PICTURES,
         "results",
-    }  # which test_benchmarks checks
+    }  # test_benchmarks checks these
     for name, draw in charts.PICTURES.items():
         assert (charts.IMAGES / f"{name}.svg").read_text(encoding="utf-8") == draw(), "run python docs/charts.py"
 
 
-# -- what pages say of options
+# -- options on pages
 
 
-def options_of(kind):
-    """Return the keywords that a class takes, and those that it hands on."""
+def list_options(kind):
+    """Return the keywords of a class, including those that it passes on."""
     names = keywords_of(kind)
     if issubclass(kind, MiniBatchDataModule):
         for further in (lightning_gnn.NeighborSampler, PyGNodeLoader, PyGLinkLoader, DataLoader,
@@ -165,18 +165,18 @@ def options_of(kind):
 @every_page
 def test_tables_of_options_name_options(page):
     kind = None
-    for line in prose(page).splitlines():
+    for line in strip_blocks(page).splitlines():
         if found := re.match(r"\| option of `(\w+)`", line):
             kind = getattr(lightning_gnn, found[1])
         elif not line.startswith("|"):
             kind = None
         elif kind is not None and not line.startswith("|-"):
             for name in re.findall(r"`([^`]+)`", line.split(" | ")[0]):
-                assert name in options_of(kind), f"{kind.__name__} has no option {name}"
+                assert name in list_options(kind), f"{kind.__name__} has no option {name}"
 
 
 def test_the_table_of_groups_is_complete():
-    rows = re.findall(r"^\| `(\w+)=` \| (.+) \|$", prose("docs/command-line.md"), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)=` \| (.+) \|$", strip_blocks("docs/command-line.md"), re.MULTILINE)
     groups = {path.name: {file.stem for file in path.glob("*.yaml")} for path in CONF.iterdir() if path.is_dir()}
     for inner in ("hydra", "recipe", "__pycache__"):
         groups.pop(inner, None)
@@ -186,26 +186,26 @@ def test_the_table_of_groups_is_complete():
 # -- commands
 
 
-def commands(page):
-    """Return the ``lgnn`` commands of a page as words."""
-    lines = [line for *_, code in blocks(page, "bash") for line in code.splitlines()]
-    lines += re.findall(r"`(lgnn(?: [^`]+)?)`", prose(page).replace("\n", " "))
+def find_commands(page):
+    """Return the ``lgnn`` commands of a page, split into words."""
+    lines = [line for *_, code in find_blocks(page, "bash") for line in code.splitlines()]
+    lines += re.findall(r"`(lgnn(?: [^`]+)?)`", strip_blocks(page).replace("\n", " "))
     found = (shlex.split(line.replace("…", "x"), comments=True) for line in lines if re.match(r"lgnn\b", line))
     return [words[1:] for words in found]
 
 
-def flags_of(command):
-    """Return the flags that the help of a command with options of its own lists."""
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
+def list_flags(command):
+    """Return the flags in the help of a command that has its own options."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
         command.main(["--help"])
-    return set(re.findall(r"(?<![\w-])--?\w[\w-]*", told.getvalue()))
+    return set(re.findall(r"(?<![\w-])--?\w[\w-]*", output.getvalue()))
 
 
-ALL_COMMANDS = sorted({tuple(words) for page in PAGES for words in commands(page)})
+ALL_COMMANDS = sorted({tuple(words) for page in PAGES for words in find_commands(page)})
 
 
-@pytest.mark.slow  # a composition reads some twenty files
+@pytest.mark.slow  # a composition reads about twenty files
 @pytest.mark.parametrize("part", range(4))
 def test_commands_compose(part):
     with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
@@ -217,13 +217,13 @@ def test_commands_compose(part):
 
 
 def check_command(words):
-    """Compose what a command asks for, with every group that it sweeps over, and check the arguments of its classes."""
-    if words[:1] == ["-sc"]:  # completion, which tests/cli/test_help.py tries in bash
+    """Compose a command with every group that it sweeps over, and check the arguments of its classes."""
+    if words[:1] == ["-sc"]:  # completion, which tests/cli/test_help.py runs in bash
         assert words[1] in ("install=bash", "install=zsh", "install=fish")
         return
     if words and words[0] in PRINTING:
         module = importlib.import_module(f"lightning_gnn.cli.commands.{words[0]}")
-        assert {word.partition("=")[0] for word in words if word.startswith("-")} <= flags_of(module)
+        assert {word.partition("=")[0] for word in words if word.startswith("-")} <= list_flags(module)
         if words[0] != "export":
             return
         words = [word for word in words[1:] if not word.startswith("-")]
@@ -238,7 +238,7 @@ def check_command(words):
         parsed = [item for item in parsed if not item.key_or_group.startswith(("hydra/sweeper", "hydra.sweeper"))]
     swept = {item.input_line: item for item in parsed if item.is_sweep_override()}
     assert bool(swept) == ("-m" in flags)
-    values = {line: [f"{item.key_or_group}={value}" for value in values_of(item)] for line, item in swept.items()}
+    values = {line: [f"{item.key_or_group}={value}" for value in list_values(item)] for line, item in swept.items()}
     first = {item.input_line: values.get(item.input_line, [item.input_line])[0] for item in parsed}
     others = [
         {**first, line: value}
@@ -252,15 +252,15 @@ def check_command(words):
         for node in (cfg.data, cfg.model, cfg.datamodule, cfg.trainer, *cfg.callbacks.values()):
             target = get_object(node._target_)
             parameters = inspect.signature(target).parameters
-            taken = options_of(target) if isinstance(target, type) else {*parameters}
+            taken = list_options(target) if isinstance(target, type) else {*parameters}
             if node is cfg.model and any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-                continue  # it hands them on to its layers
+                continue  # passed on to its layers
             given = {key for key, value in node.items() if value is not None and not key.startswith("_")}
             assert given <= taken, f"{node._target_} takes no {given - taken}"
 
 
-def values_of(item):
-    """Return what is swept over, of an interval an end."""
+def list_values(item):
+    """Return the values of a sweep, or one end of an interval."""
     return [item.value().start] if item.is_interval_sweep() else item.sweep_string_iterator()
 
 
@@ -269,9 +269,9 @@ def values_of(item):
 
 @every_page
 def test_python_names_what_exists(page):
-    """Imports, and the named arguments of what is imported; of blocks that are not run, too."""
+    """Check imports and the keyword arguments of imported names, also in blocks that are not run."""
     known = {"pl": pl, "torch": torch}
-    for before, line, code in blocks(page, "python"):
+    for before, line, code in find_blocks(page, "python"):
         assert not before.startswith("<!--") or NOT_RUN.fullmatch(before), before
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.Import):
@@ -285,16 +285,16 @@ def test_python_names_what_exists(page):
                 for alias in node.names:
                     known[alias.asname or alias.name] = getattr(module, alias.name)
         for call in (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)):
-            target = resolved(call.func, known)
+            target = resolve_name(call.func, known)
             if not callable(target):
                 continue
             names = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
             try:
                 parameters = inspect.signature(target).parameters if names else {}
-            except ValueError:  # a builtin, which keeps its keywords to itself
+            except ValueError:  # a builtin without a signature
                 continue
             if isinstance(target, type) and target.__module__.startswith("lightning_gnn"):
-                taken = options_of(target) | keywords_of(target)
+                taken = list_options(target) | keywords_of(target)
             elif any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
                 continue
             else:
@@ -302,17 +302,17 @@ def test_python_names_what_exists(page):
             assert names <= taken, f"block at line {line}: {ast.unparse(call.func)} takes no {sorted(names - taken)}"
 
 
-def resolved(node, known):
-    """Return what a name or a chain of attributes stands for; None where only a run would tell."""
+def resolve_name(node, known):
+    """Return the object that a dotted name refers to; None if only running the code would show it."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
-    if isinstance(node, ast.Attribute) and (owner := resolved(node.value, known)) is not None:
+    if isinstance(node, ast.Attribute) and (owner := resolve_name(node.value, known)) is not None:
         return getattr(owner, node.attr, None) if inspect.ismodule(owner) or isinstance(owner, type) else None
     return None
 
 
 class ShortTrainer(pl.Trainer):
-    """Trains for two mini-batches, and shows nothing."""
+    """Trains for two mini-batches without output."""
 
     def __init__(self, **kwargs):
         kwargs |= {"max_epochs": min(2, kwargs.get("max_epochs") or 1), "limit_train_batches": 2}
@@ -321,8 +321,8 @@ class ShortTrainer(pl.Trainer):
         super().__init__(**{"logger": False, **kwargs})
 
 
-def small_graphs():
-    """Return what blocks find on their pages: graphs, seeds, a model and a DataModule."""
+def make_namespace():
+    """Return the names that code blocks may use: graphs, seeds, a model and a DataModule."""
     data = planted_power_law(400, 4000, num_features=8, split=(0.5, 0.2, 0.2))
     hetero = HeteroData()
     hetero["paper"].x, hetero["paper"].y = data.x, data.y
@@ -340,26 +340,26 @@ def small_graphs():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+@pytest.mark.parametrize("page", [page for page in PAGES if find_blocks(page, "python")])
 def test_python_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
     pl.seed_everything(0, verbose=False)
-    names = {"__name__": "__main__", **small_graphs()}
+    names = {"__name__": "__main__", **make_namespace()}
     data = names["data"]
     monkeypatch.setattr(torch_geometric.datasets, "Reddit", lambda root: [data])
     if page.endswith("typed-and-temporal.md"):
         data.time, data.edge_weight = torch.arange(400), torch.rand(data.num_edges)
-    for before, line, code in blocks(page, "python"):
+    for before, line, code in find_blocks(page, "python"):
         if not NOT_RUN.fullmatch(before):
-            source = "\n" * line + code  # so that an error shows the line of the page
+            source = "\n" * line + code  # for the line numbers of the page in errors
             exec(compile(source, page, "exec"), names)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "\n::: " in PAGES[page].read_text(encoding="utf-8")])
 def test_the_reference_names_what_modules_define(page):
-    """MkDocs reads sources, so that names which a module's ``__getattr__`` finds are not there for it."""
+    """MkDocs reads sources, so it does not see names that only a module's ``__getattr__`` provides."""
     for name in re.findall(r"^::: ([\w.]+)$", PAGES[page].read_text(encoding="utf-8"), re.MULTILINE):
         module, _, attribute = name.rpartition(".")
         source = inspect.getsource(importlib.import_module(module))

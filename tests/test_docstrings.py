@@ -14,7 +14,7 @@ import lightning_gnn
 ROOT = Path(__file__).parent.parent
 SOURCES = [path for room in ("lightning_gnn", "triton_kernels", "ascend_ops") for path in (ROOT / room).rglob("*.py")]
 IN_MESSAGES = re.compile(r" is no |\b(?:is|are) none\b")
-"""``X is none`` reads as None, and ``X is no file`` is not how anybody says it: ``X is not a file``."""
+"""``X is none`` reads as None; instead of ``X is no file``, messages say ``X is not a file``."""
 ANYWHERE = re.compile(r"\b(?:told|whoever|nobody|somebody|anew|alike|who calls)\b", re.IGNORECASE)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -22,14 +22,14 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 @pytest.mark.parametrize("name", lightning_gnn.__all__)
 def test_the_example_of_a_public_name_prints_what_it_says(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # Those of methods too, each in a namespace of its own.
+    # Examples of methods run too, each in a separate namespace.
     tests = doctest.DocTestFinder().find(getattr(lightning_gnn, name), name, module=False, globs={})
     assert any(test.name == name and test.examples for test in tests), f"the docstring of {name} holds no example"
-    told = io.StringIO()
+    output = io.StringIO()
     runner = doctest.DocTestRunner(optionflags=FLAGS)
     for test in tests:
-        runner.run(test, out=told.write)
-    assert runner.failures == 0, told.getvalue()
+        runner.run(test, out=output.write)
+    assert runner.failures == 0, output.getvalue()
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())

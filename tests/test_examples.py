@@ -1,4 +1,4 @@
-"""The examples run as they stand."""
+"""The examples run unchanged."""
 
 import importlib
 import re
@@ -16,11 +16,11 @@ from tests.patience import PATIENCE
 from tests.refusals import refuses
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-pytestmark = pytest.mark.usefixtures("interruptible")  # a notebook's client lets Ctrl-C through, whatever was before
+pytestmark = pytest.mark.usefixtures("interruptible")  # notebook clients interrupt by SIGINT
 
 
-def outputs_of(name):
-    """Run a notebook; return what it printed, the values that its cells end with, and the outputs themselves."""
+def run_notebook(name):
+    """Run a notebook; return printed text, final values of cells, and all outputs."""
     notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
     NotebookClient(notebook, timeout=PATIENCE, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
@@ -31,7 +31,7 @@ def outputs_of(name):
 
 @pytest.mark.slow
 def test_the_notebook_runs_and_learns():
-    printed, values, outputs = outputs_of("quickstart")
+    printed, values, outputs = run_notebook("quickstart")
     assert float(re.search(r"test accuracy (\d\.\d+)", printed).group(1)) > 0.75
     assert "trainers: 0 (CPU)" in printed
     assert float(re.search(r"validation accuracy (\d\.\d+)", printed).group(1)) > 0.5
@@ -41,7 +41,7 @@ def test_the_notebook_runs_and_learns():
 
 @pytest.mark.slow
 def test_the_notebook_about_loaders_measures_them():
-    printed, values, outputs = outputs_of("choosing_a_loader")
+    printed, values, outputs = run_notebook("choosing_a_loader")
     assert len(re.findall(r"s per epoch\. Largest part: \w+, \d+% of an epoch", printed)) == 4
     assert values[-1] == "True"  # the same weights with and without workers
     assert any("image/png" in output.get("data", {}) for output in outputs)
@@ -49,7 +49,7 @@ def test_the_notebook_about_loaders_measures_them():
 
 @pytest.mark.slow
 def test_the_notebook_about_full_graphs_evaluates_both_alike():
-    printed, values, outputs = outputs_of("full_graph_or_mini_batches")
+    printed, values, outputs = run_notebook("full_graph_or_mini_batches")
     found = re.findall(r"(\d+) steps, \S+ s, validation accuracy (\d\.\d+)", printed)
     assert [int(steps) for steps, _ in found] == [30, 40]
     assert all(float(accuracy) > 0.7 for _, accuracy in found)
@@ -59,7 +59,7 @@ def test_the_notebook_about_full_graphs_evaluates_both_alike():
 
 @pytest.mark.slow
 def test_the_notebook_about_types_learns_and_sees_no_future():
-    printed, _, _ = outputs_of("typed_and_temporal")
+    printed, _, _ = run_notebook("typed_and_temporal")
     assert float(re.search(r"test accuracy (\d\.\d+)", printed).group(1)) > 0.5
     assert float(re.search(r"mean reciprocal rank (\d\.\d+)", printed).group(1)) > 0.25
     seen, late = re.search(r"(\d+) edges, of which (\d+) are later", printed).groups()
@@ -73,7 +73,7 @@ def run(name, *arguments):
     return done
 
 
-def own_module(system, ranks):
+def train_own_module(system, ranks):
     done = run("own_module.py", system, "--num-nodes", "10000")
     accuracy = re.search(rf"{system}: {ranks} training, test accuracy (\d\.\d+)", done.stdout).group(1)
     assert float(accuracy) > 0.6
@@ -82,12 +82,12 @@ def own_module(system, ranks):
 
 @pytest.mark.slow
 def test_an_own_module_trains_the_same_whoever_prepares_its_mini_batches():
-    accuracy, _ = own_module("plain", ranks=1)
+    accuracy, _ = train_own_module("plain", ranks=1)
     for system, said in {
         "persistent": "No GPU for the persistent sampler",
         "collective": "No GPU for collective batching",
     }.items():
-        found, stderr = own_module(system, ranks=1)
+        found, stderr = train_own_module(system, ranks=1)
         assert found == accuracy
         if not torch.cuda.is_available():
             assert said in stderr
@@ -96,7 +96,7 @@ def test_an_own_module_trains_the_same_whoever_prepares_its_mini_batches():
 @pytest.mark.slow
 @pytest.mark.parametrize("system", ["hyscale", "ascend_hybrid"])
 def test_an_own_module_trains_on_two_processes(system):
-    own_module(system, ranks=2)
+    train_own_module(system, ranks=2)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The dependencies between the rooms of the house point one way, and no files import each other in a circle."""
+"""Dependencies between packages point one way, and there are no import cycles."""
 
 import ast
 import subprocess
@@ -36,32 +36,32 @@ BELOW = {
     "registration": {"accelerators"},
     "callbacks": {"runtime", "nn", "loading", "collective", "hyscale", "planning", "report"},
 }
-"""What each room may import; the command, which stands on all of them, is left out."""
+"""Allowed imports of each package; the command may import all of them and is omitted."""
 MOST_LINES_OF_A_CLASS = 400
 
 MOST_FILES = 16
-"""Of a folder, without those below it."""
+"""A folder without its subfolders."""
 
 
-def _modules(folders):
+def _find_modules(folders):
     for folder, prefix in folders.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
             yield prefix + name, path
 
 
-MODULES = dict(_modules({"lightning_gnn": "", "triton_kernels": "lightning_gnn.", "ascend_ops": "lightning_gnn."}))
-BENCHMARKS = dict(_modules({"benchmarks": ""}))
+MODULES = dict(_find_modules({"lightning_gnn": "", "triton_kernels": "lightning_gnn.", "ascend_ops": "lightning_gnn."}))
+BENCHMARKS = dict(_find_modules({"benchmarks": ""}))
 FILES = MODULES | BENCHMARKS
 
 
-def room_of(module):
+def find_room(module):
     return module.split(".")[1] if "." in module else ""
 
 
 @cache
-def imported(module):
-    """The modules of the repository that a file imports anywhere, for types too."""
+def find_imports(module):
+    """Return the modules of the repository that a file imports anywhere, also for type checking."""
     path = FILES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found = set()
@@ -73,22 +73,22 @@ def imported(module):
             base = ".".join([*above, *([node.module] if node.module else [])])
             found |= {name if (name := f"{base}.{alias.name}") in FILES else base for alias in node.names}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            # A name that is put together at run time is one of the public ones, or the command's.
+            # A name computed at run time is a public one, or one of the command.
             found |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
     return {name for name in found if name in FILES and name != module}
 
 
 @pytest.mark.parametrize("room", BELOW)
 def test_a_room_imports_only_those_below(room):
-    for module in (module for module in MODULES if room_of(module) == room):
-        rooms = {room_of(name) for name in imported(module)} - {room}
+    for module in (module for module in MODULES if find_room(module) == room):
+        rooms = {find_room(name) for name in find_imports(module)} - {room}
         assert rooms <= BELOW[room], f"{module} imports {sorted(rooms - BELOW[room])}"
 
 
 @pytest.mark.parametrize("modules", [MODULES, BENCHMARKS], ids=["library", "benchmarks"])
 def test_no_files_import_each_other_in_a_circle(modules):
-    # Fronts of packages hand names on, and whoever imports from one imports the file behind.
-    left = {module: imported(module) for module in modules}
+    # Packages re-export names, so an import from one counts as an import of the defining file.
+    left = {module: find_imports(module) for module in modules}
     while leaves := {module for module, names in left.items() if not names & left.keys()}:
         left = {module: names for module, names in left.items() if module not in leaves}
     assert not left, f"circles among {sorted(left)}"

@@ -1,4 +1,4 @@
-"""Every DataModule, task and strategy together: two mini-batches train as in one process, or are refused at once."""
+"""Every combination of DataModule, task and strategy trains two mini-batches as one process does, or is refused."""
 
 import os
 import re
@@ -16,8 +16,8 @@ from tests.full_graph import launch
 from tests.sampling.cases import GRAPHS, WRITES
 
 TASKS = ("node", "link", "typed", "temporal", "negatives")
-"""Classes of nodes; edges with labels; either in a graph with types; either with times of nodes; edges of which half
-are drawn, with times of nodes and sampled neighbors. All others see all neighbors."""
+"""Node classes; labeled edges; either in a heterogeneous graph; either with node times; negatives for half of the
+edges, with node times and sampled neighbors. All others use all neighbors."""
 REFUSALS = {
     "E": "the batch has no labeled edges",
     "S": "mini-batch of edges, without seed nodes",
@@ -29,7 +29,7 @@ REFUSALS = {
     "W": "the whole graph is the only batch",
     "L": "edge_label_index names nodes of the whole graph",
 }
-"""What the messages of refusals say, as a pattern."""
+"""Patterns of the refusal messages."""
 TABLE = {
     "auto": """
         Neighbor           =  E  =  =  N
@@ -76,9 +76,9 @@ TABLE = {
         FullGraph          =  L  H  W  W
     """,
 }
-"""By DataModule and task: =, the weights of one process with the plain DataModule, to rounding, and bit for bit those
-of the plain DataModule on these ranks; ~, the latter alone, since ranks draw for themselves; or a letter of REFUSALS.
-Without a GPU the modules of PGSampler let CPU threads sample; gpu_sampling/test_unlike_ranks.py has it play one."""
+"""By DataModule and task: =, the weights equal one process with the plain DataModule up to rounding, and the plain
+DataModule on these ranks bit for bit; ~, only the latter, since ranks draw separately; or a letter of REFUSALS.
+Without a GPU, PGSampler's modules sample by CPU threads; gpu_sampling/test_unlike_ranks.py simulates one."""
 EXPECTED = {
     strategy: {(kind, task): cell for kind, *cells in map(str.split, table.strip().splitlines())
                for task, cell in zip(TASKS, cells, strict=True)}
@@ -88,22 +88,22 @@ KINDS = tuple(dict.fromkeys(kind for kind, _ in EXPECTED["auto"]))
 BATCH_SIZE, NUM_EDGES = 8, 40
 
 
-def plain(kind):
-    """Return the DataModule whose mini-batches a DataModule has."""
+def find_plain_kind(kind):
+    """Return the plain DataModule with the same mini-batches."""
     return "Link" if kind.endswith("Link") else kind if kind == "FullGraph" else "Neighbor"
 
 
-def graph_of(name):
+def make_graph(name):
     data = GRAPHS[name]()
     for store in data.node_stores:
         store.x = store.x.double()
     return data
 
 
-def datamodule_of(kind, task, folder, batch_size):
-    """Make a DataModule; the graph of a partitioned one lies in a folder."""
+def make_datamodule(kind, task, folder, batch_size):
+    """Make a DataModule; a partitioned one reads its graph from a folder."""
     name = "typed" if task == "typed" else "plain"
-    data, options = graph_of(name), {}
+    data, options = make_graph(name), {}
     if task in ("temporal", "negatives"):
         options["time_attr"] = "node_time"
     if task == "negatives":
@@ -112,10 +112,10 @@ def datamodule_of(kind, task, folder, batch_size):
         if task == "link":
             data.edge_label_index, data.edge_label = data.edge_index[:, :NUM_EDGES], torch.arange(NUM_EDGES) % 2
         return FullGraphDataModule(data, **options)
-    if plain(kind) == "Link":
+    if find_plain_kind(kind) == "Link":
         edges = (data[WRITES] if task == "typed" else data).edge_index[:, :NUM_EDGES]
         options["input_train_edges"] = (WRITES, edges) if task == "typed" else edges
-        if task == "negatives":  # so early that some find no node that was there, and take the earliest
+        if task == "negatives":  # so early that some find no valid node and take the earliest
             options["input_train_time"] = torch.full((NUM_EDGES,), 3)
         else:
             options["input_train_labels"] = torch.arange(NUM_EDGES) % 2
@@ -131,11 +131,11 @@ def datamodule_of(kind, task, folder, batch_size):
     return make(data, num_neighbors=fanouts, batch_size=batch_size, seed=3, **options)
 
 
-def module_of(kind, task):
+def make_module(kind, task):
     pl.seed_everything(1, verbose=False)
-    over_edges = task in ("link", "negatives") or (task != "node" and plain(kind) == "Link")
+    over_edges = task in ("link", "negatives") or (task != "node" and find_plain_kind(kind) == "Link")
     if task == "typed":
-        model, target = RGCN(graph_of("typed").metadata(), 2, 4, 2, 3), WRITES if over_edges else "paper"
+        model, target = RGCN(make_graph("typed").metadata(), 2, 4, 2, 3), WRITES if over_edges else "paper"
     else:
         model, target = GraphSAGE(3, 4, 2, 3), None
     model = model.double()
@@ -143,19 +143,19 @@ def module_of(kind, task):
 
 
 def train(kind, task, strategy, folder):
-    """Return the weights after two steps, or the message of the error."""
+    """Return the weights after two steps, or the error message."""
     trainer = pl.Trainer(
         strategy=HyScaleStrategy(drm=False, shares=[0.6, 0.4]) if strategy == "hyscale" else strategy,
         accelerator="cpu", devices=1 if strategy == "auto" else 2, max_steps=2, max_epochs=2, limit_val_batches=0,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    module = module_of(kind, task)
+    module = make_module(kind, task)
     try:
-        batch_size = BATCH_SIZE // 2 if strategy == "ddp" else BATCH_SIZE  # of each rank, or of all
-        trainer.fit(module, datamodule=datamodule_of(kind, task, folder, batch_size))
+        batch_size = BATCH_SIZE // 2 if strategy == "ddp" else BATCH_SIZE  # per rank, or in total
+        trainer.fit(module, datamodule=make_datamodule(kind, task, folder, batch_size))
     except (TypeError, ValueError) as error:
         return str(error)
-    except Exception as error:  # no refusal, which the table does not have; the other cells go on
+    except Exception as error:  # an unexpected error, which the table does not contain; other cells still run
         return f"raw {type(error).__name__}"
     return dict(module.state_dict(), steps=torch.tensor(trainer.global_step))
 
@@ -169,7 +169,7 @@ def train_all(rank, strategy, folder):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
     for name in GRAPHS:
-        partition_graph(graph_of(name), folder / name, 2, "ldg")
+        partition_graph(make_graph(name), folder / name, 2, "ldg")
     return str(folder)
 
 
@@ -178,15 +178,15 @@ def alone(folder):
     return train_all(0, "auto", folder)
 
 
-def mark_of(cell, ranks, alone):
-    """Return what the table has for a cell, or else words that no table has."""
+def classify_cell(cell, ranks, alone):
+    """Return the symbol of the table for a cell, or a description of an unexpected result."""
     found = [rank[cell] for rank in ranks]
     if any(isinstance(each, str) for each in found):
         said = [each if isinstance(each, str) else "trains" for each in found]
         marks = [mark for mark, words in REFUSALS.items() if all(re.search(words, each) for each in said)]
         return marks[0] if marks else said
     kind, task = cell
-    own, one = ranks[0][plain(kind), task], alone[plain(kind), task]
+    own, one = ranks[0][find_plain_kind(kind), task], alone[find_plain_kind(kind), task]
     if any(not torch.equal(each[name], value) for each in found for name, value in own.items()):
         return "other weights"
     if own["steps"] != 2:
@@ -200,4 +200,4 @@ def mark_of(cell, ranks, alone):
 @pytest.mark.filterwarnings("ignore")
 def test_trains_as_one_process_or_refuses(folder, alone, strategy):
     ranks = [alone] if strategy == "auto" else launch.run(train_all, 2, strategy, folder)
-    assert {cell: mark_of(cell, ranks, alone) for cell in EXPECTED[strategy]} == EXPECTED[strategy]
+    assert {cell: classify_cell(cell, ranks, alone) for cell in EXPECTED[strategy]} == EXPECTED[strategy]

@@ -1,4 +1,4 @@
-"""The wheel installs one top-level package, and its command runs from anywhere."""
+"""The wheel installs one top-level package, and its command runs in any directory."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def test_the_wheel_holds_one_package_for_every_platform(wheel):
 
 def test_an_installation_on_a_cpu_stays_below_one_and_a_half_gigabytes():
     if torch.version.cuda is not None:
-        pytest.skip("a CUDA build of torch has several gigabytes of its own")
+        pytest.skip("a CUDA build of torch has several gigabytes of libraries")
     sizes, left = {}, ["lightning-gnn"]
     while left:
         found = distribution(left.pop())
@@ -84,7 +84,7 @@ def test_the_command_runs_in_another_directory(wheel, tmp_path):
     environment = tmp_path / "venv"
     venv.create(environment, with_pip=False)
     python = environment / "bin" / "python"
-    # The dependencies come from the environment of the tests; only the wheel itself is installed anew.
+    # Dependencies come from the test environment; only the wheel itself is installed.
     site = subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip()
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, str(wheel)],

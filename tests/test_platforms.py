@@ -1,4 +1,4 @@
-"""What Linux alone has is not needed to import the package and to train on a CPU; nor is Triton."""
+"""Importing the package and training on a CPU need neither Triton nor Linux-specific functions."""
 
 import os
 import subprocess

@@ -21,44 +21,44 @@ def enabled():
         yield handle
 
 
-def substituted():
+def is_substituted():
     return [module.NeighborSampler is LoaderNeighborSampler for module in MODULES]
 
 
-def untouched():
+def is_untouched():
     return all(module.NeighborSampler is PyGNeighborSampler for module in MODULES)
 
 
 def test_is_off_until_it_is_enabled_and_after_it_is_disabled_or_an_exception():
-    assert untouched()
+    assert is_untouched()
     handle = enable_pyg_sampling()
     try:
-        assert all(substituted())
+        assert all(is_substituted())
         assert repr(handle) == "PyGSampling(enabled)"
     finally:
         handle.disable()
-    assert untouched()
+    assert is_untouched()
     assert repr(handle) == "PyGSampling(disabled)"
     handle.disable()
     with pytest.raises(RuntimeError, match="mine"), enable_pyg_sampling():
         raise RuntimeError("mine")
-    assert untouched()
+    assert is_untouched()
 
 
 def test_nested_and_interleaved_use():
     with enable_pyg_sampling() as outer:
         with enable_pyg_sampling():
-            assert all(substituted())
-        assert all(substituted())
+            assert all(is_substituted())
+        assert all(is_substituted())
         inner = enable_pyg_sampling()
         outer.disable()
-        assert all(substituted())
+        assert all(is_substituted())
         inner.disable()
-        assert untouched()
+        assert is_untouched()
         with outer:
-            assert all(substituted())
-        assert untouched()
-    assert untouched()
+            assert all(is_substituted())
+        assert is_untouched()
+    assert is_untouched()
 
 
 def test_a_loader_outlives_the_switch():

@@ -1,4 +1,4 @@
-"""PyG's own loaders on our samplers must do what they do on PyG's."""
+"""PyG's loaders behave the same on our samplers as on PyG's."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from lightning_gnn.pyg import enable_pyg_sampling
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batch_checks import assert_same_batches, check, check_hops
 from tests.batching_data import small_data
-from tests.sampling.cases import GRAPHS, NODE_CASES, WRITES, options_of
+from tests.sampling.cases import GRAPHS, NODE_CASES, WRITES, make_options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = pytest.param(DEVICE, marks=[
     pytest.mark.slow, pytest.mark.skipif(not runs_on(torch.device(DEVICE)), reason="neither a GPU nor Triton")
 ])  # fmt: skip
-"""Data on a GPU sets this; Triton's interpreter stands in for one."""
+"""Device option as for data on a GPU; Triton's interpreter stands in for one."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,13 +30,13 @@ def _enabled():
 
 
 class Keyed(NeighborSampler):
-    """Our sampler, with keys out of torch's stream as PyG's loaders have them."""
+    """Our sampler with keys from torch's generator, as PyG's loaders draw them."""
 
     def _next_key(self):
         return int(batch_key(int(torch.randint(2**63 - 1, (), device="cpu"))))
 
 
-def epoch(loader, seed=0):
+def read(loader, seed=0):
     torch.manual_seed(seed)
     return list(loader)
 
@@ -49,9 +49,9 @@ LINKS = {
 }  # fmt: skip
 
 
-def given(case, data):
-    """What PyG's loaders are given in a case: seeds, and options of the sampler."""
-    options = {name: value for name, value in options_of(case, data).items() if name not in OF_OUR_OWN}
+def make_inputs(case, data):
+    """Return the seeds and sampler options of a case."""
+    options = {name: value for name, value in make_options(case, data).items() if name not in OF_OUR_OWN}
     seeds = {"input_nodes": options["input_train_nodes"], "batch_size": 8}
     if "input_train_time" in options:
         seeds["input_time"] = options["input_train_time"]
@@ -62,10 +62,10 @@ def given(case, data):
 @pytest.mark.parametrize("case", KINDS)
 def test_mini_batches_are_those_of_our_sampler(case, device):
     data = GRAPHS[NODE_CASES[case][0]]()
-    seeds, options = given(case, data)
+    seeds, options = make_inputs(case, data)
     ours = NeighborLoader(data, **options, **seeds)
     ours.node_sampler.device = None if device is None else torch.device(device)
-    assert_same_batches(epoch(ours), epoch(NodeLoader(data, Keyed(data, **options), **seeds)))
+    assert_same_batches(read(ours), read(NodeLoader(data, Keyed(data, **options), **seeds)))
     assert (ours.node_sampler._gpu_sampler is None) == (device is None)
 
 
@@ -77,7 +77,7 @@ def test_mini_batches_of_links_are_those_of_our_sampler(kind):
     if kind == "times":
         seeds["edge_label_time"] = torch.full((30,), 10)
     ours = LinkNeighborLoader(data, [3, 2], **LINKS[kind], **seeds, batch_size=8)
-    assert_same_batches(epoch(ours), epoch(LinkLoader(data, Keyed(data, [3, 2], **LINKS[kind]), **seeds, batch_size=8)))
+    assert_same_batches(read(ours), read(LinkLoader(data, Keyed(data, [3, 2], **LINKS[kind]), **seeds, batch_size=8)))
 
 
 @pytest.mark.slow
@@ -91,18 +91,18 @@ def test_what_pyg_makes_of_samples_of_the_gpu_is_what_it_makes_of_the_cpus(kind)
                 batch_size=2, time_attr="node_time", edge_label_time=torch.arange(10, 14),
             )  # fmt: skip
         else:
-            seeds, options = given(kind, data)
+            seeds, options = make_inputs(kind, data)
             loader = NeighborLoader(data, **options, **seeds)
         sampler = loader.link_sampler if kind == "links" else loader.node_sampler
         sampler.device = None if device is None else torch.device(device)
-        found.append(epoch(loader))
+        found.append(read(loader))
     assert_same_batches(*found)
 
 
 @pytest.mark.parametrize(("persistent", "filter_per_worker"), [(False, True), (True, False)])
 def test_worker_processes_draw_anew_and_follow_the_seed(persistent, filter_per_worker):
     data = small_data()
-    # One and the same seed in every mini-batch.
+    # The same seed in every mini-batch.
     loader = NeighborLoader(
         data, [2, 2], input_nodes=torch.zeros(12, dtype=torch.int64), num_workers=3, persistent_workers=persistent,
         filter_per_worker=filter_per_worker,
@@ -111,7 +111,7 @@ def test_worker_processes_draw_anew_and_follow_the_seed(persistent, filter_per_w
     for seed in (1, 1, 2):
         draws.append([])
         for number in range(3):
-            for batch in epoch(loader, 10 * seed + number):
+            for batch in read(loader, 10 * seed + number):
                 check(batch, data)
                 check_hops(batch, 2)
                 draws[-1].append(tuple(batch.e_id.tolist()))
@@ -139,7 +139,7 @@ def test_stores_of_a_homogeneous_graph():
     features.put_tensor(data.x, group_name=None, attr_name="x", index=None)
     topology.put_edge_index((data.edge_index[0], data.edge_index[1]), edge_type=None, layout="coo", size=(400, 400))
     options = {"num_neighbors": [3, 3], "input_nodes": torch.arange(60), "batch_size": 20}
-    made = [epoch(NeighborLoader(graph, **options)) for graph in (data, (features, topology))]
+    made = [read(NeighborLoader(graph, **options)) for graph in (data, (features, topology))]
     for ours, stored in zip(*made, strict=True):
         for name in ("n_id", "e_id", "edge_index", "x"):
             assert torch.equal(ours[name], stored[name])
@@ -161,12 +161,12 @@ def test_stores_give_the_mini_batches_of_data(layout, time_attr):
             order = (col if layout == "csc" else row).sort(stable=True).indices
             row, col = row[order], col[order]
         data[name].edge_index = torch.stack([row, col])
-        kept = {
+        stored = {
             "coo": (row, col),
             "csc": (row, index2ptr(col, ends[1])),
             "csr": (index2ptr(row, ends[0]), col),
         }[layout]
-        topology.put_edge_index(kept, edge_type=name, layout=layout, size=ends)
+        topology.put_edge_index(stored, edge_type=name, layout=layout, size=ends)
     epochs = []
     for graph in (data, (features, topology)):
         torch.manual_seed(0)

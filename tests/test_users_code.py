@@ -1,4 +1,4 @@
-"""Random transforms, own orders and trained features in a Trainer: the same for every loader, and across a resume."""
+"""Random transforms, user-defined orders and trained features: equal for every loader and after resuming."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ from lightning_gnn import (
 )
 from tests.batching_data import small_data
 from tests.full_graph.launch import run
-from tests.sampling.test_node_datamodule import Model, trainer
+from tests.sampling.test_node_datamodule import Model, make_trainer
 
 OPTIONS = {"num_neighbors": [4, 3], "batch_size": 64, "seed": 3}
 MODULES = {
@@ -33,19 +33,19 @@ MODULES = {
 
 
 def jitter(batch):
-    """Draws from torch and from Python, as PyG's random transforms do."""
+    """Draw from the generators of torch and Python, as PyG's random transforms do."""
     batch.x = batch.x + torch.randn(batch.x.size(1)) * random.random()
     return batch
 
 
-def fitted(module, folder=None, strategy="auto", seed=3, ckpt_path=None, **kwargs):
+def fit(module, folder=None, strategy="auto", seed=3, ckpt_path=None, **kwargs):
     pl.seed_everything(seed, verbose=False)
     model = Model()
     callbacks = []
     if folder is not None:
         callbacks = [pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")]
     options = {"callbacks": callbacks} if callbacks else {}
-    trainer(strategy=strategy, limit_val_batches=0, **options, **kwargs).fit(model, module, ckpt_path=ckpt_path)
+    make_trainer(strategy=strategy, limit_val_batches=0, **options, **kwargs).fit(model, module, ckpt_path=ckpt_path)
     return model
 
 
@@ -56,19 +56,19 @@ def assert_equal_weights(a, b):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_random_transform_trains_the_same_weights_with_every_loader():
-    models = {name: fitted(make(small_data(), transform=jitter)) for name, make in MODULES.items()}
+    models = {name: fit(make(small_data(), transform=jitter)) for name, make in MODULES.items()}
     alone = HyScaleStrategy(cpu_trainers=1, drm=False)
-    models["hyscale"] = fitted(MODULES["threads"](small_data(), transform=jitter), strategy=alone)
-    plain = fitted(MODULES["neighbor"](small_data()))
+    models["hyscale"] = fit(MODULES["threads"](small_data(), transform=jitter), strategy=alone)
+    plain = fit(MODULES["neighbor"](small_data()))
     for name, model in models.items():
         assert model.history == models["neighbor"].history, name
         assert_equal_weights(model, models["neighbor"])
     assert plain.history != models["neighbor"].history
 
 
-def resumes(name, folder, make_strategy=lambda: "auto"):
+def check_resuming(name, folder, make_strategy=lambda: "auto"):
     def one(part, **kwargs):
-        return fitted(MODULES[name](small_data(), transform=jitter), folder / part, make_strategy(), **kwargs)
+        return fit(MODULES[name](small_data(), transform=jitter), folder / part, make_strategy(), **kwargs)
 
     whole = one("whole")
     assert len(whole.history) in (12, 24)
@@ -79,15 +79,15 @@ def resumes(name, folder, make_strategy=lambda: "auto"):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["threads", "collective"])
 def test_it_resumes_bit_for_bit(tmp_path, name):
-    resumes(name, tmp_path)
+    check_resuming(name, tmp_path)
 
 
-def resumes_on(rank, folder):
-    resumes("threads", folder, lambda: HyScaleStrategy(cpu_trainers=2, drm=False))
+def check_resuming_on_rank(rank, folder):
+    check_resuming("threads", folder, lambda: HyScaleStrategy(cpu_trainers=2, drm=False))
 
 
 def test_it_resumes_bit_for_bit_on_several_ranks(tmp_path):
-    run(resumes_on, 2, tmp_path)
+    run(check_resuming_on_rank, 2, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -96,7 +96,7 @@ def test_an_own_order_gives_new_samples_in_each_epoch_and_the_same_in_each_run()
         data = small_data()
         seeds = int(data.train_mask.sum())
         order = BatchSampler(RandomSampler(range(seeds), generator=torch.Generator().manual_seed(1)), 50, False)
-        return fitted(
+        return fit(
             NeighborDataModule(data, num_neighbors=[2], batch_sampler=order, num_workers=num_workers, seed=3)
         ).history
 
@@ -108,7 +108,7 @@ def test_an_own_order_gives_new_samples_in_each_epoch_and_the_same_in_each_run()
 
 
 class Embedded(pl.LightningModule):
-    """Learns an embedding of each node beside its weights, with whatever optimizers are given."""
+    """Learns node embeddings and weights with the given optimizers."""
 
     def __init__(self, data, sparse=False, model=GraphSAGE):
         super().__init__()
@@ -136,37 +136,37 @@ class Embedded(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.5)
 
 
-def learned(make, strategy="auto", sparse=False, model=GraphSAGE, **kwargs):
+def learn(make, strategy="auto", sparse=False, model=GraphSAGE, **kwargs):
     data = small_data()
     data.x = nn.Parameter(data.x)
     pl.seed_everything(3, verbose=False)
     model = Embedded(data, sparse, model)
     module = make(data, sparse_grad=True) if sparse else make(data)
-    trainer(strategy=strategy, limit_val_batches=0, **kwargs).fit(model, module)
+    make_trainer(strategy=strategy, limit_val_batches=0, **kwargs).fit(model, module)
     return model
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_embeddings_learn_the_same_with_every_loader(sparse):
-    models = {name: learned(make, sparse=sparse) for name, make in MODULES.items()}
+    models = {name: learn(make, sparse=sparse) for name, make in MODULES.items()}
     for name, model in models.items():
         assert_equal_weights(model, models["neighbor"])
         assert not torch.equal(model.embedding, small_data().x), name
 
 
-def learned_on(rank, trainers):
+def learn_on(rank, trainers):
     def make(data):
         return NeighborDataModule(data, **{**OPTIONS, "num_neighbors": [-1, -1]}, num_workers=2)
 
     strategy = "auto" if trainers is None else HyScaleStrategy(cpu_trainers=trainers, drm=False)
-    return [parameter.detach() for parameter in learned(make, strategy).parameters()]
+    return [parameter.detach() for parameter in learn(make, strategy).parameters()]
 
 
 @pytest.mark.parametrize("trainers", [1, 2, 3])
 def test_they_learn_with_several_trainers(trainers):
-    alone = learned_on(0, None)
-    for shared in run(learned_on, trainers, trainers):
+    alone = learn_on(0, None)
+    for shared in run(learn_on, trainers, trainers):
         for a, b in zip(alone, shared, strict=True):
             assert torch.allclose(a, b, atol=1e-6)
 
@@ -178,9 +178,9 @@ def test_the_kernels_leave_trained_features_and_transforms_to_the_training_threa
     def on_kernels(data, **kwargs):
         return PersistentSamplerDataModule(data, **OPTIONS, device="cpu", features=features, **kwargs)
 
-    assert_equal_weights(learned(on_kernels, max_epochs=1), learned(MODULES["neighbor"], max_epochs=1))
-    found = fitted(on_kernels(small_data(), transform=jitter), max_epochs=1)
-    assert found.history == fitted(MODULES["neighbor"](small_data(), transform=jitter), max_epochs=1).history
+    assert_equal_weights(learn(on_kernels, max_epochs=1), learn(MODULES["neighbor"], max_epochs=1))
+    found = fit(on_kernels(small_data(), transform=jitter), max_epochs=1)
+    assert found.history == fit(MODULES["neighbor"](small_data(), transform=jitter), max_epochs=1).history
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -189,4 +189,4 @@ def test_a_copy_makes_the_same_mini_batches(name):
     sent = pickle.loads(pickle.dumps(module))  # as ddp_spawn does
     expected = [batch.e_id.tolist() for batch in module.train_dataloader()]
     assert [batch.e_id.tolist() for batch in sent.train_dataloader()] == expected
-    assert [batch.e_id.tolist() for batch in copy.deepcopy(sent).train_dataloader()] != expected  # its second pass
+    assert [batch.e_id.tolist() for batch in copy.deepcopy(sent).train_dataloader()] != expected  # the second pass

@@ -1,4 +1,4 @@
-"""How many lines each room may have: growth is a decision, written down here."""
+"""Maximum number of lines per package: growth is a documented decision."""
 
 from pathlib import Path
 
@@ -33,25 +33,25 @@ MOST_LINES = {
     "tests": 42000,
     "triton_kernels": 3750,
 }
-"""By room, rounded up to 50 lines. Lower a number when a room has shrunk; raise one together with the reason."""
+"""Limits per package, rounded up to 50 lines. Lower a number after a package shrinks; raise it with a reason."""
 
 
-def room_of(path):
+def find_room(path):
     parts = path.relative_to(ROOT).parts
     if parts[0] != "lightning_gnn":
         return parts[0]
     return parts[1] if len(parts) > 2 else "(top)"
 
 
-def lines_by_room():
+def count_lines():
     found = dict.fromkeys(MOST_LINES, 0)
     for folder in ("lightning_gnn", "triton_kernels", "ascend_ops", "tests", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
-            room = room_of(path)
+            room = find_room(path)
             found[room] = found.get(room, 0) + len(path.read_text(encoding="utf-8").splitlines())
     return found
 
 
-@pytest.mark.parametrize(("room", "count"), lines_by_room().items())
+@pytest.mark.parametrize(("room", "count"), count_lines().items())
 def test_a_room_keeps_within_its_lines(room, count):
     assert count <= MOST_LINES.get(room, 0), f"{room} has {count} lines: take some away, or write down why it grows"

@@ -1,4 +1,4 @@
-"""The zoo of models: each is trained as its line says, and the page shows what was measured."""
+"""Model zoo: each model trains as documented, and the page shows the measured results."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ def test_the_page_has_the_table_of_the_results(zoo):
     for name, published in zoo.PUBLISHED.items():
         for data, value in zip(zoo.DATA, published, strict=True):
             if (row := rows.get(f"{name} on {data}")) is not None:
-                assert abs(row["mean"] - value) < 2  # the papers' means are of a hundred seeds
+                assert abs(row["mean"] - value) < 2  # the papers report means over a hundred seeds
 
 
 @pytest.mark.slow

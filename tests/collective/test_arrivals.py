@@ -1,4 +1,4 @@
-"""The device memory of the CPU's mini-batches: bounded, in order, and never taken from under the user's feet."""
+"""Device memory of mini-batches from the CPU is bounded, used in order, and never reused while the user holds it."""
 
 import pytest
 import torch
@@ -19,36 +19,32 @@ READY = 5
 
 
 class Allocator(Simulator):
-    """Keeps freed blocks, as torch's does, until a recorded stream has done what it was asked for."""
+    """Like torch's allocator, holds freed blocks until a recorded stream has finished its work."""
 
     def __init__(self):
         super().__init__()
-        self.kept, self.most = [], 0
+        self.held, self.most = [], 0
 
-    def _freed(self, address, size, memory):
-        super()._freed(address, size, memory)
+    def _release(self, address, size, memory):
+        super()._release(address, size, memory)
         ends = [stream.end for stream in self.streams if stream.name in memory.recorded]
         if memory.owner == "stream 1" and ends:
-            self.kept.append((max(ends), size))
+            self.held.append((max(ends), size))
 
     def look(self):
-        kept = sum(size for end, size in self.kept if end > self.now)
-        self.most = max(self.most, self.live["stream 1"] + kept)
+        held_bytes = sum(size for end, size in self.held if end > self.now)
+        self.most = max(self.most, self.live["stream 1"] + held_bytes)
 
 
-def run(monkeypatch, keep=(), record_stream=None, steps=30, step_s=400.0):
-    """Train on mini-batches that the CPU prepared, ``READY`` ahead, by a host that runs ahead of the device.
-
-    Returns:
-        The simulator, and how many mini-batches of device memory there were at the most.
-    """
+def train_simulated(monkeypatch, keep=(), record_stream=None, steps=30, step_s=400.0):
+    """Train with ``READY`` batches from the CPU ahead; return the simulator and the peak memory in mini-batches."""
     data = small_data()
     loader = NodeLoader(data, NeighborSampler(data, [3]), batch_size=20, seed=1)
     simulator, ring = Allocator(), PinnedBufferRing(CPU, capacity=steps)
     monkeypatch.setattr(module, "record_stream", record_stream or simulator.record_stream)
     routes = DeviceRoutes(CPU, ring)
     routes._stream, routes._current_stream = simulator.new_stream(), simulator.current_stream
-    ready, kept, sizes = [], [], []
+    ready, held_batches, sizes = [], [], []
 
     def transfer(number):
         slot = ring.take()
@@ -57,7 +53,7 @@ def run(monkeypatch, keep=(), record_stream=None, steps=30, step_s=400.0):
             prepared.batch = slot.hold(prepared.batch)
         ready.append(routes.transfer(number, HostBatch(prepared, slot)))
 
-    with simulator.installed(monkeypatch):
+    with simulator.install(monkeypatch):
         for number in range(READY):
             transfer(number)
         for number in range(steps):
@@ -70,11 +66,11 @@ def run(monkeypatch, keep=(), record_stream=None, steps=30, step_s=400.0):
                 plain = loader.pipeline.prepare(BatchTask(0, number, list(range(number, number + 20))))
                 assert_same(prepared.batch, plain.batch)
             if number in keep:
-                kept.append(prepared.batch)
-            for batch in kept:
+                held_batches.append(prepared.batch)
+            for batch in held_batches:
                 simulator.work([batch.x], [], 5.0)
-            if len(kept) > 2:
-                kept.pop(0)
+            if len(held_batches) > 2:
+                held_batches.pop(0)
             del prepared, tensors
             if number + READY < steps:
                 transfer(number + READY)
@@ -83,16 +79,16 @@ def run(monkeypatch, keep=(), record_stream=None, steps=30, step_s=400.0):
 
 
 def test_memory_is_bounded_and_in_order(monkeypatch):
-    simulator, most = run(monkeypatch)
+    simulator, most = train_simulated(monkeypatch)
     assert simulator.errors == []
     assert most <= READY + 4
 
 
 def test_what_the_user_keeps_stays(monkeypatch):
-    simulator, _ = run(monkeypatch, keep={3, 4, 9, 12, 13, 14, 20})
+    simulator, _ = train_simulated(monkeypatch, keep={3, 4, 9, 12, 13, 14, 20})
     assert simulator.errors == []
 
 
 def test_a_stream_that_is_not_recorded_is_found(monkeypatch):
-    simulator, _ = run(monkeypatch, keep={3, 4, 9}, record_stream=lambda tensor, stream: tensor)
+    simulator, _ = train_simulated(monkeypatch, keep={3, 4, 9}, record_stream=lambda tensor, stream: tensor)
     assert any("is freed, but main may still use it" in error for error in simulator.errors)

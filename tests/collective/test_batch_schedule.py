@@ -14,7 +14,7 @@ def cases(draw):
     return num_batches, *sizes, draw(st.integers(0, num_batches) | st.just(0))
 
 
-def make(case):
+def make_buffer(case):
     return BatchSchedule(*case[:6], first=case[6])
 
 
@@ -38,7 +38,7 @@ def drive(buffer, workers, source, between=lambda: None):
         step = buffer.next()
         yield step
         if step.kind == "end":
-            assert not under_way, "a worker is at what nobody has trained"
+            assert not under_way, "a worker still prepares an untrained mini-batch"
             assert buffer.next().kind == "end"
             assert buffer.claim() is None
             return
@@ -53,7 +53,7 @@ def drive(buffer, workers, source, between=lambda: None):
 @given(cases(), st.randoms(use_true_random=False))
 def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
     num_batches, gpu_buffer_size, cpu_buffer_size, workers, *_, first = case
-    buffer = make(case)
+    buffer = make_buffer(case)
     trained, on_device = [], {}
     for step in drive(buffer, workers, source):
         if step.kind in ("batch", "transfer"):
@@ -76,10 +76,10 @@ def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
 @settings(max_examples=100)
 @given(cases(), cases(), st.randoms(use_true_random=False))
 def test_sizes_may_change_at_any_time(case, other, source):
-    """Still all are trained once, in order."""
+    """Every mini-batch is still trained once and in order."""
     num_batches, _, _, workers, *_, first = case
-    buffer = make(case)
-    sizes = [(max(1, each[1]), *each[2:6]) for each in (case, other)]  # the GPU's part stays, or nobody fills a gap
+    buffer = make_buffer(case)
+    sizes = [(max(1, each[1]), *each[2:6]) for each in (case, other)]  # the GPU must still prepare, or gaps would stay
 
     def between():
         if source.random() < 0.1:
@@ -91,7 +91,7 @@ def test_sizes_may_change_at_any_time(case, other, source):
 
 
 def test_by_hand():
-    """Room for one on the CPU, begun three ahead: the GPU prepares two in a row, then what is left free."""
+    """One CPU buffer, begun three ahead: the GPU prepares two in a row, then what is left."""
     buffer = BatchSchedule(7, 2, 1, 1, lead=3)
     steps = []
     while (step := buffer.next()).kind != "end":
@@ -106,7 +106,7 @@ def test_by_hand():
         ("transfer", 4),  # and then 5
         ("train", 1),
         ("batch", 2),
-        ("transfer", 5),  # nothing is left that is three ahead of 3, but 6
+        ("transfer", 5),  # only 6 is three ahead of 3
         ("train", 2),
         ("transfer", 6),
         *(("train", number) for number in range(3, 7)),

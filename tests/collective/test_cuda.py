@@ -14,8 +14,8 @@ from lightning_gnn.collective.workers import THREAD_NAME
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.runtime.timeline import Timeline
 from tests.gpu_sampling.test_datamodule import assert_same_content
-from tests.sampling.test_node_datamodule import Model, trainer
-from tests.sampling.test_typed import contents, typed_data
+from tests.sampling.test_node_datamodule import Model, make_trainer
+from tests.sampling.test_typed import collect_contents, typed_data
 
 pytestmark = [
     pytest.mark.cuda,
@@ -57,7 +57,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def epochs(data):
-    """The mini-batches of two epochs, prepared by the CPU alone."""
+    """Return the mini-batches of two epochs, prepared by the CPU only."""
     loader = NeighborDataModule(data, **SIZES).train_dataloader()
     return [list(loader) for _ in range(2)]
 
@@ -67,14 +67,14 @@ def plain(epochs):
     return epochs[0]
 
 
-def collective(data, plan=COLLECTIVE, **kwargs):
+def make_loader(data, plan=COLLECTIVE, **kwargs):
     return CollectiveDataModule(data, plan=plan, **{**SIZES, "num_workers": 3, **kwargs})
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.mode)
 @pytest.mark.parametrize("places", PLACES, ids=lambda places: "-".join(map(str, places.values())))
 def test_batches_that_are_kept_equal_those_of_the_cpu(data, epochs, places, plan):
-    loader = collective(data, plan, **places).train_dataloader()
+    loader = make_loader(data, plan, **places).train_dataloader()
     for plain in epochs:
         batches = list(loader)
         for batch, expected in zip(batches, plain, strict=True):
@@ -102,19 +102,19 @@ def test_batches_of_every_kind_equal_those_of_the_cpu(options, plan):
     theirs = NeighborDataModule(typed_data(), **options)
     for name in ("train_dataloader", "val_dataloader"):
         for a, b in zip(getattr(ours, name)(), getattr(theirs, name)(), strict=True):
-            assert contents(a) == contents(b)
+            assert collect_contents(a) == collect_contents(b)
             assert all(part.x.is_cuda for part in a.node_stores if "x" in part)
             assert all(part.edge_index.is_cuda for part in a.edge_stores)
 
 
 def test_batches_are_whole_when_the_model_reads_them_at_once(data, plain):
-    loader = collective(data, topology="pinned", features="pinned").train_dataloader()
+    loader = make_loader(data, topology="pinned", features="pinned").train_dataloader()
     expected = torch.stack([batch.x.sum(dim=0) for batch in plain])
     sums = []
     weight = torch.eye(12, device="cuda")
     for batch in loader:
         x = batch.x
-        for _ in range(20):  # keeps the device busy, so that the host runs ahead
+        for _ in range(20):  # so that the host runs ahead of the busy device
             x = x @ weight
         sums.append(x.sum(dim=0))
         del batch, x
@@ -122,7 +122,7 @@ def test_batches_are_whole_when_the_model_reads_them_at_once(data, plain):
 
 
 def test_host_memory_is_page_locked_and_goes_round(data):
-    loader = collective(data).train_dataloader()
+    loader = make_loader(data).train_dataloader()
     for _ in range(2):
         for _ in loader:
             pass
@@ -136,8 +136,8 @@ def test_host_memory_is_page_locked_and_goes_round(data):
 
 
 def test_transfers_and_reads_do_not_overlap_on_the_bus(data, plain):
-    loader = collective(data, topology="pinned", features="pinned").train_dataloader()
-    list(loader)  # kernels are compiled
+    loader = make_loader(data, topology="pinned", features="pinned").train_dataloader()
+    list(loader)  # compile kernels
     loader.prefetcher.timeline = Timeline()
     for batch in loader:
         batch.x @ batch.x.t()
@@ -146,7 +146,7 @@ def test_transfers_and_reads_do_not_overlap_on_the_bus(data, plain):
     assert set(by) == {"cpu_batching", "dma", "gpu_batching", "uva", "model"}
     assert sorted([*by["dma"], *by["uva"]]) == sorted(by["model"]) == list(range(len(plain)))
     assert set(by["cpu_batching"]) == set(by["dma"])
-    slack = 1e-4  # the resolution of events, and of two clocks laid beside one another
+    slack = 1e-4  # the resolution of events, and the offset between two clocks
     for transfer in by["dma"].values():
         assert by["cpu_batching"][transfer.batch].end <= transfer.end + slack
         assert transfer.end <= by["model"][transfer.batch].start + slack
@@ -158,11 +158,11 @@ def test_training_measures_plans_and_trains_the_same_batches(data):
     def fitted(module):
         pl.seed_everything(1, verbose=False)
         model = Model()
-        trainer(max_epochs=3, accelerator="gpu", devices=1).fit(model, module)
+        make_trainer(max_epochs=3, accelerator="gpu", devices=1).fit(model, module)
         return model.history
 
     options = {"profile_batches": 5, "gpu_buffer_size": 4, "topology": "pinned", "features": "pinned"}
-    module = collective(data, "auto", **options)
+    module = make_loader(data, "auto", **options)
     found, expected = fitted(module), fitted(NeighborDataModule(data, **SIZES))
     times = module.plan.times
     assert all(getattr(times, stage).mean > 0 for stage in ("cpu_batching", "dma", "gpu_batching", "uva", "model"))
@@ -173,7 +173,7 @@ def test_training_measures_plans_and_trains_the_same_batches(data):
 
 @pytest.mark.parametrize("taken", [1, 6])
 def test_stopping_early_frees_the_device(data, taken):
-    loader = collective(data, CollectivePlan("collective", 8, 4)).train_dataloader()
+    loader = make_loader(data, CollectivePlan("collective", 8, 4)).train_dataloader()
     list(loader)
     torch.cuda.synchronize()
     gc.collect()
@@ -195,7 +195,7 @@ def test_an_error_on_the_device_reaches_the_caller(data):
             raise RuntimeError("the transform failed")
         return batch
 
-    loader = collective(data, transform=bad).train_dataloader()
+    loader = make_loader(data, transform=bad).train_dataloader()
     with pytest.raises(RuntimeError, match="the transform failed"):
         list(loader)
 
@@ -208,7 +208,7 @@ def test_sparse_matrices_arrive_whole(data, plain):
         return batch
 
     expected = [sparse(batch.clone()).adjacency for batch in plain]
-    loader = collective(data, transform=sparse).train_dataloader()
+    loader = make_loader(data, transform=sparse).train_dataloader()
     for batch, adjacency in zip(loader, expected, strict=True):
         assert batch.adjacency.is_cuda
         assert torch.equal(batch.adjacency.crow_indices().cpu(), adjacency.crow_indices())
@@ -220,7 +220,7 @@ def test_sparse_matrices_arrive_whole(data, plain):
 def test_another_gpu_than_the_first_has_all_to_itself(data, plain):
     device = torch.device("cuda", 1)
     with torch.cuda.device(device):
-        loader = collective(data, device=device, topology="pinned", features="pinned").train_dataloader()
+        loader = make_loader(data, device=device, topology="pinned", features="pinned").train_dataloader()
         for batch, expected in zip(loader, plain, strict=True):
             assert batch.x.device == batch.edge_index.device == device
             assert_same_content(batch, expected)

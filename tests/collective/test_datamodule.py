@@ -1,4 +1,4 @@
-"""Training with collective batching is training without it, whoever prepares the mini-batches."""
+"""Collective batching does not change training, whichever processor prepares the mini-batches."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ from tests.batching_data import small_data
 from tests.full_graph import launch
 from tests.gpu_sampling.test_datamodule import DEVICE, assert_same_content
 from tests.patience import PATIENCE
-from tests.sampling.test_node_datamodule import Model, trainer
+from tests.sampling.test_node_datamodule import Model, make_trainer
 
 SIZES = {"num_neighbors": [4, 3], "batch_size": 16, "seed": 3}
 COLLECTIVE = CollectivePlan("collective", 2, 3)
@@ -30,28 +30,28 @@ PLANS = [COLLECTIVE, CollectivePlan("cpu", 1, 2), CollectivePlan("gpu", 1, 0), "
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """No thread is left behind by any test, and torch has as many as before."""
+    """Check that no test leaves a thread or changes the number of torch's threads."""
     torch_threads = torch.get_num_threads()
     yield
     gc.collect()
-    assert not threads()
+    assert not list_threads()
     assert torch.get_num_threads() == torch_threads
 
 
-def threads():
+def list_threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
 
 
-def collective(plan=COLLECTIVE, **kwargs):
+def make_datamodule(plan=COLLECTIVE, **kwargs):
     options = {**SIZES, "num_workers": 2, "gpu_route": "cpu", "profile_batches": 2, "gpu_buffer_size": 4}
     return CollectiveDataModule(small_data(), plan=plan, **{**options, **kwargs})
 
 
-def fitted(data, seed=5, ckpt_path=None, model=None, **kwargs):
+def fit_model(data, seed=5, ckpt_path=None, model=None, **kwargs):
     pl.seed_everything(seed, verbose=False)
     model = Model() if model is None else model
-    trainer(**{"max_epochs": 2, **kwargs}).fit(model, data, ckpt_path=ckpt_path)
-    assert not threads()
+    make_trainer(**{"max_epochs": 2, **kwargs}).fit(model, data, ckpt_path=ckpt_path)
+    assert not list_threads()
     return model
 
 
@@ -61,15 +61,15 @@ def assert_same_training(a, b):
         assert torch.equal(one, other)
 
 
-def messages(warned, text):
+def select_messages(warned, text):
     return [str(warning.message) for warning in warned if text in str(warning.message)]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: getattr(plan, "mode", plan))
 def test_training_is_that_of_the_neighbor_datamodule_bit_for_bit(plan):
-    expected = fitted(NeighborDataModule(small_data(), **SIZES))
+    expected = fit_model(NeighborDataModule(small_data(), **SIZES))
     for _ in range(2):
-        assert_same_training(fitted(collective(plan)), expected)
+        assert_same_training(fit_model(make_datamodule(plan)), expected)
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_the_gpus_mini_batches_are_those_of_the_cpu(options):
         assert batch.x.device.type == batch.y.device.type == batch.edge_index.device.type == DEVICE
 
 
-# -- a life with Lightning
+# -- options of Lightning
 
 
 @pytest.mark.slow
@@ -114,18 +114,18 @@ def test_the_gpus_mini_batches_are_those_of_the_cpu(options):
     ids=str,
 )
 def test_lightnings_options_work_and_leave_nothing_behind(options):
-    expected = fitted(NeighborDataModule(small_data(), **SIZES), **options)
-    data = collective()
-    assert_same_training(fitted(data, **options), expected)
+    expected = fit_model(NeighborDataModule(small_data(), **SIZES), **options)
+    data = make_datamodule()
+    assert_same_training(fit_model(data, **options), expected)
     assert all(batching.ring.num_slots == 0 for batching in data._batchings)
 
 
 @pytest.mark.parametrize("plan", ["auto", COLLECTIVE])
 def test_fitting_twice_and_testing(plan):
-    data = collective(plan)
-    first, second = fitted(data), fitted(data)
+    data = make_datamodule(plan)
+    first, second = fit_model(data), fit_model(data)
     assert_same_training(first, second)
-    run = trainer(max_epochs=1)
+    run = make_trainer(max_epochs=1)
     run.fit(first, data)
     run.test(first, data, verbose=False)
     assert torch.cat(run.predict(first, data)).tolist() == list(range(400))
@@ -139,14 +139,14 @@ class Failing(Model):
 
 
 def test_a_model_that_fails_leaves_no_thread_and_no_buffer():
-    data = collective()
+    data = make_datamodule()
     loaders = []
     original = data.train_dataloader
     data.train_dataloader = lambda: loaders.append(original()) or loaders[-1]
-    run = trainer()
+    run = make_trainer()
     with pytest.raises(ValueError, match="the model failed"):
         run.fit(Failing(), data)
-    assert not threads()
+    assert not list_threads()
     assert loaders[0].prefetcher.ring.num_slots == 0
 
 
@@ -165,15 +165,15 @@ def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         threading.Timer(0.5, release.set).start()
 
-    data = collective(CollectivePlan("cpu", 1, 2), transform=slow, thread_safe=True)
+    data = make_datamodule(CollectivePlan("cpu", 1, 2), transform=slow, thread_safe=True)
     before = signal.getsignal(signal.SIGINT)
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(SystemExit):
-            fitted(data, limit_val_batches=0)
+            fit_model(data, limit_val_batches=0)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not threads()
+    assert not list_threads()
     assert all(batching.ring.num_slots == 0 for batching in data._batchings)
 
 
@@ -181,7 +181,7 @@ def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
 def test_resuming_in_mid_epoch_is_bit_exact(tmp_path, plan):
     def run(folder, **kwargs):
         saver = pl.callbacks.ModelCheckpoint(tmp_path / folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-        return fitted(collective(plan), callbacks=[saver], **kwargs)
+        return fit_model(make_datamodule(plan), callbacks=[saver], **kwargs)
 
     whole = run("whole")
     for step in (3, 9, 15):
@@ -195,24 +195,24 @@ def test_resuming_in_mid_epoch_is_bit_exact(tmp_path, plan):
 
 
 def test_a_plan_is_made_once_and_taken_from_a_file(tmp_path):
-    data = collective("auto")
+    data = make_datamodule("auto")
     assert data.plan is None
-    fitted(data)
+    fit_model(data)
     made = data.plan
     assert made.times is not None
-    fitted(data)
+    fit_model(data)
     assert data.plan is made
     made.save(tmp_path / "plan.yaml")
-    again = collective(tmp_path / "plan.yaml")
-    fitted(again, max_epochs=1)
+    again = make_datamodule(tmp_path / "plan.yaml")
+    fit_model(again, max_epochs=1)
     assert again.plan == made
 
 
 def test_options_that_saved_configurations_still_have_are_warned_of():
     with pytest.warns(UserWarning, match=r"datamodule\.cache_plan was removed: each run measures in its first epoch"):
-        collective(cache_plan=True, replan=False)
+        make_datamodule(cache_plan=True, replan=False)
     with pytest.warns(UserWarning, match=r"datamodule\.replan was removed: a plan does not change during a run"):
-        collective(replan=True)
+        make_datamodule(replan=True)
 
 
 # -- machines
@@ -221,29 +221,29 @@ def test_options_that_saved_configurations_still_have_are_warned_of():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("num_workers", [None, 0, 2])
 def test_without_a_gpu_it_says_so_once_and_is_the_plain_pipeline(num_workers):
-    data = collective("auto", gpu_route="auto", num_workers=num_workers)
+    data = make_datamodule("auto", gpu_route="auto", num_workers=num_workers)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        found = fitted(data)
+        found = fit_model(data)
         loader = data.train_dataloader()
         data.val_dataloader()
-    assert len(messages(warned, "No GPU")) == 1
+    assert len(select_messages(warned, "No GPU")) == 1
     assert isinstance(loader.prefetcher, CollectiveBatching)
     assert loader.prefetcher.ring is None
     assert data.plan.mode == ("gpu" if num_workers == 0 else "cpu")
-    assert_same_training(found, fitted(NeighborDataModule(small_data(), **SIZES)))
+    assert_same_training(found, fit_model(NeighborDataModule(small_data(), **SIZES)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_plan_for_both_is_not_used_where_one_is_missing():
-    data = collective(COLLECTIVE, gpu_route="auto")
+    data = make_datamodule(COLLECTIVE, gpu_route="auto")
     with pytest.warns(UserWarning, match=r"only one prepares mini-batches here \(cpu\)"):
         data.train_dataloader()
     assert data.plan.mode == "cpu"
 
 
-def two_ranks(rank, folder):
-    """Train an epoch, and again from a checkpoint in its middle; return what each was trained on, and the weights."""
+def train_rank(rank, folder):
+    """Train an epoch, and resume from its middle; return the training seeds of both, and the weights."""
     found = []
     for name, ckpt_path in (("whole", None), ("resumed", f"{folder}/whole/step=3.ckpt")):
         pl.seed_everything(1, verbose=False)
@@ -251,22 +251,22 @@ def two_ranks(rank, folder):
         saver = pl.callbacks.ModelCheckpoint(
             f"{folder}/{name}", every_n_train_steps=3, save_top_k=-1, filename="{step}"
         )
-        run = trainer(devices=2, strategy="ddp", max_epochs=1, num_sanity_val_steps=0, callbacks=[saver])
-        run.fit(model, collective("auto", num_workers=1), ckpt_path=ckpt_path)
+        run = make_trainer(devices=2, strategy="ddp", max_epochs=1, num_sanity_val_steps=0, callbacks=[saver])
+        run.fit(model, make_datamodule("auto", num_workers=1), ckpt_path=ckpt_path)
         found.append((model.history, [parameter.detach().numpy() for parameter in model.parameters()]))
     return found
 
 
 @pytest.mark.slow
 def test_two_processes_share_the_seeds_and_resume(tmp_path):
-    ranks = launch.run(two_ranks, 2, str(tmp_path))
+    ranks = launch.run(train_rank, 2, str(tmp_path))
     expected = small_data().train_mask.nonzero().view(-1).tolist()
 
     def check(*histories):
         seeds = [[seed for step in history for seed in step[1]] for history in histories]
         assert len(seeds[0]) == len(seeds[1])
         assert sorted(set(seeds[0] + seeds[1])) == expected
-        assert len(seeds[0] + seeds[1]) - len(expected) == len(expected) % 2  # of an odd number one is repeated
+        assert len(seeds[0] + seeds[1]) - len(expected) == len(expected) % 2  # with an odd number, one is repeated
 
     check(*[whole[0] for whole, _ in ranks])
     check(*[whole[0][:3] + resumed[0] for whole, resumed in ranks])
@@ -290,4 +290,4 @@ def test_two_processes_share_the_seeds_and_resume(tmp_path):
 )
 def test_bad_arguments_are_named(options, error, message):
     with pytest.raises(error, match=message):
-        collective(**options)
+        make_datamodule(**options)

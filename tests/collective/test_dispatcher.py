@@ -13,20 +13,20 @@ from lightning_gnn.collective.simulate import draw_durations, simulate_dual_buff
 from tests.campaigns import campaign, one_slice
 
 
-def stage_times(cpu, dma, gpu, model, workers=1):
-    """Stage times with ``cpu`` seconds for all workers together."""
+def make_stage_times(cpu, dma, gpu, model, workers=1):
+    """Return stage times with ``cpu`` seconds for all workers together."""
     gpu_batching = 0.6 * gpu
     return StageTimes(*map(Duration, (cpu * workers, dma, gpu_batching, gpu - gpu_batching, model)), workers)
 
 
-def random_times(source, workers=(1, 2, 4, 8)):
-    """Return stage times of all kinds, a tenth of the transfers for nothing."""
+def draw_times(source, workers=(1, 2, 4, 8)):
+    """Return random stage times; a tenth of the transfers take no time."""
     cpu, dma, gpu, model = (10 ** source.uniform(-2, 1) for _ in range(4))
-    return stage_times(cpu, dma if source.random() < 0.9 else 0.0, gpu, model, source.choice(workers))
+    return make_stage_times(cpu, dma if source.random() < 0.9 else 0.0, gpu, model, source.choice(workers))
 
 
-def equation_6(x, times):
-    """C'(x) / n as it should read."""
+def compute_equation_6(x, times):
+    """Return C'(x) / n in its corrected form."""
     cpu, dma, gpu, model = times.cpu, times.dma.mean, times.gpu, times.model.mean
     return (x * gpu + np.maximum(np.maximum(dma, (1 + x) * model), cpu - x * gpu)) / (1 + x)
 
@@ -35,16 +35,16 @@ def test_the_initial_ratio_is_the_minimum():
     source = random.Random(3)
     grid = np.concatenate([[0.0], np.geomspace(1e-5, 1e5, 4001), np.linspace(0, 20, 4001)])
     for _ in range(3000):
-        times = random_times(source)
+        times = draw_times(source)
         x = initial_ratio(times)
         found = relaxed_time(x, times)
-        assert found == pytest.approx(equation_6(x, times), rel=1e-9)
+        assert found == pytest.approx(compute_equation_6(x, times), rel=1e-9)
         near = x * np.linspace(0.9, 1.1, 2001)
-        assert found <= min(equation_6(grid, times).min(), equation_6(near, times).min()) * (1 + 1e-9)
+        assert found <= min(compute_equation_6(grid, times).min(), compute_equation_6(near, times).min()) * (1 + 1e-9)
 
 
-def least_time(times, num_batches):
-    """Equation 7 for the best of all splits."""
+def compute_least_time(times, num_batches):
+    """Return equation 7 for the best split."""
     on_cpu = np.arange(num_batches + 1)
     on_gpu = num_batches - on_cpu
     bounds = (
@@ -55,14 +55,14 @@ def least_time(times, num_batches):
     return np.max(bounds, axis=0).min()
 
 
-def cases_of_theorem_2(count):
+def draw_theorem_2_case(count):
     """Draw times, sizes of the GPU's buffer and numbers of mini-batches for which the theorem holds.
 
-    At least 5 mini-batches per CPU worker: the bound knows no start and no whole mini-batches.
+    At least 5 mini-batches per CPU worker: the bound neglects the start and fractions of mini-batches.
     """
     source, sizes, cases = random.Random(11), (1, 2, 5, 10), []
     while len(cases) < count:
-        times, size = random_times(source), source.choice(sizes)
+        times, size = draw_times(source), source.choice(sizes)
         if times.cpu <= max(times.dma.mean, times.model.mean) or times.cpu > 50 * (times.gpu + times.model.mean):
             continue
         share = 1 / (1 + initial_ratio(times))
@@ -75,9 +75,9 @@ def cases_of_theorem_2(count):
 @campaign
 def test_close_to_the_lower_bound_where_theorem_2_holds(number):
     modes = set()
-    for times, size, num_batches in one_slice(cases_of_theorem_2(200), number):
+    for times, size, num_batches in one_slice(draw_theorem_2_case(200), number):
         plan = Dispatcher(times, size, num_batches=num_batches).plan()
-        ratio = plan.epoch_s["collective"] / least_time(times, num_batches)
+        ratio = plan.epoch_s["collective"] / compute_least_time(times, num_batches)
         assert 1 - 1e-9 <= ratio <= 1.4, (ratio, plan)
         modes.add(plan.mode)
     assert "collective" in modes
@@ -86,7 +86,7 @@ def test_close_to_the_lower_bound_where_theorem_2_holds(number):
 @settings(max_examples=30)
 @given(st.randoms(use_true_random=False), st.integers(1, 12), st.integers(1, 120))
 def test_never_worse_than_one_processor_alone(source, size, num_batches):
-    times = random_times(source)
+    times = draw_times(source)
     plan = Dispatcher(times, size, num_batches=num_batches).plan()
     assert (plan.num_batches, plan.times) == (num_batches, times)
     assert plan.gpu_buffer_size <= size
@@ -103,10 +103,10 @@ def test_never_worse_than_one_processor_alone(source, size, num_batches):
 
 
 def test_no_other_plan_is_much_better():
-    """Of many sizes of the CPU's buffer and leads, short epochs included, on epochs that it has not seen."""
+    """Compare with many CPU buffer sizes and leads, also for short epochs, on unseen epochs."""
     source = random.Random(5)
     for case in range(10):
-        times, num_batches, gpu_buffer_size = random_times(source), source.randrange(30, 130), source.choice([1, 5, 10])
+        times, num_batches, gpu_buffer_size = draw_times(source), source.randrange(30, 130), source.choice([1, 5, 10])
         stages = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
         spread = {stage: Duration(getattr(times, stage).mean, 0.2 * getattr(times, stage).mean) for stage in stages}
         times = StageTimes(**spread, cpu_workers=times.cpu_workers)
@@ -123,7 +123,7 @@ def test_no_other_plan_is_much_better():
 
 
 def test_a_gain_within_the_noise_is_no_reason_for_both():
-    """The CPU alone is as fast as anything can be, but for a mini-batch at the beginning; durations vary by half."""
+    """The CPU alone is optimal except for one mini-batch at the beginning; durations vary by half."""
     times = StageTimes(
         Duration(0.9, 0.5), Duration(0.1, 0.05), Duration(3.0, 1.5), Duration(2.0, 1.0), Duration(1.0, 0.5), 1
     )
@@ -131,7 +131,7 @@ def test_a_gain_within_the_noise_is_no_reason_for_both():
 
 
 def test_transfers_that_are_longer_than_a_training_step_are_hidden_by_turns():
-    """Fifteen workers whose mini-batches take 17 ms to come over, while one is trained in 10 ms."""
+    """Fifteen workers whose mini-batches take 17 ms to transfer, while training takes 10 ms."""
     seconds = (0.0345, 0.0171, 0.004, 0.0056, 0.01)
     times = StageTimes(*(Duration(each, 0.2 * each) for each in seconds), cpu_workers=15)
     plan = Dispatcher(times, num_batches=255).plan()
@@ -147,19 +147,19 @@ def test_transfers_that_are_longer_than_a_training_step_are_hidden_by_turns():
 
 @pytest.mark.parametrize("num_batches", [1, 2, 3])
 def test_epochs_of_a_few_mini_batches(num_batches):
-    plan = Dispatcher(stage_times(3.0, 0.5, 2.0, 1.0, 2), num_batches=num_batches).plan()
+    plan = Dispatcher(make_stage_times(3.0, 0.5, 2.0, 1.0, 2), num_batches=num_batches).plan()
     assert plan.epoch_s["collective"] <= min(plan.epoch_s["cpu"], plan.epoch_s["gpu"])
 
 
 def test_nonsense_is_refused():
-    times = stage_times(3.0, 0.5, 2.0, 1.0)
+    times = make_stage_times(3.0, 0.5, 2.0, 1.0)
     for size, number in ((1, 0), (0, 5)):
         with pytest.raises(ValueError, match=rf"num_batches={number} and gpu_buffer_size={size} must be at least 1"):
             Dispatcher(times, size, num_batches=number)
 
 
 def test_long_epochs_are_planned_by_a_part_of_them():
-    times = stage_times(2.0, 0.1, 1.0, 0.4, 4)
+    times = make_stage_times(2.0, 0.1, 1.0, 0.4, 4)
     parts = Dispatcher(times, num_batches=SIMULATED_BATCHES + 1).plan()
     plan = Dispatcher(times, num_batches=3000 * SIMULATED_BATCHES).plan()
     assert (plan.mode, plan.buffers, plan.rounds) == (parts.mode, parts.buffers, parts.rounds)

@@ -1,4 +1,4 @@
-"""Collective batching: what both sides share, and trains on; tests/sampling/test_same_batches.py has every kind."""
+"""Collective batching: shared tables, and training; tests/sampling/test_same_batches.py covers mini-batches."""
 
 import gc
 import threading
@@ -21,7 +21,7 @@ COLLECTIVE = CollectivePlan("collective", 2, 1)
 
 
 def compare(data, options, plan, **more):
-    """Compare all loaders with the CPU's; return that of the training set."""
+    """Compare all loaders with the CPU's; return the training loader."""
     ours = CollectiveDataModule(data, plan=plan, **options, **more)
     theirs = NeighborDataModule(data, **options)
     names = ("train_dataloader", "val_dataloader", "predict_dataloader")
@@ -33,7 +33,7 @@ def compare(data, options, plan, **more):
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """No thread is left behind by any test."""
+    """Check that no test leaves a thread."""
     yield
     gc.collect()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
@@ -66,11 +66,11 @@ def test_transforms_of_the_users_own(plan, thread_safe):
     compare(typed_data(), options, plan, gpu_route="cpu", num_workers=2)
 
 
-def fitted(datamodule, data, tmp_path, **kwargs):
+def fit_model(datamodule, data, tmp_path, **kwargs):
     pl.seed_everything(3, verbose=False)
     module = Typed(data)
     with torch.no_grad():
-        module(next(iter(datamodule.val_dataloader())))  # sizes of lazy layers
+        module(next(iter(datamodule.val_dataloader())))  # initialize lazy layers
     module.seen.clear()
     trainer = pl.Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -87,8 +87,8 @@ def test_training_is_that_of_the_neighbor_datamodule_bit_for_bit(plan, options, 
     ours = CollectiveDataModule(
         data, plan=plan, gpu_route="cpu", num_workers=2, profile_batches=2, gpu_buffer_size=2, **sizes, **options
     )
-    found = fitted(ours, data, tmp_path)
-    expected = fitted(NeighborDataModule(data, **sizes, **options), data, tmp_path)
+    found = fit_model(ours, data, tmp_path)
+    expected = fit_model(NeighborDataModule(data, **sizes, **options), data, tmp_path)
     for a, b in zip(found.parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b)
     assert torch.equal(torch.cat(found.seen), torch.cat(expected.seen))

@@ -1,4 +1,4 @@
-"""Whatever the plan and the speed of the threads: the mini-batches are those of the plain loader."""
+"""Mini-batches equal those of the plain loader for any plan and any speed of the threads."""
 
 import gc
 import threading
@@ -36,25 +36,25 @@ COLLECTIVE = CollectivePlan("collective", 3, 2)
 BATCHING = signature(CollectiveBatching).parameters
 
 
-def route(**kwargs):
+def make_route(**kwargs):
     return NodeLoader(DATA, SAMPLER, **{**SIZES, **kwargs}).pipeline
 
 
-def collective(plan=COLLECTIVE, num_workers=2, **kwargs):
-    """A loader that batches collectively, by options of both."""
-    kwargs.setdefault("route", route())
+def make_loader(plan=COLLECTIVE, num_workers=2, **kwargs):
+    """Return a loader with collective batching."""
+    kwargs.setdefault("route", make_route())
     own = {name: kwargs.pop(name) for name in [*kwargs] if name in BATCHING}
     batching = CollectiveBatching(plan=plan, **own)
     return NodeLoader(DATA, SAMPLER, num_workers=num_workers, prefetcher=batching, **{**SIZES, **kwargs})
 
 
-def threads():
+def list_threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
 
 
 def assert_all_free(loader):
-    """No thread, no buffer that is still taken."""
-    assert not threads()
+    """Assert that all threads have ended and all buffers are free."""
+    assert not list_threads()
     if loader.prefetcher.ring is not None:
         assert loader.prefetcher.ring.num_slots == len(loader.prefetcher.ring._idle) <= loader.prefetcher.ring.capacity
 
@@ -69,7 +69,7 @@ def plans(draw):
 @settings(max_examples=40)
 @given(plans(), st.integers(1, 4), st.integers(0, 15), st.integers(0, 16))
 def test_batches_equal_those_of_the_plain_loader(plan, num_workers, first, num_batches):
-    loader = collective(plan, num_workers, first_batch=lambda: first, num_batches=lambda: num_batches)
+    loader = make_loader(plan, num_workers, first_batch=lambda: first, num_batches=lambda: num_batches)
     batches = list(loader)
     expected = PLAIN[first:num_batches]
     assert len(batches) == len(expected)
@@ -80,7 +80,7 @@ def test_batches_equal_those_of_the_plain_loader(plan, num_workers, first, num_b
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_without_a_device_it_is_a_plain_pipeline(num_workers):
-    loader = collective(None, num_workers, route=None)
+    loader = make_loader(None, num_workers, route=None)
     for a, b in zip(loader, PLAIN, strict=True):
         assert_same(a, b)
     assert loader.prefetcher.ring is None
@@ -110,7 +110,7 @@ def test_the_loader_decides_as_the_simulator_does(plan, num_workers, seconds):
             steps.append(super().next())
             return steps[-1]
 
-    loader = collective(plan, num_workers)
+    loader = make_loader(plan, num_workers)
     prepare_on_host, prepare = HostRoute.prepare, DeviceRoutes.prepare
 
     def slow_on_host(self, task):
@@ -138,10 +138,10 @@ def test_the_loader_decides_as_the_simulator_does(plan, num_workers, seconds):
 
 def test_it_measures_while_training_and_then_plans_once():
     made = []
-    loader = collective(
+    loader = make_loader(
         None,
         batch_size=5,
-        route=route(batch_size=5),
+        route=make_route(batch_size=5),
         profile_batches=4,
         gpu_buffer_size=4,
         on_plan=lambda plan: made.append(plan) or plan,
@@ -161,7 +161,7 @@ def test_it_measures_while_training_and_then_plans_once():
 @pytest.mark.parametrize("num_seeds", [1, 2, 3, 7])
 def test_tiny_epochs_are_measured_for_two_epochs_at_most(num_seeds):
     options = {"batch_size": 1, "input_nodes": torch.arange(num_seeds)}
-    loader = collective(None, route=route(**options), profile_batches=20, **options)
+    loader = make_loader(None, route=make_route(**options), profile_batches=20, **options)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for epoch in range(3):
@@ -174,7 +174,7 @@ def test_tiny_epochs_are_measured_for_two_epochs_at_most(num_seeds):
 
 
 def test_the_timeline_tells_every_stage_of_every_batch():
-    loader = collective()
+    loader = make_loader()
     loader.prefetcher.timeline = Timeline()
     start = time.perf_counter()
     for _ in loader:
@@ -196,7 +196,7 @@ def test_the_timeline_tells_every_stage_of_every_batch():
 def test_workers_use_the_device_of_the_training_thread(monkeypatch):
     used = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: used.append(device))
-    loader = collective()
+    loader = make_loader()
     loader.prefetcher.routes.recorder.clock.device = torch.device("cuda", 1)
     list(loader)
     assert used == [torch.device("cuda", 1)] * 2
@@ -209,8 +209,8 @@ def test_workers_use_the_device_of_the_training_thread(monkeypatch):
 # -- faults
 
 
-def failing(number, error):
-    """A transform that fails at one mini-batch."""
+def make_failing_transform(number, error):
+    """Return a transform that fails at one mini-batch."""
     wanted = PLAIN[number].input_id.tolist()
 
     def transform(batch):
@@ -223,9 +223,9 @@ def failing(number, error):
 
 @pytest.mark.parametrize("mode", ["cpu", "gpu", "collective"])
 def test_an_error_reaches_the_caller_with_its_traceback(mode):
-    options = {"transform": failing(6, RuntimeError("the transform failed")), "thread_safe": True}
-    options["route"] = route(**options)  # whoever takes it
-    loader = collective(CollectivePlan(mode, 3, 2), epoch=lambda number: 0, **options)
+    options = {"transform": make_failing_transform(6, RuntimeError("the transform failed")), "thread_safe": True}
+    options["route"] = make_route(**options)  # any of its users
+    loader = make_loader(CollectivePlan(mode, 3, 2), epoch=lambda number: 0, **options)
     with pytest.raises(RuntimeError, match="the transform failed") as caught:
         list(loader)
     assert any(entry.name == "transform" for entry in caught.traceback)
@@ -240,7 +240,7 @@ def test_the_training_thread_does_not_wait_for_ever_for_a_worker_that_died(monke
     def dies(self, task):
         raise SystemExit("killed")
 
-    loader = collective(CollectivePlan("cpu", 1, 2))
+    loader = make_loader(CollectivePlan("cpu", 1, 2))
     monkeypatch.setattr(HostRoute, "prepare", dies)
     with pytest.raises(SystemExit, match="killed"):
         next(iter(loader))
@@ -255,7 +255,7 @@ def test_an_error_does_not_wait_for_the_other_workers(monkeypatch):
             raise RuntimeError("failed")
         assert resume.wait(PATIENCE)
 
-    loader = collective(CollectivePlan("cpu", 1, 2))
+    loader = make_loader(CollectivePlan("cpu", 1, 2))
     monkeypatch.setattr(HostRoute, "prepare", prepare)
     with pytest.raises(RuntimeError, match="failed"):
         next(iter(loader))
@@ -264,16 +264,16 @@ def test_an_error_does_not_wait_for_the_other_workers(monkeypatch):
     resume.set()
     for thread in left:
         thread.join(PATIENCE)
-    assert not threads()
+    assert not list_threads()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["close", "drop", "another", "break"])
 @pytest.mark.parametrize("taken", [0, 1, 5])
 def test_stopping_early_leaves_nothing_behind(end, taken):
-    loader = collective()
+    loader = make_loader()
     iterator = iter(loader)
-    assert not threads()
+    assert not list_threads()
     for _ in range(taken):
         next(iterator)
     if end == "close":
@@ -294,7 +294,7 @@ def test_torch_threads_are_lowered_while_it_iterates():
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        loader = collective(torch_threads=2)
+        loader = make_loader(torch_threads=2)
         iterator = iter(loader)
         assert torch.get_num_threads() == 3
         next(iterator)
@@ -312,7 +312,7 @@ def test_torch_threads_are_lowered_while_it_iterates():
 
 @pytest.mark.parametrize("where", ["prepare", "transfer"])
 def test_too_little_device_memory_says_what_to_lower(where):
-    loader = collective(CollectivePlan("collective", 8, 4))
+    loader = make_loader(CollectivePlan("collective", 8, 4))
 
     def short(*args):
         raise torch.OutOfMemoryError("out of memory")
@@ -325,7 +325,7 @@ def test_too_little_device_memory_says_what_to_lower(where):
 
 @pytest.mark.parametrize("mode", ["collective", "cpu"])
 def test_too_little_host_memory_says_what_to_lower(mode, monkeypatch):
-    loader = collective(CollectivePlan(mode, 4, 8), num_workers=3)
+    loader = make_loader(CollectivePlan(mode, 4, 8), num_workers=3)
     empty = torch.empty
 
     def refused(*args, **kwargs):

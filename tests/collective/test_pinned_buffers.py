@@ -14,8 +14,8 @@ def slot():
     return PinnedBuffer(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
 
 
-class Read:
-    """Stands in for an event of a device that reads a slot."""
+class ReadEvent:
+    """Stands in for the event of a device that reads a slot."""
 
     def __init__(self):
         self.done = threading.Event()
@@ -33,7 +33,7 @@ def test_buffers_of_different_names_do_not_overlap_and_are_used_again():
     a.fill_(1)
     b.fill_(2)
     assert bool((a == 1).all())
-    again = memory.empty("a", [105], torch.int64)  # a little more than at first
+    again = memory.empty("a", [105], torch.int64)  # slightly more than before
     assert again.data_ptr() == a.data_ptr()
     assert memory.empty("a", [1000], torch.int64).numel() == 1000
 
@@ -71,13 +71,13 @@ def test_a_slot_goes_round_once_it_has_been_read():
     ring = PinnedBufferRing(CPU, capacity=2)
     first, second = ring.take(), ring.take()
     assert first is not second
-    reads = Read(), Read()
+    reads = ReadEvent(), ReadEvent()
     ring.give_back(first, reads[0])
     ring.give_back(second, reads[1])
     reads[1].done.set()
     assert ring.take() is second  # the other one is still being read
     threading.Timer(0.05, reads[0].done.set).start()
-    assert ring.take() is first  # waited for: there are as many as there may be
+    assert ring.take() is first  # it waited, since no further slot is allowed
     assert reads[0].query()
 
 

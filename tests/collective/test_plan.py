@@ -108,7 +108,7 @@ def test_prints_as_a_table():
         assert expected.split() in lines
     stages = [line for line in table.splitlines() if line.endswith(" ms")]
     assert len({len(line) for line in stages if not line.strip().startswith("cpu_batching /")}) == 1
-    assert "row" not in lines[1]  # it does not go by one
+    assert "row" not in lines[1]  # its times do not depend on it
     said = str(CollectivePlan("collective", 10, 8, lead=44, row=5)).splitlines()
     assert said[1] == "  row 5: after 5 consecutive mini-batches, the CPU leaves 10 to the GPU"
     assert ["10", "8", "44", "5", "0"] in [line.split() for line in said]
@@ -127,11 +127,11 @@ TABLE_6 = {
     ("UK", "B"): (0.83, 12),
     ("UK", "C"): (0.36, 28),
 }
-"""Initial x with two decimals, and the CPU's buffer size for gbs = 10, of the paper's table 6."""
+"""Initial x with two decimals, and the CPU buffer size for gbs = 10, from table 6 of the paper."""
 
 
 def test_table_6_of_the_paper():
-    """It shows the refined buffer sizes: seven of nine are those of the initial x, two were made smaller."""
+    """The table shows refined buffer sizes: seven of nine follow from the initial x, two were reduced."""
     refined = {}
     for setting, (x, size) in TABLE_6.items():
         smallest, largest = (buffer_size(10, x + rounding) for rounding in (0.005, -0.005))

@@ -6,8 +6,8 @@ from lightning_gnn.collective.profile import Profiler
 from lightning_gnn.runtime.timeline import Clock, Recorder
 
 
-class Later:
-    """A moment that a device reaches when it is told to."""
+class PendingEvent:
+    """An event that completes when the test says so."""
 
     def __init__(self, seconds):
         self.at = seconds
@@ -22,7 +22,7 @@ class Later:
         return 1e3 * (other.at - self.at)
 
 
-def filled(count, **profiler):
+def fill_profiler(count, **profiler):
     found = Profiler(**profiler)
     for stage in PREPARATION_STAGES:
         for _ in range(count):
@@ -45,18 +45,18 @@ def test_means_and_spreads_are_those_of_what_was_measured():
 
 def test_warming_up_and_what_else_happened_do_not_count():
     profiler = Profiler(5, warm_up=2)
-    for seconds in (50.0, 20.0, 1.0, 1.1, 0.9, 30.0, 1.2):  # compiling, then a validation
+    for seconds in (50.0, 20.0, 1.0, 1.1, 0.9, 30.0, 1.2):  # compilation, then a validation
         profiler.add("model", 0.0, seconds)
     assert profiler.seconds("model") == pytest.approx([1.0, 1.1, 0.9, 1.2])
     profiler.add("dma", 0.0, 7.0)
-    assert profiler.seconds("dma") == [7.0]  # of few at most half is left out
+    assert profiler.seconds("dma") == [7.0]  # at most half of a few measurements are dropped
     assert profiler.seconds("uva") == []
 
 
 def test_when_to_plan():
-    assert not filled(7, num_measurements=5).enough()
-    assert filled(8, num_measurements=5).enough()
-    late = filled(6, num_measurements=20)
+    assert not fill_profiler(7, num_measurements=5).enough()
+    assert fill_profiler(8, num_measurements=5).enough()
+    late = fill_profiler(6, num_measurements=20)
     late.epochs = 1
     assert not late.enough()
     late.epochs = 2
@@ -68,7 +68,7 @@ def test_when_to_plan():
 
 def test_what_a_device_has_not_reached_is_not_waited_for():
     profiler = Profiler(1, warm_up=0)
-    moments = [Later(1.0), Later(3.0)]
+    moments = [PendingEvent(1.0), PendingEvent(3.0)]
     profiler.add("uva", *moments)
     assert profiler.seconds("uva") == []
     moments[0].come = moments[1].come = True
@@ -82,7 +82,7 @@ def test_too_few_measurements_are_named():
 
 def test_a_profiler_that_is_taken_away_in_mid_call_is_no_error():
     class Fleeting(Recorder):
-        """Is listened to at the first look only."""
+        """Has a profiler at the first access only."""
 
         @property
         def on_stage(self):

@@ -16,11 +16,11 @@ SPREAD = StageTimes(
 )
 
 
-def stage_times(cpu, dma, gpu, uva, model, workers=1):
+def make_stage_times(cpu, dma, gpu, uva, model, workers=1):
     return StageTimes(*map(Duration, map(float, (cpu * workers, dma, gpu, uva, model))), workers)
 
 
-def random_plan(source):
+def draw_plan(source):
     mode = source.choice(["collective", "collective", "cpu", "gpu"])
     return CollectivePlan(
         mode,
@@ -32,10 +32,10 @@ def random_plan(source):
 
 
 def test_agrees_with_a_simulation_by_events():
-    """One written for the benchmark, with processes and a queue; no two things happen at the same moment."""
+    """Compare with an independent simulation of processes and a queue; no two events are simultaneous."""
     source = random.Random(7)
     for case in range(200):
-        plan, workers, num_batches = random_plan(source), source.randrange(1, 6), source.randrange(1, 45)
+        plan, workers, num_batches = draw_plan(source), source.randrange(1, 6), source.randrange(1, 45)
         means = [10 ** source.uniform(-2, 1) for _ in range(5)]
         times = StageTimes(*(Duration(mean, 0.3 * mean) for mean in means), cpu_workers=workers)
         seconds = draw_durations(times, num_batches, case)
@@ -49,8 +49,8 @@ def test_agrees_with_a_simulation_by_events():
 def test_constraints_and_lower_bounds(source):
     """Equations 1 to 3 and 7."""
     workers, num_batches = source.randrange(1, 6), source.randrange(1, 60)
-    times = stage_times(*(source.choice([0.001, 0.5, 1.0, 3.7]) for _ in range(5)), workers)
-    plan = random_plan(source)
+    times = make_stage_times(*(source.choice([0.001, 0.5, 1.0, 3.7]) for _ in range(5)), workers)
+    plan = draw_plan(source)
     simulation = simulate_dual_buffer(times, plan, num_batches)
     stages = {(item.stage, item.batch, item.resource): item for item in simulation.timeline.intervals}
     on_cpu = {batch for stage, batch, _ in stages if stage == "cpu_batching"}
@@ -115,6 +115,6 @@ def test_drawn_durations_have_the_mean_and_spread_and_are_positive():
 
 
 def test_nonsense_is_refused():
-    plan, times = CollectivePlan("collective", 2, 2), stage_times(1, 1, 1, 1, 1)
+    plan, times = CollectivePlan("collective", 2, 2), make_stage_times(1, 1, 1, 1, 1)
     with pytest.raises(ValueError, match="num_batches must be at least 1, but is 0"):
         simulate_dual_buffer(times, plan, 0)

@@ -1,4 +1,4 @@
-"""A clock that jumps to the next event once every thread sleeps or waits: schedules of threads, exactly and at once."""
+"""A virtual clock that advances when every thread sleeps or waits, for exact and fast thread schedules."""
 
 import heapq
 import threading
@@ -7,11 +7,7 @@ from tests.patience import PATIENCE
 
 
 class VirtualTime:
-    """Threads sleep by it.
-
-    Args:
-        num_threads: That run at the beginning, the test's own included.
-    """
+    """Lets threads sleep in virtual time; ``num_threads`` run at the beginning, including the test's own."""
 
     def __init__(self, num_threads):
         self.now = 0.0
@@ -43,11 +39,11 @@ class VirtualTime:
             woken.set()
 
     def condition(self, lock):
-        """Return a condition whose waiters do not keep the clock from going on."""
+        """Return a condition whose waiters do not stop the clock."""
         return _Condition(self, lock)
 
     def threading(self):
-        """Return what stands in for the module."""
+        """Return a replacement for the module ``threading``."""
 
         class Thread(threading.Thread):
             def run(thread):
@@ -82,6 +78,6 @@ class _Condition(threading.Condition):
         return super().wait(timeout)
 
     def notify_all(self):
-        self.time.run(self.waiters)  # those who are woken run from now on
+        self.time.run(self.waiters)  # woken threads run from now on
         self.waiters = 0
         super().notify_all()

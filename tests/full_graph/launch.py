@@ -1,4 +1,4 @@
-"""Run a function in several processes, as torchrun would start them, or a script, with a hard limit on the time."""
+"""Run a function or a script in several processes as torchrun would start them, with a time limit."""
 
 import multiprocessing
 import os
@@ -15,13 +15,13 @@ from pathlib import Path
 
 from tests.patience import PATIENCE
 
-# A server imports everything once, and forks before any thread of OpenMP has run: starting a rank costs milliseconds.
+# The server imports everything once and forks before any OpenMP thread runs, so a rank starts in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.full_graph.preload"])
 
 
 class Outcome:
-    """What became of each rank: its result, or its traceback as text, its exit code, and when it ended."""
+    """Result, traceback as text, exit code and end time of each rank."""
 
     def __init__(self, processes, folder, ended):
         self.exit_codes = [process.exitcode for process in processes]
@@ -43,16 +43,10 @@ def run(function, num_ranks, *args, limit=PATIENCE, during=None, nodes=1):
 
 
 def observe(function, num_ranks, *args, limit=PATIENCE, during=None, lost=(), nodes=1):
-    """Do what :func:`run` does, but return an :class:`Outcome`.
+    """Run a function as :func:`run` does, but return an :class:`Outcome`.
 
-    Args:
-        function: What to call.
-        num_ranks: In how many processes.
-        args: With which arguments.
-        limit: Processes that still run after so many seconds are killed, and the test fails.
-        during: Called with the processes and their folder once all have started.
-        lost: Ranks that are not waited for.
-        nodes: On how many nodes they are, as many ranks on each.
+    Kills processes that run longer than ``limit`` seconds and fails. ``during`` is called with the processes and their
+    folder once all have started. Does not wait for ``lost`` ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
@@ -93,7 +87,7 @@ def _main(function, rank, num_ranks, nodes, port, folder, args):
         TORCHELASTIC_RUN_ID="test",
         RANK_FOLDER=folder,
     )
-    import tests.full_graph.preload  # noqa: F401  the server is silent about what it cannot import
+    import tests.full_graph.preload  # noqa: F401  the server hides failed imports
 
     try:
         outcome = ("result", function(rank, *args))
@@ -105,7 +99,7 @@ def _main(function, rank, num_ranks, nodes, port, folder, args):
 
 
 def run_script(path, *arguments):
-    """Run ``python path arguments`` in a process that has its imports already; return what ``subprocess.run`` would."""
+    """Run ``python path arguments`` in a process with warm imports; return the result of ``subprocess.run``."""
     with tempfile.TemporaryDirectory() as folder:
         shown = [Path(folder) / name for name in ("stdout", "stderr")]
         process = CONTEXT.Process(target=_script, args=(str(path), arguments, shown))
@@ -129,7 +123,7 @@ def _script(path, arguments, shown):
 
 
 def free_port():
-    """Return a port that nobody listens on, and that no connection can be given by then: those are above."""
+    """Return an unused port below the range from which connections get theirs."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)
         with socket.socket() as listener:

@@ -1,6 +1,6 @@
-"""What the ranks need, imported before they are forked; see launch.py."""
+"""Imports of the ranks, run before they are forked; see launch.py."""
 
-import tests.conftest  # noqa: F401, I001  one torch thread, no talk from Lightning
+import tests.conftest  # noqa: F401, I001  one torch thread, no output from Lightning
 import lightning_gnn
 import lightning_gnn.full_graph.strategy
 import lightning_gnn.hyscale.strategy
@@ -10,7 +10,7 @@ from numba.core.registry import cpu_target
 
 from lightning_gnn.nn import GCN, GraphSAGE
 
-# What would take half a second in every rank: the types that numba knows, and PyG's templates of layers.
+# These would take half a second in every rank: numba's types, and PyG's layer templates.
 cpu_target.typing_context.refresh()
 cpu_target.target_context.refresh()
 for model in (GCN, GraphSAGE):

@@ -1,4 +1,4 @@
-"""The command trains on two devices, progress bar and throughput included, and gives what one device gives."""
+"""The command with progress bar and throughput gives the same results on two devices as on one."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a rank cuts out of a graph is that part of it, also with self-loops, and takes memory for no other."""
+"""A rank's part of a graph has the right entries, also with self-loops, and needs memory for this part only."""
 
 import tracemalloc
 from itertools import pairwise
@@ -34,8 +34,8 @@ def graphs(draw):
     return CompressedGraph.from_edge_index(edge_index, num_nodes)
 
 
-def entries(direction, ends, starts, places):
-    """The entries of a direction as (row, column, place), in its own order."""
+def list_entries(direction, ends, starts, places):
+    """Return the entries of a direction as (row, column, position), in stored order."""
     columns = [ends[direction.entry_rows()], starts[direction.indices], places]
     return torch.stack([part.long() for part in columns])
 
@@ -51,8 +51,8 @@ def test_a_part_is_that_of_the_whole_graph_in_order(graph, num_ranks, members, l
     loads = graph.in_degrees + 1 - loops if looped else graph.in_degrees
     assert torch.equal(loads, whole.in_degrees)
     everything = torch.arange(num_nodes)
-    forward = entries(whole.forward, everything, everything, torch.arange(whole.num_edges))
-    backward = entries(whole.backward, everything, everything, whole.backward.edge_ids)
+    forward = list_entries(whole.forward, everything, everything, torch.arange(whole.num_edges))
+    backward = list_entries(whole.backward, everything, everything, whole.backward.edge_ids)
     weight = torch.rand(graph.num_user_edges, generator=torch.Generator().manual_seed(seed % 1000))
     ids = torch.arange(whole.num_edges) if whole.edge_ids is None else whole.edge_ids
     start = 0
@@ -63,10 +63,10 @@ def test_a_part_is_that_of_the_whole_graph_in_order(graph, num_ranks, members, l
         sources, targets = (owners.order[torch.from_numpy(side)] for side in (part.sources, part.targets))
         rows = torch.arange(first, last)
         assert torch.equal(targets, rows[part.row_of])
-        mine = entries(part.graph.forward, rows, sources, torch.arange(start, stop))
+        mine = list_entries(part.graph.forward, rows, sources, torch.arange(start, stop))
         assert torch.equal(mine, forward[:, start:stop])
         back = part.graph.backward
-        mine = entries(back, sources, rows, start + back.edge_ids)
+        mine = list_entries(back, sources, rows, start + back.edge_ids)
         by_source = mine[:, mine[0].argsort(stable=True)]
         assert torch.equal(by_source, backward[:, (backward[2] >= start) & (backward[2] < stop)])
         assert sources.numel() == num_nodes if members == 1 else set(sources.tolist()) == set(mine[0].tolist())
@@ -101,29 +101,29 @@ def monkeypatch_module():
 
 @pytest.mark.parametrize("looped", [False, True])
 def test_a_part_of_n_takes_an_nth_of_the_memory(looped, tmp_path):
-    """The graph is mapped; at the peak and afterwards, a part takes what its edges take, and some for each vertex."""
+    """The graph is mapped; peak and final memory of a part are proportional to its edges, plus some per vertex."""
     num_nodes, num_edges = 2_000, 400_000
     edge_index = torch.randint(num_nodes, (2, num_edges), generator=torch.Generator().manual_seed(0))
     folder = CSCGraph.from_edge_index(edge_index, num_nodes).save(tmp_path)
     graph = CompressedGraph.from_graph(CSCGraph.load(folder))
     position, loads = np.arange(num_nodes), graph.in_degrees.numpy()
-    kept, peaks = {}, {}
+    final_sizes, peaks = {}, {}
     for members in (1, 2, 4, 8):
         rows = balance_ranges(loads, members)[-1]
-        extract_row_range(graph, position, (0, rows[0] or 1), looped, False, PlanSettings())  # compiled
+        extract_row_range(graph, position, (0, rows[0] or 1), looped, False, PlanSettings())  # compile
         tracemalloc.start()
         part = extract_row_range(graph, position, rows, looped, False, PlanSettings())
-        # NumPy tells tracemalloc of its arrays; torch's, temporary here, are of the edges of the range.
+        # tracemalloc counts arrays of NumPy; temporary tensors of torch cover only the edges of the range.
         peaks[members] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        part.graph.backward.degrees()  # made when a gradient asks for it
-        kept[members] = part.graph.num_bytes + part.sources.nbytes + part.targets.nbytes
-    # In either direction a column, and the place of the edge in the other: 12 bytes an edge. Per vertex and direction
-    # at the most the offset of a row, and its position.
+        part.graph.backward.degrees()  # created when a gradient needs it
+        final_sizes[members] = part.graph.num_bytes + part.sources.nbytes + part.targets.nbytes
+    # Each direction stores a column and the position of the edge in the other direction: 12 bytes per edge. Per vertex
+    # and direction, at most the offset of a row and its position.
     per_edge, per_vertex = 12, 2 * (8 + 4)
-    for members in kept:
+    for members in final_sizes:
         edges = per_edge * num_edges / members
-        assert abs(kept[members] - edges) < 0.15 * edges + per_vertex * num_nodes
+        assert abs(final_sizes[members] - edges) < 0.15 * edges + per_vertex * num_nodes
         assert peaks[members] < 50 * num_edges / members + 40 * num_nodes
     for fewer, more in pairwise(sorted(peaks)):
         assert peaks[more] - 40 * num_nodes < 0.6 * peaks[fewer]

@@ -22,7 +22,7 @@ def trainer(**kwargs):
     return pl.Trainer(**{**quiet, "enable_checkpointing": False, "max_epochs": 3, **kwargs})
 
 
-def module(model=GraphSAGE, seed=0, **kwargs):
+def make_module(model=GraphSAGE, seed=0, **kwargs):
     pl.seed_everything(seed, verbose=False)
     return NodeClassifier(model(12, 16, 2, 4, **kwargs), num_classes=4, lr=0.01)
 
@@ -39,7 +39,7 @@ def test_the_graph_is_the_batch():
         assert batch.num_nodes == 400
         assert "inference" not in batch
     assert torch.equal(whole.graph.to_edge_index(), edge_index)
-    assert data.edge_index is edge_index  # the user's data stays as it is
+    assert data.edge_index is edge_index  # the user's data is not changed
 
 
 @pytest.mark.parametrize("compress", [True, False])
@@ -61,11 +61,11 @@ def test_a_stored_topology_becomes_an_edge_index(compress):
 def test_training_equals_training_on_the_edge_index(model, kwargs):
     scores, weights = [], []
     for compress in (True, False):
-        trained = module(model, **kwargs).double()
+        trained = make_module(model, **kwargs).double()
         data = small_data()
         data.x, data.edge_weight = data.x.double(), data.edge_weight.double()
         whole = FullGraphDataModule(data, compress=compress)
-        run = trainer(max_epochs=5, num_sanity_val_steps=2)  # the check before training is in inference mode
+        run = trainer(max_epochs=5, num_sanity_val_steps=2)  # the sanity check runs in inference mode
         run.fit(trained, whole)
         scores.append(run.test(trained, whole, verbose=False)[0])
         weights.append(torch.cat([parameter.detach().flatten() for parameter in trained.parameters()]))
@@ -140,13 +140,13 @@ def test_bad_options_are_named(kwargs, message):
         FullGraphDataModule(small_data(), **kwargs)
 
 
-def sampled(inference="full", **kwargs):
+def make_sampled(inference="full", **kwargs):
     options = {"num_neighbors": [4, 4], "batch_size": 32, "num_workers": 0, "inference": inference, **kwargs}
     return NeighborDataModule(small_data(), **options)
 
 
 def test_sampled_training_with_exact_evaluation():
-    data, trained = sampled(), module(dropout=0.3)
+    data, trained = make_sampled(), make_module(dropout=0.3)
     trainer(num_sanity_val_steps=1).fit(trained, data)
     (val,), (test,) = data.val_dataloader(), data.test_dataloader()
     assert val is test
@@ -169,10 +169,10 @@ def test_sampled_training_with_exact_evaluation():
 )
 @pytest.mark.parametrize("limit", ["auto", 0])
 def test_predictions_line_up_with_those_of_sampled_batches(tmp_path, nodes, limit):
-    trained = module()
+    trained = make_module()
     full = FullInference(folder=tmp_path, memory_limit=limit)
     rows = [
-        torch.cat(trainer().predict(trained, sampled(inference, input_pred_nodes=nodes, num_neighbors=[-1, -1])))
+        torch.cat(trainer().predict(trained, make_sampled(inference, input_pred_nodes=nodes, num_neighbors=[-1, -1])))
         for inference in ("sampled", full)
     ]
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-5)
@@ -182,7 +182,7 @@ def test_predictions_line_up_with_those_of_sampled_batches(tmp_path, nodes, limi
 def test_a_full_graph_may_be_evaluated_from_files(tmp_path, monkeypatch):
     monkeypatch.setattr(inference, "MIN_BLOCK_VERTICES", 50)
     whole = FullGraphDataModule(small_data(), inference=FullInference(folder=tmp_path, memory_limit=0, progress=False))
-    trained = module(GAT, heads=2)
+    trained = make_module(GAT, heads=2)
     trainer(max_epochs=1).fit(trained, whole)
     score = trainer().test(trained, whole, verbose=False)[0]
     assert list(tmp_path.glob("*.npy"))
@@ -194,7 +194,7 @@ def test_a_full_graph_may_be_evaluated_from_files(tmp_path, monkeypatch):
 def test_a_signal_interrupts_a_long_prediction_between_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(inference, "MIN_BLOCK_VERTICES", 50)
     options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
-    trained = module()
+    trained = make_module()
     whole = FullGraphDataModule(small_data(), inference=options)
     stop = StopOnSignal()
 
@@ -214,7 +214,7 @@ def test_a_signal_interrupts_a_long_prediction_between_blocks(tmp_path, monkeypa
     torch.testing.assert_close(rows, trained.eval().model(data.x, data.edge_index), rtol=1e-4, atol=1e-5)
 
 
-def link_data(inference, **kwargs):
+def make_links(inference, **kwargs):
     data = small_data()
     generator = torch.Generator().manual_seed(0)
     edges = torch.randint(400, (2, 90), generator=generator)
@@ -230,10 +230,10 @@ def link_data(inference, **kwargs):
 def test_links_by_exact_inference():
     pl.seed_everything(0, verbose=False)
     predictor = LinkPredictor(GraphSAGE(12, 16, 2, 8))
-    trainer(max_epochs=1).fit(predictor, link_data("full"))
-    scores = [trainer().test(predictor, link_data(inference), verbose=False)[0] for inference in ("full", "sampled")]
+    trainer(max_epochs=1).fit(predictor, make_links("full"))
+    scores = [trainer().test(predictor, make_links(inference), verbose=False)[0] for inference in ("full", "sampled")]
     assert scores[0] == pytest.approx(scores[1], rel=1e-4)
-    rows = [torch.cat(trainer().predict(predictor, link_data(inference))) for inference in ("full", "sampled")]
+    rows = [torch.cat(trainer().predict(predictor, make_links(inference))) for inference in ("full", "sampled")]
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-3, atol=1e-4)
     with pytest.raises(ValueError, match="does not sample negative edges; use input_val_edges with pos"):
-        link_data("full", input_val_labels=None).val_dataloader()
+        make_links("full", input_val_labels=None).val_dataloader()

@@ -1,4 +1,4 @@
-"""Training on several ranks is training in one process: gradients, weights, logs, test results and predictions."""
+"""Several ranks and one process agree: gradients, weights, logs, test results and predictions."""
 
 import pytest
 import pytorch_lightning as pl
@@ -11,7 +11,7 @@ from tests.full_graph.launch import run
 from tests.full_graph.training import (
     ALL,
     DROPPING,
-    ByHand,
+    ManualOptimization,
     SideBySide,
     Twice,
     assert_same,
@@ -48,15 +48,15 @@ def test_many_ranks_train_like_one_process(num_ranks, numbers, number):
     test_every_number_of_groups_trains_like_one_process(num_ranks, [groups], DROPPING, False)
 
 
-def other_ways(rank, num_ranks):
-    """Train in other ways that Lightning offers."""
+def train_other_ways(rank, num_ranks):
+    """Train with other options of Lightning."""
     two = (("gcn", 0.5), ("gat", 0.5))
     few = {"max_epochs": 4, "check_val_every_n_epoch": 2}
     single = small_data(dtype=torch.float32)
     twice = {"accumulate_grad_batches": 2, "batches": Twice}
     return {
         "float32": train(num_ranks, module=SideBySide(two, torch.float32), data=single),
-        "by hand": train(num_ranks, module=ByHand(two), **few),
+        "by hand": train(num_ranks, module=ManualOptimization(two), **few),
         "clipped": train(num_ranks, module=SideBySide(two), gradient_clip_val=0.05, **few),
         "accumulated": train(num_ranks, module=SideBySide(two), **few, **twice),
     }
@@ -64,15 +64,15 @@ def other_ways(rank, num_ranks):
 
 @pytest.mark.slow
 def test_other_ways_of_training_are_those_of_one_process():
-    alone = other_ways(0, 1)
-    for results in run(other_ways, 2, 2):
+    alone = train_other_ways(0, 1)
+    for results in run(train_other_ways, 2, 2):
         for name, expected in alone.items():
             assert_same(expected, results[name], 1e-5 if name == "float32" else 1e-10)
-    assert (torch.linalg.vector_norm(alone["clipped"]["gradients"], dim=1) > 0.05).all()  # before they are clipped
+    assert (torch.linalg.vector_norm(alone["clipped"]["gradients"], dim=1) > 0.05).all()  # norms before clipping
 
 
 def resume(rank, num_ranks, folder):
-    """Train four epochs, and two of them again from the checkpoint of the other two."""
+    """Train four epochs, and resume the last two from a checkpoint."""
     paths = []
     for epochs, ckpt_path in ((2, None), (4, f"{folder}/2.ckpt"), (4, None)):
         pl.seed_everything(3, verbose=False)

@@ -1,4 +1,4 @@
-"""Whatever happens to a rank, the others end soon, and say which it was."""
+"""If a rank fails, the others end within seconds and name it."""
 
 import os
 import signal
@@ -20,8 +20,8 @@ from tests.patience import NEVER, PATIENCE
 MODEL = (("gcn", 0.0),)
 
 
-class SaysWhenItTrains(pl.Callback):
-    """Tells the test that a rank trains, and after that it has seen an epoch."""
+class TrainingMarker(pl.Callback):
+    """Creates a file when a rank begins its third epoch."""
 
     def on_train_epoch_start(self, trainer, module):
         if trainer.current_epoch == 2:
@@ -30,31 +30,31 @@ class SaysWhenItTrains(pl.Callback):
 
 def train_for_ever(rank, num_ranks, timeout):
     strategy = AscendHybridParallelStrategy(timeout=timeout)
-    trainer = trainer_of(strategy, num_ranks, max_epochs=-1, callbacks=[SaysWhenItTrains()])
+    trainer = trainer_of(strategy, num_ranks, max_epochs=-1, callbacks=[TrainingMarker()])
     trainer.fit(SideBySide(MODEL), datamodule=FullGraphDataModule(small_data()))
 
 
-class Signal:
-    """Sends a signal to a rank once all train, and notes when."""
+class SignalSender:
+    """Sends a signal to a rank once all train, and records the time."""
 
     def __init__(self, rank, number, name="trains"):
         self.rank, self.number, self.name = rank, number, name
 
     def __call__(self, processes, folder):
-        until(lambda: all((folder / f"{rank}.{self.name}").exists() for rank in range(len(processes))))
+        wait_until(lambda: all((folder / f"{rank}.{self.name}").exists() for rank in range(len(processes))))
         self.pid = processes[self.rank].pid
         os.kill(self.pid, self.number)
         self.sent = time.monotonic()
 
 
-def until(condition, limit=PATIENCE):
+def wait_until(condition, limit=PATIENCE):
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def comes_late(rank, num_ranks, timeout):
+def start_late(rank, num_ranks, timeout):
     strategy = AscendHybridParallelStrategy(timeout=timeout)
     trainer_of(strategy, num_ranks)
     if rank == 1:
@@ -69,13 +69,13 @@ def comes_late(rank, num_ranks, timeout):
 
 @pytest.mark.slow
 def test_a_rank_that_comes_later_than_the_timeout_is_waited_for():
-    assert run(comes_late, 2, 2, 2.0) == [(2, 2.0)] * 2
+    assert run(start_late, 2, 2, 2.0) == [(2, 2.0)] * 2
 
 
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others_long_before_the_timeout():
-    lost = 0  # which keeps the store in which the heartbeats are
-    signal_ = Signal(lost, signal.SIGKILL)
+    lost = 0  # it hosts the store that holds the heartbeats
+    signal_ = SignalSender(lost, signal.SIGKILL)
     outcome = observe(train_for_ever, 3, 3, NEVER, during=signal_, lost=[lost])
     for rank in {0, 1, 2} - {lost}:
         assert f"rank {lost} (process {signal_.pid} on " in outcome.errors[rank]
@@ -124,25 +124,25 @@ REFUSED = [
 ]
 
 
-def refused(rank, num_ranks):
+def collect_refusals(rank, num_ranks):
     errors = []
     for module, data, options, _ in REFUSED:
         with pytest.raises(ValueError, match=r"\w") as error:
             train_with(rank, num_ranks, module, data, options)
         errors.append(str(error.value))
-    train_with(rank, num_ranks, SideBySide, same, {})  # and then it works
+    train_with(rank, num_ranks, SideBySide, same, {})  # valid training still works afterwards
     return errors
 
 
 @pytest.mark.slow
 def test_what_cannot_work_is_refused_on_every_rank():
-    for errors in run(refused, 3, 3):
+    for errors in run(collect_refusals, 3, 3):
         for error, (_, _, _, message) in zip(errors, REFUSED, strict=True):
             assert message in error
 
 
 def wait_for_ever(rank):
-    """Beat while the main thread waits for what will never come, as in a backend that does not notice."""
+    """Send heartbeats while the main thread waits forever, as in a backend that does not detect lost ranks."""
     dist.init_process_group("gloo")
     folder = Path(os.environ["RANK_FOLDER"])
     store = dist.distributed_c10d._get_default_store()
@@ -158,12 +158,12 @@ def end(path, message):
 
 @pytest.mark.slow
 def test_a_main_thread_that_does_not_notice_is_ended():
-    signal_ = Signal(1, signal.SIGKILL, "waits")
+    signal_ = SignalSender(1, signal.SIGKILL, "waits")
     messages = []
 
     def during(processes, folder):
         signal_(processes, folder)
-        until(lambda: (folder / "message").exists())
+        wait_until(lambda: (folder / "message").exists())
         messages.append((folder / "message").read_text())
 
     outcome = observe(wait_for_ever, 2, during=during)

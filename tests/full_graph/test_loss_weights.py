@@ -1,4 +1,4 @@
-"""Losses that are no means over the nodes: weighted by what ``training_step`` returns, or else warned about."""
+"""Losses that are not means over the nodes: weighted by what ``training_step`` returns, or warned about."""
 
 import warnings
 
@@ -15,7 +15,7 @@ FEW = {"max_epochs": 4, "check_val_every_n_epoch": 4}
 
 
 class Weighted(SideBySide):
-    """Its loss is one of several kinds; with ``returned``, what it weighs is too."""
+    """Computes one of several kinds of loss; with ``returned``, also returns its weight."""
 
     def __init__(self, kind, returned=True):
         super().__init__((("gcn", 0.5),))
@@ -39,7 +39,7 @@ class Weighted(SideBySide):
         return {"loss": loss, "weight": own} if self.returned else loss
 
 
-def with_weights(rank, num_ranks):
+def train_with_weights(rank, num_ranks):
     results = {kind: train(num_ranks, module=Weighted(kind), **FEW) for kind in (*KINDS, "nowhere")}
     results["accumulated"] = train(
         num_ranks, module=Weighted("class weights"), accumulate_grad_batches=2, batches=Twice, **FEW
@@ -50,14 +50,14 @@ def with_weights(rank, num_ranks):
 
 @pytest.mark.slow
 def test_weights_that_are_returned_make_it_one_process():
-    alone = with_weights(0, 1)
-    for results in run(with_weights, 2, 2):
+    alone = train_with_weights(0, 1)
+    for results in run(train_with_weights, 2, 2):
         for name, expected in alone.items():
             assert_same(expected, results[name], 1e-10)
     assert not alone["nowhere"]["gradients"].any()
 
 
-class ByHand(Weighted):
+class ManualOptimization(Weighted):
     def __init__(self):
         super().__init__("class weights", returned=False)
         self.automatic_optimization = False
@@ -69,9 +69,9 @@ class ByHand(Weighted):
         optimizer.step()
 
 
-def without_weights(rank, num_ranks):
+def train_without_weights(rank, num_ranks):
     modules = {kind: Weighted(kind, returned=False) for kind in KINDS}
-    modules["by hand"] = ByHand()
+    modules["by hand"] = ManualOptimization()
     modules["classifier"] = NodeClassifier(model_of("gcn").double(), 7)
     modules["weighted"] = Weighted("class weights")
     said = {}
@@ -85,7 +85,7 @@ def without_weights(rank, num_ranks):
 
 @pytest.mark.slow
 def test_without_weights_such_losses_are_warned_about_once():
-    first, second = run(without_weights, 2, 2)
+    first, second = run(train_without_weights, 2, 2)
     assert not any(second.values())
     for name, part in {
         "class weights": "class weights",
@@ -98,4 +98,4 @@ def test_without_weights_such_losses_are_warned_about_once():
         assert part in message
         assert "'weight': weight" in message
     assert not any(first.values())
-    assert not any(without_weights(0, 1).values())
+    assert not any(train_without_weights(0, 1).values())

@@ -1,4 +1,4 @@
-"""The strategy on one device: its settings reach the graph, and it works where processes cannot be started."""
+"""The strategy on one device: its settings affect the graph, and it works where processes cannot be started."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_mini_batches_are_refused():
 
 def test_advice_leads_out_of_the_circle():
     layers = NodeClassifier(GIN(6, 8, 2, 7).double(), num_classes=7)
-    # A model of other layers is told not to compress, which this strategy does not take, and to change the strategy.
+    # For other layers, the advice is not to compress, which this strategy refuses, and to change the strategy.
     with pytest.raises(TypeError, match=r"compress=False.*another strategy than 'ascend_hybrid'"):
         trainer_of("ascend_hybrid", 1).fit(layers, datamodule=FullGraphDataModule(small_data()))
     tensors = FullGraphDataModule(small_data(), compress=False)

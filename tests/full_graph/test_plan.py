@@ -1,4 +1,4 @@
-"""The grouping of ranks costs what it says, and every rank owns some of each split."""
+"""Predicted costs of grouping ranks are exact, and every rank owns nodes of each split."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from lightning_gnn.full_graph.plan import plan_devices, shard_rows
 LOADS = np.random.default_rng(0).integers(50, 400, 48)
 
 
-def counted_volume(plan, num_rows, element_size=4):
-    """Bytes that change ranks, message by message, when each rank owns an N-th of the rows; forward and backward."""
+def count_volume(plan, num_rows, element_size=4):
+    """Count the bytes between ranks, message by message, for equal row ranges; forward and backward."""
     ranks = plan.num_workers
     total = 0.0
     for index in range(ranks):
@@ -32,7 +32,7 @@ def test_volumes_are_those_of_the_messages_and_the_least_is_taken(ranks, columns
     costs = {}
     for groups in (groups for groups in range(1, min(ranks, columns) + 1) if ranks % groups == 0):
         plan = plan_devices(columns, 5000, LOADS, ranks, groups)
-        assert plan.candidates[0].cost == pytest.approx(counted_volume(plan, 5000))
+        assert plan.candidates[0].cost == pytest.approx(count_volume(plan, 5000))
         costs[groups] = plan.candidates[0].cost
     plan = plan_devices(columns, 5000, LOADS, ranks)
     assert {candidate.num_groups: candidate.cost for candidate in plan.candidates} == costs

@@ -1,4 +1,4 @@
-"""A small task, trained by any number of ranks, and what is compared afterwards."""
+"""A small task that any number of ranks can train, and the comparison of results."""
 
 import pytorch_lightning as pl
 import torch
@@ -14,7 +14,7 @@ from tests.patience import NEVER
 
 
 def small_data(num_nodes=90, dtype=torch.float64, seed=0):
-    """Return a graph with skewed degrees, self-loops and isolated nodes, whose splits are of odd sizes."""
+    """Return a graph with skewed degrees, self-loops and isolated nodes, and splits of odd sizes."""
     generator = torch.Generator().manual_seed(seed)
     row = torch.randint(num_nodes, (5 * num_nodes,), generator=generator)
     col = (torch.rand(row.numel(), generator=generator) ** 2 * (num_nodes - 3)).long()
@@ -45,7 +45,7 @@ ALL = (*DROPPING, ("gcn", 0.0), ("sage", 0.0), ("gat", 0.0), ("sage-max", 0.0))
 
 
 class SideBySide(pl.LightningModule):
-    """Trains several models at once, which have nothing in common but the steps: starting many runs takes longer."""
+    """Trains several independent models at once, since starting many runs would take longer."""
 
     def __init__(self, models=ALL, dtype=torch.float64, logs=True):
         super().__init__()
@@ -94,8 +94,8 @@ class SideBySide(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.02)
 
 
-class ByHand(SideBySide):
-    """Optimises by hand: one optimizer per model, two backward passes for a step."""
+class ManualOptimization(SideBySide):
+    """Manual optimization: one optimizer per model, two backward passes per step."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -115,7 +115,7 @@ class ByHand(SideBySide):
 
 
 class Recorder(pl.Callback):
-    """Keeps the gradients of every step and the logs of every epoch."""
+    """Stores the gradients of every step and the logs of every epoch."""
 
     def __init__(self):
         self.gradients, self.logs = [], []
@@ -143,14 +143,14 @@ def trainer_of(strategy, devices, **options):
 
 
 class Twice(FullGraphDataModule):
-    """Hands out the graph twice per epoch."""
+    """Yields the graph twice per epoch."""
 
     def train_dataloader(self):
         return DataLoader([self.data, self.data], batch_size=None, collate_fn=lambda batch: batch)
 
 
 def train(devices, groups="auto", module=None, data=None, batches=FullGraphDataModule, **options):
-    """Fit, test and predict; return what the ranks and one process must agree on."""
+    """Fit, test and predict; return the values that must not depend on the number of ranks."""
     pl.seed_everything(7, verbose=False)
     recorder = Recorder()
     strategy = AscendHybridParallelStrategy(num_groups=groups, timeout=NEVER)

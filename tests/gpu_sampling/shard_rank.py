@@ -1,4 +1,4 @@
-"""What each process of a test of dealt-out tables does."""
+"""Functions that the processes of tests with sharded tables run."""
 
 import os
 
@@ -30,11 +30,11 @@ KINDS = {
     "links": ALL,
 }
 DEVICE_BYTES = 22_000
-"""Room for mini-batches alone."""
+"""Room for mini-batches only."""
 
 
-def graph_of(kind, rank):
-    """A graph, the same for all ranks but for what they train and evaluate on."""
+def make_graph(kind, rank):
+    """Return a graph that is the same for all ranks, except for the training and evaluation masks."""
     if kind == "types":
         graph = typed_data()
         graph["paper"].train_mask = torch.arange(300) // 7 == rank + 1
@@ -53,9 +53,9 @@ def join(rank, folder):
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
 
 
-def datamodules(kind, rank, options):
-    """Return what is tested, and what it is compared with."""
-    graph, options = graph_of(kind, rank), dict(options)
+def make_datamodules(kind, rank, options):
+    """Return the DataModule under test and the reference."""
+    graph, options = make_graph(kind, rank), dict(options)
     common = {"batch_size": 2, "seed": 3, "num_neighbors": options.pop("num_neighbors", [3, 2])}
     common |= {name: options.pop(name) for name in ("disjoint",) if name in options}
     if kind == "links":
@@ -69,8 +69,8 @@ def datamodules(kind, rank, options):
 _numbers = itertools.count()
 
 
-def mapped(shape, dtype, device, group):
-    """Stand in for symmetric memory: files that all processes map, each elsewhere."""
+def map_files(shape, dtype, device, group):
+    """Replace symmetric memory by files that all processes map, each at another address."""
     number = next(_numbers)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     length = shape[0] * shape[1] * dtype.itemsize
@@ -81,24 +81,24 @@ def mapped(shape, dtype, device, group):
     return parts[rank].view(dtype).view(shape), [part.data_ptr() for part in parts], lambda: dist.barrier(group), parts
 
 
-def crossed(*arguments):
-    """Do what a faulty driver would: each process finds another one's memory than it takes it for."""
-    local, addresses, *rest = mapped(*arguments)
+def map_swapped_files(*arguments):
+    """Simulate a faulty driver: swap the memory of two processes."""
+    local, addresses, *rest = map_files(*arguments)
     return local, addresses[::-1], *rest
 
 
-def read_by_address(symmetric=mapped):
-    """Have processes read each other's memory as GPUs with peer access do."""
+def read_by_address(symmetric=map_files):
+    """Let processes read each other's memory as GPUs with peer access do."""
     shards.allocate_symmetric, shards.find_obstacle = symmetric, lambda device, devices: ""
 
 
-def batches_of(rank, folder, kinds):
-    """Return, by kind, how many mini-batches of each stage were right, and where the tables were; raise for others."""
+def compare_batches(rank, folder, kinds):
+    """Compare all mini-batches; return by kind their number per stage, and where the tables are stored."""
     join(rank, folder)
     read_by_address()
     found = {}
     for kind in kinds:
-        ours, theirs = datamodules(kind, rank, KINDS[kind])
+        ours, theirs = make_datamodules(kind, rank, KINDS[kind])
         counts = []
         for stage in ("train",) if kind == "links" else ("train", "val"):
             made, plain = (list(getattr(made, f"{stage}_dataloader")()) for made in (ours, theirs))
@@ -112,36 +112,30 @@ def batches_of(rank, folder, kinds):
     return found
 
 
-def apart(rank, folder, fails):
-    """Return by kind why tables were not dealt out, and where they lie if that may be chosen.
-
-    Args:
-        rank: This process.
-        folder: Where the processes meet.
-        fails: Whether there is peer access, but reads fail; else there is none.
-    """
+def explain_unsharded(rank, folder, fails):
+    """Return by kind why tables were not sharded, and where they are stored; with ``fails``, reads are wrong."""
     join(rank, folder)
     if fails:
-        read_by_address(crossed)
+        read_by_address(map_swapped_files)
     refused = {}
     for kind in ("both", "features", "topology", "links"):
         try:
-            datamodules(kind, rank, KINDS[kind])[0].train_dataloader()
+            make_datamodules(kind, rank, KINDS[kind])[0].train_dataloader()
         except ValueError as error:
             refused[kind] = str(error)
-    ours, theirs = datamodules("both", rank, {"device_memory": DEVICE_BYTES})
+    ours, theirs = make_datamodules("both", rank, {"device_memory": DEVICE_BYTES})
     assert_same_batches(ours.train_dataloader(), theirs.train_dataloader())
-    assert str(ours.placement) == str(ours.plan_placement())  # of one GPU
+    assert str(ours.placement) == str(ours.plan_placement())  # for one GPU
     dist.barrier()
     return refused, {part.name: part.place for part in ours.placement.parts}
 
 
-def fitted(rank, ours):
+def fit_model(rank, ours):
     """Train and validate, also in the middle of an epoch; return the weights."""
     read_by_address()
     torch.set_num_threads(1)
     pl.seed_everything(5)
-    made = datamodules("bulk", 4, KINDS["bulk"])[0 if ours else 1]  # of 13 nodes one validates 4 times, one 3 times
+    made = make_datamodules("bulk", 4, KINDS["bulk"])[0 if ours else 1]  # 13 nodes: ranks validate 4 and 3 batches
     module, quiet = Model(), dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     options = {"val_check_interval": 3, "num_sanity_val_steps": 1, "max_epochs": 2}
     pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", **options, **quiet).fit(module, made)

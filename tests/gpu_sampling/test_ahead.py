@@ -1,4 +1,4 @@
-"""What a GPU prepares ahead is in order: no use before an event, no reuse in flight, no wait of the host."""
+"""GPU prefetching is ordered: no use before an event, no reuse in flight, no wait of the host."""
 
 import re
 from itertools import pairwise
@@ -25,7 +25,7 @@ SIZES = {"num_neighbors": [2, 2], "batch_size": 2, "seed": 3}
 
 @pytest.fixture(autouse=True)
 def kernels(request, monkeypatch):
-    """One launch samples and one copies out, as on a GPU; Triton's interpreter would take seconds for it."""
+    """Sample by one launch and copy by another, as on a GPU; Triton's interpreter would take seconds."""
     if "interpreter" in request.node.name:
         return
 
@@ -58,14 +58,14 @@ def kernels(request, monkeypatch):
     monkeypatch.setattr(sample_bulk.Bulk, "emit_all", emit)
 
 
-def loader(**options):
+def make_loader(**options):
     data = small_data(num_nodes=40, num_edges=200)
     data.train_mask = torch.arange(40) < 24
     return PersistentSamplerDataModule(data, **SIZES, device="cpu", **{"bulk": 1, **options}).train_dataloader(), data
 
 
 def train(simulator, batches, seconds=400.0, launch_s=30.0):
-    """Take the steps of an epoch; return copies of the mini-batches, and the most memory that the stream had."""
+    """Take the steps of an epoch; return copies of the mini-batches, and the peak memory of the stream."""
     seen, most = [], 0
     for batch in batches:
         tensors = [value for _, value in batch if isinstance(value, torch.Tensor)]
@@ -78,10 +78,10 @@ def train(simulator, batches, seconds=400.0, launch_s=30.0):
     return seen, most
 
 
-def simulated(monkeypatch, options=None, **costs):
+def simulate_epoch(monkeypatch, options=None, **costs):
     simulator = Simulator()
-    made, data = loader(**(options or {}))
-    with simulator.installed(monkeypatch):
+    made, data = make_loader(**(options or {}))
+    with simulator.install(monkeypatch):
         seen, most = train(simulator, made, **costs)
     return simulator, seen, most, data
 
@@ -90,13 +90,13 @@ def simulated(monkeypatch, options=None, **costs):
     "options", [{}, {"prefetch": 1}, {"bulk": 8}, {"bulk": 3, "prefetch": 1}, {"mode": "persistent"}], ids=str
 )
 def test_nothing_is_used_too_early_and_the_host_does_not_wait(monkeypatch, options):
-    simulator, seen, _, data = simulated(monkeypatch, options)
+    simulator, seen, _, data = simulate_epoch(monkeypatch, options)
     assert simulator.errors == []
     plain = list(NeighborDataModule(data, **SIZES).train_dataloader())
     for a, b in zip(seen, plain, strict=True):
         assert_same_content(a, b)
     assert len(simulator.streams) == 2
-    # The host waits for the first mini-batch, and else only where it is two steps ahead of training.
+    # The host waits for the first mini-batch, and then only when it is two steps ahead of training.
     assert [name for name, _ in simulator.waits].count("stream 1") <= 2
     assert len(plain) == 12
 
@@ -104,16 +104,16 @@ def test_nothing_is_used_too_early_and_the_host_does_not_wait(monkeypatch, optio
 @pytest.mark.slow
 def test_nothing_is_used_too_early_under_tritons_interpreter(monkeypatch):
     simulator = Simulator()
-    made, data = loader()
-    with simulator.installed(monkeypatch):
+    made, data = make_loader()
+    with simulator.install(monkeypatch):
         seen, _ = train(simulator, (batch for batch, _ in zip(made, range(2), strict=False)))
     assert simulator.errors == []
     for a, b in zip(seen, NeighborDataModule(data, **SIZES).train_dataloader(), strict=False):
         assert_same_content(a, b)
 
 
-class Deaf:
-    """The main stream, which waits for nothing; other streams are themselves."""
+class UnorderedStream:
+    """Main stream that ignores events of other streams."""
 
     def __new__(cls, simulator):
         stream = simulator.current[-1]
@@ -125,7 +125,7 @@ class Deaf:
 @pytest.mark.parametrize(
     ("faults", "said"),
     [
-        ([(Simulator, "current_stream", lambda self, device=None: Deaf(self))], "main reads .*stream 1"),
+        ([(Simulator, "current_stream", lambda self, device=None: UnorderedStream(self))], "main reads .*stream 1"),
         ([(Simulator, "record_stream", lambda self, tensor, stream: tensor)], "is freed, but main may still use it"),
         (
             [
@@ -140,7 +140,7 @@ class Deaf:
 def test_a_fault_is_found(monkeypatch, faults, said):
     for fault in faults:
         monkeypatch.setattr(*fault)
-    simulator, *_ = simulated(monkeypatch)
+    simulator, *_ = simulate_epoch(monkeypatch)
     assert any(re.search(said, error) for error in simulator.errors)
 
 
@@ -153,7 +153,7 @@ def test_a_sampler_that_waits_where_it_is_begun_is_found(monkeypatch):
         return begun
 
     monkeypatch.setattr(sample.TritonNeighborSampler, "begin", waiting)
-    simulator, seen, *_ = simulated(monkeypatch)
+    simulator, seen, *_ = simulate_epoch(monkeypatch)
     assert [name for name, _ in simulator.waits].count("stream 1") >= len(seen) - 1
 
 
@@ -163,10 +163,10 @@ def test_another_loader_may_sample_between(monkeypatch):
     module = PersistentSamplerDataModule(data, **SIZES, device="cpu")
     plain = NeighborDataModule(data, **SIZES)
     simulator = Simulator()
-    with simulator.installed(monkeypatch):
+    with simulator.install(monkeypatch):
         training = iter(module.train_dataloader())
         seen, _ = train(simulator, [next(training)])
-        held = train(simulator, module.val_dataloader())[0]  # with a mini-batch of the other under way
+        held = train(simulator, module.val_dataloader())[0]  # with a mini-batch of the other in flight
         seen += train(simulator, training)[0]
     assert simulator.errors == []
     for ours, theirs in ((seen, plain.train_dataloader()), (held, plain.val_dataloader())):
@@ -175,10 +175,10 @@ def test_another_loader_may_sample_between(monkeypatch):
 
 
 def test_an_epoch_is_resumed_and_dropped_with_mini_batches_under_way(monkeypatch):
-    made, data = loader()
+    made, data = make_loader()
     plain = list(NeighborDataModule(data, **SIZES).train_dataloader())
     simulator = Simulator()
-    with simulator.installed(monkeypatch):
+    with simulator.install(monkeypatch):
         first = iter(made)
         next(first)
         first.close()
@@ -192,7 +192,7 @@ def test_an_epoch_is_resumed_and_dropped_with_mini_batches_under_way(monkeypatch
 
 
 def test_an_error_comes_with_its_own_mini_batch(monkeypatch):
-    made, _ = loader()
+    made, _ = make_loader()
     gather, calls = DevicePipeline.gather, []
 
     def failing(self, *args):
@@ -202,7 +202,7 @@ def test_an_error_comes_with_its_own_mini_batch(monkeypatch):
         return gather(self, *args)
 
     monkeypatch.setattr(DevicePipeline, "gather", failing)
-    with Simulator().installed(monkeypatch):
+    with Simulator().install(monkeypatch):
         batches = iter(made)
         assert [next(batches).batch_size for _ in range(2)] == [2, 2]
         with pytest.raises(RuntimeError, match="the third"):
@@ -210,7 +210,7 @@ def test_an_error_comes_with_its_own_mini_batch(monkeypatch):
 
 
 class TwoGPUs(shards.LocalMachine):
-    """The first of two processes, whose GPUs read each other's memory; the other deals its rows out on its own."""
+    """First of two processes with peer access; the second one writes its rows on a stream of its own."""
 
     def __init__(self, simulator, monkeypatch, mutate=lambda made: made):
         self.group, self.device, self.rank, self.size = None, torch.device("cpu"), 0, 2
@@ -224,19 +224,19 @@ class TwoGPUs(shards.LocalMachine):
 
     def share(self, table, shift=shards.ROW_SHIFT):
         dealt = shards.BlockCyclicLayout(table.size(0), self.size, shift)
-        symmetric = self.simulator.peers(lambda rank, part: dealt.copy_shard(table, rank, part), self.size)
+        symmetric = self.simulator.make_allocator(lambda rank, part: dealt.copy_shard(table, rank, part), self.size)
         self.patch.setattr(shards, "allocate_symmetric", lambda *args: self.mutate(symmetric(*args)))
         return super().share(table, shift)
 
 
-def of_two(monkeypatch, mutate=lambda made: made):
-    """Train an epoch with features on two GPUs; return what is seen, and what the CPU's DataModule gives."""
+def simulate_two_gpus(monkeypatch, mutate=lambda made: made):
+    """Train an epoch with features on two GPUs; return the mini-batches, and those of the CPU's DataModule."""
     simulator = Simulator()
     data = small_data(num_nodes=40, num_edges=200)
     data.train_mask = torch.arange(40) < 24
     machine = TwoGPUs(simulator, monkeypatch, mutate)
     monkeypatch.setattr(PersistentSamplerDataModule, "_rendezvous", lambda datamodule, device: machine)
-    with simulator.installed(monkeypatch):
+    with simulator.install(monkeypatch):
         placed = {"device": "cpu", "bulk": 1, "topology": "device", "features": "shard"}
         made = PersistentSamplerDataModule(data, **SIZES, **placed)
         seen, _ = train(simulator, made.train_dataloader())
@@ -246,7 +246,7 @@ def of_two(monkeypatch, mutate=lambda made: made):
 
 
 def test_rows_of_another_gpu_are_read_once_they_are_written(monkeypatch):
-    errors, seen, wanted = of_two(monkeypatch)
+    errors, seen, wanted = simulate_two_gpus(monkeypatch)
     assert errors == []
     for a, b in zip(seen, wanted, strict=True):
         assert_same_content(a, b)
@@ -263,14 +263,14 @@ def test_rows_of_another_gpu_are_read_once_they_are_written(monkeypatch):
     ids=["nobody waits for the others", "the mapping is not kept"],
 )  # fmt: skip
 def test_a_fault_in_reading_another_gpu_is_found(monkeypatch, mutate, message):
-    errors, _, _ = of_two(monkeypatch, lambda made: mutate(*made))
+    errors, _, _ = simulate_two_gpus(monkeypatch, lambda made: mutate(*made))
     assert any(re.search(message, error) for error in errors), errors
 
 
 def test_rows_that_are_dropped_while_a_kernel_reads_them_are_found(monkeypatch):
     for waits in (False, True):
         simulator = Simulator()
-        with simulator.installed(monkeypatch):
+        with simulator.install(monkeypatch):
             made = TwoGPUs(simulator, monkeypatch).share(torch.arange(12.0).view(6, 2))
             made.take(torch.tensor([5, 0, 3]), torch.empty(3, 2))
             if waits:

@@ -1,4 +1,4 @@
-"""No tensor of a device batch is left on the host, and nobody waits, seen with tensors that have no values."""
+"""Device batches leave no tensor on the host and need no synchronization, checked with tensors without values."""
 
 from functools import partial
 
@@ -22,8 +22,8 @@ GPU = torch.device("cuda", 0)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
 
 
-class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for the device."""
+class WaitCounter(TorchDispatchMode):
+    """Counts operations that make the host wait for the device."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class Waits(TorchDispatchMode):
 
 
 class Sampler(NeighborSampler):
-    """Returns a sample of known sizes, as a GPU's does once these have come."""
+    """Returns a sample of known sizes, as a GPU does once the sizes are copied."""
 
     can_begin = True
 
@@ -74,7 +74,7 @@ class Sampler(NeighborSampler):
 def test_batches_are_born_on_the_device_and_nobody_waits(monkeypatch, order):
     data = small_data()
     sampler = Sampler(data, [3])
-    # Page-locked memory is the host's: a copy from it is asked for, and not waited for.
+    # A copy from page-locked memory is asynchronous.
     monkeypatch.setattr(module, "to_device_async", lambda tensor, device: tensor.to(device, non_blocking=True))
     monkeypatch.setattr(devices, "works", lambda attempt: False)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -91,7 +91,7 @@ def test_batches_are_born_on_the_device_and_nobody_waits(monkeypatch, order):
         tasks = (
             list(loader.tasks(0)) if order == "the user's" else [BatchTask(0, n, ids) for n, ids in enumerate(there)]
         )
-        with Waits() as waits:
+        with WaitCounter() as waits:
             sampled = [one for task in tasks[:2] for one in pipeline.result(pipeline.launch([task]))]
             batches = [pipeline.finish(pipeline.gather(one)) for one in sampled]
     assert waits.found == []
@@ -103,7 +103,7 @@ def test_batches_are_born_on_the_device_and_nobody_waits(monkeypatch, order):
 
 
 def test_a_blocking_copy_and_a_look_at_a_number_are_found():
-    with FakeTensorMode(allow_non_fake_inputs=True), Waits() as waits:
+    with FakeTensorMode(allow_non_fake_inputs=True), WaitCounter() as waits:
         there = torch.arange(3).to(GPU)
         torch.arange(3).to(GPU, non_blocking=True)
         with pytest.raises(Exception, match=r"item|_local_scalar_dense"):

@@ -1,4 +1,4 @@
-"""One plan for a device's memory: within the budget, no worse with more of it, as good as any other plan."""
+"""Memory plans of a device stay within the budget, improve with a larger one, and are as good as any other plan."""
 
 from dataclasses import replace
 from itertools import combinations, product
@@ -14,7 +14,7 @@ from lightning_gnn.gpu_sampling import PersistentLinkDataModule, PersistentSampl
 from lightning_gnn.gpu_sampling.budget import MODEL_FRACTION, PEER_BYTE_COST, PlacedArray, place_parts
 from lightning_gnn.runtime.messages import memory_bytes
 from tests.batching_data import small_data
-from tests.sampling.cases import GRAPHS, LINK_CASES, options_of
+from tests.sampling.cases import GRAPHS, LINK_CASES, make_options
 
 GB = 10**9
 
@@ -30,7 +30,7 @@ def test_what_fits_alone_but_not_together_is_not_all_on_the_device():
 
 @st.composite
 def demands(draw):
-    """Draw parts, and what else is on the device."""
+    """Draw parts, and other memory on the device."""
     parts, gpus = [], draw(st.sampled_from([1, 1, 2, 4]))
     for name in draw(st.sets(st.sampled_from("abc"))):
         entries = draw(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0, 1, 4, 7])), max_size=4))
@@ -53,8 +53,8 @@ def demands(draw):
     return parts, {"buffers": draw(st.integers(0, 5)), "fixed": draw(st.integers(0, 5))}
 
 
-def ways(part):
-    """Where a part may be."""
+def list_places(part):
+    """Return the possible locations of a part."""
     if part.gpus == 1 and part.place == "shard":
         return ("device",)
     if part.place != "auto":
@@ -62,11 +62,11 @@ def ways(part):
     return ("device", "pinned", "shard") if part.gpus > 1 and part.shard_bytes is not None else ("device", "pinned")
 
 
-def bytes_at(part, place):
+def count_bytes(part, place):
     return {"device": part.nbytes, "pinned": part.pinned_bytes, "shard": part.shard_bytes}[place]
 
 
-def best_of_all(parts, limit, buffers, fixed, cache_bytes):
+def find_best(parts, limit, buffers, fixed, cache_bytes):
     """Return what the best of all plans saves, and the largest saving of an entry."""
     entries = [
         (number, int(size), float(reads * part.hot.cost))
@@ -76,8 +76,8 @@ def best_of_all(parts, limit, buffers, fixed, cache_bytes):
         if size and reads
     ]
     best = 0.0
-    for places in product(*map(ways, parts)):
-        used = buffers + fixed + sum(bytes_at(part, place) for part, place in zip(parts, places, strict=True))
+    for places in product(*map(list_places, parts)):
+        used = buffers + fixed + sum(count_bytes(part, place) for part, place in zip(parts, places, strict=True))
         if used > limit:
             continue
         saved = 0.0
@@ -103,7 +103,7 @@ def test_plans_against_all_plans(demand, memory, cache_bytes):
         with pytest.raises(ValueError, match=r"cannot be sharded across \d GPUs"):
             place_parts(parts, memory, **rest, cache_bytes=cache_bytes)
         return
-    asked = [p.pinned_bytes if p.place == "auto" else bytes_at(p, ways(p)[0]) for p in parts]
+    asked = [p.pinned_bytes if p.place == "auto" else count_bytes(p, list_places(p)[0]) for p in parts]
     least = sum(rest.values()) + sum(asked)
     if least > memory:
         with pytest.raises(ValueError, match=r"the device needs .*, but has"):
@@ -113,10 +113,10 @@ def test_plans_against_all_plans(demand, memory, cache_bytes):
     limit = max(least, memory - int(MODEL_FRACTION * memory))
     assert plan.nbytes <= limit
     assert plan.nbytes <= memory
-    assert all(placed.place in ways(part) for part, placed in zip(parts, plan.parts, strict=True))
+    assert all(placed.place in list_places(part) for part, placed in zip(parts, plan.parts, strict=True))
     if cache_bytes is not None:
         assert sum(part.cache_bytes for part in plan.parts) <= cache_bytes
-    best, largest, sizes = best_of_all(parts, limit, **rest, cache_bytes=memory if cache_bytes is None else cache_bytes)
+    best, largest, sizes = find_best(parts, limit, **rest, cache_bytes=memory if cache_bytes is None else cache_bytes)
     saved = sum(placed.saved(part) for placed, part in zip(plan.parts, parts, strict=True))
     assert best - largest - 1e-9 <= saved <= best + 1e-9
     if sizes <= 1:
@@ -147,14 +147,14 @@ def test_tables_are_copied_dealt_out_or_left_in_host_memory():
     assert [part.place for part in place_parts(many, 300).parts] == ["shard"] * 7 + ["pinned"]
 
 
-def placed(data, device_memory, /, **options):
+def plan_placement(data, device_memory, /, **options):
     options = {"num_neighbors": [3, 2], "batch_size": 8, "seed": 3, "cache_bytes": "auto", **options}
     module = PersistentSamplerDataModule(data, **options, device_memory=device_memory)
     return module, module.plan_placement()
 
 
-def skewed():
-    """A graph whose first nodes are read most."""
+def make_skewed_graph():
+    """Return a graph whose first nodes are read most."""
     torch.manual_seed(1)
     data = small_data(num_nodes=2000, num_edges=12_000)
     data.edge_index[0] = (torch.rand(12_000) ** 4 * 2000).long()
@@ -163,7 +163,7 @@ def skewed():
 
 
 def test_a_datamodule_is_planned_for_several_gpus():
-    alone, together = (placed(skewed(), 1_000_000, bulk=1, gpus=gpus)[1] for gpus in (1, 8))
+    alone, together = (plan_placement(make_skewed_graph(), 1_000_000, bulk=1, gpus=gpus)[1] for gpus in (1, 8))
     assert "pinned" in [part.place for part in alone.parts]
     assert "pinned" not in [part.place for part in together.parts]
     assert together["data.x"].nbytes == 2000 // 8 * 32 * 4
@@ -171,10 +171,10 @@ def test_a_datamodule_is_planned_for_several_gpus():
 
 
 def test_a_datamodule_is_planned_without_a_gpu_for_any_memory():
-    data = skewed()
+    data = make_skewed_graph()
     rates, needed = [], None
     for memory in (1_050_000, 1_200_000, 1_500_000, 4_000_000):
-        module, plan = placed(data, memory, bulk=1)
+        module, plan = plan_placement(data, memory, bulk=1)
         assert plan.nbytes <= memory - int(MODEL_FRACTION * memory)
         assert plan.memory == memory
         rates.append(plan.hit_rate)
@@ -189,7 +189,7 @@ def test_a_datamodule_is_planned_without_a_gpu_for_any_memory():
 @pytest.mark.parametrize("case", ["links, binary", "typed link times, triplets", "links, labor"])
 def test_links_are_planned_too(case):
     data = GRAPHS[LINK_CASES[case][0]]()
-    options = options_of(case, data, 6) | {"cache_bytes": "auto"}
+    options = make_options(case, data, 6) | {"cache_bytes": "auto"}
     plan = PersistentLinkDataModule(data, **options, device_memory="1GB").plan_placement()
     assert plan.hit_rate == 1.0
     tight = PersistentLinkDataModule(data, **options, device_memory=plan.nbytes).plan_placement()
@@ -218,7 +218,7 @@ def test_bad_budgets_are_named():
     with pytest.raises(ValueError, match=r", but has 1 kB free: .*make prefetch, bulk"):
         PersistentSamplerDataModule(data, **options, device_memory="1kB").plan_placement()
     with pytest.raises(ValueError, match=r"the device needs .*: topology .*, data.x .*, mini-batches"):
-        placed(data, 20_000, topology="device", features="device")
+        plan_placement(data, 20_000, topology="device", features="device")
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"no GPU found to plan for; .* device_memory='80GB'"):
             PersistentSamplerDataModule(data, **options).plan_placement()

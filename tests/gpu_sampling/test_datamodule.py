@@ -14,8 +14,8 @@ from lightning_gnn.gpu_sampling.link_datamodule import PersistentLinkDataModule
 from tests.batch_checks import assert_same, assert_same_batches
 from tests.batching_data import small_data
 from tests.faults.chains import Link
-from tests.sampling.cases import GRAPHS, NODE_CASES, options_of
-from tests.sampling.test_node_datamodule import Model, trainer
+from tests.sampling.cases import GRAPHS, NODE_CASES, make_options
+from tests.sampling.test_node_datamodule import Model, make_trainer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"num_neighbors": [3, 2], "batch_size": 16, "seed": 3}
@@ -28,8 +28,8 @@ def data():
 assert_same_content = assert_same  # whichever device they are on
 
 
-def pair(*, ours, **options):
-    """The DataModule that samples on the GPU, and the CPU's."""
+def make_pair(*, ours, **options):
+    """Return the DataModule that samples on the GPU, and that of the CPU."""
     options = SIZES | options
     return PersistentSamplerDataModule(data(), **options, device=DEVICE, **ours), NeighborDataModule(data(), **options)
 
@@ -48,7 +48,7 @@ def pair(*, ours, **options):
     ids=str,
 )
 def test_wherever_the_graph_lies_batches_are_those_of_the_cpu(options):
-    ours, theirs = pair(ours=options)
+    ours, theirs = make_pair(ours=options)
     for name in ("train_dataloader", "val_dataloader", "predict_dataloader"):
         assert_same_batches(getattr(ours, name)(), getattr(theirs, name)())
 
@@ -60,20 +60,20 @@ def test_features_may_stay_on_disk(tmp_path, options, dtype, monkeypatch):
     announced, real = [], DiskFeatures.announce
     monkeypatch.setattr(DiskFeatures, "announce", lambda self, n_id: announced.append(n_id.numel()) or real(self, n_id))
     store = FeatureTable(data().x, dtype=dtype).save(tmp_path / "x.npy")
-    ours, theirs = pair(ours={"memory": "4MB", "store": store, **options})
+    ours, theirs = make_pair(ours={"memory": "4MB", "store": store, **options})
     theirs.data.x = theirs.data.x.to(dtype)
     for name in ("train_dataloader", "val_dataloader"):
         assert_same_batches(getattr(ours, name)(), getattr(theirs, name)())
     assert "data.x" not in [part.name for part in ours.placement.parts]
     table = ours.train_dataloader().pipeline.tables["x"]
     assert len(announced) >= len(theirs.train_dataloader()) + len(theirs.val_dataloader())
-    assert table.claim(), "nobody announces reads any more"
+    assert table.claim(), "no loader announces reads"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bulk", [2, 8])
 def test_any_bulk_gives_the_same_batches_also_from_its_middle(bulk):
-    ours, theirs = pair(ours={"bulk": bulk}, num_neighbors=[2], batch_size=8)
+    ours, theirs = make_pair(ours={"bulk": bulk}, num_neighbors=[2], batch_size=8)
     loader = ours.train_dataloader()
     loader.first_batch = lambda: 1  # as in a resumed run
     made = list(loader)
@@ -85,7 +85,7 @@ def test_any_bulk_gives_the_same_batches_also_from_its_middle(bulk):
 @pytest.mark.parametrize("case", ["typed", "node times"])
 def test_hot_rows_change_nothing(case):
     graph = GRAPHS[NODE_CASES[case][0]]()
-    options, places = options_of(case, graph, 8), {"topology": "pinned", "features": "pinned", "cache_rows": 30}
+    options, places = make_options(case, graph, 8), {"topology": "pinned", "features": "pinned", "cache_rows": 30}
     loader = PersistentSamplerDataModule(graph, **options, **places, device=DEVICE).train_dataloader()
     tables = {name: table for name, table in loader.pipeline.tables.items() if table.cache is not None}
     assert set(tables) <= {"x", "half", ("paper", "x"), ("author", "x")}
@@ -97,7 +97,7 @@ def test_hot_rows_change_nothing(case):
 @pytest.mark.parametrize("case", ["plain", "typed", "labor"])
 def test_quantised_features_come_back_within_half_a_step(case):
     graph = GRAPHS[NODE_CASES[case][0]]()
-    options = options_of(case, graph, 8)
+    options = make_options(case, graph, 8)
     places = {"features": "pinned", "cache_bytes": 300} if case == "labor" else {}
     ours = PersistentSamplerDataModule(graph, **options, **places, device=DEVICE, quantize=True)
     assert ours.data is graph
@@ -106,7 +106,7 @@ def test_quantised_features_come_back_within_half_a_step(case):
             step = theirs.x.abs().amax(dim=1, keepdim=True) / 127
             assert bool(((mine.x.cpu() - theirs.x).abs() <= 0.501 * step).all())
             assert not theirs.x.numel() or not torch.equal(mine.x.cpu(), theirs.x)
-            mine.x = theirs.x  # all else is the same
+            mine.x = theirs.x  # everything else is the same
         if "half" in a:
             a.half = b.half
         assert_same(a, b)
@@ -120,7 +120,7 @@ def test_training_is_the_same_as_on_the_cpu(links):
     for kind, device in zip(kinds, ({}, {"device": "cpu"}), strict=True):
         pl.seed_everything(2, verbose=False)
         model = Link() if links else Model()
-        trainer(max_epochs=2).fit(model, kind(data(), **SIZES, **options, **device))
+        make_trainer(max_epochs=2).fit(model, kind(data(), **SIZES, **options, **device))
         weights.append([value.tolist() for value in model.state_dict().values()])
     assert weights[0] == weights[1]
 
@@ -131,7 +131,7 @@ def test_loaders_that_lightning_makes_anew_to_overfit_keep_their_arguments():
         pl.seed_everything(2, verbose=False)
         gpu = kind is PersistentSamplerDataModule
         module = kind(data(), **SIZES, **({"device": "cpu"} if gpu else {"num_workers": 2}))
-        model, run = Model(), trainer(max_epochs=2, overfit_batches=2)
+        model, run = Model(), make_trainer(max_epochs=2, overfit_batches=2)
         run.fit(model, module)
         loader = run.train_dataloader
         assert (loader.pipeline.seed, loader.num_threads, loader.first_batch) == (

@@ -1,4 +1,4 @@
-"""The GPU's sampler gives the CPU's mini-batches; without a GPU, Triton's interpreter stands in for it."""
+"""The GPU sampler yields the CPU's mini-batches; without a GPU, Triton's interpreter stands in for it."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def assert_same_samples(ours, theirs, seeds, key, first=0):
-    """Both samplers pick the same, in the same order."""
+    """Assert that both samplers return the same samples in the same order."""
     a, b = ours._sample(seeds, None, key, first), theirs._sample(seeds, None, key, first)
     for name in ("node", "row", "col", "edge", "batch"):
         found, expected = getattr(a, name), getattr(b, name)

@@ -1,4 +1,4 @@
-"""Tables dealt out to GPUs that read each other's memory: the same mini-batches, whoever holds the rows."""
+"""Tables sharded over GPUs with peer access yield the same mini-batches as on one device."""
 
 import re
 
@@ -39,12 +39,12 @@ def test_every_row_is_dealt_to_one_place(num_rows, num_shards, shift):
     ],
 )
 def test_rows_that_are_read_where_they_lie_are_those_of_the_cpu(tmp_path, num_ranks, kinds):
-    outcomes = run(shard_rank.batches_of, num_ranks, str(tmp_path), kinds)
+    outcomes = run(shard_rank.compare_batches, num_ranks, str(tmp_path), kinds)
     for kind in kinds:
         for counts, places in (outcome[kind] for outcome in outcomes):
             assert all(counts)
             assert "shard" in places.values()
-        # Not all have as many mini-batches.
+        # Ranks may have different numbers of mini-batches.
         assert len({tuple(outcome[kind][0]) for outcome in outcomes}) == num_ranks or kind == "links"
 
 
@@ -56,7 +56,7 @@ def test_rows_that_are_read_where_they_lie_are_those_of_the_cpu(tmp_path, num_ra
 def test_gpus_that_do_not_read_each_other_share_no_table(tmp_path, fails, why):
     both = "topology='shard', features='shard'"
     asked = {"both": both, "features": "features='shard'", "topology": "topology='shard'", "links": both}
-    for refused, places in run(shard_rank.apart, 2, str(tmp_path), fails):
+    for refused, places in run(shard_rank.explain_unsharded, 2, str(tmp_path), fails):
         assert refused.keys() == asked.keys()
         for kind, said in refused.items():
             assert said.startswith(f"cannot use {asked[kind]}: ")
@@ -82,4 +82,4 @@ def test_it_is_said_why_gpus_do_not_read_each_other(monkeypatch, devices, reads,
 
 @pytest.mark.slow
 def test_ddp_with_a_validation_in_the_middle_is_that_of_the_cpu():
-    assert run(shard_rank.fitted, 2, True) == run(shard_rank.fitted, 2, False)
+    assert run(shard_rank.fit_model, 2, True) == run(shard_rank.fit_model, 2, False)

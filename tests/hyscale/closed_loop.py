@@ -1,4 +1,4 @@
-"""A simulated node that trains under a resource manager, with times that lag by the depth of the pipeline."""
+"""A simulated node that trains under a resource manager; measured times lag by the depth of the pipeline."""
 
 import random
 from collections import deque
@@ -9,7 +9,7 @@ from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes
 
 @dataclass
 class Node:
-    """Trainer i takes ``overhead[i] + seeds / speed[i]`` seconds; CPU stages are the inverse of their threads."""
+    """Trainer i takes ``overhead[i] + seeds / speed[i]`` seconds; CPU stages scale inversely with their threads."""
 
     speeds: list[float]
     cpu_trainers: int = 1
@@ -18,18 +18,18 @@ class Node:
     loading: float = 0.0
     transfer: float = 0.0
     sampling_threads: float = 1.0
-    """Power of its threads by which Sampling on the CPU gets faster; -1 if it gets slower with each of them."""
+    """Exponent by which CPU sampling gets faster with its threads; -1 if each thread slows it down."""
     sampling_there: float | None = None
     reference_threads: int | None = None
-    """Threads with which the CPU trainers have their speeds; None if threads do not matter to them."""
+    """Number of threads for which the speeds of CPU trainers hold; None if threads do not matter."""
     drag: float = 1.0
-    """What the CPU trainers multiply the time of an iteration by when they have seeds."""
+    """Factor on the time of an iteration in which CPU trainers have seeds."""
     noise: float = 0.0
     outliers: float = 0.0
-    """How often a trainer's measured time is ``outlier`` times the real one."""
+    """Probability that the measured time of a trainer is ``outlier`` times the real one."""
     outlier: float = 4.0
     warm_up: int = 0
-    """How many of the first iterations take six times as long in the trainers."""
+    """Number of first iterations in which trainers take six times as long."""
     known: bool = True
     source: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -41,7 +41,7 @@ class Node:
         return (overhead + seeds / self.speeds[index]) * factor if seeds else None
 
     def ideal(self, mapping):
-        """Stage times without noise."""
+        """Return stage times without noise."""
         trained = [self.train(index, seeds, mapping) for index, seeds in enumerate(mapping.seeds)]
         share = mapping.accelerator_sampling
         times = IterationTimes(
@@ -55,7 +55,7 @@ class Node:
         return times
 
     def seconds(self, mapping):
-        """Time of an iteration, pipelined."""
+        """Return the time of a pipelined iteration."""
         return self.ideal(mapping).bottleneck * (self.drag if mapping.cpu_seeds else 1.0)
 
     def measured(self, mapping):
@@ -82,7 +82,7 @@ class Node:
 
 
 def run(manager, node, iterations, lag=2, in_flight=None):
-    """Train some iterations; return the mapping that each was made with, and what is still in the pipeline."""
+    """Train some iterations; return the mapping of each, and the mappings that are still in the pipeline."""
     in_flight = in_flight if in_flight is not None else deque([manager.mapping] * (lag + 1))
     made = []
     for _ in range(iterations):

@@ -1,4 +1,4 @@
-"""PyG's own loaders on this package's sampler, for one test at a time."""
+"""Fixture: replace PyG's own samplers by those of this package for one test."""
 
 import pytest
 

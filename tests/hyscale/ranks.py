@@ -1,4 +1,4 @@
-"""Ranks of a test that need nothing but one another."""
+"""Process group for tests whose ranks need no Trainer."""
 
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,7 +10,7 @@ from tests.patience import PATIENCE
 
 @contextmanager
 def joined():
-    """Join the ranks that tests.full_graph.launch has started."""
+    """Create a process group of the ranks that tests.full_graph.launch has started."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
     try:
         yield dist.get_rank()

@@ -1,4 +1,4 @@
-"""What a hybrid run begins with: measured numbers of the machine, threads, seeds of an iteration."""
+"""Start of a hybrid run: platform measurements, threads, seeds per iteration."""
 
 from math import inf
 
@@ -16,20 +16,20 @@ from lightning_gnn.hyscale.performance_model.workload import Platform, Processor
 from lightning_gnn.planning.hyscale import forecast, stages
 from lightning_gnn.runtime.cores import num_cores
 from tests.full_graph import launch
-from tests.hyscale.training import SILENT, Plain, datamodule, fit, graph, hybrid, state
+from tests.hyscale.training import SILENT, Plain, copy_state, fit, make_data, make_graph, make_hybrid
 
 CPU = torch.device("cpu")
 
 
-def loader_of():
-    return loader_on(graph())
+def make_loader():
+    return make_loader_on(make_graph())
 
 
-def loader_on(data):
+def make_loader_on(data):
     return NeighborDataModule(data, num_neighbors=[3, 2], batch_size=20, seed=0).train_dataloader()
 
 
-def trainer(strategy):
+def make_trainer(strategy):
     return pl.Trainer(strategy=strategy, **SILENT)
 
 
@@ -42,19 +42,19 @@ def test_a_machine_without_accelerators_is_measured():
     assert platform.sampling == 1e6
     assert 0 < platform.core_bandwidth <= platform.cpu.memory_bandwidth
     assert torch.get_num_threads() == threads
-    workload, _ = describe_workload(loader_of(), Plain(), 20)
+    workload, _ = describe_workload(make_loader(), Plain(), 20)
     mapping = PerformanceModel(platform, workload).best_mapping(2)
     assert sum(mapping.seeds) == 20
     assert len(mapping.seeds) == 2
 
 
 def test_the_edges_of_a_graph_in_csc_order_are_in_the_workload():
-    data = graph()
+    data = make_graph()
     edges = data.num_edges
     data.graph = CSCGraph.from_data(data)
     del data.edge_index
     assert data.num_edges == 0
-    workload, _ = describe_workload(loader_on(data), Plain(), 20)
+    workload, _ = describe_workload(make_loader_on(data), Plain(), 20)
     assert workload.num_edges == edges > 0
 
 
@@ -63,7 +63,7 @@ def test_a_plan_for_one_core_and_features_in_fewer_bits(monkeypatch):
     monkeypatch.setattr(calibrate, "measure_platform", lambda *given: there)
     found = []
     for dtype in (None, "int8"):
-        data, run = datamodule(batch_size=1000), trainer(hybrid(1, transfer_dtype=dtype, threads=(1, 1, 1)))
+        data, run = make_data(batch_size=1000), make_trainer(make_hybrid(1, transfer_dtype=dtype, threads=(1, 1, 1)))
         found.append(forecast(data, Plain(), run))
     rows = [{name: (seconds, bound) for name, seconds, bound in stages(each.model, each.best)} for each in found]
     assert [each.best.total for each in found] == [200, 200]
@@ -94,21 +94,21 @@ def test_balanced_threads_are_no_more_than_cores(cores, workers, trains, expecte
 
 
 def eleven(batch_size):
-    return NeighborDataModule(graph(), torch.arange(11), num_neighbors=[-1], batch_size=batch_size, seed=0)
+    return NeighborDataModule(make_graph(), torch.arange(11), num_neighbors=[-1], batch_size=batch_size, seed=0)
 
 
-def few_seeds(rank, seeds, num_ranks):
-    strategy = hybrid(num_ranks, drm=True, shares=None, threads=[1, 1, 1], accelerator_sampling=0.0)
+def split_few_seeds(rank, seeds, num_ranks):
+    strategy = make_hybrid(num_ranks, drm=True, shares=None, threads=[1, 1, 1], accelerator_sampling=0.0)
     module = Plain()
     trained = fit(module, strategy, eleven(seeds), epochs=1)
-    return trained.global_step, strategy.balance.total, state(module)
+    return trained.global_step, strategy.balance.total, copy_state(module)
 
 
 @pytest.mark.parametrize(("seeds", "num_ranks"), [(1, 2), (2, 3)])
 def test_batches_smaller_than_the_trainers(seeds, num_ranks):
     module = Plain()
     fit(module, data=eleven(seeds), epochs=1)
-    for steps, total, weights in launch.run(few_seeds, num_ranks, seeds, num_ranks):
+    for steps, total, weights in launch.run(split_few_seeds, num_ranks, seeds, num_ranks):
         assert (steps, total) == (-(-11 // seeds), seeds)
-        for name, value in state(module).items():
+        for name, value in copy_state(module).items():
             assert torch.allclose(weights[name], value, rtol=1e-12, atol=1e-14), name

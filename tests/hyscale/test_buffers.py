@@ -1,4 +1,4 @@
-"""Buffers that ranks have written to are the same again on all, and what one process would have made of them."""
+"""Buffers that ranks have written are synchronized to the values that one process would compute."""
 
 import pytest
 import torch
@@ -37,8 +37,8 @@ class Buffers(nn.Module):
         self.norm = nn.BatchNorm1d(2)
 
 
-def everything(rank):
-    """One step of each kind of buffer."""
+def change_all_buffers(rank):
+    """Run one step with each kind of buffer."""
     module = Buffers()
     with joined():
         shared = BufferSync(module)
@@ -48,8 +48,8 @@ def everything(rank):
         module.history[rows] = torch.full((len(rows), 2), 1.0 + rank, dtype=torch.float64)
         module.mean.mul_(0.5).add_([1.0, 3.0][rank])
         module.scalar.fill_([1.0, 3.0][rank])
-        module.counter += 1  # a step
-        module.total += SEEDS[rank]  # of seeds
+        module.counter += 1  # counts steps
+        module.total += SEEDS[rank]  # counts seeds
         module.histogram += torch.tensor([[2, 1, 0, 0], [0, 0, 0, 1]][rank])
         module.twice[rank] += 5
         module.visited[[[0, 1], [1, 4]][rank]] = True
@@ -59,19 +59,19 @@ def everything(rank):
         module.empty.add_(1)
         module.halves[rank] = 0.5
         module.odd[0] = module.odd[0]  # NaN as before
-        module.data.data[rank] = 3.0  # of which torch does not know
+        module.data.data[rank] = 3.0  # in-place through .data, which torch does not track
         module.norm(torch.tensor([[[1.0, 2], [3, 4], [5, 9]], [[4.0, 2], [0, 0]]][rank]))
         assert shared.has_changed()
         own = {name: buffer.clone() for name, buffer in module.named_buffers()}
         shared.synchronize(SEEDS)
         assert not shared.has_changed()
         assert before == {name: (buffer, buffer.data_ptr()) for name, buffer in module.named_buffers()}
-        shared.synchronize(SEEDS)  # nothing since
+        shared.synchronize(SEEDS)  # no change since the last call
         return own, dict(module.named_buffers())
 
 
 def test_every_kind_of_buffer():
-    (first, found), (second, other) = launch.run(everything, 2)
+    (first, found), (second, other) = launch.run(change_all_buffers, 2)
     assert found.keys() == other.keys()
     for name, value in found.items():
         assert torch.equal(value.nan_to_num(77), other[name].nan_to_num(77)), name
@@ -98,8 +98,8 @@ def test_every_kind_of_buffer():
     assert bool(found["odd"].isnan().all())
 
 
-def equal_counts(rank, seeds):
-    """Counters of what both ranks add as much to: of steps, of as many seeds, and where one has no seeds."""
+def count_equally(rank, seeds):
+    """Counters to which both ranks add the same: steps, equal numbers of seeds, and no seeds on one rank."""
     module = nn.Module()
     module.register_buffer("steps", torch.tensor(0))
     module.register_buffer("seen", torch.tensor(0))
@@ -115,11 +115,11 @@ def equal_counts(rank, seeds):
 
 @pytest.mark.parametrize("seeds", [[4, 4], [4, 2], [4, 0], [0, 4]], ids=str)
 def test_counters_of_steps_and_of_seeds(seeds):
-    assert launch.run(equal_counts, 2, seeds) == [(3, 3 * sum(seeds))] * 2
+    assert launch.run(count_equally, 2, seeds) == [(3, 3 * sum(seeds))] * 2
 
 
-def new_and_other_shapes(rank):
-    """A buffer that both register, one that both make larger, one that is put in the place of another."""
+def replace_buffers(rank):
+    """Buffers that both ranks register, enlarge or replace."""
     module = nn.Module()
     module.register_buffer("queue", torch.zeros(2))
     module.register_buffer("best", torch.zeros(3))
@@ -133,13 +133,13 @@ def new_and_other_shapes(rank):
 
 
 def test_new_buffers_and_those_of_another_shape_on_all_ranks():
-    for found in launch.run(new_and_other_shapes, 2):
+    for found in launch.run(replace_buffers, 2):
         assert torch.equal(found["late"], torch.full((2,), 1.75))
         assert torch.equal(found["queue"], torch.full((4,), 1.75))
         assert torch.equal(found["best"], torch.tensor([0.0, 0.0, 5.0]))
 
 
-def another_shape_on_one(rank, which):
+def reshape_on_one_rank(rank, which):
     module = nn.Module()
     module.register_buffer("queue", torch.zeros(2))
     with joined():
@@ -152,7 +152,7 @@ def another_shape_on_one(rank, which):
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_shape_of_one_rank_alone_is_refused_by_all(which):
-    launch.run(another_shape_on_one, 2, which)
+    launch.run(reshape_on_one_rank, 2, which)
 
 
 def test_a_step_that_does_not_count_leaves_no_trace():

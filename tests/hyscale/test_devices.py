@@ -1,4 +1,4 @@
-"""The CPU trains together with a device that is another one, simulated."""
+"""The CPU trains together with another device, which is simulated."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ import torch
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from tests.accelerators import simulated_npu
 from tests.full_graph import launch
-from tests.hyscale.training import Plain, datamodule, fit, state
+from tests.hyscale.training import Plain, copy_state, fit, make_data
 
 
 class BothKinds(Plain):
-    """Counts its seeds, and logs."""
+    """Counts its seeds and logs."""
 
     def __init__(self):
         super().__init__()
@@ -24,12 +24,12 @@ class BothKinds(Plain):
 
 
 def train(rank, options):
-    """Train a simulated NPU, which is rank 0, with CPU ranks."""
+    """Train a simulated NPU, which is rank 0, together with CPU ranks."""
     simulated_npu.install()
     strategy = HyScaleStrategy(**{"drm": False, **options})
     module = BothKinds()
-    trainer = fit(module, strategy, datamodule(batch_size=60), accelerator="npu", devices=1)
-    weights = {name: value.cpu() for name, value in state(module).items()}
+    trainer = fit(module, strategy, make_data(batch_size=60), accelerator="npu", devices=1)
+    weights = {name: value.cpu() for name, value in copy_state(module).items()}
     transfers = [times.transfer for times, _ in strategy.balance.history]
     return (
         str(strategy.root_device),
@@ -52,12 +52,12 @@ def train(rank, options):
 )
 def test_they_train_as_one(num_ranks, options):
     module = BothKinds()
-    trainer = fit(module, data=datamodule(batch_size=60))
+    trainer = fit(module, data=make_data(batch_size=60))
     for rank, (device, weights, loss, names, transfers) in enumerate(launch.run(train, num_ranks, options)):
         assert device == ("cpu" if rank else "npu:0")
         assert names == [*(f"{cpu} (CPU)" for cpu in range(num_ranks - 1)), f"{num_ranks - 1} (npu:0)"]
         assert loss == pytest.approx(float(trainer.callback_metrics["loss"]), rel=1e-12)
-        for name, value in state(module).items():
+        for name, value in copy_state(module).items():
             assert torch.allclose(weights[name], value, rtol=1e-11, atol=1e-13), name
         assert len(transfers) == 7
         if options.get("prefetch", 2) and "drm" not in options:

@@ -1,4 +1,4 @@
-"""What several ranks train is what a plain Trainer trains, whatever the module does: all of it in a few launches."""
+"""Several ranks train the same weights as a plain Trainer, for many kinds of modules, in a few launches."""
 
 import collections
 import functools
@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from lightning_gnn.nn import GAT, GraphSAGE, NodeClassifier
 from tests.campaigns import cases_of
 from tests.full_graph.launch import run
-from tests.hyscale.training import Plain, datamodule, fit, hybrid, state
+from tests.hyscale.training import Plain, copy_state, fit, make_data, make_hybrid
 
 
 class Switch(Plain):
-    """An attribute of a submodule, set in a hook, and a counter that it keeps."""
+    """Sets an attribute of a submodule in a hook, and counts in an attribute."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class Switch(Plain):
 
 
 class Manual(Plain):
-    """Gradients edited between the backward pass and the step, and read."""
+    """Manual optimization that reads and modifies gradients between the backward pass and the step."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class Manual(Plain):
 
 
 class History(Plain):
-    """Float rows written by seed, as by GNNAutoScale, a histogram, counters and a switch."""
+    """Float rows written by seed, as in GNNAutoScale, a histogram, counters and a switch."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class History(Plain):
 
 
 class Target(Plain):
-    """A moving average as target, and weight decay by hand, both within the step."""
+    """A moving average as target, and manual weight decay, both within the step."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ class Target(Plain):
 
 
 class Bound(Plain):
-    """A bound method kept from construction, and a network inside a plain object."""
+    """A bound method stored at construction, and a network inside a plain object."""
 
     def __init__(self):
         super().__init__()
@@ -106,11 +106,11 @@ class Bound(Plain):
         return torch.optim.SGD([*self.parameters(), *self.inside[0].parameters()], lr=0.1)
 
     def on_train_end(self):
-        self.register_buffer("kept", self.inside[0].weight.detach())
+        self.register_buffer("original", self.inside[0].weight.detach())
 
 
 class Hooked(Plain):
-    """Hooks on parameters, and a profiler's sections of its own."""
+    """Hooks on parameters, and custom profiler sections."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ Hooked.options = {"profiler": SimpleProfiler()}
 
 
 class Elsewhere(Plain):
-    """Optimises a tensor that is none of its parameters, with a loss of one row."""
+    """Optimizes a tensor that is not one of its parameters, with a loss of one row."""
 
     def __init__(self):
         super().__init__()
@@ -139,11 +139,11 @@ class Elsewhere(Plain):
         return torch.optim.SGD([*self.parameters(), self.scale], 0.05)
 
     def on_train_end(self):
-        self.register_buffer("kept", self.scale.detach())
+        self.register_buffer("original", self.scale.detach())
 
 
 class OwnBackward(Plain):
-    """A backward pass of its own, a clipping of its own, and edits just before the step."""
+    """Overrides the backward pass and gradient clipping, and modifies gradients just before the step."""
 
     def backward(self, loss, *args, **kwargs):
         (loss * 3).backward(*args, **kwargs)
@@ -157,7 +157,7 @@ class OwnBackward(Plain):
 
 
 class Packaged(NodeClassifier):
-    """This package's own module and models, two layers deep, which returns its weight and logs metrics."""
+    """Module and models of this package, two layers, with the loss weight returned and metrics logged."""
 
     options: ClassVar = {}
     fanouts = (-1, -1)
@@ -168,41 +168,41 @@ class Packaged(NodeClassifier):
 
 
 class Attentive(Packaged):
-    """With attention."""
+    """Uses an attention layer."""
 
     def __init__(self):
         super().__init__(GAT)
 
 
-def options(kind, **more):
-    """Return a module class with options of the Trainer."""
+def make_case(kind, **more):
+    """Return a module class with Trainer options."""
     return type(f"{kind.__name__}{len(more)}", (kind,), {"options": {**kind.options, **more}})
 
 
 KINDS = {kind.__name__: kind for kind in (Plain, Switch, Manual, History, Target, Bound, Hooked, Elsewhere)} | {
-    "Packaged": options(Packaged, limit_val_batches=1.0),
+    "Packaged": make_case(Packaged, limit_val_batches=1.0),
     "Attentive": Attentive,
-    "OwnBackward": options(OwnBackward, gradient_clip_val=1.0),
-    "accumulated": options(Plain, accumulate_grad_batches=3),
-    "accumulated history": options(History, accumulate_grad_batches=2),
-    "norm": options(Plain, gradient_clip_val=0.1),
-    "value": options(Plain, gradient_clip_val=0.02, gradient_clip_algorithm="value", accumulate_grad_batches=2),
+    "OwnBackward": make_case(OwnBackward, gradient_clip_val=1.0),
+    "accumulated": make_case(Plain, accumulate_grad_batches=3),
+    "accumulated history": make_case(History, accumulate_grad_batches=2),
+    "norm": make_case(Plain, gradient_clip_val=0.1),
+    "value": make_case(Plain, gradient_clip_val=0.02, gradient_clip_algorithm="value", accumulate_grad_batches=2),
 }
 
 
-def trained(name, strategy="auto"):
-    """Train one of them, and return what is in it."""
+def train_state(name, strategy="auto"):
+    """Train a module by name and return its state."""
     module = KINDS[name]()
-    fit(module, strategy, data=datamodule(getattr(module, "fanouts", (-1,))))
-    return state(module)
+    fit(module, strategy, data=make_data(getattr(module, "fanouts", (-1,))))
+    return copy_state(module)
 
 
-def each(rank, num_ranks, names, **strategy):
-    """Train all of them one after another on this rank."""
+def train_all(rank, num_ranks, names, **strategy):
+    """Train all named modules on this rank."""
     found = {}
     for name in names:
         try:
-            found[name] = trained(name, hybrid(num_ranks, **strategy))
+            found[name] = train_state(name, make_hybrid(num_ranks, **strategy))
         except Exception:
             found[name] = traceback.format_exc()
             break
@@ -210,15 +210,15 @@ def each(rank, num_ranks, names, **strategy):
 
 
 @functools.cache
-def outcome(session, num_ranks):
+def run_all(session, num_ranks):
     cases = cases_of(session, test_all_ranks_have_what_a_plain_trainer_has)
     names = [case["name"] for case in cases if case["num_ranks"] == num_ranks]
-    return run(each, num_ranks, num_ranks, names)
+    return run(train_all, num_ranks, num_ranks, names)
 
 
 @functools.cache
-def alone(name):
-    return trained(name)
+def train_alone(name):
+    return train_state(name)
 
 
 def compare(found, expected, tolerance=1e-12):
@@ -233,9 +233,9 @@ def compare(found, expected, tolerance=1e-12):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", KINDS)
 def test_all_ranks_have_what_a_plain_trainer_has(name, num_ranks, request):
-    for found in outcome(request.session, num_ranks):
+    for found in run_all(request.session, num_ranks):
         assert name in found, f"not reached: {list(found.values())[-1]}"
-        compare(found[name], alone(name))
+        compare(found[name], train_alone(name))
 
 
 OPTIONS = {
@@ -252,30 +252,30 @@ OPTIONS = {
 FEW = ["Plain", "Manual", "History", "accumulated"]
 
 
-def some(rank, num_ranks, names):
+def train_some(rank, num_ranks, names):
     found = {}
     for name in names:
-        found[name] = each(rank, num_ranks, FEW, **OPTIONS[name][1])
+        found[name] = train_all(rank, num_ranks, FEW, **OPTIONS[name][1])
     return found
 
 
 @functools.cache
-def by_options(session, num_ranks):
+def run_with_options(session, num_ranks):
     names = [case["name"] for case in cases_of(session, test_with_any_options_of_the_strategy)]
-    return run(some, num_ranks, num_ranks, [name for name in names if OPTIONS[name][0] == num_ranks])
+    return run(train_some, num_ranks, num_ranks, [name for name in names if OPTIONS[name][0] == num_ranks])
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", OPTIONS)
 def test_with_any_options_of_the_strategy(name, request):
-    for found in by_options(request.session, OPTIONS[name][0]):
+    for found in run_with_options(request.session, OPTIONS[name][0]):
         for kind in FEW:
             assert kind in found[name], f"not reached: {list(found[name].values())[-1]}"
-            compare(found[name][kind], alone(kind))
+            compare(found[name][kind], train_alone(kind))
 
 
-def messages(rank, shares):
-    """Return how often ranks wait for one another in each step of the second epoch."""
+def count_messages(rank, shares):
+    """Return how often ranks wait for each other in each step of the second epoch."""
     counts, steps = collections.Counter(), []
 
     class Steps(pl.Callback):
@@ -293,23 +293,23 @@ def messages(rank, shares):
     with pytest.MonkeyPatch.context() as monkey:
         for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier"):
             monkey.setattr(dist, name, counted(name, getattr(dist, name)))
-        fit(Plain(), hybrid(2, shares=shares), callbacks=[Steps()])
+        fit(Plain(), make_hybrid(2, shares=shares), callbacks=[Steps()])
     return steps[len(steps) // 2 + 1 :]
 
 
 @pytest.mark.parametrize("shares", [[0.3, 0.7], [0.0, 1.0]], ids=["shared", "one has all"])
 def test_ranks_wait_for_one_another_once_a_step(shares):
-    for steps in run(messages, 2, shares):
+    for steps in run(count_messages, 2, shares):
         assert len(steps) >= 2
-        # The broadcast is Lightning's, of whether a signal has come.
+        # Lightning's broadcast, which checks for signals
         assert all(step == {"all_reduce": 1, "broadcast": 1} for step in steps), steps
 
 
-# What random numbers and statistics of mini-batches allow.
+# Comparisons within the limits of random numbers and mini-batch statistics
 
 
 class Recomputed(Plain):
-    """Activations that are computed anew in the backward pass, with the same dropout."""
+    """Recomputes activations in the backward pass, with the same dropout."""
 
     def __init__(self, again=True):
         super().__init__(dropout=0.5)
@@ -323,7 +323,7 @@ class Recomputed(Plain):
 
 
 class Normalized(Plain):
-    """Running statistics of mini-batches."""
+    """Keeps running statistics of mini-batches."""
 
     def __init__(self):
         super().__init__()
@@ -337,7 +337,7 @@ class Normalized(Plain):
 
 
 class Drawing(Plain):
-    """Draws in a step, and in a hook."""
+    """Draws random numbers in a step and in a hook."""
 
     def __init__(self):
         super().__init__(dropout=0.5)
@@ -352,7 +352,7 @@ class Drawing(Plain):
 
 
 class InFloat32(Plain):
-    """The same in other precisions."""
+    """Trains in other precisions."""
 
     def __init__(self):
         super().__init__()
@@ -362,38 +362,38 @@ class InFloat32(Plain):
 DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.float32, "64-true": torch.float64}
 
 
-def others(rank):
+def train_others(rank):
     recomputed = []
     for again in (False, True):
         module = Recomputed(again)
         torch.manual_seed(3)
-        fit(module, hybrid(2))
-        recomputed.append(state(module))
+        fit(module, make_hybrid(2))
+        recomputed.append(copy_state(module))
     norm = Normalized()
-    fit(norm, hybrid(2), max_epochs=1)
+    fit(norm, make_hybrid(2), max_epochs=1)
     drawing = Drawing()
     torch.manual_seed(4)
-    fit(drawing, hybrid(2))
+    fit(drawing, make_hybrid(2))
     narrow = {}
     for precision in DTYPES:
         module = InFloat32()
-        fit(module, hybrid(2), datamodule(dtype=DTYPES[precision]), precision=precision)
-        narrow[precision] = state(module)
-    return recomputed, state(norm), norm.parts, drawing.drawn, drawing.hooked, narrow
+        fit(module, make_hybrid(2), make_data(dtype=DTYPES[precision]), precision=precision)
+        narrow[precision] = copy_state(module)
+    return recomputed, copy_state(norm), norm.parts, drawing.drawn, drawing.hooked, narrow
 
 
 @functools.cache
-def other_outcomes():
-    return run(others, 2)
+def run_others():
+    return run(train_others, 2)
 
 
 def test_recomputed_activations_see_the_same_dropout():
-    for recomputed, *_ in other_outcomes():
+    for recomputed, *_ in run_others():
         compare(recomputed[1], recomputed[0], 1e-14)
 
 
 def test_running_statistics_are_the_weighted_mean():
-    (_, first, parts, *_), (_, second, other_parts, *_) = other_outcomes()
+    (_, first, parts, *_), (_, second, other_parts, *_) = run_others()
     mean = torch.zeros(3, dtype=torch.float64)
     for (one, seeds), (other, more) in zip(parts, other_parts, strict=True):
         mean = 0.9 * mean + 0.1 * (one * seeds + other * more) / (seeds + more)
@@ -403,7 +403,7 @@ def test_running_statistics_are_the_weighted_mean():
 
 
 def test_steps_draw_other_numbers_on_each_rank_and_hooks_the_same():
-    (*_, drawn, hooked, _), (*_, other_drawn, other_hooked, _) = other_outcomes()
+    (*_, drawn, hooked, _), (*_, other_drawn, other_hooked, _) = run_others()
     assert all(one.equal(other) for one, other in zip(hooked, other_hooked, strict=True))
     size = min(len(drawn[0]), len(other_drawn[0]))
     assert not drawn[0][:size].equal(other_drawn[0][:size])
@@ -413,25 +413,25 @@ def test_steps_draw_other_numbers_on_each_rank_and_hooks_the_same():
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 5e-2), ("64-true", 1e-12)])
 def test_in_other_precisions(precision, tolerance):
     module = InFloat32()
-    fit(module, data=datamodule(dtype=DTYPES[precision]), precision=precision)
-    for found in other_outcomes():
-        compare(found[5][precision], state(module), tolerance)
+    fit(module, data=make_data(dtype=DTYPES[precision]), precision=precision)
+    for found in run_others():
+        compare(found[5][precision], copy_state(module), tolerance)
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"drm": True, "cpu_share": "auto"}])
 def test_a_lone_trainer_is_the_plain_trainer_bit_for_bit(options):
     found, expected = Drawing(), Drawing()
-    for module, strategy in ((found, hybrid(1, **options)), (expected, "auto")):
+    for module, strategy in ((found, make_hybrid(1, **options)), (expected, "auto")):
         torch.manual_seed(4)
-        trainer = fit(module, strategy, data=datamodule([3], num_workers=2))
+        trainer = fit(module, strategy, data=make_data([3], num_workers=2))
     assert trainer.train_dataloader is not None
-    compare(state(found), state(expected), 0.0)
+    compare(copy_state(found), copy_state(expected), 0.0)
     assert all(one.equal(other) for one, other in zip(found.drawn, expected.drawn, strict=True))
 
 
 def test_a_lone_trainer_gets_the_loader_as_it_is():
     module = Plain()
-    trainer = fit(module, hybrid(1))
+    trainer = fit(module, make_hybrid(1))
     assert type(trainer.train_dataloader).__name__ == "NodeLoader"
     assert trainer.strategy.launcher is None
     assert not torch.distributed.is_initialized()

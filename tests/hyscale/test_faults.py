@@ -1,4 +1,4 @@
-"""Whatever happens to a rank, at whatever work, the others end soon and say which it was."""
+"""If a rank fails during any kind of work, the others end within seconds and name it."""
 
 import os
 import re
@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from tests.full_graph.launch import observe
-from tests.full_graph.test_faults import Signal, until
-from tests.hyscale.training import Plain, datamodule, fit, hybrid
+from tests.full_graph.test_faults import SignalSender, wait_until
+from tests.hyscale.training import Plain, fit, make_data, make_hybrid
 from tests.patience import NEVER
 
 pytestmark = pytest.mark.slow  # every rank is a process
 
 
-def at_work(rank, place):
-    """Tell the test that a rank is there, and has been there before."""
+def mark_reached(rank, place):
+    """Create the file by which the test sees that a rank has reached this place."""
     Path(os.environ["RANK_FOLDER"], f"{rank}.{place}").touch()
 
 
-class Through(torch.autograd.Function):
-    """Tells a module of its backward pass."""
+class BackwardNotifier(torch.autograd.Function):
+    """Calls ``module.reach`` in the backward pass."""
 
     @staticmethod
     def forward(ctx, loss, module):
@@ -32,41 +32,35 @@ class Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.module.passes("backward")
+        ctx.module.reach("backward")
         return grad, None
 
 
 class Busy(Plain):
-    """Spends its time in one place, and tells so; one rank may do there what it is told to.
-
-    Args:
-        place: Where.
-        own: Called there on one rank, after four steps.
-        rank: Which.
-    """
+    """Marks when it reaches ``place``; there, after four steps, ``rank`` calls ``own``."""
 
     def __init__(self, place, own=None, rank=1):
         super().__init__()
         self.place, self.own, self.rank = place, own, rank
 
-    def passes(self, place):
+    def reach(self, place):
         if place == self.place and self.global_step > 3:
-            at_work(self.global_rank, place)
+            mark_reached(self.global_rank, place)
             if self.own is not None and self.global_rank == self.rank:
                 self.own()
             time.sleep(0.02)
 
     def training_step(self, batch, index):
-        self.passes("training")
-        return Through.apply(super().training_step(batch, index), self)
+        self.reach("training")
+        return BackwardNotifier.apply(super().training_step(batch, index), self)
 
     def validation_step(self, batch, index):
         if not self.trainer.sanity_checking:
-            self.passes("validation")
+            self.reach("validation")
 
-    def prepared(self, batch):
-        """Is a transform of the loader's, and so runs in a thread of the pipeline."""
-        self.passes("preparing")
+    def prepare(self, batch):
+        """Transform of the loader, which runs in a pipeline thread."""
+        self.reach("preparing")
         return batch
 
 
@@ -74,60 +68,54 @@ def train_for_ever(rank, place, timeout, own=None, on=1):
     os.dup2(os.open(Path(os.environ["RANK_FOLDER"], f"{rank}.stderr"), os.O_CREAT | os.O_WRONLY), 2)
     num_ranks = int(os.environ["WORLD_SIZE"])
     module = Busy(place, own, on)
-    data = datamodule(
-        transform=module.prepared, thread_safe=True, eval_loader_kwargs={"transform": None}, num_workers=2
-    )
-    fit(module, hybrid(num_ranks, stall_timeout=timeout), data, epochs=-1, limit_val_batches=3)
+    data = make_data(transform=module.prepare, thread_safe=True, eval_loader_kwargs={"transform": None}, num_workers=2)
+    fit(module, make_hybrid(num_ranks, stall_timeout=timeout), data, epochs=-1, limit_val_batches=3)
 
 
-class Said:
-    """Sends a signal to a rank, if it shall, and keeps what the ranks have written to stderr, and how long it took.
+class RankLoss:
+    """Loses a rank at a place, by signal ``number`` or by itself (None); stores the stderr of all ranks.
 
-    Args:
-        rank: Which is lost.
-        number: Of the signal; None for a rank that is lost by itself.
-        place: Where all ranks must be before.
+    ``seconds`` is the time from the loss until all other ranks have ended.
     """
 
     def __init__(self, rank, number, place):
-        self.rank, self.signal, self.place = rank, number and Signal(rank, number, place), place
+        self.rank, self.signal, self.place = rank, number and SignalSender(rank, number, place), place
 
     def __call__(self, processes, folder):
         self.pid = processes[self.rank].pid
         if self.signal is None:
-            until(lambda: (folder / f"{self.rank}.{self.place}").exists())
+            wait_until(lambda: (folder / f"{self.rank}.{self.place}").exists())
         else:
             self.signal(processes, folder)
         began = time.monotonic()
         rest = [process for rank, process in enumerate(processes) if rank != self.rank]
-        until(lambda: not any(process.is_alive() for process in rest))
+        wait_until(lambda: not any(process.is_alive() for process in rest))
         self.seconds = time.monotonic() - began
         self.stderr = [(folder / f"{rank}.stderr").read_text() for rank in range(len(processes))]
 
-    def name(self, found, how):
-        """Assert that every other rank names the one that is lost, in its error or in its last words."""
+    def assert_named(self, found, how):
+        """Assert that every other rank names the lost one in its error or its last output."""
         for rank, error in enumerate(found.errors):
             if rank != self.rank:
-                told = self.stderr[rank] if error == "no result" else error
-                assert re.search(rf"rank {self.rank} \(process {self.pid} on \S+\) {how}", told), told
-                assert error != "no result" or f"rank {rank} exits because rank {self.rank} " in told
+                text = self.stderr[rank] if error == "no result" else error
+                assert re.search(rf"rank {self.rank} \(process {self.pid} on \S+\) {how}", text), text
+                assert error != "no result" or f"rank {rank} exits because rank {self.rank} " in text
 
 
-# Rank 0 keeps the store in which the signs of life are.
+# Rank 0 hosts the store that holds the heartbeats.
 @pytest.mark.parametrize(("lost", "place"), [(0, "training"), (1, "preparing"), (1, "validation")])
 def test_a_rank_that_is_killed(lost, place):
-    """Nobody waits for a timeout."""
-    said = Said(lost, signal.SIGKILL, place)
+    said = RankLoss(lost, signal.SIGKILL, place)
     found = observe(train_for_ever, 2 + lost, place, NEVER, during=said, lost=[lost])
-    said.name(found, "died: its process exited unexpectedly")
+    said.assert_named(found, "died: its process exited unexpectedly")
 
 
 @pytest.mark.parametrize(("lost", "place"), [(1, "training"), (0, "preparing"), (0, "validation")])
 def test_a_rank_that_is_stopped(lost, place):
-    """Gloo would wait on, for half an hour."""
-    said = Said(lost, signal.SIGSTOP, place)
+    """Gloo alone would wait for half an hour."""
+    said = RankLoss(lost, signal.SIGSTOP, place)
     found = observe(train_for_ever, 2 + lost, place, 3.0, during=said, lost=[lost])
-    said.name(found, "is stopped")
+    said.assert_named(found, "is stopped")
 
 
 def sleep_for_ever():
@@ -148,18 +136,18 @@ def run_for_ever():
     ],
 )
 def test_a_rank_that_hangs_in_a_step(lost, place, own, where):
-    said = Said(lost, None, place)
+    said = RankLoss(lost, None, place)
     found = observe(train_for_ever, 2, place, 2.0, own, lost, during=said)
-    said.name(found, rf"failed: hangs in {where} for \d+ s")
+    said.assert_named(found, rf"failed: hangs in {where} for \d+ s")
     assert found.exit_codes[lost] == 1
     assert f"rank {lost} hangs in {where}" in said.stderr[lost]
     assert own.__name__ in said.stderr[lost]  # its stack
 
 
 def test_a_rank_that_hangs_in_the_pipeline():
-    said = Said(1, None, "preparing")
+    said = RankLoss(1, None, "preparing")
     found = observe(train_for_ever, 2, "preparing", 2.0, run_for_ever, during=said)
-    said.name(found, "failed: TimeoutError")
+    said.assert_named(found, "failed: TimeoutError")
     assert "TimeoutError" in found.errors[1]
     assert "run_for_ever" in found.errors[1]
 
@@ -170,8 +158,8 @@ def raise_it():
 
 @pytest.mark.parametrize("place", ["training", "backward", "preparing", "validation"])
 def test_a_rank_that_raises(place):
-    said = Said(1, None, place)
+    said = RankLoss(1, None, place)
     found = observe(train_for_ever, 2, place, NEVER, raise_it, during=said)
-    said.name(found, "failed: ArithmeticError: the labels are odd")
+    said.assert_named(found, "failed: ArithmeticError: the labels are odd")
     assert "in raise_it" in found.errors[1]
     assert found.errors[1].rstrip().endswith("ArithmeticError: the labels are odd")

@@ -1,4 +1,4 @@
-"""What users know of Lightning's Trainer, under our strategies: whatever a scenario shows is what one process shows."""
+"""Every scenario shows the same behavior of Lightning's Trainer under our strategies as in one process."""
 
 import pickle
 import re
@@ -10,11 +10,11 @@ import torch
 from tests.campaigns import SLICES
 from tests.full_graph.launch import observe
 from tests.hyscale.behaviour import SCENARIOS
-from tests.hyscale.behaviour.task import outcomes_of, perform
+from tests.hyscale.behaviour.task import read_outcomes, run_scenarios
 from tests.once import once
 
 ALONE = {False: ("auto", 1, False), True: ("auto", 1, True)}
-"""What all is compared with: mini-batches, and full graphs."""
+"""Reference runs: mini-batches and full graphs."""
 WAYS = {
     "hyscale": ("hyscale", 2, False),
     "hyscale alone": ("hyscale", 1, False),
@@ -44,7 +44,7 @@ OTHERWISE = {
         "by_rank_zero_alone": ("rank_zero_only=True", "each rank has some of the rows, and all must log"),
     },
 }
-"""By way and scenario: what must differ, by name, or a pattern of the error; and why that is right."""
+"""Expected differences by way and scenario: keys that differ or a pattern of the error, and the reason."""
 ALWAYS = (
     "plain_training", "lbfgs_with_a_line_search", "gradients_are_accumulated_by_a_schedule",
     "parameters_are_added_in_mid_training",
@@ -53,17 +53,17 @@ ALWAYS = (
     "all_stages_one_after_another", "pygs_own_loader", "hooks_of_fitting", "in_all_hooks",
     "validation_within_an_epoch", "a_rate_that_falls_on_a_plateau_of_validation", "a_history_of_embeddings",
 )  # fmt: skip
-"""Of two trainers of hyscale: a scenario or two of each kind, which all slices take."""
+"""Run in all slices for two hyscale trainers: one or two scenarios of each kind."""
 
 
-def names_for(full):
+def list_names(full):
     return [name for name, scenario in SCENARIOS.items() if scenario.full or not full]
 
 
 def cases():
-    """Yield ways and scenarios: those of ALWAYS for two trainers of hyscale, and of all others a slice in each run."""
+    """Yield ways and scenarios: those of ALWAYS run in every slice, each other one in a single slice."""
     for way, (_, _, full) in WAYS.items():
-        for place, name in enumerate(names_for(full)):
+        for place, name in enumerate(list_names(full)):
             marks = [] if way == "hyscale" and name in ALWAYS else [pytest.mark.campaign]
             title = f"{way}-{name}".replace(" ", "-")
             yield pytest.param(way, name, place % SLICES, id=title, marks=marks)
@@ -71,7 +71,7 @@ def cases():
 
 @pytest.fixture(scope="session")
 def outcomes(request, tmp_path_factory):
-    """Return a function of a way, which runs the scenarios and returns by name what the ranks saw."""
+    """Return a function that runs the scenarios of a way and returns by name what the ranks observed."""
     wanted = {}
     for item in request.session.items:
         if getattr(item, "originalname", "") == test_a_strategy_behaves_like_one_process.__name__:
@@ -89,31 +89,31 @@ def outcomes(request, tmp_path_factory):
 
 
 def run_all(way, left, folder):
-    """Run scenarios, in ranks that are started anew after one that failed on some of them alone."""
+    """Run scenarios; restart the ranks after one that fails on some ranks only."""
     found = {}
     while left:
         home = folder / str(len(left))
-        ended = observe(perform, way[1], left, way, str(home))
-        # What came after a scenario that one rank alone did not survive is no more than the ranks' falling apart.
-        found |= outcomes_of(left, way, home) or {left[0]: [("raised", error) for error in ended.errors]}
+        ended = observe(run_scenarios, way[1], left, way, str(home))
+        # After a scenario that only one rank did not survive, later errors are consequences and are dropped.
+        found |= read_outcomes(left, way, home) or {left[0]: [("raised", error) for error in ended.errors]}
         left = [name for name in left if name not in found]
     (folder / "outcomes.pickle").write_bytes(pickle.dumps(found))
 
 
-def differences(expected, found, tolerance, where=""):
-    """Yield what differs, in words."""
+def compare(expected, found, tolerance, where=""):
+    """Yield a description of each difference."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in sorted({*expected, *found}, key=str):
             if key not in expected or key not in found:
                 yield f"{where}: {key!r} is only in {'what was found' if key in found else 'what was expected'}"
             else:
-                yield from differences(expected[key], found[key], tolerance, f"{where}[{key!r}]")
+                yield from compare(expected[key], found[key], tolerance, f"{where}[{key!r}]")
     elif isinstance(expected, list | tuple) and isinstance(found, list | tuple):
         if len(expected) != len(found):
             yield f"{where}: {len(found)} instead of {len(expected)}: {found} instead of {expected}"
             return
         for place, (one, other) in enumerate(zip(expected, found, strict=True)):
-            yield from differences(one, other, tolerance, f"{where}[{place}]")
+            yield from compare(one, other, tolerance, f"{where}[{place}]")
     elif isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
         try:
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -127,7 +127,7 @@ def differences(expected, found, tolerance, where=""):
         yield f"{where}: {found!r} instead of {expected!r}"
 
 
-def seen(outcome):
+def unwrap(outcome):
     kind, observed = outcome
     assert kind == "seen", observed
     return observed
@@ -136,26 +136,26 @@ def seen(outcome):
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "name", "number"), cases())
 def test_a_strategy_behaves_like_one_process(way, name, number, outcomes):
-    expected = seen(outcomes(ALONE[WAYS[way][2]])[name][0])
+    expected = unwrap(outcomes(ALONE[WAYS[way][2]])[name][0])
     ranks = outcomes(WAYS[way])[name]
     otherwise, _ = OTHERWISE.get(way, {}).get(name, ((), ""))
     if isinstance(otherwise, str):
         assert all(kind == "raised" and re.search(otherwise, observed) for kind, observed in ranks), ranks
         return
     for key in otherwise:
-        pairs = [(expected[key], seen(rank)[key]) for rank in ranks]
-        assert any(list(differences(*pair, SCENARIOS[name].tolerance)) for pair in pairs), f"{key} is as it should be"
+        pairs = [(expected[key], unwrap(rank)[key]) for rank in ranks]
+        assert any(list(compare(*pair, SCENARIOS[name].tolerance)) for pair in pairs), f"{key} is as it should be"
     for number, rank in enumerate(ranks):
         left_out = {*otherwise, *(["rank 0"] if number else [])}
         wanted, found = (
-            {k: v for k, v in observed.items() if k not in left_out} for observed in (expected, seen(rank))
+            {k: v for k, v in observed.items() if k not in left_out} for observed in (expected, unwrap(rank))
         )
-        found = list(differences(wanted, found, SCENARIOS[name].tolerance))
+        found = list(compare(wanted, found, SCENARIOS[name].tolerance))
         assert not found, f"rank {number}: " + "\n".join(found)
 
 
 def test_what_is_always_run_is_a_scenario():
-    assert set(ALWAYS) <= set(names_for(False))
+    assert set(ALWAYS) <= set(list_names(False))
 
 
 def test_every_exception_is_of_a_case():

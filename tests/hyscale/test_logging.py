@@ -1,4 +1,4 @@
-"""What is logged, measured and predicted by several ranks is that of a plain Trainer."""
+"""Several ranks log, measure and predict the same values as a plain Trainer."""
 
 import functools
 
@@ -10,7 +10,7 @@ from pytorch_lightning.callbacks import Callback
 
 from tests.campaigns import cases_of
 from tests.full_graph.launch import run
-from tests.hyscale.training import SILENT, Plain, datamodule, fit, hybrid
+from tests.hyscale.training import SILENT, Plain, fit, make_data, make_hybrid
 
 STRATEGIES = {
     "two": (2, {}),
@@ -32,7 +32,7 @@ class Logging(Plain):
             self.metrics[split] = torch.nn.ModuleDict(
                 {
                     "accuracy": torchmetrics.Accuracy(**multiclass),
-                    "auroc": torchmetrics.AUROC(**multiclass),  # with lists of predictions for states
+                    "auroc": torchmetrics.AUROC(**multiclass),  # its states are lists of predictions
                     "largest": torchmetrics.MaxMetric(),
                     "collection": torchmetrics.MetricCollection(
                         {
@@ -56,7 +56,7 @@ class Logging(Plain):
         if index == 1:
             self.log(f"{split}once", 2.5, batch_size=batch.batch_size, **both)
         if batch.batch_size < 15:
-            self.log(f"{split}of_few", 1.0, reduce_fx="max", **both)  # some ranks in some steps alone
+            self.log(f"{split}of_few", 1.0, reduce_fx="max", **both)  # only on some ranks in some steps
         metrics = self.metrics[split]
         metrics["accuracy"](out, y)
         self.log(f"{split}accuracy", metrics["accuracy"], on_step=False, on_epoch=True)
@@ -81,8 +81,8 @@ class Logging(Plain):
         return {"scores": self.scores(batch), "nodes": batch.n_id[: batch.batch_size], "text": str(batch_idx)}
 
 
-class Seen(Callback):
-    """Notes what was logged after each batch."""
+class MetricRecorder(Callback):
+    """Records the metrics that are logged after each batch."""
 
     def __init__(self):
         self.values = []
@@ -91,49 +91,49 @@ class Seen(Callback):
         self.values.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def all_stages(strategy="auto"):
-    module, seen = Logging(), Seen()
-    data = datamodule(input_val_nodes=torch.arange(150, 230), input_test_nodes=torch.arange(100, 173))
+def run_all_stages(strategy="auto"):
+    module, seen = Logging(), MetricRecorder()
+    data = make_data(input_val_nodes=torch.arange(150, 230), input_test_nodes=torch.arange(100, 173))
     trainer = fit(module, strategy, data, epochs=3, callbacks=[seen], limit_val_batches=1.0)
     values = seen.values
     tested = trainer.test(module, data, verbose=False)
     validated = trainer.validate(module, data, verbose=False)
     data.input_pred_nodes = torch.arange(20, 155)
     predicted = trainer.predict(module, data)
-    alone = pl.Trainer(strategy=hybrid_like(strategy), **SILENT).test(module, data, verbose=False)
+    alone = pl.Trainer(strategy=make_hybrid_strategy(strategy), **SILENT).test(module, data, verbose=False)
     return values, tested, validated, predicted, alone
 
 
-def hybrid_like(strategy):
+def make_hybrid_strategy(strategy):
     if isinstance(strategy, str):
         return strategy
     number, options = STRATEGIES[strategy.test_name]
-    return hybrid(number, **options)
+    return make_hybrid(number, **options)
 
 
-def ranks(rank, num_ranks, names):
+def run_rank(rank, num_ranks, names):
     found = {}
     for name in names:
         number, options = STRATEGIES[name]
         if number == num_ranks:
-            strategy = hybrid(number, **options)
+            strategy = make_hybrid(number, **options)
             strategy.test_name = name
-            found[name] = all_stages(strategy)
+            found[name] = run_all_stages(strategy)
     return found
 
 
 @functools.cache
-def outcomes(session, num_ranks):
+def run_outcomes(session, num_ranks):
     names = [case["name"] for case in cases_of(session, test_values_are_those_of_one_device_on_all_ranks)]
-    return run(ranks, num_ranks, num_ranks, names)
+    return run(run_rank, num_ranks, num_ranks, names)
 
 
 @functools.cache
-def plain():
-    return all_stages()
+def run_plain():
+    return run_all_stages()
 
 
-def same(found, expected, only_rank_zero=()):
+def assert_same(found, expected, only_rank_zero=()):
     assert len(found) == len(expected) > 0
     for a, b in zip(found, expected, strict=True):
         missing = set(b) ^ set(a)
@@ -145,9 +145,9 @@ def same(found, expected, only_rank_zero=()):
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_values_are_those_of_one_device_on_all_ranks(name, request):
-    for found in outcomes(request.session, STRATEGIES[name][0]):
+    for found in run_outcomes(request.session, STRATEGIES[name][0]):
         values, tested, validated, predicted, alone = found[name]
-        expected = plain()
+        expected = run_plain()
         few = {f"{split}of_few{end}" for split in ("train_", "val_", "test_") for end in ("", "_step", "_epoch")}
         for ours, theirs in (
             (values, expected[0]),
@@ -156,7 +156,7 @@ def test_values_are_those_of_one_device_on_all_ranks(name, request):
             (alone, expected[4]),
         ):
             cleaned = [[{k: v for k, v in row.items() if k not in few} for row in rows] for rows in (ours, theirs)]
-            same(*cleaned)
+            assert_same(*cleaned)
         assert len(predicted) == len(expected[3])
         for ours, theirs in zip(predicted, expected[3], strict=True):
             assert ours["scores"].equal(theirs["scores"]) or (ours["scores"] - theirs["scores"]).abs().max() < 1e-12

@@ -1,4 +1,4 @@
-"""Losses that are no means over the seeds: weighted by what ``training_step`` returns, or else warned about."""
+"""Losses that are not means over the seeds: weighted by what ``training_step`` returns, or warned about."""
 
 import functools
 import traceback
@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from tests.campaigns import cases_of
 from tests.full_graph.launch import run
-from tests.hyscale.training import Plain, fit, hybrid, state
+from tests.hyscale.training import Plain, copy_state, fit, make_hybrid
 from tests.patience import NEVER
 
 CLASS_WEIGHTS = torch.tensor([0.1, 1.0, 5.0], dtype=torch.float64)
 
 
 class Weighted(Plain):
-    """Its loss is one of several kinds; with ``returned``, what it weighs is too."""
+    """Computes one of several kinds of loss; with ``returned``, also returns its weight."""
 
     def __init__(self, kind, returned=True):
         super().__init__()
@@ -32,8 +32,8 @@ class Weighted(Plain):
         elif self.kind == "ignored":
             loss, own = F.cross_entropy(out, y, ignore_index=0), int((y != 0).sum())
         elif self.kind == "labelled":
-            labelled = y > 1
-            loss, own = F.cross_entropy(out[labelled], y[labelled]), float(labelled.sum())
+            mask = y > 1
+            loss, own = F.cross_entropy(out[mask], y[mask]), float(mask.sum())
         elif self.kind == "sum":
             loss, own = 0.01 * F.cross_entropy(out, y, reduction="sum"), "sum"
         else:
@@ -51,16 +51,16 @@ BY_NAME = {f"{kind}, {name}": (kind, options) for kind in KINDS for name, option
 
 
 class Ignoring(Plain):
-    """Of the parts of some ranks, all labels are ignored; the mean may be written by hand: 0 / 0."""
+    """Ignores all labels of some ranks; the mean may be written as sum / count, which is 0 / 0 there."""
 
-    def __init__(self, kept, by_hand):
+    def __init__(self, has_label, divides):
         super().__init__()
-        self.kept, self.by_hand = kept, by_hand
+        self.has_label, self.divides = has_label, divides
 
     def training_step(self, batch, batch_idx):
-        y = torch.where(self.kept(batch, batch_idx), batch.y[: batch.batch_size], -100)
+        y = torch.where(self.has_label(batch, batch_idx), batch.y[: batch.batch_size], -100)
         count, out = (y != -100).sum(), self.scores(batch)
-        loss = F.cross_entropy(out, y, reduction="sum") / count if self.by_hand else F.cross_entropy(out, y)
+        loss = F.cross_entropy(out, y, reduction="sum") / count if self.divides else F.cross_entropy(out, y)
         return {"loss": loss, "weight": count}
 
 
@@ -69,16 +69,16 @@ def not_of_the_second(batch, batch_idx):
 
 
 class OnOneRank(Ignoring):
-    """Only the first rank has labels in every second step."""
+    """In every second step, only the first rank has labels."""
 
-    def __init__(self, by_hand):
-        super().__init__(self.first_alone, by_hand)
+    def __init__(self, divides):
+        super().__init__(self.first_alone, divides)
 
     def first_alone(self, batch, batch_idx):
         alone = self._trainer.world_size == 1
         first = torch.arange(batch.batch_size) < round(0.3 * batch.batch_size)  # the share of the first rank
-        kept = first if alone else torch.full((batch.batch_size,), self._trainer.global_rank == 0)
-        return kept if batch_idx % 2 else torch.full_like(kept, True)
+        mask = first if alone else torch.full((batch.batch_size,), self._trainer.global_rank == 0)
+        return mask if batch_idx % 2 else torch.full_like(mask, True)
 
 
 IGNORING = {
@@ -93,13 +93,13 @@ IGNORING = {
 
 
 class Means(Plain):
-    """Means over the seeds, with much around them that is none."""
+    """Losses are means over the seeds, among other computations that are not."""
 
     def loss(self, batch):
         out, y = self.scores(batch), batch.y[: batch.batch_size]
         with torch.no_grad():
             F.cross_entropy(out, y, reduction="sum", weight=CLASS_WEIGHTS)
-        F.cross_entropy(out, y, reduction="sum")  # reaches nothing
+        F.cross_entropy(out, y, reduction="sum")  # does not reach the loss
         one_hot = F.one_hot(y, 3).to(out.dtype)
         penalty = sum(F.mse_loss(p, torch.zeros_like(p), reduction="sum") for p in self.parameters())
         return (
@@ -146,39 +146,39 @@ SILENT = {
 }
 
 
-def trained(make, options, strategy="auto"):
+def train_state(make, options, strategy="auto"):
     module = make()
     fit(module, strategy, **OPTIONS[options])
-    return state(module)
+    return copy_state(module)
 
 
-def about_losses(module, strategy):
+def collect_loss_warnings(module, strategy):
     with warnings.catch_warnings(record=True) as caught:
         fit(module, strategy, epochs=1, filters=False)
     return [str(warning.message) for warning in caught if "not a mean over" in str(warning.message)]
 
 
-def ranks(rank, num_ranks, names):
+def train_rank(rank, num_ranks, names):
     weights = {}
     for name in names:
         kind, options = BY_NAME[name]
         module = Weighted(kind)
-        fit(module, hybrid(num_ranks), **options)
-        weights[name] = state(module)
+        fit(module, make_hybrid(num_ranks), **options)
+        weights[name] = copy_state(module)
     if num_ranks > 2:
         return weights, {}, {}
     for name, (make, options) in IGNORING.items():
-        weights[name] = trained(make, options, hybrid(num_ranks))
-    warned = {name: about_losses(make(), hybrid(num_ranks)) for name, (make, _) in WARNED.items()}
-    warned |= {f"not {name}": about_losses(make(), hybrid(num_ranks)) for name, make in SILENT.items()}
-    means = trained(Means, "plain", hybrid(num_ranks))
+        weights[name] = train_state(make, options, make_hybrid(num_ranks))
+    warned = {name: collect_loss_warnings(make(), make_hybrid(num_ranks)) for name, (make, _) in WARNED.items()}
+    warned |= {f"not {name}": collect_loss_warnings(make(), make_hybrid(num_ranks)) for name, make in SILENT.items()}
+    means = train_state(Means, "plain", make_hybrid(num_ranks))
     return weights, warned, means
 
 
 @functools.cache
-def outcomes(session, num_ranks=2):
+def run_ranks(session, num_ranks=2):
     names = [case["name"] for case in cases_of(session, test_weights_that_are_returned_make_it_the_undivided_batch)]
-    return run(ranks, num_ranks, num_ranks, names)
+    return run(train_rank, num_ranks, num_ranks, names)
 
 
 def compare(found, expected):
@@ -193,25 +193,25 @@ def test_weights_that_are_returned_make_it_the_undivided_batch(name, request):
     module = Weighted(kind)
     fit(module, **options)
     for num_ranks in (2, 3):
-        for weights, *_ in outcomes(request.session, num_ranks):
-            compare(weights[name], state(module))
+        for weights, *_ in run_ranks(request.session, num_ranks):
+            compare(weights[name], copy_state(module))
 
 
 @pytest.mark.parametrize("name", IGNORING)
 def test_a_rank_whose_weight_is_zero_adds_nothing_not_even_a_nan(name, request):
     make, options = IGNORING[name]
-    expected = trained(make, options)  # of cross_entropy without labels, gradients are zero there too
-    for weights, *_ in outcomes(request.session):
+    expected = train_state(make, options)  # cross_entropy without labels also has zero gradients
+    for weights, *_ in run_ranks(request.session):
         compare(weights[name], expected)
 
 
 @pytest.mark.parametrize("name", WARNED)
 def test_without_a_weight_such_a_loss_is_warned_about_once(name, request):
     make, said = WARNED[name]
-    told = [message for _, warned, _ in outcomes(request.session) for message in warned[name]]
-    assert 1 <= len(told) <= 2  # by each rank that sees it
-    assert all(said in message and "'weight': weight" in message for message in told)
-    assert not about_losses(make(), hybrid(1))
+    messages = [message for _, warned, _ in run_ranks(request.session) for message in warned[name]]
+    assert 1 <= len(messages) <= 2  # by each rank that sees it
+    assert all(said in message and "'weight': weight" in message for message in messages)
+    assert not collect_loss_warnings(make(), make_hybrid(1))
 
 
 class Bad(Plain):
@@ -240,18 +240,18 @@ BAD = [
 ]
 
 
-def refused(rank):
+def collect_refusals(rank):
     errors = []
     for make, args, *_ in BAD:
         try:
-            fit(make(*args), hybrid(2, stall_timeout=NEVER), epochs=1)
+            fit(make(*args), make_hybrid(2, stall_timeout=NEVER), epochs=1)
         except Exception as error:
             errors.append((type(error).__name__, str(error), traceback.format_exc()))
     return errors
 
 
 def test_weights_that_make_no_sense_are_refused():
-    for errors in run(refused, 2):
+    for errors in run(collect_refusals, 2):
         for (*_, error, said), found in zip(BAD, errors, strict=True):
             assert found[0] == error, found[2]
             assert said in found[1]

@@ -15,7 +15,7 @@ CPU = Processor(flops=4e9, memory_bandwidth=1e9)
 GPU = Processor(flops=40e9, memory_bandwidth=20e9)
 FPGA = Processor(flops=8e9, memory_bandwidth=5e9, pipelined=True)
 SIZES = BatchSizes(100, (5000, 900, 100), (8000, 1500))
-"""100 seeds: 5000 vertices, of which 900 are expanded; 1500 edges into the seeds, 8000 in all."""
+"""100 seeds, 5000 sampled nodes, 900 of them expanded; 1500 edges into the seeds, 8000 in total."""
 WORK = Workload(100_000, 1_000_000, 1000, 100, (15, 10), (64, 32, 8), measured=SIZES)
 
 
@@ -27,7 +27,7 @@ def test_trainer_time_by_hand():
     forward = aggregate1 / 1e9 + update1 / 4e9 + aggregate2 / 1e9 + update2 / 4e9
     backward = update1 / 4e9 + aggregate2 / 1e9 + 2 * update2 / 4e9
     assert model.trainer_time(CPU, 100) == pytest.approx(forward + backward)
-    # Pipelined, the longer of the two counts; the update of layer 1 stands alone on the way back.
+    # Pipelined, the longer of the two counts; in the backward pass, the update of layer 1 runs alone.
     forward = max(aggregate1 / 5e9, update1 / 8e9) + max(aggregate2 / 5e9, update2 / 8e9)
     backward = update1 / 8e9 + max(aggregate2 / 5e9, 2 * update2 / 8e9)
     assert model.trainer_time(FPGA, 100) == pytest.approx(forward + backward)
@@ -60,7 +60,7 @@ def test_features_may_travel_in_fewer_bits(dtype, row):
     topology = (2 * 8000 + 5000) * 8
     assert model.transfer_time(100) == pytest.approx((5000 * row + topology) / 0.5e9)
     mapping = TaskMapping((0, 100), 1)
-    assert model.load_time(mapping) == pytest.approx(5000 * 64 * 4 / 1e9)  # they are read as they are
+    assert model.load_time(mapping) == pytest.approx(5000 * 64 * 4 / 1e9)  # features are read unquantized
     assert model.sync_time() == pytest.approx(2 * (64 * 32 + 32 * 8) * 4 / 0.5e9)
 
 
@@ -82,7 +82,7 @@ def test_best_mapping_is_the_best_of_all(cores, spare, accelerators, cpus, facto
     )
     work = replace(WORK, batch_size=24)
     model = PerformanceModel(platform, work)
-    threads = max(2 + cpus, min(2 + cpus + spare, cores))  # of too many threads, no more than tasks
+    threads = max(2 + cpus, min(2 + cpus + spare, cores))  # more threads than tasks do not help
     best = model.best_mapping(cpus, threads)
     assert best.total == 24
     assert sum(best.threads) == threads or not cpus
@@ -99,8 +99,8 @@ def test_best_mapping_is_the_best_of_all(cores, spare, accelerators, cpus, facto
                 continue
             seeds = (*_even(on_cpu, cpus), *_even(24 - on_cpu, accelerators))
             least = min(least, model.iteration_time(TaskMapping(seeds, cpus, (sampler, loader, trainer), share)))
-    # Seeds are whole, and the split is made for the trainers: what it leaves to gain is at most one seed of 24. Where
-    # threads take turns, seeds are tried in steps.
+    # Seeds are integers, and the split is optimized for the trainers: at most one seed of 24 could still be gained.
+    # Where threads share cores, seeds are tried in steps.
     assert model.iteration_time(best) <= least * (1 + 1 / 24 if threads <= cores else 1.1)
 
 

@@ -1,4 +1,4 @@
-"""Two nodes, each with several trainers, are one: weights, buffers, metrics, resume, and who was lost."""
+"""Two nodes with several trainers each act as one: weights, buffers, metrics, resuming, naming of lost ranks."""
 
 import signal
 import time
@@ -13,16 +13,16 @@ from torch_geometric.loader import NeighborLoader
 from lightning_gnn.distributed.heartbeat import Process
 from lightning_gnn.pyg import enable_pyg_sampling
 from tests.full_graph.launch import observe, run
-from tests.hyscale.test_faults import Said, train_for_ever
-from tests.hyscale.test_resume import SaveAt, same, train
-from tests.hyscale.training import Plain, datamodule, fit, graph, hybrid, state
+from tests.hyscale.test_faults import RankLoss, train_for_ever
+from tests.hyscale.test_resume import SaveAt, are_equal, train
+from tests.hyscale.training import Plain, copy_state, fit, make_data, make_graph, make_hybrid
 from tests.patience import NEVER
 
 pytestmark = pytest.mark.slow  # every rank is a process
 
 
 class Logging(Plain):
-    """Logs what must be that of all nodes."""
+    """Logs values that must be reduced over all nodes."""
 
     def __init__(self):
         super().__init__()
@@ -67,51 +67,51 @@ CASES = {
     "class weights": (ClassWeights, {}, {"accumulate_grad_batches": 2}),
     "few seeds": (Logging, {}, {"batch_size": 3, "limit_train_batches": 5}),
 }
-"""The module, the strategy's options, the Trainer's; in the last, a trainer has no seeds."""
+"""Module, strategy options and Trainer options; in the last case, one trainer has no seeds."""
 
 
-def outcome(case, strategy, nodes=1):
+def train_case(case, strategy, nodes=1):
     kind, _, options = CASES[case]
     options = dict(options)
-    data, module = datamodule(batch_size=options.pop("batch_size", 60)), kind()
+    data, module = make_data(batch_size=options.pop("batch_size", 60)), kind()
     trainer = fit(module, strategy, data, num_nodes=nodes, limit_val_batches=1.0, num_sanity_val_steps=0, **options)
-    return state(module), {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return copy_state(module), {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 class OfPyG(pl.LightningDataModule):
-    """Has PyG's loader, whose order is drawn at random."""
+    """Uses PyG's loader with a random order."""
 
     def train_dataloader(self):
-        data = graph()
+        data = make_graph()
         return NeighborLoader(data, [-1], input_nodes=data.train_mask, batch_size=60, shuffle=True)
 
 
-def of_pyg(strategy, nodes=1):
+def train_with_pyg(strategy, nodes=1):
     torch.manual_seed(3)
     module = Plain()
     with enable_pyg_sampling(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PL_GLOBAL_SEED", "5")  # of which DDP begins again
+        patch.setenv("PL_GLOBAL_SEED", "5")  # DDP reseeds from it
         torch.manual_seed(4)
         fit(module, strategy, OfPyG(), num_nodes=nodes)
-    return state(module)
+    return copy_state(module)
 
 
-def on_two_nodes(rank, path):
-    found = {case: outcome(case, hybrid(**options), 2) for case, (_, options, _) in CASES.items()}
+def run_node(rank, path):
+    found = {case: train_case(case, make_hybrid(**options), 2) for case, (_, options, _) in CASES.items()}
     more = {"num_nodes": 2, "limit_val_batches": 0}
-    _, whole = train(hybrid(), **more)
-    train(hybrid(), [SaveAt(path, 5)], **more)
-    _, resumed = train(hybrid(), path=path, **more)
-    return {**found, "resumed": same(whole, resumed), "PyG's": of_pyg(hybrid(), 2)}
+    _, whole = train(make_hybrid(), **more)
+    train(make_hybrid(), [SaveAt(path, 5)], **more)
+    _, resumed = train(make_hybrid(), path=path, **more)
+    return {**found, "resumed": are_equal(whole, resumed), "PyG's": train_with_pyg(make_hybrid(), 2)}
 
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory):
-    """One start of two nodes with two ranks each, for all that they are to show."""
-    return run(on_two_nodes, 4, str(tmp_path_factory.mktemp("nodes") / "middle.ckpt"), nodes=2)
+    """Start two nodes of two ranks once for all tests."""
+    return run(run_node, 4, str(tmp_path_factory.mktemp("nodes") / "middle.ckpt"), nodes=2)
 
 
-def equal(found, expected):
+def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
@@ -119,34 +119,34 @@ def equal(found, expected):
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_nodes_are_one_device(case, two_nodes):
-    weights, logged = outcome(case, "auto")
+    weights, logged = train_case(case, "auto")
     for found in two_nodes:
-        equal(found[case][0], weights)
+        assert_equal(found[case][0], weights)
         assert found[case][1] == {name: pytest.approx(value, rel=1e-6) for name, value in logged.items()}
 
 
 def test_a_random_order_is_the_first_ranks_everywhere(two_nodes):
     for found in two_nodes:
-        equal(found["PyG's"], of_pyg("auto"))
+        assert_equal(found["PyG's"], train_with_pyg("auto"))
 
 
 def test_two_nodes_resume_bit_for_bit(two_nodes):
     assert [found["resumed"] for found in two_nodes] == [True] * 4
 
 
-def elsewhere(rank, *args):
-    Process.state = lambda self, seen_from: "unknown"  # as a process of another machine
+def train_elsewhere(rank, *args):
+    Process.state = lambda self, seen_from: "unknown"  # as for a process of another machine
     train_for_ever(rank, *args)
 
 
 def test_a_node_that_is_killed_on_another_machine_is_named_by_its_silence():
-    said = Said(1, signal.SIGKILL, "training")
-    found = observe(elsewhere, 2, "training", NEVER, during=said, lost=[1])
+    said = RankLoss(1, signal.SIGKILL, "training")
+    found = observe(train_elsewhere, 2, "training", NEVER, during=said, lost=[1])
     said.name(found, "hangs, or its machine cannot be reached")
 
 
 class Slow(pl.Callback):
-    """Rank 1 takes longer than the timeout for the first step, a validation, and between two runs."""
+    """Delays rank 1 beyond the timeout in the first step, a validation, and between two runs."""
 
     def __init__(self, rank, seconds):
         self.seconds = seconds if rank == 1 else 0.0
@@ -158,17 +158,17 @@ class Slow(pl.Callback):
         time.sleep(self.seconds)
 
 
-def that_is_slow(rank, timeout):
+def train_slowly(rank, timeout):
     slow, module = Slow(rank, 1.6 * timeout), Logging()
     options = {"num_nodes": 2, "callbacks": [slow], "limit_val_batches": 1, "num_sanity_val_steps": 0}
-    trainer = fit(module, hybrid(1, stall_timeout=timeout), epochs=1, **options)
+    trainer = fit(module, make_hybrid(1, stall_timeout=timeout), epochs=1, **options)
     time.sleep(slow.seconds)
-    trainer.validate(module, datamodule(), verbose=False)
-    return state(module)
+    trainer.validate(module, make_data(), verbose=False)
+    return copy_state(module)
 
 
 def test_a_node_that_is_only_slow_is_waited_for():
     module = Logging()
     fit(module, epochs=1)
-    for found in run(that_is_slow, 2, 2.0, nodes=2):
-        equal(found, state(module))
+    for found in run(train_slowly, 2, 2.0, nodes=2):
+        assert_equal(found, copy_state(module))

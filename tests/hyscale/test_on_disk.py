@@ -8,22 +8,22 @@ import torch
 from lightning_gnn.features import DiskFeatures, FeatureTable
 from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, split_seeds
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
-from tests.hyscale.staging import staged_loader
-from tests.hyscale.training import datamodule
+from tests.hyscale.staging import make_staged_loader
+from tests.hyscale.training import make_data
 
 F32 = {"dtype": torch.float32, "batch_size": 20, "num_neighbors": (3, 2)}
 
 
 @pytest.fixture
 def store(tmp_path):
-    return FeatureTable(datamodule(**F32).data.x).save(tmp_path / "x.npy")
+    return FeatureTable(make_data(**F32).data.x).save(tmp_path / "x.npy")
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_batches_are_those_of_memory(store, prefetch):
     def batches(**options):
-        loader, shares = datamodule(**F32, **options).train_dataloader(), []
-        made = staged_loader(
+        loader, shares = make_data(**F32, **options).train_dataloader(), []
+        made = make_staged_loader(
             loader,
             ShardedBatchSampler(loader, lambda n, number: split_seeds(n, [1, 2])[1], 1),
             PipelineSettings(prefetch, (2, 1)),
@@ -44,15 +44,15 @@ def test_batches_are_those_of_memory(store, prefetch):
     table = disk.pipeline.tables["x"]
     assert isinstance(table, DiskFeatures)
     assert table.counts.rows == sum(batch.num_nodes for batch in theirs)
-    assert table.claim(), "nobody announces reads any more"
+    assert table.claim(), "no loader announces reads"
 
 
 def test_shares_that_change_are_sampled_again(store):
     def batches(**options):
         share = [0.5]
-        loader = datamodule(**F32, **options).train_dataloader()
+        loader = make_data(**F32, **options).train_dataloader()
         shared = ShardedBatchSampler(loader, lambda n, number: split_seeds(n, [share[0], 1])[0])
-        for number, batch in enumerate(staged_loader(loader, shared, PipelineSettings(0), lambda share: None)):
+        for number, batch in enumerate(make_staged_loader(loader, shared, PipelineSettings(0), lambda share: None)):
             share[0] = 0.5 if number % 4 else 2.0
             yield batch
         table = loader.pipeline.tables.get("x")
@@ -75,14 +75,14 @@ def test_looking_ahead_reads_less(store, prefetch, monkeypatch):
 
     read = {}
     for lookahead in (None, 0):
-        loader = datamodule(**F32, memory="3MB", store=store, lookahead=lookahead).train_dataloader()
+        loader = make_data(**F32, memory="3MB", store=store, lookahead=lookahead).train_dataloader()
         file = loader.pipeline.tables["x"].file
         table = DiskFeatures(file, DiskFeatures.least_bytes(file))  # room for 64 rows
         asked = []
         monkeypatch.setattr(table, "announce", partial(noted, asked, table.announce))
         loader.pipeline.tables["x"] = table
         shared = ShardedBatchSampler(loader, lambda n, number: split_seeds(n, [1, 2])[1], 1)
-        rows = [batch.n_id.numel() for batch in staged_loader(loader, shared, PipelineSettings(prefetch))]
+        rows = [batch.n_id.numel() for batch in make_staged_loader(loader, shared, PipelineSettings(prefetch))]
         assert asked == ([] if lookahead == 0 else rows)
         read[lookahead] = table.counts.hits
     assert read[None] > read[0]

@@ -1,4 +1,4 @@
-"""Algorithm 1 as published: each of its cases moves what it says, and nothing is ever lost."""
+"""Algorithm 1 as published: each case moves what the paper says, and the totals never change."""
 
 import json
 
@@ -12,11 +12,11 @@ from lightning_gnn.hyscale.resource_manager.resources import find_remedy
 
 BEGIN = TaskMapping((320, 320, 320), 1, (2, 2, 2), 0.5)
 WORK, NONE = 30, (0, 0, 0)
-"""A 32nd of 960 seeds."""
+"""One 32nd of 960 seeds."""
 
 
-def times(**stages):
-    """Stage times, 1 ms for what is not named; ``accelerator`` is the slower of two, the other takes 10 % less."""
+def make_times(**stages):
+    """Return stage times, by default 1 ms; ``accelerator`` is the slower of two, the other takes 10 % less."""
     seconds = {"sample_cpu": 1.0, "sample_accelerator": 1.0, "load": 1.0, "train_cpu": 1.0, "accelerator": 1.0} | stages
     slower = seconds["accelerator"]
     return IterationTimes(
@@ -32,7 +32,7 @@ def times(**stages):
 @pytest.mark.parametrize(
     ("stages", "seeds", "threads", "sampling"),
     [
-        # Lines 11 and 12, 13 and 14: whoever is the fastest.
+        # Lines 11 and 12, 13 and 14: whichever task is the fastest.
         ({"sample_accelerator": 9.0}, NONE, NONE, -1 / 32),
         ({"accelerator": 9.0}, (WORK, 0, -WORK), NONE, 0.0),
         # Lines 15 and 16: a thread of the fastest CPU task.
@@ -52,7 +52,7 @@ def times(**stages):
 )
 def test_each_case_moves_what_it_says(stages, seeds, threads, sampling):
     manager = PublishedResourceManager(BEGIN)
-    decision = manager.observe(times(**stages))
+    decision = manager.observe(make_times(**stages))
     action = "balance_work" if threads == NONE else "balance_thread"
     assert (decision.action, decision.changed, decision.observation) == (action, True, 1)
     assert decision.mapping == manager.mapping == manager.log[-1].mapping
@@ -62,7 +62,7 @@ def test_each_case_moves_what_it_says(stages, seeds, threads, sampling):
 
 
 def test_it_works_its_way_to_the_balance_of_two():
-    """Where no other stage exists, lines 14 and 27 alone are at work: it stays around 307 of 1024 seeds."""
+    """Without other stages, only lines 14 and 27 apply: the split stays around 307 of 1024 seeds."""
     manager = PublishedResourceManager(TaskMapping((900, 124), 1))
     found = []
     for _ in range(80):
@@ -74,7 +74,7 @@ def test_it_works_its_way_to_the_balance_of_two():
 
 
 def test_work_comes_back_from_the_cpu_only_if_an_accelerator_is_the_fastest_of_all():
-    """What noise has moved to the CPU stays there while Feature Loading is faster: lines 26 to 31, then 16."""
+    """Work that noise moved to the CPU stays there while Feature Loading is faster: lines 26 to 31, then 16."""
     manager = PublishedResourceManager(TaskMapping((640, 384), 1, (2, 2, 2)))
     for _ in range(80):
         cpu, there = manager.mapping.seeds

@@ -1,4 +1,4 @@
-"""What hybrid training cannot do is said before it begins, with what to do instead."""
+"""Unsupported configurations of hybrid training are refused before it begins, with advice."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.runtime.cores import num_cores
 from tests.full_graph.launch import run
-from tests.hyscale.training import SILENT, Plain, datamodule, fit, graph, hybrid, state
+from tests.hyscale.training import SILENT, Plain, copy_state, fit, make_data, make_graph, make_hybrid
 from tests.patience import NEVER
 
 
@@ -87,10 +87,10 @@ def test_logs_of_decisions_that_are_no_files(tmp_path):
     ids=str,
 )
 def test_trainers_that_do_not_fit_the_trainers_devices(options, devices, message, monkeypatch):
-    # Other ranks would fail alike, and Lightning kills the process whose ranks fail: this one, which runs the tests.
+    # Other ranks would fail too, and Lightning would kill this process, which runs the tests.
     monkeypatch.setattr(_SubprocessScriptLauncher, "launch", lambda self, function, *args, **_: function(*args))
     with pytest.raises(ValueError, match=message):
-        pl.Trainer(**SILENT, devices=devices, strategy=HyScaleStrategy(**options)).fit(Plain(), datamodule())
+        pl.Trainer(**SILENT, devices=devices, strategy=HyScaleStrategy(**options)).fit(Plain(), make_data())
 
 
 @pytest.mark.parametrize(("options", "devices"), [({}, 2), ({"cpu_trainers": 2}, 2), ({"cpu_trainers": 2}, 1)], ids=str)
@@ -117,14 +117,14 @@ def test_a_precision_that_one_device_does_not_have(precision, device, message, m
     check_precision(Precision(), TrainerSet.of(1, [torch.device(device)]))
 
 
-def collective():
-    loader = datamodule().train_dataloader()
+def make_collective():
+    loader = make_data().train_dataloader()
     loader.prefetcher = CollectiveBatching()
     return loader
 
 
-def whole_graph():
-    data = FullGraphDataModule(graph())
+def make_full_graph():
+    data = FullGraphDataModule(make_graph())
     data.setup("fit")
     return data.train_dataloader()
 
@@ -135,7 +135,7 @@ class Numbers(IterableDataset):
 
 
 class Endless:
-    """A batch sampler that does not say how long it is."""
+    """A batch sampler without a length."""
 
     def __iter__(self):
         return iter([[0, 1], [2, 3]])
@@ -158,7 +158,7 @@ class Lazy(Plain):
 
 
 class Raw(Plain):
-    """Computes gradients behind Lightning's back."""
+    """Computes gradients without Lightning's backward pass."""
 
     def __init__(self):
         super().__init__()
@@ -181,17 +181,17 @@ class StepsLater(Raw):
 
 REFUSED = {
     "the full graph": (
-        {"data": lambda: FullGraphDataModule(graph())},
+        {"data": lambda: FullGraphDataModule(make_graph())},
         "2 devices, which would all train on the same graph",
     ),
-    "its loader": ({"loader": whole_graph}, "yields the full graph as a single batch; train with"),
+    "its loader": ({"loader": make_full_graph}, "yields the full graph as a single batch; train with"),
     "no batch size": ({"loader": lambda: DataLoader(range(10), None)}, r"single samples \(batch_size=None\)"),
     "no positions": ({"loader": lambda: DataLoader(Numbers(), 2)}, "of a map-style dataset.* it got DataLoader"),
     "no loader of torch's": ({"loader": lambda: [1, 2]}, "of a map-style dataset.* it got list"),
     "no length": ({"loader": lambda: DataLoader(range(10), batch_sampler=Endless())}, "give its batch_sampler a __len"),
-    "plans by itself": ({"loader": collective}, "both schedule the same cores"),
+    "plans by itself": ({"loader": make_collective}, "both schedule the same cores"),
     "several loaders": (
-        {"loader": lambda: {name: datamodule().train_dataloader() for name in "ab"}},
+        {"loader": lambda: {name: make_data().train_dataloader() for name in "ab"}},
         "one loader, but the DataModule returns several",
     ),
     "fetches by itself": ({"module": Fetching}, "must not take a dataloader_iter"),
@@ -210,7 +210,7 @@ REFUSED = {
 }
 
 
-def attempt(folder, module=Plain, data=datamodule, loader=None, drm=None, num_ranks=2, **options):
+def attempt(folder, module=Plain, data=make_data, loader=None, drm=None, num_ranks=2, **options):
     if loader is not None:
         found = loader()
         data = lambda: type("Own", (pl.LightningDataModule,), {"train_dataloader": lambda self: found})()  # noqa: E731
@@ -220,11 +220,11 @@ def attempt(folder, module=Plain, data=datamodule, loader=None, drm=None, num_ra
         with open(more["drm"], "w") as file:
             file.write(drm.to_json())
     trained = module()
-    fit(trained, hybrid(num_ranks, stall_timeout=NEVER, **more), data(), **options)
-    return state(trained)
+    fit(trained, make_hybrid(num_ranks, stall_timeout=NEVER, **more), data(), **options)
+    return copy_state(trained)
 
 
-def refused(rank):
+def collect_refusals(rank):
     errors = {}
     for name, (options, _) in REFUSED.items():
         try:
@@ -236,8 +236,8 @@ def refused(rank):
 
 @pytest.fixture(scope="module")
 def found():
-    """Of one start of two ranks, who go from one refusal to the next."""
-    return run(refused, 2)
+    """Return the outcomes of one start of two ranks, which try all refusals in order."""
+    return run(collect_refusals, 2)
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def test_what_was_refused_leaves_nothing_behind_and_what_is_like_it_works(place,
     module = kind()
     fit(module)
     for _, weights in found:
-        for name, value in state(module).items():
+        for name, value in copy_state(module).items():
             torch.testing.assert_close(weights[place][name], value, rtol=1e-12, atol=1e-13)
 
 

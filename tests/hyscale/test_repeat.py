@@ -1,4 +1,4 @@
-"""What decides nothing with ``Trainer(deterministic=True)``, and what a checkpoint decides: no measurement does."""
+"""With ``Trainer(deterministic=True)`` or a resumed checkpoint, measurements do not affect decisions."""
 
 import traceback
 import warnings
@@ -18,14 +18,14 @@ from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.planning import hyscale as report
 from tests.campaigns import cases_of
 from tests.full_graph.launch import run
-from tests.hyscale.test_resume import SaveAt, same, train
-from tests.hyscale.training import SILENT, Plain, datamodule
+from tests.hyscale.test_resume import SaveAt, are_equal, train
+from tests.hyscale.training import SILENT, Plain, make_data
 
 TRAINERS = ({"cpu_trainers": 2}, {"devices": ["cpu"]})
 
 
 def measure_another(found):
-    """Let each measurement of the machine find another one; they are noted in a list."""
+    """Make each measurement of the machine return a different result, and record them in ``found``."""
 
     def another(trainers, *rates):
         slow, fast = (Processor(speed, speed) for speed in (1e8, 1e8 * (1 + len(found))))
@@ -35,8 +35,8 @@ def measure_another(found):
     return another
 
 
-def unsteady():
-    """Return methods of a balance with which in each run another trainer seems to be slow."""
+def make_unsteady_methods():
+    """Return controller methods with which a different trainer seems to be slow in each run."""
     number, train_time = count(), STEP_FIELDS.index("train")
     begin, times = BalanceController.__init__, BalanceController._compute_times
 
@@ -53,46 +53,40 @@ def unsteady():
     return {"__init__": __init__, "_compute_times": _compute_times}
 
 
-class Here:
-    """One rank, in one scenario.
-
-    Args:
-        rank: Which.
-        folder: Where to write.
-        monkeypatch: Of this scenario.
-    """
+class ScenarioRank:
+    """One rank in one scenario; files are written to ``folder``."""
 
     def __init__(self, rank, folder, monkeypatch):
         self.rank, self.folder, self.monkeypatch = rank, folder, monkeypatch
-        self.measured, self.told = [], []
+        self.measured, self.messages = [], []
         monkeypatch.setattr(first_mapping, "measure_platform", measure_another(self.measured))
 
     def path(self, name="middle.ckpt"):
         return self.folder / name
 
-    def unsteady(self):
-        for name, method in unsteady().items():
+    def vary_speeds(self):
+        for name, method in make_unsteady_methods().items():
             self.monkeypatch.setattr(BalanceController, name, method)
 
     def train(self, strategy, at=None, **options):
-        """Train, up to a checkpoint if a batch is given; collect warnings."""
+        """Train, until a checkpoint if a batch is given; record warnings."""
         callbacks = () if at is None else [SaveAt(self.path(options.pop("saved", "middle.ckpt")), at)]
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = train(strategy, callbacks, **{"limit_val_batches": 0, **options})[1]
-        self.told = [str(warning.message) for warning in told]
+        self.messages = [str(warning.message) for warning in caught]
         return found
 
-    def warned(self, of):
-        """Return the warnings that have some words, of rank 0, which speaks."""
-        return [message for message in self.told if of in message]
+    def find_warnings(self, of):
+        """Return the recorded warnings that contain a text; only rank 0 warns."""
+        return [message for message in self.messages if of in message]
 
-    def times(self, number):
-        """Return the number of measurements here, as only rank 0 measures."""
+    def count(self, number):
+        """Return the expected number of measurements: only rank 0 measures."""
         return number * (self.rank == 0)
 
-    def changed(self, change):
-        """Return the path of a checkpoint that is changed in one rank's own copy."""
+    def write_changed(self, change):
+        """Write a changed copy of the checkpoint for this rank and return its path."""
         checkpoint = torch.load(self.path(), weights_only=True)
         change(checkpoint["hyscale"]["balance"])
         path = self.path(f"changed {self.rank}.ckpt")
@@ -101,17 +95,17 @@ class Here:
 
 
 def equal_runs_are_equal(here):
-    here.unsteady()
+    here.vary_speeds()
     for trainers in TRAINERS:
         for deterministic in (True, "warn"):
             first = here.train(HyScaleStrategy(**trainers), deterministic=deterministic, max_epochs=8)
-            messages = here.warned("measurements")
+            messages = here.find_warnings("measurements")
             second = here.train(again := HyScaleStrategy(**trainers), deterministic=deterministic, max_epochs=8)
-            assert same(first, second)
+            assert are_equal(first, second)
             assert again.options.drm is True
             assert again.balance.manager is None
             assert len(set(again.balance.weights)) == 1
-            assert len(messages) == here.times(1)
+            assert len(messages) == here.count(1)
             for message in messages:
                 assert "disables all decisions based on measurements: drm=True" in message
                 assert "shares=" in message
@@ -119,36 +113,36 @@ def equal_runs_are_equal(here):
 
 
 def without_it_they_differ(here):
-    here.unsteady()
+    here.vary_speeds()
     for trainers in TRAINERS:
         first, second = (here.train(HyScaleStrategy(**trainers), max_epochs=8) for _ in range(2))
-        assert not same(first, second)
+        assert not are_equal(first, second)
 
 
 def recorded_decisions_are_replayed(here):
-    here.unsteady()
+    here.vary_speeds()
     record = here.path("decisions.jsonl")
     options = {"cpu_share": 0.5, "devices": ["cpu"], "threads": [1, 1, 1], "decision_log": record}
     whole = here.train(HyScaleStrategy(**options), max_epochs=8)
     assert len(record.read_text().splitlines()) > 1
     replaying = HyScaleStrategy(devices=["cpu"], drm=record)
-    assert same(here.train(replaying, deterministic=True, max_epochs=8), whole)
+    assert are_equal(here.train(replaying, deterministic=True, max_epochs=8), whole)
     assert replaying.balance.manager is not None
-    assert not here.warned("measurements")
+    assert not here.find_warnings("measurements")
     assert not here.measured
 
 
 def a_measured_mapping_goes_on(here):
-    """Twice: what the resumed run writes is as good as what it read."""
+    """Resume twice: a checkpoint of the resumed run works like the one that it read."""
     found = [HyScaleStrategy(devices=["cpu"], drm=False) for _ in range(5)]
     whole = here.train(found[0])
     here.measured.clear()
     here.train(found[1], 2, saved="first.ckpt")
-    assert len(here.measured) == here.times(1)
+    assert len(here.measured) == here.count(1)
     here.train(found[2], 5, saved="second.ckpt", path=here.path("first.ckpt"))
     resumed = here.train(found[3], path=here.path("second.ckpt"))
-    assert len(here.measured) == here.times(1)
-    assert same(resumed, whole)
+    assert len(here.measured) == here.count(1)
+    assert are_equal(resumed, whole)
     here.measured.append("another machine")
     here.train(found[4])
     assert found[4].balance.weights != found[3].balance.weights, (
@@ -158,11 +152,11 @@ def a_measured_mapping_goes_on(here):
 
 
 def a_deterministic_run_goes_on(here):
-    here.unsteady()
+    here.vary_speeds()
     for trainers in TRAINERS:
         whole = here.train(HyScaleStrategy(**trainers), deterministic=True)
         here.train(HyScaleStrategy(**trainers), 5, deterministic=True)
-        assert same(here.train(HyScaleStrategy(**trainers), path=here.path(), deterministic=True), whole)
+        assert are_equal(here.train(HyScaleStrategy(**trainers), path=here.path(), deterministic=True), whole)
     assert not here.measured
 
 
@@ -170,8 +164,8 @@ def a_balanced_run_goes_on_without_measuring(here):
     here.train(HyScaleStrategy(devices=["cpu"]), 6)
     balanced = HyScaleStrategy(devices=["cpu"])
     here.train(balanced, path=here.path())
-    assert balanced.balance.manager._number == 11  # of 12 iterations, the last one's times are never told
-    assert len(here.measured) == here.times(1)
+    assert balanced.balance.manager._number == 11  # of 12 iterations; the times of the last one are never reported
+    assert len(here.measured) == here.count(1)
 
 
 def of_other_trainers(state):
@@ -191,14 +185,14 @@ def a_mapping_that_does_not_fit_is_measured_anew(here):
         here.train(HyScaleStrategy(devices=["cpu"], drm=drm), 2)
         for change in (of_other_trainers, of_another_batch_size, of_another_version):
             here.measured.clear()
-            path = here.changed(lambda balance, change=change: change(balance["0"]["first"]))
+            path = here.write_changed(lambda balance, change=change: change(balance["0"]["first"]))
             here.train(HyScaleStrategy(devices=["cpu"], drm=drm), path=path)
-            assert len(here.warned("hyscale rebalances")) == here.times(1)
-            assert len(here.measured) == here.times(1)
+            assert len(here.find_warnings("hyscale rebalances")) == here.count(1)
+            assert len(here.measured) == here.count(1)
 
 
 def sampling_on_accelerators_goes_on_too(here):
-    """Here the CPU stands for one; what is measured for it is told by hand."""
+    """The CPU stands in for an accelerator with fixed sampling rates."""
     rates = iter([1e6, 3e6])
     here.monkeypatch.setattr(loader_setup, "measure_sampling_share", lambda *args: (rate := next(rates)) / (rate + 1e6))
 
@@ -212,17 +206,17 @@ def sampling_on_accelerators_goes_on_too(here):
     assert before.balance.accelerator_sampling == after.balance.accelerator_sampling == 0.5
     here.train(fixed, deterministic=True)
     assert fixed.balance.accelerator_sampling == 0.0
-    assert next(rates) == (3e6 if here.rank == 0 else 1e6)  # nobody measured a second time
+    assert next(rates) == (3e6 if here.rank == 0 else 1e6)  # the rates are measured once only
 
 
 def one_fit_says_it_once_and_the_next_one_again(here):
     again = pl.Trainer(**SILENT, strategy=HyScaleStrategy(devices=["cpu"]), max_epochs=1, deterministic=True)
     for epochs in (1, 2):
         again.fit_loop.max_epochs = epochs
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            again.fit(Plain(), datamodule())
-        assert sum("measurements: drm=True" in str(warning.message) for warning in told) == here.times(1)
+            again.fit(Plain(), make_data())
+        assert sum("measurements: drm=True" in str(warning.message) for warning in caught) == here.count(1)
     assert again.current_epoch == 2
     assert not here.measured
 
@@ -240,26 +234,26 @@ SCENARIOS = (
 )
 
 
-def play(rank, folder, scenarios):
-    """Go through scenarios; return what went wrong in each."""
+def run_scenarios(rank, folder, scenarios):
+    """Run scenarios; return the error of each."""
     errors = {}
     for scenario in scenarios:
         path = Path(folder, scenario.__name__)
         path.mkdir(exist_ok=True)
         with pytest.MonkeyPatch.context() as monkeypatch:
             try:
-                scenario(Here(rank, path, monkeypatch))
+                scenario(ScenarioRank(rank, path, monkeypatch))
             except Exception:
                 errors[scenario.__name__] = traceback.format_exc()
-        torch.use_deterministic_algorithms(False)  # the Trainer's option is a switch of the whole process
+        torch.use_deterministic_algorithms(False)  # the Trainer's option changes the state of the whole process
     return errors
 
 
 @pytest.fixture(scope="module")
 def errors(request, tmp_path_factory):
-    """Of one start of two ranks."""
+    """Return the errors of one start of two ranks."""
     scenarios = [case["scenario"] for case in cases_of(request.session, test_on_two_ranks)]
-    return run(play, 2, str(tmp_path_factory.mktemp("repeat")), scenarios)
+    return run(run_scenarios, 2, str(tmp_path_factory.mktemp("repeat")), scenarios)
 
 
 @pytest.mark.slow
@@ -276,7 +270,7 @@ def test_a_forecast_begins_as_the_run_would(deterministic, monkeypatch):
     options = {"devices": ["cpu"], "drm": True, "threads": [1, 1, 1]}
     run_with = pl.Trainer(**SILENT, strategy=HyScaleStrategy(**options), deterministic=deterministic)
     try:
-        begin = report.forecast(datamodule([3], batch_size=20), Plain(), run_with).begin
+        begin = report.forecast(make_data([3], batch_size=20), Plain(), run_with).begin
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(measured) == 1

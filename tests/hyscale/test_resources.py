@@ -17,7 +17,7 @@ from tests.hyscale.closed_loop import Node, run
 FIVE = ("sample_cpu", "sample_accelerator", "load", "train_cpu", "accelerator")
 
 
-def pseudo_code(t):
+def run_pseudo_code(t):
     """Algorithm 1, line by line, on the stages that exist; lines 23 and 31 with the fastest CPU task."""
     sorted_all = sorted([s for s in FIVE if s in t], key=lambda s: t[s], reverse=True)
     fastest = sorted_all[-1]
@@ -50,7 +50,7 @@ def test_algorithm_1_for_every_ordering(missing):
     for order in permutations(range(1, len(present) + 1)):
         times = dict(zip(present, map(float, order), strict=True))
         found = find_remedy(times)
-        kind, first, second = pseudo_code(times)
+        kind, first, second = run_pseudo_code(times)
         if kind == "balance_thread" and first == second:
             kind = "none"
         assert (found.kind, found.first, found.second) == (kind, first, second), times
@@ -73,8 +73,8 @@ def test_transfer_and_training_on_accelerators_are_one_stage():
 # Closed loop
 
 
-def optimum(speeds, total, overheads=None):
-    """Seconds of the split of whole seeds by which the slowest is done first, every trainer at least one seed."""
+def compute_optimum(speeds, total, overheads=None):
+    """Return the seconds of the best split of whole seeds with at least one seed per trainer."""
     overheads = overheads or [0.0] * len(speeds)
     seeds = [1] * len(speeds)
 
@@ -86,7 +86,7 @@ def optimum(speeds, total, overheads=None):
     return max(then(index) - 1 / speeds[index] for index in range(len(speeds)))
 
 
-def cut(total, parts, source):
+def draw_split(total, parts, source):
     cuts = sorted(source.sample(range(1, total), parts - 1))
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
 
@@ -97,15 +97,15 @@ speeds = st.lists(st.floats(1.5, 4.0).map(lambda e: 10**e), min_size=2, max_size
 @given(speeds, st.integers(0, 2**32), st.booleans(), st.sampled_from([0, 2, 3]))
 @settings(max_examples=40)
 def test_reaches_the_best_split_in_30_iterations(speeds, seed, known, lag):
-    assume(min(speeds) > 0.02 * sum(speeds))  # a slower CPU trainer may rightly be taken out
+    assume(min(speeds) > 0.02 * sum(speeds))  # a slower CPU trainer may rightly be excluded
     total, source = 1024, random.Random(seed)
-    mapping = TaskMapping(cut(total, len(speeds), source), 1, (2, 2, 2))
+    mapping = TaskMapping(draw_split(total, len(speeds), source), 1, (2, 2, 2))
     manager = DynamicResourceManager(mapping, lag=lag)
     node = Node(speeds, known=known)
     _, in_flight = run(manager, node, 30, lag)
     held, _ = run(manager, node, 60, in_flight=in_flight)
-    best = optimum(speeds, total)
-    # Moves of threads that bring nothing are undone and tried again, ever more rarely.
+    best = compute_optimum(speeds, total)
+    # Moves of threads that bring nothing are undone and retried at growing intervals.
     assert sum(map(node.seconds, held)) <= 1.05 * best * len(held)
 
 
@@ -114,38 +114,38 @@ def test_reaches_the_best_split_in_30_iterations(speeds, seed, known, lag):
 def test_converges_again_when_a_speed_changes(speeds, seed, factor, which):
     assume(min(speeds) > 0.05 * sum(speeds))
     total, source = 1024, random.Random(seed)
-    manager = DynamicResourceManager(TaskMapping(cut(total, len(speeds), source), 1))
+    manager = DynamicResourceManager(TaskMapping(draw_split(total, len(speeds), source), 1))
     node = Node(list(speeds))
     _, in_flight = run(manager, node, 100)
     node.speeds[which % len(speeds)] *= factor
     _, in_flight = run(manager, node, 30, in_flight=in_flight)
     held, _ = run(manager, node, 30, in_flight=in_flight)
-    best = optimum(node.speeds, total)
-    # Moves of threads that bring nothing are undone and tried again, ever more rarely.
+    best = compute_optimum(node.speeds, total)
+    # Moves of threads that bring nothing are undone and retried at growing intervals.
     assert sum(map(node.seconds, held)) <= 1.05 * best * len(held)
 
 
 @given(st.floats(1.5, 4.0), st.floats(1.5, 4.0), st.integers(0, 2**32))
 @settings(max_examples=15)
 def test_holds_the_best_split_under_noise(first, second, seed):
-    """Every measured time is off by 10 %, standard deviation."""
+    """Measured times have a standard deviation of 10 %."""
     speeds = [10**first, 10**second]
     assume(min(speeds) > 0.02 * sum(speeds))
     source = random.Random(seed)
-    manager = DynamicResourceManager(TaskMapping(cut(1024, 2, source), 1))
+    manager = DynamicResourceManager(TaskMapping(draw_split(1024, 2, source), 1))
     node = Node(speeds, noise=0.1, source=source)
     _, in_flight = run(manager, node, 30)
     before = len(manager.log)
     held, _ = run(manager, node, 200, in_flight=in_flight)
-    best = optimum(speeds, 1024)
+    best = compute_optimum(speeds, 1024)
     assert mean(node.seconds(made) for made in held) < 1.03 * best
-    assert beyond(node, held) < 0.25
-    assert len(manager.log) - before < 20  # it does not swing
+    assert compute_slow_fraction(node, held) < 0.25
+    assert len(manager.log) - before < 20  # no oscillation
 
 
-def beyond(node, made):
-    """Part of the iterations that take, without the noise, over 5 % longer than the best split."""
-    best = optimum(node.speeds, 1024, node.overheads)
+def compute_slow_fraction(node, made):
+    """Return the fraction of iterations that take, without noise, over 5 % longer than the best split."""
+    best = compute_optimum(node.speeds, 1024, node.overheads)
     return mean(node.seconds(mapping) > 1.05 * best for mapping in made)
 
 
@@ -171,12 +171,12 @@ def test_threads_go_where_they_are_needed(threads, sampling, loading):
         for b in range(1, 8 - a)
     ]
     assert node.seconds(manager.mapping) <= node.seconds(made[0])
-    # Threads and seeds are moved one after the other, so it can stop a step short of the best of all mappings.
+    # Threads and seeds are moved separately, so it can stop one step short of the best mapping.
     assert node.seconds(manager.mapping) <= 1.35 * min(candidates)
 
 
 def test_threads_that_do_not_help_come_back():
-    """A sampler that gets slower with threads: they go back, and are tried again ever more rarely."""
+    """With a sampler that slows down with threads, they are moved back and retried at growing intervals."""
     manager = DynamicResourceManager(TaskMapping((512, 512), 1, (1, 1, 6)))
     node = Node([4000, 4000], sampling=0.5, loading=0.1)
     ideal = node.ideal
@@ -194,14 +194,14 @@ def test_threads_that_do_not_help_come_back():
 # Log, replay, state
 
 
-def noisy_run(iterations=150):
+def run_with_noise(iterations=150):
     node = Node([200, 900, 1500], noise=0.1, sampling=1.0, loading=0.5, reference_threads=4)
     manager = DynamicResourceManager(TaskMapping((400, 400, 224), 1, (1, 1, 4)))
     return manager, node, run(manager, node, iterations)
 
 
 def test_the_log_replays_the_same_mappings():
-    manager, node, (made, _) = noisy_run()
+    manager, node, (made, _) = run_with_noise()
     lines = [decision.to_json() for decision in manager.log]
     assert len(lines) > 3
     assert all(json.loads(line) for line in lines)
@@ -211,7 +211,7 @@ def test_the_log_replays_the_same_mappings():
     assert run(replayed, node, 150)[0] == made
     assert replayed.mapping == manager.mapping
     assert replayed.log == tuple(manager.log)
-    # from the middle on
+    # resume from the middle
     begun, rest = ReplayedDecisions(decisions), ReplayedDecisions(decisions)
     first, in_flight = run(begun, node, 70)
     rest.load_state_dict(json.loads(json.dumps(begun.state_dict())))
@@ -220,7 +220,7 @@ def test_the_log_replays_the_same_mappings():
 
 @pytest.mark.parametrize("at", [1, 5, 22, 24, 60])
 def test_a_saved_state_goes_on_as_if_nothing_had_been(at):
-    manager, node, _ = noisy_run(0)
+    manager, node, _ = run_with_noise(0)
     _, in_flight = run(manager, node, at)
     state = json.loads(json.dumps(manager.state_dict()))
     other = DynamicResourceManager(TaskMapping((1, 1, 1022), 1, (2, 2, 2)))
@@ -271,7 +271,7 @@ def test_a_broken_log_is_refused(lines, message):
         (lambda: IterationTimes(float("nan"), 1.0), "finite"),
         (lambda: IterationTimes(1.0, 1.0, (-1.0,)), "negative"),
         (lambda: DynamicResourceManager(TaskMapping((3, 1), 1)).observe(IterationTimes(1.0, 1.0, (1.0, 1.0))), "2 CPU"),
-        (lambda: DynamicResourceManager(TaskMapping((3, 1), 1)).observe(_for_seeds((4,))), "2 trainers"),
+        (lambda: DynamicResourceManager(TaskMapping((3, 1), 1)).observe(make_mapping((4,))), "2 trainers"),
         (lambda: DynamicResourceManager(TaskMapping((3, 1), 1), lag=-1), "lag"),
     ],
 )
@@ -280,5 +280,5 @@ def test_bad_input_says_what_is_wrong(make, message):
         make()
 
 
-def _for_seeds(seeds):
+def make_mapping(seeds):
     return IterationTimes(1.0, 1.0, (1.0,), (1.0,), seeds=seeds)

@@ -1,4 +1,4 @@
-"""Accelerators sample some mini-batches of their rank: these stay what they are, and the part follows the times."""
+"""Accelerators sample some mini-batches of their rank: the samples do not change, and the share follows the times."""
 
 import threading
 from collections import defaultdict
@@ -17,20 +17,20 @@ from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.pyg import enable_pyg_sampling
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.full_graph import launch
-from tests.hyscale.staging import staged_loader, steps_of
-from tests.hyscale.training import Plain, datamodule, fit, graph, state
+from tests.hyscale.staging import list_steps, make_staged_loader
+from tests.hyscale.training import Plain, copy_state, fit, make_data, make_graph
 
 CPU = torch.device("cpu")
 TRAINERS = TrainerSet.of(1, [CPU])
 GPU = pytest.param(torch.device("cuda", 0), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 
 
-def loader_of(fanouts=(3, 2), **options):
-    return datamodule(fanouts, batch_size=20, **options).train_dataloader()
+def make_loader(fanouts=(3, 2), **options):
+    return make_data(fanouts, batch_size=20, **options).train_dataloader()
 
 
-def drawn_by(monkey):
-    """In which stage's threads mini-batches are sampled: their numbers of seeds."""
+def record_sampling(monkey):
+    """Record the numbers of seeds of the mini-batches that each stage's threads sample."""
     found, original = defaultdict(list), NeighborSampler._sample
 
     def draw(self, seeds, *args, **kwargs):
@@ -47,12 +47,12 @@ def drawn_by(monkey):
     [(False, 0.0, 1), (True, 0.3, 0), (False, 0.3, 2), (True, 0.5, 1), (False, 0.5, 0), (True, 1.0, 2)],
 )
 def test_batches_are_those_of_the_cpu(disjoint, share, prefetch, device, monkeypatch):
-    found = drawn_by(monkeypatch)
+    found = record_sampling(monkeypatch)
 
     def batches(sampled_on_accelerator):
-        loader, shares = loader_of(disjoint=disjoint), []
+        loader, shares = make_loader(disjoint=disjoint), []
         sampling = AcceleratorSampling(loader.node_sampler, device) if sampled_on_accelerator else None
-        made = staged_loader(
+        made = make_staged_loader(
             loader,
             ShardedBatchSampler(loader, lambda n, number: split_seeds(n, [1, 2])[1], 1),
             PipelineSettings(prefetch, (2, 1)),
@@ -60,7 +60,7 @@ def test_batches_are_those_of_the_cpu(disjoint, share, prefetch, device, monkeyp
             sampling=sampling,
             share=lambda: share,
         )
-        names = [name for stage in steps_of(made, prefetch) for name in stage]
+        names = [name for stage in list_steps(made, prefetch) for name in stage]
         assert names == (["sample_accelerator"] if sampled_on_accelerator else []) + ["sample", "load"]
         for _ in range(3):
             for batch in made:
@@ -86,9 +86,9 @@ def test_batches_are_those_of_the_cpu(disjoint, share, prefetch, device, monkeyp
 
 
 def train(rank, share, record=None, replay=None, times=None):
-    """Train one CPU rank and one that stands for an accelerator; return the weights and the mappings in force."""
+    """Train a CPU rank and one that stands in for an accelerator; return the weights and the mappings."""
     with pytest.MonkeyPatch.context() as monkey:
-        found = drawn_by(monkey)
+        found = record_sampling(monkey)
         in_force = []
         begin = BalanceController.begin
 
@@ -98,21 +98,21 @@ def train(rank, share, record=None, replay=None, times=None):
 
         monkey.setattr(BalanceController, "begin", noting)
         if times is not None:
-            monkey.setattr("lightning_gnn.hyscale.resource_manager.controller.stage_row", seeming(times))
+            monkey.setattr("lightning_gnn.hyscale.resource_manager.controller.stage_row", make_row_function(times))
         options = {"threads": [1, 1, 1], "accelerator_sampling": share, "decision_log": record}
         fixed = {"shares": [0.5, 0.5], "drm": record is not None}
         strategy = HyScaleStrategy(1, devices=["cpu"], **(options | fixed if replay is None else {"drm": replay}))
         module = Plain()
-        data = datamodule((2,), batch_size=20)
+        data = make_data((2,), batch_size=20)
         fit(module, strategy, data, epochs=2 if times is None else 15)
         seen = [
             (each.sample_cpu, each.sample_accelerator) for each, _ in strategy.balance.history if sum(each.seeds) == 20
         ]
-        return state(module), dict(found), in_force, seen
+        return copy_state(module), dict(found), in_force, seen
 
 
-def seeming(times):
-    """Sampling seems to take these milliseconds per seed on the CPU and there, anything else less."""
+def make_row_function(times):
+    """Return a function for stage rows with these milliseconds per seed for sampling on CPU and accelerator."""
 
     def row(share, train=0.0):
         if share is None:
@@ -126,7 +126,7 @@ def seeming(times):
     return row
 
 
-def equal(one, other):
+def are_equal(one, other):
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
@@ -135,12 +135,12 @@ def test_weights_are_those_without_and_times_of_both_kinds_are_measured():
     for share in (0.5, 1.0):
         ours = launch.run(train, 2, share)
         for (weights, _, in_force, times), (expected, before, *_) in zip(ours, plain, strict=True):
-            assert equal(weights, expected)
+            assert are_equal(weights, expected)
             assert set(before) == {"hyscale-sample"}
             assert in_force[0][2] == share
             assert all(cpu > 0 and there != 0 for cpu, there in times)
             assert any(there is not None for _, there in times)
-        # Rank 0 stands for the accelerator, and can do no more than all of its own half.
+        # Rank 0 stands in for the accelerator, and can sample at most its own half.
         assert set(ours[0][1]) == {"hyscale-sample_accelerator"}
         assert set(ours[1][1]) == {"hyscale-sample"}
 
@@ -160,7 +160,7 @@ def test_sampling_moves_to_where_it_is_faster_and_is_replayed(milliseconds, begi
         assert {name: len(each) for name, each in drawn_again.items()} == {
             name: len(each) for name, each in drawn.items()
         }
-        assert equal(others, weights)
+        assert are_equal(others, weights)
 
 
 class OfTheUser(NeighborSampler):
@@ -168,17 +168,17 @@ class OfTheUser(NeighborSampler):
 
 
 def test_it_is_off_where_nothing_draws_the_same_samples():
-    loader = loader_of()
+    loader = make_loader()
     assert can_sample_on(loader, CPU)
     assert not can_sample_on(loader, torch.device("xpu:0"))
     if not torch.cuda.is_available():
         assert not can_sample_on(loader, torch.device("cuda:0"))
-    loader.node_sampler = OfTheUser(graph(), [2])
+    loader.node_sampler = OfTheUser(make_graph(), [2])
     assert not can_sample_on(loader, CPU)
-    loader.node_sampler = NeighborSampler(graph(), [2], backend="triton")
+    loader.node_sampler = NeighborSampler(make_graph(), [2], backend="triton")
     assert not can_sample_on(loader, CPU)
     with enable_pyg_sampling():
-        assert not can_sample_on(NeighborLoader(graph(), [2], input_nodes=torch.arange(9)), CPU)
+        assert not can_sample_on(NeighborLoader(make_graph(), [2], input_nodes=torch.arange(9)), CPU)
 
 
 @pytest.mark.parametrize(
@@ -186,19 +186,19 @@ def test_it_is_off_where_nothing_draws_the_same_samples():
     [(0.5, TRAINERS, True), (0.0, TRAINERS, False), ("auto", TRAINERS, False), (0.5, TrainerSet.of(2, []), False)],
 )
 def test_a_cpu_that_stands_for_an_accelerator_samples_only_if_asked(wanted, trainers, found):
-    loader = loader_of()
+    loader = make_loader()
     sampling = find_sampling(wanted, loader, trainers)
     assert (sampling is not None) == found
     if found:
-        assert find_sampling(wanted, loader, trainers, sampling) is sampling  # of the same graph, none is made anew
-        assert find_sampling(wanted, loader_of(), trainers, sampling) is not sampling
-        loader.node_sampler = OfTheUser(graph(), [2])
+        assert find_sampling(wanted, loader, trainers, sampling) is sampling  # the sampler of the same graph is reused
+        assert find_sampling(wanted, make_loader(), trainers, sampling) is not sampling
+        loader.node_sampler = OfTheUser(make_graph(), [2])
         with pytest.warns(UserWarning, match=r"accelerator_sampling=0.5 has no effect"):
             assert find_sampling(wanted, loader, trainers, sampling) is None
 
 
 def test_the_share_to_begin_with_is_measured():
-    loader = loader_of()
+    loader = make_loader()
     sampling = AcceleratorSampling(loader.node_sampler, CPU)
     assert 0 < measure_sampling_share(sampling, loader, 20, 2) < 1
     model = model_of(TrainerSet.of(1, [CPU] * 2), loader, Plain(), 20, sampling)
@@ -206,8 +206,8 @@ def test_the_share_to_begin_with_is_measured():
 
 
 def test_what_comes_from_a_device_keeps_the_rows_of_one_edge_index():
-    sampler = loader_of().node_sampler
-    loader = loader_of()
+    sampler = make_loader().node_sampler
+    loader = make_loader()
     out = sampler.sample_from_nodes(loader.input_data[list(range(9))], key=7)
     expected = [value.clone() for value in (out.node, out.row, out.col, out.edge)]
     moved = _copy_to_host(out)

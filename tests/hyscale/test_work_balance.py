@@ -1,4 +1,4 @@
-"""All ranks of a node share the work out alike at every iteration, however far each of them runs ahead."""
+"""All ranks of a node split the work identically at every iteration, however far each of them prefetches."""
 
 import json
 from pathlib import Path
@@ -20,12 +20,12 @@ CPU = torch.device("cpu")
 TOTAL = 40
 
 
-def trainers(num_cpu, num_accelerators):
+def make_trainers(num_cpu, num_accelerators):
     return TrainerSet.of(num_cpu, [CPU] * num_accelerators)
 
 
 class Rank:
-    """What one rank does with its balance: it cuts some mini-batches ahead, and begins with one after another."""
+    """The balance of one rank, which splits some mini-batches ahead of training."""
 
     def __init__(self, who, number, weights, **options):
         options = {"total": TOTAL, "drm": True, "threads": (3, 2, 4), **options}
@@ -33,7 +33,7 @@ class Rank:
         self.cut, self.in_force, self.next = {}, {}, 0
 
     def run_to(self, number, sizes):
-        """Cut mini-batches up to this one; the pipeline may hold so many."""
+        """Split the mini-batches up to this one, as a pipeline may do."""
         for each in range(self.next, number + 1):
             self.cut[each] = self.balance.split(sizes(each), each)
         self.next = max(self.next, number + 1)
@@ -44,8 +44,8 @@ class Rank:
         self.in_force[balance.iteration - 1] = (list(balance.shares), balance.threads, balance.accelerator_sampling)
 
 
-def row(seeds, seconds, there=-1.0):
-    """Of a rank that needs these seconds per seed in each of its stages."""
+def make_row(seeds, seconds, there=-1.0):
+    """Return the row of a rank that needs these seconds per seed in each of its stages."""
     if seeds == 0:
         return [0.0, there, *[-1.0] * 4, 0.0]
     return [
@@ -59,7 +59,7 @@ def row(seeds, seconds, there=-1.0):
 
 
 def train(ranks, iterations, ahead, depths, seconds, sizes=lambda number: TOTAL, begin=0):
-    """Train with pipelines of these depths; the ranks tell one another the times of the iteration before."""
+    """Train with pipelines of these depths; ranks exchange the times of the previous iteration."""
     for number in range(begin, begin + iterations):
         for place, rank in enumerate(ranks):
             rank.run_to(number + depths(number, place) % (ahead + 1), sizes)
@@ -67,20 +67,20 @@ def train(ranks, iterations, ahead, depths, seconds, sizes=lambda number: TOTAL,
         rows = [stage_row(None)] * len(ranks)
         if number > begin:
             cut = ranks[0].cut[number - 1]
-            rows = [row(stop - start, seconds(number, place)) for place, (start, stop) in enumerate(cut)]
+            rows = [make_row(stop - start, seconds(number, place)) for place, (start, stop) in enumerate(cut)]
         decisions = [rank.balance.observe(rows) for rank in ranks]
         assert all(decision == decisions[0] for decision in decisions)
 
 
-def check(ranks, iterations, sizes=lambda number: TOTAL, begin=0):
-    """The same cuts and threads on all ranks, in force at the same iteration; nothing left out, nothing twice."""
+def check_ranks(ranks, iterations, sizes=lambda number: TOTAL, begin=0):
+    """Check that splits and threads agree on all ranks from the same iteration on, and cover each seed once."""
     for number in range(begin, begin + iterations):
         assert all(rank.cut[number] == ranks[0].cut[number] for rank in ranks)
         assert all(rank.in_force[number] == ranks[0].in_force[number] for rank in ranks)
         slices = ranks[0].cut[number]
         assert [start for start, _ in slices] == [0, *(stop for _, stop in slices[:-1])]
         assert slices[-1][1] == sizes(number)
-        assert slices == split_seeds(sizes(number), ranks[0].in_force[number][0])  # what was cut is in force
+        assert slices == split_seeds(sizes(number), ranks[0].in_force[number][0])  # splits match the weights in force
 
 
 @settings(max_examples=25)
@@ -88,7 +88,7 @@ def check(ranks, iterations, sizes=lambda number: TOTAL, begin=0):
 def test_ranks_that_run_ahead_by_different_amounts_agree(num_cpu, num_accelerators, ahead, data):
     if not num_cpu + num_accelerators >= 2:
         num_cpu, num_accelerators = 1, 1
-    who = trainers(num_cpu, num_accelerators)
+    who = make_trainers(num_cpu, num_accelerators)
     count = len(who.devices)
     weights = [1 / count] * count
     speeds = data.draw(st.lists(st.sampled_from([1e-3, 3e-3, 2e-2]), min_size=count, max_size=count))
@@ -97,23 +97,23 @@ def test_ranks_that_run_ahead_by_different_amounts_agree(num_cpu, num_accelerato
     last = data.draw(st.integers(1, TOTAL))
 
     def seconds(number, place):
-        return speeds[place] if number < turn else speeds[-1 - place]  # what was slow is fast
+        return speeds[place] if number < turn else speeds[-1 - place]  # slow and fast are swapped
 
     def sizes(number):
         return last if number % 11 == 10 else TOTAL
 
     ranks = [Rank(who, number, weights, ahead=ahead, sampling=0.3 * bool(num_accelerators)) for number in range(count)]
     train(ranks, 60, ahead, lambda number, place: steps[(3 * number + 5 * place) % 7], seconds, sizes)
-    check(ranks, 60, sizes)
+    check_ranks(ranks, 60, sizes)
     logs = [list(rank.balance.manager.log) for rank in ranks]
     assert all(log == logs[0] for log in logs)
 
 
 def test_a_slow_trainer_gets_fewer_seeds_as_soon_as_no_rank_can_have_begun_without():
-    who, ahead = trainers(2, 0), 4
+    who, ahead = make_trainers(2, 0), 4
     ranks = [Rank(who, number, [0.5, 0.5], ahead=ahead) for number in range(2)]
     train(ranks, 80, ahead, lambda number, place: ahead * place, lambda number, place: [1e-2, 2e-3][place])
-    check(ranks, 80)
+    check_ranks(ranks, 80)
     assert ranks[0].cut[79][0][1] < 12 < 20 == ranks[0].cut[0][0][1]
     # Decided from the times of iteration n - 1, which arrive in iteration n.
     log = [decision for decision in ranks[0].balance.manager.log if decision.observation]
@@ -122,13 +122,13 @@ def test_a_slow_trainer_gets_fewer_seeds_as_soon_as_no_rank_can_have_begun_witho
     assert changes == [n for n in (decision.observation + ahead + 1 for decision in log) if n < 80]
 
 
-def mapping(seeds, threads=(3, 2, 4), there=0.0, num_cpu=1):
+def assign(seeds, threads=(3, 2, 4), there=0.0, num_cpu=1):
     return TaskMapping(tuple(seeds), num_cpu, threads, there)
 
 
 @st.composite
 def decision_logs(draw):
-    """Any decisions, at any observations, also in iterations that follow one another."""
+    """Draw decisions at any observations, also in consecutive iterations."""
     numbers = sorted(draw(st.sets(st.integers(1, 25), max_size=8)))
     decisions = []
     for number in [0, *numbers]:
@@ -137,12 +137,12 @@ def decision_logs(draw):
         threads = draw(st.permutations([1, 3, 5]))
         there = draw(st.sampled_from([0.0, 0.25, 1.0]))
         decisions.append(
-            Decision(mapping((first, second, TOTAL - first - second), tuple(threads), there), "drawn", "start", number)
+            Decision(assign((first, second, TOTAL - first - second), tuple(threads), there), "drawn", "start", number)
         )
     return decisions
 
 
-def write(folder, decisions):
+def write_log(folder, decisions):
     path = Path(folder) / "decisions.jsonl"
     path.write_text("".join(decision.to_json() + "\n" for decision in decisions))
     return path
@@ -151,7 +151,7 @@ def write(folder, decisions):
 @settings(max_examples=25)
 @given(decision_logs(), st.integers(1, 7), st.lists(st.integers(0, 7), min_size=5, max_size=5), st.integers(2, 30))
 def test_a_replay_puts_decisions_into_force_where_they_were_also_after_a_stop(decisions, ahead, steps, stop):
-    who = trainers(1, 2)
+    who = make_trainers(1, 2)
 
     def depths(number, place):
         return steps[(number + 2 * place) % 5]
@@ -160,34 +160,34 @@ def test_a_replay_puts_decisions_into_force_where_they_were_also_after_a_stop(de
         return place + 1
 
     with TemporaryDirectory() as folder:
-        path = write(folder, decisions)
+        path = write_log(folder, decisions)
 
         def make():
             return [Rank(who, number, [0.1, 0.4, 0.5], drm=path, ahead=ahead) for number in range(3)]
 
         whole = make()
         train(whole, 40, ahead, depths, lambda number, place: 1e-3)
-        check(whole, 40)
+        check_ranks(whole, 40)
         for number in range(40):
             at = max(d.observation for d in decisions if d.observation == 0 or d.observation + ahead + 1 <= number)
             expected = next(d.mapping for d in decisions if d.observation == at)
             assert whole[0].in_force[number][0] == list(expected.seeds)
             assert whole[0].in_force[number][1:] == (expected.threads, expected.accelerator_sampling)
-        # A run that is stopped there, and one that goes on from its state, with pipelines of another depth.
+        # A run that is stopped there, and one that resumes from its state with pipelines of another depth.
         stopped, resumed = make(), make()
         train(stopped, stop, ahead, depths, lambda number, place: 1e-3)
         for old, new in zip(stopped, resumed, strict=True):
             new.balance.load_state_dict(json.loads(json.dumps(old.balance.state_dict())))
             new.next = stop
         train(resumed, 40 - stop, ahead, others, lambda number, place: 1e-3, begin=stop)
-        check(resumed, 40 - stop, begin=stop)
+        check_ranks(resumed, 40 - stop, begin=stop)
         for number in range(stop, 40):
             assert resumed[0].in_force[number] == whole[0].in_force[number]
             assert resumed[0].cut[number] == whole[0].cut[number]
 
 
 def test_what_is_recorded_is_replayed_iteration_by_iteration_also_from_a_run_that_was_resumed(tmp_path):
-    who, ahead, record = trainers(1, 1), 3, tmp_path / "folder" / "decisions.jsonl"
+    who, ahead, record = make_trainers(1, 1), 3, tmp_path / "folder" / "decisions.jsonl"
 
     def seconds(number, place):
         return [1e-2, 1e-3][(place + (number > 50)) % 2]
@@ -202,46 +202,46 @@ def test_what_is_recorded_is_replayed_iteration_by_iteration_also_from_a_run_tha
         new.balance.load_state_dict(json.loads(json.dumps(old.balance.state_dict())))
         new.next = 40
     train(second, 80, ahead, lambda number, place: place, seconds, begin=40)
-    check(second, 80, begin=40)
+    check_ranks(second, 80, begin=40)
     in_force = {**first[0].in_force, **second[0].in_force}
     assert len({tuple(shares) for shares, *_ in in_force.values()}) > 2
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert [line["observation"] for line in lines] == sorted({line["observation"] for line in lines})
     replayed = begin(drm=record)
     train(replayed, 120, ahead, lambda number, place: 2 * place, lambda number, place: 1.0)
-    check(replayed, 120)
+    check_ranks(replayed, 120)
     assert replayed[0].in_force == in_force
 
 
 def test_a_state_of_another_version_begins_anew(tmp_path):
-    who = trainers(1, 2)
-    path = write(tmp_path, [Decision(mapping((10, 10, 20)), "drawn", "start", 0)])
+    who = make_trainers(1, 2)
+    path = write_log(tmp_path, [Decision(assign((10, 10, 20)), "drawn", "start", 0)])
     measured, replays = Rank(who, 0, [0.25, 0.25, 0.5]).balance, Rank(who, 0, [0.2, 0.4, 0.4], drm=path).balance
     before = replays.state_dict()
-    replays.load_state_dict(measured.state_dict())  # of the other kind
-    replays.load_state_dict({"first": before["first"], "iteration": 9})  # with drm=False
+    replays.load_state_dict(measured.state_dict())  # a state of the other kind
+    replays.load_state_dict({"first": before["first"], "iteration": 9})  # a state of a run with drm=False
     assert replays.state_dict() == before
     kind = type(replays.manager).__name__
     with pytest.warns(UserWarning, match="hyscale rebalances"):
         replays.load_state_dict({"kind": kind, "manager": {"observation": 3}, "iteration": 5})
     assert replays.state_dict() == before
     with pytest.raises(ValueError, match="was recorded with 3 trainers, 1 on the CPU, and 40 seeds"):
-        Rank(trainers(2, 1), 0, [0.2, 0.4, 0.4], drm=path)
+        Rank(make_trainers(2, 1), 0, [0.2, 0.4, 0.4], drm=path)
     with pytest.raises(ValueError, match=r"but this run has 3, 1 and 20"):
         Rank(who, 0, [0.2, 0.4, 0.4], drm=path, total=20)
 
 
 def test_a_record_that_cannot_be_written_on_is_warned_about_once(tmp_path, recwarn):
     record = tmp_path / "decisions.jsonl"
-    ranks = [Rank(trainers(2, 0), number, [0.5, 0.5], ahead=2, record=record) for number in range(2)]
+    ranks = [Rank(make_trainers(2, 0), number, [0.5, 0.5], ahead=2, record=record) for number in range(2)]
     record.unlink()
     record.mkdir()
     train(ranks, 60, 2, lambda number, place: 0, lambda number, place: [1e-2, 1e-3][place])
-    check(ranks, 60)
+    check_ranks(ranks, 60)
     assert len(ranks[0].balance.manager.log) > 2
     assert len([warning for warning in recwarn if "so a replay would differ" in str(warning.message)]) == 1
     with pytest.raises(OSError, match="Is a directory"):
-        Rank(trainers(2, 0), 0, [0.5, 0.5], record=record)
+        Rank(make_trainers(2, 0), 0, [0.5, 0.5], record=record)
 
 
 def test_the_clock_counts_a_ranks_own_work(monkeypatch):

@@ -1,4 +1,4 @@
-"""Modules that are trained by several ranks and by a plain Trainer, and how; what is compared afterwards."""
+"""Modules that several ranks and a plain Trainer train, and helpers that train and compare them."""
 
 import warnings
 from typing import ClassVar
@@ -21,8 +21,8 @@ SILENT = {
 }
 
 
-def graph(num_nodes=230, dtype=torch.float64, classes=3):
-    """Return a graph of which all nodes but a few are trained on."""
+def make_graph(num_nodes=230, dtype=torch.float64, classes=3):
+    """Return a graph with all nodes but 30 in the training split."""
     generator = torch.Generator().manual_seed(0)
     return Data(
         x=torch.randn(num_nodes, 6, generator=generator, dtype=dtype),
@@ -34,15 +34,15 @@ def graph(num_nodes=230, dtype=torch.float64, classes=3):
     )
 
 
-def datamodule(num_neighbors=(-1,), batch_size=60, dtype=torch.float64, **options):
-    """Return mini-batches with all neighbors, the last of which is smaller."""
+def make_data(num_neighbors=(-1,), batch_size=60, dtype=torch.float64, **options):
+    """Return mini-batches with all neighbors; the last one is smaller."""
     return NeighborDataModule(
-        graph(dtype=dtype), num_neighbors=list(num_neighbors), batch_size=batch_size, seed=0, **options
+        make_graph(dtype=dtype), num_neighbors=list(num_neighbors), batch_size=batch_size, seed=0, **options
     )
 
 
 class Plain(pl.LightningModule):
-    """One layer, all of whose seeds count."""
+    """One layer; the loss covers all seeds."""
 
     options: ClassVar = {}
 
@@ -64,21 +64,21 @@ class Plain(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def hybrid(num_ranks=2, **options):
-    """Return a strategy of CPU ranks with shares of their own."""
+def make_hybrid(num_ranks=2, **options):
+    """Return a strategy of CPU ranks with different shares."""
     shares = {2: [0.3, 0.7], 3: [0.2, 0.5, 0.3], 4: [0.1, 0.2, 0.3, 0.4]}.get(num_ranks)
     return HyScaleStrategy(**{"cpu_trainers": num_ranks, "drm": False, "shares": shares, **options})
 
 
 def fit(module, strategy="auto", data=None, epochs=2, filters=True, **options):
-    """Train a module, by default without a warning; return the trainer."""
+    """Train a module, by default without warnings; return the trainer."""
     warnings.simplefilter("ignore" if filters else "always")
     options = {**SILENT, "max_epochs": epochs, "limit_val_batches": 0, **getattr(module, "options", {}), **options}
     trainer = pl.Trainer(strategy=strategy, **options)
-    trainer.fit(module, datamodule() if data is None else data)
+    trainer.fit(module, make_data() if data is None else data)
     return trainer
 
 
-def state(module):
+def copy_state(module):
     """Return a copy of all parameters and buffers."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}

@@ -1,4 +1,4 @@
-"""The scripts that start a training on many machines, as they stand, on as many processes of this one."""
+"""The scripts that start training on a cluster, run unchanged on processes of one machine."""
 
 import os
 import re
@@ -34,7 +34,7 @@ pl.Trainer.__init__ = with_kill
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Runs a script, and ends its third rank without a word, in the middle of the second epoch, the first time."""
+"""Runs a script, and kills its third rank in the middle of the second epoch of the first start."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def start(script, *arguments, **env):
     try:
         said, _ = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks then
+        os.killpg(process.pid, signal.SIGTERM)  # makes torchrun end its ranks
         process.wait(PATIENCE)
         raise
     return process.returncode, said
@@ -65,7 +65,7 @@ def _train(rank, *arguments):
     runpy.run_path(str(CLUSTER / "train.py"), run_name="__main__")
 
 
-def weights(folder):
+def load_weights(folder):
     trained = torch.load(folder / "trained.ckpt", weights_only=True)
     return trained["global_step"], trained["state_dict"]
 
@@ -82,14 +82,14 @@ def test_torchrun_starts_again_what_has_lost_a_rank(parts, tmp_path):
     assert re.search(r"rank 2 \(process \d+ on .*\) died", said), said
     assert re.search(r"Restored all states from the checkpoint at .*last\.ckpt", said), said
     assert "14 steps, test accuracy" in said
-    (steps, whole), (others, killed) = (weights(tmp_path / name) for name in ("whole", "killed"))
+    (steps, whole), (others, killed) = (load_weights(tmp_path / name) for name in ("whole", "killed"))
     assert steps == others == 14
-    for name, value in whole.items():  # the sum of four gradients is rounded otherwise in a process's first step
+    for name, value in whole.items():  # a process rounds the sum of four gradients differently in its first step
         torch.testing.assert_close(killed[name], value, rtol=1e-5, atol=1e-6)
 
 
-def of_slurm(folder, **commands):
-    """Commands that stand in for SLURM's, in a folder that is looked into first."""
+def write_slurm_commands(folder, **commands):
+    """Write replacements of SLURM's commands to a folder; return PATH with this folder first."""
     for name, lines in commands.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{lines}\n")
         (folder / name).chmod(0o755)
@@ -107,7 +107,7 @@ SLURM_PROCID=0 SLURM_NODEID=0 "$@" && wait $!
 
 @pytest.mark.slow
 def test_slurm_starts_the_ranks(parts, tmp_path):
-    env = of_slurm(tmp_path, srun=SRUN, scontrol="exit 1")
+    env = write_slurm_commands(tmp_path, srun=SRUN, scontrol="exit 1")
     arguments = [CLUSTER / "train.py", parts, "--checkpoints", tmp_path / "checkpoints", *OPTIONS]
     code, said = start("slurm.sh", *arguments, **env)
     assert code == 0, said
@@ -116,7 +116,7 @@ def test_slurm_starts_the_ranks(parts, tmp_path):
 
 
 def test_a_job_that_has_lost_a_rank_is_queued_again(tmp_path):
-    env = of_slurm(tmp_path, srun="exit 1", scontrol='echo asked for "$@"')
+    env = write_slurm_commands(tmp_path, srun="exit 1", scontrol='echo asked for "$@"')
     assert start("slurm.sh", "train.py", "parts", **env) == (0, "asked for requeue 77\n")
     assert start("slurm.sh", "train.py", "parts", **env, SLURM_RESTART_COUNT="3") == (1, "")
     for script in ("slurm.sh", "torchrun.sh"):

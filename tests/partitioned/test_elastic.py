@@ -1,4 +1,4 @@
-"""A run that was stopped goes on with another number of ranks, in the same epoch, with the seeds that are left."""
+"""A stopped run resumes with another number of ranks, in the same epoch, with the remaining seeds."""
 
 import pytest
 import pytorch_lightning as pl
@@ -12,12 +12,12 @@ from lightning_gnn.loading.seed_order import ElasticOrder, TrainingOrder
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.partitioned import partition_graph
 from tests.full_graph.launch import observe, run
-from tests.sampling.cases import plain_graph
+from tests.sampling.cases import make_plain_graph
 
 runs = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=4)
 
 
-def orders_of(num_seeds, batch_size, history, ranks):
+def make_orders(num_seeds, batch_size, history, ranks):
     options = {"num_replicas": ranks, "shuffle": True, "seed": 4}
     return [ElasticOrder(num_seeds, batch_size, history, rank=rank, **options) for rank in range(ranks)]
 
@@ -26,10 +26,10 @@ def orders_of(num_seeds, batch_size, history, ranks):
 def test_each_seed_once_whoever_takes_the_steps(num_seeds, runs):
     seen, history = [], []
     for number, (ranks, batch_size, steps) in enumerate(runs):
-        orders = orders_of(num_seeds, batch_size, history, ranks)
+        orders = make_orders(num_seeds, batch_size, history, ranks)
         done = orders[0].steps_before
         of_rank = [order.positions().split(batch_size) for order in orders]
-        assert {len(batches) for batches in of_rank} == {-(-len(orders[0]) // batch_size)}  # nobody waits for others
+        assert {len(batches) for batches in of_rank} == {-(-len(orders[0]) // batch_size)}  # equal on all ranks
         last = number == len(runs) - 1
         stop = len(of_rank[0]) if last else min(done + steps, len(of_rank[0]))
         for step in range(done, stop):
@@ -44,7 +44,7 @@ def test_each_seed_once_whoever_takes_the_steps(num_seeds, runs):
 
 
 def test_one_rank_takes_the_order_of_one_machine():
-    (order,) = orders_of(23, 4, [], 1)
+    (order,) = make_orders(23, 4, [], 1)
     plain = TrainingOrder(range(23), num_replicas=1, rank=0, shuffle=True, seed=4)
     for epoch in (0, 3):
         order.set_epoch(epoch)
@@ -57,7 +57,7 @@ class _Stop(Exception):
 
 
 class _Watch(pl.Callback):
-    """Notes the seeds of each epoch, and ends the run in the middle of one."""
+    """Records the seeds of each epoch, and stops the run in the middle of one."""
 
     def __init__(self, stop_at):
         self.stop_at = stop_at
@@ -97,12 +97,12 @@ def _train(rank, ranks, folder, batch_size, steps, from_checkpoint, options=None
 
 @pytest.fixture
 def folder(tmp_path):
-    partition_graph(plain_graph(), tmp_path / "parts", 4, "ldg")
+    partition_graph(make_plain_graph(), tmp_path / "parts", 4, "ldg")
     return str(tmp_path)
 
 
-def seeds_of(outcomes, epoch):
-    """All seeds of an epoch, of all ranks of all runs."""
+def collect_seeds(outcomes, epoch):
+    """Return all seeds of an epoch, of all ranks of all runs."""
     return sorted(
         seed for outcome in outcomes for seen, *_ in outcome for batch in seen.get(epoch, []) for seed in batch
     )
@@ -111,17 +111,17 @@ def seeds_of(outcomes, epoch):
 @pytest.mark.slow
 def test_other_numbers_of_ranks_train_as_one(folder, tmp_path_factory):
     alone = tmp_path_factory.mktemp("alone")
-    partition_graph(plain_graph(), alone / "parts", 4, "ldg")
+    partition_graph(make_plain_graph(), alone / "parts", 4, "ldg")
     (_, expected, steps), *_ = run(_train, 1, 1, str(alone), 8, -1, False)
-    # The same eight seeds per step, by one, four and two ranks; each stops within an epoch.
+    # Eight seeds per step on one, four and two ranks; each run stops within an epoch.
     outcomes = [
         run(_train, 1, 1, folder, 8, 2, False, nodes=1),
         run(_train, 4, 4, folder, 2, 6, True, nodes=4),
         run(_train, 2, 2, folder, 4, -1, True, nodes=2),
     ]
-    trained = plain_graph().train_mask.nonzero().view(-1).tolist()
+    trained = make_plain_graph().train_mask.nonzero().view(-1).tolist()
     for epoch in range(3):
-        assert seeds_of(outcomes, epoch) == trained
+        assert collect_seeds(outcomes, epoch) == trained
     assert {step for _, _, step in outcomes[-1]} == {steps}
     for _, weights, _ in outcomes[-1]:
         for name, value in expected.items():

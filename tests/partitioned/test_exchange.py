@@ -1,4 +1,4 @@
-"""Questions that ranks answer each other: whatever comes first is taken first, and a rank that is gone is named."""
+"""Requests between ranks: the first to arrive is answered first, and a lost rank is named."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def _wait_for(done):
     return done()
 
 
-def _ask_with_one_slow(rank, folder):
+def _request_from_slow_rank(rank, folder):
     torch.distributed.init_process_group("gloo", rank=rank, world_size=3)
     go = Path(folder) / "go"
     exchange = RankRPC({"slow": lambda: rank != SLOW or _wait_for(go.exists), "double": lambda x: 2 * x})
@@ -56,15 +56,15 @@ def _ask_with_one_slow(rank, folder):
 
 @pytest.mark.slow
 def test_a_slow_rank_keeps_nobody_elses_answer_back(tmp_path):
-    (seen,) = filter(None, run(_ask_with_one_slow, 3, str(tmp_path)))
+    (seen,) = filter(None, run(_request_from_slow_rank, 3, str(tmp_path)))
     answered, another_call_too, slow, double = seen
     assert answered, "the answer of rank 1 is taken while rank 0 is still at its own"
-    assert another_call_too, "and so is the answer to another thread, whose question rank 0 has not even read"
+    assert another_call_too, "so is the answer to another thread, although rank 0 has not read its request"
     assert slow == {SLOW: True, 1: True, ASKING: True}
     assert double == {SLOW: 2, ASKING: 6}
 
 
-def _lose(rank, folder):
+def _request_from_lost_rank(rank, folder):
     torch.distributed.init_process_group("gloo", rank=rank, world_size=3)
     exchange = RankRPC({"vanish": lambda: os.kill(os.getpid(), signal.SIGKILL), "fail": lambda: 1 / 0})
     said = []
@@ -81,7 +81,7 @@ def _lose(rank, folder):
 
 @pytest.mark.slow
 def test_a_rank_that_fails_or_is_gone_is_named(tmp_path):
-    outcome = observe(_lose, 3, str(tmp_path))
+    outcome = observe(_request_from_lost_rank, 3, str(tmp_path))
     assert outcome.exit_codes[SLOW] == -signal.SIGKILL
     failed, gone, again = outcome.results[ASKING]
     assert failed == "rank 1 could not answer: ZeroDivisionError: division by zero"

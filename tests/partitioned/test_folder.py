@@ -1,4 +1,4 @@
-"""What parts hold, and that damaged, mixed and missing ones are refused by name."""
+"""Contents of partitioned folders; damaged, mixed and missing parts are refused by name."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from lightning_gnn.partitioned.folder import FORMAT, Partition, write_partition
 from lightning_gnn.runtime.manifest import seal
 from lightning_gnn.sampling.neighbor import topology_of
 from tests.full_graph.launch import observe
-from tests.sampling.cases import plain_graph, typed_graph
+from tests.sampling.cases import make_plain_graph, make_typed_graph
 
 OPTIONS = {"num_neighbors": [2], "batch_size": 8, "seed": 1}
 
@@ -24,7 +24,7 @@ OPTIONS = {"num_neighbors": [2], "batch_size": 8, "seed": 1}
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     folder = tmp_path_factory.mktemp("original")
-    partition_graph(plain_graph(), folder / "parts", 3, "ldg")
+    partition_graph(make_plain_graph(), folder / "parts", 3, "ldg")
     return folder / "parts"
 
 
@@ -34,8 +34,8 @@ def folder(original, tmp_path):
     return tmp_path / "parts"
 
 
-def communities(num_nodes=600, groups=6, seed=0):
-    """A graph of groups that know each other, whose ids say nothing about the group."""
+def make_communities(num_nodes=600, groups=6, seed=0):
+    """Return a graph of densely connected groups, with ids that are independent of the group."""
     generator = torch.Generator().manual_seed(seed)
     group = torch.randperm(num_nodes, generator=generator) % groups
     row = torch.arange(num_nodes).repeat(12)
@@ -49,7 +49,7 @@ def communities(num_nodes=600, groups=6, seed=0):
 
 @pytest.mark.parametrize("method", ["metis", "ldg", "random"])
 def test_parts_are_even_and_cut_few_edges(method):
-    graph, seeds = communities(), torch.arange(0, 600, 5)
+    graph, seeds = make_communities(), torch.arange(0, 600, 5)
     part = assign_nodes(graph, 6, method, {None: seeds})[None].long()
     for counts in (part, part[seeds]):
         assert torch.bincount(counts, minlength=6).max() <= -(-counts.numel() * 21 // (6 * 20))
@@ -61,7 +61,7 @@ def test_parts_are_even_and_cut_few_edges(method):
 
 
 def test_types_are_shared_out_together():
-    data = typed_graph()
+    data = make_typed_graph()
     parts = assign_nodes(topology_of(data), 3, "ldg", {"paper": data["paper"].train_mask.nonzero().view(-1)})
     assert {name: part.numel() for name, part in parts.items()} == {"author": 30, "paper": 40, "venue": 0}
     everyone = torch.cat(list(parts.values())).long()
@@ -75,7 +75,7 @@ def test_more_parts_than_anything_else():
 
 
 def test_each_part_holds_its_own_and_nothing_else(original):
-    data, partition = plain_graph(), Partition(original)
+    data, partition = make_plain_graph(), Partition(original)
     owner = partition.owner[0].long()
     ids, edges = [], []
     for number in range(3):
@@ -95,11 +95,11 @@ def test_each_part_holds_its_own_and_nothing_else(original):
 
 
 def test_the_summary_counts_edges_between_parts(tmp_path):
-    summary = partition_graph(plain_graph(), tmp_path / "one", 1, "ldg")
+    summary = partition_graph(make_plain_graph(), tmp_path / "one", 1, "ldg")
     assert (summary.nodes, summary.edges, summary.cut) == ([60], [400], 0.0)
-    assert 0.6 < partition_graph(plain_graph(), tmp_path / "four", 4, "random").cut < 0.9
+    assert 0.6 < partition_graph(make_plain_graph(), tmp_path / "four", 4, "random").cut < 0.9
     with pytest.raises(TypeError, match=r"partition\.batches was removed: lgnn plan .*; leave it out"):
-        partition_graph(plain_graph(), tmp_path / "none", 2, batches=0)
+        partition_graph(make_plain_graph(), tmp_path / "none", 2, batches=0)
 
 
 def flip(path):
@@ -107,13 +107,13 @@ def flip(path):
 
 
 def swap(folder):
-    (folder / "part-00002").rename(folder / "kept")
+    (folder / "part-00002").rename(folder / "swapped")
     (folder / "part-00001").rename(folder / "part-00002")
-    (folder / "kept").rename(folder / "part-00001")
+    (folder / "swapped").rename(folder / "part-00001")
 
 
 def mix(folder):
-    partition_graph(plain_graph(), folder / "other", 3, "ldg")
+    partition_graph(make_plain_graph(), folder / "other", 3, "ldg")
     shutil.rmtree(folder / "part-00002")
     (folder / "other" / "part-00002").rename(folder / "part-00002")
 
@@ -162,11 +162,11 @@ def _join(rank, ranks, folders):
 def test_what_is_wrong_on_one_rank_is_said_on_all(folder, original, tmp_path):
     (folder / "part-00001" / "edge0.ids.npy").write_bytes(b"")
     errors = observe(_join, 2, 2, [str(original), str(folder)]).errors
-    assert errors == ["", ""]  # the middle one of three parts is rank 0's, and rank 1 reads its own alone
+    assert errors == ["", ""]  # rank 0 loads the middle one of three parts, and rank 1 reads only its own
     errors = observe(_join, 2, 2, [str(folder), str(original)]).errors
     assert "part-00001 is damaged" in errors[0]
     assert "rank 0 cannot open its part of the graph" in errors[1]
-    partition_graph(plain_graph(), tmp_path / "other", 3, "ldg")
+    partition_graph(make_plain_graph(), tmp_path / "other", 3, "ldg")
     errors = observe(_join, 2, 2, [str(original), str(tmp_path / "other")]).errors
     assert all("copy all parts of one partition" in error for error in errors)
 
@@ -181,8 +181,8 @@ EDGES = torch.tensor([[0, 1], [1, 0]])
         (Data(x=torch.eye(2), names=["a", "b"], edge_index=EDGES), 2, "ldg", "names has a row per node, but is list"),
         (Data(x=torch.full((2, 1), torch.nan), edge_index=EDGES), 2, "ldg", "data.x holds NaN"),
         (Data(x=torch.eye(2), edge_index=EDGES, train_idx=torch.tensor([2])), 2, "ldg", "train_idx holds node 2"),
-        (plain_graph(), 61, "ldg", "parts=61 must be a whole number from 1 to 60"),
-        (plain_graph(), 2, "spectral", "method='spectral' is unknown; use one of metis, ldg, random"),
+        (make_plain_graph(), 61, "ldg", "parts=61 must be a whole number from 1 to 60"),
+        (make_plain_graph(), 2, "spectral", "method='spectral' is unknown; use one of metis, ldg, random"),
     ],
 )
 def test_what_cannot_be_split_is_refused(data, parts, method, said, tmp_path):
@@ -193,11 +193,11 @@ def test_what_cannot_be_split_is_refused(data, parts, method, said, tmp_path):
 
 def test_a_part_that_is_none_and_a_folder_in_use_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a part below 2 to each of the 60 nodes"):
-        write_partition(plain_graph(), tmp_path / "parts", {None: torch.full((60,), 2)}, 2)
+        write_partition(make_plain_graph(), tmp_path / "parts", {None: torch.full((60,), 2)}, 2)
     (tmp_path / "parts").mkdir(exist_ok=True)
     (tmp_path / "parts" / "mine").touch()
     with pytest.raises(FileExistsError, match="is not empty"):
-        partition_graph(plain_graph(), tmp_path / "parts", 2, "ldg")
+        partition_graph(make_plain_graph(), tmp_path / "parts", 2, "ldg")
     assert (tmp_path / "parts" / "mine").exists()
 
 
@@ -230,11 +230,11 @@ def test_the_command(tmp_path, capsys):
     for line in ("nodes per part: ", "of the edges connect different parts"):
         assert line in said
     assert Partition(out).parts == 3
-    for wrong, told in (
+    for wrong, message in (
         (["data=synthetic", "parts=3"], "give out="),
         ([*arguments, f"out={out}"], "is not empty"),
         ([*arguments, "out=x", "sort=true"], "lgnn partition --help"),
         ([*arguments, "out=x", "batches=6"], "partition.batches was removed"),
     ):
         assert command.main(wrong) == 2
-        assert told in " ".join(capsys.readouterr().err.split())
+        assert message in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""Exact outputs of a graph in parts, of one type and of several: those of one machine, whoever has which nodes."""
+"""Exact inference on homogeneous and heterogeneous partitioned graphs equals inference on one machine."""
 
 import os
 import tempfile
@@ -30,8 +30,8 @@ from lightning_gnn.nn import (
 from lightning_gnn.partitioned import partition_graph
 from lightning_gnn.partitioned.folder import write_partition
 from tests.full_graph.launch import observe, run
-from tests.partitioned.test_training import trainer_of
-from tests.sampling.cases import plain_graph
+from tests.partitioned.test_training import make_trainer
+from tests.sampling.cases import make_plain_graph
 
 SIZES = {"in_channels": 3, "hidden_channels": 8, "num_layers": 3, "out_channels": 3}
 WIDTHS = {"user": 3, "item": 4, "tag": 3, "shop": 2}
@@ -39,8 +39,8 @@ RATES, RATED, FOLLOWS, MARKS, SELLS = TYPES = [
     ("user", "rates", "item"),
     ("item", "rev_rates", "user"),
     ("user", "follows", "user"),
-    ("tag", "marks", "item"),  # no edges lead to tags
-    ("shop", "sells", "item"),  # of which there are none
+    ("tag", "marks", "item"),  # tags have no in-edges
+    ("shop", "sells", "item"),  # there are no shops
 ]
 PLAIN = {
     "gcn": lambda: GCN(**SIZES),
@@ -63,9 +63,9 @@ TYPED = {
 OPTIONS = {"num_neighbors": [2, 2], "batch_size": 4, "seed": 1, "inference": "full"}
 
 
-def plain(weighted):
-    """A graph of double precision, with several self-loops of a node, which weigh what the last one does."""
-    data = plain_graph()
+def make_plain(weighted):
+    """Return a float64 graph with several self-loops of a node, which all weigh what the last one does."""
+    data = make_plain_graph()
     data.edge_index[:, 7:50:6] = data.edge_index[:1, 7:50:6]
     data.edge_index[:, 20:23] = 3
     data.x = data.x.double()
@@ -75,8 +75,8 @@ def plain(weighted):
     return data
 
 
-def typed(seed=0, users=17, items=9, tags=4, num_edges=40):
-    """Double precision, duplicate edges, self-loops, isolated nodes, a type without nodes and one without in-edges."""
+def make_typed(seed=0, users=17, items=9, tags=4, num_edges=40):
+    """Float64, duplicate edges, self-loops, isolated nodes, a type without nodes and one without in-edges."""
     generator = torch.Generator().manual_seed(seed)
     data = HeteroData()
     for name, size in {"user": users, "item": items, "tag": tags, "shop": 0}.items():
@@ -94,7 +94,7 @@ def typed(seed=0, users=17, items=9, tags=4, num_edges=40):
 
 
 def partition(data, folder, parts, seed=0):
-    """Cut it; no user is in part 1, and all tags are in part 0."""
+    """Partition a graph so that part 1 has no users and part 0 has all tags."""
     generator = torch.Generator().manual_seed(seed)
     owner = {name: torch.randint(parts, (data[name].num_nodes,), generator=generator) for name in data.node_types}
     owner["user"][owner["user"] == 1] = 0
@@ -107,23 +107,23 @@ def partition(data, folder, parts, seed=0):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inference")
     for weighted in (False, True):
-        partition_graph(plain(weighted), folder / str(weighted), 3, "ldg")
+        partition_graph(make_plain(weighted), folder / str(weighted), 3, "ldg")
     return folder
 
 
-def model_of(name, data=None):
+def make_model(name, data=None):
     pl.seed_everything(3, verbose=False)
     return (PLAIN[name]() if data is None else TYPED[name](data)).double().eval()
 
 
-def classifier_of(name, data=None):
+def make_classifier(name, data=None):
     if data is None:
-        return NodeClassifier(model_of(name), num_classes=3).eval()
-    return NodeClassifier(model_of(name, data), num_classes=10 if "concat" in name else 5, target="user")
+        return NodeClassifier(make_model(name), num_classes=3).eval()
+    return NodeClassifier(make_model(name, data), num_classes=10 if "concat" in name else 5, target="user")
 
 
-def one_machine(module, data):
-    """Outputs for the whole graph, by type if there are several, without a Trainer beside ranks that are joined."""
+def infer_on_one_machine(module, data):
+    """Return the outputs for the whole graph, by type if heterogeneous, without a Trainer."""
     with torch.no_grad():
         if isinstance(data, HeteroData):
             return module.model(data.x_dict, data.edge_index_dict)
@@ -131,25 +131,25 @@ def one_machine(module, data):
         return NodeClassifier(module.model, num_classes=3).eval()(batch)
 
 
-def close(found, expected):
+def assert_close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def outputs(module, datamodule, ranks, strategy):
-    trainer = trainer_of(ranks, strategy, inference_mode=True)
+def collect_outputs(module, datamodule, ranks, strategy):
+    trainer = make_trainer(ranks, strategy, inference_mode=True)
     (scores,) = trainer.validate(module, datamodule=datamodule, verbose=False)
     (rows,) = trainer.predict(module, datamodule=datamodule)
     return scores, rows
 
 
 def check_nodes(name, data, folder, ranks=1, rank=0, strategy="auto", **options):
-    """Compare outputs and scores with those of one machine; returns the scores."""
+    """Compare outputs and scores with those of one machine; return the scores."""
     several = isinstance(data, HeteroData)
-    module, nodes = classifier_of(name, data if several else None), data["user"] if several else data
-    scores, rows = outputs(module, PartitionedDataModule(folder, **OPTIONS | options), ranks, strategy)
-    expected = one_machine(module, data)
+    module, nodes = make_classifier(name, data if several else None), data["user"] if several else data
+    scores, rows = collect_outputs(module, PartitionedDataModule(folder, **OPTIONS | options), ranks, strategy)
+    expected = infer_on_one_machine(module, data)
     expected = expected["user"] if several else expected
-    close(rows, expected[rank::ranks])
+    assert_close(rows, expected[rank::ranks])
     chosen, labels = expected[nodes.val_mask], nodes.y[nodes.val_mask]
     assert scores["val_loss"] == pytest.approx(float(nn.functional.cross_entropy(chosen, labels)), rel=1e-6)
     assert scores["val_acc"] == pytest.approx(float((chosen.argmax(1) == labels).double().mean()), rel=1e-6)
@@ -157,25 +157,25 @@ def check_nodes(name, data, folder, ranks=1, rank=0, strategy="auto", **options)
 
 
 def check_links(name, data, folder, ranks=1, rank=0, strategy="auto"):
-    """Do so for links: edges of the graph and others, with labels, to validate; more of them, some twice, to score."""
+    """Compare links: validate on labeled edges of the graph and others, score more of them, some twice."""
     several, number = isinstance(data, HeteroData), torch.arange(12)
     if several:
         edges = torch.stack([number * 5 % data["user"].num_nodes, number * 3 % data["item"].num_nodes])
         labels, train = (number % 3 == 0).float(), (RATES, data[RATES].edge_index)
-        module = LinkPredictor(model_of(name, data), target=RATES)
+        module = LinkPredictor(make_model(name, data), target=RATES)
     else:
         edges = torch.cat([data.edge_index[:, 10:17], torch.stack([torch.arange(8), torch.arange(8).flip(0)])], dim=1)
         labels, train = torch.tensor([1.0] * 7 + [0.0] * 8), data.edge_index
-        module = LinkPredictor(model_of(name)).eval()
+        module = LinkPredictor(make_model(name)).eval()
     scored = torch.cat([edges, edges[:, :4]], dim=1)
     val, predicted = ((RATES, edges), (RATES, scored)) if several else (edges, scored)
     datamodule = PartitionedLinkDataModule(
         folder, train, input_val_edges=val, input_val_labels=labels, input_pred_edges=predicted, **OPTIONS
     )  # fmt: skip
-    scores, rows = outputs(module, datamodule, ranks, strategy)
-    nodes = one_machine(module, data)
+    scores, rows = collect_outputs(module, datamodule, ranks, strategy)
+    nodes = infer_on_one_machine(module, data)
     sources, targets = (nodes["user"], nodes["item"]) if several else (nodes, nodes)
-    close(rows, (sources[scored[0]] * targets[scored[1]]).sum(1)[rank::ranks])
+    assert_close(rows, (sources[scored[0]] * targets[scored[1]]).sum(1)[rank::ranks])
     expected = (sources[edges[0]] * targets[edges[1]]).sum(1)
     loss = nn.functional.binary_cross_entropy_with_logits(expected, labels.double())
     assert scores["val_loss"] == pytest.approx(float(loss), rel=1e-6)
@@ -188,13 +188,13 @@ def check_links(name, data, folder, ranks=1, rank=0, strategy="auto"):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", PLAIN)
 def test_all_parts_on_one_rank(folder, name, weighted):
-    # A limit of nothing: blocks of as few nodes as may be.
-    check_nodes(name, plain(weighted), folder / str(weighted), inference=FullInference(memory_limit=0))
+    # A limit of zero makes blocks as small as possible.
+    check_nodes(name, make_plain(weighted), folder / str(weighted), inference=FullInference(memory_limit=0))
 
 
 @pytest.mark.parametrize("name", TYPED)
 def test_types_and_their_links_on_one_rank(tmp_path, name):
-    data = typed()
+    data = make_typed()
     folder = partition(data, tmp_path / "parts", 3)
     check_nodes(name, data, folder)
     check_links(name, data, folder)
@@ -206,28 +206,28 @@ def test_types_and_their_links_on_one_rank(tmp_path, name):
     st.integers(0, 60), st.integers(1, 4), st.sampled_from([1, 7, 1 << 24]),
 )  # fmt: skip
 def test_any_types_in_any_parts(name, seed, users, items, tags, num_edges, parts, most):
-    data = typed(seed, users, items, tags, num_edges)
+    data = make_typed(seed, users, items, tags, num_edges)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_gnn.partitioned.inference._MAX_BLOCK_EDGES", most)
         partition(data, f"{folder}/parts", parts, seed)
         for target in ("user", "item"):
             nodes = torch.arange(data[target].num_nodes).flip(0)
-            close(*predicted_of(name, data, f"{folder}/parts", (target, nodes), target, nodes))
+            assert_close(*predict_type(name, data, f"{folder}/parts", (target, nodes), target, nodes))
 
 
-def predicted_of(name, data, folder, nodes, target, order):
-    """What a DataModule alone predicts for a type, and what one machine does."""
+def predict_type(name, data, folder, nodes, target, order):
+    """Return the predictions of a DataModule for a type, and those of one machine."""
     datamodule = PartitionedDataModule(folder, input_pred_nodes=nodes, **OPTIONS)
     datamodule.setup("predict")
     (batch,) = datamodule.predict_dataloader()
-    module = NodeClassifier(model_of(name, data), num_classes=5, target=target).eval()
+    module = NodeClassifier(make_model(name, data), num_classes=5, target=target).eval()
     found = module.predict_step(batch, 0)
     datamodule.teardown("predict")
-    return found, one_machine(module, data)[target][order]
+    return found, infer_on_one_machine(module, data)[target][order]
 
 
 def test_embeddings_in_place_of_features(tmp_path):
-    data = typed()
+    data = make_typed()
     for name in ("item", "shop"):
         data[name].num_nodes = data[name].num_nodes
         del data[name].x
@@ -237,25 +237,25 @@ def test_embeddings_in_place_of_features(tmp_path):
     pl.seed_everything(3, verbose=False)
     model = HeteroGraphSAGE((["user", "item", "tag"], kinds), WIDTHS | {"item": 6}, 8, 2, 5).double().eval()
     module = NodeClassifier(model, num_classes=5, target="user", embeddings=embeddings)
-    (rows,) = trainer_of(1, "auto").predict(module, datamodule=PartitionedDataModule(folder, **OPTIONS))
+    (rows,) = make_trainer(1, "auto").predict(module, datamodule=PartitionedDataModule(folder, **OPTIONS))
     with torch.no_grad():
         x_dict = {"user": data["user"].x, "item": embeddings.tables["item"].weight, "tag": data["tag"].x}
-        close(rows, model(x_dict, data.edge_index_dict)["user"])
+        assert_close(rows, model(x_dict, data.edge_index_dict)["user"])
 
 
-def _several(rank, ranks, folder, types):
+def _infer_on_rank(rank, ranks, folder, types):
     torch.set_num_threads(1)
     place, found = (ranks, rank, "ddp"), []
     if types:
         for name in ("sage", "rgcn", "rgat", "hgt"):
             topology = "whole" if name == "sage" else "parts"
-            found.append(check_nodes(name, typed(), folder, *place, topology=topology))
-        found.append(check_links("hgt", typed(), folder, *place))
+            found.append(check_nodes(name, make_typed(), folder, *place, topology=topology))
+        found.append(check_links("hgt", make_typed(), folder, *place))
     else:
         for name, weighted in (("gcn improved", True), ("sage", False), ("gat", True)):
             topology = "whole" if name == "sage" else "parts"
-            found.append(check_nodes(name, plain(weighted), folder / str(weighted), *place, topology=topology))
-        found.append(check_links("gcn improved", plain(True), folder / "True", *place))
+            found.append(check_nodes(name, make_plain(weighted), folder / str(weighted), *place, topology=topology))
+        found.append(check_links("gcn improved", make_plain(True), folder / "True", *place))
     torch.distributed.destroy_process_group()
     return found
 
@@ -264,30 +264,30 @@ def _several(rank, ranks, folder, types):
 @pytest.mark.campaign(parts=4)
 @pytest.mark.parametrize(("ranks", "types"), [(2, False), (3, False), (5, False), (2, True), (3, True), (4, True)])
 def test_several_ranks(folder, tmp_path, ranks, types):
-    # With three parts, one of two ranks has two, and of four or five ranks several have the same.
-    source = partition(typed(), tmp_path / "parts", 3) if types else folder
-    results = run(_several, ranks, ranks, source, types, nodes=ranks)
+    # With three parts, one of two ranks loads two; of four or five ranks, several load the same part.
+    source = partition(make_typed(), tmp_path / "parts", 3) if types else folder
+    results = run(_infer_on_rank, ranks, ranks, source, types, nodes=ranks)
     assert all(result == results[0] for result in results)
 
 
-def _hybrid(rank, folder):
+def _train_hybrid(rank, folder):
     datamodule = PartitionedDataModule(folder / "False", **OPTIONS)
-    trainer = trainer_of(2, "hyscale", num_sanity_val_steps=0)
+    trainer = make_trainer(2, "hyscale", num_sanity_val_steps=0)
     try:
-        trainer.fit(classifier_of("sage"), datamodule=datamodule)
+        trainer.fit(make_classifier("sage"), datamodule=datamodule)
     finally:
         assert trainer.global_step == 0
 
 
 @pytest.mark.slow
 def test_hybrid_training_is_refused_before_it_begins(folder):
-    for error in observe(_hybrid, 2, folder, nodes=2).errors:
+    for error in observe(_train_hybrid, 2, folder, nodes=2).errors:
         assert "inference='full' on a partitioned graph needs all ranks, but hyscale" in error
 
 
 @pytest.fixture
 def one_rank():
-    """Close the process group, and undo the environment, that Lightning leaves after an exception."""
+    """Close the process group and restore the environment, which Lightning leaves changed after an exception."""
     with patch.dict(os.environ):
         yield
         torch.distributed.destroy_process_group()
@@ -307,13 +307,13 @@ def one_rank():
 def test_models_that_cannot_work_are_refused(folder, one_rank, model, message):
     module = NodeClassifier(model().double(), num_classes=3)
     with pytest.raises(ValueError, match=message):
-        trainer_of(1).validate(module, datamodule=PartitionedDataModule(folder / "False", **OPTIONS), verbose=False)
+        make_trainer(1).validate(module, datamodule=PartitionedDataModule(folder / "False", **OPTIONS), verbose=False)
 
 
 def test_an_empty_split_is_refused(folder, one_rank):
     few = PartitionedDataModule(folder / "False", input_val_nodes=torch.arange(0), **OPTIONS)
     with pytest.raises(ValueError, match="the val split is empty"):
-        trainer_of(1).validate(classifier_of("gcn"), datamodule=few, verbose=False)
+        make_trainer(1).validate(make_classifier("gcn"), datamodule=few, verbose=False)
 
 
 class Own(HeteroGraphSAGE):
@@ -327,11 +327,11 @@ REFUSED = [
     (lambda data: (Own(data.metadata(), WIDTHS, 8, 2, 5), None), "which Own does not"),
     (lambda data: (HGT((data.node_types, [*TYPES, ("item", "near", "shop")]), WIDTHS, 8, 2, 5), None),
      r"no edges of \('item', 'near', 'shop'\), which the model reads"),
-    (lambda data: (model_of("sage", data), TypeEmbeddings({"tag": 4}, 3)),
+    (lambda data: (make_model("sage", data), TypeEmbeddings({"tag": 4}, 3)),
      "nodes of 'tag' have features x and embeddings; leave one of them out"),
-    (lambda data: (model_of("sage", without_features(data)), TypeEmbeddings({"tag": 5}, 3)),
+    (lambda data: (make_model("sage", without_features(data)), TypeEmbeddings({"tag": 5}, 3)),
      "the graph has 4 nodes of 'tag', but embeddings of 5"),
-    (lambda data: (model_of("sage", without_features(data)), None),
+    (lambda data: (make_model("sage", without_features(data)), None),
      "nodes of 'tag' have no features x: give some, or embeddings"),
 ]  # fmt: skip
 
@@ -344,10 +344,10 @@ def without_features(data):
 
 @pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_what_cannot_work_with_types_is_refused_before_training(tmp_path, make, message):
-    data = typed()
+    data = make_typed()
     model, embeddings = make(data)
     module = NodeClassifier(model, num_classes=5, target="user", embeddings=embeddings)
-    trainer = trainer_of(1, "auto", num_sanity_val_steps=0)
+    trainer = make_trainer(1, "auto", num_sanity_val_steps=0)
     datamodule = PartitionedDataModule(partition(data, tmp_path / "parts", 2), **OPTIONS)
     with pytest.raises(ValueError, match=message):
         trainer.fit(module, datamodule=datamodule)

@@ -1,4 +1,4 @@
-"""The plan of several machines: its formulas by hand, and the bytes that it counts against those that ranks send."""
+"""The plan for several machines: formulas checked manually, and predicted traffic compared with bytes sent."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from lightning_gnn.planning.cluster import Network, Traffic, Work, machine_memor
 from lightning_gnn.planning.cluster_traffic import ENVELOPE, count_traffic, row_bytes
 from lightning_gnn.sampling.neighbor import topology_of
 from tests.full_graph.launch import run
-from tests.sampling.cases import GRAPHS, NODE_CASES, options_of
+from tests.sampling.cases import GRAPHS, NODE_CASES, make_options
 
 TRAFFIC = Traffic(
     asked=np.array([[1e3, 2e3], [3e3, 4e3]]), answered=np.array([[10e3, 20e3], [30e3, 40e3]]),
@@ -28,7 +28,7 @@ NETWORK = Network(1e6, latency=1e-3)
 
 def test_the_formulas_by_hand():
     found = predict(TRAFFIC, WORK, NETWORK)
-    # Rank 1 gets most: 6 kB asked and 60 kB answered in two rounds.
+    # Rank 1 receives most: 6 kB of requests and 60 kB of answers in two rounds.
     inside = 1.5 * 0.5 * 0.02 + 1e-7 * 66e3
     preparing = inside + 2 * 2 * 1e-3 + 66e3 / 1e6
     reducing = 50e3 / 1e6 + 2 * 1e-3
@@ -56,7 +56,7 @@ CASES = ["plain", "typed", "trees", "plain with a cache"]
 CACHE = 800
 
 
-def _really_sent(rank, folder):
+def _count_sent_bytes(rank, folder):
     from lightning_gnn import PartitionedDataModule
 
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
@@ -65,7 +65,7 @@ def _really_sent(rank, folder):
         kind = case.split(" ")[0]
         data = GRAPHS[NODE_CASES[kind][0]]()
         more = {"cache": CACHE} if kind != case else {}
-        datamodule = PartitionedDataModule(folder / kind, **options_of(kind, data), num_workers=0, **more)
+        datamodule = PartitionedDataModule(folder / kind, **make_options(kind, data), num_workers=0, **more)
         datamodule.setup("fit")
         exchange = datamodule.connection.remote.exchange
         before = exchange.sent + exchange.received
@@ -76,16 +76,16 @@ def _really_sent(rank, folder):
     return found
 
 
-def _parted(data, folder, parts):
+def _partition(data, folder, parts):
     assignment = assign_nodes(topology_of(data), parts, "random")
     write_partition(data, folder, assignment, parts)
     return {name: part.numpy() for name, part in assignment.items()}
 
 
-def _loader(case, data):
+def _make_loader(case, data):
     from lightning_gnn import NeighborDataModule
 
-    return NeighborDataModule(data, **options_of(case, data)).train_dataloader()
+    return NeighborDataModule(data, **make_options(case, data)).train_dataloader()
 
 
 @pytest.mark.slow
@@ -96,19 +96,19 @@ def test_counted_bytes_are_those_that_are_sent(tmp_path):
         data = GRAPHS[NODE_CASES[kind][0]]()
         owner = {
             name: part.numpy() for name, part in assign_nodes(topology_of(data), 2, "random").items()
-        } if kind != case else _parted(data, tmp_path / case, 2)  # fmt: skip
+        } if kind != case else _partition(data, tmp_path / case, 2)  # fmt: skip
         cache = CACHE if kind != case else 0
-        counted[case] = count_traffic(_loader(kind, data), owner, 2, batches=24, cache=cache)
+        counted[case] = count_traffic(_make_loader(kind, data), owner, 2, batches=24, cache=cache)
     assert counted["plain with a cache"].remote_rows < 0.8 * counted["plain"].remote_rows
-    sent = run(_really_sent, 2, tmp_path)
+    sent = run(_count_sent_bytes, 2, tmp_path)
     for case, ranks in zip(CASES, zip(*sent, strict=True), strict=True):
         assert np.ceil(counted[case].steps) == ranks[0][1]
-        # The mini-batches of the real ranks are others, of the same kind; envelopes are most of such small ones.
+        # The real ranks' mini-batches are different samples; for such small ones, message headers dominate.
         assert counted[case].remote_bytes == pytest.approx(np.mean([bytes_ for bytes_, _ in ranks]), rel=0.25), case
 
 
 def test_what_is_counted_for_a_path():
-    # 0 -> 1 -> 2 -> 3: of seed 3, hops ask for the lists of 3 and 2; rows are those of 3, 2, 1.
+    # 0 -> 1 -> 2 -> 3: from seed 3, hops request the lists of 3 and 2, and the rows of 3, 2, 1.
     data = Data(x=torch.zeros(4, 5), edge_index=torch.tensor([[0, 1, 2], [1, 2, 3]]))
     from lightning_gnn import NeighborDataModule
 
@@ -131,7 +131,7 @@ def test_what_is_counted_for_a_path():
 
 def test_memory_of_a_machine(tmp_path):
     data = GRAPHS["typed"]()
-    _parted(data, tmp_path / "parts", 1)
+    _partition(data, tmp_path / "parts", 1)
     sizes = {name: (data[name].num_nodes,) * 2 for name in data.node_types}
     counts = {name: (data[name].num_edges,) * 2 for name in data.edge_types}
     found = machine_memory(sizes, counts, row_bytes(data), 1, batch_bytes=100, batches=3, cache=7)

@@ -1,4 +1,4 @@
-"""The mini-batches of a graph in parts, on several ranks, are those that they make of the whole one, bit for bit."""
+"""Several ranks sample the same mini-batches from a partitioned graph as from the whole one, bit for bit."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from lightning_gnn.loading.seed_order import OwnSeedsOrder
 from lightning_gnn.partitioned import partition_graph
 from tests.batch_checks import assert_same_batches
 from tests.full_graph.launch import run
-from tests.sampling.cases import CASES, GRAPHS, LINK_CASES, one_machine, options_of
+from tests.sampling.cases import CASES, GRAPHS, LINK_CASES, load_alone, make_options
 
 
 def _compare(rank, ranks, folder, cases, topology, order, cache):
@@ -20,13 +20,13 @@ def _compare(rank, ranks, folder, cases, topology, order, cache):
     for case in cases:
         graph = CASES[case][0]
         whole, kind = data[graph], PartitionedLinkDataModule if case in LINK_CASES else PartitionedDataModule
-        datamodule = kind(Path(folder) / graph, **options_of(case, whole), **given)
+        datamodule = kind(Path(folder) / graph, **make_options(case, whole), **given)
         datamodule.setup("fit")
         own = None
         if order == "local":
             owners = datamodule.owners_of_seeds(ranks)
             own = OwnSeedsOrder(owners, num_replicas=ranks, rank=rank, shuffle=True, seed=3)
-        count = assert_same_batches(datamodule.train_dataloader(), one_machine(case, whole, ranks, rank, own))
+        count = assert_same_batches(datamodule.train_dataloader(), load_alone(case, whole, ranks, rank, own))
         datamodule.teardown("fit")
         batches_of[case] = count, dict(datamodule.rows_read)
     torch.distributed.destroy_process_group()
@@ -52,7 +52,7 @@ def four_parts(tmp_path_factory):
     ],
 )
 def test_several_ranks(four_parts, ranks, topology, order, cache):
-    # With four parts, two or three ranks have several, and of eight ranks two have the same.
+    # With four parts, two or three ranks load several, and eight ranks share them.
     cases = list(CASES) if ranks == 4 else ["plain", "node times", "typed", "links, binary", "weights"]
     if order == "local":
         cases = [case for case in cases if "link" not in case]

@@ -1,4 +1,4 @@
-"""Every kind of mini-batch that a DataModule can be asked for: of which graph, by which options."""
+"""Graphs and options for every kind of mini-batch that a DataModule supports."""
 
 import torch
 from hypothesis import assume
@@ -11,8 +11,8 @@ from tests.strategies import edge_indices, typed_graphs
 WRITES = ("author", "writes", "paper")
 
 
-def plain_graph(seed=0, num_nodes=60, num_edges=400):
-    """A graph of one type: hubs, isolated nodes, duplicate edges, attributes of many dtypes, times and weights."""
+def make_plain_graph(seed=0, num_nodes=60, num_edges=400):
+    """Return a homogeneous graph with hubs, isolated nodes, duplicate edges, many dtypes, times and weights."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(high, *shape):
@@ -36,8 +36,8 @@ def plain_graph(seed=0, num_nodes=60, num_edges=400):
     return data
 
 
-def typed_graph(seed=0):
-    """A graph of three node types, one of them empty, and four edge types, one of them without edges."""
+def make_typed_graph(seed=0):
+    """Return a graph of three node types, one of them empty, and four edge types, one of them without edges."""
     generator = torch.Generator().manual_seed(seed)
     sizes = {"author": 30, "paper": 40, "venue": 0}
     data = HeteroData()
@@ -63,7 +63,7 @@ def typed_graph(seed=0):
     return data
 
 
-GRAPHS = {"plain": plain_graph, "typed": typed_graph}
+GRAPHS = {"plain": make_plain_graph, "typed": make_typed_graph}
 NODE_CASES = {
     "plain": ("plain", {}),
     "all": ("plain", {"num_neighbors": [-1, 0, 70]}),
@@ -87,7 +87,7 @@ NODE_CASES = {
     "typed both ways": ("typed", {"subgraph_type": "bidirectional"}),
     "typed induced weights": ("typed", {"subgraph_type": "induced", "weight_attr": "edge_weight"}),
 }
-"""How mini-batches of nodes are sampled, each from which graph."""
+"""Options of node mini-batches and their graphs."""
 NEGATIVES = {"": None, ", binary": {"mode": "binary", "amount": 2}, ", triplets": "triplet"}
 LINK_CASES = {
     name + more: (kind, {**options, "neg_sampling": negatives})
@@ -103,8 +103,8 @@ LINK_CASES = {
 CASES = NODE_CASES | LINK_CASES
 
 
-def options_of(case, data, most=40):
-    """What a case gives to a DataModule, node or link, in parts or not; at most so many seeds are trained on."""
+def make_options(case, data, most=40):
+    """Return the DataModule options of a case, node or link, partitioned or not, with at most ``most`` seeds."""
     kind, options = CASES[case]
     options = {"num_neighbors": [3, 4], "batch_size": 8, "seed": 3, **options}
     options["eval_loader_kwargs"] = {"num_neighbors": [2], **options.get("eval_loader_kwargs", {})}
@@ -123,19 +123,19 @@ def options_of(case, data, most=40):
     return options
 
 
-def one_machine(case, data, ranks=1, rank=0, order=None, stage="train", most=40, **more):
-    """The loader that one of several ranks has of the whole graph, in the thread that asks for mini-batches."""
+def load_alone(case, data, ranks=1, rank=0, order=None, stage="train", most=40, **more):
+    """Return the loader of one of several ranks on the unpartitioned graph, without worker threads."""
 
     class OneMachine(LinkDataModule if case in LINK_CASES else NeighborDataModule):
         _replica = property(lambda self: (ranks, rank))
 
     more |= {} if order is None else {"sampler": order}
-    return getattr(OneMachine(data, **options_of(case, data, most), **more), f"{stage}_dataloader")()
+    return getattr(OneMachine(data, **make_options(case, data, most), **more), f"{stage}_dataloader")()
 
 
 @st.composite
 def graphs_of_users(draw, typed, random):
-    """Draw a graph as users have them: some types without features, without nodes or without edges."""
+    """Draw a graph in which some types may lack features, nodes or edges."""
     if not typed:
         num_nodes, edge_index = draw(edge_indices(max_nodes=16, max_edges=60))
         data = Data(x=torch.randn(num_nodes, 3, generator=random), edge_index=edge_index)
@@ -162,7 +162,7 @@ def graphs_of_users(draw, typed, random):
 
 @st.composite
 def any_case(draw):
-    """Draw a graph, and options of NeighborDataModule that go together."""
+    """Draw a graph, and compatible options of NeighborDataModule."""
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     data, kind = draw(graphs_of_users(draw(st.booleans()), random))
     count = data.num_nodes if kind is None else data[kind].num_nodes

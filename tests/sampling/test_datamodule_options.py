@@ -1,4 +1,4 @@
-"""What users bring to the DataModules: options of PyG's that must work, and mistakes that must be told at once."""
+"""DataModule options: those of PyG work, and mistakes are reported at once."""
 
 import math
 
@@ -38,15 +38,15 @@ def build(kind, data=None, **kwargs):
     return kind(small_data() if data is None else data, **{**sizes, **kwargs})
 
 
-def changed(**attributes):
-    """A graph with other attributes."""
+def alter(**attributes):
+    """Return a graph with other attributes."""
     data = small_data()
     data.update(attributes)
     return data
 
 
-def weighted(weight):
-    """Negatives whose targets are drawn by weights."""
+def weigh(weight):
+    """Return a negative sampling whose targets are drawn by weights."""
     return {"neg_sampling": NegativeSampling("triplet", 1, dst_weight=weight)}
 
 
@@ -80,19 +80,19 @@ MISTAKES = {
         ({"eval_loader_kwargs": {"rank": 1}}, TypeError, "eval_loader_kwargs: unknown option rank"),
     ],
     (NeighborDataModule,): [
-        # No name is proposed that would be refused.
+        # A name that would be refused is not suggested.
         ({"eval_loader_kwargs": {"sed": 1}}, TypeError, "unknown option sed$"),
         ({"eval_loader_kwargs": {"neg_samplng": 1}}, TypeError, "unknown option neg_samplng$"),
         ({"data": [1]}, TypeError, "homogeneous"),
         ({"data": Data(edge_index=EDGES, num_nodes=400.0)}, TypeError, "must be a whole number, but is 400.0"),
-        ({"data": changed(z=torch.eye(400).to_sparse())}, ValueError, "data.z is sparse, but rows are read one by one"),
-        ({"data": changed(edge_z=torch.eye(4000).to_sparse())}, ValueError, "data.edge_z is sparse, but rows are read"),
-        ({"data": changed(train_mask=torch.ones(7).bool())}, ValueError, r"data.train_mask has the shape \[7\]"),
-        ({"data": changed(train_mask=torch.zeros(400).bool())}, ValueError, "training split is empty"),
-        ({"data": changed(edge_index=torch.tensor([[0, 5000], [1, 2]]))}, ValueError, r"\[0\] holds node 5000"),
-        ({"data": changed(edge_index=torch.rand(2, 5))}, TypeError, "must be int32 or int64"),
-        ({"data": changed(x=torch.full((400, 2), math.nan))}, ValueError, r"400 of 400 rows \(nodes 0, 1, 2, 3, 4, …"),
-        ({"data": changed(y=torch.zeros(3))}, ValueError, r"data.y has the shape \[3\]"),
+        ({"data": alter(z=torch.eye(400).to_sparse())}, ValueError, "data.z is sparse, but rows are read one by one"),
+        ({"data": alter(edge_z=torch.eye(4000).to_sparse())}, ValueError, "data.edge_z is sparse, but rows are read"),
+        ({"data": alter(train_mask=torch.ones(7).bool())}, ValueError, r"data.train_mask has the shape \[7\]"),
+        ({"data": alter(train_mask=torch.zeros(400).bool())}, ValueError, "training split is empty"),
+        ({"data": alter(edge_index=torch.tensor([[0, 5000], [1, 2]]))}, ValueError, r"\[0\] holds node 5000"),
+        ({"data": alter(edge_index=torch.rand(2, 5))}, TypeError, "must be int32 or int64"),
+        ({"data": alter(x=torch.full((400, 2), math.nan))}, ValueError, r"400 of 400 rows \(nodes 0, 1, 2, 3, 4, …"),
+        ({"data": alter(y=torch.zeros(3))}, ValueError, r"data.y has the shape \[3\]"),
         ({"input_train_nodes": torch.tensor([400])}, ValueError, "input_train_nodes holds node 400"),
         ({"input_val_nodes": torch.tensor([-1])}, ValueError, "input_val_nodes holds node -1"),
         ({"input_test_nodes": torch.ones(3, dtype=torch.bool)}, ValueError, "mask of 3 entries"),
@@ -107,14 +107,14 @@ MISTAKES = {
         ({"sampler": "labor", "eval_loader_kwargs": {"replace": True}}, ValueError, "no LABOR sampling with replace"),
         ({"subgraph_type": "induced", "eval_loader_kwargs": {"disjoint": True}}, ValueError, "needs subgraph_type"),
         ({"eval_loader_kwargs": {"sampler": "labor"}}, TypeError, "sampler must yield indices into the seeds"),
-        ({"data": changed(time=torch.arange(400)), "time_attr": "time", "inference": "full"}, ValueError,
+        ({"data": alter(time=torch.arange(400)), "time_attr": "time", "inference": "full"}, ValueError,
          "uses all edges at once, so it cannot be combined with time_attr"),
     ],
     (LinkDataModule,): [
-        (weighted(-torch.ones(400)), ValueError, "dst_weight of the negative sampling must be finite, not negative"),
-        (weighted(torch.full((400,), math.nan)), ValueError, "must be finite"),
-        (weighted(torch.zeros(400)), ValueError, "not zero everywhere"),
-        (weighted(torch.ones(3)), ValueError, r"the shape \[400\], one entry per node, but has \[3\]"),
+        (weigh(-torch.ones(400)), ValueError, "dst_weight of the negative sampling must be finite, not negative"),
+        (weigh(torch.full((400,), math.nan)), ValueError, "must be finite"),
+        (weigh(torch.zeros(400)), ValueError, "not zero everywhere"),
+        (weigh(torch.ones(3)), ValueError, r"the shape \[400\], one entry per node, but has \[3\]"),
         ({"neg_sampling": "foo"}, ValueError, "invalid neg_sampling='foo'.*use 'binary' or 'triplet'"),
         ({"neg_sampling": {"mode": "binary", "amount": -1}}, ValueError, "needs to be positive"),
         ({"neg_sampling_ratio": -1}, ValueError, "neg_sampling_ratio must not be negative, but is -1"),
@@ -165,7 +165,7 @@ def test_missing_splits_are_named():
         build(NeighborDataModule, Data(x=torch.ones(4, 1), edge_index=torch.tensor([[0], [1]]))).train_dataloader()
 
 
-def links(**kwargs):
+def build_links(**kwargs):
     return build(LinkDataModule, **kwargs)
 
 
@@ -227,7 +227,7 @@ def test_every_training_edge_comes_once_with_fresh_negatives():
 
 def test_a_ratio_means_binary_negatives_for_unlabelled_edges_alone():
     labels = torch.tensor([1.0, 0.0] * 20)
-    module = links(
+    module = build_links(
         input_val_edges=EDGES, input_val_labels=labels, input_test_edges=EDGES, input_pred_edges=EDGES,
         neg_sampling_ratio=1.0,
     )  # fmt: skip
@@ -235,14 +235,14 @@ def test_a_ratio_means_binary_negatives_for_unlabelled_edges_alone():
     assert first["train"].edge_label.tolist() == [1.0] * 8 + [0.0] * 8 == first["test"].edge_label.tolist()
     assert first["val"].edge_label.tolist() == labels[:8].tolist()
     assert first["predict"].get("edge_label") is None
-    assert links(neg_sampling_ratio=0).neg_sampling is None
+    assert build_links(neg_sampling_ratio=0).neg_sampling is None
 
 
 def test_edges_and_labels_in_any_form():
-    expected = next(iter(links(input_val_edges=EDGES, input_val_labels=torch.ones(40), seed=1).val_dataloader()))
+    expected = next(iter(build_links(input_val_edges=EDGES, input_val_labels=torch.ones(40), seed=1).val_dataloader()))
     for edges in (EDGES.tolist(), EDGES.numpy(), EDGES.int(), EdgeIndex(EDGES, sparse_size=(400, 400))):
         for labels in ([1.0] * 40, np.ones(40, np.float32)):
-            module = links(input_val_edges=edges, input_val_labels=labels, seed=1)
+            module = build_links(input_val_edges=edges, input_val_labels=labels, seed=1)
             assert_same(next(iter(module.val_dataloader())), expected)
 
 

@@ -1,4 +1,4 @@
-"""``e_id`` that is looked up when it is read: the same to whoever reads it, and not looked up for who does not."""
+"""``e_id`` is computed on first access, with the same result for every reader, and never without access."""
 
 import copy
 import pickle
@@ -13,13 +13,13 @@ from lightning_gnn.loading import NodeLoader
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 from lightning_gnn.sampling import NeighborSampler
 from tests.batching_data import small_data
-from tests.sampling.test_node_datamodule import trainer
-from tests.sampling.test_typed import contents, typed_data
+from tests.sampling.test_node_datamodule import make_trainer
+from tests.sampling.test_typed import collect_contents, typed_data
 
 
 @pytest.fixture
 def looked_up(monkeypatch):
-    """How often places in the user's order are looked up."""
+    """Count how often positions in the user's edge order are looked up."""
     calls = []
     plain = NeighborSampler.original_positions
     monkeypatch.setattr(
@@ -28,20 +28,20 @@ def looked_up(monkeypatch):
     return calls
 
 
-def graph():
+def make_graph():
     data = small_data(num_nodes=60, num_edges=400)
     del data.edge_attr, data.edge_weight
     return data
 
 
-def batches(data, **options):
+def make_batches(data, **options):
     seeds = {"input_nodes": "paper"} if "paper" in getattr(data, "node_types", ()) else {}
     return list(NodeLoader(data, NeighborSampler(data, [3, 2]), batch_size=20, seed=1, **seeds, **options))
 
 
-def eager(data, **options):
-    """The same, looked up at once: as for who changes what the sampler returns."""
-    return batches(data, transform_sampler_output=lambda out: out, thread_safe=True, **options)
+def make_eager_batches(data, **options):
+    """Return mini-batches with ``e_id`` computed at once, as for transforms of the sampler's output."""
+    return make_batches(data, transform_sampler_output=lambda out: out, thread_safe=True, **options)
 
 
 READERS = {
@@ -66,8 +66,8 @@ READERS = {
 
 @pytest.mark.parametrize("how", READERS)
 def test_whoever_reads_it_finds_it(how, looked_up):
-    data = graph()
-    for a, b in zip(batches(data), eager(data), strict=True):
+    data = make_graph()
+    for a, b in zip(make_batches(data), make_eager_batches(data), strict=True):
         del looked_up[:]
         assert isinstance(a._store, GlobalStorage)
         assert a.keys() == b.keys()
@@ -85,8 +85,8 @@ def test_whoever_reads_it_finds_it(how, looked_up):
 
 
 def test_training_does_not_read_it(looked_up):
-    module = NeighborDataModule(graph(), num_neighbors=[3, 2], batch_size=16, seed=3)
-    trainer(max_epochs=2).fit(NodeClassifier(GraphSAGE(12, 8, 2, 4), 4), module)
+    module = NeighborDataModule(make_graph(), num_neighbors=[3, 2], batch_size=16, seed=3)
+    make_trainer(max_epochs=2).fit(NodeClassifier(GraphSAGE(12, 8, 2, 4), 4), module)
     assert looked_up == []
 
 
@@ -95,14 +95,14 @@ def test_graphs_with_types(looked_up):
     for store in data.edge_stores:
         for key in [key for key in store if key != "edge_index"]:
             del store[key]
-    made, plain = batches(data), eager(data)
+    made, plain = make_batches(data), make_eager_batches(data)
     del looked_up[:]
     for a, b in zip(made, plain, strict=True):
         assert all(isinstance(store, EdgeStorage) for store in a.edge_stores)
         assert set(a.edge_types) == set(b.edge_types)
         a = a.to("cpu")
         assert looked_up == []
-        assert contents(a) == contents(b)
+        assert collect_contents(a) == collect_contents(b)
         assert set(a.e_id_dict) == set(b.e_id_dict)
         del looked_up[:]
 
@@ -111,7 +111,7 @@ def test_a_compiled_model_reads_a_mini_batch_alike():
     def model(batch):
         return batch.x[batch.edge_index[0]].sum(0)
 
-    for batch in batches(graph())[:1]:
+    for batch in make_batches(make_graph())[:1]:
         compiled = torch.compile(model, backend="eager")
         assert torch.equal(compiled(batch), model(batch))
         ids = torch.compile(lambda batch: batch.e_id + 1, backend="eager")

@@ -16,7 +16,7 @@ from tests.strategies import edge_indices
 
 
 class Fixed(NeighborSampler):
-    """Samples every batch with one key, so that PyG's loader and ours can be laid side by side."""
+    """Samples every batch with one key, to compare PyG's loader with ours."""
 
     def sample_from_nodes(self, inputs, key=None):
         return super().sample_from_nodes(inputs, key=5)
@@ -47,8 +47,8 @@ def test_a_batch_depends_on_seed_rank_loader_epoch_and_number():
 def test_a_kept_batch_is_never_overwritten():
     data = small_data(num_nodes=5000, num_edges=100_000)
     loader = NodeLoader(data, NeighborSampler(data, [10, 10]), batch_size=500, num_workers=2)
-    kept = [(batch, batch.x.clone(), batch.edge_index.clone(), batch.n_id.clone()) for batch in loader]
-    for batch, x, edge_index, n_id in kept:
+    copies = [(batch, batch.x.clone(), batch.edge_index.clone(), batch.n_id.clone()) for batch in loader]
+    for batch, x, edge_index, n_id in copies:
         assert torch.equal(batch.x, x)
         assert torch.equal(batch.edge_index, edge_index)
         assert torch.equal(batch.n_id, n_id)

@@ -1,4 +1,4 @@
-"""Loaders that are handed over without their DataModule are sharded as those of a Trainer that has it."""
+"""Loaders passed without their DataModule are sharded like those of a Trainer with the DataModule."""
 
 import lightning_fabric
 import pytest
@@ -19,13 +19,13 @@ from tests.full_graph import launch
 STAGES = ("train", "val", "predict")
 
 
-def node(kind, **options):
+def make_node_case(kind, **options):
     return lambda: kind(
         small_data(61, 500), num_neighbors=[3, 2], batch_size=4, seed=1, input_pred_nodes=torch.arange(9), **options
     )
 
 
-def link(kind, **options):
+def make_link_case(kind, **options):
     def make():
         edges = small_data(61, 500).edge_index
         return kind(
@@ -44,20 +44,20 @@ def link(kind, **options):
 
 
 MODULES = {
-    "node": node(NeighborDataModule),
-    "ordered": node(NeighborDataModule, shuffle=False, drop_last=True),
-    "persistent": node(PersistentSamplerDataModule),
-    "collective": node(CollectiveDataModule),
-    "on a GPU": node(PersistentSamplerDataModule, device="cpu"),  # Triton's interpreter stands for one
-    "both routes": node(CollectiveDataModule, device="cpu", num_workers=1),
-    "link": link(LinkDataModule),
-    "persistent link": link(PersistentLinkDataModule),
+    "node": make_node_case(NeighborDataModule),
+    "ordered": make_node_case(NeighborDataModule, shuffle=False, drop_last=True),
+    "persistent": make_node_case(PersistentSamplerDataModule),
+    "collective": make_node_case(CollectiveDataModule),
+    "on a GPU": make_node_case(PersistentSamplerDataModule, device="cpu"),  # Triton's interpreter stands in for a GPU
+    "both routes": make_node_case(CollectiveDataModule, device="cpu", num_workers=1),
+    "link": make_link_case(LinkDataModule),
+    "persistent link": make_link_case(PersistentLinkDataModule),
 }
 WAYS = ("datamodule", "loaders", "outer", "module", "pair", "after another run")
 
 
-class Seen(pl.LightningModule):
-    """Notes the seeds and nodes of each mini-batch."""
+class SeedRecorder(pl.LightningModule):
+    """Records the seeds and nodes of each mini-batch."""
 
     def __init__(self, datamodule=None):
         super().__init__()
@@ -88,7 +88,7 @@ class Seen(pl.LightningModule):
 
 
 class Outer(pl.LightningDataModule):
-    """Combines DataModules of ours, which no Trainer is attached to."""
+    """Combines DataModules of ours that have no Trainer."""
 
     def __init__(self, make, pair):
         super().__init__()
@@ -107,7 +107,7 @@ class Outer(pl.LightningDataModule):
         return self.one.predict_dataloader()
 
 
-def trainer(strategy, devices=2):
+def make_trainer(strategy, devices=2):
     return pl.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, num_sanity_val_steps=0, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -117,19 +117,19 @@ def trainer(strategy, devices=2):
 def hand_over(way, make, strategy):
     """Train, validate and predict; return what a rank has seen."""
     pl.seed_everything(3, verbose=False)
-    run, module = trainer(strategy), Seen()
+    run, module = make_trainer(strategy), SeedRecorder()
     if way == "datamodule":
         datamodule = make()
         run.fit(module, datamodule=datamodule)
         run.predict(module, datamodule=datamodule)
     elif way in ("loaders", "after another run"):
         datamodule = make()
-        if way != "loaders":  # whose Trainer stays attached
-            trainer("auto", 1).validate(Seen(), datamodule=datamodule, verbose=False)
+        if way != "loaders":  # its Trainer stays attached
+            make_trainer("auto", 1).validate(SeedRecorder(), datamodule=datamodule, verbose=False)
         run.fit(module, datamodule.train_dataloader(), datamodule.val_dataloader())
         run.predict(module, datamodule.predict_dataloader())
     elif way == "module":
-        module = Seen(make())
+        module = SeedRecorder(make())
         run.fit(module)
         run.predict(module)
     else:
@@ -139,8 +139,8 @@ def hand_over(way, make, strategy):
     return module.seen
 
 
-def by_fabric(make):
-    """Go over the loaders as Fabric shards them; return what a rank has seen."""
+def iterate_with_fabric(make):
+    """Iterate over the loaders as Fabric shards them; return what a rank has seen."""
     pl.seed_everything(3, verbose=False)
     fabric = lightning_fabric.Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
@@ -152,10 +152,10 @@ def by_fabric(make):
     return seen
 
 
-def on_rank(rank, strategy):
-    """Hand loaders over in every way; return by DataModule and way what this rank has seen."""
+def run_rank(rank, strategy):
+    """Pass loaders in every way; return by DataModule and way what this rank has seen."""
     torch.set_num_threads(1)
-    hyscale = strategy == "hyscale"  # which refuses collective batching, and several loaders to train with
+    hyscale = strategy == "hyscale"  # refuses collective batching, and several loaders to train with
     seen = {
         name: {
             way: hand_over(way, make, HyScaleStrategy(drm=False) if hyscale else strategy)
@@ -167,7 +167,7 @@ def on_rank(rank, strategy):
     }
     if not hyscale:
         for name, make in MODULES.items():
-            seen[name]["fabric"] = by_fabric(make)
+            seen[name]["fabric"] = iterate_with_fabric(make)
     return seen
 
 
@@ -175,15 +175,15 @@ def on_rank(rank, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "hyscale"])
 @pytest.mark.filterwarnings("ignore")
 def test_however_loaders_are_handed_over_ranks_share_the_seeds(strategy):
-    ranks = launch.run(on_rank, 2, strategy)
+    ranks = launch.run(run_rank, 2, strategy)
     for name in ranks[0]:
         for stage in STAGES:
             whole = [rank[name]["datamodule"][stage] for rank in ranks]
-            # Of the first of two epochs; hyscale may give a rank nothing to predict.
+            # Of the first of two epochs; hyscale may give a rank no nodes to predict.
             epochs = [rank if stage == "predict" else rank[: len(rank) // 2] for rank in whole]
             seeds = [{seed for ids, _ in rank for seed in ids} for rank in epochs]
             assert seeds[0], (name, stage)
-            if strategy == "ddp":  # which repeats a seed where their number is odd
+            if strategy == "ddp":  # repeats a seed if their number is odd
                 assert len(seeds[0] & seeds[1]) <= (stage == "train"), (name, stage)
             for way in ranks[0][name]:
                 for rank, expected in zip(ranks, whole, strict=True):

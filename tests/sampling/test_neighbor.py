@@ -38,13 +38,13 @@ def test_a_key_fixes_negatives_and_neighbours():
 def test_each_end_of_an_edge_has_a_tree_of_its_own(negatives):
     data = small_data()
     sampler = NeighborSampler(data, [2, 2], disjoint=True)
-    edges = torch.tensor([[0, 1, 0, 5], [1, 0, 1, 5]])  # an edge given twice, its reverse, a self-loop
+    edges = torch.tensor([[0, 1, 0, 5], [1, 0, 1, 5]])  # a duplicate edge, its reverse, a self-loop
     out = sampler.sample_from_edges(EdgeSamplerInput(None, *edges), negatives, key=3)
     ends = out.node[: out.num_sampled_nodes[0]]
     alone = sample_neighbors(sampler.graph, ends, [2, 2], 3, disjoint=True)
     assert torch.equal(out.node, alone.node)
     assert torch.equal(out.row, alone.edge_index[0])
-    assert torch.equal(out.batch, alone.batch % 4)  # numbered by edge, as PyG does
+    assert torch.equal(out.batch, alone.batch % 4)  # numbered by edge, as in PyG
     # Node 0 is an end of edges 0, 1 and 2, and node 5 both ends of edge 3.
     for node in (0, 5):
         trees = (ends == node).nonzero().view(-1).tolist()

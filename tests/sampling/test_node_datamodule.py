@@ -13,7 +13,7 @@ from tests.full_graph import launch
 
 
 class Model(pl.LightningModule):
-    """Logs what it was trained on; dropout and OneCycleLR make resuming hard."""
+    """Logs the training seeds; dropout and OneCycleLR make resuming hard."""
 
     def __init__(self):
         super().__init__()
@@ -42,13 +42,13 @@ class Model(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def trainer(**kwargs):
+def make_trainer(**kwargs):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     kwargs.setdefault("enable_checkpointing", "callbacks" in kwargs)
     return pl.Trainer(**{**quiet, "max_epochs": 3, **kwargs})
 
 
-def datamodule(**kwargs):
+def make_datamodule(**kwargs):
     return NeighborDataModule(small_data(), **{"num_neighbors": [4, 3], "batch_size": 32, "num_workers": 2, **kwargs})
 
 
@@ -80,8 +80,8 @@ def test_the_keywords_of_lightning_node_data_work():
 
 
 def test_fit_test_and_predict():
-    model, data = Model(), datamodule()
-    run = trainer(max_epochs=1)
+    model, data = Model(), make_datamodule()
+    run = make_trainer(max_epochs=1)
     run.fit(model, data)
     assert [step[0] for step in model.history] == list(range(len(data.train_dataloader())))
     run.test(model, data, verbose=False)
@@ -95,7 +95,7 @@ def test_epochs_differ_and_runs_repeat(num_workers):
     for seed in (1, 1, 2):
         pl.seed_everything(seed, verbose=False)
         model = Model()
-        trainer(max_epochs=2).fit(model, datamodule(num_workers=num_workers))
+        make_trainer(max_epochs=2).fit(model, make_datamodule(num_workers=num_workers))
         histories.append(model.history)
     assert histories[0] == histories[1] != histories[2]
     half = len(histories[0]) // 2
@@ -111,7 +111,7 @@ def test_resuming_in_mid_epoch_is_bit_exact(tmp_path, accumulate):
         pl.seed_everything(5, verbose=False)
         model = Model()
         saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-        trainer(callbacks=[saver], accumulate_grad_batches=accumulate).fit(model, datamodule(), **kwargs)
+        make_trainer(callbacks=[saver], accumulate_grad_batches=accumulate).fit(model, make_datamodule(), **kwargs)
         return model
 
     whole = run()
@@ -129,24 +129,24 @@ def test_a_resumed_run_keeps_its_seed(tmp_path):
     pl.seed_everything(5, verbose=False)
     saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     whole = Model()
-    trainer(callbacks=[saver]).fit(whole, datamodule())
+    make_trainer(callbacks=[saver]).fit(whole, make_datamodule())
     pl.seed_everything(99, verbose=False)
     resumed = Model()
-    trainer(callbacks=[saver]).fit(resumed, datamodule(), ckpt_path=tmp_path / "step=3.ckpt")
+    make_trainer(callbacks=[saver]).fit(resumed, make_datamodule(), ckpt_path=tmp_path / "step=3.ckpt")
     assert resumed.history == whole.history[3:]
 
 
 def test_resuming_with_another_batch_size_warns_in_mid_epoch_only(tmp_path):
     saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     whole = Model()
-    trainer(callbacks=[saver]).fit(whole, datamodule())
+    make_trainer(callbacks=[saver]).fit(whole, make_datamodule())
     steps = len(whole.history) // 3
     said = "within an epoch with batch_size=.*, but this run has batch_size=40: the epoch continues after 2 mini"
     for step, batch_size, warned in ((2, 40, True), (2, 32, False), (steps, 40, False)):
-        resumed = datamodule(batch_size=batch_size)
+        resumed = make_datamodule(batch_size=batch_size)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            trainer().fit(Model(), resumed, ckpt_path=tmp_path / f"step={step}.ckpt")
+            make_trainer().fit(Model(), resumed, ckpt_path=tmp_path / f"step={step}.ckpt")
         assert any(re.search(said, str(warning.message)) for warning in found) == warned, step
         assert any("saved within an epoch" in str(warning.message) for warning in found) == warned, step
 
@@ -159,12 +159,12 @@ class Recorder(Model):
 
 
 def train_on_rank(rank, folder, ckpt_path):
-    """Train an epoch and save checkpoints; return what was trained on, what was validated, and the weights."""
+    """Train an epoch and save checkpoints; return the training and validation nodes, and the weights."""
     pl.seed_everything(1, verbose=False)
     model = Recorder()
     saver = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    run = trainer(devices=2, strategy="ddp", max_epochs=1, num_sanity_val_steps=0, callbacks=[saver])
-    run.fit(model, datamodule(), ckpt_path=ckpt_path)
+    run = make_trainer(devices=2, strategy="ddp", max_epochs=1, num_sanity_val_steps=0, callbacks=[saver])
+    run.fit(model, make_datamodule(), ckpt_path=ckpt_path)
     return model.history, model.validated, [parameter.detach().numpy() for parameter in model.parameters()]
 
 
@@ -176,7 +176,7 @@ def test_two_processes_share_the_seeds_and_resume_exactly(tmp_path):
     train = [[seed for step in history for seed in step[1]] for history, _, _ in whole]
     assert len(train[0]) == len(train[1])
     assert set(train[0]) | set(train[1]) == set(data.train_mask.nonzero().view(-1).tolist())
-    assert len(set(train[0]) & set(train[1])) <= 1  # an odd number of seeds: one is repeated
+    assert len(set(train[0]) & set(train[1])) <= 1  # with an odd number of seeds, one is repeated
     assert sorted(whole[0][1] + whole[1][1]) == data.val_mask.nonzero().view(-1).tolist()
 
     resumed = launch.run(train_on_rank, 2, str(tmp_path / "resumed"), str(tmp_path / "whole" / "step=2.ckpt"))

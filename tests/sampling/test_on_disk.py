@@ -1,4 +1,4 @@
-"""DataModules whose features stay on disk: the mini-batches of memory, whatever is read when, and nothing left."""
+"""DataModules with features on disk yield the same mini-batches as from memory, and leave no threads or files."""
 
 import copy
 import gc
@@ -43,23 +43,23 @@ def folder(tmp_path_factory):
     return root
 
 
-def saved(x, path, dtype="float32"):
+def save_features(x, path, dtype="float32"):
     return FeatureTable(x.to(getattr(torch, dtype))).save(path)
 
 
-def datamodule(data, kind=NeighborDataModule, **options):
+def build(data, kind=NeighborDataModule, **options):
     more = {"num_neighbors": [4, 3], "batch_size": 50, "seed": 7}
     return kind(data, **{**more, **options})
 
 
-def table_of(loader):
+def find_table(loader):
     (table,) = loader.pipeline.tables.values()
     return table
 
 
-def with_room(loader, blocks):
-    """Give a loader a table that keeps so many blocks beside what it cannot do without; returns it."""
-    file = table_of(loader).file
+def replace_table(loader, blocks):
+    """Replace a loader's table by one that caches ``blocks`` blocks beyond its minimum; return it."""
+    file = find_table(loader).file
     table = loader.pipeline.tables["x"] = DiskFeatures(file, DiskFeatures.least_bytes(file) + 256 * blocks)
     return table
 
@@ -69,20 +69,20 @@ def with_room(loader, blocks):
 def test_mini_batches_equal_those_from_memory(folder, workers, options):
     data = load_folder(folder)
     options = {**options, **({"store": folder / "x.npy"} if "store" in options else {})}
-    plain = datamodule(data, num_workers=workers).train_dataloader()
-    disk = datamodule(data, num_workers=workers, memory=MEMORY, **options).train_dataloader()
+    plain = build(data, num_workers=workers).train_dataloader()
+    disk = build(data, num_workers=workers, memory=MEMORY, **options).train_dataloader()
     for _ in range(2):
         assert_same_batches(disk, plain)
-    counts = table_of(disk).counts
+    counts = find_table(disk).counts
     assert 0 < counts.hits < counts.rows
-    assert table_of(disk).num_bytes < 4_000_000
+    assert find_table(disk).num_bytes < 4_000_000
 
 
 def test_looking_ahead_reads_less_and_the_same_each_time(folder):
     data, blocks = load_folder(folder), {}
     for lookahead, workers in ((0, 0), (3, 0), (11, 0), (11, 2), (11, 3)):
-        loader = datamodule(data, num_workers=workers, memory="6MB", lookahead=lookahead).train_dataloader()
-        table = with_room(loader, 400)  # as much for each of them
+        loader = build(data, num_workers=workers, memory="6MB", lookahead=lookahead).train_dataloader()
+        table = replace_table(loader, 400)  # the same for each of them
         for _ in loader:
             pass
         blocks[lookahead, workers] = table.counts.blocks
@@ -94,22 +94,22 @@ def test_looking_ahead_reads_less_and_the_same_each_time(folder):
 
 def test_types_share_one_memory(tmp_path):
     data = GRAPHS["typed"]()
-    store = {kind: saved(data[kind].x, tmp_path / f"{kind}.npy") for kind in ("paper", "author")}
-    tables = datamodule(data, memory="8MB", store=store).train_dataloader().pipeline.tables
+    store = {kind: save_features(data[kind].x, tmp_path / f"{kind}.npy") for kind in ("paper", "author")}
+    tables = build(data, memory="8MB", store=store).train_dataloader().pipeline.tables
     assert {*tables} == {("paper", "x"), ("author", "x")}
     with pytest.raises(ValueError, match="no such node type: 'editor'; use author, paper, venue"):
-        datamodule(data, memory="8MB", store={"editor": store["paper"]})
+        build(data, memory="8MB", store={"editor": store["paper"]})
     with pytest.raises(TypeError, match="a heterogeneous graph requires one file per node type"):
-        datamodule(data, memory="8MB", store=store["paper"])
+        build(data, memory="8MB", store=store["paper"])
 
 
 def test_features_may_lie_in_the_store_alone(folder):
     data = load_folder(folder)
-    expected = next(iter(datamodule(data).train_dataloader()))
+    expected = next(iter(build(data).train_dataloader()))
     x = data.x
     del data.x
     data.num_nodes = NODES
-    module = datamodule(data, memory=MEMORY, store=folder / "x.npy", inference="full")
+    module = build(data, memory=MEMORY, store=folder / "x.npy", inference="full")
     batch = next(iter(module.train_dataloader()))
     assert torch.equal(batch.x, expected.x)
     assert torch.equal(next(iter(module.val_dataloader())).x, x)
@@ -121,40 +121,40 @@ def test_features_may_lie_in_the_store_alone(folder):
 def test_a_store_with_other_numbers_than_the_graph_is_refused(folder, tmp_path, dtype, mmap):
     data = load_folder(folder, mmap=mmap)
     data.x = data.x.clone() if not mmap else data.x
-    data.x[5, 1], data.x[9] = 1e-6, 0.0  # small beside the others
-    store = saved(data.x, tmp_path / "x.npy", dtype)
-    (batch, *_) = datamodule(data, memory=MEMORY, check_features=False, store=store).train_dataloader()
+    data.x[5, 1], data.x[9] = 1e-6, 0.0  # small relative to the others
+    store = save_features(data.x, tmp_path / "x.npy", dtype)
+    (batch, *_) = build(data, memory=MEMORY, check_features=False, store=store).train_dataloader()
     torch.testing.assert_close(batch.x.float(), data.x[batch.n_id], rtol=0.01, atol=0.02)
-    if dtype != "float32":  # both made from the same numbers
+    if dtype != "float32":  # both from the same numbers
         less = copy.copy(data)
         less.x = data.x.bfloat16()
-        datamodule(less, memory=MEMORY, check_features=False, store=store)
+        build(less, memory=MEMORY, check_features=False, store=store)
     for wrong in (data.x * 1.02, data.x.roll(1, 0), data.x.index_fill(0, torch.tensor([NODES - 1]), float("nan"))):
         other = copy.copy(data)
         other.x = wrong
         with pytest.raises(ValueError, match=r"x\.npy and data\.x differ: column \d+ of row \d+ is"):
-            datamodule(other, memory=MEMORY, check_features=False, store=store)
+            build(other, memory=MEMORY, check_features=False, store=store)
     nan = data.x.clone()
     nan[0, 3] = float("nan")
     both = copy.copy(data)
     both.x = nan
-    datamodule(both, memory=MEMORY, check_features=False, store=saved(nan, tmp_path / "nan.npy", dtype))
+    build(both, memory=MEMORY, check_features=False, store=save_features(nan, tmp_path / "nan.npy", dtype))
     other.x = nan
     said = r"column 3 of row 0 is \S+ in the file and nan in data\.x \(1 of 258 compared rows differ\); write"
     with pytest.raises(ValueError, match=said):
-        datamodule(other, memory=MEMORY, check_features=False, store=store)
+        build(other, memory=MEMORY, check_features=False, store=store)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float64])
 def test_a_store_of_floats_stands_for_other_numbers_of_the_same_value(folder, tmp_path, dtype):
     data = load_folder(folder)
     data.x = (10 * data.x.abs()).to(dtype)
-    store = saved(data.x, tmp_path / "x.npy")
-    (batch, *_) = datamodule(data, memory=MEMORY, store=store).train_dataloader()
+    store = save_features(data.x, tmp_path / "x.npy")
+    (batch, *_) = build(data, memory=MEMORY, store=store).train_dataloader()
     assert torch.equal(batch.x, data.x[batch.n_id].float())
     data.x[NODES - 1] = ~data.x[NODES - 1] if dtype is torch.bool else data.x[NODES - 1] + 1
     with pytest.raises(ValueError, match=r"x differ: column"):
-        datamodule(data, memory=MEMORY, store=store)
+        build(data, memory=MEMORY, store=store)
 
 
 @pytest.mark.parametrize("typed", [False, True])
@@ -167,14 +167,14 @@ def test_a_folder_with_rows_of_an_earlier_release_is_refused(tmp_path, typed):
         save_folder(Data(x=data["a"].x, edge_index=data["a", "to", "a"].edge_index), tmp_path / "graph")
     (path,) = (tmp_path / "graph").rglob("x.npy")
     path.with_suffix(".rows").write_bytes(b"rows")
-    load_folder(tmp_path / "graph")  # beside an x.npy nobody asks for it
+    load_folder(tmp_path / "graph")  # the folder also holds an unused x.npy
     path.unlink()
     with pytest.raises(ValueError, match=r"x\.rows is a file of an earlier release.* again as x\.npy, with lgnn"):
         load_folder(tmp_path / "graph")
 
 
 class OwnSampler(NeighborSampler):
-    """One that says nothing about keys, and counts how often it was asked."""
+    """A sampler that does not accept keys, and counts its calls."""
 
     calls = 0
 
@@ -186,14 +186,14 @@ class OwnSampler(NeighborSampler):
 def test_a_sampler_of_the_users_own_is_not_run_ahead(folder):
     data = load_folder(folder)
     own = OwnSampler(data, [4, 3])
-    loader = datamodule(data, node_sampler=own, num_neighbors=None, memory=MEMORY).train_dataloader()
+    loader = build(data, node_sampler=own, num_neighbors=None, memory=MEMORY).train_dataloader()
     assert own.calls == 0
     for number, batch in enumerate(loader, 1):
         assert own.calls == number
         assert torch.equal(batch.x, data.x[batch.n_id])
 
 
-def trained(data, epochs=2, resume=None, root=None, **options):
+def train_state(data, epochs=2, resume=None, root=None, **options):
     pl.seed_everything(5)
     module = NodeClassifier(GraphSAGE(60, 8, 2, out_channels=4), num_classes=4)
     trainer = pl.Trainer(
@@ -207,34 +207,34 @@ def trained(data, epochs=2, resume=None, root=None, **options):
         val_check_interval=4,
         default_root_dir=root,
     )
-    trainer.fit(module, datamodule(data, num_workers=2, **options), ckpt_path=resume)
+    trainer.fit(module, build(data, num_workers=2, **options), ckpt_path=resume)
     return module, trainer
 
 
 def test_training_validation_between_and_resuming(folder, tmp_path):
     data = load_folder(folder)
-    expected, _ = trained(data)
-    _, trainer = trained(data, epochs=1, memory=MEMORY)
+    expected, _ = train_state(data)
+    _, trainer = train_state(data, epochs=1, memory=MEMORY)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    resumed, _ = trained(data, resume=tmp_path / "one.ckpt", memory="5MB", lookahead=3)
-    whole, _ = trained(data, memory=MEMORY)
+    resumed, _ = train_state(data, resume=tmp_path / "one.ckpt", memory="5MB", lookahead=3)
+    whole, _ = train_state(data, memory=MEMORY)
     for found in (resumed, whole):
         for name, value in expected.state_dict().items():
             assert torch.equal(found.state_dict()[name], value), name
 
 
 def test_stopping_early_leaves_no_thread_and_lets_others_look_ahead(folder):
-    loader = datamodule(load_folder(folder), num_workers=2, memory=MEMORY).train_dataloader()
+    loader = build(load_folder(folder), num_workers=2, memory=MEMORY).train_dataloader()
     gc.collect()
     idle = {thread.name for thread in threading.enumerate()}
     first, second = iter(loader), iter(loader)
-    next(first), next(second)  # the second one reads what it needs without looking ahead
+    next(first), next(second)  # the second one reads without looking ahead
     first.close()
     del second
     gc.collect()
     left = {thread.name for thread in threading.enumerate()} - idle
-    assert all(name.startswith("lightning-gnn-disk") for name in left)  # of the table, which goes on
-    table = table_of(loader)
+    assert all(name.startswith("lightning-gnn-disk") for name in left)  # threads of the table, which still exists
+    table = find_table(loader)
     assert table.claim()
     assert table._cache.announced == 0
     table.release()
@@ -243,8 +243,8 @@ def test_stopping_early_leaves_no_thread_and_lets_others_look_ahead(folder):
 
 
 def test_a_failing_sampler_is_told_in_its_turn(folder, monkeypatch):
-    loader = datamodule(load_folder(folder), num_workers=2, memory=MEMORY, lookahead=8).train_dataloader()
-    table_of(loader)
+    loader = build(load_folder(folder), num_workers=2, memory=MEMORY, lookahead=8).train_dataloader()
+    find_table(loader)
     real = MiniBatchPipeline.sample
 
     def failing(self, task):
@@ -258,11 +258,11 @@ def test_a_failing_sampler_is_told_in_its_turn(folder, monkeypatch):
         next(batches)
     with pytest.raises(RuntimeError, match="no neighbours today"):
         next(batches)
-    assert table_of(loader).claim()
+    assert find_table(loader).claim()
 
 
 def test_a_disk_that_fails_ends_the_epoch(folder, monkeypatch):
-    loader = datamodule(load_folder(folder), num_workers=2, memory=MEMORY).train_dataloader()
+    loader = build(load_folder(folder), num_workers=2, memory=MEMORY).train_dataloader()
     real, calls = disk_reads.DirectReader._read, []
 
     def failing(self, *arguments):
@@ -305,13 +305,13 @@ def test_the_window_is_full_at_first_but_for_a_bound_and_keeps_to_its_bytes():
 
 
 def test_an_epoch_reads_as_little_as_who_knows_all_of_it(folder):
-    loader = datamodule(load_folder(folder), memory="6MB", store=folder / "x.npy").train_dataloader()
-    table = with_room(loader, 600)
+    loader = build(load_folder(folder), memory="6MB", store=folder / "x.npy").train_dataloader()
+    table = replace_table(loader, 600)
     trace = [batch.n_id.numpy() for batch in loader]
     assert table.counts.blocks <= 1.01 * optimum(trace, table.file, table.cache_rows)
 
 
-def counting_draws(monkeypatch):
+def count_draws(monkeypatch):
     drawn, real = [], MiniBatchPipeline.sample
     monkeypatch.setattr(
         MiniBatchPipeline, "sample", lambda self, task: drawn.append((task.epoch, task.index)) or real(self, task)
@@ -319,7 +319,7 @@ def counting_draws(monkeypatch):
     return drawn
 
 
-def counting_announced(monkeypatch):
+def count_announced(monkeypatch):
     announced, real = [], BeladyCache.announce
     monkeypatch.setattr(BeladyCache, "announce", lambda self, rows: announced.append(rows.size) or real(self, rows))
     return announced
@@ -332,9 +332,9 @@ def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_be
 ):
     data = load_folder(folder)
     loader, plain = (
-        datamodule(data, kind, num_workers=1, **options).train_dataloader() for options in ({"memory": MEMORY}, {})
+        build(data, kind, num_workers=1, **options).train_dataloader() for options in ({"memory": MEMORY}, {})
     )
-    table = table_of(loader)
+    table = find_table(loader)
     list(loader), list(plain)
     assert table.announced == len(loader.lookahead._next_epoch_batches) > 0
     if between == "another loader":
@@ -352,7 +352,7 @@ def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_be
         for one in (loader, plain):
             one.sampler.set_epoch(5)
     known = len(loader.lookahead._next_epoch_batches) if between == "nothing" else 0
-    announced = counting_announced(monkeypatch)
+    announced = count_announced(monkeypatch)
     assert_same_batches(loader, plain)
     assert table.announced == len(loader.lookahead._next_epoch_batches)
     assert len(announced) == len(loader) - known + len(loader.lookahead._next_epoch_batches)
@@ -360,7 +360,7 @@ def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_be
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_epoch_ends_with_what_the_next_one_begins_with(tmp_path, workers, monkeypatch):
-    random, nodes = torch.Generator().manual_seed(0), 20_000  # of which an epoch reads a part
+    random, nodes = torch.Generator().manual_seed(0), 20_000  # an epoch reads a part of them
     data = Data(
         x=torch.randn(nodes, 60, generator=random),
         y=torch.randint(0, 4, (nodes,), generator=random),
@@ -369,15 +369,15 @@ def test_an_epoch_ends_with_what_the_next_one_begins_with(tmp_path, workers, mon
     )
     save_folder(data, tmp_path / "graph")
     data = load_folder(tmp_path / "graph")
-    plain = datamodule(data, num_workers=workers, batch_size=25).train_dataloader()
+    plain = build(data, num_workers=workers, batch_size=25).train_dataloader()
     expected = [[batch.n_id for batch in plain] for _ in range(4)]
     blocks = {}
     for alone in (True, False):
-        loader = datamodule(data, num_workers=workers, batch_size=25, memory="9MB").train_dataloader()
-        table = with_room(loader, 1500)
+        loader = build(data, num_workers=workers, batch_size=25, memory="9MB").train_dataloader()
+        table = replace_table(loader, 1500)
         loader.is_last = (lambda epoch: True) if alone else None
         with monkeypatch.context() as patch:
-            drawn, announced = counting_draws(patch), counting_announced(patch)
+            drawn, announced = count_draws(patch), count_announced(patch)
             for epoch in expected:
                 for batch, n_id in zip(loader, epoch, strict=True):
                     assert torch.equal(batch.n_id, n_id)
@@ -391,7 +391,7 @@ def test_an_epoch_ends_with_what_the_next_one_begins_with(tmp_path, workers, mon
 
 def test_what_was_sampled_for_other_mini_batches_is_not_used(folder, monkeypatch):
     loaders = [
-        datamodule(load_folder(folder), num_workers=1, **more).train_dataloader() for more in ({"memory": MEMORY}, {})
+        build(load_folder(folder), num_workers=1, **more).train_dataloader() for more in ({"memory": MEMORY}, {})
     ]
     for change in (lambda loader: None, lambda loader: setattr(loader.pipeline, "seed", 9)):
         for loader in loaders:
@@ -409,15 +409,15 @@ def test_what_was_sampled_for_other_mini_batches_is_not_used(folder, monkeypatch
             raise RuntimeError("no neighbours today")
         return real(self, task)
 
-    monkeypatch.setattr(MiniBatchPipeline, "sample", failing)  # of the epoch after
+    monkeypatch.setattr(MiniBatchPipeline, "sample", failing)  # of the epoch after the next
     assert_same_batches(disk, plain)
     with pytest.raises(RuntimeError, match="no neighbours today"):
         next(iter(disk))
 
 
 def test_the_last_epoch_samples_no_other(folder, monkeypatch):
-    drawn = counting_draws(monkeypatch)
-    trained(load_folder(folder), memory=MEMORY)
+    drawn = count_draws(monkeypatch)
+    train_state(load_folder(folder), memory=MEMORY)
     assert {epoch for epoch, _ in drawn} == {0, 1}
 
 
@@ -429,33 +429,33 @@ def test_collective_batching_looks_ahead_as_others_do(folder, workers):
         (CollectiveDataModule, {}),
         (CollectiveDataModule, {"lookahead": 0}),
     ):
-        module = datamodule(data, kind, num_workers=workers, memory="6MB", store=folder / "x.npy", **options)
+        module = build(data, kind, num_workers=workers, memory="6MB", store=folder / "x.npy", **options)
         loader = module.train_dataloader()
-        table = with_room(loader, 600)
+        table = replace_table(loader, 600)
         for _ in range(2):
             for batch in loader:
                 assert torch.equal(batch.x, data.x[batch.n_id])
-        assert table.claim(), "nobody announces reads any more"
+        assert table.claim(), "no loader announces reads"
         read[kind, len(options)] = table.counts.blocks
     assert read[NeighborDataModule, 0] == read[CollectiveDataModule, 0] < 0.95 * read[CollectiveDataModule, 1]
 
 
 def test_a_mini_batch_that_is_made_again_is_sampled_again(folder):
-    loader = datamodule(load_folder(folder), CollectiveDataModule, num_workers=1, memory=MEMORY).train_dataloader()
+    loader = build(load_folder(folder), CollectiveDataModule, num_workers=1, memory=MEMORY).train_dataloader()
     window = loader.lookahead.begin(loader.tasks(0), 0)
     tasks = [*loader.tasks(0)]
-    for number in (1, 0, 1, 0, 2):  # out of turn, as two workers may, and again, as where memory was short
+    for number in (1, 0, 1, 0, 2):  # out of order, as with two workers, and repeated, as after an out-of-memory error
         batch = window.prepare(number, tasks[number]).batch
         assert torch.equal(batch.n_id, loader.pipeline.sample(tasks[number]).nodes(None))
         assert torch.equal(batch.x, load_folder(folder).x[batch.n_id])
     assert window._first_unread == 3
     window.close()
-    assert table_of(loader).claim()
+    assert find_table(loader).claim()
 
 
 def test_the_plan_says_what_the_memory_is_for(folder):
-    module = datamodule(load_folder(folder), memory=MEMORY)
-    assert datamodule(load_folder(folder)).plan_disk() is None
+    module = build(load_folder(folder), memory=MEMORY)
+    assert build(load_folder(folder)).plan_disk() is None
     said = module.plan_disk()
     assert said.startswith("features on disk (x.npy, 1.44 MB); of 4 MB of memory, ")
     assert "500 kB are for mini-batches sampled ahead" in said
@@ -472,17 +472,17 @@ def test_what_cannot_work_is_refused(folder, tmp_path):
         ({"memory": MEMORY, "feature_dtype": "bfloat16"}, "feature_dtype converts features in memory"),
     ):
         with pytest.raises(ValueError, match=said):
-            datamodule(data, **options).train_dataloader()
+            build(data, **options).train_dataloader()
     with pytest.raises(ValueError, match="verify_store=True was removed: feature files have no checksums"):
-        datamodule(data, memory=MEMORY, verify_store=True)
+        build(data, memory=MEMORY, verify_store=True)
     in_memory = load_folder(folder, mmap=False)
     with pytest.raises(ValueError, match=r"data\.x is not mapped from a file"):
-        datamodule(in_memory, memory=MEMORY)
-    other = saved(torch.ones(NODES, 3), tmp_path / "other.npy")
+        build(in_memory, memory=MEMORY)
+    other = save_features(torch.ones(NODES, 3), tmp_path / "other.npy")
     with pytest.raises(ValueError, match="has 60 features and the file 3"):
-        datamodule(in_memory, memory=MEMORY, store=other)
-    fewer = saved(torch.ones(9, 60), tmp_path / "fewer.npy")
+        build(in_memory, memory=MEMORY, store=other)
+    fewer = save_features(torch.ones(9, 60), tmp_path / "fewer.npy")
     with pytest.raises(ValueError, match=r"has 9 rows, but data has 6000 nodes"):
-        datamodule(in_memory, memory=MEMORY, store=fewer)
+        build(in_memory, memory=MEMORY, store=fewer)
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        datamodule(in_memory, memory=MEMORY, store=write_whole(tmp_path / "gone", "").with_name("nothing.npy"))
+        build(in_memory, memory=MEMORY, store=write_whole(tmp_path / "gone", "").with_name("nothing.npy"))

@@ -1,4 +1,4 @@
-"""Sampled subgraphs in few bytes: what comes out is what went in."""
+"""Sampled subgraphs survive packing and unpacking unchanged."""
 
 import torch
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Our samplers in other processes: what a fork copies and what it cannot; each rank and worker draws for itself."""
+"""Samplers in other processes: fork, pickling, and different random numbers per rank and worker."""
 
 import os
 import pickle
@@ -25,7 +25,7 @@ SEEDS = NodeSamplerInput(None, torch.arange(80))
 RANK_SEEDS = torch.arange(60)
 
 
-def compiled_anew(number):
+def compile_function(number):
     scope = {}
     exec(f"def add(x):\n    for k in range(x):\n        x += k * {number}\n    return x", scope)
     return numba.njit(nogil=True)(scope["add"])
@@ -38,10 +38,10 @@ def test_a_fork_while_another_thread_compiles_does_not_hang_the_child():
     def compile_on():
         number = 0
         while not stop.is_set():
-            compiled_anew(number)(3)
+            compile_function(number)(3)
             number += 1
             started.set()
-            time.sleep(0.01)  # the lock is not fair: without a pause the fork would wait for its turn for long
+            time.sleep(0.01)  # the lock is not fair: without a pause the fork might wait for a long time
 
     thread = threading.Thread(target=compile_on)
     thread.start()
@@ -50,8 +50,8 @@ def test_a_fork_while_another_thread_compiles_does_not_hang_the_child():
         for number in range(3):
             child = os.fork()
             if child == 0:
-                signal.alarm(60)  # a child that hangs is killed
-                compiled_anew(1000 + number)(3)
+                signal.alarm(60)  # kill a child that hangs
+                compile_function(1000 + number)(3)
                 os._exit(0)
             assert os.waitpid(child, 0)[1] == 0
     finally:
@@ -90,23 +90,23 @@ def test_samplers_that_are_sent_to_another_process():
     pytest.importorskip("triton")
     data = small_data()
     samplers = NeighborSampler(data, [3], seed=1), LoaderNeighborSampler(data, [3])
-    samplers[1]._gpu_sampler = threading.Lock()  # stands in for what cannot be sent
+    samplers[1]._gpu_sampler = threading.Lock()  # stands in for an object that cannot be pickled
     for sampler in samplers:
         torch.manual_seed(0)
         expected = sampler.sample_from_nodes(SEEDS)
         torch.manual_seed(0)
         assert torch.equal(pickle.loads(pickle.dumps(sampler)).sample_from_nodes(SEEDS).edge, expected.edge)
     on_device = PersistentNeighborSampler(data, [3], device="cpu")
-    if on_device.device is not None:  # under the interpreter
+    if on_device.device is not None:  # with the interpreter
         with pytest.raises(TypeError, match="cannot be copied or sent to another process"):
             pickle.dumps(on_device)
 
 
-# -- ranks, and the worker processes of each
+# -- ranks and their worker processes
 
 
-def loaders(num_workers, early):
-    """PyG's loaders over each of our samplers; those of ``early`` samplers were made before the group."""
+def make_loaders(num_workers, early):
+    """Return PyG's loaders over each of our samplers; ``early`` samplers were created before the process group."""
     options = {"input_nodes": RANK_SEEDS, "batch_size": 20, "num_workers": num_workers}
     yield from (NodeLoader(small_data(), sampler, **options) for sampler in early)
     yield NodeLoader(small_data(), NeighborSampler(small_data(), [2, 2]), **options)
@@ -114,15 +114,15 @@ def loaders(num_workers, early):
         yield NeighborLoader(small_data(), [2, 2], **options)
 
 
-def picks(rank, num_ranks=2):
-    pl.seed_everything(7, verbose=False)  # as every rank of a run of Lightning does
+def draw_on_rank(rank, num_ranks=2):
+    pl.seed_everything(7, verbose=False)  # as every rank of a Lightning run does
     data = small_data()
     early = [NeighborSampler(data, [2, 2]), PersistentNeighborSampler(data, [2, 2])]
     if num_ranks > 1:
         dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     try:
         found = []
-        for loader in (*loaders(0, early), *loaders(2, early)):
+        for loader in (*make_loaders(0, early), *make_loaders(2, early)):
             pl.seed_everything(7, verbose=False)
             found.append([batch.e_id.tolist() for batch in loader])
         return found
@@ -133,10 +133,10 @@ def picks(rank, num_ranks=2):
 
 @pytest.mark.slow
 def test_ranks_draw_differently_also_in_worker_processes():
-    first, second = run(picks, 2)
-    for a, b, c in zip(first, second, picks(0, num_ranks=1), strict=True):
+    first, second = run(draw_on_rank, 2)
+    for a, b, c in zip(first, second, draw_on_rank(0, num_ranks=1), strict=True):
         assert all(x != y for x, y in zip(a, b, strict=True))
-        assert a == c  # the first rank draws what a run without others draws
+        assert a == c  # the first rank draws the same as a single process
 
 
 def test_a_sampler_that_is_sent_to_a_worker_knows_the_rank_of_its_parent(monkeypatch):

@@ -1,4 +1,4 @@
-"""One equality for every DataModule: whoever prepares mini-batches, they are those of one thread on one machine."""
+"""Every DataModule yields the same mini-batches as a single thread on one machine."""
 
 import gc
 import itertools
@@ -31,7 +31,7 @@ from lightning_gnn.ops.sample.triton import runs_on
 from lightning_gnn.partitioned import partition_graph
 from lightning_gnn.partitioned.folder import write_partition
 from tests.batch_checks import assert_same_batches, check
-from tests.sampling.cases import CASES, GRAPHS, LINK_CASES, NODE_CASES, WRITES, any_case, one_machine, options_of
+from tests.sampling.cases import CASES, GRAPHS, LINK_CASES, NODE_CASES, WRITES, any_case, load_alone, make_options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's interpreter stands in for a GPU
 COLLECTIVE = CollectivePlan("collective", 2, 1)
@@ -43,13 +43,13 @@ with_kernels = [
 ]  # fmt: skip
 
 
-def tables_of(loader):
+def list_tables(loader):
     return loader.pipeline.tables.values()
 
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """No thread of collective batching is left behind by any test."""
+    """Check that no test leaves a thread of collective batching."""
     yield
     gc.collect()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
@@ -75,10 +75,10 @@ WAYS = {
     "collective, disk": (CollectiveDataModule, None, {"memory": "8MB", "num_workers": 2}),
     "whole": (PartitionedDataModule, PartitionedLinkDataModule, {"topology": "whole", "num_workers": 0}),
 }
-"""DataModules of nodes and of edges, and what they are given."""
+"""DataModules of nodes and of edges, and their options."""
 ON_KERNELS = ("persistent", "pinned", "both routes")
 COMBINED = ("CPU alone", "collective, disk", "whole")
-"""Of which each slice takes a few cases: what they are made of is in the other ways."""
+"""Ways of which each slice takes a few cases only, since the other ways cover their components."""
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +94,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def datamodule_of(way, case, data, folder, most):
-    """The DataModule of a case."""
+def make_datamodule(way, case, data, folder, most):
+    """Return the DataModule of a case."""
     of_nodes, of_edges, given = WAYS[way]
-    options = {**options_of(case, data, most), **given}
+    options = {**make_options(case, data, most), **given}
     if "memory" in given:
         one = {name: folder / f"{name}.npy" for name in ("paper", "author")}
         options["store"] = one if CASES[case][0] == "typed" else folder / "None.npy"
@@ -106,7 +106,7 @@ def datamodule_of(way, case, data, folder, most):
 
 
 class Numbered:
-    """Draws the keys of an epoch's mini-batches one after the other, as PyG's loaders give none."""
+    """Draws the keys of an epoch's mini-batches in order, since PyG's loaders do not pass keys."""
 
     def __init__(self, sampler, seed):
         self.sampler, self.keys = sampler, (batch_key(seed, batch=number) for number in itertools.count())
@@ -122,8 +122,8 @@ class Numbered:
 @pytest.mark.parametrize("case", CASES)
 def test_mini_batches_are_what_pygs_loaders_make_of_the_samples(case):
     data = GRAPHS[CASES[case][0]]()
-    options = options_of(case, data)
-    ours = one_machine(case, data, shuffle=False)
+    options = make_options(case, data)
+    ours = load_alone(case, data, shuffle=False)
     time = options.get("input_train_time")
     numbered = Numbered(ours.link_sampler if case in LINK_CASES else ours.node_sampler, 3)
     if case in LINK_CASES:
@@ -135,13 +135,13 @@ def test_mini_batches_are_what_pygs_loaders_make_of_the_samples(case):
     seeds = options["input_train_edges" if case in LINK_CASES else "input_train_nodes"]
     parts = (seeds[1] if isinstance(seeds, tuple) else seeds).split(8, dim=-1)
     for batch, own in zip(theirs, parts, strict=True):
-        if options.get("subgraph_type") != "bidirectional":  # which has edges turned round
+        if options.get("subgraph_type") != "bidirectional":  # adds reversed edges
             check(batch, data)
-        assert torch.equal(seeds_of(batch, data, case), own)
+        assert torch.equal(find_seeds(batch, data, case), own)
 
 
-def seeds_of(batch, data, case):
-    """The nodes, or the ends of the positive edges, that a batch was made for."""
+def find_seeds(batch, data, case):
+    """Return the nodes, or the ends of the positive edges, for which a batch was sampled."""
     typed = isinstance(data, HeteroData)
     if case in NODE_CASES:
         nodes = batch["paper"] if typed else batch
@@ -155,16 +155,16 @@ def seeds_of(batch, data, case):
     return torch.stack([end.n_id[place] for end, place in zip(ends, places, strict=True)])
 
 
-def marks_of(way, case):
+def find_marks(way, case):
     marks = [*with_kernels] if way in ON_KERNELS else [pytest.mark.campaign] if way in COMBINED else []
     return marks
 
 
 PAIRS = [
-    pytest.param(way, case, marks=marks_of(way, case))
+    pytest.param(way, case, marks=find_marks(way, case))
     for way, case in itertools.product(WAYS, CASES)
     if case in NODE_CASES
-    # Collective batching has no edges as seeds, and negatives are drawn before it matters where the graph lies.
+    # Collective batching does not support edge seeds, and negatives are drawn before the location of the graph matters.
     or (
         WAYS[way][1] is not None
         and (way != "pinned" or case in ("links, binary", "typed links", "typed link times, triplets", "links, labor"))
@@ -177,14 +177,14 @@ PAIRS = [
 def test_every_kind_of_mini_batch(way, case, folder):
     data = GRAPHS[CASES[case][0]]()
     most = 12 if way in ON_KERNELS else 40  # the interpreter is slow
-    module = datamodule_of(way, case, data, folder, most)
+    module = make_datamodule(way, case, data, folder, most)
     module.setup("fit")
-    expected = [one_machine(case, data, stage=stage, most=most) for stage in STAGES]
+    expected = [load_alone(case, data, stage=stage, most=most) for stage in STAGES]
     for stage, plain in zip(STAGES, expected, strict=True):
         loader = getattr(module, f"{stage}_dataloader")()
         if way == "both routes" and stage == "train":
             assert loader.prefetcher.route.sampler.backend == "triton"
-        for _ in range(1 if way in ON_KERNELS or stage == "val" else 2):  # the second epoch's are others
+        for _ in range(1 if way in ON_KERNELS or stage == "val" else 2):  # the second epoch differs
             assert assert_same_batches(loader, plain) > (stage == "train")
     if "disk" in way:
         assert all(table.counts.rows for table in module.train_dataloader().pipeline.tables.values()), (
@@ -192,7 +192,7 @@ def test_every_kind_of_mini_batch(way, case, folder):
         )
     if way == "pinned":
         assert any(table.cache is not None for table in loader.pipeline.tables.values()), (
-            "nothing is kept on the device"
+            "no rows are cached on the device"
         )
     if way in ON_KERNELS[:2]:
         (batch, *_) = loader

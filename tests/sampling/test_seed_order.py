@@ -1,4 +1,4 @@
-"""The order of the seeds is torch's, and mini-batches are what torch's batch sampler makes of it."""
+"""Seed orders are those of torch, and mini-batches are those of torch's batch sampler."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_orders_are_those_of_torch(size, replicas, shuffle, drop_last, epoch, ba
 
 
 class Growing:
-    """Yields one list that it goes on to change, and never ends."""
+    """Yields one list that it keeps changing, without end."""
 
     def __iter__(self):
         seeds = []

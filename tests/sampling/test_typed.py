@@ -1,4 +1,4 @@
-"""Graphs with types, times and weights, and LABOR, from the user's data to the mini-batch and through Lightning."""
+"""Heterogeneous graphs, times, weights and LABOR, from user data to mini-batches and through Lightning."""
 
 import itertools
 
@@ -34,7 +34,7 @@ SIZES = {"paper": 300, "author": 120, "venue": 7}
 
 
 def typed_data(seed=0):
-    """Papers and authors with features, venues without, times of papers, weights of citations."""
+    """Papers and authors with features, venues without, paper times, citation weights."""
     generator = torch.Generator().manual_seed(seed)
     data = HeteroData()
     for name, count in SIZES.items():
@@ -60,8 +60,8 @@ def typed_data(seed=0):
     return data
 
 
-def contents(batch):
-    """All that a mini-batch holds, for comparison."""
+def collect_contents(batch):
+    """Return all contents of a mini-batch for comparison."""
     out = {}
     for store in batch.stores:
         for key, value in store.items():
@@ -89,7 +89,7 @@ def test_induced_and_bidirectional_subgraphs():
 
 
 class Typed(pl.LightningModule):
-    """PyG's own way to a typed model."""
+    """A heterogeneous model written as in PyG's documentation."""
 
     def __init__(self, data):
         super().__init__()
@@ -131,7 +131,7 @@ def test_no_batch_sees_the_future(strategy):
             check(batch, data)
             part = batch["paper"]
             own = part.time[: part.batch_size] - (100 if "input_train_time" in more else 0)
-            # Papers are found as sources of what has their times; seeds stand for themselves.
+            # Paper ids are the sources of edges; the time of each seed is its own.
             found, limit = part.time[part.batch_size :], own[part.batch[part.batch_size :]]
             assert bool((found <= limit).all())
             if "time_window" in more:
@@ -223,7 +223,7 @@ def test_links_of_a_type_that_is_not_among_the_messages():
         LinkDataModule(data, WRITES, num_neighbors=[3])
 
 
-def with_mistakes():
+def make_wrong_data():
     data = typed_data()
     data["paper"].bad, data["author"].float_time = data["paper"].time.float(), torch.rand(120)
     data["paper"].bad[4] = torch.nan
@@ -233,9 +233,9 @@ def with_mistakes():
     return data
 
 
-def made_of(kind, **kwargs):
+def make_first_batch(kind, **kwargs):
     """Make a sampler, a DataModule or a loader, and its first mini-batch."""
-    data = with_mistakes()
+    data = make_wrong_data()
     if kind is NodeLoader:
         return kind(data, NeighborSampler(data, [2]), input_nodes="paper", tables={"x": FeatureTable(data["paper"].x)})
     if kind is LinkDataModule:
@@ -277,7 +277,7 @@ def made_of(kind, **kwargs):
 )  # fmt: skip
 def test_mistakes_are_named(kind, kwargs, error, message):
     with pytest.raises(error, match=message):
-        made_of(kind, **kwargs)
+        make_first_batch(kind, **kwargs)
 
 
 def test_what_is_not_there_is_named():

@@ -1,4 +1,4 @@
-"""What users bring of their own: samplers, transforms, attributes, trained features; beside PyG's loaders."""
+"""User-defined samplers, transforms, attributes and trained features, compared with PyG's loaders."""
 
 import multiprocessing
 import random
@@ -27,11 +27,11 @@ DATA = small_data()
 SAMPLER = NeighborSampler(DATA, [3, 2])
 
 
-def loader(data=DATA, sampler=None, **kwargs):
+def make_loader(data=DATA, sampler=None, **kwargs):
     return NodeLoader(data, sampler or NeighborSampler(data, [3, 2]), **{"batch_size": 50, **kwargs})
 
 
-def edges_of(batches):
+def list_edges(batches):
     return {int(edge) for batch in batches for edge in batch.e_id}
 
 
@@ -40,7 +40,7 @@ class Predicts(pl.LightningModule):
         return batch.input_id
 
 
-def overlap(a, b):
+def count_overlap(a, b):
     return len(a & b) / len(a | b)
 
 
@@ -50,25 +50,25 @@ def overlap(a, b):
 def test_a_loader_alone_can_be_made_anew_by_lightning():
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     links = LinkLoader(DATA, NeighborSampler(DATA, [2]), edge_label_index=DATA.edge_index[:, :70], batch_size=40)
-    nodes = loader(input_nodes=torch.arange(300, 400))
+    nodes = make_loader(input_nodes=torch.arange(300, 400))
     assert torch.equal(torch.cat(trainer.predict(Predicts(), nodes)), torch.arange(100))
     assert torch.equal(torch.cat(trainer.predict(Predicts(), links)), torch.arange(70))
 
 
 def test_a_loader_alone_takes_the_rank_of_the_process_that_iterates(monkeypatch):
-    alone, other = loader(), loader(rank=3)
-    first = edges_of(loader())
+    alone, other = make_loader(), make_loader(rank=3)
+    first = list_edges(make_loader())
     with monkeypatch.context() as patch:
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         patch.setattr(torch.distributed, "get_rank", lambda: 3)
-        third = edges_of(alone)
-    assert third == edges_of(other) != first
+        third = list_edges(alone)
+    assert third == list_edges(other) != first
 
 
 # -- epochs
 
 
-def own_orders():
+def make_orders():
     generator = torch.Generator().manual_seed(0)
     seeds = range(DATA.num_nodes)
     yield {"sampler": SubsetRandomSampler(seeds, generator)}
@@ -81,11 +81,11 @@ def own_orders():
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_epochs_differ_with_an_order_of_the_users_own(number, num_workers):
-    order = list(own_orders())[number]
+    order = list(make_orders())[number]
     kwargs = {"batch_size": 50, **order} if "sampler" in order else {"batch_size": 1, **order}
     ours = NodeLoader(DATA, NeighborSampler(DATA, [1]), num_workers=num_workers, **kwargs)
-    first, second, third = (edges_of(ours) for _ in range(3))
-    assert max(overlap(first, second), overlap(first, third), overlap(second, third)) < 0.4
+    first, second, third = (list_edges(ours) for _ in range(3))
+    assert max(count_overlap(first, second), count_overlap(first, third), count_overlap(second, third)) < 0.4
 
 
 def test_passes_outside_a_trainer_go_on_in_order_and_samples():
@@ -109,7 +109,7 @@ def test_passes_outside_a_trainer_go_on_in_order_and_samples():
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_data_may_be_edited_between_passes(num_workers):
     data = small_data()
-    ours = loader(data, num_workers=num_workers)
+    ours = make_loader(data, num_workers=num_workers)
     list(ours)
     del ours.data.y
     ours.data.age = torch.arange(400)
@@ -119,7 +119,7 @@ def test_the_data_may_be_edited_between_passes(num_workers):
 
 
 class Permuted(BaseSampler):
-    """A user's sampler: edges in another order than those of the data, as PyG's own has them; takes no key."""
+    """A user-defined sampler that returns edges in another order than the data, as PyG's own does, and takes no key."""
 
     def __init__(self, data, shuffles=False):
         self.permutation = torch.randperm(data.num_edges, generator=torch.Generator().manual_seed(0))
@@ -155,8 +155,8 @@ def without_edges(out: SamplerOutput) -> SamplerOutput:
 
 
 def outer():
-    """A mini-batch, which has n_id and e_id of its own, to be sampled from."""
-    return next(iter(loader(shuffle=False)))
+    """Return a mini-batch with its own n_id and e_id, from which to sample."""
+    return next(iter(make_loader(shuffle=False)))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -181,7 +181,7 @@ def test_what_users_bring_gives_pygs_mini_batches(graph, sampler_of, options, ho
 
 
 class Passing(NeighborSampler):
-    """Draws beside what it passes on."""
+    """Draws random numbers in addition to the key that it passes on."""
 
     def sample_from_nodes(self, inputs, **kwargs):
         torch.rand(3)
@@ -192,7 +192,7 @@ class Passing(NeighborSampler):
 def test_a_sampler_that_passes_the_key_on_gives_the_same_samples_and_disturbs_nothing(num_workers):
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    assert_same_batches(loader(sampler=Passing(DATA, [3, 2]), num_workers=num_workers), loader())
+    assert_same_batches(make_loader(sampler=Passing(DATA, [3, 2]), num_workers=num_workers), make_loader())
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -200,7 +200,7 @@ def test_a_sampler_that_passes_the_key_on_gives_the_same_samples_and_disturbs_no
 
 
 def noisy(batch):
-    """A transform that draws from all three generators."""
+    """Transform that draws from all three generators."""
     batch.noise = torch.rand(3)
     batch.numpy_noise, batch.python_noise = float(np.random.rand()), random.random()
     return batch
@@ -218,8 +218,8 @@ def seed_all(seed):
     random.seed(seed)
 
 
-def runs(make, passes=2):
-    """The batches of some loaders whose surroundings draw random numbers of their own, and what these were."""
+def generate_runs(make, passes=2):
+    """Yield the batches with 0, 1 and 3 workers; check that the surrounding code draws its own random numbers."""
     for num_workers, seed in ((0, 1), (1, 2), (3, 3)):
         seed_all(seed)
         batches, drawn = [], []
@@ -245,7 +245,7 @@ def runs(make, passes=2):
 def test_what_the_users_code_draws_follows_from_the_key_alone(options):
     own = {key: value for key, value in options.items() if key != "sampler"}
     sampler = options.get("sampler", SAMPLER)
-    first, *others = runs(lambda n: NodeLoader(DATA, sampler, batch_size=50, num_workers=n, seed=4, **own))
+    first, *others = generate_runs(lambda n: NodeLoader(DATA, sampler, batch_size=50, num_workers=n, seed=4, **own))
     for other in others:
         assert_same_batches(first, other)
     noises = [tuple(batch.noise.tolist()) for batch in first]
@@ -258,7 +258,7 @@ def stops(*args, **kwargs):
 
 
 class Stops(NeighborSampler):
-    """Draws from the key alone, and stops."""
+    """Draws from the key only, and raises StopIteration."""
 
     def sample_from_nodes(self, inputs, key=None):
         raise StopIteration
@@ -275,11 +275,11 @@ class Stops(NeighborSampler):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_stop_iteration_does_not_end_the_epoch(options, message, num_workers):
     with pytest.raises(RuntimeError, match=message):
-        list(loader(num_workers=num_workers, **options))
+        list(make_loader(num_workers=num_workers, **options))
 
 
-def noted(base):
-    """A loader class of the user's own, as one may write for PyG: it adds to what is joined."""
+def note(base):
+    """Return a user-defined loader class with an override of ``filter_fn`` that adds an attribute."""
 
     class Noted(base):
         def filter_fn(self, out):
@@ -293,14 +293,14 @@ def noted(base):
 @pytest.mark.parametrize("thread_safe", [False, True])
 def test_a_filter_fn_of_the_users_own_is_called_as_pyg_calls_it(thread_safe):
     sampler = Fixed(DATA, [3, 2])
-    theirs = list(noted(PyGNodeLoader)(DATA, sampler, batch_size=50, transform=noisy))
+    theirs = list(note(PyGNodeLoader)(DATA, sampler, batch_size=50, transform=noisy))
     for num_workers in (0, 2):
         options = {"batch_size": 50, "num_workers": num_workers, "transform": noisy, "thread_safe": thread_safe}
-        for a, b in zip(noted(NodeLoader)(DATA, sampler, **options), theirs, strict=True):
+        for a, b in zip(note(NodeLoader)(DATA, sampler, **options), theirs, strict=True):
             assert torch.equal(a.sums, b.sums)
             assert sorted(a.keys()) == sorted(b.keys())
     if not thread_safe:
-        first, *others = runs(lambda n: noted(NodeLoader)(DATA, SAMPLER, batch_size=50, num_workers=n))
+        first, *others = generate_runs(lambda n: note(NodeLoader)(DATA, SAMPLER, batch_size=50, num_workers=n))
         for other in others:
             assert_same_batches(first, other)
 
@@ -317,7 +317,7 @@ def test_a_collate_fn_of_the_users_own_is_refused_since_nobody_would_call_it():
 STEPS = [0.0, -2.0, -4.0]
 
 
-def seen_in_three_steps(loader, name):
+def train_three_steps(loader, name):
     """Train the one row of ``data.x`` that each mini-batch holds, by steps of -2."""
     seen, x = [], loader.data.x
     for batch in loader:
@@ -333,29 +333,29 @@ def seen_in_three_steps(loader, name):
     ("make", "name", "options"),
     [
         (NodeLoader, "x", {}),
-        (noted(NodeLoader), "sums", {}),
-        (noted(NodeLoader), "sums", {"thread_safe": True}),
+        (note(NodeLoader), "sums", {}),
+        (note(NodeLoader), "sums", {"thread_safe": True}),
     ],
     ids=["plain", "own filter_fn", "own filter_fn, thread-safe"],
 )
 def test_rows_are_those_after_the_step_before(make, name, options):
     data = Data(x=nn.Parameter(torch.zeros(4, 1)), edge_index=torch.empty(2, 0, dtype=torch.int64))
     options = {"batch_size": 1, "num_workers": 2, "sampler": [0, 0, 0], **options}
-    assert seen_in_three_steps(make(data, NeighborSampler(data, [1]), **options), name) == STEPS
+    assert train_three_steps(make(data, NeighborSampler(data, [1]), **options), name) == STEPS
 
 
 # -- features that are trained
 
 
-def embedded():
+def make_embedded_data():
     data = small_data()
     data.x = nn.Parameter(data.x)
     data.edge_attr = nn.Parameter(data.edge_attr)
     return data
 
 
-def trained(make, optimizer, sparse=False):
-    data = embedded()
+def train_features(make, optimizer, sparse=False):
+    data = make_embedded_data()
     steps = optimizer([data.x, data.edge_attr])
     for batch in make(data):
         steps.zero_grad()
@@ -374,18 +374,18 @@ def test_trained_features_that_cannot_be_right_are_refused():
         def __iter__(self):
             return iter([[0], [1]])
 
-    data = embedded()
+    data = make_embedded_data()
     with pytest.raises(ValueError, match=r"data\.x requires gradients, but the batch_sampler has no __len__"):
         NodeLoader(data, SAMPLER, batch_sampler=Endless())
     data.x = nn.Parameter(torch.zeros(400))
     with pytest.raises(ValueError, match=r"sparse_grad=True requires row-wise data, but the trainable data\.x"):
-        loader(data, sparse_grad=True)
+        make_loader(data, sparse_grad=True)
 
 
 # -- forks
 
 
-def _go_on(iterator, queue):
+def _send_next(iterator, queue):
     try:
         next(iterator)
         queue.put("went on")
@@ -396,7 +396,7 @@ def _go_on(iterator, queue):
 @pytest.mark.parametrize("kind", ["plain", "collective"])
 def test_an_iterator_does_not_hang_in_a_fork(kind):
     if kind == "plain":
-        ours = loader(num_workers=2)
+        ours = make_loader(num_workers=2)
     else:
         batching = CollectiveBatching(plan=CollectivePlan("cpu", 1, 2))
         ours = NodeLoader(DATA, SAMPLER, batch_size=50, num_workers=2, prefetcher=batching)
@@ -404,7 +404,7 @@ def test_an_iterator_does_not_hang_in_a_fork(kind):
     next(iterator)
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    process = context.Process(target=_go_on, args=(iterator, queue), daemon=True)
+    process = context.Process(target=_send_next, args=(iterator, queue), daemon=True)
     process.start()
     try:
         assert "is a fork of it" in queue.get(timeout=PATIENCE)

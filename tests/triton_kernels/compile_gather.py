@@ -1,9 +1,9 @@
-"""Compile the gather kernel for GPUs that need not be there; run by ``compiling.py``."""
+"""Compile the gather kernel for GPUs that need not be installed; run by ``compiling.py``."""
 
 import re
 
 from lightning_gnn.triton_kernels.gather import block_shape, gather_kernel
-from tests.triton_kernels.compiling import compiled, targets, usage
+from tests.triton_kernels.compiling import compile_kernel, list_targets, usage
 
 VARIANTS = [  # out, table, columns, cached or the number of GPUs
     ("i32", "i32", 1, True),
@@ -19,7 +19,7 @@ VARIANTS = [  # out, table, columns, cached or the number of GPUs
 ]
 
 
-def made_of(out, table, columns, cached, capability):
+def compile_variant(out, table, columns, cached, capability):
     constants = {
         "num_columns": columns,
         "row_stride": columns,
@@ -40,13 +40,13 @@ def made_of(out, table, columns, cached, capability):
         "num_rows": "i32",
     }
     pointers |= {"cache": "*i64"} if cached > 1 else {}
-    return compiled(gather_kernel, table, constants, pointers, capability, num_warps=4)
+    return compile_kernel(gather_kernel, table, constants, pointers, capability, num_warps=4)
 
 
-def rows(number):
-    """Yield what each variant of a slice needs of a GPU, and its instructions."""
-    for capability, (out, table, columns, cached) in targets(VARIANTS, number):
-        kernel = made_of(out, table, columns, cached, capability)
+def generate_rows(number):
+    """Yield the GPU resources and the instructions of each variant of a slice."""
+    for capability, (out, table, columns, cached) in list_targets(VARIANTS, number):
+        kernel = compile_variant(out, table, columns, cached, capability)
         loads = sorted(set(re.findall(r"ld\.global[.\w]*", kernel.asm["ptx"])))
         row = dict(sm=capability, out=out, table=table, columns=columns, cached=cached, loads=loads, **usage(kernel))
         yield row

@@ -1,4 +1,4 @@
-"""Compile the sampling kernels for GPUs that need not be there; run by ``compiling.py``."""
+"""Compile the sampling kernels for GPUs that need not be installed; run by ``compiling.py``."""
 
 import re
 
@@ -9,11 +9,11 @@ from lightning_gnn.triton_kernels.hops import hop_kernel
 from lightning_gnn.triton_kernels.queue import queue_kernel
 from lightning_gnn.triton_kernels.relations import emit_relations_kernel, relation_kernel
 from lightning_gnn.triton_kernels.sample import chunk_size
-from tests.triton_kernels.compiling import targets
+from tests.triton_kernels.compiling import list_targets
 
 KINDS = ("DISJOINT", "TEMPORAL", "WEIGHTED", "LABOR")
 LISTS = ({}, {"CACHED": True}, {"SHARDS": 8, "SHIFT": 10})
-"""Where adjacency lists lie; loaders combine each with each shape of mini-batches."""
+"""Locations of adjacency lists; loaders combine each with each shape of mini-batches."""
 VARIANTS = [  # kernel, constants, dtype of indices and edge ids
     (hop_kernel, {"DISJOINT": False, "K": 10, **TILES}, "i32"),
     *((phase_kernel, {"PHASE": phase, "DISJOINT": False, "K": 10, **TILES}, "i32") for phase in range(2)),
@@ -50,11 +50,11 @@ VARIANTS = [  # kernel, constants, dtype of indices and edge ids
 ]
 
 
-def rows(number):
-    """Yield what each variant of a slice needs of a GPU, and its instructions."""
-    for capability, (kernel, constants, kind) in targets(VARIANTS, number):
+def generate_rows(number):
+    """Yield the GPU resources and the instructions of each variant of a slice."""
+    for capability, (kernel, constants, kind) in list_targets(VARIANTS, number):
         if constants.get("K") == 15 and capability == 80:
-            continue  # takes long, and says little more
+            continue  # takes long and adds little
         made = compiled(kernel, constants, kind, capability)
         atomics = sorted(set(re.findall(r"(?:atom|red)\.global[.\w]*|ld\.global\.gpu[.\w]*", made.asm["ptx"])))
         row = dict(kernel=kernel.fn.__name__, sm=capability, indices=kind, **constants, **usage(made))

@@ -1,6 +1,6 @@
-"""What the scripts ``compile_*.py`` share, and all of them in one process, whose start costs as much as they do.
+"""Shared code of the scripts ``compile_*.py``, run in one process because imports take as long as compilation.
 
-Run as ``python -m tests.triton_kernels.compiling FOLDER SLICE``: writes what each script finds into the folder.
+Run as ``python -m tests.triton_kernels.compiling FOLDER SLICE``: writes the results of each script to the folder.
 """
 
 import importlib
@@ -18,21 +18,16 @@ GENERATIONS = (80, 90)
 SCRIPTS = ("compile_aggregate", "compile_aggregate_update", "compile_gather", "compile_sample")
 
 
-def targets(variants, number="all"):
-    """Yield (generation of GPUs, variant): all pairs, or each variant for one of the two generations.
-
-    Args:
-        variants: What is compiled.
-        number: Of a slice; the even ones together with the odd ones are all pairs.
-    """
+def list_targets(variants, number="all"):
+    """Yield (GPU generation, variant): all pairs, or half of them in even and the other half in odd slices."""
     for capability in GENERATIONS:
         for i, variant in enumerate(variants):
             if number == "all" or GENERATIONS[(i + int(number)) % 2] == capability:
                 yield capability, variant
 
 
-def compiled(kernel, kind, constants, pointers, capability, **options):
-    """Compile a kernel whose arguments point to ``kind``, but for ``pointers``, and are aligned to 16 bytes."""
+def compile_kernel(kernel, kind, constants, pointers, capability, **options):
+    """Compile a kernel whose arguments, except ``pointers``, point to ``kind`` and are aligned to 16 bytes."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name, f"*{kind}") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
@@ -43,7 +38,7 @@ def compiled(kernel, kind, constants, pointers, capability, **options):
 def main():
     folder, number = sys.argv[1:]
     for name in SCRIPTS:
-        rows = importlib.import_module(f"tests.triton_kernels.{name}").rows(number)
+        rows = importlib.import_module(f"tests.triton_kernels.{name}").generate_rows(number)
         (Path(folder) / f"{name}.json").write_text(json.dumps(list(rows)))
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def compiled(request, tmp_path_factory):
-    """What the scripts ``compile_*.py`` find: in a process of its own, as this one interprets; from an empty cache."""
+    """Results of the scripts ``compile_*.py``, run in a process without the interpreter and with an empty cache."""
 
     def compile_all(folder):
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -1,7 +1,7 @@
 """Run every program of a launch as a process over shared memory: real races without a GPU. Run as a script.
 
-The processor keeps stores in order, so this finds errors of the protocol (lost tasks, work done twice, early exits,
-deadlocks), not of the memory order.
+CPUs keep stores in order, so this finds protocol errors (lost tasks, duplicate work, early exits, deadlocks), but no
+errors of memory ordering.
 """
 
 import os
@@ -30,11 +30,11 @@ from lightning_gnn.triton_kernels import sample_relations
 from lightning_gnn.triton_kernels.sample_bulk import sample_bulk
 from tests.batch_checks import assert_equal
 from tests.patience import PATIENCE
-from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference, dealt_out
+from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference, shard_table
 
 
 class Forked:
-    """A kernel whose programs run at the same time."""
+    """A kernel whose programs run concurrently."""
 
     def __init__(self, kernel):
         self.kernel = kernel
@@ -108,7 +108,7 @@ def main():
     torch.set_num_threads(1)
     module.hop_kernel, module.queue_kernel = Forked(module.hop_kernel), Forked(module.queue_kernel)
     baselines.discover_kernel = Forked(baselines.discover_kernel)
-    module.INTERPRETED = False  # programs can meet at a barrier now
+    module.INTERPRETED = False  # concurrent programs can meet at a barrier
     for name, mode, seeds, fanouts in (
         ("random", "fused", [3, 0, 40], [4, 3]),
         ("random", "fused", [*range(50), *range(45)], [-1, 5]),  # several tiles for each program
@@ -130,7 +130,7 @@ def main():
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(made[:3], wanted[:3], strict=True))
     print("a bulk on random equal", flush=True)
     indptr, indices = (torch.tensor(array) for array in GRAPHS["random"])
-    shards = dealt_out(indices.int().view(-1, 1), 3, 1, own=1, place=torch.Tensor.share_memory_)
+    shards = shard_table(indices.int().view(-1, 1), 3, 1, own=1, place=torch.Tensor.share_memory_)
     sampler = SharedSampler(indptr, shards.local.view(-1), shards=shards, num_programs=3, num_warps=1)
     assert_equal_to_reference(sampler, GRAPHS["random"], [3, 0, 40], [4, 3], key=11)
     print("lists dealt out to 3 equal", flush=True)

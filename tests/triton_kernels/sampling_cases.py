@@ -1,4 +1,4 @@
-"""Graphs and comparisons that the tests of the Triton sampler share."""
+"""Graphs and comparisons for the tests of the Triton sampler."""
 
 import random
 
@@ -20,7 +20,7 @@ def csc(num_nodes, edges):
     return indptr, [source for source, _ in edges]
 
 
-def random_graph(num_nodes, num_edges, seed, hub=0.3):
+def draw_graph(num_nodes, num_edges, seed, hub=0.3):
     """Draw a graph with duplicate edges, self-loops, isolated nodes and a hub, node 0."""
     rng = random.Random(seed)
     ends = [(rng.randrange(num_nodes), rng.randrange(num_nodes)) for _ in range(num_edges)]
@@ -36,14 +36,14 @@ GRAPHS = {
     "self-loops": csc(6, [(v, v) for v in range(6) for _ in range(3)]),
     "duplicate edges": csc(8, [(1, 0)] * 40 + [(2, 1)] * 3 + [(0, 2)] * 2),
     "no edges": csc(9, []),
-    "random": random_graph(60, 300, seed=1),
+    "random": draw_graph(60, 300, seed=1),
 }
 
 
 def assert_equal_to_reference(
     sampler, graph, seeds, fanouts, key=1, replace=False, disjoint=False, first_tree=0, dtype=torch.int64
 ):
-    """Compare a Triton sample with the reference, exactly."""
+    """Assert that a Triton sample equals the reference exactly."""
     relation, rule = Relation(0, 0, fanouts, *graph), PickOptions(replace, disjoint, first_tree)
     wanted = [by_type[0] for by_type in sample_reference([relation], [seeds], [0], key, rule)]
     node, edge_index, edge, batch, nodes, edges = sampler.sample(
@@ -56,15 +56,10 @@ def assert_equal_to_reference(
     assert [node, tree, nodes, edge_index, edge, edges] == wanted
 
 
-def dealt_out(table, num_shards, shift, own=0, place=lambda part: part):
-    """Deal a table out to GPUs that read each other's memory; return what one of them has.
+def shard_table(table, num_shards, shift, own=0, place=lambda part: part):
+    """Shard a table over GPUs with peer access; return the view of GPU ``own``.
 
-    Args:
-        table: ``[num_rows, num_columns]``.
-        num_shards: GPUs.
-        shift: Logarithm of the rows that each gets in turn.
-        own: The one.
-        place: Takes the rows of a part, and returns them where they are to lie; there is no room for others.
+    Each GPU gets ``2**shift`` consecutive rows at a time; ``place`` moves its part to a location without further room.
     """
     dealt = BlockCyclicLayout(table.size(0), num_shards, shift)
     parts = []

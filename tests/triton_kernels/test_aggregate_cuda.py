@@ -1,4 +1,4 @@
-"""Equality at full size, on a GPU: hubs, large offsets, repeated runs, and no waiting."""
+"""Full-size comparison on a GPU: hubs, large offsets, repeated runs, no synchronization."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ NUM_NODES, NUM_EDGES = 20_000, 1_000_000
 
 @pytest.fixture(scope="module")
 def graph():
-    """A graph with power-law degrees on both sides, duplicate edges, and isolated vertices."""
+    """Graph with power-law degrees on both sides, duplicate edges, and isolated vertices."""
     generator = torch.Generator().manual_seed(0)
     degree = (1 - torch.rand(NUM_NODES, generator=generator, dtype=torch.float64)) ** (-1 / 1.2)
     degree[::10] = 0
@@ -37,8 +37,8 @@ def compare(graph, dtype, shape, reduce, weighted, tolerance):
     matrix = Matrix(graph.forward.indptr, graph.forward.indices, graph.num_sources)
     ours, ties = aggregate_triton.aggregate(matrix, x, weight, reduce)
     again, _ = aggregate_triton.aggregate(matrix, x, weight, reduce)
-    assert torch.equal(ours, again)  # to the last bit
-    # What rounding may do grows with the sum of the magnitudes.
+    assert torch.equal(ours, again)  # bit for bit
+    # The allowed rounding error grows with the sum of the magnitudes.
     wide = None if weight is None else weight.double()
     exact, exact_ties = aggregate_reference.aggregate(matrix, x.double(), wide, reduce)
     if reduce == "max":
@@ -103,7 +103,7 @@ def test_no_call_waits_for_the_device(graph):
 def test_offsets_beyond_32_bits():
     num_rows, channels = 2**31 // 256 + 100, 256
     last = num_rows - 1
-    # The last column to the first row, and the first to the last.
+    # Last column to first row, and first column to last row.
     indptr = torch.ones(num_rows + 1, dtype=torch.int64, device="cuda")
     indptr[0], indptr[-1] = 0, 2
     matrix = Matrix(indptr, torch.tensor([last, 0], dtype=torch.int32, device="cuda"), num_rows)

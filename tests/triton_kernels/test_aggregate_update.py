@@ -21,13 +21,13 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, tor
 sizes = st.sampled_from([(1, 1), (5, 3), (7, 40), (64, 16), (130, 7), (20, 300)])
 
 
-def normal(*shape, dtype, seed):
+def draw(*shape, dtype, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
-def wide(value):
+def widen(value):
     if isinstance(value, list):
-        return [wide(part) for part in value]
+        return [widen(part) for part in value]
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
@@ -45,25 +45,25 @@ def test_results_and_gradients_equal_the_reference(drawn, num_targets, size, dty
     mean, weighted, own, biased, first = flags
     num_targets = min(num_targets, num_sources)
     edge_index = torch.stack([edge_index[0], edge_index[1] % num_targets]).to(DEVICE)
-    edge_weight = normal(edge_index.size(1), dtype=dtype, seed=0) if weighted else None
+    edge_weight = draw(edge_index.size(1), dtype=dtype, seed=0) if weighted else None
     edges = edges_by_target(edge_index, num_sources, num_targets, edge_weight)
     scale = size[0] ** -0.5
-    x, weight = normal(num_sources, size[0], dtype=dtype, seed=1), normal(1, *size[::-1], dtype=dtype, seed=2) * scale
-    self_weight = normal(1, *size[::-1], dtype=dtype, seed=3) * scale if own else None
-    bias = normal(1, size[1], dtype=dtype, seed=4) if biased else None
+    x, weight = draw(num_sources, size[0], dtype=dtype, seed=1), draw(1, *size[::-1], dtype=dtype, seed=2) * scale
+    self_weight = draw(1, *size[::-1], dtype=dtype, seed=3) * scale if own else None
+    bias = draw(1, size[1], dtype=dtype, seed=4) if biased else None
     call = Update(edges, x, weight, self_weight, bias, [num_targets], [1], [0], mean, first)
-    exact_call = Update(*(wide(value) for value in call))
-    ours, kept = aggregate_update_triton.aggregate_update(call, first)
-    exact, exact_kept = aggregate_update_reference.aggregate_update(exact_call, first)
+    exact_call = Update(*(widen(value) for value in call))
+    ours, saved = aggregate_update_triton.aggregate_update(call, first)
+    exact, exact_saved = aggregate_update_reference.aggregate_update(exact_call, first)
     wanted = [wanted[0], wanted[1], wanted[2] and own, wanted[3] and biased]
-    grad = normal(num_targets, size[1], dtype=dtype, seed=5) * size[1] ** -0.5
-    grads = aggregate_update_triton.aggregate_update_backward(call, grad, kept if first else None, None, wanted)
+    grad = draw(num_targets, size[1], dtype=dtype, seed=5) * size[1] ** -0.5
+    grads = aggregate_update_triton.aggregate_update_backward(call, grad, saved if first else None, None, wanted)
     exact_grads = aggregate_update_reference.aggregate_update_backward(
-        exact_call, grad.double(), exact_kept, None, wanted
+        exact_call, grad.double(), exact_saved, None, wanted
     )
-    for got, want in zip([ours, kept, *grads], [exact, exact_kept, *exact_grads], strict=True):
+    for got, want in zip([ours, saved, *grads], [exact, exact_saved, *exact_grads], strict=True):
         assert got.dtype == dtype
-        # Rounding grows with the sum of what is added up: a hub adds up a hundred rows.
+        # Rounding grows with the size of the sum: a hub sums a hundred rows.
         size_of_sum = 1 + (float(want.abs().max()) if want.numel() else 0)
         atol = 10 * TOLERANCE[dtype] * size_of_sum
         torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=atol)
@@ -75,13 +75,13 @@ def test_several_tiles_of_targets_and_of_columns():
         [torch.randint(200, (600,), generator=generator), torch.randint(100, (600,), generator=generator)]
     ).to(DEVICE)
     edges = edges_by_target(edge_index, 200, 100, None)
-    x, weight = normal(200, 150, dtype=torch.float32, seed=0), normal(1, 600, 150, dtype=torch.float32, seed=1)
+    x, weight = draw(200, 150, dtype=torch.float32, seed=0), draw(1, 600, 150, dtype=torch.float32, seed=1)
     weight = weight / 12
     call = Update(edges, x, weight, weight, None, [100], [1], [0], True, True)
-    out, kept = aggregate_update_triton.aggregate_update(call, True)
-    exact, exact_kept = aggregate_update_reference.aggregate_update(call, True)
+    out, saved = aggregate_update_triton.aggregate_update(call, True)
+    exact, exact_saved = aggregate_update_reference.aggregate_update(call, True)
     torch.testing.assert_close(out, exact, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(kept, exact_kept, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(saved, exact_saved, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.cuda
@@ -128,5 +128,5 @@ def test_kernels_compile_for_a100_and_h100(compiled):
     for row in rows:
         assert row.get("LOCAL", 0) == 0
         assert row.get("STACK", 0) <= 16  # two registers, outside the loop over edges
-        assert row["shared"] <= 100 * 1024  # two programs on each multiprocessor of an A100
+        assert row["shared"] <= 100 * 1024  # two programs per multiprocessor of an A100
         assert any("mma" in name for name in row["instructions"])

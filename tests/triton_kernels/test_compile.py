@@ -21,7 +21,7 @@ def test_sampling_kernels_compile_for_a100_and_h100(compiled):
         assert row.get("LOCAL", 0) == 0
         assert row.get("STACK", 0) <= 64  # a few registers, outside the loops over rows
         assert row["shared"] <= 8192
-        # Four programs of 128 threads on each multiprocessor; three for the queue that reads hot lists.
+        # Four programs of 128 threads per multiprocessor; three for the queue with hot lists.
         assert row.get("REG", 0) <= (168 if row["kernel"] == "queue_kernel" and row.get("CACHED") else 128)
         if row["kernel"] in (
             "queue_kernel",

@@ -16,8 +16,8 @@ from lightning_gnn.ops.gather import triton as gather_triton
 from lightning_gnn.ops.gather.reference import Gather
 from lightning_gnn.ops.gather.triton import gather_cuda
 from lightning_gnn.triton_kernels.gather import gather
-from tests.triton_kernels.sampling_cases import dealt_out
-from tests.triton_kernels.test_sample import Watched
+from tests.triton_kernels.sampling_cases import shard_table
+from tests.triton_kernels.test_sample import AccessWatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = {  # table, out
@@ -36,7 +36,7 @@ def on_cuda(test):
     return pytest.mark.cuda(pytest.mark.skipif(not torch.cuda.is_available(), reason=reason)(test))
 
 
-def made(rows, columns, dtype, seed=0):
+def make_table(rows, columns, dtype, seed=0):
     """Make (table, scales or None)."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.int8:
@@ -45,8 +45,8 @@ def made(rows, columns, dtype, seed=0):
     return torch.randn(rows, columns, generator=generator).to(dtype), None
 
 
-def cache_of(table, kind):
-    """Make (slot, cache) whose rows differ from the table's, so that a test sees where a row came from."""
+def make_cache(table, kind):
+    """Make (slot, cache) with rows that differ from the table's, to show where a row came from."""
     rows = table.size(0)
     if kind == "none":
         return None, None
@@ -57,7 +57,7 @@ def cache_of(table, kind):
     return slot, (table[chosen] // 2 if table.dtype == torch.int8 else table[chosen] + 1).contiguous()
 
 
-def wanted(table, index, out_dtype, scales, slot, cache):
+def expect(table, index, out_dtype, scales, slot, cache):
     index = index.long()
     values = table[index]
     if slot is not None:
@@ -68,14 +68,14 @@ def wanted(table, index, out_dtype, scales, slot, cache):
     return values.to(out_dtype)
 
 
-def on_device(*tensors):
+def move_to_device(*tensors):
     return [None if tensor is None else tensor.to(DEVICE) for tensor in tensors]
 
 
-def kernel_result(table, index, out_dtype, scales=None, slot=None, cache=None):
-    # What is not written stays visible.
+def run_kernel(table, index, out_dtype, scales=None, slot=None, cache=None):
+    # Rows that are not written remain visible.
     out = torch.full((index.numel(), table.size(1)), 99, dtype=out_dtype)
-    table, index, out, scales, slot, cache = on_device(table, index, out, scales, slot, cache)
+    table, index, out, scales, slot, cache = move_to_device(table, index, out, scales, slot, cache)
     return gather(table, index, out, scales, slot, cache).cpu()
 
 
@@ -85,11 +85,11 @@ def kernel_result(table, index, out_dtype, scales=None, slot=None, cache=None):
 @pytest.mark.parametrize("cached", CACHES)
 def test_kernel_equals_torch(kind, columns, cached):
     dtype, out_dtype = KINDS[kind]
-    table, scales = made(37, columns, dtype)
-    slot, cache = cache_of(table, cached)
-    index = torch.randint(37, (45,), dtype=torch.int64)  # more than rows: duplicates
-    out = kernel_result(table, index, out_dtype, scales, slot, cache)
-    assert torch.equal(out, wanted(table, index, out_dtype, scales, slot, cache))
+    table, scales = make_table(37, columns, dtype)
+    slot, cache = make_cache(table, cached)
+    index = torch.randint(37, (45,), dtype=torch.int64)  # more than there are rows: duplicates
+    out = run_kernel(table, index, out_dtype, scales, slot, cache)
+    assert torch.equal(out, expect(table, index, out_dtype, scales, slot, cache))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float64, torch.uint8])
@@ -98,7 +98,7 @@ def test_copies_of_any_dtype_keep_every_bit(dtype):
     if dtype.is_floating_point:
         table[3] = float("nan")
     index = torch.tensor([3, 3, 0, 19])
-    out = kernel_result(table, index, dtype)
+    out = run_kernel(table, index, dtype)
     assert torch.equal(out.view(torch.uint8), table[index].view(torch.uint8))
 
 
@@ -106,16 +106,16 @@ def test_copies_of_any_dtype_keep_every_bit(dtype):
 @pytest.mark.parametrize("kind", ["float32", "int8 to float16"])
 @pytest.mark.parametrize(("num_rows", "num_shards", "shift"), [(37, 3, 0), (37, 4, 2), (2, 3, 1)])
 def test_rows_dealt_out_to_gpus_are_read_in_bounds(kind, num_rows, num_shards, shift, monkeypatch):
-    """Each part has room for its own rows alone; the index goes beyond all of them."""
-    watch, (dtype, out_dtype) = Watched(monkeypatch), KINDS[kind]
-    table, scales = made(num_rows, 5, dtype)
+    """Each part has room for its own rows only; the index exceeds all of them."""
+    watch, (dtype, out_dtype) = AccessWatch(monkeypatch), KINDS[kind]
+    table, scales = make_table(num_rows, 5, dtype)
     index = torch.tensor([*range(num_rows), 0, num_rows, -1, 2**40, -(2**40)])
-    dealt = dealt_out(table, num_shards, shift, own=1, place=watch.allow)
+    dealt = shard_table(table, num_shards, shift, own=1, place=watch.allow)
     out = torch.full((index.numel(), 5), 99, dtype=out_dtype)
     for tensor in (dealt.addresses, index, out, *([] if scales is None else [scales])):
         watch.allow(tensor)
     dealt.take(index, out, scales)
-    assert torch.equal(out[: num_rows + 1], wanted(table, index[: num_rows + 1], out_dtype, scales, None, None))
+    assert torch.equal(out[: num_rows + 1], expect(table, index[: num_rows + 1], out_dtype, scales, None, None))
     assert bool(out[num_rows + 1 :].isnan().all())
     assert watch.accesses > 0
 
@@ -126,14 +126,14 @@ def test_an_index_out_of_range_reads_nothing(bad, cached):
     index = torch.tensor([0, bad, 9])
     for kind in ("float32", "float16 to float32", "int8 to float16"):
         dtype, out_dtype = KINDS[kind]
-        table, scales = made(10, 6, dtype)
-        slot, cache = cache_of(table, cached)
-        out = kernel_result(table, index, out_dtype, scales, slot, cache)
+        table, scales = make_table(10, 6, dtype)
+        slot, cache = make_cache(table, cached)
+        out = run_kernel(table, index, out_dtype, scales, slot, cache)
         good = torch.tensor([0, 9])
         assert bool(out[1].isnan().all())
-        assert torch.equal(out[[0, 2]], wanted(table, good, out_dtype, scales, slot, cache))
-    assert kernel_result(torch.arange(10)[:, None], index, torch.int64)[1].item() == -1
-    assert kernel_result(torch.ones(10, 3, dtype=torch.bool), index, torch.bool)[1].tolist() == [False] * 3
+        assert torch.equal(out[[0, 2]], expect(table, good, out_dtype, scales, slot, cache))
+    assert run_kernel(torch.arange(10)[:, None], index, torch.int64)[1].item() == -1
+    assert run_kernel(torch.ones(10, 3, dtype=torch.bool), index, torch.bool)[1].tolist() == [False] * 3
 
 
 @pytest.mark.parametrize("with_kernel", [True, False])
@@ -144,7 +144,7 @@ def test_the_operator_on_cuda_equals_the_one_on_the_cpu(shape, with_kernel, monk
     table = torch.randn(shape)
     index = torch.randint(30, (17,), dtype=torch.int32)
     out = torch.empty(17, *shape[1:])
-    gather_cuda(Gather(*(tensors := on_device(table, index, out))))
+    gather_cuda(Gather(*(tensors := move_to_device(table, index, out))))
     assert torch.equal(tensors[2].cpu(), gather_rows(table, index))
 
 
@@ -160,7 +160,7 @@ def test_a_cached_table_gathers_the_same(kind, cache_rows, with_kernel, monkeypa
     index = torch.randint(30, (50,))
     assert torch.equal(cached.gather(index), table.gather(index))
     out = torch.empty(50, 12, dtype=table.dtype)
-    if DEVICE == "cpu":  # the operator of CUDA, on tensors that the interpreter can read
+    if DEVICE == "cpu":  # run the CUDA operator on tensors that the interpreter can read
         gather_cuda(Gather(cached.values, index, out, cached.scales, cached.cache.slot, cached.cache.rows))
         assert torch.equal(out, table.gather(index))
 

@@ -1,4 +1,4 @@
-"""What ``benchmarks.gpu.model`` counts is what Triton's interpreter counts, access by access."""
+"""``benchmarks.gpu.model`` predicts exactly the accesses that Triton's interpreter counts."""
 
 import importlib
 import json
@@ -25,8 +25,8 @@ def model(monkeypatch):
     return importlib.import_module("benchmarks.gpu.model")
 
 
-class Counting:
-    """Counts the accesses of kernels to arrays that it knows by name."""
+class AccessCounter:
+    """Counts the accesses of kernels to registered arrays by name."""
 
     KINDS = {  # noqa: RUF012
         "create_masked_load": ("load", 0, 1),
@@ -59,8 +59,8 @@ class Counting:
         return tensor
 
 
-class Outputs:
-    """Stands in for ``torch`` where outputs are made, in the order node, edge_index, edge."""
+class CountedTorch:
+    """Replaces ``torch`` where outputs are allocated, in the order node, edge_index, edge."""
 
     NAMES = ("node_out", "edge_index_out", "edge_out")
 
@@ -78,7 +78,7 @@ class Outputs:
         return self.counting.name("seeds", torch.cat(parts))
 
 
-class Named(TritonNeighborSampler):
+class CountedSampler(TritonNeighborSampler):
     def _allocate(self, size, dtype):
         return torch.empty(size, dtype=dtype)
 
@@ -94,14 +94,14 @@ class Named(TritonNeighborSampler):
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2])
 def test_counts_are_those_of_the_interpreter(parts, model, monkeypatch):
-    counting = Counting(monkeypatch)
+    counting = AccessCounter(monkeypatch)
     counting.names = set(model.BYTES) - {"table"}
     indptr, indices = GRAPHS["random"]
     indptr = counting.name("indptr", torch.tensor(indptr))
     indices = counting.name("indices", torch.tensor(indices, dtype=torch.int32))
-    Named.counting = counting
-    sampler = Named(indptr, indices, num_programs=2, num_warps=1)
-    outputs = Outputs(counting)
+    CountedSampler.counting = counting
+    sampler = CountedSampler(indptr, indices, num_programs=2, num_warps=1)
+    outputs = CountedTorch(counting)
     monkeypatch.setattr(module if parts == 1 else bulk_module, "torch", outputs)
     if parts == 1:
         seeds = counting.name("seeds", torch.tensor([3, 0, 40, 3]))
@@ -131,7 +131,7 @@ def test_the_roofline_says_what_a_bulk_saves(model):
     assert shared["fixed_us"] == pytest.approx((8 * model.BARRIER_US + 2 * model.LAUNCH_US + model.SYNC_US) / 8)
     rows = model.roofline({"x": batch})
     assert [row["bulk"] for row in rows] == [1, 8] * 3
-    for row in rows:  # what is built is worth it, what is left out is not
+    for row in rows:  # built variants pay off, omitted ones do not
         saved = {way: us / row["us"] for way, us in row["saves_us"].items()}
         assert saved["one pass"] > 0.03
         assert all(share < 0.03 for way, share in saved.items() if way != "one pass" and row["bulk"] == 8)

@@ -1,6 +1,6 @@
-"""A model of the queue's protocol: programs that stop before every access to shared memory, under any schedule.
+"""Model of the queue protocol: programs pause before every access to shared memory, under any schedule.
 
-It follows ``triton_kernels/queue.py`` access by access, so that hypothesis can look for an interleaving that breaks it.
+It follows ``triton_kernels/queue.py`` access by access; hypothesis searches for an interleaving that breaks it.
 """
 
 import itertools
@@ -15,22 +15,22 @@ from tests.campaigns import drawn
 UNSEEN = 10**6
 
 
-class Broken(Exception):
-    """A program met a state that the protocol rules out."""
+class ProtocolError(Exception):
+    """A program reached a state that the protocol rules out."""
 
 
 class Shared:
-    """What the programs share: counters, slots, and a code per node (0: seed, 2 * hop + 1: found at that hop)."""
+    """State that programs share: counters, slots, and a code per node (0: seed, 2 * hop + 1: found at that hop)."""
 
-    def __init__(self, neighbours, seeds, fanouts):
-        self.neighbours, self.seeds, self.fanouts = neighbours, seeds, fanouts
+    def __init__(self, neighbors, seeds, fanouts):
+        self.neighbors, self.seeds, self.fanouts = neighbors, seeds, fanouts
         rows, slots = len(seeds), len(seeds)
         for fanout in fanouts[:-1]:
-            rows = min(rows * fanout, len(neighbours))
+            rows = min(rows * fanout, len(neighbors))
             slots += rows
         self.queue = [None] * slots
         self.head, self.tail, self.outstanding = 0, len(seeds), len(seeds)
-        self.history = [[UNSEEN] for _ in neighbours]
+        self.history = [[UNSEEN] for _ in neighbors]
         self.done = [0] * slots
         self.stage = [None] * slots
 
@@ -41,8 +41,8 @@ class Shared:
         return old
 
 
-def program(shared, fetch_size, chunk, bug, rng):
-    """Run ``discover``; each ``yield`` is a point at which other programs may run."""
+def run_program(shared, fetch_size, chunk, bug, rng):
+    """Run ``discover``; other programs may run at each ``yield``."""
     num_seeds, num_hops = len(shared.seeds), len(shared.fanouts)
     yield
     todo, shared.head = list(range(shared.head, shared.head + fetch_size)), shared.head + fetch_size
@@ -59,7 +59,7 @@ def program(shared, fetch_size, chunk, bug, rng):
                 continue
             yield
             if bug == "unpublished slots" and slot < shared.tail and shared.queue[slot] is None:
-                raise Broken("read a slot before its task")
+                raise ProtocolError("read a slot before its task")
             if slot < len(shared.queue) and shared.queue[slot] is not None:
                 ready.append((slot, *shared.queue[slot]))
         if not ready:
@@ -77,9 +77,9 @@ def program(shared, fetch_size, chunk, bug, rng):
                 yield
                 shared.lower(v, 0)
             yield
-            now = rng.choice(shared.history[v][-2:])  # a read may be late
+            now = rng.choice(shared.history[v][-2:])  # a read may be stale
             live = slot < num_seeds or now >= 2 * hop + 1
-            taken[slot] = shared.neighbours[v][: shared.fanouts[hop]] if live else []
+            taken[slot] = shared.neighbors[v][: shared.fanouts[hop]] if live else []
             if live:
                 shared.stage[slot] = taken[slot]
         most = max(1, *(len(picks) for picks in taken.values()))
@@ -96,7 +96,7 @@ def program(shared, fetch_size, chunk, bug, rng):
             retired = len(ready) if k + chunk >= most and bug != "retired first" else 0
             shared.outstanding += len(new) - retired
             if shared.outstanding < 0 or shared.tail > len(shared.queue):
-                raise Broken("counters out of range")
+                raise ProtocolError("counters out of range")
             for at, task in enumerate(new, start=base):
                 yield
                 shared.queue[at] = task
@@ -107,14 +107,14 @@ def program(shared, fetch_size, chunk, bug, rng):
             todo, shared.head = list(range(shared.head, shared.head + fetch_size)), shared.head + fetch_size
 
 
-def hop_by_hop(neighbours, seeds, fanouts):
-    """Return the code of every node, as barriers between hops would give it."""
-    code = [UNSEEN] * len(neighbours)
+def run_hop_by_hop(neighbors, seeds, fanouts):
+    """Return the code of every node as computed with barriers between hops."""
+    code = [UNSEEN] * len(neighbors)
     for v in seeds:
         code[v] = 0
     frontier = list(dict.fromkeys(seeds))
     for hop, fanout in enumerate(fanouts):
-        found = dict.fromkeys(u for v in frontier for u in neighbours[v][:fanout] if code[u] == UNSEEN)
+        found = dict.fromkeys(u for v in frontier for u in neighbors[v][:fanout] if code[u] == UNSEEN)
         for u in found:
             code[u] = 2 * hop + 3
         frontier = list(found)
@@ -122,10 +122,10 @@ def hop_by_hop(neighbours, seeds, fanouts):
 
 
 def run(case, schedule, rng, bug=None):
-    """Run all programs under a schedule, then in turns; raise if a task is lost, done twice or never ends."""
-    neighbours, seeds, fanouts, programs, fetch_size, chunk = case
-    shared = Shared(neighbours, seeds, fanouts)
-    running = [program(shared, fetch_size, chunk, bug, rng) for _ in range(programs)]
+    """Run all programs under a schedule, then round-robin; raise if a task is lost, repeated or never ends."""
+    neighbors, seeds, fanouts, programs, fetch_size, chunk = case
+    shared = Shared(neighbors, seeds, fanouts)
+    running = [run_program(shared, fetch_size, chunk, bug, rng) for _ in range(programs)]
     turns = itertools.chain(schedule, itertools.cycle(range(programs)))
     limit = 2000 + 400 * len(shared.queue) * (1 + programs * fetch_size)
     for turn in itertools.islice(turns, limit):
@@ -137,41 +137,41 @@ def run(case, schedule, rng, bug=None):
         except StopIteration:
             running.remove(current)
     if running:
-        raise Broken("it does not end")
+        raise ProtocolError("it does not end")
     if shared.outstanding or any(done != 1 for done in shared.done[: shared.tail]):
-        raise Broken("a task was lost or done twice")
+        raise ProtocolError("a task was lost or done twice")
     if any(shared.done[shared.tail :]):
-        raise Broken("a task came from nowhere")
+        raise ProtocolError("a task came from nowhere")
     code = [history[-1] for history in shared.history]
-    if code != hop_by_hop(neighbours, seeds, fanouts):
-        raise Broken("a node has the wrong hop")
+    if code != run_hop_by_hop(neighbors, seeds, fanouts):
+        raise ProtocolError("a node has the wrong hop")
     tickets = {}
     for slot in range(shared.tail):
         v, hop = (shared.seeds[slot], 0) if slot < len(seeds) else shared.queue[slot]
         if slot < len(seeds) or code[v] == 2 * hop + 1:
             if v in tickets and slot >= len(seeds):
-                raise Broken("two tasks of a node are final")
+                raise ProtocolError("two tasks of a node are final")
             tickets[v] = slot
-            if shared.stage[slot] != neighbours[v][: fanouts[hop]]:
-                raise Broken("the sample of a final task is not that of its hop")
-    expanded = {v for v in range(len(neighbours)) if code[v] < 2 * len(fanouts)}
+            if shared.stage[slot] != neighbors[v][: fanouts[hop]]:
+                raise ProtocolError("the sample of a final task is not that of its hop")
+    expanded = {v for v in range(len(neighbors)) if code[v] < 2 * len(fanouts)}
     if set(tickets) != expanded:
-        raise Broken("a node that is expanded has no task")
+        raise ProtocolError("a node that is expanded has no task")
 
 
 @st.composite
 def cases(draw):
-    """Draw (picks of each node, seeds, fanouts, programs, fetch size, chunk)."""
+    """Draw (neighbors of each node, seeds, fanouts, programs, fetch size, chunk)."""
     num_nodes = draw(st.integers(1, 6))
     nodes = st.integers(0, num_nodes - 1)
-    neighbours = draw(st.lists(st.lists(nodes, max_size=4), min_size=num_nodes, max_size=num_nodes))
+    neighbors = draw(st.lists(st.lists(nodes, max_size=4), min_size=num_nodes, max_size=num_nodes))
     seeds = draw(st.lists(nodes, min_size=1, max_size=4))
     fanouts = sorted(draw(st.lists(st.integers(0, 4), min_size=1, max_size=4)), reverse=True)
-    return neighbours, seeds, fanouts, draw(st.integers(1, 4)), draw(st.integers(1, 7)), draw(st.integers(1, 4))
+    return neighbors, seeds, fanouts, draw(st.integers(1, 4)), draw(st.integers(1, 7)), draw(st.integers(1, 4))
 
 
 def schedules(prefix, programs, seed):
-    """Yield the drawn schedule and harsh ones: random, and one program far ahead of or behind the others."""
+    """Yield the drawn schedule and extreme ones: random, and one program far ahead of or behind the others."""
     rng = random.Random(seed)
     yield prefix
     yield [rng.randrange(programs) for _ in range(300)]
@@ -192,23 +192,23 @@ def test_the_model_finds_planted_bugs(bug):
     rng = random.Random(0)
     found = 0
     for _ in range(400):
-        neighbours = [[rng.randrange(6) for _ in range(3)] for _ in range(6)]
-        case = (neighbours, [rng.randrange(6)], [2, 2, 1], 3, rng.choice([1, 2, 4]), 2)
+        neighbors = [[rng.randrange(6) for _ in range(3)] for _ in range(6)]
+        case = (neighbors, [rng.randrange(6)], [2, 2, 1], 3, rng.choice([1, 2, 4]), 2)
         try:
             run(case, [rng.randrange(3) for _ in range(200)], rng, bug)
-        except Broken:
+        except ProtocolError:
             found += 1
     assert found > 0
 
 
 def test_growing_fanouts_would_be_wrong():
-    """Why the sampler runs them hop by hop."""
+    """For this reason, the sampler runs them hop by hop."""
     wrong = 0
     for seed in range(300):
         rng = random.Random(seed)
-        neighbours = [[rng.randrange(12) for _ in range(4)] for _ in range(12)]
+        neighbors = [[rng.randrange(12) for _ in range(4)] for _ in range(12)]
         try:
-            run((neighbours, [0, 1], [2, 2, 4], 3, 1, 1), [rng.randrange(3) for _ in range(300)], rng)
-        except Broken as broken:
+            run((neighbors, [0, 1], [2, 2, 4], 3, 1, 1), [rng.randrange(3) for _ in range(300)], rng)
+        except ProtocolError as broken:
             wrong += "hop" in str(broken)
     assert wrong > 0

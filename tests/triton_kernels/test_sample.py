@@ -18,22 +18,22 @@ from lightning_gnn.triton_kernels import sample as module
 from lightning_gnn.triton_kernels.sample import TritonNeighborSampler, queue_supports
 from tests.campaigns import campaign
 from tests.triton_kernels import sampling_cases
-from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference, dealt_out, random_graph
+from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference, draw_graph, shard_table
 
 pytestmark = pytest.mark.skipif(not module.INTERPRETED, reason="kernels are compiled here; the cuda tests check them")
 QUEUE_MODES = ("persistent", "no_queue")
-KINDS = ("fused", "persistent", "no_queue", "hop_by_hop")  # launches are those of hop_by_hop
-USED = KINDS[:2]  # what trains; the others are what it is compared with
+KINDS = ("fused", "persistent", "no_queue", "hop_by_hop")  # launches as in hop_by_hop
+USED = KINDS[:2]  # used in training; the others are for comparison
 
 
-def class_of(mode):
+def select(mode):
     return TritonNeighborSampler if mode in module.MODES else BaselineSampler
 
 
-def sampler_of(graph, dtype=torch.int32, **options):
+def make_sampler(graph, dtype=torch.int32, **options):
     indptr, indices = graph
     options = {"num_warps": 1, "num_programs": 2, **options}
-    return class_of(options.get("mode", "fused"))(torch.tensor(indptr), torch.tensor(indices, dtype=dtype), **options)
+    return select(options.get("mode", "fused"))(torch.tensor(indptr), torch.tensor(indices, dtype=dtype), **options)
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def sampler_of(graph, dtype=torch.int32, **options):
 def test_equals_reference_on_every_kind_of_graph(name, mode):
     graph = GRAPHS[name]
     last = len(graph[0]) - 2
-    sampler = sampler_of(graph, mode=mode, fetch_size=3)
+    sampler = make_sampler(graph, mode=mode, fetch_size=3)
     if mode in QUEUE_MODES:
         assert_equal_to_reference(sampler, graph, [0], [1, 1, 1])
     assert_equal_to_reference(sampler, graph, [0, last, 1, 0, 0], [3, 2], key=-(2**63))
@@ -55,7 +55,7 @@ def test_equals_reference_on_every_kind_of_graph(name, mode):
 )
 def test_equals_reference_for_every_kind_of_fanout(fanouts, mode):
     graph = GRAPHS["random"]
-    sampler = sampler_of(graph, mode=mode, fetch_size=7)
+    sampler = make_sampler(graph, mode=mode, fetch_size=7)
     assert_equal_to_reference(sampler, graph, [0, 5, 17, 0], fanouts, key=99)
     if fanouts in ([-1, 4], [2, 4, 8], [5, 3, 1], [40, 2]):
         assert_equal_to_reference(sampler, graph, [5, 5, 0], fanouts, key=99, replace=True)
@@ -66,9 +66,9 @@ def test_equals_reference_for_every_kind_of_fanout(fanouts, mode):
 def test_equals_reference_on_random_cases(mode, number):
     rng = random.Random(number)
     num_nodes = rng.choice([1, 5, 50, 150])
-    graph = random_graph(num_nodes, rng.choice([num_nodes, 6 * num_nodes]), number)
+    graph = draw_graph(num_nodes, rng.choice([num_nodes, 6 * num_nodes]), number)
     dtype = rng.choice([torch.int32, torch.int64])
-    sampler = sampler_of(graph, dtype, mode=mode, fetch_size=rng.choice([1, 4, 40]), num_programs=rng.choice([1, 3]))
+    sampler = make_sampler(graph, dtype, mode=mode, fetch_size=rng.choice([1, 4, 40]), num_programs=rng.choice([1, 3]))
     for disjoint in (False, True):
         seeds = [rng.randrange(num_nodes) for _ in range(rng.choice([1, 4, 40]))]
         fanouts = sorted((rng.randrange(1, 9) for _ in range(rng.choice([1, 2, 3]))), reverse=True)
@@ -83,7 +83,7 @@ def test_equals_reference_on_random_cases(mode, number):
 def test_every_fetch_size(mode, num_programs):
     graph = GRAPHS["clique"]
     for fetch_size in (1, 2, 3, 5, 13, 33, 1000) if num_programs == 3 else (1, 4, 32):
-        sampler = sampler_of(graph, mode=mode, fetch_size=fetch_size, num_programs=num_programs)
+        sampler = make_sampler(graph, mode=mode, fetch_size=fetch_size, num_programs=num_programs)
         assert_equal_to_reference(sampler, graph, [2, 5], [2, 2], key=fetch_size)
 
 
@@ -91,17 +91,17 @@ def test_every_fetch_size(mode, num_programs):
 @pytest.mark.parametrize("mode", QUEUE_MODES)
 def test_long_path_with_one_seed_keeps_every_program_waiting(mode):
     assert_equal_to_reference(
-        sampler_of(GRAPHS["path"], mode=mode, fetch_size=5, num_programs=3), GRAPHS["path"], [0], [1] * 12
+        make_sampler(GRAPHS["path"], mode=mode, fetch_size=5, num_programs=3), GRAPHS["path"], [0], [1] * 12
     )
 
 
 def test_equals_numba_on_a_larger_graph():
-    indptr, indices = random_graph(800, 6000, seed=3, hub=0.01)
+    indptr, indices = draw_graph(800, 6000, seed=3, hub=0.01)
     graph = CSCGraph.from_csc(torch.tensor(indptr), torch.tensor(indices, dtype=torch.int32))
     seeds = torch.randint(0, 800, (30,), generator=torch.Generator().manual_seed(0))
     wanted = sample_neighbors(graph, seeds, [8, 5], key=7, backend="numba")
     for mode in MODES:
-        sampler = class_of(mode)(graph.indptr, graph.indices, mode=mode, num_programs=3, num_warps=16, fetch_size=50)
+        sampler = select(mode)(graph.indptr, graph.indices, mode=mode, num_programs=3, num_warps=16, fetch_size=50)
         out = sampler.sample(seeds, [8, 5], 7)
         assert all(torch.equal(a, b) for a, b in zip(out[:3], wanted[:3], strict=True)), mode
         assert out[3] is None
@@ -112,7 +112,7 @@ def test_equals_numba_on_a_larger_graph():
 @pytest.mark.parametrize("mode", KINDS)
 def test_grows_when_a_batch_does_not_fit(mode):
     graph = GRAPHS["random"]
-    sampler = sampler_of(graph, mode=mode)
+    sampler = make_sampler(graph, mode=mode)
     sampler._start_capacity = 1
     for disjoint in (False, True)[: 2 if mode == "fused" else 1]:
         assert_equal_to_reference(sampler, graph, [0, 3], [-1, 6], disjoint=disjoint)
@@ -124,13 +124,13 @@ def test_grows_when_a_batch_does_not_fit(mode):
 @pytest.mark.parametrize("mode", USED)
 def test_scratch_memory_is_what_the_documentation_says(mode):
     graph, seeds, fanouts = GRAPHS["random"], [1, 2, 3], [4, 3]
-    sampler = sampler_of(graph, mode=mode)
+    sampler = make_sampler(graph, mode=mode)
     sampler.sample(torch.tensor(seeds), fanouts, 1)
     held = sampler.scratch_bytes
     num_nodes, capacity = len(graph[0]) - 1, 3 + 12 + 36
     expected = (8 * num_nodes) + 12 * capacity + 8 * capacity
     if mode in QUEUE_MODES:
-        expected += 4 * num_nodes + (8 + 8 * 5) * (3 + 12)  # compiled for the fanout 5
+        expected += 4 * num_nodes + (8 + 8 * 5) * (3 + 12)  # compiled for a fanout of 5
     fixed = (192 + 96 + 2) * 8 + 4  # one tile
     assert held == expected + fixed
     sampler.sample(torch.tensor(seeds[:2]), fanouts, 2)
@@ -139,7 +139,7 @@ def test_scratch_memory_is_what_the_documentation_says(mode):
 
 @pytest.mark.parametrize("mode", USED)
 def test_one_host_synchronisation_per_batch(mode, monkeypatch):
-    sampler = sampler_of(GRAPHS["random"], mode=mode)
+    sampler = make_sampler(GRAPHS["random"], mode=mode)
     reads = []
     original = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (reads.append(self), original(self))[1])
@@ -150,7 +150,7 @@ def test_one_host_synchronisation_per_batch(mode, monkeypatch):
 @pytest.mark.parametrize("mode", ["fused", "persistent"])
 def test_words_are_cleared_when_the_stamps_run_out(mode):
     graph = GRAPHS["random"]
-    sampler = sampler_of(graph, mode=mode)
+    sampler = make_sampler(graph, mode=mode)
     sampler._stamp = 3
     for key in range(4):
         assert_equal_to_reference(sampler, graph, [key, 5], [3, 2], key, disjoint=key == 3)
@@ -159,16 +159,16 @@ def test_words_are_cleared_when_the_stamps_run_out(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_seeds(mode):
-    out = sampler_of(GRAPHS["random"], mode=mode).sample(torch.empty(0, dtype=torch.int64), [3, 2], 1, disjoint=True)
+    out = make_sampler(GRAPHS["random"], mode=mode).sample(torch.empty(0, dtype=torch.int64), [3, 2], 1, disjoint=True)
     assert [tuple(ids.shape) for ids in out[:4]] == [(0,), (2, 0), (0,), (0,)]
     assert out[4:] == ([0, 0, 0], [0, 0])
-    empty = sampler_of(([0], []), mode=mode).sample(torch.empty(0, dtype=torch.int64), [3], 1)
+    empty = make_sampler(([0], []), mode=mode).sample(torch.empty(0, dtype=torch.int64), [3], 1)
     assert empty[3] is None
     assert empty[4:] == ([0, 0], [0])
 
 
-class Watched:
-    """Refuse every access of the interpreter outside the tensors it was told of."""
+class AccessWatch:
+    """Raises on every access of the interpreter outside the allowed tensors."""
 
     def __init__(self, monkeypatch):
         self.ranges = []
@@ -209,28 +209,28 @@ class Watched:
 
 
 class WatchedSampler(BaselineSampler):
-    """Allocates scratch memory that the watch knows, with rubbish in it."""
+    """Allocates scratch memory that the watch allows, filled with garbage."""
 
     def _allocate(self, size, dtype):
         return self.watch.allow(torch.full((size,), -7, dtype=dtype))
 
 
 def sample_in_bounds(name, mode, monkeypatch, deal=None):
-    """Sample under a watch, with the lists dealt out to so many GPUs, and so many in turn (its logarithm)."""
-    watch = Watched(monkeypatch)
+    """Sample under a watch; ``deal`` is the number of GPUs and the logarithm of consecutive rows on one GPU."""
+    watch = AccessWatch(monkeypatch)
     indptr, indices = GRAPHS[name]
     indptr, indices, shards = watch.allow(torch.tensor(indptr)), torch.tensor(indices, dtype=torch.int32), None
     if deal is None:
         local = watch.allow(indices)
     else:
-        shards = dealt_out(indices.view(-1, 1), *deal, place=watch.allow)
+        shards = shard_table(indices.view(-1, 1), *deal, place=watch.allow)
         watch.allow(shards.addresses)
         local = shards.local.view(-1)
     options = {"mode": mode, "fetch_size": 5, "num_warps": 1, "num_programs": 2}
     sampler = WatchedSampler(indptr, local, shards=shards, **options)
     sampler.watch = watch
     sampler._start_capacity = 1
-    monkeypatch.setattr(module, "torch", Allowing(watch))
+    monkeypatch.setattr(module, "torch", AllowingTorch(watch))
     last = indptr.numel() - 2
     for seeds, fanouts, disjoint in ([last], [4, 2], False), ([last, 0, 0], [-1, 3], True), ([0, 0, 1], [-1, 2], False):
         seeds = watch.allow(torch.tensor(seeds))
@@ -256,20 +256,20 @@ def test_lists_dealt_out_to_gpus_are_read_in_bounds(mode, deal, monkeypatch):
 
 @pytest.mark.slow
 def test_the_watch_sees_a_list_that_is_looked_for_on_another_gpu(monkeypatch):
-    """As if one had another number of rows in turn than the others."""
-    dealt = sampling_cases.dealt_out
+    """One GPU uses another number of consecutive rows than the others."""
+    dealt = sampling_cases.shard_table
 
     def crooked(*arguments, **options):
         shards = dealt(*arguments, **options)
         return dataclasses.replace(shards, layout=dataclasses.replace(shards.layout, shift=5))
 
-    monkeypatch.setattr(sys.modules[__name__], "dealt_out", crooked)
+    monkeypatch.setattr(sys.modules[__name__], "shard_table", crooked)
     with pytest.raises(Exception, match="out of bounds"):
         sample_in_bounds("random", "fused", monkeypatch, (3, 0))
 
 
-class Allowing:
-    """Stands in for ``torch`` in the sampler: what it allocates for the output is known to the watch."""
+class AllowingTorch:
+    """Replaces ``torch`` in the sampler, so that the watch allows output tensors."""
 
     def __init__(self, watch):
         self.watch = watch
@@ -282,8 +282,8 @@ class Allowing:
 
 
 def test_the_watch_sees_an_access_out_of_bounds(monkeypatch):
-    watch = Watched(monkeypatch)
-    sampler = sampler_of(GRAPHS["random"])
+    watch = AccessWatch(monkeypatch)
+    sampler = make_sampler(GRAPHS["random"])
     with pytest.raises(Exception, match="out of bounds"):
         sampler.sample(torch.tensor([1]), [2], 1)
     assert watch.accesses == 0
@@ -296,7 +296,7 @@ def test_which_fanouts_the_queue_takes():
 
 @pytest.mark.slow
 def test_racing_programs_give_the_same_samples():
-    """Each program of a launch as a process of its own: real races through the queue and the grid barrier."""
+    """Each program of a launch is a process: real races through the queue and the grid barrier."""
     script = Path(__file__).with_name("race.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

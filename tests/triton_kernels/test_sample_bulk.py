@@ -1,4 +1,4 @@
-"""Mini-batches that share a launch are those that each would be alone, bit for bit."""
+"""Mini-batches that share a launch equal those sampled separately, bit for bit."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
 from lightning_gnn.triton_kernels.sample_bulk import most_batches, sample_bulk
 from tests.strategies import graphs
 from tests.triton_kernels.sampling_cases import GRAPHS
-from tests.triton_kernels.test_sample import Allowing, Watched, WatchedSampler, sampler_of
+from tests.triton_kernels.test_sample import AccessWatch, AllowingTorch, WatchedSampler, make_sampler
 
 pytestmark = pytest.mark.skipif(not module.INTERPRETED, reason="kernels are compiled here; the cuda tests check them")
 
@@ -56,7 +56,7 @@ SEEDS = [torch.tensor(own) for own in ([3, 0, 40], [7], [59, 59, 3, 2])]
 
 
 def test_a_bulk_equals_the_reference_also_where_it_does_not_fit_at_first():
-    sampler = sampler_of(GRAPHS["random"], num_programs=3)
+    sampler = make_sampler(GRAPHS["random"], num_programs=3)
     sampler._start_capacity = 1
     assert_bulk_equals_reference(sampler, SEEDS, [4, 3], [5, -(2**63), 2**63 - 1])
 
@@ -70,7 +70,7 @@ def test_hot_lists_are_read_in_a_bulk_too():
 
 
 def test_one_host_synchronisation_for_all(monkeypatch):
-    sampler = sampler_of(GRAPHS["path"])
+    sampler = make_sampler(GRAPHS["path"])
     reads = []
     original = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (reads.append(self), original(self))[1])
@@ -80,31 +80,31 @@ def test_one_host_synchronisation_for_all(monkeypatch):
 
 @pytest.mark.slow
 def test_what_does_not_fit_into_31_bits_is_sampled_in_parts(monkeypatch):
-    sampler = sampler_of(GRAPHS["path"])
+    sampler = make_sampler(GRAPHS["path"])
     assert most_batches(sampler) == 32
-    assert most_batches(sampler_of(GRAPHS["path"], mode="persistent")) == 1
+    assert most_batches(make_sampler(GRAPHS["path"], mode="persistent")) == 1
     monkeypatch.setattr(bulk_module, "LARGEST", 90)  # nodes: two mini-batches of 40 each
     assert most_batches(sampler) == 2
-    monkeypatch.setattr(module, "LARGEST", 3)  # edge positions of a launch: those of one
+    monkeypatch.setattr(module, "LARGEST", 3)  # edge positions per launch: those of one
     assert_bulk_equals_reference(sampler, [torch.tensor([own]) for own in (1, 2, 3)], [1, 1], [4, 5, 6])
     with pytest.raises(ValueError, match="has at least 4 edges; the limit is 3"):
         sample_bulk(sampler, [torch.tensor([own]) for own in (1, 2)], [1, 1, 1], [4, 5])
 
 
-class AllowingMore(Allowing):
+class AllowingMoreTorch(AllowingTorch):
     def cat(self, *args, **kwargs):
         return self.watch.allow(torch.cat(*args, **kwargs))
 
 
 @pytest.mark.slow
 def test_no_access_out_of_bounds(monkeypatch):
-    watch = Watched(monkeypatch)
+    watch = AccessWatch(monkeypatch)
     indptr, indices = GRAPHS["random"]
     indptr, indices = watch.allow(torch.tensor(indptr)), watch.allow(torch.tensor(indices, dtype=torch.int32))
     sampler = WatchedSampler(indptr, indices, num_warps=1, num_programs=2)
     sampler.watch = watch
     sampler._start_capacity = 1
-    monkeypatch.setattr(bulk_module, "torch", AllowingMore(watch))
+    monkeypatch.setattr(bulk_module, "torch", AllowingMoreTorch(watch))
     last = indptr.numel() - 2
     assert_bulk_equals_reference(sampler, [torch.tensor([last]), torch.tensor([0, 0])], [2, 2], [1, 2])
     assert watch.accesses > 100

@@ -1,4 +1,4 @@
-"""Equality at full size, on a GPU: every mode against the CPU sampler, batch by batch."""
+"""Full-size comparison on a GPU: every mode with the CPU sampler, batch by batch."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ NUM_NODES, NUM_EDGES, BATCHES = 1_000_000, 100_000_000, 200
 
 @pytest.fixture(scope="module")
 def graph():
-    """A graph with power-law in- and out-degrees."""
+    """Graph with power-law in- and out-degrees."""
     generator = torch.Generator().manual_seed(0)
     degree = (1 - torch.rand(NUM_NODES, generator=generator, dtype=torch.float64)) ** (-1 / 1.8)
     degree = (degree / degree.sum() * NUM_EDGES).ceil().long()
@@ -124,7 +124,7 @@ KINDS = {
 
 
 def typed_graph(kind):
-    """Three types of nodes, with hubs among them; two edge types between the same two, duplicate edges."""
+    """Graph of three node types with hubs, two edge types between the same node types, and duplicate edges."""
     generator = torch.Generator().manual_seed(2)
     sizes, relations = {"a": 200_000, "b": 50_000, "c": 1000}, {}
     for name in [("a", "x", "a"), ("a", "x", "b"), ("a", "y", "b"), ("b", "x", "a"), ("c", "x", "a"), ("a", "x", "c")]:

@@ -1,11 +1,11 @@
-"""The kernels for types, times, weights and LABOR: memory, stamps and ties; tests/ops compares their samples."""
+"""Kernels for node types, times, weights and LABOR: memory, stamps and ties; tests/ops compares their samples."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 import triton
-import triton.language as tl  # noqa: F401 (Triton's interpreter asks for it)
+import triton.language as tl  # noqa: F401 (Triton's interpreter needs it)
 
 from lightning_gnn.ops import Labor, sample_hetero_neighbors, sample_neighbors
 from lightning_gnn.ops.sample import reference
@@ -17,7 +17,7 @@ from lightning_gnn.triton_kernels.sample_relations import Picking, TritonRelatio
 from tests.batch_checks import assert_equal
 from tests.ops.sample_cases import long_lists, random_types
 from tests.ops.test_sample_equal import compare, narrow
-from tests.triton_kernels.test_sample import Allowing, Watched
+from tests.triton_kernels.test_sample import AccessWatch, AllowingTorch
 
 pytestmark = pytest.mark.skipif(not module.INTERPRETED, reason="kernels are compiled here; the cuda tests check them")
 CPU = torch.device("cpu")
@@ -46,8 +46,8 @@ GRAPH = random_types({"a": 12, "b": 9}, 40, ("ab", "ba"))
 SEEDS = {"b": torch.tensor([1, 5, 1]), "a": torch.tensor([2])}
 
 
-def by_kernels(*args, graph=GRAPH, **options):
-    """Sample by the kernels, and compare with the reference; returns the sampler."""
+def sample_by_kernels(*args, graph=GRAPH, **options):
+    """Sample with the kernels and compare with the reference; return the sampler."""
     expected = sample_hetero_neighbors(graph, SEEDS, *args, backend="reference", **options)
     assert_equal(sample_hetero_neighbors(graph, SEEDS, *args, backend="triton", **options), expected)
     return operator._relation_samplers[graph][CPU]
@@ -57,15 +57,15 @@ def by_kernels(*args, graph=GRAPH, **options):
 @pytest.mark.parametrize("disjoint", [False, True])
 def test_grows_when_a_batch_does_not_fit(disjoint):
     narrow(GRAPH, 1)._start_capacity = 9
-    held = by_kernels([-1, 3], 5, disjoint=disjoint).scratch_bytes
-    assert by_kernels([-1, 3], 5, disjoint=disjoint).scratch_bytes == held
+    held = sample_by_kernels([-1, 3], 5, disjoint=disjoint).scratch_bytes
+    assert sample_by_kernels([-1, 3], 5, disjoint=disjoint).scratch_bytes == held
 
 
 @pytest.mark.slow
 def test_words_are_cleared_when_the_stamps_run_out():
     narrow(GRAPH, 1)._stamp = 2
     for key in range(3):
-        sampler = by_kernels([2], key)
+        sampler = sample_by_kernels([2], key)
     assert sampler._stamp > 1000
 
 
@@ -78,14 +78,14 @@ def test_one_host_synchronisation_per_batch(monkeypatch):
 
 
 class WatchedSampler(TritonRelationSampler):
-    """Allocates scratch memory that the watch knows, with rubbish in it."""
+    """Allocates scratch memory that the watch allows, filled with garbage."""
 
     def _allocate(self, size, dtype):
         return self.watch.allow(torch.full((size,), -7, dtype=dtype))
 
 
-class AllowingAll(Allowing):
-    """Stands in for ``torch`` where arrays come from the host, too."""
+class AllowingAllTorch(AllowingTorch):
+    """Replaces ``torch`` also where arrays come from the host."""
 
     def tensor(self, *args, **kwargs):
         return self.watch.allow(torch.tensor(*args, **kwargs))
@@ -110,15 +110,15 @@ def test_no_access_out_of_bounds(kind, monkeypatch):
         sample_hetero_neighbors(graph, SEEDS, hops, 3, disjoint=disjoint, backend="reference", **options)
         for hops, disjoint in cases
     ]
-    watch = Watched(monkeypatch)
+    watch = AccessWatch(monkeypatch)
     for part in graph.relations.values():
         for tensor in (*vars(part).values(), part.parallel if kind == "labor" else None):
             if isinstance(tensor, torch.Tensor):
                 watch.allow(tensor)
     sampler = narrow(graph, 2 if kind == "plain" else 1, WatchedSampler)
     sampler.watch, sampler._start_capacity = watch, 5
-    monkeypatch.setattr(sample_relations, "torch", AllowingAll(watch))
-    monkeypatch.setattr(operator, "torch", AllowingAll(watch))
+    monkeypatch.setattr(sample_relations, "torch", AllowingAllTorch(watch))
+    monkeypatch.setattr(operator, "torch", AllowingAllTorch(watch))
     for expected, (hops, disjoint) in zip(wanted, cases, strict=True):
         out = sample_hetero_neighbors(graph, SEEDS, hops, 3, disjoint=disjoint, backend="triton", **options)
         assert_equal(out, expected)

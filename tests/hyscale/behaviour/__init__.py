@@ -1,18 +1,18 @@
-"""What users of a Trainer rely on, as small scenarios that any strategy can run.
+"""Scenarios of Trainer behavior that users rely on, runnable under any strategy.
 
-One or two of each hook that our strategies override, and each that has ever shown a difference; what only exercises
-Lightning itself is tested there. Importing this package registers all scenarios.
+They cover each hook that our strategies override and each hook that has ever shown a difference. Lightning itself
+tests everything else. Importing this package registers all scenarios.
 """
 
 from tests.hyscale.behaviour import (  # noqa: F401
     automatic,
-    by_hand,
     callbacks,
     checkpoints,
     evaluation,
     hooks,
     logs,
     loops,
+    manual,
     schedules,
     state,
 )

@@ -1,4 +1,4 @@
-"""Automatic optimization: optimizers, gradients that are edited on the way, and losses of many shapes."""
+"""Automatic optimization: optimizers, gradients that hooks modify, and different kinds of losses."""
 
 import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
@@ -12,8 +12,8 @@ def plain_training(run):
     return run.fit(Task(), max_epochs=3)
 
 
-class With(Task):
-    """Trained by an optimizer that a function makes."""
+class WithOptimizer(Task):
+    """Trains with the optimizer that ``make`` returns."""
 
     def __init__(self, make, **options):
         super().__init__(**options)
@@ -26,7 +26,7 @@ class With(Task):
 @scenario
 def lbfgs_with_a_line_search(run):
     make = lambda module: torch.optim.LBFGS(module.parameters(), 9.0, 4, line_search_fn="strong_wolfe")  # noqa: E731
-    return run.fit(With(make))
+    return run.fit(WithOptimizer(make))
 
 
 @scenario
@@ -95,7 +95,7 @@ def parameters_are_added_in_mid_training(run):
 
 @scenario
 def parameters_that_are_never_used(run):
-    class Unused(With):
+    class Unused(WithOptimizer):
         def __init__(self, make):
             super().__init__(make)
             self.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
@@ -103,7 +103,7 @@ def parameters_that_are_never_used(run):
     module = Unused(lambda module: torch.optim.SGD(module.parameters(), 0.1, weight_decay=0.5))
     out = run.fit(module)
     assert module.unused.grad is None
-    assert bool((module.unused == 1).all())  # weight decay too passes over what has no gradient
+    assert bool((module.unused == 1).all())  # weight decay also skips parameters without a gradient
     return out
 
 
@@ -121,7 +121,7 @@ def parameters_that_are_used_in_some_steps(run):
     return run.fit(Now())
 
 
-def returning(make, **options):
+def make_returning(make, **options):
     class Returning(Task):
         def training_step(self, batch, batch_idx):
             return make(self, batch, batch_idx)
@@ -131,7 +131,7 @@ def returning(make, **options):
 
 @scenario
 def a_step_without_a_loss_is_skipped(run):
-    return run.fit(returning(lambda module, batch, batch_idx: None if batch_idx == 1 else module.loss(batch)))
+    return run.fit(make_returning(lambda module, batch, batch_idx: None if batch_idx == 1 else module.loss(batch)))
 
 
 @scenario
@@ -164,10 +164,10 @@ def batch_normalization(run):
     return {**run.fit(module), "running": torch.cat([module.norm.running_mean, module.norm.running_var])}
 
 
-def embedded(run, make, sparse):
-    """Train with one vector per node, of which a step needs a few."""
+def train_embeddings(run, make, sparse):
+    """Train with one embedding vector per node; each step needs only a few of them."""
 
-    class Embedded(With):
+    class Embedded(WithOptimizer):
         def __init__(self):
             super().__init__(make)
             self.vectors = nn.Embedding(60, CLASSES, sparse=sparse, dtype=torch.float64)
@@ -181,4 +181,4 @@ def embedded(run, make, sparse):
 
 @scenario
 def vectors_of_nodes_with_sparse_gradients(run):
-    return embedded(run, lambda module: torch.optim.SGD(module.parameters(), 0.1), sparse=True)
+    return train_embeddings(run, lambda module: torch.optim.SGD(module.parameters(), 0.1), sparse=True)

@@ -1,4 +1,4 @@
-"""Lightning's callbacks: those that stop, average, prune, write and measure."""
+"""Lightning's callbacks: early stopping and weight averaging."""
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import (
@@ -10,7 +10,7 @@ from tests.hyscale.behaviour.task import Task, scenario
 
 
 class Rated(Task):
-    """A rate so high that the loss of validation rises after some epochs."""
+    """Uses a learning rate so high that the validation loss rises after some epochs."""
 
     def __init__(self):
         super().__init__(lr=1.5)

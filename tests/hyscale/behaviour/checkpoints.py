@@ -1,24 +1,24 @@
-"""Checkpoints: which are saved, what is in them, and how training goes on from them."""
+"""Checkpoints: which are saved, what they contain, and how training resumes from them."""
 
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from tests.hyscale.behaviour.task import Task, scenario, shown
+from tests.hyscale.behaviour.task import Task, scenario, summarize_training
 
 
-def files(folder):
-    """Return the names of the checkpoints there."""
+def list_checkpoints(folder):
+    """Return the names of the checkpoints in a folder."""
     return sorted(path.name for path in folder.rglob("*.ckpt"))
 
 
-def saving(run, module=None, trainer_options=(), **options):
-    """Train with a ``ModelCheckpoint``; return the trainer, the callback and what was seen."""
+def train_and_save(run, module=None, trainer_options=(), **options):
+    """Train with a ``ModelCheckpoint``; return the trainer, the callback and the observed values."""
     callback = ModelCheckpoint(dirpath=run.folder / "saved", **options)
     module = Task() if module is None else module
     out = run.fit(module, callbacks=[callback], enable_checkpointing=True, **dict(trainer_options))
     trainer = out["trainer"]
     trainer.strategy.barrier()
-    out["files"] = files(run.folder / "saved")
+    out["files"] = list_checkpoints(run.folder / "saved")
     out["best"] = callback.best_model_path.rsplit("/", 1)[-1]
     out["score"] = None if callback.best_model_score is None else float(callback.best_model_score)
     assert out["files"]
@@ -28,7 +28,7 @@ def saving(run, module=None, trainer_options=(), **options):
 @scenario
 def the_best_are_saved(run):
     options = {"monitor": "val_loss", "save_top_k": 2, "filename": "{epoch}-{val_loss:.6f}"}
-    return saving(run, Task(lr=1.5), {"max_epochs": 5}, **options)
+    return train_and_save(run, Task(lr=1.5), {"max_epochs": 5}, **options)
 
 
 @scenario
@@ -50,8 +50,8 @@ def what_a_checkpoint_holds(run):
     }
 
 
-def again(run, make, until, whole, ckpt=None, data=None, **options):
-    """Train for a while, save, go on in a new module and trainer; return that beside training in one go."""
+def train_and_resume(run, make, until, whole, ckpt=None, data=None, **options):
+    """Train and save, resume in a new module and trainer; return the result and that of uninterrupted training."""
     part = run.fit(make(), data() if data else None, **options, **until)
     path = run.folder / "part.ckpt"
     part["trainer"].save_checkpoint(path)
@@ -63,7 +63,7 @@ def again(run, make, until, whole, ckpt=None, data=None, **options):
 
 @scenario
 def training_goes_on_in_mid_epoch(run):
-    return again(run, lambda: Task(), {"max_steps": 4, "max_epochs": -1}, {"max_epochs": 3})
+    return train_and_resume(run, lambda: Task(), {"max_steps": 4, "max_epochs": -1}, {"max_epochs": 3})
 
 
 @scenario
@@ -80,7 +80,7 @@ def training_goes_on_after_an_error(run):
         run.fit(Failing(), callbacks=[callback], enable_checkpointing=True)
     except KeyError:
         pass
-    return {"files": files(run.folder)}
+    return {"files": list_checkpoints(run.folder)}
 
 
 @scenario
@@ -89,4 +89,4 @@ def fitting_goes_on_with_the_same_trainer(run):
     trainer.fit(module, datamodule=data)
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, datamodule=data)
-    return shown(trainer, module)
+    return summarize_training(trainer, module)

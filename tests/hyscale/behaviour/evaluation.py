@@ -1,10 +1,10 @@
-"""Validation, testing and prediction alone, the tuner and the profilers."""
+"""Validation, testing and prediction without training; validation with several loaders."""
 
 import torch
 from torch_geometric.loader import NeighborLoader
 
 from lightning_gnn import NeighborSampler
-from tests.hyscale.behaviour.task import Task, graph, scenario, shown
+from tests.hyscale.behaviour.task import Task, make_graph, scenario, summarize_training
 
 
 @scenario
@@ -15,11 +15,11 @@ def all_stages_one_after_another(run):
     seen += [trainer.validate(module, datamodule=data, verbose=False)]
     seen += [trainer.test(module, datamodule=data, verbose=False)]
     seen += [torch.cat(trainer.predict(module, datamodule=data))]
-    return {**shown(trainer, module), "seen": seen}
+    return {**summarize_training(trainer, module), "seen": seen}
 
 
 def pyg_loader(**options):
-    data = graph()
+    data = make_graph()
     sampler = NeighborSampler(data, [-1, -1], seed=5)
     return NeighborLoader(data, [-1, -1], data.train_mask, batch_size=10, neighbor_sampler=sampler, **options)
 
@@ -28,19 +28,19 @@ def pyg_loader(**options):
 def pygs_own_loader(run):
     module, trainer = Task(), run.trainer()
     trainer.fit(module, pyg_loader(shuffle=False))
-    return shown(trainer, module)
+    return summarize_training(trainer, module)
 
 
 @scenario
 def several_loaders_of_validation(run):
     class Several(Task):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
-            self.tell("val", self.loss(batch, "val") * (1 + dataloader_idx), batch, "val")
-            self.tell(f"own_{dataloader_idx}", self.loss(batch, "val"), batch, "val", add_dataloader_idx=False)
+            self.log_value("val", self.loss(batch, "val") * (1 + dataloader_idx), batch, "val")
+            self.log_value(f"own_{dataloader_idx}", self.loss(batch, "val"), batch, "val", add_dataloader_idx=False)
 
     module, trainer = Several(), run.trainer()
     data = run.data()
     data.val_dataloader = lambda made=data.val_dataloader: [made(), made()]
     trainer.fit(module, datamodule=data)
     assert "val/dataloader_idx_1" in trainer.callback_metrics
-    return shown(trainer, module)
+    return summarize_training(trainer, module)

@@ -1,4 +1,4 @@
-"""Which hooks are called, in which order, and what they may change."""
+"""The order in which hooks are called, and what they may change."""
 
 import copy
 
@@ -24,8 +24,8 @@ _OF_CALLBACKS = [name for name in _HOOKS if hasattr(pl.Callback, name)] + [
 ]
 
 
-def telling(base, names, calls, prefix=""):
-    """Return a subclass whose methods of these names write down that they were called."""
+def record_calls(base, names, calls, prefix=""):
+    """Return a subclass whose methods of these names append their name to ``calls``."""
 
     def wrap(name):
         def method(self, *args, **kwargs):
@@ -41,10 +41,10 @@ def telling(base, names, calls, prefix=""):
     return made
 
 
-def calls_of(run, use, base=Task, **options):
+def collect_calls(run, use, base=Task, **options):
     calls = []
-    module = telling(base, [*_HOOKS, *_STEPS], calls)()
-    callback = telling(pl.Callback, _OF_CALLBACKS, calls, "callback ")()
+    module = record_calls(base, [*_HOOKS, *_STEPS], calls)()
+    callback = record_calls(pl.Callback, _OF_CALLBACKS, calls, "callback ")()
     trainer = run.trainer(callbacks=[callback], **options)
     out = use(trainer, module)
     assert len(calls) > 20
@@ -53,28 +53,28 @@ def calls_of(run, use, base=Task, **options):
 
 @scenario
 def hooks_of_fitting(run):
-    return calls_of(run, lambda trainer, module: trainer.fit(module, datamodule=run.data()))
+    return collect_calls(run, lambda trainer, module: trainer.fit(module, datamodule=run.data()))
 
 
 @scenario
 def hooks_of_prediction(run):
-    return calls_of(run, lambda trainer, module: trainer.predict(module, datamodule=run.data()) and None)
+    return collect_calls(run, lambda trainer, module: trainer.predict(module, datamodule=run.data()) and None)
 
 
 @scenario
 def hooks_change_batches(run):
     class Changing(Task):
         def on_before_batch_transfer(self, batch, dataloader_idx):
-            return changed(batch, batch.x * 0.5)
+            return change_features(batch, batch.x * 0.5)
 
         def on_after_batch_transfer(self, batch, dataloader_idx):
-            return changed(batch, batch.x + 1.0)
+            return change_features(batch, batch.x + 1.0)
 
     return run.fit(Changing())
 
 
-def changed(batch, x):
-    """Return a batch with other features; a full graph is the same object in all steps, and stays as it is."""
+def change_features(batch, x):
+    """Return a batch with other features; a full graph is one object for all steps and stays unchanged."""
     batch = copy.copy(batch)
     batch.x = x
     return batch

@@ -1,14 +1,14 @@
-"""What is logged: over steps, epochs, batches of unlike sizes and ranks."""
+"""Logged values: per step and epoch, for batches and ranks of different sizes."""
 
 import pytorch_lightning as pl
 import torch
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.hyscale.behaviour.task import CLASSES, Task, of_split, scenario
+from tests.hyscale.behaviour.task import CLASSES, Task, scenario, select_split
 
 
-class Steps(pl.Callback):
-    """Keeps what is logged after each batch."""
+class MetricRecorder(pl.Callback):
+    """Stores the metrics that are logged after each batch."""
 
     def __init__(self):
         self.seen = []
@@ -20,17 +20,17 @@ class Steps(pl.Callback):
         self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def logging(run, training, **options):
-    """Train a module whose steps log by these functions."""
+def train_and_log(run, training, **options):
+    """Train a module whose steps log with the given functions."""
 
     class Logging(Task):
         def training_step(self, batch, batch_idx):
-            out = of_split(self(batch), batch, "train")
-            loss = torch.nn.functional.cross_entropy(out, of_split(batch.y, batch, "train"))
+            out = select_split(self(batch), batch, "train")
+            loss = torch.nn.functional.cross_entropy(out, select_split(batch.y, batch, "train"))
             training(self, batch, batch_idx, out, loss)
             return loss
 
-    steps = Steps()
+    steps = MetricRecorder()
     out = run.fit(Logging(), callbacks=[steps], **options)
     assert out["metrics"]
     logged = {name: float(value) for name, value in out["trainer"].logged_metrics.items()}
@@ -39,12 +39,12 @@ def logging(run, training, **options):
 
 @scenario
 def a_mean_without_a_batch_size(run):
-    return logging(run, lambda module, batch, batch_idx, out, loss: module.log("loss", loss, on_epoch=True))
+    return train_and_log(run, lambda module, batch, batch_idx, out, loss: module.log("loss", loss, on_epoch=True))
 
 
 @scenario
 def a_metric_by_step(run):
-    steps = Steps()
+    steps = MetricRecorder()
 
     class Measured(Task):
         def __init__(self):
@@ -52,7 +52,7 @@ def a_metric_by_step(run):
             self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
 
         def training_step(self, batch, batch_idx):
-            out, y = of_split(self(batch), batch, "train"), of_split(batch.y, batch, "train")
+            out, y = select_split(self(batch), batch, "train"), select_split(batch.y, batch, "train")
             self.accuracy(out, y)
             self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
             return torch.nn.functional.cross_entropy(out, y)
@@ -88,7 +88,7 @@ def in_all_hooks(run):
             self.log("batch_end", float(batch_idx), reduce_fx="sum", on_epoch=True, on_step=False)
 
         def on_train_epoch_end(self):
-            self.log("epoch_end", weights_norm(self))
+            self.log("epoch_end", compute_weights_norm(self))
 
         def on_validation_start(self):
             self.log("val_start", 4.0)
@@ -100,14 +100,14 @@ def in_all_hooks(run):
             self.log("val_batch_end", float(batch_idx), batch_size=1)
 
         def on_validation_epoch_end(self):
-            self.log("val_epoch_end", weights_norm(self))
+            self.log("val_epoch_end", compute_weights_norm(self))
 
     out = run.fit(Everywhere())
     assert len(out["metrics"]) > 13
     return out
 
 
-def weights_norm(module):
+def compute_weights_norm(module):
     return sum(parameter.detach().square().sum() for parameter in module.parameters())
 
 
@@ -117,7 +117,7 @@ def by_rank_zero_alone(run):
         if batch_idx == 0:
             module.log("step", float(module.current_epoch), rank_zero_only=True, on_step=True, on_epoch=False)
 
-    out = logging(run, training)
+    out = train_and_log(run, training)
     metrics, each, logged = out.pop("metrics"), out.pop("each"), out.pop("logged")
     del each, logged
     return {**out, **({"rank 0": metrics} if out["trainer"].is_global_zero else {})}
@@ -127,7 +127,7 @@ def by_rank_zero_alone(run):
 def gathered_from_all_ranks(run):
     class Gathering(Task):
         def training_step(self, batch, batch_idx):
-            count = torch.tensor(float(of_split(batch.y, batch, "train").numel()))
+            count = torch.tensor(float(select_split(batch.y, batch, "train").numel()))
             everywhere = self.all_gather(count)
             self.total = float(everywhere.sum())
             self.summed = float(self.trainer.strategy.reduce(count, reduce_op="sum"))

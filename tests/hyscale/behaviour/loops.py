@@ -1,4 +1,4 @@
-"""How long the loops run: limits, intervals, ends and interruptions."""
+"""Loops: limits, validation intervals, stopping and interruptions."""
 
 import pytest
 import pytorch_lightning as pl
@@ -6,8 +6,8 @@ import pytorch_lightning as pl
 from tests.hyscale.behaviour.task import Task, scenario
 
 
-class Order(pl.Callback):
-    """Writes down in which order training and validation came."""
+class OrderRecorder(pl.Callback):
+    """Records the order of training and validation batches."""
 
     def __init__(self):
         self.seen = []
@@ -19,19 +19,19 @@ class Order(pl.Callback):
         self.seen.append(("val", trainer.current_epoch, batch_idx))
 
 
-def ordered(run, **options):
-    order = Order()
+def record_order(run, **options):
+    order = OrderRecorder()
     return {**run.fit(Task(), callbacks=[order], **options), "order": order.seen}
 
 
 @scenario
 def validation_within_an_epoch(run):
-    return ordered(run, val_check_interval=1)
+    return record_order(run, val_check_interval=1)
 
 
 @scenario
 def an_interruption(run):
-    told = []
+    exceptions = []
 
     class Pressed(pl.Callback):
         def on_train_batch_end(self, trainer, *args):
@@ -40,9 +40,9 @@ def an_interruption(run):
                 raise KeyboardInterrupt
 
         def on_exception(self, trainer, module, exception):
-            told.append(type(exception).__name__)
+            exceptions.append(type(exception).__name__)
 
     trainer, module = run.trainer(callbacks=[Pressed()]), Task()
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         trainer.fit(module, datamodule=run.data())
-    return {"told": told, "steps": trainer.global_step, "interrupted": trainer.interrupted}
+    return {"exceptions": exceptions, "steps": trainer.global_step, "interrupted": trainer.interrupted}

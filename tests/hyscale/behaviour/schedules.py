@@ -1,4 +1,4 @@
-"""Schedules of the learning rate, and callbacks that follow it."""
+"""Learning-rate schedules, and callbacks that follow them."""
 
 import torch
 from torch.optim import lr_scheduler
@@ -7,11 +7,7 @@ from tests.hyscale.behaviour.task import Task, scenario
 
 
 class Scheduled(Task):
-    """Keeps the rate that each step had.
-
-    Args:
-        make: Takes the module and its optimizer, and returns the scheduler as ``configure_optimizers`` may.
-    """
+    """Records the learning rate of each step; ``make(module, optimizer)`` returns the scheduler."""
 
     def __init__(self, make):
         super().__init__()
@@ -25,7 +21,7 @@ class Scheduled(Task):
         self.rates.append(self.optimizers().param_groups[0]["lr"])
 
 
-def follow(run, make, **options):
+def train_with_schedule(run, make, **options):
     module = Scheduled(make)
     out = run.fit(module, **options)
     assert len(set(module.rates)) > 1
@@ -38,4 +34,4 @@ def a_rate_that_falls_on_a_plateau_of_validation(run):
         scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
         return {"scheduler": scheduler, "monitor": "val_loss"}
 
-    return follow(run, make, max_epochs=4)
+    return train_with_schedule(run, make, max_epochs=4)

@@ -1,9 +1,9 @@
-"""State of the module's own: attributes, counters, buffers, averages of weights, networks in unusual places."""
+"""Module state: attributes, counters, buffers, weight averages, networks in unusual places."""
 
 import torch
 from torch import nn
 
-from tests.hyscale.behaviour.task import CLASSES, Task, of_split, scenario, weights
+from tests.hyscale.behaviour.task import CLASSES, Task, flatten_weights, scenario, select_split
 
 
 @scenario
@@ -14,7 +14,7 @@ def a_histogram_of_labels(run):
             self.register_buffer("labels", torch.zeros(CLASSES, dtype=torch.int64))
 
         def training_step(self, batch, batch_idx):
-            self.labels += of_split(batch.y, batch, "train").bincount(minlength=CLASSES)
+            self.labels += select_split(batch.y, batch, "train").bincount(minlength=CLASSES)
             return super().training_step(batch, batch_idx)
 
     module = Counting()
@@ -23,7 +23,7 @@ def a_histogram_of_labels(run):
 
 @scenario
 def a_history_of_embeddings(run):
-    """Rows of a buffer by the nodes' ids, as GNNAutoScale keeps them."""
+    """Rows of a buffer indexed by node id, as in GNNAutoScale."""
 
     class History(Task):
         def __init__(self):
@@ -31,9 +31,9 @@ def a_history_of_embeddings(run):
             self.register_buffer("history", torch.zeros(60, CLASSES, dtype=torch.float64))
 
         def training_step(self, batch, batch_idx):
-            out = of_split(self(batch), batch, "train")
+            out = select_split(self(batch), batch, "train")
             ids = batch.n_id if "n_id" in batch else torch.arange(60)
-            self.history[of_split(ids, batch, "train")] = out.detach()
+            self.history[select_split(ids, batch, "train")] = out.detach()
             return super().training_step(batch, batch_idx)
 
     module = History()
@@ -63,14 +63,14 @@ def a_network_made_by_configure_model(run):
 @scenario
 def random_weights_are_the_same_on_all_ranks(run):
     class Unlike(Task):
-        """Draws its weights from a generator that nobody seeded alike."""
+        """Draws its weights from a generator that is seeded differently on each rank."""
 
         def on_fit_start(self):
-            everywhere = self.all_gather(weights(self.net))
-            self.alike = bool((everywhere == weights(self.net)).all())
+            everywhere = self.all_gather(flatten_weights(self.net))
+            self.equal = bool((everywhere == flatten_weights(self.net)).all())
 
     module = Unlike()
     with torch.no_grad():
         module.net.convs[0].lin_l.weight.add_(module.global_rank)
     run.fit(module)
-    return {"alike": module.alike}
+    return {"equal": module.equal}

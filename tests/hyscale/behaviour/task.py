@@ -1,4 +1,4 @@
-"""The task of all scenarios, how a scenario is registered, and what it is given to run."""
+"""The task that all scenarios share, the registry of scenarios, and the environment in which they run."""
 
 import os
 import pickle
@@ -19,18 +19,12 @@ from lightning_gnn.nn import GraphSAGE
 
 CLASSES, FEATURES, BATCH_SIZE = 3, 4, 10
 SCENARIOS = {}
-"""By name: the function and what it was registered with."""
+"""Registered scenarios by name."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is run, and on what.
-
-    Args:
-        function: Takes a :class:`Run` and returns what was observed.
-        full: Whether it makes sense with full graphs.
-        tolerance: Between what is observed under one strategy and under another.
-    """
+    """Function of a :class:`Run`, whether it applies to full graphs, and the tolerance between two strategies."""
 
     function: object
     full: bool
@@ -38,7 +32,7 @@ class Scenario:
 
 
 def scenario(function=None, *, full=True, tolerance=1e-9):
-    """Register a scenario by its name."""
+    """Register a function as a scenario under its name."""
 
     def register(function):
         name = function.__name__
@@ -49,8 +43,8 @@ def scenario(function=None, *, full=True, tolerance=1e-9):
     return register if function is None else register(function)
 
 
-def graph():
-    """Return a random graph in float64, whose splits are of odd sizes: batches of 10 seeds, and some of fewer."""
+def make_graph():
+    """Return a random float64 graph with splits of odd sizes: batches of 10 seeds and smaller ones."""
     generator = torch.Generator().manual_seed(3)
     num_nodes = 60
     split = torch.arange(num_nodes)[torch.randperm(num_nodes, generator=generator)]
@@ -64,7 +58,7 @@ def graph():
 
 
 class Repeated(FullGraphDataModule):
-    """Hands out the graph three times an epoch, so that there is something to count, accumulate and interrupt."""
+    """Yields the graph three times per epoch, so that scenarios can count, accumulate and interrupt."""
 
     def train_dataloader(self):
         return DataLoader([self.data] * 3, batch_size=None, collate_fn=lambda batch: batch)
@@ -75,18 +69,13 @@ class Repeated(FullGraphDataModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
-def of_split(values, batch, split):
-    """Return the rows that count: those of the seeds, or those that a full graph's mask tells."""
+def select_split(values, batch, split):
+    """Return the rows of the seeds, or those that the split's mask of a full graph selects."""
     return values[: batch.batch_size] if "batch_size" in batch else values[batch[f"{split}_mask"]]
 
 
 class Task(pl.LightningModule):
-    """Node classification with cross-entropy, which scenarios change in one place.
-
-    Args:
-        lr: Learning rate of plain SGD.
-        logs: Whether the steps log their losses.
-    """
+    """Node classification with cross-entropy and plain SGD; ``logs`` says whether the steps log their losses."""
 
     def __init__(self, lr=0.2, logs=True):
         super().__init__()
@@ -98,23 +87,23 @@ class Task(pl.LightningModule):
         return self.net(batch.x, batch.edge_index)
 
     def loss(self, batch, split="train"):
-        return F.cross_entropy(of_split(self(batch), batch, split), of_split(batch.y, batch, split))
+        return F.cross_entropy(select_split(self(batch), batch, split), select_split(batch.y, batch, split))
 
-    def tell(self, name, value, batch, split, **options):
-        self.log(name, value, batch_size=of_split(batch.y, batch, split).numel(), **options)
+    def log_value(self, name, value, batch, split, **options):
+        self.log(name, value, batch_size=select_split(batch.y, batch, split).numel(), **options)
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         if self.logs:
-            self.tell("train_loss", loss, batch, "train", on_step=True, on_epoch=True)
+            self.log_value("train_loss", loss, batch, "train", on_step=True, on_epoch=True)
         return loss
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         if self.logs:
-            self.tell("val_loss", self.loss(batch, "val"), batch, "val")
+            self.log_value("val_loss", self.loss(batch, "val"), batch, "val")
 
     def test_step(self, batch, batch_idx):
-        self.tell("test_loss", self.loss(batch, "test"), batch, "test")
+        self.log_value("test_loss", self.loss(batch, "test"), batch, "test")
 
     def predict_step(self, batch, batch_idx):
         out = self(batch)
@@ -124,8 +113,8 @@ class Task(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), self.lr)
 
 
-class ByHand(Task):
-    """The same, stepping by itself."""
+class ManualOptimization(Task):
+    """The same task with manual optimization."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -139,28 +128,21 @@ class ByHand(Task):
 
 
 class Run:
-    """What a scenario needs to know of where it runs.
-
-    Args:
-        strategy: Of the Trainer.
-        num_ranks: Its devices.
-        full: Batches are full graphs.
-        folder: For files, the same on all ranks.
-    """
+    """Strategy, number of ranks and kind of batches of a scenario, and a folder that all ranks share."""
 
     def __init__(self, strategy, num_ranks, full, folder):
         self.strategy, self.num_ranks, self.full, self.folder = strategy, num_ranks, full, Path(folder)
 
     def data(self, **options):
-        """Return a new DataModule: three batches of training, two of validation, two of testing, some of prediction."""
+        """Return a new DataModule with 3 training, 2 validation and 2 test batches, and some to predict."""
         if self.full:
-            return Repeated(graph())
+            return Repeated(make_graph())
         return NeighborDataModule(
-            graph(), **{"num_neighbors": [-1, -1], "batch_size": BATCH_SIZE, "seed": 5, **options}
+            make_graph(), **{"num_neighbors": [-1, -1], "batch_size": BATCH_SIZE, "seed": 5, **options}
         )
 
     def trainer(self, **options):
-        """Return a quiet Trainer for two epochs."""
+        """Return a Trainer for two epochs without output."""
         defaults = {
             "max_epochs": 2,
             "accelerator": "cpu",
@@ -177,27 +159,27 @@ class Run:
         return pl.Trainer(**{**defaults, **options})
 
     def fit(self, module, data=None, ckpt_path=None, **options):
-        """Train; return what any training shows, and the trainer under ``"trainer"``."""
+        """Train; return the values of :func:`shown`, and the trainer under ``"trainer"``."""
         trainer = self.trainer(**options)
         trainer.fit(module, datamodule=data or self.data(), ckpt_path=ckpt_path)
-        return {**shown(trainer, module), "trainer": trainer}
+        return {**summarize_training(trainer, module), "trainer": trainer}
 
 
-def weights(module):
+def flatten_weights(module):
     """Return all parameters as one vector."""
     return torch.cat([parameter.detach().reshape(-1).double() for parameter in module.parameters()])
 
 
-def metrics(trainer):
-    """Return what can be monitored, as numbers."""
+def read_metrics(trainer):
+    """Return the metrics that callbacks can monitor, as numbers."""
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def shown(trainer, module):
-    """Return what any training shows."""
+def summarize_training(trainer, module):
+    """Return the values to compare after any training."""
     return {
-        "weights": weights(module),
-        "metrics": metrics(trainer),
+        "weights": flatten_weights(module),
+        "metrics": read_metrics(trainer),
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
         "batches": trainer.fit_loop.epoch_loop.total_batch_idx + 1,
@@ -205,10 +187,10 @@ def shown(trainer, module):
     }
 
 
-def perform(rank, names, way, folder):
-    """Run scenarios one after another, and write down for each what was observed, or the error as a text.
+def run_scenarios(rank, names, way, folder):
+    """Run scenarios and write the observed values, or the error as text, of each to a file.
 
-    Ends after a scenario that failed on some ranks alone, which are in different places now.
+    Stops after a scenario that fails on some ranks only, because the ranks are out of step afterwards.
     """
     warnings.simplefilter("ignore")
     for name in names:
@@ -227,12 +209,12 @@ def perform(rank, names, way, folder):
         part = Path(folder) / name / f"{rank}.part"
         part.write_bytes(outcome)
         part.rename(part.with_suffix(f".{kind}"))
-        if not alike(kind, part.parent, run.num_ranks):
+        if not ends_equally(kind, part.parent, run.num_ranks):
             break
 
 
-def alike(kind, folder, num_ranks):
-    """Say whether a scenario ended alike on all ranks."""
+def ends_equally(kind, folder, num_ranks):
+    """Return whether a scenario ended with the same ``kind`` of outcome on all ranks."""
     deadline = time.monotonic() + 20
     while (ended := sum(path.suffix in (".seen", ".raised") for path in folder.iterdir())) < num_ranks:
         if time.monotonic() > deadline:
@@ -241,8 +223,8 @@ def alike(kind, folder, num_ranks):
     return ended == num_ranks == len(list(folder.glob(f"*.{kind}")))
 
 
-def outcomes_of(names, way, folder):
-    """Return what :func:`perform` has written down: by name, for each rank ``"seen"`` or ``"raised"``, and what."""
+def read_outcomes(names, way, folder):
+    """Read the files of :func:`perform`: by name, for each rank ``"seen"`` or ``"raised"``, and the value."""
     found = {}
     for name in names:
         paths = {int(path.stem): path for path in (Path(folder) / name).glob("*.*") if path.suffix != ".part"}

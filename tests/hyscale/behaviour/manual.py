@@ -1,14 +1,14 @@
-"""Manual optimization: the module steps by itself."""
+"""Manual optimization: the module calls the optimizer's ``step`` itself."""
 
 import torch
 
-from tests.hyscale.behaviour.task import ByHand, scenario
+from tests.hyscale.behaviour.task import ManualOptimization, scenario
 
 
-def stepping(step, configure=None):
-    """Return a module with a ``training_step`` of its own."""
+def make_stepping_module(step, configure=None):
+    """Return a module with the given ``training_step``."""
 
-    class Stepping(ByHand):
+    class Stepping(ManualOptimization):
         def training_step(self, batch, batch_idx):
             return step(self, batch, batch_idx)
 
@@ -18,7 +18,7 @@ def stepping(step, configure=None):
     return Stepping()
 
 
-def one_each(module):
+def make_two_optimizers(module):
     return [torch.optim.SGD(layer.parameters(), 0.2) for layer in module.net.convs]
 
 
@@ -30,7 +30,7 @@ def by_hand_two_optimizers_take_turns(run):
         module.manual_backward(module.loss(batch))
         optimizer.step()
 
-    return run.fit(stepping(step, one_each))
+    return run.fit(make_stepping_module(step, make_two_optimizers))
 
 
 @scenario
@@ -44,21 +44,21 @@ def by_hand_gradients_are_not_reduced_until_the_last(run):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    return run.fit(stepping(step))
+    return run.fit(make_stepping_module(step))
 
 
 @scenario
 def by_hand_with_logs_and_outputs(run):
     seen = []
 
-    class Logging(ByHand):
+    class Logging(ManualOptimization):
         def training_step(self, batch, batch_idx):
             optimizer = self.optimizers()
             optimizer.zero_grad()
             loss = self.loss(batch)
             self.manual_backward(loss)
             optimizer.step()
-            self.tell("train_loss", loss, batch, "train", on_step=True, on_epoch=True)
+            self.log_value("train_loss", loss, batch, "train", on_step=True, on_epoch=True)
             return {"kind": torch.tensor(float(batch_idx))}
 
         def on_train_batch_end(self, outputs, batch, batch_idx):
