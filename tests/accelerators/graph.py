@@ -1,5 +1,3 @@
-"""The graph that the tests of accelerators train on, drawn at random."""
-
 import torch
 from torch_geometric.data import Data
 

@@ -1,4 +1,4 @@
-"""Run by test_npu.py in a process of its own, whose torch has a simulated NPU."""
+"""Run by test_npu.py in its own process, where torch has a simulated NPU."""
 
 import functools
 
@@ -22,11 +22,11 @@ simulated_npu.install()
 QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
 QUIET = {**QUIET, "num_sanity_val_steps": 0}
 ROUNDED = functools.partial(pytest.approx, rel=1e-5)
-"""On the CPU layers run as one operator, which adds up in another order."""
+"""On the CPU, layers run as one operator, with another order of summation."""
 
 
 class Recorder(pl.Callback):
-    """Where the steps ran, and the losses they gave."""
+    """Records the devices of the training steps and their losses."""
 
     def __init__(self):
         self.losses = []
@@ -38,7 +38,7 @@ class Recorder(pl.Callback):
         self.devices |= {parameter.device.type for parameter in module.parameters()}
 
 
-def trained(accelerator, epochs=5, model=GCN, datamodule=FullGraphDataModule, dropout=0.0, **settings):
+def train(accelerator, epochs=5, model=GCN, datamodule=FullGraphDataModule, dropout=0.0, **settings):
     data = training_graph()
     num_classes = int(data.y.max()) + 1
     pl.seed_everything(0, verbose=False)
@@ -54,13 +54,13 @@ def trained(accelerator, epochs=5, model=GCN, datamodule=FullGraphDataModule, dr
 @pytest.mark.parametrize("model", [GCN, GraphSAGE, GAT])
 def test_one_npu_is_trained_on_and_gives_the_losses_of_the_cpu(model):
     simulated_npu.calls.clear()
-    trainer, module, on_npu = trained("npu", model=model)
+    trainer, module, on_npu = train("npu", model=model)
     assert isinstance(trainer.strategy, SingleNPUStrategy)
     assert isinstance(trainer.accelerator, NPUAccelerator)
     assert trainer.strategy.root_device == torch.device("npu:0")
     assert on_npu.devices == {"npu"}
-    assert any("_foreach" in name or "addcdiv" in name for name in simulated_npu.calls)  # Adam ran there too
-    _, on_cpu_module, on_cpu = trained("cpu", model=model)
+    assert any("_foreach" in name or "addcdiv" in name for name in simulated_npu.calls)  # Adam ran on the NPU too
+    _, on_cpu_module, on_cpu = train("cpu", model=model)
     assert on_cpu.devices == {"cpu"}
     assert on_npu.losses == ROUNDED(on_cpu.losses)
     assert on_npu.losses[-1] < on_npu.losses[0]
@@ -71,7 +71,7 @@ def test_one_npu_is_trained_on_and_gives_the_losses_of_the_cpu(model):
 def test_validation_testing_and_prediction_equal_the_cpu():
     results = {}
     for accelerator in ("npu", "cpu"):
-        trainer, module, _ = trained(accelerator, epochs=2)
+        trainer, module, _ = train(accelerator, epochs=2)
         datamodule = FullGraphDataModule(training_graph())
         tested = trainer.test(module, datamodule, verbose=False)
         validated = trainer.validate(module, datamodule, verbose=False)
@@ -86,8 +86,8 @@ def test_mini_batches_of_neighbours_train_on_the_npu():
         nodes = data.train_mask.nonzero().view(-1)
         return NeighborDataModule(data, input_train_nodes=nodes, num_neighbors=[5, 5], batch_size=64)
 
-    _, _, on_npu = trained("npu", 2, GraphSAGE, datamodule)
-    _, _, on_cpu = trained("cpu", 2, GraphSAGE, datamodule)
+    _, _, on_npu = train("npu", 2, GraphSAGE, datamodule)
+    _, _, on_cpu = train("cpu", 2, GraphSAGE, datamodule)
     assert on_npu.devices == {"npu"}
     assert on_npu.losses == ROUNDED(on_cpu.losses)
 
@@ -131,8 +131,8 @@ def test_nothing_trains_elsewhere_without_a_word(accelerator, devices, strategy,
     options = {"accelerator": accelerator, "devices": devices, "strategy": strategy, **QUIET}
     refuses(MisconfigurationException, said, pl.Trainer, **options)
     refuses(MisconfigurationException, "the device is cpu", SingleNPUStrategy, "cpu")
-    strategy = pl.strategies.SingleDeviceStrategy("cpu")  # what Lightning itself would choose
-    refuses(MisconfigurationException, "but the strategy trains on cpu", trained, "npu", strategy=strategy)
+    strategy = pl.strategies.SingleDeviceStrategy("cpu")  # the strategy that Lightning itself would choose
+    refuses(MisconfigurationException, "but the strategy trains on cpu", train, "npu", strategy=strategy)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)])
@@ -144,7 +144,7 @@ def test_mixed_precision_autocasts_on_the_npu(precision, dtype):
             linear = module.model.convs[0].lin
             linear.register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
 
-    trainer, module, recorder = trained("npu", epochs=3, dropout=0.5, precision=precision, callbacks=[Watch()])
+    trainer, module, recorder = train("npu", epochs=3, dropout=0.5, precision=precision, callbacks=[Watch()])
     assert trainer.precision_plugin.device == "npu"
     assert set(seen) == {dtype}
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
@@ -156,12 +156,12 @@ def test_mixed_precision_autocasts_on_the_npu(precision, dtype):
 
 def test_clipping_and_accumulation_equal_the_cpu():
     settings = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "epochs": 4}
-    assert trained("npu", **settings)[2].losses == ROUNDED(trained("cpu", **settings)[2].losses)
+    assert train("npu", **settings)[2].losses == ROUNDED(train("cpu", **settings)[2].losses)
 
 
 def test_checkpoints_resume_on_either_processor(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path, filename="two", save_top_k=-1, every_n_epochs=2)
-    _, module, _ = trained("npu", epochs=2, callbacks=[checkpoint], enable_checkpointing=True)
+    _, module, _ = train("npu", epochs=2, callbacks=[checkpoint], enable_checkpointing=True)
     path = tmp_path / "two.ckpt"
     stored = torch.load(path, weights_only=True)
     assert {value.device.type for value in stored["state_dict"].values()} == {"cpu"}

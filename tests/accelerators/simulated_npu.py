@@ -1,17 +1,15 @@
-"""An NPU that is none: torch's Python backend for PrivateUse1 under the name "npu", every operator run on the CPU.
+"""A simulated NPU: torch's Python backend for PrivateUse1, renamed "npu"; every operator runs on the CPU.
 
-``install()`` renames the backend for the whole process, so give it a process of its own. As on a device, an operator
-that mixes NPU and CPU tensors is an error, and ``numpy()`` needs ``cpu()`` first.
+``install()`` renames the backend for the whole process, so it needs its own process. As on a real device, operators
+reject mixed NPU and CPU tensors, and ``numpy()`` requires ``cpu()`` first. Not supported by torch 2.13's mechanism:
 
-What torch 2.13's mechanism does not carry:
-
-- Several devices in one process. Its device guard counts one, and the autograd engine asserts the index, so
-  ``npu:1`` is accepted wherever a device is named, but tensors say ``npu:0``. Ranks of several "devices" are processes.
-- ``torch.accelerator``'s memory functions and ``synchronize``, which end in C++ that Python cannot implement;
-  ``torch.npu`` has them, and ``synchronize`` is replaced.
-- ``torch.Generator("npu")``: random numbers come from the CPU's generator, so runs equal those on the CPU.
-- Inference tensors: a view of one made in Python trips over its version counter, so tensors made in inference mode are
-  ordinary ones here.
+- Several devices in one process: the device guard counts one device and the autograd engine asserts the index, so
+  ``npu:1`` is accepted as a device, but tensors report ``npu:0``. Ranks on several "devices" are processes.
+- ``torch.accelerator``'s memory functions and ``synchronize``, whose C++ side cannot be implemented in Python;
+  ``torch.npu`` provides them, and ``synchronize`` is replaced.
+- ``torch.Generator("npu")``: random numbers come from the CPU generator, so runs equal those on the CPU.
+- Inference tensors: creating a view of one in Python fails on its version counter, so tensors created in inference
+  mode are ordinary tensors here.
 - Pinned memory and sparse tensors.
 """
 
@@ -26,14 +24,14 @@ MEMORY = 32 << 30
 AUTOCAST = ("mm", "matmul", "linear", "bmm", "addmm")
 MIXING = ("copy_", "to", "index", "index_put", "index_put_", "_index_put_impl_", "_has_compatible_shallow_copy_type")
 
-_libraries = []  # a library that is collected takes its kernels along
+_libraries = []  # a library that is garbage-collected unregisters its kernels
 _alive = weakref.WeakSet()
 calls = set()
 """Names of the operators that ran."""
 
 
 class NPUTensor(torch.Tensor):
-    """A CPU tensor (``raw``) that says it lies on the NPU."""
+    """A CPU tensor (``raw``) that reports the NPU as its device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -47,7 +45,7 @@ class NPUTensor(torch.Tensor):
             dtype=raw.dtype,
             device="npu:0",
             requires_grad=requires_grad,
-            dispatch_sizes_strides_policy="sizes",  # the shape is the one inside, which out= may change
+            dispatch_sizes_strides_policy="sizes",  # the shape is that of raw, which out= may change
         )
         tensor.raw = raw
         _alive.add(tensor)
@@ -78,7 +76,7 @@ class NPUTensor(torch.Tensor):
         return self.numpy()
 
     def __reduce_ex__(self, protocol):
-        # A file holds CPU tensors; whoever loads it says where to.
+        # A file contains CPU tensors; map_location of torch.load chooses the device.
         return self.detach().cpu().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo):
@@ -91,7 +89,7 @@ class NPUTensor(torch.Tensor):
         return memo[id(self)]
 
 
-def _inside(value):
+def _unwrap(value):
     if isinstance(value, torch.device) and value.type == "npu":
         return torch.device("cpu")
     return value.raw if isinstance(value, NPUTensor) else value
@@ -99,7 +97,7 @@ def _inside(value):
 
 @torch.inference_mode(False)
 def run(func, args, kwargs):
-    """Run an operator on the CPU tensors inside; results are wrapped, unless the CPU was asked for."""
+    """Run an operator on the wrapped CPU tensors and wrap the results, unless the CPU was requested."""
     calls.add(func.__name__)
     flat, spec = tree_flatten((args, kwargs))
     inside = [value for value in flat if isinstance(value, NPUTensor)]
@@ -109,10 +107,10 @@ def run(func, args, kwargs):
 
     if func is torch.ops.aten.is_pinned.default:
         return False
-    plain_args, plain_kwargs = tree_unflatten([_inside(value) for value in flat], spec)
+    plain_args, plain_kwargs = tree_unflatten([_unwrap(value) for value in flat], spec)
     out = func(*plain_args, **plain_kwargs)
     devices = [value for value in flat if isinstance(value, torch.device)]
-    moves = func.overloadpacket is torch.ops.aten.to  # comes whole in inference mode
+    moves = func.overloadpacket is torch.ops.aten.to  # not decomposed in inference mode
     if moves and not devices:
         devices = [args[1].device if isinstance(args[1], torch.Tensor) else args[0].device]
     wraps = devices[0].type == "npu" if devices else bool(inside)
@@ -120,17 +118,17 @@ def run(func, args, kwargs):
     def wrap(value):
         if not isinstance(value, torch.Tensor) or isinstance(value, NPUTensor):
             return value
-        if id(value) in known:  # in-place operators and out= return what they were given
+        if id(value) in known:  # in-place operators and out= return their arguments
             if not moves or isinstance(known[id(value)], NPUTensor) == wraps:
                 return known[id(value)]
-            value = value.clone()  # on the CPU there was nowhere to move to
+            value = value.clone()  # on the CPU, the move was a no-op
         return NPUTensor(value) if wraps else value
 
     return tree_map(wrap, out)
 
 
 def _check_mixed(func, flat, inside):
-    """Refuse what a device refuses: CPU tensors among those of the NPU, but for numbers, copies and indices."""
+    """Reject CPU tensors mixed with NPU tensors as a device does, except for numbers, copies and indices."""
     free = ("copy_", "_copy_from", "index", "index_put", "_index_put_impl_", "set_")
     free = (*free, "_has_compatible_shallow_copy_type")
     if func.namespace != "aten" or not inside or func.overloadpacket.__name__ in free:
@@ -141,7 +139,7 @@ def _check_mixed(func, flat, inside):
 
 
 class NPUModule:
-    """What torch_npu registers as ``torch.npu``."""
+    """Stands in for the module that torch_npu registers as ``torch.npu``."""
 
     current = 0
 
@@ -203,7 +201,7 @@ class NPUModule:
         return [torch.float16, torch.bfloat16]
 
 
-def _autocast(name):
+def _make_autocast_kernel(name):
     operator = getattr(torch.ops.aten, name).default
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
@@ -220,7 +218,7 @@ def _autocast(name):
 
 
 def install():
-    """Register the device; once per process."""
+    """Register the device; call once per process."""
     if _libraries:
         return
     _setup_privateuseone_for_python_backend("npu", backend_module=NPUModule())
@@ -229,8 +227,8 @@ def install():
     everything.fallback(lambda operator, *args, **kwargs: run(operator, args, kwargs), "PrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
-    # torch.tensor(…, device="npu") copies with tensor subclasses switched off; the fallback is then not found.
+    # torch.tensor(…, device="npu") disables tensor subclasses while copying, so the fallback is not found.
     aten.impl("copy_", lambda *args, **kwargs: run(torch.ops.aten.copy_.default, args, kwargs), "PrivateUse1")
     for name in AUTOCAST:
-        aten.impl(name, _autocast(name), "AutocastPrivateUse1")
+        aten.impl(name, _make_autocast_kernel(name), "AutocastPrivateUse1")
     _libraries.extend([everything, aten])

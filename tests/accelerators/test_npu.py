@@ -23,7 +23,7 @@ without_npu = pytest.mark.skipif(hasattr(torch, "npu"), reason="torch has an NPU
 
 @pytest.mark.slow
 def test_training_on_a_simulated_npu():
-    """In a process of its own: the backend is renamed for good."""
+    """Runs in its own process, because the backend is renamed permanently."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short"]
@@ -43,7 +43,7 @@ def test_the_names_are_registered():
 
 @pytest.fixture
 def parts(monkeypatch, tmp_path):
-    """Choose what is there: torch_npu (None, or the source of its __init__.py) and CANN."""
+    """Simulate the installed packages: torch_npu (None, or the source of its __init__.py) and CANN."""
     npu._find_import_problem.cache_clear()
 
     def choose(package, cann):

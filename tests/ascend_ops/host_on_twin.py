@@ -1,6 +1,6 @@
-"""Builds the NPU binding against stand-ins of CANN and torch_npu, and runs its operators, their kernels on the twin.
+"""Builds the NPU binding against stubs of CANN and torch_npu, runs its operators on the twin, and prints JSON.
 
-In a process of its own: it registers kernels for torch's PrivateUse1. Prints what it found as JSON.
+Runs in its own process, because it registers kernels for torch's PrivateUse1.
 """
 
 import contextlib
@@ -55,8 +55,8 @@ LIBC.malloc_usable_size.argtypes = [ctypes.c_void_p]
     ctypes.POINTER(ctypes.c_void_p),
     ctypes.c_void_p,
 )
-def launcher(name, blocks, count, pointers, stream):
-    """Launch on the twin. An argument is as large as its allocation: the binding passes whole ones."""
+def launch_on_twin(name, blocks, count, pointers, stream):
+    """Launch on the twin. Arguments have the size of their allocation: the binding passes whole allocations."""
     try:
         sizes = [LIBC.malloc_usable_size(pointers[i]) for i in range(count)]
         arrays = [(ctypes.c_uint8 * sizes[i]).from_address(pointers[i]) for i in range(count)]
@@ -69,14 +69,14 @@ def launcher(name, blocks, count, pointers, stream):
     return 0
 
 
-def on_npu(name):
-    """An operator as the dispatcher runs it for NPU tensors, but with CPU tensors."""
+def get_npu_operator(name):
+    """Return the operator that the dispatcher selects for NPU tensors, to be called with CPU tensors."""
     overload = getattr(torch.ops.lightning_gnn, name).default
     return lambda *args: overload.redispatch(KEYS, *args)
 
 
-def results(functions, seed, heads, columns, dtype, reduce):
-    """Attention and aggregations, forward and backward, on a graph with a split hub and parallel edges."""
+def compute_results(functions, seed, heads, columns, dtype, reduce):
+    """Run attention and aggregations, forward and backward, on a graph with a split hub and parallel edges."""
     torch.manual_seed(seed)
     nodes, edges = 90, 1200
     edge_index = torch.randint(0, nodes - 4, (2, edges))
@@ -98,7 +98,7 @@ def results(functions, seed, heads, columns, dtype, reduce):
         ]
         vector = [out[0] for out in vector]
         outputs, inputs = [attention, out, plain], [x, weight, source, target]
-        small = 1e-4 if dtype == torch.float16 else 1e-9  # below float16's range, but not below that of its dtype
+        small = 1e-4 if dtype == torch.float16 else 1e-9  # below float16's range, but not that of its dtype
         return [
             *vector,
             *outputs,
@@ -107,10 +107,10 @@ def results(functions, seed, heads, columns, dtype, reduce):
 
 
 def compare(case):
-    """Name the results in which the binding and the twin's Python backend differ, which launch the same kernels."""
-    left = results(SimpleNamespace(**{name: on_npu(name) for name in NAMES}), *case)
-    right = results(aggregate_ascend_twin, *case)
-    tolerance = 2e-3 if case[3] == torch.float16 else 1e-5  # both round once more, after divisions in another order
+    """Name the results in which the binding and the twin's Python backend, which launch the same kernels, differ."""
+    left = compute_results(SimpleNamespace(**{name: get_npu_operator(name) for name in NAMES}), *case)
+    right = compute_results(aggregate_ascend_twin, *case)
+    tolerance = 2e-3 if case[3] == torch.float16 else 1e-5  # both round once more, after divisions in a different order
     found = []
     for place, (a, b) in enumerate(zip(left, right, strict=True)):
         largest = b.abs().max().item()
@@ -119,16 +119,16 @@ def compare(case):
     return found
 
 
-def mini_batch(launch):
-    """A layer and its gradient, and gathered rows, by kernels that are launched in this way."""
+def run_mini_batch(launch):
+    """Run a layer, its gradient and a gather of rows with kernels launched by ``launch``."""
     torch.manual_seed(0)
     chip, found = Chip(launch, 3), []
     x, weight, own = torch.randn(300, 40), torch.randn(150, 40), torch.randn(150, 40)
     edge_index = torch.stack([torch.randint(300, (900,)), torch.randint(200, (900,))])
     edges = torch.ops.lightning_gnn.edges_by_target(edge_index, 300, 200, torch.rand(900))
     call = Update(edges, x, weight[None], own[None], torch.ones(1, 150), [200], [1], [0], True, True)
-    out, kept = chip.update(call, True)
-    found += [out, *chip.backward(call, torch.ones_like(out), kept, None, [True] * 4)]
+    out, saved = chip.update(call, True)
+    found += [out, *chip.backward(call, torch.ones_like(out), saved, None, [True] * 4)]
     executor = SimpleNamespace(launch=launch), 3
     with (
         patch.object(gather_npu, "chip_executor", lambda *_: executor),
@@ -141,13 +141,13 @@ def mini_batch(launch):
     return [*found, rows, x[[5, 299, 0, 7]] - rows]
 
 
-def launched(*arguments):
-    with patch.object(torch.ops.lightning_gnn, "launch_kernel", on_npu("launch_kernel")):
+def launch_on_npu(*arguments):
+    with patch.object(torch.ops.lightning_gnn, "launch_kernel", get_npu_operator("launch_kernel")):
         aggregate_npu.launch(*arguments)
 
 
-def on_streams(library):
-    """Two threads, each with a stream of its own, aggregate with the same weights, twice; name what is wrong."""
+def aggregate_on_streams(library):
+    """Aggregate with the same weights, twice, in two threads with their own streams; name the errors."""
     torch.manual_seed(0)
     graph = CompressedGraph.from_edge_index(torch.randint(0, 60, (2, 700)), 60, settings=PlanSettings(num_workers=2))
     chunks, x, weight = graph.chunked().chunks, torch.randn(60, 1, 40), torch.rand(700, 1)
@@ -159,7 +159,7 @@ def on_streams(library):
         library.set_stream(ctypes.c_void_p(stream))
         begun.wait()
         for _ in range(2):
-            cubes = on_npu("aggregate_chunks")(chunks, 60, x, weight, "sum", cut, [0, last])[0]
+            cubes = get_npu_operator("aggregate_chunks")(chunks, 60, x, weight, "sum", cut, [0, last])[0]
             if not torch.allclose(cubes, exact, rtol=0.01, atol=0.02):
                 found.append(f"stream {stream}: another result")
         used = {stream for thread, stream in STREAMS if thread == threading.get_ident()}
@@ -180,7 +180,7 @@ def main():
         with contextlib.redirect_stderr(io.StringIO()) as lines:
             library = binding.load()
         said.append(lines.getvalue())
-    ctypes.CDLL(str(library)).set_launcher(launcher)
+    ctypes.CDLL(str(library)).set_launcher(launch_on_twin)
     differences = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -192,12 +192,12 @@ def main():
             (4, 1, 300, torch.float64, "sum"),
         ]:
             differences += compare(case)
-        pairs = zip(mini_batch(launched), mini_batch(aggregate_ascend_twin.launch), strict=True)
+        pairs = zip(run_mini_batch(launch_on_npu), run_mini_batch(aggregate_ascend_twin.launch), strict=True)
         differences += [f"mini-batch: result {place}" for place, pair in enumerate(pairs) if not torch.equal(*pair)]
     empty = [
         torch.zeros(n, dtype=torch.int32 if i in (0, 3, 4) else torch.int64) for i, n in enumerate((0, 1, 1, 0, 0, 1))
     ]
-    zeros = on_npu("aggregate_chunks")(empty, 3, torch.ones(3, 1, 5), None, "sum", [0, 5], [0, 0])[0]
+    zeros = get_npu_operator("aggregate_chunks")(empty, 3, torch.ones(3, 1, 5), None, "sum", [0, 5], [0, 0])[0]
     refusals = []
     edge = [torch.tensor(part, dtype=empty[i].dtype) for i, part in enumerate(([0], [0, 1], [0, 1], [0], [0], [0, 1]))]
     for arguments in [
@@ -214,12 +214,12 @@ def main():
         ),
     ]:
         try:
-            on_npu("aggregate_chunks")(*arguments)
+            get_npu_operator("aggregate_chunks")(*arguments)
         except (NotImplementedError, ValueError) as error:
             refusals.append(f"{type(error).__name__}: {error}".splitlines()[0])
     for kernel in ("scatter_rows", "update"):
         try:
-            on_npu("launch_kernel")(kernel, 1, [torch.ones(1)], [torch.ones(1)], torch.ones(1))
+            get_npu_operator("launch_kernel")(kernel, 1, [torch.ones(1)], [torch.ones(1)], torch.ones(1))
         except ValueError as error:
             refusals.append(f"{type(error).__name__}: {error}".splitlines()[0])
     found = {
@@ -229,7 +229,7 @@ def main():
         "kernels": sorted(set(CALLS)),
         "empty": zeros.shape == (3, 1, 5) and not zeros.any().item(),
         "refusals": refusals,
-        "streams": on_streams(ctypes.CDLL(str(library))),
+        "streams": aggregate_on_streams(ctypes.CDLL(str(library))),
         "warnings": [str(item.message) for item in caught if "NPU kernels" in str(item.message)],
     }
     print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""``backend="ascend_twin"``: aggregation, attention, layers and training by the Ascend C kernels on their twin."""
+"""``backend="ascend_twin"``: aggregation, attention, layers and training with the Ascend C kernels on the CPU twin."""
 
 import shutil
 import subprocess
@@ -32,12 +32,12 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Hubs are split over chunks, and vertices that share neighbours brought together, as in a large graph."""
+    """Split hubs across chunks and cluster vertices that share neighbors, as in a large graph."""
     monkeypatch.setattr(build, "MAX_VERTICES", 32)
 
 
-def random_graph(seed, nodes, edges, num_workers=4, num_groups="auto"):
-    """A graph with a hub that is split over chunks, vertices without edges, parallel edges and self-loops."""
+def draw_graph(seed, nodes, edges, num_workers=4, num_groups="auto"):
+    """Draw a graph with a hub that is split across chunks, isolated vertices, parallel edges and self-loops."""
     draw = torch.Generator().manual_seed(seed)
     edge_index = (nodes * torch.rand(2, edges, generator=draw) ** 2).long()
     edge_index[1, : edges // 4] = nodes // 2
@@ -45,11 +45,8 @@ def random_graph(seed, nodes, edges, num_workers=4, num_groups="auto"):
     return CompressedGraph.from_edge_index(edge_index, nodes, settings=plan)
 
 
-def both(graph, tensors, call, grad_scale=1.0):
-    """Run a call on the twin, on the float64 reference, and on that with magnitudes, which bounds the errors.
-
-    Returns three lists: the result, then the gradient of each tensor.
-    """
+def run(graph, tensors, call, grad_scale=1.0):
+    """Return result and gradients on the twin, in float64, and in float64 with magnitudes, which bound the errors."""
     found = []
     for backend, prepare in (
         ("ascend_twin", lambda x: x),
@@ -63,12 +60,12 @@ def both(graph, tensors, call, grad_scale=1.0):
     return found
 
 
-def check(results, factor=4):
-    # features, weights and results are each rounded to float16 once; the sums are float32
+def assert_close(results, factor=4):
+    # Features, weights and results are each rounded to float16 once; sums are float32.
     for place, (got, expected, size) in enumerate(zip(*results, strict=True)):
         assert got.shape == expected.shape
         error = (got.double() - expected).abs()
-        # relative to the terms of a sum, and below that to the whole tensor: float16's smallest numbers
+        # Relative to the terms of a sum; near float16's smallest numbers, relative to the whole tensor.
         bound = factor * HALF * size + 2.0**-20 * size.max().item() if size.numel() else size
         assert (error <= bound).all(), (
             f"result {place}: {error.max():.3g}, worst {(error / bound).max():.3g} of the bound"
@@ -91,7 +88,7 @@ def check(results, factor=4):
 def test_aggregate_equals_float64(seed, nodes, edges, heads, columns, workers, reduce, weighted):
     count, groups = workers
     groups = groups if groups == "auto" or groups <= heads * columns else 1
-    graph = random_graph(seed, nodes, edges, count, groups)
+    graph = draw_graph(seed, nodes, edges, count, groups)
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(nodes, heads, columns, generator=draw)
     weight = [torch.randn(edges, heads, generator=draw)] if weighted else []
@@ -99,7 +96,7 @@ def test_aggregate_equals_float64(seed, nodes, edges, heads, columns, workers, r
     def call(backend, x, *weight):
         return aggregate(graph, x, *(weight or [None]), reduce=reduce, backend=backend)
 
-    check(both(graph, [x, *weight], call))
+    assert_close(run(graph, [x, *weight], call))
 
 
 @settings(max_examples=8)
@@ -111,36 +108,36 @@ def test_aggregate_equals_float64(seed, nodes, edges, heads, columns, workers, r
     workers=st.sampled_from([1, 3, 32]),
 )
 def test_edge_softmax_equals_float64(seed, nodes, edges, heads, workers):
-    graph = random_graph(seed, nodes, edges, workers)
+    graph = draw_graph(seed, nodes, edges, workers)
     draw = torch.Generator().manual_seed(seed)
     scores = [torch.randn(nodes, heads, generator=draw) * 3 for _ in range(2)]
-    results = both(graph, scores, lambda backend, *ends: edge_softmax(graph, *ends, backend=backend))
+    results = run(graph, scores, lambda backend, *ends: edge_softmax(graph, *ends, backend=backend))
     for got, expected in zip(*results[:2], strict=True):
-        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)  # float32 inside, no float16
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)  # float32 throughout, no float16
 
 
 @pytest.mark.parametrize(("magnitude", "grad"), [(1e-12, 1e-12), (1e12, 1e-9), (1e-9, 1e12)])
 def test_numbers_beyond_float16_keep_their_precision(magnitude, grad):
-    graph = random_graph(3, 80, 700)
+    graph = draw_graph(3, 80, 700)
     x = torch.randn(80, 1, 24, generator=torch.Generator().manual_seed(0)) * magnitude
     weight = torch.rand(700, 1, generator=torch.Generator().manual_seed(1)) * 1e6
-    results = both(graph, [x, weight], lambda backend, *args: aggregate(graph, *args, backend=backend), grad)
+    results = run(graph, [x, weight], lambda backend, *args: aggregate(graph, *args, backend=backend), grad)
     assert all(results[1][0].abs().amax() > 0 for _ in range(3))
-    check(results)
+    assert_close(results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes(dtype):
-    graph = random_graph(4, 60, 500)
+    graph = draw_graph(4, 60, 500)
     x = torch.randn(60, 1, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight = torch.rand(500, 1, generator=torch.Generator().manual_seed(1)).to(dtype)
-    results = both(graph, [x, weight], lambda backend, *args: aggregate(graph, *args, reduce="mean", backend=backend))
+    results = run(graph, [x, weight], lambda backend, *args: aggregate(graph, *args, reduce="mean", backend=backend))
     assert all(result.dtype == dtype for result in results[0])
-    check(results, factor=40 if dtype == torch.bfloat16 else 4)  # bfloat16 itself has three bits less
+    assert_close(results, factor=40 if dtype == torch.bfloat16 else 4)  # bfloat16 itself has three bits fewer
 
 
 def test_nan_and_infinity_reach_the_rows_that_read_them_and_no_others():
-    graph = random_graph(5, 60, 500)
+    graph = draw_graph(5, 60, 500)
     x = torch.randn(60, 40, generator=torch.Generator().manual_seed(0))
     x[7, 3], x[9, 30], x[11, 5] = torch.nan, torch.inf, -torch.inf
     got = aggregate(graph, x, backend="ascend_twin")
@@ -154,7 +151,7 @@ def test_nan_and_infinity_reach_the_rows_that_read_them_and_no_others():
 
 
 def test_heads_without_weights_are_refused_where_they_would_be_read():
-    graph = random_graph(6, 40, 200, 2)
+    graph = draw_graph(6, 40, 200, 2)
     chunks = graph.chunked().chunks
     cut = [0, 32], [0, chunks.num_chunks]
     with pytest.raises(ValueError, match=r"weights \[E, 2\] for x \[40, 2, 16\], .* x\.reshape\(40, 1, 32\)"):
@@ -163,7 +160,7 @@ def test_heads_without_weights_are_refused_where_they_would_be_read():
 
 def test_conversion_is_said_once():
     aggregate_ascend_twin.warn_converted.cache_clear()
-    graph = random_graph(8, 20, 60)
+    graph = draw_graph(8, 20, 60)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         aggregate(graph, torch.ones(20, 4, dtype=torch.float16), backend="ascend_twin")
@@ -182,12 +179,12 @@ def test_each_kernel_equals_float64_on_the_plans_own_chunks(monkeypatch, kernel,
     plan = chip_plan.plan_chip
     monkeypatch.setattr(chip_plan, "plan_chip", lambda *args, **how: plan(*args, **how | {"kernels": (kernel,)}))
     monkeypatch.setattr(chip_plan, "HEIGHT", {"cube": 48, "vector": 8})
-    graph = random_graph(seed, 120, 900, 3, groups)
+    graph = draw_graph(seed, 120, 900, 3, groups)
     draw = torch.Generator().manual_seed(seed)
     x, weight = torch.randn(120, heads, columns, generator=draw), torch.randn(900, heads, generator=draw)
     for reduce in ("sum", "mean"):
         with record_launches() as launches:
-            check(both(graph, [x, weight], lambda backend, *args: aggregate(graph, *args, reduce, backend)))  # noqa: B023
+            assert_close(run(graph, [x, weight], lambda backend, *args: aggregate(graph, *args, reduce, backend)))  # noqa: B023
         assert f"aggregate_{kernel}" in {launch.kernel for launch in launches}
         assert {launch.kernel for launch in launches} <= {f"aggregate_{kernel}", "combine_parts", "edge_products"}
         plain = aggregate(graph, x, None, reduce, "ascend_twin")
@@ -196,7 +193,7 @@ def test_each_kernel_equals_float64_on_the_plans_own_chunks(monkeypatch, kernel,
 
 
 def test_default_backend_is_for_those_who_name_none():
-    graph = random_graph(10, 40, 300)
+    graph = draw_graph(10, 40, 300)
     x = torch.randn(40, 16, requires_grad=True)
     with record_launches() as launches:
         with default_backend("ascend_twin"):
@@ -209,7 +206,7 @@ def test_default_backend_is_for_those_who_name_none():
         aggregate(graph, x)
         assert len(launches) == forward
         y.sum().backward()
-        assert len(launches) > forward  # the gradient runs where the aggregation ran
+        assert len(launches) > forward  # the gradient runs on the same backend as the aggregation
     with (
         pytest.raises(ValueError, match=r"backend='cube' is unknown; use one of numba, .*ascend_twin"),
         default_backend("cube"),
@@ -220,7 +217,7 @@ def test_default_backend_is_for_those_who_name_none():
 @pytest.mark.parametrize("layer", ["gcn", "sage", "gat"])
 def test_layers_end_to_end(layer):
     torch.manual_seed(0)
-    graph = random_graph(11, 150, 1000)
+    graph = draw_graph(11, 150, 1000)
     make = {
         "gcn": lambda: GCNConv(40, 20),
         "sage": lambda: SAGEConv(40, 20),
@@ -247,7 +244,7 @@ def test_layers_end_to_end(layer):
 
 @pytest.mark.parametrize("reduce", ["sum", "max"])
 def test_a_compiler_looks_through_it(reduce):
-    graph = random_graph(12, 60, 400)
+    graph = draw_graph(12, 60, 400)
     x, weight = torch.randn(60, 24, requires_grad=True), torch.rand(400)
     compiled = torch.compile(lambda x: aggregate(graph, x, weight, reduce).relu(), backend="aot_eager", fullgraph=True)
     with default_backend("ascend_twin"), record_launches() as launches:
@@ -276,13 +273,13 @@ def test_layers_under_autocast(layer, options, dtype):
         torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
 
 
-def communities(nodes=240, classes=3):
-    """A stand-in for a citation graph: vertices cite their own class, features hint at it."""
+def draw_communities(nodes=240, classes=3):
+    """Draw a stand-in for a citation graph: vertices mostly cite their own class, and features correlate with it."""
     draw = torch.Generator().manual_seed(0)
     y = torch.arange(nodes) % classes
     source, target = torch.randint(0, nodes, (2, 14 * nodes), generator=draw)
-    kept = (y[source] == y[target]) | (torch.rand(source.numel(), generator=draw) < 0.1)
-    edge_index = torch.stack([source[kept], target[kept]])
+    selected = (y[source] == y[target]) | (torch.rand(source.numel(), generator=draw) < 0.1)
+    edge_index = torch.stack([source[selected], target[selected]])
     x = F.one_hot(y, classes).float() @ torch.randn(classes, 24, generator=draw) + 2 * torch.randn(
         nodes, 24, generator=draw
     )
@@ -309,7 +306,7 @@ def train(make, x, graph, y, seen, unseen, backend, epochs, lr):
 
 
 def test_gat_trains_as_on_the_cpu():
-    x, edge_index, *rest = communities()
+    x, edge_index, *rest = draw_communities()
     graph = CompressedGraph.from_edge_index(edge_index, len(x), settings=PlanSettings(num_workers=4))
 
     def make():
@@ -324,7 +321,7 @@ def test_gat_trains_as_on_the_cpu():
 
 @pytest.mark.slow
 def test_trainer_on_a_simulated_npu_with_the_twin_behind_it():
-    """``Trainer(accelerator="npu", strategy="ascend_hybrid")``: nothing but the chip is missing."""
+    """``Trainer(accelerator="npu", strategy="ascend_hybrid")``: complete except for the chip."""
     command = [sys.executable, "-m", "tests.ascend_ops.on_simulated_npu", "ascend_hybrid"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -333,6 +330,6 @@ def test_trainer_on_a_simulated_npu_with_the_twin_behind_it():
 @pytest.mark.slow
 def test_sampled_batches_train_on_a_simulated_npu_with_the_twin_behind_it():
     """``Trainer(accelerator="npu")`` with ``NeighborDataModule``: the losses of the CPU, in float32 and float16."""
-    command = [sys.executable, "-m", "tests.ascend_ops.on_simulated_npu", "neighbours"]
+    command = [sys.executable, "-m", "tests.ascend_ops.on_simulated_npu", "neighbors"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

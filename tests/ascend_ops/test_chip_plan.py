@@ -1,4 +1,4 @@
-"""The plan of a chip's cores: its costs are about the twin's, and its choice the best of what it weighs."""
+"""The plan for a chip's cores: its costs are close to the twin's, and its choice is the best candidate."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from lightning_gnn.ops.aggregate.chip import bounds
 from lightning_gnn.ops.aggregate.chip_plan import HEIGHT, count_chunks, estimate_cycles, plan_chip
 
 
-def graph_of(nodes, edges, order="natural", exponent=2.2, seed=0):
+def draw_graph(nodes, edges, order="natural", exponent=2.2, seed=0):
     data = planted_power_law(nodes, edges, 4, 1, exponent=exponent, homophily=0.0, seed=seed)
     graph = CompressedGraph.from_edge_index(data.edge_index, nodes)
     return (graph.chunked() if order == "natural" else build_layout(graph.forward, nodes // 2)).chunks
@@ -37,8 +37,8 @@ def graph_of(nodes, edges, order="natural", exponent=2.2, seed=0):
 def test_a_plan_costs_about_what_the_twin_takes(
     kernel, nodes, edges, columns, heads, groups, cores, order, monkeypatch
 ):
-    chunks = graph_of(nodes, edges, order, exponent=2.6, seed=3)
-    # HBM costs nothing here: the twin's first core would pay for rows that on a chip whoever comes first does.
+    chunks = draw_graph(nodes, edges, order, exponent=2.6, seed=3)
+    # HBM costs nothing here: on the twin the first core would always pay for shared rows, on a chip any core may.
     flat, launch = {"hbm_bytes": 1e9}, Twin.launch
     monkeypatch.setattr(Twin, "launch", lambda *args, **how: launch(*args, **how, parameters=flat))
     settings = PlanSettings(num_groups=groups)
@@ -51,8 +51,8 @@ def test_a_plan_costs_about_what_the_twin_takes(
     assert plan.candidates[0].cost == pytest.approx(launches[0].makespan, rel=0.25)
 
 
-def lightest(loads, parts):
-    """The least maximum over contiguous cuts of so many parts, by dynamic programming."""
+def find_least_maximum(loads, parts):
+    """Return the least maximum over contiguous partitions into ``parts`` parts, by dynamic programming."""
     prefix = np.concatenate([[0], np.cumsum(loads)])
     best = np.where(np.arange(prefix.size) == 0, 0.0, np.inf)
     for _ in range(parts):
@@ -65,7 +65,7 @@ def lightest(loads, parts):
 
 @pytest.mark.parametrize(("columns", "cores", "seed"), [(100, 6, 0), (256, 4, 1), (602, 3, 2), (16, 2, 3)])
 def test_the_choice_equals_brute_force(columns, cores, seed):
-    chunks = graph_of(300, 2500, seed=seed)
+    chunks = draw_graph(300, 2500, seed=seed)
     plan = plan_chip(columns, chunks, PlanSettings(), cores)
     costs = {}
     for kernel in ("cube", "vector"):
@@ -73,13 +73,13 @@ def test_the_choice_equals_brute_force(columns, cores, seed):
         for groups in divisors(workers):
             if groups <= -(-columns // 16):
                 cycles = estimate_cycles(kernel, count_chunks(chunks, HEIGHT[kernel]), columns, groups)
-                costs[kernel, groups] = lightest(cycles, workers // groups)
+                costs[kernel, groups] = find_least_maximum(cycles, workers // groups)
     assert costs[plan.kernel, plan.num_groups] == min(costs.values())
     by_groups = {candidate.num_groups: candidate.cost for candidate in plan.candidates}
-    assert 1 in by_groups  # one group is always considered
+    assert 1 in by_groups  # one group is always a candidate
     for groups, cost in by_groups.items():
         assert cost == min(cost for (_, m), cost in costs.items() if m == groups)
-    # what was counted is the whole matrix, once
+    # counts add up to the whole matrix
     assert sum(plan.loads) == chunks.num_edges
     assert plan.chunk_ranges[-1][1] == chunks.recut(HEIGHT[plan.kernel]).num_chunks
 

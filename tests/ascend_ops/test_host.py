@@ -1,4 +1,4 @@
-"""The NPU binding: what it asks for, and, built against stand-ins of CANN and torch_npu, what it computes."""
+"""The NPU binding: its requirements, and its results when built against stubs of CANN and torch_npu."""
 
 import json
 import os
@@ -25,7 +25,7 @@ needs_tools = pytest.mark.skipif(
 
 @pytest.fixture
 def stand_ins(tmp_path):
-    """Return the environment in which CANN and torch_npu seem to be installed."""
+    """Return an environment in which CANN and torch_npu appear to be installed."""
     shutil.copytree(STUBS, tmp_path / "stubs")
     (tmp_path / "stubs/cann/ccec_compiler/bin/bisheng").chmod(0o755)
     folder = tmp_path / "stubs/site/torch_npu/lib"
@@ -44,7 +44,7 @@ def stand_ins(tmp_path):
 @needs_tools
 def test_binding_equals_the_twins_backend(stand_ins, tmp_path):
     """The binding's C++ is compiled and linked as for an NPU, its schemas checked by torch, its launches simulated."""
-    # The twin's own libraries come from where they always are; the binding is built again.
+    # The twin's own libraries come from the usual cache; the binding is rebuilt.
     env = {**os.environ, **stand_ins}
     command = [sys.executable, "-c", _REDIRECTED, str(tmp_path / "cache"), str(HERE / "host_on_twin.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -70,11 +70,12 @@ def test_binding_equals_the_twins_backend(stand_ins, tmp_path):
     assert found["said"][1] == ""
     assert found["empty"]
     assert found["streams"] == []
-    assert "requires weights [E, 2] for x [3, 2, 5], but weight is None; without weights, pass x" in found["refusals"][0]
-    assert found["refusals"][1] == "NotImplementedError: the NPU has no kernel for reduce=max"
-    assert found["refusals"][2].startswith("ValueError: chunk ranges must follow each other from 0 to 0")
-    assert found["refusals"][3] == "ValueError: unknown kernel scatter_rows"
-    assert found["refusals"][4] == "ValueError: update takes 4 inputs and 1 outputs, but got 1 and 1"
+    refusals = found["refusals"]
+    assert "requires weights [E, 2] for x [3, 2, 5], but weight is None; without weights, pass x" in refusals[0]
+    assert refusals[1] == "NotImplementedError: the NPU has no kernel for reduce=max"
+    assert refusals[2].startswith("ValueError: chunk ranges must follow each other from 0 to 0")
+    assert refusals[3] == "ValueError: unknown kernel scatter_rows"
+    assert refusals[4] == "ValueError: update takes 4 inputs and 1 outputs, but got 1 and 1"
     assert len(found["warnings"]) == 1  # three of the cases are converted
 
 
@@ -107,7 +108,7 @@ def test_compiler_output_is_in_the_error(stand_ins, tmp_path, monkeypatch, capsy
     assert capsys.readouterr().err.startswith("building the Ascend C kernels for Ascend910B3")
 
 
-def nothing_installed(monkeypatch):
+def hide_packages(monkeypatch):
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     monkeypatch.delenv("SOC_VERSION", raising=False)
     monkeypatch.setenv("PATH", "")
@@ -116,7 +117,7 @@ def nothing_installed(monkeypatch):
 
 
 def test_everything_missing_is_named(monkeypatch):
-    nothing_installed(monkeypatch)
+    hide_packages(monkeypatch)
     with pytest.raises(binding.BindingError) as caught:
         binding.load()
     message = str(caught.value)
@@ -154,8 +155,8 @@ def test_chip(monkeypatch, chip, fits):
 
 
 def test_an_npu_without_the_kernels_uses_torch_and_says_why_once(monkeypatch):
-    nothing_installed(monkeypatch)
-    npu = SimpleNamespace(type="npu", index=0)  # torch knows the name only with torch_npu
+    hide_packages(monkeypatch)
+    npu = SimpleNamespace(type="npu", index=0)  # torch knows this device name only with torch_npu
     aggregate_npu.available.cache_clear()
     aggregate_npu.num_cores.cache_clear()
     try:

@@ -1,7 +1,4 @@
-"""Two kernels of this package with lines taken out or changed: the twin, or a wrong result, must say so.
-
-The one is a pipeline of vector and cube cores, the other a queue of rows: the forms of all of them.
-"""
+"""Two kernels (a vector and cube pipeline, a queue of rows) with faults: a rule or a wrong result shows each."""
 
 import shutil
 from types import SimpleNamespace
@@ -11,17 +8,17 @@ import pytest
 
 from lightning_gnn.ascend_ops.build import CSRC
 from lightning_gnn.ascend_ops.twin import Twin, TwinViolation, default_twin
-from lightning_gnn.ops import library  # noqa: F401  keeps what is compiled
+from lightning_gnn.ops import library  # noqa: F401  keeps the compiled libraries
 from tests.ascend_ops import run_kernels as run
-from tests.ascend_ops.chunk_arrays import chunked
-from tests.ascend_ops.test_kernels import aggregated, check
+from tests.ascend_ops.chunk_arrays import build_chunks
+from tests.ascend_ops.test_kernels import aggregate_exactly, assert_close
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the twin needs g++"),
     pytest.mark.slow,
 ]
 
-# line of the kernel -> what stands there instead, and the rules that may notice; "" is a wrong result
+# line of the kernel -> its replacement, and the rules that may detect it; "" is a wrong result
 UPDATE = {
     "the cube core does not wait for the sums": ("CrossCoreWaitFlag(FLAG_SUMMED);", "", "race|cross-core flag|uninit"),
     "the vector cores do not say that they are done": (
@@ -52,7 +49,7 @@ UPDATE = {
     ),
 }
 
-# The same of aggregate_vector: groups of rows that are on their way while others are added.
+# The same for aggregate_vector: groups of rows are copied while others are added.
 VECTOR = {
     "a group is asked for that has no room": ("e + BUFFER_NUM * atOnce", "e + 3 * atOnce", "queue"),
     "a list's last group is as long as the others": ("Least(n - asked, atOnce)", "atOnce", "uninit|global bounds"),
@@ -81,7 +78,7 @@ FAULTS_OF = {"aggregate_update": UPDATE, "aggregate_vector": VECTOR}
 
 @pytest.fixture
 def faulty(tmp_path, monkeypatch):
-    """Call it to have a faulty kernel run in place of the right one; a slice of the tests builds its own only."""
+    """Return a function that replaces a kernel by a faulty one; each test slice builds only its own kernels."""
 
     def put(kernel, fault):
         old, new, _ = FAULTS_OF[kernel][fault]
@@ -93,7 +90,7 @@ def faulty(tmp_path, monkeypatch):
         text = (CSRC / found[0]).read_text()
         assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {found[0]}"
         (tmp_path / found[0]).write_text(text.replace(old, new))
-        # A kernel of the same name would take the right one's place for the rest of the process.
+        # A kernel of the same name would replace the correct one for the rest of the process.
         source, name = tmp_path / f"{kernel}.cpp", f"faulty_{kernel}_{list(FAULTS_OF[kernel]).index(fault)}"
         source.write_text(source.read_text().replace(f"void {kernel}(", f"void {name}("))
         whole, twin = default_twin(), Twin([source])
@@ -108,8 +105,8 @@ def faulty(tmp_path, monkeypatch):
     return put
 
 
-def noticed(call, rules):
-    """A violation of one of the rules, or, where "" is among them, a wrong result."""
+def assert_detected(call, rules):
+    """Expect a violation of one of the rules or, if "" is among them, a wrong result."""
     with pytest.raises((TwinViolation, AssertionError)) as caught:
         call()
     if isinstance(caught.value, TwinViolation):
@@ -118,21 +115,21 @@ def noticed(call, rules):
         assert "" in rules.split("|"), caught.value
 
 
-def sums():
-    """Compare aggregate_vector with the reference: lists, a hub, vertices of one edge and of none, two heads."""
+def compare_sums():
+    """Compare aggregate_vector with the reference: lists, a hub, targets with one edge or none, two heads."""
     draw = np.random.default_rng(0)
     target = np.concatenate([np.full(1500, 7), draw.integers(0, 600, 1100)])
-    chunks = chunked(target, draw.integers(0, 200, target.size), 700, 9)
+    chunks = build_chunks(target, draw.integers(0, 200, target.size), 700, 9)
     x = draw.integers(-4, 5, (200, 80)).astype(np.float16)
     weights = draw.integers(1, 4, (target.size, 2)).astype(np.float32)
-    expected, size = aggregated(chunks, x, 700, weights, 2)
+    expected, size = aggregate_exactly(chunks, x, 700, weights, 2)
     for ranges, groups, seed in ((1, 1, 0), (1, 1, 3), (4, 2, 0), (4, 2, 5)):
         y = run.aggregate_vector(chunks, x, 700, chunks.even_ranges(ranges), groups, weights, 2, seed=seed)
-        check(y, expected, size)
+        assert_close(y, expected, size)
 
 
-def layers():
-    """Compare the kernel's results, with more tiles than a flag can count, with what they should be."""
+def compare_layers():
+    """Compare the kernel's results with the reference; there are more tiles than a flag can count."""
     draw = np.random.default_rng(0)
     target = np.sort(draw.integers(0, 2400, 4000))
     target = target[target % 9 != 4]
@@ -151,20 +148,20 @@ def layers():
 
 
 def test_the_kernel_as_it_is_passes():
-    layers()
+    compare_layers()
 
 
 def test_aggregate_vector_as_it_is_passes():
-    sums()
+    compare_sums()
 
 
 @pytest.mark.parametrize("fault", VECTOR)
 def test_a_fault_of_aggregate_vector_is_noticed(faulty, fault):
     faulty("aggregate_vector", fault)
-    noticed(sums, VECTOR[fault][2])
+    assert_detected(compare_sums, VECTOR[fault][2])
 
 
 @pytest.mark.parametrize("fault", UPDATE)
 def test_a_fault_of_aggregate_update_is_noticed(faulty, fault):
     faulty("aggregate_update", fault)
-    noticed(layers, UPDATE[fault][2])
+    assert_detected(compare_layers, UPDATE[fault][2])

@@ -1,4 +1,4 @@
-"""Maxima and their gradient by the Ascend C kernels on their twin: torch's to the bit, in whatever order cores run."""
+"""Maxima and their gradient with the Ascend C kernels on the twin: bit-identical to torch's for any order of cores."""
 
 import shutil
 
@@ -24,20 +24,20 @@ pytestmark = [
 STRANGE = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
 
 
-def whole_numbers(draw, *shape):
-    """Numbers of which many are equal."""
+def draw_integers(draw, *shape):
+    """Draw numbers with many ties."""
     return torch.randint(-3, 4, shape, generator=draw).float()
 
 
-def drawn(seed, nodes, edges, heads, columns, weighted, strange, workers=4, groups="auto"):
-    """A graph with a hub, vertices without edges and parallel edges; features and weights with ties."""
+def draw_case(seed, nodes, edges, heads, columns, weighted, strange, workers=4, groups="auto"):
+    """Draw a graph with a hub, isolated vertices and parallel edges; features and weights with ties."""
     draw = torch.Generator().manual_seed(seed)
     edge_index = (nodes * torch.rand(2, edges, generator=draw) ** 2).long()
     edge_index[1, : edges // 4] = nodes // 2
     plan = PlanSettings(num_workers=workers, num_groups=groups)
     graph = CompressedGraph.from_edge_index(edge_index, nodes, settings=plan)
-    x = whole_numbers(draw, nodes, heads, columns)
-    weight = whole_numbers(draw, edges, heads) if weighted else None
+    x = draw_integers(draw, nodes, heads, columns)
+    weight = draw_integers(draw, edges, heads) if weighted else None
     if strange:
         x.view(-1)[torch.randint(x.numel(), (9,), generator=draw)] = STRANGE[torch.arange(9) % 4]
         x[-1], x[0] = -torch.inf, torch.nan
@@ -46,8 +46,8 @@ def drawn(seed, nodes, edges, heads, columns, weighted, strange, workers=4, grou
     return graph, x, weight
 
 
-def found(call, x, weight):
-    """Result and gradients."""
+def compute_gradients(call, x, weight):
+    """Return result and gradients."""
     inputs = [tensor.clone().requires_grad_() for tensor in (x, weight) if tensor is not None]
     out = call(inputs[0], inputs[1] if weight is not None else None)
     grad = torch.arange(out.numel(), dtype=out.dtype).view(out.shape) % 5 - 2
@@ -72,24 +72,24 @@ def found(call, x, weight):
 def test_a_maximum_is_torchs_to_the_bit(seed, nodes, edges, heads, columns, workers, weighted, strange):
     count, groups = workers
     groups = groups if groups == "auto" or groups <= heads * columns else 1
-    graph, x, weight = drawn(seed, nodes, edges, heads, columns, weighted, strange, count, groups)
+    graph, x, weight = draw_case(seed, nodes, edges, heads, columns, weighted, strange, count, groups)
     with record_launches() as launches:
         twin, torchs = (
-            found(lambda x, weight: aggregate(graph, x, weight, "max", backend), x, weight)  # noqa: B023
+            compute_gradients(lambda x, weight: aggregate(graph, x, weight, "max", backend), x, weight)  # noqa: B023
             for backend in ("ascend_twin", "reference")
         )
     assert [launch.kernel for launch in launches] == (["aggregate_max", "aggregate_max_backward"] if edges else [])
     torch.testing.assert_close(twin[0], torchs[0], rtol=0, atol=0, equal_nan=True)
     for got, expected in zip(twin[1:], torchs[1:], strict=True):
-        # a share is a third of something, and sums have another order
+        # gradients contain thirds, and sums have another order
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def maxima(seeds=(0, 3), weighted=(False, True)):
-    """Compare results and gradients with torch's, cores in order and not, with NaN and without."""
+def compare_maxima(seeds=(0, 3), weighted=(False, True)):
+    """Compare results and gradients with torch's, for ordered and unordered cores, with and without NaN."""
     for with_weights in weighted:
         for strange, seed in zip((False, True, True), (*seeds, 5), strict=False):
-            graph, x, weight = drawn(seed, 110, 900, 2, 70, with_weights, strange, 3, 1)
+            graph, x, weight = draw_case(seed, 110, 900, 2, 70, with_weights, strange, 3, 1)
 
             def launch(kernel, blocks, inputs, outputs, tiling, seed=seed):
                 run.launch_tensors(kernel, blocks, inputs, outputs, tiling, seed=seed)
@@ -98,14 +98,14 @@ def maxima(seeds=(0, 3), weighted=(False, True)):
                 chip_max.entries_of_edges([side.indptr, side.indices], 2) for side in (graph.forward, graph.backward)
             ]
             best, ties = chip_max.maxima(launch, sides[0], x, weight)
-            expected = reference(graph, x, weight)
+            expected = compute_reference(graph, x, weight)
             assert torch.equal(best.nan_to_num(99), expected[0].nan_to_num(99)), "maxima"
             assert torch.equal(ties, expected[1]), "ties"
             shares = torch.arange(best.numel()).view(best.shape).float() % 7 - 3
             back = None if weight is None else weight[graph.backward.edge_ids.long()]
             grad = chip_max.maxima_backward(launch, sides[1], shares, best, x, back)
             wanted = torch.zeros_like(x)
-            source, target = ends(graph)
+            source, target = get_ends(graph)
             message = x[source] * (1 if weight is None else weight.unsqueeze(2))
             hit = (message == best[target]) | (message.isnan() & best[target].isnan())
             factor = 1 if weight is None else weight.unsqueeze(2)
@@ -113,13 +113,13 @@ def maxima(seeds=(0, 3), weighted=(False, True)):
             assert torch.equal(grad.nan_to_num(99), wanted.nan_to_num(99)), "gradient"
 
 
-def ends(graph):
-    """Source and target of each edge, in the forward order."""
+def get_ends(graph):
+    """Return source and target of each edge in the forward order."""
     return graph.forward.indices.long(), graph.forward.entry_rows().long()
 
 
-def reference(graph, x, weight):
-    source, target = ends(graph)
+def compute_reference(graph, x, weight):
+    source, target = get_ends(graph)
     message = x[source] * (1 if weight is None else weight.unsqueeze(2))
     best = torch.full((graph.num_targets, *x.shape[1:]), -torch.inf)
     best.scatter_reduce_(0, target.view(-1, 1, 1).expand_as(message), message, "amax")
@@ -130,11 +130,11 @@ def reference(graph, x, weight):
 
 
 def test_cores_may_run_in_any_order():
-    maxima()
+    compare_maxima()
 
 
-def mini_batch(seed, sources=70, targets=50, edges=400):
-    """Edges in no order; some targets have none, some are parallel."""
+def draw_mini_batch(seed, sources=70, targets=50, edges=400):
+    """Draw unsorted edges with isolated targets and parallel edges."""
     draw = torch.Generator().manual_seed(seed)
     source = torch.randint(sources, (edges,), generator=draw)
     target = (targets * torch.rand(edges, generator=draw) ** 2).long()
@@ -154,8 +154,8 @@ def mini_batch(seed, sources=70, targets=50, edges=400):
 @example(0, (5, 90, 3), 16, "max", torch.float32, False)  # most targets have no edge
 def test_rows_of_a_mini_batch_are_reduced_as_on_the_cpu(seed, sizes, columns, reduce, dtype, strange):
     num_sources, num_targets, _ = sizes
-    edge_index = mini_batch(seed, *sizes)
-    x = whole_numbers(torch.Generator().manual_seed(seed), num_sources, columns).to(dtype)
+    edge_index = draw_mini_batch(seed, *sizes)
+    x = draw_integers(torch.Generator().manual_seed(seed), num_sources, columns).to(dtype)
     if strange and reduce == "max":
         x.view(-1)[torch.randint(x.numel(), (5,))] = STRANGE[:1].to(dtype)
         x[-1] = -torch.inf
@@ -163,7 +163,7 @@ def test_rows_of_a_mini_batch_are_reduced_as_on_the_cpu(seed, sizes, columns, re
     results = []
     for backend in ("ascend_twin", None):
         with default_backend(backend):
-            results.append(found(lambda x, _: aggregate_rows(x, edges, reduce), x, None))
+            results.append(compute_gradients(lambda x, _: aggregate_rows(x, edges, reduce), x, None))
     for got, expected in zip(*results, strict=True):
         assert got.dtype == dtype
         tolerance = 0.02 if dtype == torch.bfloat16 else 1e-3 if dtype == torch.float16 or reduce != "max" else 1e-5
@@ -174,7 +174,7 @@ def test_rows_of_a_mini_batch_are_reduced_as_on_the_cpu(seed, sizes, columns, re
 @pytest.mark.parametrize("layer", ["sage", "gin"])
 def test_layers_on_mini_batches_equal_pygs_operators(layer, aggr):
     torch.manual_seed(0)
-    edge_index, x = mini_batch(0), torch.randn(70, 24)
+    edge_index, x = draw_mini_batch(0), torch.randn(70, 24)
     ours, theirs = (
         (kinds.SAGEConv if layer == "sage" else kinds.GINConv)(
             *((24, 12) if layer == "sage" else (torch.nn.Linear(24, 12), 0.0, True)), aggr=aggr
@@ -182,9 +182,9 @@ def test_layers_on_mini_batches_equal_pygs_operators(layer, aggr):
         for kinds in (conv, pyg)
     )
     theirs.load_state_dict(ours.state_dict())
-    expected = found(lambda x, _: theirs((x, x[:50]), edge_index), x, None)
+    expected = compute_gradients(lambda x, _: theirs((x, x[:50]), edge_index), x, None)
     with default_backend("ascend_twin"), record_launches() as launches:
-        got = found(lambda x, _: ours((x, x[:50]), edge_index), x, None)
+        got = compute_gradients(lambda x, _: ours((x, x[:50]), edge_index), x, None)
     kernels = ["aggregate_max", "aggregate_max_backward"] if aggr == "max" else ["aggregate_update"] * 2
     assert [launch.kernel for launch in launches][: len(kernels)] == kernels
     tolerance = 1e-4 if aggr == "max" else 0.02

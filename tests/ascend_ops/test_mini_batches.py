@@ -1,4 +1,4 @@
-"""Layers on mini-batches by the Ascend C kernels on their twin, against float64; the plan of what runs where."""
+"""Layers on mini-batches with the Ascend C kernels on the twin, against float64; which unit runs each part."""
 
 import shutil
 
@@ -23,8 +23,8 @@ pytestmark = [
 ]
 
 
-def batch(seed, num_sources, num_targets, num_edges):
-    """Edges of which some targets have many, some none, and some are parallel."""
+def draw_batch(seed, num_sources, num_targets, num_edges):
+    """Draw edges: some targets have many, some none, and some edges are parallel."""
     draw = np.random.default_rng(seed)
     target = np.sort((num_targets * draw.random(num_edges) ** 2).astype(np.int64))
     target = target[target % 5 != 3]
@@ -45,7 +45,7 @@ def batch(seed, num_sources, num_targets, num_edges):
 @pytest.mark.parametrize("seed", [0, 3])
 def test_the_kernel_equals_the_reference(sizes, own_rows, weighted, mean, transpose_b, blocks, seed):
     num_sources, num_targets, num_edges, k, n = sizes
-    indptr, indices, target = batch(k, num_sources, num_targets, num_edges)
+    indptr, indices, target = draw_batch(k, num_sources, num_targets, num_edges)
     draw = np.random.default_rng(k)
     x = draw.standard_normal((num_sources, k)).astype(np.float16)
     b, own = (draw.standard_normal((k, n)).astype(np.float16) for _ in range(2))
@@ -62,7 +62,7 @@ def test_the_kernel_equals_the_reference(sizes, own_rows, weighted, mean, transp
     )
     assert (abs(found - sums) <= 1.01 * HALF * size + 1e-6).all()
     expected, bound = sums @ b.astype(float), HALF * (size @ abs(b.astype(float)))
-    bound += 1e-6 * (size @ abs(b.astype(float)))  # the products' float32
+    bound += 1e-6 * (size @ abs(b.astype(float)))  # the float32 error of the products
     if own_rows:
         bound[:own_rows] += 1e-6 * (abs(x[:own_rows].astype(float)) @ abs(own.astype(float)))
         expected[:own_rows] += x[:own_rows].astype(float) @ own.astype(float)
@@ -72,7 +72,7 @@ def test_the_kernel_equals_the_reference(sizes, own_rows, weighted, mean, transp
 
 
 def test_not_a_number_stays_in_the_rows_that_read_it():
-    indptr, indices, _ = batch(0, 60, 150, 300)
+    indptr, indices, _ = draw_batch(0, 60, 150, 300)
     x = np.ones((60, 20), np.float16)
     x[7, 3] = np.nan
     reads = np.array([7 in indices[indptr[row] : indptr[row + 1]] for row in range(150)])
@@ -81,8 +81,8 @@ def test_not_a_number_stays_in_the_rows_that_read_it():
     assert np.array_equal(np.isnan(y).any(1), reads)
 
 
-def both(call, tensors):
-    """A call's result and gradients on the twin, and in float64."""
+def compute_both(call, tensors):
+    """Return a call's result and gradients on the twin and in float64."""
     found = []
     for backend, prepare in (("ascend_twin", lambda x: x), (None, torch.Tensor.double)):
         inputs = [None if x is None else prepare(x).requires_grad_() for x in tensors]
@@ -125,10 +125,10 @@ def test_layers_equal_float64(seed, sizes, columns, reduce, own, weighted, dtype
         return aggregate_update(x, edge_index, weight, own_weight, bias, num_targets, reduce, given)
 
     tensors = [x, weight, own_weight if own else None, bias]
-    for got, expected in both(call, tensors):
+    for got, expected in compute_both(call, tensors):
         assert got.dtype == dtype
         error = (got.double() - expected).abs().max().item()
-        # float16 throughout: its sums, and the result itself; bfloat16 has three bits less
+        # all in float16, including the sums; bfloat16 has three bits fewer
         bound = (40 if dtype == torch.bfloat16 else 6) * HALF * expected.abs().max().item()
         assert error <= bound + (2.0**-24 if dtype == torch.float16 else 0)
 
@@ -142,14 +142,14 @@ def test_relu_and_dropout_are_those_of_the_cpu():
         [out, *torch.autograd.grad(out.sum(), inputs)]
         for backend in ("ascend_twin", None)
         for inputs in [(x.clone().requires_grad_(), weight.clone().requires_grad_())]
-        for out in [_under(backend, lambda a, b: aggregate_update(a, edge_index, b, then=then), *inputs)]
+        for out in [_run_on_backend(backend, lambda a, b: aggregate_update(a, edge_index, b, then=then), *inputs)]
     ]
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, rtol=0.02, atol=2e-3 * expected.abs().max().item())
     assert ((found[0][0] == 0) == (found[1][0] == 0)).float().mean() > 0.99
 
 
-def _under(backend, call, *arguments):
+def _run_on_backend(backend, call, *arguments):
     with default_backend(backend):
         return call(*arguments)
 

@@ -1,4 +1,4 @@
-"""Kernels with planted faults: each must be caught with the right rule and message; the correct kernel must pass."""
+"""Kernels with planted faults: each must be reported with the right rule and message; the correct kernel passes."""
 
 import re
 from pathlib import Path
@@ -11,14 +11,14 @@ from lightning_gnn.ascend_ops.twin import Scratch, Twin, TwinViolation
 FOLDER = Path(__file__).parent / "mutations"
 
 
-def faults(name):
+def list_faults(name):
     body = re.search(r"enum Fault : uint32_t \{(.*?)\}", (FOLDER / name).read_text(), re.DOTALL).group(1)
     return {fault.strip(): number for number, fault in enumerate(body.split(",")) if fault.strip()}
 
 
-SCALE, MULTIPLY = faults("scale_rows.cpp"), faults("multiply.cpp")
+SCALE, MULTIPLY = list_faults("scale_rows.cpp"), list_faults("multiply.cpp")
 
-# fault -> rule, message (regular expressions); the message must hold the numbers that help
+# fault -> rule, message (regular expressions); the message must contain the numbers needed to fix the kernel
 SCALE_CAUGHT = {
     "MISSING_ENQUE": ("queue state", r"DeQue of the empty VECIN queue \(line \d+\): EnQue is missing"),
     "USED_BEFORE_DEQUE": ("queue state", r"Muls: reads a tensor of the VECIN queue .* between EnQue and DeQue"),
@@ -96,14 +96,14 @@ def twin():
     return Twin([FOLDER / "scale_rows.cpp", FOLDER / "multiply.cpp"])
 
 
-def scale(twin, fault, seed=0, rows=12):
+def run_scale(twin, fault, seed=0, rows=12):
     x = np.arange(rows * 64, dtype=np.float32).reshape(rows, 64)
     y = np.zeros_like(x)
     twin.launch("scale_rows", [x, y, rows, 64, SCALE[fault]], 4, seed=seed, require_double_buffer=True)
     np.testing.assert_array_equal(y, 2 * x)
 
 
-def multiply(twin, fault, seed=0):
+def run_multiply(twin, fault, seed=0):
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-4, 5, shape).astype(np.float16) for shape in [(3, 4, 32, 32), (32, 32)])
     y = np.zeros((3, 32, 32), np.float32)
@@ -112,7 +112,7 @@ def multiply(twin, fault, seed=0):
     np.testing.assert_array_equal(y, a.astype(np.float32).sum(1) @ b.astype(np.float32))
 
 
-def check(violation, source, rule, message):
+def check_violation(violation, source, rule, message):
     assert re.fullmatch(rule, violation.rule), str(violation)
     assert re.search(message, violation.message), str(violation)
     assert Path(violation.file).name == source
@@ -129,22 +129,22 @@ def test_every_fault_is_tried():
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_correct_kernels_pass(twin, seed):
-    scale(twin, "NONE", seed)
-    multiply(twin, "NONE", seed)
+    run_scale(twin, "NONE", seed)
+    run_multiply(twin, "NONE", seed)
 
 
 @pytest.mark.parametrize("fault", SCALE_CAUGHT)
 def test_vector_fault_is_caught(twin, fault):
     with pytest.raises(TwinViolation) as caught:
-        scale(twin, fault)
-    check(caught.value, "scale_rows.cpp", *SCALE_CAUGHT[fault])
+        run_scale(twin, fault)
+    check_violation(caught.value, "scale_rows.cpp", *SCALE_CAUGHT[fault])
 
 
 @pytest.mark.parametrize("fault", MULTIPLY_CAUGHT)
 def test_cube_fault_is_caught(twin, fault):
     with pytest.raises(TwinViolation) as caught:
-        multiply(twin, fault)
-    check(caught.value, "multiply.cpp", *MULTIPLY_CAUGHT[fault])
+        run_multiply(twin, fault)
+    check_violation(caught.value, "multiply.cpp", *MULTIPLY_CAUGHT[fault])
 
 
 @pytest.mark.parametrize(
@@ -152,14 +152,14 @@ def test_cube_fault_is_caught(twin, fault):
     [("NEVER_FREED", "was never freed"), ("NEVER_DEQUED", "is still in the VECIN queue .*DeQue is missing")],
 )
 def test_tensors_left_at_the_end(twin, fault, message):
-    """One row for every block: the queue does not run full, only the end of the kernel shows the fault."""
+    """One row for every block: the queue never fills up, so only the end of the kernel shows the fault."""
     with pytest.raises(TwinViolation) as caught:
-        scale(twin, fault, rows=4)
-    check(caught.value, "scale_rows.cpp", "queue state", message)
+        run_scale(twin, fault, rows=4)
+    check_violation(caught.value, "scale_rows.cpp", "queue state", message)
 
 
 def test_single_buffer_is_a_remark_unless_required(twin):
-    """And it costs time: with one buffer the copy of a row waits until the row before it is done."""
+    """It also costs time: with one buffer, the copy of a row waits for the previous row."""
     x = np.ones((64, 64), np.float32)
     runs = [
         twin.launch("scale_rows", [x, np.zeros_like(x), 64, 64, SCALE[fault]], 1) for fault in ("NONE", "SINGLE_BUFFER")

@@ -1,4 +1,4 @@
-"""The tables and structs that the C++ makes, against what they must be: every edge once, within the local memories."""
+"""The tables and structs that the C++ makes: every edge appears once, and all buffers fit into local memory."""
 
 import itertools
 import re
@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from lightning_gnn.ascend_ops import build, tiling
 from lightning_gnn.compressed.hybrid_plan import slice_columns
-from tests.ascend_ops.chunk_arrays import random_chunks
+from tests.ascend_ops.chunk_arrays import draw_chunks
 
 
-def edges_of(chunks, first=0, last=None):
-    """The edges of a range of chunks as a matrix of counts, by target and source."""
+def count_edges(chunks, first=0, last=None):
+    """Return the edges of a range of chunks as a matrix of counts, by target and source."""
     bounds = chunks.indptr[chunks.row_ptr[[first, chunks.num_chunks if last is None else last]]]
-    mine = slice(*bounds)
+    selected = slice(*bounds)
     matrix = np.zeros((int(chunks.rows.max()) + 1,) * 2)
-    np.add.at(matrix, (chunks.target[mine], chunks.source[mine]), 1)
+    np.add.at(matrix, (chunks.target[selected], chunks.source[selected]), 1)
     return matrix
 
 
-def dense_of(tables, blocks, num_vertices):
-    """The matrix that row blocks describe with unit weights, rebuilt from tiles, positions, runs and splits."""
+def rebuild_matrix(tables, blocks, num_vertices):
+    """Rebuild the matrix that row blocks describe, with unit weights, from tiles, positions, runs and splits."""
     matrix = np.zeros((num_vertices, num_vertices))
     vertex_of_part = np.full(tables.num_parts, -1)
     for vertex, first, last, _ in tables.splits:
@@ -60,7 +60,7 @@ def dense_of(tables, blocks, num_vertices):
         ends = []
         for row, count, target, _ in tables.runs[run_first:run_last]:
             assert row == (ends[-1][0] if ends else 0)
-            # a run is as long as can be: the kernel writes each at once
+            # runs are maximal: the kernel writes each in one copy
             assert not ends or target != ends[-1][1]
             ends.append((row + count, target + count if target >= 0 else target - count))
             vertices = range(target, target + count) if target >= 0 else vertex_of_part[-1 - target :][:count]
@@ -70,7 +70,7 @@ def dense_of(tables, blocks, num_vertices):
 
 
 def check_panels(plan, first, heads, columns, groups, widest):
-    """The panels of all groups cover every head's columns in order, none wider than allowed or over a head's end."""
+    """Check that the panels of all groups cover each head's columns in order, within the limits."""
     panels, wide = plan[first:].reshape(-1, 4), tiling.up(columns)
     bounds = plan[: groups + 1]
     assert bounds[0] == 0
@@ -112,7 +112,7 @@ cases = st.tuples(
 )
 def test_cube_tables_describe_the_graph_and_share_it_out(case, sizes, groups, members, columns, heads):
     seed, num_vertices, num_edges, num_chunks, most, shuffled = case
-    chunks = random_chunks(seed, num_vertices, num_edges, num_chunks, most_entries=most, shuffled=shuffled)
+    chunks = draw_chunks(seed, num_vertices, num_edges, num_chunks, most_entries=most, shuffled=shuffled)
     ranges = chunks.even_ranges(members)
     rows, width, panel = sizes
     tables = tiling.cube_tables(
@@ -124,9 +124,9 @@ def test_cube_tables_describe_the_graph_and_share_it_out(case, sizes, groups, me
     assert bounds[0] == 0
     assert bounds[-1] == len(tables.row_blocks)
     for (first, last), (start, stop) in zip(ranges, itertools.pairwise(bounds), strict=True):
-        found = dense_of(tables, slice(start, stop), num_vertices)
-        assert np.array_equal(found, edges_of(chunks, first, last))
-    # row blocks and tiles follow one another, and every list is used to its end
+        found = rebuild_matrix(tables, slice(start, stop), num_vertices)
+        assert np.array_equal(found, count_edges(chunks, first, last))
+    # row blocks and tiles are contiguous, and every list is used completely
     assert tables.row_blocks[:, 1].tolist() == [*tables.row_blocks[1:, 0], *([len(tables.tiles)] * bool(num_edges))]
     assert sum(tables.row_blocks[:, 4] - tables.row_blocks[:, 3]) == len(tables.runs)
     assert tables.tiles[:, [3, 5]].sum() == tables.positions.size == field["valueStride"]
@@ -170,7 +170,7 @@ def test_cube_tables_describe_the_graph_and_share_it_out(case, sizes, groups, me
 )
 def test_row_tables_hold_every_entry_once(case, groups, members, columns, heads, by_plan):
     seed, num_vertices, num_edges, num_chunks, most, shuffled = case
-    chunks = random_chunks(seed, num_vertices, num_edges, num_chunks, most_entries=most, shuffled=shuffled)
+    chunks = draw_chunks(seed, num_vertices, num_edges, num_chunks, most_entries=most, shuffled=shuffled)
     ranges = chunks.even_ranges(members) if by_plan else None
     tables = tiling.row_tables(
         chunks.tables,
@@ -187,14 +187,14 @@ def test_row_tables_hold_every_entry_once(case, groups, members, columns, heads,
         target[begin:end] = vertex
     assert np.array_equal(target, chunks.target)
     assert np.array_equal(tables.columns, chunks.source)
-    assert np.array_equal(tables.vertices[1:, 1], tables.vertices[:-1, 2])  # a list goes on over vertices
+    assert np.array_equal(tables.vertices[1:, 1], tables.vertices[:-1, 2])  # a list continues across vertices
     assert np.unique(tables.vertices[:, 0]).size == len(tables.vertices)
     bounds = tables.plan[tables.range_offset : tables.panel_offset]
     assert bounds.size == members + 1
     assert bounds[0] == 0
     assert bounds[-1] == len(tables.vertices)
     begins = np.append(tables.vertices[:, 1], num_edges)
-    if by_plan:  # a vertex goes where its first entry is
+    if by_plan:  # a vertex belongs to the block of its first entry
         wanted = chunks.indptr[chunks.row_ptr[[start for start, _ in ranges]]]
     else:
         wanted = [num_edges * share // members for share in range(members)]
@@ -213,13 +213,13 @@ def test_row_tables_hold_every_entry_once(case, groups, members, columns, heads,
         "ldx": wide,
         "ldy": wide,
         "batch": 1024,
-        "atOnce": rows_at_once(tables.panel_columns),
+        "atOnce": count_rows_at_once(tables.panel_columns),
         "weighted": 1,
     } | ({"valueStride": num_edges} if num_edges else {})
 
 
 def test_rows_of_a_vertex_that_lie_apart_are_refused():
-    chunks = random_chunks(0, 20, 200, 4, most_entries=3)
+    chunks = draw_chunks(0, 20, 200, 4, most_entries=3)
     apart = chunks.rows.copy()
     apart[apart == apart[0]] = apart[-1]
     assert (np.diff(chunks.indptr)[[0, -1]] > 0).all()
@@ -227,19 +227,14 @@ def test_rows_of_a_vertex_that_lie_apart_are_refused():
         tiling.row_tables((apart, *chunks.tables[1:]))
 
 
-def largest(fits, most, unit=1):
-    """The largest multiple of a unit, up to ``most``, that fits."""
-    return max(number for number in range(unit, most + 1, unit) if fits(number))
-
-
-def rows_at_once(columns):
-    """Rows of a group: two groups in half and one in float, beside what else row_sums.h puts into UB."""
-    beside = 2 * 1024 * 8 + 2 * 2 * columns + tiling.up(4 * columns, 512) + 256
-    return largest(lambda rows: beside + rows * columns * (2 * 2 + 4) <= 192 * 1024 - 8192, 16)
+def count_rows_at_once(columns):
+    """Return the rows of a group: two float16 groups and one float32 group fit in UB with the buffers of row_sums.h."""
+    buffers = 2 * 1024 * 8 + 2 * 2 * columns + tiling.up(4 * columns, 512) + 256
+    return max(rows for rows in range(1, 17) if buffers + rows * columns * (2 * 2 + 4) <= 192 * 1024 - 8192)
 
 
 def test_sizes_that_make_no_tiling_are_refused():
-    tables = tiling.row_tables(random_chunks(0, 20, 50, 2).tables)
+    tables = tiling.row_tables(draw_chunks(0, 20, 50, 2).tables)
     for make, message in (
         (lambda: tiling.update_tiling(1, 0, 1, 16, 16), "m=1, k=0, n=1 and split_k=1 must be at least 1"),
         (lambda: tiling.update_tiling(4, 40, 4, 40, 16), "lda must be a multiple of 16 and at least 40, but is 40"),
@@ -254,8 +249,8 @@ def test_sizes_that_make_no_tiling_are_refused():
         (lambda: tiling.gather_tiling(3, 0, 1), "row_bytes must be at least 1"),
         (lambda: tiling.gather_tiling(-1, 4, 1), "must be from 0 to 2^32 - 1"),
         (lambda: tiling.gather_tiling(2**32, 4, 1), "must be from 0 to 2^32 - 1"),
-        (lambda: tiling.row_tables(random_chunks(0, 20, 50, 2).tables, num_members=0), "num_members=0 must be at"),
-        (lambda: tiling.cube_tables(random_chunks(0, 20, 50, 2).tables, [(0, 2)], 0, 16), "num_groups=0 must be at"),
+        (lambda: tiling.row_tables(draw_chunks(0, 20, 50, 2).tables, num_members=0), "num_members=0 must be at"),
+        (lambda: tiling.cube_tables(draw_chunks(0, 20, 50, 2).tables, [(0, 2)], 0, 16), "num_groups=0 must be at"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             make()
@@ -273,14 +268,14 @@ def test_sizes_that_make_no_tiling_are_refused():
     ],
 )
 def test_a_tile_that_cannot_fit_is_an_error_with_the_limit(sizes, message):
-    chunks = random_chunks(0, 20, 50, 2)
+    chunks = draw_chunks(0, 20, 50, 2)
     rows, columns, panel = sizes
     with pytest.raises(ValueError, match=re.escape(message)):
         tiling.cube_tables(chunks.tables, [(0, 2)], 1, 16, tile_rows=rows, tile_columns=columns, panel=panel)
 
 
 def test_ranges_that_leave_chunks_out_are_an_error():
-    chunks = random_chunks(0, 20, 50, 4)
+    chunks = draw_chunks(0, 20, 50, 4)
     for ranges in ([(0, 3)], [(0, 2), (3, 4)], [(1, 4)], []):
         with pytest.raises(ValueError, match="from 0 to 4"):
             tiling.cube_tables(chunks.tables, ranges, 1, 16)

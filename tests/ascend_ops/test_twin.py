@@ -1,4 +1,4 @@
-"""The twin's instructions against numpy, its order of blocks, its counts, its errors."""
+"""The twin's instructions against numpy; its order of blocks, its counts and its errors."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import lightning_gnn.ops.library  # noqa: F401  keeps what is compiled
+import lightning_gnn.ops.library  # noqa: F401  keeps the compiled libraries
 from lightning_gnn.ascend_ops import build
 from lightning_gnn.ascend_ops.twin import ReadOnly, Scratch, Twin, TwinViolation
 
@@ -29,8 +29,8 @@ def twin():
     return Twin([HERE / "kernels" / "vector_ops.cpp", HERE / "kernels" / "copies.cpp"])
 
 
-def expected(operation, a, b, s):
-    """The result in float64 of the operands as they are stored, before the last rounding."""
+def compute_expected(operation, a, b, s):
+    """Return the result in float64 for the stored operands, before the last rounding."""
     x, y = a.astype(np.float64), b.astype(np.float64)
     lanes = 256 // a.itemsize
     out = np.zeros(N)
@@ -73,7 +73,7 @@ def test_vector_instruction_equals_numpy(twin, operation, dtype):
     y = np.full(N, np.nan, dtype)
     kernel = "vector_half" if dtype == np.float16 else "vector_float"
     twin.launch(kernel, [ReadOnly(a), ReadOnly(b), y, N, 0.25, OPERATIONS.index(operation)], 1)
-    want = expected(operation, a, b, 0.25)
+    want = compute_expected(operation, a, b, 0.25)
     if operation in ("row_sum", "reduce_sum"):
         np.testing.assert_allclose(y, want, rtol=0, atol=0.1 if dtype == np.float16 else 1e-4)
     elif dtype == np.float16:
@@ -118,7 +118,7 @@ def test_padded_copies(twin, rows, columns):
     padded = Scratch(np.zeros((rows, wide), np.float16))
     twin.launch("copy_padded", [x, y, padded, rows, columns, columns + 5, columns + 3, -2.0], 1)
     np.testing.assert_array_equal(y[:, :columns], x[:, :columns])
-    np.testing.assert_array_equal(y[:-1, columns:], 7)  # the gaps are untouched
+    np.testing.assert_array_equal(y[:-1, columns:], 7)  # the gaps are unchanged
     np.testing.assert_array_equal(padded.array[:, :columns], x[:, :columns])
     np.testing.assert_array_equal(padded.array[:, columns:], -2)
 
@@ -141,7 +141,7 @@ def test_blocks_meet_at_a_barrier(twin, seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_without_the_barrier_every_order_is_caught(twin, seed):
-    """Even where the schedule happens to give the right numbers."""
+    """Races are reported even where the schedule happens to give the right numbers."""
     x = np.zeros((8, 32), np.float32)
     with pytest.raises(TwinViolation, match=r"race|uninitialised read"):
         twin.launch("rotate_rows", [x, x.copy(), Scratch(x.copy()), 32, 0], 8, seed=seed)
@@ -165,7 +165,7 @@ def test_counts(twin):
     assert result.bytes["gm_write"] == x.nbytes
     assert len(result.cores) == blocks
     assert result.instructions == 2 * blocks
-    # The queue's event orders copies in and out.
+    # The queue's events order copies in and out.
     assert result.makespan >= result.busy("mte2") / blocks + result.busy("mte3") / blocks
 
 
@@ -227,7 +227,7 @@ sys.exit(pytest.main([*options, *files, "-k", "not compile and not narrowed and 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the address sanitizer's library")
 def test_all_kernels_under_the_sanitizers():
-    """The tests of the kernels, and of every planted fault, with address and undefined-behavior sanitizers."""
+    """Run the tests of the kernels and of every planted fault with address and undefined-behavior sanitizers."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment |= build.sanitizer_environment()
     command = [sys.executable, "-c", ALL_KERNELS]

@@ -1,1 +1,1 @@
-"""Files that the version before has written, and the run that wrote them."""
+"""Files written by the previous version, and the run that wrote them."""

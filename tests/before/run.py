@@ -1,4 +1,4 @@
-"""Trains on a small graph, perhaps from a checkpoint: ``python -m tests.before.run KIND FOLDER [CHECKPOINT]``."""
+"""Trains on a small graph, optionally from a checkpoint: ``python -m tests.before.run KIND FOLDER [CHECKPOINT]``."""
 
 import sys
 
@@ -12,8 +12,7 @@ from lightning_gnn.collective import CollectivePlan
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
 
 
-def graph():
-    """60 nodes of three classes."""
+def build_graph():
     random = torch.Generator().manual_seed(0)
     return Data(
         x=torch.randn(60, 4, generator=random), y=torch.arange(60) % 3,
@@ -22,17 +21,17 @@ def graph():
 
 
 def main(kind, folder, ckpt_path=None):
-    """Train two epochs of six steps, with a checkpoint after the eighth, and save the weights."""
+    """Train two epochs of six steps, with a checkpoint after the eighth step, and save the weights."""
     pl.seed_everything(1, verbose=False)
     model = NodeClassifier(GraphSAGE(4, 6, 2, 3), num_classes=3)
     options = {"num_neighbors": [3, 2], "batch_size": 8, "num_workers": 1}
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     keep = ModelCheckpoint(folder, every_n_train_steps=8, save_top_k=-1)
     strategy = HyScaleStrategy(cpu_trainers=2, shares=[0.5, 0.5], drm=False) if kind == "hyscale" else "auto"
-    data = NeighborDataModule(graph(), **options)
+    data = NeighborDataModule(build_graph(), **options)
     if kind == "collective":
         plan = CollectivePlan("collective", 2, 1)
-        data = CollectiveDataModule(graph(), **options, plan=plan, gpu_route="cpu")
+        data = CollectiveDataModule(build_graph(), **options, plan=plan, gpu_route="cpu")
     trainer = pl.Trainer(max_epochs=2, strategy=strategy, callbacks=[keep], **quiet)
     trainer.fit(model, data, ckpt_path=ckpt_path)
     if trainer.is_global_zero:

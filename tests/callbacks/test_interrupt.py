@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed ends with the weights of one that was not, bit for bit."""
+"""A run that is stopped and resumed ends with the same weights as an uninterrupted run, bit for bit."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_gnn.callbacks import StopOnSignal
-from tests.cli.command import NODE, fork, lgnn, metrics_of, signal_at, weights_of
+from tests.cli.command import NODE, fork, lgnn, load_weights, metrics_of, signal_at
 
 ONE_CYCLE = ["task._target_=tests.cli.command.OneCycle"]
 VARIANTS = {
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("interruptible")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Returns the folder of a run of a variant that nobody interrupts."""
+    """Return a function that returns the folder of an uninterrupted run of a variant."""
 
     @cache
     def run(variant="plain"):
@@ -40,7 +40,7 @@ def whole(tmp_path_factory):
 
 
 def assert_same_weights(left, right):
-    left, right = weights_of(left / "checkpoints/last.ckpt"), weights_of(right / "checkpoints/last.ckpt")
+    left, right = load_weights(left / "checkpoints/last.ckpt"), load_weights(right / "checkpoints/last.ckpt")
     assert left.keys() == right.keys()
     for name, value in left.items():
         assert torch.equal(value, right[name]), name
@@ -63,7 +63,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, variant, step, w
 def test_interrupted_in_validation(tmp_path, whole, step):
     assert lgnn(tmp_path / "cut", *signal_at(step, signal.SIGINT, hook="on_validation_start")) == 130
     assert lgnn(tmp_path / "resumed", f"ckpt_path={tmp_path}/cut/checkpoints/interrupted.ckpt") == 0
-    # After the last step, what is resumed only tests.
+    # After the last step, the resumed run only tests.
     assert_same_weights(whole(), tmp_path / ("cut" if step == 10 else "resumed"))
     assert metrics_of(whole())["test_acc"] == metrics_of(tmp_path / "resumed")["test_acc"]
 
@@ -81,7 +81,7 @@ def test_message_and_command_to_resume(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("step", "more", "said"),
     [
-        (8, {"times": 2}, "ckpt_path={}/checkpoints/"),  # the second signal stops at once
+        (8, {"times": 2}, "ckpt_path={}/checkpoints/"),  # the second signal stops the run immediately
         (2, {"times": 2}, "no checkpoint was saved"),
         (0, {"hook": "on_test_start"}, "checkpoints/"),
     ],
@@ -99,7 +99,7 @@ def test_killed_and_resumed_from_a_periodic_checkpoint(tmp_path, variant):
     killed = fork(*overrides, f"hydra.run.dir={tmp_path}/cut", *signal_at(8, signal.SIGKILL))
     assert killed.returncode == -signal.SIGKILL
     assert torch.load(tmp_path / "cut/checkpoints/last.ckpt", weights_only=True)["global_step"] == 6
-    # Every fifth step is the end of an epoch, so that both end with the checkpoint of the last step.
+    # Every fifth step ends an epoch, so both runs end with the checkpoint of the last step.
     assert lgnn(tmp_path / "whole", *VARIANTS[variant], "callbacks.last.every_n_train_steps=5") == 0
     resumed = ["callbacks.last.every_n_train_steps=5", f"ckpt_path={tmp_path}/cut/checkpoints/last.ckpt"]
     assert lgnn(tmp_path / "resumed", *VARIANTS[variant], *resumed) == 0

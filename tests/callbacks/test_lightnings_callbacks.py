@@ -1,4 +1,4 @@
-"""Callbacks of Lightning's own: averages of weights as by hand, and a batch size that trains as if it were given."""
+"""Lightning's own callbacks: weight averages equal manual averages; a found batch size trains like a given one."""
 
 import pytest
 import pytorch_lightning as pl
@@ -16,7 +16,7 @@ from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.nn.conv import attention, fused
 from tests.cli.command import lgnn, metrics_of
-from tests.nn.test_embeddings import batches, embedded, typed_data
+from tests.nn.test_embeddings import make_batches, make_embedded, typed_data
 
 DECAY = 0.6
 
@@ -27,20 +27,20 @@ def always_fused(monkeypatch):
         monkeypatch.setattr(module, "UNFUSED_UP_TO", 0)
 
 
-class Seen(pl.Callback):
-    """Keeps the weights after each step, and at the beginning of each epoch, before other callbacks touch them."""
+class WeightRecorder(pl.Callback):
+    """Stores the weights after each step, and at the start of each epoch before other callbacks change them."""
 
     def __init__(self):
         self.steps, self.epochs = [], []
 
     def on_train_batch_end(self, trainer, module, *args):
-        self.steps.append(weights(module))
+        self.steps.append(copy_weights(module))
 
     def on_train_epoch_start(self, trainer, module):
-        self.epochs.append(weights(module))
+        self.epochs.append(copy_weights(module))
 
 
-def weights(module):
+def copy_weights(module):
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
@@ -51,26 +51,23 @@ def trainer(tmp_path, callbacks, **options):
     })  # fmt: skip
 
 
-def graph():
+def draw():
     return planted_power_law(300, 3000, 3, 8, split=(0.5, 0.2, 0.2))
 
 
-def classifier(kind=GraphSAGE, **options):
+def make_gnn(kind=GraphSAGE, **options):
     torch.manual_seed(0)
     return NodeClassifier(kind(8, 16, 2, 3, **options), 3, lr=0.02)
 
 
 SIZES = {"num_neighbors": [4, 3], "batch_size": 40}
 CASES = {
-    "SAGE, mini-batches": lambda: (classifier(), NeighborDataModule(graph(), **SIZES)),
-    "GAT, exact inference": lambda: (classifier(GAT, heads=2), NeighborDataModule(graph(), **SIZES, inference="full")),
-    "GCN, batch normalisation, full graph": lambda: (classifier(GCN, norm="batch_norm"), FullGraphDataModule(graph())),
-    "SAGE, batch normalisation": lambda: (
-        classifier(GraphSAGE, norm="batch_norm"),
-        NeighborDataModule(graph(), **SIZES),
-    ),
-    "types, sparse embeddings": lambda: (embedded(data := typed_data(), lr=0.02), batches(data)),
-    "types, embeddings": lambda: (embedded(data := typed_data(), sparse=False, lr=0.02), batches(data)),
+    "SAGE, mini-batches": lambda: (make_gnn(), NeighborDataModule(draw(), **SIZES)),
+    "GAT, exact inference": lambda: (make_gnn(GAT, heads=2), NeighborDataModule(draw(), **SIZES, inference="full")),
+    "GCN, batch normalisation, full graph": lambda: (make_gnn(GCN, norm="batch_norm"), FullGraphDataModule(draw())),
+    "SAGE, batch normalisation": lambda: (make_gnn(GraphSAGE, norm="batch_norm"), NeighborDataModule(draw(), **SIZES)),
+    "types, sparse embeddings": lambda: (make_embedded(data := typed_data(), lr=0.02), make_batches(data)),
+    "types, embeddings": lambda: (make_embedded(data := typed_data(), sparse=False, lr=0.02), make_batches(data)),
 }
 AVERAGES = {
     "exponential": lambda before, now, count: [
@@ -84,16 +81,17 @@ AVERAGES = {
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_weights_are_averaged_and_evaluated(case, kind, tmp_path, always_fused):
     module, datamodule = CASES[case]()
-    seen = Seen()
+    seen = WeightRecorder()
     averaging = EMAWeightAveraging(decay=DECAY) if kind == "exponential" else WeightAveraging()
     run = trainer(tmp_path, [seen, averaging])
     run.fit(module, datamodule=datamodule)
     expected = seen.steps[0]
     for count, now in enumerate(seen.steps[1:], start=1):
         expected = AVERAGES[kind](expected, now, count)
-    for found, value in zip(weights(module), expected, strict=True):
+    for found, value in zip(copy_weights(module), expected, strict=True):
         torch.testing.assert_close(found, value, atol=1e-5, rtol=1e-4)
-    assert any(not torch.allclose(found, last) for found, last in zip(weights(module), seen.steps[-1], strict=True))
+    weights = zip(copy_weights(module), seen.steps[-1], strict=True)
+    assert any(not torch.allclose(found, last) for found, last in weights)
     logged = run.callback_metrics["val_loss"].item()
     again = trainer(tmp_path, []).validate(module, datamodule=datamodule, verbose=False)[0]["val_loss"]
     assert logged == pytest.approx(again, rel=1e-5)
@@ -112,24 +110,24 @@ def test_an_average_goes_on_where_a_run_was_interrupted(case, tmp_path):
     trainer(tmp_path, [EMAWeightAveraging(decay=DECAY)]).fit(
         resumed, datamodule=datamodule, ckpt_path=tmp_path / "first.ckpt", weights_only=True
     )
-    for found, value in zip(weights(resumed), weights(module), strict=True):
+    for found, value in zip(copy_weights(resumed), copy_weights(module), strict=True):
         torch.testing.assert_close(found, value, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "GCN" not in case])
 def test_stochastic_weight_averaging(case, tmp_path, always_fused):
     module, datamodule = CASES[case]()
-    seen = Seen()
+    seen = WeightRecorder()
     averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=1)
     trainer(tmp_path, [seen, averaging], max_epochs=4).fit(module, datamodule=datamodule)
-    for found, *values in zip(weights(module), *seen.epochs[1:4], strict=True):
+    for found, *values in zip(copy_weights(module), *seen.epochs[1:4], strict=True):
         torch.testing.assert_close(found, torch.stack(values).mean(0), atol=1e-5, rtol=1e-4)
-    for name, buffer in module.named_buffers():  # statistics of a batch normalisation are taken anew after averaging
+    for name, buffer in module.named_buffers():  # batch normalization statistics are recomputed after averaging
         assert not name.endswith("num_batches_tracked") or 0 < buffer <= 5
 
 
-def links():
-    data = graph()
+def make_links():
+    data = draw()
     torch.manual_seed(0)
     module = LinkPredictor(GraphSAGE(8, 16, 2), lr=0.02)
     edges = {"input_train_edges": data.edge_index[:, :200], "input_val_edges": data.edge_index[:, 200:260]}
@@ -138,18 +136,18 @@ def links():
     )
 
 
-def nodes(num_workers=0):
+def make_nodes(num_workers=0):
     options = {"num_neighbors": [4, 3], "seed": 1, "num_workers": num_workers}
-    return classifier(), lambda size: NeighborDataModule(graph(), batch_size=size, **options)
+    return make_gnn(), lambda size: NeighborDataModule(draw(), batch_size=size, **options)
 
 
-def types():
+def make_types():
     data = typed_data()
     options = {"num_neighbors": [3, 2], "seed": 1, "share_memory": False}
-    return embedded(data, lr=0.02), lambda size: NeighborDataModule(data, batch_size=size, **options)
+    return make_embedded(data, lr=0.02), lambda size: NeighborDataModule(data, batch_size=size, **options)
 
 
-SIZED = {"nodes": nodes, "threads": lambda: nodes(2), "types": types, "links": links}
+SIZED = {"nodes": make_nodes, "threads": lambda: make_nodes(2), "types": make_types, "links": make_links}
 
 
 @pytest.mark.parametrize("case", SIZED)
@@ -161,7 +159,7 @@ def test_a_batch_size_that_is_found_trains_as_if_it_had_been_given(case, tmp_pat
     assert finder.optimal_batch_size == datamodule.batch_size >= 8
     given, build = SIZED[case]()
     trainer(tmp_path, [], max_epochs=2).fit(given, datamodule=build(finder.optimal_batch_size))
-    for found, value in zip(weights(module), weights(given), strict=True):
+    for found, value in zip(copy_weights(module), copy_weights(given), strict=True):
         torch.testing.assert_close(found, value)
 
 

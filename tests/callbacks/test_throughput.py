@@ -1,5 +1,3 @@
-"""Throughput and the other callbacks, on our loaders and on others."""
-
 import time
 
 import pytest
@@ -17,7 +15,7 @@ from lightning_gnn.nn import GraphSAGE, NodeClassifier
 DATA = planted_power_law(300, 2000, 3, 8, split=(0.5, 0.2, 0.2))
 
 
-def trained(datamodule, *callbacks, epochs=3, **kwargs):
+def train(datamodule, *callbacks, epochs=3, **kwargs):
     module = NodeClassifier(GraphSAGE(8, 8, 2, 3), 3)
     trainer = pl.Trainer(
         callbacks=list(callbacks), max_epochs=epochs, logger=False, enable_progress_bar=False, accelerator="cpu",
@@ -31,7 +29,7 @@ def trained(datamodule, *callbacks, epochs=3, **kwargs):
 def test_neighbour_sampling(num_workers):
     throughput = Throughput()
     datamodule = NeighborDataModule(DATA, num_neighbors=[4, 4], batch_size=50, num_workers=num_workers)
-    trainer = trained(datamodule, throughput)
+    trainer = train(datamodule, throughput)
     assert len(throughput.epochs) == 3
     for epoch in throughput.epochs:
         assert epoch.batches == 3
@@ -46,7 +44,7 @@ def test_neighbour_sampling(num_workers):
 
 def test_full_graph_counts_all_edges():
     throughput = Throughput()
-    trained(FullGraphDataModule(DATA), throughput)
+    train(FullGraphDataModule(DATA), throughput)
     assert [epoch.edges for epoch in throughput.epochs] == [2000] * 3
     assert throughput.summary().sampling_s is None
     assert throughput.summary().sampled_edges_per_s is None
@@ -70,7 +68,7 @@ def test_validation_is_left_out_and_waiting_is_seen():
             return DataLoader(SlowList([self.data]), batch_size=None, collate_fn=lambda data: data)
 
     throughput = Throughput()
-    trained(Module(DATA), Slow(), throughput)
+    train(Module(DATA), Slow(), throughput)
     summary = throughput.summary()
     assert summary.epoch_time_s < 0.3
     assert 0.1 <= summary.wait_s <= summary.epoch_time_s
@@ -78,13 +76,13 @@ def test_validation_is_left_out_and_waiting_is_seen():
 
 def test_curves_keep_the_epochs_behind_the_checkpoint_that_is_tested(tmp_path):
     curves, datamodule = LearningCurves(), NeighborDataModule(DATA, num_neighbors=[4, 4], batch_size=50)
-    trainer = trained(datamodule, curves)
+    trainer = train(datamodule, curves)
     rows = list(curves.epochs)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     curves.epochs = [*rows, {"epoch": 3}]
     trainer.test(trainer.lightning_module, datamodule, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
     assert curves.epochs == [*rows, {"epoch": 3}]
-    tested = LearningCurves()  # alone, a checkpoint shows what led to it
+    tested = LearningCurves()  # without training, a checkpoint's own history is shown
     trainer.callbacks = [tested]
     trainer.test(trainer.lightning_module, datamodule, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
     assert tested.epochs == rows

@@ -1,4 +1,4 @@
-"""Run the command, in this process or in one of its own, on a graph that takes moments."""
+"""Run the command, in this process or a new one, on a small graph."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def lgnn(directory, *overrides, base=NODE, command=()):
     """Run in this process; return the exit code."""
     flags = [item for item in overrides if item.startswith("-")]
     overrides = [item for item in overrides if item not in flags]
-    overrides += _disarmed(overrides)
+    overrides += _drop_signals(overrides)
     argv, sys.argv = (
         sys.argv,
         ["lgnn", *command, *flags, *base, f"hydra.run.dir={directory}", f"hydra.sweep.dir={directory}", *overrides],
@@ -50,8 +50,8 @@ def lgnn(directory, *overrides, base=NODE, command=()):
     return 0
 
 
-def _disarmed(overrides):
-    """Leave out :class:`SignalAt`, which a checkpoint brings with its configuration: a resumed run lives on."""
+def _drop_signals(overrides):
+    """Remove :class:`SignalAt` from the configuration of a checkpoint, so that a resumed run is not interrupted."""
     paths = [item.removeprefix("ckpt_path=").strip("'") for item in overrides if item.startswith("ckpt_path=")]
     for path in filter(zipfile.is_zipfile, paths):
         saved = torch.load(path, weights_only=True, mmap=True).get(KEY, {}).get("config", {})
@@ -61,12 +61,12 @@ def _disarmed(overrides):
 
 
 def fork(*arguments):
-    """Run in a process of its own that has its imports already."""
+    """Run in a new process that has imported the packages already."""
     return run_script(ROOT / "lightning_gnn" / "__main__.py", *arguments)
 
 
 def spawn(*arguments, cwd=ROOT, **environment):
-    """Run in a new Python, as a user's shell does."""
+    """Run in a new Python interpreter, as a user's shell does."""
     return subprocess.run(
         [sys.executable, "-m", "lightning_gnn", *arguments],
         cwd=cwd,
@@ -81,7 +81,7 @@ def metrics_of(directory):
     return json.loads((Path(directory) / "metrics.json").read_text())
 
 
-def weights_of(checkpoint):
+def load_weights(checkpoint):
     return torch.load(checkpoint, weights_only=True)["state_dict"]
 
 
@@ -103,12 +103,12 @@ class SignalAt(pl.Callback):
     def _send(self, trainer, hook):
         if hook == self.hook and trainer.fit_loop.epoch_loop.total_batch_idx + 1 >= self.step:
             for _ in range(self.times):
-                signal.raise_signal(self.number)  # to this very thread: os.kill may be answered much later
+                signal.raise_signal(self.number)  # os.kill might deliver it to another thread, much later
             self.step = sys.maxsize
 
 
 class OneCycle(NodeClassifier):
-    """Its schedule is as long as the run, for which Lightning has to look at the loader early."""
+    """A classifier whose schedule has the length of the run, so Lightning inspects the loader early."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -118,7 +118,6 @@ class OneCycle(NodeClassifier):
 
 
 def signal_at(step, number, **more):
-    """Overrides that add :class:`SignalAt`."""
     return [
         "+callbacks.kill._target_=tests.cli.command.SignalAt",
         *(f"+callbacks.kill.{key}={value}" for key, value in {"step": step, "number": int(number), **more}.items()),

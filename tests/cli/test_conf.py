@@ -1,4 +1,4 @@
-"""The configuration files: every key is explained, every choice composes, the help tells the truth."""
+"""The configuration files: every key has a comment, every choice composes, and the help matches."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ GROUPS = sorted({path.name for path in CONF.iterdir() if path.is_dir()} - {"hydr
 KEY = re.compile(r"^\s*(- )?(override |optional )?[\w/]+:(\s|$)")
 
 
-def composed(*overrides):
+def compose_config(*overrides):
     with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
         return compose("train", overrides=["output_dir=out", *overrides])
 
@@ -41,7 +41,7 @@ CHOICES = [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF /
 def test_every_choice_composes_and_names_things_that_exist(choice):
     folders = {"data=custom": "data.root=x", "datamodule=partitioned": "datamodule.root=x"}
     folders["datamodule=partitioned_link"] = "datamodule.root=x"
-    cfg = composed(choice, *([folders[choice]] if choice in folders else []))
+    cfg = compose_config(choice, *([folders[choice]] if choice in folders else []))
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     for name in ("data", "model", "datamodule", "task", "trainer"):
         target = cfg[name]._target_
@@ -54,7 +54,7 @@ def test_every_recipe_is_for_a_combination_that_exists():
     for path in (CONF / "recipe").rglob("*.yaml"):
         task, data, last = path.stem.split("_")
         group = "model" if path.parent.name == "model" else "datamodule"
-        cfg = composed(f"task={task}", f"data={data}", f"{group}={last}")
+        cfg = compose_config(f"task={task}", f"data={data}", f"{group}={last}")
         recipe = OmegaConf.load(path)
         for name, node in recipe.items():
             for key, value in node.items():
@@ -64,17 +64,17 @@ def test_every_recipe_is_for_a_combination_that_exists():
 
 def test_the_command_line_wins_over_recipes_and_recipes_over_defaults_and_a_task_chooses_its_datamodule():
     choices = ["data=planetoid", "model=gcn", "datamodule=full"]
-    cfg = composed(*choices)
+    cfg = compose_config(*choices)
     assert (cfg.model.hidden_channels, cfg.trainer.max_epochs) == (16, 200)
-    assert composed(*choices, "model.hidden_channels=7").model.hidden_channels == 7
-    assert composed("experiment=cora_gcn").model == cfg.model
-    assert composed("task=link").datamodule._target_.endswith("LinkDataModule")
-    assert composed("task=link", "datamodule=neighbor").datamodule._target_.endswith("NeighborDataModule")
+    assert compose_config(*choices, "model.hidden_channels=7").model.hidden_channels == 7
+    assert compose_config("experiment=cora_gcn").model == cfg.model
+    assert compose_config("task=link").datamodule._target_.endswith("LinkDataModule")
+    assert compose_config("task=link", "datamodule=neighbor").datamodule._target_.endswith("NeighborDataModule")
 
 
 def test_help_names_keys_and_groups_that_exist():
     template = "".join((CONF / f"hydra/help/{name}.yaml").read_text() for name in ("lgnn", "all"))
-    cfg = composed("+data.root=x", "+hydra_run_dir=x")
+    cfg = compose_config("+data.root=x", "+hydra_run_dir=x")
     keys = re.findall(r"^    ([a-z_.]+)=", template, re.MULTILINE)
     assert len(keys) > 10
     for key in keys:

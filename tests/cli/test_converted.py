@@ -1,4 +1,4 @@
-"""Every folder of ``lgnn convert`` trains with each task that its content allows; other tasks name those."""
+"""Every folder of ``lgnn convert`` trains with each task that its content supports; errors list these tasks."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def tables(tmp_path_factory):
     }
 
 
-def folder_of(tables, out, users, edges="follows", undirected=False):
+def convert_folder(tables, out, users, edges="follows", undirected=False):
     found = tables["users"][users]
     if edges == "follows":
         convert_tables(tables["follows"], out, found, undirected=undirected)
@@ -101,7 +101,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("users", "edges", "options", "task"), TRAINED, ids=str)
 def test_a_folder_trains_with_what_it_holds(tables, tmp_path, users, edges, options, task, capfd):
-    root = folder_of(tables, tmp_path / "graph", users, edges, **options)
+    root = convert_folder(tables, tmp_path / "graph", users, edges, **options)
     lean = [item for item in LEAN if "datamodule=full" not in task or not item.startswith("datamodule")]
     assert lgnn(tmp_path / "run", *task, root, base=lean) == 0
     score = metrics_of(tmp_path / "run")
@@ -118,19 +118,19 @@ def test_a_folder_trains_with_what_it_holds(tables, tmp_path, users, edges, opti
      ("numbers", "timed", True), ("bare", "timed", False)],
 )  # fmt: skip
 def test_the_command_that_a_conversion_ends_with_trains(tables, tmp_path, users, edges, undirected):
-    root = folder_of(tables, tmp_path / "graph", users, edges, undirected)
+    root = convert_folder(tables, tmp_path / "graph", users, edges, undirected)
     assert lgnn(tmp_path / "run", *_task(tmp_path / "graph").split(), root, base=LEAN) == 0
 
 
 @pytest.mark.parametrize(("users", "edges", "task", "said"), REFUSED, ids=str)
 def test_a_task_that_a_folder_has_nothing_for_names_one_that_does(tables, tmp_path, capfd, users, edges, task, said):
-    root = folder_of(tables, tmp_path / "graph", users, edges)
+    root = convert_folder(tables, tmp_path / "graph", users, edges)
     assert lgnn(tmp_path / "run", *task.split(), root, base=LEAN) == 2
     assert said in capfd.readouterr().err
 
 
 def test_predicted_links_and_their_reverses_are_no_messages(tables, tmp_path):
-    root = folder_of(tables, tmp_path / "graph", "bare", "rates", undirected=True)
+    root = convert_folder(tables, tmp_path / "graph", "bare", "rates", undirected=True)
     with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
         given = [f"output_dir={tmp_path}", *LEAN, root, "task=link", "model=hetero_sage", RATES]
         cfg = compose("train", overrides=[*given, "task.split.num_val=50", "task.split.num_test=30"])
@@ -143,8 +143,8 @@ def test_predicted_links_and_their_reverses_are_no_messages(tables, tmp_path):
     hidden = {}
     for stage, (edges, labels) in datamodule._edges.items():
         if edges is not None:
-            kept = edges if labels is None else edges[:, labels > 0]
-            hidden[stage] = [tuple(pair) for pair in kept.t().tolist()]
+            positive = edges if labels is None else edges[:, labels > 0]
+            hidden[stage] = [tuple(pair) for pair in positive.t().tolist()]
     assert [len(hidden[stage]) for stage in ("val", "test")] == [50, 30]
     assert sorted(left) == sorted(back)
     assert sorted([*left, *(pair for pairs in hidden.values() for pair in pairs)]) == sorted(whole)

@@ -1,4 +1,4 @@
-"""``lgnn doctor`` tells what is there, and says of broken packages that they are broken."""
+"""``lgnn doctor`` lists the installed packages and devices, and reports broken packages as broken."""
 
 import shutil
 import sys
@@ -12,7 +12,7 @@ from lightning_gnn.ops.aggregate import ascend_twin
 from lightning_gnn.ops.aggregate.ascend_twin import record_launches
 
 
-def by_name(findings):
+def index_by_name(findings):
     return {finding.name: finding for finding in findings}
 
 
@@ -30,14 +30,14 @@ def test_it_finds_what_every_use_needs_and_says_which_layers_are_fused(capsys):
 def test_cann_is_looked_for_where_its_script_says(monkeypatch, tmp_path):
     monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
-    assert by_name(doctor.examine())["CANN"].state == "missing"
+    assert index_by_name(doctor.examine())["CANN"].state == "missing"
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "nowhere"))
-    assert by_name(doctor.examine())["CANN"].state == "broken"
+    assert index_by_name(doctor.examine())["CANN"].state == "broken"
     folder = tmp_path / "aarch64-linux"
     folder.mkdir()
     (folder / "ascend_toolkit_install.info").write_text("package_name=x\nversion=8.9.X\narch=aarch64\n")
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    finding = by_name(doctor.examine())["CANN"]
+    finding = index_by_name(doctor.examine())["CANN"]
     assert finding.state == "present"
     assert finding.detail.startswith("8.9.X")
 
@@ -48,7 +48,7 @@ def test_a_torch_npu_that_cannot_be_imported_is_broken_and_does_no_harm(monkeypa
     (package / "__init__.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    finding = by_name(doctor.examine())["torch_npu"]
+    finding = index_by_name(doctor.examine())["torch_npu"]
     assert finding.state == "broken"
     assert "libhccl.so" in finding.detail
     assert "torch_npu" not in sys.modules
@@ -66,7 +66,7 @@ def test_the_kernels_are_compared_with_torch(capsys):
     assert names & {"aggregate_cube", "aggregate_vector"}
     assert names >= {"aggregate_max", "aggregate_max_backward"}
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 15  # it goes into an issue
+    assert len(lines) < 15  # short enough for a bug report
     assert max(map(len, lines)) < 140
     assert lines[0].startswith("lightning-gnn ")
     assert lines[-1] == "all 5 are right"

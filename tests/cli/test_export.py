@@ -1,4 +1,4 @@
-"""``lgnn export``: the model of a checkpoint as a program, and mistakes as one line."""
+"""``lgnn export``: a checkpoint's model as an exported program, and one-line errors."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What the command tells of itself: briefly, in full, its version, and what the Tab key offers."""
+"""Help, version and Tab completion of the command."""
 
 import os
 import re
@@ -10,13 +10,13 @@ import pytest
 
 from lightning_gnn.cli.main import main
 from tests.cli.command import ROOT
-from tests.cli.test_conf import composed
+from tests.cli.test_conf import compose_config
 from tests.patience import PATIENCE
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with the script that pip makes of an entry point, first on the PATH."""
+    """A folder with the script that pip installs for the entry point, first on the PATH."""
     folder = tmp_path_factory.mktemp("bin")
     path = folder / "lgnn"
     path.write_text(f"#!{sys.executable}\nimport sys\nfrom lightning_gnn.cli.main import main\nsys.exit(main())\n")
@@ -24,7 +24,7 @@ def installed(tmp_path_factory):
     return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def in_bash(script, environment):
+def run_in_bash(script, environment):
     return subprocess.run(
         ["bash", "--norc", "-c", f"set -o pipefail; {script}"],
         env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False,
@@ -32,7 +32,7 @@ def in_bash(script, environment):
 
 
 def shown(capfd, monkeypatch, *arguments):
-    """What the command prints, in this process."""
+    """Return the output of the command, run in this process."""
     monkeypatch.setattr(sys, "argv", ["lgnn", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -48,7 +48,7 @@ def test_the_short_help_fits_a_screen_and_its_commands_compose(capfd, monkeypatc
     assert len(commands) == 5
     for command in commands:
         words = [word for word in shlex.split(command)[1:] if word not in ("-m", "plan", "[...]")]
-        composed(*(word.partition(",")[0] for word in words))
+        compose_config(*(word.partition(",")[0] for word in words))
     assert "lgnn --help-all" in text
     assert "install=bash" in text
 
@@ -65,25 +65,25 @@ def test_the_long_help(command, capfd, monkeypatch):
 @pytest.mark.parametrize("arguments", ["--help", "--help-all", "--version", "--cfg job"])
 def test_a_reader_who_leaves_ends_it_in_silence(arguments):
     reader, writer = os.pipe()
-    os.close(reader)  # nobody reads from the beginning
+    os.close(reader)  # closed before the command writes
     command = [sys.executable, "-W", "ignore", "-m", "lightning_gnn", *arguments.split()]
     ended = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert ended.stderr == ""
-    assert ended.returncode == -13  # SIGPIPE, as other commands end
+    assert ended.returncode == -13  # SIGPIPE, as for other commands
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("typed", "offered"), [("lgnn mod", {"model=", "model.", "mode="}), ("lgnn --nothing", {""})])
 def test_the_tab_key_completes(installed, typed, offered):
-    # What bash does after Tab, with the function that the documented line has installed.
+    # Bash calls this after Tab, through the function that the documented line installs.
     words = typed.split()
     script = (
         f'eval "$(lgnn -sc install=bash)"; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; '
         f'COMP_LINE="{typed}"; COMP_POINT={len(typed)}; complete -p lgnn; hydra_bash_completion; '
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    ended = in_bash(script, installed)
+    ended = run_in_bash(script, installed)
     rule, *found = ended.stdout.splitlines()
     assert rule.endswith("hydra_bash_completion lgnn")
     assert set(found) == offered
@@ -98,7 +98,7 @@ def test_the_tab_key_completes(installed, typed, offered):
         ("lgnn experiment=cora_gc", "experiment=cora_gcn experiment=cora_gcn_tuned"),
         ("lgnn -m data.num_n", "data.num_nodes="),
         ("lgnn ckpt_path=./outputs/b", "ckpt_path=./outputs/best.ckpt"),
-        ("lgnn report ou", ""),  # as for all paths, the shell itself completes what is offered nothing for
+        ("lgnn report ou", ""),  # no suggestions: the shell itself completes paths
         ("lgnn ~callbacks.last datamodule.num_neighbors=[5,5] model.drop", "model.dropout="),
         ("lgnn seed=", "seed=0"),
     ],

@@ -1,4 +1,4 @@
-"""``lgnn init``: the project that it writes runs as it is, without a network."""
+"""``lgnn init``: the generated project runs unchanged and offline."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def project(tmp_path, capsys):
     return tmp_path / "mine"
 
 
-def python(project, *arguments):
+def run_python(project, *arguments):
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=project, env={**os.environ, **OFFLINE, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
@@ -36,15 +36,15 @@ def python(project, *arguments):
 
 @pytest.mark.slow
 def test_the_script_learns_and_takes_settings(project):
-    ran = python(project, "train.py", "datamodule.num_workers=0")
+    ran = run_python(project, "train.py", "datamodule.num_workers=0")
     assert ran.returncode == 0, ran.stderr
-    assert float(re.search(r"test_acc\s*│?\s*(\d\.\d+)", ran.stdout)[1]) > 0.5  # by chance 0.125
+    assert float(re.search(r"test_acc\s*│?\s*(\d\.\d+)", ran.stdout)[1]) > 0.5  # random guessing gives 0.125
     folder = project / re.search(r"files in (.+)", ran.stdout)[1]
     assert folder.is_relative_to(project / "outputs")
     assert (folder / "checkpoints/best.ckpt").is_file()
     assert (folder / "logs/metrics.csv").is_file()
-    assert "site-packages" not in ran.stderr  # where a warning that nobody can act on would come from
-    ran = python(project, "train.py", "model.num_layers=1", "datamodule.num_neighbors=[5]", "trainer.max_epochs=1")
+    assert "site-packages" not in ran.stderr  # no warnings that users cannot act on
+    ran = run_python(project, "train.py", "model.num_layers=1", "datamodule.num_neighbors=[5]", "trainer.max_epochs=1")
     assert ran.returncode == 0, ran.stderr
 
 

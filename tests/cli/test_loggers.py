@@ -1,4 +1,4 @@
-"""Loggers that are packages of their own: no network where they are installed, and one line where not."""
+"""Loggers from separate packages: offline if installed, one line if not."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""What users mistype: one line that names the value and what to do, exit code 2, and nothing is loaded or left."""
+"""Typing errors: one line with the value and the remedy, exit code 2; nothing is loaded or written."""
 
 import re
 import sys
@@ -76,7 +76,7 @@ OF_SMALL_RUNS = {
 }
 
 
-def one_line(directory, capfd, overrides, expected, base=BARE):
+def assert_one_line(directory, capfd, overrides, expected, base=BARE):
     file = directory / "file"
     file.write_text("")
     given = overrides.replace("FILE", str(file)).split()
@@ -91,7 +91,7 @@ def one_line(directory, capfd, overrides, expected, base=BARE):
 @pytest.mark.campaign
 @pytest.mark.parametrize("overrides", COMPOSED)
 def test_a_command_line_that_does_not_compose(tmp_path, capfd, overrides):
-    assert one_line(tmp_path, capfd, overrides, COMPOSED[overrides]) == ""
+    assert assert_one_line(tmp_path, capfd, overrides, COMPOSED[overrides]) == ""
     assert not (tmp_path / "out").exists()
 
 
@@ -99,21 +99,21 @@ def test_a_command_line_that_does_not_compose(tmp_path, capfd, overrides):
 @pytest.mark.parametrize("overrides", BUILT)
 def test_a_configuration_that_cannot_be_built(tmp_path, capfd, overrides):
     smoke = [] if "smoke" in overrides else ["data.num_nodes=2000", "data.num_edges=20000"] * ("data" not in overrides)
-    one_line(tmp_path, capfd, " ".join([*smoke, overrides]), BUILT[overrides])
+    assert_one_line(tmp_path, capfd, " ".join([*smoke, overrides]), BUILT[overrides])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", OF_SMALL_RUNS)
 def test_a_run_that_cannot_be(tmp_path, capfd, overrides):
     base = [item for item in NODE if not (item.startswith("data.") and "data=" in overrides)]
-    one_line(tmp_path, capfd, overrides, OF_SMALL_RUNS[overrides], base)
+    assert_one_line(tmp_path, capfd, overrides, OF_SMALL_RUNS[overrides], base)
     assert not (tmp_path / "out/metrics.json").exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc")
 def test_a_folder_that_nobody_can_write_to(tmp_path, capfd):
     expected = "hydra.run.dir=/proc/nowhere cannot be used: cannot create a folder in /proc: "
-    one_line(tmp_path, capfd, "hydra.run.dir=/proc/nowhere", expected)
+    assert_one_line(tmp_path, capfd, "hydra.run.dir=/proc/nowhere", expected)
 
 
 @pytest.mark.parametrize(("given", "said"), [("model=gnc", "Could not find 'model/gnc'"), ("mode=tset", "is unknown")])

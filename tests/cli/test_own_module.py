@@ -1,4 +1,4 @@
-"""A model and a LightningModule of the user's own, in a file in the folder where the command is typed."""
+"""A user's own model and LightningModule, in a file in the working directory."""
 
 import sys
 
@@ -56,7 +56,7 @@ class Otherwise(Module):
     name = "net"
 """
 OWN = ["model._target_=my_own_file.Network", "~model.dropout", "~model.input_dropout"]
-OWN += ["~task.label_smoothing", "~task.metrics", "~task.weight_decay"]  # what is null is left out unasked
+OWN += ["~task.label_smoothing", "~task.metrics", "~task.weight_decay"]  # null options are not passed on
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_they_are_found_trained_and_exported(folder, capfd):
-    told = [*OWN, "task._target_=my_own_file.Module", "task.metric=mine"]
-    assert lgnn(folder / "run", *told) == 0
+    options = [*OWN, "task._target_=my_own_file.Module", "task.metric=mine"]
+    assert lgnn(folder / "run", *options) == 0
     assert "2-layer Network on synthetic" in capfd.readouterr().out
     metrics = metrics_of(folder / "run")
     assert metrics["test_mine"] > 0

@@ -1,10 +1,10 @@
-"""``lgnn datamodule=partitioned``: a graph in parts, by the command."""
+"""``lgnn datamodule=partitioned``: a partitioned graph from the command line."""
 
 import pytest
 import torch
 
 from lightning_gnn.cli.commands import partition as partition_command
-from tests.cli.command import NODE, lgnn, metrics_of, weights_of
+from tests.cli.command import NODE, lgnn, load_weights, metrics_of
 
 GRAPH = [item for item in NODE if item.startswith("data.")]
 SAMPLED = [item for item in NODE if item not in GRAPH]
@@ -18,10 +18,10 @@ def parts(tmp_path_factory):
 
 
 def assert_same_runs(folder):
-    """Compare a run on the whole graph with one on its parts: weights bit for bit, and all scores."""
+    """Compare a run on the whole graph with one on its partitions: weights bit for bit, and all scores."""
     weights, scores = [], []
     for name in ("whole", "parts"):
-        weights.append(weights_of(folder / name / "checkpoints" / "last.ckpt"))
+        weights.append(load_weights(folder / name / "checkpoints" / "last.ckpt"))
         metrics = metrics_of(folder / name).items()
         scores.append({score: value for score, value in metrics if score.startswith(("val_", "test_"))})
     for name, value in weights[0].items():

@@ -1,4 +1,4 @@
-"""``lgnn plan``: what it prints and leaves, that the two agree with the planners, and what it refuses."""
+"""``lgnn plan``: its output and files agree with the planners; its errors."""
 
 import re
 import signal
@@ -35,7 +35,6 @@ def cache(tmp_path, monkeypatch):
 
 
 def plan(directory, *overrides, base=NODE):
-    """Run in this process; return the exit code."""
     before = set(threading.enumerate())
     code = lgnn(directory, *overrides, base=base, command=["plan"])
     names = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("lightning-gnn")]
@@ -43,7 +42,7 @@ def plan(directory, *overrides, base=NODE):
     return code
 
 
-def loaded(path):
+def load_yaml(path):
     return OmegaConf.to_container(OmegaConf.load(path))
 
 
@@ -56,7 +55,7 @@ def test_a_gpu_that_is_not_there_is_planned_for(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert err == ""
     assert re.search(r"of 80 GB on the device: topology .*; data.x .*; mini-batches", out)
-    made = loaded(tmp_path / "plan.yaml")
+    made = load_yaml(tmp_path / "plan.yaml")
     assert {part["place"] for part in made["placement"].values()} == {"device"}
     assert made["nbytes"] <= made["memory"] == 80 * 10**9
     assert plan(tmp_path / "small", *memory, "datamodule.device_memory=1kB") == 2
@@ -83,7 +82,7 @@ def test_a_run_on_the_cpu_is_predicted(tmp_path, capfd):
     for text in ("A mini-batch", "sampling", "features", "products", "aggregation", "ns an edge", "Predicted:",
                  "5 mini-batches", "Bottleneck:", "Other settings", "datamodule.num_neighbors=[2,2]"):  # fmt: skip
         assert text in out, text
-    state = loaded(tmp_path / "plan.yaml")
+    state = load_yaml(tmp_path / "plan.yaml")
     assert state["batches"] == 5
     assert state["threads"] == 1
     assert state["bottleneck"] in state["parts_s"]
@@ -106,23 +105,23 @@ def test_this_machine_is_measured(tmp_path, capfd):
     for text in ("cpu.flops", "Best mapping: seeds cpu", "bound by", "Feature Loading", "MTEPS", "64 seeds"):
         assert text in out
     assert err == ""
-    state = loaded(tmp_path / "plan.yaml")
+    state = load_yaml(tmp_path / "plan.yaml")
     assert state["platform"]["accelerator.flops"] > 0
     assert sum(state["best"]["seeds"]) == 64
 
 
 def test_the_plan_is_that_of_the_performance_model(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(calibrate, "measure_platform", lambda *given: SERVER)
-    told = ["trainer.strategy.threads=[1,1,1]", "+trainer.strategy.devices=[cpu,cpu,cpu,cpu]"]
-    assert plan(tmp_path / "one", HYBRID, *told) == 0
+    options = ["trainer.strategy.threads=[1,1,1]", "+trainer.strategy.devices=[cpu,cpu,cpu,cpu]"]
+    assert plan(tmp_path / "one", HYBRID, *options) == 0
     out = capfd.readouterr().out
-    state = loaded(tmp_path / "one/plan.yaml")
+    state = load_yaml(tmp_path / "one/plan.yaml")
     assert len(state["best"]["seeds"]) == 5
     assert state["begin"] == state["best"]
     assert "The run starts with this mapping" in out
     assert state["platform"]["pcie_bandwidth"] == 1e10
     monkeypatch.setattr(calibrate, "measure_platform", lambda *given: replace(SERVER, accelerator_sampling=1e8))
-    assert plan(tmp_path / "two", HYBRID, *told, "trainer.strategy.shares=[0.5,0.5,0,0,0]") == 0
+    assert plan(tmp_path / "two", HYBRID, *options, "trainer.strategy.shares=[0.5,0.5,0,0,0]") == 0
     out = capfd.readouterr().out
     assert "The run starts with seeds cpu 32 + accelerator 32/0/0/0, threads 1/1/1, 95% sampled on accelerators" in out
     assert "100 M edges/s each" in out
@@ -168,11 +167,11 @@ def test_the_collective_plan_is_measured_printed_and_saved(tmp_path, capfd, cach
         assert text in out
     assert not list(tmp_path.glob("**/*.ckpt"))
 
-    # The run takes it, and so does another plan, without measuring.
-    told = [*COLLECTIVE, f"datamodule.plan={tmp_path}/plan.yaml"]
-    assert plan(tmp_path / "again", *told) == 0
+    # A run and another plan use it without measuring again.
+    options = [*COLLECTIVE, f"datamodule.plan={tmp_path}/plan.yaml"]
+    assert plan(tmp_path / "again", *options) == 0
     assert CollectivePlan.load(tmp_path / "again/plan.yaml") == made
-    assert lgnn(tmp_path / "run", *told) == 0
+    assert lgnn(tmp_path / "run", *options) == 0
 
 
 @pytest.mark.usefixtures("interruptible")

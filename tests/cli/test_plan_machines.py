@@ -1,4 +1,4 @@
-"""``lgnn plan plan.network=…``: the table of machines that each have a part of the graph."""
+"""``lgnn plan plan.network=…``: the table for several machines, each with a partition of the graph."""
 
 import pytest
 import yaml

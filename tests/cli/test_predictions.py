@@ -1,4 +1,4 @@
-"""``lgnn predict``: tables that hold what the model puts out, with the nodes' own names where there are some."""
+"""``lgnn predict``: tables with the model's outputs, and with the names of nodes if available."""
 
 import numpy as np
 import pytest
@@ -11,10 +11,6 @@ from lightning_gnn.datasets.folder import save_folder
 from lightning_gnn.datasets.synthetic import planted_power_law
 from tests.cli.command import NODE, lgnn
 from tests.refusals import refuses
-
-
-def rows(outputs, count=7):
-    return torch.randn(count, outputs, generator=torch.Generator().manual_seed(0)) * 3
 
 
 def test_names_of_nodes_and_formats_that_there_are(tmp_path, monkeypatch):
@@ -36,7 +32,8 @@ def test_names_of_nodes_and_formats_that_there_are(tmp_path, monkeypatch):
 def test_a_table_is_written_in_parts(tmp_path, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(predictions, "_ROWS_PER_GROUP", 3)
-    logits, names = rows(4), [f"paper {i}" for i in range(7)]
+    logits = torch.randn(7, 4, generator=torch.Generator().manual_seed(0)) * 3
+    names = [f"paper {i}" for i in range(7)]
     said = write_parquet(logits, tmp_path / "predictions.parquet", "node", names)
     assert said == "predictions.parquet: 7 rows of id, class, p0, …, p3"
     table = parquet.read_table(tmp_path / "predictions.parquet")

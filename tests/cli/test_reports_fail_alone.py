@@ -1,4 +1,4 @@
-"""What only reports never ends a run that succeeded: results are printed, one line names file and reason."""
+"""Failing reports do not end a successful run: results are printed, and one line names file and reason."""
 
 import sys
 
@@ -10,8 +10,8 @@ from tests.cli.command import lgnn, metrics_of
 FAST = ["trainer.max_epochs=1", "logger=none"]
 
 
-def in_the_way(path):
-    """Let a folder stand where a file is to be written."""
+def block_path(path):
+    """Create a folder at the path of an output file."""
     (path / "full").mkdir(parents=True)
 
 
@@ -28,7 +28,7 @@ def test_a_file_that_cannot_be_made(tmp_path, capfd, monkeypatch, name):
         monkeypatch.delattr("lightning_gnn.report.charts", raising=False)
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     else:
-        in_the_way(tmp_path / name)
+        block_path(tmp_path / name)
     assert lgnn(tmp_path, *FAST) == 0
     out, err = capfd.readouterr()
     assert "Test accuracy" in out
@@ -53,9 +53,9 @@ def test_a_disk_that_is_full(tmp_path, capfd, monkeypatch):
 
 @pytest.mark.slow
 def test_in_a_sweep_the_runs_that_succeeded_count(tmp_path, capfd, monkeypatch):
-    in_the_way(tmp_path / "1/metrics.json")
-    in_the_way(tmp_path / "comparison.csv")
-    in_the_way(tmp_path / "report.html")
+    block_path(tmp_path / "1/metrics.json")
+    block_path(tmp_path / "comparison.csv")
+    block_path(tmp_path / "report.html")
     assert lgnn(tmp_path, "-m", *FAST, "seed=1,2") == 0
     out, err = capfd.readouterr()
     assert "Comparison" in out

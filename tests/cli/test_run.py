@@ -1,5 +1,3 @@
-"""The command as a user runs it, on tiny graphs."""
-
 import csv
 import os
 import shutil
@@ -18,7 +16,7 @@ from lightning_gnn.datasets import save_hetero_folder
 from lightning_gnn.datasets.folder import save_folder
 from lightning_gnn.datasets.synthetic_hetero import planted_papers
 from lightning_gnn.report.comparison import compare
-from tests.cli.command import NODE, ROOT, TINY, fork, lgnn, metrics_of, spawn, weights_of
+from tests.cli.command import NODE, ROOT, TINY, fork, lgnn, load_weights, metrics_of, spawn
 
 LINK = [
     *TINY, "task=link", "model.num_layers=2", "datamodule.num_neighbors=[4,4]", "datamodule.batch_size=256",
@@ -90,7 +88,7 @@ def test_a_folder_is_written_by_one_run_at_a_time(tmp_path, capfd):
         assert lgnn(tmp_path, "trainer.max_epochs=1") == 2
     assert f"another run is writing to {tmp_path}: wait until it ends, or give hydra.run.dir" in capfd.readouterr().err
     assert not (tmp_path / "metrics.json").exists()
-    for _ in range(2):  # one after the other is fine
+    for _ in range(2):  # two consecutive runs work
         assert lgnn(tmp_path, "trainer.max_epochs=1") == 0
 
 
@@ -115,7 +113,7 @@ def test_a_folder_with_types_of_which_some_have_no_features_is_trained_and_evalu
     assert lgnn(tmp_path / "train", "task.embeddings=5", "trainer.gradient_clip_val=1", base=base) == 0
     assert metrics_of(tmp_path / "train")["test_acc"] > 0.5
     checkpoint = tmp_path / "train/checkpoints/best.ckpt"
-    assert weights_of(checkpoint)["embeddings.tables.author.weight"].shape == (90, 5)
+    assert load_weights(checkpoint)["embeddings.tables.author.weight"].shape == (90, 5)
     for inference in ("sampled", "full"):
         given = ["mode=test", f"inference={inference}", f"ckpt_path={checkpoint}"]
         assert lgnn(tmp_path / inference, *given, base=[]) == 0
@@ -136,13 +134,13 @@ def test_recommendation(tmp_path, capfd):
     ]  # fmt: skip
     assert lgnn(tmp_path, base=base) == 0
     metrics = metrics_of(tmp_path)
-    # By chance the mean reciprocal rank among 21 would be 0.17, and a hit among ten 0.48.
+    # Random scores give a mean reciprocal rank of 0.17 among 21, and a hit rate of 0.48 among ten.
     assert metrics["test_mrr"] > 0.22
     assert metrics["test_hits@10"] > 0.55
     assert "Test MRR" in capfd.readouterr().out
 
 
-def scores_of(directory, name):
+def read_scores(directory, name):
     with (directory / "logs/metrics.csv").open() as file:
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
@@ -151,14 +149,14 @@ def scores_of(directory, name):
     ("task", "more", "score", "best", "shown", "width"),
     [
         ("multilabel", ["task.class_weights=[1,1.5,2]"], "f1", max, "Test F1 score", 3),
-        ("regression", [], "mae", min, "Test mean absolute error", 1),  # the best checkpoint has the least error
+        ("regression", [], "mae", min, "Test mean absolute error", 1),  # the best checkpoint has the smallest error
     ],
 )
 def test_several_labels_and_numbers_per_node(tmp_path, capfd, task, more, score, best, shown, width):
     overrides = [f"task={task}", "data.feature_noise=0.1", "task.lr=0.03", "trainer.max_epochs=6", *more]
     assert lgnn(tmp_path, *overrides) == 0
     assert shown in capfd.readouterr().out
-    metrics, scores = metrics_of(tmp_path), scores_of(tmp_path, f"val_{score}")
+    metrics, scores = metrics_of(tmp_path), read_scores(tmp_path, f"val_{score}")
     assert metrics.get("test_f1", 1) > 0.8
     assert metrics.get("test_mae", 0) < 0.5 * scores[0]
     assert metrics[f"val_{score}"] == pytest.approx(best(scores))
@@ -310,7 +308,7 @@ RAW = ROOT.parent / "shared/data/planetoid"
     ("name", "given", "least"),
     [
         ("Cora", ["data=planetoid", "model=gcn", "datamodule=full", "trainer.max_epochs=60"], 0.75),
-        # With rows scaled to the sum 1, the weight decay of wide settings leaves them at chance, 17 %.
+        # With rows scaled to sum 1, the weight decay of the wide settings keeps accuracy at chance, 17 %.
         ("CiteSeer", ["experiment=citeseer_gcn_tuned", "model.hidden_channels=64", "trainer.max_epochs=30"], 0.5),
     ],
 )

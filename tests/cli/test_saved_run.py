@@ -1,4 +1,4 @@
-"""Runs that are rebuilt from the configuration saved with their checkpoint."""
+"""Runs that are rebuilt from the configuration in their checkpoint."""
 
 import shutil
 
@@ -15,14 +15,14 @@ EXACT = "datamodule.num_neighbors=[-1,-1]"  # the neighbors sampled for a test d
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of a GAT whose configuration differs from the defaults in many places."""
+    """A GAT run whose configuration differs from many defaults."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     more = ["model=gat", "model.heads=2", "model.dropout=0.1", "+callbacks.more._target_=pytorch_lightning.Callback"]
     assert lgnn(folder, EXACT, *more, "~callbacks.curves", "seed=3") == 0
     return folder
 
 
-def config_of(folder):
+def load_config(folder):
     return OmegaConf.load(folder / ".hydra/config.yaml")
 
 
@@ -38,7 +38,7 @@ def test_a_checkpoint_alone_is_enough(trained, tmp_path, capfd):
     assert "2-layer GAT" in out
     assert metrics_of(tmp_path / "test")["test_acc"] == metrics_of(trained)["test_acc"]
     assert metrics_of(tmp_path / "test")["test_loss"] == metrics_of(trained)["test_loss"]
-    now, then = config_of(tmp_path / "test"), config_of(trained)
+    now, then = load_config(tmp_path / "test"), load_config(trained)
     assert "curves" not in now.callbacks
     for key in ("mode", "ckpt_path"):
         del now[key], then[key]
@@ -65,8 +65,8 @@ def with_removed_option(config, choices):
     config["datamodule"]["precompute"] = None
 
 
-def changed(trained, path, change):
-    """Write a checkpoint whose configuration is of another release."""
+def write_changed(trained, path, change):
+    """Write a checkpoint with a configuration from another release."""
     checkpoint = torch.load(trained / "checkpoints/best.ckpt", weights_only=True)
     change(checkpoint[KEY]["config"], checkpoint[KEY]["choices"])
     torch.save(checkpoint, path)
@@ -75,11 +75,11 @@ def changed(trained, path, change):
 
 @pytest.mark.parametrize("change", [with_lost_callback, with_lost_choice, with_lost_options, with_removed_option])
 def test_checkpoints_of_other_releases_are_rebuilt(trained, tmp_path, change):
-    assert retest(tmp_path / "test", changed(trained, tmp_path / "other.ckpt", change)) == 0
+    assert retest(tmp_path / "test", write_changed(trained, tmp_path / "other.ckpt", change)) == 0
     assert metrics_of(tmp_path / "test")["test_acc"] == metrics_of(trained)["test_acc"]
     if change is not with_lost_options:
         assert metrics_of(tmp_path / "test")["test_loss"] == metrics_of(trained)["test_loss"]
-    cfg = config_of(tmp_path / "test")
+    cfg = load_config(tmp_path / "test")
     assert not {"timeline", "progress"} & {*cfg.callbacks}
     assert "memory" not in cfg.data
     if change is with_lost_options:
@@ -87,7 +87,7 @@ def test_checkpoints_of_other_releases_are_rebuilt(trained, tmp_path, change):
 
 
 def test_an_option_that_was_removed_matters_where_it_was_used(trained, tmp_path, capfd):
-    used = changed(trained, tmp_path / "used.ckpt", lambda c, _: c["datamodule"].update(precompute="first_layer"))
+    used = write_changed(trained, tmp_path / "used.ckpt", lambda c, _: c["datamodule"].update(precompute="first_layer"))
     assert retest(tmp_path / "used", used) == 2
     assert "precompute='first_layer' was removed: it made epochs no faster; leave it out" in capfd.readouterr().err
     assert retest(tmp_path / "left_out", used, "datamodule.precompute=null") == 0
@@ -107,13 +107,13 @@ def test_what_is_typed_wins(trained, tmp_path, capfd):
     assert retest(tmp_path / "value", best, "datamodule.batch_size=32", "model.heads=2", "+callbacks.more.x=1") == 2
     assert "callbacks.more" in capfd.readouterr().err  # Callback takes no x
     assert retest(tmp_path / "value", best, "datamodule.batch_size=32", "~callbacks.more") == 0
-    cfg = config_of(tmp_path / "value")
+    cfg = load_config(tmp_path / "value")
     assert (cfg.datamodule.batch_size, cfg.model.heads, "more" in cfg.callbacks) == (32, 2, False)
-    # A group's new option takes the place of what was saved of it, and of nothing else.
+    # A group's new option replaces only the saved options of that group.
     assert retest(tmp_path / "group", best, "datamodule=full") == 0
     assert metrics_of(tmp_path / "group")["test_acc"] == metrics_of(trained)["test_acc"]
     assert retest(tmp_path / "inference", best, "inference=full") == 0
-    assert config_of(tmp_path / "inference").datamodule.num_neighbors == [-1, -1]
+    assert load_config(tmp_path / "inference").datamodule.num_neighbors == [-1, -1]
     assert metrics_of(tmp_path / "inference")["test_acc"] == metrics_of(trained)["test_acc"]
     assert retest(tmp_path / "model", best, "model=gcn", "model.num_layers=2") == 2
     assert "does not fit the configured model" in capfd.readouterr().err
@@ -135,7 +135,7 @@ def test_flags_may_come_last(trained, monkeypatch, capfd):
 def test_a_moved_folder_and_a_copied_checkpoint(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "moved")
     shutil.copy(trained / "checkpoints/best.ckpt", tmp_path / "copy.ckpt")
-    again = OmegaConf.load(trained / ".hydra/overrides.yaml")  # the same ones change nothing
+    again = OmegaConf.load(trained / ".hydra/overrides.yaml")  # repeating the same overrides changes nothing
     for name, checkpoint, more in (("a", "moved/checkpoints/best.ckpt", []), ("b", "copy.ckpt", again)):
         assert retest(tmp_path / name, tmp_path / checkpoint, *more) == 0
         assert metrics_of(tmp_path / name)["test_loss"] == metrics_of(trained)["test_loss"]
@@ -160,7 +160,7 @@ def test_resuming_by_the_checkpoint_alone_is_an_uninterrupted_run(trained, tmp_p
     last = tmp_path / "half/checkpoints/last.ckpt"
     assert lgnn(tmp_path / "on", f"ckpt_path={last}", "trainer.max_epochs=2", base=[]) == 0
     assert metrics_of(tmp_path / "on")["test_loss"] == metrics_of(tmp_path / "whole")["test_loss"]
-    assert config_of(tmp_path / "on").trainer == config_of(tmp_path / "whole").trainer
+    assert load_config(tmp_path / "on").trainer == load_config(tmp_path / "whole").trainer
 
 
 @pytest.mark.parametrize("size", [0, 20, 5000])

@@ -1,4 +1,4 @@
-"""What is imported and when, and Ctrl-C while it is: it ends the command at once, whatever swallows it."""
+"""Imports at startup, and Ctrl-C during imports, which ends the command at once even if code swallows it."""
 
 import ast
 import os
@@ -34,7 +34,7 @@ def start(tmp_path, module, *command):
     return subprocess.run(
         [sys.executable, *command, "--cfg", "job"],
         env={**os.environ, "PYTHONPATH": path, "INTERRUPT_AT": module, "OMP_NUM_THREADS": "1"},
-        # A shell starts what runs in the background with SIGINT ignored.
+        # A shell starts background processes with SIGINT ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         capture_output=True,
         text=True,
@@ -52,8 +52,8 @@ def test_interrupted_while_importing(module, tmp_path):
     assert not ended.stdout
 
 
-def last_line_of(code, *arguments):
-    """Run Python code in a process of its own, and evaluate the last line that it prints."""
+def eval_last_line(code, *arguments):
+    """Run Python code in a new process, and evaluate the last line of its output."""
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -73,7 +73,7 @@ print((brought, "npu" in AcceleratorRegistry,
     {name: (type(strategy).__name__, getattr(strategy, "_start_method", "")) for name, strategy in made.items()}))
 """
     names = ["hyscale", "ascend_hybrid", "ascend_hybrid_spawn", "ascend_hybrid_fork", "ascend_hybrid_notebook"]
-    brought, npu, made = last_line_of(code, *names)
+    brought, npu, made = eval_last_line(code, *names)
     assert {name.partition(".")[0] for name in brought} == {"lightning_gnn"}
     rooms = {name.split(".")[1] for name in brought if "." in name}
     assert rooms == {"accelerators", "registration", "runtime", "startup"}
@@ -107,7 +107,7 @@ print({name.partition(".")[0] for name in sys.modules})
     monkeypatch.setenv("COMP_POINT", "7")
     (tmp_path / "metrics.json").write_text('{"test_acc": 0.5}')
     reads = arguments[0] in ("runs", "report")
-    imported = last_line_of(code, *arguments, *([str(tmp_path)] if reads else []))
+    imported = eval_last_line(code, *arguments, *([str(tmp_path)] if reads else []))
     assert imported.isdisjoint(HEAVY if reads else HEAVY | {"scipy", "rich"})
     assert reads or "hydra" in imported
 

@@ -1,4 +1,4 @@
-"""``lgnn warmup``: after it, usual runs compile nothing."""
+"""``lgnn warmup``: subsequent runs compile nothing."""
 
 import os
 import subprocess
@@ -25,8 +25,8 @@ finally:
 DEFAULT = ["data.num_nodes=20000", "data.num_edges=200000", "trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
 
 
-def counted(tmp_path, *arguments):
-    """Run the command in a new process that has no kernels but those below ``tmp_path``; what it prints."""
+def count_compiled(tmp_path, *arguments):
+    """Run the command in a new process whose kernel cache is below ``tmp_path``; return its output."""
     environment = {"NUMBA_CACHE_DIR": str(tmp_path / "kernels"), "LIGHTNING_GNN_CACHE": str(tmp_path / "cache")}
     return subprocess.run(
         [sys.executable, "-c", COUNTED, *arguments],
@@ -37,11 +37,11 @@ def counted(tmp_path, *arguments):
 
 @pytest.mark.slow
 def test_after_it_the_default_run_compiles_nothing(tmp_path):
-    *_, kept, number = counted(tmp_path, "warmup")
-    assert kept.endswith(f"stored in {tmp_path / 'kernels'}")
+    *_, message, number = count_compiled(tmp_path, "warmup")
+    assert message.endswith(f"stored in {tmp_path / 'kernels'}")
     assert int(number.removeprefix("compiled ")) > 10
     assert {path.name for path in tmp_path.iterdir()} <= {"cache", "kernels"}
-    assert counted(tmp_path, *DEFAULT)[-1] == "compiled 0"
+    assert count_compiled(tmp_path, *DEFAULT)[-1] == "compiled 0"
 
 
 @pytest.mark.parametrize("wrong", ["model=gnc", "model.dropout=2"])

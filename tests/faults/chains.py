@@ -1,4 +1,4 @@
-"""Runs that are interrupted and resumed again and again, and what they must end with."""
+"""Training runs that are interrupted and resumed repeatedly, and their expected results."""
 
 import functools
 import signal
@@ -29,7 +29,7 @@ DATA = small_data(num_nodes=80, num_edges=400)
 
 
 class Node(pl.LightningModule):
-    """Everything a resumed run could forget: dropout, momentum, a plateau schedule, metrics of whole epochs."""
+    """A module with all kinds of state: dropout, momentum, a plateau schedule, metrics over whole epochs."""
 
     def __init__(self, plateau="epoch"):
         super().__init__()
@@ -60,7 +60,7 @@ class Node(pl.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         logits, y = self.scores(batch, "val")
-        noise = torch.rand(())  # a user's validation may draw
+        noise = torch.rand(())  # a user's validation may use random numbers
         self.log("val_loss", functional.cross_entropy(logits, y) + 1e-3 * noise, batch_size=len(y))
 
     def configure_optimizers(self):
@@ -73,8 +73,6 @@ class Node(pl.LightningModule):
 
 
 class Link(Node):
-    """Predicts edges, by products of rows."""
-
     def scores(self, batch, split):
         rows = self.model(batch.x, batch.edge_index)
         left, right = batch.edge_label_index
@@ -88,14 +86,14 @@ SAMPLED = {"num_neighbors": [3, 2], "batch_size": 10, "num_workers": 2, "seed": 
 
 
 @functools.cache
-def parts():
-    """The graph in three parts, for as long as this process lives."""
+def build_partitions():
+    """Partition the graph; the folder is removed when this process exits."""
     folder = tempfile.TemporaryDirectory()
     partition_graph(DATA, folder.name, 3, "ldg")
     return folder
 
 
-def link(kind=LinkDataModule, graph=DATA):
+def build_link_data(kind=LinkDataModule, graph=DATA):
     edges = DATA.edge_index
     return kind(
         graph,
@@ -111,8 +109,8 @@ def link(kind=LinkDataModule, graph=DATA):
 
 DATA_MODULES = {
     "neighbor": lambda: NeighborDataModule(DATA, **SAMPLED),
-    "link": link,
-    "persistent link": lambda: link(PersistentLinkDataModule),
+    "link": build_link_data,
+    "persistent link": lambda: build_link_data(PersistentLinkDataModule),
     "collective": lambda: CollectiveDataModule(DATA, **SAMPLED),
     "collective routes": lambda: CollectiveDataModule(DATA, gpu_route="cpu", **SAMPLED),
     "persistent": lambda: PersistentSamplerDataModule(DATA, **SAMPLED),
@@ -120,17 +118,15 @@ DATA_MODULES = {
     "own sampler, collective": lambda: CollectiveDataModule(
         DATA, gpu_route="cpu", sampler=RandomSampler(range(35)), **SAMPLED
     ),
-    "partitioned": lambda: PartitionedDataModule(parts().name, cache=2000, **SAMPLED),
-    "partitioned, elastic": lambda: PartitionedDataModule(parts().name, elastic=True, **SAMPLED),
-    "partitioned link": lambda: link(PartitionedLinkDataModule, parts().name),
+    "partitioned": lambda: PartitionedDataModule(build_partitions().name, cache=2000, **SAMPLED),
+    "partitioned, elastic": lambda: PartitionedDataModule(build_partitions().name, elastic=True, **SAMPLED),
+    "partitioned link": lambda: build_link_data(PartitionedLinkDataModule, build_partitions().name),
     "full": lambda: FullGraphDataModule(DATA),
     "full, uncompressed": lambda: FullGraphDataModule(DATA, compress=False),
 }
 
 
 class History(Logger):
-    """Keeps what is logged, by step and name."""
-
     def __init__(self):
         super().__init__()
         self.rows = {}
@@ -145,7 +141,7 @@ class History(Logger):
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """Simulates the end of the process."""
 
 
 HOOKS = (
@@ -158,8 +154,8 @@ HOOKS = (
 )
 
 
-class At(pl.Callback):
-    """Does something the ``count``-th time that a hook is called."""
+class Trigger(pl.Callback):
+    """Runs ``act`` the ``count``-th time that a hook is called."""
 
     def __init__(self, hook, count, act):
         self.hook, self.count, self.act = hook, count, act
@@ -183,9 +179,7 @@ def kill():
     raise Killed
 
 
-class Steps(pl.Callback):
-    """Counts the steps that all runs of a chain have taken."""
-
+class StepCounter(pl.Callback):
     def __init__(self):
         self.count = 0
 
@@ -194,22 +188,17 @@ class Steps(pl.Callback):
 
 
 class Chain:
-    """Runs of one training, each resumed from where the one before was stopped."""
+    """Runs of one training, each resumed from the previous one's last checkpoint."""
 
     def __init__(self, tmp_path, data, module=Node, strategy=lambda: "auto", more=None, **options):
         self.tmp_path, self.data, self.module, self.strategy = tmp_path, data, module, strategy
         self.options = {"max_epochs": 5, "log_every_n_steps": 1, **options}
         self.more = more
-        self.history, self.steps, self.kills = {}, Steps(), 0
+        self.history, self.steps, self.kills = {}, StepCounter(), 0
         self.checkpoint = None
 
     def run(self, kill=None, last=None):
-        """Train, from the last checkpoint on; return whether it came to its end.
-
-        Args:
-            kill: What ends it.
-            last: Arguments of a checkpoint callback, if the checkpoints shall be periodic.
-        """
+        """Train from the last checkpoint on; return whether it finished. ``last``: options of a ModelCheckpoint."""
         torch.manual_seed(0 if self.checkpoint is None else 1 + self.kills)
         module = self.module()
         history, curves = History(), LearningCurves()
@@ -246,7 +235,7 @@ class Chain:
         return True
 
     def results(self, steps=True):
-        """Weights, the optimizer's state, the schedule's, numbers of steps, what was logged."""
+        """Return the weights, the states of optimizer and schedule, the number of steps, and the logs."""
         optimizer = self.trainer.optimizers[0].state_dict()
         schedules = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
         return {
@@ -261,16 +250,16 @@ class Chain:
         }
 
 
-def same(left, right, where=""):
-    """Say where two nested results differ, None if they are equal bit for bit."""
+def find_difference(left, right, where=""):
+    """Return where two nested results differ, or None if they are equal bit for bit."""
     if isinstance(left, dict):
         if left.keys() != right.keys():
             return f"{where}: {sorted(map(str, left.keys() ^ right.keys()))} are in one of them alone"
-        found = (same(left[key], right[key], f"{where}[{key!r}]") for key in left)
+        found = (find_difference(left[key], right[key], f"{where}[{key!r}]") for key in left)
     elif isinstance(left, (list, tuple)):
         if len(left) != len(right):
             return f"{where}: lengths {len(left)} and {len(right)}"
-        found = (same(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(left, right, strict=True)))
+        found = (find_difference(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(left, right, strict=True)))
     elif isinstance(left, torch.Tensor):
         return None if torch.equal(left, right) else f"{where}: {left.flatten()[:3]} and {right.flatten()[:3]}"
     elif isinstance(left, nn.Module):

@@ -1,4 +1,4 @@
-"""A checkpoint that is being overwritten stays until the new one is whole: after a kill, a full disk, an error."""
+"""A checkpoint being overwritten remains until the new one is complete: after a kill, a full disk, an error."""
 
 import os
 import random
@@ -26,12 +26,12 @@ def save(number, path, size=1000, **options):
     SafeCheckpointIO().save_checkpoint(checkpoint, path, **options)
 
 
-def number_in(path):
+def read_number(path):
     return int(SafeCheckpointIO().load_checkpoint(path)["state_dict"]["weight"].unique().item())
 
 
-def alone(path):
-    return [item.name for item in path.parent.iterdir()] == [path.name]  # nothing is left of the dead
+def is_alone(path):
+    return [item.name for item in path.parent.iterdir()] == [path.name]  # no temporary files remain
 
 
 @pytest.fixture
@@ -60,9 +60,9 @@ def test_killed_at_any_moment_of_writing(last):
         time.sleep(rng.random() * 0.05)
         os.kill(process.pid, signal.SIGKILL)
         process.join(PATIENCE)
-        assert number_in(last) >= 2
+        assert read_number(last) >= 2
     save(1, last)
-    assert alone(last)
+    assert is_alone(last)
 
 
 @pytest.mark.parametrize(("module", "step"), [(torch, "save"), (os, "fsync"), (os, "replace")])
@@ -74,8 +74,8 @@ def test_an_end_before_the_new_file_has_its_name(module, step, last, monkeypatch
     with pytest.raises(Killed):
         save(2, last)
     monkeypatch.undo()
-    assert number_in(last) == 1
-    assert alone(last)
+    assert read_number(last) == 1
+    assert is_alone(last)
 
 
 def test_the_file_and_its_name_are_brought_to_the_disk_from_beside_it(last, monkeypatch):
@@ -86,7 +86,7 @@ def test_the_file_and_its_name_are_brought_to_the_disk_from_beside_it(last, monk
         fsync(number)
 
     monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr("tempfile.tempdir", "/nowhere")  # through which Lightning's own writer goes, and copies
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")  # the folder that Lightning's own writer and copies would use
     save(2, last)
     assert synced[0].endswith(".part")
     assert Path(synced[0]).parent == last.parent
@@ -95,7 +95,7 @@ def test_the_file_and_its_name_are_brought_to_the_disk_from_beside_it(last, monk
 
 def test_a_full_disk(last):
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))  # no file grows beyond it
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))  # the maximum file size
     try:
         with pytest.raises(OSError, match=r"could not be written: .*the existing file is unchanged") as raised:
             save(2, last, 100_000)
@@ -104,17 +104,17 @@ def test_a_full_disk(last):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert raised.value.filename == str(last)
-    assert number_in(last) == 1
-    assert alone(last)
+    assert read_number(last) == 1
+    assert is_alone(last)
 
 
 def test_other_places_are_lightning_s(tmp_path):
     save(3, "memory://folder/last.ckpt")
     assert fsspec.filesystem("memory").exists("/folder/last.ckpt")
-    assert number_in("memory://folder/last.ckpt") == 3
+    assert read_number("memory://folder/last.ckpt") == 3
     save(4, f"file://{tmp_path}/url.ckpt")
-    assert number_in(f"file://{tmp_path}/url.ckpt") == number_in(tmp_path / "url.ckpt") == 4
-    refuses(FileNotFoundError, r"none.ckpt", number_in, tmp_path / "none.ckpt")
+    assert read_number(f"file://{tmp_path}/url.ckpt") == read_number(tmp_path / "url.ckpt") == 4
+    refuses(FileNotFoundError, r"none.ckpt", read_number, tmp_path / "none.ckpt")
     refuses(TypeError, "storage_options", save, 4, tmp_path / "last.ckpt", storage_options={})
 
 

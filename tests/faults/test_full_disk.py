@@ -1,4 +1,4 @@
-"""A disk without room: one clear error before anything is lost, and nothing left behind."""
+"""A full disk: one clear error before anything is lost, and no files left behind."""
 
 import errno
 import re
@@ -28,8 +28,8 @@ DATA = Data(x=X, y=torch.zeros(N, dtype=torch.int64), edge_index=EDGE_INDEX)
 
 
 @contextmanager
-def small_files():
-    """Let no file of this process grow beyond 256 KB: the system answers as on a full disk."""
+def limit_files():
+    """Limit this process's files to 256 KB: the system then reports a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (256 << 10, before[1]))
     try:
@@ -40,7 +40,6 @@ def small_files():
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 1 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
@@ -61,29 +60,29 @@ SAVES = {
 }
 
 
-def tree(folder):
+def read_files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_a_file_that_cannot_grow(tmp_path, kind):
     (tmp_path / "x.npy").write_bytes(b"from before") if "table" in kind else None
-    before = tree(tmp_path)
-    with small_files(), pytest.raises(OSError, match=r"\.npy needs \d+ bytes and cannot be written \(File too la") as e:
+    before = read_files(tmp_path)
+    with limit_files(), pytest.raises(OSError, match=r"\.npy needs \d+ bytes and cannot be written \(File too la") as e:
         SAVES[kind](tmp_path)
     assert e.value.errno == errno.EFBIG
     assert str(e.value).endswith("bytes left; free disk space, or write elsewhere")
     assert str(e.value).count("needs") == 1
-    assert tree(tmp_path) == before
+    assert read_files(tmp_path) == before
     (tmp_path / "x.npy").unlink(missing_ok=True)
     shutil.rmtree(tmp_path / "csc", ignore_errors=True)
-    SAVES[kind](tmp_path)  # with room again
+    SAVES[kind](tmp_path)  # after space is available again
 
 
 MODEL = GraphSAGE(8, 16, num_layers=2, out_channels=4).eval()
 
 
-def streamed(folder):
+def infer_streamed(folder):
     graph = CompressedGraph.from_edge_index(EDGE_INDEX, N)
     return infer(MODEL, X, graph, settings=FullInference(folder=folder, memory_limit=0, progress=False))
 
@@ -91,18 +90,18 @@ def streamed(folder):
 def test_streamed_inference_where_a_layer_cannot_be_reserved(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path))
     for folder in (None, tmp_path / "mine"):
-        with small_files(), pytest.raises(OSError, match=r"layer_0\.npy needs 1280128 bytes and cannot be written"):
-            streamed(folder)
+        with limit_files(), pytest.raises(OSError, match=r"layer_0\.npy needs 1280128 bytes and cannot be written"):
+            infer_streamed(folder)
         assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"lock"}
-    assert torch.allclose(streamed(tmp_path / "mine"), MODEL(X, EDGE_INDEX), atol=1e-5)
+    assert torch.allclose(infer_streamed(tmp_path / "mine"), MODEL(X, EDGE_INDEX), atol=1e-5)
 
 
 SCRIPT = """
 import sys, warnings
 warnings.simplefilter("ignore")
 from pathlib import Path
-from tests.faults.test_full_disk import streamed
-streamed(Path(sys.argv[1]))
+from tests.faults.test_full_disk import infer_streamed
+infer_streamed(Path(sys.argv[1]))
 """
 
 
@@ -110,7 +109,7 @@ streamed(Path(sys.argv[1]))
 def test_streamed_inference_on_a_full_disk_ends_with_a_message(small_disk, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run_script(tmp_path / "script.py", str(small_disk / "layers"))
-    assert done.returncode == 1, done.stderr[-2000:]  # and no signal
+    assert done.returncode == 1, done.stderr[-2000:]  # not killed by a signal
     said = (
         r"OSError: \[Errno 28\] \S+layer_0\.npy needs \d+ bytes and cannot be written \(No space left on device\): "
         r"its disk has \d+ bytes left; free disk space, or write elsewhere\n$"

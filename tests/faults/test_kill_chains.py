@@ -1,4 +1,4 @@
-"""A run that is interrupted again and again, at any moment, ends as one that was not: bit for bit."""
+"""A run that is interrupted repeatedly, at any point, ends like an uninterrupted run, bit for bit."""
 
 import functools
 import itertools
@@ -14,17 +14,28 @@ from pytorch_lightning.callbacks import EarlyStopping
 from lightning_gnn.full_graph.strategy import AscendHybridParallelStrategy
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from tests.campaigns import SLICES, campaign
-from tests.faults.chains import DATA_MODULES, HOOKS, At, Chain, Killed, Link, Node, interrupt, kill, same
+from tests.faults.chains import (
+    DATA_MODULES,
+    HOOKS,
+    Chain,
+    Killed,
+    Link,
+    Node,
+    Trigger,
+    find_difference,
+    interrupt,
+    kill,
+)
 from tests.full_graph.launch import CONTEXT, run
 from tests.patience import NEVER, PATIENCE
 
 KILLS = 3
-"""Of each chain of a campaign; its slices are killed at other moments: 24 kills in all."""
+"""Per chain of a campaign; each slice interrupts at other points, for 24 interruptions in all."""
 
 
 def compare(chain, whole, steps=True):
     assert whole.run()
-    difference = same(whole.results(steps), chain.results(steps))
+    difference = find_difference(whole.results(steps), chain.results(steps))
     assert difference is None, difference
 
 
@@ -34,7 +45,7 @@ def play(chain, whole, rng, act, last=None, hooks=HOOKS, kills=KILLS, steps=True
     while chain.kills < kills:
         hook = rng.choice(hooks)
         count = rng.choice((1, 1, 2, 3)) if "batch" in hook else 1
-        if chain.run(At(hook, count, act), last):
+        if chain.run(Trigger(hook, count, act), last):
             break
     else:
         assert chain.run(None, last)
@@ -42,8 +53,8 @@ def play(chain, whole, rng, act, last=None, hooks=HOOKS, kills=KILLS, steps=True
     compare(chain, whole, steps)
 
 
-def shared_out(*values, slices, first=0):
-    """Make a campaign of which each slice takes a part of the cases, with moments of its own."""
+def share_cases(*values, slices, first=0):
+    """Make a campaign; each slice gets some of the cases, with its own interruption points."""
     cases = [
         (number, *case)
         for number in range(SLICES)
@@ -53,7 +64,7 @@ def shared_out(*values, slices, first=0):
     return lambda names: lambda test: pytest.mark.campaign(pytest.mark.parametrize(("number", *names), cases)(test))
 
 
-@shared_out(DATA_MODULES, slices=2)(("data",))
+@share_cases(DATA_MODULES, slices=2)(("data",))
 def test_interrupted_by_signals(data, number, tmp_path):
     module = Link if "link" in data else Node
     options = {"max_epochs": 12 if data.startswith("full") else 5}
@@ -62,9 +73,9 @@ def test_interrupted_by_signals(data, number, tmp_path):
     play(chain, whole, rng, interrupt)
 
 
-@shared_out(DATA_MODULES, itertools.cycle([1, 2]), slices=2, first=1)(("data", "every"))
+@share_cases(DATA_MODULES, itertools.cycle([1, 2]), slices=2, first=1)(("data", "every"))
 def test_killed_with_periodic_checkpoints(data, every, number, tmp_path):
-    """Written wherever Lightning writes them: after a batch, also an epoch's last, and after a validation."""
+    """Checkpoints at all places where Lightning writes them: after a batch, the end of an epoch, and a validation."""
     module = Link if "link" in data else Node
     options = {"max_epochs": 12 if data.startswith("full") else 5}
     rng = random.Random(f"killed {data} {number}")
@@ -95,7 +106,7 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@shared_out(OPTIONS, itertools.cycle(["epoch", "step", None]), slices=4)(("name", "plateau"))
+@share_cases(OPTIONS, itertools.cycle(["epoch", "step", None]), slices=4)(("name", "plateau"))
 def test_with_options_of_the_trainer(name, plateau, number, tmp_path):
     module = functools.partial(Node, plateau)
     rng = random.Random(f"options {name} {number}")
@@ -106,7 +117,7 @@ def test_with_options_of_the_trainer(name, plateau, number, tmp_path):
 
 
 @pytest.mark.slow
-@shared_out(OPTIONS, itertools.cycle(PERIODS), slices=4, first=2)(("name", "period"))
+@share_cases(OPTIONS, itertools.cycle(PERIODS), slices=4, first=2)(("name", "period"))
 def test_killed_with_options_of_the_trainer(name, period, number, tmp_path):
     rng = random.Random(f"options {name} {number}")
     chain, whole = (Chain(tmp_path / kind, DATA_MODULES["neighbor"], **OPTIONS[name]) for kind in ("chain", "whole"))
@@ -114,20 +125,20 @@ def test_killed_with_options_of_the_trainer(name, period, number, tmp_path):
 
 
 def train_hybrid(rank, folder, data, options, act, number):
-    """Each rank runs the whole chain; a signal reaches the last of them."""
+    """Run the whole chain on each rank; the last rank gets a signal."""
     rng = random.Random(f"hyscale {act.__name__} {data} {options} {number}")
     options = {"cpu_trainers": 2, "drm": False, "stall_timeout": 60.0, **options}
     strategy = functools.partial(HyScaleStrategy, **options)
     chain, whole = (Chain(Path(folder) / name, DATA_MODULES[data], strategy=strategy) for name in ("chain", "whole"))
-    mine = act if act is kill or rank == options["cpu_trainers"] - 1 else list
-    play(chain, whole, rng, mine, {"every_n_train_steps": 2} if act is kill else None, steps=act is interrupt)
+    action = act if act is kill or rank == options["cpu_trainers"] - 1 else list
+    play(chain, whole, rng, action, {"every_n_train_steps": 2} if act is kill else None, steps=act is interrupt)
 
 
 HYBRID = [("neighbor", {}), ("neighbor", {"shares": [0.7, 0.3]}), ("own sampler", {})]
 
 
 @pytest.mark.slow
-@shared_out(*zip(*((*case, act) for act in (interrupt, kill) for case in HYBRID), strict=True), slices=4)(
+@share_cases(*zip(*((*case, act) for act in (interrupt, kill) for case in HYBRID), strict=True), slices=4)(
     ("data", "options", "act")
 )
 def test_hybrid_training(data, options, act, number, tmp_path):
@@ -141,15 +152,17 @@ def test_hybrid_training_of_a_lone_trainer(act, number, tmp_path):
 
 
 def train_on_ranks(rank, folder, act):
-    """Each rank runs the whole chain; a signal reaches one of them."""
+    """Run the whole chain on each rank; one rank gets a signal."""
     rng = random.Random(f"ranks {act.__name__}")
     strategy = functools.partial(AscendHybridParallelStrategy, timeout=NEVER)
     options = {"max_epochs": 5, "devices": 2}
     chain, whole = (
         Chain(Path(folder) / name, DATA_MODULES["full"], strategy=strategy, **options) for name in ("chain", "whole")
     )
-    mine = act if act is kill or rank == 1 else list
-    play(chain, whole, rng, mine, {"every_n_train_steps": 1} if act is kill else None, kills=3, steps=act is interrupt)
+    action = act if act is kill or rank == 1 else list
+    play(
+        chain, whole, rng, action, {"every_n_train_steps": 1} if act is kill else None, kills=3, steps=act is interrupt
+    )
     return chain.kills
 
 
@@ -161,12 +174,12 @@ def test_full_graph_training_on_two_ranks(act, tmp_path):
 
 
 def train_until_killed(folder, data, hook, count, out):
-    """Run in a process of its own, which kills itself as the system would."""
+    """Train in its own process, which kills itself with SIGKILL."""
     torch.set_num_threads(1)
     chain = Chain(Path(folder), DATA_MODULES[data], max_epochs=6)
     checkpoint = chain.tmp_path / "last.ckpt"
     chain.checkpoint = checkpoint if checkpoint.is_file() else None
-    killed = None if hook is None else At(hook, count, functools.partial(os.kill, os.getpid(), signal.SIGKILL))
+    killed = None if hook is None else Trigger(hook, count, functools.partial(os.kill, os.getpid(), signal.SIGKILL))
     assert chain.run(killed, {"every_n_train_steps": 2})
     results = {key: value for key, value in chain.results(steps=False).items() if key != "history"}
     torch.save(results, out)
@@ -193,11 +206,11 @@ def test_killed_processes(data, tmp_path):
         assert start("chain", rng.choice(HOOKS), rng.choice((2, 3))) in (-signal.SIGKILL, 0)
     assert start("chain") == 0
     whole, chain = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "chain"))
-    difference = same(whole, chain)
+    difference = find_difference(whole, chain)
     assert difference is None, difference
 
 
-class SaveAt(At):
+class SaveAt(Trigger):
     """Writes a checkpoint as a user's own callback may, and ends the process before the next batch."""
 
     def __init__(self, hook, count, path):
@@ -250,8 +263,8 @@ def test_a_run_that_was_about_to_stop_early_stops(tmp_path):
     chain, whole = (
         Chain(tmp_path / name, DATA_MODULES["neighbor"], more=stop_early, max_epochs=9) for name in ("chain", "whole")
     )
-    assert not chain.run(At("on_validation_end", 2, kill), {"monitor": "val_loss", "every_n_train_steps": 6})
-    assert not chain.run(At("on_validation_end", 1, interrupt))
+    assert not chain.run(Trigger("on_validation_end", 2, kill), {"monitor": "val_loss", "every_n_train_steps": 6})
+    assert not chain.run(Trigger("on_validation_end", 1, interrupt))
     assert chain.run()
     assert chain.trainer.global_step == 12
     compare(chain, whole, steps=False)

@@ -31,7 +31,7 @@ def cora(root, **options):
     return planetoid(root, "Cora", **options)
 
 
-def planetoid_parts():
+def make_planetoid_parts():
     rng = np.random.default_rng(0)
     x = scipy.sparse.csr_matrix((rng.random((N, 8)) < 0.3).astype(np.float32))
     y = np.eye(3, dtype=np.int32)[rng.integers(3, size=N)]
@@ -43,7 +43,7 @@ def planetoid_parts():
 def write_cora(root, protocol=2, **changes):
     raw = root / "Cora" / "raw"
     raw.mkdir(parents=True, exist_ok=True)
-    for suffix, part in {**planetoid_parts(), **changes}.items():
+    for suffix, part in {**make_planetoid_parts(), **changes}.items():
         (raw / f"ind.cora.{suffix}").write_bytes(pickle.dumps(part, protocol))
     order = np.random.default_rng(1).permutation(np.arange(KNOWN, N))
     np.savetxt(raw / "ind.cora.test.index", order, fmt="%d")
@@ -68,11 +68,11 @@ def write_flickr(root, labels=(0, 1, 0, 1)):
 
 
 class FakeOGB(InMemoryDataset):
-    """Loads its files the way ogb 1.3.6 does, which torch 2.6 and later refuse by default."""
+    """Loads its files like ogb 1.3.6, in a way that torch 2.6 and later reject by default."""
 
     fails = None
     asks = {}  # noqa: RUF012
-    """Options of ``torch.load``: a version of ogb may ask for anything in its files."""
+    """Options of ``torch.load``: other ogb versions may pass other options."""
     raw_file_names = ("edge.csv.gz", "node-feat.csv.gz")
     processed_file_names = "geometric_data_processed.pt"
 
@@ -101,7 +101,7 @@ class FakeOGB(InMemoryDataset):
 
 
 def install_ogb(monkeypatch):
-    """Let ``import ogb`` find :class:`FakeOGB`."""
+    """Make ``import ogb`` return :class:`FakeOGB`."""
     module = ModuleType("ogb.nodeproppred")
     module.PygNodePropPredDataset = FakeOGB
     monkeypatch.setitem(sys.modules, "ogb", ModuleType("ogb"))

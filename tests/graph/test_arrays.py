@@ -1,4 +1,4 @@
-"""Files of arrays: larger than memory, no address space, scattered reads, writes in place, links, saving again."""
+"""Array files: larger than memory, address space limits, scattered reads, in-place writes, links, saving again."""
 
 import errno
 import io
@@ -24,8 +24,8 @@ WIDTH = 1 << 18
 on_linux = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads the system's account of mappings")
 
 
-def sparse_table(path, num_bytes):
-    """Write a file of zeros that takes no room on the disk; returns its number of rows."""
+def write_sparse_table(path, num_bytes):
+    """Write a sparse file of zeros, which takes no disk space; return its number of rows."""
     rows = num_bytes // (4 * WIDTH)
     with path.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, WIDTH)})
@@ -35,12 +35,12 @@ def sparse_table(path, num_bytes):
 
 @pytest.fixture
 def huge(tmp_path):
-    """A table of twice the memory."""
+    """A table of twice the memory size."""
     overcommit = Path("/proc/sys/vm/overcommit_memory")
     if overcommit.exists() and overcommit.read_text().strip() == "2":
         pytest.skip("this system counts every mapping as memory")
     path = tmp_path / "x.npy"
-    return path, sparse_table(path, 2 * psutil.virtual_memory().total)
+    return path, write_sparse_table(path, 2 * psutil.virtual_memory().total)
 
 
 def test_features_larger_than_memory_load_and_take_writes_in_place(huge):
@@ -50,7 +50,7 @@ def test_features_larger_than_memory_load_and_take_writes_in_place(huge):
         table = FeatureTable.load(path)
     table.values[rows - 1, :3] = 7
     assert table.gather(torch.tensor([0, rows - 1]))[:, :4].tolist() == [[0, 0, 0, 0], [7, 7, 7, 0]]
-    assert FeatureTable.load(path).values[rows - 1, 0] == 0  # the file is as it was
+    assert FeatureTable.load(path).values[rows - 1, 0] == 0  # the file is unchanged
 
 
 def test_a_folder_with_features_larger_than_memory(huge):
@@ -64,8 +64,8 @@ def test_a_folder_with_features_larger_than_memory(huge):
 
 
 @contextmanager
-def limited(kind, more):
-    """Let this process take only so many bytes more of something."""
+def limit_resource(kind, more):
+    """Limit a resource of this process to its current use plus ``more`` bytes."""
     import resource
 
     status = Path("/proc/self/status").read_text()
@@ -83,8 +83,8 @@ def limited(kind, more):
 
 @on_linux
 def test_no_address_space_is_not_a_damaged_file(tmp_path):
-    sparse_table(tmp_path / "x.npy", 8 << 30)
-    with limited("RLIMIT_AS", 1 << 30):
+    write_sparse_table(tmp_path / "x.npy", 8 << 30)
+    with limit_resource("RLIMIT_AS", 1 << 30):
         with pytest.raises(OSError, match=r"x\.npy is intact, but .*address space.*ulimit -v") as caught:
             FeatureTable.load(tmp_path / "x.npy")
         with pytest.raises(MemoryError, match=r"x\.npy is intact, but its .* bytes do not fit into memory.* mmap=True"):
@@ -127,25 +127,25 @@ def test_arrays_behind_an_odd_header_are_aligned(tmp_path, mmap):
     assert loaded.data_ptr() % 8 == 0
 
 
-def npy(array):
+def to_npy(array):
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
 
 
-WHOLE = npy(np.arange(4, dtype=np.int32))
+WHOLE = to_npy(np.arange(4, dtype=np.int32))
 NO_NUMBERS = "is not a complete .npy file of numbers"
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (npy(np.arange(4, dtype=">i4")), r"not in native byte order: use array.astype\('i4'\)"),
-        (npy(np.array([{}], dtype=object)), NO_NUMBERS),
+        (to_npy(np.arange(4, dtype=">i4")), r"not in native byte order: use array.astype\('i4'\)"),
+        (to_npy(np.array([{}], dtype=object)), NO_NUMBERS),
         (WHOLE + b"more", r"its header declares int32 \[4\], 144 bytes in all, but it has 148"),
         (WHOLE[:20], NO_NUMBERS),
         (WHOLE.replace(b"'shape': (4,)", b"'shape': ((((").replace(b"}", b" "), NO_NUMBERS),
-        (npy(np.array([True, False]))[:-1] + b"A", "contains bool bytes other than 0 and 1"),
+        (to_npy(np.array([True, False]))[:-1] + b"A", "contains bool bytes other than 0 and 1"),
     ],
 )
 def test_messages_of_damaged_files(tmp_path, content, said):
@@ -185,7 +185,7 @@ def test_saving_over_a_graph_leaves_nothing_of_it(tmp_path):
     held = CSCGraph.load(tmp_path)
     in_order.save(tmp_path)
     assert torch.equal(CSCGraph.load(tmp_path).to_edge_index(), in_order.to_edge_index())
-    assert torch.equal(held.to_edge_index(), unsorted.to_edge_index())  # it maps the files of before
+    assert torch.equal(held.to_edge_index(), unsorted.to_edge_index())  # it maps the previous files
 
 
 def test_making_a_file_again_leaves_the_mapped_one_alone(tmp_path):

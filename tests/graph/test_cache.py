@@ -24,8 +24,8 @@ from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.strategies import graphs
 
 
-def sources(cached, targets, positions):
-    """Look up sources of edges the way a kernel does: from in-edge ``positions`` of ``targets``, int64 ``[n]``."""
+def look_up_sources(cached, targets, positions):
+    """Look up sources of edges like a kernel: from in-edge ``positions`` of ``targets``, int64 ``[n]``."""
     device = cached.offset.device
     targets, positions = targets.to(device), positions.to(device)
     offset = cached.offset[targets]
@@ -39,7 +39,7 @@ def sources(cached, targets, positions):
 
 @st.composite
 def workloads(draw):
-    """Draw up to three kinds of entries, of which the sizes are small, and a budget."""
+    """Draw up to three kinds of small entries, and a budget."""
     kinds = []
     for _ in range(draw(st.integers(0, 3))):
         entries = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=4))
@@ -50,7 +50,7 @@ def workloads(draw):
     return kinds, draw(st.integers(0, 150))
 
 
-def best_gain(found, budget, lookup_bytes):
+def find_best_gain(found, budget, lookup_bytes):
     best = 0.0
     for count in range(len(found) + 1):
         for chosen in combinations(found, count):
@@ -78,22 +78,22 @@ def test_chosen_entries_against_all_choices(workload):
         assert nbytes == sum(size for size, _ in chosen) + (kinds[number].lookup_bytes if chosen else 0)
         assert gain == pytest.approx(sum(gain for _, gain in chosen))
     assert sum(choice.nbytes) <= budget
-    best = best_gain(found, budget, [kind.lookup_bytes for kind in kinds])
+    best = find_best_gain(found, budget, [kind.lookup_bytes for kind in kinds])
     largest = max((gain for *_, gain in found), default=0.0)
     assert best - largest <= sum(choice.gains) <= best
     if len({size for _, _, size, _ in found}) <= 1:
-        assert sum(choice.gains) == pytest.approx(best)  # entries of one size: greedy is exact
+        assert sum(choice.gains) == pytest.approx(best)  # for entries of equal size, greedy is exact
     again = CacheOrder(kinds).best(budget)
     assert all(torch.equal(one, other) for one, other in zip(choice.nodes, again.nodes, strict=True))
 
 
-def counts(*numbers):
+def make_counts(*numbers):
     return torch.tensor(numbers, dtype=torch.int64)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=3), st.integers(0, 16))
 def test_the_hottest_of_all_types(scores, count):
-    chosen = hottest_of_types({number: counts(*part) for number, part in enumerate(scores)}, count)
+    chosen = hottest_of_types({number: make_counts(*part) for number, part in enumerate(scores)}, count)
     order = sorted((-score, name, node) for name, part in enumerate(scores) for node, score in enumerate(part))
     assert sorted((name, node) for name, nodes in chosen.items() for node in nodes.tolist()) == sorted(
         entry[1:] for entry in order[:count]
@@ -109,25 +109,25 @@ def test_cached_lists_decode_to_the_graph(graph, seed):
     for count in {0, graph.num_nodes // 2, graph.num_nodes}:
         nodes = order[:count]
         cached = graph.cache_adjacency(nodes, "cpu")
-        assert torch.equal(sources(cached, targets, positions), graph.indices.to(torch.int64))
+        assert torch.equal(look_up_sources(cached, targets, positions), graph.indices.to(torch.int64))
         assert cached.cached_indices.numel() == graph.in_degrees[nodes].sum()
         assert cached.cached_indices.dtype == graph.indices.dtype
         assert torch.equal(cached.offset >= 0, torch.zeros(graph.num_nodes).index_fill(0, nodes, 1) > 0)
-        # Each list lies where its offset says, and is read from there.
+        # Each list is stored at its offset.
         away = type(cached)(cached.indptr, torch.full_like(graph.indices, -7), cached.offset, cached.cached_indices)
         expected = torch.where(cached.offset[targets] >= 0, graph.indices, torch.full_like(graph.indices, -7))
-        assert torch.equal(sources(away, targets, positions), expected.to(torch.int64))
+        assert torch.equal(look_up_sources(away, targets, positions), expected.to(torch.int64))
 
 
 def test_bad_nodes_to_cache(tmp_path):
     graph = CSCGraph.from_edge_index(torch.tensor([[0, 1], [1, 2]]), 3)
     with pytest.raises(IndexError, match="cannot cache node 3: the graph has 3 nodes"):
-        graph.cache_adjacency(counts(0, 3), "cpu")
+        graph.cache_adjacency(make_counts(0, 3), "cpu")
     with pytest.raises(ValueError, match="contain duplicates"):
-        RowCache.build(torch.ones(3, 2), counts(1, 1), "cpu")
+        RowCache.build(torch.ones(3, 2), make_counts(1, 1), "cpu")
     # A memory-mapped graph is cached from its files.
     mapped = CSCGraph.load(graph.save(tmp_path))
-    assert mapped.cache_adjacency(counts(2), "cpu").cached_indices.tolist() == [1]
+    assert mapped.cache_adjacency(make_counts(2), "cpu").cached_indices.tolist() == [1]
 
 
 @pytest.mark.parametrize("options", [{}, {"replace": True}, {"disjoint": True}], ids=["uniform", "replace", "disjoint"])

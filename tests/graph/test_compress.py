@@ -18,7 +18,7 @@ from tests.strategies import edge_indices
 
 @st.composite
 def compressed(draw):
-    """Draw (num_nodes, edge_index, graph), some of them symmetric."""
+    """Draw (num_nodes, edge_index, graph); some of the graphs are symmetric."""
     num_nodes, edge_index = draw(edge_indices())
     if draw(st.booleans()):
         edge_index = torch.cat([edge_index, edge_index.flip(0)], 1)
@@ -36,8 +36,7 @@ def check_directions(graph):
     assert backward is graph.backward
 
 
-def dense(graph, weight):
-    """Sum the weights of each (target, source)."""
+def sum_weights(graph, weight):
     out = torch.zeros(graph.num_targets, graph.num_sources, dtype=weight.dtype)
     where = graph.forward.entry_rows().long(), graph.forward.indices.long()
     return out.index_put(where, weight, accumulate=True)
@@ -77,7 +76,7 @@ def test_self_loops_and_gcn_norm_are_those_of_pyg(drawn):
         found = graph.gcn_weight(given_weight, improved, add_self_loops, dtype=torch.float64)
         reference = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
         reference.index_put_((expected_index[1], expected_index[0]), expected, accumulate=True)
-        torch.testing.assert_close(dense(whole, found), reference, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(sum_weights(whole, found), reference, rtol=1e-12, atol=1e-13)
 
 
 def test_gcn_norm_is_differentiable_and_kept_without_weights():
@@ -97,7 +96,7 @@ def test_gcn_norm_is_differentiable_and_kept_without_weights():
 @given(drawn=edge_indices(), extra=st.integers(0, 9))
 def test_bipartite_graphs(drawn, extra):
     num_targets, edge_index = drawn
-    row = edge_index[0] + extra  # sources of their own, some of them without an edge
+    row = edge_index[0] + extra  # the sources are other nodes; some have no edge
     by_target = torch.sort(edge_index[1], stable=True).indices
     indptr = torch.bincount(edge_index[1] + 1, minlength=num_targets + 1).cumsum(0)
     num_sources = num_targets + extra + 1
@@ -179,14 +178,14 @@ def test_what_is_gone_says_what_to_use(name):
         CompressedGraph.from_edge_index(torch.tensor([[0], [1]]), 2, chunks=3)
 
 
-# The chunks of an NPU.
+# Chunks for NPUs.
 
 
 def check_chunks(layout, direction):
-    """Check what the class promises, chunk by chunk, and that every entry is where it belongs."""
+    """Check the documented properties for each chunk, and the position of every entry."""
     chunks = layout.chunks
     rows, indptr, columns = chunks.rows.tolist(), chunks.indptr.tolist(), chunks.columns
-    assert [vertex for vertex, _ in itertools.groupby(rows)] == list(dict.fromkeys(rows))  # parts are neighbours
+    assert [vertex for vertex, _ in itertools.groupby(rows)] == list(dict.fromkeys(rows))  # parts are adjacent
     assert sorted(set(rows)) == list(range(direction.num_rows))
     assert chunks.row_ptr[0] == chunks.column_ptr[0] == 0
     assert chunks.row_ptr[-1] == len(rows)
@@ -199,7 +198,7 @@ def check_chunks(layout, direction):
         assert torch.equal(chunks.local[entries].unique(), torch.arange(own.numel(), dtype=torch.int32))
     parts = torch.tensor(rows[:-1]) == torch.tensor(rows[1:])
     first = chunks.row_ptr[:-1]
-    assert all(i + 1 in first for i in parts.nonzero().view(-1).tolist())  # a part begins a chunk
+    assert all(i + 1 in first for i in parts.nonzero().view(-1).tolist())  # a part starts a chunk
     places = torch.arange(direction.num_edges) if layout.places is None else layout.places
     assert torch.equal(places.sort().values, torch.arange(direction.num_edges))
     assert torch.equal(chunks.entry_columns(), direction.indices[places])
@@ -245,7 +244,7 @@ def test_rows_that_share_neighbours_stand_together():
 
 
 def test_a_natural_order_that_loads_fewer_rows_is_kept(caplog):
-    # A band matrix in order is as local as it gets; to take the best vertex each time leaves gaps.
+    # A band matrix has optimal locality in its natural order; choosing the best vertex greedily leaves gaps.
     vertex = torch.arange(240)
     edge_index = torch.cat([torch.stack([vertex, (vertex + step) % 240]) for step in (-3, -2, -1, 1, 2, 3, 7)], 1)
     with caplog.at_level(logging.INFO):

@@ -1,4 +1,4 @@
-"""Tables in files become the folder that the same tables in memory become, whatever interrupts it."""
+"""Tables in files are converted to the same folder as equal tables in memory, even if interrupted."""
 
 import csv
 import gzip
@@ -27,7 +27,7 @@ ENDINGS = ("csv", "csv.gz", "parquet", "npy")
 
 
 def write(path, header, rows):
-    """Write a table in the form that the path's ending names."""
+    """Write a table in the format given by the path's ending."""
     if path.suffix == ".npy":
         np.save(path, np.array(rows, dtype=np.int64).reshape(-1, 2).T)
         return path
@@ -46,7 +46,7 @@ def write(path, header, rows):
 
 @st.composite
 def graphs(draw):
-    """Draw (ids of nodes, edges between positions among them), at least one of each."""
+    """Draw (node ids, edges between positions in them), at least one of each."""
     named = draw(st.booleans())
     ids = draw(st.lists(st.integers(0, 10**12), min_size=1, max_size=9, unique=True))
     count = len(ids)
@@ -54,7 +54,7 @@ def graphs(draw):
     return [f"node {number}" for number in ids] if named else ids, edges
 
 
-def same_topology(graph, edge_index, num_targets, num_sources=None):
+def assert_same_topology(graph, edge_index, num_targets, num_sources=None):
     expected = CSCGraph.from_edge_index(edge_index, num_targets, num_sources)
     assert torch.equal(graph.indptr, expected.indptr)
     assert torch.equal(graph.indices, expected.indices)
@@ -69,7 +69,7 @@ def test_a_graph_without_types(tmp_path_factory, drawn, ending, undirected, data
     folder = tmp_path_factory.mktemp("tables")
     labels = data.draw(st.lists(st.sampled_from(["red", "blue", ""]), min_size=len(ids), max_size=len(ids)))
     splits = data.draw(st.lists(st.sampled_from(["train", "valid", "test", ""]), min_size=len(ids), max_size=len(ids)))
-    labels[0], splits[0] = "red", "train"  # a column without anything has no type
+    labels[0], splits[0] = "red", "train"  # an empty column has no type
     rows = [
         [id_, f"a{n}", label, split, n, 0.5 * n]
         for n, (id_, label, split) in enumerate(zip(ids, labels, splits, strict=True))
@@ -82,7 +82,7 @@ def test_a_graph_without_types(tmp_path_factory, drawn, ending, undirected, data
     if undirected:
         edge_index = to_undirected(edge_index, num_nodes=len(ids))
         edge_index = edge_index[:, (edge_index[1] * len(ids) + edge_index[0]).argsort()]
-    same_topology(found.graph, edge_index, len(ids))
+    assert_same_topology(found.graph, edge_index, len(ids))
     assert counts == {"node": len(ids), "node__to__node": edge_index.size(1)}
     numbers = torch.arange(len(ids), dtype=torch.float32)
     assert torch.equal(found.x, torch.stack([numbers, numbers / 2], 1))
@@ -117,7 +117,7 @@ def test_a_graph_with_types_and_attributes(tmp_path_factory, drawn, num_papers, 
     assert found.edge_types == expected.edge_types
     for kind in expected.edge_types:
         sizes = [expected[kind[end]].num_nodes for end in (2, 0)]
-        order = same_topology(found[kind].graph, expected[kind].edge_index, *sizes).edge_ids
+        order = assert_same_topology(found[kind].graph, expected[kind].edge_index, *sizes).edge_ids
         order = slice(None) if order is None else order.long()
         assert torch.equal(found[kind].time, expected[kind].time[order])
         assert torch.equal(found[kind].share, expected[kind].share[order])
@@ -128,8 +128,8 @@ def test_a_graph_with_types_and_attributes(tmp_path_factory, drawn, num_papers, 
     if isinstance(known[0], int):
         assert found["author"].id.tolist() == known
     else:
-        kept = duckdb.sql(f"SELECT id FROM '{folder}/graph/nodes/author/id.parquet' ORDER BY number").fetchall()
-        assert [row[0] for row in kept] == known
+        rows = duckdb.sql(f"SELECT id FROM '{folder}/graph/nodes/author/id.parquet' ORDER BY number").fetchall()
+        assert [row[0] for row in rows] == known
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -144,7 +144,7 @@ def test_a_published_edge_list_without_features(tmp_path, ending):
         convert_tables(source, tmp_path / "graph")
     convert_tables(source, tmp_path / "graph", random_features=5)
     found = load_folder(tmp_path / "graph")
-    same_topology(found.graph, torch.tensor([[0, 2, 0, 1], [2, 0, 0, 2]]), 3)
+    assert_same_topology(found.graph, torch.tensor([[0, 2, 0, 1], [2, 0, 0, 2]]), 3)
     assert np.load(tmp_path / "graph/id.npy").tolist() == [7, 12, 900]
     assert found.x.shape == (3, 5)
     assert float(found.x.std()) > 0.1
@@ -158,7 +158,7 @@ def tables(tmp_path):
     return source, nodes
 
 
-def tree(folder):
+def read_files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -179,30 +179,28 @@ def test_files_that_changed_are_read_anew(tmp_path, tables):
     assert found.graph.num_edges == 1
 
 
-def stored(path, sql):
-    duckdb.sql(f"COPY (SELECT * FROM (VALUES {sql}) TO '{path}'")
-    return path
-
-
 def test_columns_are_known_in_whatever_case_and_masks_are_splits(tmp_path):
     source = write(tmp_path / "edges.csv", ["Weight", "Source", "Target"], [(0.5, 7, 8), (0.25, 8, 9)])
     header = ["ID", "Label", "Age", "train_mask", "Val_Mask"]
     nodes = write(tmp_path / "nodes.csv", header, [(8, 1, 3, True, False), (7, 0, 4, "", True), (9, 1, 5, False, "")])
-    told = []
-    convert_tables(source, tmp_path / "graph", nodes, say=told.append)
+    messages = []
+    convert_tables(source, tmp_path / "graph", nodes, say=messages.append)
     found = load_folder(tmp_path / "graph")
-    assert "features are Age: 1 in total" in told
+    assert "features are Age: 1 in total" in messages
     assert found.x.tolist() == [[3], [4], [5]]
     assert found.y.tolist() == [1, 0, 1]
     assert found.train_mask.tolist() == [True, False, False]
     assert found.val_mask.tolist() == [False, True, False]
-    same_topology(found.graph, torch.tensor([[1, 0], [0, 2]]), 3)
+    assert_same_topology(found.graph, torch.tensor([[1, 0], [0, 2]]), 3)
 
 
-def given(folder, name, text):
-    """Write a table: values for Parquet, or lines of a CSV file between blanks."""
-    if text is None or text.startswith("("):
-        return None if text is None else stored(folder / f"{name}.parquet", text)
+def write_given(folder, name, text):
+    """Write a table: values for Parquet, or space-separated lines of a CSV file."""
+    if text is None:
+        return None
+    if text.startswith("("):
+        duckdb.sql(f"COPY (SELECT * FROM (VALUES {text}) TO '{folder}/{name}.parquet'")
+        return folder / f"{name}.parquet"
     (folder / f"{name}.csv").write_text(text.replace(" ", "\n") + "\n")
     return folder / f"{name}.csv"
 
@@ -232,9 +230,9 @@ ZEROS, ENDS, AB, TWO = "(0, 0)) t(source, target)", "source,target a,b", "id,a a
     ],
 )
 def test_tables_that_cannot_be(tmp_path, kind, edges, nodes, said):
-    source = given(tmp_path, "edges", edges)
+    source = write_given(tmp_path, "edges", edges)
     source = {kind: source} if kind else source
-    refuses(ValueError, said, convert_tables, source, tmp_path / "graph", given(tmp_path, "nodes", nodes))
+    refuses(ValueError, said, convert_tables, source, tmp_path / "graph", write_given(tmp_path, "nodes", nodes))
     assert not (tmp_path / "graph").exists()
 
 
@@ -277,8 +275,8 @@ def test_the_command(tmp_path, tables, capsys):
         assert error in capsys.readouterr().err
 
 
-def _killed(rank, step, *arguments):
-    """Convert, and vanish at a step."""
+def _convert_until_killed(rank, step, *arguments):
+    """Convert, and end the process at the given step."""
     where, name, count, after = STEPS[step]
     real, left = getattr(where, name), iter(range(count))
 
@@ -299,7 +297,7 @@ STEPS = {
     "indices": (convert, "index_dtype", 1, False),
     "checking": (convert, "load_folder", 0, True),
 }
-"""Where a conversion of two types is killed: before or after a call of a function, of which so many came before."""
+"""Where the conversion of two node types is killed: before or after the n-th call of a function."""
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -309,19 +307,19 @@ def test_a_killed_conversion_goes_on(tmp_path, tables, step):
     (tmp_path / "b.csv").write_text("id,f,g\n" + "".join(f"n{n},{n / 7},1\n" for n in range(50)))
     nodes["b"] = str(tmp_path / "b.csv")
     convert_tables(source, tmp_path / "whole", nodes)
-    ended = observe(_killed, 1, step, source, tmp_path / "graph", nodes)
+    ended = observe(_convert_until_killed, 1, step, source, tmp_path / "graph", nodes)
     assert ended.exit_codes == [-signal.SIGKILL], ended.errors
     assert not (tmp_path / "graph").exists()
-    told = []
-    convert_tables(source, tmp_path / "graph", nodes, say=told.append)
-    assert told[0] == "resuming an interrupted conversion"
-    assert tree(tmp_path / "graph") == tree(tmp_path / "whole")
+    messages = []
+    convert_tables(source, tmp_path / "graph", nodes, say=messages.append)
+    assert messages[0] == "resuming an interrupted conversion"
+    assert read_files(tmp_path / "graph") == read_files(tmp_path / "whole")
     assert not (tmp_path / "graph.partial").exists()
 
 
 @pytest.mark.slow
 def test_a_full_disk_of_the_database_says_so(tmp_path):
-    """DuckDB may not spill, as if its disk were full; the same call goes on once it may."""
+    """DuckDB may not spill to disk, as if the disk were full; once it may, the same call succeeds."""
     source = tmp_path / "edges.parquet"
     duckdb.sql(f"COPY (SELECT hash(range) AS source, hash(range + 1) AS target FROM range(1000000)) TO '{source}'")
     with pytest.MonkeyPatch.context() as patch:
@@ -336,4 +334,4 @@ def test_a_full_disk_of_the_database_says_so(tmp_path):
             convert_tables(source, tmp_path / "graph", memory=170 << 20, random_features=1)
     counts = convert_tables(source, tmp_path / "graph", memory=1 << 30, random_features=1)
     assert counts["node__to__node"] == 1_000_000
-    assert not (tmp_path / "graph/id.npy").exists()  # their ids have no room in int64
+    assert not (tmp_path / "graph/id.npy").exists()  # the ids do not fit into int64

@@ -52,7 +52,7 @@ def no_network(monkeypatch):
         monkeypatch.setattr(kind, "download", download)
 
 
-def listing(root):
+def list_files(root):
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in root.rglob("*") if path.is_file()}
 
 
@@ -88,17 +88,17 @@ def test_a_read_only_root_is_read_where_it_is_processed_and_else_to_be_copied(tm
     folders = [root, root / "Cora", *(root / "Cora").iterdir()]
     for folder in folders:
         folder.chmod(0o555)
-    before = listing(root)
+    before = list_files(root)
     assert_same(cora(root), first)
-    assert listing(root) == before
+    assert list_files(root) == before
     for folder in folders:
         folder.chmod(0o755)
     shutil.rmtree(root / "Cora" / "processed")
     (root / "Cora").chmod(0o555)
-    before = listing(root)
+    before = list_files(root)
     said = rf"^{root}/Cora is read-only and lacks {root}/Cora/processed/data\.pt: copy it to .* as root \(data\.root\)$"
     refuses(FileNotFoundError, said, cora, root)
-    assert listing(root) == before
+    assert list_files(root) == before
     (root / "Cora").chmod(0o755)
     assert_same(cora(shutil.copytree(root, tmp_path / "copy")), first)
 
@@ -149,7 +149,7 @@ def test_no_network(tmp_path, load, missing):
     said = rf"{tmp_path / 'nothing'}.*{missing}.*Name or service not known.*copy the files there"
     with pytest.raises(RuntimeError, match=said) as caught:
         load(tmp_path / "nothing")
-    assert caught.value.__suppress_context__  # one message, no chain of tracebacks
+    assert caught.value.__suppress_context__  # one message, no chained tracebacks
     if load is cora:
         write_cora(tmp_path)
         (tmp_path / "Cora" / "raw" / "ind.cora.tx").unlink()
@@ -263,7 +263,7 @@ MAG_FILES = (
 
 
 class FakeMAG(OGB_MAG):
-    """PyG's class but for what it reads: no pandas, and a graph of seconds."""
+    """PyG's class with other reading functions: without pandas, and with a small graph."""
 
     def download(self):
         raise URLError("no route")
@@ -291,7 +291,6 @@ class FakeMAG(OGB_MAG):
 
 @pytest.fixture
 def mag(tmp_path, monkeypatch):
-    """Return a root with all raw files."""
     monkeypatch.setattr(datasets, "OGB_MAG", FakeMAG)
     monkeypatch.setitem(sys.modules, "pandas", ModuleType("pandas"))
     for name in MAG_FILES:
@@ -313,7 +312,7 @@ def test_ogb_mag(mag, monkeypatch):
     assert len(directed.edge_types) == 4
     written = directed["author", "writes", "paper"].edge_index
     assert torch.equal(data["paper", "rev_writes", "author"].edge_index, written.flip(0))
-    # What is processed needs no pandas.
+    # Processed data needs no pandas.
     monkeypatch.setitem(sys.modules, "pandas", None)
     assert ogb_mag(mag).num_nodes == data.num_nodes
 
@@ -386,7 +385,7 @@ def test_papers100m(tmp_path):
         assert torch.equal(a.x, b.x)
         assert torch.equal(order[a.e_id], b.e_id)
 
-    shutil.rmtree(source / "raw")  # what is converted needs no raw files
+    shutil.rmtree(source / "raw")  # converted data needs no raw files
     assert ogbn(tmp_path, "ogbn-papers100M").num_nodes == expected.num_nodes
 
 

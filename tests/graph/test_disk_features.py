@@ -1,4 +1,4 @@
-"""Features on disk: equal to memory's whatever is announced, kept by Belady's rule, within their memory."""
+"""Features on disk: equal to those in memory for any announced reads, cached by Belady's rule, within their budget."""
 
 import errno
 import gc
@@ -26,22 +26,21 @@ from tests.patience import PATIENCE
 from tests.refusals import refuses
 
 
-def table_on_disk(path, slots):
-    """Return a table with room for so many rows."""
+def open_table(path, slots):
     file = FeatureFile.open(path)
     return DiskFeatures(file, DiskFeatures.least_bytes(file) + max(0, slots - 64) * DiskFeatures.slot_bytes(file))
 
 
-def saved(x, path):
+def save_array(x, path):
     return FeatureTable(x).save(path)
 
 
-def numbers(rows, columns, dtype=torch.float32, seed=0):
+def draw_numbers(rows, columns, dtype=torch.float32, seed=0):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def without_queues():
-    """Let threads read that wait for one block at a time, as where the system has no queues."""
+def disable_queues():
+    """Make threads read one block at a time, as on systems without io_uring."""
     return patch.object(disk_reads, "_create_queues", list)
 
 
@@ -50,14 +49,14 @@ def without_queues():
 def test_reads_equal_memory_whatever_is_announced(queued, data):
     rows, columns = data.draw(st.integers(1, 400)), data.draw(st.sampled_from([1, 3, 50, 600, 1025, 2500]))
     dtype = data.draw(st.sampled_from(FEATURE_DTYPES))
-    x = numbers(rows, columns, dtype)
+    x = draw_numbers(rows, columns, dtype)
     some = st.lists(st.integers(0, rows - 1), max_size=40)
     reads = data.draw(st.lists(some, max_size=12))
     announced = data.draw(st.integers(0, 12))
     wrong = data.draw(some)
     with TemporaryDirectory() as folder:
-        with nullcontext() if queued else without_queues():
-            table = table_on_disk(saved(x, Path(folder, "x.npy")), data.draw(st.integers(64, 128)))
+        with nullcontext() if queued else disable_queues():
+            table = open_table(save_array(x, Path(folder, "x.npy")), data.draw(st.integers(64, 128)))
         assert table.claim()
         assert not table.claim()
         for read in reads[:announced]:
@@ -76,23 +75,23 @@ def test_reads_equal_memory_whatever_is_announced(queued, data):
 
 @pytest.mark.parametrize("columns", [200, 1025, 40_000])
 def test_more_reads_than_a_queue_holds(tmp_path, columns):
-    """Ranges of one block, of two, and of 40; a queue's half holds 128, or a megabyte."""
-    x = numbers(3000 if columns < 40_000 else 100, columns)
-    table = table_on_disk(saved(x, tmp_path / "x.npy"), 200)
+    """Ranges of one, two and 40 blocks; half of a queue holds 128 blocks, or a megabyte."""
+    x = draw_numbers(3000 if columns < 40_000 else 100, columns)
+    table = open_table(save_array(x, tmp_path / "x.npy"), 200)
     if not table.direct:
         pytest.skip("the file system has no direct reads")
-    for step in (11, 2, 1):  # the second time some are there
+    for step in (11, 2, 1):  # the second time, some are cached
         n_id = torch.randperm(x.size(0), generator=torch.Generator().manual_seed(step))[::step]
         assert torch.equal(table.gather(n_id), x[n_id])
 
 
 def test_a_read_that_cannot_be_queued_is_made_at_once_and_explained(tmp_path):
-    x = numbers(2000, 200)
-    table = table_on_disk(saved(x, tmp_path / "x.npy"), 64)
+    x = draw_numbers(2000, 200)
+    table = open_table(save_array(x, tmp_path / "x.npy"), 64)
     _, queue = table._reader._idle_buffers[0]
     if queue is None:
         pytest.skip("the system has no queues")
-    queue.state[0] += 1  # as after a fork: the kernel does not know it
+    queue.state[0] += 1  # simulates a fork: the kernel has not submitted this entry
     assert torch.equal(table.gather(torch.arange(0, 2000, 3)), x[::3])
     queue.state[0] -= 1
     os.truncate(tmp_path / "x.npy", table.file.offset + 3 * BLOCK_BYTES + 100)
@@ -105,10 +104,10 @@ def test_a_read_that_cannot_be_queued_is_made_at_once_and_explained(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("queued", [True, False])
 def test_a_forked_process_reads_for_itself(tmp_path, queued):
-    x = numbers(3000, 200)
-    path = saved(x, tmp_path / "x.npy")
-    with nullcontext() if queued else without_queues():
-        table = table_on_disk(path, 64)
+    x = draw_numbers(3000, 200)
+    path = save_array(x, tmp_path / "x.npy")
+    with nullcontext() if queued else disable_queues():
+        table = open_table(path, 64)
         n_id = torch.arange(0, 3000, 3)
         assert torch.equal(table.gather(n_id), x[n_id])
 
@@ -132,8 +131,8 @@ def test_a_forked_process_reads_for_itself(tmp_path, queued):
 
 
 def test_where_the_system_has_no_queues_or_no_direct_reads_it_goes_on(tmp_path, monkeypatch):
-    x, real, said = numbers(500, 200), os.open, []
-    path = saved(x, tmp_path / "x.npy")
+    x, real, said = draw_numbers(500, 200), os.open, []
+    path = save_array(x, tmp_path / "x.npy")
 
     def refusing(path, flags, *more):
         if flags & os.O_DIRECT:
@@ -142,19 +141,19 @@ def test_where_the_system_has_no_queues_or_no_direct_reads_it_goes_on(tmp_path, 
 
     with monkeypatch.context() as patch:
         patch.setattr(read_queue.platform, "machine", lambda: "riscv64")
-        table = table_on_disk(path, 64)
+        table = open_table(path, 64)
         assert all(queue is None for _, queue in table._reader._idle_buffers)
         assert torch.equal(table.gather(torch.arange(0, 500, 3)), x[::3])
     monkeypatch.setattr(os, "open", refusing)
     monkeypatch.setattr(disk_reads, "rank_zero_info", said.append)
-    table = table_on_disk(path, 100)
+    table = open_table(path, 100)
     assert not table.direct
     assert [f"{path} is read through the page cache, because its file system does not support direct I/O"] == said
     assert torch.equal(table.gather(torch.tensor([499, 3])), x[[499, 3]])
 
 
 def test_only_blocks_with_what_is_asked_for_are_read_and_each_once(tmp_path):
-    table = table_on_disk(saved(numbers(5000, 200), tmp_path / "x.npy"), 64)
+    table = open_table(save_array(draw_numbers(5000, 200), tmp_path / "x.npy"), 64)
     file = table.file
     n_id = torch.tensor([4999, 7, 0, 7, 2500, 8])
     table.gather(n_id)
@@ -164,16 +163,16 @@ def test_only_blocks_with_what_is_asked_for_are_read_and_each_once(tmp_path):
     assert table.counts.rows == 6
 
 
-def plain_belady(reads, slots):
-    """Count what is not in memory, by the rule in plain words: of all at hand, keep those that are needed soonest."""
-    kept, misses = set(), 0
+def count_misses(reads, slots):
+    """Count cache misses by Belady's rule: of all available rows, retain those needed soonest."""
+    cached, misses = set(), 0
     for number, read in enumerate(reads):
-        misses += len(set(read) - kept)
+        misses += len(set(read) - cached)
 
         def soonest(row, number=number):
             return next((at for at, later in enumerate(reads[number + 1 :]) if row in later), NEVER)
 
-        kept = set(sorted(kept | set(read), key=soonest)[:slots])
+        cached = set(sorted(cached | set(read), key=soonest)[:slots])
     return misses
 
 
@@ -189,18 +188,18 @@ def test_what_is_kept_follows_beladys_rule(reads, slots, known):
         missing = np.array(sorted({row for row in read if where.slot[row] < 0}), np.int64)
         misses += missing.size
         where.keep(missing)
-        there = np.flatnonzero(where.slot >= 0)
-        assert len({*where.slot[there].tolist()}) == there.size == where._state.counts[0] <= slots
+        occupied = np.flatnonzero(where.slot >= 0)
+        assert len({*where.slot[occupied].tolist()}) == occupied.size == where._state.counts[0] <= slots
         for row in range(31):
             coming = [at for at in range(number + 1, announced) if row in reads[at]]
             assert where.next_read[row] == (coming[0] if coming else NEVER)
     if known >= len(reads):
-        assert misses == plain_belady(reads, slots)
+        assert misses == count_misses(reads, slots)
 
 
 def test_rows_of_a_window_are_read_once_where_memory_suffices(tmp_path):
-    x = numbers(4000, 300)
-    table = table_on_disk(saved(x, tmp_path / "x.npy"), 1000)
+    x = draw_numbers(4000, 300)
+    table = open_table(save_array(x, tmp_path / "x.npy"), 1000)
     reads = [torch.randint(0, 4000, (50,), generator=torch.Generator().manual_seed(i % 7)) for i in range(14)]
     table.claim()
     for read in reads:
@@ -210,7 +209,7 @@ def test_rows_of_a_window_are_read_once_where_memory_suffices(tmp_path):
         assert torch.equal(table.gather(read), x[read])
     begin = table.file.offset + torch.cat(reads).unique() * table.row_bytes
     blocks = torch.cat([begin // BLOCK_BYTES, (begin + table.row_bytes - 1) // BLOCK_BYTES]).unique().numel()
-    assert table.counts.blocks < 1.5 * blocks, "what lies beside others is kept for its own turn"
+    assert table.counts.blocks < 1.5 * blocks, "rows of blocks read for other rows are cached"
 
 
 def test_other_files_are_refused(tmp_path):
@@ -228,10 +227,10 @@ def test_other_files_are_refused(tmp_path):
 
 
 def test_nothing_is_left_behind_and_a_copy_is_one_of_its_own(tmp_path):
-    path = saved(numbers(200, 20), tmp_path / "x.npy")
+    path = save_array(draw_numbers(200, 20), tmp_path / "x.npy")
     gc.collect()
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd")) if os.path.exists("/proc") else 0
-    table = table_on_disk(path, 100)
+    table = open_table(path, 100)
     rows = table.gather(torch.arange(200))
     other = pickle.loads(pickle.dumps(table))
     assert torch.equal(other.gather(torch.arange(200)), rows)

@@ -46,7 +46,7 @@ def test_bfloat16_is_kept_in_half_of_the_memory(tmp_path, mmap, rows):
     assert torch.equal(wide, table.values[n_id].float())
 
 
-def bad(at, size=200_000):
+def nan_at(at, size=200_000):
     values = torch.ones(size, 2)
     values[at, 1] = float("nan")
     return values
@@ -65,7 +65,7 @@ SCALES = "scales must be float32, for int8 features"
         ({**QUANTISED, "dtype": torch.bfloat16}, TypeError, "cannot be stored as"),
         ({"values": ONES.double()}, TypeError, r"float32, float16 or bfloat16, but are torch\.float64"),
         ({"values": torch.ones(3)}, ValueError, "shape"),
-        ({"values": bad(150_000), "check_finite": True}, ValueError, r"x holds .* 1 of 200000 rows \(node 150000\)"),
+        ({"values": nan_at(150_000), "check_finite": True}, ValueError, r"x holds .* 1 of 200000 rows \(node 150000\)"),
         ({"values": INTS}, TypeError, "int8 without scales"),
         ({"values": ONES, "scales": torch.ones(3)}, TypeError, SCALES),
         ({"values": ONES, "scales": torch.ones(3).double()}, TypeError, SCALES),
@@ -74,7 +74,7 @@ SCALES = "scales must be float32, for int8 features"
 )
 def test_bad_tables(table, error, said):
     refuses(error, said, FeatureTable, **table)
-    refuses(ValueError, r"x holds NaN or infinity in 1 of 2 rows \(node 1\)", FeatureTable(bad(1, 2)).quantized)
+    refuses(ValueError, r"x holds NaN or infinity in 1 of 2 rows \(node 1\)", FeatureTable(nan_at(1, 2)).quantized)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Folders of .npy files: round trips, sampling equal to memory, memory use, and one clear message per broken file."""
+"""Folders of .npy files: round trips, sampling as in memory, memory use, and one clear message per broken file."""
 
 import os
 from contextlib import nullcontext
@@ -40,7 +40,7 @@ def write(root, **arrays):
     return root
 
 
-def raw(data):
+def to_arrays(data):
     return {key: data[key].numpy() for key in data.keys()}  # noqa: SIM118 (iterating over Data gives pairs)
 
 
@@ -76,7 +76,7 @@ def test_round_trip_of_any_graph(tmp_path_factory, num_nodes, num_edges, seed, h
         del data["train_mask"]
     root = tmp_path_factory.mktemp("folder")
     if as_edges:
-        write(root, **raw(data))
+        write(root, **to_arrays(data))
     else:
         save_folder(data, root)
     assert_same(load_folder(root, *options), data)
@@ -91,7 +91,7 @@ def test_batches_equal_those_of_the_graph_in_memory(tmp_path, form):
     if form == "csc":
         save_folder(data, root)
     else:
-        write(root, **raw(data))
+        write(root, **to_arrays(data))
     options = {"num_neighbors": [3, 2], "batch_size": 16, "seed": 7}
     memory = NeighborDataModule(data, **options)
     disk = NeighborDataModule(load_folder(root), **options)
@@ -106,7 +106,7 @@ def test_batches_equal_those_of_the_graph_in_memory(tmp_path, form):
 
 def test_split_ids_are_the_seeds(tmp_path):
     data = graph()
-    arrays = raw(data)
+    arrays = to_arrays(data)
     ids = {}
     for split, name in (("train", "train"), ("val", "valid"), ("test", "test")):
         ids[split] = arrays.pop(f"{split}_mask").nonzero()[0]
@@ -124,7 +124,7 @@ def test_float_labels_with_nan_and_no_labels_and_splits(tmp_path):
     data = graph()
     y = np.arange(N, dtype=np.float32)[:, None]
     y[3] = np.nan
-    loaded = load_folder(write(tmp_path / "nan", **{**raw(data), "y": y}))
+    loaded = load_folder(write(tmp_path / "nan", **{**to_arrays(data), "y": y}))
     assert loaded.y.dtype == torch.int64
     assert loaded.y.tolist() == [-1 if v == 3 else v for v in range(N)]
     loaded = load_folder(write(tmp_path / "none", x=data.x.numpy(), edge_index=data.edge_index.numpy()))
@@ -134,7 +134,7 @@ def test_float_labels_with_nan_and_no_labels_and_splits(tmp_path):
 
 @pytest.fixture
 def cache(tmp_path_factory, monkeypatch):
-    """A cache of its own, in which graphs of any size are kept."""
+    """A separate cache that stores graphs of any size."""
     root = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(root))
     monkeypatch.setattr(topology_files, "MIN_CACHED_EDGES", 0)
@@ -143,7 +143,7 @@ def cache(tmp_path_factory, monkeypatch):
 
 def test_sorted_edges_are_kept_until_the_edges_change(tmp_path, cache):
     data = graph()
-    write(tmp_path, **raw(data))
+    write(tmp_path, **to_arrays(data))
     files = sorted(path.name for path in tmp_path.iterdir())
     load_folder(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == files
@@ -156,7 +156,7 @@ def test_sorted_edges_are_kept_until_the_edges_change(tmp_path, cache):
     other = graph(seed=1)
     later = (tmp_path / "edge_index.npy").stat()
     write(tmp_path, edge_index=other.edge_index.numpy())
-    os.utime(tmp_path / "edge_index.npy", ns=(later.st_atime_ns, later.st_mtime_ns))  # as cp -p, tar and rsync -t do
+    os.utime(tmp_path / "edge_index.npy", ns=(later.st_atime_ns, later.st_mtime_ns))  # like cp -p, tar, rsync -t
     assert torch.equal(load_folder(tmp_path).graph.to_edge_index(), other.edge_index)
     assert torch.equal(held.graph.to_edge_index(), data.edge_index)
 
@@ -188,21 +188,21 @@ def test_a_large_topology_is_checked_once(tmp_path, cache, monkeypatch):
         refuses(ValueError, "indices holds node 77", load_folder, tmp_path / "g")
 
 
-def csc_arrays():
+def make_csc_arrays():
     csc = CSCGraph.from_data(graph())
     assert csc.edge_ids is not None
     return {"indptr": csc.indptr.numpy(), "indices": csc.indices.numpy(), "edge_ids": csc.edge_ids.numpy()}
 
 
-def bad_edge(value):
+def add_edge(value):
     edge_index = graph().edge_index.numpy().copy()
     edge_index[1, 7] = value
     return edge_index
 
 
-def but(name, at=None, value=None, change=None):
-    """Return sorted edges, of which one array is something else, and no list of edges."""
-    arrays = csc_arrays()
+def replace(name, at=None, value=None, change=None):
+    """Return sorted edges with one changed array, and without edge list."""
+    arrays = make_csc_arrays()
     if change is None:
         arrays[name][at] = value
     else:
@@ -214,9 +214,9 @@ ONES = np.ones(N, np.int64)
 WRONG = [
     ({"x": None}, FileNotFoundError, r"x\.npy does not exist; expected x\.npy, either"),
     ({"edge_index": None}, FileNotFoundError, r"indptr\.npy does not exist; expected indptr\.npy"),
-    (csc_arrays(), ValueError, r"edge_index\.npy and indptr\.npy both give .* remove one"),
+    (make_csc_arrays(), ValueError, r"edge_index\.npy and indptr\.npy both give .* remove one"),
     ({"x": np.zeros((N, F))}, TypeError, r"x\.npy: .*float64; convert it with"),
-    ({"edge_index": bad_edge(N)}, ValueError, r"edge_index\.npy: edge_index\[1\] holds node 50, .* 50"),
+    ({"edge_index": add_edge(N)}, ValueError, r"edge_index\.npy: edge_index\[1\] holds node 50, .* 50"),
     ({"y": ONES[1:]}, ValueError, r"y\.npy has the shape \[49\].* 50 rows"),
     ({"y": np.full(N, 0.5)}, ValueError, r"y\.npy holds 0\.5 for node 0"),
     ({"y": np.zeros(N, bool)}, TypeError, r"y\.npy must be int64"),
@@ -228,25 +228,25 @@ WRONG = [
     ({"val_mask": np.zeros(N, np.uint8)}, TypeError, r"val_mask\.npy is torch\.uint8, but must be bool"),
     ({"val_mask": None, "val_idx": np.array([3, 99])}, ValueError, r"val_idx\.npy holds node 99"),
     ({"val_idx": np.array([3])}, ValueError, r"val_mask\.npy and val_idx\.npy both give the val split"),
-    (but("indptr", change=lambda a: np.append(a, a[-1])), ValueError, r"indptr\.npy has 52 entries.*needs 51"),
-    (but("indices", change=lambda a: a[:-1]), ValueError, "indptr must .* 299"),
-    (but("edge_ids", change=lambda a: a[:-1]), ValueError, "edge_ids must hold one"),
-    (but("indptr", 1, 10**6) | {"check": False}, ValueError, "indptr must not descend"),
-    (but("indices", 5, 77) | {"check": False}, ValueError, "indices holds node 77, .* 50 nodes"),
-    (but("edge_ids", 5, E) | {"check": False}, ValueError, "edge_ids holds edge 300"),
+    (replace("indptr", change=lambda a: np.append(a, a[-1])), ValueError, r"indptr\.npy has 52 entries.*needs 51"),
+    (replace("indices", change=lambda a: a[:-1]), ValueError, "indptr must .* 299"),
+    (replace("edge_ids", change=lambda a: a[:-1]), ValueError, "edge_ids must hold one"),
+    (replace("indptr", 1, 10**6) | {"check": False}, ValueError, "indptr must not descend"),
+    (replace("indices", 5, 77) | {"check": False}, ValueError, "indices holds node 77, .* 50 nodes"),
+    (replace("edge_ids", 5, E) | {"check": False}, ValueError, "edge_ids holds edge 300"),
 ]
 
 
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize(("changes", "error", "said"), WRONG)
 def test_wrong_files(tmp_path, changes, error, said, mmap):
-    arrays = {**raw(graph()), **changes}
+    arrays = {**to_arrays(graph()), **changes}
     labels, finds = arrays.pop("labels", "classes"), arrays.pop("check", True)
     write(tmp_path, **{name: array for name, array in arrays.items() if array is not None})
     with pytest.raises(error, match=said) as caught:
         load_folder(tmp_path, mmap, labels=labels)
     assert labels == "some" or str(tmp_path) in str(caught.value)
-    if "indptr" in arrays:  # these are found by a check alone, which can be left out
+    if "indptr" in arrays:  # found by the check only, which can be disabled
         with pytest.raises(error) if finds else nullcontext():
             load_folder(tmp_path, mmap, check=False)
 
@@ -282,7 +282,7 @@ def test_saving_refuses(tmp_path, data, error, said):
     ],
 )
 def test_labels_of_other_kinds(tmp_path, labels, y, expected):
-    write(tmp_path, **{**raw(graph()), "y": y})
+    write(tmp_path, **{**to_arrays(graph()), "y": y})
     loaded = load_folder(tmp_path, labels=labels)
     assert loaded.y.dtype == expected
     assert loaded.y.tolist() == y.tolist()

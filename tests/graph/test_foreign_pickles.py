@@ -1,4 +1,4 @@
-"""Files from elsewhere that are pickles: no code in them is run, unless the user says so."""
+"""Foreign files that are pickles: their code is not run unless the user allows it."""
 
 import ast
 import os
@@ -28,7 +28,7 @@ from tests.refusals import refuses
 
 
 class Evil:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when unpickled."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -120,7 +120,7 @@ def test_torchs_own_switch_opens_nothing(tmp_path, marker, monkeypatch):
     write_cora(tmp_path)
     cora(tmp_path)
     path = tmp_path / "Cora" / "processed" / "data.pt"
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # a user's own switch opens no foreign files
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # a user's own setting does not allow foreign files
     torch.save(Evil(marker), path)
     refuses(ValueError, "trust=True", cora, tmp_path)
     assert not marker.exists()
@@ -158,6 +158,5 @@ def test_nothing_of_ours_unpickles_anything():
                 found.add((path.name, safe))
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
                 assert ast.unparse(node.value) == "False", path
-    # What a notebook hands to ranks that it starts itself is no file that comes from elsewhere, nor is what the ranks
-    # of one job say to each other, in the process group through which torch sends objects likewise.
+    # Objects that a notebook sends to its ranks, or that ranks exchange through torch's process group, are not foreign.
     assert {name for name, safe in found if not safe} == {"notebook_launcher.py", "exchange.py"}

@@ -1,4 +1,4 @@
-"""Each form in the table of docs/how-to/own-data.md is read by what the table says."""
+"""Each format in the table of docs/how-to/own-data.md is read as the table says."""
 
 import gzip
 import json
@@ -31,7 +31,6 @@ SCRIPTS = {found[1]: found[0] for found in re.findall(r"```python\n(# ([\w ,]+):
 
 
 def lines(path, rows, between=","):
-    """Write a text file."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text("".join(between.join(map(str, row)) + "\n" for row in rows))
 
@@ -142,8 +141,7 @@ FORMS = {
 }  # fmt: skip
 
 
-def pairs(store):
-    """Return the edges of a graph, or of one type, as pairs."""
+def list_pairs(store):
     if "graph" not in store:
         return [*map(tuple, store.edge_index.t().tolist())]
     targets = torch.arange(store.graph.num_nodes).repeat_interleave(store.graph.indptr.diff())
@@ -166,7 +164,7 @@ def test_a_form_is_read_as_the_table_says(tmp_path, monkeypatch, form):
         assert convert_command.main([*shlex.split(command)[2:], *needed]) == 0
     found = load_folder("graph")
     stores = found.edge_stores if isinstance(found, HeteroData) else [found]
-    read = [pair for store in stores for pair in pairs(store)]
+    read = [pair for store in stores for pair in list_pairs(store)]
     assert sorted(read) == sorted(edges)
     if x is not None:
         assert found.x.tolist() == x.tolist()

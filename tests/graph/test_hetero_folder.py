@@ -1,5 +1,3 @@
-"""Graphs with types on disk, and drawn."""
-
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +19,7 @@ from tests.refusals import refuses
 from tests.sampling.test_typed import CITES, WRITES, typed_data
 
 
-def same(one, other):
+def assert_same(one, other):
     assert set(one.node_types) == set(other.node_types)
     assert set(one.edge_types) == set(other.edge_types)
     for store in (*one.node_stores, *one.edge_stores):
@@ -36,11 +34,11 @@ def test_what_is_written_is_read(tmp_path, mmap):
     data["paper"].feature_names = ["año", 'a "b"']
     data["author", "writes", "paper"].sources = []
     save_hetero_folder(data, tmp_path / "graph")
-    same(data, load_hetero_folder(tmp_path / "graph", mmap))
-    same(data, load_folder(tmp_path / "graph"))
+    assert_same(data, load_hetero_folder(tmp_path / "graph", mmap))
+    assert_same(data, load_folder(tmp_path / "graph"))
 
 
-def written(tmp_path):
+def write_folder(tmp_path):
     return save_hetero_folder(typed_data(), tmp_path / "graph")
 
 
@@ -48,7 +46,7 @@ PAPER, OF_WRITES = "nodes/paper", "edges/author__writes__paper"
 
 
 def wrong(kind, name, value=None):
-    """Return what replaces a file by an array or a text, or removes it."""
+    """Return a function that replaces a file by an array or a text, or removes it."""
 
     def change(root):
         path = root / kind / name
@@ -84,13 +82,13 @@ def without_features(root):
     ],
 )
 def test_damage_is_named(tmp_path, change, error, said):
-    root = written(tmp_path)
+    root = write_folder(tmp_path)
     change(root)
     refuses(error, said, load_hetero_folder, root)
 
 
-def in_csc_order(data):
-    """Return the graph with each type's topology as a graph of its own, and no edge list."""
+def convert_to_csc(data):
+    """Return the graph with each edge type's topology as CSC, without edge lists."""
     for kind in data.edge_types:
         sizes = [data[end].num_nodes for end in (kind[2], kind[0])]
         data[kind].graph = CSCGraph.from_edge_index(data[kind].edge_index, *sizes)
@@ -100,15 +98,15 @@ def in_csc_order(data):
 
 @pytest.fixture
 def cache(tmp_path_factory, monkeypatch):
-    """A cache of its own, in which edges of any number are kept."""
+    """A separate cache that stores any number of edges."""
     root = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(root))
     monkeypatch.setattr(topology_files, "MIN_CACHED_EDGES", 0)
     return root
 
 
-def files_of(tensor):
-    """The files that are mapped where a tensor lies."""
+def find_files(tensor):
+    """Return the names of the files that are mapped at a tensor's address."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     found = []
     for line in maps:
@@ -118,7 +116,7 @@ def files_of(tensor):
     return found
 
 
-def batches(data, **options):
+def load_batches(data, **options):
     settings = {"num_neighbors": [4, 3], "batch_size": 30, "seed": 5} | options
     seeds = ("paper", torch.arange(150))
     return list(NeighborDataModule(data, seeds, **settings).train_dataloader())
@@ -126,8 +124,8 @@ def batches(data, **options):
 
 def assert_same_batches(one, other):
     for ours, theirs in zip(one, other, strict=True):
-        same(ours, theirs)
-        same(theirs, ours)
+        assert_same(ours, theirs)
+        assert_same(theirs, ours)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
@@ -137,7 +135,7 @@ def test_a_mapped_topology_gives_the_same_batches(tmp_path, cache, how):
     if how == "kept sorted":
         save_hetero_folder(data, tmp_path / "graph")
     else:
-        save_hetero_folder(in_csc_order(typed_data()), tmp_path / "graph")
+        save_hetero_folder(convert_to_csc(typed_data()), tmp_path / "graph")
         assert not list((tmp_path / "graph").rglob("edge_index.npy"))
     for _ in range(2):
         loaded = load_folder(tmp_path / "graph")
@@ -146,14 +144,14 @@ def test_a_mapped_topology_gives_the_same_batches(tmp_path, cache, how):
         assert isinstance(graph, HeteroCSCGraph)
         assert not any("edge_index" in store for store in loaded.edge_stores)
         for relation in graph.relations.values():
-            # Nothing on the way from the file to the sampler makes a copy.
+            # There is no copy between the file and the sampler.
             for name in ("indptr", "indices", "edge_ids"):
                 tensor = getattr(relation, name)
-                assert tensor is None or files_of(tensor) == [f"{name}.npy"]
+                assert tensor is None or find_files(tensor) == [f"{name}.npy"]
         assert graph.relations[CITES].edge_ids is not None
         assert count_edges(loaded) == count_edges(data) == 4900
-        assert_same_batches(batches(loaded), batches(data))
-        assert_same_batches(batches(loaded, weight_attr=None, replace=True), batches(data, replace=True))
+        assert_same_batches(load_batches(loaded), load_batches(data))
+        assert_same_batches(load_batches(loaded, weight_attr=None, replace=True), load_batches(data, replace=True))
     module = LinkDataModule(loaded, WRITES, num_neighbors=[3], batch_size=64, seed=2)
     other = LinkDataModule(data, WRITES, num_neighbors=[3], batch_size=64, seed=2)
     assert_same_batches(module.train_dataloader(), other.train_dataloader())
@@ -175,7 +173,7 @@ ALL = r"author__writes__paper \(indptr.npy, indices.npy, edge_ids.npy\): "
     ],
 )
 def test_damage_of_a_sorted_topology_is_named(tmp_path, change, error, said):
-    root = save_hetero_folder(in_csc_order(typed_data()), tmp_path / "graph")
+    root = save_hetero_folder(convert_to_csc(typed_data()), tmp_path / "graph")
     change(root)
     refuses(error, said, load_folder, root)
 
@@ -185,11 +183,11 @@ def with_unknown_type(data):
 
 
 def with_both_topologies(data):
-    in_csc_order(data)[CITES].edge_index = torch.zeros(2, 2500, dtype=torch.int64)
+    convert_to_csc(data)[CITES].edge_index = torch.zeros(2, 2500, dtype=torch.int64)
 
 
 def with_weights(data):
-    store = in_csc_order(data)[CITES]
+    store = convert_to_csc(data)[CITES]
     store.graph = store.graph.with_weight(torch.ones(2500))
 
 
@@ -208,12 +206,12 @@ def test_what_cannot_be_written_is_named(tmp_path, change, error, said):
     change(data)
     refuses(error, said, save_hetero_folder, data, tmp_path / "other")
     assert not (tmp_path / "other").exists()
-    refuses(FileExistsError, "holds a graph already", save_hetero_folder, typed_data(), written(tmp_path))
+    refuses(FileExistsError, "holds a graph already", save_hetero_folder, typed_data(), write_folder(tmp_path))
     refuses(FileNotFoundError, r"holds no folder; expected nodes/TYPE/x\.npy", load_hetero_folder, tmp_path)
 
 
-def named(nodes, edges):
-    """Return a graph of types of given names, each of other rows."""
+def draw_named_graph(nodes, edges):
+    """Return a heterogeneous graph with the given type names; each type has other rows."""
     data = HeteroData()
     for place, name in enumerate(nodes):
         data[name].x = torch.full((3, 2), float(place))
@@ -233,20 +231,20 @@ def named(nodes, edges):
 @example((["0", "1", "a/b", ".."], [("0", "", "1"), ("a/b", "..", "..")]))
 @settings(deadline=None, max_examples=100)
 def test_types_of_any_name_are_read_back(names):
-    data = named(*names)
+    data = draw_named_graph(*names)
     with TemporaryDirectory() as root:
         save_hetero_folder(data, root)
         read = load_hetero_folder(root, mmap=False)
         folders = [str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_dir()]
         numbered = (Path(root) / "types.json").exists()
-    same(data, read)
+    assert_same(data, read)
     assert len({folder.casefold() for folder in folders}) == len(folders) == 2 + len(names[0]) + len(set(names[1]))
     if numbered:
         assert read.metadata() == data.metadata()
 
 
-def by_hand(root, nodes, folders):
-    """Write a graph as releases before ``types.json`` did."""
+def write_old_folder(root, nodes, folders):
+    """Write a graph in the layout of releases before ``types.json``."""
     for name in nodes:
         (root / "nodes" / name).mkdir(parents=True)
         np.save(root / "nodes" / name / "x.npy", np.zeros((3, 2), np.float32))
@@ -266,13 +264,13 @@ def by_hand(root, nodes, folders):
     ],
 )
 def test_folders_of_earlier_releases_are_read(tmp_path, nodes, folders, kinds):
-    data = load_folder(by_hand(tmp_path, nodes, folders))
+    data = load_folder(write_old_folder(tmp_path, nodes, folders))
     assert sorted(data.node_types) == sorted(nodes)
     assert sorted(data.edge_types) == sorted(kinds)
 
 
 def test_a_folder_that_may_hold_two_types_is_refused(tmp_path):
-    by_hand(tmp_path, ["a", "a_", "b"], ["a___r__b"])
+    write_old_folder(tmp_path, ["a", "a_", "b"], ["a___r__b"])
     said = r"may hold edges of \('a', '_r', 'b'\) or \('a_', 'r', 'b'\); number the folders"
     refuses(ValueError, said, load_folder, tmp_path)
 
@@ -289,7 +287,7 @@ def test_a_folder_that_may_hold_two_types_is_refused(tmp_path):
     ],
 )
 def test_types_that_do_not_fit_the_folders_are_refused(tmp_path, change, message):
-    root = save_hetero_folder(named(["a/b", "b"], [("a/b", "r", "b"), ("b", "r", "b")]), tmp_path)
+    root = save_hetero_folder(draw_named_graph(["a/b", "b"], [("a/b", "r", "b"), ("b", "r", "b")]), tmp_path)
     change(root)
     refuses(ValueError, rf"types.json .*{message}", load_folder, root)
 

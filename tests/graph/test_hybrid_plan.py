@@ -13,13 +13,13 @@ COLUMNS = [7, 16, 41, 100, 256, 602]
 WORKERS = [1, 2, 3, 8, 20, 30, 32]
 
 
-def skewed(num_chunks=400, seed=0):
-    """Edges per chunk with a power law, as degree-clustered chunks have them."""
+def draw_skewed_loads(num_chunks=400, seed=0):
+    """Return edges per chunk with a power law, as in degree-clustered chunks."""
     return (np.random.default_rng(seed).pareto(1.2, num_chunks) * 1000).astype(np.int64) + 1
 
 
-def padded_width(columns, groups):
-    """Columns of the widest slice that the cube unit computes, block by block."""
+def compute_padded_width(columns, groups):
+    """Return the columns of the widest slice that the cube unit computes, block by block."""
     blocks = [[] for _ in range(groups)]
     widths = [columns // groups + (group < columns % groups) for group in range(groups)]
     for group, width in enumerate(widths):
@@ -32,11 +32,11 @@ def padded_width(columns, groups):
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_costs_and_the_choice_equal_algorithm_1_in_exact_arithmetic(columns, workers):
-    loads = skewed(24, seed=columns + workers)
+    loads = draw_skewed_loads(24, seed=columns + workers)
     settings = PlanSettings(mode="paper", bandwidth_ratio=20)
     time, costs = Fraction(int(loads.sum()) * columns, workers), {}
     for groups in (groups for groups in range(1, min(workers, columns) + 1) if workers % groups == 0):
-        idle = Fraction(padded_width(columns, groups) * groups, columns) - 1
+        idle = Fraction(compute_padded_width(columns, groups) * groups, columns) - 1
         costs[groups] = time * (idle - (1 - Fraction(1, 1 + (workers // groups - 1) * 19)))
     plan = plan_cores(columns, loads, settings, workers)
     assert {candidate.num_groups: candidate.cost for candidate in plan.candidates} == pytest.approx(
@@ -57,11 +57,11 @@ def test_slices_are_aligned_and_as_narrow_as_can_be(columns, workers):
         if ceil(columns / 16) >= groups:
             assert all(start % 16 == 0 for start, _ in slices)
         widest = max(ceil((stop - start) / 16) * 16 for start, stop in slices)
-        assert widest == 16 * ceil(ceil(columns / groups) / 16) == padded_width(columns, groups)
+        assert widest == 16 * ceil(ceil(columns / groups) / 16) == compute_padded_width(columns, groups)
 
 
 def test_every_edge_and_column_is_one_workers():
-    loads = skewed(37)
+    loads = draw_skewed_loads(37)
     for columns in COLUMNS:
         for workers in WORKERS:
             groups = max(m for m in range(1, workers + 1) if workers % m == 0 and m <= columns)
@@ -106,8 +106,8 @@ def test_bad_input_is_named(call, message):
         call()
 
 
-def least_maximum(loads, parts):
-    """Dynamic programming over (items used, parts used)."""
+def find_least_maximum(loads, parts):
+    """Return the least possible maximum load, by dynamic programming over (items used, parts used)."""
     best = [0] + [float("inf")] * len(loads)
     for _ in range(parts):
         best = [
@@ -122,7 +122,7 @@ def test_no_cut_is_lighter(loads, parts):
     assert len(ranges) == parts
     assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
     assert ranges[-1][1] == len(loads)
-    assert max(sum(loads[start:stop]) for start, stop in ranges) == least_maximum(loads, parts)
+    assert max(sum(loads[start:stop]) for start, stop in ranges) == find_least_maximum(loads, parts)
     sizes = [stop - start for start, stop in ranges]
     assert min(sizes) >= (1 if len(loads) >= parts else 0)
     if len(loads) < parts:

@@ -1,4 +1,4 @@
-"""Lists of a mapped topology are asked for before a hop; samples are those of memory."""
+"""Adjacency lists of a mapped topology are prefetched before a hop; samples equal those in memory."""
 
 import ctypes
 import mmap
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def resident(indices):
+def find_resident_pages(indices):
     """Return which pages of a mapped tensor are in the page cache."""
     begin = indices.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = indices.data_ptr() + indices.nbytes - begin
@@ -62,7 +62,7 @@ def test_pages_of_the_frontier_come_and_no_others(folder):
     with (folder / "indices.npy").open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if resident(indices).any():
+    if find_resident_pages(indices).any():
         pytest.skip("this file system keeps its pages")
     nodes = np.array([5, 2900, 1200])
     assert read_lists_ahead(graph.indptr.numpy(), indices.numpy(), nodes, -1) == 3
@@ -75,9 +75,9 @@ def test_pages_of_the_frontier_come_and_no_others(folder):
         )
     }
     deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and not resident(indices)[sorted(wanted)].all():
+    while time.monotonic() < deadline and not find_resident_pages(indices)[sorted(wanted)].all():
         time.sleep(0.01)
-    assert {*np.flatnonzero(resident(indices)).tolist()} == wanted
+    assert {*np.flatnonzero(find_resident_pages(indices)).tolist()} == wanted
 
 
 def test_small_topologies_come_as_they_come(folder):

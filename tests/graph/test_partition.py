@@ -11,18 +11,18 @@ from lightning_gnn.graph import CSCGraph
 from tests.strategies import graphs
 
 
-def in_neighbours(graph):
+def list_in_neighbors(graph):
     return [set(graph.indices[graph.indptr[v] : graph.indptr[v + 1]].tolist()) for v in range(graph.num_nodes)]
 
 
-def rows_loaded(graph, order, bounds):
-    lists = in_neighbours(graph)
+def count_loaded_rows(graph, order, bounds):
+    lists = list_in_neighbors(graph)
     chunks = [order[begin:end].tolist() for begin, end in itertools.pairwise(bounds)]
     return sum(len(set().union(*(lists[v] for v in chunk))) for chunk in chunks)
 
 
-def chosen_seeds(lists, num_chunks):
-    """Phase 1 word for word: the unvisited vertex with the most in-neighbours in each interval, the lowest id first."""
+def choose_seeds(lists, num_chunks):
+    """Phase 1, literally: the unvisited vertex with the most in-neighbors in each interval, ties by the lowest id."""
     num_nodes, seeds = len(lists), []
     for chunk in range(num_chunks):
         interval = set(range(chunk * num_nodes // num_chunks, (chunk + 1) * num_nodes // num_chunks))
@@ -33,9 +33,9 @@ def chosen_seeds(lists, num_chunks):
 
 
 def check_greedy(graph, num_chunks, order, bounds):
-    """Each vertex of the first sweep must share the most in-neighbours with those before it in its chunk."""
-    lists, order = in_neighbours(graph), order.tolist()
-    seeds = chosen_seeds(lists, num_chunks)
+    """Check that each vertex of the first sweep shares the most in-neighbors with its predecessors in the chunk."""
+    lists, order = list_in_neighbors(graph), order.tolist()
+    seeds = choose_seeds(lists, num_chunks)
     visited = {seed for seed in seeds if seed is not None}
     steps = 0
     for chunk, seed in enumerate(seeds):
@@ -48,7 +48,7 @@ def check_greedy(graph, num_chunks, order, bounds):
             shared = {v: len(lists[v] & union) for v in range(graph.num_nodes) if v not in visited}
             most = max(shared.values(), default=0)
             if most == 0:
-                break  # what follows was left over
+                break  # the rest was left over
             assert shared[vertex] == most
             visited.add(vertex)
             union |= lists[vertex]
@@ -81,7 +81,7 @@ def test_chunks_take_those_that_share_most(graph, num_chunks):
 
 
 def test_the_toy_graph_of_figure_8():
-    # 8 vertices, 2 chunks, seeds V2 and V6, as the text says; V4 and V5 are on the wrong side in the order of the ids.
+    # 8 vertices, 2 chunks, seeds V2 and V6, as in the paper; V4 and V5 are on the wrong side in the order of the ids.
     lists = {1: [3, 4], 2: [1, 3, 4], 3: [1, 4], 4: [7, 8], 5: [1, 3], 6: [5, 7, 8], 7: [5, 8], 8: [5, 7]}
     edge_index = torch.tensor([(source - 1, target - 1) for target, list_ in lists.items() for source in list_]).T
     graph = CSCGraph.from_edge_index(edge_index, 8)
@@ -90,8 +90,8 @@ def test_the_toy_graph_of_figure_8():
     assert bounds.tolist() == [0, 4, 8]
     assert [chunk[0] for chunk in chunks] == [2, 6]
     assert [set(chunk) for chunk in chunks] == [{1, 2, 3, 5}, {4, 6, 7, 8}]
-    assert rows_loaded(graph, order, bounds) == 6
-    assert rows_loaded(graph, torch.arange(8), bounds) == 10
+    assert count_loaded_rows(graph, order, bounds) == 6
+    assert count_loaded_rows(graph, torch.arange(8), bounds) == 10
     assert check_greedy(graph, 2, order, bounds) == 6
 
 

@@ -1,4 +1,4 @@
-"""Graphs as they are published become the folder that the same edges in a table become."""
+"""Graphs in published formats are converted to the same folder as equal edges in a table."""
 
 import gzip
 
@@ -21,16 +21,16 @@ from tests.refusals import refuses
 pytest.importorskip("duckdb", reason="lgnn convert needs it")
 
 EDGES = [(0, 2), (2, 0), (2, 1), (2, 2), (4, 0)]
-NODES = 6  # the last one without edges
+NODES = 6  # the last one is isolated
 
 
-def webgraph(edges, num_nodes):
+def encode_webgraph(edges, num_nodes):
     rows = [" ".join(str(t) for s, t in edges if s == row) for row in range(num_nodes)]
     return "\n".join([str(num_nodes), *rows, ""]).encode()
 
 
 def write(folder, form, edges, num_nodes):
-    """Write edges, which ascend, in a published form; return its path."""
+    """Write ascending edges in a published format; return its path."""
     source, target = np.array(edges, dtype=np.int64).reshape(-1, 2).T
     matrix = scipy.sparse.csr_matrix((np.ones(len(edges)), (source, target)), (num_nodes, num_nodes))
     if form == "folder":
@@ -44,13 +44,13 @@ def write(folder, form, edges, num_nodes):
         scipy.sparse.save_npz(folder / "graph.npz", matrix.asformat(form))
         return folder / "graph.npz"
     if form == "webgraph":
-        (folder / "graph.graph-txt").write_bytes(webgraph(edges, num_nodes))
+        (folder / "graph.graph-txt").write_bytes(encode_webgraph(edges, num_nodes))
         return folder / "graph.graph-txt"
-    (folder / "graph.graph-txt.gz").write_bytes(gzip.compress(webgraph(edges, num_nodes)))
+    (folder / "graph.graph-txt.gz").write_bytes(gzip.compress(encode_webgraph(edges, num_nodes)))
     return folder / "graph.graph-txt.gz"
 
 
-def same_topology(graph, edges, num_nodes):
+def assert_same_topology(graph, edges, num_nodes):
     expected = CSCGraph.from_edge_index(torch.tensor(edges).reshape(-1, 2).t(), num_nodes)
     assert torch.equal(graph.indptr, expected.indptr)
     for target in range(num_nodes):
@@ -76,10 +76,10 @@ def test_matrices_and_webgraph(tmp_path_factory, drawn, form, block):
         counts = convert_tables(source, folder / "out", random_features=2)
     assert counts == {"node": num_nodes, "node__to__node": len(edges)}
     found = load_folder(folder / "out")
-    same_topology(found.graph, sorted(edges), num_nodes)
+    assert_same_topology(found.graph, sorted(edges), num_nodes)
     assert found.x.shape == (num_nodes, 2)
     assert not (folder / "out.partial").exists()
-    assert not (folder / "out/id.npy").exists()  # a node's number is its name
+    assert not (folder / "out/id.npy").exists()  # the node numbers are the names
 
 
 @pytest.mark.parametrize("form", ["folder", "webgraph.gz"])
@@ -88,14 +88,14 @@ def test_both_directions_and_drawn_labels(tmp_path, form):
     arguments = [f"source={source}", f"out={tmp_path / 'out'}", "undirected=true", "random_features=3"]
     assert convert_command.main([*arguments, "random_labels=4"]) == 0
     found = load_folder(tmp_path / "out")
-    same_topology(found.graph, to_undirected(torch.tensor(EDGES).t(), num_nodes=NODES).t().tolist(), NODES)
+    assert_same_topology(found.graph, to_undirected(torch.tensor(EDGES).t(), num_nodes=NODES).t().tolist(), NODES)
     assert found.y.shape == (NODES,)
     assert 0 <= int(found.y.min()) <= int(found.y.max()) < 4
     assert not (found.train_mask & found.val_mask | found.train_mask & found.test_mask).any()
 
 
-def ogb(root, arrays=False):
-    """Write a folder as OGB's; return features, labels and which split each node is in."""
+def write_ogb(root, arrays=False):
+    """Write a folder in OGB's layout; return features, labels and each node's split."""
     raw, split = root / "raw", root / "split" / "time"
     raw.mkdir(parents=True)
     split.mkdir(parents=True)
@@ -125,12 +125,12 @@ def ogb(root, arrays=False):
 @pytest.mark.parametrize("arrays", [False, True])
 @pytest.mark.parametrize("undirected", [False, True])
 def test_a_folder_of_ogb(tmp_path, arrays, undirected):
-    x, y, parts = ogb(tmp_path / "ogbn", arrays)
+    x, y, parts = write_ogb(tmp_path / "ogbn", arrays)
     convert_tables(tmp_path / "ogbn", tmp_path / "out", undirected=undirected)
     found = load_folder(tmp_path / "out")
     edge_index = torch.tensor(EDGES).t()
     edge_index = to_undirected(edge_index, num_nodes=NODES) if undirected else edge_index
-    same_topology(found.graph, edge_index.t().tolist(), NODES)
+    assert_same_topology(found.graph, edge_index.t().tolist(), NODES)
     assert torch.equal(found.x, torch.from_numpy(x))
     y[2] = -1 if arrays else y[2]
     assert found.y.tolist() == y.tolist()
@@ -153,24 +153,24 @@ def test_an_interrupted_reading_begins_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(module.np, "repeat", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert_tables(source, tmp_path / "out", random_features=1)
-    told = []
-    convert_tables(source, tmp_path / "out", random_features=1, say=told.append)
-    assert told[0] == "resuming an interrupted conversion"
-    same_topology(load_folder(tmp_path / "out").graph, EDGES, NODES)
+    messages = []
+    convert_tables(source, tmp_path / "out", random_features=1, say=messages.append)
+    assert messages[0] == "resuming an interrupted conversion"
+    assert_same_topology(load_folder(tmp_path / "out").graph, EDGES, NODES)
 
 
-def cut(folder, form, size):
+def truncate(folder, form, size):
     path = write(folder, form, EDGES, NODES)
     path.write_bytes(path.read_bytes()[:-size])
     return path
 
 
-def text(folder, content, name="graph.graph-txt"):
+def save(folder, content, name="graph.graph-txt"):
     (folder / name).write_bytes(content)
     return folder / name
 
 
-def matrix(folder, kind):
+def save_matrix(folder, kind):
     scipy.sparse.save_npz(folder / f"{kind.format}.npz", kind)
     return folder / f"{kind.format}.npz"
 
@@ -188,16 +188,16 @@ def arrays(folder, indptr):
 
 MARKET = b"%%MatrixMarket matrix coordinate real general\n3 3 2\n1 2 1.0\n"
 DAMAGES = [
-    (lambda folder: text(folder, b"six\n\n"), "begins with b'six', not with the number of nodes"),
-    (lambda folder: text(folder, b"3\n1 2\n0\n"), "has lines for 2 nodes, but declares 3; it is truncated or damaged"),
-    (lambda folder: text(folder, b"2\n1\n0 x\n"), "line 3 holds words that are not numbers"),
-    (lambda folder: text(folder, b"2\n1\n0 2\n"), "the target of row 2, 2, is not a node"),
-    (lambda folder: cut(folder, "webgraph.gz", 9), r"graph\.graph-txt\.gz is damaged"),
-    (lambda folder: cut(folder, "csr", 30), r"graph\.npz is damaged"),
+    (lambda folder: save(folder, b"six\n\n"), "begins with b'six', not with the number of nodes"),
+    (lambda folder: save(folder, b"3\n1 2\n0\n"), "has lines for 2 nodes, but declares 3; it is truncated or damaged"),
+    (lambda folder: save(folder, b"2\n1\n0 x\n"), "line 3 holds words that are not numbers"),
+    (lambda folder: save(folder, b"2\n1\n0 2\n"), "the target of row 2, 2, is not a node"),
+    (lambda folder: truncate(folder, "webgraph.gz", 9), r"graph\.graph-txt\.gz is damaged"),
+    (lambda folder: truncate(folder, "csr", 30), r"graph\.npz is damaged"),
     (other, r"other\.npz is not a SciPy sparse matrix: it holds a"),
-    (lambda folder: matrix(folder, scipy.sparse.dia_matrix(np.eye(3))), r"dia\.npz is .* in dia format; save it"),
-    (lambda folder: matrix(folder, scipy.sparse.coo_matrix((3, 3))), r"coo\.npz holds no edges"),
-    (lambda folder: text(folder, MARKET, "cut.mtx"), r"cut\.mtx is not a Matrix Market file: "),
+    (lambda folder: save_matrix(folder, scipy.sparse.dia_matrix(np.eye(3))), r"dia\.npz is .* in dia format; save it"),
+    (lambda folder: save_matrix(folder, scipy.sparse.coo_matrix((3, 3))), r"coo\.npz holds no edges"),
+    (lambda folder: save(folder, MARKET, "cut.mtx"), r"cut\.mtx is not a Matrix Market file: "),
     (lambda folder: arrays(folder, [0, 2, 1, 5]), "indptr decreases at row 1"),
     (lambda folder: arrays(folder, [0, 2, 3, 4]), "to the number of edges, 5"),
 ]
@@ -223,6 +223,6 @@ def test_damaged_files_are_named(tmp_path, damage, said):
     ids=["too few features", "cut", "too few labels"],
 )
 def test_damaged_folders_of_ogb_are_named(tmp_path, name, content, said):
-    ogb(tmp_path / "ogbn")
+    write_ogb(tmp_path / "ogbn")
     (tmp_path / f"ogbn/raw/{name}.csv.gz").write_bytes(content)
     refuses(ValueError, rf"{name}\.csv\.gz {said}", convert_tables, tmp_path / "ogbn/raw", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""What PyG's ``from_relbench`` makes of a database goes into our modules as it is."""
+"""The output of PyG's ``from_relbench`` works with our modules unchanged."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ ORDERS = 60
 
 
 class Column:
-    """A column of a data frame, as far as PyG asks."""
+    """The part of a data frame's column that PyG uses."""
 
     def __init__(self, values):
         self.values = np.asarray(values)
@@ -40,7 +40,7 @@ class Column:
 
 
 class Frame:
-    """A data frame, as far as PyG asks."""
+    """The part of a data frame that PyG uses."""
 
     def __init__(self, **columns):
         self.columns = columns
@@ -56,7 +56,7 @@ class Frame:
         )
 
 
-def table(frame, key=None, time=None, **foreign):
+def make_table(frame, key=None, time=None, **foreign):
     return SimpleNamespace(df=frame, pkey_col=key, time_col=time, fkey_col_to_pkey_table=foreign)
 
 
@@ -66,16 +66,16 @@ def data():
     rng = np.random.default_rng(0)
     day = np.datetime64("2024-01-01", "ns") + rng.integers(0, 90, ORDERS).astype("m8[D]")
     user = rng.integers(0, 12, ORDERS).astype(float)
-    user[3] = np.nan  # of nobody
+    user[3] = np.nan  # without user
     since = 1.7e9 + rng.integers(0, 90, 30) * float(DAY)
     tables = {
-        "user": table(Frame(id=np.arange(12), age=rng.integers(20, 60, 12), income=rng.normal(size=12)), "id"),
-        "item": table(Frame(id=np.arange(8)), "id"),
-        "order": table(
+        "user": make_table(Frame(id=np.arange(12), age=rng.integers(20, 60, 12), income=rng.normal(size=12)), "id"),
+        "item": make_table(Frame(id=np.arange(8)), "id"),
+        "order": make_table(
             Frame(user=user, item=rng.integers(0, 8, ORDERS), day=day, price=rng.normal(size=ORDERS)),
             None, "day", user="user", item="item",
         ),
-        "review": table(
+        "review": make_table(
             Frame(user=rng.integers(0, 12, 30), item=rng.integers(0, 8, 30), at=since, stars=rng.integers(1, 6, 30)),
             None, "at", user="user", item="item",
         ),

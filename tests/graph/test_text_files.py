@@ -1,4 +1,4 @@
-"""Text files as people have them become the graph that a plain table of the same rows becomes."""
+"""Common text formats become the same graph as a plain table of the same rows."""
 
 import csv
 import gzip
@@ -20,42 +20,41 @@ duckdb = pytest.importorskip("duckdb", reason="lgnn convert needs it")
 
 DRAWN = {"random_features": 1}
 LONG = 30_000
-"""Rows, more than DuckDB guesses from."""
+"""More rows than DuckDB's type detection samples."""
 
 
-def ids(folder):
-    """Return the ids of nodes in the order of their numbers, as texts."""
+def read_ids(folder):
+    """Return the node ids in the order of their numbers, as strings."""
     if (folder / "id.npy").exists():
         return [str(i) for i in np.load(folder / "id.npy")]
     found = duckdb.sql(f"SELECT id::VARCHAR FROM '{folder}/id.parquet' ORDER BY number").fetchall()
     return [row[0] for row in found]
 
 
-def pairs(graph, names):
-    """Return the edges of a topology as pairs of names, sorted."""
+def list_pairs(graph, names):
     targets = torch.arange(graph.num_nodes).repeat_interleave(graph.indptr.diff()).tolist()
     return sorted((names[s], names[t]) for s, t in zip(graph.indices.tolist(), targets, strict=True))
 
 
 def convert(folder, name, content, nodes=None, kind=None, **options):
-    """Convert a text of edges, and one of nodes; return the folder and what was said."""
+    """Convert a text of edges, and one of nodes; return the folder and the messages."""
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     tables = None
     if nodes is not None:
         (folder / "nodes.csv").write_text(nodes)
         tables = folder / "nodes.csv"
-    told = []
+    messages = []
     source = {kind: folder / name} if kind else folder / name
-    convert_tables(source, folder / "out", tables, say=told.append, **(options if nodes else DRAWN | options))
-    return folder / "out", told
+    convert_tables(source, folder / "out", tables, say=messages.append, **(options if nodes else DRAWN | options))
+    return folder / "out", messages
 
 
-def edges_of(folder, name, content, **options):
-    out, told = convert(folder, name, content, **options)
-    return pairs(load_folder(out).graph, ids(out)), told
+def convert_edges(folder, name, content, **options):
+    out, messages = convert(folder, name, content, **options)
+    return list_pairs(load_folder(out).graph, read_ids(out)), messages
 
 
-# Texts without what would be read as a number, and what a CSV file cannot hold unquoted by every reader.
+# Strings that are not read as numbers, and that every reader can parse unquoted in a CSV file.
 WORDS = st.text("abcXYZ#%é/.:-' ", min_size=1, max_size=6).map(lambda word: f"w{word.strip()}")
 SEPARATORS = [",", "\t", ";", "|", "::", " "]
 
@@ -73,14 +72,14 @@ SEPARATORS = [",", "\t", ";", "|", "::", " "]
 def test_rows_are_the_same_in_every_layout(tmp_path_factory, rows, between, newline, encoding, header, above, ending):
     folder = tmp_path_factory.mktemp("text")
     rows = [(a, b.replace(" ", "_")) for a, b in [*rows, (rows[0][0], rows[0][0]), (rows[0][1], rows[0][1])]]
-    if between in ("::", "|", ";") or between == " ":  # no words that hold the separator
+    if between in ("::", "|", ";") or between == " ":  # no words that contain the separator
         rows = [tuple(word.replace("::", ".").replace(" ", "_").replace(":", ".") for word in row) for row in rows]
     lines = [*above, *([f"source{between}target"] if header else []), *(between.join(row) for row in rows)]
     content = newline.join([*lines, ""]).encode(encoding)
     content = gzip.compress(content) if ending.endswith("gz") else content
-    found, told = edges_of(folder, f"edges.{ending}", content)
+    found, messages = convert_edges(folder, f"edges.{ending}", content)
     assert found == sorted(tuple(word.strip() for word in row) for row in rows)
-    assert any(("is the header" if header else "no header") in line for line in told)
+    assert any(("is the header" if header else "no header") in line for line in messages)
 
 
 def test_a_number_sign_within_rows_and_ids_is_data(tmp_path):
@@ -93,14 +92,14 @@ def test_a_number_sign_within_rows_and_ids_is_data(tmp_path):
         assert [names[n] for n in np.load(out / "y.npy")] == colors
         assert load_folder(out).x.tolist() == [[1.5]] * 4
     content = "# by hand\nsource,target\n#a,http://x.org/y#1\n#b,http://x.org/y#2\n%c,#a\n"
-    found, _ = edges_of(tmp_path, "edges.csv", content)
+    found, _ = convert_edges(tmp_path, "edges.csv", content)
     assert found == sorted([("#a", "http://x.org/y#1"), ("#b", "http://x.org/y#2"), ("%c", "#a")])
 
 
 @pytest.mark.parametrize("row", ["5 6", "x  y", "x y "])
 def test_what_comes_late_in_a_list_is_read_as_if_it_came_first(tmp_path, row):
     begin = "a b\nb a\n" if row.startswith("x") else "0 1\n1 0\n"
-    found, _ = edges_of(tmp_path, "edges.txt", begin * (LONG // 2) + "# a comment\n% 7 8\n" + row + "\n")
+    found, _ = convert_edges(tmp_path, "edges.txt", begin * (LONG // 2) + "# a comment\n% 7 8\n" + row + "\n")
     assert len(found) == LONG + 1
     assert tuple(row.split()) in found
 
@@ -122,9 +121,9 @@ def test_what_comes_late_in_a_list_is_read_as_if_it_came_first(tmp_path, row):
     ],
 )
 def test_a_header_names_columns_or_occurs_nowhere_below(tmp_path, rows, is_header):
-    found, told = edges_of(tmp_path, "edges.tsv", "\n".join(rows).replace(" ", "\t"))
+    found, messages = convert_edges(tmp_path, "edges.tsv", "\n".join(rows).replace(" ", "\t"))
     assert found == sorted(tuple(row.split()) for row in rows[is_header:])
-    assert any(("first row is the header" if is_header else "no header") in line for line in told)
+    assert any(("first row is the header" if is_header else "no header") in line for line in messages)
 
 
 RELATIONS = st.text("abAB/_.# %", min_size=1, max_size=5).filter(lambda name: name.strip("_") == name.strip() != "")
@@ -138,17 +137,17 @@ RELATIONS = st.text("abAB/_.# %", min_size=1, max_size=5).filter(lambda name: na
 def test_triples_have_a_type_of_edges_for_each_relation(tmp_path_factory, triples, named):
     folder = tmp_path_factory.mktemp("triples")
     triples = [(f"/m/{s}", f"r{relation}r", f"/m/{t}") for s, relation, t in triples]
-    if not named:  # heads and tails share some
+    if not named:  # heads and tails overlap
         triples.append((triples[0][2], triples[0][1], triples[0][0]))
     buffer = io.StringIO()
     csv.writer(buffer, delimiter="\t").writerows([*([("head", "relation", "tail")] * named), *triples])
     out, _ = convert(folder, "train.txt", buffer.getvalue())
-    found, names = load_folder(out), ids(node_folder(out, "node"))
+    found, names = load_folder(out), read_ids(node_folder(out, "node"))
     assert names == sorted({end for s, _, t in triples for end in (s, t)})
     expected = {}
     for s, relation, t in triples:
         expected.setdefault(relation, []).append((s, t))
-    assert {kind: pairs(found[kind].graph, names) for kind in found.edge_types} == {
+    assert {kind: list_pairs(found[kind].graph, names) for kind in found.edge_types} == {
         ("node", relation, "node"): sorted(edges) for relation, edges in expected.items()
     }
 
@@ -160,8 +159,8 @@ def test_labels_that_are_names_are_refused_and_classes_counted(tmp_path):
     many = "".join(f"{n},name {n},1\n" for n in range(1, 9))
     with pytest.raises(ValueError, match=r"the column label has 8 distinct values for 8 nodes"):
         convert(tmp_path, "edges.csv", edges, f"id,label,age\n{many}")
-    _, told = convert(tmp_path, "edges.csv", edges, "Id,Label,age\n1,red,3\n2,blue,4\n3,red,5\n")
-    assert any("labels" in line and "2 classes" in line for line in told)
+    _, messages = convert(tmp_path, "edges.csv", edges, "Id,Label,age\n1,red,3\n2,blue,4\n3,red,5\n")
+    assert any("labels" in line and "2 classes" in line for line in messages)
     (tmp_path / "without").mkdir()
     out, _ = convert(tmp_path / "without", "edges.csv", edges, "Id,Label,age\n1,,3\n2,,4\n3,,5\n")
     assert not (out / "y.npy").exists()
@@ -180,12 +179,12 @@ def test_labels_that_are_names_are_refused_and_classes_counted(tmp_path):
     ],
 )
 def test_the_ids_of_nodes_are_what_edges_refer_to(tmp_path, nodes, x, said):
-    out, told = convert(tmp_path, "edges.csv", "source,target\n0,1\n1,2\n", nodes)
+    out, messages = convert(tmp_path, "edges.csv", "source,target\n0,1\n1,2\n", nodes)
     found = load_folder(out)
     assert found.x.tolist() == x
     numbers = ["2", "0", "1"] if "by row" not in said and "hold" not in said else ["0", "1", "2"]
-    assert pairs(found.graph, numbers) == [("0", "1"), ("1", "2")]
-    assert any(said in line for line in told)
+    assert list_pairs(found.graph, numbers) == [("0", "1"), ("1", "2")]
+    assert any(said in line for line in messages)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A trainer on the CPU that prints and writes nothing."""
+"""A silent CPU trainer without output files."""
 
 import pytorch_lightning as pl
 

@@ -47,14 +47,13 @@ LAYERS = [
 ]
 
 
-def pair(ours, theirs, sizes, **kwargs):
+def make_pair(ours, theirs, sizes, **kwargs):
     a, b = ours(*sizes, **kwargs).double(), theirs(*sizes, **kwargs).double()
     a.load_state_dict(b.state_dict())
     return a, b
 
 
 def assert_equal(a, b, inputs, run_a, run_b):
-    """Compare outputs, and the gradients of inputs and parameters."""
     out_a, out_b = run_a(a), run_b(b)
     torch.testing.assert_close(out_a, out_b, rtol=1e-12, atol=1e-12)
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
@@ -74,7 +73,7 @@ def assert_equal(a, b, inputs, run_a, run_b):
 def test_a_graph_gives_what_its_edge_index_gives(ours, theirs, kwargs, needs_grad, sizes):
     x = X.clone().requires_grad_(needs_grad)
     assert_equal(
-        *pair(ours, theirs, sizes, **kwargs), [x], lambda layer: layer(x, GRAPH), lambda layer: layer(x, EDGES)
+        *make_pair(ours, theirs, sizes, **kwargs), [x], lambda layer: layer(x, GRAPH), lambda layer: layer(x, EDGES)
     )
 
 
@@ -86,23 +85,23 @@ def test_on_any_graph(drawn, which):
     graph = CompressedGraph.from_edge_index(edges, num_nodes)
     x = torch.randn(num_nodes, 3, dtype=torch.double, generator=torch.Generator().manual_seed(0)).requires_grad_()
     assert_equal(
-        *pair(ours, theirs, (3, 4), **kwargs), [x], lambda layer: layer(x, graph), lambda layer: layer(x, edges)
+        *make_pair(ours, theirs, (3, 4), **kwargs), [x], lambda layer: layer(x, graph), lambda layer: layer(x, edges)
     )
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"improved": True}, {"normalize": False}, {"add_self_loops": False}])
 def test_edge_weights_are_in_the_users_order(kwargs):
-    # Of two self-loops the last one counts, but PyG's gradient goes to both: leave the first one out.
+    # If a node has two self-loops, the last one counts, but PyG's gradient goes to both: remove the first one.
     edges, weight = EDGES[:, torch.arange(165) != 160], WEIGHT[torch.arange(165) != 160].requires_grad_()
     graph = CompressedGraph.from_edge_index(edges, NODES)
     x = X.clone().requires_grad_()
-    a, b = pair(GCNConv, pyg.GCNConv, (6, 4), **kwargs)
+    a, b = make_pair(GCNConv, pyg.GCNConv, (6, 4), **kwargs)
     assert_equal(a, b, [x, weight], lambda layer: layer(x, graph, weight), lambda layer: layer(x, edges, weight))
 
 
 def test_constant_edge_weights_are_normalised_once_and_anew_after_a_change(monkeypatch):
     graph = CompressedGraph.from_edge_index(EDGES, NODES)
-    a, b = pair(GCNConv, pyg.GCNConv, (6, 4))
+    a, b = make_pair(GCNConv, pyg.GCNConv, (6, 4))
     weight = WEIGHT.clone()
     calls = []
     normalise = CompressedGraph.gcn_weight
@@ -129,7 +128,7 @@ def test_bipartite_sage(kwargs, sizes):
     graph = CompressedGraph.from_csc(indptr, edges[0], 25)
     source = torch.randn(25, 6, dtype=torch.double, generator=generator).requires_grad_()
     target = torch.randn(14, 5, dtype=torch.double, generator=generator).requires_grad_()
-    a, b = pair(SAGEConv, pyg.SAGEConv, sizes, **kwargs)
+    a, b = make_pair(SAGEConv, pyg.SAGEConv, sizes, **kwargs)
     both = (source, target)
     assert_equal(a, b, both, lambda layer: layer(both, graph), lambda layer: layer(both, edges, size=(25, 14)))
     assert_equal(
@@ -154,8 +153,8 @@ def test_attention_dropout_drops_edges_and_keeps_the_mean():
     assert attention.shape == (graph.num_edges, 1)
     assert 0.3 < dropped < 0.7
     layer.eval()
-    _, (_, kept) = layer(X, GRAPH, return_attention_weights=True)
-    torch.testing.assert_close(attention[attention != 0], 2 * kept[attention != 0])
+    _, (_, selected) = layer(X, GRAPH, return_attention_weights=True)
+    torch.testing.assert_close(attention[attention != 0], 2 * selected[attention != 0])
     assert not torch.equal(layer(X, GRAPH), out)
 
 
@@ -169,7 +168,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("ours", "theirs", "kwargs"), MODELS)
 def test_models_on_a_graph(ours, theirs, kwargs):
-    a, b = pair(ours, theirs, (6, 12, 3, 5), **kwargs)
+    a, b = make_pair(ours, theirs, (6, 12, 3, 5), **kwargs)
     x = X.clone().requires_grad_()
     assert list(a.state_dict()) == list(b.state_dict())
     assert_equal(a, b, [x], lambda model: model(x, GRAPH), lambda model: model(x, EDGES))

@@ -1,4 +1,4 @@
-"""Dropout by one key of torch's generator: what torch's own does, and the same for any threads and when run again."""
+"""Dropout with one key from torch's generator: torch's behavior, independent of threads and on recomputation."""
 
 import pytest
 import torch
@@ -11,17 +11,17 @@ from lightning_gnn.ops.dropout import drop_by_row
 X = torch.rand(3000, 200, generator=torch.Generator().manual_seed(0)) + 1
 
 
-def drawn(layer, x, seed=3):
+def draw(layer, x, seed=3):
     torch.manual_seed(seed)
     return layer(x)
 
 
 def test_a_seed_gives_a_mask_and_calls_give_others():
     layer = Dropout(0.4)
-    one = drawn(layer, X)
-    assert torch.equal(drawn(layer, X), one)
+    one = draw(layer, X)
+    assert torch.equal(draw(layer, X), one)
     assert not torch.equal(layer(X), one)
-    assert not torch.equal(drawn(layer, X, seed=4), one)
+    assert not torch.equal(draw(layer, X, seed=4), one)
     torch.testing.assert_close(one[one != 0], X[one != 0] / 0.6)
     assert abs((one == 0).float().mean() - 0.4) < 0.005
 
@@ -68,16 +68,16 @@ def test_gradients_pass_where_numbers_do():
 def test_torch_draws_where_torch_has_its_own_ways():
     small = X[:6, :5]
     inplace = small.clone()
-    assert drawn(Dropout(0.5, inplace=True), inplace) is inplace
-    assert torch.equal(inplace, drawn(nn.Dropout(0.5), small))
+    assert draw(Dropout(0.5, inplace=True), inplace) is inplace
+    assert torch.equal(inplace, draw(nn.Dropout(0.5), small))
     for x in (torch.tensor(2.0), nn.Parameter(small).as_subclass(Marked)):
-        assert torch.equal(drawn(Dropout(0.5), x), drawn(nn.Dropout(0.5), x))
+        assert torch.equal(draw(Dropout(0.5), x), draw(nn.Dropout(0.5), x))
     assert Dropout(0.5)(torch.ones(3, 2, device="meta")).shape == (3, 2)
     with pytest.raises(RuntimeError, match="randomness"):
         torch.vmap(Dropout(0.5))(small)
     assert torch.vmap(Dropout(0.5), randomness="different")(small).shape == small.shape
     traced = torch.jit.trace(Dropout(0.5), small, check_trace=False)
-    assert not torch.equal(traced(small), traced(small))  # no key is a part of the trace
+    assert not torch.equal(traced(small), traced(small))  # the trace does not contain the key
 
 
 class Marked(torch.Tensor):

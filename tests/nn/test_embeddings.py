@@ -1,4 +1,4 @@
-"""Embeddings of types without features: trained as features that are parameters are, resumed, clipped, evaluated."""
+"""Embeddings of types without features train like features that are parameters; resuming, clipping, evaluation."""
 
 import copy
 from functools import partial
@@ -18,87 +18,87 @@ from tests.sampling.test_typed import typed_data
 VENUES, WIDTH = 7, 5
 
 
-def network(data, kind=HeteroGraphSAGE, outputs=3):
+def make_network(data, kind=HeteroGraphSAGE, outputs=3):
     torch.manual_seed(3)
     widths = data.num_features | {"venue": WIDTH}
     return kind(data.metadata(), widths, 8, 2, outputs)
 
 
-def table():
+def make_table():
     return torch.randn(VENUES, WIDTH, generator=torch.Generator().manual_seed(5))
 
 
-def embedded(data, sparse=True, **options):
-    """Return a classifier whose table has the rows of :func:`table`."""
+def make_embedded(data, sparse=True, **options):
+    """Return a classifier whose embedding is initialized with :func:`table`."""
     embeddings = TypeEmbeddings(data, WIDTH, sparse=sparse, optimizer=options.pop("table_optimizer", None))
     with torch.no_grad():
-        embeddings.tables["venue"].weight.copy_(table())
-    return NodeClassifier(network(data), 3, target="paper", embeddings=embeddings, **options)
+        embeddings.tables["venue"].weight.copy_(make_table())
+    return NodeClassifier(make_network(data), 3, target="paper", embeddings=embeddings, **options)
 
 
-def batches(data, **options):
+def make_batches(data, **options):
     return NeighborDataModule(data, num_neighbors=[3, 2], batch_size=40, seed=1, share_memory=False, **options)
 
 
-def rows_of(module):
+def get_table(module):
     return module.embeddings.tables["venue"].weight.detach()
 
 
-def by_hand(tmp_path, make, clip=None, algorithm="norm"):
-    """Train the same model on features that are a parameter; return the model's state and that parameter."""
+def train_parameter(tmp_path, make, clip=None, algorithm="norm"):
+    """Train the same model with a parameter as features; return the model's state and that parameter."""
     data = typed_data()
-    x = data["venue"].x = torch.nn.Parameter(table())
-    module = NodeClassifier(network(data), 3, target="paper", optimizer=lambda parameters: make([*parameters, x]))
+    x = data["venue"].x = torch.nn.Parameter(make_table())
+    module = NodeClassifier(make_network(data), 3, target="paper", optimizer=lambda parameters: make([*parameters, x]))
     options = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm if clip else None}
-    trainer(tmp_path, max_epochs=2, **options).fit(module, datamodule=batches(data, sparse_grad=False))
+    trainer(tmp_path, max_epochs=2, **options).fit(module, datamodule=make_batches(data, sparse_grad=False))
     return module.model.state_dict(), x.detach()
 
 
-def same(module, expected):
+def assert_same(module, expected):
     state, x = expected
     for name, value in module.model.state_dict().items():
         torch.testing.assert_close(value, state[name], rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(rows_of(module), x, rtol=1e-6, atol=1e-7)
-    assert not torch.equal(x, table())
+    torch.testing.assert_close(get_table(module), x, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(x, make_table())
 
 
 def test_dense_gradients_train_as_a_parameter_does_under_the_same_optimizer(tmp_path):
-    module = embedded(data := typed_data(), sparse=False, lr=0.02, weight_decay=0.01)
+    module = make_embedded(data := typed_data(), sparse=False, lr=0.02, weight_decay=0.01)
     run = trainer(tmp_path, max_epochs=2)
-    run.fit(module, datamodule=batches(data))
+    run.fit(module, datamodule=make_batches(data))
     assert type(run.optimizers[0]) is Adam
-    same(module, by_hand(tmp_path, partial(Adam, lr=0.02, weight_decay=0.01)))
+    assert_same(module, train_parameter(tmp_path, partial(Adam, lr=0.02, weight_decay=0.01)))
 
 
 @pytest.mark.parametrize("optimizer", [partial(SGD, lr=0.3), partial(Adagrad, lr=0.05)])
 def test_sparse_gradients_train_as_a_parameter_does_where_rows_without_a_gradient_stay(tmp_path, optimizer):
-    module = embedded(data := typed_data(), optimizer=optimizer, table_optimizer=optimizer)
-    trainer(tmp_path, max_epochs=2).fit(module, datamodule=batches(data))
-    same(module, by_hand(tmp_path, optimizer))
+    module = make_embedded(data := typed_data(), optimizer=optimizer, table_optimizer=optimizer)
+    trainer(tmp_path, max_epochs=2).fit(module, datamodule=make_batches(data))
+    assert_same(module, train_parameter(tmp_path, optimizer))
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_sparse_gradients_are_clipped_as_dense_ones(tmp_path, algorithm):
     optimizer = partial(SGD, lr=0.5)
     clip = 0.05 if algorithm == "norm" else 0.002
-    module = embedded(data := typed_data(), optimizer=optimizer, table_optimizer=optimizer)
+    module = make_embedded(data := typed_data(), optimizer=optimizer, table_optimizer=optimizer)
     options = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm}
-    trainer(tmp_path, max_epochs=2, **options).fit(module, datamodule=batches(data))
-    clipped, free = by_hand(tmp_path, optimizer, clip, algorithm), by_hand(tmp_path, optimizer)
-    same(module, clipped)
+    trainer(tmp_path, max_epochs=2, **options).fit(module, datamodule=make_batches(data))
+    clipped, free = train_parameter(tmp_path, optimizer, clip, algorithm), train_parameter(tmp_path, optimizer)
+    assert_same(module, clipped)
     assert not torch.allclose(clipped[1], free[1], atol=1e-3)
 
 
 def test_adam_and_sparse_adam_step_as_two_optimizers_by_hand(tmp_path):
-    module = embedded(data := typed_data(), lr=0.02, weight_decay=0.01)
+    module = make_embedded(data := typed_data(), lr=0.02, weight_decay=0.01)
     other = copy.deepcopy(module)
     run = trainer(tmp_path, max_epochs=2)
-    run.fit(module, datamodule=batches(data))
+    run.fit(module, datamodule=make_batches(data))
     assert isinstance(run.optimizers[0], SplitOptimizer)
 
     dense = Adam(other.model.parameters(), lr=0.02, weight_decay=0.01)
     sparse = SparseAdam(other.embeddings.parameters(), lr=0.02)
-    loader = batches(data).train_dataloader()
+    loader = make_batches(data).train_dataloader()
     for _ in range(2):
         for batch in loader:
             x = batch.x_dict | {"venue": other.embeddings.tables["venue"](batch["venue"].n_id)}
@@ -107,7 +107,7 @@ def test_adam_and_sparse_adam_step_as_two_optimizers_by_hand(tmp_path):
             for optimizer in (dense, sparse):
                 optimizer.step()
                 optimizer.zero_grad()
-    same(module, (other.model.state_dict(), rows_of(other)))
+    assert_same(module, (other.model.state_dict(), get_table(other)))
 
 
 @pytest.mark.campaign
@@ -118,11 +118,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, sparse,
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
     def fit(folder, ckpt_path=None, **options):
-        module = embedded(data := typed_data(), sparse=sparse, lr=0.02, scheduler=scheduler)
+        module = make_embedded(data := typed_data(), sparse=sparse, lr=0.02, scheduler=scheduler)
         keep = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
         options = {"enable_checkpointing": True, "callbacks": [keep], "accumulate_grad_batches": accumulate, **options}
         run = trainer(tmp_path, max_epochs=3, **options)
-        run.fit(module, datamodule=batches(data), ckpt_path=ckpt_path, weights_only=True)
+        run.fit(module, datamodule=make_batches(data), ckpt_path=ckpt_path, weights_only=True)
         return module, run
 
     whole, run = fit(tmp_path / "whole")
@@ -141,23 +141,23 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, sparse,
 
 
 def test_a_checkpoint_brings_the_table(tmp_path):
-    module = embedded(data := typed_data())
+    module = make_embedded(data := typed_data())
     run = trainer(tmp_path, max_epochs=1)
-    run.fit(module, datamodule=batches(data))
+    run.fit(module, datamodule=make_batches(data))
     run.save_checkpoint(tmp_path / "some.ckpt")
     again = NodeClassifier.load_from_checkpoint(
-        tmp_path / "some.ckpt", model=network(data), embeddings=TypeEmbeddings(data, WIDTH), weights_only=True
+        tmp_path / "some.ckpt", model=make_network(data), embeddings=TypeEmbeddings(data, WIDTH), weights_only=True
     )
-    assert torch.equal(rows_of(again), rows_of(module))
+    assert torch.equal(get_table(again), get_table(module))
 
 
 def test_full_inference_reads_all_rows(tmp_path):
-    module = embedded(data := typed_data())
+    module = make_embedded(data := typed_data())
     given = copy.copy(data)
-    given["venue"].x = table()
+    given["venue"].x = make_table()
     with torch.no_grad():
         expected = module.model.eval()(given.x_dict, given.edge_index_dict)["paper"]
-    datamodule = batches(data, inference="full", input_pred_nodes=("paper", torch.arange(300)))
+    datamodule = make_batches(data, inference="full", input_pred_nodes=("paper", torch.arange(300)))
     (rows,) = trainer(tmp_path, max_epochs=2).predict(module, datamodule)
     torch.testing.assert_close(rows, expected)
     (found,) = trainer(tmp_path, max_epochs=2).validate(module, datamodule, verbose=False)
@@ -167,8 +167,8 @@ def test_full_inference_reads_all_rows(tmp_path):
 
 def test_mistakes_are_named():
     data = typed_data()
-    module = embedded(data)
-    batch = next(iter(batches(data).train_dataloader()))
+    module = make_embedded(data)
+    batch = next(iter(make_batches(data).train_dataloader()))
     for change, message in (
         (lambda b: setattr(b["venue"], "x", torch.ones(7, WIDTH)), "'venue' have both features x and embeddings"),
         (lambda b: setattr(b["venue"], "n_id", torch.tensor([9])), "the batch has node 9 of 'venue', but"),
@@ -189,13 +189,13 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match=r"the number of 'a' nodes is unknown: set data\['a'\].num_nodes"):
         TypeEmbeddings({"a": None})
     with pytest.raises(TypeError, match="embeddings must be TypeEmbeddings, got Embedding"):
-        NodeClassifier(network(data), 3, target="paper", embeddings=torch.nn.Embedding(3, 3))
+        NodeClassifier(make_network(data), 3, target="paper", embeddings=torch.nn.Embedding(3, 3))
 
 
 def test_a_mini_batch_without_ids_is_refused_even_if_it_has_as_many_nodes_as_the_table():
     data = typed_data()
     embeddings = TypeEmbeddings(data, WIDTH)
-    batch = next(iter(batches(data).train_dataloader()))
+    batch = next(iter(make_batches(data).train_dataloader()))
     batch["venue"].num_nodes = VENUES
     del batch["venue"].n_id
     with pytest.raises(ValueError, match="the mini-batch lacks n_id of 'venue'"):

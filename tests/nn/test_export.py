@@ -1,4 +1,4 @@
-"""Exported models: what the model returns on any graph, in operators of ATen's alone, run without this package."""
+"""Exported models return the model's results on any graph, use ATen operators only, and run without this package."""
 
 import importlib.util
 import subprocess
@@ -25,8 +25,8 @@ MODELS = {
 }
 
 
-def graphs():
-    """Yield graphs of other sizes than the program was made on, with loops, parallel edges and lone nodes."""
+def draw_graphs():
+    """Yield graphs of other sizes than the example graph, with self-loops, parallel edges and isolated nodes."""
     data = small_data()
     yield data.x, data.edge_index
     loops = torch.tensor([[3, 3, 5, 0], [3, 3, 5, 1]])
@@ -40,15 +40,15 @@ def test_programs_return_what_the_model_returns(name):
     torch.manual_seed(0)
     model = MODELS[name]()
     if name == "gcn improved, cached":
-        model(*next(graphs()))  # something is kept already
+        model(*next(draw_graphs()))  # the model's caches are filled
     module = NodeClassifier(model, 4)
     program = export_program(module, 12)
     for node in program.graph.nodes:
         assert getattr(node.target, "namespace", "aten") == "aten", node.target
     called, training = program.module(), {part for part in model.modules() if part.training}
-    assert training  # it is left as it was
+    assert training  # the mode is unchanged
     model.eval()
-    for x, edge_index in graphs():
+    for x, edge_index in draw_graphs():
         if name == "gcn improved, cached":
             model = MODELS[name]().eval()
             model.load_state_dict(module.model.state_dict())
@@ -92,7 +92,7 @@ def test_a_program_runs_where_this_package_is_not(name, tmp_path):
     model = MODELS[name]().eval()
     torch.export.save(export_program(model, 12), tmp_path / "model.pt2")
     with torch.no_grad():
-        torch.save([(*graph, model(*graph)) for graph in graphs()], tmp_path / "rows.pt")
+        torch.save([(*graph, model(*graph)) for graph in draw_graphs()], tmp_path / "rows.pt")
     run = subprocess.run(
         [sys.executable, "-c", ALONE, tmp_path / "model.pt2", tmp_path / "rows.pt"],
         capture_output=True, text=True, cwd=tmp_path, check=False,
@@ -122,7 +122,7 @@ def test_onnx_returns_what_the_model_returns(name, tmp_path):
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     runs = reference.ReferenceEvaluator(str(export_onnx(model, 12, tmp_path / "model.onnx")))
-    for x, edge_index in list(graphs())[:3]:
+    for x, edge_index in list(draw_graphs())[:3]:
         (rows,) = runs.run(None, {"x": x.numpy(), "edge_index": edge_index.numpy()})
         with torch.no_grad():
             torch.testing.assert_close(torch.from_numpy(rows), model(x, edge_index), atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""GAT and GATv2 layers on a mini-batch's edge_index equal PyG's, and take PyG's path where they would not."""
+"""GAT and GATv2 layers on a mini-batch's edge_index equal PyG's, and use PyG's path where they would not."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch_geometric.nn import models as pyg_models
 from lightning_gnn.nn import GAT, GATConv, GATv2Conv
 from lightning_gnn.nn.conv import attention
 from lightning_gnn.ops.attention.definition import attend
-from tests.ops.test_aggregate_update import batches, gradients, hub_batch, normal
+from tests.ops.test_aggregate_update import batches, differentiate, hub_batch, normal
 
 PAIRS = [(GATConv, pyg.GATConv), (GATv2Conv, pyg.GATv2Conv)]
 OURS = [GATConv, GATv2Conv]
@@ -21,7 +21,6 @@ OURS = [GATConv, GATv2Conv]
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What the layers hand to the fused operator."""
     seen = []
 
     def counted(*arguments, **options):
@@ -33,7 +32,7 @@ def calls(monkeypatch):
     return seen
 
 
-def layers(pair, *sizes, **options):
+def make_layers(pair, *sizes, **options):
     ours, theirs = (layer(*sizes, **options).double() for layer in pair)
     ours.load_state_dict(theirs.state_dict())
     for one in (ours, theirs):
@@ -43,11 +42,11 @@ def layers(pair, *sizes, **options):
 
 
 def compare(ours, theirs, make, edges, leaves):
-    """Compare results, and the gradients of leaves and parameters; ``make`` makes the features."""
+    """Compare results, and the gradients of leaves and parameters; ``make`` returns the features."""
     results = []
     for layer in (ours, theirs):
         out = layer(make(), edges)
-        results.append([out, *gradients(out, [*leaves, *layer.parameters()])])
+        results.append([out, *differentiate(out, [*leaves, *layer.parameters()])])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
@@ -77,7 +76,7 @@ def test_results_and_gradients_are_pygs(batch, pair, options, needs_x, first):
             x = leaf.tanh()
             return x, x[:num_targets]
 
-        compare(*layers(pair, 6, 4, **options), make, edges, [leaf])
+        compare(*make_layers(pair, 6, 4, **options), make, edges, [leaf])
     assert len(seen) == (edges.size(1) > 0)
 
 
@@ -87,16 +86,16 @@ def test_sources_and_targets_of_their_own(calls, monkeypatch, pair, first):
     monkeypatch.setattr(attention, "aggregates_first", lambda *sizes: first)
     (num_sources, num_targets), edges = hub_batch()
     source, target = normal(num_sources, 6).requires_grad_(), normal(num_targets, 5, seed=1).requires_grad_()
-    ours, theirs = layers(pair, (6, 5), 7, heads=2)
+    ours, theirs = make_layers(pair, (6, 5), 7, heads=2)
     compare(ours, theirs, lambda: (source, target), edges, [source, target])
     # More targets than sources: the last ones get no self-loop.
     few = edges.clone()
     few[0] %= 50
     compare(ours, theirs, lambda: (source[:50], target), few, [source, target])
-    ours, theirs = layers(pair, 6, 7, heads=2)
+    ours, theirs = make_layers(pair, 6, 7, heads=2)
     compare(ours, theirs, lambda: source, edges, [source])
     if pair[0] is GATv2Conv:
-        ours, theirs = layers(pair, 6, 7, heads=2, share_weights=True)
+        ours, theirs = make_layers(pair, 6, 7, heads=2, share_weights=True)
         compare(ours, theirs, lambda: source, edges, [source])
         compare(ours, theirs, lambda: (source, source[:num_targets]), edges, [source])
     assert len(calls) == (5 if pair[0] is GATv2Conv else 3)
@@ -154,7 +153,7 @@ def test_whatever_is_out_of_the_ordinary_takes_pygs_path(calls, pair):
         out = layer.double()(both, edges)
         assert out.shape == (num_targets, 4), name
         assert not calls, name
-    # PyG's GATConv calls its linear layer for the targets too.
+    # PyG's GATConv also applies its linear layer to the targets.
     assert list(dict.fromkeys(seen)) == ["hook", "edge hook", "message hook"]
     plain = conv(6, 4).double()
     out, (looped, weights) = plain(both, edges, return_attention_weights=True)
@@ -194,12 +193,12 @@ def test_dropout_of_attention(calls, layer):
     def run(function):
         torch.manual_seed(3)
         out = function((x, x[:num_targets]))
-        return [out, *gradients(out, [x, *conv.parameters()])]
+        return [out, *differentiate(out, [x, *conv.parameters()])]
 
     plain = run(lambda pair: conv(pair, edges))
     again = run(lambda pair: checkpoint(lambda *both: conv(both, edges), *pair, use_reentrant=False))
     assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
-    # What is dropped is as in PyG's layer, of which the same weights are dropped.
+    # The same weights are dropped in PyG's layer.
     theirs = (pyg.GATConv if layer is GATConv else pyg.GATv2Conv)(6, 4, heads=3, dropout=0.4, add_self_loops=False)
     theirs = theirs.double()
     theirs.load_state_dict(conv.state_dict())
@@ -207,7 +206,7 @@ def test_dropout_of_attention(calls, layer):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "dropout", lambda alpha, p, training: alpha * calls[-1][5])
         out = theirs((x, x[:num_targets]), edges[:, order])
-    grads = gradients(out, [x, *theirs.parameters()])
+    grads = differentiate(out, [x, *theirs.parameters()])
     for one, other in zip(again, [out, *grads], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
     conv.eval()

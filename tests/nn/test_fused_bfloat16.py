@@ -1,4 +1,4 @@
-"""Layers on mini-batches under autocast and in bfloat16: the fused operators, near what float32 gives."""
+"""Layers on mini-batches under autocast and in bfloat16 use the fused operators and are close to float32."""
 
 import copy
 import functools
@@ -38,13 +38,13 @@ MODELS = {
 }
 
 TOLERANCE = 0.06
-"""Of a matrix's norm: products and sums are rounded to 8 bits, and ReLU is decided anew where it is near zero."""
+"""Relative to a matrix's norm: products and sums are rounded to 8 bits, and ReLU may flip near zero."""
 
 
 def refuse_pygs_path(monkeypatch):
-    """Let PyG's layers fail where they aggregate; a propagate() of its own each class gets as it is built."""
+    """Let PyG's layers fail where they aggregate; each class gets its own propagate() as it is instantiated."""
 
-    @functools.wraps(MessagePassing.aggregate)  # PyG looks at the arguments
+    @functools.wraps(MessagePassing.aggregate)  # PyG inspects the signature
     def refuse(*_, **__):
         raise AssertionError("PyG's path was taken")
 
@@ -53,14 +53,14 @@ def refuse_pygs_path(monkeypatch):
 
 @pytest.fixture
 def always(monkeypatch):
-    """Fuse batches of any size, and refuse PyG's path."""
+    """Fuse batches of any size, and reject PyG's path."""
     for module in (attention, fused):
         monkeypatch.setattr(module, "UNFUSED_UP_TO", 0)
 
     refuse_pygs_path(monkeypatch)
 
 
-def gradients(model, x, edge_index, low):
+def differentiate(model, x, edge_index, low):
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
         out = model(x, edge_index)
@@ -74,11 +74,11 @@ def test_autocast_gives_what_float32_gives_but_for_rounding(always, layer, featu
     torch.manual_seed(0)
     edge_index = torch.randint(50, (2, 400))
     x, model = torch.randn(50, 12).to(features), (LAYERS | ATTENTION)[layer]()
-    got, want = gradients(model, x, edge_index, True), gradients(model, x.float(), edge_index, False)
+    got, want = differentiate(model, x, edge_index, True), differentiate(model, x.float(), edge_index, False)
     assert got[0].dtype == (torch.float32 if layer in ATTENTION else torch.bfloat16)  # as PyG's
     assert got[1].dtype == features
     for a, b in zip(got, want, strict=True):
-        # As a whole: where a sum ends near zero, the rounding of its parts is all there is.
+        # Compared as a whole: where a sum is close to zero, only rounding errors of its terms remain.
         assert (a.float() - b).norm() <= TOLERANCE * b.norm()
 
 
@@ -95,7 +95,7 @@ def test_trimmed_models_fuse_every_layer_under_autocast(always, model, features)
         return whole(x, edge_index, num_sampled_nodes_per_hop=nodes, num_sampled_edges_per_hop=num_edges)
 
     trimmed.parameters = whole.parameters
-    got, want = gradients(trimmed, x, edge_index, True), gradients(trimmed, x.float(), edge_index, False)
+    got, want = differentiate(trimmed, x, edge_index, True), differentiate(trimmed, x.float(), edge_index, False)
     for a, b in zip(got, want, strict=True):
         assert (a.float() - b).norm() <= TOLERANCE * b.norm()
 
@@ -104,10 +104,10 @@ def test_trimmed_models_fuse_every_layer_under_autocast(always, model, features)
 def test_attention_under_autocast_is_nearer_float32_than_pygs(monkeypatch, layer):
     torch.manual_seed(0)
     edge_index, x, model = torch.randint(50, (2, 400)), torch.randn(50, 12).bfloat16(), ATTENTION[layer]()
-    exact = gradients(model, x.float(), edge_index, False)  # so few edges are PyG's
-    unfused = gradients(model, x, edge_index, True)
+    exact = differentiate(model, x.float(), edge_index, False)  # few edges are not fused
+    unfused = differentiate(model, x, edge_index, True)
     monkeypatch.setattr(attention, "UNFUSED_UP_TO", 0)
-    fused = gradients(model, x, edge_index, True)
+    fused = differentiate(model, x, edge_index, True)
     assert (fused[0] - unfused[0]).norm() <= TOLERANCE * unfused[0].norm()
     for a, b, want in zip(fused, unfused, exact, strict=True):
         assert a.dtype == b.dtype
@@ -132,8 +132,8 @@ def test_models_of_bfloat16_are_fused_too(always, layer):
     torch.manual_seed(0)
     edge_index = torch.randint(50, (2, 400))
     x, model = torch.randn(50, 12).bfloat16(), LAYERS[layer]().bfloat16()
-    got = gradients(model, x, edge_index, False)
-    want = gradients(copy.deepcopy(model).float(), x.float(), edge_index, False)
+    got = differentiate(model, x, edge_index, False)
+    want = differentiate(copy.deepcopy(model).float(), x.float(), edge_index, False)
     assert all(part.dtype == torch.bfloat16 for part in got)
     for a, b in zip(got, want, strict=True):
         assert (a.float() - b).norm() <= TOLERANCE * b.norm()

@@ -1,4 +1,4 @@
-"""Layers and models that run as few operators: PyG's results and gradients, and what says which do not."""
+"""Layers and models that run as few operators: PyG's results and gradients, and log messages about exceptions."""
 
 import logging
 
@@ -17,14 +17,14 @@ from lightning_gnn.ops.aggregate_update.definition import aggregate_update
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout
 from lightning_gnn.ops.dropout import row_dropout
 from tests.nn.quiet import trainer
-from tests.nn.test_trimming import lists, sample
-from tests.ops.test_aggregate_update import batches, execution, executions, gradients, hub_batch, normal
+from tests.nn.test_trimming import list_hop_sizes, sample
+from tests.ops.test_aggregate_update import batches, differentiate, execution, executions, hub_batch, normal
 from tests.strategies import edge_indices
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Fuse whatever can be, and count what is."""
+    """Fuse wherever possible, and record the calls."""
     seen: list = []
 
     def counting(name, function):
@@ -37,17 +37,16 @@ def calls(monkeypatch):
     return seen
 
 
-def mlp():
+def make_mlp():
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
 
 
-def same(ours, theirs, run, inputs=(), tolerance=1e-10):
-    """Compare results, and gradients with respect to inputs and parameters."""
+def assert_same(ours, theirs, run, inputs=(), tolerance=1e-10):
     theirs.load_state_dict(ours.state_dict())
     results = []
     for layer in (ours, theirs):
         out = run(layer)
-        results.append([out, *gradients(out, [*inputs, *layer.parameters()])])
+        results.append([out, *differentiate(out, [*inputs, *layer.parameters()])])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
@@ -66,7 +65,7 @@ def test_gcn_is_pygs(graph, options, weighted, chosen):
     ours, theirs = GCNConv(6, 4, **options).double(), pyg.GCNConv(6, 4, **options).double()
     with pytest.MonkeyPatch.context() as patch, execution(**chosen):
         patch.setattr(fused, "UNFUSED_UP_TO", 0)
-        same(ours, theirs, lambda layer: layer(x, edge_index, weight), [x])
+        assert_same(ours, theirs, lambda layer: layer(x, edge_index, weight), [x])
 
 
 SAGE_OPTIONS = [
@@ -91,7 +90,7 @@ def test_sage_is_pygs(batch, options, chosen):
     ours, theirs = SAGEConv(6, 4, **options).double(), pyg.SAGEConv(6, 4, **options).double()
     with pytest.MonkeyPatch.context() as patch, execution(**chosen):
         patch.setattr(fused, "UNFUSED_UP_TO", 0)
-        same(ours, theirs, lambda layer: layer((x, x[:num_targets]), edge_index), [x])
+        assert_same(ours, theirs, lambda layer: layer((x, x[:num_targets]), edge_index), [x])
 
 
 @settings(max_examples=40)
@@ -99,10 +98,10 @@ def test_sage_is_pygs(batch, options, chosen):
 def test_gin_is_pygs(batch, options, chosen):
     num_sources, num_targets, edge_index = batch
     x = normal(num_sources, 6).requires_grad_()
-    ours, theirs = GINConv(mlp(), **options).double(), pyg.GINConv(mlp(), **options).double()
+    ours, theirs = GINConv(make_mlp(), **options).double(), pyg.GINConv(make_mlp(), **options).double()
     with pytest.MonkeyPatch.context() as patch, execution(**chosen):
         patch.setattr(fused, "UNFUSED_UP_TO", 0)
-        same(ours, theirs, lambda layer: layer((x, x[:num_targets]), edge_index), [x])
+        assert_same(ours, theirs, lambda layer: layer((x, x[:num_targets]), edge_index), [x])
 
 
 def test_each_of_them_is_fused(calls):
@@ -111,8 +110,8 @@ def test_each_of_them_is_fused(calls):
     pair = (x, x[:num_targets])
     for layer in [
         *(SAGEConv(6, 4, **options) for options in SAGE_OPTIONS),
-        GINConv(mlp()),
-        GINConv(mlp(), train_eps=True),
+        GINConv(make_mlp()),
+        GINConv(make_mlp(), train_eps=True),
     ]:
         before = len(calls)
         layer.double()(pair, edges)
@@ -124,7 +123,7 @@ def test_each_of_them_is_fused(calls):
         assert len(calls) == before + 2, options
     calls.clear()
     weight = normal(edges.size(1)).abs().requires_grad_()
-    same(GCNConv(6, 4).double(), pyg.GCNConv(6, 4).double(), lambda layer: layer(x, edges, weight), [weight])
+    assert_same(GCNConv(6, 4).double(), pyg.GCNConv(6, 4).double(), lambda layer: layer(x, edges, weight), [weight])
     GCNConv(6, 4).double()(x, edges, normal(edges.size(1), dtype=torch.float32))
     GCNConv(6, 4, aggr="mean").double()(x, edges)
     assert not calls
@@ -158,8 +157,8 @@ def test_what_comes_then_is_what_would_come_after(batch, size, reduce, p, key, d
         assert torch.equal(then == 0, after == 0)
         torch.testing.assert_close(then, after, rtol=tolerance, atol=tolerance)
         if p > 0.9:
-            return  # numbers that are 1e12 times what they were
-        for ours, theirs in zip(gradients(then, inputs), gradients(after, inputs), strict=True):
+            return  # numbers grow by a factor of 1e12
+        for ours, theirs in zip(differentiate(then, inputs), differentiate(after, inputs), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=10 * tolerance)
 
 
@@ -226,11 +225,11 @@ def test_a_fused_model_is_the_same_with_the_same_dropout(cls, options, fanouts, 
         model.train(trims)
         for _ in range(2):  # the second call draws other masks
             torch.manual_seed(0)
-            out = model(batch.x, batch.edge_index, weight, **(lists(batch) if trims else {}))[:4]
-        results.append([out, *gradients(out, model.parameters())])
+            out = model(batch.x, batch.edge_index, weight, **(list_hop_sizes(batch) if trims else {}))[:4]
+        results.append([out, *differentiate(out, model.parameters())])
         if limit == 0 and trims:
             model.eval()
-            results.append([model(batch.x, batch.edge_index, weight, **lists(batch))[:4]])
+            results.append([model(batch.x, batch.edge_index, weight, **list_hop_sizes(batch))[:4]])
     for one, other in ((0, 1), (2, 3)):
         for ours, theirs in zip(results[one], results[other], strict=False):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
@@ -244,7 +243,7 @@ def test_only_what_is_plain_goes_into_the_operator(graph, calls, monkeypatch):
         model = GraphSAGE(8, 12, 2, 5, dropout=0.5, **options).double()
         change(model)
         seen.clear()
-        model(batch.x, batch.edge_index, **lists(batch))
+        model(batch.x, batch.edge_index, **list_hop_sizes(batch))
         return [then for then in seen if then is not None]
 
     def spied(*arguments, then=None, **options):
@@ -280,15 +279,15 @@ def test_only_what_is_plain_goes_into_the_operator(graph, calls, monkeypatch):
 def test_a_gcn_batch_whose_edges_come_in_no_order_is_normalised_alike(graph, calls):
     batch = sample([4, 0, 17, 33], [3, 2], *graph)
     model = GCN(8, 12, 2, 5).double()
-    wanted = model(batch.x, batch.edge_index, **lists(batch))
+    wanted = model(batch.x, batch.edge_index, **list_hop_sizes(batch))
     first = batch.num_sampled_edges[0]
     order = torch.cat([torch.randperm(first), first + torch.randperm(batch.num_edges - first)])
-    out = model(batch.x, batch.edge_index[:, order], **lists(batch))
+    out = model(batch.x, batch.edge_index[:, order], **list_hop_sizes(batch))
     torch.testing.assert_close(out, wanted, rtol=1e-10, atol=1e-10)
     assert calls == ["update_by_edges"] * 4
 
 
-# What says so.
+# Log messages.
 
 
 class Doubled(SAGEConv):

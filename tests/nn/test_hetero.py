@@ -1,5 +1,3 @@
-"""Models of graphs with types against PyG's layers."""
-
 import itertools
 
 import pytest
@@ -20,8 +18,7 @@ MODELS = [HeteroGraphSAGE, RGCN, RGAT, HGT]
 TYPES = [("a", "x", "a"), ("b", "x", "a"), ("b", "y", "a"), ("a", "x", "b"), ("c", "x", "b"), ("a", "z", "c")]
 
 
-def graph(sizes=(9, 6, 4), widths=(5, 5, 5), types=TYPES, num_edges=25, seed=0, dtype=torch.float64):
-    """Return a HeteroData with random edges."""
+def make_graph(sizes=(9, 6, 4), widths=(5, 5, 5), types=TYPES, num_edges=25, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     data = HeteroData()
     for name, size, width in zip("abc", sizes, widths, strict=True):
@@ -33,14 +30,14 @@ def graph(sizes=(9, 6, 4), widths=(5, 5, 5), types=TYPES, num_edges=25, seed=0, 
     return data
 
 
-def same(ours, theirs):
+def assert_same(ours, theirs):
     assert set(ours) == set(theirs)
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], **CLOSE)
 
 
 class Plain(torch.nn.Module):
-    """PyG's layers as its examples put them together."""
+    """PyG's layers, composed as in its examples."""
 
     def __init__(self, make, num_layers):
         super().__init__()
@@ -54,13 +51,13 @@ class Plain(torch.nn.Module):
         return x_dict
 
 
-def channels(layer, widths):
+def list_widths(layer, widths):
     return {"a": widths[0], "b": widths[1], "c": widths[2]} if layer == 0 else dict.fromkeys("abc", 8)
 
 
-def plain_sage(widths, aggr="mean", root=True):
+def make_plain_sage(widths, aggr="mean", root=True):
     def make(layer):
-        width, out = channels(layer, widths), 3 if layer == 1 else 8
+        width, out = list_widths(layer, widths), 3 if layer == 1 else 8
         return {k: SAGEConv((width[k[0]], width[k[2]]), out, aggr=aggr, root_weight=root) for k in TYPES}
 
     return Plain(make, 2).double()
@@ -69,13 +66,13 @@ def plain_sage(widths, aggr="mean", root=True):
 @pytest.mark.parametrize("widths", [(5, 5, 5), (5, 3, 5), (2, 3, 4)])
 @pytest.mark.parametrize(("aggr", "root"), [("mean", True), ("sum", True), ("mean", False), ("max", True)])
 def test_graphsage_is_that_of_pyg(widths, aggr, root):
-    data, theirs = graph(widths=widths), plain_sage(widths, aggr, root)
+    data, theirs = make_graph(widths=widths), make_plain_sage(widths, aggr, root)
     in_channels = dict(zip("abc", widths, strict=True))
     ours = HeteroGraphSAGE(data.metadata(), in_channels, 8, 2, 3, aggr=aggr, root_weight=root).double()
     ours.load_state_dict(theirs.state_dict())
     given = [{name: x.clone().requires_grad_() for name, x in data.x_dict.items()} for _ in range(2)]
     outs = [model(x, data.edge_index_dict) for model, x in zip((ours, theirs), given, strict=True)]
-    same(*outs)
+    assert_same(*outs)
     grads = [
         torch.autograd.grad(sum(rows.square().sum() for rows in out.values()), [*x.values(), *model.parameters()])
         for out, x, model in zip(outs, given, (ours, theirs), strict=True)
@@ -83,13 +80,13 @@ def test_graphsage_is_that_of_pyg(widths, aggr, root):
     names = [
         [*x, *(name for name, _ in model.named_parameters())] for x, model in zip(given, (ours, theirs), strict=True)
     ]
-    same(*(dict(zip(n, g, strict=True)) for n, g in zip(names, grads, strict=True)))
+    assert_same(*(dict(zip(n, g, strict=True)) for n, g in zip(names, grads, strict=True)))
 
 
 @pytest.mark.parametrize("options", [{}, {"aggr": "sum"}, {"num_bases": 3}, {"num_blocks": 1}, {"root_weight": False}])
 def test_rgcn_is_that_of_pyg_on_the_graph_without_types(options, monkeypatch):
-    monkeypatch.setattr("torch_geometric.backend.use_segment_matmul", False)  # which takes one mean for all relations
-    data = graph()
+    monkeypatch.setattr("torch_geometric.backend.use_segment_matmul", False)  # which uses one mean for all relations
+    data = make_graph()
     ours = RGCN(data.metadata(), 5, 8, 2, 3, **options).double()
     whole = data.to_homogeneous()
     assert [name for name, _ in ours.convs[0].named_parameters()] == [
@@ -107,18 +104,18 @@ def test_rgcn_is_that_of_pyg_on_the_graph_without_types(options, monkeypatch):
 
 
 def test_rgcn_maps_features_of_several_widths():
-    data = graph(widths=(2, 3, 4))
+    data = make_graph(widths=(2, 3, 4))
     model = RGCN(data.metadata(), {"a": 2, "b": 3, "c": 4}, 8, 2, 3).double()
     mapped = {name: model.lin.lins[name](x) for name, x in data.x_dict.items()}
     narrow = RGCN(data.metadata(), 8, 8, 2, 3).double()
     narrow.convs.load_state_dict(model.convs.state_dict())
-    same(model(data.x_dict, data.edge_index_dict), narrow(mapped, data.edge_index_dict))
+    assert_same(model(data.x_dict, data.edge_index_dict), narrow(mapped, data.edge_index_dict))
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("hops", [1, 2, 3])
 def test_trimming_leaves_the_seeds_as_they_are(kind, hops):
-    data = graph(sizes=(60, 40, 20), num_edges=150)
+    data = make_graph(sizes=(60, 40, 20), num_edges=150)
     model = kind(data.metadata(), 5, 8, 2, 3).double()
     loader = NeighborDataModule(
         data, num_neighbors=[3] * hops, batch_size=5, input_train_nodes=("a", torch.arange(20))
@@ -136,16 +133,16 @@ def test_trimming_leaves_the_seeds_as_they_are(kind, hops):
 def test_types_may_lack_nodes_and_edges(sizes, num_edges, seed):
     if 0 in sizes:
         num_edges = 0
-    data = graph(sizes=sizes, num_edges=num_edges, seed=seed)
-    theirs = plain_sage((5, 5, 5))
+    data = make_graph(sizes=sizes, num_edges=num_edges, seed=seed)
+    theirs = make_plain_sage((5, 5, 5))
     ours = HeteroGraphSAGE(data.metadata(), 5, 8, 2, 3).double()
     ours.load_state_dict(theirs.state_dict())
-    same(ours(data.x_dict, data.edge_index_dict), theirs(data.x_dict, data.edge_index_dict))
+    assert_same(ours(data.x_dict, data.edge_index_dict), theirs(data.x_dict, data.edge_index_dict))
 
 
 def test_what_no_relation_reaches_is_read_once():
     types = [("b", "x", "a"), ("a", "x", "a")]
-    data = graph(types=types)
+    data = make_graph(types=types)
     ours = HeteroGraphSAGE((["a", "b"], types), 5, 8, 2, 3).double()
     assert [list(conv.convs.keys()) for conv in ours.convs] == [types, types[1:]]
     del data["c"]
@@ -156,24 +153,24 @@ def test_what_no_relation_reaches_is_read_once():
     theirs.load_state_dict(ours.state_dict())
     out = ours(data.x_dict, data.edge_index_dict)
     assert list(out) == ["a"]
-    same(out, theirs(data.x_dict, data.edge_index_dict))
+    assert_same(out, theirs(data.x_dict, data.edge_index_dict))
 
 
 @pytest.mark.parametrize("where", ["layer", "relation", "product"])
 def test_hooks_see_what_they_would_in_pyg(where):
-    data, seen = graph(), []
+    data, seen = make_graph(), []
     model = HeteroGraphSAGE(data.metadata(), 5, 8, 2, 3).double()
     want = model(data.x_dict, data.edge_index_dict)
     conv = model.convs[0].convs["b", "x", "a"]
     module = {"layer": model.convs[0], "relation": conv, "product": conv.lin_l}[where]
     module.register_forward_hook(lambda *given: seen.append(given[2]))
-    same(model(data.x_dict, data.edge_index_dict), want)
+    assert_same(model(data.x_dict, data.edge_index_dict), want)
     assert len(seen) == 1
 
 
 @pytest.mark.parametrize(("kind", "precision"), zip(MODELS, itertools.cycle(["32-true", "bf16-mixed"]), strict=False))
 def test_it_trains_with_one_line(kind, precision, tmp_path):
-    data = graph(sizes=(200, 80, 30), num_edges=600, dtype=torch.float32)
+    data = make_graph(sizes=(200, 80, 30), num_edges=600, dtype=torch.float32)
     data["a"].y = (data["a"].x[:, 0] > 0).long()
     data["a"].train_mask = data["a"].val_mask = torch.ones(200, dtype=torch.bool)
     pl.seed_everything(0, verbose=False)
@@ -186,7 +183,7 @@ def test_it_trains_with_one_line(kind, precision, tmp_path):
 @pytest.mark.parametrize("transform", [AddSelfLoops(), ToUndirected(merge=False), RemoveDuplicatedEdges()])
 @pytest.mark.parametrize("typed", [True, False])
 def test_edges_that_a_transform_changes_are_all_read(typed, transform):
-    data = graph(sizes=(60, 40, 20), num_edges=150, dtype=torch.float32)
+    data = make_graph(sizes=(60, 40, 20), num_edges=150, dtype=torch.float32)
     data["a"].y = torch.zeros(60, dtype=torch.long)
     seeds = ("a", torch.arange(20))
     if typed:
@@ -203,7 +200,7 @@ def test_edges_that_a_transform_changes_are_all_read(typed, transform):
 
 
 def test_too_few_hops_are_told():
-    data = graph(sizes=(60, 40, 20), num_edges=150, dtype=torch.float32)
+    data = make_graph(sizes=(60, 40, 20), num_edges=150, dtype=torch.float32)
     data["a"].y = torch.zeros(60, dtype=torch.long)
     module = NodeClassifier(RGCN(data.metadata(), 5, 8, 2, 2), 2, target="a")
     loader = NeighborDataModule(data, ("a", torch.arange(20)), num_neighbors=[3], batch_size=5).train_dataloader()
@@ -227,14 +224,14 @@ def test_too_few_hops_are_told():
 )
 def test_mistakes_are_named(change, message):
     arguments = {
-        "metadata": graph().metadata(), "in_channels": 5, "hidden_channels": 8, "num_layers": 2, "out_channels": 3
+        "metadata": make_graph().metadata(), "in_channels": 5, "hidden_channels": 8, "num_layers": 2, "out_channels": 3
     } | change  # fmt: skip
     with pytest.raises(ValueError, match=message):
         HeteroGraphSAGE(**arguments)
 
 
 def test_missing_features_and_edges_are_named():
-    data = graph()
+    data = make_graph()
     model = HeteroGraphSAGE(data.metadata(), 5, 8, 2, 3).double()
     edges = dict(data.edge_index_dict)
     del edges["c", "x", "b"]

@@ -1,4 +1,4 @@
-"""RGAT and HGT in one operator against PyG's layers, and when they take PyG's path."""
+"""RGAT and HGT in one operator against PyG's layers, and when they use PyG's path."""
 
 import pytest
 import torch
@@ -7,14 +7,13 @@ from torch_geometric.nn import GATConv, HGTConv
 from lightning_gnn.nn import HGT, RGAT, HeteroGraphSAGE
 from lightning_gnn.nn.hetero import attention, layers
 from lightning_gnn.ops.attention.definition import attend_relations
-from tests.nn.test_hetero import TYPES, Plain, channels, graph, same
+from tests.nn.test_hetero import TYPES, Plain, assert_same, list_widths, make_graph
 
 WIDTHS = [(5, 5, 5), (5, 3, 5), (2, 3, 4)]
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What the layers hand to the fused operator."""
     return watch(monkeypatch)
 
 
@@ -30,9 +29,9 @@ def watch(patch):
     return seen
 
 
-def plain_gat(widths, heads, **options):
+def make_plain_gat(widths, heads, **options):
     def make(layer):
-        width = channels(layer, widths)
+        width = list_widths(layer, widths)
         out = {"out_channels": 3, "concat": False} if layer == 1 else {"out_channels": 8 // heads}
         more = {"heads": heads, "add_self_loops": False, "residual": True} | options
         return {k: GATConv((width[k[0]], width[k[2]]), **more, **out) for k in TYPES}
@@ -41,7 +40,7 @@ def plain_gat(widths, heads, **options):
 
 
 class PlainHGT(torch.nn.Module):
-    """PyG's layers as its example puts them together."""
+    """PyG's layers, composed as in its example."""
 
     def __init__(self, ours, data):
         super().__init__()
@@ -55,12 +54,12 @@ class PlainHGT(torch.nn.Module):
         return {name: self.lin_out(rows) for name, rows in x.items()}
 
 
-def pair(kind, data, widths, heads, **options):
-    """Return our model and PyG's, with the same random parameters, and biases that are not 0."""
+def make_pair(kind, data, widths, heads, **options):
+    """Return our model and PyG's with the same random parameters, and nonzero biases."""
     in_channels = dict(zip("abc", widths, strict=True))
     torch.manual_seed(3)
     ours = kind(data.metadata(), in_channels, 8, 2, 3, heads=heads, **options).double()
-    theirs = plain_gat(widths, heads, **options) if kind is RGAT else PlainHGT(ours, data).double()
+    theirs = make_plain_gat(widths, heads, **options) if kind is RGAT else PlainHGT(ours, data).double()
     for parameter in ours.parameters():
         torch.nn.init.uniform_(parameter, -0.7, 0.7)
     if kind is HGT:
@@ -71,7 +70,6 @@ def pair(kind, data, widths, heads, **options):
 
 
 def compare(ours, theirs, data):
-    """Compare results and the gradients of features and parameters."""
     results, names = [], [name for name, _ in ours.named_parameters()]
     for model in (ours, theirs):
         x = {name: rows.clone().requires_grad_() for name, rows in data.x_dict.items()}
@@ -83,23 +81,23 @@ def compare(ours, theirs, data):
         found = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
         results.append((out, dict(zip([*x, *names], found, strict=True))))
     for one, other in zip(*results, strict=True):
-        same(one, other)
+        assert_same(one, other)
 
 
 @pytest.mark.parametrize("kind", [RGAT, HGT])
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_results_and_gradients_are_pygs(calls, kind, widths, heads):
-    data = graph(widths=widths)
-    compare(*pair(kind, data, widths, heads), data)
-    # A call per table of features of one width.
+    data = make_graph(widths=widths)
+    compare(*make_pair(kind, data, widths, heads), data)
+    # One call per table of features of one width.
     assert len(calls) == (1 + len(set(widths)) if kind is RGAT else 2)
 
 
 @pytest.mark.parametrize("options", [{"residual": False}, {"bias": False}, {"negative_slope": 0.5}])
 def test_options_of_the_layer(calls, options):
-    data = graph()
-    compare(*pair(RGAT, data, (5, 5, 5), 2, **options), data)
+    data = make_graph()
+    compare(*make_pair(RGAT, data, (5, 5, 5), 2, **options), data)
     assert len(calls) == 2
 
 
@@ -107,21 +105,21 @@ def test_options_of_the_layer(calls, options):
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_type_that_nothing_reaches_may_come_first(monkeypatch, kind, fused):
     types = [("a", "x", "b"), ("b", "x", "b"), ("b", "x", "c")]
-    data = graph(sizes=(9, 6, 4), types=types)
+    data = make_graph(sizes=(9, 6, 4), types=types)
     model = kind((["a", "b", "c"], types), 5, 8, 2, 3).double()
     monkeypatch.setattr(layers, "aggregates_first", lambda *given: True)
     want = model(data.x_dict, data.edge_index_dict)
-    # The same graph, whose first type is one that is reached.
+    # The same graph, but edges lead to its first type.
     other = kind((["c", "b", "a"], types), 5, 8, 2, 3).double()
     other.load_state_dict(model.state_dict())
     if not fused:
         monkeypatch.setattr(layers.TypedConv, "_can_fuse", lambda *given: False)
         monkeypatch.setattr(attention.TransformerConv, "_can_fuse", lambda *given: False)
-    same(other(data.x_dict, data.edge_index_dict), want)
+    assert_same(other(data.x_dict, data.edge_index_dict), want)
 
 
 def test_dropped_attention_is_seeded_and_keeps_the_mean(calls):
-    data = graph(num_edges=400)
+    data = make_graph(num_edges=400)
     model = RGAT(data.metadata(), 5, 8, 1, 3, dropout=0.0).double()
     for conv in model.convs[0].convs.values():
         conv.dropout = 0.5
@@ -141,8 +139,8 @@ def test_dropped_attention_is_seeded_and_keeps_the_mean(calls):
 
 @pytest.mark.parametrize("kind", [RGAT, HGT])
 def test_what_is_out_of_the_ordinary_takes_pygs_path(calls, kind):
-    data = graph()
-    ours, theirs = pair(kind, data, (5, 5, 5), 2)
+    data = make_graph()
+    ours, theirs = make_pair(kind, data, (5, 5, 5), 2)
     first = ours.convs[0]
     module = first.convs["b", "x", "a"].lin_src if kind is RGAT else first.k_rel
     seen = []
@@ -160,8 +158,8 @@ def test_what_is_out_of_the_ordinary_takes_pygs_path(calls, kind):
 
 @pytest.mark.parametrize("kind", [RGAT, HGT])
 def test_bfloat16_is_summed_in_float32(calls, kind):
-    data = graph(dtype=torch.float32)
-    ours, theirs = (model.float() for model in pair(kind, data, (5, 5, 5), 2))
+    data = make_graph(dtype=torch.float32)
+    ours, theirs = (model.float() for model in make_pair(kind, data, (5, 5, 5), 2))
     exact = theirs(data.x_dict, data.edge_index_dict)
     with torch.autocast("cpu", torch.bfloat16):
         out = ours(data.x_dict, data.edge_index_dict)

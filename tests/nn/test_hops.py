@@ -1,4 +1,4 @@
-"""Mini-batches whose hops are not the model's layers: told once, in Python as by the command."""
+"""A fanout with more or fewer hops than the model's layers is reported once, in Python and by the command."""
 
 import warnings
 
@@ -22,9 +22,9 @@ MORE = "the model has 2 layers, but its mini-batches have 3 hops: nodes sampled 
 class Own(nn.Module):
     """A user's model, whose ``num_layers`` may count something else."""
 
-    def __init__(self, told, layers=2):
+    def __init__(self, reported, layers=2):
         super().__init__()
-        self.num_layers = told
+        self.num_layers = reported
         self.convs = nn.ModuleList(SAGEConv(8 if i == 0 else 3, 3) for i in range(layers))
 
     def forward(self, x, edge_index):
@@ -33,8 +33,7 @@ class Own(nn.Module):
         return x
 
 
-def warned(module, loaders):
-    """Return the warnings of hops in training and validation."""
+def get_warnings(module, loaders):
     run = trainer(max_epochs=2, limit_train_batches=2, limit_val_batches=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -42,14 +41,14 @@ def warned(module, loaders):
     return [str(item.message) for item in caught if "hop" in str(item.message)]
 
 
-def batches(*fanouts):
+def make_batches(*fanouts):
     return NeighborDataModule(DATA, num_neighbors=list(fanouts), batch_size=32)
 
 
 @pytest.mark.parametrize(("fanouts", "message"), [((4,), FEWER), ((4, 4, 2), MORE), ((4, 4), None)])
 @pytest.mark.parametrize("make", [lambda: GraphSAGE(8, 4, 2, 3), lambda: GIN(8, 4, 2, 3), lambda: Own(2)])
 def test_models_whose_layers_are_known(make, fanouts, message):
-    found = warned(NodeClassifier(make(), 3), batches(*fanouts))
+    found = get_warnings(NodeClassifier(make(), 3), make_batches(*fanouts))
     assert len(found) == (message is not None)
     assert all(text.startswith(message) and text.endswith("give num_neighbors one fanout per layer") for text in found)
 
@@ -57,7 +56,7 @@ def test_models_whose_layers_are_known(make, fanouts, message):
 @pytest.mark.parametrize("model", [Own(None), Own(5), Own(2, layers=1)])
 def test_models_whose_layers_are_not_known_are_left_alone(model):
     assert num_layers(model) is None
-    assert not warned(NodeClassifier(model, 3), batches(4))
+    assert not get_warnings(NodeClassifier(model, 3), make_batches(4))
 
 
 def test_compiled_models_have_their_layers():
@@ -66,8 +65,8 @@ def test_compiled_models_have_their_layers():
 
 def test_other_loaders_and_links():
     loader = NodeLoader(DATA, NeighborSampler(DATA, [4]), input_nodes=DATA.train_mask, batch_size=32)
-    assert warned(NodeClassifier(GraphSAGE(8, 4, 2, 3), 3), loader)[0].startswith(FEWER)
+    assert get_warnings(NodeClassifier(GraphSAGE(8, 4, 2, 3), 3), loader)[0].startswith(FEWER)
     links = LinkDataModule(
         DATA, input_train_edges=DATA.edge_index, num_neighbors=[4], batch_size=64, neg_sampling="binary"
     )
-    assert warned(LinkPredictor(GraphSAGE(8, 4, 2, 3)), links)[0].startswith(FEWER)
+    assert get_warnings(LinkPredictor(GraphSAGE(8, 4, 2, 3)), links)[0].startswith(FEWER)

@@ -1,4 +1,4 @@
-"""Exact inference: the outputs of the whole-graph forward, however little memory there is."""
+"""Exact inference: the outputs of the whole-graph forward, for any memory budget."""
 
 import warnings
 
@@ -46,12 +46,12 @@ MODELS = [
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(inference, "MIN_BLOCK_VERTICES", 8)  # several blocks of a small graph
+        patch.setattr(inference, "MIN_BLOCK_VERTICES", 8)  # several blocks even for a small graph
         yield
 
 
-def trained(cls, **kwargs):
-    """A model whose normalisations have seen something."""
+def make_trained(cls, **kwargs):
+    """Return a model with nontrivial normalization statistics."""
     torch.manual_seed(0)
     model = cls(8, 12, 3, 5, dropout=0.5, **kwargs).double()
     model(X, EDGES)
@@ -62,7 +62,7 @@ def trained(cls, **kwargs):
 @pytest.mark.parametrize("limit", ["auto", 3000, 0])
 @pytest.mark.parametrize(("cls", "kwargs"), MODELS)
 def test_equals_the_forward_of_the_whole_graph(tmp_path, cls, kwargs, limit):
-    model = trained(cls, **kwargs)
+    model = make_trained(cls, **kwargs)
     extra = {"edge_weight": WEIGHT} if cls is GCN else {}
     options = FullInference(folder=tmp_path, memory_limit=limit, progress=False)
     out = infer(model, X, GRAPH, settings=options, **extra)
@@ -76,7 +76,7 @@ def test_equals_the_forward_of_the_whole_graph(tmp_path, cls, kwargs, limit):
 def test_on_any_graph(drawn, which):
     num_nodes, edges = drawn
     cls, kwargs = MODELS[which]
-    model = trained(cls, **kwargs)
+    model = make_trained(cls, **kwargs)
     graph = CompressedGraph.from_edge_index(edges, num_nodes)
     x = torch.randn(num_nodes, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     out = infer(model, x, graph, settings=FullInference(memory_limit=0, progress=False))
@@ -88,7 +88,7 @@ class Interrupted(Exception):
 
 
 def interrupt(model, layer, calls):
-    """Let a layer raise at its call number ``calls``."""
+    """Make a layer raise at its call number ``calls``."""
     seen = []
 
     def hook(module, args):
@@ -104,7 +104,7 @@ def interrupt(model, layer, calls):
 def test_an_interrupted_run_leaves_no_outputs_and_starts_again(tmp_path, monkeypatch, given, layer):
     monkeypatch.setenv("LIGHTNING_GNN_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "layers" if given else None
-    model, options = trained(GraphSAGE), FullInference(folder=folder, memory_limit=0, progress=False)
+    model, options = make_trained(GraphSAGE), FullInference(folder=folder, memory_limit=0, progress=False)
     handle = interrupt(model, layer, 3)
     with pytest.raises(Interrupted):
         infer(model, X, GRAPH, settings=options)
@@ -119,13 +119,13 @@ def test_an_interrupted_run_leaves_no_outputs_and_starts_again(tmp_path, monkeyp
 def test_what_a_killed_run_has_left_is_not_used(tmp_path):
     for layer in range(3):
         np.save(tmp_path / f"layer_{layer}.npy", np.full((NODES, 12), np.nan))
-    model = trained(GraphSAGE)
+    model = make_trained(GraphSAGE)
     out = infer(model, X, GRAPH, settings=FullInference(folder=tmp_path, memory_limit=0, progress=False))
     torch.testing.assert_close(out, model(X, EDGES), rtol=1e-10, atol=1e-10)
 
 
 def test_the_result_is_memory_mapped_and_only_it_is_kept(tmp_path):
-    model = trained(GraphSAGE)
+    model = make_trained(GraphSAGE)
     out = infer(model, X, GRAPH, settings=FullInference(folder=tmp_path, memory_limit=0, progress=False))
     (path,) = tmp_path.glob("*.npy")
     assert np.array_equal(np.load(path), out.numpy())
@@ -134,7 +134,7 @@ def test_the_result_is_memory_mapped_and_only_it_is_kept(tmp_path):
 
 
 def test_bfloat16_goes_through_files_of_float32(tmp_path):
-    model = trained(GraphSAGE).bfloat16()
+    model = make_trained(GraphSAGE).bfloat16()
     x = X.bfloat16()
     out = infer(model, x, GRAPH, settings=FullInference(folder=tmp_path, memory_limit=0, progress=False))
     assert out.dtype == torch.float32
@@ -181,7 +181,7 @@ def test_features_of_edges_reach_a_model_that_takes_them():
 
 @pytest.mark.parametrize("norm", ["layer", "graph_norm", "instance"])
 def test_a_norm_over_all_nodes_needs_memory(norm):
-    model = trained(GraphSAGE, norm=norm)
+    model = make_trained(GraphSAGE, norm=norm)
     torch.testing.assert_close(infer(model, X, GRAPH), model(X, EDGES), rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match=r"averages over all nodes.*raise memory_limit"):
         infer(model, X, GRAPH, settings=FullInference(memory_limit=0))
@@ -195,12 +195,12 @@ def test_wrong_use_is_named(tmp_path):
             FullInference(memory_limit=limit)
     options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
     with FileLock(tmp_path / "lock"), pytest.raises(RuntimeError, match="in use by another process"):
-        infer(trained(GCN), X, GRAPH, settings=options)
+        infer(make_trained(GCN), X, GRAPH, settings=options)
 
 
 def test_progress_is_logged_up_to_the_last_node(caplog):
     with caplog.at_level("INFO"):
-        infer(trained(GraphSAGE), X, GRAPH, settings=FullInference(memory_limit=0))
+        infer(make_trained(GraphSAGE), X, GRAPH, settings=FullInference(memory_limit=0))
     said = [record.message for record in caplog.records if "of the nodes are done" in record.message]
     assert [message for message in said if "100 %" in message] == [
         f"layer {layer} of 3: 100 % of the nodes are done" for layer in (1, 2, 3)

@@ -1,4 +1,4 @@
-"""Metrics by name: torchmetrics' values whatever the mini-batches."""
+"""Metrics by name: torchmetrics' values for any mini-batches."""
 
 import pytest
 import pytorch_lightning as pl
@@ -19,11 +19,11 @@ from lightning_gnn.nn import GraphSAGE, NodeClassifier, NodeRegressor
 from lightning_gnn.nn.metrics import named_metric
 from tests.batching_data import small_data
 from tests.nn.quiet import trainer
-from tests.nn.test_tasks import labeled
+from tests.nn.test_tasks import make_labeled_graph
 
 
-def scored(module, data, tmp_path):
-    """Return what is logged of a test in mini-batches, and outputs and labels of the nodes that are tested."""
+def run_test(module, data, tmp_path):
+    """Return the logged values of a test in mini-batches, and outputs and labels of the test nodes."""
     datamodule = NeighborDataModule(data, num_neighbors=[-1], batch_size=16)
     logged = trainer(tmp_path).test(module, datamodule=datamodule, verbose=False)[0]
     with torch.no_grad():
@@ -31,7 +31,7 @@ def scored(module, data, tmp_path):
     return {name.removeprefix("test_"): value for name, value in logged.items()}, rows, data.y[data.test_mask]
 
 
-def classes():
+def make_class_data():
     data = small_data()
     data.x = torch.randn(data.num_nodes, 6, generator=torch.Generator().manual_seed(0))
     data.y = torch.randint(4, (data.num_nodes,), generator=torch.Generator().manual_seed(1))
@@ -44,9 +44,9 @@ def test_of_classes(tmp_path):
     pl.seed_everything(0, verbose=False)
     names = ["top2", "macro_f1", "weighted_acc", "ece", "macro_auroc", "mcc", "kappa", "acc", "ogbn-arxiv"]
     module = NodeClassifier(GraphSAGE(6, 8, 1, 4), 4, metrics=names)
-    found, rows, y = scored(module, classes(), tmp_path)
+    found, rows, y = run_test(module, make_class_data(), tmp_path)
     assert set(found) == {*names, "loss"}
-    assert found["ogbn-arxiv"] == found["acc"]  # as OGB's evaluator has it
+    assert found["ogbn-arxiv"] == found["acc"]  # like OGB's evaluator
     top = rows.topk(2).indices
     assert found["top2"] == pytest.approx((top == y[:, None]).any(1).float().mean().item())
     assert found["macro_f1"] == pytest.approx(multiclass_f1_score(rows, y, 4, average="macro").item(), abs=1e-6)
@@ -58,7 +58,7 @@ def test_of_labels(tmp_path):
     pl.seed_everything(0, verbose=False)
     names = ["macro_auroc", "micro_ap", "exact"]
     module = NodeClassifier(GraphSAGE(6, 8, 1, 3), 3, kind="multilabel", metrics=names)
-    found, rows, y = scored(module, labeled("multilabel"), tmp_path)
+    found, rows, y = run_test(module, make_labeled_graph("multilabel"), tmp_path)
     assert set(found) == {*names, "f1", "loss"}
     rows, y = rows.double().sigmoid(), y.long()
     assert found["macro_auroc"] == pytest.approx(multilabel_auroc(rows, y, 3).item(), abs=1e-5)
@@ -74,7 +74,7 @@ def test_of_labels(tmp_path):
 def test_of_numbers(tmp_path):
     pl.seed_everything(0, verbose=False)
     module = NodeRegressor(GraphSAGE(6, 8, 1, 2), metrics=["rmse", "r2"])
-    found, rows, y = scored(module, labeled("regression"), tmp_path)
+    found, rows, y = run_test(module, make_labeled_graph("regression"), tmp_path)
     assert found["rmse"] == pytest.approx(mean_squared_error(rows, y, squared=False).item(), rel=1e-5)
     assert found["r2"] == pytest.approx(r2_score(rows, y).item(), rel=1e-4)
     assert found["loss"] == pytest.approx(F.mse_loss(rows, y).item(), rel=1e-5)

@@ -1,5 +1,3 @@
-"""Models: PyG's state dicts, input dropout, the GAT paper's setting, errors."""
-
 from collections.abc import Callable
 
 import pytest

@@ -1,4 +1,4 @@
-"""Types of any name that PyG's ``HeteroData`` takes, in models, mini-batches, checkpoints and programs."""
+"""Types with any name that PyG's ``HeteroData`` accepts, in models, mini-batches, checkpoints and exported programs."""
 
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -17,7 +17,7 @@ from lightning_gnn.nn.hetero.attention import TransformerConv
 from lightning_gnn.nn.hetero.layers import TypedConv
 from lightning_gnn.nn.type_modules import TypeModules
 from lightning_gnn.partitioned.partition import partition_graph
-from tests.graph.names import EDGES, NAMES, edge_types
+from tests.graph.names import EDGES, NAMES, name_types
 from tests.nn.quiet import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:There exist type names")
@@ -25,8 +25,8 @@ MODELS = [HeteroGraphSAGE, RGCN, RGAT, HGT]
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
-def graph(names, widths=(4, 4, 4)):
-    """Return a HeteroData of three node types and five edge types, between any of which there are edges."""
+def make_graph(names, widths=(4, 4, 4)):
+    """Return a HeteroData with three node types and five edge types, each with edges."""
     generator = torch.Generator().manual_seed(0)
     nodes, data = names[0], HeteroData()
     for name, width in zip(nodes, widths, strict=True):
@@ -38,14 +38,14 @@ def graph(names, widths=(4, 4, 4)):
 
 
 PLAIN = (["a", "b", "c"], [(f"{'abc'[s]}", f"r{at}", f"{'abc'[t]}") for at, (s, t) in enumerate(EDGES)])
-COLLIDE = edge_types(["a", "a_", "b"], ["r__s", "r", "r", "_r", "r"])
-MANGLED = edge_types(["a__", "a", "b#c"], ["r#1", "__r", "r", "r", "r.1"])
-TAKEN = edge_types(["keys", "training", "<keys>"], ["items", "forward", "%keys", "weight", "type"])
-EMPTY = edge_types(["", "%", "src.paper"], ["", "%", "_", "__", "___"])
+COLLIDE = name_types(["a", "a_", "b"], ["r__s", "r", "r", "_r", "r"])
+MANGLED = name_types(["a__", "a", "b#c"], ["r#1", "__r", "r", "r", "r.1"])
+TAKEN = name_types(["keys", "training", "<keys>"], ["items", "forward", "%keys", "weight", "type"])
+EMPTY = name_types(["", "%", "src.paper"], ["", "%", "_", "__", "___"])
 
 
-def unfused():
-    """Return a context in which layers run as PyG's operators."""
+def disable_fusion():
+    """Return a context in which layers run PyG's operators."""
     stack = ExitStack()
     for layer in (TypedConv, TransformerConv):
         stack.enter_context(patch.object(layer, "_can_fuse", lambda *given: False))
@@ -62,14 +62,14 @@ def unfused():
 def test_names_of_types_change_no_output(model, widths, names):
     found = []
     for by_name in (PLAIN, names):
-        data = graph(by_name, widths)
+        data = make_graph(by_name, widths)
         torch.manual_seed(0)
         net = model(data.metadata(), data.num_features, 8, 2, 3).double().eval()
         seeds = (by_name[0][0], torch.arange(5))
         batch = next(iter(NeighborDataModule(data, seeds, num_neighbors=[-1, -1], batch_size=5).train_dataloader()))
         counts = batch.collect("num_sampled_nodes"), batch.collect("num_sampled_edges")
         outs = [net(data.x_dict, data.edge_index_dict), net(batch.x_dict, batch.edge_index_dict, *counts)]
-        with unfused():
+        with disable_fusion():
             outs += [net(data.x_dict, data.edge_index_dict), net(batch.x_dict, batch.edge_index_dict, *counts)]
         again = model(data.metadata(), data.num_features, 8, 2, 3).double().eval()
         again.load_state_dict(net.state_dict())
@@ -97,7 +97,7 @@ def test_keys_are_those_of_pyg_where_they_are_unique(name):
 @example(EMPTY)
 @settings(deadline=None, max_examples=15)
 def test_rows_that_are_trained_are_those_of_the_type(names):
-    data = graph(names)
+    data = make_graph(names)
     for name in names[0]:
         del data[name].x
         data[name].num_nodes = 12
@@ -114,7 +114,7 @@ def test_rows_that_are_trained_are_those_of_the_type(names):
 
 @pytest.mark.parametrize(("model", "names"), zip(MODELS, [COLLIDE, MANGLED, TAKEN, EMPTY], strict=True))
 def test_a_checkpoint_of_any_names_is_read_back(model, names, tmp_path):
-    data = graph(names).apply(lambda value: value.float() if value.is_floating_point() else value)
+    data = make_graph(names).apply(lambda value: value.float() if value.is_floating_point() else value)
     nodes = names[0][0]
     datamodule = NeighborDataModule(
         data, (nodes, torch.arange(12)), num_neighbors=[2, 2], batch_size=4, inference="full"
@@ -130,13 +130,13 @@ def test_a_checkpoint_of_any_names_is_read_back(model, names, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "names"),  # without HGT, as PyG's HGTConv reads numbers out of tensors
+    ("model", "names"),  # without HGT: PyG's HGTConv reads numbers from tensors
     [(HeteroGraphSAGE, COLLIDE), (RGCN, MANGLED), (RGAT, TAKEN), (HeteroGraphSAGE, EMPTY), (RGAT, PLAIN)],
 )
 def test_a_program_of_any_names_gives_what_the_model_gives(model, names):
-    data = graph(names)
+    data = make_graph(names)
     net = model(data.metadata(), 4, 8, 2, 3).double().eval()
-    with unfused():
+    with disable_fusion():
         program = torch.export.export(net, (data.x_dict, data.edge_index_dict), strict=False)
     out = program.module()(data.x_dict, data.edge_index_dict)
     torch.testing.assert_close(out, net(data.x_dict, data.edge_index_dict))
@@ -144,7 +144,7 @@ def test_a_program_of_any_names_gives_what_the_model_gives(model, names):
 
 @pytest.mark.parametrize("names", [PLAIN, COLLIDE, MANGLED, TAKEN, EMPTY])
 def test_parts_of_any_names_are_the_graph(names, tmp_path):
-    data = graph(names)
+    data = make_graph(names)
     data[names[0][0]].about, data.own = "of a type", "of all"
     partition_graph(data, tmp_path / "parts", 2)
     whole = lightning_gnn.partitioned.folder.Partition(tmp_path / "parts")
@@ -157,7 +157,7 @@ def test_parts_of_any_names_are_the_graph(names, tmp_path):
 
 
 def test_fanouts_that_pyg_takes_for_one_are_refused():
-    data = graph(COLLIDE)
+    data = make_graph(COLLIDE)
     fanouts = {kind: [place, 1] for place, kind in enumerate(COLLIDE[1])}
     assert NeighborSampler(data, fanouts).num_neighbors == fanouts
     with lightning_gnn.enable_pyg_sampling(), pytest.raises(ValueError, match=r"NumNeighbors confuses"):

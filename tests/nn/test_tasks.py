@@ -1,4 +1,4 @@
-"""One line switches the task: classes, several labels, numbers, links and their ranks."""
+"""One option selects the task: classes, multiple labels, regression, links and their ranks."""
 
 import pytest
 import pytorch_lightning as pl
@@ -11,12 +11,12 @@ from lightning_gnn import LinkDataModule, NeighborDataModule
 from lightning_gnn.nn import GraphSAGE, LinkPredictor, NodeClassifier, NodeRegressor
 from tests.batching_data import small_data
 from tests.nn.quiet import trainer
-from tests.nn.test_typed_classifier import featured_data
+from tests.nn.test_typed_classifier import make_featured_data
 from tests.sampling.test_typed import WRITES
 
 
-def labeled(kind):
-    """Return a graph whose labels are told by its features."""
+def make_labeled_graph(kind):
+    """Return a graph whose labels are determined by its features."""
     data = small_data()
     x = data.x = torch.randn(data.num_nodes, 6, generator=torch.Generator().manual_seed(0))
     data.y = {"multilabel": (x[:, :3] > 0).long(), "regression": x[:, :2] * 2 - 1, "one": x[:, 0]}[kind]
@@ -30,7 +30,7 @@ def labeled(kind):
 @pytest.mark.parametrize("full", [False, True])
 def test_labels_and_numbers_are_learned(kind, full, tmp_path):
     pl.seed_everything(0, verbose=False)
-    data = labeled(kind)
+    data = make_labeled_graph(kind)
     model = GraphSAGE(6, 32, 2, data.y.size(1))
     module = NodeClassifier(model, 3, kind="multilabel") if kind == "multilabel" else NodeRegressor(model)
     if full:
@@ -48,7 +48,7 @@ def test_labels_and_numbers_are_learned(kind, full, tmp_path):
 
 
 def test_losses_and_metrics_are_those_by_hand():
-    data = labeled("multilabel")
+    data = make_labeled_graph("multilabel")
     batch = next(iter(NeighborDataModule(data, num_neighbors=[3], batch_size=20).train_dataloader()))
     module = NodeClassifier(GraphSAGE(6, 8, 1, 3), 3, kind="multilabel")
     loss, y = module.training_step(batch, 0), batch.y[:20]
@@ -57,7 +57,7 @@ def test_losses_and_metrics_are_those_by_hand():
     right = ((rows > 0) & (y == 1)).sum()
     torch.testing.assert_close(module.train_f1.compute(), 2 * right / ((rows > 0).sum() + y.sum()))
 
-    batch.y = labeled("regression").y[batch.n_id]
+    batch.y = make_labeled_graph("regression").y[batch.n_id]
     module = NodeRegressor(GraphSAGE(6, 8, 1, 2))
     loss, rows = module.training_step(batch, 0), module(batch)[:20].detach()
     torch.testing.assert_close(loss["loss"], F.mse_loss(rows, batch.y[:20]))
@@ -67,7 +67,7 @@ def test_losses_and_metrics_are_those_by_hand():
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weights", [None, [0.5, 2.0]])
 def test_class_weights_and_smoothing_are_those_of_torch(weights, smoothing, tmp_path):
-    data = labeled("one")
+    data = make_labeled_graph("one")
     data.y = (data.y > 0.5).long()
     model = GraphSAGE(6, 8, 1, 2)
     module = NodeClassifier(model, 2, class_weights=weights, label_smoothing=smoothing)
@@ -79,7 +79,7 @@ def test_class_weights_and_smoothing_are_those_of_torch(weights, smoothing, tmp_
     rows, y = module(batch)[:32], batch.y[:32]
     torch.testing.assert_close(step["loss"], loss_of(rows, y))
     assert float(step["weight"]) == pytest.approx(32 if given is None else float(given[y].sum()))
-    # The loss of all of an epoch is that of one batch, though batches weigh otherwise.
+    # The loss over an epoch is that of one batch with all nodes, although batches have different weights.
     (found,) = trainer(tmp_path).test(module, datamodule, verbose=False)
     with torch.no_grad():
         expected = loss_of(model.eval()(data.x, data.edge_index), data.y)
@@ -89,14 +89,14 @@ def test_class_weights_and_smoothing_are_those_of_torch(weights, smoothing, tmp_
 def test_one_number_per_node_may_be_a_vector(tmp_path):
     module = NodeRegressor(GraphSAGE(6, 8, 2, 1))
     run = trainer(tmp_path, max_epochs=1)
-    datamodule = NeighborDataModule(labeled("one"), num_neighbors=[5, 5], batch_size=32)
+    datamodule = NeighborDataModule(make_labeled_graph("one"), num_neighbors=[5, 5], batch_size=32)
     run.fit(module, datamodule=datamodule)
     assert run.test(module, datamodule, verbose=False)[0].keys() == {"test_loss", "test_mae"}
     assert run.predict(module, datamodule)[0].shape[1] == 1
 
 
 def test_a_type_has_numbers(tmp_path):
-    data = featured_data()
+    data = make_featured_data()
     data["paper"].y = data["paper"].x[:, 0] * 3
     from lightning_gnn.nn import RGCN
 
@@ -147,7 +147,7 @@ def test_arguments_are_checked():
         LinkPredictor(model, metrics=["hits@0"])
 
 
-def ranks_by_hand(scores, negatives):
+def compute_ranks(scores, negatives):
     positive, others = scores[: scores.size(0) // (negatives + 1)], scores[scores.size(0) // (negatives + 1) :]
     return 1 + (others.view(-1, negatives) > positive.unsqueeze(1)).sum(1)
 
@@ -155,7 +155,7 @@ def ranks_by_hand(scores, negatives):
 @pytest.mark.parametrize("typed", [False, True])
 def test_ranks_are_those_by_hand(typed, tmp_path):
     torch.manual_seed(0)
-    data = featured_data() if typed else small_data()
+    data = make_featured_data() if typed else small_data()
     metrics = ["auc", "mrr", "hits@3", "recall@1"]
     if typed:
         from lightning_gnn.nn import HeteroGraphSAGE
@@ -173,7 +173,7 @@ def test_ranks_are_those_by_hand(typed, tmp_path):
     (found,) = trainer(tmp_path).validate(module, datamodule, verbose=False)
     assert set(found) == {"val_loss", *(f"val_{name}" for name in metrics)}
     with torch.no_grad():
-        ranks = torch.cat([ranks_by_hand(module.predict_step(batch, 0), 5) for batch in datamodule.val_dataloader()])
+        ranks = torch.cat([compute_ranks(module.predict_step(batch, 0), 5) for batch in datamodule.val_dataloader()])
     assert ranks.numel() == 50
     assert found["val_mrr"] == pytest.approx((1 / ranks).mean().item(), abs=0.02)  # ties have no order
     assert found["val_hits@3"] == pytest.approx((ranks <= 3).float().mean().item(), abs=0.05)

@@ -1,4 +1,4 @@
-"""Trimming layers to the hops that reach a seed changes the cost, never the seeds' rows."""
+"""Trimming layers to the hops that reach a seed changes the cost, but not the seeds' rows."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ FANOUTS = [[3, 2, 2], [-1, -1, -1], [2, 2, 2, 2], [3, 2], [2]]
 
 
 def sample(seeds: list[int], fanouts: list[int], edge_index: Tensor, x: Tensor) -> Data:
-    """Sample neighbours hop by hop, each node once: PyG's order, in plain Python."""
+    """Sample neighbors hop by hop, each node once: PyG's order, in plain Python."""
     generator = torch.Generator().manual_seed(0)
     nodes, frontier = list(seeds), list(seeds)
     edges: list[tuple[int, int]] = []
@@ -62,12 +62,12 @@ def sample(seeds: list[int], fanouts: list[int], edge_index: Tensor, x: Tensor) 
 def graph() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.randint(60, (2, 300), generator=generator)
-    # Self-loops are the hard case for GCN, which replaces them by its own.
+    # Self-loops are the hard case for GCN, which replaces them with its own.
     edge_index = torch.cat([edge_index, torch.arange(0, 60, 2).expand(2, -1)], dim=1)
     return edge_index, torch.randn(60, 8, generator=generator, dtype=torch.double)
 
 
-def lists(batch: Data) -> dict[str, list[int]]:
+def list_hop_sizes(batch: Data) -> dict[str, list[int]]:
     return {
         "num_sampled_nodes_per_hop": batch.num_sampled_nodes,
         "num_sampled_edges_per_hop": batch.num_sampled_edges,
@@ -91,7 +91,7 @@ def test_classifier_trims_without_a_trace(
     trims = len(fanouts) >= 3 and kwargs.get("jk") in (None, "last") and kwargs != {"norm": "layer"}
     assert (module(batch).size(0) < batch.num_nodes) == trims
     if cls.__module__.startswith("lightning_gnn"):
-        direct = model(batch.x, batch.edge_index, **lists(batch))
+        direct = model(batch.x, batch.edge_index, **list_hop_sizes(batch))
         assert torch.equal(direct, module(batch))
 
 
@@ -103,7 +103,7 @@ def test_gradients(graph: tuple[Tensor, Tensor]) -> None:
         torch.autograd.grad(
             model(batch.x, batch.edge_index, weight, **extra)[:4].square().sum(), [*model.parameters(), weight]
         )
-        for extra in ({}, lists(batch))
+        for extra in ({}, list_hop_sizes(batch))
     )
     for a, b in zip(full, trimmed, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -113,6 +113,6 @@ def test_pyg_gcn_is_run_untrimmed(graph: tuple[Tensor, Tensor]) -> None:
     batch = sample([4, 0, 17, 33], [3, 2, 2], *graph)
     model = pyg.GCN(8, 12, 3, 5).double().eval()
     full = model(batch.x, batch.edge_index)[:4]
-    # The reason: trimmed, PyG's own takes other degrees. Once it does not, our GCN needs no code of its own.
-    assert not torch.allclose(model(batch.x, batch.edge_index, **lists(batch))[:4], full, rtol=1e-2)
+    # The reason: PyG's trimming changes the degrees. If PyG fixes this, our GCN needs no code of its own.
+    assert not torch.allclose(model(batch.x, batch.edge_index, **list_hop_sizes(batch))[:4], full, rtol=1e-2)
     assert torch.equal(NodeClassifier(model, num_classes=5).predict_step(batch, 0), full)

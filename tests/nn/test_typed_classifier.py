@@ -1,5 +1,3 @@
-"""NodeClassifier and LinkPredictor on graphs with several types."""
-
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -12,8 +10,8 @@ from tests.nn.quiet import trainer
 from tests.sampling.test_typed import CITES, SIZES, WRITES, typed_data
 
 
-def featured_data():
-    """A class of a paper is told by the sign of one of its features, and by its authors'."""
+def make_featured_data():
+    """Return data in which a paper's class is the sign of its first feature, and venues have trained features."""
     data = typed_data()
     data["venue"].x = torch.nn.Parameter(torch.randn(SIZES["venue"], 4))
     data["paper"].y = (data["paper"].x[:, 0] > 0).long()
@@ -30,7 +28,7 @@ class Layers(torch.nn.Module):
 
 
 class Convolutions(torch.nn.Module):
-    """PyG's other way, which returns the types that edges lead to."""
+    """PyG's other convention, which returns only the types with incoming edges."""
 
     def __init__(self, data):
         super().__init__()
@@ -43,7 +41,7 @@ class Convolutions(torch.nn.Module):
 @pytest.mark.parametrize("kind", ["to_hetero", "HeteroConv"])
 def test_it_learns_and_predicts(kind, tmp_path):
     pl.seed_everything(1, verbose=False)
-    data = featured_data()
+    data = make_featured_data()
     model = to_hetero(Layers(), data.metadata()) if kind == "to_hetero" else Convolutions(data)
     module = NodeClassifier(model, 2, lr=0.05, target="paper")
     data["paper"].test_mask = data["paper"].val_mask
@@ -61,7 +59,7 @@ def test_it_learns_and_predicts(kind, tmp_path):
 
 
 def test_losses_are_those_of_the_model_by_hand():
-    data = featured_data()
+    data = make_featured_data()
     torch.manual_seed(0)
     module = NodeClassifier(Convolutions(data), 2, target="paper")
     batch = next(iter(NeighborDataModule(data, num_neighbors=[3], batch_size=20).train_dataloader()))
@@ -81,7 +79,7 @@ def test_losses_are_those_of_the_model_by_hand():
     ],
 )
 def test_mistakes_are_named(target, change, error, message):
-    data = featured_data()
+    data = make_featured_data()
     if change == "x":
         del data["venue"].x
     elif change == "y":
@@ -101,7 +99,7 @@ def test_a_target_needs_types():
 @pytest.mark.parametrize("name", [CITES, WRITES])
 def test_links_of_a_type(name, negatives, tmp_path):
     pl.seed_everything(2, verbose=False)
-    data = featured_data()
+    data = make_featured_data()
     model = to_hetero(Layers(), data.metadata())
     edges = data[name].edge_index
     datamodule = LinkDataModule(

@@ -1,4 +1,4 @@
-"""What is sampled in the tests of sampling, and what stands beside it: every kind, for every backend."""
+"""Cases for the tests of sampling on every backend."""
 
 import itertools
 from contextlib import contextmanager
@@ -13,22 +13,22 @@ from lightning_gnn.ops.sample import numba as sample_numba
 from tests.strategies import fanouts, graphs, keys, seeds_of, typed_graphs, typed_seeds
 
 KINDS = ("plain", "types", "times", "weights", "labor", "one type with times", "with weights", "with labor")
-"""Uniform picks, disjoint or not, in graphs of one type and of several; those that are not uniform, in both."""
+"""Uniform picks, disjoint or not, homogeneous or heterogeneous; non-uniform picks, homogeneous and heterogeneous."""
 few = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 5]), min_size=1, max_size=2)
 labors = st.builds(Labor, st.booleans(), st.sampled_from([1, 2, 7]), st.integers(0, 20))
 
 
 def sample(graph, *args, **options):
-    """Sample in a graph of one type or of several."""
+    """Sample from a homogeneous or heterogeneous graph."""
     return (sample_hetero_neighbors if isinstance(graph, HeteroCSCGraph) else sample_neighbors)(graph, *args, **options)
 
 
-def times_of(draw, ids):
+def draw_times(draw, ids):
     return torch.tensor(draw(st.lists(st.integers(-5, 10), min_size=len(ids), max_size=len(ids)))).long()
 
 
-def _of_one_type(draw, kind):
-    """Draw (graph, seeds, options); indices may be int64, and trees begin with any number."""
+def _draw_homogeneous(draw, kind):
+    """Draw (graph, seeds, options); indices may be int64, and tree numbers may start anywhere."""
     graph = draw(graphs())
     if draw(st.booleans()):
         graph = CSCGraph.from_csc(graph.indptr, graph.indices.long())
@@ -37,7 +37,7 @@ def _of_one_type(draw, kind):
     options = {}
     if "times" in kind:
         graph = graph.with_time(torch.randint(-3, 9, (graph.num_edges,), generator=generator))
-        options["seed_time"] = times_of(draw, seeds)
+        options["seed_time"] = draw_times(draw, seeds)
     elif "weights" in kind:
         graph = graph.with_weight(torch.rand(graph.num_edges, generator=generator))
     return graph, seeds, options
@@ -50,9 +50,9 @@ def samples(draw, kind, hops=fanouts):
         graph = draw(typed_graphs(temporal=kind in ("times", "labor"), weighted=kind == "weights"))
         seeds, options = draw(typed_seeds(graph)), {}
         if graph.is_temporal:
-            options["seed_time"] = {name: times_of(draw, ids) for name, ids in seeds.items()}
+            options["seed_time"] = {name: draw_times(draw, ids) for name, ids in seeds.items()}
     else:
-        graph, seeds, options = _of_one_type(draw, kind)
+        graph, seeds, options = _draw_homogeneous(draw, kind)
     hops = draw(hops)
     if isinstance(graph, HeteroCSCGraph) and graph.relations and draw(st.booleans()):
         one = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 5]), min_size=len(hops), max_size=len(hops))
@@ -73,34 +73,34 @@ def samples(draw, kind, hops=fanouts):
 
 @contextmanager
 def hashing():
-    """Every graph counts as too large for a table of its nodes."""
-    kept, sample_numba.TABLE_LIMIT = sample_numba.TABLE_LIMIT, 0
+    """Treat every graph as too large for a table of its nodes."""
+    limit, sample_numba.TABLE_LIMIT = sample_numba.TABLE_LIMIT, 0
     try:
         yield
     finally:
-        sample_numba.TABLE_LIMIT = kept
+        sample_numba.TABLE_LIMIT = limit
 
 
 def long_lists(count, length, seed, dtype=torch.int32):
-    """A graph of some nodes with long lists."""
+    """Return a graph of 50 nodes, ``count`` of them with long adjacency lists."""
     generator = torch.Generator().manual_seed(seed)
     indices = torch.randint(50, (count * length,), generator=generator).to(dtype)
     return CSCGraph.from_csc(torch.arange(51).clamp(max=count) * length, indices)
 
 
 def skewed_weights(graph, seed):
-    """Weights of which a few have nearly all, so that most picks come out of what is left."""
+    """Return weights with nearly the whole sum in a few of them, so that most picks come from the rest."""
     generator = torch.Generator().manual_seed(seed)
     return graph.with_weight(10.0 ** (24 * torch.rand(graph.num_edges, generator=generator, dtype=torch.float64) - 12))
 
 
 def hub(count):
-    """Edges to node 0 from each of the others."""
+    """Return edges to node 0 from each of the others."""
     return CSCGraph.from_edge_index(torch.stack([torch.arange(1, count + 1), torch.zeros(count).long()]), count + 1)
 
 
 def random_types(sizes, num_edges, ends=None, seed=0):
-    """A graph of random edges, from each type to each unless ends are given."""
+    """Return a graph with random edges between all pairs of types, or between those in ``ends``."""
     generator = torch.Generator().manual_seed(seed)
     relations = {}
     for source, target in ends or itertools.product(sizes, repeat=2):
@@ -113,24 +113,24 @@ def random_types(sizes, num_edges, ends=None, seed=0):
 COPIES = 1000
 
 
-def side_by_side(edge_index, num_nodes):
-    """COPIES of a graph as one, so that a mini-batch makes as many trials: each node draws for itself.
+def copy_graph(edge_index, num_nodes):
+    """Return COPIES disjoint copies of a graph, so that one mini-batch makes as many trials, and their first nodes.
 
-    Returns the graph and the number of the first node of each copy; edges of each copy are in the order of CSC.
+    The edges of each copy are in CSC order.
     """
     first = num_nodes * torch.arange(COPIES)
     edges = (edge_index[:, None] + first[:, None]).reshape(2, -1)
     return CSCGraph.from_edge_index(edges, num_nodes * COPIES), first
 
 
-def picks_of(out, num_edges):
-    """The picks of each copy in a mini-batch of one hop, as edges of the copy."""
+def list_picks(out, num_edges):
+    """Return the picks of each copy in a mini-batch of one hop, as edges of the copy."""
     picks = out.edge.view(COPIES, -1) - num_edges * torch.arange(COPIES)[:, None]
     return map(tuple, picks.tolist())
 
 
-def chi_square_passes(counts, expected):
-    """Compare observed counts with expected ones, both by cell; cells of few are one."""
+def check_chi_square(counts, expected):
+    """Compare observed counts with expected ones, both by cell; cells with small expected counts are merged."""
     rare = [cell for cell, count in expected.items() if count < 5]
     cells = {cell: (counts[cell], count) for cell, count in expected.items() if count >= 5}
     if sum(expected[cell] for cell in rare) >= 5:

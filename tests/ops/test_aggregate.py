@@ -18,7 +18,7 @@ REDUCES = ("sum", "mean", "max")
 
 @pytest.fixture(params=["as they are", "packed"])
 def storage(request, monkeypatch):
-    """Use threads, and packed slices or not, for graphs of any size."""
+    """Use threads, with and without packed slices, for graphs of any size."""
     use(monkeypatch, request.param == "packed")
 
 
@@ -28,8 +28,8 @@ def use(monkeypatch, packed):
     monkeypatch.setattr(numba_rows, "PACK_DEGREE", 0)
 
 
-def dense(edge_index, num_nodes, x, weight, reduce):
-    """Aggregate target by target; torch's autograd gives the gradients."""
+def compute(edge_index, num_nodes, x, weight, reduce):
+    """Aggregate target by target; torch's autograd computes the gradients."""
     shape = x.shape
     if weight is not None:
         x = x.view(shape[0], weight.size(1) if weight.dim() == 2 else 1, -1)
@@ -76,7 +76,7 @@ def problems(draw):
 @settings(max_examples=150, deadline=None)
 def test_result_and_gradients_are_those_of_a_dense_float64_aggregation(problem, dtype, backend):
     graph, edge_index, x, weight, reduce, packed = problem
-    # Rounded first, so that both see the same numbers, and the same ties.
+    # Rounded first, so that both get the same numbers, and the same ties.
     given_x = x.to(dtype)
     inputs = [given_x.clone().requires_grad_()]
     exact = [given_x.double().requires_grad_()]
@@ -84,7 +84,7 @@ def test_result_and_gradients_are_those_of_a_dense_float64_aggregation(problem, 
         rounded = weight.to(dtype) if reduce != "max" else weight.round().to(dtype)
         inputs.append(rounded.clone().requires_grad_())
         exact.append(rounded.double().requires_grad_())
-    expected = dense(edge_index, graph.num_targets, exact[0], exact[1] if weight is not None else None, reduce)
+    expected = compute(edge_index, graph.num_targets, exact[0], exact[1] if weight is not None else None, reduce)
     with pytest.MonkeyPatch.context() as patch:
         use(patch, packed)
         ordered = None if weight is None else graph.edge_order(inputs[1])
@@ -109,7 +109,7 @@ def test_any_number_of_columns(storage, dtype):
         x = torch.randn(graph.num_sources, num_columns, dtype=dtype)
         for reduce in REDUCES:
             for weights in (None, weight):
-                expected = dense(edge_index, 30, x.double(), None if weights is None else weights.double(), reduce)
+                expected = compute(edge_index, 30, x.double(), None if weights is None else weights.double(), reduce)
                 out = aggregate(graph, x, None if weights is None else graph.edge_order(weights), reduce)
                 torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
 
@@ -120,7 +120,7 @@ def test_any_shape_of_heads(storage, heads):
     for channels in (1, 3, 4, 7, 8, 16, 32, 33, 64, 72):
         inputs = [torch.randn(30, heads, channels, requires_grad=True), torch.randn(400, heads, requires_grad=True)]
         got, want = (aggregate(graph, *inputs, backend=backend) for backend in (None, "reference"))
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)  # two orders of float32 sums
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)  # float32 sums in two orders
         grad = torch.randn_like(got)
         for a, b in zip(torch.autograd.grad(got, inputs, grad), torch.autograd.grad(want, inputs, grad), strict=True):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)
@@ -153,7 +153,7 @@ def test_half_precision_is_rounded_once(storage, dtype, reduce):
     for got, want in zip(
         torch.autograd.grad(out, (x, weight), grad), torch.autograd.grad(expected, wide, grad.float()), strict=True
     ):
-        # The gradient of a mean is rounded once more, when it is divided.
+        # The gradient of a mean is rounded once more, by the division.
         torch.testing.assert_close(
             got, want.to(dtype), atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps
         )
@@ -167,7 +167,7 @@ def test_nan_and_infinity_come_out(storage, reduce, backend):
     x[5, 3] = torch.nan
     x[6, 4] = torch.inf
     x[:, 5] = -torch.inf
-    expected = dense(edge_index, 30, x, None, reduce)
+    expected = compute(edge_index, 30, x, None, reduce)
     assert expected.isnan().any()
     assert expected.isinf().any()
     torch.testing.assert_close(aggregate(graph, x, None, reduce, backend), expected, equal_nan=True)
@@ -219,7 +219,7 @@ def test_constant_weights_are_permuted_once_and_never_confused():
     torch.testing.assert_close(gradient(weight), expected(weight))
     assert remembered() is not first
     both = torch.rand(800)
-    for view in (both[:400], both[400:], both[::2]):  # one object, three contents
+    for view in (both[:400], both[400:], both[::2]):  # one storage, three contents
         torch.testing.assert_close(gradient(view), expected(view.clone()))
     for _ in range(20):  # new tensors at old addresses
         fresh = torch.rand(400)
@@ -241,7 +241,7 @@ def test_forward_in_inference_mode_leaves_training_possible():
         aggregate(graph, x, weight, reduce).sum().backward()
 
 
-def _in_child(graph, x, expected, connection):
+def _compare_in_child(graph, x, expected, connection):
     torch.set_num_threads(1)
     connection.send(torch.equal(aggregate(graph, x), expected))
 
@@ -249,13 +249,13 @@ def _in_child(graph, x, expected, connection):
 def test_a_forked_process_may_call(storage):
     _, graph = hub_graph(settings=PlanSettings(num_workers=2))
     x = torch.randn(30, 8)
-    expected = aggregate(graph, x)  # now there are threads, which a child does not inherit
+    expected = aggregate(graph, x)  # starts threads, which a child process does not inherit
     context = multiprocessing.get_context("fork")
-    here, there = context.Pipe()
-    child = context.Process(target=_in_child, args=(graph, x, expected, there), daemon=True)
+    receiver, sender = context.Pipe()
+    child = context.Process(target=_compare_in_child, args=(graph, x, expected, sender), daemon=True)
     child.start()
-    assert here.poll(PATIENCE), "the child hangs"
-    assert here.recv()
+    assert receiver.poll(PATIENCE), "the child hangs"
+    assert receiver.recv()
     child.join(PATIENCE)
 
 
@@ -283,7 +283,7 @@ def test_columns_are_cut_into_blocks_that_have_a_loop(channels, heads, overlap, 
             assert (width, shared) in kinds
             assert shared == 0 or (width, shared) in intrinsics.PRODUCTS
             assert column + width <= num_columns
-            # Each weight of a block stands for as many columns, which are those of its head.
+            # Each weight of a block is repeated for the columns of its head.
             each = width // max(shared, 1)
             assert heads <= 1 or all((column + i) // channels == head + i // each for i in range(width))
             assert (base, stride) == ((written, width) if packed_rows else (column, num_columns))

@@ -12,16 +12,12 @@ from tests.ops.test_aggregate import REDUCES, hub_graph, problems, storage, use 
 BF16 = torch.bfloat16
 
 
-def same(got, want):
+def assert_same(got, want):
     assert got.dtype == want.dtype
     torch.testing.assert_close(got, want, atol=0, rtol=0, equal_nan=True)
 
 
-def rounded(tensors):
-    return [tensor.detach().to(BF16) for tensor in tensors]
-
-
-def wide(tensors):
+def widen(tensors):
     return [tensor.float().requires_grad_() for tensor in tensors]
 
 
@@ -29,23 +25,23 @@ def wide(tensors):
 @settings(max_examples=150, deadline=None)
 def test_rows_are_widened_added_up_in_float32_and_rounded_once(problem):
     graph, _, x, weight, reduce, packed = problem
-    inputs = rounded([x] if weight is None else [x, graph.edge_order(weight)])
-    exact = wide(inputs)
+    inputs = [tensor.detach().to(BF16) for tensor in ([x] if weight is None else [x, graph.edge_order(weight)])]
+    exact = widen(inputs)
     inputs = [tensor.requires_grad_() for tensor in inputs]
     with pytest.MonkeyPatch.context() as patch:
         use(patch, packed)
         out = aggregate(graph, *inputs, reduce=reduce)
         expected = aggregate(graph, *exact, reduce=reduce)
-        same(out, expected.to(BF16))
+        assert_same(out, expected.to(BF16))
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(BF16)
         grads = torch.autograd.grad(out, inputs, grad)
         if reduce == "mean":
-            # The gradient is divided, and rounded, before it goes back along the edges.
+            # The gradient is divided, and rounded, before it is passed back along the edges.
             degrees = graph.in_degrees.clamp(min=1).view(-1, *[1] * (grad.dim() - 1))
             expected, grad = aggregate(graph, *exact), (grad.float() / degrees).to(BF16)
         wanted = torch.autograd.grad(expected, exact, grad.float())
     for got, want in zip(grads, wanted, strict=True):
-        same(got, want.to(BF16))
+        assert_same(got, want.to(BF16))
 
 
 @given(problems())
@@ -55,15 +51,15 @@ def test_weights_of_float32_make_float32_of_rows_that_are_read_as_they_are(probl
     weight = torch.rand(edge_index.size(1)) if weight is None else weight.float()
     x = x.to(BF16)
     inputs = [x.clone().requires_grad_(), graph.edge_order(weight).requires_grad_()]
-    exact = [*wide([x]), inputs[1].detach().clone().requires_grad_()]
+    exact = [*widen([x]), inputs[1].detach().clone().requires_grad_()]
     with pytest.MonkeyPatch.context() as patch:
         use(patch, packed)
         out, expected = (aggregate(graph, *given, reduce=reduce) for given in (inputs, exact))
-        same(out, expected)
+        assert_same(out, expected)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
         grads, wanted = (torch.autograd.grad(o, g, grad) for o, g in ((out, inputs), (expected, exact)))
-    same(grads[0], wanted[0].to(BF16))
-    same(grads[1], wanted[1])
+    assert_same(grads[0], wanted[0].to(BF16))
+    assert_same(grads[1], wanted[1])
 
 
 @pytest.mark.parametrize("backend", ["reference", None])
@@ -91,6 +87,6 @@ def test_numbers_are_rounded_as_torch_rounds_them(numbers, begin, at):
     numbers = torch.tensor([*numbers, *special])
     x, out = torch.cat([torch.zeros(begin), numbers]), np.full(at + numbers.numel() + 1, 7, np.uint16)
     _round(x.numpy(), begin, out, at, numbers.numel())
-    same(torch.from_numpy(out[at:-1].view(np.int16)).view(BF16), numbers.to(BF16))
+    assert_same(torch.from_numpy(out[at:-1].view(np.int16)).view(BF16), numbers.to(BF16))
     assert (out[:at] == 7).all()
     assert out[-1] == 7

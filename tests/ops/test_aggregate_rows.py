@@ -1,4 +1,4 @@
-"""Aggregation of a mini-batch alone: PyG's results and gradients."""
+"""Aggregation over a mini-batch's edges: PyG's results and gradients."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from lightning_gnn.ops.aggregate_update.rows import aggregate_rows
 from tests.ops.test_aggregate_update import batches, execution, executions, hub_batch, normal
 
 
-def by_target(edge_index, num_sources, num_targets):
+def sort_by_target(edge_index, num_sources, num_targets):
     return torch.ops.lightning_gnn.edges_by_target(edge_index, num_sources, num_targets, None)
 
 
@@ -20,11 +20,11 @@ def by_target(edge_index, num_sources, num_targets):
 def test_results_and_gradients_are_those_of_pygs_scatter(batch, width, reduce, ties, chosen):
     num_sources, num_targets, edge_index = batch
     x = normal(num_sources, width)
-    x = (x.round() + 0.5 if ties else x).requires_grad_()  # torch shares a maximum of 0 with what it began from
+    x = (x.round() + 0.5 if ties else x).requires_grad_()  # torch's initial 0 takes a share of ties at 0
     grad = normal(num_targets, width, seed=2)
     wanted = scatter(x[edge_index[0]], edge_index[1], 0, num_targets, reduce)
     with execution(**chosen):
-        out = aggregate_rows(x, by_target(edge_index, num_sources, num_targets), reduce)
+        out = aggregate_rows(x, sort_by_target(edge_index, num_sources, num_targets), reduce)
         (ours,) = torch.autograd.grad(out, x, grad)
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
     (theirs,) = torch.autograd.grad(wanted, x, grad)
@@ -35,7 +35,7 @@ def test_results_and_gradients_are_those_of_pygs_scatter(batch, width, reduce, t
 def test_derivatives(reduce):
     (num_sources, num_targets), edges = hub_batch(12, 5, 30)
     x = normal(num_sources, 3).requires_grad_()
-    sorted_edges = by_target(edges, num_sources, num_targets)
+    sorted_edges = sort_by_target(edges, num_sources, num_targets)
     assert torch.autograd.gradcheck(lambda x: aggregate_rows(x, sorted_edges, reduce), x)
     if reduce != "max":
         assert torch.autograd.gradgradcheck(lambda x: aggregate_rows(x.sin(), sorted_edges, reduce), x)
@@ -46,11 +46,11 @@ def test_it_runs_compiled_code(monkeypatch):
     monkeypatch.setattr(rows, "_aggregate_torch", lambda *arguments: pytest.fail("torch's operators ran"))
     x = normal(num_sources, 5, dtype=torch.float32).requires_grad_()
     for reduce in ("sum", "mean", "max"):
-        aggregate_rows(x, by_target(edges, num_sources, num_targets), reduce).sum().backward()
+        aggregate_rows(x, sort_by_target(edges, num_sources, num_targets), reduce).sum().backward()
 
 
 def test_a_maximum_of_zeros_is_shared_by_the_edges_that_attain_it_alone():
-    """torch's own scatter_reduce counts the zeros that it begins with, also where it leaves them out."""
+    """torch's own scatter_reduce counts its initial zeros, even with include_self=False."""
     edges = [torch.tensor([0, 2, 2, 3]), torch.tensor([0, 1, 2], dtype=torch.int32)]
     x = torch.tensor([[0.0, 1], [0, 2], [0, -3]], requires_grad=True)
     shares = torch.tensor([[0.5, 0], [0.5, 1], [1, 1]])

@@ -15,13 +15,13 @@ from lightning_gnn.ops.aggregate_update.reference import Update
 from tests.patience import PATIENCE
 from tests.strategies import edge_indices
 
-# The package may have a function of this name where the module would be.
+# The package may export a function with the name of the module.
 module = importlib.import_module("lightning_gnn.ops.aggregate_update.definition")
 
 
 @contextmanager
 def execution(threads=1, first=None, tile=3):
-    """Use this many workers on tiles of few rows, for graphs of any size, and this order of the product."""
+    """Use this many workers, tiles of few rows for graphs of any size, and this order of the product."""
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aggregate_update_numba, "MAX_SERIAL_WORK", 0)
@@ -37,7 +37,7 @@ def execution(threads=1, first=None, tile=3):
 
 @st.composite
 def batches(draw):
-    """Draw num_sources, num_targets and edges: sorted by target or not."""
+    """Draw num_sources, num_targets and edges, sorted by target or not."""
     num_sources, edge_index = draw(edge_indices())
     num_targets = draw(st.integers(1, num_sources))
     edge_index = torch.stack([edge_index[0], edge_index[1] % num_targets])
@@ -50,7 +50,7 @@ def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def gradients(out, inputs):
+def differentiate(out, inputs):
     wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
     return torch.autograd.grad(out, wanted, normal(*out.shape, seed=9, dtype=out.dtype)) if wanted else ()
 
@@ -71,9 +71,9 @@ def test_output_and_all_gradients_are_those_of_pygs_layer(batch, size, reduce, r
     wanted = layer((x, x[:num_targets]), edge_index, (num_sources, num_targets))
     with execution(**chosen):
         out = aggregate_update(x, edge_index, *inputs[1:], num_targets, reduce)
-        grads = gradients(out, inputs)
+        grads = differentiate(out, inputs)
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
-    for ours, theirs in zip(grads, gradients(wanted, inputs), strict=True):
+    for ours, theirs in zip(grads, differentiate(wanted, inputs), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -104,11 +104,11 @@ def test_weighted_edges_in_any_precision(batch, size, reduce, dtype, wanted, cho
     with execution(**chosen):
         x, weight, self_weight, bias = given_inputs
         out = aggregate_update(x, edge_index, weight, self_weight, bias, num_targets, reduce, edge_weight)
-        grads = gradients(out, given_inputs)
+        grads = differentiate(out, given_inputs)
     assert out.dtype == dtype
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.3}[dtype]
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
-    for ours, theirs in zip(grads, gradients(exact, exact_inputs), strict=True):
+    for ours, theirs in zip(grads, differentiate(exact, exact_inputs), strict=True):
         # float16's gradients of hubs are sums of a hundred rounded numbers.
         torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=10 * tolerance)
 
@@ -119,10 +119,10 @@ def test_targets_need_no_rows_without_their_own_term(first):
     x, weight = normal(3, 4).requires_grad_(), normal(2, 4, seed=1).requires_grad_()
     with execution(first=first):
         out = aggregate_update(x, edge_index, weight, num_targets=6)
-        grads = gradients(out, [x, weight])
+        grads = differentiate(out, [x, weight])
     wanted = torch.zeros(6, 4, dtype=torch.float64).index_add(0, edge_index[1], x[edge_index[0]]) @ weight.T
     torch.testing.assert_close(out, wanted)
-    for ours, theirs in zip(grads, gradients(wanted, [x, weight]), strict=True):
+    for ours, theirs in zip(grads, differentiate(wanted, [x, weight]), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -156,7 +156,7 @@ def test_second_derivatives(first, reduce):
     with execution(first=first):
         assert torch.autograd.gradcheck(function, inputs)
         assert torch.autograd.gradgradcheck(function, inputs)
-        # One tensor in two places has one gradient, the sum of both.
+        # A tensor used twice has one gradient, the sum of both.
         x, weight = inputs[:2]
         one, two = (
             torch.autograd.grad(function(x, w, v, None).sum(), (weight,), create_graph=double)[0]
@@ -183,7 +183,7 @@ def test_an_order_of_edges_changes_nothing_but_rounding():
     x, weight, edge_weight = normal(num_sources, 16), normal(8, 16, seed=1), normal(edges.size(1), seed=2)
     order = torch.argsort(edges[1], stable=True)
     wanted = aggregate_update(x, edges, weight, None, None, num_targets, "sum", edge_weight)
-    # Sorting is stable: the same sums in the same order.
+    # Sorting is stable, so sums have the same order.
     out = aggregate_update(x, edges[:, order], weight, None, None, num_targets, "sum", edge_weight[order])
     assert torch.equal(out, wanted)
     strided = torch.stack([edges[0], edges[1]], dim=1).T
@@ -199,7 +199,7 @@ def test_the_same_from_several_threads_and_in_any_mode(first):
         x, weight, self_weight = (tensor.clone().requires_grad_() for tensor in inputs)
         with mode():
             out = aggregate_update(x, edges, weight, self_weight, None, num_targets, "mean")
-        return out.detach(), *(gradients(out, [x, weight, self_weight]) if out.requires_grad else ())
+        return out.detach(), *(differentiate(out, [x, weight, self_weight]) if out.requires_grad else ())
 
     wanted = run(torch.enable_grad)
     with execution(threads=2, first=first):
@@ -221,7 +221,7 @@ def test_the_same_from_several_threads_and_in_any_mode(first):
 
 def test_workers_products_take_one_thread_and_nobody_elses_number_changes():
     seen = []
-    with execution(threads=5):  # more workers than other tests leave behind
+    with execution(threads=5):  # more workers than other tests leave running
 
         def share(first, last):
             seen.append((threading.current_thread(), torch.get_num_threads()))
@@ -256,7 +256,7 @@ def test_edges_sorted_on_the_cpu_are_those_sorted_by_torch(batch, weighted):
 @settings(max_examples=30)
 @given(batches(), sizes, st.booleans(), st.booleans(), st.lists(st.booleans(), min_size=4, max_size=4))
 def test_the_operators_of_other_devices(batch, size, mean, first, wanted):
-    """The implementation with torch's own operators, which no public call reaches on this device."""
+    """The implementation with torch's own operators, which no public call uses on this device."""
     num_sources, num_targets, edge_index = batch
     edges = torch.ops.lightning_gnn.edges_by_target(edge_index, num_sources, num_targets, None)
     x, weight, self_weight = (
@@ -268,8 +268,8 @@ def test_the_operators_of_other_devices(batch, size, mean, first, wanted):
     call = Update(edges, x, weight, self_weight, bias, [num_targets], [1], [0], mean, first)
     results = []
     for backend in (aggregate_update_reference, aggregate_update_numba):
-        out, kept = backend.aggregate_update(call, first)
-        results.append([out, *backend.aggregate_update_backward(call, grad, kept if first else None, None, wanted)])
+        out, saved = backend.aggregate_update(call, first)
+        results.append([out, *backend.aggregate_update_backward(call, grad, saved if first else None, None, wanted)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 

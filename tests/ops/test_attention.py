@@ -12,14 +12,14 @@ from lightning_gnn.ops.attention import numba as attention_numba
 from lightning_gnn.ops.attention import reference
 from lightning_gnn.ops.attention.definition import attend, with_self_loops
 from lightning_gnn.ops.attention.reference import Attend, Layout
-from tests.ops.test_aggregate_update import batches, gradients, hub_batch, normal
+from tests.ops.test_aggregate_update import batches, differentiate, hub_batch, normal
 
 module = importlib.import_module("lightning_gnn.ops.attention.definition")
 
 
 @contextmanager
 def execution(threads=1, tile=3):
-    """Use this many workers on tiles of few rows, for graphs of any size."""
+    """Use this many workers, and tiles of few rows for graphs of any size."""
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_numba, "SECTION_WORK", 1)
@@ -31,15 +31,15 @@ def execution(threads=1, tile=3):
             torch.set_num_threads(before)
 
 
-def sorted_edges(edge_index, num_sources, num_targets):
+def sort_edges(edge_index, num_sources, num_targets):
     return torch.ops.lightning_gnn.edges_by_target(edge_index, num_sources, num_targets, None)
 
 
 KINDS = ["multiplied before", "multiplied after", "dynamic"]
 
 
-def inputs_of(kind, num_sources, edges, heads, channels, dtype=torch.float64, wanted=(True,) * 4, dropped=True):
-    """Draw what ``attend`` takes besides the edges."""
+def draw_inputs(kind, num_sources, edges, heads, channels, dtype=torch.float64, wanted=(True,) * 4, dropped=True):
+    """Draw the arguments of ``attend`` other than edges."""
     num_targets, num_edges = edges[0].numel() - 1, edges[1].numel()
     after, dynamic = kind == "multiplied after", kind == "dynamic"
     shapes = [
@@ -56,8 +56,8 @@ def inputs_of(kind, num_sources, edges, heads, channels, dtype=torch.float64, wa
     return [*tensors, factor if dropped else None]
 
 
-def by_reference(edges, inputs, dynamic):
-    """Return what torch's own operators make of it; heads have equal parts of the weight."""
+def attend_by_reference(edges, inputs, dynamic):
+    """Compute the expected result with torch's operators; the weight is split equally among the heads."""
     values, side, target, weight, factor = inputs
     weight = None if weight is None else weight.view(1, side.size(0), -1, side.size(1))
     layout = Layout([edges[0].numel() - 1], [1], False)
@@ -80,19 +80,19 @@ sizes = st.tuples(st.sampled_from([1, 2, 3, 4, 5, 7]), st.sampled_from([1, 3, 8,
 )
 def test_result_and_gradients_are_those_of_the_reference(batch, kind, size, wanted, dropped, loops, chosen):
     num_sources, num_targets, edge_index = batch
-    edges = sorted_edges(edge_index, num_sources, num_targets)
+    edges = sort_edges(edge_index, num_sources, num_targets)
     if loops:
         edges = with_self_loops(edges, num_sources)
-    inputs = inputs_of(kind, num_sources, edges, *size, wanted=wanted, dropped=dropped)
+    inputs = draw_inputs(kind, num_sources, edges, *size, wanted=wanted, dropped=dropped)
     dynamic = kind == "dynamic"
-    expected = by_reference(edges, inputs, dynamic)
+    expected = attend_by_reference(edges, inputs, dynamic)
     with execution(**chosen):
         out = attend(edges, *inputs, 0.2, dynamic)
-        grads = gradients(out, inputs[:4]) if out.requires_grad else ()
+        grads = differentiate(out, inputs[:4]) if out.requires_grad else ()
     torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-12)
     assert out.requires_grad == expected.requires_grad
     if out.requires_grad:
-        for ours, theirs in zip(grads, gradients(expected, inputs[:4]), strict=True):
+        for ours, theirs in zip(grads, differentiate(expected, inputs[:4]), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
@@ -100,12 +100,12 @@ def test_result_and_gradients_are_those_of_the_reference(batch, kind, size, want
 @pytest.mark.parametrize("size", [(4, 100), (8, 8), (1, 64), (4, 64), (3, 17)])
 def test_single_precision(kind, size):
     (num_sources, num_targets), edge_index = hub_batch()
-    edges = sorted_edges(edge_index, num_sources, num_targets)
+    edges = sort_edges(edge_index, num_sources, num_targets)
     results = []
     for dtype in (torch.float32, torch.float64):
-        inputs = inputs_of(kind, num_sources, edges, *size, dtype=dtype)
+        inputs = draw_inputs(kind, num_sources, edges, *size, dtype=dtype)
         out = attend(edges, *inputs, 0.2, kind == "dynamic")
-        results.append([out, *gradients(out, inputs[:4])])
+        results.append([out, *differentiate(out, inputs[:4])])
         assert {tensor.dtype for tensor in results[-1]} == {dtype}
     for single, double in zip(*results, strict=True):
         torch.testing.assert_close(single.double(), double, rtol=1e-3, atol=1e-4 * float(double.detach().abs().max()))
@@ -114,13 +114,13 @@ def test_single_precision(kind, size):
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_threads_gives_the_same_bits(kind):
     (num_sources, num_targets), edge_index = hub_batch(3000, 1200, 20_000)
-    edges = sorted_edges(edge_index, num_sources, num_targets)
+    edges = sort_edges(edge_index, num_sources, num_targets)
     results = []
     for threads in (1, 2, 5):
-        inputs = inputs_of(kind, num_sources, edges, 3, 20, dtype=torch.float32)
+        inputs = draw_inputs(kind, num_sources, edges, 3, 20, dtype=torch.float32)
         with execution(threads, tile=50):
             out = attend(edges, *inputs, 0.2, kind == "dynamic")
-            results.append([out, *gradients(out, inputs[:4])])
+            results.append([out, *differentiate(out, inputs[:4])])
     for result in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
 
@@ -128,8 +128,8 @@ def test_any_number_of_threads_gives_the_same_bits(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives(kind):
     _, edge_index = hub_batch()
-    edges = with_self_loops(sorted_edges(edge_index[:, :24] % 4, 9, 4), 9)
-    *inputs, factor = inputs_of(kind, 9, edges, 2, 3)
+    edges = with_self_loops(sort_edges(edge_index[:, :24] % 4, 9, 4), 9)
+    *inputs, factor = draw_inputs(kind, 9, edges, 2, 3)
     inputs = [tensor for tensor in inputs if tensor is not None]
 
     def function(values, side, target, weight=None):
@@ -144,18 +144,18 @@ def test_second_derivatives(kind):
 @pytest.mark.parametrize("count", [(0, 0, 0), (3, 0, 0), (3, 2, 0), (0, 3, 0), (3, 3, 4)])
 def test_what_is_empty(kind, count):
     num_sources, num_targets, num_edges = count
-    edges = sorted_edges(torch.zeros(2, num_edges, dtype=torch.int64), num_sources, num_targets)
-    inputs = inputs_of(kind, num_sources, edges, 2, 5)
+    edges = sort_edges(torch.zeros(2, num_edges, dtype=torch.int64), num_sources, num_targets)
+    inputs = draw_inputs(kind, num_sources, edges, 2, 5)
     out = attend(edges, *inputs, 0.2, kind == "dynamic")
     assert out.shape == (num_targets, 6 if kind == "multiplied after" else 10)
     assert not out[1:].any()
-    grads = gradients(out, inputs[:4])
+    grads = differentiate(out, inputs[:4])
     assert all(torch.isfinite(grad).all() for grad in grads)
     assert num_edges or not any(grad.any() for grad in grads)
 
 
 def test_scores_of_any_size_do_not_overflow_and_what_is_no_number_stays():
-    edges = sorted_edges(torch.tensor([[0, 1, 2, 2], [0, 0, 0, 1]]), 3, 2)
+    edges = sort_edges(torch.tensor([[0, 1, 2, 2], [0, 0, 0, 1]]), 3, 2)
     values, side, target = torch.tensor([[1e4], [-1e4], [1e4]]), torch.ones(1, 1), torch.zeros(2, 1)
     out = attend(edges, values, side, target)
     assert out.tolist() == [[1e4], [1e4]]
@@ -166,7 +166,7 @@ def test_scores_of_any_size_do_not_overflow_and_what_is_no_number_stays():
 
 
 def test_what_does_not_fit_is_named():
-    edges = sorted_edges(torch.tensor([[0, 1], [0, 0]]), 2, 1)
+    edges = sort_edges(torch.tensor([[0, 1], [0, 0]]), 2, 1)
     values, side, target = torch.ones(2, 6), torch.ones(2, 3), torch.ones(1, 2)
     attend(edges, values, side, target)
     with pytest.raises(ValueError, match=r"values must be \[2, 6\], but is \[2, 5\]"):

@@ -1,4 +1,4 @@
-"""Derivatives of every order: right, or refused."""
+"""Derivatives of every order: correct, or rejected."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,16 +21,16 @@ CPU = (None, "reference")
 EDGES = torch.randint(7, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
-def double(*shape, seed=0):
+def randn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def small(seed=0, num_nodes=7, num_edges=20):
+def make_small(seed=0, num_nodes=7, num_edges=20):
     edge_index = torch.randint(num_nodes, (2, num_edges), generator=torch.Generator().manual_seed(seed))
     return edge_index, CompressedGraph.from_edge_index(edge_index, num_nodes)
 
 
-def dense(edge_index, x, weight=None, reduce="sum"):
+def aggregate_densely(edge_index, x, weight=None, reduce="sum"):
     """Aggregate with torch's own operators; features are [N, D] or [N, H, C]."""
     messages = x[edge_index[0]]
     if weight is not None:
@@ -50,9 +50,9 @@ def problems(draw):
     shape = (num_nodes, 2) if heads is None else (num_nodes, heads, 2)
     weighted = draw(st.booleans())
     seed = draw(st.integers(0, 2**31))
-    weight = double(edge_index.size(1), *(() if heads is None else (heads,)), seed=seed) if weighted else None
+    weight = randn(edge_index.size(1), *(() if heads is None else (heads,)), seed=seed) if weighted else None
     graph = CompressedGraph.from_edge_index(edge_index, num_nodes)
-    return graph, double(*shape, seed=seed + 1), weight
+    return graph, randn(*shape, seed=seed + 1), weight
 
 
 @given(problems(), st.sampled_from(LINEAR), st.sampled_from(CPU))
@@ -62,7 +62,7 @@ def test_second_derivatives_are_those_of_differences(problem, reduce, backend):
     inputs = [tensor.requires_grad_() for tensor in (x, weight) if tensor is not None]
 
     def function(x, weight=None):
-        return aggregate(graph, x, weight, reduce, backend) * x.sum()  # x enters twice
+        return aggregate(graph, x, weight, reduce, backend) * x.sum()  # uses x twice
 
     assert torch.autograd.gradcheck(function, inputs)
     assert torch.autograd.gradgradcheck(function, inputs)
@@ -70,10 +70,10 @@ def test_second_derivatives_are_those_of_differences(problem, reduce, backend):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_second_derivative_of_a_maximum_is_refused(weighted):
-    _, graph = small()
-    x = double(7, 3).requires_grad_()
-    weight = double(20, seed=1).requires_grad_() if weighted else None
-    # Nothing here wants a gradient of the first gradient's own input, which once lost the second derivative silently.
+    _, graph = make_small()
+    x = randn(7, 3).requires_grad_()
+    weight = randn(20, seed=1).requires_grad_() if weighted else None
+    # Without a gradient for the first gradient's own input, the second derivative was once lost silently.
     loss = aggregate(graph, x, weight, "max").sum() + x.pow(3).sum()
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"first derivative only.*use reduce='sum' or 'mean'"):
@@ -83,8 +83,8 @@ def test_a_second_derivative_of_a_maximum_is_refused(weighted):
 
 
 def test_a_second_derivative_of_attention_is_refused():
-    _, graph = small()
-    source, target = double(7, 2).requires_grad_(), double(7, 2, seed=1).requires_grad_()
+    _, graph = make_small()
+    source, target = randn(7, 2).requires_grad_(), randn(7, 2, seed=1).requires_grad_()
     loss = edge_softmax(graph, source, target).pow(2).sum() + source.pow(3).sum()
     (grad,) = torch.autograd.grad(loss, source, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"edge_softmax has a first derivative only.*PyG's own"):
@@ -102,28 +102,28 @@ def test_a_second_derivative_of_attention_is_refused():
     ],
 )
 def test_tangents_and_transforms_are_refused_not_dropped(function):
-    _, graph = small()
-    x = double(7, 3)
+    _, graph = make_small()
+    x = randn(7, 3)
     with forward_ad.dual_level(), pytest.raises((NotImplementedError, RuntimeError), match=r"forward mode AD|jvp"):
         function(graph, forward_ad.make_dual(x, x))
     with pytest.raises(RuntimeError, match="functorch transforms"):
         torch.func.grad(lambda x: function(graph, x).sum())(x)
     with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.vmap(lambda x: function(graph, x))(double(4, 7, 3))
+        torch.vmap(lambda x: function(graph, x))(randn(4, 7, 3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduce", [*LINEAR, "max"])
 def test_a_compiled_function_is_one_graph(reduce):
-    _, graph = small()
-    _, other = small(seed=5, num_edges=30)
+    _, graph = make_small()
+    _, other = make_small(seed=5, num_edges=30)
 
     def function(graph, x, weight):
         return aggregate(graph, x.relu() + 0.1, weight, reduce).sin()
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for which in (graph, other, graph):
-        inputs = double(7, 2, 3).requires_grad_(), double(which.num_edges, 2, seed=1).requires_grad_()
+        inputs = randn(7, 2, 3).requires_grad_(), randn(which.num_edges, 2, seed=1).requires_grad_()
         got, want = compiled(which, *inputs), function(which, *inputs)
         torch.testing.assert_close(got, want)
         for pair in zip(*(torch.autograd.grad(out.pow(2).sum(), inputs) for out in (got, want)), strict=True):
@@ -137,14 +137,14 @@ def test_a_compiled_layer_derives_the_graph_once(monkeypatch):
     derived = []
     original = numba_rows._derive
     monkeypatch.setattr(numba_rows, "_derive", lambda *given: derived.append(1) or original(*given))
-    _, graph = small()
+    _, graph = make_small()
     for layer in (GCNConv(4, 3), SAGEConv(4, 3), SAGEConv(4, 3, aggr="max"), GATConv(4, 3, heads=2)):
         layer.double()
         graph.with_self_loops()
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
         torch._dynamo.reset()
         for _ in range(3):
-            x = double(7, 4).requires_grad_()
+            x = randn(7, 4).requires_grad_()
             got, want = compiled(x, graph), layer(x, graph)
             torch.testing.assert_close(got, want)
             grads = (torch.autograd.grad(out.pow(2).sum(), [x, *layer.parameters()]) for out in (got, want))
@@ -154,9 +154,9 @@ def test_a_compiled_layer_derives_the_graph_once(monkeypatch):
 
 
 def test_operators_are_what_torch_expects_of_one():
-    _, graph = small()
+    _, graph = make_small()
     arguments, operators = Graph.of(graph, None), torch.ops.lightning_gnn
-    x, weight, scores = double(7, 2, 3), double(20, 2, seed=1), (double(7, 2), double(7, 2, seed=2), 0.2)
+    x, weight, scores = randn(7, 2, 3), randn(20, 2, seed=1), (randn(7, 2), randn(7, 2, seed=2), 0.2)
     best, ties = operators.graph_max(x, weight, *arguments)
     for name, *inputs in (
         ("graph_sum", x, weight, None, True, False),
@@ -173,9 +173,9 @@ def test_operators_are_what_torch_expects_of_one():
 @pytest.mark.parametrize("reduce", [*LINEAR, "max"])
 def test_a_graph_made_in_inference_mode_serves_training(reduce):
     with torch.inference_mode():
-        edge_index, graph = small()
-    x, weight = double(7, 2, 3).requires_grad_(), double(20, 2, seed=1).requires_grad_()
-    want = dense(edge_index.clone(), x, weight, reduce)
+        edge_index, graph = make_small()
+    x, weight = randn(7, 2, 3).requires_grad_(), randn(20, 2, seed=1).requires_grad_()
+    want = aggregate_densely(edge_index.clone(), x, weight, reduce)
     got = aggregate(graph, x, graph.edge_order(weight), reduce)
     for pair in zip(*(torch.autograd.grad(out.sum(), (x, weight)) for out in (got, want)), strict=True):
         torch.testing.assert_close(*pair)
@@ -184,14 +184,14 @@ def test_a_graph_made_in_inference_mode_serves_training(reduce):
 
 @pytest.mark.parametrize("backend", ["triton", "ascend_twin"])
 def test_a_gradient_penalty_on_other_backends(backend):
-    edge_index, graph = small()
+    edge_index, graph = make_small()
     results = []
     for ours in (True, False):
-        x, weight = double(7, 3).float().requires_grad_(), double(20, seed=1).float().requires_grad_()
+        x, weight = randn(7, 3).float().requires_grad_(), randn(20, seed=1).float().requires_grad_()
         out = (
             aggregate(graph, x, graph.edge_order(weight), "mean", backend)
             if ours
-            else dense(edge_index, x, weight, "mean")
+            else aggregate_densely(edge_index, x, weight, "mean")
         )
         (grad,) = torch.autograd.grad(out.pow(2).sum() + x.pow(3).sum(), x, create_graph=True)
         results.append(torch.autograd.grad(grad.pow(2).sum(), (x, weight)))
@@ -201,18 +201,18 @@ def test_a_gradient_penalty_on_other_backends(backend):
 
 
 def test_a_gather_does_not_lose_a_gradient():
-    table, index = double(5, 3).requires_grad_(), torch.tensor([1, 2])
+    table, index = randn(5, 3).requires_grad_(), torch.tensor([1, 2])
     with pytest.raises(ValueError, match=r"requires a gradient, which would be lost; take table\[index\]"):
         gather_rows(table, index)
     with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="which would be lost"):
-        pool.submit(gather_rows, table, index).result()  # a worker thread has another path
+        pool.submit(gather_rows, table, index).result()  # worker threads use another code path
     with torch.no_grad():
         assert torch.equal(gather_rows(table, index), table[1:3])
 
 
 def test_aggregate_and_update_has_all_derivatives():
-    edge_index = small()[0]
-    inputs = double(7, 3), double(2, 3, seed=1), double(2, 3, seed=2)
+    edge_index = make_small()[0]
+    inputs = randn(7, 3), randn(2, 3, seed=1), randn(2, 3, seed=2)
 
     def function(x, weight, self_weight):
         return aggregate_update(x, edge_index, weight, self_weight, reduce="mean") * x.sum()

@@ -1,4 +1,4 @@
-"""Dropout by counter: the same on every backend and for every share of the rows, with the right rate."""
+"""Dropout by counter: the same on every backend and for every partition of the rows, with the right rate."""
 
 import threading
 
@@ -18,12 +18,12 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 keys = st.integers(-(2**63), 2**63 - 1)
 
 
-def signed(value):
+def to_signed(value):
     return value - (1 << 64) if value >> 63 else value
 
 
-def by_definition(x, p, key, rows):
-    """Draw number by number with Python's integers."""
+def drop_by_definition(x, p, key, rows):
+    """Draw number by number with Python integers."""
     out = torch.zeros_like(x).reshape(x.size(0), -1)
     for i, row in enumerate(rows):
         stream = mix(mix(key) ^ (row * NODE_STEP))
@@ -46,24 +46,24 @@ def test_every_backend_draws_the_same_mask(key, p, shape, dtype, first):
     rows = first + torch.arange(shape[0]).flip(0) * 3
     dropped = row_dropout(x, p, key, rows)
     assert dropped.dtype == dtype
-    assert torch.equal(dropped, row_dropout_torch(x, p, signed(mix(key)), rows))
+    assert torch.equal(dropped, row_dropout_torch(x, p, to_signed(mix(key)), rows))
     if dtype == torch.float64 and x.numel():
-        assert torch.equal(dropped, by_definition(x, p, key, rows.tolist()))
+        assert torch.equal(dropped, drop_by_definition(x, p, key, rows.tolist()))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_the_rate_and_the_mean_are_right_in_rows_and_columns(p):
     x = torch.ones(2000, 200, dtype=torch.float64)
-    kept = row_dropout(x, p, 11) * (1 - p)
-    assert ((kept == 0) | ((kept - 1).abs() < 1e-12)).all()
+    ones = row_dropout(x, p, 11) * (1 - p)
+    assert ((ones == 0) | ((ones - 1).abs() < 1e-12)).all()
     deviation = (p * (1 - p)) ** 0.5
-    assert abs(kept.mean() - (1 - p)) < 5 * deviation / x.numel() ** 0.5
+    assert abs(ones.mean() - (1 - p)) < 5 * deviation / x.numel() ** 0.5
     for dim in (0, 1):
-        z = (kept.mean(dim) - (1 - p)) / deviation * x.size(dim) ** 0.5
+        z = (ones.mean(dim) - (1 - p)) / deviation * x.size(dim) ** 0.5
         assert z.abs().max() < 6
-        assert 0.8 < z.std() < 1.2  # neither rows nor columns share a stream
+        assert 0.8 < z.std() < 1.2  # rows are independent, and so are columns
     other = row_dropout(x, p, 12) != 0
-    both = (other & (kept != 0)).double().mean()
+    both = (other & (ones != 0)).double().mean()
     assert abs(both - (1 - p) ** 2) < 0.005
 
 
@@ -96,8 +96,8 @@ def test_wrong_arguments_are_explained(x, p, rows, error, message):
         row_dropout(x, p, 0, rows)
 
 
-def several_dropouts(x):
-    """Call dropout in every way that it is called."""
+def drop_repeatedly(x):
+    """Call dropout in every way that layers use it."""
     layer = torch.nn.Dropout(0.5)
     given = x.clone()
     return [
@@ -116,17 +116,17 @@ def several_dropouts(x):
 def test_a_context_draws_every_call_by_row():
     x = torch.randn(30, 5)
     with drop_by_row(4):
-        whole = several_dropouts(x)
+        whole = drop_repeatedly(x)
     with drop_by_row(5):
-        other = several_dropouts(x)
+        other = drop_repeatedly(x)
     assert torch.equal(whole[4], whole[5])
     assert torch.equal(whole[7], x)
     assert torch.equal(whole[8], x)
     assert not any(torch.equal(a, b) for a, b in zip(whole[:7], other[:7], strict=True))
-    assert not torch.equal(whole[1], whole[2])  # each call has a key of its own
+    assert not torch.equal(whole[1], whole[2])  # each call has its own key
     for rows in (torch.arange(0, 30, 2), torch.tensor([3, 29, 5])):
         with drop_by_row(4, rows):
-            part = several_dropouts(x[rows])
+            part = drop_repeatedly(x[rows])
         for a, b in zip(part, whole, strict=True):
             assert torch.equal(a, b[rows])
 
@@ -179,7 +179,7 @@ def test_weights_of_edges_are_dropped_by_their_place():
     class Part:
         edge_places = torch.arange(20, 45)
 
-    with drop_by_row(8, torch.arange(25)):  # as many rows as edges: they are not taken for rows
+    with drop_by_row(8, torch.arange(25)):  # as many rows as edges, but edges do not count as rows
         whole = edge_dropout(graph, weight, 0.5, True)
     with drop_by_row(8, torch.arange(3)):
         part = edge_dropout(Part(), weight[20:45], 0.5, True)

@@ -11,7 +11,7 @@ from tests.ops.test_aggregate import hub_graph, use
 from tests.strategies import edge_indices
 
 
-def pyg(edge_index, source, target, slope=0.2):
+def softmax_by_pyg(edge_index, source, target, slope=0.2):
     scores = torch.nn.functional.leaky_relu(source[edge_index[0]] + target[edge_index[1]], slope)
     return softmax(scores, edge_index[1], num_nodes=target.size(0))
 
@@ -30,7 +30,7 @@ def test_weights_and_gradients_are_pygs(graph, heads, workers, dtype, packed, ba
     compressed = CompressedGraph.from_edge_index(edge_index, num_nodes, settings=PlanSettings(num_workers=workers))
     scores = [torch.randn(num_nodes, heads).to(dtype).requires_grad_() for _ in range(2)]
     exact = [tensor.detach().double().requires_grad_() for tensor in scores]
-    expected = pyg(edge_index, *exact)
+    expected = softmax_by_pyg(edge_index, *exact)
     with pytest.MonkeyPatch.context() as patch:
         use(patch, packed)
         out = edge_softmax(compressed, *scores, backend=backend)
@@ -57,7 +57,7 @@ def test_the_same_bits_for_any_number_of_workers(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_exp_is_exact_over_its_whole_range(dtype):
-    """One target whose largest score is 0: the weights are exp of the scores, over their sum."""
+    """One target with maximum score 0: the weights are exp of the scores, divided by their sum."""
     scores = torch.cat([-torch.logspace(-8, 2.2, 5000, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)])
     count = scores.numel()
     graph = CompressedGraph.from_edge_index(torch.stack([torch.arange(count), torch.zeros(count).long()]), count)
@@ -79,7 +79,7 @@ def test_extreme_scores_do_what_they_do_in_pyg(value, backend):
     source[5] = value
     target[4] = value
     out = edge_softmax(graph, source, target, backend=backend)
-    torch.testing.assert_close(out, graph.edge_order(pyg(edge_index, source, target)), equal_nan=True)
+    torch.testing.assert_close(out, graph.edge_order(softmax_by_pyg(edge_index, source, target)), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -10,8 +10,8 @@ from lightning_gnn.ops.aggregate_update.gcn_edges import gcn_edges
 from tests.strategies import edge_indices
 
 
-def dense(edge_index, weight, num_nodes):
-    """Return A, in which equal edges add up: [target, source]."""
+def normalize_densely(edge_index, weight, num_nodes):
+    """Return the matrix A[target, source]; parallel edges add up."""
     out = torch.zeros(num_nodes, num_nodes, dtype=weight.dtype)
     return out.index_put((edge_index[1], edge_index[0]), weight, accumulate=True)
 
@@ -32,17 +32,17 @@ def test_it_is_pygs_normalization_sorted(graph, share, weights, improved, loops,
     generator = torch.Generator().manual_seed(0)
     weight = None if weights == "none" else torch.rand(edge_index.size(1), generator=generator, dtype=dtype)
     if weights == "any" and weight is not None:
-        weight = (weight * 4).round() - 1  # zero degrees, and negative ones
+        weight = (weight * 4).round() - 1  # zero and negative degrees
     num_targets = num_nodes * share // 100
     arguments = (edge_index, num_nodes, num_targets, weight, 2.0 if improved else 1.0, loops, dtype)
     results = [torch.ops.lightning_gnn.gcn_edges(*arguments), gcn_edges(*arguments)]
     for ours, theirs in zip(*results, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0, equal_nan=True)
-    wanted = dense(*gcn_norm(edge_index, weight, num_nodes, improved, loops, dtype=dtype), num_nodes)
+    wanted = normalize_densely(*gcn_norm(edge_index, weight, num_nodes, improved, loops, dtype=dtype), num_nodes)
     indptr, indices, values = results[0]
     rows = torch.repeat_interleave(indptr.diff())
-    whole = dense(torch.stack([indices.long(), rows]), values, num_nodes)
+    whole = normalize_densely(torch.stack([indices.long(), rows]), values, num_nodes)
     torch.testing.assert_close(
         whole[:num_targets], wanted[:num_targets], rtol=1e-5, atol=1e-6 if dtype == torch.float32 else 1e-12,
         equal_nan=True,

@@ -14,8 +14,8 @@ from tests.ops.test_attention import execution
 from tests.ops.test_relation_update import RELATIONS, SOURCES, TARGETS, batches, normal
 
 
-def drawn(batch, across, heads, channels, dtype=torch.float64, wanted=(True,) * 4, dropped=False):
-    """Return sorted edges, how they lie, and what the operator takes besides."""
+def draw_inputs(batch, across, heads, channels, dtype=torch.float64, wanted=(True,) * 4, dropped=False):
+    """Draw sorted edges, their layout, and the operator's other arguments."""
     sources, targets, relations = batch
     edges, reached = sort_relations(sources, targets, relations)
     layout = Layout(list(targets), reached, across)
@@ -33,8 +33,8 @@ def drawn(batch, across, heads, channels, dtype=torch.float64, wanted=(True,) * 
     return edges, layout, given, factor if dropped else None
 
 
-def plain(batch, layout, values, side, shift, weight, slope):
-    """Go through the edges one by one, as they were given."""
+def attend_plainly(batch, layout, values, side, shift, weight, slope):
+    """Process the edges one by one, in their original order."""
     sources, targets, relations = batch
     first, row, parts, masses = [sum(sources[:kind]) for kind in range(len(sources))], 0, [], []
     for kind, count in enumerate(targets):
@@ -61,8 +61,8 @@ def plain(batch, layout, values, side, shift, weight, slope):
     return torch.stack(parts) if parts else wide, torch.stack(masses) if masses else none
 
 
-def gradients(outs, inputs):
-    """Return the gradients of a sum in which each number counts differently."""
+def compute_gradients(outs, inputs):
+    """Return the gradients of a weighted sum of all numbers."""
     loss = sum((out * normal(*out.shape, seed=20 + i).to(out.dtype)).sum() for i, out in enumerate(outs))
     found = torch.autograd.grad(loss, [t for t in inputs if t.requires_grad], allow_unused=True)
     wanted = [t for t in inputs if t.requires_grad]
@@ -75,38 +75,38 @@ def gradients(outs, inputs):
     st.sampled_from([0.2, 1.0]), st.tuples(*[st.booleans()] * 4), st.integers(1, 3),
 )  # fmt: skip
 def test_result_and_gradients_are_those_of_a_plain_loop(batch, across, heads, channels, slope, wanted, threads):
-    edges, layout, given, _ = drawn(batch, across, heads, channels, wanted=wanted)
-    expected = plain(batch, layout, *given, slope)
+    edges, layout, given, _ = draw_inputs(batch, across, heads, channels, wanted=wanted)
+    expected = attend_plainly(batch, layout, *given, slope)
     with execution(threads):
         outs = attend_relations(edges, given[0], *given[1:], layout, None, slope)
-        grads = gradients(outs, given) if any(out.requires_grad for out in outs) else []
+        grads = compute_gradients(outs, given) if any(out.requires_grad for out in outs) else []
     for ours, theirs in zip(outs, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
     if not any(out.requires_grad for out in expected):
         assert not any(bool(found.any()) for found in grads)
         return
-    for ours, theirs in zip(grads, gradients(expected, given), strict=True):
+    for ours, theirs in zip(grads, compute_gradients(expected, given), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
 
 
 @settings(max_examples=40, deadline=None)
 @given(batches(), st.booleans(), st.sampled_from([torch.float64, torch.float32]), st.integers(1, 3))
 def test_dropped_attention_is_that_of_the_reference(batch, across, dtype, threads):
-    edges, layout, given, factor = drawn(batch, across, 3, 20, dtype, dropped=True)
+    edges, layout, given, factor = draw_inputs(batch, across, 3, 20, dtype, dropped=True)
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     expected = reference.attend(Attend(edges, *exact, factor.double(), layout, 0.2))
     with execution(threads):
         outs = attend_relations(edges, *given, layout, factor, 0.2)
-        grads = gradients(outs, given)
+        grads = compute_gradients(outs, given)
     close = {"rtol": 1e-11, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-4}
-    for ours, theirs in zip((*outs, *grads), (*expected, *gradients(expected, exact)), strict=True):
+    for ours, theirs in zip((*outs, *grads), (*expected, *compute_gradients(expected, exact)), strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), theirs, **close)
 
 
 @pytest.mark.parametrize("across", [True, False])
 def test_first_and_second_derivatives(across):
-    edges, layout, given, factor = drawn((SOURCES, TARGETS, RELATIONS), across, 2, 3, dropped=True)
+    edges, layout, given, factor = draw_inputs((SOURCES, TARGETS, RELATIONS), across, 2, 3, dropped=True)
 
     def function(*inputs):
         out, mass = attend_relations(edges, *inputs, layout, factor, 0.2)
@@ -117,7 +117,7 @@ def test_first_and_second_derivatives(across):
 
 
 def test_a_nan_stays_in_its_softmax():
-    edges, layout, given, _ = drawn((SOURCES, TARGETS, RELATIONS), True, 2, 3, wanted=(False,) * 4)
+    edges, layout, given, _ = draw_inputs((SOURCES, TARGETS, RELATIONS), True, 2, 3, wanted=(False,) * 4)
     given[0][1] = torch.nan
     out, _ = attend_relations(edges, *given, layout)
     expected, _ = reference.attend(Attend(edges, *given, None, layout, 1.0))
@@ -126,7 +126,7 @@ def test_a_nan_stays_in_its_softmax():
 
 
 def test_mistakes_are_named():
-    edges, layout, given, _ = drawn((SOURCES, TARGETS, RELATIONS), True, 2, 3)
+    edges, layout, given, _ = draw_inputs((SOURCES, TARGETS, RELATIONS), True, 2, 3)
     values, side, shift, weight = given
     with pytest.raises(ValueError, match=r"side must be \[8, 2, 3\], but is \[7, 2, 3\]"):
         attend_relations(edges, values, side[:7], shift, weight, layout)

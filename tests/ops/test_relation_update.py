@@ -18,7 +18,7 @@ from tests.ops.test_aggregate_update import execution, normal
 def batches(draw):
     """Draw sources and targets of up to four types, and up to six relations; any of them may be empty."""
     sources = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
-    # A type without rows of its own may have targets all the same.
+    # A type without source rows may still have targets.
     targets = [draw(st.integers(0, count or 3)) for count in sources]
     relations = []
     for _ in range(draw(st.integers(0, 6))):
@@ -35,8 +35,8 @@ def batches(draw):
     return sources, targets, sorted(relations, key=lambda relation: relation.target)
 
 
-def dense(x, sources, targets, relations, weight, self_weight, bias, mean):
-    """Do the same with a dense matrix per relation, type by type."""
+def update_densely(x, sources, targets, relations, weight, self_weight, bias, mean):
+    """Compute the same with a dense matrix per relation, type by type."""
     tables, parts = torch.split(x, sources), []
     for kind, count in enumerate(targets):
         out = x.new_zeros(count, weight.size(1))
@@ -55,7 +55,7 @@ def dense(x, sources, targets, relations, weight, self_weight, bias, mean):
     return torch.cat(parts)
 
 
-def inputs_of(sources, relations, shape, dtype, has_self, has_bias, grad):
+def draw_inputs(sources, relations, shape, dtype, has_self, has_bias, grad):
     wide, narrow = shape
     given = [normal(sum(sources), wide, dtype=dtype), normal(len(relations), narrow, wide, seed=1, dtype=dtype)]
     given.append(normal(len(sources), narrow, wide, seed=2, dtype=dtype) if has_self else None)
@@ -73,10 +73,10 @@ def test_result_and_gradients_are_those_of_dense_matrices(
     batch, shape, dtype, mean, has_self, has_bias, grad, then, threads, tile
 ):
     sources, targets, relations = batch
-    given = inputs_of(sources, relations, shape, dtype, has_self, has_bias, grad)
+    given = draw_inputs(sources, relations, shape, dtype, has_self, has_bias, grad)
     exact = [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in given]
     x, *weights = exact
-    expected = dense(x, sources, targets, relations, *weights, mean)
+    expected = update_densely(x, sources, targets, relations, *weights, mean)
     if then is not None:
         expected = row_dropout(expected.relu(), then.p, then.key)
     with execution(threads, tile=tile):
@@ -88,7 +88,7 @@ def test_result_and_gradients_are_those_of_dense_matrices(
     assert out.dtype == dtype
     tolerance = 1e-11 if dtype == torch.float64 else 2e-4
     if then is not None and dtype == torch.float32:
-        return  # a number on the other side of zero is no mistake
+        return  # a number may round to the other side of ReLU's zero
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
     if not sum(targets) or not out.requires_grad:
         return
@@ -115,7 +115,7 @@ RELATIONS = [
 @pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize("then", [None, ReluDropout(0.3, 5)])
 def test_first_and_second_derivatives(mean, then):
-    given = inputs_of(SOURCES, RELATIONS, (3, 2), torch.float64, True, True, [True] * 4)
+    given = draw_inputs(SOURCES, RELATIONS, (3, 2), torch.float64, True, True, [True] * 4)
 
     def function(x, *weights):
         return relation_update(x, SOURCES, TARGETS, RELATIONS, *weights, mean, then).tanh()
@@ -126,7 +126,7 @@ def test_first_and_second_derivatives(mean, then):
 
 
 def test_under_autocast_it_is_of_that_dtype():
-    given = inputs_of(SOURCES, RELATIONS, (3, 2), torch.float32, True, True, [True] * 4)
+    given = draw_inputs(SOURCES, RELATIONS, (3, 2), torch.float32, True, True, [True] * 4)
     x, *weights = given
     with torch.autocast("cpu", torch.bfloat16):
         out = relation_update(x, SOURCES, TARGETS, RELATIONS, *weights)
@@ -141,20 +141,20 @@ def test_under_autocast_it_is_of_that_dtype():
 @pytest.mark.skipif(not triton_installed(), reason="Triton is not installed")
 @pytest.mark.parametrize("mean", [True, False])
 def test_the_kernel_of_a_gpu_gives_the_same(mean, monkeypatch):
-    """On the CPU in Triton's interpreter, on a GPU as it is."""
+    """On the CPU in Triton's interpreter, on a GPU natively."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results = []
     for backend in (aggregate_update_numba, aggregate_update_triton):
         place = "cpu" if backend is aggregate_update_numba else device
-        given = [t.to(place) for t in inputs_of(SOURCES, RELATIONS, (16, 8), torch.float32, True, True, [False] * 4)]
+        given = [t.to(place) for t in draw_inputs(SOURCES, RELATIONS, (16, 8), torch.float32, True, True, [False] * 4)]
         edges = torch.ops.lightning_gnn.relation_edges(
             [relation.edge_index.to(place) for relation in RELATIONS], [6, 4, 3], [3, 3, 2], [0, 6, 10], [0, 1, 6],
             [2, 2, 1], 8,
         )  # fmt: skip
         call = Update(edges, *given, TARGETS, [2, 1, 0], [0, 6, 10], mean, True)
-        out, kept = backend.aggregate_update(call, True)
-        grads = backend.aggregate_update_backward(call, torch.ones_like(out), kept, None, [True] * 4)
-        results.append([tensor.cpu() for tensor in (out, kept, *grads)])
+        out, saved = backend.aggregate_update(call, True)
+        grads = backend.aggregate_update_backward(call, torch.ones_like(out), saved, None, [True] * 4)
+        results.append([tensor.cpu() for tensor in (out, saved, *grads)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 

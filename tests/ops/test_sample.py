@@ -18,7 +18,7 @@ from lightning_gnn.ops.sample import numba as sample_numba
 from lightning_gnn.ops.sample.lanes import LANES, draw_lanes
 from lightning_gnn.ops.sample.relabel import LAST_STAMP
 from tests.batch_checks import assert_equal
-from tests.ops.sample_cases import COPIES, chi_square_passes, hashing, picks_of, side_by_side
+from tests.ops.sample_cases import COPIES, check_chi_square, copy_graph, hashing, list_picks
 from tests.patience import PATIENCE
 from tests.strategies import fanouts, graphs, keys, seeds_of
 
@@ -28,7 +28,7 @@ from tests.strategies import fanouts, graphs, keys, seeds_of
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("fanout", [1, 2, 5, 15, 16, 33, 64, 65])
 def test_many_rows_of_all_degrees(fanout, replace, disjoint):
-    # More rows than draw at once, more edges than are in a block, rows that take all among rows that draw.
+    # More rows than are drawn at once, more edges than in a block, rows that take all edges among rows that draw.
     degrees = torch.randint(2 * fanout + 3, (700,))
     sources = torch.randint(700, (int(degrees.sum()),))
     graph = CSCGraph.from_edge_index(torch.stack([sources, torch.repeat_interleave(degrees)]), 700)
@@ -39,14 +39,14 @@ def test_many_rows_of_all_degrees(fanout, replace, disjoint):
 
 @given(keys, st.lists(st.integers(1, 2**32 - 1), min_size=1, max_size=16), st.integers(1, 64), st.booleans(), st.data())
 def test_lanes_draw_what_a_shuffle_of_any_length_does(key, degrees, fanout, replace, data):
-    # A shuffle of which only the touched positions are kept: degrees go up to 2^32 - 1.
+    # A sparse shuffle that stores only the touched positions: degrees go up to 2^32 - 1.
     degrees = [degree if replace else max(degree, fanout + data.draw(st.integers(1, 3))) for degree in degrees]
     nodes = [data.draw(st.integers(0, 2**40)) for _ in degrees]
     state, wide = np.zeros(LANES, np.uint64), np.ones(LANES, np.int64)
     wide[: len(degrees)] = degrees
     state[: len(nodes)] = [(key % 2**64) ^ (node * NODE_STEP % 2**64) for node in nodes]
     out = np.zeros((3, LANES * fanout), np.uint32)
-    lanes(state, wide, fanout, replace, out)
+    run_lanes(state, wide, fanout, replace, out)
     for lane, (node, degree) in enumerate(zip(nodes, degrees, strict=True)):
         order, stream = {}, node_key(key, node)
         expected = []
@@ -58,7 +58,7 @@ def test_lanes_draw_what_a_shuffle_of_any_length_does(key, degrees, fanout, repl
 
 
 @numba.njit
-def lanes(state, degrees, fanout, replace, out):
+def run_lanes(state, degrees, fanout, replace, out):
     draw_lanes(state, degrees, fanout, replace, out[0], out[1], out[2])
 
 
@@ -105,7 +105,7 @@ def test_entries_of_the_table_widen_in_the_middle_of_a_batch(first):
     graph = CSCGraph.from_edge_index(torch.randint(900, (2, 9000)), 900)
     seeds = torch.randint(900, (first,))
     expected = sample_neighbors(graph, seeds, [4, 4, 4], 7, backend="reference")
-    kept = sample_numba._scratch.bits
+    bits = sample_numba._scratch.bits
     try:
         for bits in range(1, 11):
             sample_numba._scratch.bits, sample_numba._scratch.stamp = bits, 0
@@ -113,13 +113,13 @@ def test_entries_of_the_table_widen_in_the_middle_of_a_batch(first):
             for _ in range(3):
                 assert_equal(sample_neighbors(graph, seeds, [4, 4, 4], 7), expected)
     finally:
-        sample_numba._scratch.bits, sample_numba._scratch.stamp = kept, 0
+        sample_numba._scratch.bits, sample_numba._scratch.stamp = bits, 0
         sample_numba._scratch.table[:] = 0
 
 
 @pytest.mark.parametrize("disjoint", [False, True])
 def test_batches_of_all_sizes_after_one_another(disjoint):
-    # A thread's guess at the next batch's size is wrong each time.
+    # A thread's estimate of the next batch's size is wrong each time.
     graph = CSCGraph.from_edge_index(torch.randint(900, (2, 30_000)), 900)
     for size, hops in ((300, [9, 9]), (1, [1]), (0, [5]), (200, [1, -1]), (1, [-1, -1, 2]), (30, [0, 3])):
         seeds = torch.randint(900, (size,))
@@ -128,16 +128,16 @@ def test_batches_of_all_sizes_after_one_another(disjoint):
         assert_equal(out, expected)
         assert out.edge_index.is_contiguous()
         for part in (out.node, out.edge_index, out.edge, *([out.batch] if disjoint else [])):
-            assert part.untyped_storage().nbytes() == part.nbytes  # what is pickled or shared with it is no more
+            assert part.untyped_storage().nbytes() == part.nbytes  # pickling or sharing it copies no more than that
 
 
 @pytest.mark.parametrize("disjoint", [False, True])
 def test_a_batch_that_is_kept_is_not_overwritten(disjoint):
     graph = CSCGraph.from_edge_index(torch.randint(9000, (2, 300_000)), 9000)
-    kept = [sample_neighbors(graph, torch.arange(500), [10, 10], key, disjoint=disjoint) for key in range(12)]
-    # Of each mini-batch only one tensor stays.
-    parts = [sample[number % 3] for number, sample in enumerate(kept)]
-    del kept
+    samples = [sample_neighbors(graph, torch.arange(500), [10, 10], key, disjoint=disjoint) for key in range(12)]
+    # Retain one tensor of each mini-batch.
+    parts = [sample[number % 3] for number, sample in enumerate(samples)]
+    del samples
     gc.collect()
     for key in range(12):
         sample_neighbors(graph, torch.arange(500), [10, 10], 100 + key, disjoint=disjoint)
@@ -148,13 +148,13 @@ def test_a_batch_that_is_kept_is_not_overwritten(disjoint):
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_picks_are_uniform_over_subsets(replace):
-    graph, centres = side_by_side(torch.stack([torch.arange(1, 7), torch.zeros(6, dtype=torch.int64)]), 7)
+    graph, centres = copy_graph(torch.stack([torch.arange(1, 7), torch.zeros(6, dtype=torch.int64)]), 7)
     counts, trials = Counter(), 30_000
     for batch in range(trials // COPIES):
         out = sample_neighbors(graph, centres, [3], batch_key(5, batch=batch), replace=replace)
-        counts.update(picks_of(out, 6))  # ordered: stronger than subsets
+        counts.update(list_picks(out, 6))  # ordered picks: a stronger test than subsets
     cells = [*(itertools.product(range(6), repeat=3) if replace else itertools.permutations(range(6), 3))]
-    chi_square_passes(counts, dict.fromkeys(cells, trials / len(cells)))
+    check_chi_square(counts, dict.fromkeys(cells, trials / len(cells)))
 
 
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 20), keys)
@@ -177,16 +177,16 @@ def test_a_tree_of_a_disjoint_sample_does_not_depend_on_the_other_seeds(data, gr
     together = sample_neighbors(graph, seeds, fanouts, key, disjoint=True, first_tree=first)
     for tree, seed in enumerate(seeds):
         alone = sample_neighbors(graph, seed.view(1), fanouts, key, disjoint=True, first_tree=first + tree)
-        mine = together.batch == tree
-        assert torch.equal(together.node[mine], alone.node)
-        assert torch.equal(together.edge[mine[together.edge_index[1]]], alone.edge)
+        in_tree = together.batch == tree
+        assert torch.equal(together.node[in_tree], alone.node)
+        assert torch.equal(together.edge[in_tree[together.edge_index[1]]], alone.edge)
 
 
-def tree(sample, number):
-    """The nodes and edges of one tree, in global ids."""
-    mine = sample.batch == number
-    edges = mine[sample.edge_index[1]]
-    return sample.node[mine].tolist(), sample.edge[edges].tolist(), sample.node[sample.edge_index[:, edges]].tolist()
+def get_tree(sample, number):
+    """Return the nodes and edges of one tree, in global ids."""
+    in_tree = sample.batch == number
+    edges = in_tree[sample.edge_index[1]]
+    return sample.node[in_tree].tolist(), sample.edge[edges].tolist(), sample.node[sample.edge_index[:, edges]].tolist()
 
 
 @given(st.data(), graphs(), fanouts, keys, st.booleans(), st.sampled_from(["numba", "reference"]))
@@ -198,7 +198,7 @@ def test_trees_are_the_same_however_a_batch_is_cut(data, graph, fanouts, key, re
     for start, stop in itertools.pairwise([0, *cuts, seeds.numel()]):
         part = sample_neighbors(graph, seeds[start:stop], fanouts, key, first_tree=start, **options)
         for number in range(stop - start):
-            assert tree(part, number) == tree(whole, start + number)
+            assert get_tree(part, number) == get_tree(whole, start + number)
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["the seed's own picks", "those of a node that both trees reach"])
@@ -206,9 +206,9 @@ def test_trees_of_one_seed_are_independent_and_each_uniform(nested):
     degree, trials = 4, 24_000
     source = torch.arange(1, degree + 1) + (1 if nested else 0)
     edges = torch.stack([source, torch.full((degree,), 1 if nested else 0)])
-    if nested:  # 0 <- 1 <- the others
+    if nested:  # 0 <- 1 <- the other nodes
         edges = torch.cat([torch.tensor([[1], [0]]), edges], dim=1)
-    graph, first = side_by_side(edges, 6)
+    graph, first = copy_graph(edges, 6)
     joint, twice, hops = Counter(), first.repeat_interleave(2), [1, 1] if nested else [1]
     for batch in range(trials // COPIES):
         out = sample_neighbors(graph, twice, hops, batch_key(2, batch=batch), disjoint=True)
@@ -216,17 +216,17 @@ def test_trees_of_one_seed_are_independent_and_each_uniform(nested):
         joint.update(map(tuple, picks.tolist()))
     picked = sorted({edge for pair in joint for edge in pair})
     assert len(picked) == degree
-    # Independence: each pair as often as any other.
-    chi_square_passes(joint, dict.fromkeys(itertools.product(picked, repeat=2), trials / degree**2))
+    # Independence: all pairs are equally frequent.
+    check_chi_square(joint, dict.fromkeys(itertools.product(picked, repeat=2), trials / degree**2))
     for tree in (0, 1):
         counts = Counter({edge: sum(n for pair, n in joint.items() if pair[tree] == edge) for edge in picked})
-        chi_square_passes(counts, dict.fromkeys(picked, trials / degree))
+        check_chi_square(counts, dict.fromkeys(picked, trials / degree))
 
 
 @pytest.mark.parametrize("backend", ["numba", "reference"])
 @pytest.mark.parametrize(("replace", "digest"), [(False, "191b8867e404b72a"), (True, "fc40126084767b02")])
 def test_batches_that_are_not_disjoint_stay_what_they_have_always_been(backend, replace, digest):
-    # A change here changes every seeded training run of every user.
+    # Changing this changes every seeded training run of every user.
     generator = torch.Generator().manual_seed(11)
     graph = CSCGraph.from_edge_index(torch.randint(500, (2, 6000), generator=generator), 500)
     found = hashlib.sha256()

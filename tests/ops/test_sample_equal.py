@@ -1,6 +1,6 @@
-"""One equality for every backend and kind of sampling: bit for bit what the reference samples.
+"""Samples equal the reference bit for bit, for every kind of sampling and every backend.
 
-Backends are the CPU's, which finds nodes in a table or in a hash table, and Triton's kernels under its interpreter.
+Backends: the CPU with a table or a hash table of nodes, and Triton's kernels in the interpreter.
 """
 
 import hypothesis
@@ -21,7 +21,7 @@ interpreted = pytest.mark.skipif(not operator.runs_on(CPU), reason="no interpret
 
 
 def narrow(graph, num_programs, kind=None):
-    """Make the kernels' samplers of a graph, of fewer and narrower programs than by default; returns that of types."""
+    """Create a graph's kernel samplers with fewer and narrower programs than by default; return the typed one."""
     from lightning_gnn.triton_kernels.sample_relations import TritonRelationSampler
 
     sizes = list(graph.sizes.values()) if isinstance(graph, HeteroCSCGraph) else [graph.num_nodes]
@@ -34,7 +34,7 @@ def narrow(graph, num_programs, kind=None):
 
 
 def compare(backend, graph, *args, num_programs=1, **options):
-    """Compare a sample with the reference, exactly; returns it."""
+    """Compare a sample with the reference, exactly; return it."""
     expected = sample(graph, *args, backend="reference", **options)
     if backend == "triton":
         narrow(graph, num_programs)
@@ -47,8 +47,8 @@ def compare(backend, graph, *args, num_programs=1, **options):
     return expected
 
 
-def nothing_of_the_future(graph, found, options):
-    """Each edge that has a time must be in the window of its tree."""
+def assert_no_future_edges(graph, found, options):
+    """Check that the time of each edge is in the window of its tree."""
     until = torch.cat([*options["seed_time"].values(), torch.empty(0).long()])
     for name, relation in graph.relations.items():
         if relation.time is not None:
@@ -67,7 +67,7 @@ def test_the_cpu_equals_the_reference(kind, backend, data):
     graph, *args, options = data.draw(samples(kind))
     found = compare(backend, graph, *args, **options)
     if kind in ("times", "labor") and graph.is_temporal:
-        nothing_of_the_future(graph, found, options)
+        assert_no_future_edges(graph, found, options)
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_weights_of_long_lists(backend, fanout, replace):
 @interpreted
 @pytest.mark.parametrize(("fanout", "often"), [(1, 3), (7, 1), (66, 3), (299, 1)])
 def test_labor_on_long_lists(fanout, often):
-    # Several tiles of edges, and sources that come more than once.
+    # Several tiles of edges, and sources that occur more than once.
     graph = long_lists(3, 300, fanout, torch.int64)
     assert graph.parallel is not None
     compare("triton", graph, torch.arange(4), [fanout], -9, labor=Labor(batch_dependency=often, batch=5))

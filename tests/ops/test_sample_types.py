@@ -1,4 +1,4 @@
-"""Times, weights and LABOR: chances of picks, which times may be given, and what is refused."""
+"""Times, weights and LABOR: probabilities of picks, valid times, and errors."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ import torch
 from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
 from lightning_gnn.ops import Labor, batch_key, sample_hetero_neighbors, sample_neighbors
 from lightning_gnn.ops.sample.eligible import count_eligible
-from tests.ops.sample_cases import COPIES, chi_square_passes, hub, picks_of, side_by_side
+from tests.ops.sample_cases import COPIES, check_chi_square, copy_graph, hub, list_picks
 
 
 @pytest.mark.parametrize("degrees", [[], [0, 3, 0, 1], [15, 16, 17, 1, 31, 0, 33], [5000, 1, 300, 257, 256, 40] * 20])
@@ -42,33 +42,33 @@ def test_times_are_searched_in_lists_of_any_length(degrees, newest):
 @pytest.mark.parametrize("fanout", [1, 2, 3, 4])
 def test_successive_picks_have_the_chance_of_their_weights(fanout):
     weight, trials = [0.5, 3.0, 1e-6, 1.0, 6.0], 40_000
-    graph, centres = side_by_side(torch.tensor([[1, 2, 3, 4, 5], [0] * 5]), 6)
+    graph, centres = copy_graph(torch.tensor([[1, 2, 3, 4, 5], [0] * 5]), 6)
     graph = graph.with_weight(torch.tensor(weight * COPIES, dtype=torch.float64))
     counts = Counter()
     for batch in range(trials // COPIES):
-        counts.update(picks_of(sample_neighbors(graph, centres, [fanout], batch_key(3, batch=batch)), 5))
+        counts.update(list_picks(sample_neighbors(graph, centres, [fanout], batch_key(3, batch=batch)), 5))
     expected = {}
-    for picks in itertools.permutations(range(5), fanout):  # marginals, pairs and all others are sums of these
+    for picks in itertools.permutations(range(5), fanout):  # determines marginals, pairs and all other probabilities
         chance, left = 1.0, sum(weight)
         for pick in picks:
             chance *= weight[pick] / left
             left -= weight[pick]
         expected[picks] = chance * trials
-    chi_square_passes(counts, expected)
+    check_chi_square(counts, expected)
 
 
 def test_weights_over_twelve_orders_of_magnitude():
     weight, trials = [10.0**-power for power in range(13)], 20_000
-    graph, centres = side_by_side(torch.stack([torch.arange(1, 14), torch.zeros(13).long()]), 14)
+    graph, centres = copy_graph(torch.stack([torch.arange(1, 14), torch.zeros(13).long()]), 14)
     graph = graph.with_weight(torch.tensor(weight * COPIES, dtype=torch.float64))
     counts, pairs = Counter(), Counter()
     for batch in range(trials // COPIES):
-        for picks in picks_of(sample_neighbors(graph, centres, [12], batch_key(8, batch=batch)), 13):
+        for picks in list_picks(sample_neighbors(graph, centres, [12], batch_key(8, batch=batch)), 13):
             assert len(set(picks)) == 12
             counts[picks[0]] += 1
             pairs[picks[:2]] += 1
-    chi_square_passes(counts, {edge: trials * w / sum(weight) for edge, w in enumerate(weight)})
-    chi_square_passes(
+    check_chi_square(counts, {edge: trials * w / sum(weight) for edge, w in enumerate(weight)})
+    check_chi_square(
         pairs,
         {
             (a, b): trials * weight[a] / sum(weight) * weight[b] / (sum(weight) - weight[a])
@@ -79,7 +79,7 @@ def test_weights_over_twelve_orders_of_magnitude():
 
 def test_picks_by_time_are_uniform_in_their_range():
     trials, times = 30_000, torch.tensor([5, 1, 3, 2, 9, 3, 7])
-    graph, centres = side_by_side(torch.stack([torch.arange(1, 8), torch.zeros(7).long()]), 8)
+    graph, centres = copy_graph(torch.stack([torch.arange(1, 8), torch.zeros(7).long()]), 8)
     graph, now = graph.with_time(times.repeat(COPIES)), torch.full((COPIES,), 5)
     counts = Counter()
     for batch in range(trials // COPIES):
@@ -88,7 +88,7 @@ def test_picks_by_time_are_uniform_in_their_range():
         counts.update(map(tuple, picks.tolist()))
     allowed = [edge for edge, time in enumerate(times.tolist()) if 1 < time <= 5]
     assert len(allowed) == 4
-    chi_square_passes(counts, dict.fromkeys(itertools.permutations(allowed, 2), trials / 12))
+    check_chi_square(counts, dict.fromkeys(itertools.permutations(allowed, 2), trials / 12))
 
 
 def test_the_last_edges_are_the_newest():
@@ -96,14 +96,14 @@ def test_the_last_edges_are_the_newest():
     graph = hub(7).with_time(times)
     options = {"seed_time": torch.tensor([8]), "temporal_strategy": "last"}
     out = sample_neighbors(graph, torch.tensor([0]), [4], **options)
-    assert graph.edge_ids[out.edge].tolist() == [2, 5, 0, 6]  # of equal times in the user's order
+    assert graph.edge_ids[out.edge].tolist() == [2, 5, 0, 6]  # edges of equal times in the user's order
 
 
 @pytest.mark.parametrize("duplicates", [False, True])
 def test_labor_picks_every_subset_alike_and_shares_sources(duplicates):
-    # Two targets with the same sources: each picks uniformly, both the same.
+    # Two targets with the same sources: each picks uniformly, and both pick the same.
     trials, sources = 24_000, [2, 3, 4, 4] if duplicates else [2, 3, 4, 5]
-    graph, first = side_by_side(torch.tensor([sources * 2, [0] * 4 + [1] * 4]), 6)
+    graph, first = copy_graph(torch.tensor([sources * 2, [0] * 4 + [1] * 4]), 6)
     seeds = torch.stack([first, first + 1], dim=1).flatten()
     counts = Counter()
     for batch in range(trials // COPIES):
@@ -111,7 +111,7 @@ def test_labor_picks_every_subset_alike_and_shares_sources(duplicates):
         picks = out.edge.view(COPIES, 4) - 8 * torch.arange(COPIES)[:, None]
         assert torch.equal(picks[:, 2:] - 4, picks[:, :2])
         counts.update(map(tuple, picks[:, :2].tolist()))
-    chi_square_passes(counts, dict.fromkeys(itertools.combinations(range(4), 2), trials / 6))
+    check_chi_square(counts, dict.fromkeys(itertools.combinations(range(4), 2), trials / 6))
 
 
 def test_hops_share_variates_only_if_layers_depend_on_each_other():
@@ -138,8 +138,8 @@ def test_a_batch_renews_a_fraction_of_the_variates(often):
     before = [variate(key, u, 0, Labor(batch_dependency=often, batch=10)) for u in sources]
     for step in range(1, often + 1):
         now = [variate(key, u, 0, Labor(batch_dependency=often, batch=10 + step)) for u in sources]
-        kept = sum(a == b for a, b in zip(before, now, strict=True)) / len(sources)
-        assert math.isclose(kept, 1 - step / often, abs_tol=0.05)
+        share = sum(a == b for a, b in zip(before, now, strict=True)) / len(sources)
+        assert math.isclose(share, 1 - step / often, abs_tol=0.05)
 
 
 @pytest.mark.parametrize("seed_dtype", [torch.int32, torch.int64, torch.float32, torch.float64])

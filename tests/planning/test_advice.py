@@ -1,4 +1,4 @@
-"""The largest part of an epoch, and what is said to cut it: only what this run has not, and could have."""
+"""The largest part of an epoch, and the advice for it: only settings that this run could use and does not."""
 
 from types import SimpleNamespace
 
@@ -61,7 +61,7 @@ def test_what_this_run_has_and_could_have_counts(machine):
     trainer.loggers = [object()]
     assert "trainer.log_every_n_steps (now 10)" in advice(OTHER, trainer)
     assert advice(EpochThroughput(), run()) is None
-    machine.setattr(module, "product_rate", lambda dtype: 1.0)  # bfloat16 is no faster here
+    machine.setattr(module, "product_rate", lambda dtype: 1.0)  # bfloat16 is not faster here
     assert "bf16" not in advice(MODEL, run(known=False))
     machine.setattr(torch, "get_num_threads", lambda: 1)
     assert "torch_threads=4" in advice(MODEL, run())

@@ -1,4 +1,4 @@
-"""What is measured of a run and what follows from it, by hand and on real runs, without a look at how fast they are."""
+"""Measurements of a run and forecasts from them, on constructed numbers and real runs, without timing assertions."""
 
 import copy
 from types import SimpleNamespace
@@ -28,11 +28,11 @@ def make_trainer(**more):
     return pl.Trainer(**{"accelerator": "cpu", "devices": 1, "enable_model_summary": False, **more})
 
 
-def sage(**more):
+def make_gnn(**more):
     return NodeClassifier(GraphSAGE(8, 16, 2, 3, dropout=0.5, **more), 3)
 
 
-# -- what is measured
+# -- measurements
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -40,10 +40,10 @@ def test_mini_batches_are_those_of_the_run(num_workers):
     datamodule = NeighborDataModule(DATA, **SAMPLED, num_workers=num_workers, seed=5)
     batches, cost = prepare(datamodule.train_dataloader())
     real = list(NeighborDataModule(DATA, **SAMPLED, num_workers=num_workers, seed=5).train_dataloader())
-    for mine, theirs in zip(batches, real, strict=False):
-        assert torch.equal(mine.n_id, theirs.n_id)
-        assert torch.equal(mine.edge_index, theirs.edge_index)
-        assert torch.equal(mine.x, theirs.x)
+    for ours, theirs in zip(batches, real, strict=False):
+        assert torch.equal(ours.n_id, theirs.n_id)
+        assert torch.equal(ours.edge_index, theirs.edge_index)
+        assert torch.equal(ours.x, theirs.x)
     count = len(batches)
     assert cost.nodes == sum(batch.num_nodes for batch in batches) / count
     assert cost.edges == sum(batch.num_edges for batch in batches) / count
@@ -55,7 +55,7 @@ def test_mini_batches_are_those_of_the_run(num_workers):
 
 
 class Own(pl.LightningModule):
-    """A module with an optimization, and a model, of its own."""
+    """A module with manual optimization and its own model."""
 
     automatic_optimization = False
 
@@ -76,8 +76,6 @@ class Own(pl.LightningModule):
 
 
 class OwnData(pl.LightningDataModule):
-    """A DataModule that looks at batches on their way."""
-
     def train_dataloader(self):
         return DataLoader([DATA] * 6, batch_size=None, collate_fn=lambda data: data)
 
@@ -86,14 +84,14 @@ class OwnData(pl.LightningDataModule):
 
 
 RUNS = {
-    "SAGE": lambda: (NeighborDataModule(DATA, **SAMPLED, num_workers=1), sage()),
+    "SAGE": lambda: (NeighborDataModule(DATA, **SAMPLED, num_workers=1), make_gnn()),
     "GCN": lambda: (NeighborDataModule(DATA, **SAMPLED, num_workers=0), NodeClassifier(GCN(8, 16, 2, 3), 3)),
     "GAT": lambda: (NeighborDataModule(DATA, **SAMPLED), NodeClassifier(GAT(8, 16, 2, 3, heads=4), 3)),
     "links": lambda: (
         LinkDataModule(DATA, DATA.edge_index[:, :100], **SAMPLED, neg_sampling="binary"),
         LinkPredictor(GraphSAGE(8, 16, 2, 16)),
     ),
-    "full graph": lambda: (FullGraphDataModule(DATA), sage()),
+    "full graph": lambda: (FullGraphDataModule(DATA), make_gnn()),
     "own": lambda: (OwnData(), Own()),
 }
 
@@ -120,8 +118,8 @@ def test_a_run_is_measured_and_left_alone(name):
     assert found.epoch_s >= found.batches * found.step.total * found.slowdown
     assert found.preparation.workers or found.slowdown == 1.0
     assert found.bottleneck in found.parts
-    told = " ".join(found.unknown)
-    assert ("on_after_batch_transfer" in told) == (name == "own")
+    unknown = " ".join(found.unknown)
+    assert ("on_after_batch_transfer" in unknown) == (name == "own")
 
 
 @pytest.mark.slow
@@ -137,7 +135,7 @@ def test_products_are_counted():
 @pytest.mark.parametrize(("limit", "count"), [(None, 10), (1.0, 10), (0.25, 2), (3, 3), (30, 10), (0, 0)])
 def test_mini_batches_of_an_epoch_as_lightning_counts_them(limit, count):
     assert batches_of_epoch(range(10), limit) == count
-    assert batches_of_epoch(iter([]), limit) == (limit if isinstance(limit, int) else 0)  # without an end
+    assert batches_of_epoch(iter([]), limit) == (limit if isinstance(limit, int) else 0)  # without a known length
     if count:
         trainer = make_trainer(limit_train_batches=limit, max_epochs=1, logger=False, enable_checkpointing=False,
                                enable_progress_bar=False)  # fmt: skip
@@ -152,13 +150,13 @@ def test_mini_batches_of_an_epoch_as_lightning_counts_them(limit, count):
 )
 def test_what_cannot_be_planned(arguments, message):
     datamodule = NeighborDataModule(DATA, **SAMPLED)
-    refuses(ValueError, message, measure_run, datamodule, sage(), lambda **more: make_trainer(**{**more, **arguments}))
+    refuses(ValueError, message, measure_run, datamodule, make_gnn(), lambda **more: make_trainer(**(more | arguments)))
 
 
-# -- what follows, by hand
+# -- forecasts from constructed numbers
 
 
-def event(name, milliseconds, start=0, parent=None, shapes=()):
+def record(name, milliseconds, start=0, parent=None, shapes=()):
     return SimpleNamespace(
         name=name, self_cpu_time_total=1e3 * milliseconds, cpu_parent=parent, input_shapes=list(shapes),
         time_range=SimpleNamespace(start=start, end=start + 1),
@@ -166,27 +164,27 @@ def event(name, milliseconds, start=0, parent=None, shapes=()):
 
 
 def test_a_step_is_taken_apart():
-    optimizer = event("Optimizer.step#Adam.step", 1)
+    optimizer = record("Optimizer.step#Adam.step", 1)
     events = [
-        event("aten::addmm", 5, parent=optimizer, shapes=[[3], [10, 4], [4, 3]]),
-        event("aten::bmm", 1, shapes=[[2, 5, 4], [2, 4, 3]]),
-        event("aten::linear", 0, shapes=[[10, 4], [3, 4], [3]]),
-        event("lightning_gnn::aggregate_update", 7),
-        event("aten::index_select", 2),
-        event("aten::bernoulli_", 3),
-        event("lightning_gnn::row_dropout", 1),
-        event("aten::relu", 2),
+        record("aten::addmm", 5, parent=optimizer, shapes=[[3], [10, 4], [4, 3]]),
+        record("aten::bmm", 1, shapes=[[2, 5, 4], [2, 4, 3]]),
+        record("aten::linear", 0, shapes=[[10, 4], [3, 4], [3]]),
+        record("lightning_gnn::aggregate_update", 7),
+        record("aten::index_select", 2),
+        record("aten::bernoulli_", 3),
+        record("lightning_gnn::row_dropout", 1),
+        record("aten::relu", 2),
         optimizer,
-        event("autograd::engine::evaluate_function: AddmmBackward0", 1, start=7, parent=optimizer),
-        event("aten::_fused_adam_", 4, start=8, parent=event("inner", 0, parent=optimizer)),
-        event("aten::add", 1, start=9),
+        record("autograd::engine::evaluate_function: AddmmBackward0", 1, start=7, parent=optimizer),
+        record("aten::_fused_adam_", 4, start=8, parent=record("inner", 0, parent=optimizer)),
+        record("aten::add", 1, start=9),
     ]
     parts, flops = take_apart(events, 0.030)
     assert {name: round(1e3 * value, 6) for name, value in parts.items()} == {
         "products": 6, "aggregation": 9, "dropout": 4, "elementwise": 3, "optimizer": 4, "Python": 4,
     }  # fmt: skip
     assert flops == 2 * 10 * 4 * 3 + 2 * 2 * 5 * 4 * 3
-    assert product_flops([]) == product_flops([[3], [4, 5]]) == 0  # without two matrices
+    assert product_flops([]) == product_flops([[3], [4, 5]]) == 0  # fewer than two matrices
 
 
 def forecast(sampling=0.0, features=0.0, workers=1, threads=1, cores=4, **steps):
@@ -205,7 +203,7 @@ def test_training_and_preparing_are_measured_together(batches, known):
     datamodule = NeighborDataModule(DATA, num_neighbors=[3], batch_size=3, input_train_nodes=torch.arange(3 * batches))
     datamodule.setup("fit")
     loader, threads = datamodule.train_dataloader(), torch.get_num_threads()
-    seconds = time_together(sage(), make_trainer, loader, ahead_of(loader), 1)
+    seconds = time_together(make_gnn(), make_trainer, loader, ahead_of(loader), 1)
     assert (seconds is not None) == known
     assert seconds is None or 0 < seconds < 60
     assert torch.get_num_threads() == threads

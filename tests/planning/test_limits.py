@@ -1,5 +1,3 @@
-"""What a machine can do is measured once, and kept."""
-
 import pytest
 import torch
 

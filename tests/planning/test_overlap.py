@@ -1,4 +1,4 @@
-"""The rhythm of training and preparation on the same cores, by hand."""
+"""The steady state of training and preparation on the same cores, against computed values."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,12 +1,10 @@
-"""Read a page as a browser does."""
-
 from html.parser import HTMLParser
 
 VOID = ("meta", "img")
 
 
 class Page(HTMLParser):
-    """The elements of a page with their attributes, and its text; complains about what is not nested."""
+    """The elements of a page with their attributes, and its text; rejects incorrect nesting."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)

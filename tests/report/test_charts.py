@@ -1,5 +1,3 @@
-"""Pictures show the figures that they are given."""
-
 import math
 
 import pytest

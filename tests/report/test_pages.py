@@ -1,4 +1,4 @@
-"""Runs that are found again, and the pages of runs and sweeps: complete, escaped, and in need of nothing else."""
+"""Finding runs, and the pages of runs and sweeps: complete, escaped and self-contained."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ FAST = ["trainer.max_epochs=2", "logger=none"]
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Runs of all kinds below one folder: done, failed, and one that has left nothing."""
+    """A folder with runs of all kinds: finished, failed, and one without files."""
     folder = tmp_path_factory.mktemp("outputs")
     exact = "datamodule.num_neighbors=[-1,-1]"
     assert lgnn(folder / "day/done", *FAST, exact, "seed=3") == 0
@@ -38,7 +38,7 @@ def ran(tmp_path_factory):
     return folder
 
 
-def page_of(folder, name="report.html"):
+def read_page(folder, name="report.html"):
     page = Page((folder / name).read_text())
     page.needs_nothing_else()
     return page
@@ -63,7 +63,7 @@ def test_runs_are_found_with_what_they_were_told_and_what_came_out(ran):
 
 def test_the_page_of_a_run_holds_everything(ran):
     folder, figures = ran / "day/done", metrics_of(ran / "day/done")
-    page = page_of(folder)
+    page = read_page(folder)
     for title in ("Scores", "Curves", "Where the time went", "Repeat it", "Configuration", "Environment"):
         assert title in page.text("h2")
     assert "Plan" not in page.text("h2")
@@ -81,7 +81,7 @@ def test_the_page_of_a_run_holds_everything(ran):
 
 @pytest.mark.slow
 def test_the_command_of_a_page_repeats_the_run(ran, tmp_path):
-    where, command = page_of(ran / "day/done").text("pre").splitlines()[:2]
+    where, command = read_page(ran / "day/done").text("pre").splitlines()[:2]
     assert Path(where.removeprefix("cd ")) == Path.cwd()
     name, *overrides = shlex.split(command)
     assert name == "lgnn"
@@ -92,7 +92,7 @@ def test_the_command_of_a_page_repeats_the_run(ran, tmp_path):
 
 def test_whatever_is_in_the_files_is_text(ran, tmp_path):
     write_run_page(ran / "day/failed")
-    page = page_of(ran / "day/failed")
+    page = read_page(ran / "day/failed")
     assert NASTY in page.text("p")
     assert page.text("h1") == page.text("title") == NASTY
     shutil.copytree(ran / "day/done", tmp_path / "run")
@@ -104,7 +104,7 @@ def test_whatever_is_in_the_files_is_text(ran, tmp_path):
     for metrics in (given, figures, {**given, "epoch_time_s": 1.0}, {**given, "plan": {"text": NASTY, "epoch_s": 1}}):
         (tmp_path / "run/metrics.json").write_text(json.dumps(metrics))
         write_run_page(tmp_path / "run")
-        assert NASTY in page_of(tmp_path / "run").text("pre")
+        assert NASTY in read_page(tmp_path / "run").text("pre")
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_a_plan_is_told_from_a_run(tmp_path, capfd):
     capfd.readouterr()
     assert report_command.main([str(tmp_path)]) == 0
     assert f"{tmp_path}: plan\nlgnn plan " in capfd.readouterr().out
-    assert (tmp_path / "plan.yaml").read_text() in page_of(tmp_path).text("pre")
+    assert (tmp_path / "plan.yaml").read_text() in read_page(tmp_path).text("pre")
 
 
 def test_lgnn_runs(ran, monkeypatch, capsys):
@@ -128,7 +128,7 @@ def test_lgnn_runs(ran, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert f"test_acc {metrics_of(ran / 'day/done')['test_acc']:.2%}" in shown
     assert "unfinished" in shown
-    assert "[-1,-1]" in shown.replace("\n", "")  # no style of rich's
+    assert "[-1,-1]" in shown.replace("\n", "")  # not interpreted as rich markup
     monkeypatch.chdir(ran / "day/left")
     assert runs_command.main([]) == 1
     assert "There are no runs in outputs or multirun" in capsys.readouterr().out
@@ -148,7 +148,7 @@ def test_lgnn_report(ran, tmp_path, monkeypatch, capsys):
     assert f"{metrics_of('outputs/run')['test_acc']:.2%}" in shown
     assert "outputs/run/report.html" in shown
     assert opened == [(tmp_path / "outputs/run/report.html").as_uri()]
-    assert page_of(tmp_path / "outputs/run").elements == page_of(ran / "day/done").elements
+    assert read_page(tmp_path / "outputs/run").elements == read_page(ran / "day/done").elements
     for name, said in (("failed", NASTY), ("left", "unfinished")):
         assert report_command.main([str(ran / "day" / name)]) == 0
         assert said in capsys.readouterr().out
@@ -157,9 +157,9 @@ def test_lgnn_report(ran, tmp_path, monkeypatch, capsys):
 
 
 def test_runs_that_were_started_one_by_one_are_compared(tmp_path, monkeypatch, capsys):
-    sweep_of(tmp_path / "multirun", [{"test_acc": 0.25 * job} for job in range(2)])
+    write_sweep(tmp_path / "multirun", [{"test_acc": 0.25 * job} for job in range(2)])
     apart = tmp_path / "outputs/a day"
-    sweep_of(apart, [{"test_acc": 0.7}, None])
+    write_sweep(apart, [{"test_acc": 0.7}, None])
     for job in ("0", "1"):
         OmegaConf.save({"hydra": {"job": {"config_name": "train"}}}, apart / job / ".hydra/hydra.yaml")
     for folder in (tmp_path / "multirun/0", apart / "0"):
@@ -170,7 +170,7 @@ def test_runs_that_were_started_one_by_one_are_compared(tmp_path, monkeypatch, c
     shown = capsys.readouterr().out
     assert "70.00%" in shown
     assert "outputs/a day/1 failed: it broke" in shown.replace("\n", " ")
-    page = page_of(tmp_path, "comparison.html")
+    page = read_page(tmp_path, "comparison.html")
     assert page.text("h1") == "Comparison over seed"
     assert [link["href"] for link in page.all("a")] == ["multirun/0/report.html", "outputs/a%20day/0/report.html"]
     assert {"70.00%", "25.00%", "0.00%"} <= {data.strip() for tag, data in page.texts if tag == "td"}
@@ -182,12 +182,12 @@ def test_runs_that_were_started_one_by_one_are_compared(tmp_path, monkeypatch, c
 def test_a_sweep(tmp_path, capfd):
     folder = tmp_path / "multirun"
     assert lgnn(folder, "-m", *FAST, "model.dropout=2,3") == 1
-    failed = page_of(folder)
+    failed = read_page(folder)
     assert failed.text("span").count("dropout is a probability in [0, 1)") == 2
     assert not failed.all("svg")
     shutil.rmtree(folder)
     assert lgnn(folder, "-m", *FAST, "model=gcn,sage", "seed=1,2", "model.hidden_channels=8") == 0
-    page, rows = page_of(folder), compare(folder)
+    page, rows = read_page(folder), compare(folder)
     cells = page.text("td")
     for row in rows:
         assert f"{row['test_acc']:.2%}" in cells
@@ -201,11 +201,11 @@ def test_a_sweep(tmp_path, capfd):
     (folder / "report.html").unlink()
     assert report_command.main([str(folder)]) == 0
     assert "Comparison" in capfd.readouterr().out
-    assert page_of(folder).elements == page.elements
+    assert read_page(folder).elements == page.elements
 
 
-def sweep_of(folder, scores):
-    """Leave the files of runs with two learning rates and two seeds each, one of which has failed."""
+def write_sweep(folder, scores):
+    """Write the files of runs with two learning rates and two seeds each; a score None is a failed run."""
     for job, found in enumerate(scores):
         hidden = folder / str(job) / ".hydra"
         hidden.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Documents that would hang or exhaust a run are refused with one message."""
+"""Documents that would hang or exhaust a run are rejected with one message."""
 
 import json
 
@@ -17,7 +17,7 @@ def test_yaml(tmp_path, text):
     path = tmp_path / "plan.yaml"
     path.write_text(text)
     refuses(ValueError, "not YAML", read_yaml, text)
-    refuses(ValueError, r"(?s)^.{0,999}$", CollectivePlan.load, path)  # what is shown of it is short
+    refuses(ValueError, r"(?s)^.{0,999}$", CollectivePlan.load, path)  # long content is abbreviated
     refuses(ValueError, r"(?s)plan\.yaml is not a valid plan of collective .*not YAML", CollectivePlan.load, path)
 
 

@@ -1,4 +1,4 @@
-"""Compiled kernels: a word when they are made, and a folder for them on every machine."""
+"""Compiled kernels: a message while they are compiled, and a cache folder on every machine."""
 
 import os
 import pty
@@ -18,8 +18,8 @@ print(gather_rows(torch.arange(20000, dtype=torch.float32).view(200, 100), torch
 """
 
 
-def gathered(environment, on_a_screen):
-    """Gather rows in a new process; return what it prints, and its error stream."""
+def run_gather(environment, on_a_screen):
+    """Gather rows in a new process; return its output and its error stream."""
     screen, end = pty.openpty() if on_a_screen else os.pipe()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     ended = subprocess.run(
@@ -31,7 +31,7 @@ def gathered(environment, on_a_screen):
     try:
         while part := os.read(screen, 4096):
             said += part
-    except OSError:  # how a screen ends
+    except OSError:  # raised at the end of a terminal's output
         pass
     os.close(screen)
     return ended.stdout.strip(), said.decode().replace("\r", "")
@@ -39,11 +39,11 @@ def gathered(environment, on_a_screen):
 
 @pytest.mark.slow
 def test_the_first_run_says_that_it_compiles_and_the_next_does_not(tmp_path):
-    kept = {"NUMBA_CACHE_DIR": str(tmp_path)}
-    assert gathered(kept, on_a_screen=True) == ("19900.0", "compiling kernels…\n")
-    assert gathered(kept, on_a_screen=True) == ("19900.0", "")
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    assert run_gather(environment, on_a_screen=True) == ("19900.0", "compiling kernels…\n")
+    assert run_gather(environment, on_a_screen=True) == ("19900.0", "")
     shutil.rmtree(tmp_path)
-    assert gathered(kept, on_a_screen=False) == ("19900.0", "")  # nobody waits for a file
+    assert run_gather(environment, on_a_screen=False) == ("19900.0", "")  # no message if stderr is a file
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_without_any_folder_each_process_compiles_for_itself_and_says_so(tmp_pat
         "XDG_CACHE_HOME": str(tmp_path / "no_folder"), "NUMBA_CACHE_DIR": "", "IPYTHONDIR": str(tmp_path / "no_folder"),
         "HOME": str(tmp_path / "no_folder"),
     }  # fmt: skip
-    out, said = gathered(environment, on_a_screen=True)
+    out, said = run_gather(environment, on_a_screen=True)
     assert out == "19900.0"
     assert "compiling kernels…" in said
     assert said.count("cannot be cached") == 1

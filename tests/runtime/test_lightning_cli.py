@@ -1,4 +1,4 @@
-"""LightningCLI builds every DataModule and strategy, with the options that reach loaders and samplers."""
+"""LightningCLI builds every DataModule and strategy, with the options for loaders and samplers."""
 
 import copy
 
@@ -31,7 +31,7 @@ class Classifier(NodeClassifier):
         super().__init__(GraphSAGE(4, width, num_layers=1, out_channels=3), 3)
 
 
-class OfTheUser(lightning_gnn.NeighborDataModule):
+class UserDataModule(lightning_gnn.NeighborDataModule):
     def __init__(self, num_nodes: int, **kwargs) -> None:
         super().__init__(planted_power_law(**{**GRAPH, "num_nodes": num_nodes}), **kwargs)
 
@@ -41,7 +41,7 @@ def nothing_typed(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py"])
 
 
-def built(datamodule, options, strategy="auto"):
+def build(datamodule, options, strategy="auto"):
     given = {"seed_everything": 3, "trainer": {**SILENT, "strategy": strategy}, "data": options, "model": {"width": 5}}
     return cli.LightningCLI(Classifier, datamodule, run=False, save_config_callback=None, args=given)
 
@@ -58,12 +58,12 @@ def test_every_data_module_takes_the_options_of_its_loaders(name, parts):
     kind = getattr(lightning_gnn, name)
     given = {"root": parts} if "Partitioned" in name else {"data": DATA}
     if kind is FullGraphDataModule:
-        assert built(kind, {**given, "compress": False}).datamodule.graph is None
+        assert build(kind, {**given, "compress": False}).datamodule.graph is None
         return
     own = {"num_neighbors": [3], "batch_size": 16, "shuffle": False, "drop_last": True}
     if name == "PartitionedLinkDataModule":
         own |= {"input_train_edges": [[0] * 20, [1] * 20]}
-    datamodule = built(kind, {**given, **own, "sampler": "labor"}).datamodule
+    datamodule = build(kind, {**given, **own, "sampler": "labor"}).datamodule
     assert not datamodule.shuffle
     assert datamodule.loader_kwargs["drop_last"]
     assert datamodule.sampling_options.sampler == "labor"
@@ -71,7 +71,7 @@ def test_every_data_module_takes_the_options_of_its_loaders(name, parts):
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_every_strategy_is_built(strategy):
-    made = built(lightning_gnn.NeighborDataModule, {"data": DATA, "num_neighbors": [3]}, strategy).trainer.strategy
+    made = build(lightning_gnn.NeighborDataModule, {"data": DATA, "num_neighbors": [3]}, strategy).trainer.strategy
     if strategy not in ("auto", "ddp"):
         assert type(made).__name__ in ("HyScaleStrategy", "AscendHybridParallelStrategy")
 
@@ -79,13 +79,13 @@ def test_every_strategy_is_built(strategy):
 def test_a_run_is_that_of_the_same_objects():
     own = {"num_neighbors": [2], "batch_size": 2}
     order = {"class_path": "torch.utils.data.SubsetRandomSampler", "init_args": {"indices": [3, 1, 7]}}
-    started = built(OfTheUser, {"num_nodes": 80, **own, "sampler": order})
+    started = build(UserDataModule, {"num_nodes": 80, **own, "sampler": order})
     assert isinstance(started.datamodule.loader_kwargs["sampler"], SubsetRandomSampler)
 
-    started = built(OfTheUser, {"num_nodes": 80, **own, "shuffle": False})
+    started = build(UserDataModule, {"num_nodes": 80, **own, "shuffle": False})
     plain = copy.deepcopy(started.model)
     started.trainer.fit(started.model, started.datamodule)
     torch.manual_seed(3)
-    pl.Trainer(**SILENT).fit(plain, OfTheUser(80, **own, shuffle=False))
+    pl.Trainer(**SILENT).fit(plain, UserDataModule(80, **own, shuffle=False))
     for name, value in started.model.state_dict().items():
         assert torch.equal(value, plain.state_dict()[name]), name

@@ -1,4 +1,4 @@
-"""The debug log names the steps at which a run may stand still."""
+"""The debug log names the steps at which a run may stall."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""A tensor that shows a file is mapped from it again, and only as long as it shows what the file holds."""
+"""A tensor that maps a file is sent to another process as a mapping, as long as it equals the file's content."""
 
 import numpy as np
 import pytest
@@ -18,51 +18,51 @@ def path(tmp_path):
 
 
 def send(content):
-    """Return an object as a rank gets it, and the size of the file in memory."""
+    """Return an object as a rank receives it, and the size of the file in memory."""
     with file_in_memory() as file:
         path = f"/proc/self/fd/{file.fileno()}"
         _pack(content, path)
-        there = torch.load(path, mmap=True, weights_only=False)
-        return there, file.seek(0, 2)
+        received = torch.load(path, mmap=True, weights_only=False)
+        return received, file.seek(0, 2)
 
 
-def arrives(tensor):
-    """Say whether a tensor arrives as it is, from its file."""
-    (there,), size = send([tensor])
-    assert torch.equal(there, tensor)
-    assert there.dtype == tensor.dtype
+def is_mapped_after_sending(tensor):
+    """Return whether a tensor is unchanged after sending, and mapped from its file."""
+    (received,), size = send([tensor])
+    assert torch.equal(received, tensor)
+    assert received.dtype == tensor.dtype
     return size < LEAST
 
 
 @pytest.mark.parametrize("load", [load_array, lambda path: torch.from_numpy(np.load(path, mmap_mode="c"))])
 def test_what_shows_a_file_is_not_copied(path, load):
     tensor = load(path)
-    assert arrives(tensor)
-    assert arrives(tensor[100:200, ::2])
-    assert arrives(tensor.t())
-    assert arrives(expect_scattered_reads(tensor))  # which the system manages as regions of their own
-    assert arrives(torch.from_numpy(tensor.numpy()))
-    assert not arrives(tensor.clone())
-    assert not arrives(tensor * 2)
+    assert is_mapped_after_sending(tensor)
+    assert is_mapped_after_sending(tensor[100:200, ::2])
+    assert is_mapped_after_sending(tensor.t())
+    assert is_mapped_after_sending(expect_scattered_reads(tensor))  # the kernel splits this mapping into regions
+    assert is_mapped_after_sending(torch.from_numpy(tensor.numpy()))
+    assert not is_mapped_after_sending(tensor.clone())
+    assert not is_mapped_after_sending(tensor * 2)
 
 
 def test_writes_stay_where_they_are_made(path):
     tensor = load_array(path)
-    there, _ = send(tensor)
-    there[0] = -1
+    received, _ = send(tensor)
+    received[0] = -1
     assert torch.equal(load_array(path), tensor)
     tensor[5] = 7
-    assert not arrives(tensor)
+    assert not is_mapped_after_sending(tensor)
     assert not torch.equal(load_array(path), tensor)
 
 
 def test_a_file_that_is_another_or_gone_is_not_taken_for_it(path):
     tensor = load_array(path)
     path.rename(path.with_suffix(".old"))
-    assert arrives(tensor)  # by its new name
+    assert is_mapped_after_sending(tensor)  # under its new name
     np.save(path, np.zeros(2 * LEAST, np.float32))
     path.with_suffix(".old").unlink()
-    assert not arrives(tensor)
+    assert not is_mapped_after_sending(tensor)
 
 
 def test_ranks_map_one_file_and_what_one_writes_is_its_own():

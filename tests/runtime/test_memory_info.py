@@ -1,4 +1,4 @@
-"""Free memory is what the machine and every control group around the process have left."""
+"""Free memory is the minimum of what the machine and every enclosing control group have left."""
 
 import psutil
 import pytest
@@ -52,7 +52,7 @@ def test_the_tightest_group_around_the_process_counts(limited):
     assert (total_bytes(), available_bytes()) == (20 * GB, 15 * GB)
     limited("job", 10 * GB, 9 * GB)
     assert (total_bytes(), available_bytes()) == (10 * GB, GB)
-    limited("other", GB, GB)  # of another process
+    limited("other", GB, GB)  # another process's group
     assert available_bytes() == GB
     limited("job", 10 * GB, 11 * GB)
     assert available_bytes() == 0

@@ -1,4 +1,4 @@
-"""Several ranks from a notebook: a real one, and what can go wrong in its ranks."""
+"""Several ranks from a notebook: a real notebook, and failures in its ranks."""
 
 import os
 import re
@@ -148,7 +148,7 @@ except Unlucky as unlucky:
 
 @pytest.mark.slow
 def test_a_notebook_trains_with_two_ranks_what_it_defines():
-    # Under pytest, ipykernel would not show in the cell what child processes print.
+    # Under pytest, ipykernel would not show the output of child processes in the cell.
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "PYTEST_CURRENT_TEST")}
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     NotebookClient(book, timeout=PATIENCE, kernel_name="python3", allow_errors=True).execute(env=environment)
@@ -160,7 +160,7 @@ def test_a_notebook_trains_with_two_ranks_what_it_defines():
     assert "launcher NotebookLauncher" in texts[0]
     for text in texts[1:3]:
         assert float(re.search(r"distance (\S+)", text).group(1)) < 1e-12
-    # What the ranks print is in the cell that started them.
+    # The output of the ranks appears in the cell that started them.
     for rank in range(2):
         assert [f"here is rank {rank}" in text for text in texts] == [rank == 0, True, False, False, False]
     assert "caught 1" in texts[-1]
@@ -173,7 +173,7 @@ def test_a_notebook_trains_with_two_ranks_what_it_defines():
 
 @pytest.fixture
 def cell(monkeypatch):
-    """Let this process be a notebook."""
+    """Make this process look like a notebook."""
     monkeypatch.setattr(ranks, "_IS_INTERACTIVE", True)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
@@ -191,7 +191,7 @@ def test_who_starts_the_processes(cell, monkeypatch):
         refuses(ModuleNotFoundError, "install cloudpickle", trainer_of, "ascend_hybrid", 2)
     strategy = trainer_of("ascend_hybrid", 2).strategy
     assert isinstance(strategy.cluster_environment, LightningEnvironment)
-    strategy.cluster_environment = TorchElasticEnvironment()  # has started the processes
+    strategy.cluster_environment = TorchElasticEnvironment()  # torchrun has started the processes
     strategy._configure_launcher()
     assert type(strategy.launcher) is _SubprocessScriptLauncher
     monkeypatch.setattr(ranks, "_IS_INTERACTIVE", False)
@@ -202,7 +202,7 @@ def test_who_starts_the_processes(cell, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("accelerator", "cpu_trainers", "tolerance"),
-    [("cpu", 2, 1e-12), pytest.param("cuda", 1, 1e-9, marks=CUDA)],  # which the plain Trainer uses first
+    [("cpu", 2, 1e-12), pytest.param("cuda", 1, 1e-9, marks=CUDA)],  # the plain Trainer uses CUDA first
 )
 def test_hyscale_trains_from_a_notebook_and_its_decisions_come_home(
     cell, tmp_path, accelerator, cpu_trainers, tolerance
@@ -238,8 +238,8 @@ def test_what_cannot_be_sent_is_said_before_anything_starts(cell):
     assert not trainer.strategy.launcher.procs
 
 
-class Halts(SideBySide):
-    """Waits in the third step, each rank in a way of its own, having said that it is there."""
+class HaltingModule(SideBySide):
+    """Stops in the third step, each rank in its own way, after writing a file."""
 
     def __init__(self, folder, ways):
         super().__init__(DROPPING[:1], logs=False)
@@ -263,9 +263,7 @@ class Halts(SideBySide):
         return loss
 
 
-class Told(pl.Callback):
-    """Notes exceptions."""
-
+class ExceptionRecorder(pl.Callback):
     def __init__(self):
         self.of = []
 
@@ -280,14 +278,14 @@ class Told(pl.Callback):
 
 
 def halt(folder, ways, **options):
-    """Train two ranks of :class:`Halts`; return the module and the trainer, which is about to raise."""
-    module = Halts(folder, ways)
+    """Return module, trainer and data of two ranks of :class:`HaltingModule`, before fit()."""
+    module = HaltingModule(folder, ways)
     trainer = trainer_of("ascend_hybrid", 2, **options)
     return module, trainer, FullGraphDataModule(small_data())
 
 
-def pids(folder, patience=PATIENCE):
-    """Return the ranks' processes by rank, once both are there."""
+def wait_for_pids(folder, patience=PATIENCE):
+    """Return the ranks' processes by rank, once both have reported."""
     deadline = time.monotonic() + patience
     while len(found := sorted(path.name for path in folder.iterdir())) < 2:
         assert time.monotonic() < deadline
@@ -295,7 +293,7 @@ def pids(folder, patience=PATIENCE):
     return [int(name.split()[1]) for name in found]
 
 
-def gone(pid):
+def is_gone(pid):
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -304,16 +302,16 @@ def gone(pid):
 
 @pytest.mark.slow
 def test_a_rank_s_exception_comes_to_the_notebook(cell, tmp_path):
-    told = Told()
-    module, trainer, data = halt(tmp_path, ["go on", "raise"], callbacks=[told])
+    recorder = ExceptionRecorder()
+    module, trainer, data = halt(tmp_path, ["go on", "raise"], callbacks=[recorder])
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     with pytest.raises(LookupError, match=r"^no such neighbour$") as caught:
         trainer.fit(module, datamodule=data)
     assert isinstance(caught.value.__cause__, RankError)
     assert re.search(r"in rank 1 \(process \d+\):.*in training_step.*LookupError", str(caught.value.__cause__), re.S)
-    # Callbacks have been told in the ranks; here they could only save a module that has not been trained.
-    assert told.of == []
-    assert told in trainer.callbacks
+    # Callbacks ran in the ranks; here they could only save a module that has not been trained.
+    assert recorder.of == []
+    assert recorder in trainer.callbacks
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
@@ -325,10 +323,10 @@ def test_a_rank_s_exception_comes_to_the_notebook(cell, tmp_path):
 def test_a_rank_that_dies_is_named_and_the_others_end(cell, tmp_path, way, message):
     module, trainer, data = halt(tmp_path, ["deaf", way])
     refuses(RuntimeError, rf"^rank 1 \(process \d+\) {message}", trainer.fit, module, datamodule=data)
-    assert all(map(gone, pids(tmp_path)))
+    assert all(map(is_gone, wait_for_pids(tmp_path)))
 
 
-def be_a_notebook(folder):
+def run_as_notebook(folder):
     ranks._IS_INTERACTIVE = True
     module, trainer, data = halt(folder, ["deaf", "deaf"])
     trainer.fit(module, datamodule=data)
@@ -336,16 +334,16 @@ def be_a_notebook(folder):
 
 @pytest.mark.slow
 def test_the_ranks_end_with_their_notebook(tmp_path):
-    book = CONTEXT.Process(target=be_a_notebook, args=(tmp_path,))
+    book = CONTEXT.Process(target=run_as_notebook, args=(tmp_path,))
     book.start()
     try:
-        found = pids(tmp_path)
-        assert not any(map(gone, found))
+        found = wait_for_pids(tmp_path)
+        assert not any(map(is_gone, found))
     finally:
         book.kill()
         book.join(PATIENCE)
     deadline = time.monotonic() + PATIENCE
-    while not all(map(gone, found)):
+    while not all(map(is_gone, found)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -353,13 +351,13 @@ def test_the_ranks_end_with_their_notebook(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "presses"), [("wait", 1), ("deaf", 2)])
 def test_ctrl_c_stops_the_ranks_and_leaves_what_they_have_learned_and_a_second_one_kills(cell, tmp_path, way, presses):
-    told = Told()
-    module, trainer, data = halt(tmp_path, [way, way], callbacks=[told])
+    recorder = ExceptionRecorder()
+    module, trainer, data = halt(tmp_path, [way, way], callbacks=[recorder])
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     found = []
 
     def interrupt():
-        found.extend(pids(tmp_path))
+        found.extend(wait_for_pids(tmp_path))
         for press in range(presses):
             time.sleep(press)
             os.kill(os.getpid(), signal.SIGINT)
@@ -370,11 +368,11 @@ def test_ctrl_c_stops_the_ranks_and_leaves_what_they_have_learned_and_a_second_o
     with pytest.raises(SystemExit):
         trainer.fit(module, datamodule=data)
     thread.join()
-    assert all(map(gone, found))
+    assert all(map(is_gone, found))
     if way == "deaf":
-        assert (told.of, trainer.callbacks.count(told)) == ([], 1)
+        assert (recorder.of, trainer.callbacks.count(recorder)) == ([], 1)
         return
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert trainer.global_step == 2
     assert any(not torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
-    assert told.of == ["KeyboardInterrupt"]
+    assert recorder.of == ["KeyboardInterrupt"]

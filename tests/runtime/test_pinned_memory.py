@@ -1,4 +1,4 @@
-"""Pages are locked in place, with a runtime that only keeps accounts."""
+"""Pages are locked in place, with a simulated runtime that records registrations."""
 
 import ctypes
 import gc
@@ -14,15 +14,15 @@ from lightning_gnn.features.pinned_memory import pin_host_memory
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays, which_machine
 from tests.full_graph.launch import run
-from tests.runtime.test_shared_arrays import join, mapped_bytes, numbers, own_bytes
+from tests.runtime.test_shared_arrays import count_mapped_bytes, count_own_bytes, draw_numbers, join
 
 MIB = 1 << 20
 LARGE = 40 * MIB
-"""Bytes of an array that has pages of its own."""
+"""Size of an array that has its own pages."""
 
 
 class Runtime:
-    """Knows what is registered; refuses overlaps, and what it is told to refuse."""
+    """Records registered ranges; rejects overlaps, and the flags in ``refused``."""
 
     def __init__(self):
         self.ranges, self.flags, self.refused, self.forgotten = {}, [], set(), 0
@@ -50,7 +50,7 @@ def runtime(monkeypatch):
     monkeypatch.setattr(module, "_cuda_runtime", lambda: made)
     monkeypatch.setattr(module, "_clear_cuda_error", lambda: setattr(made, "forgotten", made.forgotten + 1))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
-    # As CUDA says it: by the first byte, also of memory that was registered.
+    # CUDA reports this for the first byte, also for memory that was registered earlier.
     monkeypatch.setattr(
         torch.Tensor, "is_pinned", lambda self: any(s <= self.data_ptr() < e for s, e in made.ranges.items())
     )
@@ -59,52 +59,52 @@ def runtime(monkeypatch):
     assert made.ranges == module._users == module._range_ends == {}
 
 
-def locked(runtime, tensor):
-    """Whether all of its pages are registered, in one piece or in several."""
+def is_locked(runtime, tensor):
+    """Return whether all pages of a tensor are registered, in one range or several."""
     pages = range(tensor.data_ptr() // 4096, (tensor.data_ptr() + tensor.nbytes - 1) // 4096 + 1)
     return all(any(s <= page * 4096 < e for s, e in runtime.ranges.items()) for page in pages)
 
 
 def test_memory_is_locked_where_it_is_and_for_as_long_as_it_is_used(runtime):
     tensor = torch.arange(LARGE // 8)
-    there = pin_host_memory(tensor)
-    assert there.data_ptr() == tensor.data_ptr()
-    assert locked(runtime, tensor)
-    view = there[10:].detach()
-    del there, tensor
+    pinned = pin_host_memory(tensor)
+    assert pinned.data_ptr() == tensor.data_ptr()
+    assert is_locked(runtime, tensor)
+    view = pinned[10:].detach()
+    del pinned, tensor
     gc.collect()
-    assert len(runtime.ranges) == 1  # the view is still read
+    assert len(runtime.ranges) == 1  # the view is still in use
     assert view[0] == 10
     del view
 
 
 def test_what_lies_in_pages_of_others_stays_locked_when_they_are_gone(runtime):
     whole = torch.zeros(LARGE // 4)
-    # Each begins in a page that another one has locked, one of them is small.
+    # Each begins in a page that another one has locked; one of them is small.
     large, small = whole[2 * MIB + 7 :], whole[2 * MIB + 8 : 2 * MIB + 2000]
     first, second, third = pin_host_memory(whole[: 2 * MIB + 7]), pin_host_memory(large), pin_host_memory(small)
     assert large.is_pinned()
     del first
-    assert locked(runtime, large)
+    assert is_locked(runtime, large)
     del second
     assert third.data_ptr() == small.data_ptr()
-    assert locked(runtime, small)
+    assert is_locked(runtime, small)
     del third
     assert runtime.ranges == {}
 
 
 def test_memory_that_may_not_be_written_is_locked_for_reading_and_else_copied_and_it_is_said(runtime):
     runtime.refused = {1}
-    there = pin_host_memory(torch.zeros(LARGE // 4))
+    pinned = pin_host_memory(torch.zeros(LARGE // 4))
     assert runtime.flags == [1 | 8]
     assert runtime.forgotten == 1
-    assert there.shape == (LARGE // 4,)
+    assert pinned.shape == (LARGE // 4,)
     runtime.refused = {1, 9}
     tensor = torch.arange(LARGE // 8)
     with pytest.warns(UserWarning, match=r"0\.04 GB of host memory cannot be page-locked in place \(operation not"):
-        there = pin_host_memory(tensor)
-    assert there.data_ptr() != tensor.data_ptr()
-    assert torch.equal(there, tensor)
+        pinned = pin_host_memory(tensor)
+    assert pinned.data_ptr() != tensor.data_ptr()
+    assert torch.equal(pinned, tensor)
     assert runtime.forgotten == 3
 
 
@@ -113,28 +113,28 @@ def test_tables_and_graphs_are_locked_in_place(runtime):
     table = FeatureTable(values).pin_memory()
     edges = torch.randint(1000, (2, LARGE // 4))
     graph = CSCGraph.from_edge_index(edges, 1000)
-    there = graph.pin_memory()
+    pinned = graph.pin_memory()
     assert table.values.data_ptr() == values.data_ptr()
-    assert there.indices.data_ptr() == graph.indices.data_ptr()
-    assert locked(runtime, values)
-    assert locked(runtime, graph.indices)
+    assert pinned.indices.data_ptr() == graph.indices.data_ptr()
+    assert is_locked(runtime, values)
+    assert is_locked(runtime, graph.indices)
 
 
 def test_what_shares_pages_with_other_memory_is_copied(runtime):
     small = torch.arange(3 * MIB)
     assert pin_host_memory(small).data_ptr() != small.data_ptr()
     assert runtime.ranges == {}
-    # Two storages over one array, as of two `torch.from_numpy`: the second one begins in a page of the first.
+    # Two storages over one array, as from two `torch.from_numpy`: the second one begins in a page of the first.
     array = torch.arange(2 * LARGE // 8).numpy()
     half = len(array) // 2 + 7
     first, second = torch.from_numpy(array[:half]), torch.from_numpy(array[half:])
-    there = pin_host_memory(first)
+    pinned = pin_host_memory(first)
     assert second.is_pinned()
     with pytest.warns(UserWarning, match="some pages are locked for another array"):
         other = pin_host_memory(second)
     assert other.data_ptr() != second.data_ptr()
     assert torch.equal(other, second)
-    assert there.data_ptr() == first.data_ptr()
+    assert pinned.data_ptr() == first.data_ptr()
 
 
 @pytest.mark.cuda
@@ -149,7 +149,7 @@ def test_memory_beside_locked_arrays_can_be_copied():
 
 
 class Driver(Runtime):
-    """Locks pages as a driver does: as one who may write to them."""
+    """Locks pages like a driver, which may write to them."""
 
     def cudaHostRegister(self, address, size, flags):
         for page in range(address, address + size, mmap.PAGESIZE):
@@ -158,36 +158,36 @@ class Driver(Runtime):
         return super().cudaHostRegister(address, size, flags)
 
 
-def shared_and_locked(rank, num_ranks, shares):
-    """Lock what ranks hold alike; return the bytes that this rank then has for itself, and how many it locked."""
+def share_and_lock(rank, num_ranks, shares):
+    """Lock arrays that ranks have in common; return this rank's own bytes, and the number of locked bytes."""
     join(rank, num_ranks)
     runtime = Driver()
     module._cuda_runtime, module._clear_cuda_error = lambda: runtime, lambda: None
     torch.Tensor.is_pinned = lambda tensor: False
-    module._OWN_PAGES_BYTES = MIB  # of the mapped file, an array of any size has its pages alone
-    x, indices = numbers(), torch.arange(3 << 18)
+    module._OWN_PAGES_BYTES = MIB  # the mapped file gives an array of any size its own pages
+    x, indices = draw_numbers(), torch.arange(3 << 18)
     before = x.clone()
     assert share_equal_arrays({"x": x, "indices": indices})
     dist.barrier()
-    assert own_bytes() == 0
+    assert count_own_bytes() == 0
     if not shares:  # as if the file were unknown
         module.shared_view = lambda tensor: None
-    there = [pin_host_memory(x.view(-1, 8)), pin_host_memory(indices), pin_host_memory(indices[:-7])]
-    locked = sum(end - start for start, end in runtime.ranges.items())
-    assert torch.equal(there[0].view(-1), before)
-    assert torch.equal(there[1], indices)
-    assert torch.equal(there[2], indices[:-7])
+    pinned = [pin_host_memory(x.view(-1, 8)), pin_host_memory(indices), pin_host_memory(indices[:-7])]
+    num_locked = sum(end - start for start, end in runtime.ranges.items())
+    assert torch.equal(pinned[0].view(-1), before)
+    assert torch.equal(pinned[1], indices)
+    assert torch.equal(pinned[2], indices[:-7])
     dist.barrier()
-    own = own_bytes()
+    own = count_own_bytes()
     if shares:
-        assert mapped_bytes(there[0]) >= x.nbytes - 2 * mmap.PAGESIZE
-        x[9] = 3.0  # stays with the writer, and what is written to is not shared any more
-        assert torch.equal(there[0].view(-1), before)
+        assert count_mapped_bytes(pinned[0]) >= x.nbytes - 2 * mmap.PAGESIZE
+        x[9] = 3.0  # written pages become private to the writer
+        assert torch.equal(pinned[0].view(-1), before)
         again = pin_host_memory(x)
         assert torch.equal(again, x)
         del again
     dist.barrier()
-    del there
+    del pinned
     gc.collect()
     assert runtime.ranges == {}
     address = x.data_ptr()
@@ -198,15 +198,15 @@ def shared_and_locked(rank, num_ranks, shares):
 
     assert shared_arrays._files == {}
     assert address
-    return own, locked
+    return own, num_locked
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(which_machine() is None, reason="for Linux with memory that is not reserved")
 def test_ranks_lock_the_one_copy_that_they_share():
-    size = numbers().nbytes + 8 * (3 << 18)
-    for own, locked in run(shared_and_locked, 2, 2, True):
+    size = draw_numbers().nbytes + 8 * (3 << 18)
+    for own, num_locked in run(share_and_lock, 2, 2, True):
         assert own == 0
-        assert size <= locked <= 2 * size + 6 * mmap.PAGESIZE
-    for own, _ in run(shared_and_locked, 2, 2, False):
-        assert own >= size - 4 * mmap.PAGESIZE  # a copy for each, which is what the file is there for
+        assert size <= num_locked <= 2 * size + 6 * mmap.PAGESIZE
+    for own, _ in run(share_and_lock, 2, 2, False):
+        assert own >= size - 4 * mmap.PAGESIZE  # each rank has a copy, which the file avoids

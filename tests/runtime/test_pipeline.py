@@ -14,7 +14,7 @@ from tests.patience import PATIENCE
 from tests.refusals import refuses
 
 
-def our_threads():
+def list_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("lightning-gnn-batch")]
 
 
@@ -25,7 +25,7 @@ def test_items_come_in_order(num_threads):
         return task * task
 
     assert list(ThreadPrefetcher(prepare, range(30), num_threads)) == [task * task for task in range(30)]
-    assert not our_threads()
+    assert not list_threads()
 
 
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
@@ -40,21 +40,21 @@ def test_an_error_comes_at_its_item_with_its_traceback(num_threads):
     with pytest.raises(RuntimeError, match="task four is bad") as error:
         next(pipeline)
     assert "in prepare" in "".join(traceback.format_tb(error.value.__traceback__))
-    assert not our_threads()
+    assert not list_threads()
 
 
 def test_dropping_the_iterator_ends_the_threads():
     pipeline = ThreadPrefetcher(lambda task: time.sleep(0.001), range(10_000), 2, ahead=4)
     next(pipeline)
-    assert our_threads()
+    assert list_threads()
     del pipeline
     gc.collect()
-    assert not our_threads()
+    assert not list_threads()
 
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_threads_keep_nothing_alive_that_the_items_lead_to(ends):
-    class Owner:  # as a loader leads to its Trainer, and that to the iterator
+    class Owner:  # like the references from a loader to its Trainer, and from that to the iterator
         def prepare(self, task):
             return task
 
@@ -64,10 +64,10 @@ def test_threads_keep_nothing_alive_that_the_items_lead_to(ends):
 
     owner = Owner()
     owner.begin()
-    seen, threads = weakref.ref(owner), our_threads()
+    seen, threads = weakref.ref(owner), list_threads()
     del owner
     deadline = time.monotonic() + PATIENCE
-    while seen() is not None and time.monotonic() < deadline:  # a thread may be at work on an item
+    while seen() is not None and time.monotonic() < deadline:  # a thread may still be working on an item
         gc.collect()
         time.sleep(0.01)
     assert seen() is None

@@ -1,4 +1,4 @@
-"""A Trainer's precision reaches the features of batches of PyG, as it reaches tensors."""
+"""A Trainer's precision converts the features of PyG batches, as it converts tensors."""
 
 import copy
 import functools
@@ -23,7 +23,7 @@ TYPED_MODELS = ("RGCN", "HeteroGraphSAGE", "RGAT", "HGT")
 SIZES = {"num_neighbors": [3, 2], "batch_size": 10, "seed": 3}
 
 
-def typed_graph():
+def draw_typed_graph():
     data = HeteroData()
     data["a"].x, data["b"].x = torch.randn(40, 6), torch.randn(30, 6)
     data["a"].y, data["a"].train_mask = torch.randint(3, (40,)), torch.arange(40) < 30
@@ -37,8 +37,8 @@ def trainer(precision, **options):
     return pl.Trainer(max_epochs=1, precision=precision, accelerator="cpu", **quiet, **options)
 
 
-class ByHand(pl.LightningModule):
-    """Computes what a module computes, on batches that it converts itself."""
+class ManualPrecision(pl.LightningModule):
+    """Computes the same as a module, on batches that it converts itself."""
 
     def __init__(self, module, dtype):
         super().__init__()
@@ -56,13 +56,13 @@ class ByHand(pl.LightningModule):
         return self.inner.configure_optimizers()
 
 
-def assert_trains_as_by_hand(make_module, make_data, precision):
+def assert_equals_manual_precision(make_module, make_data, precision):
     found = []
-    for by_hand in (False, True):
+    for is_manual in (False, True):
         torch.manual_seed(0)
         module, data = make_module(), make_data()
-        if by_hand:
-            trainer("32-true", limit_val_batches=0).fit(ByHand(module, DTYPES[precision]), data)
+        if is_manual:
+            trainer("32-true", limit_val_batches=0).fit(ManualPrecision(module, DTYPES[precision]), data)
         else:
             trainer(precision).fit(module, data)
         found.append([value.detach() for value in module.parameters()])
@@ -89,7 +89,7 @@ def test_each_data_module_trains_each_model_as_by_hand(data, model, precision):
             return LinkPredictor(built, optimizer=SGD)
         return NodeClassifier(built, num_classes=4, optimizer=SGD)
 
-    assert_trains_as_by_hand(make, DATA_MODULES[data], precision)
+    assert_equals_manual_precision(make, DATA_MODULES[data], precision)
 
 
 @pytest.mark.parametrize(
@@ -98,17 +98,16 @@ def test_each_data_module_trains_each_model_as_by_hand(data, model, precision):
 )
 def test_models_of_heterogeneous_graphs_train_as_by_hand(model, precision):
     torch.manual_seed(0)
-    data = typed_graph()
+    data = draw_typed_graph()
 
     def make():
         network = getattr(nn, model)(data.metadata(), 6, 8, 2, 4)
         return NodeClassifier(network, num_classes=4, optimizer=SGD, target="a")
 
-    assert_trains_as_by_hand(make, lambda: NeighborDataModule(data, "a", **SIZES), precision)
+    assert_equals_manual_precision(make, lambda: NeighborDataModule(data, "a", **SIZES), precision)
 
 
-def keeps_batches(kind):
-    """Return a module of a kind that keeps the batches that it is trained on."""
+def record_batches(kind):
 
     class Module(kind):
         def training_step(self, batch, batch_idx):
@@ -124,7 +123,7 @@ def test_each_strategy_converts(strategy, precision):
     if strategy == "hyscale" and precision == "16-true":
         pytest.skip("refused: CPUs do not train in it")
     data = DATA_MODULES["full" if strategy == "ascend_hybrid" else "neighbor"]()
-    module = keeps_batches(NodeClassifier)(GCN(WIDTH, 8, 2, 4), num_classes=4, optimizer=SGD)
+    module = record_batches(NodeClassifier)(GCN(WIDTH, 8, 2, 4), num_classes=4, optimizer=SGD)
     trainer(precision, strategy=strategy, devices=1).fit(module, data)
     assert {batch.x.dtype for batch in module.seen} == {DTYPES[precision]}
 
@@ -132,7 +131,7 @@ def test_each_strategy_converts(strategy, precision):
 def test_floating_labels_are_converted_and_integers_are_not():
     data = copy.copy(DATA)
     data.y = torch.randn(data.num_nodes)
-    module = keeps_batches(NodeRegressor)(GraphSAGE(WIDTH, 8, 2, 1))
+    module = record_batches(NodeRegressor)(GraphSAGE(WIDTH, 8, 2, 1))
     trainer("64-true").fit(module, NeighborDataModule(data, **SIZES))
     for batch in module.seen:
         assert batch.x.dtype == batch.y.dtype == batch.edge_weight.dtype == torch.float64
@@ -154,7 +153,7 @@ def test_features_of_64_bits_train_in_64_bits(inference):
 @pytest.mark.parametrize("typed", [False, True])
 def test_features_of_64_bits_in_32_bits_are_refused_with_what_to_do(typed):
     torch.manual_seed(0)
-    data = typed_graph() if typed else copy.copy(DATA)
+    data = draw_typed_graph() if typed else copy.copy(DATA)
     for store in data.node_stores:
         store.x = store.x.double()
     model = RGCN(data.metadata(), 6, 8, 2, 4) if typed else GCN(WIDTH, 8, 2, 4)

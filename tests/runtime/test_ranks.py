@@ -1,5 +1,3 @@
-"""How the processes of a run end."""
-
 import os
 import runpy
 import subprocess
@@ -70,7 +68,7 @@ SOON = timedelta(seconds=30)
 
 @pytest.fixture
 def torchruns_store(monkeypatch):
-    """The store of an agent of torchrun, and a call that joins a rank as if its process had just started."""
+    """A torchrun agent's store, and a function that joins a rank as if its process had just started."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
@@ -133,11 +131,11 @@ trainer.fit(module, data, ckpt_path="last", weights_only=True)
 if trainer.is_global_zero:
     torch.save((trainer.global_step, module.state_dict()), folder + "/trained")
 """
-"""Trains from the last checkpoint on; the second rank vanishes on the way, the first time."""
+"""Trains from the last checkpoint on; in the first run, the second rank exits during training."""
 
 
 def _whole(rank, *arguments):
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # nobody vanishes
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # all ranks stay
     sys.argv = list(arguments)
     runpy.run_path(arguments[0], run_name="__main__")
 
@@ -146,7 +144,7 @@ def _whole(rank, *arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hyscale", "ascend_hybrid"])
 def test_a_strategy_goes_on_when_torchrun_has_started_its_ranks_again(kind, tmp_path):
-    """With torchrun as it is, whose ranks get the store of those before them."""
+    """With real torchrun, whose restarted ranks get the store of the previous ones."""
     script, folders = tmp_path / "train.py", [tmp_path / "killed", tmp_path / "whole"]
     script.write_text(TRAIN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
@@ -167,8 +165,8 @@ def test_a_strategy_goes_on_when_torchrun_has_started_its_ranks_again(kind, tmp_
         torch.testing.assert_close(killed[name], value, rtol=1e-5, atol=1e-6)
 
 
-def raised(rank):
-    """Lose a rank in a collective; return whether each error is taken for that."""
+def lose_rank(rank):
+    """Lose a rank in a collective; return whether each error is recognized as such."""
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=3))
     if rank == 1:
         time.sleep(1)
@@ -181,7 +179,7 @@ def raised(rank):
 
 @pytest.mark.slow
 def test_errors_of_the_backend_mean_a_lost_rank():
-    taken, text = observe(raised, 2, lost=[1]).results[0]
+    taken, text = observe(lose_rank, 2, lost=[1]).results[0]
     assert taken, text
 
 

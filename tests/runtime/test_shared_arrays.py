@@ -1,4 +1,4 @@
-"""Ranks of one machine use one copy of what they hold alike, and nobody can tell but by the memory."""
+"""Ranks of one machine share one copy of equal arrays; only memory use shows it."""
 
 import copy
 import errno
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def numbers(count=1 << 19, seed=1):
+def draw_numbers(count=1 << 19, seed=1):
     return torch.rand(count, generator=torch.Generator().manual_seed(seed))
 
 
@@ -46,8 +46,8 @@ def join(rank, num_ranks):
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
 
 
-def mappings(array):
-    """The bytes of an array that are pages of files, by the file."""
+def read_mappings(array):
+    """Return an array's bytes in file pages, by file."""
     array = array.numpy() if isinstance(array, torch.Tensor) else array
     start, end = array.ctypes.data, array.ctypes.data + array.nbytes
     found = {}
@@ -59,13 +59,13 @@ def mappings(array):
     return found
 
 
-def mapped_bytes(array):
-    """How many bytes of an array are pages of the machine's file."""
-    return sum(size for name, size in mappings(array).items() if "memfd:lightning_gnn" in name)
+def count_mapped_bytes(array):
+    """Return how many bytes of an array are pages of the shared file."""
+    return sum(size for name, size in read_mappings(array).items() if "memfd:lightning_gnn" in name)
 
 
-def own_bytes():
-    """How many bytes this process alone has written of what it shares with others."""
+def count_own_bytes():
+    """Return how many bytes this process alone has written in memory shared with others."""
     found, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0] and ":" not in line.split()[0]:
@@ -84,32 +84,32 @@ class Pair:
     second: torch.Tensor
 
 
-def sharing(rank, num_ranks):
+def share_arrays(rank, num_ranks):
     join(rank, num_ranks)
-    x = numbers().view(-1, 8)
+    x = draw_numbers().view(-1, 8)
     edge_index = torch.arange(1 << 19).view(2, -1)
     held = {
         "data": Data(x=x, again=x[1:], edge_index=edge_index, name="text"),
-        "pair": Pair(numbers(seed=2), numbers(seed=3).double()),
-        "pairs": (numbers(seed=4), None, numbers(1000)),
+        "pair": Pair(draw_numbers(seed=2), draw_numbers(seed=3).double()),
+        "pairs": (draw_numbers(seed=4), None, draw_numbers(1000)),
     }
     before, given, left = copy.deepcopy(held), held["data"].x, x.numpy()
     shared = share_equal_arrays(held)
     large = [x, edge_index, held["pair"].first, held["pair"].second, held["pairs"][0]]
     for one in large:
-        assert mapped_bytes(one) == one.nbytes
+        assert count_mapped_bytes(one) == one.nbytes
     assert shared == sum(one.nbytes for one in large)
-    # The tensors stay those that the user has; views among them stay views.
+    # The tensors stay the user's objects; views among them stay views.
     assert held["data"].x is given
     assert held["data"].again.data_ptr() == x[1:].data_ptr()
     assert torch.equal(x, before["data"].x)
     assert torch.equal(held["data"].again, before["data"].again)
-    assert np.array_equal(left, before["data"].x.numpy())  # an array of before keeps its memory
+    assert np.array_equal(left, before["data"].x.numpy())  # an existing array keeps its memory
     assert torch.equal(edge_index, before["data"].edge_index)
     assert torch.equal(held["pair"].second, before["pair"].second)
-    # What one writes, no other sees; and it is a page that is copied, not the tensor.
+    # Writes are not visible to other ranks, and only the written page is copied.
     dist.barrier()
-    assert own_bytes() == 0
+    assert count_own_bytes() == 0
     if rank == num_ranks - 1:
         x[5] = 7
         x.mul_(2)
@@ -120,40 +120,40 @@ def sharing(rank, num_ranks):
         expected[5] = 7
         expected.mul_(2)[1:][100] = -1
         assert torch.equal(x, expected)
-        assert 0 < own_bytes() < shared
+        assert 0 < count_own_bytes() < shared
     else:
         assert torch.equal(x, before["data"].x)
-        assert own_bytes() == 0
+        assert count_own_bytes() == 0
     dist.barrier()
     if rank == 0:
         edge_index[0, 1000] = -5
-        assert own_bytes() == mmap.PAGESIZE
+        assert count_own_bytes() == mmap.PAGESIZE
     dist.barrier()
     assert int(edge_index[0, 1000]) == (-5 if rank == 0 else 1000)
-    assert share_equal_arrays(held) == 0  # once is enough
+    assert share_equal_arrays(held) == 0  # sharing again does nothing
     return shared
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_equal_arrays_become_one_copy_in_place_and_writes_stay_with_the_writer(num_ranks):
-    assert len(set(run(sharing, num_ranks, num_ranks))) == 1
+    assert len(set(run(share_arrays, num_ranks, num_ranks))) == 1
 
 
-def found_among_others(rank, folder):
-    save_arrays(folder, {"x": numbers()})
-    data = numbers()
+def find_among_others(rank, folder):
+    save_arrays(folder, {"x": draw_numbers()})
+    data = draw_numbers()
     held = {
         "own": data,
         "again": data.view(2, -1),
-        "small": numbers(1000),
+        "small": draw_numbers(1000),
         "file": load_array(folder / "x.npy"),
-        "shared": numbers().share_memory_(),
-        "trained": numbers().requires_grad_(),
-        "part": torch.from_numpy(numbers().numpy()[5:]),
-        "later part": torch.from_numpy(numbers(1 << 20).numpy()[5000:]),
+        "shared": draw_numbers().share_memory_(),
+        "trained": draw_numbers().requires_grad_(),
+        "part": torch.from_numpy(draw_numbers().numpy()[5:]),
+        "later part": torch.from_numpy(draw_numbers(1 << 20).numpy()[5000:]),
         "words": np.array(["word", None] * (1 << 17), dtype=object),
-        "strided": numbers().numpy()[::2],
+        "strided": draw_numbers().numpy()[::2],
         "meta": torch.empty(1 << 19, device="meta"),
         "text": "text",
     }
@@ -161,21 +161,21 @@ def found_among_others(rank, folder):
 
 
 def test_what_is_left_alone(tmp_path):
-    assert run(found_among_others, 1, tmp_path) == [["later part", "own", "part"]]
+    assert run(find_among_others, 1, tmp_path) == [["later part", "own", "part"]]
     if torch.cuda.is_available():
-        assert not find_tensors({"pinned": numbers().pin_memory(), "device": numbers().cuda()})
+        assert not find_tensors({"pinned": draw_numbers().pin_memory(), "device": draw_numbers().cuda()})
 
 
-def on_two_machines(rank, machines):
+def share_on_two_machines(rank, machines):
     join(rank, len(machines))
     shared_arrays.which_machine = lambda: machines[rank]
-    x = numbers(seed=int(machines[rank] == "other"))  # what other machines hold is of no concern
+    x = draw_numbers(seed=int(machines[rank] == "other"))  # the content of other machines does not matter
     before = x.clone()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         shared = share_equal_arrays({"x": x})
     assert torch.equal(x, before)
-    assert mapped_bytes(x) == shared
+    assert count_mapped_bytes(x) == shared
     dist.barrier()
     return shared > 0
 
@@ -183,32 +183,32 @@ def on_two_machines(rank, machines):
 @pytest.mark.slow
 def test_only_ranks_of_one_machine_share():
     machines = ["one", "other", "one", "other", "third", None]
-    assert run(on_two_machines, 6, machines) == [True, True, True, True, False, False]
+    assert run(share_on_two_machines, 6, machines) == [True, True, True, True, False, False]
 
 
-def unlike(rank):
+def share_unequal(rank):
     join(rank, 3)
     held = {
-        "x": numbers(seed=int(rank == 1)),
-        "y": numbers((1 << 19) + int(rank == 2)),
-        "z": numbers(),
-        **({"more": numbers()} if rank == 1 else {}),
+        "x": draw_numbers(seed=int(rank == 1)),
+        "y": draw_numbers((1 << 19) + int(rank == 2)),
+        "z": draw_numbers(),
+        **({"more": draw_numbers()} if rank == 1 else {}),
     }
     before = copy.deepcopy(held)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         share_equal_arrays(held)
-        for name in held:  # a later setup, of another stage, says nothing new
+        for name in held:  # a later setup, of another stage, logs nothing new
             held[name] = held[name].clone()
         share_equal_arrays(held)
     assert all(torch.equal(held[name], before[name]) for name in before)
     dist.barrier()
-    return {name: mapped_bytes(held[name]) > 0 for name in held}, [str(one.message) for one in caught]
+    return {name: count_mapped_bytes(held[name]) > 0 for name in held}, [str(one.message) for one in caught]
 
 
 @pytest.mark.slow
 def test_a_rank_that_holds_something_else_keeps_it_and_is_named_once():
-    (first, said), (second, _), (third, _) = run(unlike, 3)
+    (first, said), (second, _), (third, _) = run(share_unequal, 3)
     assert first == {"x": True, "y": True, "z": True}
     assert second == {"x": False, "y": True, "z": True, "more": False}
     assert third == {"x": True, "y": False, "z": True}
@@ -217,10 +217,10 @@ def test_a_rank_that_holds_something_else_keeps_it_and_is_named_once():
     assert "y of rank 2 differs from that of rank 0" in said[1]
 
 
-# -- what can fail
+# -- failures
 
 
-def refusing(error):
+def make_refusing(error):
     def refuse(*_):
         raise error
 
@@ -240,16 +240,16 @@ FAULTS = {
     "no mapping": ([NO_MAPPING], 1, 0, ["x: .*Cannot allocate", "y: .*Cannot allocate"]),
     "no list of mappings": ([NO_LIST], 1, 0, ["rank 1 has a copy .*cannot be read"]),
 }
-"""What the system refuses, from which rank on, how many bytes are shared all the same, and what is said."""
+"""System calls that fail, the first failing rank, the bytes that are shared nevertheless, and the log."""
 
 
-def failing(rank, fault):
+def share_with_fault(rank, fault):
     join(rank, 2)
-    x, y = numbers(1 << 21), numbers(1 << 20, seed=2)
+    x, y = draw_numbers(1 << 21), draw_numbers(1 << 20, seed=2)
     before = x.clone(), y.clone()
     refused, first, _, _ = FAULTS[fault]
     for module, name, error in refused if rank >= first else ():
-        setattr(module, name, refusing(error))
+        setattr(module, name, make_refusing(error))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         shared = share_equal_arrays({"x": x, "y": y})
@@ -260,44 +260,44 @@ def failing(rank, fault):
         x += 1
     dist.barrier()
     assert torch.equal(x, before[0] + rank)
-    assert all(name.endswith("(deleted)") for name in mappings(x) | mappings(y))
+    assert all(name.endswith("(deleted)") for name in read_mappings(x) | read_mappings(y))
     return shared, [str(one.message) for one in caught]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_the_system_refuses_costs_memory_alone(fault):
-    outcomes = run(failing, 2, fault)
+    outcomes = run(share_with_fault, 2, fault)
     _, _, least, said = FAULTS[fault]
     assert all(shared >= least for shared, _ in outcomes)
     for word, pattern in zip(outcomes[0][1], said, strict=True):
         assert re.search(pattern, word), word
 
 
-def killed(rank, folder):
+def die_while_sharing(rank, folder):
     join(rank, 3)
 
     def die(tensors, file):
         (folder / "links").write_text(str(os.fstat(file).st_nlink))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if rank == 1:  # it has opened the file of rank 0 by then
+    if rank == 1:  # it has opened the file of rank 0 already
         shared_arrays._refer = die
-    share_equal_arrays({"x": numbers()})
+    share_equal_arrays({"x": draw_numbers()})
 
 
 @pytest.mark.slow
 def test_ranks_that_are_killed_leave_nothing_behind_and_nobody_waiting(tmp_path):
-    outcome = observe(killed, 3, tmp_path)
+    outcome = observe(die_while_sharing, 3, tmp_path)
     assert outcome.exit_codes[1] == -signal.SIGKILL
     assert all("peer" in outcome.errors[rank] for rank in (0, 2))
-    assert (tmp_path / "links").read_text() == "0"  # no folder has ever known it by a name
+    assert (tmp_path / "links").read_text() == "0"  # the file never had a name in any folder
 
 
 # -- the DataModules
 
 
-def large_graph(num_nodes=6000, num_edges=300_000):
+def make_large_graph(num_nodes=6000, num_edges=300_000):
     generator = torch.Generator().manual_seed(0)
     data = Data(
         x=torch.randn(num_nodes, 64, generator=generator),
@@ -310,9 +310,7 @@ def large_graph(num_nodes=6000, num_edges=300_000):
     return data
 
 
-class Listener(pl.Callback):
-    """Notes what each batch holds."""
-
+class BatchRecorder(pl.Callback):
     def __init__(self):
         self.seen = []
 
@@ -324,7 +322,7 @@ class Listener(pl.Callback):
 
 
 def fit(num_ranks, module, datamodule, strategy, callbacks=(), max_epochs=1):
-    listener = Listener()
+    listener = BatchRecorder()
     trainer = pl.Trainer(
         accelerator="cpu", devices=num_ranks, strategy=strategy, max_epochs=max_epochs,
         callbacks=[listener, *callbacks], logger=False,
@@ -348,12 +346,12 @@ DATAMODULES = {
 }  # fmt: skip
 
 
-def trained(rank, num_ranks, kinds):
+def train(rank, num_ranks, kinds):
     results = {}
     for kind in kinds:
         outcomes = []
         for share in (False, True):
-            data = large_graph()
+            data = make_large_graph()
             before, x = copy.deepcopy(data), data.x
             pl.seed_everything(1, verbose=False)
             full = kind == "full graph"
@@ -373,9 +371,9 @@ def trained(rank, num_ranks, kinds):
             else:
                 arrays += [datamodule.graph.forward.indices, datamodule.graph.edge_ids]
             wanted = [share and num_ranks > 1] * len(arrays)
-            assert [mapped_bytes(one) >= one.nbytes for one in arrays] == wanted
-            assert any(wanted) or not any(map(mapped_bytes, arrays))
-            # The user's graph is what it was, and the user's to change.
+            assert [count_mapped_bytes(one) >= one.nbytes for one in arrays] == wanted
+            assert any(wanted) or not any(map(count_mapped_bytes, arrays))
+            # The user's graph is unchanged and writable.
             assert all(torch.equal(data[key], before[key]) for key in before.keys())  # noqa: SIM118  PyG's
             x.mul_(rank + 2)
             dist.barrier()
@@ -390,27 +388,27 @@ def trained(rank, num_ranks, kinds):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_batches_and_weights_are_those_without_sharing(num_ranks):
     kinds = [*DATAMODULES, "full graph"] if num_ranks == 2 else ["neighbor", "full graph"]
-    outcomes = run(trained, num_ranks, num_ranks, kinds)
+    outcomes = run(train, num_ranks, num_ranks, kinds)
     for kind in kinds:
         assert len({outcome[kind][1] for outcome in outcomes}) == 1, kind  # all ranks train one model
         batches = [set(outcome[kind][0]) for outcome in outcomes]
         assert kind.startswith("full") or not set.intersection(*batches)
 
 
-def hybrid(rank):
-    data = large_graph()
+def train_hybrid(rank):
+    data = make_large_graph()
     datamodule = NeighborDataModule(data, **SAMPLED)
     fit(2, NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4), datamodule, "hyscale")
-    assert mapped_bytes(data.x) >= data.x.nbytes
+    assert count_mapped_bytes(data.x) >= data.x.nbytes
 
 
 @pytest.mark.slow
 def test_ranks_of_a_hybrid_run_share_too():
-    run(hybrid, 2)
+    run(train_hybrid, 2)
 
 
 class Normalizing(NeighborDataModule):
-    """Writes to what it was given, before and after the ranks share it."""
+    """Writes to its graph before and after the ranks share it."""
 
     def setup(self, stage):
         self.data.x -= self.data.x.mean(dim=0)
@@ -418,18 +416,18 @@ class Normalizing(NeighborDataModule):
         self.data.x /= self.data.x.std(dim=0)
 
 
-def written(rank, who):
-    """Train features, or let a DataModule write to its graph in setup: what is written is not shared, all else is."""
-    data = large_graph()
+def write_and_train(rank, writer):
+    """Train features, or write to the graph in setup; written arrays are not shared, all others are."""
+    data = make_large_graph()
     before = data.x.clone()
     module = NodeClassifier(GraphSAGE(64, 8, 2, 4), num_classes=4)
-    if who == "module":
+    if writer == "module":
         module.table = data.x = torch.nn.Parameter(data.x)
     pl.seed_everything(1, verbose=False)
-    fit(2, module, (Normalizing if who == "datamodule" else NeighborDataModule)(data, **SAMPLED), "ddp")
-    assert mapped_bytes(data.edge_index)
-    if who == "module":
-        assert not mapped_bytes(data.x.detach())
+    fit(2, module, (Normalizing if writer == "datamodule" else NeighborDataModule)(data, **SAMPLED), "ddp")
+    assert count_mapped_bytes(data.edge_index)
+    if writer == "module":
+        assert not count_mapped_bytes(data.x.detach())
         assert not torch.equal(data.x, before)
     else:
         expected = before - before.mean(dim=0)
@@ -439,13 +437,13 @@ def written(rank, who):
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["module", "datamodule"])
 def test_what_is_written_while_training_or_in_setup_is_not_shared(who):
-    run(written, 2, who)
+    run(write_and_train, 2, who)
 
 
-def beside_a_writer(rank):
-    """Offer an array to the other rank while a thread of this one may write to it; return what was shared and lost."""
+def share_during_writes(rank):
+    """Share an array while a thread of this rank may write to it; return what was shared and lost."""
     join(rank, 2)
-    x = numbers(8 << 20)
+    x = draw_numbers(8 << 20)
     begun, end, written = threading.Event(), threading.Event(), []
 
     def write():
@@ -466,12 +464,12 @@ def beside_a_writer(rank):
         writer.join()
     lost = sum(int((x.numpy()[at] != 2.0).sum()) for at in written)
     dist.barrier()
-    return shared, lost, share_equal_arrays({"y": numbers(8 << 20)}) > 0
+    return shared, lost, share_equal_arrays({"y": draw_numbers(8 << 20)}) > 0
 
 
 @pytest.mark.slow
 def test_nothing_is_shared_while_another_thread_may_write():
-    assert run(beside_a_writer, 2) == [(0, 0, True)] * 2
+    assert run(share_during_writes, 2) == [(0, 0, True)] * 2
 
 
 def test_observers_bars_and_loggers_do_not_count_as_writers():

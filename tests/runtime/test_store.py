@@ -1,4 +1,4 @@
-"""The store of cached files: verified once, healed, private, swept, and never in the way of a run."""
+"""The cache of files: verified once, repaired, private, cleaned up, and never blocking a run."""
 
 import errno
 import multiprocessing
@@ -25,8 +25,8 @@ def root(tmp_path, monkeypatch):
     return tmp_path / "root"
 
 
-class Thing:
-    """Something that is kept, and a count of what was done for it."""
+class CachedText:
+    """Cached content, with counts of the operations on it."""
 
     def __init__(self, text="content", sources=()):
         self.text, self.sources = text, sources
@@ -46,12 +46,12 @@ class Thing:
         return (folder / "text").read_text()
 
 
-def settled(monkeypatch):
-    """What is written counts as written long ago."""
+def settle(monkeypatch):
+    """Treat recently written files as old."""
     monkeypatch.setattr(manifest, "_SETTLED_NS", -(10**9))
 
 
-def hashed(monkeypatch):
+def count_hashes(monkeypatch):
     names = []
     hash_file = manifest._hash
     monkeypatch.setattr(manifest, "_hash", lambda path: names.append(path.name) or hash_file(path))
@@ -59,8 +59,8 @@ def hashed(monkeypatch):
 
 
 def test_it_is_made_once_and_hashed_once(root, monkeypatch):
-    settled(monkeypatch)
-    names, thing = hashed(monkeypatch), Thing()
+    settle(monkeypatch)
+    names, thing = count_hashes(monkeypatch), CachedText()
     assert [thing.get() for _ in range(3)] == ["content"] * 3
     assert (thing.made, thing.read) == (1, 3)
     assert sorted(names) == ["more", "text"]
@@ -68,10 +68,10 @@ def test_it_is_made_once_and_hashed_once(root, monkeypatch):
 
 
 def test_what_was_written_just_now_is_verified_once_more(monkeypatch):
-    thing = Thing()
+    thing = CachedText()
     assert thing.get() == "content"
-    settled(monkeypatch)
-    names = hashed(monkeypatch)
+    settle(monkeypatch)
+    names = count_hashes(monkeypatch)
     assert [thing.get() for _ in range(3)] == ["content"] * 3
     assert sorted(names) == ["more", "text"]
     assert thing.made == 1
@@ -79,8 +79,8 @@ def test_what_was_written_just_now_is_verified_once_more(monkeypatch):
 
 @pytest.mark.parametrize("how", ["touched", "copied"])
 def test_files_that_look_new_are_verified_and_kept(root, monkeypatch, how):
-    settled(monkeypatch)
-    thing = Thing()
+    settle(monkeypatch)
+    thing = CachedText()
     thing.get()
     path = root / "graphs" / KEY / "text"
     before = path.stat()
@@ -89,7 +89,7 @@ def test_files_that_look_new_are_verified_and_kept(root, monkeypatch, how):
         path.write_text("content")
         path.with_name("old").unlink()
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + (how == "touched")))
-    names = hashed(monkeypatch)
+    names = count_hashes(monkeypatch)
     assert [thing.get(), thing.get()] == ["content"] * 2
     assert (names, thing.made) == (["text"], 1)
 
@@ -108,10 +108,10 @@ NAME = "manifest.json is missing"
     ],
 )
 def test_damage_is_said_and_healed(root, monkeypatch, damage, message):
-    settled(monkeypatch)
-    thing = Thing()
+    settle(monkeypatch)
+    thing = CachedText()
     thing.get()
-    time.sleep(0.01)  # the clock of the file system ticks
+    time.sleep(0.01)  # advances the file system's clock
     damage(root / "graphs" / KEY)
     with pytest.warns(UserWarning, match=rf"{KEY} is damaged or out of date \({message}.*; it is made again"):
         assert thing.get() == "content"
@@ -123,18 +123,18 @@ def test_damage_is_said_and_healed(root, monkeypatch, damage, message):
 
 @pytest.mark.filterwarnings("ignore:.*out of date")
 def test_a_source_is_told_by_content_and_read_only_when_it_seems_new(tmp_path, monkeypatch):
-    settled(monkeypatch)
+    settle(monkeypatch)
     source = tmp_path / "source"
     source.write_text("first")
-    thing = Thing(sources=[source])
+    thing = CachedText(sources=[source])
     thing.get()
-    names = hashed(monkeypatch)
+    names = count_hashes(monkeypatch)
     thing.get()
     assert names == []
     before = source.stat()
     time.sleep(0.01)
     source.write_text("FIRST")
-    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))  # cp -p
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))  # like cp -p
     thing.get()
     assert thing.made == 2
     copy = tmp_path / "copy"
@@ -157,7 +157,7 @@ def test_a_user_error_while_making_is_raised_and_leaves_nothing(root):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 def test_a_full_disk_means_no_cache_and_one_warning(root, number):
-    thing = Thing()
+    thing = CachedText()
 
     def full(folder):
         raise OSError(number, os.strerror(number), str(folder))
@@ -170,7 +170,7 @@ def test_a_full_disk_means_no_cache_and_one_warning(root, number):
 
 
 def test_a_read_only_store_is_read_and_not_written(root, monkeypatch):
-    thing = Thing()
+    thing = CachedText()
     thing.get()
     folders = [root, root / "graphs", root / "graphs" / KEY]
     for folder in folders:
@@ -186,7 +186,7 @@ def test_a_read_only_store_is_read_and_not_written(root, monkeypatch):
 
 
 def test_folders_are_private(root):
-    Thing().get()
+    CachedText().get()
     with locked(root, "graphs", KEY):
         pass
     for folder in (root, root / "graphs", root / "graphs" / KEY, root / "locks"):
@@ -204,7 +204,7 @@ def test_a_folder_that_others_own_or_may_write_to_is_not_used(root, tmp_path, mo
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     said = r"files are not cached in .*root, which others own or may write to"
     with pytest.warns(UserWarning, match=said) as caught:
-        found = [cache_root(), Thing().get(), Thing().get()]
+        found = [cache_root(), CachedText().get(), CachedText().get()]
     assert found[0] != root
     assert found[1:] == ["content"] * 2
     assert not list(root.iterdir())
@@ -222,7 +222,7 @@ def test_the_users_cache_folder_is_the_default(tmp_path, monkeypatch):
     assert cache_root(tmp_path / "given") == tmp_path / "given"
 
 
-def writer(ready, dies):
+def write_half(ready, dies):
     def make(folder):
         (folder / "half").write_text("x")
         ready.set()
@@ -234,9 +234,9 @@ def writer(ready, dies):
 
 
 def test_what_dead_writers_left_is_removed_and_what_living_ones_write_stays(root):
-    context = multiprocessing.get_context("fork")  # which imports nothing again
+    context = multiprocessing.get_context("fork")  # without importing everything again
     ready = [context.Event(), context.Event()]
-    dead, living = (context.Process(target=writer, args=(ready[at], at == 0), daemon=True) for at in (0, 1))
+    dead, living = (context.Process(target=write_half, args=(ready[at], at == 0), daemon=True) for at in (0, 1))
     try:
         dead.start()
         dead.join(timeout=PATIENCE)
@@ -244,19 +244,19 @@ def test_what_dead_writers_left_is_removed_and_what_living_ones_write_stays(root
         assert left.name.endswith(".part")
         living.start()
         assert ready[1].wait(timeout=PATIENCE)
-        (part,) = (root / "graphs").iterdir()  # the same key: the living one swept before it wrote
+        (part,) = (root / "graphs").iterdir()  # the same key: the living process cleaned up before it wrote
         assert part == left
-        assert Thing().get(OTHER) == "content"
+        assert CachedText().get(OTHER) == "content"
         assert (part / "half").exists()
     finally:
         living.kill()
         living.join(timeout=PATIENCE)
-    Thing().get("2" * 32)
+    CachedText().get("2" * 32)
     assert sorted(path.name for path in (root / "graphs").iterdir()) == [OTHER, "2" * 32]
 
 
 def test_of_several_threads_one_makes_it():
-    thing, found = Thing(), []
+    thing, found = CachedText(), []
     make = thing._make
     thing._make = lambda folder: time.sleep(0.05) or make(folder)
     threads = [threading.Thread(target=lambda: found.append(thing.get())) for _ in range(4)]
@@ -271,43 +271,43 @@ def test_of_several_threads_one_makes_it():
 # -- lgnn cache
 
 
-def printed(capsys, *arguments):
+def run_cache_command(capsys, *arguments):
     code = cache_command.main(arguments)
     return code, capsys.readouterr().out
 
 
 def test_the_command_lists_and_clears(root, capsys):
-    Thing().get()
+    CachedText().get()
     keep("plans", OTHER, lambda folder: (folder / "plan.yaml").write_text("x" * 2000), title="plan for [a machine]")
-    code, text = printed(capsys)
+    code, text = run_cache_command(capsys)
     assert code == 0
     assert "graphs" in text
     assert "plan for [a machine]" in text
     assert "2 entries, " in text
-    code, text = printed(capsys, "--clear", "plans")
+    code, text = run_cache_command(capsys, "--clear", "plans")
     assert (code, text.splitlines()[0][:25]) == (0, "plans: 1 entry removed, 2")
-    assert "graphs: 1 entry removed" in printed(capsys, "--clear")[1]
-    assert "0 entries, 0 bytes in" in printed(capsys)[1]
+    assert "graphs: 1 entry removed" in run_cache_command(capsys, "--clear")[1]
+    assert "0 entries, 0 bytes in" in run_cache_command(capsys)[1]
 
 
 def test_what_earlier_releases_left_is_listed_and_cleared(root, capsys):
     (root / "first_layer" / KEY).mkdir(parents=True)
     (root / "graphs" / f".{OTHER}.{KEY}.part").mkdir(parents=True)
     root.chmod(0o700)
-    code, text = printed(capsys)
+    code, text = run_cache_command(capsys)
     assert (code, "1 entry" in text) == (0, True)
     assert not list((root / "graphs").glob("*.part"))
-    assert printed(capsys, "--clear")[0] == 0
+    assert run_cache_command(capsys, "--clear")[0] == 0
     assert not list((root / "first_layer").iterdir())
 
 
 def test_clearing_leaves_what_is_in_use_and_what_is_not_ours(root, capsys):
-    Thing().get()
+    CachedText().get()
     (root / "graphs" / "my own graphs").mkdir()
     (root / "notes.txt").write_text("mine")
     with locked(root, "graphs", KEY):
-        code, text = printed(capsys, "--clear")
+        code, text = run_cache_command(capsys, "--clear")
         assert (code, "is in use and stays" in text) == (0, True)
-    printed(capsys, "--clear")
+    run_cache_command(capsys, "--clear")
     assert [path.name for path in (root / "graphs").iterdir()] == ["my own graphs"]
     assert (root / "notes.txt").exists()

@@ -7,7 +7,7 @@ from lightning_gnn.runtime.timeline import StepTimer
 
 def test_a_step_timer_reads_what_a_device_is_done_with_and_waits_for_nothing():
     class Event:
-        """The device reaches it at a second; it is done with the first two steps."""
+        """An event that the device reaches at ``second``; the first two steps are complete."""
 
         def __init__(self, second):
             self.second = second
@@ -21,8 +21,8 @@ def test_a_step_timer_reads_what_a_device_is_done_with_and_waits_for_nothing():
 
     timer, seconds = StepTimer(torch.device("cuda")), count(step=10)
     timer._clock.has_events, timer._clock._event = True, lambda stream=None: Event(next(seconds) + 0.5)
-    assert timer.read(3.0) == 3.0  # the thread's own time, for want of a better one
-    timer.stop()  # nothing has begun
+    assert timer.read(3.0) == 3.0  # the thread's own time is the fallback
+    timer.stop()  # nothing has been started
     for _ in range(3):
         timer.start()
         timer.stop()

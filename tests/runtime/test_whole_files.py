@@ -1,5 +1,3 @@
-"""Files that get their names once they are whole."""
-
 import os
 import platform
 import subprocess
@@ -27,7 +25,7 @@ def test_two_writers_of_one_process_do_not_meet(tmp_path):
     with whole_file(path) as first, whole_file(path) as second:
         first.write(b"first")
         second.write(b"second")
-    assert path.read_bytes() == b"first"  # which got the name last
+    assert path.read_bytes() == b"first"  # the last one to get the name
     assert list(tmp_path.iterdir()) == [path]
 
 

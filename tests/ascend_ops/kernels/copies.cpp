@@ -91,7 +91,7 @@ extern "C" __global__ __aicore__ void atomic_sum(GM_ADDR x, GM_ADDR y, uint32_t 
     queue.FreeTensor(t);
 }
 
-// Two phases: every block writes its row of the workspace, all meet, every block reads its neighbour's row.
+// Two phases: every block writes its row of the workspace, all meet, every block reads its neighbor's row.
 extern "C" __global__ __aicore__ void rotate_rows(GM_ADDR x, GM_ADDR y, GM_ADDR workspace, uint32_t n, uint32_t barrier)
 {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);

@@ -1,4 +1,4 @@
-// What the twin's timing is asked about: copies of one size after the other, one vector instruction at chosen addresses,
+// Kernels for the twin's timing: copies of one size after the other, one vector instruction at chosen addresses,
 // scalar reads of global memory at a stride.
 #include "kernel_operator.h"
 
@@ -37,7 +37,7 @@ extern "C" __global__ __aicore__ void copy_tiles(
     }
 }
 
-// dst = a + b, 64 repeats of floats, `times` times, with operands where they are asked to lie. `aBlock` and `aRepeat` are
+// dst = a + b, 64 repeats of floats, `times` times, with operands at chosen addresses. `aBlock` and `aRepeat` are
 // the strides of a.
 extern "C" __global__ __aicore__ void add_at(
     uint32_t a, uint32_t b, uint32_t y, uint32_t aBlock, uint32_t aRepeat, uint32_t times)

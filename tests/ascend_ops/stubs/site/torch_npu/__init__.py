@@ -1,1 +1,1 @@
-"""Stands in for torch_npu, so that the binding for it builds: it has no device."""
+"""A stub of torch_npu against which the binding builds; it has no device."""

@@ -1,4 +1,4 @@
-// Where the launches of the stand-in library end: in a function that the test gives.
+// Launches of the stub library call a function that the test sets.
 #include <cstdint>
 
 using Launcher = int (*)(const char*, uint32_t, uint32_t, void**, void*);
