@@ -22,6 +22,8 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 from tests.campaigns import SLICES, fewer_examples, is_of_slice, place_cases, slice_of_commit
 from tests.patience import Watch
 
+PROGRAM_FOLDERS = ("cli", "callbacks", "faults")
+"""Folders whose tests run whole programs, which makes all of them medium."""
 HANDLERS = pytest.StashKey[dict]()
 torch.set_num_threads(1)
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
@@ -67,17 +69,21 @@ def pytest_pycollect_makeitem():
     return made
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Deselect the other slices, and run slow tests first, so that no worker is left with one at the end."""
+    for item in items:
+        if item.path.parent.name in PROGRAM_FOLDERS:
+            item.add_marker("medium")
     chosen = config.option.slice
     others = [] if chosen == "all" else [item for item in items if not is_of_slice(item, int(chosen))]
     config.hook.pytest_deselected(items=others)
     for test in {item.obj for item in items if hasattr(item, "obj") and is_hypothesis_test(item.obj)}:
         fewer_examples(test)
     selected = set(items).difference(others)
-    items[:] = sorted(
-        (item for item in items if item in selected), key=lambda item: not item.get_closest_marker("slow")
-    )
+    order = {"slow": 0, "medium": 1}
+    items[:] = [item for item in items if item in selected]
+    items.sort(key=lambda item: min([order.get(mark.name, 2) for mark in item.iter_markers()], default=2))
 
 
 def pytest_collection_finish():

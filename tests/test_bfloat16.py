@@ -75,6 +75,7 @@ def test_what_cannot_be_kept_is_told_at_once(kind, data, change, dtype, error, m
     refuses(error, message, build, kind, data, feature_dtype=dtype)
 
 
+@pytest.mark.medium
 @pytest.mark.campaign
 @pytest.mark.parametrize("kind", [NeighborDataModule, FullGraphDataModule])
 @pytest.mark.parametrize("model", [GraphSAGE, GCN, GAT])
@@ -86,6 +87,7 @@ def test_any_precision_trains_on_features_of_any_dtype(data, kind, model, dtype,
     assert all(parameter.dtype == torch.float32 for parameter in module.parameters())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("model", [GraphSAGE, GCN, GIN, GAT])
 def test_mini_batches_train_by_fused_layers_in_bf16_mixed(data, monkeypatch, model):
     for module in (attention, fused):

@@ -21,6 +21,7 @@ STAGES = {"lightning_gnn::sampling", "lightning_gnn::feature_loading"}
 ROUTE = {"gpu_route": "cpu", "plan": PLAN}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("kind", "options", "stages"),
     [

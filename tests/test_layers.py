@@ -131,6 +131,7 @@ def test_no_folder_has_more_files_than_one_overlooks():
     assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
 
 
+@pytest.mark.medium
 def test_prefetchers_alone_are_iterators():
     for module, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -29,6 +29,7 @@ def test_a_system_takes_few_lines(system):
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in written) < MOST_LINES
 
 
+@pytest.mark.slow
 def test_the_command_trains_with_it(system):
     ((_, _, command),) = find_blocks(PAGE, "sh")
     small = ["data=synthetic", "data.num_nodes=600", "data.num_edges=4000", "output_dir=out"]

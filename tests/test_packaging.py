@@ -64,6 +64,7 @@ def test_the_wheel_holds_one_package_for_every_platform(wheel):
     assert files | others <= set(names)
 
 
+@pytest.mark.medium
 def test_an_installation_on_a_cpu_stays_below_one_and_a_half_gigabytes():
     if torch.version.cuda is not None:
         pytest.skip("a CUDA build of torch has several gigabytes of libraries")

@@ -58,6 +58,7 @@ def make_inputs(case, data):
     return seeds, {name: value for name, value in options.items() if not name.startswith("input_")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [None, ON_GPU])
 @pytest.mark.parametrize("case", KINDS)
 def test_mini_batches_are_those_of_our_sampler(case, device):
@@ -99,6 +100,7 @@ def test_what_pyg_makes_of_samples_of_the_gpu_is_what_it_makes_of_the_cpus(kind)
     assert_same_batches(*found)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("persistent", "filter_per_worker"), [(False, True), (True, False)])
 def test_worker_processes_draw_anew_and_follow_the_seed(persistent, filter_per_worker):
     data = small_data()

@@ -86,6 +86,7 @@ def check_resuming_on_rank(rank, folder):
     check_resuming("threads", folder, lambda: HyScaleStrategy(cpu_trainers=2, drm=False))
 
 
+@pytest.mark.slow
 def test_it_resumes_bit_for_bit_on_several_ranks(tmp_path):
     run(check_resuming_on_rank, 2, tmp_path)
 
@@ -163,6 +164,7 @@ def learn_on(rank, trainers):
     return [parameter.detach() for parameter in learn(make, strategy).parameters()]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("trainers", [1, 2, 3])
 def test_they_learn_with_several_trainers(trainers):
     alone = learn_on(0, None)

@@ -305,6 +305,7 @@ def train(make, x, graph, y, seen, unseen, backend, epochs, lr):
     return right.float().mean().item(), losses
 
 
+@pytest.mark.medium
 def test_gat_trains_as_on_the_cpu():
     x, edge_index, *rest = draw_communities()
     graph = CompressedGraph.from_edge_index(edge_index, len(x), settings=PlanSettings(num_workers=4))

@@ -155,12 +155,14 @@ def test_aggregate_vector_as_it_is_passes():
     compare_sums()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("fault", VECTOR)
 def test_a_fault_of_aggregate_vector_is_noticed(faulty, fault):
     faulty("aggregate_vector", fault)
     assert_detected(compare_sums, VECTOR[fault][2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", UPDATE)
 def test_a_fault_of_aggregate_update_is_noticed(faulty, fault):
     faulty("aggregate_update", fault)

@@ -283,6 +283,7 @@ def test_ranges_that_leave_chunks_out_are_an_error():
             tiling.row_tables(chunks.tables, chunk_ranges=ranges)
 
 
+@pytest.mark.medium
 def test_the_host_tiling_compiles_without_a_warning():
     flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
     subprocess.run(["g++", *flags, *map(str, sorted(build.CSRC.glob("host_*.cpp")))], check=True)

@@ -78,6 +78,7 @@ def test_message_and_command_to_resume(tmp_path, capfd):
     assert lgnn(tmp_path / "resumed", command[-1]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "more", "said"),
     [

@@ -77,6 +77,7 @@ AVERAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_weights_are_averaged_and_evaluated(case, kind, tmp_path, always_fused):
@@ -150,6 +151,7 @@ def make_types():
 SIZED = {"nodes": make_nodes, "threads": lambda: make_nodes(2), "types": make_types, "links": make_links}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SIZED)
 def test_a_batch_size_that_is_found_trains_as_if_it_had_been_given(case, tmp_path):
     module, build = SIZED[case]()

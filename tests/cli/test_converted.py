@@ -99,6 +99,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("users", "edges", "options", "task"), TRAINED, ids=str)
 def test_a_folder_trains_with_what_it_holds(tables, tmp_path, users, edges, options, task, capfd):
     root = convert_folder(tables, tmp_path / "graph", users, edges, **options)
@@ -112,6 +113,7 @@ def test_a_folder_trains_with_what_it_holds(tables, tmp_path, users, edges, opti
     assert drawn == (task[0] in ("task=node", "task=regression") and users in ("classes", "no val"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("users", "edges", "undirected"),
     [("bare", "follows", True), ("numbers", "follows", False), ("bare", "rates", False), ("classes", "rates", True),
@@ -122,6 +124,7 @@ def test_the_command_that_a_conversion_ends_with_trains(tables, tmp_path, users,
     assert lgnn(tmp_path / "run", *_task(tmp_path / "graph").split(), root, base=LEAN) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("users", "edges", "task", "said"), REFUSED, ids=str)
 def test_a_task_that_a_folder_has_nothing_for_names_one_that_does(tables, tmp_path, capfd, users, edges, task, said):
     root = convert_folder(tables, tmp_path / "graph", users, edges)

@@ -15,6 +15,7 @@ def checkpoint(tmp_path_factory):
     return folder / "checkpoints/best.ckpt"
 
 
+@pytest.mark.slow
 def test_the_program_gives_the_predictions_of_the_run(checkpoint, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert lgnn(tmp_path / "predict", "mode=predict", "inference=full", f"ckpt_path={checkpoint}", base=[]) == 0

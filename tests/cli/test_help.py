@@ -53,6 +53,7 @@ def test_the_short_help_fits_a_screen_and_its_commands_compose(capfd, monkeypatc
     assert "install=bash" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["", "plan"])
 def test_the_long_help(command, capfd, monkeypatch):
     text = shown(capfd, monkeypatch, *command.split(), "--help-all")

@@ -9,6 +9,7 @@ from tests.cli.command import lgnn
 FAST = ["trainer.max_epochs=1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_missing_package_is_named(name, tmp_path, capfd):
     if importlib.util.find_spec(name) is not None:

@@ -140,6 +140,7 @@ def test_a_command_and_its_options_may_come_in_any_order(tmp_path, monkeypatch, 
     assert sys.argv == ["lgnn", "mode=predict", *(item for item in given if item != "predict")]
 
 
+@pytest.mark.slow
 def test_a_saved_run_is_rebuilt_with_configurations_from_elsewhere(tmp_path, capfd):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/mine.yaml").write_text(

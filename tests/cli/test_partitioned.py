@@ -29,6 +29,7 @@ def assert_same_runs(folder):
     return scores
 
 
+@pytest.mark.slow
 def test_trains_as_on_the_whole_graph(parts, tmp_path, capfd, monkeypatch):
     assert lgnn(tmp_path / "whole") == 0
     monkeypatch.chdir(parts.parent)
@@ -46,6 +47,7 @@ def test_trains_as_on_the_whole_graph(parts, tmp_path, capfd, monkeypatch):
 RATINGS = ["data.num_users=200", "data.num_items=80", "data.num_ratings=4000", "data.num_classes=4"]
 
 
+@pytest.mark.slow
 def test_recommends_as_on_the_whole_graph(tmp_path, capfd):
     drawn = RATINGS
     split = ["task=recommend", "task.split.num_val=0.01"]
@@ -73,6 +75,7 @@ def test_recommends_as_on_the_whole_graph(tmp_path, capfd):
 PARTS = "datamodule=partitioned datamodule.root=nowhere "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

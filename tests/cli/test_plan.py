@@ -62,6 +62,7 @@ def test_a_gpu_that_is_not_there_is_planned_for(tmp_path, capfd):
     assert ", but has 1 kB free" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_cpu_is_planned_and_said_so_once(tmp_path, capfd):
     assert plan(tmp_path, "datamodule=persistent", "datamodule.num_workers=1") == 0

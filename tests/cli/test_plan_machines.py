@@ -17,6 +17,7 @@ def plan(directory, *overrides):
     return lgnn(directory, *overrides, base=NODE, command=["plan"])
 
 
+@pytest.mark.slow
 def test_machines_are_planned_on_the_graph_at_hand(tmp_path, capfd):
     assert plan(tmp_path, "plan.network=10Gbit/s", "plan.nodes=[1,2,4,100000]", "plan.order=local") == 0
     printed = capfd.readouterr().out
@@ -63,6 +64,7 @@ def test_bandwidths_as_people_write_them(text, rate):
     assert parse_network(text, 0).bandwidth == rate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [
     ["plan.network=fast"], ["plan.network=0"], ["plan.network=1Gbit/s", "plan.latency=-1"],
     ["plan.network=1Gbit/s", "plan.order=random"], ["plan.network=1Gbit/s", "plan.nodes=[0]"],

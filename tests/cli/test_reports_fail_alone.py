@@ -67,6 +67,7 @@ def test_in_a_sweep_the_runs_that_succeeded_count(tmp_path, capfd, monkeypatch):
     assert [row["status"] for row in compare(tmp_path)] == ["ok", "failed"]
 
 
+@pytest.mark.slow
 def test_a_reader_who_left(tmp_path, monkeypatch):
     monkeypatch.setattr("rich.console.Console._write_buffer", lambda self: self.on_broken_pipe())
     monkeypatch.setattr("os.dup2", lambda *args: None)

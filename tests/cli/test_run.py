@@ -57,6 +57,7 @@ def test_learns_more_than_chance_and_equal_seeds_give_equal_runs(tmp_path):
     assert metrics_of(tmp_path / "one")["test_loss"] == metrics_of(tmp_path / "two")["test_loss"]
 
 
+@pytest.mark.slow
 def test_each_mini_batch_of_links_that_is_tested_has_both_kinds(tmp_path, capfd):
     with initialize_config_module("lightning_gnn.conf", version_base="1.3"):
         cfg = compose("train", overrides=[*LINK, "task.split.num_test=100", "datamodule.batch_size=10"])
@@ -83,6 +84,7 @@ def test_a_figure_that_is_not_there_to_monitor_is_one_line(tmp_path, capfd):
     assert "error: Early stopping conditioned on metric `val_accuracy` which is not avail" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_folder_is_written_by_one_run_at_a_time(tmp_path, capfd):
     with FileLock(tmp_path / ".running", thread_local=False):
         assert lgnn(tmp_path, "trainer.max_epochs=1") == 2
@@ -100,6 +102,7 @@ TYPED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("model", ["rgcn", "hetero_sage"])
 def test_a_folder_with_types_of_which_some_have_no_features_is_trained_and_evaluated(tmp_path, capfd, model):
@@ -145,6 +148,7 @@ def read_scores(directory, name):
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "more", "score", "best", "shown", "width"),
     [

@@ -73,6 +73,7 @@ def write_changed(trained, path, change):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [with_lost_callback, with_lost_choice, with_lost_options, with_removed_option])
 def test_checkpoints_of_other_releases_are_rebuilt(trained, tmp_path, change):
     assert retest(tmp_path / "test", write_changed(trained, tmp_path / "other.ckpt", change)) == 0
@@ -86,6 +87,7 @@ def test_checkpoints_of_other_releases_are_rebuilt(trained, tmp_path, change):
         assert [*cfg.datamodule.inference] == ["_target_", "folder", "memory_limit", "progress"]
 
 
+@pytest.mark.slow
 def test_an_option_that_was_removed_matters_where_it_was_used(trained, tmp_path, capfd):
     used = write_changed(trained, tmp_path / "used.ckpt", lambda c, _: c["datamodule"].update(precompute="first_layer"))
     assert retest(tmp_path / "used", used) == 2

@@ -60,6 +60,7 @@ def eval_last_line(code, *arguments):
     return ast.literal_eval(ran.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_import_brings_no_library_beside_lightning_s_and_yet_every_name_that_a_trainer_takes():
     code = """
 import sys, pytorch_lightning

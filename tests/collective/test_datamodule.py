@@ -65,6 +65,7 @@ def select_messages(warned, text):
     return [str(warning.message) for warning in warned if text in str(warning.message)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: getattr(plan, "mode", plan))
 def test_training_is_that_of_the_neighbor_datamodule_bit_for_bit(plan):
     expected = fit_model(NeighborDataModule(small_data(), **SIZES))
@@ -120,6 +121,7 @@ def test_lightnings_options_work_and_leave_nothing_behind(options):
     assert all(batching.ring.num_slots == 0 for batching in data._batchings)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("plan", ["auto", COLLECTIVE])
 def test_fitting_twice_and_testing(plan):
     data = make_datamodule(plan)
@@ -177,6 +179,7 @@ def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
     assert all(batching.ring.num_slots == 0 for batching in data._batchings)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("plan", ["auto", COLLECTIVE])
 def test_resuming_in_mid_epoch_is_bit_exact(tmp_path, plan):
     def run(folder, **kwargs):
@@ -218,6 +221,7 @@ def test_options_that_saved_configurations_still_have_are_warned_of():
 # -- machines
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("num_workers", [None, 0, 2])
 def test_without_a_gpu_it_says_so_once_and_is_the_plain_pipeline(num_workers):

@@ -52,6 +52,7 @@ def test_both_sides_may_read_from_disk(tmp_path):
     assert loader.pipeline.tables["x"].counts.rows > 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("thread_safe", [False, True])
 @pytest.mark.parametrize("plan", [COLLECTIVE, CollectivePlan("cpu", 1, 2)], ids=lambda plan: plan.mode)
 def test_transforms_of_the_users_own(plan, thread_safe):
@@ -80,6 +81,7 @@ def fit_model(datamodule, data, tmp_path, **kwargs):
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"time_attr": "time"}], ids=["types", "types with times"])
 @pytest.mark.parametrize("plan", ["auto", COLLECTIVE], ids=["auto", "collective"])
 def test_training_is_that_of_the_neighbor_datamodule_bit_for_bit(plan, options, tmp_path):

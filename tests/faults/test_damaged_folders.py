@@ -142,6 +142,7 @@ def check_damage(root, files, whole, name, damage, mmap):
     return "loaded" if same and found.keys() == should.keys() else "wrong: other values"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs and sockets in folders")
 @pytest.mark.parametrize(("sorted_edges", "flips"), [(True, 20), (False, 12)], ids=["in CSC order", "of edges"])
 def test_each_damaged_file_loads_to_what_it_says_or_is_named(tmp_path, monkeypatch, sorted_edges, flips):

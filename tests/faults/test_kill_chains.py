@@ -64,6 +64,7 @@ def share_cases(*values, slices, first=0):
     return lambda names: lambda test: pytest.mark.campaign(pytest.mark.parametrize(("number", *names), cases)(test))
 
 
+@pytest.mark.slow
 @share_cases(DATA_MODULES, slices=2)(("data",))
 def test_interrupted_by_signals(data, number, tmp_path):
     module = Link if "link" in data else Node
@@ -73,6 +74,7 @@ def test_interrupted_by_signals(data, number, tmp_path):
     play(chain, whole, rng, interrupt)
 
 
+@pytest.mark.slow
 @share_cases(DATA_MODULES, itertools.cycle([1, 2]), slices=2, first=1)(("data", "every"))
 def test_killed_with_periodic_checkpoints(data, every, number, tmp_path):
     """Checkpoints at all places where Lightning writes them: after a batch, the end of an epoch, and a validation."""

@@ -112,6 +112,7 @@ def test_quantised_features_come_back_within_half_a_step(case):
         assert_same(a, b)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("links", [False, True])
 def test_training_is_the_same_as_on_the_cpu(links):
     kinds = (LinkDataModule, PersistentLinkDataModule) if links else (NeighborDataModule, PersistentSamplerDataModule)
@@ -125,6 +126,7 @@ def test_training_is_the_same_as_on_the_cpu(links):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.medium
 def test_loaders_that_lightning_makes_anew_to_overfit_keep_their_arguments():
     found = []
     for kind in (NeighborDataModule, PersistentSamplerDataModule):

@@ -42,6 +42,7 @@ def test_samples_equal_the_cpus(mode, topology, disjoint):
         assert_same_samples(ours, theirs, seeds, key, first)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("num_hot", [0, 7, 60])
 def test_hot_adjacency_lists_change_nothing(num_hot):
     data = small_data(num_nodes=60, num_edges=400)

@@ -207,6 +207,7 @@ def check_chunks(layout, direction):
     assert layout.order == "natural" or layout.places is not None
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(drawn=compressed(), vertices=st.sampled_from([3, 4, 7, 20, 2048]), transposed=st.booleans())
 def test_chunks_hold_every_entry_once_and_load_no_more_than_the_natural_order(drawn, vertices, transposed):

@@ -208,6 +208,7 @@ def write_given(folder, name, text):
 ZEROS, ENDS, AB, TWO = "(0, 0)) t(source, target)", "source,target a,b", "id,a a,1 b,2", "a,split 1,train 2,test"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("kind", "edges", "nodes", "said"),
     [
@@ -300,6 +301,7 @@ STEPS = {
 """Where the conversion of two node types is killed: before or after the n-th call of a function."""
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("step", STEPS)
 def test_a_killed_conversion_goes_on(tmp_path, tables, step):
     source, nodes = tables

@@ -44,6 +44,7 @@ def disable_queues():
     return patch.object(disk_reads, "_create_queues", list)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("queued", [True, False])
 @given(data=st.data())
 def test_reads_equal_memory_whatever_is_announced(queued, data):
@@ -226,6 +227,7 @@ def test_other_files_are_refused(tmp_path):
         DiskFeatures(tmp_path / "x.rows", "10MB")
 
 
+@pytest.mark.medium
 def test_nothing_is_left_behind_and_a_copy_is_one_of_its_own(tmp_path):
     path = save_array(draw_numbers(200, 20), tmp_path / "x.npy")
     gc.collect()

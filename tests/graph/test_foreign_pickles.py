@@ -64,6 +64,7 @@ def test_a_raw_planetoid_file_runs_no_code(tmp_path, marker, suffix, trust):
     assert not marker.exists()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("suffix", [*PICKLED, "test.index"])
 def test_a_damaged_raw_file_is_an_error_or_leaves_a_graph_that_is_valid(tmp_path, suffix):
     write_cora(tmp_path)
@@ -148,6 +149,7 @@ def test_ogbs_files_run_no_code_unless_they_are_trusted(tmp_path, marker, monkey
     assert marker.is_dir()
 
 
+@pytest.mark.medium
 def test_nothing_of_ours_unpickles_anything():
     root = Path(lightning_gnn.__file__).parent
     found = set()

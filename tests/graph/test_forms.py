@@ -153,6 +153,7 @@ def test_every_form_of_the_table_is_tried():
     assert {name for name, what in ROWS.items() if "below" in what} == {*SCRIPTS}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_read_as_the_table_says(tmp_path, monkeypatch, form):
     monkeypatch.chdir(tmp_path)

@@ -59,6 +59,7 @@ WORDS = st.text("abcXYZ#%é/.:-' ", min_size=1, max_size=6).map(lambda word: f"w
 SEPARATORS = [",", "\t", ";", "|", "::", " "]
 
 
+@pytest.mark.medium
 @settings(max_examples=40)
 @given(
     st.lists(st.tuples(WORDS, WORDS), min_size=2, max_size=8),
@@ -104,6 +105,7 @@ def test_what_comes_late_in_a_list_is_read_as_if_it_came_first(tmp_path, row):
     assert tuple(row.split()) in found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("rows", "is_header"),
     [

@@ -113,6 +113,7 @@ def count_equally(rank, seeds):
         return int(module.steps), int(module.seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [[4, 4], [4, 2], [4, 0], [0, 4]], ids=str)
 def test_counters_of_steps_and_of_seeds(seeds):
     assert launch.run(count_equally, 2, seeds) == [(3, 3 * sum(seeds))] * 2

@@ -40,6 +40,7 @@ def train(rank, options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [

@@ -271,6 +271,7 @@ def test_an_error_in_a_stage_is_raised_at_its_mini_batch(stage, prefetch, monkey
     assert not list_threads()
 
 
+@pytest.mark.medium
 def test_a_stage_that_makes_no_progress_ends_the_run_and_shows_where(monkeypatch):
     loader, gate = load(batch_size=20), threading.Event()
     monkeypatch.setattr(loader.pipeline, "gather", lambda *args: gate.wait(PATIENCE))

@@ -142,6 +142,7 @@ def assert_same(found, expected, only_rank_zero=()):
             assert a[name] == pytest.approx(value, rel=1e-5, abs=1e-9), name
 
 
+@pytest.mark.medium
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_values_are_those_of_one_device_on_all_ranks(name, request):

@@ -186,6 +186,7 @@ def compare(found, expected):
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", BY_NAME)
 def test_weights_that_are_returned_make_it_the_undivided_batch(name, request):
@@ -197,6 +198,7 @@ def test_weights_that_are_returned_make_it_the_undivided_batch(name, request):
             compare(weights[name], copy_state(module))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IGNORING)
 def test_a_rank_whose_weight_is_zero_adds_nothing_not_even_a_nan(name, request):
     make, options = IGNORING[name]
@@ -250,6 +252,7 @@ def collect_refusals(rank):
     return errors
 
 
+@pytest.mark.slow
 def test_weights_that_make_no_sense_are_refused():
     for errors in run(collect_refusals, 2):
         for (*_, error, said), found in zip(BAD, errors, strict=True):

@@ -130,6 +130,7 @@ def are_equal(one, other):
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.medium
 def test_weights_are_those_without_and_times_of_both_kinds_are_measured():
     plain = launch.run(train, 2, 0.0)
     for share in (0.5, 1.0):
@@ -145,6 +146,7 @@ def test_weights_are_those_without_and_times_of_both_kinds_are_measured():
         assert set(ours[1][1]) == {"hyscale-sample"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("milliseconds", "begin"), [((3.0, 1.0), 0.1), ((1.0, 8.0), 0.45)])
 def test_sampling_moves_to_where_it_is_faster_and_is_replayed(milliseconds, begin, tmp_path):
     record = tmp_path / "decisions.jsonl"

@@ -96,6 +96,7 @@ def run_ranks(session):
     return run(train_all, 2, names)
 
 
+@pytest.mark.medium
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", KINDS)
 def test_two_ranks_train_what_one_does(name, request):

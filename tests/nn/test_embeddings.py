@@ -77,6 +77,7 @@ def test_sparse_gradients_train_as_a_parameter_does_where_rows_without_a_gradien
     assert_same(module, train_parameter(tmp_path, optimizer))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_sparse_gradients_are_clipped_as_dense_ones(tmp_path, algorithm):
     optimizer = partial(SGD, lr=0.5)
@@ -110,6 +111,7 @@ def test_adam_and_sparse_adam_step_as_two_optimizers_by_hand(tmp_path):
     assert_same(module, (other.model.state_dict(), get_table(other)))
 
 
+@pytest.mark.medium
 @pytest.mark.campaign
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("sparse", [True, False])

@@ -35,6 +35,7 @@ def draw_graphs():
     yield data.x[:1], torch.zeros(2, 0, dtype=torch.int64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_programs_return_what_the_model_returns(name):
     torch.manual_seed(0)
@@ -56,6 +57,7 @@ def test_programs_return_what_the_model_returns(name):
             torch.testing.assert_close(called(x, edge_index), model(x, edge_index), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sage", "gcn", "gat", "gin"])
 def test_of_a_neighbourhood_the_first_rows_are_those_of_the_seeds(name):
     torch.manual_seed(0)
@@ -161,6 +163,7 @@ def test_what_torch_refuses_is_said_in_short_and_without_the_graph(model, reason
     assert said.out + said.err == ""
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("aggr", ["mean", "sum", "max", "std", "softmax"])
 def test_the_aggregations_that_are_proposed_can_be_exported(aggr):
     model = GraphSAGE(4, 8, 2, 3, aggr=aggr).eval()

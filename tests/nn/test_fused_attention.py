@@ -60,6 +60,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(batches(), st.sampled_from(PAIRS), st.sampled_from(OPTIONS), st.booleans(), st.sampled_from([True, False, None]))
 def test_results_and_gradients_are_pygs(batch, pair, options, needs_x, first):
@@ -101,6 +102,7 @@ def test_sources_and_targets_of_their_own(calls, monkeypatch, pair, first):
     assert len(calls) == (5 if pair[0] is GATv2Conv else 3)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layer", OURS)
 def test_small_batches_take_pygs_path(calls, monkeypatch, layer):
     edges, x = torch.zeros(2, 10, dtype=torch.int64), torch.ones(3, 5)

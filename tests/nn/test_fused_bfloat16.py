@@ -68,6 +68,7 @@ def differentiate(model, x, edge_index, low):
     return [out, *grads]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layer", LAYERS | ATTENTION)
 def test_autocast_gives_what_float32_gives_but_for_rounding(always, layer, features):

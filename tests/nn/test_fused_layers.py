@@ -56,6 +56,7 @@ GCN_OPTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.medium
 @settings(max_examples=40)
 @given(edge_indices(), st.sampled_from(GCN_OPTIONS), st.booleans(), executions)
 def test_gcn_is_pygs(graph, options, weighted, chosen):
@@ -162,6 +163,7 @@ def test_what_comes_then_is_what_would_come_after(batch, size, reduce, p, key, d
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=10 * tolerance)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("p", [0.0, 0.4])
 def test_derivatives_of_what_comes_then(first, p):

@@ -168,6 +168,7 @@ def test_hooks_see_what_they_would_in_pyg(where):
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "precision"), zip(MODELS, itertools.cycle(["32-true", "bf16-mixed"]), strict=False))
 def test_it_trains_with_one_line(kind, precision, tmp_path):
     data = make_graph(sizes=(200, 80, 30), num_edges=600, dtype=torch.float32)

@@ -118,6 +118,7 @@ def test_a_type_that_nothing_reaches_may_come_first(monkeypatch, kind, fused):
     assert_same(other(data.x_dict, data.edge_index_dict), want)
 
 
+@pytest.mark.medium
 def test_dropped_attention_is_seeded_and_keeps_the_mean(calls):
     data = make_graph(num_edges=400)
     model = RGAT(data.metadata(), 5, 8, 1, 3, dropout=0.0).double()

@@ -59,6 +59,7 @@ def test_models_whose_layers_are_not_known_are_left_alone(model):
     assert not get_warnings(NodeClassifier(model, 3), make_batches(4))
 
 
+@pytest.mark.medium
 def test_compiled_models_have_their_layers():
     assert num_layers(torch.compile(GraphSAGE(8, 4, 2, 3))) == 2
 

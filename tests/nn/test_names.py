@@ -52,6 +52,7 @@ def disable_fusion():
     return stack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "widths"), [*((model, (4, 3, 2)) for model in MODELS), (RGAT, (4, 4, 4))])
 @given(NAMES)
 @example(COLLIDE)
@@ -129,6 +130,7 @@ def test_a_checkpoint_of_any_names_is_read_back(model, names, tmp_path):
     torch.testing.assert_close(again.eval()(data), module.eval()(data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "names"),  # without HGT: PyG's HGTConv reads numbers from tensors
     [(HeteroGraphSAGE, COLLIDE), (RGCN, MANGLED), (RGAT, TAKEN), (HeteroGraphSAGE, EMPTY), (RGAT, PLAIN)],

@@ -25,6 +25,7 @@ def make_labeled_graph(kind):
     return data
 
 
+@pytest.mark.medium
 @pytest.mark.campaign
 @pytest.mark.parametrize("kind", ["multilabel", "regression"])
 @pytest.mark.parametrize("full", [False, True])

@@ -257,6 +257,7 @@ def pair_with_transforms(loaders, transforms):
     return pytest.mark.parametrize(("loader", "transform"), pairs)
 
 
+@pytest.mark.slow
 @pair_with_transforms(LOADERS, TRANSFORMS)
 def test_no_transform_makes_trimmed_rows_of_nodes_wrong(loader, transform, parts):
     torch.manual_seed(0)
@@ -299,6 +300,7 @@ TYPED_LOADERS = {
 }
 
 
+@pytest.mark.slow
 @pair_with_transforms(TYPED_LOADERS, TYPED)
 def test_no_transform_makes_trimmed_rows_of_heterogeneous_graphs_wrong(loader, transform):
     torch.manual_seed(0)

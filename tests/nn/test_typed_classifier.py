@@ -95,6 +95,7 @@ def test_a_target_needs_types():
         NodeClassifier(torch.nn.Identity(), 2, target="paper").training_step(batch, 0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("negatives", ["binary", "triplet"])
 @pytest.mark.parametrize("name", [CITES, WRITES])
 def test_links_of_a_type(name, negatives, tmp_path):

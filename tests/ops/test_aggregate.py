@@ -101,6 +101,7 @@ def test_result_and_gradients_are_those_of_a_dense_float64_aggregation(problem, 
         assert not any(got.any() for got in grads)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_any_number_of_columns(storage, dtype):
     edge_index, graph = hub_graph(settings=PlanSettings(num_workers=4))
@@ -126,6 +127,7 @@ def test_any_shape_of_heads(storage, heads):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduce", REDUCES)
 def test_the_same_bits_for_any_number_of_workers(storage, reduce, dtype):

@@ -44,6 +44,7 @@ def test_rows_are_widened_added_up_in_float32_and_rounded_once(problem):
         assert_same(got, want.to(BF16))
 
 
+@pytest.mark.medium
 @given(problems())
 @settings(max_examples=100, deadline=None)
 def test_weights_of_float32_make_float32_of_rows_that_are_read_as_they_are(problem):

@@ -139,6 +139,7 @@ def test_what_is_empty(shape):
     assert not weight.grad.any()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 def test_second_derivatives(first, reduce):

@@ -125,6 +125,7 @@ def test_any_number_of_threads_gives_the_same_bits(kind):
         assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives(kind):
     _, edge_index = hub_batch()

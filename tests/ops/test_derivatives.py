@@ -182,6 +182,7 @@ def test_a_graph_made_in_inference_mode_serves_training(reduce):
     edge_softmax(graph, x[:, :, 0], x[:, :, 1]).pow(2).sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "ascend_twin"])
 def test_a_gradient_penalty_on_other_backends(backend):
     edge_index, graph = make_small()

@@ -112,6 +112,7 @@ RELATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize("then", [None, ReluDropout(0.3, 5)])
 def test_first_and_second_derivatives(mean, then):

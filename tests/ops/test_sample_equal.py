@@ -59,6 +59,7 @@ def assert_no_future_edges(graph, found, options):
                 assert bool((time > limit - options["time_window"]).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["table", "hash"])
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=120, deadline=None)

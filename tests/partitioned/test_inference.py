@@ -185,6 +185,7 @@ def check_links(name, data, folder, ranks=1, rank=0, strategy="auto"):
     return scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", PLAIN)
 def test_all_parts_on_one_rank(folder, name, weighted):
@@ -192,6 +193,7 @@ def test_all_parts_on_one_rank(folder, name, weighted):
     check_nodes(name, make_plain(weighted), folder / str(weighted), inference=FullInference(memory_limit=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPED)
 def test_types_and_their_links_on_one_rank(tmp_path, name):
     data = make_typed()
@@ -200,6 +202,7 @@ def test_types_and_their_links_on_one_rank(tmp_path, name):
     check_links(name, data, folder)
 
 
+@pytest.mark.medium
 @settings(max_examples=20)
 @given(
     st.sampled_from(sorted(TYPED)), st.integers(0, 2**20), st.integers(1, 20), st.integers(1, 12), st.integers(0, 5),
@@ -342,6 +345,7 @@ def without_features(data):
     return data
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_what_cannot_work_with_types_is_refused_before_training(tmp_path, make, message):
     data = make_typed()

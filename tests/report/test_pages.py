@@ -44,6 +44,7 @@ def read_page(folder, name="report.html"):
     return page
 
 
+@pytest.mark.medium
 def test_runs_are_found_with_what_they_were_told_and_what_came_out(ran):
     runs = {run.folder.name: run for run in find_runs([ran, ran / "day"])}
     states = {name: run.state for name, run in runs.items()}
@@ -90,6 +91,7 @@ def test_the_command_of_a_page_repeats_the_run(ran, tmp_path):
     assert metrics_of(tmp_path)["test_loss"] == metrics_of(ran / "day/done")["test_loss"]
 
 
+@pytest.mark.medium
 def test_whatever_is_in_the_files_is_text(ran, tmp_path):
     write_run_page(ran / "day/failed")
     page = read_page(ran / "day/failed")

@@ -53,6 +53,7 @@ def parts(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", MODULES)
 def test_every_data_module_takes_the_options_of_its_loaders(name, parts):
     kind = getattr(lightning_gnn, name)

@@ -105,6 +105,7 @@ def test_a_stall_shows_where_the_threads_are():
     assert pipeline.close() == []
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_with_an_iterator_left():
     code = """
 import time

@@ -72,6 +72,7 @@ def assert_equals_manual_precision(make_module, make_data, precision):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "model", "precision"),
     [
@@ -92,6 +93,7 @@ def test_each_data_module_trains_each_model_as_by_hand(data, model, precision):
     assert_equals_manual_precision(make, DATA_MODULES[data], precision)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("model", "precision"),
     [*((model, "64-true") for model in TYPED_MODELS), ("RGCN", "bf16-true"), ("HeteroGraphSAGE", "16-true")],

@@ -107,6 +107,7 @@ def test_graphs_with_types(looked_up):
         del looked_up[:]
 
 
+@pytest.mark.medium
 def test_a_compiled_model_reads_a_mini_batch_alike():
     def model(batch):
         return batch.x[batch.edge_index[0]].sum(0)

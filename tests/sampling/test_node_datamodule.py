@@ -89,6 +89,7 @@ def test_fit_test_and_predict():
     assert predicted.tolist() == list(range(400))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_epochs_differ_and_runs_repeat(num_workers):
     histories = []
@@ -105,6 +106,7 @@ def test_epochs_differ_and_runs_repeat(num_workers):
     assert histories[0][0][1:3] != histories[0][half][1:3]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_resuming_in_mid_epoch_is_bit_exact(tmp_path, accumulate):
     def run(**kwargs):

@@ -64,6 +64,7 @@ def replace_table(loader, blocks):
     return table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("options", [{}, {"lookahead": 0}, {"lookahead": 2}, {"lookahead": "20kB"}, {"store": True}])
 def test_mini_batches_equal_those_from_memory(folder, workers, options):
@@ -116,6 +117,7 @@ def test_features_may_lie_in_the_store_alone(folder):
     assert "x" not in data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_store_with_other_numbers_than_the_graph_is_refused(folder, tmp_path, dtype, mmap):
@@ -211,6 +213,7 @@ def train_state(data, epochs=2, resume=None, root=None, **options):
     return module, trainer
 
 
+@pytest.mark.medium
 def test_training_validation_between_and_resuming(folder, tmp_path):
     data = load_folder(folder)
     expected, _ = train_state(data)
@@ -325,6 +328,7 @@ def count_announced(monkeypatch):
     return announced
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", [NeighborDataModule, CollectiveDataModule])
 @pytest.mark.parametrize("between", ["nothing", "another loader", "a part of an epoch", "a leap"])
 def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_between(

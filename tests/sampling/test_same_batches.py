@@ -119,6 +119,7 @@ class Numbered:
         return self.sampler.sample_from_edges(inputs, neg_sampling, key=next(self.keys))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_mini_batches_are_what_pygs_loaders_make_of_the_samples(case):
     data = GRAPHS[CASES[case][0]]()
@@ -172,6 +173,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "case"), PAIRS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_kind_of_mini_batch(way, case, folder):
@@ -204,6 +206,7 @@ def test_every_kind_of_mini_batch(way, case, folder):
 OF_MEMORY = [pytest.param(way, marks=with_kernels if way in ON_KERNELS else []) for way in WAYS if "disk" not in way]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", OF_MEMORY)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @settings(max_examples=30, deadline=None)

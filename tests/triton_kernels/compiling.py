@@ -1,6 +1,6 @@
-"""Shared code of the scripts ``compile_*.py``, run in one process because imports take as long as compilation.
+"""Shared code of the scripts ``compile_*.py``.
 
-Run as ``python -m tests.triton_kernels.compiling FOLDER SLICE``: writes the results of each script to the folder.
+Run as ``python -m tests.triton_kernels.compiling SCRIPT FOLDER SLICE``: writes the results of a script to the folder.
 """
 
 import importlib
@@ -15,7 +15,6 @@ from triton.compiler import ASTSource
 from benchmarks.gpu.kernel_usage import usage as usage
 
 GENERATIONS = (80, 90)
-SCRIPTS = ("compile_aggregate", "compile_aggregate_update", "compile_gather", "compile_sample")
 
 
 def list_targets(variants, number="all"):
@@ -36,10 +35,9 @@ def compile_kernel(kernel, kind, constants, pointers, capability, **options):
 
 
 def main():
-    folder, number = sys.argv[1:]
-    for name in SCRIPTS:
-        rows = importlib.import_module(f"tests.triton_kernels.{name}").generate_rows(number)
-        (Path(folder) / f"{name}.json").write_text(json.dumps(list(rows)))
+    script, folder, number = sys.argv[1:]
+    rows = importlib.import_module(f"tests.triton_kernels.{script}").generate_rows(number)
+    (Path(folder) / f"{script}.json").write_text(json.dumps(list(rows)))
 
 
 if __name__ == "__main__":

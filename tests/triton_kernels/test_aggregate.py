@@ -82,6 +82,7 @@ dtypes = st.sampled_from(list(TOLERANCE))
 shapes = st.sampled_from([(1, 1), (1, 7), (1, 130), (3, 5), (8, 8), (2, 40)])
 
 
+@pytest.mark.medium
 @settings(max_examples=25)
 @given(matrices(), shapes, dtypes, st.booleans(), st.sampled_from(["sum", "mean"]))
 def test_sums_equal_the_reference(matrix, shape, dtype, weighted, reduce):
@@ -90,6 +91,7 @@ def test_sums_equal_the_reference(matrix, shape, dtype, weighted, reduce):
     check("aggregate", matrix, x, weight, reduce, dtype=dtype)
 
 
+@pytest.mark.medium
 @settings(max_examples=12)
 @given(matrices(), shapes, st.sampled_from([torch.float32, torch.float64]), st.booleans(), st.booleans())
 def test_maxima_and_their_gradients_equal_the_reference(matrix, shape, dtype, weighted, special):

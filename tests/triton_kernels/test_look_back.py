@@ -52,6 +52,7 @@ def run_before_kernel(totals, tile):
     return out.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 2, WINDOW.value, WINDOW.value + 1, 2 * WINDOW.value + 5])
 @pytest.mark.parametrize("every", [1, 3, 50, 1000])
 def test_own_findings_and_sums_add_up(number, every):

@@ -61,6 +61,7 @@ def test_equals_reference_for_every_kind_of_fanout(fanouts, mode):
         assert_equal_to_reference(sampler, graph, [5, 5, 0], fanouts, key=99, replace=True)
 
 
+@pytest.mark.slow
 @campaign
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_reference_on_random_cases(mode, number):
@@ -95,6 +96,7 @@ def test_long_path_with_one_seed_keeps_every_program_waiting(mode):
     )
 
 
+@pytest.mark.medium
 def test_equals_numba_on_a_larger_graph():
     indptr, indices = draw_graph(800, 6000, seed=3, hub=0.01)
     graph = CSCGraph.from_csc(torch.tensor(indptr), torch.tensor(indices, dtype=torch.int32))
@@ -147,6 +149,7 @@ def test_one_host_synchronisation_per_batch(mode, monkeypatch):
     assert len(reads) == 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mode", ["fused", "persistent"])
 def test_words_are_cleared_when_the_stamps_run_out(mode):
     graph = GRAPHS["random"]
