@@ -141,11 +141,7 @@ def test_both_ways_to_prepare_train_the_same(script):
     ("given", "score", "least"),
     [
         ("node_classification.py --epochs 6", r"test_acc\s*│?\s*(\d\.\d+)", 0.3),
-        (
-            "full_graph.py --num-nodes 5000 --epochs 20",
-            r"racy (\S+)",
-            0.8,
-        ),
+        ("full_graph.py --num-nodes 5000 --epochs 20", r"racy (\S+)", 0.8),
         ("tables.py --customers 1500", r"(\d\.\d+)(?s:.*?)(\d\.\d+)", 0.05),
     ],
     ids=["mini-batches", "full graph", "tables"],

@@ -88,8 +88,7 @@ def test_the_command_runs_in_another_directory(wheel, tmp_path):
     # Dependencies come from the test environment; only the wheel itself is installed.
     site = subprocess.check_output([python, "-c", "import site; print(site.getsitepackages()[0])"], text=True).strip()
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, str(wheel)],
-        check=True,
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, str(wheel)], check=True
     )
     dependencies = [path for path in sys.path if path.endswith("site-packages")]
     Path(site, "dependencies.pth").write_text("\n".join(dependencies))

@@ -163,11 +163,9 @@ def test_stores_give_the_mini_batches_of_data(layout, time_attr):
             order = (col if layout == "csc" else row).sort(stable=True).indices
             row, col = row[order], col[order]
         data[name].edge_index = torch.stack([row, col])
-        stored = {
-            "coo": (row, col),
-            "csc": (row, index2ptr(col, ends[1])),
-            "csr": (index2ptr(row, ends[0]), col),
-        }[layout]
+        stored = {"coo": (row, col), "csc": (row, index2ptr(col, ends[1])), "csr": (index2ptr(row, ends[0]), col)}[
+            layout
+        ]
         topology.put_edge_index(stored, edge_type=name, layout=layout, size=ends)
     epochs = []
     for graph in (data, (features, topology)):

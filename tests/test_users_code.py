@@ -11,12 +11,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, RandomSampler
 from torch_geometric.nn import GraphSAGE
 
-from lightning_gnn import (
-    CollectiveDataModule,
-    HyScaleStrategy,
-    NeighborDataModule,
-    PersistentSamplerDataModule,
-)
+from lightning_gnn import CollectiveDataModule, HyScaleStrategy, NeighborDataModule, PersistentSamplerDataModule
 from tests.batching_data import small_data
 from tests.full_graph.launch import run
 from tests.sampling.test_node_datamodule import Model, make_trainer

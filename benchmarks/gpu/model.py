@@ -256,8 +256,9 @@ def page(result: dict[str, Any]) -> str:
     return (
         "Expected, not measured: all bytes at the published bandwidth of the memory, "
         f"{BARRIER_US:g} us a barrier, {LAUNCH_US:g} us a launch, {SYNC_US:g} us a wait of the host.\n\n"
-        f"{roofline_table(few)}\n\nOf this, what other ways save (+) or cost (-) by the same assumptions; the first is "
-        f"built, and its share is of what there was before:\n\n{judged_table(few)}\n\n"
+        f"{roofline_table(few)}\n\nTime saved (+) or lost (-) by four other designs, under the same assumptions. "
+        '"One pass" is built; its saving is relative to\nthe design before it.\n\n'
+        f"{judged_table(few)}\n\n"
         f"Compiled with Triton {result['triton']}, four warps a program:\n\n"
         f"{kernel_table(result['kernels'])}"
     )

@@ -13,10 +13,7 @@ from tests.ascend_ops import run_kernels as run
 from tests.ascend_ops.chunk_arrays import build_chunks
 from tests.ascend_ops.test_kernels import aggregate_exactly, assert_close
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None, reason="the twin needs g++"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="the twin needs g++"), pytest.mark.slow]
 
 # line of the kernel -> its replacement, and the rules that may detect it; "" is a wrong result
 UPDATE = {

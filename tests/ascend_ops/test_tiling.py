@@ -173,12 +173,7 @@ def test_row_tables_hold_every_entry_once(case, groups, members, columns, heads,
     chunks = draw_chunks(seed, num_vertices, num_edges, num_chunks, most_entries=most, shuffled=shuffled)
     ranges = chunks.even_ranges(members) if by_plan else None
     tables = tiling.row_tables(
-        chunks.tables,
-        chunk_ranges=ranges,
-        num_members=members,
-        num_groups=groups,
-        num_columns=columns,
-        heads=heads,
+        chunks.tables, chunk_ranges=ranges, num_members=members, num_groups=groups, num_columns=columns, heads=heads
     )
     target = np.full(num_edges, -1)
     for vertex, begin, end, _ in tables.vertices:

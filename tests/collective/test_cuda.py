@@ -17,10 +17,7 @@ from tests.gpu_sampling.test_datamodule import assert_same_content
 from tests.sampling.test_node_datamodule import Model, make_trainer
 from tests.sampling.test_typed import collect_contents, typed_data
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SIZES = {"num_neighbors": [10, 5], "batch_size": 256, "seed": 3}
 COLLECTIVE = CollectivePlan("collective", 4, 3)
 PLANS = [COLLECTIVE, CollectivePlan("cpu", 1, 4), CollectivePlan("gpu", 1, 0)]

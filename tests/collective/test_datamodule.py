@@ -10,9 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_gnn.collective.datamodule import (
-    CollectiveDataModule,
-)
+from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.collective.workers import THREAD_NAME
@@ -22,6 +20,8 @@ from tests.full_graph import launch
 from tests.gpu_sampling.test_datamodule import DEVICE, assert_same_content
 from tests.patience import PATIENCE
 from tests.sampling.test_node_datamodule import Model, make_trainer
+
+pytestmark = pytest.mark.medium
 
 SIZES = {"num_neighbors": [4, 3], "batch_size": 16, "seed": 3}
 COLLECTIVE = CollectivePlan("collective", 2, 3)
@@ -65,7 +65,6 @@ def select_messages(warned, text):
     return [str(warning.message) for warning in warned if text in str(warning.message)]
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: getattr(plan, "mode", plan))
 def test_training_is_that_of_the_neighbor_datamodule_bit_for_bit(plan):
     expected = fit_model(NeighborDataModule(small_data(), **SIZES))
@@ -121,7 +120,6 @@ def test_lightnings_options_work_and_leave_nothing_behind(options):
     assert all(batching.ring.num_slots == 0 for batching in data._batchings)
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("plan", ["auto", COLLECTIVE])
 def test_fitting_twice_and_testing(plan):
     data = make_datamodule(plan)
@@ -179,7 +177,6 @@ def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
     assert all(batching.ring.num_slots == 0 for batching in data._batchings)
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("plan", ["auto", COLLECTIVE])
 def test_resuming_in_mid_epoch_is_bit_exact(tmp_path, plan):
     def run(folder, **kwargs):
@@ -221,7 +218,6 @@ def test_options_that_saved_configurations_still_have_are_warned_of():
 # -- machines
 
 
-@pytest.mark.medium
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("num_workers", [None, 0, 2])
 def test_without_a_gpu_it_says_so_once_and_is_the_plain_pipeline(num_workers):

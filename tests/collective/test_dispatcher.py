@@ -12,6 +12,8 @@ from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import draw_durations, simulate_dual_buffer
 from tests.campaigns import campaign, one_slice
 
+pytestmark = pytest.mark.medium
+
 
 def make_stage_times(cpu, dma, gpu, model, workers=1):
     """Return stage times with ``cpu`` seconds for all workers together."""
@@ -123,7 +125,6 @@ def test_no_other_plan_is_much_better():
                 assert chosen <= 1.08 * seconds(plan), (case, times, num_batches, plan)
 
 
-@pytest.mark.medium
 def test_a_gain_within_the_noise_is_no_reason_for_both():
     """The CPU alone is optimal except for one mini-batch at the beginning; durations vary by half."""
     times = StageTimes(
@@ -132,7 +133,6 @@ def test_a_gain_within_the_noise_is_no_reason_for_both():
     assert Dispatcher(times, num_batches=400).plan().mode == "cpu"
 
 
-@pytest.mark.medium
 def test_transfers_that_are_longer_than_a_training_step_are_hidden_by_turns():
     """Fifteen workers whose mini-batches take 17 ms to transfer, while training takes 10 ms."""
     seconds = (0.0345, 0.0171, 0.004, 0.0056, 0.01)
@@ -161,7 +161,6 @@ def test_nonsense_is_refused():
             Dispatcher(times, size, num_batches=number)
 
 
-@pytest.mark.medium
 def test_long_epochs_are_planned_by_a_part_of_them():
     times = make_stage_times(2.0, 0.1, 1.0, 0.4, 4)
     parts = Dispatcher(times, num_batches=SIMULATED_BATCHES + 1).plan()

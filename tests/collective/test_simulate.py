@@ -23,11 +23,7 @@ def make_stage_times(cpu, dma, gpu, uva, model, workers=1):
 def draw_plan(source):
     mode = source.choice(["collective", "collective", "cpu", "gpu"])
     return CollectivePlan(
-        mode,
-        source.randrange(1, 7),
-        source.randrange(1, 9),
-        lead=source.randrange(20),
-        row=source.randrange(6),
+        mode, source.randrange(1, 7), source.randrange(1, 9), lead=source.randrange(20), row=source.randrange(6)
     )
 
 

@@ -30,8 +30,7 @@ def train_in_groups(rank, num_ranks, numbers, models, logs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_ranks", "numbers", "models", "logs"),
-    [(2, [1, "auto"], ALL, True), (3, [1, 3], ALL, False)],
+    ("num_ranks", "numbers", "models", "logs"), [(2, [1, "auto"], ALL, True), (3, [1, 3], ALL, False)]
 )
 def test_every_number_of_groups_trains_like_one_process(num_ranks, numbers, models, logs):
     alone = train(1, module=SideBySide(models, logs=logs), **EPOCHS)

@@ -72,10 +72,7 @@ def test_bad_input_is_named():
         plan_devices(3, 1, [1], 0)
 
 
-@given(
-    kinds=st.lists(st.integers(0, 3), min_size=1, max_size=60),
-    num_ranks=st.integers(1, 6),
-)
+@given(kinds=st.lists(st.integers(0, 3), min_size=1, max_size=60), num_ranks=st.integers(1, 6))
 def test_every_rank_owns_its_share_of_every_split(kinds, num_ranks):
     kinds = torch.tensor(kinds)
     splits = {name: kinds == kind for kind, name in enumerate(("train", "val", "test"))}

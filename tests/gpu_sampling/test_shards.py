@@ -32,11 +32,7 @@ def test_every_row_is_dealt_to_one_place(num_rows, num_shards, shift):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "kinds"),
-    [
-        (2, ["features", "types", "links"]),
-        (2, ["topology", "bulk", "quantised"]),
-        (3, ["both", "all neighbours"]),
-    ],
+    [(2, ["features", "types", "links"]), (2, ["topology", "bulk", "quantised"]), (3, ["both", "all neighbours"])],
 )
 def test_rows_that_are_read_where_they_lie_are_those_of_the_cpu(tmp_path, num_ranks, kinds):
     outcomes = run(shard_rank.compare_batches, num_ranks, str(tmp_path), kinds)

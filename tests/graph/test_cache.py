@@ -9,14 +9,7 @@ from torch_geometric.sampler import NodeSamplerInput
 
 from lightning_gnn.datasets.synthetic import power_law_graph
 from lightning_gnn.features import FeatureTable
-from lightning_gnn.features.hot_cache import (
-    SECTOR_BYTES,
-    Cacheable,
-    CacheOrder,
-    RowCache,
-    hottest_of_types,
-    row_cost,
-)
+from lightning_gnn.features.hot_cache import SECTOR_BYTES, Cacheable, CacheOrder, RowCache, hottest_of_types, row_cost
 from lightning_gnn.gpu_sampling.access_counts import count_reads
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import batch_key, sample_neighbors

@@ -168,7 +168,7 @@ def test_what_is_gone_says_what_to_use(name):
     graph = CompressedGraph.from_edge_index(torch.tensor([[0], [1]]), 2)
     with pytest.raises(AttributeError, match=r"redundancy was removed: .*graph\.chunked\(\)"):
         graph.redundancy()
-    with pytest.raises(AttributeError, match=r"save was removed: save the CSCGraph"):
+    with pytest.raises(AttributeError, match=r"save was removed: save its CSCGraph"):
         graph.save("folder")
     with pytest.raises(AttributeError, match="no attribute 'rows'"):
         _ = graph.rows

@@ -294,10 +294,7 @@ def _convert_until_killed(rank, step, *arguments):
     convert_tables(*arguments)
 
 
-STEPS = {
-    "indices": (convert, "index_dtype", 1, False),
-    "checking": (convert, "load_folder", 0, True),
-}
+STEPS = {"indices": (convert, "index_dtype", 1, False), "checking": (convert, "load_folder", 0, True)}
 """Where the conversion of two node types is killed: before or after the n-th call of a function."""
 
 

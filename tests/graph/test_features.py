@@ -106,10 +106,7 @@ def test_autograd_keeps_a_buffer_alive():
 
 
 @given(
-    st.integers(0, 12),
-    st.integers(0, 9),
-    st.sampled_from([1e-44, 1e-38, 1e-20, 1.0, 3e4, 3e38]),
-    st.integers(0, 2**32),
+    st.integers(0, 12), st.integers(0, 9), st.sampled_from([1e-44, 1e-38, 1e-20, 1.0, 3e4, 3e38]), st.integers(0, 2**32)
 )
 def test_quantised_features_are_within_half_a_scale(rows, columns, size, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -132,10 +132,7 @@ RELATIONS = st.text("abAB/_.# %", min_size=1, max_size=5).filter(lambda name: na
 
 
 @settings(max_examples=20)
-@given(
-    st.lists(st.tuples(st.integers(0, 5), RELATIONS, st.integers(0, 5)), min_size=1, max_size=12),
-    st.booleans(),
-)
+@given(st.lists(st.tuples(st.integers(0, 5), RELATIONS, st.integers(0, 5)), min_size=1, max_size=12), st.booleans())
 def test_triples_have_a_type_of_edges_for_each_relation(tmp_path_factory, triples, named):
     folder = tmp_path_factory.mktemp("triples")
     triples = [(f"/m/{s}", f"r{relation}r", f"/m/{t}") for s, relation, t in triples]

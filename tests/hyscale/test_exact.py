@@ -18,6 +18,8 @@ from tests.campaigns import cases_of
 from tests.full_graph.launch import run
 from tests.hyscale.training import Plain, copy_state, fit, make_data, make_hybrid
 
+pytestmark = pytest.mark.medium
+
 
 class Switch(Plain):
     """Sets an attribute of a submodule in a hook, and counts in an attribute."""
@@ -229,7 +231,6 @@ def compare(found, expected, tolerance=1e-12):
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, equal_nan=True, msg=why)
 
 
-@pytest.mark.medium
 @pytest.mark.campaign
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", KINDS)
@@ -266,7 +267,6 @@ def run_with_options(session, num_ranks):
     return run(train_some, num_ranks, num_ranks, [name for name in names if OPTIONS[name][0] == num_ranks])
 
 
-@pytest.mark.medium
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", OPTIONS)
 def test_with_any_options_of_the_strategy(name, request):
@@ -389,7 +389,6 @@ def run_others():
     return run(train_others, 2)
 
 
-@pytest.mark.medium
 def test_recomputed_activations_see_the_same_dropout():
     for recomputed, *_ in run_others():
         compare(recomputed[1], recomputed[0], 1e-14)

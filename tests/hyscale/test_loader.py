@@ -482,11 +482,7 @@ def iterate_shares(rank, kinds, **options):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(
-    ("num_ranks", "options"),
-    [(2, {}), (3, {}), (2, {"num_workers": 2})],
-    ids=str,
-)
+@pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (3, {}), (2, {"num_workers": 2})], ids=str)
 def test_any_loader_whose_mini_batches_are_made_of_positions(num_ranks, options):
     kinds = KINDS if not options else ["neighbor imbalanced", "link", "heterogeneous", "graphs weighted"]
     results = launch.run(run_shares, num_ranks, kinds, options)

@@ -42,11 +42,7 @@ class Weighted(Plain):
 
 
 KINDS = ("class weights", "ignored", "labelled", "sum", "mean")
-OPTIONS = {
-    "plain": {},
-    "accumulated": {"accumulate_grad_batches": 2},
-    "clipped": {"gradient_clip_val": 0.1},
-}
+OPTIONS = {"plain": {}, "accumulated": {"accumulate_grad_batches": 2}, "clipped": {"gradient_clip_val": 0.1}}
 BY_NAME = {f"{kind}, {name}": (kind, options) for kind in KINDS for name, options in OPTIONS.items()}
 
 

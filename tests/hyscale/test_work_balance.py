@@ -48,14 +48,7 @@ def make_row(seeds, seconds, there=-1.0):
     """Return the row of a rank that needs these seconds per seed in each of its stages."""
     if seeds == 0:
         return [0.0, there, *[-1.0] * 4, 0.0]
-    return [
-        float(seeds),
-        there,
-        *[seeds * seconds / 10] * 2,
-        seeds * seconds / 20,
-        -1.0,
-        seeds * seconds,
-    ]
+    return [float(seeds), there, *[seeds * seconds / 10] * 2, seeds * seconds / 20, -1.0, seeds * seconds]
 
 
 def train(ranks, iterations, ahead, depths, seconds, sizes=lambda number: TOTAL, begin=0):

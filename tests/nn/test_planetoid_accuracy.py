@@ -16,10 +16,7 @@ from tests.nn.quiet import trainer
 
 RAW = Path(__file__).parents[2].parent / "shared" / "data" / "planetoid"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not RAW.is_dir(), reason=f"no Planetoid files at {RAW}"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not RAW.is_dir(), reason=f"no Planetoid files at {RAW}")]
 
 # The GCN paper reports 81.5 and 70.3 %, the GAT paper 83.0 and 72.5 % after more epochs. Here, training uses few
 # epochs and no input dropout, to save time. Single GAT runs on Cora range from 80 to 83 %; 64 runs on CiteSeer, half

@@ -68,10 +68,7 @@ def graph() -> tuple[Tensor, Tensor]:
 
 
 def list_hop_sizes(batch: Data) -> dict[str, list[int]]:
-    return {
-        "num_sampled_nodes_per_hop": batch.num_sampled_nodes,
-        "num_sampled_edges_per_hop": batch.num_sampled_edges,
-    }
+    return {"num_sampled_nodes_per_hop": batch.num_sampled_nodes, "num_sampled_edges_per_hop": batch.num_sampled_edges}
 
 
 @pytest.mark.parametrize(

@@ -132,4 +132,4 @@ def test_other_numbers_of_ranks_train_as_one(folder, tmp_path_factory):
 def test_a_run_that_is_not_elastic_says_so(folder):
     run(_train, 1, 1, folder, 8, 2, False)
     errors = observe(_train, 2, 2, folder, 8, -1, True, {"elastic": False}, nodes=2).errors
-    assert all("within an epoch of 1 ranks, and there are 2: elastic=True" in error for error in errors)
+    assert all("within an epoch of 1 ranks, but there are 2: elastic=True" in error for error in errors)

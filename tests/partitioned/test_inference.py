@@ -299,10 +299,7 @@ def one_rank():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (
-            lambda: GCN(**SIZES, jk="cat"),
-            r"runs layer by layer, which GCN does not support: use GCN, .* or 'last'",
-        ),
+        (lambda: GCN(**SIZES, jk="cat"), r"runs layer by layer, which GCN does not support: use GCN, .* or 'last'"),
         (lambda: GCN(**SIZES, norm="GraphNorm"), "GraphNorm averages over all nodes, but no rank has all outputs"),
     ],
     ids=["jk", "norm"],

@@ -44,12 +44,7 @@ def four_parts(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "topology", "order", "cache"),
-    [
-        (4, "parts", "global", 0),
-        (2, "parts", "local", "1kB"),
-        (3, "whole", "global", "400B"),
-        (8, "parts", "local", 0),
-    ],
+    [(4, "parts", "global", 0), (2, "parts", "local", "1kB"), (3, "whole", "global", "400B"), (8, "parts", "local", 0)],
 )
 def test_several_ranks(four_parts, ranks, topology, order, cache):
     # With four parts, two or three ranks load several, and eight ranks share them.

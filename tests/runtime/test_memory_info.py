@@ -68,7 +68,7 @@ def test_page_cache_counts_as_free_and_within_a_container_the_root_is_the_own_gr
 def test_plans_of_memory_keep_to_the_limit(limited):
     limited("job/step", 8 * GB, 0)
     assert FullInference().limit_on(torch.device("cpu")) <= 8 * GB
-    with pytest.raises(ValueError, match="of 8 GB here"):
+    with pytest.raises(ValueError, match="this machine's 8 GB"):
         csc.CSCGraph.from_edge_index(torch.tensor([[0], [1]]), num_nodes=2 * GB)
 
 

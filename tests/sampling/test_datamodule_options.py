@@ -104,7 +104,7 @@ MISTAKES = {
         ({"sampler": "labour"}, ValueError, "unknown sampler 'labour'; choose one of uniform, labor"),
         ({"batch_dependency": 2}, ValueError, "need sampler='labor'"),
         ({"time_window": 4}, ValueError, "time_window needs time_attr"),
-        ({"sampler": "labor", "eval_loader_kwargs": {"replace": True}}, ValueError, "no LABOR sampling with replace"),
+        ({"sampler": "labor", "eval_loader_kwargs": {"replace": True}}, ValueError, "LABOR does not support replace"),
         ({"subgraph_type": "induced", "eval_loader_kwargs": {"disjoint": True}}, ValueError, "needs subgraph_type"),
         ({"eval_loader_kwargs": {"sampler": "labor"}}, TypeError, "sampler must yield indices into the seeds"),
         ({"data": alter(time=torch.arange(400)), "time_attr": "time", "inference": "full"}, ValueError,
@@ -144,7 +144,7 @@ MISTAKES = {
     ],
     (PersistentSamplerDataModule,): [
         ({"mode": "foo"}, ValueError, "mode='foo' is unknown; use one of fused, persistent"),
-        ({"device": "foo"}, ValueError, "device='foo' is none"),
+        ({"device": "foo"}, ValueError, "invalid device 'foo'"),
         ({"cache_rows": "3"}, ValueError, "cache_rows must be a whole number, but is '3'"),
         ({"quantize": "no"}, ValueError, "quantize must be True or False, but is 'no'"),
     ],
@@ -201,11 +201,7 @@ def test_evaluation_of_links_may_sample_otherwise_as_in_pyg(change):
         options["neg_sampling"] = NegativeSampling("binary", options.pop("neg_sampling_ratio"))
     of_sampler = {key: options[key] for key in ("num_neighbors", "replace", "disjoint") if key in options}
     theirs = LinkLoader(
-        data,
-        Fixed(data, **of_sampler),
-        edge_label_index=EDGES,
-        neg_sampling=options["neg_sampling"],
-        batch_size=16,
+        data, Fixed(data, **of_sampler), edge_label_index=EDGES, neg_sampling=options["neg_sampling"], batch_size=16
     )
     assert_same_batches(module.val_dataloader(), theirs)
     assert next(iter(module.train_dataloader())).edge_label.numel() == 32
@@ -316,7 +312,7 @@ def test_masks_of_several_splits_matter_only_where_they_are_used():
     data = small_data()
     one = data.train_mask
     data.train_mask = torch.stack([one] * 10, dim=1)
-    with pytest.raises(ValueError, match=r"choose one of its columns, as in data.train_mask\[:, 0\]"):
+    with pytest.raises(ValueError, match=r"select one column, such as data.train_mask\[:, 0\]"):
         build(NeighborDataModule, data)
     module = build(NeighborDataModule, data, input_train_nodes=one)
     assert next(iter(module.train_dataloader())).train_mask.size(1) == 10

@@ -331,11 +331,7 @@ def train_three_steps(loader, name):
 
 @pytest.mark.parametrize(
     ("make", "name", "options"),
-    [
-        (NodeLoader, "x", {}),
-        (note(NodeLoader), "sums", {}),
-        (note(NodeLoader), "sums", {"thread_safe": True}),
-    ],
+    [(NodeLoader, "x", {}), (note(NodeLoader), "sums", {}), (note(NodeLoader), "sums", {"thread_safe": True})],
     ids=["plain", "own filter_fn", "own filter_fn, thread-safe"],
 )
 def test_rows_are_those_after_the_step_before(make, name, options):

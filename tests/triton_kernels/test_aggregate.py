@@ -176,8 +176,8 @@ def test_feature_slices_are_read_in_place():
     matrix = make_square_matrix()
     table = draw_normal(70, 2, 24, dtype=torch.float32).to(DEVICE)
     part = table[:, :1, 4:20]
-    assert aggregate_triton._rows(part) is part
-    assert aggregate_triton._rows(table[:, :, 4:20]).is_contiguous()
+    assert aggregate_triton._pack_rows(part) is part
+    assert aggregate_triton._pack_rows(table[:, :, 4:20]).is_contiguous()
     ours, _ = aggregate_triton.aggregate(matrix, part, None, "mean")
     wanted, _ = aggregate_triton.aggregate(matrix, part.clone(), None, "mean")
     assert torch.equal(ours, wanted)

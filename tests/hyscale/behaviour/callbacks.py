@@ -1,10 +1,7 @@
 """Lightning's callbacks: early stopping and weight averaging."""
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import (
-    EarlyStopping,
-    EMAWeightAveraging,
-)
+from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging
 
 from tests.hyscale.behaviour.task import Task, scenario
 

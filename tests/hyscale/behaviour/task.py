@@ -151,10 +151,7 @@ class Run:
             "default_root_dir": self.folder,
             "num_sanity_val_steps": 0,
             "log_every_n_steps": 1,
-            **dict.fromkeys(
-                ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
-                False,
-            ),
+            **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
         }
         return pl.Trainer(**{**defaults, **options})
 
