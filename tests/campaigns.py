@@ -2,7 +2,7 @@
 
 ``make test`` takes the slice that the commit's hash selects, ``make test-all`` takes all. ``@pytest.mark.campaign`` on
 a parametrized test distributes its cases over the slices, at least one for each. Tests marked slow are distributed
-separately: one without parameters is in one slice of the ten, so a slice may have none of a slow test's cases.
+separately: one without parameters is in one slice of the twelve, so a slice may have none of a slow test's cases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zlib import crc32
 import hypothesis
 import pytest
 
-SLICES = 10
+SLICES = 12
 T = TypeVar("T")
 _PLACE = pytest.StashKey[tuple[int, int, int]]()
 """Index among the cases of a test, number of cases, and a hash of the test."""
@@ -59,7 +59,7 @@ def cases_of(session, test):
 
 
 def one_slice(cases, number):
-    """Return a slice's share of the cases: every tenth, because adjacent cases are similar."""
+    """Return a slice's share of the cases: every twelfth, because adjacent cases are similar."""
     return cases[number::SLICES]
 
 

@@ -75,7 +75,7 @@ def test_what_cannot_be_kept_is_told_at_once(kind, data, change, dtype, error, m
     refuses(error, message, build, kind, data, feature_dtype=dtype)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("kind", [NeighborDataModule, FullGraphDataModule])
 @pytest.mark.parametrize("model", [GraphSAGE, GCN, GAT])

@@ -100,7 +100,7 @@ def test_what_pyg_makes_of_samples_of_the_gpu_is_what_it_makes_of_the_cpus(kind)
     assert_same_batches(*found)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("persistent", "filter_per_worker"), [(False, True), (True, False)])
 def test_worker_processes_draw_anew_and_follow_the_seed(persistent, filter_per_worker):
     data = small_data()

@@ -89,6 +89,7 @@ class _PartitionedMixin(MiniBatchDataModule):
         self.partition = Partition(root)
         if (full := inference_settings(kwargs.get("inference"))) is not None:
             PartitionedInference.of(full)
+            self.needs_all_ranks = True
         self.topology, self.order = topology, order
         self.cache, self.count_batches, self.silence = memory_bytes(cache, "cache"), count_batches, float(silence)
         self.connection = Connection()

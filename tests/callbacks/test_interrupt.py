@@ -68,6 +68,7 @@ def test_interrupted_in_validation(tmp_path, whole, step):
     assert metrics_of(whole())["test_acc"] == metrics_of(tmp_path / "resumed")["test_acc"]
 
 
+@pytest.mark.slow
 def test_message_and_command_to_resume(tmp_path, capfd):
     assert lgnn(tmp_path / "a dir", *signal_at(2, signal.SIGTERM)) == 143
     shown = capfd.readouterr().err

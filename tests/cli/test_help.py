@@ -91,6 +91,7 @@ def test_the_tab_key_completes(installed, typed, offered):
     assert ended.stderr == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [

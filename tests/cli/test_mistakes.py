@@ -15,7 +15,7 @@ from tests.refusals import refuses
 BARE = ["torch_threads=1", "trainer.enable_progress_bar=false"]
 COMPOSED = {
     "strategy=hyscal": "Could not find 'strategy/hyscal' Available options in 'strategy': ascend_hybrid auto ddp",
-    "callbacks=timeline": "callbacks=timeline was removed: Lightning's PyTorchProfiler writes a trace in which the",
+    "callbacks=timeline": "callbacks=timeline was removed: Lightning's PyTorchProfiler writes a trace with named",
     "modle=gcn": "Could not override 'modle'. To append to your config use +modle=gcn: Key 'modle' is not in struct",
     "datamodule.precompute=first_layer": "datamodule.precompute was removed: it made epochs no faster; leave it out",
     "data=custom data.memory=8GB": "data.memory was removed: datamodule.memory= alone keeps features",
@@ -116,6 +116,7 @@ def test_a_folder_that_nobody_can_write_to(tmp_path, capfd):
     assert_one_line(tmp_path, capfd, "hydra.run.dir=/proc/nowhere", expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "said"), [("model=gnc", "Could not find 'model/gnc'"), ("mode=tset", "is unknown")])
 def test_errors_with_their_traceback_on_request(tmp_path, monkeypatch, given, said):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
@@ -128,6 +129,7 @@ def test_version(capfd):
     assert re.fullmatch(r"lightning-gnn \d\S+, torch \d\S+, pytorch-lightning \d\S+, PyG \d\S+, Python \d\S+\n", shown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["--config-dir DIR predict K", "predict K --config-dir DIR", "K predict -cd DIR"])
 def test_a_command_and_its_options_may_come_in_any_order(tmp_path, monkeypatch, capfd, order):
     (tmp_path / "model").mkdir()

@@ -38,6 +38,7 @@ def test_a_file_that_cannot_be_made(tmp_path, capfd, monkeypatch, name):
     assert not list(tmp_path.glob(".*[0-9]"))
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full(tmp_path, capfd, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")

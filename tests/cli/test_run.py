@@ -26,6 +26,7 @@ LINK = [
 FULL = [item for item in TINY if not item.startswith("datamodule")]
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves_and_says(tmp_path, capfd):
     assert lgnn(tmp_path) == 0
     out, err = capfd.readouterr()
@@ -168,6 +169,7 @@ def test_several_labels_and_numbers_per_node(tmp_path, capfd, task, more, score,
     assert np.load(tmp_path / "predict/predictions.npy").shape == (600, width)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "labels"), [("multilabel", "several"), ("regression", "numbers")])
 def test_labels_and_numbers_of_a_type(tmp_path, task, labels):
     overrides = [f"task={task}", f"data.labels={labels}", "model=rgcn", "trainer.max_epochs=4"]
@@ -194,6 +196,7 @@ def test_features_of_a_folder_may_stay_on_disk(tmp_path):
     assert len(set(losses)) == 1, losses
 
 
+@pytest.mark.slow
 def test_full_graph(tmp_path, capfd):
     overrides = ["datamodule=full", "model=gcn", "model.num_layers=2", "trainer.max_epochs=3"]
     assert lgnn(tmp_path, *overrides, base=FULL) == 0

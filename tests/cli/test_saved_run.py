@@ -30,6 +30,7 @@ def retest(folder, checkpoint, *overrides):
     return lgnn(folder, "mode=test", f"ckpt_path={checkpoint}", *overrides, base=[])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_alone_is_enough(trained, tmp_path, capfd):
     assert retest(tmp_path / "test", trained / "checkpoints/best.ckpt") == 0
     out, err = capfd.readouterr()
@@ -96,6 +97,7 @@ def test_an_option_that_was_removed_matters_where_it_was_used(trained, tmp_path,
     assert metrics_of(tmp_path / "left_out")["test_loss"] == metrics_of(trained)["test_loss"]
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_is_answered_with_its_best_checkpoint(trained, tmp_path, capfd):
     assert retest(tmp_path / "test", trained) == 2
     assert f"a folder; give a file, such as {trained}/checkpoints/best.ckpt" in capfd.readouterr().err

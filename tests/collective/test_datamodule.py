@@ -65,6 +65,7 @@ def select_messages(warned, text):
     return [str(warning.message) for warning in warned if text in str(warning.message)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: getattr(plan, "mode", plan))
 def test_training_is_that_of_the_neighbor_datamodule_bit_for_bit(plan):
     expected = fit_model(NeighborDataModule(small_data(), **SIZES))
@@ -177,6 +178,7 @@ def test_an_interrupt_while_waiting_for_a_worker_leaves_nothing():
     assert all(batching.ring.num_slots == 0 for batching in data._batchings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["auto", COLLECTIVE])
 def test_resuming_in_mid_epoch_is_bit_exact(tmp_path, plan):
     def run(folder, **kwargs):

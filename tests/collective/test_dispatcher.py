@@ -161,6 +161,7 @@ def test_nonsense_is_refused():
             Dispatcher(times, size, num_batches=number)
 
 
+@pytest.mark.slow
 def test_long_epochs_are_planned_by_a_part_of_them():
     times = make_stage_times(2.0, 0.1, 1.0, 0.4, 4)
     parts = Dispatcher(times, num_batches=SIMULATED_BATCHES + 1).plan()

@@ -52,7 +52,7 @@ def test_both_sides_may_read_from_disk(tmp_path):
     assert loader.pipeline.tables["x"].counts.rows > 0
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("thread_safe", [False, True])
 @pytest.mark.parametrize("plan", [COLLECTIVE, CollectivePlan("cpu", 1, 2)], ids=lambda plan: plan.mode)
 def test_transforms_of_the_users_own(plan, thread_safe):

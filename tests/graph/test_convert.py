@@ -208,7 +208,7 @@ def write_given(folder, name, text):
 ZEROS, ENDS, AB, TWO = "(0, 0)) t(source, target)", "source,target a,b", "id,a a,1 b,2", "a,split 1,train 2,test"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "edges", "nodes", "said"),
     [

@@ -149,7 +149,7 @@ def test_ogbs_files_run_no_code_unless_they_are_trusted(tmp_path, marker, monkey
     assert marker.is_dir()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_nothing_of_ours_unpickles_anything():
     root = Path(lightning_gnn.__file__).parent
     found = set()

@@ -104,7 +104,7 @@ def split_few_seeds(rank, seeds, num_ranks):
     return trained.global_step, strategy.balance.total, copy_state(module)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("seeds", "num_ranks"), [(1, 2), (2, 3)])
 def test_batches_smaller_than_the_trainers(seeds, num_ranks):
     module = Plain()

@@ -231,6 +231,7 @@ def compare(found, expected, tolerance=1e-12):
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, equal_nan=True, msg=why)
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", KINDS)

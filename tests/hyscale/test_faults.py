@@ -110,6 +110,7 @@ def test_a_rank_that_is_killed(lost, place):
     said.assert_named(found, "died: its process exited unexpectedly")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lost", "place"), [(1, "training"), (0, "preparing"), (0, "validation")])
 def test_a_rank_that_is_stopped(lost, place):
     """Gloo alone would wait for half an hour."""

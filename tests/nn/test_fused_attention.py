@@ -102,7 +102,7 @@ def test_sources_and_targets_of_their_own(calls, monkeypatch, pair, first):
     assert len(calls) == (5 if pair[0] is GATv2Conv else 3)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", OURS)
 def test_small_batches_take_pygs_path(calls, monkeypatch, layer):
     edges, x = torch.zeros(2, 10, dtype=torch.int64), torch.ones(3, 5)

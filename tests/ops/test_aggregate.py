@@ -101,7 +101,7 @@ def test_result_and_gradients_are_those_of_a_dense_float64_aggregation(problem, 
         assert not any(got.any() for got in grads)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_any_number_of_columns(storage, dtype):
     edge_index, graph = hub_graph(settings=PlanSettings(num_workers=4))

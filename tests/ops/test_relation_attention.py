@@ -104,7 +104,7 @@ def test_dropped_attention_is_that_of_the_reference(batch, across, dtype, thread
         torch.testing.assert_close(ours.double(), theirs, **close)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("across", [True, False])
 def test_first_and_second_derivatives(across):
     edges, layout, given, factor = draw_inputs((SOURCES, TARGETS, RELATIONS), across, 2, 3, dropped=True)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 atexit.register(lambda: print("open" if dist.is_initialized() else "closed", flush=True))  # the last of all
 
 from lightning_gnn.distributed.monitored_ranks import _leave
-from tests.hyscale.training import Plain, fit, hybrid
+from tests.hyscale.training import Plain, fit, make_hybrid
 
 
 class Failing(Plain):
@@ -38,7 +38,7 @@ class Failing(Plain):
 
 
 if __name__ == "__main__":
-    fit(Failing(), hybrid(2), epochs=1)
+    fit(Failing(), make_hybrid(2), epochs=1)
     assert dist.is_initialized()
     _leave(os.getppid())  # in a fork, which has not opened it
     assert dist.is_initialized()
@@ -107,7 +107,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from lightning_gnn import FullGraphDataModule
 from lightning_gnn.nn import GCN, NodeClassifier
 from tests.full_graph.training import small_data
-from tests.hyscale.training import Plain, datamodule, hybrid
+from tests.hyscale.training import Plain, make_data, make_hybrid
 
 class Kill(pl.Callback):
     def on_train_batch_start(self, trainer, *args):
@@ -118,7 +118,7 @@ kind, folder = sys.argv[1:]
 torch.set_num_threads(1)
 pl.seed_everything(1, verbose=False)
 if kind == "hyscale":
-    module, data, strategy, epochs = Plain(), datamodule(), hybrid(2), 2
+    module, data, strategy, epochs = Plain(), make_data(), make_hybrid(2), 2
 else:
     data, strategy, epochs = FullGraphDataModule(small_data(dtype=torch.float32)), "ascend_hybrid", 8
     module = NodeClassifier(GCN(6, 8, 2, 7), num_classes=7)

@@ -213,7 +213,7 @@ def train_state(data, epochs=2, resume=None, root=None, **options):
     return module, trainer
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_training_validation_between_and_resuming(folder, tmp_path):
     data = load_folder(folder)
     expected, _ = train_state(data)

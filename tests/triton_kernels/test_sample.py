@@ -96,7 +96,7 @@ def test_long_path_with_one_seed_keeps_every_program_waiting(mode):
     )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_equals_numba_on_a_larger_graph():
     indptr, indices = draw_graph(800, 6000, seed=3, hub=0.01)
     graph = CSCGraph.from_csc(torch.tensor(indptr), torch.tensor(indices, dtype=torch.int32))
