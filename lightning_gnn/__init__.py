@@ -11,7 +11,10 @@ from lightning_gnn.runtime import moved_names
 moved_names.install()
 if level := os.environ.get("LGNN_LOG"):
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
-    logging.getLogger(__name__).setLevel(level.upper())
+    try:
+        logging.getLogger(__name__).setLevel(level.upper())
+    except ValueError:
+        raise ValueError(f"LGNN_LOG={level} is not a level of logging; use debug, info, warning or error") from None
 if not startup.needs_no_library():
     import lightning_gnn.registration  # noqa: F401
 

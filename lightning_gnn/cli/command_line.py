@@ -142,8 +142,10 @@ def check_writable(directory: str | Path, name: str) -> None:
         with tempfile.TemporaryDirectory(dir=existing):
             pass
     except OSError as error:
-        reason = f"cannot create a folder in {existing}: {error.strerror}"
-        reason = f"{existing} is a file" if existing.is_file() else reason
+        if existing.is_file():
+            reason = f"{existing} is a file"
+        else:
+            reason = f"cannot create a folder in {existing}: {error.strerror}"
         raise ValueError(f"{name}={directory} cannot be used: {reason}; give another folder") from None
 
 

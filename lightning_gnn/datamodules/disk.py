@@ -137,8 +137,11 @@ def _find_feature_files(data: Batch, store: Any) -> dict[AttributeName, FeatureF
             raise ValueError(f"{file.path} has {file.num_rows} rows, but {where} has {part.num_nodes} nodes")
         x = part.get("x")
         if isinstance(x, Tensor) and (x.requires_grad or x.size(-1) != file.num_columns):
-            trainable, columns = "requires gradients", f"has {x.size(-1)} features and the file {file.num_columns}"
-            raise ValueError(f"{where}.x {trainable if x.requires_grad else columns}, so {file.path} cannot replace it")
+            if x.requires_grad:
+                problem = "requires gradients"
+            else:
+                problem = f"has {x.size(-1)} features and the file {file.num_columns}"
+            raise ValueError(f"{where}.x {problem}, so {file.path} cannot replace it")
         if store is not None and isinstance(x, Tensor):
             _compare_rows(file, x, where)
     return files

@@ -4,6 +4,8 @@ Reading order: ``table.py``, ``hot_cache.py`` (rows cached on a device), ``memor
 files), ``disk_features.py`` with ``disk_cache.py`` (eviction) and ``disk_reads.py`` (direct I/O).
 """
 
+from typing import TYPE_CHECKING
+
 from lightning_gnn.runtime import kernels  # noqa: F401  sets Numba's cache folder
 
 # isort: split
@@ -20,4 +22,5 @@ __all__ = [
     "top_accessed",
 ]
 
-__getattr__ = find_moved(__name__)
+if not TYPE_CHECKING:  # else type checkers would accept any attribute name
+    __getattr__ = find_moved(__name__)

@@ -154,10 +154,10 @@ def print_table(metrics: Metrics, title: str, console: Console) -> None:
 
 
 @contextmanager
-def reporting(what: str | Path, emit: Callable[[str], None] = warnings.warn) -> Iterator[None]:
-    """Pass an error in making ``what`` to ``emit`` as one line instead of raising it, for optional steps of a run."""
+def reporting(what: str | Path, tell: Callable[[str], None] = warnings.warn) -> Iterator[None]:
+    """Pass an error in making ``what`` to ``tell`` as one line instead of raising it, for optional steps of a run."""
     try:
         yield
     except Exception as error:
         reason = " ".join(str(error).split())
-        emit(f"{what} could not be made: {type(error).__name__}{reason and f': {reason}'}")
+        tell(f"{what} could not be made: {type(error).__name__}{reason and f': {reason}'}")

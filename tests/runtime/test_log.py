@@ -31,3 +31,6 @@ def test_the_environment_sets_the_level():
         command = [sys.executable, "-c", script]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert ended.stdout.strip() == str(number)
+    environment["LGNN_LOG"] = "loud"
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "LGNN_LOG=loud is not a level of logging" in ended.stderr
