@@ -17,12 +17,9 @@ from torch import Tensor
 
 from lightning_gnn.triton_kernels.row_parts import RowParts
 
-TILE = 1024  # values that a program has in flight; a quarter of that in float64, which needs twice the registers
 MAX_ENTRIES = 32
-_BLOCK_WIDTHS = (128, 64, 32)
 _DEFAULT_L2_BYTES = 32 * 2**20  # if the device does not report the size of its L2 cache
-_L2_FRACTION = 0.6  # of the L2 cache for one slice of the features
-NUM_WARPS = 1
+_L2_FRACTION = 1.5  # size of a slice of the features, of the L2 cache, up to which narrow slices are faster
 
 
 @triton.jit
@@ -191,11 +188,12 @@ def same(left: tl.tensor, right: tl.tensor) -> tl.tensor:
 
 
 class Block(NamedTuple):
-    """Number of entries, heads and feature columns per head that one program takes at a time."""
+    """Number of entries, heads and feature columns per head that one program takes at a time, and its warps."""
 
     entries: int
     heads: int
     width: int
+    warps: int = 1
 
     def grid(self, heads: int, channels: int) -> int:
         """Count the blocks of a row."""
@@ -203,13 +201,15 @@ class Block(NamedTuple):
 
 
 def block_shape(num_columns: int, heads: int, channels: int, dtype: torch.dtype, cache_bytes: int) -> Block:
-    """Choose the block of a program: the widest slice of the features that stays in the L2 cache."""
-    tile = TILE if dtype.itemsize <= 4 else TILE // 4
-    fitting = [width for width in _BLOCK_WIDTHS if num_columns * width * dtype.itemsize <= _L2_FRACTION * cache_bytes]
-    width = min(fitting[0] if fitting else _BLOCK_WIDTHS[0], triton.next_power_of_2(channels))
-    width = reduce_padding(width, channels)
+    """Choose the block of a program: a slice of the features that stays in the L2 cache, and few entries of it."""
+    # Chosen among 14 blocks on an H100 for 32 to 256 columns (benchmarks.gpu.aggregate_blocks). Rows that are not
+    # aligned are loaded value by value, so a second warp does not help there.
+    fast = dtype.itemsize == 4 and channels % 4 == 0
+    narrow = fast and channels % 64 == 0 and num_columns * 64 * dtype.itemsize <= _L2_FRACTION * cache_bytes
+    width = reduce_padding(min(64 if narrow else 128, triton.next_power_of_2(channels)), channels)
     together = 1 if heads == 1 else min(triton.next_power_of_2(heads), max(1, 128 // width))
-    return Block(max(1, min(MAX_ENTRIES, tile // (width * together))), together, width)
+    tile, warps = (512, 2) if fast and width * together > 32 else (256, 1)
+    return Block(max(1, min(MAX_ENTRIES, tile // (width * together))), together, width, warps)
 
 
 def reduce_padding(width: int, channels: int) -> int:
@@ -308,7 +308,7 @@ def launch_rows(
         ENTRIES=block.entries,
         HEAD_TILE=block.heads,
         WIDTH=block.width,
-        num_warps=NUM_WARPS,
+        num_warps=block.warps,
     )
 
 
@@ -343,7 +343,7 @@ def aggregate_max(x: Tensor, weight: Tensor | None, rows: RowParts, out: Tensor,
             ENTRIES=block.entries,
             HEAD_TILE=block.heads,
             WIDTH=block.width,
-            num_warps=NUM_WARPS,
+            num_warps=block.warps,
         )
 
     launch(x, rows.indices, weight, rows.starts, rows.stops, rows.places)

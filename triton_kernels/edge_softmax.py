@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gnn.triton_kernels.aggregate import MAX_ENTRIES, NUM_WARPS, TILE, Block, accumulator, load_weight, same
+from lightning_gnn.triton_kernels.aggregate import MAX_ENTRIES, Block, accumulator, load_weight, same
 from lightning_gnn.triton_kernels.row_parts import RowParts
 
 _SCORES_PER_PROGRAM = 256
@@ -264,7 +264,7 @@ def score_block(heads: int) -> Block:
 
 def product_block(heads: int, channels: int, dtype: torch.dtype) -> Block:
     """Choose the entries, heads and feature columns that a program of the dot products takes at a time."""
-    tile = TILE if dtype.itemsize <= 4 else TILE // 4
+    tile = 1024 if dtype.itemsize <= 4 else 256  # values in flight; float64 needs twice the registers
     width = min(triton.next_power_of_2(channels), 128)
     together = min(triton.next_power_of_2(heads), max(1, 128 // width))
     return Block(max(1, min(MAX_ENTRIES, tile // (width * together))), together, width)
@@ -320,7 +320,7 @@ def _launch_passes(
             ACC=acc_type,
             ENTRIES=block.entries,
             HEAD_TILE=block.heads,
-            num_warps=NUM_WARPS,
+            num_warps=1,
         )
 
     # The first pass completes rows of one part, and writes the statistics of all other parts.
@@ -328,7 +328,7 @@ def _launch_passes(
     # Combine the statistics of split rows, then complete their parts.
     if rows.num_slots:
         combine_kernel[rows.slot_vertices.numel(), groups](
-            stats, rows.slot_ptr, HEADS=heads, SOFTMAX=softmax, ACC=acc_type, HEAD_TILE=block.heads, num_warps=NUM_WARPS
+            stats, rows.slot_ptr, HEADS=heads, SOFTMAX=softmax, ACC=acc_type, HEAD_TILE=block.heads, num_warps=1
         )
         launch(rows.num_slots, True)
 
@@ -372,5 +372,5 @@ def edge_products(
         ENTRIES=block.entries,
         HEAD_TILE=block.heads,
         WIDTH=block.width,
-        num_warps=NUM_WARPS,
+        num_warps=1,
     )

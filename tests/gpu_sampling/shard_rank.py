@@ -1,10 +1,7 @@
 """Functions that the processes of tests with sharded tables run."""
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import itertools
+import os
 from pathlib import Path
 
 import pytorch_lightning as pl

@@ -7,13 +7,11 @@ import sys
 import threading
 import time
 
-import nbformat
 import psutil
 import pytest
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
-from nbclient import NotebookClient
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
@@ -150,8 +148,9 @@ except Unlucky as unlucky:
 def test_a_notebook_trains_with_two_ranks_what_it_defines():
     # Under pytest, ipykernel would not show the output of child processes in the cell.
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "PYTEST_CURRENT_TEST")}
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    NotebookClient(book, timeout=PATIENCE, kernel_name="python3", allow_errors=True).execute(env=environment)
+    nbclient.NotebookClient(book, timeout=PATIENCE, kernel_name="python3", allow_errors=True).execute(env=environment)
     texts, errors = [], []
     for cell in book.cells:
         texts.append("".join(output.get("text", "") for output in cell.outputs))

@@ -18,14 +18,14 @@ BIG = 10**6  # rows of x
 def make_sum_constants(kind, heads, channels, **flags):
     block = aggregate.block_shape(BIG, heads, channels, DTYPES[kind], 50 * 2**20)
     flags = {"GATHER": True, "WEIGHTED": False, "MEAN": False, "MATCH": False, **flags}
-    blocks = {"ENTRIES": block.entries, "HEAD_TILE": block.heads, "WIDTH": block.width}
+    blocks = {"ENTRIES": block.entries, "HEAD_TILE": block.heads, "WIDTH": block.width, "num_warps": block.warps}
     sizes = {"x_stride": heads * channels, "HEADS": heads, "CHANNELS": channels}
     return aggregate.rows_kernel, kind, {**sizes, **flags, **blocks}
 
 
 def make_max_constants(kind, heads, channels, gather):
     block = aggregate.block_shape(BIG, heads, channels, DTYPES[kind], 50 * 2**20)
-    blocks = {"ENTRIES": block.entries // 2, "HEAD_TILE": block.heads, "WIDTH": block.width}
+    blocks = {"ENTRIES": block.entries // 2, "HEAD_TILE": block.heads, "WIDTH": block.width, "num_warps": block.warps}
     sizes = {"x_stride": heads * channels, "HEADS": heads, "CHANNELS": channels}
     return aggregate.max_kernel, kind, {**sizes, "GATHER": gather, "WEIGHTED": gather, **blocks}
 
@@ -69,7 +69,9 @@ def compile_variant(kernel, kind, constants, capability):
     if "ACC" in kernel.arg_names:
         constants = {**constants, "ACC": getattr(triton.language, f"float{wide[2:]}")}
     pointers = dict.fromkeys(LONG, "*i64") | dict.fromkeys(INTS, "*i32") | dict.fromkeys(SCRATCH, f"*{wide}")
-    return compile_kernel(kernel, kind, constants, pointers, capability, num_warps=aggregate.NUM_WARPS)
+    warps = constants.get("num_warps", 1)
+    constants = {name: value for name, value in constants.items() if name != "num_warps"}
+    return compile_kernel(kernel, kind, constants, pointers, capability, num_warps=warps)
 
 
 def generate_rows(number):
