@@ -1,0 +1,1 @@
+"""The four papers, cell by cell: one script and one page per paper."""
