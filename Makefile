@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # A worker that runs out of tests takes over some of another's; slow tests come first.
 PYTEST = $(BIN)/pytest --numprocesses auto --dist worksteal
 ARGS ?=
+# Tests start hundreds of processes, each of which would compile every module.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train lint check test test-all bench bench-gpu docs clean
 

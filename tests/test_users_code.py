@@ -49,6 +49,7 @@ def assert_equal_weights(a, b):
         assert torch.equal(one, other)
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore")
 def test_a_random_transform_trains_the_same_weights_with_every_loader():
     models = {name: fit(make(small_data(), transform=jitter)) for name, make in MODULES.items()}
@@ -71,6 +72,7 @@ def check_resuming(name, folder, make_strategy=lambda: "auto"):
     assert_equal_weights(whole, resumed)
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["threads", "collective"])
 def test_it_resumes_bit_for_bit(tmp_path, name):
@@ -142,6 +144,7 @@ def learn(make, strategy="auto", sparse=False, model=GraphSAGE, **kwargs):
     return model
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_embeddings_learn_the_same_with_every_loader(sparse):

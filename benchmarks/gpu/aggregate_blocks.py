@@ -43,7 +43,7 @@ def measure(call: Callable[[], object], runs: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    args = parse("gpu_aggregate", __doc__, {}, argv, runs=5)
+    args = parse("gpu_aggregate_blocks", __doc__, {}, argv, runs=5)
     cells = []
     for dtype in (torch.float32, torch.bfloat16):
         for nodes, edges in GRAPHS:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                     cell["torch_sparse"] = measure(partial(torch.matmul, matrix, x[:, 0]), args.runs)
                 cells.append(cell)
     title = "Blocks of the GPU aggregation"
-    result = {"benchmark": "gpu_aggregate", "title": title, "unit": "us", "machine": machine(), "rows": []}
+    result = {"benchmark": "gpu_aggregate_blocks", "title": title, "unit": "us", "machine": machine(), "rows": []}
     return publish({**result, "comparisons": [], "cells": cells}, args.out)
 
 

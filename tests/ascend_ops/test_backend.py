@@ -242,6 +242,7 @@ def test_layers_end_to_end(layer):
         torch.testing.assert_close(got.double(), wanted, rtol=0.01, atol=2e-3 * wanted.abs().max().item())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("reduce", ["sum", "max"])
 def test_a_compiler_looks_through_it(reduce):
     graph = draw_graph(12, 60, 400)

@@ -168,6 +168,7 @@ def test_layers_run_as_one_kernel(layer):
     torch.testing.assert_close(again, torch.full_like(again, 150.0))
 
 
+@pytest.mark.medium
 def test_a_compiler_goes_on_around_it():
     torch.manual_seed(0)
     x, weight = torch.randn(60, 24, requires_grad=True), torch.randn(10, 24)

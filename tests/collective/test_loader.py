@@ -136,6 +136,7 @@ def test_the_loader_decides_as_the_simulator_does(plan, num_workers, seconds):
 # -- planning
 
 
+@pytest.mark.medium
 def test_it_measures_while_training_and_then_plans_once():
     made = []
     loader = make_loader(

@@ -179,6 +179,7 @@ def test_predictions_line_up_with_those_of_sampled_batches(tmp_path, nodes, limi
     assert len(rows[1]) == (400 if nodes is None else 4 if len(nodes) == 4 else 134)
 
 
+@pytest.mark.medium
 def test_a_full_graph_may_be_evaluated_from_files(tmp_path, monkeypatch):
     monkeypatch.setattr(inference, "MIN_BLOCK_VERTICES", 50)
     whole = FullGraphDataModule(small_data(), inference=FullInference(folder=tmp_path, memory_limit=0, progress=False))

@@ -86,6 +86,7 @@ def simulate_epoch(monkeypatch, options=None, **costs):
     return simulator, seen, most, data
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "options", [{}, {"prefetch": 1}, {"bulk": 8}, {"bulk": 3, "prefetch": 1}, {"mode": "persistent"}], ids=str
 )
@@ -252,6 +253,7 @@ def test_rows_of_another_gpu_are_read_once_they_are_written(monkeypatch):
         assert_same_content(a, b)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("mutate", "message"),
     [

@@ -1,6 +1,7 @@
 """Array files: larger than memory, address space limits, scattered reads, in-place writes, links, saving again."""
 
 import errno
+import gc
 import io
 import os
 import re
@@ -68,6 +69,7 @@ def limit_resource(kind, more):
     """Limit a resource of this process to its current use plus ``more`` bytes."""
     import resource
 
+    gc.collect()  # mappings of earlier tests that were released later would make room
     status = Path("/proc/self/status").read_text()
     field = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}[kind]
     match = re.search(rf"{field}:\s+(\d+) kB", status)

@@ -132,6 +132,7 @@ def test_a_graph_with_types_and_attributes(tmp_path_factory, drawn, num_papers, 
         assert [row[0] for row in rows] == known
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_published_edge_list_without_features(tmp_path, ending):
     edges = [(7, 900), (900, 7), (7, 7), (12, 900)]

@@ -56,6 +56,7 @@ def list_files(root):
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in root.rglob("*") if path.is_file()}
 
 
+@pytest.mark.medium
 @needs_planetoid
 @pytest.mark.parametrize(
     ("name", "nodes", "edges", "features", "classes", "train"),

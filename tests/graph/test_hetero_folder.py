@@ -128,6 +128,7 @@ def assert_same_batches(one, other):
         assert_same(theirs, ours)
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("how", ["written in CSC order", "kept sorted"])
 def test_a_mapped_topology_gives_the_same_batches(tmp_path, cache, how):
@@ -222,6 +223,7 @@ def draw_named_graph(nodes, edges):
     return data
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:There exist type names")
 @given(NAMES)
 @example((["a", "a_", "b"], [("a_", "r", "b"), ("a", "_r", "b")]))

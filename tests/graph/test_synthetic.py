@@ -22,6 +22,7 @@ def default():
     return planted_power_law()
 
 
+@pytest.mark.medium
 def test_planted_sizes_and_dtypes(small, default):
     for key, shape, dtype in (
         ("x", (4_000, 16), torch.float32),

@@ -97,6 +97,7 @@ def test_a_number_sign_within_rows_and_ids_is_data(tmp_path):
     assert found == sorted([("#a", "http://x.org/y#1"), ("#b", "http://x.org/y#2"), ("%c", "#a")])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("row", ["5 6", "x  y", "x y "])
 def test_what_comes_late_in_a_list_is_read_as_if_it_came_first(tmp_path, row):
     begin = "a b\nb a\n" if row.startswith("x") else "0 1\n1 0\n"
@@ -165,6 +166,7 @@ def test_labels_that_are_names_are_refused_and_classes_counted(tmp_path):
     assert not (out / "y.npy").exists()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("nodes", "x", "said"),
     [

@@ -70,6 +70,7 @@ def change_all_buffers(rank):
         return own, dict(module.named_buffers())
 
 
+@pytest.mark.medium
 def test_every_kind_of_buffer():
     (first, found), (second, other) = launch.run(change_all_buffers, 2)
     assert found.keys() == other.keys()

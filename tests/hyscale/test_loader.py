@@ -233,6 +233,7 @@ def test_leaving_an_epoch_early_leaves_nothing_and_the_next_one_begins_anew():
     assert not list_threads()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["staged", "sliced"])
 def test_nothing_is_left_of_twenty_epochs(kind):
     source = load(batch_size=40) if kind == "staged" else ListLoader()
@@ -481,6 +482,7 @@ def iterate_shares(rank, kinds, **options):
     return results
 
 
+@pytest.mark.medium
 @pytest.mark.campaign
 @pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (3, {}), (2, {"num_workers": 2})], ids=str)
 def test_any_loader_whose_mini_batches_are_made_of_positions(num_ranks, options):

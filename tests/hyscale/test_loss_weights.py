@@ -203,6 +203,7 @@ def test_a_rank_whose_weight_is_zero_adds_nothing_not_even_a_nan(name, request):
         compare(weights[name], expected)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", WARNED)
 def test_without_a_weight_such_a_loss_is_warned_about_once(name, request):
     make, said = WARNED[name]

@@ -218,6 +218,7 @@ def test_the_log_replays_the_same_mappings():
     assert first + run(rest, node, 80, in_flight=in_flight)[0] == made
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("at", [1, 5, 22, 24, 60])
 def test_a_saved_state_goes_on_as_if_nothing_had_been(at):
     manager, node, _ = run_with_noise(0)

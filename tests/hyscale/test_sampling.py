@@ -41,6 +41,7 @@ def record_sampling(monkey):
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
 @pytest.mark.parametrize(
     ("disjoint", "share", "prefetch"),

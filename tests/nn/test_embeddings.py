@@ -70,6 +70,7 @@ def test_dense_gradients_train_as_a_parameter_does_under_the_same_optimizer(tmp_
     assert_same(module, train_parameter(tmp_path, partial(Adam, lr=0.02, weight_decay=0.01)))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("optimizer", [partial(SGD, lr=0.3), partial(Adagrad, lr=0.05)])
 def test_sparse_gradients_train_as_a_parameter_does_where_rows_without_a_gradient_stay(tmp_path, optimizer):
     module = make_embedded(data := typed_data(), optimizer=optimizer, table_optimizer=optimizer)

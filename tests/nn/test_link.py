@@ -42,6 +42,7 @@ def make_loader(*batches: Data) -> DataLoader[Any]:
     return DataLoader(list(batches), batch_size=None)  # type: ignore[arg-type]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("make", [lambda data: data, triplets], ids=["binary", "triplet"])
 def test_learns_a_small_graph(make: Any, tmp_path: Path) -> None:
     train, val, test = make_splits()

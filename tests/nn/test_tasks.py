@@ -96,6 +96,7 @@ def test_one_number_per_node_may_be_a_vector(tmp_path):
     assert run.predict(module, datamodule)[0].shape[1] == 1
 
 
+@pytest.mark.medium
 def test_a_type_has_numbers(tmp_path):
     data = make_featured_data()
     data["paper"].y = data["paper"].x[:, 0] * 3

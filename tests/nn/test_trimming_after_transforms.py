@@ -266,6 +266,7 @@ def test_no_transform_makes_trimmed_rows_of_nodes_wrong(loader, transform, parts
     compare(models, LOADERS[loader](TRANSFORMS[transform], parts), keeps)
 
 
+@pytest.mark.medium
 @pair_with_transforms(LINK_LOADERS, TRANSFORMS)
 def test_no_transform_makes_trimmed_scores_of_edges_wrong(loader, transform, parts):
     torch.manual_seed(0)
@@ -314,6 +315,7 @@ def test_no_transform_makes_trimmed_rows_of_heterogeneous_graphs_wrong(loader, t
     compare(modules, TYPED_LOADERS[loader](TYPED[transform]), keeps)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("model", TYPED_MODELS)
 def test_a_model_that_knows_the_added_relation_reads_it(model):
     torch.manual_seed(0)
@@ -324,6 +326,7 @@ def test_a_model_that_knows_the_added_relation_reads_it(model):
     compare([module], loader, False)
 
 
+@pytest.mark.medium
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_edges_at_any_place_to_any_node_leave_trimmed_rows_exact(data):

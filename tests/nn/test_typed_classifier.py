@@ -38,6 +38,7 @@ class Convolutions(torch.nn.Module):
         return self.conv(x_dict, edge_index_dict)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["to_hetero", "HeteroConv"])
 def test_it_learns_and_predicts(kind, tmp_path):
     pl.seed_everything(1, verbose=False)

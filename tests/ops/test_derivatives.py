@@ -211,6 +211,7 @@ def test_a_gather_does_not_lose_a_gradient():
         assert torch.equal(gather_rows(table, index), table[1:3])
 
 
+@pytest.mark.medium
 def test_aggregate_and_update_has_all_derivatives():
     edge_index = make_small()[0]
     inputs = randn(7, 3), randn(2, 3, seed=1), randn(2, 3, seed=2)

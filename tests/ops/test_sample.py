@@ -131,6 +131,7 @@ def test_batches_of_all_sizes_after_one_another(disjoint):
             assert part.untyped_storage().nbytes() == part.nbytes  # pickling or sharing it copies no more than that
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("disjoint", [False, True])
 def test_a_batch_that_is_kept_is_not_overwritten(disjoint):
     graph = CSCGraph.from_edge_index(torch.randint(9000, (2, 300_000)), 9000)

@@ -128,12 +128,14 @@ def test_labor_on_long_lists(fanout, often):
     compare("triton", graph, torch.arange(4), [fanout], -9, labor=Labor(batch_dependency=often, batch=5))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", ["table", pytest.param("triton", marks=interpreted)])
 def test_nothing_to_sample(backend):
     compare(backend, HeteroCSCGraph.build({"a": 0, "b": 3}, {}), {"b": torch.tensor([2, 2])}, [2], 1)
     compare(backend, random_types({"a": 12, "b": 9}, 40), {}, [2, 1], 1)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", ["table", "hash"])
 @pytest.mark.parametrize("disjoint", [False, True])
 def test_forests_outgrow_their_hash_table(backend, disjoint):

@@ -222,6 +222,7 @@ def test_options_that_cannot_work_are_refused(original, options, said):
         PartitionedDataModule(original, **OPTIONS, **options)
 
 
+@pytest.mark.medium
 def test_the_command(tmp_path, capsys):
     arguments = ["data=synthetic", "data.num_nodes=300", "data.num_edges=2000", "parts=3", "method=ldg"]
     out = tmp_path / "parts"

@@ -16,6 +16,7 @@ def test_a_line_passes_its_values_and_leaves_out_what_is_no_number():
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["$a <b>", "level"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("epochs", [[{"epoch": 0.0, "val_acc": 0.5}], [{"epoch": 0.0}]])
 def test_the_picture_is_made_of_what_there_is(tmp_path, epochs):
     path = charts.save_figure({"test_acc": 0.5}, epochs, "acc", "$title", tmp_path / "report.png")

@@ -62,6 +62,7 @@ def test_runs_are_found_with_what_they_were_told_and_what_came_out(ran):
         read_run(ran)
 
 
+@pytest.mark.medium
 def test_the_page_of_a_run_holds_everything(ran):
     folder, figures = ran / "day/done", metrics_of(ran / "day/done")
     page = read_page(folder)

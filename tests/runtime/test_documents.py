@@ -12,6 +12,7 @@ from tests.refusals import refuses
 REFUSED = ["[" * 50_000, "- " * 50_000, "{a: 1", "a: !!python/object/apply:os.system [ls]"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("text", REFUSED)
 def test_yaml(tmp_path, text):
     path = tmp_path / "plan.yaml"

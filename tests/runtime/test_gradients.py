@@ -45,6 +45,7 @@ def reduce_dense(rank):
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_dense_gradients_of_all_or_some_ranks(num_ranks):
     results = launch.run(reduce_dense, num_ranks)

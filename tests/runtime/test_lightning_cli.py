@@ -70,6 +70,7 @@ def test_every_data_module_takes_the_options_of_its_loaders(name, parts):
     assert datamodule.sampling_options.sampler == "labor"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_every_strategy_is_built(strategy):
     made = build(lightning_gnn.NeighborDataModule, {"data": DATA, "num_neighbors": [3]}, strategy).trainer.strategy
@@ -77,6 +78,7 @@ def test_every_strategy_is_built(strategy):
         assert type(made).__name__ in ("HyScaleStrategy", "AscendHybridParallelStrategy")
 
 
+@pytest.mark.medium
 def test_a_run_is_that_of_the_same_objects():
     own = {"num_neighbors": [2], "batch_size": 2}
     order = {"class_path": "torch.utils.data.SubsetRandomSampler", "init_args": {"indices": [3, 1, 7]}}

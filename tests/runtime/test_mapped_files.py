@@ -34,6 +34,7 @@ def is_mapped_after_sending(tensor):
     return size < LEAST
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("load", [load_array, lambda path: torch.from_numpy(np.load(path, mmap_mode="c"))])
 def test_what_shows_a_file_is_not_copied(path, load):
     tensor = load(path)

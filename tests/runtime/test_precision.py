@@ -119,6 +119,7 @@ def record_batches(kind):
     return Module
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("strategy", ["auto", "hyscale", "ascend_hybrid"])
 def test_each_strategy_converts(strategy, precision):

@@ -160,6 +160,7 @@ def find_among_others(rank, folder):
     return sorted(find_tensors(held))
 
 
+@pytest.mark.medium
 def test_what_is_left_alone(tmp_path):
     assert run(find_among_others, 1, tmp_path) == [["later part", "own", "part"]]
     if torch.cuda.is_available():

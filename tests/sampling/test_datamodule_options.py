@@ -251,6 +251,7 @@ def test_nan_is_found_before_training(kind):
     build(kind, data, check_features=False)
 
 
+@pytest.mark.medium
 def test_the_command_refuses_nan(tmp_path, capfd):
     data = small_data()
     data.x[5, 3] = math.nan

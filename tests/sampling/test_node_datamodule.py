@@ -127,6 +127,7 @@ def test_resuming_in_mid_epoch_is_bit_exact(tmp_path, accumulate):
             assert torch.equal(a, b)
 
 
+@pytest.mark.medium
 def test_a_resumed_run_keeps_its_seed(tmp_path):
     pl.seed_everything(5, verbose=False)
     saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
@@ -138,6 +139,7 @@ def test_a_resumed_run_keeps_its_seed(tmp_path):
     assert resumed.history == whole.history[3:]
 
 
+@pytest.mark.medium
 def test_resuming_with_another_batch_size_warns_in_mid_epoch_only(tmp_path):
     saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     whole = Model()

@@ -79,6 +79,7 @@ def test_mini_batches_equal_those_from_memory(folder, workers, options):
     assert find_table(disk).num_bytes < 4_000_000
 
 
+@pytest.mark.medium
 def test_looking_ahead_reads_less_and_the_same_each_time(folder):
     data, blocks = load_folder(folder), {}
     for lookahead, workers in ((0, 0), (3, 0), (11, 0), (11, 2), (11, 3)):
@@ -362,6 +363,7 @@ def test_what_the_next_epoch_begins_with_is_announced_once_unless_others_come_be
     assert len(announced) == len(loader) - known + len(loader.lookahead._next_epoch_batches)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_epoch_ends_with_what_the_next_one_begins_with(tmp_path, workers, monkeypatch):
     random, nodes = torch.Generator().manual_seed(0), 20_000  # an epoch reads a part of them
@@ -419,12 +421,14 @@ def test_what_was_sampled_for_other_mini_batches_is_not_used(folder, monkeypatch
         next(iter(disk))
 
 
+@pytest.mark.medium
 def test_the_last_epoch_samples_no_other(folder, monkeypatch):
     drawn = count_draws(monkeypatch)
     train_state(load_folder(folder), memory=MEMORY)
     assert {epoch for epoch, _ in drawn} == {0, 1}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("workers", [0, 1])
 def test_collective_batching_looks_ahead_as_others_do(folder, workers):
     data, read = load_folder(folder), {}

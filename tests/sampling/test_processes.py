@@ -31,6 +31,7 @@ def compile_function(number):
     return numba.njit(nogil=True)(scope["add"])
 
 
+@pytest.mark.medium
 def test_a_fork_while_another_thread_compiles_does_not_hang_the_child():
     stop = threading.Event()
     started = threading.Event()

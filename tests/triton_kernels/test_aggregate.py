@@ -123,6 +123,7 @@ def test_products_equal_the_reference(matrix, shape, dtype):
     check("edge_products", matrix, row_side * scale, column_side, dtype=dtype)
 
 
+@pytest.mark.medium
 @settings(max_examples=15)
 @given(matrices(), st.sampled_from([1, 3, 8, 40]), dtypes, st.sampled_from([0.0, 0.2, 1.0]), st.sampled_from([1, 300]))
 def test_attention_and_its_gradient_equal_the_reference(matrix, heads, dtype, slope, scale):
@@ -172,6 +173,7 @@ def make_square_matrix(num_vertices=70, degree=12, seed=0):
     return make_matrix(row, column, num_vertices, num_vertices, DEVICE)
 
 
+@pytest.mark.medium
 def test_feature_slices_are_read_in_place():
     matrix = make_square_matrix()
     table = draw_normal(70, 2, 24, dtype=torch.float32).to(DEVICE)

@@ -69,6 +69,7 @@ def test_results_and_gradients_equal_the_reference(drawn, num_targets, size, dty
         torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=atol)
 
 
+@pytest.mark.medium
 def test_several_tiles_of_targets_and_of_columns():
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.stack(

@@ -60,6 +60,7 @@ def test_own_findings_and_sums_add_up(number, every):
     assert run_before_kernel(torch.cat([totals, torch.tensor([7, 7])]), number) == [nodes, edges]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("missing", ["nothing yet", "half of a word's news", "of another level", "of an older batch"])
 def test_a_tile_that_has_not_spoken_is_waited_for(missing):
     number, silent = WINDOW.value + 9, 20

@@ -180,6 +180,7 @@ def schedules(prefix, programs, seed):
     yield [turn for turn in (rng.randrange(programs) for _ in range(400)) if turn != behind]
 
 
+@pytest.mark.medium
 @drawn(2500)
 @given(cases(), st.lists(st.integers(0, 3), max_size=120), st.integers(0, 2**31))
 def test_no_task_is_lost_under_any_schedule(case, prefix, seed):
@@ -187,6 +188,7 @@ def test_no_task_is_lost_under_any_schedule(case, prefix, seed):
         run(case, schedule, random.Random(seed))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("bug", ["the paper's end", "unpublished slots", "retired first"])
 def test_the_model_finds_planted_bugs(bug):
     rng = random.Random(0)

@@ -123,6 +123,7 @@ def test_grows_when_a_batch_does_not_fit(mode):
     assert sampler.scratch_bytes == held
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mode", USED)
 def test_scratch_memory_is_what_the_documentation_says(mode):
     graph, seeds, fanouts = GRAPHS["random"], [1, 2, 3], [4, 3]
@@ -139,6 +140,7 @@ def test_scratch_memory_is_what_the_documentation_says(mode):
     assert sampler.scratch_bytes == held
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mode", USED)
 def test_one_host_synchronisation_per_batch(mode, monkeypatch):
     sampler = make_sampler(GRAPHS["random"], mode=mode)
@@ -160,6 +162,7 @@ def test_words_are_cleared_when_the_stamps_run_out(mode):
     assert sampler._stamp > 1000
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mode", MODES)
 def test_no_seeds(mode):
     out = make_sampler(GRAPHS["random"], mode=mode).sample(torch.empty(0, dtype=torch.int64), [3, 2], 1, disjoint=True)

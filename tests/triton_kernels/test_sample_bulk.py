@@ -55,6 +55,7 @@ def test_any_bulk_equals_the_reference(graph, sizes, fanouts, programs, replace,
 SEEDS = [torch.tensor(own) for own in ([3, 0, 40], [7], [59, 59, 3, 2])]
 
 
+@pytest.mark.medium
 def test_a_bulk_equals_the_reference_also_where_it_does_not_fit_at_first():
     sampler = make_sampler(GRAPHS["random"], num_programs=3)
     sampler._start_capacity = 1

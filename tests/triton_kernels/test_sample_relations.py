@@ -69,6 +69,7 @@ def test_words_are_cleared_when_the_stamps_run_out():
     assert sampler._stamp > 1000
 
 
+@pytest.mark.medium
 def test_one_host_synchronisation_per_batch(monkeypatch):
     reads, original = [], torch.Tensor.tolist
     narrow(GRAPH, 1)
