@@ -68,6 +68,8 @@ def test_all_ways_of_sampling_on_a_gpu_are_measured(load, tmp_path, monkeypatch)
         assert set(cell["whole_us"]) == {*MODES, "CPU and transfer"}
         assert set(cell["kernel_us"]) == set(MODES)
     assert {"discover_kernel", "queue_kernel", "emit_kernel"} == set(result["cells"][0]["split"]["no_queue_kernel_us"])
+    assert {row["mode"] for row in result["launches"]} == {"fused", "persistent"}
+    assert all(us > 0 for row in result["launches"] for us in row["us"].values())
     assert result["caches"]
     assert "failed" not in json.dumps(result["caches"])
 

@@ -67,6 +67,20 @@ def test_the_notebook_about_types_learns_and_sees_no_future():
     assert late == "0"
 
 
+@pytest.mark.slow
+def test_the_notebook_about_one_launch_samples_as_the_launch_does():
+    printed, values, outputs = run_notebook("pgsampler")
+    assert values == ["True", "True"]  # the phases in plain Python, and the queue in any order
+    fewest, most = re.search(r"tasks: (\d+) to (\d+)", printed).groups()
+    assert int(fewest) < int(most)
+    sources, targets = re.findall(r"(\d+) sources, (\d+) targets", printed)[-1]
+    assert int(sources) > int(targets) == 3
+    accuracies = re.findall(r"_hop: validation accuracy (\d\.\d+)", printed)
+    assert len(accuracies) == 2
+    assert all(float(accuracy) > 0.3 for accuracy in accuracies)
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
 def run(name, *arguments):
     done = run_script(EXAMPLES / name, *arguments)
     assert done.returncode == 0, done.stderr

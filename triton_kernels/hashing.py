@@ -39,6 +39,12 @@ def tree_key(key: Scalar, position: Lanes) -> Lanes:
 
 
 @triton.jit
+def layer_key(key: Scalar, hop: Scalar) -> Scalar:
+    """Return the uint64 key of a hop, from the key of its batch."""
+    return mix((key.to(tl.uint64) + GOLDEN + GOLDEN) ^ (hop.to(tl.uint64) * NODE_STEP))
+
+
+@triton.jit
 def bounded(counter: Lanes, bound: Lanes) -> Lanes:
     """Draw an int32 in ``[0, bound)`` from the upper half of the hash of a uint64 counter; ``1 <= bound < 2**31``."""
     # (h * bound) >> 32 instead of h % bound: one multiplication, as GPUs have no remainder instruction.

@@ -14,6 +14,9 @@ batches, so a relaxed atomic minimum is the entire protocol::
     code = 2 * level + 1: found, low = position of the lowest edge that bids for it
     code = 2 * level:     assigned, low = local id
 
+A sample of every hop (EVERY) expands all nodes found so far in each hop, with a key per hop: *settle* gives the rows of
+earlier levels new edge offsets, before those of the nodes that it finds.
+
 A disjoint sample has one node per (tree, node), found through a hash table; its slot replaces the node id. A bulk
 launch samples several mini-batches: node v of mini-batch b has the number ``b * num_nodes + v``, so each level is
 sorted by mini-batch. Edge positions, local ids and nodes are int32, which halves the traffic of random accesses.
@@ -27,6 +30,7 @@ from lightning_gnn.triton_kernels.hashing import (
     Array,
     Lanes,
     Scalar,
+    layer_key,
     mix,
     node_key,
     pick_one,
@@ -114,10 +118,15 @@ def level_edges(sizes: Array, level: Scalar, pid: Scalar, programs: Scalar, T: t
 
 
 @triton.jit
-def level_rows(sizes: Array, level: Scalar, pid: Scalar, programs: Scalar) -> tuple[Scalar, Scalar]:
+def level_rows(
+    sizes: Array, level: Scalar, pid: Scalar, programs: Scalar, EVERY: tl.constexpr = False
+) -> tuple[Scalar, Scalar]:
     """Return this program's contiguous range of the rows that expand into a level."""
     low = tl.load(sizes + NODES + level - 1).to(tl.int32)
     high = tl.load(sizes + NODES + level).to(tl.int32)
+    if EVERY:  # all rows so far, unless an earlier level did not fit
+        low = low * 0
+        high = tl.where(tl.load(sizes + NEEDED) == 0, high, 0)
     share = tl.cdiv(high - low, programs)
     begin = tl.minimum(low.to(tl.int64) + pid.to(tl.int64) * share, high).to(tl.int32)
     return begin, tl.minimum(begin.to(tl.int64) + share, high).to(tl.int32)
@@ -223,10 +232,10 @@ def expand_rows(
     trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, table: Array, sizes: Array, stamp: Scalar,
     key: Scalar, first_tree: Scalar, fanout: Scalar, replace: Scalar, slots: Scalar, level: Scalar, pid: Scalar,
     programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, SHARDS: tl.constexpr,
-    SHIFT: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+    SHIFT: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, EVERY: tl.constexpr,
 ) -> None:  # fmt: skip
     """Expand by a fanout up to K: one thread picks for each row, then one thread per edge gathers and bids."""
-    low, high = level_rows(sizes, level, pid, programs)
+    low, high = level_rows(sizes, level, pid, programs, EVERY)
     # First the picks, one row per thread: R rows at a time hide one another's loads of `indptr`.
     t = low
     while t < high:
@@ -341,11 +350,13 @@ def expand_flat(
     trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, table: Array, sizes: Array, stamp: Scalar,
     key: Scalar, first_tree: Scalar, fanout: Scalar, replace: Scalar, slots: Scalar, level: Scalar, pid: Scalar,
     programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, SHARDS: tl.constexpr,
-    SHIFT: tl.constexpr, T: tl.constexpr,
+    SHIFT: tl.constexpr, T: tl.constexpr, EVERY: tl.constexpr,
 ) -> None:  # fmt: skip
     """Expand to all neighbors or by a fanout above K: one thread per edge, so several programs share a hub."""
     t, end = level_edges(sizes, level, pid, programs, T)
     first = tl.load(sizes + NODES + level - 1).to(tl.int32)
+    if EVERY:
+        first = first * 0
     last = tl.load(sizes + NODES + level).to(tl.int32)
     while t < end:
         pos = t + tl.arange(0, T)
@@ -414,7 +425,7 @@ def look_back(totals: Array, tile: Scalar, key: Scalar) -> tuple[Scalar, Scalar]
 def settle(
     indptr: Array, control: Array, state: Array, nodes: Array, trees: Array, rowptr: Array, src: Array, table: Array,
     sizes: Array, totals: Array, stamp: Scalar, capacity: Scalar, next_fanout: Scalar, replace: Scalar, level: Scalar,
-    num_hops: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, T: tl.constexpr,
+    num_hops: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, T: tl.constexpr, EVERY: tl.constexpr,
 ) -> None:  # fmt: skip
     """Find the edges that won their source; assign local ids and edge offsets to the sources, in the order of edges."""
     low = tl.load(sizes + EDGES + level).to(tl.int32)
@@ -422,6 +433,9 @@ def settle(
     node_end = tl.load(sizes + NODES + level)
     edge_end = tl.load(sizes + EDGES + 1 + level)
     tiles = tl.cdiv(high - low, T)
+    if EVERY:  # the rows that expand again come first, then the edges
+        old = tl.where((level < num_hops) & (tl.load(sizes + NEEDED) == 0), node_end, 0).to(tl.int32)
+        tiles = tl.cdiv(old + high - low, T)
     key = (stamp << LEVEL_BITS) | level
     tile = tl.atomic_add(control + TILES + level, 1, sem="relaxed").to(tl.int32)
     if (tiles == 0) & (tile == 0):
@@ -431,6 +445,10 @@ def settle(
     while tile < tiles:
         pos = low + tile * T + tl.arange(0, T)
         on = pos < high
+        if EVERY:
+            item = pos - low
+            pos -= old
+            on = (pos < high) & (item >= old)
         found = tl.load(src + pos, mask=on, other=0)
         # A grid barrier separates this from the bids, so a plain load sees the lowest bid: the edge whose position is
         # in the word is the first one to its source. If the word already contains the local id, it equals no bid.
@@ -439,6 +457,9 @@ def settle(
         won = on & ((level == 0) | (lowest == word(stamp, pos * 0 + 2 * level + 1, pos)))
         expands = won & (level < num_hops)  # nodes of the last hop are not expanded: their degrees are not read
         u = found
+        if EVERY:
+            u = tl.where(item < old, tl.load(nodes + item, mask=item < old, other=0), found)
+            expands = expands | (item < old)
         if DISJOINT:
             entry = tl.load(table + found, mask=on, other=0)
             u = entry.to(tl.int32)  # the lower half is the node
@@ -463,6 +484,8 @@ def settle(
             tl.store(trees + i, (entry >> HALF).to(tl.int32), mask=won)
         tl.store(nodes + i, u, mask=won)
         tl.store(rowptr + i, first.to(tl.int32), mask=won)
+        if EVERY:
+            tl.store(rowptr + item, first.to(tl.int32), mask=item < old)
         if tile == tiles - 1:  # writes the sizes for the next level; no program reads them in this phase
             node_next += node_end
             edge_next += edge_end
@@ -512,12 +535,15 @@ def level_phase(
     T: tl.constexpr,  # edges per tile
     SHARDS: tl.constexpr = 1,  # number of shards of indices
     SHIFT: tl.constexpr = 0,  # log2 of the entries per round-robin block, if SHARDS > 1
+    EVERY: tl.constexpr = False,  # every node found so far expands in each hop; not DISJOINT, BULK or STAGED
 ) -> None:
     """Run one phase of one level. It reads what the previous phase wrote, so a grid barrier must separate them."""
     stamp = tl.load(control + STAMP)
     replace = tl.load(control + REPLACE).to(tl.int32)
     if PHASE == EXPAND:
         key = tl.load(control + KEY)
+        if EVERY:
+            key = tl.where(level > 1, layer_key(key, level - 1), key.to(tl.uint64))
         first_tree = tl.load(control + FIRST_TREE)
         if level == 0:
             num_seeds = tl.load(control + NUM_SEEDS)
@@ -532,17 +558,17 @@ def level_phase(
                 else:
                     expand_rows(indptr, indices, offset, hot, control, state, nodes, trees, rowptr, src, eid, col,
                                 table, sizes, stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
-                                DISJOINT, BULK, CACHED, SHARDS, SHIFT, K, R, T)  # fmt: skip
+                                DISJOINT, BULK, CACHED, SHARDS, SHIFT, K, R, T, EVERY)  # fmt: skip
             else:
                 expand_flat(indptr, indices, offset, hot, control, state, nodes, trees, rowptr, src, eid, col,
                             table, sizes, stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
-                            DISJOINT, BULK, CACHED, SHARDS, SHIFT, T)  # fmt: skip
+                            DISJOINT, BULK, CACHED, SHARDS, SHIFT, T, EVERY)  # fmt: skip
     else:
         num_hops = tl.load(control + NUM_HOPS).to(tl.int32)
         fanout = tl.load(control + FANOUT + level).to(tl.int32)
         capacity = tl.load(control + CAPACITY)
         settle(indptr, control, state, nodes, trees, rowptr, src, table, sizes, totals, stamp, capacity, fanout,
-               replace, level, num_hops, DISJOINT, BULK, T)  # fmt: skip
+               replace, level, num_hops, DISJOINT, BULK, T, EVERY)  # fmt: skip
 
 
 @triton.jit
@@ -580,7 +606,7 @@ def hop_kernel(
     trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, table: Array, slots: Scalar,
     sizes: Array, totals: Array, begin: Scalar, end: Scalar,
     DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    T: tl.constexpr, SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0,
+    T: tl.constexpr, SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0, EVERY: tl.constexpr = False,
 ) -> None:  # fmt: skip
     """Run phases ``[begin, end)`` of ``2 * level + EXPAND`` or ``SETTLE``; a bulk launch ends with :func:`split`."""
     pid = tl.program_id(0)
@@ -599,7 +625,7 @@ def hop_kernel(
             if (phase % PHASES == what) & (at_end == 0):
                 level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, trees, rowptr, src, eid, col,
                             table, slots, src, src, sizes, totals, level, pid, programs, what,
-                            DISJOINT, BULK, CACHED, False, K, R, T, SHARDS, SHIFT)  # fmt: skip
+                            DISJOINT, BULK, CACHED, False, K, R, T, SHARDS, SHIFT, EVERY)  # fmt: skip
         phase += 1
         if phase < end:
             grid_barrier(control + BARRIER, (phase - begin).to(tl.int64) * programs)

@@ -25,6 +25,7 @@ from lightning_gnn.triton_kernels.hops import hop_kernel
 from lightning_gnn.triton_kernels.queue import FIRST_LEVEL, queue_kernel
 
 MODES = ("fused", "persistent")
+WARPS = (1, 2, 4, 8, 16, 32)
 INTERPRETED = not isinstance(hop_kernel, JITFunction)  # TRITON_INTERPRET is set: programs run sequentially on the CPU
 REGISTER_FANOUTS = (5, 10, 15, 20, 25, 32)  # kernels are compiled for the next larger one; above, O(k^2) hashes
 UNTOUCHED = 2**63 - 1
@@ -55,8 +56,15 @@ class DeviceSampler:
     START_EDGES = 1 << 22
     PROGRAMS_PER_SM = 4
 
-    def __init__(self, device: torch.device, num_programs: int | None, num_warps: int) -> None:
+    def __init__(
+        self, device: torch.device, num_programs: int | None, num_warps: int, programs_per_sm: int = PROGRAMS_PER_SM
+    ) -> None:
+        if num_warps not in WARPS:
+            raise ValueError(f"num_warps is {num_warps}; choose one of {', '.join(map(str, WARPS))}")
+        if programs_per_sm < 1:
+            raise ValueError(f"programs_per_sm must be at least 1, but is {programs_per_sm}")
         self.device, self.num_programs, self.num_warps = device, num_programs, num_warps
+        self.programs_per_sm = programs_per_sm
         self._start_capacity = self.START_EDGES
         self._stamp: int = _FIRST_STAMP + 1
         self._buffers: dict[str, Tensor] = {}
@@ -147,7 +155,7 @@ class DeviceSampler:
             return self.num_programs
         if INTERPRETED:
             return 2
-        return self._num_sms * self.PROGRAMS_PER_SM
+        return self._num_sms * self.programs_per_sm
 
     @functools.cached_property
     def _num_sms(self) -> int:
@@ -162,7 +170,9 @@ class DeviceSampler:
             compiled._init_handles()  # loads the binary, after which the number of registers is known
             registers = getattr(compiled, "n_regs", None) or 255
             threads = 32 * self.num_warps
-            per_sm = min(65536 // (-(-registers // 8) * 8 * threads), 1024 // threads, self.PROGRAMS_PER_SM)
+            resident = torch.cuda.get_device_properties(self.device).max_threads_per_multi_processor // threads
+            # Every GPU holds 65,536 registers and at least 16 programs per multiprocessor.
+            per_sm = min(65536 // (-(-registers // 8) * 8 * threads), resident, 16, self.programs_per_sm)
             self._programs[variant] = max(1, per_sm) * self._num_sms
         return max(1, int(self._programs[variant] * self.share))
 
@@ -191,6 +201,8 @@ class TritonNeighborSampler(DeviceSampler):
         fetch_size: int = 128,  # tasks that a program claims at a time
         num_programs: int | None = None,  # per launch; None: as many as can be resident at once
         num_warps: int = 4,
+        programs_per_sm: int = 4,  # upper limit of resident programs per multiprocessor, if num_programs is None
+        every_hop: bool = False,  # sample a node in every hop from its first on; excludes disjoint and bulk samples
         device: torch.device | str | None = None,  # None: the device of indices, or the accelerator if they are pinned
         cached: CachedLists | None = None,  # cached hot adjacency lists on the device, read instead of indices
         shards: Shards | None = None,  # shards of all GPUs, if indices is only this GPU's shard; excludes cached
@@ -201,7 +213,8 @@ class TritonNeighborSampler(DeviceSampler):
             raise ValueError(f"fetch_size is {fetch_size}, but a program must claim at least 1 task")
         if indptr.numel() > LARGEST:
             raise ValueError(f"the graph has {indptr.numel() - 1} nodes, but this sampler numbers them in 31 bits")
-        super().__init__(torch.device(device) if device is not None else device_of(indices), num_programs, num_warps)
+        place = torch.device(device) if device is not None else device_of(indices)
+        super().__init__(place, num_programs, num_warps, programs_per_sm)
         self.cached = cached is not None
         offset, hot = (indptr, indices) if cached is None else (cached.offset, cached.cached_indices)
         self.graph = (indptr, indices, offset, hot)
@@ -211,7 +224,7 @@ class TritonNeighborSampler(DeviceSampler):
             self.num_edges, self._peer_shards = shards.num_rows, shards  # keeps the other GPUs' memory mapped
             self.graph = (indptr, indices, indptr, shards.addresses)
             self.shards = {"SHARDS": shards.addresses.numel(), "SHIFT": shards.shift}
-        self.mode, self.fetch_size = mode, fetch_size
+        self.mode, self.fetch_size, self.every_hop = mode, fetch_size, every_hop
 
     def sample(
         self,
@@ -319,7 +332,10 @@ class Batch:
         small = [fanout for fanout in self.fanouts if 0 <= fanout <= REGISTER_FANOUTS[-1]]
         self.K = next(k for k in REGISTER_FANOUTS if k >= max(small, default=0))
         self.bound, self.queue_slots = self._bounds()
-        possible = not self.disjoint and queue_supports(self.fanouts) and self.queue_slots <= LARGEST
+        if self.disjoint and sampler.every_hop:
+            raise ValueError("every_hop=True excludes disjoint=True")
+        possible = not (self.disjoint or sampler.every_hop) and queue_supports(self.fanouts)
+        possible = possible and self.queue_slots <= LARGEST
         self.fetch_size = max(1, min(sampler.fetch_size, self.queue_slots))
         self.queued = possible and sampler.mode in sampler.QUEUE_MODES
         self.limit = LARGEST >> 2 if self.disjoint else LARGEST  # the hash table has two to four slots per position
@@ -330,13 +346,17 @@ class Batch:
         graph = self.sampler.num_edges * (self.num_seeds if self.disjoint else self.parts)
         rows, positions, slots = self.num_seeds, self.num_seeds, self.num_seeds
         for hop, fanout in enumerate(self.fanouts):
-            # A duplicated seed is expanded twice; in later hops, each node is expanded once.
-            largest = self.num_seeds * self.sampler.num_edges if hop == 0 else graph
+            # A duplicated seed is expanded twice; in later hops, each node is expanded once, unless it is in every hop.
+            again = hop == 0 or self.sampler.every_hop
+            largest = self.num_seeds * self.sampler.num_edges if again else graph
             edges = largest if fanout < 0 else rows * fanout
             if not self.replace:
                 edges = min(edges, largest)
             positions += edges
-            rows = edges if self.disjoint else min(edges, self.parts * self.sampler.num_nodes)
+            if self.sampler.every_hop:
+                rows = min(rows + edges, self.num_seeds + self.sampler.num_nodes)
+            else:
+                rows = edges if self.disjoint else min(edges, self.parts * self.sampler.num_nodes)
             slots += rows if hop + 1 < self.num_hops else 0  # a node is pushed at most once per hop
         return positions, slots
 
@@ -421,7 +441,7 @@ class Batch:
     def launch_hops(self) -> None:
         """Launch all hops as one cooperative kernel."""
         args, options = self.hop_arguments()
-        options["launch_cooperative_grid"] = True
+        options |= {"launch_cooperative_grid": True, "EVERY": self.sampler.every_hop}
         end = hops.PHASES.value * (self.num_hops + 1) + (self.parts > 1)
         variant = ("hop", self.disjoint, self.parts > 1, self.K, self.seeds.dtype)
         programs = self.sampler.fit_grid(hop_kernel, variant, (*args, 0, end), options)

@@ -21,8 +21,8 @@ from lightning_gnn.triton_kernels.sample import LARGEST, Batch, Sample, TritonNe
 
 
 def most_batches(sampler: TritonNeighborSampler) -> int:
-    """Return the maximum number of mini-batches per launch: node numbers have 31 bits; the queue supports one."""
-    if sampler.mode in sampler.QUEUE_MODES:
+    """Return the maximum number of mini-batches per launch: 31 bits of node numbers; one for the queue or every hop."""
+    if sampler.mode in sampler.QUEUE_MODES or sampler.every_hop:
         return 1
     return int(min(hops.MAX_BATCHES, LARGEST // max(sampler.num_nodes, 1)))
 

@@ -47,6 +47,7 @@ VARIANTS: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
     ("hop_kernel", "bulk, fanouts to 15"): (hop_kernel, {**_PLAIN, "BULK": True, "K": 15}),
     ("hop_kernel", "disjoint, fanouts to 10"): (hop_kernel, {**_PLAIN, "DISJOINT": True}),
     ("hop_kernel", "shards of 8 GPUs, fanouts to 10"): (hop_kernel, {**_PLAIN, "SHARDS": 8, "SHIFT": 10}),
+    ("hop_kernel", "every hop, fanouts to 10"): (hop_kernel, {**_PLAIN, "EVERY": True}),
     ("queue_kernel", "fanouts to 10"): (queue_kernel, {"K": 10, "CHUNK": 10, **TILES}),
     ("relation_kernel", "types"): (relation_kernel, _TYPED),
     ("relation_kernel", "types, times"): (relation_kernel, {**_TYPED, "DISJOINT": True, "TEMPORAL": True}),
@@ -61,7 +62,7 @@ VARIANTS: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
 def compiled(kernel: Any, constants: dict[str, Any], kind: str, capability: int) -> Any:
     """Compile a sampling kernel."""
     pointers = dict.fromkeys(LONG + OUTPUTS, "*i64") | dict.fromkeys(INTS, "*i32")
-    usual = {"CACHED": False, "BULK": False, "SHARDS": 1, "SHIFT": 0}
+    usual = {"CACHED": False, "BULK": False, "SHARDS": 1, "SHIFT": 0, "EVERY": False}
     constants = {name: value for name, value in usual.items() if name in kernel.arg_names} | constants
     shards = constants.get("SHARDS", 1)
     hot = f"*{kind}" if shards == 1 else "*i64" if shards > 1 else "*i32"

@@ -38,9 +38,9 @@ SYNC_US = 20.0
 """Time in which the host waits for the sizes, reads them, creates tensors and launches the copy of the mini-batch."""
 BYTES = {
     "seeds": 8, "indptr": 8, "indices": 4, "state": 8, "nodes": 4, "rowptr": 4, "src": 4, "eid": 4, "col": 4,
-    "totals": 8, "node_out": 8, "edge_index_out": 8, "edge_out": 8, "table": 8,
+    "totals": 8, "node_out": 8, "edge_index_out": 8, "edge_out": 8, "table": 8, "queue": 8, "stage": 4, "ticket_of": 4,
 }  # fmt: skip
-RANDOM = ("indptr", "indices", "state")
+RANDOM = ("indptr", "indices", "state", "ticket_of")
 """Arrays with random accesses; accesses to the others are contiguous."""
 
 
@@ -103,9 +103,35 @@ def emit_counts(batch: Batch) -> Counts:
     })  # fmt: skip
 
 
-def barriers(batch: Batch) -> int:
-    """Return the number of grid barriers of a launch: two phases per level, and the split of a bulk at the end."""
-    return 2 * (len(batch.edges) + 1) - 1 + (batch.parts > 1)
+def queue_counts(batch: Batch, programs: int, tile: int = TILE) -> Counts:
+    """Count the accesses of ``queue_kernel`` if no node is found late, so that each is a task once.
+
+    Polls of empty slots are not counted: they read the L2 cache, and their number depends on the schedule.
+    """
+    seeds, expanding, edges = batch.nodes[0], sum(batch.nodes[:-1]), sum(batch.edges)
+    pushed = expanding - seeds
+    found = hop_counts(batch, programs, tile)
+    found.subtract({("load", "indices"): edges, ("load", "eid"): edges})  # the expansion reads the queue's samples
+    found.update({
+        # discover: a task per thread; its picks and their sources go through `stage`
+        ("load", "seeds"): seeds, ("load", "queue"): pushed, ("atomic", "queue"): pushed,
+        ("atomic", "state"): seeds + edges, ("load", "state"): expanding, ("load", "indptr"): 2 * expanding,
+        ("store", "stage"): 2 * edges, ("load", "stage"): edges, ("load", "indices"): edges,
+    })  # fmt: skip
+    found.update({  # find_tickets: the slot of each node's final hop
+        ("load", "seeds"): seeds, ("load", "queue"): pushed, ("load", "state"): expanding,
+        ("store", "ticket_of"): expanding,
+    })  # fmt: skip
+    found.update({  # replay_rows, then the bids
+        ("load", "ticket_of"): expanding, ("load", "stage"): 2 * edges, ("load", "src"): edges,
+        ("store", "src"): edges,
+    })  # fmt: skip
+    return +found
+
+
+def barriers(batch: Batch, queued: bool = False) -> int:
+    """Return the grid barriers of a launch: two phases per level; the split of a bulk, or two phases of the queue."""
+    return 2 * queued + 2 * (len(batch.edges) + 1) - 1 + (batch.parts > 1)
 
 
 def moved(counts: Counts) -> tuple[int, int]:
@@ -115,20 +141,21 @@ def moved(counts: Counts) -> tuple[int, int]:
     return random, side_by_side
 
 
-def expected(batch: Batch, gb_per_s: float, programs: int) -> dict[str, float]:
+def expected(batch: Batch, gb_per_s: float, programs: int, queued: bool = False) -> dict[str, float]:
     """Return the lower bound of a mini-batch's cost in us and bytes; for a bulk, the cost per mini-batch.
 
     All bytes are assumed to come from memory, although contiguous data is read shortly after it is written and partly
     still in the L2 cache. Only the accesses themselves overlap.
     """
-    both = hop_counts(batch, programs) + emit_counts(batch)
+    both = (queue_counts if queued else hop_counts)(batch, programs) + emit_counts(batch)
     random, side_by_side = moved(both)
     memory = (random + side_by_side) / gb_per_s / 1e3
-    fixed = barriers(batch) * BARRIER_US + 2 * LAUNCH_US + SYNC_US
+    fixed = barriers(batch, queued) * BARRIER_US + 2 * LAUNCH_US + SYNC_US
     atomics = sum(n for (kind, array), n in both.items() if (kind, array) == ("atomic", "state"))
     return {
         "random_mb": random / batch.parts / 1e6, "side_by_side_mb": side_by_side / batch.parts / 1e6,
-        "atomics": atomics / batch.parts, "launches": 2 / batch.parts, "barriers": barriers(batch) / batch.parts,
+        "atomics": atomics / batch.parts, "launches": 2 / batch.parts,
+        "barriers": barriers(batch, queued) / batch.parts,
         "memory_us": memory / batch.parts, "fixed_us": fixed / batch.parts, "us": (memory + fixed) / batch.parts,
     }  # fmt: skip
 
@@ -208,6 +235,29 @@ def roofline(batches: dict[str, Batch], bulks: Sequence[int] = (1, 8)) -> list[d
     return rows
 
 
+def queue_roofline(batches: dict[str, Batch]) -> list[dict[str, Any]]:
+    """Return a row for each mini-batch and GPU: the queue against the fused mode, one mini-batch a launch."""
+    rows = []
+    for what, batch in batches.items():
+        for gpu, (gb_per_s, sms) in GPUS.items():
+            figures = expected(batch, gb_per_s, 4 * sms, queued=True)
+            fused = expected(batch, gb_per_s, 4 * sms)["us"]
+            rows.append({"what": what, "gpu": gpu, **figures, "fused_us": fused, "ratio": figures["us"] / fused})
+    return rows
+
+
+def queue_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the estimates of the queue as Markdown."""
+    heads = ("mini-batch", "GPU", "MB at random", "MB side by side", "atomics", "barriers", "us", "fused mode, us")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        lines.append(
+            f"| {row['what']} | {row['gpu']} | {row['random_mb']:.1f} | {row['side_by_side_mb']:.1f} | "
+            f"{row['atomics']:,.0f} | {row['barriers']:.3g} | {row['us']:.0f} | {row['fused_us']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
 def roofline_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the estimates per mini-batch as Markdown."""
     lines = [
@@ -258,7 +308,8 @@ def page(result: dict[str, Any]) -> str:
         f"{BARRIER_US:g} us a barrier, {LAUNCH_US:g} us a launch, {SYNC_US:g} us a wait of the host.\n\n"
         f"{roofline_table(few)}\n\nTime saved (+) or lost (-) by four other designs, under the same assumptions. "
         '"One pass" is built; its saving is relative to\nthe design before it.\n\n'
-        f"{judged_table(few)}\n\n"
+        f"{judged_table(few)}\n\nThe queue, one mini-batch a launch, if no node is found late:\n\n"
+        f"{queue_table([row for row in result['queue'] if row['gpu'] != 'H200'])}\n\n"
         f"Compiled with Triton {result['triton']}, four warps a program:\n\n"
         f"{kernel_table(result['kernels'])}"
     )
@@ -272,10 +323,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     rows = roofline(batches)
     print(roofline_table(rows))
     print(judged_table(rows))
+    queue = queue_roofline(batches)
+    print(queue_table(queue))
     for what, batch in batches.items():
         by_bus = ", ".join(f"{pinned_us(batch, rate):.0f} us over {bus}" for bus, rate in PCIE.items())
         print(f"{what}: with the topology in pinned memory its edges take {by_bus}")
-    result: dict[str, Any] = {"roofline": rows}
+    result: dict[str, Any] = {"roofline": rows, "queue": queue}
     if args.write:
         import triton
 

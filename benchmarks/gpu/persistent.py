@@ -3,7 +3,8 @@
 After PGSampler's evaluation: graphs with the sizes and approximate degree skew of its table II, 2 and 3 hops, fanouts
 10, 15 and 20, batches of 2048 to 10240 seeds. For each: complete samples by the wall clock (its figure 9), kernels by
 events (figure 8), and a check that all contestants give the same sample; for one: the split of its table I, random
-reads against a measured ceiling, and caches for pinned memory. The JSON file is written after every cell.
+reads against a measured ceiling, caches for pinned memory, and launches of every shape (warps, programs per
+multiprocessor, fetch size); ``--launches`` measures only these. The JSON file is written after every cell.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="two graphs, fanout 10, two batch sizes")
     parser.add_argument("--interpret", action="store_true", help="a tiny grid under TRITON_INTERPRET=1: no real times")
     parser.add_argument("--runs", type=int, help="mini-batches that count (default: 10)")
+    parser.add_argument("--launches", action="store_true", help="only the launches, on the first graph")
     parser.add_argument("--modes", help="only these, separated by commas (default: all)")
     parser.add_argument("--limit", type=float, default=330.0, help="start no further cell after this many seconds")
     parser.add_argument("--out", type=Path, help="the JSON file; by default only the whole grid writes one")
     args = parser.parse_args(argv)
     if args.out is None and not args.quick and not args.interpret:
-        args.out = RESULTS / "gpu_persistent.json"
+        args.out = RESULTS / ("gpu_launches.json" if args.launches else "gpu_persistent.json")
     args.runs = args.runs or (2 if args.interpret else 10)
     args.graphs = GRAPHS
     grid: tuple[tuple[int, ...], ...] = ((2, 3), (10, 15, 20), (2048, 4096, 8192, 10240))
@@ -54,6 +56,9 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     args.target = TARGET_CELL if not args.interpret else (2, 3, 4)
     # Kernels of a fanout are compiled for the first cell that uses them, so the cell with a target comes first.
     cells = itertools.product(*grid)
+    if args.launches:
+        args.graphs, grid = dict([*args.graphs.items()][:1]), tuple((size,) for size in args.target)
+        cells = itertools.product(*grid)
     args.cells = sorted(cells, key=lambda cell: (cell != args.target, cell[1], -cell[0], cell[2]))
     return args
 
@@ -116,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     import triton
 
     from benchmarks.device_clock import failure
-    from benchmarks.gpu.persistent_cells import Bench, caches, random_reads, rounded
+    from benchmarks.gpu.persistent_cells import Bench, caches, launches, random_reads, rounded
     from benchmarks.harness import machine
     from lightning_gnn.triton_kernels.sample import INTERPRETED, TritonNeighborSampler
 
@@ -175,12 +180,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 print(f"{name} {cell}: {failure(error)}", flush=True)
             write()
         if name == next(iter(args.graphs)):
-            try:
-                result["caches"] = caches(bench, args.target)
-            except Exception as error:
-                result["caches"] = {"failed": failure(error)}
-            print(f"caches: {rounded(result['caches'])}", flush=True)
-            write()
+            for what, measure in (("launches", launches), ("caches", caches))[: 1 if args.launches else 2]:
+                try:
+                    result[what] = measure(bench, args.target)
+                except Exception as error:
+                    result[what] = {"failed": failure(error)}
+                print(f"{what}: {rounded(result[what])}", flush=True)
+                write()
         del bench
     write()
     for comparison in result["comparisons"]:

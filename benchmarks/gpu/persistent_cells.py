@@ -190,6 +190,25 @@ def random_reads(bench: Any) -> dict[str, float]:
     return {"bytes": bytes_, "reads": reads, "gb_per_s": max(rates.values()), **rates}
 
 
+LAUNCHES = {"num_warps": (2, 4, 8), "programs_per_sm": (1, 2, 4, 8, 16), "fetch_size": (5, 32, 128)}
+"""Options of a launch; a program of the paper claims 5 tasks at a time."""
+
+
+def launches(bench: Bench, cell: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """Sweep the shape of a launch: us of whole samples and of kernels; the fetch size is for the queue only."""
+    rows = []
+    sizes = LAUNCHES if not bench.args.interpret else {name: values[:1] for name, values in LAUNCHES.items()}
+    for warps, programs, fetch in itertools.product(*sizes.values()):
+        for mode in ("fused", "persistent") if fetch == sizes["fetch_size"][-1] else ("persistent",):
+            options = {**bench.small, "num_warps": warps, "programs_per_sm": programs, "fetch_size": fetch}
+            sampler = TritonNeighborSampler(bench.graph.indptr, bench.graph.indices, mode=mode, **options)
+            bench.samplers["launch"] = sampler
+            calls = {"whole": partial(_whole, bench, sampler, cell), "kernels": partial(bench.kernels, "launch", cell)}
+            rows.append({"mode": mode, **options, "us": medians(calls, bench.args.runs)})
+    del bench.samplers["launch"]
+    return rows
+
+
 def _device(bench: Any, call: Callable[[], Any], turn: int) -> float:
     return bench.clock.device(call)
 

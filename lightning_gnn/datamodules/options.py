@@ -38,6 +38,7 @@ class SamplingOptions(_OptionGroup):
         weight_attr: Attribute with edge weights.
         sampler, layer_dependency, batch_dependency: ``"labor"`` for LABOR sampling, which can share random variates
             across hops, or across this number of mini-batches.
+        semantics: ``"every_hop"`` samples a node in every hop from its first on, instead of only in its first.
         exclude_seed_edges: For link prediction, exclude seed edges and their reverses from message passing; a
             dictionary maps edge types to reverse types that are not named ``rev_…``.
     """
@@ -53,6 +54,7 @@ class SamplingOptions(_OptionGroup):
     sampler: str | None = None
     layer_dependency: bool | None = None
     batch_dependency: int | None = None
+    semantics: str | None = None
     exclude_seed_edges: bool | Mapping[EdgeType, EdgeType] = False
 
     def __post_init__(self) -> None:

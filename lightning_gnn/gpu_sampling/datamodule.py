@@ -17,8 +17,8 @@ class PersistentSamplerDataModule(PlacedOnGPU, NeighborDataModule):
 
     Arguments of :class:`~lightning_gnn.gpu_sampling.PlacementOptions` choose where graph and features are stored, and
     how the GPU samples: ``topology``, ``features``, ``cache_rows``, ``cache_bytes``, ``quantize``, ``mode``,
-    ``fetch_size``, ``prefetch`` and ``bulk``. The plan is :attr:`placement`. ``device``, ``device_memory`` and ``gpus``
-    describe the GPU, also for :meth:`plan_placement`.
+    ``fetch_size``, ``num_warps``, ``programs_per_sm``, ``prefetch`` and ``bulk``. The plan is :attr:`placement`.
+    ``device``, ``device_memory`` and ``gpus`` describe the GPU, also for :meth:`plan_placement`.
 
     Args:
         *args: Graph and seeds of :class:`~lightning_gnn.NeighborDataModule`.

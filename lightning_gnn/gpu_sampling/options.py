@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_gnn.features.memory_pool import check_place
-from lightning_gnn.gpu_sampling.sampler import MODES
+from lightning_gnn.gpu_sampling.sampler import check_launch
 from lightning_gnn.runtime.messages import memory_bytes, true_or_false, whole_number
 
 
@@ -33,6 +33,8 @@ class PlacementOptions:
         mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, for uniform sampling of
             homogeneous graphs; all else runs hop by hop). The samples are equal.
         fetch_size: Number of tasks that a program of the persistent queue claims at a time.
+        num_warps, programs_per_sm: Warps of 32 threads per program, and the most programs per multiprocessor, of the
+            kernel that samples homogeneous graphs uniformly.
         prefetch: Number of mini-batches prefetched on a separate stream; 0 prepares each one when it is needed.
         bulk: Number of mini-batches per launch, for uniform sampling of homogeneous graphs with ``mode="fused"``;
             reduced if they would take too much memory.
@@ -52,6 +54,8 @@ class PlacementOptions:
     quantize: bool = False
     mode: str = "fused"
     fetch_size: int = 128
+    num_warps: int = 4
+    programs_per_sm: int = 4
     prefetch: int = 2
     bulk: int = 8
     device: torch.device | str | None = None
@@ -65,7 +69,9 @@ class PlacementOptions:
     def __post_init__(self) -> None:
         check_place(self.topology, "topology")
         check_place(self.features, "features")
-        for name, least in (("cache_rows", 0), ("fetch_size", 1), ("prefetch", 0), ("bulk", 1)):
+        check_launch(self.mode, self.fetch_size, self.num_warps, self.programs_per_sm)
+        counts = {"cache_rows": 0, "fetch_size": 1, "prefetch": 0, "bulk": 1, "num_warps": 1, "programs_per_sm": 1}
+        for name, least in counts.items():
             setattr(self, name, whole_number(getattr(self, name), name, least))
         true_or_false(self.quantize, "quantize")
         self.cache_budget = None if self.cache_bytes == "auto" else memory_bytes(self.cache_bytes, "cache_bytes")
@@ -77,8 +83,6 @@ class PlacementOptions:
             raise ValueError("set cache_rows or cache_bytes, not both: cache_bytes determines the number of rows")
         if self.features in ("device", "shard") and self.cache_rows:
             raise ValueError("cache_rows is for features='pinned' or 'auto'; on the device no row needs a cache")
-        if self.mode not in MODES:
-            raise ValueError(f"mode={self.mode!r} is unknown; use one of {', '.join(MODES)}")
         try:
             self.device = None if self.device is None else torch.device(self.device)
         except (RuntimeError, TypeError) as error:

@@ -53,6 +53,8 @@ class PlacedOnGPU(MiniBatchDataModule):
         quantize: bool = False,
         mode: str = "fused",
         fetch_size: int = 128,
+        num_warps: int = 4,
+        programs_per_sm: int = 4,
         prefetch: int = 2,
         bulk: int = 8,
         device: torch.device | str | None = None,
@@ -61,8 +63,8 @@ class PlacedOnGPU(MiniBatchDataModule):
         **kwargs: Any,
     ) -> None:
         placing = PlacementOptions(
-            topology, features, cache_rows, cache_bytes, quantize, mode, fetch_size, prefetch, bulk, device,
-            device_memory, gpus,
+            topology, features, cache_rows, cache_bytes, quantize, mode, fetch_size, num_warps, programs_per_sm,
+            prefetch, bulk, device, device_memory, gpus,
         )  # fmt: skip
         if "tables" in kwargs:
             raise TypeError(f"unknown option tables: {type(self).__name__} creates the tables itself; leave it out")
@@ -241,7 +243,8 @@ class PlacedOnGPU(MiniBatchDataModule):
             store = self._placed_data if node_type is None else self._placed_data[node_type]
             store[key] = value.to(device)
         topology = plan[TOPOLOGY]
-        options = {"mode": self.placement_options.mode, "fetch_size": self.placement_options.fetch_size}
+        names = ("mode", "fetch_size", "num_warps", "programs_per_sm")
+        options = {name: getattr(self.placement_options, name) for name in names}
         hot = topology.nodes if topology.nodes.numel() else None
         train = PersistentNeighborSampler.of(
             self.graph_sampler, device=device, topology=topology.place, hot_nodes=hot, machine=machine, **options

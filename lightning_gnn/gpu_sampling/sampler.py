@@ -23,10 +23,12 @@ from lightning_gnn.ops.library import require_triton
 from lightning_gnn.ops.sample.definition import check_seeds
 from lightning_gnn.ops.sample.triton import begin_samples, most_batches, runs_on, triton_sampler
 from lightning_gnn.runtime.devices import to_device_async
+from lightning_gnn.runtime.messages import whole_number
 from lightning_gnn.sampling.edge_attributes import NodeTime
 from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output, nonuniform_features
 
 MODES = ("fused", "persistent")
+WARPS = (1, 2, 4, 8, 16, 32)
 GraphT = TypeVar("GraphT", CSCGraph, HeteroCSCGraph)
 
 
@@ -44,8 +46,11 @@ class PersistentNeighborSampler(NeighborSampler):
         mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, for uniform sampling of
             homogeneous graphs; all else runs hop by hop). The samples are equal.
         fetch_size: Number of tasks that a program of the queue claims at a time.
+        num_warps: Warps of 32 threads per program of the kernel of a homogeneous graph, a power of two up to 32.
+        programs_per_sm: Most programs per multiprocessor, up to 16; fewer where registers or threads do not suffice.
         hot_nodes: Nodes with adjacency lists to cache on the device if the topology is pinned.
-        **options: Times, weights, LABOR, subgraph types and ``exclude_seed_edges``, as for :class:`NeighborSampler`.
+        **options: Times, weights, LABOR, ``semantics``, subgraph types and ``exclude_seed_edges``, as for
+            :class:`NeighborSampler`. ``semantics="every_hop"`` runs hop by hop in one launch, in either mode.
             Induced subgraphs with weights need two copies of the graph, with and without weights.
 
     Raises:
@@ -78,13 +83,15 @@ class PersistentNeighborSampler(NeighborSampler):
         topology: str = "auto",
         mode: str = "fused",
         fetch_size: int = 128,
+        num_warps: int = 4,
+        programs_per_sm: int = 4,
         hot_nodes: Tensor | None = None,
         **options: Any,
     ) -> None:
         if "backend" in options:
             raise TypeError(f"unknown option backend for {type(self).__name__}; use it with NeighborSampler")
         super().__init__(data, num_neighbors, replace, disjoint, seed, **options)
-        self._place(device, topology, mode, fetch_size, hot_nodes)
+        self._place(device, topology, mode, fetch_size, num_warps, programs_per_sm, hot_nodes)
 
     @classmethod
     def of(cls, sampler: NeighborSampler, **options: Any) -> PersistentNeighborSampler:
@@ -100,6 +107,8 @@ class PersistentNeighborSampler(NeighborSampler):
         topology: str = "auto",
         mode: str = "fused",
         fetch_size: int = 128,
+        num_warps: int = 4,
+        programs_per_sm: int = 4,
         hot_nodes: Tensor | None = None,
         machine: LocalMachine | None = None,
     ) -> None:
@@ -107,10 +116,7 @@ class PersistentNeighborSampler(NeighborSampler):
         check_place(topology, "topology")
         if topology == "shard" and machine is None:
             raise ValueError("topology='shard' needs the other GPUs' processes: use PersistentSamplerDataModule")
-        if fetch_size < 1:
-            raise ValueError(f"fetch_size must be at least 1, but is {fetch_size}")
-        if mode not in MODES:
-            raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(MODES)}")
+        check_launch(mode, fetch_size, num_warps, programs_per_sm)
         host, whole = self.graph, self.whole_graph
         plain = isinstance(host, CSCGraph) and host.time is None and host.weight is None
         if hot_nodes is not None and not plain:
@@ -123,8 +129,11 @@ class PersistentNeighborSampler(NeighborSampler):
             rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
             return
         self.backend = "triton"
+        launch: dict[str, Any] = {
+            "mode": mode, "fetch_size": fetch_size, "num_warps": num_warps, "programs_per_sm": programs_per_sm
+        }  # fmt: skip
         if machine is not None and topology == "shard":
-            self._shard(machine, mode, fetch_size)
+            self._shard(machine, launch)
             return
         self._topology = choose_place(topology, host.num_bytes, self.device, "the topology")
         self.graph = self._copy_graph(host)
@@ -138,11 +147,10 @@ class PersistentNeighborSampler(NeighborSampler):
         if self._topology == "pinned" and hot_nodes is not None:
             hot = host.cache_adjacency(hot_nodes, self.device)
         if plain:
-            self._kernel = triton_sampler(
-                self.graph.indptr, self.graph.indices, self.device, mode=mode, fetch_size=fetch_size, cached=hot
-            )
+            launch["every_hop"] = self.semantics == "every_hop"
+            self._kernel = triton_sampler(self.graph.indptr, self.graph.indices, self.device, cached=hot, **launch)
 
-    def _shard(self, machine: LocalMachine, mode: str, fetch_size: int) -> None:
+    def _shard(self, machine: LocalMachine, launch: dict[str, Any]) -> None:
         """Shard the edges across the GPUs of a machine, and replicate the offsets, which are read first."""
         host, self._topology = self.graph, "shard"
         assert self.device is not None
@@ -151,8 +159,7 @@ class PersistentNeighborSampler(NeighborSampler):
         self.graph = self.whole_graph = changed(host, indptr=indptr)
         if host.edge_ids is not None:
             self._edge_ids = machine.share(host.edge_ids.view(-1, 1), LIST_SHIFT)
-        local, options = sources.local.view(-1), {"mode": mode, "fetch_size": fetch_size, "shards": sources}
-        self._kernel = triton_sampler(indptr, local, self.device, **options)
+        self._kernel = triton_sampler(indptr, sources.local.view(-1), self.device, shards=sources, **launch)
 
     def _copy_graph(self, graph: GraphT) -> GraphT:
         """Return a copy of a graph in device or pinned memory."""
@@ -186,6 +193,8 @@ class PersistentNeighborSampler(NeighborSampler):
         """Return a sampler over the same graph with some attributes changed, such as ``num_neighbors``."""
         other = super().with_options(**options)
         assert isinstance(other, PersistentNeighborSampler)
+        if self._kernel is not None and other.semantics != self.semantics:
+            raise ValueError("semantics belongs to the kernel of a placed sampler: create another sampler with it")
         if other._topology == "shard":
             check_shardable(other)
         other._place_whole()
@@ -226,7 +235,7 @@ class PersistentNeighborSampler(NeighborSampler):
     @property
     def can_begin(self) -> bool:
         """Whether :meth:`begin` is supported: uniform sampling of a homogeneous graph on a GPU."""
-        return self._kernel is not None and not nonuniform_features(self)
+        return self._kernel is not None and {*nonuniform_features(self)} <= {"semantics='every_hop'"}
 
     def begin(self, seeds: Sequence[Tensor], keys: Sequence[int], share: float = 1.0) -> Any:
         """Launch mini-batches asynchronously on the current stream; return a handle for :meth:`end`.
@@ -264,6 +273,16 @@ class PersistentNeighborSampler(NeighborSampler):
         if self.device is None or graph.edge_ids is None:
             return super().original_positions(graph, edge)
         return gather_rows(graph.edge_ids.view(-1, 1), edge).view(-1).to(torch.int64)
+
+
+def check_launch(mode: str, fetch_size: object, num_warps: object, programs_per_sm: object) -> None:
+    """Raise a TypeError or ValueError for invalid options of the launch."""
+    if mode not in MODES:
+        raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(MODES)}")
+    whole_number(fetch_size, "fetch_size", 1)
+    whole_number(programs_per_sm, "programs_per_sm", 1)
+    if num_warps not in WARPS:
+        raise ValueError(f"num_warps={num_warps!r} is not a power of two up to 32, such as 4")
 
 
 def check_shardable(*samplers: BaseSampler) -> None:

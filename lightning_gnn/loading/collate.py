@@ -90,6 +90,8 @@ def collate(
         if has_original and (not is_hetero or name in out.orig_row):
             ends = (out.orig_row[name], out.orig_col[name]) if is_hetero else (out.orig_row, out.orig_col)
             target._orig_edge_index = torch.stack(ends)
+    if getattr(out, "every_hop", False):
+        batch.every_hop = True
     for key in ("batch", "num_sampled_nodes", "num_sampled_edges"):
         if is_hetero:
             batch.set_value_dict(key, getattr(out, key) or {})

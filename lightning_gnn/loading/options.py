@@ -62,12 +62,13 @@ class LoaderOptions(TypedDict, total=False):
     weight_attr: str | None
     layer_dependency: bool
     batch_dependency: int
+    semantics: str
 
 
 _MINIMUM = {"batch_size": 1, "num_workers": 0, "prefetch_factor": 1}
 _SAMPLER_OPTIONS = (
     "num_neighbors", "replace", "disjoint", "backend", "subgraph_type", "time_attr", "temporal_strategy", "time_window",
-    "weight_attr", "layer_dependency", "batch_dependency", "exclude_seed_edges",
+    "weight_attr", "layer_dependency", "batch_dependency", "semantics", "exclude_seed_edges",
 )  # fmt: skip
 _PYG_LOADERS = {"node": NodeLoader, "link": LinkLoader}
 

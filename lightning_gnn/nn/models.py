@@ -53,6 +53,7 @@ class _SampledEdges(NamedTuple):
     edge_attr: Tensor | None
     num_nodes: list[int]
     num_edges: list[int]
+    every_hop: bool = False  # an edge belongs to the layer of its hop only
 
 
 @dataclass
@@ -104,20 +105,24 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         batch_size: int | None = None,
         num_sampled_nodes_per_hop: list[int] | None = None,
         num_sampled_edges_per_hop: list[int] | None = None,
+        every_hop: bool = False,
     ) -> Tensor:
         """Return node outputs ``[N, out_channels]`` for features ``x`` ``[N, in_channels]``.
 
         ``edge_index`` is ``[2, E]`` int64 (source, target), or a compressed graph. With both ``num_sampled_*`` lists
         (edges sorted by hop, seeds first, one entry per hop, nodes with the seeds as entry 0) each layer computes only
         the rows that still reach a seed, unless that would change the seeds' rows; the output has only the seeds' rows.
+        ``every_hop``: the edges of hop h are those of the h-th layer from the end (``semantics="every_hop"``).
         """
         if isinstance(self.in_channels, int) and self.in_channels > 0 and x.size(-1) != self.in_channels:
             raise ValueError(f"x has {x.size(-1)} features per node, but the model was built for {self.in_channels}")
         nodes, edges = num_sampled_nodes_per_hop, num_sampled_edges_per_hop
+        if every_hop and (nodes is None or edges is None or not trims_exactly(self, len(edges))):
+            raise ValueError("semantics='every_hop' needs a hop per layer, no jumping knowledge, and norms by node")
         if nodes is None or edges is None or not trims_exactly(self, len(edges)):
             out: Tensor = super().forward(self.input_dropout(x), edge_index, edge_weight, edge_attr, batch, batch_size)
             return out
-        return self._run_trimmed(x, _SampledEdges(edge_index, edge_weight, edge_attr, nodes, edges))
+        return self._run_trimmed(x, _SampledEdges(edge_index, edge_weight, edge_attr, nodes, edges, every_hop))
 
     def _run_trimmed(self, x: Tensor, batch: _SampledEdges) -> Tensor:
         """Run each layer as a bipartite layer, from its sources to the nodes that the next layer needs."""
@@ -142,7 +147,7 @@ class _InputDropoutGNN(BasicGNN):  # type: ignore[misc]
         """Split a mini-batch into layer inputs, the outermost first."""
         parts = []
         for hops in range(self.num_layers, 0, -1):
-            edges = slice(sum(batch.num_edges[:hops]))
+            edges = slice(sum(batch.num_edges[: hops - 1]) if batch.every_hop else 0, sum(batch.num_edges[:hops]))
             weight = None if batch.edge_weight is None else batch.edge_weight[edges]
             attr = None if batch.edge_attr is None else batch.edge_attr[edges]
             parts.append(_Block(sum(batch.num_nodes[:hops]), batch.edge_index[:, edges], weight, attr))
@@ -175,6 +180,10 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
 
     def _split_by_layer(self, x: Tensor, batch: _SampledEdges) -> list[_Block]:
         conv, edge_index, num_nodes = self.convs[0], batch.edge_index, batch.num_nodes
+        if batch.every_hop:
+            raise ValueError(
+                "GCN normalizes by one degree per node, but semantics='every_hop' has one per layer: use GraphSAGE"
+            )
         if conv.cached:
             raise ValueError("cached=True reuses the first batch's graph for all batches: use it for full graphs only")
         if self._can_fuse(x, edge_index, batch.edge_weight):
@@ -211,7 +220,7 @@ class GCN(_InputDropoutGNN, pyg.GCN):  # type: ignore[misc]
 
     def _normalize(self, x: Tensor, batch: _SampledEdges) -> _SampledEdges:
         """Normalize by the whole mini-batch's degrees, and add each self-loop to the hop of its node's in-edges."""
-        conv, size, (edge_index, edge_weight, _, num_nodes, num_edges) = self.convs[0], x.size(0), batch
+        conv, size, (edge_index, edge_weight, _, num_nodes, num_edges, _) = self.convs[0], x.size(0), batch
         _, weight = gcn_norm(edge_index, edge_weight, size, conv.improved, conv.add_self_loops, conv.flow, x.dtype)
         if not conv.add_self_loops:
             return batch._replace(edge_weight=weight)

@@ -113,7 +113,16 @@ class GNNModule(pl.LightningModule):
             takes = name in self._forward_arguments and getattr(self.model, f"supports_{name}", True)
             if takes and batch.get(name) is not None:
                 extra[name] = batch[name]
-        if self._trims(batch):
+        if every_hop := bool(batch.get("every_hop")):
+            if "every_hop" not in self._forward_arguments:
+                raise ValueError(
+                    f"with semantics='every_hop' each layer has its own edges, but {type(self.model).__name__} takes "
+                    "one edge_index: use GraphSAGE, GIN or GAT of lightning_gnn.nn, or layer_blocks(batch)"
+                )
+            if not in_sampled_order(batch, {None: batch.x.size(0)}):
+                raise ValueError("a transform changed the edges, but semantics='every_hop' needs those of each hop")
+            extra["every_hop"] = True
+        if every_hop or self._trims(batch):
             extra["num_sampled_nodes_per_hop"] = [int(n) for n in batch.num_sampled_nodes]
             extra["num_sampled_edges_per_hop"] = [int(n) for n in batch.num_sampled_edges]
         # In evaluation, process a whole graph layer by layer, so that it does not have to fit on the device.

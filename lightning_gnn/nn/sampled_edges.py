@@ -89,7 +89,8 @@ def _list_checks(batch: Any, num_rows: Mapping[Any, int] | None = None) -> _Chec
             return None
         for hop, (start, stop) in enumerate(pairwise(stops)):
             spans.append(_Span(0, start, stop, 0, sources[hop + 1]))
-            spans.append(_Span(1, start, stop, targets[hop], targets[hop + 1]))
+            low = 0 if store.get("every_hop") else targets[hop]  # a node is a target in every hop from its first on
+            spans.append(_Span(1, start, stop, low, targets[hop + 1]))
         checks.append((edges, tuple(spans)))
     # Attributes that list seeds must be within the seeds as well.
     for store in stores:

@@ -26,6 +26,7 @@ from lightning_gnn.features.memory_pool import pool
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.edge_attributes import check_window
 from lightning_gnn.graph.hetero import HeteroCSCGraph
+from lightning_gnn.graph.remote import RemoteCSCGraph
 from lightning_gnn.ops import Labor, NeighborSample, batch_key, sample_hetero_neighbors, sample_neighbors
 from lightning_gnn.ops.gather.numba import take
 from lightning_gnn.ops.hashing import BatchKey
@@ -38,6 +39,7 @@ from lightning_gnn.ops.sample.definition import (
     check_rule,
 )
 from lightning_gnn.ops.sample.hetero import fanouts_by_type
+from lightning_gnn.sampling.blocks import SEMANTICS
 from lightning_gnn.sampling.deferred_edges import LazyEdgeIds, has_lazy_e_id
 from lightning_gnn.sampling.edge_attributes import NodeTime, with_times, with_weights
 from lightning_gnn.sampling.seed_edges import check_reverse, without_seed_edges
@@ -77,6 +79,9 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         sampler: ``"uniform"``, or ``"labor"``: targets share sources, so that mini-batches have fewer nodes.
         layer_dependency: With LABOR, also share sources across hops: even fewer nodes, but the hops are dependent.
         batch_dependency: With LABOR and our loaders, the number of consecutive mini-batches that share sources.
+        semantics: ``"lowest_hop"``: a node is sampled once, in the lowest hop at which it is found, as in PyG.
+            ``"every_hop"``: in every hop from its first on, as in DGL and PGSampler; each layer then trains on its own
+            :func:`~lightning_gnn.sampling.layer_blocks`. For uniform sampling of homogeneous graphs.
         exclude_seed_edges: In link prediction, exclude the seed edges and their reverses from message passing. The
             reverse of ``(a, "rel", b)`` is ``(b, "rev_rel", a)``; a dict specifies other reverse edge types.
 
@@ -114,6 +119,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         sampler: str = "uniform",
         layer_dependency: bool = False,
         batch_dependency: int = 1,
+        semantics: str = "lowest_hop",
         exclude_seed_edges: bool | Mapping[EdgeType, EdgeType] = False,
     ) -> None:
         # Attach times and weights to the topology; `whole_graph` stays unweighted for induced subgraphs.
@@ -140,6 +146,9 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         if sampler == "uniform" and (layer_dependency or batch_dependency != 1):
             raise ValueError("layer_dependency and batch_dependency need sampler='labor'")
         self.labor = Labor(layer_dependency, batch_dependency) if sampler == "labor" else None
+        if semantics not in SEMANTICS:
+            raise ValueError(f"unknown semantics {semantics!r}; choose one of {', '.join(SEMANTICS)}")
+        self.semantics = semantics
         self.exclude_seed_edges = exclude_seed_edges
         # Check the options against the edge types and times of the graph.
         if time_window is not None and not self.is_temporal:
@@ -151,6 +160,10 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         """Check the options that can also be set later."""
         check_window(self.time_window)
         check_rule(self.replace, self.disjoint, 0, self.temporal_strategy, self.labor, _has_weights(self.graph))
+        others = [name for name in nonuniform_features(self) if not name.startswith("semantics")]
+        others += ["a partitioned graph"] * isinstance(self.graph, RemoteCSCGraph) + ["disjoint=True"] * self.disjoint
+        if self.semantics == "every_hop" and others:
+            raise ValueError(f"semantics='every_hop' excludes {others[0]}: leave one of them out")
         if self.disjoint and self.subgraph_type == SubgraphType.induced:
             raise ValueError("disjoint=True (implied by times) needs subgraph_type='directional' or 'bidirectional'")
 
@@ -277,6 +290,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             times = self.node_time[seeds.cpu()]
         assert not isinstance(times, dict)
         fanouts, options = self.num_neighbors, self._options(key, first)
+        options["every_hop"] = self.semantics == "every_hop"
         sample = sample_neighbors(self.graph, seeds, fanouts, seed_time=times, **options, backend=self.backend)
         return self.as_output(sample)
 
@@ -284,7 +298,7 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         """Convert a sample of a homogeneous graph to PyG's class."""
         if self.subgraph_type == SubgraphType.induced:
             return self._induce(out)
-        return SamplerOutput(
+        sampled = SamplerOutput(
             node=out.node,
             row=out.edge_index[0],
             col=out.edge_index[1],
@@ -293,6 +307,9 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
             num_sampled_nodes=out.num_sampled_nodes,
             num_sampled_edges=out.num_sampled_edges,
         )
+        if self.semantics == "every_hop":
+            sampled.every_hop = True
+        return sampled
 
     def _options(self, key: int, first: int) -> dict[str, Any]:
         labor = self.labor
@@ -405,6 +422,7 @@ def nonuniform_features(sampler: BaseSampler) -> list[str]:
         "a heterogeneous graph": isinstance(graph, HeteroCSCGraph),
         "time_attr": bool(getattr(sampler, "is_temporal", False)),
         "weight_attr": _has_weights(graph),
+        "semantics='every_hop'": getattr(sampler, "semantics", None) == "every_hop",
         "sampler='labor'": getattr(sampler, "labor", None) is not None,
         "subgraph_type": subgraph_type != SubgraphType.directional,
         "exclude_seed_edges": bool(getattr(sampler, "exclude_seed_edges", False)),

@@ -143,7 +143,7 @@ MISTAKES = {
         ({"cache_dir": "here"}, TypeError, "datamodule.cache_dir was removed: .* not cached"),
     ],
     (PersistentSamplerDataModule,): [
-        ({"mode": "foo"}, ValueError, "mode='foo' is unknown; use one of fused, persistent"),
+        ({"mode": "foo"}, ValueError, "unknown sampling mode 'foo'; choose one of fused, persistent"),
         ({"device": "foo"}, ValueError, "invalid device 'foo'"),
         ({"cache_rows": "3"}, ValueError, "cache_rows must be a whole number, but is '3'"),
         ({"quantize": "no"}, ValueError, "quantize must be True or False, but is 'no'"),

@@ -24,6 +24,7 @@ VARIANTS = [  # kernel, constants, dtype of indices and edge ids
         for lists in LISTS
     ),
     (hop_kernel, {"DISJOINT": False, "BULK": True, "K": 10, **TILES}, "i32"),
+    (hop_kernel, {"DISJOINT": False, "K": 5, "EVERY": True, **TILES}, "i32"),
     *((queue_kernel, {"K": 5, "CHUNK": 5, **TILES, **lists}, "i32") for lists in LISTS),
     (queue_kernel, {"CACHED": True, "K": 10, "CHUNK": 10, **TILES}, "i32"),
     (hop_kernel, {"DISJOINT": False, "K": 15, **TILES}, "i32"),

@@ -129,6 +129,12 @@ def main():
         wanted = sample_neighbors(CSCGraph(*sampler.graph[:2]), own, [3, 2], key, backend="reference")
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(made[:3], wanted[:3], strict=True))
     print("a bulk on random equal", flush=True)
+    graph = CSCGraph(*sampler.graph[:2])
+    for seeds, fanouts in (([3, 0, 40, 3], [4, 3, 2]), ([*range(50), *range(45)], [-1, 5, 2])):
+        sampler = SharedSampler(*sampler.graph[:2], num_programs=3, num_warps=1, every_hop=True)
+        made = sampler.sample(torch.tensor(seeds), fanouts, 11)
+        assert_equal(made, tuple(sample_neighbors(graph, torch.tensor(seeds), fanouts, 11, every_hop=True)))
+    print("every hop equal", flush=True)
     indptr, indices = (torch.tensor(array) for array in GRAPHS["random"])
     shards = shard_table(indices.int().view(-1, 1), 3, 1, own=1, place=torch.Tensor.share_memory_)
     sampler = SharedSampler(indptr, shards.local.view(-1), shards=shards, num_programs=3, num_warps=1)

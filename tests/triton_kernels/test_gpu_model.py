@@ -92,15 +92,15 @@ class CountedSampler(TritonNeighborSampler):
 
 @pytest.mark.skipif(not module.INTERPRETED, reason="kernels are compiled here")
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [1, 2])
-def test_counts_are_those_of_the_interpreter(parts, model, monkeypatch):
+@pytest.mark.parametrize(("parts", "mode"), [(1, "fused"), (2, "fused"), (1, "persistent")])
+def test_counts_are_those_of_the_interpreter(parts, mode, model, monkeypatch):
     counting = AccessCounter(monkeypatch)
     counting.names = set(model.BYTES) - {"table"}
     indptr, indices = GRAPHS["random"]
     indptr = counting.name("indptr", torch.tensor(indptr))
     indices = counting.name("indices", torch.tensor(indices, dtype=torch.int32))
     CountedSampler.counting = counting
-    sampler = CountedSampler(indptr, indices, num_programs=2, num_warps=1)
+    sampler = CountedSampler(indptr, indices, num_programs=2, num_warps=1, mode=mode)
     outputs = CountedTorch(counting)
     monkeypatch.setattr(module if parts == 1 else bulk_module, "torch", outputs)
     if parts == 1:
@@ -111,7 +111,11 @@ def test_counts_are_those_of_the_interpreter(parts, model, monkeypatch):
     nodes = tuple(map(sum, zip(*(sample[4] for sample in made), strict=True)))
     edges = tuple(map(sum, zip(*(sample[5] for sample in made), strict=True)))
     batch = model.Batch(nodes, edges, parts)
-    wanted = model.hop_counts(batch, programs=2, tile=64) + model.emit_counts(batch)
+    queued = mode == "persistent"
+    wanted = (model.queue_counts if queued else model.hop_counts)(batch, programs=2, tile=64) + model.emit_counts(batch)
+    polls = counting.counts["load", "queue"] - wanted["load", "queue"]  # of slots that are still empty
+    assert polls >= 0
+    counting.counts["load", "queue"] -= polls
     if parts > 1:  # the search for its parts
         searched = counting.counts["load", "nodes"] - wanted["load", "nodes"]
         assert 0 < searched < 100
@@ -119,7 +123,7 @@ def test_counts_are_those_of_the_interpreter(parts, model, monkeypatch):
         counting.counts["load", "rowptr"] -= len(edges) * parts
         counting.counts = +counting.counts
     assert counting.counts == wanted
-    assert model.barriers(batch) == (5 if parts == 1 else 6)
+    assert model.barriers(batch, queued) == (7 if queued else 5 if parts == 1 else 6)
 
 
 def test_the_roofline_says_what_a_bulk_saves(model):

@@ -232,15 +232,22 @@ def sample_in_bounds(name, mode, monkeypatch, deal=None):
         shards = shard_table(indices.view(-1, 1), *deal, place=watch.allow)
         watch.allow(shards.addresses)
         local = shards.local.view(-1)
-    options = {"mode": mode, "fetch_size": 5, "num_warps": 1, "num_programs": 2}
+    every = mode == "every_hop"
+    options = {"mode": "fused" if every else mode, "fetch_size": 5, "num_warps": 1, "num_programs": 2}
+    options["every_hop"] = every
     sampler = WatchedSampler(indptr, local, shards=shards, **options)
     sampler.watch = watch
     sampler._start_capacity = 1
     monkeypatch.setattr(module, "torch", AllowingTorch(watch))
     last = indptr.numel() - 2
-    for seeds, fanouts, disjoint in ([last], [4, 2], False), ([last, 0, 0], [-1, 3], True), ([0, 0, 1], [-1, 2], False):
-        seeds = watch.allow(torch.tensor(seeds))
-        wanted = sample_neighbors(CSCGraph(indptr, indices), seeds, fanouts, 3, disjoint=disjoint, backend="reference")
+    for seeds, fanouts, tree in (
+        ([last], [4, 2, 2], False),
+        ([last, 0, 0], [-1, 3], True),
+        ([0, 0, 1], [-1, 2, 2], False),
+    ):
+        seeds, disjoint = watch.allow(torch.tensor(seeds)), tree and not every
+        rule = {"disjoint": disjoint, "every_hop": every, "backend": "reference"}
+        wanted = sample_neighbors(CSCGraph(indptr, indices), seeds, fanouts, 3, **rule)
         out = sampler.sample(seeds, fanouts, 3, disjoint=disjoint)
         assert torch.equal(out[1], wanted.edge_index)
         assert torch.equal(out[0], wanted.node)
@@ -248,7 +255,7 @@ def sample_in_bounds(name, mode, monkeypatch, deal=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", USED)
+@pytest.mark.parametrize("mode", [*USED, "every_hop"])
 @pytest.mark.parametrize("name", ["random", "star in", "no edges"])
 def test_no_access_out_of_bounds(name, mode, monkeypatch):
     sample_in_bounds(name, mode, monkeypatch)
@@ -306,7 +313,7 @@ def test_racing_programs_give_the_same_samples():
     script = Path(__file__).with_name("race.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("equal") == 11
+    assert done.stdout.count("equal") == 12
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,13 @@ def graph():
     return CSCGraph(indptr, indices)
 
 
-def compare(graph, sampler, batches, batch_size, fanouts, replace=False, disjoint=False):
+def compare(graph, sampler, batches, batch_size, fanouts, replace=False, disjoint=False, **rule):
     generator = torch.Generator().manual_seed(1)
     for batch in range(batches):
         seeds = torch.randint(0, graph.num_nodes, (batch_size,), generator=generator)
         out = sampler.sample(seeds.cuda(), fanouts, batch - 50, replace, disjoint, 3 * batch)
-        wanted = sample_neighbors(
-            graph, seeds, fanouts, batch - 50, replace=replace, disjoint=disjoint, first_tree=3 * batch, backend="numba"
-        )
+        options = {"replace": replace, "disjoint": disjoint, "first_tree": 3 * batch, "backend": "numba", **rule}
+        wanted = sample_neighbors(graph, seeds, fanouts, batch - 50, **options)
         for ours, theirs in zip(out[:4], wanted[:4], strict=True):
             assert theirs is None if ours is None else torch.equal(ours.cpu(), theirs), f"batch {batch}"
         assert (list(out[4]), list(out[5])) == (list(wanted[4]), list(wanted[5]))
@@ -48,6 +47,20 @@ def test_every_mode_equals_numba(graph, mode):
 
     sampler = BaselineSampler(graph.indptr.cuda(), graph.indices.cuda(), mode=mode)
     compare(graph, sampler, BATCHES, 1024, [15, 10, 5])
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("num_warps", "programs_per_sm"), [(4, 4), (2, 16), (8, 8)])
+def test_every_hop_and_every_shape_of_launch_equal_numba(graph, num_warps, programs_per_sm):
+    from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
+
+    shape = {"num_warps": num_warps, "programs_per_sm": programs_per_sm}
+    arrays = graph.indptr.cuda(), graph.indices.cuda()
+    for mode in ("fused", "persistent"):
+        compare(graph, TritonNeighborSampler(*arrays, mode=mode, **shape), 10, 1024, [15, 10, 5])
+    every = TritonNeighborSampler(*arrays, every_hop=True, **shape)
+    compare(graph, every, 10, 1024, [10, 10, 10], every_hop=True)
+    compare(graph, every, 3, 64, [-1, 5], every_hop=True)
 
 
 @pytest.mark.timeout(1800)

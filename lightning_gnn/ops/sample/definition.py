@@ -7,6 +7,10 @@ Nodes are numbered seeds first, then the new nodes of each hop in order of first
 ordered by (hop, target's local id, j). A duplicate seed has two local ids with the same picks; edges from it refer to
 the first.
 
+*Every hop.* With ``every_hop``, hop h expands all nodes found so far, in the order of their local ids (PGSampler,
+algorithm 2 and section IV-B, as in DGL). Its picks are those of a sample of one hop with these nodes as seeds, the
+fanout of hop h, and for h > 0 the key of hop h, so that a node draws independently in each hop.
+
 *Disjoint samples* are one independent tree per seed. The position of the seed in the whole mini-batch is mixed into the
 key: a node's picks differ between trees, even between two trees of the same seed, and a tree depends only on its seed
 and that position, not on the other seeds of the call.
@@ -37,6 +41,7 @@ from torch import Tensor
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.edge_attributes import time_limits
 from lightning_gnn.graph.remote import RemoteCSCGraph, RemoteHeteroCSCGraph, RemotePicker
+from lightning_gnn.ops.hashing import layer_key
 from lightning_gnn.ops.sample.numba import sample_relations
 from lightning_gnn.ops.sample.reference import sample_reference
 from lightning_gnn.ops.sample.relation import Labor, PickOptions, Relation, Sampled, TimeWindow
@@ -79,6 +84,7 @@ def sample_neighbors(
     time_window: float | None = None,
     temporal_strategy: str = "uniform",
     labor: Labor | None = None,
+    every_hop: bool = False,
     backend: str | None = None,
 ) -> NeighborSample:
     """Sample in-neighbors of the seeds, hop by hop.
@@ -97,6 +103,7 @@ def sample_neighbors(
         time_window: Only edges in ``(t - time_window, t]`` are eligible for a seed at time t; by default all until t.
         temporal_strategy: ``"uniform"`` picks among the eligible edges, ``"last"`` takes the newest of them.
         labor: Sample by LABOR with these options.
+        every_hop: Expand a node in every hop from its first on, with picks of its own in each; for uniform sampling.
         backend: ``"numba"``, ``"triton"`` or ``"reference"``; by default Triton if the graph or seeds are on a GPU.
 
     Raises:
@@ -126,6 +133,8 @@ def sample_neighbors(
         replace, disjoint or graph.time is not None, first_tree, temporal_strategy, labor, graph.weight is not None
     )
     check_backend(backend)
+    if every_hop and (rule.disjoint or labor is not None or graph.weight is not None or get_remote_picker(graph)):
+        raise ValueError("every_hop=True is for uniform sampling of a local graph, without disjoint trees")
     times = time_windows([graph], [seeds], seed_time if seed_time is None else [seed_time], time_window)
     # Temporal, weighted, LABOR and partitioned sampling use the general sampler for relations.
     is_plain = times is None and labor is None and graph.weight is None and get_remote_picker(graph) is None
@@ -134,14 +143,35 @@ def sample_neighbors(
     # Without these options, Triton has a sampler for homogeneous graphs.
     device = seeds.device if graph.indptr.is_cpu else graph.indptr.device
     if is_plain and (backend == "triton" or (backend != "reference" and device.type != "cpu")):
-        sampler = triton_sampler(graph.indptr, graph.indices, None if backend == "triton" else device)
+        options = {"every_hop": True} if every_hop else {}
+        sampler = triton_sampler(graph.indptr, graph.indices, None if backend == "triton" else device, **options)
         seeds = seeds if backend == "triton" else seeds.to(device)
         return NeighborSample(*sampler.sample(seeds, fanouts, key, replace, disjoint, rule.first_tree))
     # In all other cases the graph is sampled as a single relation.
+    if every_hop:
+        return _sample_every_hop(graph, seeds, fanouts, key, rule, backend)
     relation = describe(graph, 0, 0, fanouts, labor is not None)
     out = run(graph, [relation], [graph.num_nodes], [seeds], [0], key, rule, times, backend)
     (node,), (tree,), (node_counts,), (edge_index,), (edge,), (edge_counts,) = out
     return NeighborSample(node, edge_index, edge, tree if rule.disjoint else None, node_counts, edge_counts)
+
+
+def _sample_every_hop(
+    graph: CSCGraph, seeds: Tensor, fanouts: list[int], key: int, rule: PickOptions, backend: str | None
+) -> NeighborSample:
+    """Sample hop by hop on the CPU: the seeds of a hop are all nodes found so far."""
+    node, node_counts = seeds.to(torch.int64), [seeds.numel()]
+    ends, edges = [torch.empty(2, 0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+    for hop, fanout in enumerate(fanouts):
+        relation = describe(graph, 0, 0, [fanout], labor=False)
+        hop_key = layer_key(key, hop) if hop else key
+        out = run(graph, [relation], [graph.num_nodes], [node], [0], hop_key, rule, None, backend)
+        node_counts.append(out.node[0].numel() - node.numel())
+        node = out.node[0]
+        ends.append(out.edge_index[0])
+        edges.append(out.edge[0])
+    edge_counts = [part.numel() for part in edges[1:]]
+    return NeighborSample(node, torch.cat(ends, 1), torch.cat(edges), None, node_counts, edge_counts)
 
 
 def describe(graph: CSCGraph, source: int, target: int, fanouts: list[int], labor: bool) -> Relation:
