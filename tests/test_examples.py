@@ -81,6 +81,17 @@ def test_the_notebook_about_one_launch_samples_as_the_launch_does():
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
+@pytest.mark.slow
+def test_the_notebook_about_hybrid_training_moves_shares_there_and_back(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # of the decision log
+    printed, _, outputs = run_notebook("hyscale")
+    shares = re.search(r"share at the end of each epoch: (\d+)%, (\d+)%, (\d+)%", printed).groups()
+    calm, disturbed, after = map(int, shares)
+    assert disturbed < min(calm, after)
+    assert "0: start: start with seeds cpu 38 + accelerator 90" in printed
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
 def run(name, *arguments):
     done = run_script(EXAMPLES / name, *arguments)
     assert done.returncode == 0, done.stderr

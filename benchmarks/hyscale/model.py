@@ -10,15 +10,19 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from lightning_gnn.hyscale.performance_model.model import PerformanceModel
-from lightning_gnn.hyscale.performance_model.workload import BatchSizes, Platform, Processor, Workload
+from lightning_gnn.hyscale.performance_model.workload import BatchSizes, DataflowKernel, Platform, Processor, Workload
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 
-EPYC_7763 = Processor(flops=3.6e12, memory_bandwidth=205e9)
-RTX_A5000 = Processor(flops=27.8e12, memory_bandwidth=768e9)
-ALVEO_U250 = Processor(flops=0.6e12, memory_bandwidth=77e9, pipelined=True)
-"""Table II."""
+TERAFLOPS = {"EPYC 7763": 3.6, "A5000": 27.8, "U250": 0.6}
+"""Table II. The U250's are multiply-accumulates: table IV has 2048 units at 300 MHz, 0.614e12 per second."""
 
-DUAL_EPYC_7763 = Processor(flops=2 * EPYC_7763.flops, memory_bandwidth=EPYC_7763.memory_bandwidth)
+MACS, FREQUENCY = 2048, 300e6
+ON_CHIP_BYTES = 0.48 * 1280 * 36_864 + 0.40 * 2688 * 4608
+"""Table IV's parts of the U250's URAM and BRAM blocks; the number of blocks is from its data sheet."""
+ALVEO_U250 = DataflowKernel(2 * MACS * FREQUENCY, 77e9, True, 8, FREQUENCY, on_chip_bytes=ON_CHIP_BYTES)
+
+RTX_A5000 = Processor(1e12 * TERAFLOPS["A5000"], memory_bandwidth=768e9)
+DUAL_EPYC_7763 = Processor(2e12 * TERAFLOPS["EPYC 7763"], memory_bandwidth=205e9)
 """Both sockets, with features in one's memory, so that Feature Loading saturates at 12 accelerators as in the paper."""
 
 CORES = 2 * 64
@@ -66,19 +70,6 @@ def paper_workload(dataset: str, trainers: int, model: Literal["gcn", "sage"] = 
         widths,
         update_inputs=2 if model == "sage" else 1,
     )
-
-
-def peak_flops(platform: Platform) -> float:
-    """Return the floating-point operations per second of all processors of a node."""
-    return platform.cpu.flops + (platform.accelerator.flops * platform.num_accelerators if platform.accelerator else 0)
-
-
-def loading_limits(platform: Platform, each: Workload, accelerators: int) -> bool:
-    """Return whether Feature Loading is the bottleneck with this number of accelerators, each adding its seeds."""
-    work = replace(each, batch_size=each.batch_size * accelerators)
-    model = PerformanceModel(replace(platform, num_accelerators=accelerators), work)
-    mapping = model.best_mapping()
-    return model.load_time(mapping) == model.iteration_time(mapping)
 
 
 def workload_of(notes: dict[str, Any]) -> Workload:

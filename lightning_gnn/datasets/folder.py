@@ -62,7 +62,8 @@ def load_folder(
         raise FileNotFoundError(f"{root} is not a folder; expected one with {_EXPECTED}")
     if is_hetero_folder(root):
         return load_hetero_folder(root, mmap, check)
-    x = _load_features(root, mmap)
+    refuse_rows(root)
+    x = load_features(root / "x.npy", mmap)
     data = Data(x=x, graph=load_topology(root, x.size(0), mmap, check, f"x has {x.size(0)} rows, one per node"))
     path = root / "y.npy"
     if os.path.lexists(path):  # a dangling link is an error, not a missing file
@@ -111,9 +112,8 @@ def save_folder(data: Data, root: str | Path) -> Path:
     return root
 
 
-def _load_features(root: Path, mmap: bool) -> Tensor:
-    path = root / "x.npy"
-    refuse_rows(root)
+def load_features(path: Path, mmap: bool = True) -> Tensor:
+    """Read float32, float16 or bfloat16 features ``[N, F]``; with ``mmap`` they stay in their file."""
     if not os.path.lexists(path):
         raise FileNotFoundError(f"{path} does not exist; expected {_EXPECTED}")
     values = load_array(path, mmap)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch_geometric.io.planetoid as planetoid_io
 from scipy.sparse import csr_matrix
@@ -26,12 +27,15 @@ from torch_geometric.transforms import NormalizeFeatures, RandomNodeSplit, ToUnd
 from torch_geometric.utils import index_to_mask, to_undirected
 
 from lightning_gnn.datasets.convert import convert_tables
-from lightning_gnn.datasets.folder import load_folder
+from lightning_gnn.datasets.folder import class_numbers, load_features, load_folder
+from lightning_gnn.datasets.topology_files import load_topology
+from lightning_gnn.features.arrays import load_array
+from lightning_gnn.graph.checks import check_nodes
 from lightning_gnn.runtime.moved_names import find_moved
 from lightning_gnn.runtime.store import cache_root, checksum, is_writable, locked
 
 T = TypeVar("T")
-__all__ = ["coauthor", "flickr", "ogb_mag", "ogbn", "planetoid", "reddit", "yelp"]
+__all__ = ["coauthor", "flickr", "mag240m", "ogb_mag", "ogbn", "planetoid", "reddit", "yelp"]
 
 _COAUTHOR = {"cs": "CS", "physics": "Physics"}
 _PLANETOID = {"cora": "Cora", "citeseer": "CiteSeer", "pubmed": "PubMed"}
@@ -41,10 +45,16 @@ _unpickling_lock = threading.Lock()
 _PAPERS_URL = "http://snap.stanford.edu/ogb/data/nodeproppred/papers100M-bin.zip"
 _PAPERS_FILES = ["raw/data.npz", "raw/node-label.npz"]
 _PAPERS_FILES += [f"split/time/{split}.csv.gz" for split in ("train", "valid", "test")]
+_MAG240M_URL = "https://ogb.stanford.edu/docs/lsc/mag240m"
+_MAG240M_FILES = ["processed/paper/node_feat.npy", "processed/paper/node_label.npy", "split_dict.pt"]
+_MAG240M_FILES += ["processed/paper___cites___paper/edge_index.npy"]
 _SAFE_CLASSES = re.compile(
     r"numpy\.(ndarray|dtype|_?core\.multiarray\._reconstruct)|scipy\.sparse\._?csr\.csr_matrix|_codecs\.encode|"
     r"(__builtin__|builtins)\.list|collections\.(defaultdict|OrderedDict)"
 )  # classes in Planetoid's raw files
+_rebuild_array = np.zeros(0).__reduce__()[0]
+_NUMPY_CLASSES: list[Any] = [np.ndarray, np.dtype, np.dtypes.Int64DType]
+_NUMPY_CLASSES += [(_rebuild_array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
 _PROMPT_ERROR = "ogb asks a question, but stdin is not a terminal; load the dataset once in a terminal"
 
 
@@ -237,11 +247,48 @@ def ogb_mag(
     return ToUndirected()(data) if undirected else data
 
 
+def mag240m(root: str | Path = "data/ogb") -> Data:
+    """Load the papers of OGB's MAG240M and their citations: the homogeneous version of HyScale-GNN's table III.
+
+    121,751,666 nodes, 1,297,748,926 edges, 768 features, 153 classes. Nothing is downloaded (200 GB) or copied: the
+    features stay in OGB's file, which is memory-mapped. The first load sorts the edges by target into the user's cache
+    (12 GB, see ``lgnn cache``). OGB publishes no labels of its test papers, so that there is no test split.
+
+    Args:
+        root: Folder in which ``ogb`` stores its datasets, with ``mag240m_kddcup2021``.
+
+    Returns:
+        ``Data`` with ``x`` float16 ``[N, 768]``, ``y`` int64 ``[N]`` (-1: unlabeled), ``graph``, a :class:`CSCGraph`,
+        ``train_idx`` and ``val_idx`` int64.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        TypeError, ValueError: A file is damaged, or holds other arrays.
+    """
+    source = Path(root) / "mag240m_kddcup2021"
+    _check_files(source, _MAG240M_FILES, f"{_MAG240M_URL} (200 GB)")
+    features, labels, split, edges = (source / file for file in _MAG240M_FILES)
+    x = load_features(features)
+    graph = load_topology(edges.parent, len(x), True, True, f"{features} has {len(x)} rows, one per node")
+    data = Data(x=x, graph=graph, y=class_numbers(load_array(labels), len(x), str(labels)))
+    try:
+        with torch.serialization.safe_globals(_NUMPY_CLASSES):
+            nodes_of = torch.load(split, weights_only=True)
+        data.train_idx, data.val_idx = (check_nodes(nodes_of[name], len(x), name) for name in ("train", "valid"))
+    except (EOFError, KeyError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{split} is damaged ({type(error).__name__}: {error}); download it again") from None
+    return data
+
+
+def _check_files(source: Path, files: list[str], url: str) -> None:
+    if missing := [file for file in files if not (source / file).exists()]:
+        lacks = f"{source} lacks {', '.join(missing)}"
+        raise FileNotFoundError(f"{lacks}; download {url} and unpack its content into that folder")
+
+
 def _check_papers(source: Path, folder: Path) -> None:
     """Check that the raw files of ogbn-papers100M exist and that the output folder is writable."""
-    if missing := [file for file in _PAPERS_FILES if not (source / file).exists()]:
-        lacks = f"{source} lacks {', '.join(missing)}"
-        raise FileNotFoundError(f"{lacks}; download {_PAPERS_URL} (56 GB) and unpack its content into that folder")
+    _check_files(source, _PAPERS_FILES, f"{_PAPERS_URL} (56 GB)")
     if not is_writable(folder):
         raise FileNotFoundError(f"{folder} cannot be created in a read-only folder; link the raw files elsewhere")
 

@@ -133,7 +133,7 @@ def stages(model: PerformanceModel, mapping: TaskMapping) -> list[tuple[str, flo
 def _propagation_bound(model: PerformanceModel, processor: Processor, seeds: float) -> str:
     """Describe whether memory (aggregation) or arithmetic (update) limits a trainer."""
     layers = range(1, model.workload.num_layers + 1)
-    aggregate = sum(2 * model.aggregate_time(layer, seeds, processor.memory_bandwidth) for layer in layers)
+    aggregate = sum(2 * model.aggregate_time(layer, seeds, processor) for layer in layers)
     update = sum((2 if layer == 1 else 3) * model.update_time(layer, seeds, processor.flops) for layer in layers)
     fraction = max(aggregate, update) / (aggregate + update) if aggregate + update else 0.0
     if aggregate >= update:

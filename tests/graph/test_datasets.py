@@ -17,7 +17,7 @@ from torch_geometric.datasets import OGB_MAG, Coauthor, Flickr, Planetoid, Reddi
 
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.datasets import registry as datasets
-from lightning_gnn.datasets.registry import coauthor, flickr, ogb_mag, ogbn, planetoid, reddit, yelp
+from lightning_gnn.datasets.registry import coauthor, flickr, mag240m, ogb_mag, ogbn, planetoid, reddit, yelp
 from tests.graph.published import (
     SHARED,
     FakeOGB,
@@ -417,3 +417,54 @@ def test_papers100m_wrong_arrays(tmp_path, changes, error, message):
     source, _ = write_papers(tmp_path, **changes)
     refuses(error, message, ogbn, tmp_path, "ogbn-papers100M")
     assert not (source / "npy").exists()
+
+
+def write_mag240m(root, num_nodes=40, num_edges=300):
+    """Write the files of OGB's MAG240M that belong to papers; return their graph in memory."""
+    rng = np.random.default_rng(0)
+    source = root / "mag240m_kddcup2021"
+    papers, citations = source / "processed" / "paper", source / "processed" / "paper___cites___paper"
+    papers.mkdir(parents=True)
+    citations.mkdir()
+    x = rng.random((num_nodes, 8)).astype(np.float16)
+    edges, chosen = rng.integers(num_nodes, size=(2, num_edges)), rng.permutation(num_nodes)
+    y = np.full(num_nodes, np.nan, np.float32)
+    y[chosen[:30]] = rng.integers(5, size=30)
+    np.save(papers / "node_feat.npy", x)
+    np.save(papers / "node_label.npy", y)
+    np.save(citations / "edge_index.npy", edges)
+    split = {"train": chosen[:20], "valid": chosen[20:30], "test-dev": chosen[30:]}
+    torch.save(split, source / "split_dict.pt")
+    labels = torch.from_numpy(np.nan_to_num(y, nan=-1)).long()
+    data = Data(x=torch.from_numpy(x), y=labels, edge_index=torch.from_numpy(edges))
+    data.train_idx, data.val_idx = (torch.from_numpy(split[name]) for name in ("train", "valid"))
+    return source, data
+
+
+def test_mag240m_stays_in_its_files(tmp_path):
+    source, expected = write_mag240m(tmp_path)
+    before = sorted(source.rglob("*"))
+    data = mag240m(tmp_path)
+    assert "test_idx" not in data
+    options = {"num_neighbors": [3, 2], "batch_size": 4, "seed": 1}
+    theirs = NeighborDataModule(expected, **options)
+    ours = NeighborDataModule(data, **options)
+    for loader in ("train_dataloader", "val_dataloader"):
+        for a, b in zip(getattr(ours, loader)(), getattr(theirs, loader)(), strict=True):
+            assert all(torch.equal(a[key], b[key]) for key in ("n_id", "edge_index", "x", "y"))
+    assert sorted(source.rglob("*")) == before
+    with (source / "processed" / "paper" / "node_feat.npy").open("r+b") as file:  # mapped, not read
+        file.seek(-2, 2)
+        file.write(np.float16(7).tobytes())
+    assert float(data.x[-1, -1]) == 7
+
+
+def test_mag240m_missing_and_damaged_files(tmp_path):
+    refuses(FileNotFoundError, r"lacks processed/paper/node_feat\.npy, .*split_dict\.pt.*200 GB", mag240m, tmp_path)
+    source, _ = write_mag240m(tmp_path)
+    few, many = np.arange(3), np.arange(41)
+    for name, split in {"train": {"valid": few}, "40": {"train": many, "valid": few}}.items():
+        torch.save(split, source / "split_dict.pt")
+        refuses(ValueError, rf"split_dict\.pt is damaged .*{name}.*download it again", mag240m, tmp_path)
+    np.save(source / "processed" / "paper" / "node_label.npy", np.zeros(39))
+    refuses(ValueError, r"node_label\.npy has the shape \[39\], but x has 40 rows", mag240m, tmp_path)

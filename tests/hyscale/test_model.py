@@ -1,14 +1,14 @@
 from dataclasses import replace
 from itertools import product
-from math import inf
+from math import e, inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.hyscale.model import cpu_fpga, cpu_gpu, paper_workload, peak_flops
+from benchmarks.hyscale.model import ALVEO_U250, TERAFLOPS, cpu_gpu, paper_workload
 from lightning_gnn.hyscale.performance_model.model import PerformanceModel
-from lightning_gnn.hyscale.performance_model.workload import BatchSizes, Platform, Processor, Workload
+from lightning_gnn.hyscale.performance_model.workload import BatchSizes, DataflowKernel, Platform, Processor, Workload
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 
 CPU = Processor(flops=4e9, memory_bandwidth=1e9)
@@ -109,11 +109,33 @@ def _even(total, parts):
 
 
 def test_platform_of_the_paper():
+    # Table IV's 2048 multiply-accumulate units at 300 MHz are table II's 0.6 TFLOPS and the divisor of equation 12.
+    assert ALVEO_U250.flops / 2 == 2048 * 300e6
+    assert pytest.approx(TERAFLOPS["U250"], rel=0.03) == 2048 * 300e6 / 1e12
+    model = PerformanceModel(Platform(CPU, 1), paper_workload("ogbn-papers100M", 1))
+    vertices = model.workload.sizes(1024).vertices[1]
+    assert model.update_time(1, 1024, ALVEO_U250.flops) == pytest.approx(vertices * 128 * 256 / (2048 * 300e6))
     # Introduction: (7.2 + 27.8) / 27.8 = 1.26, and table VII's seconds x TFLOPS of the CPU-FPGA platform.
-    assert peak_flops(cpu_gpu(1)) / cpu_gpu(1).accelerator.flops == pytest.approx(1.26, abs=0.005)
-    assert peak_flops(cpu_fpga(4)) == pytest.approx(9.6e12)
+    assert (cpu_gpu(1).cpu.flops + 27.8e12) / cpu_gpu(1).accelerator.flops == pytest.approx(1.26, abs=0.005)
+    teraflops = 2 * TERAFLOPS["EPYC 7763"] + 4 * TERAFLOPS["U250"]
     for seconds, normalized in [(0.27, 2.59), (0.49, 4.70), (1.91, 18.34), (1.69, 16.20), (3.67, 35.23)]:
-        assert seconds * peak_flops(cpu_fpga(4)) / 1e12 == pytest.approx(normalized, abs=0.03)
+        assert seconds * teraflops == pytest.approx(normalized, abs=0.03)
+
+
+def test_dataflow_kernel_by_hand():
+    kernel = DataflowKernel(8e9, 5e9, True, pes=4, frequency=1e6, lanes=8, on_chip_bytes=900 * 32 * 4)
+    model = PerformanceModel(Platform(CPU, 4), WORK)
+    # The PEs add 4 x 8 numbers a cycle; each of 5000 rows is read once, however many edges it has.
+    assert model.aggregate_time(1, 100, kernel) == pytest.approx(8000 * 64 / 32e6)
+    fast = replace(kernel, frequency=1e12)
+    assert model.aggregate_time(1, 100, fast) == pytest.approx(5000 * 64 * 4 / 5e9)
+    # The 900 rows between the layers fit the chip; what does not fit is written and read again.
+    assert model.aggregate_time(2, 100, fast) == pytest.approx(1500 * 32 / 32e12)
+    half = replace(fast, on_chip_bytes=450 * 32 * 4)
+    assert model.aggregate_time(2, 100, half) == pytest.approx(2 * 450 * 32 * 4 / 5e9)
+    forward = max(5000 * 64 * 4 / 5e9, 2 * 900 * 64 * 32 / 8e9) + 2 * 100 * 32 * 8 / 8e9
+    backward = 2 * 900 * 64 * 32 / 8e9 + 2 * 2 * 100 * 32 * 8 / 8e9
+    assert model.trainer_time(fast, 100) == pytest.approx(forward + backward)
 
 
 def test_hybrid_speedup_of_the_paper_where_only_flops_count():
@@ -130,10 +152,26 @@ def test_hybrid_speedup_of_the_paper_where_only_flops_count():
     assert model.iteration_time(alone) / model.iteration_time(best) == pytest.approx(1.26, abs=0.005)
 
 
+def test_spread_degrees_by_hand():
+    work = Workload(10**12, 10**13, 1, 1, (-1, -1), (4, 4, 4), degree_spread=1.0)
+    assert work.sizes(1).edges == (pytest.approx(10 + 100), pytest.approx(10))
+    by_degree = replace(work, undirected=True)  # the mean degree at the end of an edge is E[d^2] / E[d] = 10 e
+    assert by_degree.sizes(1).edges == (pytest.approx(10 + 100 * e, rel=1e-4), pytest.approx(10))
+    assert replace(work, fanouts=(5, 5)).sizes(1).edges[1] < 5  # some vertices have fewer neighbors
+
+
+def test_scattered_rows_slow_cpu_trainers_only():
+    platform = Platform(CPU, 4, scattered_bandwidth=0.1e9)
+    assert PerformanceModel(platform, WORK).cpu_trainer(4, 2) == Processor(2e9, 0.05e9)
+    mapping = TaskMapping((100,), 1)
+    assert PerformanceModel(platform, WORK).load_time(mapping) == pytest.approx(5000 * 64 * 4 / 1e9)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Processor(0, 1), "positive"),
+        (lambda: DataflowKernel(1, 1, True, pes=0), "pes, lanes and frequency must be positive"),
         (lambda: Platform(CPU, 0), "positive"),
         (lambda: Platform(CPU, 4, GPU), "give both or neither"),
         (lambda: Platform(CPU, 4, num_accelerators=2), "give both or neither"),
@@ -141,6 +179,7 @@ def test_hybrid_speedup_of_the_paper_where_only_flops_count():
         (lambda: replace(WORK, widths=(64, 32)), "2 fanouts need 3 widths"),
         (lambda: replace(WORK, fanouts=(15, -2)), "-1"),
         (lambda: replace(WORK, batch_size=0), "positive"),
+        (lambda: replace(WORK, degree_spread=-1), "must not be negative, but is -1"),
         (lambda: replace(WORK, transfer_dtype="int4"), "None or one of"),
         (lambda: replace(WORK, measured=BatchSizes(1, (1, 1), (1,))), "1 layers"),
         (lambda: PerformanceModel(Platform(CPU, 4), WORK).best_mapping(0), "nothing to train on"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil, inf
 
-from lightning_gnn.hyscale.performance_model.workload import Platform, Processor, Workload
+from lightning_gnn.hyscale.performance_model.workload import DataflowKernel, Platform, Processor, Workload
 from lightning_gnn.hyscale.resource_manager.mapping import Cost, IterationTimes, TaskMapping, split_evenly
 
 _SPLIT_ROUNDS = 4
@@ -30,10 +30,20 @@ class PerformanceModel:
         self.platform = platform
         self.workload = workload
 
-    def aggregate_time(self, layer: int, seeds: float, bandwidth: float) -> float:
-        """Return the seconds that layer l takes to read neighbor features: equation 11, corrected."""
-        work = self.workload
-        return work.sizes(seeds).edges[layer - 1] * work.widths[layer - 1] * work.feature_bytes / bandwidth
+    def aggregate_time(self, layer: int, seeds: float, processor: Processor) -> float:
+        """Return the seconds that layer l takes to read neighbor features: equation 11, corrected.
+
+        A :class:`DataflowKernel` reads each source vertex once, or not at all if the chip holds it (section IV-C).
+        """
+        work, sizes = self.workload, self.workload.sizes(seeds)
+        numbers = sizes.edges[layer - 1] * work.widths[layer - 1]
+        if not isinstance(processor, DataflowKernel):
+            return numbers * work.feature_bytes / processor.memory_bandwidth
+        rows = sizes.vertices[layer - 1] * work.widths[layer - 1] * work.feature_bytes
+        if layer > 1:  # layer l - 1 writes what does not fit, and layer l reads it
+            rows = 2 * max(0.0, rows - processor.on_chip_bytes)
+        added = numbers / (processor.pes * processor.lanes * processor.frequency)
+        return max(rows / processor.memory_bandwidth, added)
 
     def update_time(self, layer: int, seeds: float, flops: float) -> float:
         """Return the seconds of one product of layer l's update: equation 12, corrected."""
@@ -47,7 +57,7 @@ class PerformanceModel:
             return 0.0
         total = 0.0
         for layer in range(1, self.workload.num_layers + 1):
-            aggregate = self.aggregate_time(layer, seeds, processor.memory_bandwidth)
+            aggregate = self.aggregate_time(layer, seeds, processor)
             update = self.update_time(layer, seeds, processor.flops)
             total += self._combine_phases(processor, aggregate, update)
             total += update if layer == 1 else self._combine_phases(processor, aggregate, 2 * update)
@@ -124,8 +134,9 @@ class PerformanceModel:
     def cpu_trainer(self, threads: int, trainers: int) -> Processor:
         """Return one CPU trainer's part of the CPU if ``trainers`` trainers share ``threads`` threads."""
         cpu, count = self.platform.cpu, max(1, trainers)
-        fraction = min(max(1, threads) / self.platform.cores, 1.0) / count
-        bandwidth = self.platform.read_bandwidth(max(1, threads)) / count
+        platform = self.platform
+        fraction = min(max(1, threads) / platform.cores, 1.0) / count
+        bandwidth = min(platform.read_bandwidth(max(1, threads)), platform.scattered_bandwidth) / count
         return Processor(cpu.flops * fraction, bandwidth, cpu.pipelined)
 
     def iteration_time(self, mapping: TaskMapping) -> float:

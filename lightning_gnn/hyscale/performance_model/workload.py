@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from math import exp, inf
+from math import exp, inf, log
 
 _TRANSFER_BYTES = {"float16": (2, 0), "int8": (1, 4)}
 """Bytes per number, and additional bytes per row, by transfer dtype."""
@@ -24,6 +25,23 @@ class Processor:
 
 
 @dataclass(frozen=True)
+class DataflowKernel(Processor):
+    """An FPGA kernel of scatter-gather PEs that feed a systolic array (section IV-C, figure 6)."""
+
+    # Edges are sorted by source: the Feature Duplicator reads each source vertex once and broadcasts it to all PEs.
+    # Rows between layers stay on the chip while they fit.
+    pes: int = 1  # ``n``: edges that are aggregated in parallel
+    frequency: float = 1.0  # hertz
+    lanes: int = 16  # numbers of a row that a PE adds per cycle; 16 are a 512-bit memory word
+    on_chip_bytes: float = inf  # memory for the rows between two layers
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.pes, self.lanes) < 1 or not (self.frequency > 0 and self.on_chip_bytes >= 0):
+            raise ValueError(f"pes, lanes and frequency must be positive, on_chip_bytes not negative: {self}")
+
+
+@dataclass(frozen=True)
 class Platform:
     """One node, or several identical nodes."""
 
@@ -37,13 +55,14 @@ class Platform:
     # bytes per second that one thread reads; by default, one core saturates the CPU's memory bandwidth, as in the paper
     core_bandwidth: float = inf
     num_nodes: int = 1
+    scattered_bandwidth: float = inf  # bytes per second of neighbors' rows, at random places, for all CPU trainers
 
     def __post_init__(self) -> None:
         if (self.accelerator is None) != (self.num_accelerators == 0) or self.num_accelerators < 0:
             raise ValueError(
                 f"num_accelerators={self.num_accelerators} with accelerator={self.accelerator}: give both or neither"
             )
-        rates = (self.pcie_bandwidth, self.core_bandwidth, self.sampling)
+        rates = (self.pcie_bandwidth, self.core_bandwidth, self.scattered_bandwidth, self.sampling)
         if min(self.cores, self.num_nodes) < 1 or min(rates) <= 0 or self.accelerator_sampling < 0:
             raise ValueError(f"cores, nodes, bandwidths and sampling rates must be positive: {self}")
 
@@ -82,6 +101,8 @@ class Workload:
     measured: BatchSizes | None = None  # measured sizes of one mini-batch, scaled linearly with the seeds
     # dtype of the features during the transfer: ``"float16"``, ``"int8"`` with a float32 scale per row, None: unchanged
     transfer_dtype: str | None = None
+    degree_spread: float = 0.0  # sigma of log-normal degrees; 0: every vertex has the mean degree
+    undirected: bool = False  # whether a hop reaches a vertex as often as it has neighbors; citations do not
 
     def __post_init__(self) -> None:
         if min(self.num_vertices, self.num_train, self.batch_size, self.update_inputs) < 1 or self.num_edges < 0:
@@ -93,6 +114,8 @@ class Workload:
             )
         if min(self.fanouts) < -1 or not (self.feature_bytes > 0 and self.index_bytes >= 0):
             raise ValueError(f"fanouts must be at least -1, bytes not negative: {self}")
+        if self.degree_spread < 0:
+            raise ValueError(f"degree_spread must not be negative, but is {self.degree_spread}")
         if self.transfer_dtype not in (None, *_TRANSFER_BYTES):
             dtypes = list(_TRANSFER_BYTES)
             raise ValueError(f"transfer_dtype must be None or one of {dtypes}, but is {self.transfer_dtype!r}")
@@ -129,8 +152,8 @@ class Workload:
 
     def sizes(self, seeds: float) -> BatchSizes:
         """Return the expected sizes of a mini-batch with ``seeds`` seeds."""
-        # A vertex is expanded once, at its lowest hop, as in PyG. The model assumes the mean degree and uniformly
-        # random neighbors, so a mini-batch cannot outgrow the graph.
+        # A vertex is expanded once, at its lowest hop, as in PyG. The model assumes uniformly random neighbors, so a
+        # mini-batch cannot outgrow the graph.
         if self.measured is not None:
             factor = seeds / self.measured.seeds
             return BatchSizes(
@@ -140,10 +163,23 @@ class Workload:
             )
         degree = self.num_edges / self.num_vertices
         frontier, vertices, edges = seeds, [seeds], [0.0]
-        for fanout in self.fanouts:
-            sampled = frontier * (degree if fanout < 0 else min(float(fanout), degree))
+        for hop, fanout in enumerate(self.fanouts):
+            sampled = frontier * _expect_neighbors(fanout, degree, self.degree_spread, self.undirected and hop > 0)
             left = self.num_vertices - vertices[-1]
             frontier = max(0.0, left * (1 - exp(-sampled / self.num_vertices)))
             vertices.append(vertices[-1] + frontier)
             edges.append(edges[-1] + sampled)
         return BatchSizes(seeds, tuple(reversed(vertices)), tuple(reversed(edges[1:])))
+
+
+@cache
+def _expect_neighbors(fanout: int, degree: float, spread: float, by_degree: bool) -> float:
+    """Return the mean of sampled neighbors; ``by_degree``: of vertices that are reached in proportion to degree."""
+    if not spread or not degree:
+        return degree if fanout < 0 else min(float(fanout), degree)
+    center = log(degree) + spread**2 * (by_degree - 0.5)
+    steps = [0.02 * step for step in range(-300, 301)]
+    degrees = [exp(center + spread * step) for step in steps]
+    weights = [exp(-(step**2) / 2) for step in steps]
+    found = degrees if fanout < 0 else [min(float(fanout), each) for each in degrees]
+    return sum(each * weight for each, weight in zip(found, weights, strict=True)) / sum(weights)
