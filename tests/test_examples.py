@@ -92,6 +92,16 @@ def test_the_notebook_about_hybrid_training_moves_shares_there_and_back(tmp_path
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
+@pytest.mark.slow
+def test_the_notebook_about_plans_draws_both_schedules():
+    printed, values, outputs = run_notebook("morphgl")
+    assert len(re.findall(r"at most \d+\.\d% above any schedule", printed)) == 5
+    assert all(float(accuracy) > 0.5 for accuracy in re.findall(r"test accuracy (\d\.\d+)", printed))
+    assert "trained by the paper schedule" in printed
+    assert values[-1] == "True"
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
 def run(name, *arguments):
     done = run_script(EXAMPLES / name, *arguments)
     assert done.returncode == 0, done.stderr

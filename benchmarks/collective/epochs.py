@@ -28,6 +28,7 @@ import torch
 from benchmarks import peers
 from benchmarks.collective import sleeping
 from benchmarks.harness import Gate, Rows, compare, machine, measure_isolated, parse, publish
+from benchmarks.papers.morphgl import SAMPLING_SHARE
 from benchmarks.sampling.minibatch import make_data
 from benchmarks.timed_epochs import TimedEpochs
 from lightning_gnn.collective.datamodule import CollectiveDataModule
@@ -242,7 +243,7 @@ def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
             "fanouts": FANOUTS,
             "runs": args.runs,
             "asleep": f"{sleeping.SETTING}; threads and schedules are real, the stages sleep",
-            "assumed": f"{sleeping.SAMPLING_SHARE:.0%} of the GPU's batching is sampling, which no cache shortens",
+            "assumed": f"{SAMPLING_SHARE:.0%} of the GPU's batching is sampling, which no cache shortens",
             "durations_s": {count: described_times(sleeping.paper_times(count, 1 / args.slower)) for count in cores},
         },
         "machine": described,

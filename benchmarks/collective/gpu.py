@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch_geometric.data import Data
 from torch_geometric.loader import PrefetchLoader
 
-from benchmarks.collective.sleeping import RATIOS, used
 from benchmarks.harness import measure
+from benchmarks.papers.morphgl import SHARES, used
 from benchmarks.sampling.minibatch import make_data
 from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.plan import CollectivePlan
@@ -177,7 +177,7 @@ class Bench:
             }
             ratios: dict[str, float] = {}
             times = plan.times
-            for ratio in RATIOS if only in "random split" else []:
+            for ratio in SHARES if only in "random split" else []:
                 if ratios and times is not None and ratio * len(loader) * times.cpu > 2 * min(ratios.values()):
                     break  # lower bound from the workers' time
                 ratios[f"{ratio:g}"] = self.epoch(self.random_split(loader, ratio, workers), step)

@@ -1,4 +1,4 @@
-"""The planner of collective batching against the authors' planner, each processor alone, and another commit.
+"""The planner of collective batching against the authors' planner, and each processor alone.
 
 Settings are random: stage times over one and a half decades each, 1 to 31 CPU workers, spreads of 0 to 30 %, epochs of
 100 to 400 mini-batches. Every plan is evaluated by its mean makespan over the same epochs, which no planner has seen,
@@ -9,7 +9,6 @@ or more), more epochs are simulated. Only the planning itself is timed, in CPU t
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
@@ -20,37 +19,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from benchmarks.collective.published import DualBuffer, published_plan
 from benchmarks.harness import machine, parse, publish
-from lightning_gnn.collective.batch_schedule import ScheduleAction
+from lightning_gnn.collective.batch_schedule import Schedule
 from lightning_gnn.collective.dispatcher import Dispatcher
-from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan, Duration, StageTimes
+from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
+from lightning_gnn.collective.published import PublishedDispatcher
 from lightning_gnn.collective.simulate import draw_durations
 
 SIZES = {"settings": (1000, 3), "processes": (2, 1), "judged": (6, 1), "hard": (16, 2)}
 SPREADS = (0.0, 0.05, 0.1, 0.2, 0.3)
 WORKERS = (1, 2, 3, 4, 7, 11, 15, 31)
 GPU_BUFFER = 10
-OURS, AUTHORS, BEST, BEFORE = "ours", "the authors'", "the best of them", "the planner before"
+OURS, AUTHORS, BEST = "ours", "the authors'", "the best of them"
 
 Wait = float | str
 """Seconds to wait, or the name of the event to wait for."""
-
-
-class Schedule(Protocol):
-    """Protocol of schedules."""
-
-    def claim(self) -> int | None:
-        """Assign the next mini-batch to a CPU worker."""
-
-    def ready(self, number: int) -> object:
-        """Add a finished mini-batch."""
-
-    def next(self) -> ScheduleAction:
-        """Return the training thread's next action."""
 
 
 @dataclass
@@ -67,16 +52,12 @@ class Node:
     workers: int
     seconds: Callable[[str, int], float]
     now: float = 0.0
-    cpu_lag: float = 0.0
-    gpu_lag: float = 0.0
-    flushes: int = 0
     _events: list[tuple[float, int, Generator[Wait]]] = field(default_factory=list)
     _asleep: dict[str, list[Generator[Wait]]] = field(default_factory=dict)
     _count: int = 0
     _sent: list[int] = field(default_factory=list)
     _arrived: set[int] = field(default_factory=set)
     _pcie: bool = False
-    _working: int = 0
 
     def makespan(self) -> float:
         """Return the seconds until the training thread has finished."""
@@ -105,9 +86,7 @@ class Node:
         while True:
             while (number := self.schedule.claim()) is None:
                 yield "room"
-            self._working += 1
             yield self.seconds("cpu_batching", number)
-            self._working -= 1
             self.schedule.ready(number)
             for process in self._asleep.pop("ready", []):  # after this worker has claimed its next mini-batch
                 self._count += 1
@@ -126,15 +105,10 @@ class Node:
             self._happens("arrival")
 
     def _training_thread(self) -> Generator[Wait]:
-        phase = ""
         while (step := self.schedule.next()).kind != "end":
             self._happens("room")
-            phase_now = getattr(self.schedule, "phase", "")
-            self.flushes += phase_now == "flushing" != phase
-            phase, begun = phase_now, self.now
             if step.kind == "wait":
                 yield "ready"
-                self.cpu_lag += self.now - begun
             elif step.kind == "transfer":
                 self._sent.append(step.number)
                 self._happens("pcie")
@@ -142,9 +116,7 @@ class Node:
                 while self._pcie or self._sent:
                     yield "arrival"
                 self._pcie = True
-                idle = self.workers - self._working if getattr(self.schedule, "cpu_blocked", False) else 0
                 yield self.seconds("gpu_batching", step.number) + self.seconds("uva", step.number)
-                self.gpu_lag += (self.now - begun) * idle / self.workers
                 self._pcie = False
                 self._happens("pcie")
             else:
@@ -201,19 +173,13 @@ def contestants(setting: Setting, judge: range, hard: range) -> tuple[dict[str, 
     plan = Dispatcher(times, GPU_BUFFER, num_batches=number).plan()
     planning = time.process_time() - start
 
-    def feedback(gbs: int, cbs: int) -> tuple[float, float, float]:
-        means = {stage: getattr(times, stage).mean for stage in PREPARATION_STAGES}
-        node = Node(DualBuffer(number, gbs, cbs, workers), workers, lambda stage, _: means[stage])
-        seconds, flushes = node.makespan(), max(1, node.flushes)
-        return seconds, node.cpu_lag / flushes, node.gpu_lag / flushes
-
     def planned(plan: CollectivePlan) -> Callable[[], Schedule]:
-        return lambda: plan.schedule(number, workers)
+        return lambda: plan.create_schedule(number, workers)
 
-    published = published_plan(times, GPU_BUFFER, number, feedback)
+    published = PublishedDispatcher(times, GPU_BUFFER, num_batches=number, schedule="paper").plan()
     schedules: dict[str, Callable[[], Schedule]] = {
         OURS: planned(plan),
-        AUTHORS: lambda: DualBuffer(number, *published, workers),
+        AUTHORS: planned(published),
         "the CPU alone": planned(CollectivePlan("cpu", 1, max(GPU_BUFFER, 2 * workers), times=times)),
         "the GPU alone": planned(CollectivePlan("gpu", 1, 0)),
     }
@@ -236,33 +202,20 @@ def summary(ratios: list[float]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    paths = {
-        "epochs": "a file to write our epoch in each setting to, a JSON object a line",
-        "before": "such a file of another commit, to compare with; only the settings that it has are looked at",
-    }
-    args = parse("collective_planner", __doc__, SIZES, argv, paths=paths)
+    args = parse("collective_planner", __doc__, SIZES, argv)
     described, sizes, source = machine(), args.sizes, random.Random(0)
     settings = dict(enumerate(draw(source) for _ in range(sizes["settings"])))
-    before = {}
-    if args.before is not None:
-        lines = map(json.loads, Path(args.before).read_text().splitlines())
-        before = {line["setting"]: line["seconds"] for line in lines}
-        settings = {number: setting for number, setting in settings.items() if number in before}
     judge, hard = range(10_000, 10_000 + sizes["judged"]), range(30_000, 30_000 + sizes["hard"])
     ratios: dict[str, dict[int, float]] = {}
-    plans, planning, own = [], [], []
+    plans, planning = [], []
     with ProcessPoolExecutor(sizes["processes"], get_context("fork")) as processes:
         found = processes.map(partial(contestants, judge=judge, hard=hard), settings.values())
         for number, (seconds, plan, planning_s) in zip(settings, found, strict=True):
             ours = seconds.pop(OURS)
-            peers = seconds | ({BEFORE: before[number]} if before else {}) | {BEST: min(seconds.values())}
-            for name, peer in peers.items():
+            for name, peer in (seconds | {BEST: min(seconds.values())}).items():
                 ratios.setdefault(name, {})[number] = ours / peer
             plans.append(plan)
             planning.append(planning_s)
-            own.append(json.dumps({"setting": number, "seconds": ours}) + "\n")
-            if args.epochs is not None:
-                Path(args.epochs).write_text("".join(own))
     ordered = {name: sorted(values.items(), key=lambda item: -item[1]) for name, values in ratios.items()}
     result = {
         "benchmark": "collective_planner",
@@ -271,7 +224,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "settings": {
             **sizes,
             "settings": len(settings),
-            "numbers": list(settings) if before else "all",
             "spreads": SPREADS,
             "workers": WORKERS,
             "gpu_buffer_size": GPU_BUFFER,

@@ -1,63 +1,40 @@
 """A machine with sleeping stages: collective batching and its peers with real threads and the durations of the paper.
 
 Nothing computes, so the number of real cores does not matter. A sleep that overshoots shortens the thread's next one.
-The durations are solved from MorphGL's tables for an RTX 3090 with 8 cores, UK, GraphSAGE, fanouts 15, 10 and 5, 1024
-seeds: CPU-only batching is limited by the workers, GPU-only batching is sequential, and equation 6 has its minimum at
-the ratio of table 6.
+``benchmarks.papers.morphgl`` solves the durations from the paper's tables.
 """
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 from benchmarks.harness import Rows, measure
-from lightning_gnn.collective.batch_schedule import BatchSchedule
+from benchmarks.papers.morphgl import GPU_BUFFER, SHARES, RandomSplit, solve, used
+from lightning_gnn.collective.batch_schedule import Schedule
 from lightning_gnn.collective.dispatcher import Dispatcher
-from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
+from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan, Duration, StageTimes
 from lightning_gnn.collective.simulate import draw_durations
 from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
 
 SETTING = "an RTX 3090 with 8 cores, UK"
-CORES, BATCHES, RATIO = 8, 759, 0.83
-"""Cores, including the main thread's; mini-batches per epoch; mini-batches of the GPU per one of the CPU (table 6)."""
-EPOCHS = {"CPU-only": 33.40, "GPU-only": 30.49}
-"""Seconds (table 4)."""
-BANDWIDTH = 0.343
-"""PCIe utilization of CPU-only batching, all by transfers (table 5)."""
-SAMPLING_SHARE = 0.5
-"""Fraction of T_G that is sampling, the rest being reads; an assumption, as the paper does not report it."""
-RATIOS = [number / 20 for number in range(21)]
-SPREAD = 2.0 / 149.7
-"""Spread of the mini-batch size relative to its mean (section 5.8)."""
 WAYS = ("collective", "CPU-only", "GPU-only", "random split")
-GPU_BUFFER = 10
 ASLEEP = "stages sleep"
 
 
 def paper_times(cores: int, scale: float = 1.0) -> StageTimes:
     """Return the stage times for a number of cores (at least 2), multiplied by ``scale``."""
-    between = EPOCHS["CPU-only"] / BATCHES  # T_C, between two mini-batches of all workers
-    alone = EPOCHS["GPU-only"] / BATCHES  # T_G + T_M
-    model = between - RATIO * alone  # x = (T_C - T_M) / (T_G + T_M)
-    found = {
-        "cpu_batching": between * (CORES - 1),
-        "dma": BANDWIDTH * between,
-        "gpu_batching": SAMPLING_SHARE * (alone - model),
-        "uva": (1 - SAMPLING_SHARE) * (alone - model),
-        "model": model,
-    }
-    durations = {name: Duration(scale * mean, scale * mean * SPREAD) for name, mean in found.items()}
-    return StageTimes(**durations, cpu_workers=cores - 1)
+    stages = [getattr(solve(("GraphSAGE", "UK", "B")), stage) for stage in PREPARATION_STAGES]
+    return StageTimes(*(Duration(scale * each.mean, scale * each.spread) for each in stages), cpu_workers=cores - 1)
 
 
 def row_name(way: str, cores: int) -> str:
@@ -79,9 +56,8 @@ class SleepingMachine:
         self._workers = threading.Condition()
         self._finished = False
 
-    def collective(self, plan: CollectivePlan) -> Timeline:
-        """Train an epoch with the loader's schedule."""
-        schedule = plan.schedule(self.num_batches, self.times.cpu_workers)
+    def run(self, schedule: Schedule) -> Timeline:
+        """Train an epoch under a schedule."""
         arrivals: dict[int, Future[None]] = {}
         with self._working(schedule), ThreadPoolExecutor(1) as link:
             while True:
@@ -102,72 +78,8 @@ class SleepingMachine:
                         arrivals.pop(step.number).result()
                     self._train(step.number)
 
-    def cpu_only(self) -> Timeline:
-        """Train an epoch prepared by the CPU; transfers start as soon as a mini-batch and a slot are ready."""
-        room = threading.Semaphore(2 * self.times.cpu_workers)
-
-        def prepare(number: int) -> None:
-            room.acquire()
-            self._prepare(number)
-
-        def transfer(number: int, prepared: Future[None]) -> None:
-            prepared.result()
-            self._transfer(number)
-
-        with ThreadPoolExecutor(self.times.cpu_workers) as pool, ThreadPoolExecutor(1) as link:
-            prepared = [pool.submit(prepare, number) for number in range(self.num_batches)]
-            arrivals = [link.submit(transfer, number, one) for number, one in enumerate(prepared)]
-            for number, arrival in enumerate(arrivals):
-                arrival.result()
-                room.release()
-                self._train(number)
-        return self.timeline
-
-    def gpu_only(self) -> Timeline:
-        """Train an epoch prepared by the GPU."""
-        for number in range(self.num_batches):
-            self._batch(number)
-            self._train(number)
-        return self.timeline
-
-    def random_split(self, ratio: float, seed: int = 0) -> Timeline:
-        """Train an epoch in which the CPU prepares each mini-batch with the given probability, ahead of time.
-
-        Its transfer starts when it is due, while the previous mini-batch is still being trained.
-        """
-        draws = random.Random(seed)
-        routes = [draws.random() < ratio for _ in range(self.num_batches)]
-        arrivals: dict[int, Future[None]] = {}
-        ahead = [number for number, on_cpu in enumerate(routes) if on_cpu][::-1]
-        prepared: dict[int, Future[None]] = {}
-        before: Future[None] | None = None
-
-        def train(number: int) -> None:
-            if routes[number]:
-                arrivals.pop(number).result()
-            self._train(number)
-
-        with (
-            ThreadPoolExecutor(self.times.cpu_workers) as pool,
-            ThreadPoolExecutor(1) as link,
-            ThreadPoolExecutor(1) as gpu,
-        ):
-            for number, on_cpu in enumerate(routes):
-                while ahead and len(prepared) < 2 * self.times.cpu_workers:
-                    following = ahead.pop()
-                    prepared[following] = pool.submit(self._prepare, following)
-                if on_cpu:
-                    prepared.pop(number).result()
-                    arrivals[number] = link.submit(self._transfer, number)
-                else:
-                    gpu.submit(self._batch, number).result()
-                if before is not None:
-                    before.result()
-                before = gpu.submit(train, number)
-        return self.timeline
-
     @contextmanager
-    def _working(self, schedule: BatchSchedule) -> Iterator[None]:
+    def _working(self, schedule: Schedule) -> Iterator[None]:
         def work(lane: int) -> None:
             while True:
                 with self._workers:
@@ -191,9 +103,7 @@ class SleepingMachine:
                 for worker in running:
                     worker.result()
 
-    def _prepare(self, number: int, lane: int | None = None) -> None:
-        if lane is None:
-            lane = int(threading.current_thread().name.rpartition("_")[2])
+    def _prepare(self, number: int, lane: int) -> None:
         self._sleep("CPU", "cpu_batching", number, lane)
 
     def _transfer(self, number: int) -> None:
@@ -231,11 +141,11 @@ def sleep(cores: Sequence[int], num_batches: int, slower: int, runs: int) -> tup
     cells: list[dict[str, Any]] = []
     utilisation: dict[str, dict[str, float]] = {}
 
-    def contestant(name: str, times: StageTimes, run: Callable[[SleepingMachine], Timeline]) -> Callable[[], float]:
+    def contestant(name: str, times: StageTimes, create: Callable[[], Schedule]) -> Callable[[], float]:
         def call() -> float:
-            machine = SleepingMachine(times, num_batches)
+            machine, schedule = SleepingMachine(times, num_batches), create()
             start = time.perf_counter()
-            timeline = run(machine)
+            timeline = machine.run(schedule)
             seconds = time.perf_counter() - start
             utilisation[name] = used(timeline, seconds)
             return seconds
@@ -244,22 +154,26 @@ def sleep(cores: Sequence[int], num_batches: int, slower: int, runs: int) -> tup
 
     for count in cores:
         times = paper_times(count, 1 / slower)
+        workers = times.cpu_workers
         plan = Dispatcher(times, GPU_BUFFER, num_batches=num_batches).plan()
-        names = {way: row_name(way, count) for way in WAYS}
+        plans = {
+            "collective": plan,
+            "CPU-only": CollectivePlan("cpu", 1, 2 * workers, times=times),
+            "GPU-only": CollectivePlan("gpu", 1, 0),
+        }
+        ways: dict[str, Callable[[], Schedule]] = {
+            way: partial(each.create_schedule, num_batches, workers) for way, each in plans.items()
+        }
         tried: dict[float, float] = {}
-        for ratio in RATIOS:
+        for ratio in SHARES:
             if tried and ratio * num_batches * times.cpu > 1.5 * min(tried.values()):
                 break
-            tried[ratio] = contestant("", times, lambda machine, ratio=ratio: machine.random_split(ratio))()  # type: ignore[misc]
+            tried[ratio] = contestant("", times, partial(RandomSplit, ratio, num_batches, workers))()
         best = min(tried, key=lambda ratio: tried[ratio])
-        ways: dict[str, Callable[[SleepingMachine], Timeline]] = {
-            "collective": lambda machine, plan=plan: machine.collective(plan),  # type: ignore[misc]
-            "CPU-only": SleepingMachine.cpu_only,
-            "GPU-only": SleepingMachine.gpu_only,
-            "random split": lambda machine, best=best: machine.random_split(best),  # type: ignore[misc]
-        }
-        for way, run in ways.items():
-            contestants.setdefault(names[way], contestant(names[way], times, run))
+        ways["random split"] = partial(RandomSplit, best, num_batches, workers)
+        for way, create in ways.items():
+            name = row_name(way, count)
+            contestants.setdefault(name, contestant(name, times, create))
         cells.append(
             {
                 "cores": count,
@@ -278,17 +192,6 @@ def sleep(cores: Sequence[int], num_batches: int, slower: int, runs: int) -> tup
         cell["error"] = round(cell["measured_s"]["collective"] / cell["predicted_s"] - 1, 4)
         cell["utilisation"] = {way: utilisation[row_name(way, cell["cores"])] for way in WAYS}
     return rows, cells
-
-
-def used(timeline: Timeline, seconds: float | None = None) -> dict[str, float]:
-    """Return the mean number of busy workers, and the utilization of PCIe and the GPU."""
-    seconds = timeline.makespan if seconds is None else seconds
-    workers = sum(item.end - item.start for item in timeline.intervals if item.resource == "CPU")
-    # The GPU's batching also occupies PCIe, even if the timeline does not record it.
-    reads = [replace(item, resource="PCIe") for item in timeline.intervals if item.stage in ("gpu_batching", "uva")]
-    bus = Timeline([*timeline.intervals, *reads]).busy("PCIe")
-    busy = {"CPU": workers, "PCIe": bus, "GPU": timeline.busy("GPU")}
-    return {resource: round(value / seconds, 3) for resource, value in busy.items()}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

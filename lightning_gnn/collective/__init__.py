@@ -3,8 +3,9 @@
 Source: "Efficient GNN Training on Giant Graphs with Collective Batching and Scheduling". Stage times are measured in
 the first epoch, the dispatcher assigns mini-batches to CPU and GPU, and they are trained in the order of the epoch.
 
-Reading order: ``plan.py``, ``dispatcher.py`` (equation 6, repaired), ``batch_schedule.py`` (scheduling decisions),
-``simulate.py``, ``prefetcher.py`` (training thread), ``workers.py`` (CPU threads), ``routes.py`` (streams).
+Reading order: ``plan.py`` (equation 6, repaired), ``dispatcher.py``, ``batch_schedule.py`` (scheduling decisions),
+``simulate.py``, ``prefetcher.py`` (training thread), ``workers.py`` (CPU threads), ``routes.py`` (streams). The
+published planner and schedule: ``published.py``, ``dual_buffer.py``.
 """
 
 from typing import TYPE_CHECKING

@@ -6,7 +6,7 @@ The simulator and the loader drive the same object, one with a virtual clock, th
 from __future__ import annotations
 
 from bisect import insort
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 Route = Literal["cpu", "gpu"]
 ActionKind = Literal["batch", "transfer", "train", "wait", "end"]
@@ -21,6 +21,19 @@ class ScheduleAction(NamedTuple):
     ``"wait"``: wait until a CPU worker has finished; ``"end"``: the epoch is over."""
     number: int = -1  # position of the mini-batch in the epoch
     route: Route = "gpu"  # processor that prepares it
+
+
+class Schedule(Protocol):
+    """Protocol of schedules; callers must hold a lock."""
+
+    def claim(self) -> int | None:
+        """Assign a mini-batch to a CPU worker; return None if there is none to assign now."""
+
+    def ready(self, number: int) -> object:
+        """Add a mini-batch that a CPU worker has finished."""
+
+    def next(self) -> ScheduleAction:
+        """Return the next action of the training thread."""
 
 
 class BatchSchedule:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 from weakref import WeakSet
 
 import pytorch_lightning as pl
@@ -12,8 +14,10 @@ import torch
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.collective.prefetcher import CollectiveBatching
+from lightning_gnn.collective.batch_schedule import BatchSchedule
+from lightning_gnn.collective.dispatcher import GPU_BUFFERS
+from lightning_gnn.collective.plan import CollectivePlan, Duration, ScheduleName
+from lightning_gnn.collective.prefetcher import PLANNERS, CollectiveBatching
 from lightning_gnn.datamodules.base import Loader
 from lightning_gnn.features.table import FeatureTable
 from lightning_gnn.gpu_sampling.datamodule import PersistentSamplerDataModule
@@ -39,6 +43,7 @@ class _CollectiveMixin(PlacedOnGPU):
         gpu_buffer_size: int = 10,
         profile_batches: int = 20,
         gpu_route: str = "auto",
+        schedule: ScheduleName = "in_order",
         **kwargs: Any,
     ) -> None:
         gpu_buffer_size = whole_number(gpu_buffer_size, "gpu_buffer_size", 1)
@@ -49,12 +54,16 @@ class _CollectiveMixin(PlacedOnGPU):
                 rank_zero_warn(f"{removed(f'datamodule.{name}')}")
         if gpu_route not in ROUTES:
             raise ValueError(f"gpu_route={gpu_route!r} is unknown; use one of {', '.join(ROUTES)}")
-        self._given_plan = _read_plan(plan)
+        if schedule not in get_args(ScheduleName):
+            raise ValueError(f"schedule={schedule!r} is unknown; use one of {', '.join(get_args(ScheduleName))}")
+        self._given_plan = _read_plan(plan, schedule)
         # The base class requires a number of workers; None in our attribute means that make_loader chooses it.
         super().__init__(*args, num_workers=num_workers or 0, **kwargs)
         self.num_workers = num_workers
         self.gpu_buffer_size, self.profile_batches = gpu_buffer_size, profile_batches
-        self.gpu_route = gpu_route
+        self.gpu_route, self.schedule = gpu_route, schedule
+        self.planner = PLANNERS[str(plan) if self._given_plan is None else "auto"]
+        self._trained: list[int] = []  # of the current epoch, in the order of training
         self._plan: CollectivePlan | None = None
         self._batchings: WeakSet[CollectiveBatching] = WeakSet()
 
@@ -69,6 +78,15 @@ class _CollectiveMixin(PlacedOnGPU):
     def plan(self) -> CollectivePlan | None:
         """The current plan; None before planning."""
         return self._plan
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state needed to resume, with the published schedule also the mini-batches trained so far."""
+        return {**super().state_dict(), **({"trained": [*self._trained]} if self.schedule == "paper" else {})}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of the interrupted run."""
+        super().load_state_dict(state_dict)
+        self._trained[:] = state_dict.get("trained", [])
 
     def teardown(self, stage: str) -> None:
         """Stop preparing mini-batches and free host memory."""
@@ -97,6 +115,8 @@ class _CollectiveMixin(PlacedOnGPU):
         route = None if device is None and self.gpu_route != "cpu" else cast(PipelineLoader, super().make_loader(stage))
         if self.gpu_route == "cpu":
             training_device = torch.device("cpu")
+        if self.schedule == "paper" and route is not None:
+            self._check_any_order()
         plan = self._initial_plan(workers, route is not None)
         cores = cores_of_process(self.trainer)
         on_disk = self._from_disk(stage)
@@ -109,6 +129,9 @@ class _CollectiveMixin(PlacedOnGPU):
             num_batches=self._num_batches,
             torch_threads=max(1, cores - workers) if route is not None or training_device.type != "cpu" else None,
             on_plan=self._adopt_plan,
+            planner=self.planner,
+            schedule=self.schedule,
+            trained=self._trained,
         )
         self._batchings.add(batching)
         tables = {**self._host_tables(route), **on_disk.get("tables", {})}
@@ -118,9 +141,40 @@ class _CollectiveMixin(PlacedOnGPU):
     def _device(self) -> torch.device | None:
         return None if self.gpu_route == "cpu" else super()._device()
 
+    def _check_any_order(self) -> None:
+        """Raise a ValueError if the run needs the order of the epoch, which ``schedule="paper"`` does not keep."""
+        what = "schedule='paper' trains mini-batches as they become ready, "
+        if self.trainer is not None and self.trainer.world_size > 1:
+            what += f"in another order in each of {self.trainer.world_size} processes; use one"
+        elif torch.are_deterministic_algorithms_enabled():
+            what += "which deterministic=True excludes; leave it out"
+        else:
+            return
+        raise ValueError(f"{what}, or schedule='in_order'")
+
     @property
     def _held(self) -> int:
-        return self.gpu_buffer_size + 2
+        size = self.gpu_buffer_size if self._given_plan is None else self._given_plan.buffers[0]
+        return size + BatchSchedule.AHEAD
+
+    def plan_with_cache(self, plan: CollectivePlan) -> CollectivePlan:
+        """Choose ``gpu_buffer_size`` for a later run together with the cache that fits beside its mini-batches.
+
+        The time of reading is proportional to the bytes that the cache misses. A plan that was given, or that has no
+        cache to share memory with, is returned as it is.
+        """
+        placement, times, limit = self._placement, plan.times, self.gpu_buffer_size
+        if self._given_plan is not None or times is None or placement is None or not placement.num_batches:
+            return plan
+        demand, count_reads, missed, plans = self._demand(), cache(self._count_reads), dict[int, float](), []
+        for size in sorted({limit, *(size for size in GPU_BUFFERS if size < limit)}, reverse=True):
+            held = replace(demand, batches_on_device=size + BatchSchedule.AHEAD)
+            missed[size] = 1 - held.plan(placement.memory, count_reads).hit_rate
+            scale = missed[size] / missed[limit] if missed[limit] else 1.0
+            changed = replace(times, uva=Duration(scale * times.uva.mean, scale * times.uva.spread))
+            planner = self.planner(changed, size, num_batches=plan.num_batches, schedule=self.schedule)
+            plans.append(planner.plan())
+        return min(plans, key=lambda plan: plan.epoch_s["collective"])
 
     def _training_device(self) -> torch.device:
         if self.trainer is not None:
@@ -194,10 +248,14 @@ class CollectiveDataModule(_CollectiveMixin, PersistentSamplerDataModule):
         *args: Graph and sampling arguments of :class:`NeighborDataModule`.
         num_workers: Number of CPU threads that prepare mini-batches; by default all cores of this process but one, or a
             quarter of them if the model also runs on the CPU.
-        plan: ``"auto"``, a :class:`~lightning_gnn.collective.CollectivePlan`, or the path of a plan file.
+        plan: ``"auto"``, ``"paper"`` (equation 6 and feedback, as published), a
+            :class:`~lightning_gnn.collective.CollectivePlan`, or the path of a plan file, whose ``gpu_buffer_size``
+            then also decides how much memory a cache gets.
         gpu_buffer_size: Maximum number of mini-batches that the GPU prepares in a row.
         profile_batches: Measurements of each stage before planning.
         gpu_route: ``"auto"``, or ``"cpu"`` to run the GPU's part on the CPU, for trying a schedule without a GPU.
+        schedule: ``"in_order"``, or ``"paper"`` to train the same mini-batches as they become ready, as published
+            (algorithms 1 to 4): not in the order of the epoch, for one process, and not reproducible.
         **kwargs: Placement and loader options of :class:`PersistentSamplerDataModule`.
 
     Raises:
@@ -239,12 +297,20 @@ class CollectiveLinkDataModule(_CollectiveMixin, PersistentLinkDataModule):
     """
 
 
-def _read_plan(plan: object) -> CollectivePlan | None:
-    if isinstance(plan, CollectivePlan) or plan == "auto":
-        return plan if isinstance(plan, CollectivePlan) else None
-    if not isinstance(plan, (str, Path)):
-        raise ValueError(f"plan must be 'auto', a CollectivePlan or the path of a plan file, but is {plan!r}")
-    return CollectivePlan.load(plan)
+def _read_plan(plan: object, schedule: ScheduleName) -> CollectivePlan | None:
+    """Return the given plan for a schedule, without predictions for another one; None if it is to be planned."""
+    if isinstance(plan, str) and plan in PLANNERS:
+        return None
+    if not isinstance(plan, (CollectivePlan, str, Path)):
+        raise ValueError(f"plan must be 'auto', 'paper', a CollectivePlan or the path of a plan file, but is {plan!r}")
+    given = plan if isinstance(plan, CollectivePlan) else CollectivePlan.load(plan)
+    if given.schedule == schedule:
+        return given
+    if given.epoch_s:
+        rank_zero_warn(
+            f"collective batching: what the plan predicts is for schedule={given.schedule!r}, not {schedule!r}"
+        )
+    return replace(given, schedule=schedule, epoch_s={}, cpu_part=None)
 
 
 def _summarize(plan: CollectivePlan, status: str) -> str:
@@ -253,8 +319,10 @@ def _summarize(plan: CollectivePlan, status: str) -> str:
         "cpu": "the CPU prepares all mini-batches",
         "gpu": "the GPU prepares all mini-batches",
     }[plan.mode]
-    seconds = plan.epoch_s.get("collective")
-    return f"collective batching, {status}: {assignment}" + ("" if seconds is None else f"; {seconds:.3g} s per epoch")
+    seconds, gap = plan.epoch_s.get("collective"), plan.optimality_gap
+    predicted = "" if seconds is None else f"; {seconds:.3g} s per epoch"
+    certificate = "" if gap is None else f", at most {gap:.1%} above any schedule"
+    return f"collective batching, {status}: {assignment}{predicted}{certificate}"
 
 
 def cores_of_process(trainer: pl.Trainer | None) -> int:

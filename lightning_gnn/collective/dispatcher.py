@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
-from math import ceil, inf, isfinite, sqrt
+from math import ceil, sqrt
 from statistics import fmean, pstdev
 
-from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan, StageTimes
+from lightning_gnn.collective.plan import (
+    PREPARATION_STAGES,
+    CollectivePlan,
+    ScheduleName,
+    StageTimes,
+    initial_ratio,
+    relaxed_time,
+)
 from lightning_gnn.collective.simulate import Durations, draw_durations, makespan, simulate_dual_buffer
 
 SIMULATED_BATCHES = (
@@ -23,29 +30,6 @@ NUM_DRAWS, NUM_FINAL_DRAWS = 2, 16  # simulated epochs per plan in the first and
 MIN_GAIN = 0.003  # minimum gain of a plan for both over the better processor alone; also twice its standard error
 
 
-def relaxed_time(x: float, times: StageTimes) -> float:
-    """Return C'(x) / n, seconds per mini-batch with unlimited buffers and divisible work (equation 6, repaired).
-
-    This is the maximum of the times of PCIe, GPU and CPU if the GPU prepares x mini-batches for each one of the CPU
-    (all for infinite x).
-    """
-    on_gpu = 1.0 if x == inf else x / (1 + x)
-    on_cpu = 0.0 if x == inf else 1 / (1 + x)
-    pcie = on_gpu * times.gpu + on_cpu * times.dma.mean
-    gpu = on_gpu * times.gpu + times.model.mean
-    return max(pcie, gpu, on_cpu * times.cpu)
-
-
-def initial_ratio(times: StageTimes) -> float:
-    """Return the smallest x that minimizes :func:`relaxed_time`: 0, or an intersection of two of its three terms."""
-    cpu, gpu, dma, model = times.cpu, times.gpu, times.dma.mean, times.model.mean
-    candidates = [0.0, (cpu - model) / (gpu + model), dma / model - 1]
-    if gpu > 0:
-        candidates.append((cpu - dma) / gpu)
-    possible = sorted(x for x in candidates if x >= 0 and isfinite(x))
-    return min(possible, key=lambda x: relaxed_time(x, times))
-
-
 class Dispatcher:
     """Chooses the plan with the shortest simulated epoch from a grid over buffer sizes, lead and alternation.
 
@@ -58,52 +42,55 @@ class Dispatcher:
         gpu_buffer_size: Maximum number of mini-batches that the GPU prepares in a row (``gbs``).
         num_batches: Number of mini-batches in an epoch. At most :data:`SIMULATED_BATCHES` are simulated, and the
             predicted seconds are scaled.
+        schedule: Schedule to plan for; ``"paper"`` has no leads and no alternation.
     """
 
-    def __init__(self, times: StageTimes, gpu_buffer_size: int = 10, *, num_batches: int) -> None:
+    def __init__(
+        self, times: StageTimes, gpu_buffer_size: int = 10, *, num_batches: int, schedule: ScheduleName = "in_order"
+    ) -> None:
         if min(num_batches, gpu_buffer_size) < 1:
             raise ValueError(f"num_batches={num_batches} and gpu_buffer_size={gpu_buffer_size} must be at least 1")
         self.times = times
         self.gpu_buffer_size = gpu_buffer_size
-        self.num_batches = num_batches
+        self.num_batches, self.schedule = num_batches, schedule
+        self.ratio = initial_ratio(times)
         self._simulated = min(num_batches, SIMULATED_BATCHES)
         self._varies = any(getattr(times, stage).spread for stage in PREPARATION_STAGES)
         self._durations_by_seed: dict[int, Durations] = {}
+        on_host = max(gpu_buffer_size, 2 * times.cpu_workers)
+        self._alone = {
+            "cpu": CollectivePlan("cpu", 1, on_host, times=times, schedule=schedule),
+            "gpu": CollectivePlan("gpu", 1, 0, times=times, schedule=schedule),
+        }
 
     def plan(self) -> CollectivePlan:
         """Return the plan with the shortest predicted epoch."""
-        ratio = initial_ratio(self.times)
-        on_host = max(self.gpu_buffer_size, 2 * self.times.cpu_workers)
-        alone = {
-            "cpu": CollectivePlan("cpu", 1, on_host, times=self.times),
-            "gpu": CollectivePlan("gpu", 1, 0, times=self.times),
-        }
-        grid = list(dict.fromkeys(self._grid(ratio)))
+        grid = list(dict.fromkeys(self._grid(self.ratio)))
         # Compare the finalists on further draws, since the best of many plans is partly luck.
-        tried = {
-            plan: self._makespans(plan, 1 + NUM_DRAWS, NUM_FINAL_DRAWS)
-            for plan in [*self._best_plans(grid), *alone.values()]
-        }
+        tried = self._try_on_further_draws([*self._best_plans(grid), *self._alone.values()])
         # A plan for both processors must beat the better one alone by more than the spread of the draws explains.
         means = {plan: fmean(makespans) for plan, makespans in tried.items()}
-        simple = min(alone.values(), key=lambda plan: means[plan])
+        simple = min(self._alone.values(), key=lambda plan: means[plan])
         chosen = min(means, key=lambda plan: means[plan])
         gains = [one - other for one, other in zip(tried[simple], tried[chosen], strict=True)]
         if means[simple] - means[chosen] <= max(MIN_GAIN * means[simple], 2 * pstdev(gains) / sqrt(len(gains))):
             chosen = simple
-        # Scale the predictions from the simulated mini-batches to the whole epoch.
-        scale = self.num_batches / self._simulated
+        return self._predict(chosen, tried, rounds=len(grid) + len(self._alone))
+
+    def _try_on_further_draws(self, plans: Iterable[CollectivePlan]) -> dict[CollectivePlan, list[float]]:
+        return {plan: self._makespans(plan, 1 + NUM_DRAWS, NUM_FINAL_DRAWS) for plan in plans}
+
+    def _predict(self, chosen: CollectivePlan, tried: dict[CollectivePlan, list[float]], rounds: int) -> CollectivePlan:
+        """Return the chosen plan with predictions, scaled from the simulated mini-batches to the whole epoch."""
+        plans, scale = {"collective": chosen, **self._alone}, self.num_batches / self._simulated
         return replace(
             chosen,
             gpu_buffer_size=chosen.gpu_buffer_size if chosen.mode == "collective" else self.gpu_buffer_size,
             cpu_part=self._simulate_cpu_part(chosen),
             num_batches=self.num_batches,
-            ratio=ratio,
-            epoch_s={
-                "collective": means[chosen] * scale,
-                **{mode: means[plan] * scale for mode, plan in alone.items()},
-            },
-            rounds=len(grid) + len(alone),
+            ratio=self.ratio,
+            epoch_s={mode: fmean(tried[plan]) * scale for mode, plan in plans.items()},
+            rounds=rounds,
         )
 
     def _simulate_cpu_part(self, plan: CollectivePlan) -> float:
@@ -134,8 +121,9 @@ class Dispatcher:
             return max(1, min(self._simulated, ceil(size)))
 
         sizes = on_gpu, whole(round(on_cpu))
-        turns = whole(round(row)) if row else 0
-        return CollectivePlan("collective", *sizes, lead=whole(lead), row=turns, times=self.times)
+        paced = self.schedule == "in_order"
+        leads, turns = whole(lead) if paced else 0, whole(round(row)) if row and paced else 0
+        return CollectivePlan("collective", *sizes, lead=leads, row=turns, times=self.times, schedule=self.schedule)
 
     def _best_plans(self, grid: list[CollectivePlan]) -> list[CollectivePlan]:
         """Return the best plans; among plans with the same makespan, the one with the smallest host buffer."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from math import inf, isfinite
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, get_args
@@ -14,10 +15,13 @@ from typing import Any, Literal, get_args
 import yaml
 
 from lightning_gnn.collective.batch_schedule import BatchSchedule
+from lightning_gnn.collective.dual_buffer import DualBuffer
 from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
 from lightning_gnn.runtime.messages import aligned, removed
 
 Mode = Literal["collective", "cpu", "gpu"]
+ScheduleName = Literal["in_order", "paper"]
+"""``"in_order"``: trained in the order of the epoch; ``"paper"``: as published, as soon as they are ready."""
 _FIRST_LINE = "# Plan of collective batching. It is complete where it ends with the line '...'.\n"
 _LAST_LINE = "..."  # end of a YAML document
 PREPARATION_STAGES = ("cpu_batching", "dma", "gpu_batching", "uva", "model")
@@ -63,6 +67,29 @@ class StageTimes:
         return self.gpu_batching.mean + self.uva.mean
 
 
+def relaxed_time(x: float, times: StageTimes) -> float:
+    """Return C'(x) / n, seconds per mini-batch with unlimited buffers and divisible work (equation 6, repaired).
+
+    This is the maximum of the times of PCIe, GPU and CPU if the GPU prepares x mini-batches for each one of the CPU
+    (all for infinite x).
+    """
+    on_gpu = 1.0 if x == inf else x / (1 + x)
+    on_cpu = 0.0 if x == inf else 1 / (1 + x)
+    pcie = on_gpu * times.gpu + on_cpu * times.dma.mean
+    gpu = on_gpu * times.gpu + times.model.mean
+    return max(pcie, gpu, on_cpu * times.cpu)
+
+
+def initial_ratio(times: StageTimes) -> float:
+    """Return the smallest x that minimizes :func:`relaxed_time`: 0, or an intersection of two of its three terms."""
+    cpu, gpu, dma, model = times.cpu, times.gpu, times.dma.mean, times.model.mean
+    candidates = [0.0, (cpu - model) / (gpu + model), dma / model - 1]
+    if gpu > 0:
+        candidates.append((cpu - dma) / gpu)
+    possible = sorted(x for x in candidates if x >= 0 and isfinite(x))
+    return min(possible, key=lambda x: relaxed_time(x, times))
+
+
 @dataclass(frozen=True)
 class CollectivePlan:
     """Assignment of an epoch's mini-batches to CPU and GPU, and the sizes of their buffers.
@@ -73,6 +100,7 @@ class CollectivePlan:
         cpu_buffer_size: ``cbs``, mini-batches in host memory.
         lead: Number of mini-batches before its turn at which the CPU starts one; None: the sum of both buffer sizes.
         row: Length of the CPU's runs of mini-batches, each followed by ``gbs`` for the GPU; 0: no alternation.
+        schedule: ``"in_order"``, or ``"paper"``, which ignores ``lead`` and ``row``.
         cpu_part: Predicted fraction of mini-batches prepared by the CPU, in [0, 1]; None: unknown.
         num_batches: Number of mini-batches in the planned epoch; 0 for a manual plan.
         ratio: ``x``, initial ratio of mini-batches of the GPU to those of the CPU.
@@ -90,6 +118,7 @@ class CollectivePlan:
     cpu_buffer_size: int
     lead: int | None = field(default=None, kw_only=True)
     row: int = field(default=0, kw_only=True)
+    schedule: ScheduleName = field(default="in_order", kw_only=True)
     cpu_part: float | None = field(default=None, kw_only=True)
     num_batches: int = 0
     ratio: float | None = None
@@ -106,6 +135,8 @@ class CollectivePlan:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, but is {reprlib.repr(self.mode)}")
+        if self.schedule not in get_args(ScheduleName):
+            raise ValueError(f"schedule must be in_order or paper, but is {reprlib.repr(self.schedule)}")
         least = {"gpu_buffer_size": 1, "cpu_buffer_size": int(self.mode == "collective"), "row": 0}
         least |= {"num_batches": 0, "rounds": 0} | ({} if self.lead is None else {"lead": 0})
         for name, minimum in least.items():
@@ -135,9 +166,22 @@ class CollectivePlan:
             return 0
         return self.gpu_buffer_size + self.cpu_buffer_size if self.lead is None else self.lead
 
-    def schedule(self, num_batches: int, cpu_workers: int) -> BatchSchedule:
+    def create_schedule(self, num_batches: int, cpu_workers: int) -> BatchSchedule | DualBuffer:
         """Return the schedule of an epoch under this plan."""
+        if self.schedule == "paper":
+            return DualBuffer(range(num_batches), *self.buffers, cpu_workers)
         return BatchSchedule(num_batches, *self.buffers, cpu_workers, self.ahead, self.row)
+
+    @property
+    def optimality_gap(self) -> float | None:
+        """How much longer than the lower bound of equation 6, which holds for any schedule, the predicted epoch is.
+
+        None without stage times or a predicted epoch.
+        """
+        if self.times is None or not self.num_batches or "collective" not in self.epoch_s:
+            return None
+        bound = self.num_batches * relaxed_time(initial_ratio(self.times), self.times)
+        return max(0.0, self.epoch_s["collective"] / bound - 1)
 
     @property
     def cpu_share(self) -> float:
@@ -155,8 +199,13 @@ class CollectivePlan:
             "cpu": "collective batching: the CPU prepares all mini-batches",
             "gpu": "collective batching: the GPU prepares all mini-batches",
         }
-        lines = [heading[self.mode]]
-        if self.mode == "collective" and self.row:
+        lines, published = [heading[self.mode]], self.schedule == "paper"
+        if published and self.mode == "collective":
+            lines = [
+                f"collective batching as published: the CPU prepares about {self.cpu_share:.0%} of the mini-batches; "
+                f"{on_cpu} of it and {on_gpu} of the GPU are collected, then trained as they became ready"
+            ]
+        elif self.mode == "collective" and self.row:
             lines.append(
                 f"  row {self.row}: after {self.row} consecutive mini-batches, the CPU leaves {on_gpu} to the GPU"
             )
@@ -171,9 +220,9 @@ class CollectivePlan:
             lines += ["", *aligned(rows)]
         # Second table: parameters of the plan.
         ratio = "" if self.ratio is None else f"{self.ratio:.3g}"
-        columns: dict[str, object] = {"gpu_buffer_size": on_gpu, "cpu_buffer_size": on_cpu, "lead": self.ahead}
-        if self.mode == "collective":
-            columns["row"] = self.row
+        columns: dict[str, object] = {"gpu_buffer_size": on_gpu, "cpu_buffer_size": on_cpu}
+        if not published:
+            columns |= {"lead": self.ahead} | ({"row": self.row} if self.mode == "collective" else {})
         columns |= {"initial ratio x": ratio, "rounds": self.rounds}
         rows = [list(columns), [str(value) for value in columns.values()]]
         lines += ["", *aligned(rows)]
@@ -189,6 +238,8 @@ class CollectivePlan:
             lines += ["", *aligned(rows)]
             if self.num_batches:
                 lines.append(f"an epoch of {self.num_batches} mini-batches")
+            if (gap := self.optimality_gap) is not None:
+                lines.append(f"at most {gap:.1%} above any schedule with these stage times (equation 6)")
         return "\n".join(lines)
 
     def to_yaml(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
@@ -13,8 +13,10 @@ from pytorch_lightning.utilities import rank_zero_warn
 
 from lightning_gnn.collective.batch_schedule import BatchSchedule, Sizes
 from lightning_gnn.collective.dispatcher import Dispatcher
-from lightning_gnn.collective.plan import CollectivePlan, StageTimes
+from lightning_gnn.collective.dual_buffer import DualBuffer
+from lightning_gnn.collective.plan import CollectivePlan, ScheduleName, StageTimes
 from lightning_gnn.collective.profile import Profiler
+from lightning_gnn.collective.published import PublishedDispatcher
 from lightning_gnn.collective.routes import DeviceBatch, DeviceRoutes, HostRoute, PinnedBufferRing
 from lightning_gnn.collective.workers import Workers
 from lightning_gnn.loading.batch import PreparedBatch
@@ -25,6 +27,7 @@ from lightning_gnn.loading.prefetch.lookahead import LookaheadWindow
 from lightning_gnn.runtime.timeline import Timeline
 
 log = logging.getLogger(__name__)
+PLANNERS: dict[str, type[Dispatcher]] = {"auto": Dispatcher, "paper": PublishedDispatcher}
 
 
 class CollectiveBatching:
@@ -37,10 +40,13 @@ class CollectiveBatching:
     Args:
         route: Pipeline that prepares the same mini-batches on the device, in the training thread; None without one.
         device: Device on which mini-batches are trained; by default the CPU.
-        plan, gpu_buffer_size, profile_batches: See :class:`CollectiveDataModule`; ``plan=None`` measures and plans.
+        plan, gpu_buffer_size, profile_batches, schedule: See :class:`CollectiveDataModule`; ``plan=None`` measures and
+            plans, with ``planner``.
         num_batches: Returns the number of mini-batches to yield, for an epoch that ends early.
         torch_threads: Number of torch threads in the training thread during an epoch; None leaves it unchanged.
         on_plan: Called with a new plan; returns the plan to use.
+        trained: Numbers of the current epoch's mini-batches in the order of training, updated here; a resumed epoch
+            continues from them.
 
     Source: MorphGL, section 4.2; where its algorithms 1 to 4 train the model, this class yields.
     """
@@ -56,11 +62,15 @@ class CollectiveBatching:
         num_batches: Callable[[], float] | None = None,
         torch_threads: int | None = None,
         on_plan: Callable[[CollectivePlan], CollectivePlan] | None = None,
+        planner: type[Dispatcher] = Dispatcher,
+        schedule: ScheduleName = "in_order",
+        trained: list[int] | None = None,
     ) -> None:
         if gpu_buffer_size < 1:
             raise ValueError(f"gpu_buffer_size must be at least 1, but is {gpu_buffer_size}")
         self.route, self.device, self.plan = route, torch.device(device), plan
-        self.gpu_buffer_size = gpu_buffer_size
+        self.gpu_buffer_size, self.planner, self.schedule = gpu_buffer_size, planner, schedule
+        self.trained = [] if trained is None else trained
         self.profiler = Profiler(profile_batches)
         self.num_batches, self.torch_threads, self.on_plan = num_batches, torch_threads, on_plan
         self.num_threads = self.num_ahead = 0  # of the current loader
@@ -99,6 +109,11 @@ class CollectiveBatching:
         """Whether stages are measured, which requires both routes and no plan yet."""
         return self.plan is None and self.route is not None and self.num_threads > 0
 
+    @property
+    def trains_as_ready(self) -> bool:
+        """Whether mini-batches are trained as they become ready; with a single route there is nothing to schedule."""
+        return self.schedule == "paper" and self.route is not None
+
     def buffers(self, num_batches: int) -> tuple[int, int, int, int]:
         """Return ``gbs``, ``cbs``, ``lead`` and ``row`` for the rest of an epoch of ``num_batches`` mini-batches."""
         lead = row = 0
@@ -115,7 +130,8 @@ class CollectiveBatching:
     def plan_from(self, times: StageTimes | None, num_batches: int) -> CollectivePlan:
         """Return the best plan for measured times; a CPU plan with a warning if epochs were too short to measure."""
         if times is not None:
-            return Dispatcher(times, self.gpu_buffer_size, num_batches=num_batches).plan()
+            planner = self.planner(times, self.gpu_buffer_size, num_batches=num_batches, schedule=self.schedule)
+            return planner.plan()
         rank_zero_warn(
             f"collective batching: epochs of {num_batches} mini-batches are too short to measure; the CPU prepares "
             "all of them"
@@ -205,7 +221,7 @@ class CollectivePrefetcher(Prefetcher):
             self.close()
 
     def _start_epoch(self, loader: PipelineLoader, epoch: int, first: int) -> None:
-        batching = self._batching
+        batching, left = self._batching, self._find_left(first)
         # Adopt a plan from the measurements of the previous epoch.
         if batching.measures:
             batching.profiler.epochs += 1
@@ -222,13 +238,31 @@ class CollectivePrefetcher(Prefetcher):
             self._torch_threads = torch.get_num_threads()
             torch.set_num_threads(batching.torch_threads)
         sizes = self._schedule_sizes()
-        schedule = BatchSchedule(self._num_batches, *sizes, first=first)
+        schedule: BatchSchedule | DualBuffer = BatchSchedule(self._num_batches, *sizes, first=first)
+        if batching.trains_as_ready:
+            schedule = DualBuffer(left, *sizes)
         if batching.route is None:  # the lookahead requires that the CPU prepares all mini-batches
             tasks, after = loader.tasks(epoch, first), loader.next_epoch_tasks(epoch)
             self._window = loader.lookahead.begin(tasks, first, after)
         threads = batching.num_threads if sizes[1] else 0
         self._host = HostRoute(loader.pipeline, batching.ring if batching.num_threads else None, self._window)
-        self._workers = Workers(loader.tasks(epoch, first), self._host, schedule, threads, recorder)
+        self._workers = Workers(loader.tasks(epoch, left[0]), self._host, schedule, threads, recorder)
+
+    def _find_left(self, first: int) -> Sequence[int]:
+        """Return the mini-batches left to train, ascending; raise a ValueError if the schedule cannot continue."""
+        trained = self._batching.trained
+        del trained[first:]
+        if len(trained) < first:  # not recorded, so trained in order
+            trained[:] = range(first)
+        if self._batching.trains_as_ready:
+            before = set(trained)
+            return [number for number in range(self._num_batches) if number not in before][: self._num_left]
+        if trained != list(range(first)):
+            raise ValueError(
+                f"the checkpoint was saved within an epoch of which {first} mini-batches were trained in another order "
+                "(schedule='paper'): resume with schedule='paper' and both routes, or from the end of an epoch"
+            )
+        return range(first, self._num_batches)
 
     def _schedule_sizes(self) -> Sizes:
         """Return the arguments of :meth:`BatchSchedule.resize`, and set the ring's capacity."""
@@ -286,6 +320,7 @@ class CollectivePrefetcher(Prefetcher):
     def _take_for_training(self, workers: Workers, number: int) -> PreparedBatch:
         batching = self._batching
         prepared = batching.routes.arrive(workers.train(number))
+        batching.trained.append(number)
         self._num_left -= 1
         if not self._num_left:
             self.close()

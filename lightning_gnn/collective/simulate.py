@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from lightning_gnn.collective.batch_schedule import BatchSchedule, ScheduleAction
+from lightning_gnn.collective.batch_schedule import Schedule, ScheduleAction
 from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan, StageTimes
 from lightning_gnn.runtime.timeline import Interval, Resource, Timeline
 
@@ -37,7 +37,7 @@ def simulate_dual_buffer(
     durations: Durations | None = None,
     seed: int | None = None,
 ) -> Simulation:
-    """Simulate an epoch scheduled by :class:`~lightning_gnn.collective.BatchSchedule`.
+    """Simulate an epoch under a plan.
 
     Args:
         times: Stage times and number of CPU workers.
@@ -55,21 +55,21 @@ def simulate_dual_buffer(
         means = {stage: getattr(times, stage).mean for stage in PREPARATION_STAGES}
         drawn = None if seed is None else draw_durations(times, num_batches, seed)
         durations = drawn or (lambda stage, number: means[stage])
-    clock = _create_clock(times, plan, num_batches, durations)
-    clock.is_recording = True
+    return run_schedule(plan.create_schedule(num_batches, times.cpu_workers), times.cpu_workers, durations)
+
+
+def run_schedule(schedule: Schedule, workers: int, durations: Durations) -> Simulation:
+    """Simulate an epoch under any schedule, with a number of CPU workers and the seconds of each stage."""
+    clock = VirtualClock(schedule, workers, durations, is_recording=True)
     clock.run()
     return Simulation(clock.now, Timeline(clock.intervals), clock.steps, clock.on_cpu)
 
 
 def makespan(times: StageTimes, plan: CollectivePlan, num_batches: int, durations: Durations) -> float:
     """Return only the makespan of :func:`simulate_dual_buffer`, in half the time."""
-    clock = _create_clock(times, plan, num_batches, durations)
+    clock = VirtualClock(plan.create_schedule(num_batches, times.cpu_workers), times.cpu_workers, durations)
     clock.run()
     return clock.now
-
-
-def _create_clock(times: StageTimes, plan: CollectivePlan, num_batches: int, durations: Durations) -> _VirtualClock:
-    return _VirtualClock(plan.schedule(num_batches, times.cpu_workers), times.cpu_workers, durations)
 
 
 def draw_durations(times: StageTimes, num_batches: int, seed: int) -> Durations:
@@ -84,10 +84,10 @@ def draw_durations(times: StageTimes, num_batches: int, seed: int) -> Durations:
 
 
 @dataclass
-class _VirtualClock:
+class VirtualClock:
     """Simulates CPU workers, PCIe and the training thread, whose current time is ``now``, on a schedule."""
 
-    buffer: BatchSchedule
+    schedule: Schedule
     workers: int
     durations: Durations
     is_recording: bool = False
@@ -101,6 +101,7 @@ class _VirtualClock:
     steps: list[ScheduleAction] = field(default_factory=list)
 
     def run(self) -> None:
+        """Simulate until the schedule ends."""
         self.idle = [(worker, 0.0) for worker in range(self.workers)]
         self._claim(0.0)
         self._run_workers_until(0.0)
@@ -111,7 +112,7 @@ class _VirtualClock:
                 self._run_workers_until(self.now)
 
     def _step(self) -> ScheduleAction:
-        step = self.buffer.next()
+        step = self.schedule.next()
         if self.is_recording:
             self.steps.append(step)
         if self.idle:
@@ -124,12 +125,12 @@ class _VirtualClock:
         """Process the workers' events up to ``time``."""
         while self.working and self.working[0][0] <= time:
             finished, number, worker = heappop(self.working)
-            self.buffer.ready(number)
+            self.schedule.ready(number)
             self.idle.append((worker, finished))
             self._claim(finished)
 
     def _claim(self, time: float) -> None:
-        while self.idle and (number := self.buffer.claim()) is not None:
+        while self.idle and (number := self.schedule.claim()) is not None:
             self.idle.sort()
             worker, _ = self.idle.pop(0)
             end = time + self.durations("cpu_batching", number)

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from lightning_gnn.collective.batch_schedule import BatchSchedule, ScheduleAction, Sizes
+from lightning_gnn.collective.dual_buffer import DualBuffer
 from lightning_gnn.collective.routes import DeviceBatch, HostBatch, HostRoute
 from lightning_gnn.loading.batch import BatchTask
 from lightning_gnn.runtime.devices import works
@@ -26,7 +27,7 @@ class Workers:
         self,
         tasks: Iterator[BatchTask],
         host: HostRoute,
-        schedule: BatchSchedule,
+        schedule: BatchSchedule | DualBuffer,
         num_threads: int,
         recorder: Recorder,
     ) -> None:
@@ -39,6 +40,8 @@ class Workers:
         self._assigned: deque[int] = deque()  # to workers that have not started yet
         self._num_finished = self._num_seen = 0
         self._pool = WorkerPool(self._claim, [THREAD_NAME], self._begin)
+        with self._pool.lock:
+            self._assign()  # before the training thread's first action
         self._pool.grow(0, num_threads)
 
     def next(self) -> ScheduleAction:

@@ -68,6 +68,14 @@ def make_loader(data, plan=COLLECTIVE, **kwargs):
     return CollectiveDataModule(data, plan=plan, **{**SIZES, "num_workers": 3, **kwargs})
 
 
+def test_the_published_schedule_trains_the_same_mini_batches(data, plain):
+    loader = make_loader(data, schedule="paper").train_dataloader()
+    batches, numbers = list(loader), loader.prefetcher.trained
+    assert sorted(numbers) == list(range(len(plain)))
+    for batch, number in zip(batches, numbers, strict=True):
+        assert_same_content(batch, plain[number])
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.mode)
 @pytest.mark.parametrize("places", PLACES, ids=lambda places: "-".join(map(str, places.values())))
 def test_batches_that_are_kept_equal_those_of_the_cpu(data, epochs, places, plan):

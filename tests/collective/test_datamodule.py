@@ -284,7 +284,11 @@ def test_two_processes_share_the_seeds_and_resume(tmp_path):
         ({"gpu_buffer_size": True}, ValueError, "gpu_buffer_size must be a whole number, but is True"),
         ({"profile_batches": 0}, ValueError, "profile_batches must be at least 1, but is 0"),
         ({"gpu_route": "npu"}, ValueError, "gpu_route='npu' is unknown; use one of auto, cpu"),
-        ({"plan": 3}, ValueError, "plan must be 'auto', a CollectivePlan or the path of a plan file, but is 3"),
+        (
+            {"plan": 3},
+            ValueError,
+            "plan must be 'auto', 'paper', a CollectivePlan or the path of a plan file, but is 3",
+        ),
         ({"plan": None}, ValueError, "plan must be 'auto'"),
         ({"plan": "nowhere.yaml"}, FileNotFoundError, "nowhere.yaml"),
         ({"num_workers": -1}, ValueError, "num_workers must not be negative"),

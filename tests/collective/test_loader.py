@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import warnings
+from dataclasses import replace
 from inspect import signature
 
 import pytest
@@ -44,6 +45,7 @@ def make_loader(plan=COLLECTIVE, num_workers=2, **kwargs):
     """Return a loader with collective batching."""
     kwargs.setdefault("route", make_route())
     own = {name: kwargs.pop(name) for name in [*kwargs] if name in BATCHING}
+    own.setdefault("schedule", "in_order" if plan is None else plan.schedule)
     batching = CollectiveBatching(plan=plan, **own)
     return NodeLoader(DATA, SAMPLER, num_workers=num_workers, prefetcher=batching, **{**SIZES, **kwargs})
 
@@ -63,7 +65,8 @@ def assert_all_free(loader):
 def plans(draw):
     mode = draw(st.sampled_from(["collective", "collective", "collective", "cpu", "gpu"]))
     sizes = draw(st.integers(1, 20)), draw(st.integers(1, 20))
-    return CollectivePlan(mode, *sizes, lead=draw(st.integers(0, 20)), row=draw(st.integers(0, 20)))
+    schedule = draw(st.sampled_from(["in_order", "paper"]))
+    return CollectivePlan(mode, *sizes, lead=draw(st.integers(0, 20)), row=draw(st.integers(0, 20)), schedule=schedule)
 
 
 @settings(max_examples=40)
@@ -71,10 +74,11 @@ def plans(draw):
 def test_batches_equal_those_of_the_plain_loader(plan, num_workers, first, num_batches):
     loader = make_loader(plan, num_workers, first_batch=lambda: first, num_batches=lambda: num_batches)
     batches = list(loader)
-    expected = PLAIN[first:num_batches]
-    assert len(batches) == len(expected)
-    for a, b in zip(batches, expected, strict=True):
-        assert_same(a, b)
+    numbers = loader.prefetcher.trained[first:]
+    assert sorted(numbers) == list(range(first, num_batches))
+    assert plan.schedule == "paper" or numbers == sorted(numbers)
+    for batch, number in zip(batches, numbers, strict=True):
+        assert_same(batch, PLAIN[number])
     assert_all_free(loader)
 
 
@@ -126,8 +130,8 @@ def test_the_loader_decides_as_the_simulator_does(plan, num_workers, seconds):
         patch.setattr(DeviceRoutes, "prepare", slow)
         patch.setattr(collective_prefetcher, "Workers", Recorded)
         patch.setattr(thread_pipeline, "threading", clock.threading())
-        for trained, _ in enumerate(loader):
-            clock.sleep(duration("model", trained))
+        for _ in loader:
+            clock.sleep(duration("model", loader.prefetcher.trained[-1]))
     decided = [step for step in steps if step.kind != "wait"]
     assert decided == [step for step in expected.steps if step.kind not in ("wait", "end")]
     assert clock.now == pytest.approx(expected.makespan)
@@ -222,11 +226,14 @@ def make_failing_transform(number, error):
     return transform
 
 
-@pytest.mark.parametrize("mode", ["cpu", "gpu", "collective"])
-def test_an_error_reaches_the_caller_with_its_traceback(mode):
+@pytest.mark.parametrize(
+    ("mode", "schedule"),
+    [("cpu", "in_order"), ("gpu", "in_order"), ("collective", "in_order"), ("collective", "paper")],
+)
+def test_an_error_reaches_the_caller_with_its_traceback(mode, schedule):
     options = {"transform": make_failing_transform(6, RuntimeError("the transform failed")), "thread_safe": True}
     options["route"] = make_route(**options)  # any of its users
-    loader = make_loader(CollectivePlan(mode, 3, 2), epoch=lambda number: 0, **options)
+    loader = make_loader(CollectivePlan(mode, 3, 2, schedule=schedule), epoch=lambda number: 0, **options)
     with pytest.raises(RuntimeError, match="the transform failed") as caught:
         list(loader)
     assert any(entry.name == "transform" for entry in caught.traceback)
@@ -271,8 +278,9 @@ def test_an_error_does_not_wait_for_the_other_workers(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["close", "drop", "another", "break"])
 @pytest.mark.parametrize("taken", [0, 1, 5])
-def test_stopping_early_leaves_nothing_behind(end, taken):
-    loader = make_loader()
+@pytest.mark.parametrize("plan", [COLLECTIVE, replace(COLLECTIVE, schedule="paper")], ids=["in_order", "paper"])
+def test_stopping_early_leaves_nothing_behind(plan, end, taken):
+    loader = make_loader(plan)
     iterator = iter(loader)
     assert not list_threads()
     for _ in range(taken):

@@ -3,8 +3,8 @@ from math import floor
 import pytest
 from hypothesis import strategies as st
 
-from benchmarks.collective.published import buffer_size
 from lightning_gnn.collective.plan import CollectivePlan, Duration, StageTimes
+from lightning_gnn.collective.published import cpu_buffer_size
 
 TIMES = StageTimes(
     Duration(0.08, 0.004), Duration(0.002, 1e-5), Duration(0.004), Duration(0.003, 1e-300), Duration(0.005), 8
@@ -134,7 +134,7 @@ def test_table_6_of_the_paper():
     """The table shows refined buffer sizes: seven of nine follow from the initial x, two were reduced."""
     refined = {}
     for setting, (x, size) in TABLE_6.items():
-        smallest, largest = (buffer_size(10, x + rounding) for rounding in (0.005, -0.005))
+        smallest, largest = (cpu_buffer_size(10, x + rounding) for rounding in (0.005, -0.005))
         if not smallest <= size <= largest:
             refined[setting] = (floor(10 / x), size)
     assert refined == {("TW", "A"): (34, 20), ("UK", "A"): (52, 30)}

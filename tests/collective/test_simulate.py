@@ -36,7 +36,7 @@ def test_agrees_with_a_simulation_by_events():
         times = StageTimes(*(Duration(mean, 0.3 * mean) for mean in means), cpu_workers=workers)
         seconds = draw_durations(times, num_batches, case)
         ours = simulate_dual_buffer(times, plan, num_batches, durations=seconds)
-        schedule = plan.schedule(num_batches, workers)
+        schedule = plan.create_schedule(num_batches, workers)
         assert ours.makespan == pytest.approx(Node(schedule, workers, seconds).makespan(), rel=1e-9), (plan, times)
 
 

@@ -91,11 +91,13 @@ def run(cfg: DictConfig) -> None:
         if planner == "collective":
             assert isinstance(datamodule, CollectiveDataModule)
             plan, device = profile(datamodule, module, partial(_trainer, cfg), cfg.plan.max_batches)
+            plan = datamodule.plan_with_cache(plan)
             _say(str(plan))
             if device.type == "cpu":
                 _say("The CPU simulated the GPU: this shows how the schedule works, not how fast a GPU is.")
             plan.save(_folder(cfg) / "plan.yaml")
-            _say(f"Run with this plan by datamodule.plan={_folder(cfg) / 'plan.yaml'}")
+            schedule = " datamodule.schedule=paper" if plan.schedule == "paper" else ""
+            _say(f"Run with this plan by datamodule.plan={_folder(cfg) / 'plan.yaml'}{schedule}")
     _say(f"files in {cfg.output_dir}")
 
 
