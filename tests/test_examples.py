@@ -58,6 +58,15 @@ def test_the_notebook_about_full_graphs_evaluates_both_alike():
 
 
 @pytest.mark.slow
+def test_the_notebook_about_ascend_chips_counts_cycles():
+    printed, _, outputs = run_notebook("neutron_ascend")
+    assert "algorithm 1: M = 1" in printed
+    assert float(re.search(r"largest error (\S+)", printed).group(1)) < 1e-2
+    assert float(re.search(r"validation accuracy (\d\.\d+)", printed).group(1)) > 0.5
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+
+
+@pytest.mark.slow
 def test_the_notebook_about_types_learns_and_sees_no_future():
     printed, _, _ = run_notebook("typed_and_temporal")
     assert float(re.search(r"test accuracy (\d\.\d+)", printed).group(1)) > 0.5

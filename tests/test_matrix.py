@@ -27,7 +27,6 @@ REFUSALS = {
     "D": "strategy=ascend_hybrid shards the graph",
     "H": "expected a homogeneous torch_geometric.data.Data, got HeteroData",
     "W": "the whole graph is the only batch",
-    "L": "edge_label_index names nodes of the whole graph",
 }
 """Patterns of the refusal messages."""
 TABLE = {
@@ -73,7 +72,7 @@ TABLE = {
         PersistentLink     F  F  F  F  F
         CollectiveLink     F  F  F  F  F
         PartitionedLink    F  F  F  F  F
-        FullGraph          =  L  H  W  W
+        FullGraph          =  =  H  W  W
     """,
 }
 """By DataModule and task: =, the weights equal one process with the plain DataModule up to rounding, and the plain

@@ -111,11 +111,12 @@ def _build_partitioned(cfg: DictConfig, **arguments: Any) -> PartitionedDataModu
 
 
 def _check_links(cfg: DictConfig) -> None:
-    """Raise a ValueError unless the DataModule makes mini-batches of edges."""
-    if not str(cfg.datamodule._target_).endswith("LinkDataModule"):
+    """Raise a ValueError unless the DataModule makes batches of edges."""
+    names = ("LinkDataModule", *["FullGraphDataModule"] * (cfg.task.name == "link"))
+    if not str(cfg.datamodule._target_).endswith(names):
         raise ValueError(
-            f"task={cfg.task.name} trains on mini-batches of edges; use datamodule=link, persistent_link, "
-            "collective_link or partitioned_link"
+            f"task={cfg.task.name} trains on batches of edges; use datamodule=link, persistent_link, "
+            f"collective_link or partitioned_link{', or full' if cfg.task.name == 'link' else ''}"
         )
 
 
@@ -126,8 +127,11 @@ def build_link_task(cfg: DictConfig, data: Data | HeteroData) -> tuple[pl.Lightn
         datamodule = _build_partitioned(cfg)
         return datamodule, _build_module(cfg, data, cfg.model.hidden_channels, target=_saved_link_type(cfg, datamodule))
     edge_type = link_type(cfg, data)
-    train, *evaluation = split_links(data, edge_type, **cfg.task.split)
+    full = str(cfg.datamodule._target_).endswith("FullGraphDataModule")  # draws no negatives, so the split has them
+    train, *evaluation = split_links(data, edge_type, **cfg.task.split, negatives=full)
     inputs: dict[str, Any] = {"input_train_edges": _labeled_edges(train, edge_type)[0]}
+    if full:
+        inputs["input_train_labels"] = _labeled_edges(train, edge_type)[1]
     for name, part in zip(("val", "test"), evaluation, strict=True):
         inputs[f"input_{name}_edges"], inputs[f"input_{name}_labels"] = _labeled_edges(part, edge_type)
     for key in ("edge_label", "edge_label_index"):

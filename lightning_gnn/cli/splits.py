@@ -59,9 +59,11 @@ def split_links(
     num_val: float | None = None,
     num_test: float | None = None,
     seed: int = 0,
+    negatives: bool = False,
 ) -> tuple[Graph, Graph, Graph]:
     """Split edges with PyG from ``seed`` alone, so that all runs of a sweep predict the same edges.
 
+    With ``negatives``, the training edges have as many non-links, drawn once; the other splits always have them.
     The sizes are numbers or fractions. By default they are 20,000, 2,000 and 5,000, scaled down to half of the links.
     """
     if kind is None:
@@ -86,7 +88,7 @@ def split_links(
         num_val=counts["num_val"],
         num_test=counts["num_test"],
         is_undirected=undirected,
-        add_negative_train_samples=False,
+        add_negative_train_samples=negatives,
         disjoint_train_ratio=counts["num_train"],
         edge_types=None if kind is None else [kind],
         rev_edge_types=reverses,

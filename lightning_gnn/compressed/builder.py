@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gnn.compressed.chunks import Chunks, compress_columns, count_columns, cut_rows
-from lightning_gnn.compressed.locality_partition import even_bounds, partition_rows
+from lightning_gnn.compressed.locality_partition import even_bounds, partition_rows, partition_rows_as_published
 from lightning_gnn.graph.csr import CSR
 
 _Array = npt.NDArray[Any]
@@ -29,7 +29,8 @@ class ChipLayout:
     chunks: Chunks
     places: Tensor | None
     """Position in the CSR of each entry of the chunks, int64 ``[num_edges]``; None: the orders are equal."""
-    order: Literal["locality", "natural"]  # row order: that of algorithm 2, or that of ids if it loads fewer rows
+    order: Literal["locality", "natural", "paper"]
+    """Row order: that of algorithm 2, that of ids if it loads fewer rows, or that of algorithm 2 to the letter."""
 
 
 class ChunkedRows(NamedTuple):
@@ -56,27 +57,34 @@ def chunk_rows(
     return ChunkedRows(rows, first, last, row_ptr, count_columns(indices, first, last, row_ptr, num_columns))
 
 
-_layouts: MutableMapping[Tensor, ChipLayout] = WeakIdKeyDictionary()
-"""Cache by ``indices``; its values do not reference the arrays of the graph."""
+_layouts: MutableMapping[Tensor, dict[str, ChipLayout]] = WeakIdKeyDictionary()
+"""Cache by ``indices`` and kind of chunks; its values do not reference the arrays of the graph."""
 
 
-def layout_of(matrix: CSR) -> ChipLayout:
+def layout_of(matrix: CSR, kind: Literal["balanced", "paper"] = "balanced") -> ChipLayout:
     """Return the layout for NPUs, which is built at the first call and cached as long as ``matrix.indices`` exists."""
-    layout = _layouts.get(matrix.indices)
-    if layout is None:
+    layouts = _layouts.setdefault(matrix.indices, {})
+    if kind not in layouts:
         with torch.inference_mode(False), torch.no_grad():
-            layout = _layouts[matrix.indices] = build_layout(matrix)
-    return layout
+            layouts[kind] = build_layout(matrix, kind=kind)
+    return layouts[kind]
 
 
-def build_layout(matrix: CSR, max_vertices: int | None = None) -> ChipLayout:
+def build_layout(
+    matrix: CSR, max_vertices: int | None = None, kind: Literal["balanced", "paper"] = "balanced"
+) -> ChipLayout:
     """Split the rows into chunks, in the order of algorithm 2 or of ids, whichever loads fewer rows."""
     max_vertices = MAX_VERTICES if max_vertices is None else max_vertices
     on_cpu = matrix.to("cpu")
     indptr, indices, num_columns = on_cpu.indptr.numpy(), on_cpu.indices.numpy(), on_cpu.num_columns
     rows = np.arange(indptr.size - 1, dtype=np.int32)
     chosen, order = chunk_rows(rows, indptr[:-1], indptr[1:], indices, num_columns, max_vertices), "natural"
-    if (parts := min(chosen.row_ptr.size - 1, rows.size)) > 1:
+    parts = min(chosen.row_ptr.size - 1, rows.size)
+    if kind == "paper" and rows.size:
+        rows, _ = partition_rows_as_published(indptr, indices, num_columns, parts)
+        chosen = chunk_rows(rows, indptr[rows], indptr[rows + 1], indices, num_columns, max_vertices)
+        order = "paper"
+    elif parts > 1:
         by_column = on_cpu.transposed()
         offsets, targets = by_column.indptr.numpy(), by_column.indices.numpy()
         rows = partition_rows(indptr, indices, offsets, targets, even_bounds(rows.size, parts))

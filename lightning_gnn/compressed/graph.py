@@ -142,12 +142,13 @@ class CompressedGraph:
     def chunked(self, *, transposed: bool = False, **options: object) -> ChipLayout:
         """Return one direction in chunks of rows that share in-neighbors, for NPUs (NeutronAscend, section 6.2).
 
-        Rows are in the order of algorithm 2, or of their ids if that loads fewer rows; with ``transposed``, rows are
-        sources. A chunk has at most 2048 rows plus columns; larger rows are split. It has at most 4096 edges, or 1/1024
-        of all edges if that is more, so that ranges of chunks can be balanced. The result is cached with the graph.
+        Rows are in the order of algorithm 2, or of their ids if that loads fewer rows, unless ``settings.chunks`` is
+        ``"paper"``; with ``transposed``, rows are sources. A chunk has at most 2048 rows plus columns; larger rows are
+        split. It has at most 4096 edges, or 1/1024 of all edges if that is more, so that ranges of chunks can be
+        balanced. The result is cached with the graph.
         """
         _reject_options("chunked", options)
-        return layout_of(self.backward if transposed else self.forward)
+        return layout_of(self.backward if transposed else self.forward, self.settings.chunks)
 
     def to_edge_index(self) -> Tensor:
         """Return the edges in the user's order, int64 ``[2, num_edges]``, followed by added self-loops."""

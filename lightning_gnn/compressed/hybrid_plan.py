@@ -21,8 +21,10 @@ class PlanSettings:
     num_workers: int | None = None  # N, cores or threads; None: the executor decides
     num_groups: int | Literal["auto"] = "auto"  # M, which divides N, or "auto"
     bandwidth_ratio: float = 20  # r, bandwidth of the shared cache relative to global memory; at least 1
-    mode: Literal["balanced", "paper"] = "balanced"
+    grouping: Literal["balanced", "paper"] = "balanced"
     """``"balanced"`` uses the cost of chunks in the kernels; ``"paper"`` is algorithm 1, which always chooses M = 1."""
+    chunks: Literal["balanced", "paper"] = "balanced"
+    """Chunks of an NPU: ``"balanced"`` fills quotas or keeps the order of ids, ``"paper"`` is algorithm 2 literally."""
 
     def __post_init__(self) -> None:
         if isinstance(self.num_groups, str) and self.num_groups != "auto":
@@ -31,8 +33,9 @@ class PlanSettings:
             value = getattr(self, name)
             if value not in (None, "auto") and not value >= 1:
                 raise ValueError(f"{name} must be at least 1, but is {value}")
-        if self.mode not in ("balanced", "paper"):
-            raise ValueError(f"mode={self.mode!r} is unknown; use 'balanced' or 'paper'")
+        for name in ("grouping", "chunks"):
+            if getattr(self, name) not in ("balanced", "paper"):
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use 'balanced' or 'paper'")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from lightning_gnn.compressed.graph import CompressedGraph
-from lightning_gnn.compressed.hybrid_plan import PlanSettings
+from lightning_gnn.compressed.hybrid_plan import PlanSettings, plan_cores
 from lightning_gnn.full_graph.exchange import all_gather_rows
+from lightning_gnn.full_graph.labeled_edges import shard_labeled_edges
 from lightning_gnn.full_graph.plan import Ownership, shard_rows
 from lightning_gnn.full_graph.shard import RowShard
 from lightning_gnn.nn.conv.graph import keep_constant
@@ -32,7 +33,7 @@ class ShardedBatch:
     data: Data  # the rank's rows of every node tensor; its edge_index is ``graph``
     graph: RowShard  # the rank's shard of the graph
     counts: dict[str, tuple[int, int]]
-    """Local and total number of nodes by split; ``"all"`` for all nodes."""
+    """Local and total number of nodes by split; ``"all"`` for all nodes, or for the scores of labeled edges."""
     num_predicted: list[int]  # number of rows that each rank predicts
     positions: Tensor  # indices of these rows, in rank order, in the whole prediction, int64
 
@@ -89,12 +90,7 @@ def check_equal(graph: CompressedGraph, masks: dict[str, Tensor], memory_limit: 
 def shard_batch(batch: Data, graph: RowShard, owners: Ownership, masks: dict[str, Tensor]) -> ShardedBatch:
     """Select the rank's rows of every node tensor; n_id contains their ids, and pred_nodes index into them."""
     # Node tensors have one row per node and no "edge" in their name. Edge tensors remain complete, in the order of the
-    # user's edge_index. Labeled edges are refused, since their endpoints may belong to different ranks.
-    if "edge_label_index" in batch:
-        raise ValueError(
-            f"edge_label_index names nodes of the whole graph, which is sharded across {owners.num_ranks} ranks: "
-            "predict edges on one device, or with LinkDataModule and another strategy, or delete edge_label_index"
-        )
+    # user's edge_index, except those of labeled edges.
     rows = owners.rows(graph.rank)
     num_nodes = owners.order.numel()
     data = copy.copy(batch)
@@ -122,6 +118,11 @@ def shard_batch(batch: Data, graph: RowShard, owners: Ownership, masks: dict[str
     counts = {split: (int(mask[rows].sum()), int(mask.sum())) for split, mask in masks.items()}
     counts = {split: (local, total) for split, (local, total) in counts.items() if total}
     counts["all"] = (rows.numel(), num_nodes)
+    if (labeled := shard_labeled_edges(batch, graph, owners)) is not None:
+        data.update(labeled.values)
+        data.gather_endpoints = labeled.gather
+        num_predicted, positions = labeled.num_scores, labeled.positions
+        counts = {"all": (num_predicted[graph.rank], sum(num_predicted))}
     return ShardedBatch(data, graph, counts, num_predicted, positions)
 
 
@@ -200,13 +201,17 @@ class BatchCache:
             limit = check_equal(graph, masks, limit, self.rank)
             owners = shard_rows(graph.num_targets, self.num_ranks, masks)
             x = batch.get("x")
+            num_columns = 1 if x is None else max(1, x[:1].numel())
+            num_groups = self.settings.num_groups
+            if num_groups == "auto" and self.settings.grouping == "paper":  # algorithm 1, with ranks for cores
+                num_groups = plan_cores(num_columns, graph.in_degrees.numpy(), self.settings, self.num_ranks).num_groups
             shard = RowShard(
                 graph,
                 owners,
                 self.rank,
-                1 if x is None else max(1, x[:1].numel()),
-                self.settings.num_groups,
-                PlanSettings(self.settings.num_workers, "auto", self.settings.bandwidth_ratio),
+                num_columns,
+                num_groups,
+                replace(self.settings, num_groups="auto"),
                 self.device,
                 limit,
                 4 if x is None else x.element_size(),

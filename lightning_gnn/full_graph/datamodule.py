@@ -16,7 +16,14 @@ from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.datamodules.full_batch import FullBatch, inference_settings, only_batch
 from lightning_gnn.datamodules.resumable import ResumableDataModule
 from lightning_gnn.features.table import with_feature_dtype
-from lightning_gnn.graph.checks import check_edge_data, check_labels, check_node_data, check_nodes
+from lightning_gnn.graph.checks import (
+    check_edge_data,
+    check_edge_labels,
+    check_edges,
+    check_labels,
+    check_node_data,
+    check_nodes,
+)
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.nn.conv.graph import check_takes_graph, keep_constant
 from lightning_gnn.nn.inference import FullInference
@@ -28,6 +35,9 @@ STRATEGY = "ascend_hybrid"
 class FullGraphDataModule(ResumableDataModule):
     """Yields the whole graph as one batch per epoch; the module selects a split by ``train_mask`` and similar masks.
 
+    For link prediction, give labeled edges: of all stages in ``data`` (``edge_label_index`` and ``edge_label``, as from
+    PyG's ``RandomLinkSplit``), or of each stage, in the arguments of :class:`~lightning_gnn.LinkDataModule`.
+
     The batch's ``edge_index`` is a :class:`~lightning_gnn.compressed.graph.CompressedGraph`, which the layers of
     :mod:`lightning_gnn.nn` accept in place of the tensor. Several devices require the strategy ``"ascend_hybrid"``,
     which shards the graph. If the first layer sums or averages neighbor features, the result is computed once and
@@ -35,7 +45,7 @@ class FullGraphDataModule(ResumableDataModule):
 
     Args:
         data: The graph, with a topology and bool masks ``[num_nodes]``: ``train_mask``, and optionally ``val_mask`` and
-            ``test_mask``.
+            ``test_mask``; without masks if there are labeled edges.
         inference: ``"full"`` or :class:`~lightning_gnn.nn.FullInference`: evaluate layer by layer, with outputs in
             files if they do not fit into memory; by default, evaluate as in training.
         compress: If False, the batch has the ``edge_index`` tensor, for models with PyG's own layers.
@@ -44,6 +54,11 @@ class FullGraphDataModule(ResumableDataModule):
         share_memory: On several devices, whether the ranks of one machine share one copy of graph and features,
             however they were started. Pages are copied only when a rank writes to them
             (:func:`~lightning_gnn.runtime.shared_arrays.share_equal_arrays`).
+        input_train_edges: Training edges, int64 ``[2, n]``, which the graph should not contain.
+        input_val_edges, input_test_edges, input_pred_edges: Edges for validation, testing and prediction; without them,
+            the stage has no loader.
+        input_train_labels, input_val_labels, input_test_labels, input_pred_labels: Labels ``[n]``, 1 for links and 0
+            for non-links. There is no negative sampling.
         feature_dtype: Store ``x`` in this dtype. ``"bfloat16"`` or ``"float16"`` halves the memory and the read time,
             preferably with ``Trainer(precision="bf16-mixed")``.
         **kwargs: Not accepted; the error for an unknown option names the closest valid one.
@@ -76,9 +91,23 @@ class FullGraphDataModule(ResumableDataModule):
         check_features: bool = True,
         share_memory: bool = True,
         feature_dtype: torch.dtype | str | None = None,
+        input_train_edges: Tensor | None = None,
+        input_train_labels: Tensor | None = None,
+        input_val_edges: Tensor | None = None,
+        input_val_labels: Tensor | None = None,
+        input_test_edges: Tensor | None = None,
+        input_test_labels: Tensor | None = None,
+        input_pred_edges: Tensor | None = None,
+        input_pred_labels: Tensor | None = None,
         **kwargs: object,
     ) -> None:
         super().__init__()
+        labeled = {
+            "train": (input_train_edges, input_train_labels),
+            "val": (input_val_edges, input_val_labels),
+            "test": (input_test_edges, input_test_labels),
+            "predict": (input_pred_edges, input_pred_labels),
+        }
         for name in kwargs:
             if (message := removed(f"datamodule.{name}")) is not None:
                 raise TypeError(message)
@@ -108,9 +137,13 @@ class FullGraphDataModule(ResumableDataModule):
         if converted:
             data = copy.copy(data)  # do not modify the user's object
             data.update(converted)
-        if data.get("train_mask") is None:
-            raise ValueError("data has no train_mask: full-graph training selects its nodes by masks")
-        if not bool(data.train_mask.any()):
+        has_edges = "edge_label_index" in data or "src_index" in data
+        has_edges = has_edges or input_train_edges is not None or input_train_labels is not None
+        if data.get("train_mask") is None and not has_edges:
+            raise ValueError(
+                "data has no train_mask: full-graph training selects its nodes by masks, or predicts labeled edges"
+            )
+        if not has_edges and not bool(data.train_mask.any()):
             raise ValueError("the training split is empty: data.train_mask has no true entry")
         if inference == "sampled":
             raise ValueError(
@@ -132,6 +165,19 @@ class FullGraphDataModule(ResumableDataModule):
         if not compress and settings is not None:
             raise ValueError("inference='full' runs on the compressed graph; leave compress=True")
         self.data = data
+        self._batches: dict[str, Data] | None = None
+        """Batches by stage; None if all stages have the same batch."""
+        if any(value is not None for pair in labeled.values() for value in pair):
+            self._batches = {
+                stage: _with_labels(data, stage, edges, labels)
+                for stage, (edges, labels) in labeled.items()
+                if edges is not None or labels is not None
+            }
+            if "train" not in self._batches:
+                raise ValueError("input_train_edges is missing: the other stages have labeled edges")
+            for stage in ("val", "test", "predict"):
+                if stage not in self._batches:
+                    setattr(self, f"{stage}_dataloader", None)
 
     def setup(self, stage: str) -> None:
         """Check that the model accepts the batch, and that several devices shard the graph.
@@ -170,6 +216,33 @@ class FullGraphDataModule(ResumableDataModule):
 
     def train_dataloader(self) -> DataLoader[Data]:
         """Return the graph as the only batch."""
-        return only_batch(self.data)
+        return self._loader("train")
 
-    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+    def val_dataloader(self) -> DataLoader[Data]:
+        """Return the graph as the only batch."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[Data]:
+        """Return the graph as the only batch."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> DataLoader[Data]:
+        """Return the graph as the only batch."""
+        return self._loader("predict")
+
+    def _loader(self, stage: str) -> DataLoader[Data]:
+        return only_batch(self.data if self._batches is None else self._batches[stage])
+
+
+def _with_labels(data: Data, stage: str, edges: Tensor | None, labels: Tensor | None) -> Data:
+    """Return a shallow copy of the batch with a stage's labeled edges."""
+    name = f"input_{'pred' if stage == 'predict' else stage}"
+    if edges is None:
+        raise ValueError(f"{name}_labels are given without {name}_edges")
+    if labels is None and stage != "predict":
+        raise ValueError(f"{name}_labels is missing: full-graph training draws no negative edges")
+    labeled = copy.copy(data)
+    labeled.edge_label_index = check_edges(edges, (data.num_nodes, data.num_nodes), f"{name}_edges")
+    if labels is not None:
+        labeled.edge_label = check_edge_labels(labels, labeled.edge_label_index.size(1), f"{name}_labels")
+    return labeled

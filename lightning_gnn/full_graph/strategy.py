@@ -52,6 +52,9 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
     - ``self.log`` of a mean in a step returns the mean over all ranks' nodes of the step's split. Other reductions run
       over all ranks; torchmetrics synchronize themselves.
     - Tensors of rows returned by ``predict_step`` are gathered on every rank, for all nodes in their order.
+    - Labeled edges (link prediction) are divided among the ranks, and each rank receives the embeddings of the nodes
+      that its edges need. This requires :class:`~lightning_gnn.nn.LinkPredictor`, or a module with
+      ``gathers_endpoints = True`` that calls ``z = batch.gather_endpoints(z)`` before it indexes embeddings.
     - Normalization over nodes is refused (batch normalization works with ``sync_batchnorm=True`` on GPUs).
     - If a rank dies, the others abort with a message that names it.
 
@@ -62,6 +65,10 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         num_groups: M, a divisor of the number of workers (cores of the single device, or ranks), or ``"auto"``.
         cores_per_device: Cores that aggregate on each device; None uses torch's number of threads.
         bandwidth_ratio: Bandwidth of the cores' shared cache relative to memory.
+        grouping: How ``num_groups="auto"`` chooses M: ``"balanced"`` by the estimated cycles of the kernels, or by the
+            bytes exchanged between ranks; ``"paper"`` by algorithm 1, which always chooses M = 1.
+        chunks: Chunks that an NPU multiplies: ``"balanced"`` by algorithm 2 with full chunks, or in the order of ids if
+            that loads fewer rows; ``"paper"`` by algorithm 2 line by line. CPUs and GPUs use no chunks.
         process_group_backend: By default gloo on CPUs, nccl on CUDA, hccl on NPUs.
         timeout: Maximum duration without a heartbeat of a rank, and of a collective; a number means seconds. The
             initial rendezvous may take at least half an hour.
@@ -73,7 +80,8 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
     Raises:
         ValueError: An argument is out of range. During setup or the first batch: M does not divide the number of ranks;
             features have fewer columns than M; a split has fewer nodes than ranks; the ranks' graphs differ; the graph
-            does not fit; several processes are started by fork; a layer normalizes over nodes.
+            does not fit; several processes are started by fork; a layer normalizes over nodes; the module
+            cannot score labeled edges of a sharded graph, or these are fewer than the ranks.
         TypeError: A batch is not a full graph.
 
     Examples:
@@ -112,6 +120,8 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float = timedelta(minutes=10),
         memory_limit: int | Literal["auto"] | None = "auto",
+        grouping: Literal["balanced", "paper"] = "balanced",
+        chunks: Literal["balanced", "paper"] = "balanced",
         **kwargs: Unpack[RankOptions],
     ) -> None:
         # Validate the options that the base class does not validate.
@@ -121,7 +131,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
         if isinstance(memory_limit, str) and memory_limit != "auto":
             raise ValueError(f"memory_limit must be bytes, None or 'auto', but is {memory_limit!r}")
         # Every layer is planned with these settings.
-        self.settings = PlanSettings(cores_per_device, num_groups, bandwidth_ratio)
+        self.settings = PlanSettings(cores_per_device, num_groups, bandwidth_ratio, grouping, chunks)
         super().__init__(timeout, process_group_backend, **kwargs)
         # The Trainer's stages set the seed, the shards and the current batch.
         self.memory_limit = memory_limit
@@ -189,7 +199,15 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
     @override
     def batch_to_device(self, batch: object, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Return this rank's shard of a full graph on its device; each batch is sharded and moved once."""
-        return super().batch_to_device(self._batch_cache.prepare(batch), device, dataloader_idx)
+        prepared = self._batch_cache.prepare(batch)
+        if "gather_endpoints" in prepared and not getattr(self._module, "gathers_endpoints", False):
+            raise ValueError(
+                f"labeled edges name nodes of the whole graph, which is sharded across {self.world_size} ranks, but "
+                f"{type(self._module).__name__} does not gather the embeddings of other ranks: use LinkPredictor; set "
+                "gathers_endpoints = True in a module that calls z = batch.gather_endpoints(z); use one device; or "
+                "delete edge_label_index"
+            )
+        return super().batch_to_device(prepared, device, dataloader_idx)
 
     @property
     def _batch_cache(self) -> BatchCache:

@@ -47,6 +47,9 @@ class LinkPredictor(GNNModule):
             have a wrong shape, or a label is neither 0 nor 1.
     """
 
+    gathers_endpoints = True
+    """Whether the module calls ``batch.gather_endpoints`` if ranks share the nodes of a graph (``ascend_hybrid``)."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -143,6 +146,8 @@ class LinkPredictor(GNNModule):
 
     def _score_pairs(self, batch: Data | HeteroData, source: Tensor, target: Tensor) -> Tensor:
         z = self(batch)
+        if self.target is None and (gather := batch.get("gather_endpoints")) is not None:
+            z = gather(z)  # from this rank's nodes to those of its labeled edges
         left, right = (z, z) if self.target is None else (z[self.target[0]], z[self.target[-1]])
         scores: Tensor = (left[source.to(left.device)] * right[target.to(right.device)]).sum(dim=-1)
         return scores.to(source.device)

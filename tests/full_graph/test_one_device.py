@@ -76,6 +76,8 @@ def test_a_batch_made_in_inference_mode_trains_and_its_changes_are_seen():
         ({"num_groups": "some"}, "num_groups"),
         ({"cores_per_device": 0}, "num_workers"),
         ({"bandwidth_ratio": 0.5}, "bandwidth_ratio"),
+        ({"grouping": "best"}, "grouping='best' is unknown"),
+        ({"chunks": "best"}, "chunks='best' is unknown"),
         ({"timeout": 0}, "timeout must be positive"),
         ({"memory_limit": "lots"}, "memory_limit"),
     ],

@@ -149,11 +149,11 @@ class Twice(FullGraphDataModule):
         return DataLoader([self.data, self.data], batch_size=None, collate_fn=lambda batch: batch)
 
 
-def train(devices, groups="auto", module=None, data=None, batches=FullGraphDataModule, **options):
+def train(devices, groups="auto", module=None, data=None, batches=FullGraphDataModule, grouping="balanced", **options):
     """Fit, test and predict; return the values that must not depend on the number of ranks."""
     pl.seed_everything(7, verbose=False)
     recorder = Recorder()
-    strategy = AscendHybridParallelStrategy(num_groups=groups, timeout=NEVER)
+    strategy = AscendHybridParallelStrategy(num_groups=groups, timeout=NEVER, grouping=grouping)
     trainer = trainer_of(strategy, devices, callbacks=[recorder], **options)
     module = SideBySide() if module is None else module
     datamodule = batches(small_data() if data is None else data)

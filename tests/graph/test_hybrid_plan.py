@@ -33,7 +33,7 @@ def compute_padded_width(columns, groups):
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_costs_and_the_choice_equal_algorithm_1_in_exact_arithmetic(columns, workers):
     loads = draw_skewed_loads(24, seed=columns + workers)
-    settings = PlanSettings(mode="paper", bandwidth_ratio=20)
+    settings = PlanSettings(grouping="paper", bandwidth_ratio=20)
     time, costs = Fraction(int(loads.sum()) * columns, workers), {}
     for groups in (groups for groups in range(1, min(workers, columns) + 1) if workers % groups == 0):
         idle = Fraction(compute_padded_width(columns, groups) * groups, columns) - 1
@@ -98,7 +98,8 @@ def test_graphs_without_edges_or_with_one_chunk_have_a_plan(loads):
         (lambda: PlanSettings(bandwidth_ratio=0.5), "bandwidth_ratio must be at least 1, but is 0.5"),
         (lambda: PlanSettings(num_workers=0), "num_workers must be at least 1"),
         (lambda: PlanSettings(num_groups="many"), "num_groups must be a number or 'auto'"),
-        (lambda: PlanSettings(mode="fast"), "mode='fast' is unknown"),
+        (lambda: PlanSettings(grouping="fast"), "grouping='fast' is unknown"),
+        (lambda: PlanSettings(chunks="fast"), "chunks='fast' is unknown"),
     ],
 )
 def test_bad_input_is_named(call, message):

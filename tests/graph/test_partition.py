@@ -95,6 +95,39 @@ def test_the_toy_graph_of_figure_8():
     assert check_greedy(graph, 2, order, bounds) == 6
 
 
+def run_algorithm_2(neighbors, k):
+    """Algorithm 2 of the paper, line by line; ties go to the lowest id; a repeated seed stays in its first chunk."""
+    vertices = range(len(neighbors))
+    chunk_size = -(-len(vertices) // k)
+    intervals = [set(range(i * len(vertices) // k, (i + 1) * len(vertices) // k)) for i in range(k)]  # line 2
+    chunks, visited = [], set()
+    for i in range(k):  # lines 3 to 6
+        seed = max(vertices, key=lambda v: (len(neighbors[v] & intervals[i]), -v))
+        chunks.append([seed])
+        visited.add(seed)
+    for i in range(k):  # lines 7 to 11
+        free = [u for u in vertices if not any(u in chunk for chunk in chunks)]
+        union = set().union(*(neighbors[v] for v in chunks[i]))
+        top = sorted(free, key=lambda u: (-len(neighbors[u] & union), u))[: chunk_size - 1]
+        chunks[i] = chunks[i] + top
+        visited |= set(top)
+    chunks = [[v for v in chunk if not any(v in earlier for earlier in chunks[:i])] for i, chunk in enumerate(chunks)]
+    for u in vertices:  # lines 12 and 13
+        if u not in visited:
+            min(chunks, key=len).append(u)
+    return chunks
+
+
+@settings(deadline=None)
+@given(graph=graphs(max_nodes=30, max_edges=120), data=st.data())
+def test_the_published_algorithm_runs_line_by_line(graph, data):
+    num_chunks = data.draw(st.integers(1, graph.num_nodes))
+    order, bounds = locality_aware_partition(graph, num_chunks, kind="paper")
+    chunks = [order[begin:end].tolist() for begin, end in itertools.pairwise(bounds)]
+    assert chunks == run_algorithm_2(list_in_neighbors(graph), num_chunks)
+    assert sorted(order.tolist()) == list(range(graph.num_nodes))
+
+
 def test_wrong_arguments():
     for num_chunks in (0, 4):
         with pytest.raises(ValueError, match="from 1 to the number of vertices, 3"):
@@ -103,7 +136,8 @@ def test_wrong_arguments():
         locality_aware_partition(torch.tensor([[0], [1]]), 1)
 
 
-def test_no_vertices():
-    order, bounds = locality_aware_partition(CSCGraph.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 0), 1)
+@pytest.mark.parametrize("kind", ["balanced", "paper"])
+def test_no_vertices(kind):
+    order, bounds = locality_aware_partition(CSCGraph.from_edge_index(torch.empty(2, 0, dtype=torch.int64), 0), 1, kind)
     assert order.numel() == 0
     assert bounds.tolist() == [0, 0]

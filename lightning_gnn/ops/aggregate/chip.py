@@ -17,7 +17,7 @@ from lightning_gnn.ops.aggregate.matrix import Match, Matrix, Scores
 
 @dataclass(eq=False)
 class _ChipCache:
-    """Cached data of a matrix for a chip."""
+    """Cached data of a matrix in one kind of chunks for a chip."""
 
     layout: ChipLayout
     plans: dict[Any, HybridPlan] = field(default_factory=dict)  # by settings
@@ -25,7 +25,7 @@ class _ChipCache:
     entries: dict[int, Entries] = field(default_factory=dict)  # by number of cores
 
 
-_caches: MutableMapping[Tensor, _ChipCache] = WeakIdKeyDictionary()
+_caches: MutableMapping[Tensor, dict[str, _ChipCache]] = WeakIdKeyDictionary()
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Chip:
     def plan(self, matrix: Matrix, num_columns: int, heads: int = 1) -> tuple[list[Tensor], HybridPlan]:
         """Return an aggregation's chunks, cut to the height of its kernel, and its plan, which selects the kernel."""
         cached, cores = _get_cache(matrix), matrix.settings.num_workers or self.cores
-        if matrix.settings.mode == "paper":
+        if matrix.settings.grouping == "paper":
             return cached.layout.chunks.tensors(), self._plan_cores(matrix, num_columns)
         key = num_columns, cores, matrix.settings, heads
         if key not in cached.plans:
@@ -121,10 +121,10 @@ class Chip:
 
 
 def _get_cache(matrix: Matrix) -> _ChipCache:
-    cached = _caches.get(matrix.indices)
-    if cached is None:
-        cached = _caches[matrix.indices] = _ChipCache(layout_of(matrix.csr))
-    return cached
+    by_chunks, chunks = _caches.setdefault(matrix.indices, {}), matrix.settings.chunks
+    if chunks not in by_chunks:
+        by_chunks[chunks] = _ChipCache(layout_of(matrix.csr, chunks))
+    return by_chunks[chunks]
 
 
 def _to_chunk_order(matrix: Matrix, values: Tensor | None) -> Tensor | None:

@@ -38,7 +38,7 @@ class Graph(NamedTuple):
         """Convert a graph for aggregation by ``backend``."""
         settings = graph.settings
         fields = backend_name(backend), settings.num_workers or 0, settings.num_groups, settings.bandwidth_ratio
-        execution = " ".join(map(str, (*fields, settings.mode)))
+        execution = " ".join(map(str, (*fields, settings.grouping, settings.chunks)))
         return cls(graph.forward.indptr, graph.forward.indices, graph.num_sources, execution)
 
     def num_rows(self, transposed: bool = False) -> int:
@@ -66,9 +66,9 @@ _FIELDS = len(Graph._fields)
 
 @cache
 def _parse_execution(execution: str) -> tuple[str, PlanSettings]:
-    backend, workers, groups, ratio, mode = execution.split(" ")
+    backend, workers, groups, ratio, *names = execution.split(" ")
     num_groups = groups if groups == "auto" else int(groups)
-    return backend, PlanSettings(int(workers) or None, num_groups, float(ratio), mode)  # type: ignore[arg-type]
+    return backend, PlanSettings(int(workers) or None, num_groups, float(ratio), *names)  # type: ignore[arg-type]
 
 
 _DTYPE_BY_BYTES = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
