@@ -105,11 +105,13 @@ def find_classes():
     return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
+@pytest.mark.medium
 def test_no_class_is_too_large():
     lines = {node.name: node.end_lineno - node.lineno + 1 for node in find_classes()}
     assert not {name: count for name, count in lines.items() if count > MOST_LINES_OF_A_CLASS}
 
 
+@pytest.mark.medium
 def test_hyscales_strategy_holds_what_is_hyscales_alone():
     (strategy,) = (node for node in find_classes() if node.name == "HyScaleStrategy")
     names = [node for node in ast.walk(strategy) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]

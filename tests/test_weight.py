@@ -9,31 +9,34 @@ MOST_LINES = {
     "(top)": 600,
     "accelerators": 300,
     "ascend_ops": 900,
-    "benchmarks": 9000,
+    "benchmarks": 10150,
     "callbacks": 350,
     "cli": 3000,
-    "collective": 1900,
-    "compressed": 1200,
+    "collective": 2250,
+    "compressed": 1300,
     "datamodules": 1650,
-    "datasets": 3000,
+    "datasets": 3050,
     "distributed": 2100,
     "features": 2050,
-    "full_graph": 1600,
+    "full_graph": 1800,
     "gpu_sampling": 1700,
     "graph": 1300,
-    "hyscale": 3600,
+    "hyscale": 3650,
     "loading": 1850,
-    "nn": 3900,
-    "ops": 8300,
+    "nn": 3950,
+    "ops": 8350,
     "partitioned": 2500,
     "planning": 1400,
     "report": 800,
     "runtime": 1950,
-    "sampling": 900,
-    "tests": 42000,
-    "triton_kernels": 3750,
+    "sampling": 1000,
+    "tests": 42850,
+    "triton_kernels": 3800,
 }
-"""Limits per package, rounded up to 50 lines. Lower a number after a package shrinks; raise it with a reason."""
+"""Limits per package, rounded up to 50 lines. Lower a number after a package shrinks; raise it with a reason.
+
+The published algorithms as options, and a page per paper, took 300 lines in collective, 150 in full_graph, at most 50
+in seven other packages, 1,100 in benchmarks and 800 in tests."""
 
 
 def find_room(path):

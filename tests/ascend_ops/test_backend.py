@@ -72,6 +72,7 @@ def assert_close(results, factor=4):
         )
 
 
+@pytest.mark.medium
 @settings(max_examples=12)
 @given(
     seed=st.integers(0, 1000),

@@ -93,6 +93,7 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
+@pytest.mark.medium
 @needs_tools
 def test_compiler_output_is_in_the_error(stand_ins, tmp_path, monkeypatch, capsys):
     for name in ("ASCEND_HOME_PATH", "SOC_VERSION"):

@@ -54,6 +54,7 @@ def compute_gradients(call, x, weight):
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
+@pytest.mark.medium
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 1000),

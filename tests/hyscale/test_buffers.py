@@ -134,6 +134,7 @@ def replace_buffers(rank):
         return dict(module.named_buffers())
 
 
+@pytest.mark.medium
 def test_new_buffers_and_those_of_another_shape_on_all_ranks():
     for found in launch.run(replace_buffers, 2):
         assert torch.equal(found["late"], torch.full((2,), 1.75))

@@ -22,6 +22,7 @@ from benchmarks.papers.page import load
 from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager
 
 
+@pytest.mark.medium
 def test_the_model_explains_table_vi_but_for_two_contradictory_epochs():
     assert mean_error() < 15 < mean_error(NONE)
     assert mean_error(without=CONTRADICTORY) < 6

@@ -52,6 +52,7 @@ def test_where_dropout_is_drawn_by_row_it_is_as_torchs():
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.medium
 def test_gradients_pass_where_numbers_do():
     torch.manual_seed(0)
     leaf = X[:20, :7].double().requires_grad_()

@@ -62,6 +62,7 @@ def assert_same(module, expected):
     assert not torch.equal(x, make_table())
 
 
+@pytest.mark.medium
 def test_dense_gradients_train_as_a_parameter_does_under_the_same_optimizer(tmp_path):
     module = make_embedded(data := typed_data(), sparse=False, lr=0.02, weight_decay=0.01)
     run = trainer(tmp_path, max_epochs=2)
@@ -91,6 +92,7 @@ def test_sparse_gradients_are_clipped_as_dense_ones(tmp_path, algorithm):
     assert not torch.allclose(clipped[1], free[1], atol=1e-3)
 
 
+@pytest.mark.medium
 def test_adam_and_sparse_adam_step_as_two_optimizers_by_hand(tmp_path):
     module = make_embedded(data := typed_data(), lr=0.02, weight_decay=0.01)
     other = copy.deepcopy(module)

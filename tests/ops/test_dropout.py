@@ -67,6 +67,7 @@ def test_the_rate_and_the_mean_are_right_in_rows_and_columns(p):
     assert abs(both - (1 - p) ** 2) < 0.005
 
 
+@pytest.mark.medium
 def test_gradients_pass_through_the_same_mask_any_number_of_times():
     x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
     rows = torch.tensor([9, 4, 7, 100, 0, 1])

@@ -23,6 +23,7 @@ from tests.patience import PATIENCE
 from tests.strategies import fanouts, graphs, keys, seeds_of
 
 
+@pytest.mark.medium
 @pytest.mark.campaign
 @pytest.mark.parametrize("disjoint", [False, True])
 @pytest.mark.parametrize("replace", [False, True])

@@ -120,6 +120,7 @@ def test_a_plan_is_told_from_a_run(tmp_path, capfd):
     assert (tmp_path / "plan.yaml").read_text() in read_page(tmp_path).text("pre")
 
 
+@pytest.mark.medium
 def test_lgnn_runs(ran, monkeypatch, capsys):
     assert runs_command.main([str(ran), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
@@ -140,6 +141,7 @@ def test_lgnn_runs(ran, monkeypatch, capsys):
     assert "nowhere is not a folder" in capsys.readouterr().err
 
 
+@pytest.mark.medium
 def test_lgnn_report(ran, tmp_path, monkeypatch, capsys):
     shutil.copytree(ran / "day/done", tmp_path / "outputs/run")
     (tmp_path / "outputs/run/report.html").unlink()

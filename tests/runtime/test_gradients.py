@@ -87,6 +87,7 @@ def reduce_sparse(rank):
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_sparse_gradients_of_all_or_some_ranks(num_ranks):
     results = launch.run(reduce_sparse, num_ranks)
