@@ -12,6 +12,7 @@ from lightning_gnn import FullGraphDataModule, HyScaleStrategy
 from lightning_gnn.collective import CollectivePlan
 from lightning_gnn.nn import RGCN, GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.partitioned import partition_graph
+from tests.accelerators import simulated_npu
 from tests.full_graph import launch
 from tests.sampling.cases import GRAPHS, WRITES
 
@@ -99,7 +100,7 @@ def make_graph(name):
     return data
 
 
-def make_datamodule(kind, task, folder, batch_size):
+def make_datamodule(kind, task, folder, batch_size, on_gpu=False):
     """Make a DataModule; a partitioned one reads its graph from a folder."""
     name = "typed" if task == "typed" else "plain"
     data, options = make_graph(name), {}
@@ -122,7 +123,9 @@ def make_datamodule(kind, task, folder, batch_size):
         options["input_train_nodes"] = ("paper", data["paper"].train_mask) if task == "typed" else data.train_mask
     if kind.startswith("Collective"):
         options["plan"] = CollectivePlan("collective", gpu_buffer_size=1, cpu_buffer_size=1)
-        options["gpu_route"] = "cpu"
+        options["gpu_route"] = "auto" if on_gpu else "cpu"
+    if on_gpu and kind.startswith(("Persistent", "Collective")):
+        options["device"] = "cpu"  # Triton's interpreter stands in for a GPU
     if kind.startswith("Partitioned"):
         data = os.path.join(folder, name)
     make = getattr(lightning_gnn, f"{kind}DataModule")
@@ -141,27 +144,43 @@ def make_module(kind, task):
     return LinkPredictor(model, target=target) if over_edges else NodeClassifier(model, num_classes=3, target=target)
 
 
-def train(kind, task, strategy, folder):
+def make_strategy(strategy, place):
+    """Make a strategy; for hyscale, two trainers with the same shares on every machine."""
+    if strategy != "hyscale":
+        return strategy
+    shares = [0.4, 0.6] if place == "npu" else [0.6, 0.4]  # CPU trainers first, which have the last ranks
+    return HyScaleStrategy(drm=False, shares=shares, cpu_trainers=0 if place == "npus" else 1)
+
+
+def train(kind, task, strategy, folder, place="cpu", rank=0):
     """Return the weights after two steps, or the error message."""
+    accelerator, devices = "cpu", 1 if strategy == "auto" else 2
+    if place.startswith("npu"):
+        accelerator, devices = "npu", 2 if place == "npus" else 1
+    on_gpu = place == "gpus" or (place == "gpu" and rank == 0)
     trainer = pl.Trainer(
-        strategy=HyScaleStrategy(drm=False, shares=[0.6, 0.4]) if strategy == "hyscale" else strategy,
-        accelerator="cpu", devices=1 if strategy == "auto" else 2, max_steps=2, max_epochs=2, limit_val_batches=0,
+        strategy=make_strategy(strategy, place),
+        accelerator=accelerator, devices=devices, max_steps=2, max_epochs=2, limit_val_batches=0,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     module = make_module(kind, task)
     try:
-        batch_size = BATCH_SIZE // 2 if strategy == "ddp" else BATCH_SIZE  # per rank, or in total
-        trainer.fit(module, datamodule=make_datamodule(kind, task, folder, batch_size))
+        is_ddp = type(trainer.strategy).__name__ in ("DDPStrategy", "NPUDDPStrategy") and trainer.world_size == 2
+        batch_size = BATCH_SIZE // 2 if is_ddp else BATCH_SIZE  # per rank, or in total
+        trainer.fit(module, datamodule=make_datamodule(kind, task, folder, batch_size, on_gpu))
     except (TypeError, ValueError) as error:
         return str(error)
     except Exception as error:  # an unexpected error, which the table does not contain; other cells still run
         return f"raw {type(error).__name__}"
-    return dict(module.state_dict(), steps=torch.tensor(trainer.global_step))
+    weights = {name: value.cpu() for name, value in module.state_dict().items()}
+    return dict(weights, steps=torch.tensor(trainer.global_step))
 
 
-def train_all(rank, strategy, folder):
+def train_all(rank, strategy, folder, place="cpu", cells=None):
     torch.set_num_threads(1)
-    return {cell: train(*cell, strategy, folder) for cell in EXPECTED[strategy]}
+    if place.startswith("npu"):
+        simulated_npu.install()
+    return {cell: train(*cell, strategy, folder, place, rank) for cell in cells or EXPECTED[strategy]}
 
 
 @pytest.fixture(scope="module")
@@ -200,3 +219,28 @@ def classify_cell(cell, ranks, alone):
 def test_trains_as_one_process_or_refuses(folder, alone, strategy):
     ranks = [alone] if strategy == "auto" else launch.run(train_all, 2, strategy, folder)
     assert {cell: classify_cell(cell, ranks, alone) for cell in EXPECTED[strategy]} == EXPECTED[strategy]
+
+
+PLACES = {
+    ("gpu", "auto"): 1, ("gpu", "ddp"): 2, ("gpu", "hyscale"): 2, ("gpu", "ascend_hybrid"): 2,
+    ("gpus", "ddp"): 2, ("gpus", "hyscale"): 2, ("gpus", "ascend_hybrid"): 2,
+    ("npu", "auto"): 1, ("npu", "ddp"): 1, ("npu", "hyscale"): 2, ("npu", "ascend_hybrid"): 1,
+    ("npus", "auto"): 2, ("npus", "ddp"): 2, ("npus", "hyscale"): 2, ("npus", "ascend_hybrid"): 2,
+}  # fmt: skip
+"""Numbers of ranks: one fake GPU and, with two ranks, a CPU; two fake GPUs; one simulated NPU and, under hyscale, a CPU
+trainer; two simulated NPUs."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("place", "strategy"), PLACES)
+@pytest.mark.filterwarnings("ignore")
+def test_trains_on_other_devices_as_on_cpus(folder, alone, place, strategy, task):
+    table = EXPECTED["ddp" if (place, strategy) == ("npus", "auto") else strategy]
+    if PLACES[place, strategy] == 1:  # one device may train on a full graph under any strategy
+        table = table | {cell: EXPECTED["auto"][cell] for cell in table if cell[0] == "FullGraph"}
+    cells = [cell for cell in table if cell[1] == task]
+    if place.startswith("gpu"):  # the others do not use it
+        cells = [cell for cell in cells if not cell[0].startswith(("Partitioned", "FullGraph"))]
+    ranks = launch.run(train_all, PLACES[place, strategy], strategy, folder, place, cells)
+    assert {cell: classify_cell(cell, ranks, alone) for cell in cells} == {cell: table[cell] for cell in cells}

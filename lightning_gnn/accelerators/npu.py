@@ -10,17 +10,21 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from lightning_fabric.plugins import CheckpointIO
 from lightning_fabric.utilities import device_parser
+from lightning_fabric.utilities.distributed import _init_dist_connection
 from lightning_fabric.utilities.exceptions import MisconfigurationException
+from lightning_fabric.utilities.seed import reset_seed
 from lightning_fabric.utilities.types import _DEVICE
 from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.plugins import Precision
-from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy
+from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from pytorch_lightning.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_gnn.runtime.devices import match_device
+from lightning_gnn.runtime.devices import collective_backend, match_device
 
 _CANN_LIBRARY = "libascendcl.so"  # CANN's runtime library, a dependency of torch_npu
 
@@ -49,7 +53,7 @@ class NPUAccelerator(Accelerator):
         if device.type != "npu":
             raise MisconfigurationException(
                 f"accelerator='npu' was requested, but the strategy trains on {device}; "
-                "use strategy='single_npu' or strategy='ascend_hybrid'"
+                "use strategy='auto', 'hyscale' or 'ascend_hybrid'"
             )
         device_module().set_device(device)
 
@@ -138,8 +142,8 @@ class SingleNPUStrategy(SingleDeviceStrategy):
     def parallel_devices(self, devices: list[torch.device]) -> None:
         if len(devices) != 1:
             raise MisconfigurationException(
-                f"strategy='single_npu' trains on one NPU, but the trainer has {len(devices)} devices; "
-                "use devices=1, or strategy='ascend_hybrid'"
+                f"strategy='single_npu' trains on one NPU, but the trainer has {len(devices)} devices; use devices=1, "
+                "strategy='ddp' or 'hyscale' for mini-batches, or 'ascend_hybrid' for a full graph"
             )
         _check_device(devices[0])
         self._root_device = devices[0]
@@ -150,6 +154,40 @@ class SingleNPUStrategy(SingleDeviceStrategy):
         """Set the current device, also for mixed precision."""
         match_device(self.precision_plugin, self.root_device)
         super().setup_environment()
+
+
+class NPUDDPStrategy(DDPStrategy):
+    """Lightning's ``"ddp"`` on NPUs: collectives through hccl, and no CUDA streams."""
+
+    @override
+    def setup_environment(self) -> None:
+        """Set the current device, also for mixed precision, and connect the ranks."""
+        match_device(self.precision_plugin, self.root_device)
+        super().setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        """Connect the ranks, without binding the NPU to the groups, since torch would refuse groups of gloo."""
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        assert self.cluster_environment is not None
+        _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        return self._process_group_backend or collective_backend([self.root_device])
+
+    @override
+    def determine_ddp_device_ids(self) -> None:
+        """Return None: DDP leaves the module on its device, and Lightning creates no CUDA stream."""
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Tensor:
+        """Reduce over the ranks; hccl and gloo compute sums, not means."""
+        is_mean = reduce_op in ("mean", "avg") and isinstance(tensor, Tensor)
+        total = super().reduce(tensor, group, "sum" if is_mean else reduce_op)
+        return total / dist.get_world_size(group) if is_mean else total
 
 
 def device_module() -> ModuleType:
@@ -208,9 +246,9 @@ def _find_import_problem() -> str:
 
 
 def patch_connector(connector: type[_AcceleratorConnector]) -> None:
-    """Patch Lightning's connector, which has no hook, to support NPUs with ``strategy="auto"``."""
+    """Patch Lightning's connector, which has no hook, to support NPUs with ``strategy="auto"`` and ``"ddp"``."""
     # For one device of an unknown accelerator, the connector would silently select a single-device strategy on the CPU.
-    # If a later Lightning version removes the method, NPUAccelerator raises an error for the CPU.
+    # If a later Lightning version removes the first method, NPUAccelerator raises an error for the CPU.
     original: Callable[[_AcceleratorConnector], Strategy | str] | None = getattr(connector, "_choose_strategy", None)
     if original is None or getattr(original, "supports_npus", False):
         return
@@ -219,16 +257,20 @@ def patch_connector(connector: type[_AcceleratorConnector]) -> None:
     def choose(self: _AcceleratorConnector) -> Strategy | str:
         if not isinstance(self.accelerator, NPUAccelerator):
             return original(self)
-        if len(self._parallel_devices) == 1 and self._num_nodes_flag == 1:
-            return SingleNPUStrategy(self._parallel_devices[0])
-        raise MisconfigurationException(
-            "strategy='auto' would select Lightning's DDP, which needs CUDA streams; for full graphs on "
-            f"{len(self._parallel_devices)} NPUs on {self._num_nodes_flag} nodes use strategy='ascend_hybrid', "
-            "otherwise devices=1"
-        )
+        is_single = len(self._parallel_devices) == 1 and self._num_nodes_flag == 1
+        return SingleNPUStrategy(self._parallel_devices[0]) if is_single else "ddp"
+
+    complete = connector._lazy_init_strategy
+
+    @wraps(complete)
+    def complete_on_npus(self: _AcceleratorConnector) -> None:
+        if isinstance(self.accelerator, NPUAccelerator) and type(self.strategy) is DDPStrategy:
+            self.strategy.__class__ = NPUDDPStrategy  # the user's options stay
+        complete(self)
 
     choose.supports_npus = True  # type: ignore[attr-defined]
     connector._choose_strategy = choose  # type: ignore[method-assign]
+    connector._lazy_init_strategy = complete_on_npus  # type: ignore[method-assign]
 
 
 def _check_device(device: torch.device) -> None:

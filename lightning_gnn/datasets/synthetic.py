@@ -17,7 +17,7 @@ _SHARED_LABEL_PROBABILITY = 0.2  # probability that a community has another comm
 
 def planted_power_law(
     num_nodes: int = 100_000,
-    num_edges: int = 2_000_000,
+    num_edges: int | None = None,
     num_classes: int = 16,
     num_features: int = 64,
     *,
@@ -37,7 +37,8 @@ def planted_power_law(
     Args:
         num_nodes, num_classes, num_features: ``V``, at least 2; ``C`` equally large communities; ``F``, at least 1.
         num_edges: Number of directed edges ``E``, rounded down to an even number; both directions of each undirected
-            edge are stored. At most half of all ``V * (V - 1)`` ordered pairs.
+            edge are stored. At most half of all ``V * (V - 1)`` ordered pairs. By default ``20 * V``, but at most a
+            quarter of the pairs.
         seed: Random seed; results are bit-identical for the same NumPy version and machine architecture.
         homophily: Probability that an edge is drawn inside one community; other edges ignore communities.
         feature_noise: Standard deviation, per feature, of the noise around the unit-length mean of a community.
@@ -55,6 +56,8 @@ def planted_power_law(
         ValueError: An argument is out of range, or the communities are too small for ``num_edges`` distinct edges.
     """
     # Check the arguments; a denser graph would leave too few distinct pairs to draw.
+    if num_edges is None:
+        num_edges = min(20 * num_nodes, num_nodes * (num_nodes - 1) // 4)
     _check_common(num_nodes, num_edges, exponent, seed)
     if num_edges > num_nodes * (num_nodes - 1) // 2:
         raise ValueError(f"num_edges={num_edges} is too dense for {num_nodes} nodes; use at most V * (V - 1) / 2")

@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_gnn.distributed.mixed_device_group import as_message
 
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "amax": "max", "min": "min", "amin": "min"}
 Key = tuple[str, str, int]
@@ -112,6 +115,17 @@ class MetricSync:
                 self._original(**{**arguments, "batch_size": max(1, round(total)), "sync_dist": False})
         finally:
             self._module._current_fx_name = previous
+
+
+def share_metrics_on_host(module: pl.LightningModule) -> None:
+    """Let metrics gather their states over the host, unless they have an own way: gloo does not accept NPU tensors."""
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+            metric.dist_sync_fn = _gather_on_host
+
+
+def _gather_on_host(state: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    return [each.to(state.device) for each in gather_all_tensors(as_message(state, group), group)]
 
 
 def _reduce(weighted: Sequence[tuple[float, float]], reduction: str) -> float:

@@ -9,14 +9,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gnn.runtime.devices import DEVICE_BACKENDS
+
 _T = TypeVar("_T")
+
+
+def accepts(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether collectives of a group accept tensors on a device: gloo accepts those on CPUs and GPUs only."""
+    return not dist.is_initialized() or device.type in dist.get_backend_config(group)
+
+
+def as_message(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return a tensor for a collective: copied to the host if the group does not accept its device."""
+    return tensor if accepts(tensor.device, group) else tensor.cpu()
 
 
 class MixedDeviceGroup:
     """All ranks of a run, with CPUs and accelerators mixed."""
 
     # Messages between different device types pass through the host (gloo). Several accelerators all-reduce among
-    # themselves first, over their own links (nccl); the leader then all-reduces with the CPU ranks.
+    # themselves first, over their own links (nccl, hccl); the leader then all-reduces with the CPU ranks.
 
     def __init__(self, devices: Sequence[torch.device], accelerators: Sequence[int], rank: int) -> None:
         self.size = len(devices)
@@ -28,10 +40,10 @@ class MixedDeviceGroup:
         self._bridge: dist.ProcessGroup | None = None
         self._leader = 0
         if 1 < len(accelerators) < self.size:
-            on_gpu = devices[accelerators[0]].type == "cuda"
+            backend = DEVICE_BACKENDS.get(devices[accelerators[0]].type, "gloo")
             others = [other for other in range(self.size) if other not in accelerators]
             self._leader = accelerators[0]
-            group = dist.new_group(list(accelerators), backend="nccl" if on_gpu else "gloo")
+            group = dist.new_group(list(accelerators), backend=backend)
             self._bridge = dist.new_group(sorted([self._leader, *others]), backend="gloo")
             self._accelerators = group if rank in accelerators else None
 

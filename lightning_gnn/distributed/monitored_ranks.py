@@ -29,6 +29,7 @@ from typing_extensions import TypedDict, Unpack, override
 
 from lightning_gnn.distributed.exceptions import is_handling_exception
 from lightning_gnn.distributed.heartbeat import MIN_RENDEZVOUS, Heartbeats
+from lightning_gnn.distributed.mixed_device_group import as_message
 from lightning_gnn.distributed.notebook_launcher import NotebookLauncher
 from lightning_gnn.runtime.messages import closest, keywords_of
 
@@ -163,11 +164,19 @@ class MonitoredRanks(ParallelStrategy, ABC):
         reduce_op: dist.ReduceOp | str | None = "mean",
     ) -> Tensor:
         """Reduce over the ranks; computes means of integers in float64, since gloo would truncate them."""
-        if self.world_size == 1 or not isinstance(tensor, Tensor):
+        if self.world_size == 1 or not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
-        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
-            tensor = tensor.to(torch.float64)
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        is_mean, value = reduce_op in ("mean", "avg"), as_message(tensor, group)
+        if is_mean and not tensor.is_floating_point():
+            value = value.to(torch.float64)
+        # Neither gloo nor hccl computes means.
+        value = _sync_ddp_if_available(value, group, reduce_op="sum" if is_mean else reduce_op)
+        return (value.div_(dist.get_world_size(group)) if is_mean else value).to(tensor.device)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather the tensors of all ranks, also of NPUs together with CPUs. Collective: every rank must call this."""
+        return super().all_gather(as_message(tensor, group), group, sync_grads).to(tensor.device)
 
     @override
     @contextmanager

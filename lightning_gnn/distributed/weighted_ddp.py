@@ -8,12 +8,16 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from pytorch_lightning.core.optimizer import do_nothing_closure
 from pytorch_lightning.strategies import DDPStrategy, Strategy
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -27,7 +31,8 @@ from lightning_gnn.distributed.loss_weights import (
     get_loss,
     get_weight,
 )
-from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
+from lightning_gnn.distributed.metric_sync import share_metrics_on_host
+from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup, accepts
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks, RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary, StepSync
 from lightning_gnn.runtime.devices import match_device
@@ -138,7 +143,14 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
                 f"{', '.join(lazy)} has no size yet, which distributed training requires: give in_channels (or "
                 "in_features), or run the module on one batch before trainer.fit"
             )
-        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            super().setup(trainer)
+        else:  # DDP's would broadcast parameters on the device, which gloo does not accept on NPUs
+            Strategy.setup(self, trainer)
+            self.configure_ddp()
+        share_metrics_on_host(self._module)
+        if not accepts(self.root_device):
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(_broadcast_sigterm, trainer)  # type: ignore[method-assign]
         assert self._group is not None
         self._remove_sync()
         name = self.strategy_name if self.shards_graph else None
@@ -362,3 +374,12 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
         if self._sync is not None:
             self._sync.metrics.remove()
             self._sync = None
+
+
+def _broadcast_sigterm(trainer: pl.Trainer) -> None:
+    """Do as Lightning in each step, on the host: it ignores a failure on this device, for which other ranks wait."""
+    message = torch.tensor([int(trainer.received_sigterm)])
+    dist.broadcast(message, 0)
+    if message.item():
+        dist.barrier()
+        raise SIGTERMException

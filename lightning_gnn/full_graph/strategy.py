@@ -27,6 +27,7 @@ from lightning_gnn.full_graph.checks import check_norms
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.ops.dropout import drop_by_row
 from lightning_gnn.ops.hashing import batch_key
+from lightning_gnn.runtime.devices import collective_backend
 from lightning_gnn.runtime.shared_arrays import share_equal_arrays
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
             bytes exchanged between ranks; ``"paper"`` by algorithm 1, which always chooses M = 1.
         chunks: Chunks that an NPU multiplies: ``"balanced"`` by algorithm 2 with full chunks, or in the order of ids if
             that loads fewer rows; ``"paper"`` by algorithm 2 line by line. CPUs and GPUs use no chunks.
-        process_group_backend: By default gloo on CPUs, nccl on CUDA, hccl on NPUs.
+        process_group_backend: By default gloo on CPUs, nccl on CUDA, gloo and hccl on NPUs.
         timeout: Maximum duration without a heartbeat of a rank, and of a collective; a number means seconds. The
             initial rendezvous may take at least half an hour.
         memory_limit: Bytes that a rank may use for its shard of the graph, None for no limit, or ``"auto"`` for the
@@ -164,7 +165,7 @@ class AscendHybridParallelStrategy(WeightedDDPStrategy):
     @override
     def _get_process_group_backend(self) -> str:
         if self._process_group_backend is None and self.root_device.type == "npu":
-            return "hccl"
+            return collective_backend([self.root_device])
         return super()._get_process_group_backend()
 
     # -- the model

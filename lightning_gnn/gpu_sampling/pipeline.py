@@ -61,7 +61,8 @@ class DevicePipeline(MiniBatchPipeline):
         """Launch the sampling of at most ``bulk_size`` mini-batches asynchronously on the current stream."""
         seeds, ids = zip(*(self._seeds_on_device(task.seeds) for task in tasks), strict=True)
         keys = [self.key(task) for task in tasks]
-        return PendingLaunch(list(tasks), self.sampler.begin(seeds, keys, share), list(ids))
+        samples = self.sampler.begin(seeds, keys, share, tasks[0].seed_offset)  # disjoint trees: one task
+        return PendingLaunch(list(tasks), samples, list(ids))
 
     @profiled("sampling")
     def result(self, launch: PendingLaunch) -> list[SampledBatch]:

@@ -26,7 +26,7 @@ from lightning_gnn.gpu_sampling.options import PlacementOptions
 from lightning_gnn.gpu_sampling.pipeline import DevicePipeline
 from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler, check_shardable, find_gpu
 from lightning_gnn.gpu_sampling.shards import LocalMachine, ShardedTable, rendezvous_on_machine
-from lightning_gnn.gpu_sampling.stream_prefetcher import prefetch_on_stream
+from lightning_gnn.gpu_sampling.stream_prefetcher import StreamPrefetching
 from lightning_gnn.graph.stores import AttributeName, name_of, of_edges, of_nodes, stores_of
 from lightning_gnn.loading.batch import Attribute
 from lightning_gnn.runtime.memory_info import available_bytes
@@ -112,7 +112,7 @@ class PlacedOnGPU(MiniBatchDataModule):
             self._samplers["train" if stage == "train" else "eval"],
             **{**self._from_disk(stage), "tables": self._tables},
             pipeline=partial(DevicePipeline, device=device),
-            prefetcher=partial(prefetch_on_stream, depth=self.placement_options.prefetch, bulk=self._bulk),
+            prefetcher=StreamPrefetching(self.placement_options.prefetch, self._bulk),
             # A CUDA stream prefetches; worker threads would only serialize their launches on it.
             num_workers=0,
             pin_memory=False,

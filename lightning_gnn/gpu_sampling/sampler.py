@@ -237,16 +237,17 @@ class PersistentNeighborSampler(NeighborSampler):
         """Whether :meth:`begin` is supported: uniform sampling of a homogeneous graph on a GPU."""
         return self._kernel is not None and {*nonuniform_features(self)} <= {"semantics='every_hop'"}
 
-    def begin(self, seeds: Sequence[Tensor], keys: Sequence[int], share: float = 1.0) -> Any:
+    def begin(self, seeds: Sequence[Tensor], keys: Sequence[int], share: float = 1.0, first: int = 0) -> Any:
         """Launch mini-batches asynchronously on the current stream; return a handle for :meth:`end`.
 
         Args:
             seeds: Seeds of at most :meth:`bulk_size` mini-batches, int64 ``[batch_size]``, on the device; not checked.
             keys: Key of each mini-batch.
             share: Maximum fraction of the GPU for the launch.
+            first: Position of the first seed in the whole mini-batch, if ranks share one; for disjoint trees.
         """
         self._check_process()
-        return begin_samples(self._kernel, seeds, self.num_neighbors, keys, self.replace, self.disjoint, share)
+        return begin_samples(self._kernel, seeds, self.num_neighbors, keys, self.replace, self.disjoint, share, first)
 
     def end(self, begun: Any) -> list[SamplerOutput]:
         """Return the mini-batches of a :meth:`begin`, for use on the stream of its launch."""

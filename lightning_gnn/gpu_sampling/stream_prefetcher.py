@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,17 +18,29 @@ from lightning_gnn.sampling.deferred_edges import apply_now
 SAMPLING_GPU_FRACTION = 0.5  # maximum fraction of the GPU for sampling that overlaps training
 
 
-def prefetch_on_stream(loader: PipelineLoader, epoch: int, first: int, *, depth: int, bulk: int) -> Prefetcher:
-    """Return the prefetcher of a loader with a :class:`DevicePipeline`; out-of-core features need a long lookahead."""
-    pipeline = loader.pipeline
-    assert isinstance(pipeline, DevicePipeline)
-    window = loader.lookahead.begin(loader.tasks(epoch, first), first, loader.next_epoch_tasks(epoch))
-    if window is not None:
-        return StreamPrefetcher(pipeline, window.numbers(), depth, prepare=window.prepare, on_close=window.close)
-    if not pipeline.can_launch:
-        return StreamPrefetcher(pipeline, loader.tasks(epoch, first), depth, prepare=pipeline.prepare)
-    size = int(pipeline.sampler.bulk_size(bulk))
-    return StreamPrefetcher(pipeline, loader.tasks(epoch, first, pipeline.device), depth, size)
+@dataclass(frozen=True)
+class StreamPrefetching:
+    """Creates the :class:`StreamPrefetcher` of each epoch of a loader with a :class:`DevicePipeline`."""
+
+    depth: int  # mini-batches prepared ahead of training
+    bulk: int  # mini-batches sampled by one launch
+
+    def __call__(self, loader: PipelineLoader, epoch: int, first: int) -> StreamPrefetcher:
+        """Return the prefetcher of an epoch; out-of-core features need a long lookahead."""
+        pipeline, depth = loader.pipeline, self.depth
+        assert isinstance(pipeline, DevicePipeline)
+        window = loader.lookahead.begin(loader.tasks(epoch, first), first, loader.next_epoch_tasks(epoch))
+        if window is not None:
+            return StreamPrefetcher(pipeline, window.numbers(), depth, prepare=window.prepare, on_close=window.close)
+        if not pipeline.can_launch:
+            return StreamPrefetcher(pipeline, loader.tasks(epoch, first), depth, prepare=pipeline.prepare)
+        size = int(pipeline.sampler.bulk_size(self.bulk))
+        return StreamPrefetcher(pipeline, loader.tasks(epoch, first, pipeline.device), depth, size)
+
+    @property
+    def most_ahead(self) -> int:
+        """Upper bound of the mini-batches that are begun and not yet trained on, without features on disk."""
+        return self.depth + self.bulk // 2 + self.bulk
 
 
 class StreamPrefetcher(Prefetcher):

@@ -18,19 +18,26 @@ from lightning_gnn.loading.loaders import PipelineLoader
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def check_training(loader: object, module: pl.LightningModule) -> None:
-    """Raise if the loader cannot be sharded, or if the module reads its loader itself."""
+def find_conflict(loader: object) -> str | None:
+    """Return why several trainers cannot share a loader of this package, and what to use instead; None if they can."""
     if isinstance(loader, PipelineLoader) and isinstance(loader.prefetcher, CollectiveBatching):
-        raise ValueError(
+        return (
             "hyscale cannot be combined with CollectiveBatching, since both schedule the same cores and the same bus; "
             "train with NeighborDataModule, or choose another strategy"
         )
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, list) and any(isinstance(batch, FullBatch) for batch in dataset):
-        raise TypeError(
+        return (
             "hyscale shards mini-batches, but the DataModule yields the full graph as a single batch; train with "
-            "NeighborDataModule, or choose another strategy"
+            "NeighborDataModule, or with strategy='ascend_hybrid', which shards the graph"
         )
+    return None
+
+
+def check_training(loader: object, module: pl.LightningModule) -> None:
+    """Raise if the loader cannot be sharded, or if the module reads its loader itself."""
+    if (conflict := find_conflict(loader)) is not None:
+        raise ValueError(conflict)
     if isinstance(loader, DataLoader) and loader.batch_sampler is None:
         raise ValueError("the training loader yields single samples (batch_size=None); give it a batch_size")
     if not is_shardable(loader):

@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader
 
 from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
-from lightning_gnn.hyscale.checks import check_training, overrides_transfer
+from lightning_gnn.hyscale.checks import check_training, find_conflict, overrides_transfer
 from lightning_gnn.hyscale.options import (
     DETERMINISTIC_MODE_WARNING,
     HyScaleOptions,
+    PyGLoader,
     TrainerSet,
     allowed_drm,
     default_threads,
@@ -27,6 +28,7 @@ from lightning_gnn.hyscale.options import (
     seeds_of_iteration,
 )
 from lightning_gnn.hyscale.performance_model.calibrate import (
+    SAMPLES_ON_GPU,
     find_sampling,
     measure_sampling_share,
     model_of,
@@ -38,13 +40,14 @@ from lightning_gnn.hyscale.sharded_loader import (
     ShardedBatchSampler,
     ShardedDataLoader,
     UnshardedDataLoader,
+    find_stream_prefetching,
     is_shardable,
     split_seeds,
 )
 from lightning_gnn.hyscale.staged_prefetcher import BatchShare, PipelineSettings, StagedBatching
 from lightning_gnn.hyscale.transfer import Transfer
 from lightning_gnn.loading.batch import Batch
-from lightning_gnn.loading.loaders import NodeLoader, PipelineLoader, num_workers_of
+from lightning_gnn.loading.loaders import PipelineLoader, num_workers_of
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class HyScaleLoaders:
         self._restored = restored
         self._sampling: AcceleratorSampling | None = None
         self._epoch_start = 0
+        self._ahead = 0  # maximum number of mini-batches that this rank's stages have in flight
 
     def process(self, dataloader: object, module: pl.LightningModule, trains: bool) -> object:
         """Return a loader that yields this rank's shard of the mini-batches."""
@@ -109,6 +113,8 @@ class HyScaleLoaders:
         if trains:
             # A single trainer shards nothing; its loader is changed only if staged prefetching applies.
             if is_single_rank and (not info.trainers.num_accelerators or not is_shardable(dataloader)):
+                if (conflict := find_conflict(dataloader)) is not None:
+                    rank_zero_warn(f"a single trainer trains as without hyscale; several are refused: {conflict}")
                 return dataloader
             check_training(dataloader, module)
             assert isinstance(dataloader, DataLoader)
@@ -140,12 +146,16 @@ class HyScaleLoaders:
                 "transfer hook"
             )
         transfer, on_accelerator = None, info.trainer >= info.trainers.num_cpu
-        if on_accelerator and not has_own_hooks and (info.device.type != "cpu" or options.transfer_dtype is not None):
+        on_stream = find_stream_prefetching(dataloader) is not None
+        if on_stream and options.transfer_dtype is not None:
+            rank_zero_warn(f"transfer_dtype={options.transfer_dtype!r} has no effect: {SAMPLES_ON_GPU}")
+        is_needed = not on_stream and (info.device.type != "cpu" or options.transfer_dtype is not None)
+        if on_accelerator and not has_own_hooks and is_needed:
             transfer = Transfer(info.device, options.transfer_dtype)
         # Sampling: CPU trainers do not sample on accelerators.
         wanted = wanted_sampling(options.accelerator_sampling, allowed_drm(options.drm))
         present, self._sampling = self._sampling, None
-        if isinstance(dataloader, NodeLoader) and on_accelerator:
+        if isinstance(dataloader, PyGLoader) and on_accelerator:
             self._sampling = find_sampling(wanted, dataloader, info.trainers, present, info.device)
         # Shares: unchanged if training continues with another loader of equally large mini-batches.
         start, stop = info.node_slice(seeds_of_iteration(dataloader))
@@ -153,10 +163,10 @@ class HyScaleLoaders:
             self.balance = self._make_controller(dataloader, module, wanted, stop - start)
         batches = self._make_batch_sampler(dataloader, module.trainer)
         threads = self.balance.rank_threads(info.trainer)
-        if isinstance(dataloader, PipelineLoader):
-            settings = PipelineSettings(
-                options.prefetch, threads[:2], self.balance.ahead, options.stall_timeout, self._dtype
-            )
+        if on_stream:
+            self.loader = ShardedDataLoader(dataloader, batches, self._set_share, on_stream=True)
+        elif isinstance(dataloader, PipelineLoader):
+            settings = PipelineSettings(options.prefetch, threads[:2], self._ahead, options.stall_timeout, self._dtype)
             staged = StagedBatching(batches, settings, transfer, self._sampling, self._get_accelerator_fraction)
             self.loader = ShardedDataLoader(dataloader, batches, self._set_share, staged, dtype=self._dtype)
         else:
@@ -275,8 +285,11 @@ class HyScaleLoaders:
         mapping = None
         if info.local_rank == 0:
             mapping = self._choose_initial_mapping(dataloader, module, wanted, total, threads, automatic, state)
-        if self._group is not None:
-            mapping = self._group.all_gather_objects(mapping)[info.global_rank - info.local_rank]
+        prefetching = find_stream_prefetching(dataloader)
+        own = (mapping, 0 if prefetching is None else prefetching.most_ahead)
+        ranks = [own] if self._group is None else self._group.all_gather_objects(own)
+        first = info.global_rank - info.local_rank
+        mapping = ranks[first][0]
         assert mapping is not None
         weights, threads, sampling_share, state = mapping
         trainers = info.trainers
@@ -290,10 +303,12 @@ class HyScaleLoaders:
         # Upper bound of the mini-batches in flight: a decision takes effect after all of these.
         workers = num_workers * (getattr(dataloader, "prefetch_factor", None) or 2)
         staged = 2 * (options.prefetch + 1) + (sampling_share > 0)
-        ahead = max(staged, sum(threads), 0 if isinstance(dataloader, PipelineLoader) else workers + 3)
+        self._ahead = max(staged, sum(threads), 0 if isinstance(dataloader, PipelineLoader) else workers + 3)
+        ahead = max(self._ahead, *(most for _, most in ranks))
+        on_stream = [ranks[first + trainers.rank_of_trainer(i)][1] > 0 for i in range(len(trainers.devices))]
         balance = BalanceController(
             info.trainers, weights, threads, total, drm, options.decision_log, ahead, sampling_share,
-            is_logging_rank=info.local_rank == 0,
+            is_logging_rank=info.local_rank == 0, on_stream=on_stream,
         )  # fmt: skip
         balance.load_state_dict(state)
         return balance

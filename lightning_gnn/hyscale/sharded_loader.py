@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 from torch_geometric.data.data import BaseData
 
+from lightning_gnn.gpu_sampling.stream_prefetcher import StreamPrefetching
 from lightning_gnn.hyscale.staged_prefetcher import BatchShare, StagedBatching
 from lightning_gnn.hyscale.transfer import Transfer
 from lightning_gnn.loading.batch import Batch, BatchTask, Positions
+from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.loading.prefetch import ThreadPrefetcher
 from lightning_gnn.runtime.precision import converted
 
@@ -159,14 +161,19 @@ class ShardedDataLoader:
         staged: StagedBatching | None = None,
         transfer: Transfer | None = None,
         dtype: torch.dtype | None = None,  # target dtype of floating-point attributes
+        on_stream: bool = False,  # the loader's own prefetcher runs this rank's tasks, on a stream of its GPU
     ) -> None:
         self.loader: Any = copy.copy(loader)
         vars(self.loader)["batch_sampler"] = batches  # bypasses DataLoader's check; it is read at every epoch
         self.loader.in_order = True  # shares are matched to mini-batches by order
         self.batches, self.staged, self.transfer = batches, staged, transfer
+        if staged is not None or on_stream:
+            self.loader.first_batch = None  # the batch sampler skips batches itself
         if staged is not None:
-            self.loader.prefetcher, self.loader.first_batch = staged, None  # the batch sampler skips batches itself
-        self._on_batch, self._dtype = on_batch, dtype
+            self.loader.prefetcher = staged
+        elif on_stream:
+            self.loader.tasks = lambda epoch, first=0, device=None: batches.tasks(epoch)
+        self._on_batch, self._dtype, self._on_stream = on_batch, dtype, on_stream
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -180,11 +187,20 @@ class ShardedDataLoader:
             yield slot.pop()
 
     def _put_next(self, source: Iterator[Batch], slot: deque[Batch]) -> bool:
+        before = self._preparation_seconds
         for batch in source:
             slot.append(converted(batch, self._dtype) if self.staged is not None else batch)
-            self._on_batch(self.batches.shares.popleft())
+            share = self.batches.shares.popleft()
+            if self._on_stream:
+                share.seconds["prepare"] = self._preparation_seconds - before
+            self._on_batch(share)
             return True
         return False
+
+    @property
+    def _preparation_seconds(self) -> float:
+        """Total seconds in which the training thread has prepared mini-batches."""
+        return self.loader.times.sampling_s + self.loader.times.features_s if self._on_stream else 0.0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "loader":
@@ -225,6 +241,13 @@ class UnshardedDataLoader:
         if name.startswith("__") or name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+def find_stream_prefetching(loader: object) -> StreamPrefetching | None:
+    """Return the prefetching of a loader whose mini-batches a GPU prepares on its own stream, from memory, or None."""
+    if not isinstance(loader, PipelineLoader) or loader.pipeline.disk_tables:
+        return None
+    return loader.prefetcher if isinstance(loader.prefetcher, StreamPrefetching) else None
 
 
 def is_shardable(loader: object) -> bool:

@@ -35,6 +35,7 @@ from lightning_gnn.hyscale.resource_manager.controller import BalanceController,
 from lightning_gnn.hyscale.rng_streams import RankRNG
 from lightning_gnn.hyscale.sharded_loader import ShardedDataLoader
 from lightning_gnn.runtime.checkpoint_io import SafeCheckpointIO
+from lightning_gnn.runtime.devices import collective_backend
 from lightning_gnn.runtime.precision import convert_batches, input_dtype
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
             it. The mini-batches do not depend on it.
         agree_every: Iterations between broadcasts of rank 0's parameters and optimizer states, needed because
             different devices round differently. :attr:`drift` reports how far they had diverged.
-        process_group_backend: By default gloo if CPUs train, otherwise the backend of the devices.
+        process_group_backend: By default gloo if CPUs train, otherwise also nccl or hccl, for GPUs or NPUs.
         **kwargs: Arguments of Lightning's ``DDPStrategy``, such as ``checkpoint_io`` (by default crash-safe) and
             ``start_method`` (not ``"fork"``).
 
@@ -233,10 +234,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     @override
     def _get_process_group_backend(self) -> str:
-        if self._process_group_backend is not None:
-            return self._process_group_backend
-        kinds = {device.type for device in self.parallel_devices or []}
-        return "cpu:gloo,cuda:nccl" if kinds == {"cuda"} else "gloo"
+        return self._process_group_backend or collective_backend(self.parallel_devices or [])
 
     # -- the model and the loaders
 

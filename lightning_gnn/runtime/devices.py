@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from pytorch_lightning.plugins import MixedPrecision, Precision
 from torch import Tensor
+
+DEVICE_BACKENDS = {"cuda": "nccl", "npu": "hccl"}
+"""Backends of ``torch.distributed`` for collectives among accelerators."""
 
 
 def works(attempt: Callable[[], object]) -> bool:
@@ -56,6 +59,14 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return (tensor,)
+
+
+def collective_backend(devices: Iterable[torch.device]) -> str:
+    """Return the process group backend for ranks on these devices: gloo, and that of devices of one type."""
+    # Gloo accepts tensors on CPUs and GPUs only: messages between CPUs and NPUs pass through the host.
+    kinds = {device.type for device in devices}
+    kind = kinds.pop() if len(kinds) == 1 else "cpu"
+    return f"cpu:gloo,{kind}:{DEVICE_BACKENDS[kind]}" if kind in DEVICE_BACKENDS else "gloo"
 
 
 def match_device(plugin: Precision, device: torch.device) -> None:

@@ -5,11 +5,14 @@ import functools
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from lightning_gnn.accelerators import NPUAccelerator, SingleNPUStrategy
+from lightning_gnn.accelerators.npu import NPUDDPStrategy
 from lightning_gnn.datamodules.node import NeighborDataModule
+from lightning_gnn.distributed.mixed_device_group import as_message
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
 from lightning_gnn.ops import gather_rows
@@ -122,8 +125,7 @@ def test_devices_that_are_not_there_are_refused(devices):
 @pytest.mark.parametrize(
     ("accelerator", "devices", "strategy", "said"),
     [
-        ("npu", 2, "auto", "strategy='ascend_hybrid'"),
-        ("npu", 2, "single_npu", "trains on one NPU, but the trainer has 2"),
+        ("npu", 2, "single_npu", "trainer has 2 devices; use devices=1, strategy='ddp' or 'hyscale' for mini-batches"),
         ("cpu", 1, "single_npu", "the device is cpu"),
     ],
 )
@@ -133,6 +135,33 @@ def test_nothing_trains_elsewhere_without_a_word(accelerator, devices, strategy,
     refuses(MisconfigurationException, "the device is cpu", SingleNPUStrategy, "cpu")
     strategy = pl.strategies.SingleDeviceStrategy("cpu")  # the strategy that Lightning itself would choose
     refuses(MisconfigurationException, "but the strategy trains on cpu", train, "npu", strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", pl.strategies.DDPStrategy(find_unused_parameters=True)], ids=str)
+def test_several_npus_train_by_ddp_over_hccl(strategy):
+    trainer = pl.Trainer(accelerator="npu", devices=2, strategy=strategy, **QUIET)
+    assert type(trainer.strategy) is NPUDDPStrategy
+    assert trainer.strategy._get_process_group_backend() == "cpu:gloo,npu:hccl"
+    assert trainer.strategy._ddp_kwargs == ({} if isinstance(strategy, str) else {"find_unused_parameters": True})
+    assert type(pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", **QUIET).strategy) is pl.strategies.DDPStrategy
+
+
+@pytest.mark.parametrize(("backend", "refused"), [("gloo", "npu"), ("hccl", "cpu"), ("cpu:gloo,npu:hccl", "")], ids=str)
+def test_collectives_need_a_backend_for_the_device(backend, refused):
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for device in ("cpu", "npu"):
+            tensor = torch.ones(3, device=device)
+            if device == refused:
+                refuses(RuntimeError, f"No backend type associated with device type {device}", dist.all_reduce, tensor)
+            else:
+                dist.all_reduce(tensor)
+                assert (tensor.device.type, tensor.tolist()) == (device, [1.0] * 3)
+                assert as_message(tensor) is tensor
+            assert as_message(tensor).device.type == ("cpu" if backend == "gloo" else device)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)])

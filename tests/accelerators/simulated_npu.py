@@ -11,11 +11,15 @@ reject mixed NPU and CPU tensors, and ``numpy()`` requires ``cpu()`` first. Not 
 - Inference tensors: creating a view of one in Python fails on its version counter, so tensors created in inference
   mode are ordinary tensors here.
 - Pinned memory and sparse tensors.
+
+Collectives on NPU tensors need a process group with a backend for NPUs, as on a real device: gloo has none. The backend
+``hccl``, over gloo, stands in for Huawei's; it has no means, and a group of it alone no CPU tensors.
 """
 
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -61,6 +65,9 @@ class NPUTensor(torch.Tensor):
     def __hash__(self):
         return id(self)
 
+    def to(self, *args, **kwargs):
+        return super().to(*tree_map(_as_first_device, args), **tree_map(_as_first_device, kwargs))
+
     def data_ptr(self):
         return self.raw.data_ptr()
 
@@ -89,6 +96,12 @@ class NPUTensor(torch.Tensor):
         return memo[id(self)]
 
 
+def _as_first_device(value):
+    """Return the device that tensors report, so that a tensor on a rank's own device stays the same object."""
+    is_npu = isinstance(value, str | torch.device) and torch.device(value).type == "npu"
+    return torch.device("npu", 0) if is_npu else value
+
+
 def _unwrap(value):
     if isinstance(value, torch.device) and value.type == "npu":
         return torch.device("cpu")
@@ -107,6 +120,8 @@ def run(func, args, kwargs):
 
     if func is torch.ops.aten.is_pinned.default:
         return False
+    if func.namespace == "c10d":
+        flat = [_as_hccl(value) if isinstance(value, torch.ScriptObject) else value for value in flat]
     plain_args, plain_kwargs = tree_unflatten([_unwrap(value) for value in flat], spec)
     out = func(*plain_args, **plain_kwargs)
     devices = [value for value in flat if isinstance(value, torch.device)]
@@ -125,6 +140,18 @@ def run(func, args, kwargs):
         return NPUTensor(value) if wraps else value
 
     return tree_map(wrap, out)
+
+
+def _as_hccl(value):
+    """Replace a process group by one that passes CPU tensors to its backend for NPUs."""
+    if "ProcessGroup" not in str(value._type()):
+        return value
+    group = dist.ProcessGroup.unbox(value)
+    backend = group._get_backend(torch.device("npu"))  # raises as on a real device if the group has none
+    inner = dist.ProcessGroup(dist.HashStore(), group.rank(), group.size())
+    inner._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return inner.boxed()
 
 
 def _check_mixed(func, flat, inside):
@@ -223,6 +250,7 @@ def install():
         return
     _setup_privateuseone_for_python_backend("npu", backend_module=NPUModule())
     torch.accelerator.synchronize = lambda device=None, /: None
+    dist.Backend.register_backend("hccl", dist.ProcessGroupGloo, devices=["npu"])
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(lambda operator, *args, **kwargs: run(operator, args, kwargs), "PrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")

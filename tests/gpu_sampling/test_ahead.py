@@ -13,11 +13,14 @@ from lightning_gnn.gpu_sampling import shards
 from lightning_gnn.gpu_sampling.datamodule import PersistentSamplerDataModule
 from lightning_gnn.gpu_sampling.pipeline import DevicePipeline
 from lightning_gnn.graph import CSCGraph
+from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, ShardedDataLoader, split_seeds
+from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
 from lightning_gnn.ops import sample_neighbors
 from lightning_gnn.triton_kernels import sample, sample_bulk
 from tests.batching_data import small_data
 from tests.event_simulator import Simulator
 from tests.gpu_sampling.test_datamodule import assert_same_content
+from tests.hyscale.staging import make_staged_loader
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
 SIZES = {"num_neighbors": [2, 2], "batch_size": 2, "seed": 3}
@@ -100,6 +103,33 @@ def test_nothing_is_used_too_early_and_the_host_does_not_wait(monkeypatch, optio
     # The host waits for the first mini-batch, and then only when it is two steps ahead of training.
     assert [name for name, _ in simulator.waits].count("stream 1") <= 2
     assert len(plain) == 12
+
+
+@pytest.mark.parametrize("options", [{"bulk": 8}, {"bulk": 3, "prefetch": 1}, {"bulk": 1, "prefetch": 3}], ids=str)
+def test_a_share_of_hyscale_is_prepared_by_the_same_launches_and_stream(monkeypatch, options):
+    def split(count, number):
+        leads.append(number - len(shares))
+        return split_seeds(count, [1, number % 3])[number % 2]
+
+    def shard(loader):
+        batches = ShardedBatchSampler(loader, split)
+        batches.batches = list(loader.batch_sampler)  # the simulator would count computing it as work of the device
+        return batches
+
+    simulator, shares, leads = Simulator(), [], []
+    made, data = make_loader(**options)
+    with simulator.install(monkeypatch):
+        seen, _ = train(simulator, ShardedDataLoader(made, shard(made), shares.append, on_stream=True))
+    assert simulator.errors == []
+    assert len(simulator.streams) == 2
+    assert [(share.number, share.total) for share in shares] == [(number, 2) for number in range(12)]
+    assert all(share.seconds["prepare"] > 0 for share in shares)
+    # Decisions of hyscale take effect after the mini-batches that are begun; one more is about to be delivered.
+    assert min(3, options["bulk"]) - 1 <= max(leads) <= made.prefetcher.most_ahead
+    plain = NeighborDataModule(data, **SIZES).train_dataloader()
+    staged = make_staged_loader(plain, shard(plain), PipelineSettings(prefetch=0))
+    for ours, theirs in zip(seen, staged, strict=True):
+        assert_same_content(ours, theirs)
 
 
 @pytest.mark.slow

@@ -32,6 +32,8 @@ def test_planted_sizes_and_dtypes(small, default):
         assert (small[key].shape, small[key].dtype) == (shape, dtype)
     assert small.validate()
     assert planted_power_law(100, 301, 4, 2).num_edges == 300  # rounded down
+    for num_nodes, num_edges in ((2_000, 40_000), (30, 216), (16, 60)):
+        assert planted_power_law(num_nodes).num_edges == num_edges  # follows num_nodes
     for num_edges in (0, 1):
         assert planted_power_law(10, num_edges, 2, 2).edge_index.shape == (2, 0)
     assert default.x.shape == (100_000, 64)

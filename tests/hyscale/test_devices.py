@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torchmetrics import MeanMetric
 
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from tests.accelerators import simulated_npu
@@ -15,12 +16,21 @@ class BothKinds(Plain):
     def __init__(self):
         super().__init__()
         self.register_buffer("seen", torch.tensor(0))
+        self.mean = MeanMetric()  # in float32
 
     def training_step(self, batch, index):
         self.seen += batch.batch_size
         loss = self.loss(batch)
         self.log("loss", loss, on_epoch=True, on_step=False, batch_size=batch.batch_size)
         return loss
+
+    def test_step(self, batch, index):
+        self.mean.update(self.loss(batch), batch.batch_size)
+
+    def on_test_epoch_end(self):
+        self.log("mean", self.mean)
+        ranks = self.all_gather(torch.ones(1, device=self.device)).sum() / self.trainer.world_size
+        self.log("ranks", self.trainer.strategy.reduce(ranks) * self.trainer.strategy.reduce_boolean_decision(True))
 
 
 def train(rank, options):
@@ -29,14 +39,17 @@ def train(rank, options):
     strategy = HyScaleStrategy(**{"drm": False, **options})
     module = BothKinds()
     trainer = fit(module, strategy, make_data(batch_size=60), accelerator="npu", devices=1)
+    loss = float(trainer.callback_metrics["loss"])
     weights = {name: value.cpu() for name, value in copy_state(module).items()}
+    tested = trainer.test(module, make_data(batch_size=60), verbose=False)[0]
     transfers = [times.transfer for times, _ in strategy.balance.history]
     return (
         str(strategy.root_device),
         weights,
-        float(trainer.callback_metrics["loss"]),
+        loss,
         strategy.trainers.names,
         transfers,
+        tested,
     )
 
 
@@ -54,10 +67,14 @@ def train(rank, options):
 def test_they_train_as_one(num_ranks, options):
     module = BothKinds()
     trainer = fit(module, data=make_data(batch_size=60))
-    for rank, (device, weights, loss, names, transfers) in enumerate(launch.run(train, num_ranks, options)):
+    loss_alone = float(trainer.callback_metrics["loss"])
+    tested_alone = trainer.test(module, make_data(batch_size=60), verbose=False)[0]
+    for rank, (device, weights, loss, names, transfers, tested) in enumerate(launch.run(train, num_ranks, options)):
         assert device == ("cpu" if rank else "npu:0")
         assert names == [*(f"{cpu} (CPU)" for cpu in range(num_ranks - 1)), f"{num_ranks - 1} (npu:0)"]
-        assert loss == pytest.approx(float(trainer.callback_metrics["loss"]), rel=1e-12)
+        assert loss == pytest.approx(loss_alone, rel=1e-12)
+        assert tested == pytest.approx(tested_alone, rel=1e-6)
+        assert tested["ranks"] == 1
         for name, value in copy_state(module).items():
             assert torch.allclose(weights[name], value, rtol=1e-11, atol=1e-13), name
         assert len(transfers) == 7

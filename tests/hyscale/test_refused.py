@@ -210,6 +210,13 @@ REFUSED = {
 }
 
 
+def test_a_lone_trainer_says_that_several_would_be_refused():
+    loader = make_collective()
+    data = type("Own", (pl.LightningDataModule,), {"train_dataloader": lambda self: loader})()
+    with pytest.warns(UserWarning, match="a single trainer .* several are refused: .*both schedule the same cores"):
+        fit(Plain(), HyScaleStrategy(), data, epochs=1, filters=False)
+
+
 def attempt(folder, module=Plain, data=make_data, loader=None, drm=None, num_ranks=2, **options):
     if loader is not None:
         found = loader()

@@ -7,9 +7,15 @@ import pytest
 import torch
 from torch_geometric.loader import NeighborLoader
 
+from lightning_gnn import LinkDataModule, PersistentSamplerDataModule
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, _copy_to_host, can_sample_on
 from lightning_gnn.hyscale.options import TrainerSet
-from lightning_gnn.hyscale.performance_model.calibrate import find_sampling, measure_sampling_share, model_of
+from lightning_gnn.hyscale.performance_model.calibrate import (
+    describe_workload,
+    find_sampling,
+    measure_sampling_share,
+    model_of,
+)
 from lightning_gnn.hyscale.resource_manager.controller import BalanceController, stage_row
 from lightning_gnn.hyscale.sharded_loader import ShardedBatchSampler, split_seeds
 from lightning_gnn.hyscale.staged_prefetcher import PipelineSettings
@@ -198,6 +204,29 @@ def test_a_cpu_that_stands_for_an_accelerator_samples_only_if_asked(wanted, trai
         loader.node_sampler = OfTheUser(make_graph(), [2])
         with pytest.warns(UserWarning, match=r"accelerator_sampling=0.5 has no effect"):
             assert find_sampling(wanted, loader, trainers, sampling) is None
+
+
+def test_a_datamodule_that_samples_on_the_gpu_is_the_reason():
+    pytest.importorskip("triton", reason="Triton exists on Linux only")
+    datamodule = PersistentSamplerDataModule(make_graph(), num_neighbors=[2], batch_size=20, device="cpu")
+    said = "accelerator_sampling=0.5 has no effect: .* all mini-batches there already; .* use NeighborDataModule"
+    with pytest.warns(UserWarning, match=said):
+        assert find_sampling(0.5, datamodule.train_dataloader(), TRAINERS) is None
+
+
+def test_threads_go_to_the_trainers_that_use_them():
+    for on_stream, threads in (([], (1, 1)), ([False, True], (4, 2))):
+        balance = BalanceController(TRAINERS, [0.25, 0.75], (4, 2, 2), 20, False, on_stream=on_stream)
+        assert balance.rank_threads(0)[:2] == threads
+
+
+def test_links_are_modeled_as_nodes_are():
+    edges = make_graph().edge_index[:, :50]
+    links = LinkDataModule(make_graph(), edges, num_neighbors=[2], batch_size=20, neg_sampling="binary")
+    workload, rate = describe_workload(links.train_dataloader(), Plain(), 20)
+    assert (workload.fanouts, workload.num_train, workload.measured.seeds) == ((2,), 50, 20)
+    assert workload.measured.vertices[-1] > 40  # two nodes of each edge, and of each negative one
+    assert rate > 0
 
 
 def test_the_share_to_begin_with_is_measured():

@@ -15,6 +15,7 @@ from torch import nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.sampler import SamplerOutput
 
+from lightning_gnn.gpu_sampling.pipeline import DevicePipeline
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, can_sample_on
 from lightning_gnn.hyscale.options import PyGLoader, TrainerSet, measurements_decide, replays, validate_shares
@@ -22,7 +23,7 @@ from lightning_gnn.hyscale.performance_model.model import PerformanceModel
 from lightning_gnn.hyscale.performance_model.workload import BatchSizes, Platform, Processor, Workload
 from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
 from lightning_gnn.loading.batch import BatchTask
-from lightning_gnn.loading.loaders import NodeLoader
+from lightning_gnn.loading.loaders import NodeLoader, PipelineLoader
 from lightning_gnn.ops import batch_key
 from lightning_gnn.runtime.cores import num_cores
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
@@ -31,6 +32,8 @@ _PROBE_KEY = batch_key(1)
 _DEFAULT_EDGES_PER_S = 5e6
 """Assumed sampling rate per thread if a measurement would consume numbers of the run's random stream."""
 _ROWS, _WIDTH = 1 << 15, 128
+SAMPLES_ON_GPU = "on ranks with a GPU, the DataModule samples and gathers all mini-batches there already"
+"""Reason why options of HyScale's own stages have no effect."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,10 @@ def describe_workload(
     """Return the workload of an iteration, or None if unknown, and one thread's sampling rate in edges per second."""
     # The model needs integer fanouts and a feature tensor; otherwise the defaults apply.
     data = getattr(loader, "data", None)
-    if data is None or not hasattr(loader, "node_sampler"):
+    sampler = getattr(loader, "node_sampler", None) or getattr(loader, "link_sampler", None)
+    if data is None or sampler is None:
         return None, _DEFAULT_EDGES_PER_S
-    fanouts = getattr(loader.node_sampler, "num_neighbors", None)
+    fanouts = getattr(sampler, "num_neighbors", None)
     fanouts = list(getattr(fanouts, "values", fanouts) or []) if not isinstance(fanouts, dict) else []
     features = getattr(data, "x", None)
     if not fanouts or not all(isinstance(fanout, int) for fanout in fanouts) or not isinstance(features, torch.Tensor):
@@ -119,7 +123,7 @@ def describe_workload(
     widths += widths[-1:] * (len(fanouts) + 1 - len(widths))
     # Measure the size of an iteration and the sampling rate if this package's own sampler is used.
     measured, sampled_per_s = None, _DEFAULT_EDGES_PER_S
-    if isinstance(loader, NodeLoader):
+    if isinstance(loader, PipelineLoader):
         seeds = _take_first_seeds(loader, total)
         out, sampled_per_s = _time_sampling(lambda: loader.pipeline.sample(BatchTask(0, 0, seeds)).out)
         if out.num_sampled_nodes and out.num_sampled_edges:
@@ -127,6 +131,8 @@ def describe_workload(
             vertices = list(accumulate(out.num_sampled_nodes))[::-1]
             edges = list(accumulate(out.num_sampled_edges))[::-1]
             measured = BatchSizes(len(seeds), tuple(map(float, vertices)), tuple(map(float, edges)))
+        if isinstance(loader.pipeline, DevicePipeline):
+            sampled_per_s = _DEFAULT_EDGES_PER_S  # that was the GPU
     # The transfer dtype applies to floating-point features only.
     workload = Workload(
         num_vertices=int(data.num_nodes),
@@ -160,7 +166,7 @@ def measure_accelerator_rate(sampling: AcceleratorSampling, loader: NodeLoader, 
     return _time_sampling(lambda: sampling.sample(inputs, _PROBE_KEY))[1]
 
 
-def _take_first_seeds(loader: NodeLoader, total: int) -> list[int]:
+def _take_first_seeds(loader: PipelineLoader, total: int) -> list[int]:
     return list(range(min(total, len(loader.dataset))))
 
 
@@ -243,10 +249,10 @@ def find_sampling(
     # Accelerators sample only if all of them support the loader's sampler.
     if not all(can_sample_on(loader, device) for device in accelerators):
         if not automatic:
-            rank_zero_warn(
-                f"accelerator_sampling={wanted} has no effect: {', '.join(map(str, accelerators))} cannot reproduce "
-                "this loader's samples"
-            )
+            reason = f"{', '.join(map(str, accelerators))} cannot reproduce this loader's samples"
+            if isinstance(getattr(loader, "pipeline", None), DevicePipeline):
+                reason = f"{SAMPLES_ON_GPU}; to divide the sampling, use NeighborDataModule"
+            rank_zero_warn(f"accelerator_sampling={wanted} has no effect: {reason}")
         return None
     # Reuse an existing sampler, so that the topology is not copied to the device again.
     if present is not None and present.sampler is loader.node_sampler:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ def stage_row(share: BatchShare | None, train: float = 0.0) -> list[float]:
         return [-1.0] * len(STEP_FIELDS)
     on_accelerator = -1.0 if share.sampled_on_accelerator is None else float(share.sampled_on_accelerator)
     stages = [share.seconds.get(name, -1.0) for name in STEP_FIELDS[2:6]]
-    return [float(share.seeds), on_accelerator, *stages, train]
+    # A training thread that prepares the mini-batches on its GPU cannot train meanwhile.
+    return [float(share.seeds), on_accelerator, *stages, train + share.seconds.get("prepare", 0.0)]
 
 
 class StageClock:
@@ -83,6 +85,7 @@ class BalanceController:
         ahead: int = 6,  # maximum number of iterations that a rank prefetches
         sampling: float = 0.0,  # initial fraction of the sampling done by accelerators; 0 if unsupported
         is_logging_rank: bool = True,
+        on_stream: Sequence[bool] = (),  # per trainer: whether its GPU prepares its mini-batches, without CPU threads
     ) -> None:
         self.trainers = trainers
         self.weights = list(weights)
@@ -100,6 +103,7 @@ class BalanceController:
         """Number of iterations started."""
         self._log_path = None if record is None or not is_logging_rank else Path(record)
         self._is_logging_rank = is_logging_rank
+        self._uses_threads = [not each for each in on_stream] or [True] * len(trainers.devices)
         self._planned: deque[tuple[int, TaskMapping]] = deque()
         self._current: TaskMapping | None = None
         self._previous: TaskMapping | None = None
@@ -185,7 +189,7 @@ class BalanceController:
         """Return one rank's sampling and feature loading threads, in proportion to its seeds, and training threads."""
         sampling, loading, training = self.threads if mapping is None else mapping.threads
         shares = self.shares if mapping is None else mapping.seeds
-        share = shares[trainer] / sum(shares)
+        share = shares[trainer] / (sum(compress(shares, self._uses_threads)) or 1)
         own = max(1, training // max(1, self.trainers.num_cpu)) if trainer < self.trainers.num_cpu else 1
         return max(1, round(sampling * share)), max(1, round(loading * share)), own
 

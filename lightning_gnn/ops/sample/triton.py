@@ -52,13 +52,14 @@ def begin_samples(
     replace: bool,
     disjoint: bool,  # one tree per seed; only for a single mini-batch
     share: float,
+    first_tree: int = 0,  # position of the first seed in the whole mini-batch; used if disjoint
 ) -> Any:
     """Launch the sampling of mini-batches, in parallel if there are several, and return without waiting."""
     from lightning_gnn.triton_kernels.sample_bulk import joined
 
     if len(seeds) > 1:
         return sampler.begin(joined(sampler, seeds, fanouts, keys, replace), share)
-    return sampler.begin(sampler.batch(seeds[0], fanouts, keys[0], replace, disjoint), share)
+    return sampler.begin(sampler.batch(seeds[0], fanouts, keys[0], replace, disjoint, first_tree), share)
 
 
 def sample_relations_triton(
