@@ -88,6 +88,7 @@ def test_it_resumes_bit_for_bit_on_several_ranks(tmp_path):
     run(check_resuming_on_rank, 2, tmp_path)
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore")
 def test_an_own_order_gives_new_samples_in_each_epoch_and_the_same_in_each_run():
     def run(num_workers):

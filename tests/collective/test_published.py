@@ -124,6 +124,7 @@ def seeds_of(model, part=slice(None)):
     return sorted(tuple(step[1]) for step in model.history[part])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("plan", ["paper", PAPER, COLLECTIVE])
 def test_an_epoch_has_the_same_mini_batches_in_another_order(plan):
     data = make_datamodule(plan, schedule="paper")

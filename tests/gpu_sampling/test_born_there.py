@@ -56,7 +56,7 @@ class Sampler(NeighborSampler):
     def bulk_size(self, wanted):
         return 1
 
-    def begin(self, seeds, keys, share):
+    def begin(self, seeds, keys, share, first):
         assert seeds[0].device == GPU
         return self
 

@@ -153,6 +153,7 @@ def reshape_on_one_rank(rank, which):
             shared.synchronize([1, 1])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_shape_of_one_rank_alone_is_refused_by_all(which):
     launch.run(reshape_on_one_rank, 2, which)

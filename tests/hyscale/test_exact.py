@@ -300,6 +300,7 @@ def count_messages(rank, shares):
     return steps[len(steps) // 2 + 1 :]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shares", [[0.3, 0.7], [0.0, 1.0]], ids=["shared", "one has all"])
 def test_ranks_wait_for_one_another_once_a_step(shares):
     for steps in run(count_messages, 2, shares):

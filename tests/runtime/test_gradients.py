@@ -130,6 +130,7 @@ def reduce_mixed(rank):
         return sparse, x.grad.detach()
 
 
+@pytest.mark.medium
 def test_gradients_that_are_sparse_on_some_ranks_only_or_have_a_graph():
     for sparse, with_graph in launch.run(reduce_mixed, 2):
         expected = torch.full((4, 2), 3.0)

@@ -375,6 +375,7 @@ def test_lists_of_numbers_are_no_tensors_and_texts_are_kept(key):
     assert batch.x == [str(node) for node in batch.n_id.tolist()]
 
 
+@pytest.mark.medium
 def test_links_of_a_graph_without_edge_index():
     data = small_data()
     stored = Data(x=data.x, graph=CSCGraph.from_data(data))
