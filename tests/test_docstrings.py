@@ -19,6 +19,7 @@ ANYWHERE = re.compile(r"\b(?:told|whoever|nobody|somebody|anew|alike|who calls)\
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", lightning_gnn.__all__)
 def test_the_example_of_a_public_name_prints_what_it_says(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -86,6 +86,7 @@ def test_a_room_imports_only_those_below(room):
         assert rooms <= BELOW[room], f"{module} imports {sorted(rooms - BELOW[room])}"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("modules", [MODULES, BENCHMARKS], ids=["library", "benchmarks"])
 def test_no_files_import_each_other_in_a_circle(modules):
     # Packages re-export names, so an import from one counts as an import of the defining file.

@@ -212,6 +212,7 @@ def classify_cell(cell, ranks, alone):
     return "=" if all(torch.allclose(own[name], one[name], 0, 1e-12) for name in own) else "~"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "strategy", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "hyscale", "ascend_hybrid"))]
 )

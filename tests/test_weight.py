@@ -30,7 +30,7 @@ MOST_LINES = {
     "report": 800,
     "runtime": 1950,
     "sampling": 1000,
-    "tests": 43050,
+    "tests": 43100,
     "triton_kernels": 3800,
 }
 """Limits per package, rounded up to 50 lines. Lower a number after a package shrinks; raise it with a reason.

@@ -31,6 +31,7 @@ def draw_batch(seed, num_sources, num_targets, num_edges):
     return np.searchsorted(target, np.arange(num_targets + 1)), draw.integers(0, num_sources, target.size), target
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("sizes", "own_rows", "weighted", "mean", "transpose_b", "blocks"),
     [

@@ -89,6 +89,7 @@ def test_what_the_user_keeps_stays(monkeypatch):
     assert simulator.errors == []
 
 
+@pytest.mark.medium
 def test_a_stream_that_is_not_recorded_is_found(monkeypatch):
     simulator, _ = train_simulated(monkeypatch, keep={3, 4, 9}, record_stream=lambda tensor, stream: tensor)
     assert any("is freed, but main may still use it" in error for error in simulator.errors)

@@ -139,6 +139,7 @@ def test_an_epoch_has_the_same_mini_batches_in_another_order(plan):
         assert [step[1] for step in found.history] != [step[1] for step in expected.history]
 
 
+@pytest.mark.medium
 def test_a_resumed_epoch_trains_what_is_left(tmp_path):
     saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     whole = fit_model(make_datamodule(PAPER, schedule="paper"), callbacks=[saver], max_epochs=1)

@@ -164,6 +164,7 @@ def test_sampled_training_with_exact_evaluation():
         assert scores[f"{split}_acc"] == pytest.approx(accuracy, rel=1e-6)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "nodes", [None, torch.tensor([7, 3, 3, 399]), torch.arange(400) % 3 == 0], ids=["all", "ids", "mask"]
 )

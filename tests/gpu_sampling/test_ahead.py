@@ -105,6 +105,7 @@ def test_nothing_is_used_too_early_and_the_host_does_not_wait(monkeypatch, optio
     assert len(plain) == 12
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [{"bulk": 8}, {"bulk": 3, "prefetch": 1}, {"bulk": 1, "prefetch": 3}], ids=str)
 def test_a_share_of_hyscale_is_prepared_by_the_same_launches_and_stream(monkeypatch, options):
     def split(count, number):

@@ -122,6 +122,7 @@ def write_ogb(root, arrays=False):
     return x, y, parts
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("arrays", [False, True])
 @pytest.mark.parametrize("undirected", [False, True])
 def test_a_folder_of_ogb(tmp_path, arrays, undirected):

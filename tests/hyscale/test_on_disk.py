@@ -67,6 +67,7 @@ def test_shares_that_change_are_sampled_again(store):
     assert read[0][1] == 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_looking_ahead_reads_less(store, prefetch, monkeypatch):
     def noted(asked, real, n_id):

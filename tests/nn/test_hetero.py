@@ -112,6 +112,7 @@ def test_rgcn_maps_features_of_several_widths():
     assert_same(model(data.x_dict, data.edge_index_dict), narrow(mapped, data.edge_index_dict))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("hops", [1, 2, 3])
 def test_trimming_leaves_the_seeds_as_they_are(kind, hops):

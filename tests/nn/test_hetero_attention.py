@@ -84,6 +84,7 @@ def compare(ours, theirs, data):
         assert_same(one, other)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", [RGAT, HGT])
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("heads", [1, 2, 4])

@@ -99,6 +99,7 @@ def interrupt(model, layer, calls):
     return model.convs[layer].register_forward_pre_hook(hook)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("given", [True, False])
 def test_an_interrupted_run_leaves_no_outputs_and_starts_again(tmp_path, monkeypatch, given, layer):

@@ -113,6 +113,7 @@ def test_rows_that_are_trained_are_those_of_the_type(names):
     torch.testing.assert_close(same(data), module(data))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("model", "names"), zip(MODELS, [COLLIDE, MANGLED, TAKEN, EMPTY], strict=True))
 def test_a_checkpoint_of_any_names_is_read_back(model, names, tmp_path):
     data = make_graph(names).apply(lambda value: value.float() if value.is_floating_point() else value)
@@ -144,6 +145,7 @@ def test_a_program_of_any_names_gives_what_the_model_gives(model, names):
     torch.testing.assert_close(out, net(data.x_dict, data.edge_index_dict))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("names", [PLAIN, COLLIDE, MANGLED, TAKEN, EMPTY])
 def test_parts_of_any_names_are_the_graph(names, tmp_path):
     data = make_graph(names)

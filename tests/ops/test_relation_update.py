@@ -139,6 +139,7 @@ def test_under_autocast_it_is_of_that_dtype():
     assert all(tensor.grad.dtype == torch.float32 for tensor in given)
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(not triton_installed(), reason="Triton is not installed")
 @pytest.mark.parametrize("mean", [True, False])
 def test_the_kernel_of_a_gpu_gives_the_same(mean, monkeypatch):

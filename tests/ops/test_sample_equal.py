@@ -101,6 +101,7 @@ def test_a_graph_of_one_type_gives_the_untyped_sample(data, kind):
             assert_equal(part, whole)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("backend", "fanout", "replace"),
     [
