@@ -239,7 +239,7 @@ trainer; two simulated NPUs."""
 def test_trains_on_other_devices_as_on_cpus(folder, alone, place, strategy, task):
     table = EXPECTED["ddp" if (place, strategy) == ("npus", "auto") else strategy]
     if PLACES[place, strategy] == 1:  # one device may train on a full graph under any strategy
-        table = table | {cell: EXPECTED["auto"][cell] for cell in table if cell[0] == "FullGraph"}
+        table = table | {cell: EXPECTED["auto"][cell] for cell in table if cell[0] == "FullGraph" or table[cell] == "~"}
     cells = [cell for cell in table if cell[1] == task]
     if place.startswith("gpu"):  # the others do not use it
         cells = [cell for cell in cells if not cell[0].startswith(("Partitioned", "FullGraph"))]
