@@ -97,6 +97,7 @@ def test_mini_batches_train_by_fused_layers_in_bf16_mixed(data, monkeypatch, mod
     assert trainer.callback_metrics["train_loss"].isfinite()
 
 
+@pytest.mark.medium
 def test_features_of_bfloat16_train_a_float32_model_as_the_same_numbers_in_float32_do(data):
     rounded = copy.copy(data)
     rounded.x = data.x.bfloat16().float()

@@ -151,6 +151,7 @@ def test_requests_are_answered_as_the_whole_graph_does():
     assert float(re.search(r"clients: (\d+) per second", done.stdout).group(1)) > 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("nodes", [[], [100], [-1], [0] * 2000])
 def test_requests_that_cannot_be_answered_are_told_why(nodes, monkeypatch):
     fastapi = pytest.importorskip("fastapi")

@@ -78,12 +78,14 @@ def train_simulated(monkeypatch, keep=(), record_stream=None, steps=30, step_s=4
     return simulator, simulator.most / max(sizes)
 
 
+@pytest.mark.medium
 def test_memory_is_bounded_and_in_order(monkeypatch):
     simulator, most = train_simulated(monkeypatch)
     assert simulator.errors == []
     assert most <= READY + 4
 
 
+@pytest.mark.medium
 def test_what_the_user_keeps_stays(monkeypatch):
     simulator, _ = train_simulated(monkeypatch, keep={3, 4, 9, 12, 13, 14, 20})
     assert simulator.errors == []

@@ -92,6 +92,7 @@ def test_without_a_device_it_is_a_plain_pipeline(num_workers):
     assert_all_free(loader)
 
 
+@pytest.mark.medium
 @settings(max_examples=60)
 @given(plans(), st.integers(1, 4), st.lists(st.floats(0.05, 3.0), min_size=42, max_size=42, unique=True))
 def test_the_loader_decides_as_the_simulator_does(plan, num_workers, seconds):

@@ -145,6 +145,7 @@ def make_sampled(inference="full", **kwargs):
     return NeighborDataModule(small_data(), **options)
 
 
+@pytest.mark.medium
 def test_sampled_training_with_exact_evaluation():
     data, trained = make_sampled(), make_module(dropout=0.3)
     trainer(num_sanity_val_steps=1).fit(trained, data)
@@ -193,6 +194,7 @@ def test_a_full_graph_may_be_evaluated_from_files(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.medium
 def test_a_signal_interrupts_a_long_prediction_between_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(inference, "MIN_BLOCK_VERTICES", 50)
     options = FullInference(folder=tmp_path, memory_limit=0, progress=False)
@@ -229,6 +231,7 @@ def make_links(inference, **kwargs):
     return LinkDataModule(data, inference=inference, **{**options, **kwargs})
 
 
+@pytest.mark.medium
 def test_links_by_exact_inference():
     pl.seed_everything(0, verbose=False)
     predictor = LinkPredictor(GraphSAGE(12, 16, 2, 8))

@@ -12,6 +12,7 @@ from lightning_gnn.nn import GATConv, NodeClassifier
 from tests.full_graph.training import DROPPING, SideBySide, small_data, train, trainer_of
 
 
+@pytest.mark.medium
 def test_without_dropout_it_trains_as_lightning_s_own_strategy_does():
     module, other = (SideBySide((("gcn", 0.0), ("gat", 0.0))) for _ in range(2))
     train(1, module=module, max_epochs=3)

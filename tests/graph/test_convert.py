@@ -255,6 +255,7 @@ def test_mistakes_of_the_call(tmp_path, tables):
         refuses(ValueError, error, convert_tables, edges, tmp_path / "graph", of)
 
 
+@pytest.mark.medium
 def test_the_command(tmp_path, tables, capsys):
     source, nodes = tables
     out = tmp_path / "graph"

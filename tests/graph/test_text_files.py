@@ -83,6 +83,7 @@ def test_rows_are_the_same_in_every_layout(tmp_path_factory, rows, between, newl
     assert any(("is the header" if header else "no header") in line for line in messages)
 
 
+@pytest.mark.medium
 def test_a_number_sign_within_rows_and_ids_is_data(tmp_path):
     edges = "source,target\n0,1\n1,2\n2,3\n"
     for case, colors in enumerate((["C", "C#", "F#", "C#"], ["#f00", "#0f0", "%a", "#f00"])):
@@ -132,6 +133,7 @@ def test_a_header_names_columns_or_occurs_nowhere_below(tmp_path, rows, is_heade
 RELATIONS = st.text("abAB/_.# %", min_size=1, max_size=5).filter(lambda name: name.strip("_") == name.strip() != "")
 
 
+@pytest.mark.medium
 @settings(max_examples=20)
 @given(st.lists(st.tuples(st.integers(0, 5), RELATIONS, st.integers(0, 5)), min_size=1, max_size=12), st.booleans())
 def test_triples_have_a_type_of_edges_for_each_relation(tmp_path_factory, triples, named):
@@ -152,6 +154,7 @@ def test_triples_have_a_type_of_edges_for_each_relation(tmp_path_factory, triple
     }
 
 
+@pytest.mark.medium
 def test_labels_that_are_names_are_refused_and_classes_counted(tmp_path):
     edges = "Source,Target\n1,2\n2,3\n"
     with pytest.raises(ValueError, match=r"the column Label has 3 distinct values for 3 nodes, so it holds names"):

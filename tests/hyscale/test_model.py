@@ -138,6 +138,7 @@ def test_dataflow_kernel_by_hand():
     assert model.trainer_time(fast, 100) == pytest.approx(forward + backward)
 
 
+@pytest.mark.medium
 def test_hybrid_speedup_of_the_paper_where_only_flops_count():
     endless = cpu_gpu(1)
     platform = replace(

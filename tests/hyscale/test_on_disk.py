@@ -19,6 +19,7 @@ def store(tmp_path):
     return FeatureTable(make_data(**F32).data.x).save(tmp_path / "x.npy")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_batches_are_those_of_memory(store, prefetch):
     def batches(**options):

@@ -42,12 +42,14 @@ def test_sage_takes_at_most_twice_as_long_as_gcn(dataset, spread, burst, scatter
     assert gcn * 0.99 <= sage <= 2.02 * gcn  # seeds are whole numbers
 
 
+@pytest.mark.medium
 def test_figure_10_follows_from_scattered_reads():
     fpgas, gpus = Case((PRODUCTS, "gcn")), Case((PRODUCTS, "gcn"), gpus=True)
     assert 5 < gpus.epoch() / fpgas.epoch() < 6
     assert pyg_epoch(gpus) / gpus.epoch() == pytest.approx(2.08, rel=0.1)
 
 
+@pytest.mark.medium
 def test_the_manager_repairs_a_mapping_from_data_sheets():
     case, naive = Case((PAPERS, "gcn")), Case((PAPERS, "gcn"), assume=NONE).mapping()
     seconds = managed(case, DynamicResourceManager(naive), 2, iterations=100)

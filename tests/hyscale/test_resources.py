@@ -109,6 +109,7 @@ def test_reaches_the_best_split_in_30_iterations(speeds, seed, known, lag):
     assert sum(map(node.seconds, held)) <= 1.05 * best * len(held)
 
 
+@pytest.mark.medium
 @given(speeds, st.integers(0, 2**32), st.floats(0.3, 3.0), st.integers(0, 4))
 @settings(max_examples=40)
 def test_converges_again_when_a_speed_changes(speeds, seed, factor, which):

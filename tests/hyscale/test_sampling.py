@@ -229,6 +229,7 @@ def test_links_are_modeled_as_nodes_are():
     assert rate > 0
 
 
+@pytest.mark.medium
 def test_the_share_to_begin_with_is_measured():
     loader = make_loader()
     sampling = AcceleratorSampling(loader.node_sampler, CPU)

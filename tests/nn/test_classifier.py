@@ -168,6 +168,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         trainer(tmp_path).fit(NodeClassifier(GraphSAGE(-1, 16, 2, 4), 4), make_loader(make_batch(0, 5)))
 
 
+@pytest.mark.medium
 def test_checkpoint_reload_and_resume(tmp_path: Path) -> None:
     module = make_module(lr=0.02, weight_decay=1e-4, scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1))
     run = trainer(tmp_path, max_epochs=2)

@@ -145,6 +145,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, sparse,
                 assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), (number, name)
 
 
+@pytest.mark.medium
 def test_a_checkpoint_brings_the_table(tmp_path):
     module = make_embedded(data := typed_data())
     run = trainer(tmp_path, max_epochs=1)

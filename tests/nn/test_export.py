@@ -102,6 +102,7 @@ def test_a_program_runs_where_this_package_is_not(name, tmp_path):
     assert run.stdout == "equal\n", run.stderr
 
 
+@pytest.mark.medium
 def test_what_cannot_be_exported():
     with pytest.raises(ValueError, match="GraphSAGE cannot be exported for 5 features: x has 5 features per node, but"):
         export_program(MODELS["sage"](), 5)

@@ -40,6 +40,7 @@ def make_class_data():
     return data
 
 
+@pytest.mark.medium
 def test_of_classes(tmp_path):
     pl.seed_everything(0, verbose=False)
     names = ["top2", "macro_f1", "weighted_acc", "ece", "macro_auroc", "mcc", "kappa", "acc", "ogbn-arxiv"]

@@ -87,6 +87,7 @@ def test_class_weights_and_smoothing_are_those_of_torch(weights, smoothing, tmp_
     assert found["test_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.medium
 def test_one_number_per_node_may_be_a_vector(tmp_path):
     module = NodeRegressor(GraphSAGE(6, 8, 2, 1))
     run = trainer(tmp_path, max_epochs=1)

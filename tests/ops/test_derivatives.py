@@ -91,6 +91,7 @@ def test_a_second_derivative_of_attention_is_refused():
         torch.autograd.grad(grad.pow(2).sum(), source)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "function",
     [

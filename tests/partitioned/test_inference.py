@@ -229,6 +229,7 @@ def predict_type(name, data, folder, nodes, target, order):
     return found, infer_on_one_machine(module, data)[target][order]
 
 
+@pytest.mark.medium
 def test_embeddings_in_place_of_features(tmp_path):
     data = make_typed()
     for name in ("item", "shop"):

@@ -108,6 +108,7 @@ def test_memory_that_may_not_be_written_is_locked_for_reading_and_else_copied_an
     assert runtime.forgotten == 3
 
 
+@pytest.mark.medium
 def test_tables_and_graphs_are_locked_in_place(runtime):
     values = torch.rand(LARGE // 4, 2).to(torch.bfloat16)
     table = FeatureTable(values).pin_memory()

@@ -15,6 +15,7 @@ from tests.batching_data import small_data
 from tests.strategies import edge_indices
 
 
+@pytest.mark.medium
 def test_pygs_worker_processes_sample_anew_in_each_epoch():
     data = small_data()
     torch.manual_seed(0)

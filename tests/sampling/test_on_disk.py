@@ -227,6 +227,7 @@ def test_training_validation_between_and_resuming(folder, tmp_path):
             assert torch.equal(found.state_dict()[name], value), name
 
 
+@pytest.mark.medium
 def test_stopping_early_leaves_no_thread_and_lets_others_look_ahead(folder):
     loader = build(load_folder(folder), num_workers=2, memory=MEMORY).train_dataloader()
     gc.collect()
@@ -395,6 +396,7 @@ def test_an_epoch_ends_with_what_the_next_one_begins_with(tmp_path, workers, mon
     assert blocks[False] <= 1.01 * best < 0.9 * blocks[True]
 
 
+@pytest.mark.medium
 def test_what_was_sampled_for_other_mini_batches_is_not_used(folder, monkeypatch):
     loaders = [
         build(load_folder(folder), num_workers=1, **more).train_dataloader() for more in ({"memory": MEMORY}, {})

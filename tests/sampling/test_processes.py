@@ -60,6 +60,7 @@ def test_a_fork_while_another_thread_compiles_does_not_hang_the_child():
         thread.join(PATIENCE)
 
 
+@pytest.mark.medium
 def test_workers_forked_while_threads_sample_draw_the_same_samples():
     data = small_data(5000, 60_000)
     sampler = NeighborSampler(data, [10, 10], seed=1)

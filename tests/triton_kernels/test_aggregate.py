@@ -136,6 +136,7 @@ def test_attention_and_its_gradient_equal_the_reference(matrix, heads, dtype, sl
     check("edge_softmax_backward", matrix, scores, weight, grad, dtype=dtype)
 
 
+@pytest.mark.medium
 @settings(max_examples=25)
 @given(matrices(), st.sampled_from([1, 3, 40]), dtypes, st.sampled_from([None, torch.int32, torch.int64]))
 def test_sums_of_edges_equal_the_reference(matrix, heads, dtype, ids):

@@ -70,6 +70,7 @@ def test_hot_lists_are_read_in_a_bulk_too():
     assert_bulk_equals_reference(sampler, SEEDS, [4, -1], [1, 2, 3])
 
 
+@pytest.mark.medium
 def test_one_host_synchronisation_for_all(monkeypatch):
     sampler = make_sampler(GRAPHS["path"])
     reads = []
