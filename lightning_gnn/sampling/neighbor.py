@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -408,6 +409,13 @@ class NeighborSampler(BaseSampler):  # type: ignore[misc]
         return out
 
     def _next_key(self) -> int:
+        """Return a key for a caller that gives none, such as PyG's loaders."""
+        if self.semantics == "every_hop":
+            warnings.warn(
+                "semantics='every_hop': PyG's loaders drop which edges belong to a layer, so each layer of a model "
+                "uses those of all hops; use NeighborDataModule, or layer_blocks(batch, every_hop=True)",
+                stacklevel=3,
+            )
         # torch seeds its global generator per worker process and epoch, but identically on all ranks.
         return int(batch_key(self.seed, rank=self._rank.get(), batch=int(torch.randint(2**62, ()))))
 
