@@ -343,7 +343,7 @@ _KERNEL = """Section IV-C as a model (`DataflowKernel`). Edges are sorted by sou
 source row once for all n = 8 scatter-gather PEs. Each PE adds 16 numbers, a 512-bit word, per cycle. Rows between
 layers stay on the chip while they fit. The update has m = 2048 multiply-accumulates per cycle, with five DSPs each in
 single precision. On-chip memory holds the hidden rows of a mini-batch, 1024 x (1 + 25) vertices of 256 numbers; table
-IV gives 48 % of 1280 URAM and 40 % of 2688 BRAM blocks. Look-up tables are not modeled, and there is no FPGA code."""
+IV gives 48 % of 1280 URAM and 40 % of 2688 BRAM blocks. Look-up tables are not modeled; FPGA code is missing."""
 _PYTHON = """The CPU-GPU design and PyG are written in Python (section VI-A1). Python reads scattered rows as slowly as
 the CPU trainer; 32 workers sample with torch-sparse at 1.0e6 edges a second each, as measured here; PyG does one stage
 after the other. These three are assumed for this figure. So Feature Loading explains the FPGAs' 5x to 6x: by table II

@@ -323,7 +323,7 @@ vector units, run the kernels of `ascend_ops/csrc`. Aggregations take the cycles
 all cores together.
 
 Real: {real}. Drawn at the sizes of table 1: {drawn}.
-Reddit has 1/6 of the vertices and 1/36 of the edges, Products 1/16 of both, with L2 and memory scaled alike. Vertices
+Reddit has 1/6 of the vertices and 1/36 of the edges, Products 1/16 of both, with L2 and memory scaled equally. Vertices
 are in the *published* order, or *renumbered* towards falling degree until the edges of 30 ranges differ by 7.4, as
 figure 4 says of Reddit: an input. Where a graph is drawn, the published order says nothing about degrees. Figures 1, 5
 and 11 to 13 are renumbered. Layers aggregate before they multiply (equations 1 and 2).

@@ -27,7 +27,7 @@ class Schedule(Protocol):
     """Protocol of schedules; callers must hold a lock."""
 
     def claim(self) -> int | None:
-        """Assign a mini-batch to a CPU worker; return None if there is none to assign now."""
+        """Assign a mini-batch to a CPU worker; return None if nothing can be assigned now."""
 
     def ready(self, number: int) -> object:
         """Add a mini-batch that a CPU worker has finished."""

@@ -252,7 +252,7 @@ def mag240m(root: str | Path = "data/ogb") -> Data:
 
     121,751,666 nodes, 1,297,748,926 edges, 768 features, 153 classes. Nothing is downloaded (200 GB) or copied: the
     features stay in OGB's file, which is memory-mapped. The first load sorts the edges by target into the user's cache
-    (12 GB, see ``lgnn cache``). OGB publishes no labels of its test papers, so that there is no test split.
+    (12 GB, see ``lgnn cache``). OGB publishes no labels of its test papers, so the test split is missing.
 
     Args:
         root: Folder in which ``ogb`` stores its datasets, with ``mag240m_kddcup2021``.

@@ -58,7 +58,7 @@ class FullGraphDataModule(ResumableDataModule):
         input_val_edges, input_test_edges, input_pred_edges: Edges for validation, testing and prediction; without them,
             the stage has no loader.
         input_train_labels, input_val_labels, input_test_labels, input_pred_labels: Labels ``[n]``, 1 for links and 0
-            for non-links. There is no negative sampling.
+            for non-links. Negative edges are not sampled.
         feature_dtype: Store ``x`` in this dtype. ``"bfloat16"`` or ``"float16"`` halves the memory and the read time,
             preferably with ``Trainer(precision="bf16-mixed")``.
         **kwargs: Not accepted; the error for an unknown option names the closest valid one.

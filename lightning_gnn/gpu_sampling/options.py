@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_gnn.features.memory_pool import check_place
-from lightning_gnn.gpu_sampling.sampler import check_launch
+from lightning_gnn.gpu_sampling.sampler import launch_options
 from lightning_gnn.runtime.messages import memory_bytes, true_or_false, whole_number
 
 
@@ -69,9 +69,9 @@ class PlacementOptions:
     def __post_init__(self) -> None:
         check_place(self.topology, "topology")
         check_place(self.features, "features")
-        check_launch(self.mode, self.fetch_size, self.num_warps, self.programs_per_sm)
-        counts = {"cache_rows": 0, "fetch_size": 1, "prefetch": 0, "bulk": 1, "num_warps": 1, "programs_per_sm": 1}
-        for name, least in counts.items():
+        for name, value in launch_options(self.mode, self.fetch_size, self.num_warps, self.programs_per_sm).items():
+            setattr(self, name, value)
+        for name, least in (("cache_rows", 0), ("prefetch", 0), ("bulk", 1)):
             setattr(self, name, whole_number(getattr(self, name), name, least))
         true_or_false(self.quantize, "quantize")
         self.cache_budget = None if self.cache_bytes == "auto" else memory_bytes(self.cache_bytes, "cache_bytes")

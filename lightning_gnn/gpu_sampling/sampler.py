@@ -116,7 +116,7 @@ class PersistentNeighborSampler(NeighborSampler):
         check_place(topology, "topology")
         if topology == "shard" and machine is None:
             raise ValueError("topology='shard' needs the other GPUs' processes: use PersistentSamplerDataModule")
-        check_launch(mode, fetch_size, num_warps, programs_per_sm)
+        launch = launch_options(mode, fetch_size, num_warps, programs_per_sm)
         host, whole = self.graph, self.whole_graph
         plain = isinstance(host, CSCGraph) and host.time is None and host.weight is None
         if hot_nodes is not None and not plain:
@@ -129,9 +129,6 @@ class PersistentNeighborSampler(NeighborSampler):
             rank_zero_warn("No GPU for the persistent sampler: sampling the same mini-batches on the CPU.")
             return
         self.backend = "triton"
-        launch: dict[str, Any] = {
-            "mode": mode, "fetch_size": fetch_size, "num_warps": num_warps, "programs_per_sm": programs_per_sm
-        }  # fmt: skip
         if machine is not None and topology == "shard":
             self._shard(machine, launch)
             return
@@ -276,14 +273,15 @@ class PersistentNeighborSampler(NeighborSampler):
         return gather_rows(graph.edge_ids.view(-1, 1), edge).view(-1).to(torch.int64)
 
 
-def check_launch(mode: str, fetch_size: object, num_warps: object, programs_per_sm: object) -> None:
-    """Raise a TypeError or ValueError for invalid options of the launch."""
+def launch_options(mode: str, fetch_size: object, num_warps: object, programs_per_sm: object) -> dict[str, Any]:
+    """Return the options of the launch by name; raise a TypeError or ValueError if one is invalid."""
     if mode not in MODES:
         raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(MODES)}")
-    whole_number(fetch_size, "fetch_size", 1)
-    whole_number(programs_per_sm, "programs_per_sm", 1)
+    counts = {"fetch_size": fetch_size, "programs_per_sm": programs_per_sm, "num_warps": num_warps}
+    numbers = {name: whole_number(value, name, 1) for name, value in counts.items()}
     if num_warps not in WARPS:
         raise ValueError(f"num_warps={num_warps!r} is not a power of two up to 32, such as 4")
+    return {"mode": mode, **numbers}
 
 
 def check_shardable(*samplers: BaseSampler) -> None:
