@@ -182,17 +182,6 @@ class Static:
         """Change nothing."""
 
 
-def _threads_alone(now: Any, donor: Any, receiver: Any) -> Any:
-    for target in THREADS(now, donor, receiver):
-        yield replace(now.mapping, threads=target.threads)
-
-
-def _first_remedy(self: Any, now: Any, remedy: Any) -> Any:
-    yield from list(REMEDIES(self, now, remedy))[:1]
-
-
-THREADS = resources.balance_thread
-REMEDIES = DynamicResourceManager._remedies
 WAYS: dict[str, tuple[Callable[[TaskMapping], Manager], list[tuple[Any, str, Any]]]] = {
     "no manager": (Static, []),
     "algorithm 1 as published": (PublishedResourceManager, []),
@@ -200,13 +189,7 @@ WAYS: dict[str, tuple[Callable[[TaskMapping], Manager], list[tuple[Any, str, Any
     "ours, times are proportional to work": (DynamicResourceManager, [(estimates, "RIDGE", 1e9)]),
     "ours, the last 100 measurements": (DynamicResourceManager, [(estimates, "HISTORY", 100)]),
     "ours, no dead band": (DynamicResourceManager, [(resources, "DEAD_BAND", 0.0)]),
-    "ours, threads move without work": (DynamicResourceManager, [(resources, "balance_thread", _threads_alone)]),
-    "ours, threads never go back": (DynamicResourceManager, [(DynamicResourceManager, "_undo", lambda *_: None)]),
-    "ours, only the paper's remedy": (DynamicResourceManager, [(DynamicResourceManager, "_remedies", _first_remedy)]),
-    "ours, the link counts as no resource": (
-        DynamicResourceManager,
-        [(estimates.Estimate, "transfer_per_seed", 0.0)],
-    ),
+    "ours, changes are never undone": (DynamicResourceManager, [(DynamicResourceManager, "_undo", lambda *_: None)]),
 }
 """The managers, with the functions that each replaces."""
 

@@ -100,16 +100,28 @@ class VirtualClock:
     intervals: list[Interval] = field(default_factory=list)
     steps: list[ScheduleAction] = field(default_factory=list)
 
-    def run(self) -> None:
-        """Simulate until the schedule ends."""
+    def __post_init__(self) -> None:
         self.idle = [(worker, 0.0) for worker in range(self.workers)]
         self._claim(0.0)
         self._run_workers_until(0.0)
+
+    def run(self) -> None:
+        """Simulate until the schedule ends."""
+        while self.train_next():
+            pass
+
+    def train_next(self) -> bool:
+        """Simulate until the next mini-batch is trained; return False if the schedule ends before."""
         execute = {"batch": self._batch, "transfer": self._transfer, "train": self._train, "wait": self._wait}
-        while (step := self._step()).kind != "end":
-            execute[step.kind](step)
+        while True:
             if self.working and self.working[0][0] <= self.now:
                 self._run_workers_until(self.now)
+            step = self._step()
+            if step.kind == "end":
+                return False
+            execute[step.kind](step)
+            if step.kind == "train":
+                return True
 
     def _step(self) -> ScheduleAction:
         step = self.schedule.next()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_gnn.hyscale.resource_manager.decisions import ReplayedDecisions, read_decisions
 from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, TaskMapping
-from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager
-from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager, find_remedy
+from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager, find_remedy
+from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager
 from tests.hyscale.closed_loop import Node, run
 
 FIVE = ("sample_cpu", "sample_accelerator", "load", "train_cpu", "accelerator")

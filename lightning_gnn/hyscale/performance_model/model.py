@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import ceil, inf
+from functools import cache, partial
+from math import ceil
 
 from lightning_gnn.hyscale.performance_model.workload import DataflowKernel, Platform, Processor, Workload
-from lightning_gnn.hyscale.resource_manager.mapping import Cost, IterationTimes, TaskMapping, split_evenly
+from lightning_gnn.hyscale.planner.costs import NodeCosts, linear_cost
+from lightning_gnn.hyscale.planner.relaxation import candidates, check_trainers
+from lightning_gnn.hyscale.resource_manager.mapping import Cost, IterationTimes, TaskMapping
 
 _SPLIT_ROUNDS = 4
-_CPU_SEED_STEPS = 16
-"""Candidate numbers of CPU trainer seeds that are tried if threads outnumber cores."""
 
 
 class PerformanceModel:
@@ -158,9 +160,7 @@ class PerformanceModel:
     def best_mapping(self, cpu_trainers: int = 1, num_threads: int | None = None) -> TaskMapping:
         """Return the mapping with the shortest predicted iteration: the initial mapping of section III-B.
 
-        Tries every number of CPU trainer threads, with seeds such that all trainers finish together and the other
-        threads split optimally between Sampling and Feature Loading. The CPU gets no seeds if that is faster. If
-        threads outnumber cores, smaller numbers of CPU seeds are tried too.
+        Tries numbers of CPU trainer threads, each with the best seeds and the best threads of the other tasks.
 
         Args:
             num_threads: Threads to distribute; by default one per core, but at least one per task.
@@ -168,85 +168,56 @@ class PerformanceModel:
         Raises:
             ValueError: There are no trainers, or fewer threads than tasks.
         """
-        least = 2 + cpu_trainers
-        threads = max(self.platform.cores, least) if num_threads is None else num_threads
-        if cpu_trainers < 0 or cpu_trainers + self.platform.num_accelerators < 1:
-            raise ValueError(f"cpu_trainers={cpu_trainers} without an accelerator leaves nothing to train on")
-        if threads < least:
-            raise ValueError(f"num_threads={threads}, but Sampling, Feature Loading and CPU trainers need {least}")
-        best, least_time = None, inf
-        for trainer in range(cpu_trainers, threads - 1) if cpu_trainers else (0,):
-            seeds = self._split_seeds(cpu_trainers, trainer)
-            # If threads outnumber cores, CPU trainers slow down the other tasks: also try fewer CPU seeds.
-            steps = _CPU_SEED_STEPS if threads > self.platform.cores else 1
-            for step in range(steps + 1):
-                candidate = self._reduce_cpu_seeds(seeds, cpu_trainers, 1 - step / steps)
-                mapping = self._assign_threads(candidate, cpu_trainers, threads, trainer)
-                seconds = self.iteration_time(mapping)
-                if best is None or seconds < least_time * (1 - 1e-9):
-                    best, least_time = mapping, seconds
-        assert best is not None
-        return best
+        threads = max(self.platform.cores, 2 + cpu_trainers) if num_threads is None else num_threads
+        check_trainers(cpu_trainers, self.platform.num_accelerators, threads)
+        seeds: Sequence[float] | None = None
+        tried: dict[TaskMapping, float] = {}
+        for _ in range(_SPLIT_ROUNDS):  # iterate, since larger mini-batches share vertices and so cost less per seed
+            costs = replace(self.node_costs(cpu_trainers, seeds), gather_accelerator=None, takes_turns=False)
+            found = candidates(costs, self.workload.batch_size, cpu_trainers, threads)[:_SPLIT_ROUNDS]
+            tried |= {one.mapping: self.iteration_time(one.mapping) for one in found}
+            seeds = found[0].mapping.seeds
+        return min(tried, key=tried.__getitem__)
+
+    def node_costs(self, cpu_trainers: int, seeds: Sequence[float] | None = None) -> NodeCosts:
+        """Return the costs of each stage per seed, linear around the given seeds of each trainer, by default equal."""
+        platform, work = self.platform, self.workload
+        count = cpu_trainers + platform.num_accelerators
+        around = [max(2.0, each) for each in seeds or [work.batch_size / count] * count]
+        on_cpu, mean = max(around[:cpu_trainers], default=2.0), sum(around) / count
+        there = max(around[cpu_trainers:], default=2.0)
+
+        def edges(number: float) -> float:
+            return work.sizes(number).edges[0]
+
+        def read(bandwidth: float) -> Callable[[float], float]:
+            return lambda number: work.sizes(number).vertices[0] * work.row_bytes / bandwidth
+
+        def gather(batches: int) -> Cost:
+            held = batches * work.sizes(there).vertices[0] * work.row_bytes
+            missed = 1 - work.hit_rate(max(0.0, platform.accelerator_memory - held))
+            return linear_cost(read(platform.gather_bandwidth / missed) if missed else lambda number: 0.0, there)
+
+        accelerator, rate = platform.accelerator, platform.accelerator_sampling
+        return NodeCosts(
+            cores=platform.cores,
+            sample=linear_cost(lambda number: edges(number) / platform.sampling, mean),
+            load=cache(lambda threads: linear_cost(read(platform.read_bandwidth(threads)), mean)),
+            train_cpu=cache(
+                lambda threads: (
+                    (linear_cost(partial(self.trainer_time, self.cpu_trainer(threads, cpu_trainers)), on_cpu),)
+                    * cpu_trainers
+                )
+            ),
+            train=()
+            if accelerator is None
+            else (linear_cost(partial(self.trainer_time, accelerator), there),) * platform.num_accelerators,
+            transfer=linear_cost(self.transfer_time, there),
+            sample_accelerator=linear_cost(lambda number: edges(number) / rate, there) if rate else None,
+            gather_accelerator=cache(gather) if platform.gather_bandwidth else None,
+            sync=self.sync_time(),
+        )
 
     @staticmethod
     def _combine_phases(processor: Processor, aggregate: float, update: float) -> float:
         return max(aggregate, update) if processor.pipelined else aggregate + update
-
-    def _split_seeds(self, cpu_trainers: int, threads: int) -> tuple[int, ...]:
-        """Return the seeds with which all trainers and their transfers take equally long."""
-        platform, total = self.platform, self.workload.batch_size
-        count = cpu_trainers + platform.num_accelerators
-        seeds = [total / count] * count
-        costs: list[Cost] = []
-        cpu = self.cpu_trainer(threads, cpu_trainers)
-        for _ in range(_SPLIT_ROUNDS):  # iterate, since larger mini-batches share vertices and so cost less per seed
-            costs = []
-            for index, share in enumerate(seeds):
-                share = max(1.0, share)
-                if index < cpu_trainers:
-                    seconds = self.trainer_time(cpu, share)
-                else:
-                    assert platform.accelerator is not None
-                    seconds = max(self.trainer_time(platform.accelerator, share), self.transfer_time(share))
-                costs.append(Cost(0.0, seconds / share))
-            speeds = [1 / cost.per_unit for cost in costs]
-            seeds = [total * speed / sum(speeds) for speed in speeds]
-        return split_evenly(total, costs, least=0)
-
-    def _reduce_cpu_seeds(self, seeds: tuple[int, ...], cpu_trainers: int, fraction: float) -> tuple[int, ...]:
-        """Reduce the CPU trainers' seeds to a fraction, and split the rest evenly between the accelerators."""
-        num_accelerators = self.platform.num_accelerators
-        if not num_accelerators or fraction == 1.0:
-            return seeds
-        cpu_seeds = tuple(round(fraction * count) for count in seeds[:cpu_trainers])
-        share, rest = divmod(sum(seeds) - sum(cpu_seeds), num_accelerators)
-        return cpu_seeds + tuple(share + (index < rest) for index in range(num_accelerators))
-
-    def _assign_threads(self, seeds: tuple[int, ...], cpu_trainers: int, threads: int, trainer: int) -> TaskMapping:
-        """Split the remaining threads between Sampling and Feature Loading, and the sampling between devices."""
-        platform, left = self.platform, threads - trainer
-        accelerator_rate = platform.accelerator_sampling * platform.num_accelerators
-
-        def mapping(sampler: int) -> TaskMapping:
-            share = accelerator_rate / (accelerator_rate + platform.sampling * sampler) if accelerator_rate else 0.0
-            return TaskMapping(seeds, cpu_trainers, (sampler, left - sampler, trainer), share)
-
-        sampled = sum(self.workload.sizes(n).edges[0] for n in seeds if n)
-        loaded = self.load_time(mapping(1)) * platform.read_bandwidth(left - 1)
-
-        def slower(sampler: int) -> float:
-            sampling = sampled / (platform.sampling * sampler + accelerator_rate)
-            return max(sampling, loaded / platform.read_bandwidth(left - sampler))
-
-        low, high = 1, left - 1
-        while low < high:  # binary search: more sampler threads speed up sampling but slow down loading
-            middle = (low + high) // 2
-            low, high = (low, middle) if slower(middle) <= slower(middle + 1) else (middle + 1, high)
-        return self._offload_sampling(mapping(low)) if accelerator_rate and threads > platform.cores else mapping(low)
-
-    def _offload_sampling(self, mapping: TaskMapping) -> TaskMapping:
-        """Raise the accelerators' sampling share until they finish together with the oversubscribed CPU threads."""
-        on_cpu, offloaded = (self.stage_times(replace(mapping, accelerator_sampling=share)) for share in (0.0, 1.0))
-        most, least = (self._shared_core_time(times, mapping.threads) for times in (on_cpu, offloaded))
-        share = most / (most - least + (offloaded.sample_accelerator or 0.0))
-        return replace(mapping, accelerator_sampling=max(mapping.accelerator_sampling, min(share, 1.0)))

@@ -56,6 +56,10 @@ class Platform:
     core_bandwidth: float = inf
     num_nodes: int = 1
     scattered_bandwidth: float = inf  # bytes per second of neighbors' rows, at random places, for all CPU trainers
+    gather_bandwidth: float = (
+        0.0  # bytes per second at which an accelerator gathers rows of CPU memory; 0 if unsupported
+    )
+    accelerator_memory: float = 0.0  # bytes of one accelerator for prepared mini-batches and a cache of feature rows
 
     def __post_init__(self) -> None:
         if (self.accelerator is None) != (self.num_accelerators == 0) or self.num_accelerators < 0:
@@ -65,6 +69,8 @@ class Platform:
         rates = (self.pcie_bandwidth, self.core_bandwidth, self.scattered_bandwidth, self.sampling)
         if min(self.cores, self.num_nodes) < 1 or min(rates) <= 0 or self.accelerator_sampling < 0:
             raise ValueError(f"cores, nodes, bandwidths and sampling rates must be positive: {self}")
+        if min(self.gather_bandwidth, self.accelerator_memory) < 0:
+            raise ValueError(f"gather_bandwidth and accelerator_memory must not be negative: {self}")
 
     def read_bandwidth(self, threads: float) -> float:
         """Return the bytes per second that ``threads`` CPU threads read from CPU memory."""
@@ -103,6 +109,7 @@ class Workload:
     transfer_dtype: str | None = None
     degree_spread: float = 0.0  # sigma of log-normal degrees; 0: every vertex has the mean degree
     undirected: bool = False  # whether a hop reaches a vertex as often as it has neighbors; citations do not
+    read_skew: float = 0.5  # the rows most read, a fraction q of all, get ``q ** (1 - read_skew)`` of the reads
 
     def __post_init__(self) -> None:
         if min(self.num_vertices, self.num_train, self.batch_size, self.update_inputs) < 1 or self.num_edges < 0:
@@ -149,6 +156,10 @@ class Workload:
         """Bytes of all weight matrices, the numerator of equation 13."""
         numbers = sum(wide * next_ for wide, next_ in pairwise(self.widths))
         return self.update_inputs * numbers * self.feature_bytes
+
+    def hit_rate(self, cache_bytes: float) -> float:
+        """Return the fraction of feature reads that a cache of the rows most read answers."""
+        return min(1.0, cache_bytes / (self.num_vertices * self.row_bytes)) ** (1 - self.read_skew)
 
     def sizes(self, seeds: float) -> BatchSizes:
         """Return the expected sizes of a mini-batch with ``seeds`` seeds."""

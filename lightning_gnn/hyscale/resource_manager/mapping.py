@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, Literal, NamedTuple
 
 Stage = Literal["sample_cpu", "sample_accelerator", "load", "train_cpu", "accelerator"]
@@ -25,7 +26,10 @@ class TaskMapping:
     cpu_trainers: int = 0
     # CPU threads of Sampling, Feature Loading and all CPU trainers. Their sum never changes.
     threads: tuple[int, int, int] = (1, 1, 1)
-    accelerator_sampling: float = 0.0  # fraction of the sampling done by accelerators, 0 to 1
+    # fraction of the sampling done by accelerators, 0 to 1; with ``buffers``, of the whole preparation, as predicted
+    accelerator_sampling: float = 0.0
+    # gbs, cbs, lead and row of collective batching on each accelerator; None: HyScale-GNN's stages prepare everything
+    buffers: tuple[int, int, int, int] | None = None
 
     def __post_init__(self) -> None:
         if not self.seeds or sum(self.seeds) < 1 or min(self.seeds) < 0:
@@ -60,11 +64,29 @@ class TaskMapping:
         """Total seeds of the accelerators."""
         return sum(self.seeds[self.cpu_trainers :])
 
+    @property
+    def accelerator_fraction(self) -> float:
+        """Fraction of their own mini-batches that accelerators sample, or prepare."""
+        return min(1.0, self.accelerator_sampling * self.total / (self.accelerator_seeds or self.total))
+
+    def rank_threads(self, trainer: int, uses_threads: Sequence[bool] | None = None) -> tuple[int, int, int]:
+        """Return a trainer's threads for sampling and feature loading, in proportion to its work, and for training."""
+        kept = 1.0 if self.buffers is None else 1.0 - self.accelerator_fraction
+        work = [seeds * (1.0 if index < self.cpu_trainers else kept) for index, seeds in enumerate(self.seeds)]
+        share = work[trainer] / (sum(compress(work, uses_threads or [True] * len(work))) or 1)
+        sampling, loading, training = self.threads
+        own = max(1, training // max(1, self.cpu_trainers)) if trainer < self.cpu_trainers else 1
+        return max(1, round(sampling * share)), max(1, round(loading * share)), own
+
     def __str__(self) -> str:
         """Return one line: seeds of the CPU trainers + seeds of the accelerators, and the threads."""
         groups = {"cpu": self.seeds[: self.cpu_trainers], "accelerator": self.seeds[self.cpu_trainers :]}
         seeds = " + ".join(f"{name} {'/'.join(map(str, group))}" for name, group in groups.items() if group)
         text = f"seeds {seeds}, threads {'/'.join(map(str, self.threads))}"
+        if self.buffers is not None:
+            on_gpu, on_cpu, *_ = self.buffers
+            sizes = {(False, True): "by the CPU", (True, False): "by accelerators"}.get((on_gpu > 0, on_cpu > 0))
+            return f"{text}, prepared {sizes or f'{on_gpu} by accelerators, {on_cpu} by the CPU'}"
         share = self.accelerator_sampling
         return text + (f", {share:.0%} sampled on accelerators" if share else "")
 
@@ -89,7 +111,9 @@ class TaskMapping:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the mapping as plain lists and numbers."""
-        return {**vars(self), "seeds": list(self.seeds), "threads": list(self.threads)}
+        buffers = {} if self.buffers is None else {"buffers": list(self.buffers)}
+        state = {name: value for name, value in vars(self).items() if name != "buffers"}
+        return {**state, "seeds": list(self.seeds), "threads": list(self.threads), **buffers}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> TaskMapping:
@@ -101,6 +125,7 @@ class TaskMapping:
                 int(state["cpu_trainers"]),
                 (int(sampler), int(loader), int(trainer)),
                 float(state["accelerator_sampling"]),
+                None if state.get("buffers") is None else tuple(map(int, state["buffers"])),  # type: ignore[arg-type]
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a mapping of seeds and threads: {state!r}") from error

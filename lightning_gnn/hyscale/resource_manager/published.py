@@ -2,14 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal, NamedTuple
 
 from lightning_gnn.hyscale.resource_manager.decisions import STAGE_NAMES, Decision, Recorder, describe_change, format_ms
-from lightning_gnn.hyscale.resource_manager.mapping import CPU_TASKS, IterationTimes, Stage, TaskMapping
-from lightning_gnn.hyscale.resource_manager.resources import MIN_SAMPLING_SHARE, find_remedy
+from lightning_gnn.hyscale.resource_manager.mapping import CPU_TASKS, STAGES, IterationTimes, Stage, TaskMapping
+from lightning_gnn.hyscale.resource_manager.resources import MIN_SAMPLING_SHARE
 
 STEP_FRACTION = 1 / 32
 """Fraction of an iteration's seeds, or of the sampling, that one ``balance_work`` moves."""
+
+
+class Remedy(NamedTuple):
+    """Action that algorithm 1 selects."""
+
+    # ``balance_work`` redistributes work between the processors of both stages; ``balance_thread`` moves threads from
+    # the first to the second stage; ``none`` if no other CPU task can donate threads
+    kind: Literal["balance_work", "balance_thread", "none"]
+    first: Stage
+    second: Stage
+    bottleneck: Stage
+
+
+def find_remedy(times: Mapping[Stage, float]) -> Remedy:
+    """Return the remedy of algorithm 1 for the slowest stage."""
+    # Lines 23 and 31 of the paper take threads from the fastest stage, which may run on an accelerator: here they take
+    # them from the fastest CPU task. Of two equal times, the stage listed first in line 2 counts as slower.
+    if not times:
+        raise ValueError("no stage times to find a bottleneck in")
+    by_time = sorted((stage for stage in STAGES if stage in times), key=lambda stage: -times[stage])  # line 2
+    bottleneck, fastest = by_time[0], by_time[-1]
+    second = by_time[-2] if len(by_time) > 1 else fastest
+    samplers: tuple[Stage, Stage] = ("sample_cpu", "sample_accelerator")
+    trainers: tuple[Stage, Stage] = ("train_cpu", "accelerator")
+
+    if bottleneck == "sample_accelerator":  # lines 11 and 12
+        return Remedy("balance_work", *samplers, bottleneck)
+    if bottleneck == "accelerator":  # lines 13 and 14
+        return Remedy("balance_work", *trainers, bottleneck)
+    if bottleneck == "sample_cpu" and _is_ahead("sample_accelerator", "accelerator", fastest, second):  # lines 18 to 21
+        return Remedy("balance_work", *samplers, bottleneck)
+    if bottleneck == "train_cpu" and _is_ahead("accelerator", "sample_accelerator", fastest, second):  # lines 26 to 29
+        return Remedy("balance_work", *trainers, bottleneck)
+    fastest_cpu_task = [stage for stage in by_time if stage in CPU_TASKS][-1]  # lines 7 and 8
+    kind: Literal["balance_thread", "none"] = "none" if fastest_cpu_task == bottleneck else "balance_thread"
+    return Remedy(kind, fastest_cpu_task, bottleneck, bottleneck)  # lines 16, 23, 31
+
+
+def _is_ahead(partner: Stage, other: Stage, fastest: Stage, second: Stage) -> bool:
+    """Whether the accelerator's counterpart is the fastest stage, or second to the accelerator's other stage."""
+    return fastest == partner or (fastest == other and second == partner)
 
 
 class PublishedResourceManager(Recorder):

@@ -1,0 +1,199 @@
+"""Closed forms of a node's iteration: the start of the search, and a lower bound.
+
+With unlimited buffers, an iteration takes as long as its busiest resource: an accelerator, its PCIe link, the CPU
+threads of a task, or all cores. Each is linear in the fraction of mini-batches that accelerators prepare, so the best
+fraction is 0, 1 or an intersection. This is equation 6 of MorphGL with the trainers and stages of equations 7 to 13 of
+HyScale-GNN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from lightning_gnn.hyscale.planner.costs import NodeCosts
+from lightning_gnn.hyscale.resource_manager.mapping import Cost, TaskMapping, split_evenly
+
+Threads = tuple[int, int, int]
+_MAX_THREAD_COUNTS = 32  # candidates for the CPU trainers' threads
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mapping, with its seconds per iteration according to the closed forms."""
+
+    mapping: TaskMapping
+    collective: bool  # whether accelerators prepare whole mini-batches, else they may only sample
+    seconds: float
+    fraction: float  # of their mini-batches that accelerators prepare, or sample, themselves
+
+
+def resource_seconds(
+    costs: NodeCosts, collective: bool, seeds: Sequence[int], threads: Threads | None, fraction: float
+) -> list[float]:
+    """Return the seconds for which each resource is busy in an iteration.
+
+    Args:
+        seeds: Seeds of each trainer, CPU trainers first.
+        threads: Threads of sampling, feature loading and CPU training; None: only the cores are limited.
+        fraction: Fraction of their mini-batches that accelerators prepare or sample themselves.
+    """
+    cpu = len(seeds) - costs.num_accelerators
+    on_cpu, on_accelerators = seeds[:cpu], seeds[cpu:]
+    kept = 1.0 if costs.sample_accelerator is None else 1.0 - fraction
+    kept_loading = kept if collective else 1.0
+    sampler, loader, trainer = threads or (costs.cores,) * 3
+    sampling = _total(costs.sample, on_cpu) + kept * _total(costs.sample, on_accelerators)
+
+    def loading(number: int) -> float:
+        cost = costs.load(number)
+        return _total(cost, on_cpu) + kept_loading * _total(cost, on_accelerators)
+
+    found = []
+    for cost, each in zip(costs.train, on_accelerators, strict=True):
+        step, link = cost.seconds(each) + costs.sync, costs.transfer.seconds(each)
+        sampled = 0.0 if costs.sample_accelerator is None else fraction * costs.sample_accelerator.seconds(each)
+        if collective:
+            prepared = fraction * costs.prepare_accelerator(1).seconds(each)
+            found += [step + prepared, (1 - fraction) * link + prepared]
+        elif costs.takes_turns:
+            found += [step + sampled, link]
+        else:
+            found += [step, link, sampled]
+    trained = [cost.seconds(each) for cost, each in zip(costs.train_cpu(trainer), on_cpu, strict=True)] if cpu else []
+    found += [seconds + costs.sync for seconds, each in zip(trained, on_cpu, strict=True) if each]
+    one_thread = loading(1)
+    if threads is None:
+        busy = sum(cost.seconds(each) for cost, each in zip(costs.train_cpu(1), on_cpu, strict=True)) if cpu else 0.0
+        return [*found, loading(costs.cores), (sampling + one_thread + busy) / costs.cores]
+    if collective:  # the same threads sample and load
+        workers = sampler + loader
+        found += [(sampling + one_thread) / workers, loading(workers)]
+    else:
+        found += [sampling / sampler, loading(loader)]
+    if sum(threads) > costs.cores:
+        busy = max(trained, default=0.0) * min(trainer, costs.cores)
+        found.append((sampling + loading(loader) * loader + busy) / costs.cores)
+    return found
+
+
+def best_fraction(
+    costs: NodeCosts, collective: bool, seeds: Sequence[int], threads: Threads | None
+) -> tuple[float, float]:
+    """Return the shortest time of an iteration in seconds, and the accelerators' fraction for it."""
+    none, every = (resource_seconds(costs, collective, seeds, threads, fraction) for fraction in (0.0, 1.0))
+    if costs.sample_accelerator is None or none == every:
+        return max(none), 0.0
+    lines = list(zip(none, (one - zero for zero, one in zip(none, every, strict=True)), strict=True))
+    places = [0.0, 1.0]
+    for (start, slope), (other, slope_of_other) in combinations(lines, 2):
+        if slope != slope_of_other and 0 < (place := (other - start) / (slope - slope_of_other)) < 1:
+            places.append(place)
+    return min((max(start + place * slope for start, slope in lines), place) for place in places)
+
+
+def candidates(costs: NodeCosts, total: int, cpu_trainers: int, num_threads: int) -> list[Candidate]:
+    """Return the best mapping for each kind of preparation and number of CPU training threads, the fastest first.
+
+    Args:
+        total: Seeds of an iteration.
+        num_threads: CPU threads to distribute, at least one per task.
+    """
+    most = num_threads - 2
+    counts = (
+        sorted({*range(max(1, cpu_trainers), most + 1, 1 + most // _MAX_THREAD_COUNTS), most}) if cpu_trainers else [0]
+    )
+    found = [
+        _best_split(costs, collective, total, cpu_trainers, num_threads, count)
+        for collective in {False, costs.can_gather}
+        for count in counts
+    ]
+    return sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def check_trainers(cpu_trainers: int, num_accelerators: int, num_threads: int) -> None:
+    """Raise a ValueError if there are no trainers, or fewer threads than tasks."""
+    if cpu_trainers < 0 or cpu_trainers + num_accelerators < 1:
+        raise ValueError(f"cpu_trainers={cpu_trainers} without an accelerator leaves nothing to train on")
+    if num_threads < 2 + cpu_trainers:
+        needed = f"Sampling, Feature Loading and CPU trainers need {2 + cpu_trainers}"
+        raise ValueError(f"num_threads={num_threads}, but {needed}")
+
+
+def lower_bound(costs: NodeCosts, total: int, cpu_trainers: int) -> float:
+    """Return seconds that no mapping and no schedule can fall below with these costs."""
+    return min(
+        best_fraction(costs, collective, seeds, None)[0]
+        for collective in {False, costs.can_gather}
+        for seeds in _search(costs, collective, total, cpu_trainers, None)
+    )
+
+
+def _best_split(costs: NodeCosts, collective: bool, total: int, cpu: int, num_threads: int, trainer: int) -> Candidate:
+    """Return the best seeds and the best threads of sampling and feature loading for a number of training threads."""
+    left = num_threads - trainer
+    # The best division between sampling and feature loading hardly depends on the seeds of each trainer. Accelerators
+    # that sample count as further sampling threads. With collective batching, the same threads do both.
+    sampling = costs.sample.seconds(total)
+    further = 0.0
+    if costs.sample_accelerator is not None and costs.train:
+        further = costs.num_accelerators * costs.sample.per_unit / costs.sample_accelerator.per_unit
+
+    def slower(sampler: int) -> float:
+        return max(sampling / (sampler + further), costs.load(left - sampler).seconds(total))
+
+    low, high = 1, left - 1
+    while low < high:  # binary search: more sampling threads speed up sampling but slow down loading
+        middle = (low + high) // 2
+        low, high = (low, middle) if slower(middle) <= slower(middle + 1) else (middle + 1, high)
+    threads = [(sampler, left - sampler, trainer) for sampler in sorted({low, max(1, low - 1)})]
+    found = [best_seeds(costs, collective, total, cpu, each) for each in threads]
+    return min(found, key=lambda candidate: candidate.seconds)
+
+
+def best_seeds(costs: NodeCosts, collective: bool, total: int, cpu_trainers: int, threads: Threads) -> Candidate:
+    """Return the best seeds of each trainer, and the best fraction on accelerators, for numbers of threads."""
+    found = []
+    for seeds in _search(costs, collective, total, cpu_trainers, threads):
+        seconds, fraction = best_fraction(costs, collective, seeds, threads)
+        share = fraction * sum(seeds[cpu_trainers:]) / total
+        found.append(Candidate(TaskMapping(seeds, cpu_trainers, threads, share), collective, seconds, fraction))
+    return min(found, key=lambda candidate: candidate.seconds)
+
+
+def _search(
+    costs: NodeCosts, collective: bool, total: int, cpu: int, threads: Threads | None
+) -> Iterator[tuple[int, ...]]:
+    """Yield the trainers' seeds without CPU trainers, and those of the best share of CPU trainers."""
+    by_thread = costs.train_cpu(costs.cores if threads is None else threads[2]) if cpu else ()
+
+    def split(on_cpu: int) -> tuple[int, ...]:
+        return (*split_between(on_cpu, by_thread), *split_between(total - on_cpu, costs.train))
+
+    if not costs.train:
+        yield split(total)
+        return
+    yield split(0)
+    # Binary search: the time first falls and then rises with the CPU trainers' seeds. A step changes every accelerator.
+    low, high, step = 1, total, len(costs.train)
+    while cpu and low < high:
+        middle = (low + high) // 2
+        here, there = (
+            best_fraction(costs, collective, split(min(each, total)), threads)[0] for each in (middle, middle + step)
+        )
+        low, high = (low, middle) if here <= there else (middle + 1, high)
+    if cpu:
+        yield from (split(min(max(1, each), total)) for each in (low - step, low, low + step))
+
+
+def split_between(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
+    """Split seeds between trainers that finish together."""
+    if len(set(costs)) > 1:
+        return split_evenly(total, costs, least=0)
+    share, rest = divmod(total, max(1, len(costs)))
+    return tuple(share + (index < rest) for index in range(len(costs)))
+
+
+def _total(cost: Cost, seeds: Sequence[int]) -> float:
+    return sum(cost.seconds(each) for each in seeds)
