@@ -1,7 +1,7 @@
 """An independent discrete-event simulation of a node: the judge of ``benchmarks.hyscale.node_planner``.
 
 Every thread, link and trainer is a process. It shares no code with the planner's own simulation but the schedule, and
-cores are a resource: a job of a CPU worker waits for a free one.
+cores are a resource: if there are more threads than cores, the threads take turns.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ Wait = float | str
 """Seconds to wait, or the name of the event to wait for."""
 Process = Generator[Wait, None, None]
 Seconds = Callable[[str, int], float]  # of a stage of a mini-batch
+TURN_S = 1e-3
+"""Seconds for which a thread keeps a core that others wait for."""
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
@@ -55,7 +57,8 @@ class Events:
 class JudgedNode:
     """A node with cores, trainers and an all-reduce after each iteration."""
 
-    def __init__(self, cores: int, trainers: int, iterations: int, sync: float) -> None:
+    def __init__(self, cores: int, threads: int, trainers: int, iterations: int, sync: float) -> None:
+        self._take_turns = threads > cores
         self.events, self.iterations = Events(), iterations
         self._free_cores, self._trainers, self._sync = cores, trainers, sync
         self._arrived, self._iteration = 0, 0
@@ -99,12 +102,17 @@ class JudgedNode:
     # -- processes
 
     def _core(self, seconds: float) -> Process:
-        while not self._free_cores:
-            yield "core"
-        self._free_cores -= 1
-        yield seconds
-        self._free_cores += 1
-        self.events.happens("core")
+        if not self._take_turns:
+            yield seconds
+            return
+        while seconds > 0:
+            while not self._free_cores:
+                yield "core"
+            self._free_cores -= 1
+            yield min(seconds, TURN_S)
+            seconds -= TURN_S
+            self._free_cores += 1
+            self.events.happens("core")
 
     def _worker(self, name: str, schedule: BatchSchedule, seconds: Seconds) -> Process:
         while True:

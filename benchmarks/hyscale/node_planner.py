@@ -126,7 +126,8 @@ def stage_seconds(costs: NodeCosts, mapping: TaskMapping, trainer: int) -> dict[
 
 def _judge(costs: NodeCosts, mapping: TaskMapping, iterations: int, seed: int) -> float:
     active = [index for index, seeds in enumerate(mapping.seeds) if seeds]
-    node = JudgedNode(costs.cores, len(active), iterations, costs.sync)
+    threads = sum(sum(mapping.rank_threads(index)[: 2 + (index < mapping.cpu_trainers)]) for index in active)
+    node = JudgedNode(costs.cores, threads, len(active), iterations, costs.sync)
     for index in active:
         generator, means = np.random.default_rng((seed, index, 7)), stage_seconds(costs, mapping, index)
         margin = 2 * sum(mapping.buffers[:3]) if mapping.buffers else 0

@@ -40,11 +40,12 @@ def simulate_iterations(costs: NodeCosts, mapping: TaskMapping, iterations: int,
         seed: Draws the durations of all stages with the costs' spread; None: the means.
     """
     seconds, fraction = _simulate(costs, mapping, iterations, seed, 1.0)
-    threads = [mapping.rank_threads(index) for index, seeds in enumerate(mapping.seeds) if seeds]
-    if sum(map(sum, threads)) > costs.cores:  # if the threads keep all cores busy, they take turns
+    cpu, active = mapping.cpu_trainers, [index for index, seeds in enumerate(mapping.seeds) if seeds]
+    threads = sum(sum(mapping.rank_threads(index)[: 2 + (index < cpu)]) for index in active)
+    if threads > costs.cores:  # they take turns, which slows them down as far as they keep the cores busy
         busy = resource_seconds(costs, mapping.buffers is not None, mapping.seeds, None, fraction)[-1]
-        if busy > seconds:
-            return _simulate(costs, mapping, iterations, seed, busy / seconds)[0]
+        slowdown = max(busy / seconds, 1 + (threads / costs.cores - 1) * min(1.0, busy / seconds))
+        return _simulate(costs, mapping, iterations, seed, slowdown)[0]
     return seconds
 
 
