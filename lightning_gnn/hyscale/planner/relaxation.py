@@ -169,7 +169,7 @@ def _search(
     by_thread = costs.train_cpu(costs.cores if threads is None else threads[2]) if cpu else ()
 
     def split(on_cpu: int) -> tuple[int, ...]:
-        return (*split_between(on_cpu, by_thread), *split_between(total - on_cpu, costs.train))
+        return (*split_evenly(on_cpu, by_thread), *split_evenly(total - on_cpu, costs.train))
 
     if not costs.train:
         yield split(total)
@@ -185,14 +185,6 @@ def _search(
         low, high = (low, middle) if here <= there else (middle + 1, high)
     if cpu:
         yield from (split(min(max(1, each), total)) for each in (low - step, low, low + step))
-
-
-def split_between(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
-    """Split seeds between trainers that finish together."""
-    if len(set(costs)) > 1:
-        return split_evenly(total, costs, least=0)
-    share, rest = divmod(total, max(1, len(costs)))
-    return tuple(share + (index < rest) for index in range(len(costs)))
 
 
 def _total(cost: Cost, seeds: Sequence[int]) -> float:

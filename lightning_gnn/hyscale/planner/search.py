@@ -15,10 +15,9 @@ from lightning_gnn.hyscale.planner.relaxation import (
     candidates,
     check_trainers,
     lower_bound,
-    split_between,
 )
 from lightning_gnn.hyscale.planner.simulate import simulate_iterations
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
+from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping, split_evenly
 
 _ITERATIONS, _FINAL_ITERATIONS, _FINAL_DRAWS = 80, 240, 4  # simulated iterations of a trial, and of a finalist
 _STARTS = 2  # starts of the local search for each kind of preparation
@@ -85,7 +84,7 @@ def _alone(costs: NodeCosts, total: int, cpu: int, num_threads: int, gpu_buffer_
     """Return the plans of collective batching alone, and of each processor alone for the preparation."""
     if not costs.can_gather:
         return {}
-    seeds, workers = (*(0,) * cpu, *split_between(total, costs.train)), num_threads - cpu
+    seeds, workers = (*(0,) * cpu, *split_evenly(total, costs.train)), num_threads - cpu
     mapping = TaskMapping(seeds, cpu, (workers // 2, workers - workers // 2, cpu))
     times = stage_times(costs, mapping, gpu_buffer_size)
     plan = Dispatcher(times, gpu_buffer_size, num_batches=_FINAL_ITERATIONS).plan()
@@ -185,7 +184,7 @@ class _LocalSearch:
             for sign in (-1, 1):
                 on_cpu = mapping.cpu_seeds + sign * max(1, mapping.total // part)
                 if 0 <= on_cpu <= mapping.total:
-                    seeds = (*split_between(on_cpu, by_thread), *split_between(mapping.total - on_cpu, costs.train))
+                    seeds = (*split_evenly(on_cpu, by_thread), *split_evenly(mapping.total - on_cpu, costs.train))
                     yield replace(mapping, seeds=seeds)
 
     def _threads(self, mapping: TaskMapping) -> Iterator[TaskMapping]:

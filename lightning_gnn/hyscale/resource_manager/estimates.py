@@ -36,30 +36,6 @@ class Estimate:
         """Seconds of the slowest stage."""
         return self.times.bottleneck
 
-    @property
-    def transfer_per_seed(self) -> float:
-        """Seconds of Data Transfer per accelerator seed."""
-        return (self.times.transfer or 0.0) / max(1, self.mapping.accelerator_seeds)
-
-    def under(self, mapping: TaskMapping) -> Estimate:
-        """Predict the stage times under another mapping, proportional to work and inverse to threads."""
-        now, times = self.mapping, self.times
-        sampler, loader, trainer = (old / max(1, new) for old, new in zip(now.threads, mapping.threads, strict=True))
-        costs = [
-            cost.scaled(trainer) if cost and index < now.cpu_trainers else cost for index, cost in enumerate(self.costs)
-        ]
-        trainers = [cost.seconds(n) if cost and n else None for cost, n in zip(costs, mapping.seeds, strict=True)]
-        share, old_share = mapping.accelerator_sampling, now.accelerator_sampling
-        predicted = IterationTimes(
-            _scale(times.sample_cpu, sampler * ((1 - share) / (1 - old_share) if old_share < 1 else 1.0)),
-            _scale(times.load, loader),
-            tuple(trainers[: mapping.cpu_trainers]),
-            tuple(trainers[mapping.cpu_trainers :]),
-            _scale(times.transfer, mapping.accelerator_seeds / max(1, now.accelerator_seeds)),
-            _scale(times.sample_accelerator, share / old_share if old_share else 1.0),
-        )
-        return Estimate(mapping, predicted, tuple(costs))
-
 
 class Measurements:
     """Recent times of every task, and an outlier-resistant linear fit through them."""
@@ -136,7 +112,3 @@ def _fit_cost(known: Sequence[tuple[float, float]], units: float) -> Cost:
     seconds = max(overhead + per_unit * units, MIN_SLOPE_FRACTION * work / works * units)
     per_unit = max(per_unit, MIN_SLOPE_FRACTION * seconds / units)
     return Cost(max(0.0, seconds - per_unit * units), per_unit)
-
-
-def _scale(seconds: float | None, factor: float) -> float | None:
-    return None if seconds is None else seconds * factor

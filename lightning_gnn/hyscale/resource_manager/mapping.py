@@ -173,11 +173,6 @@ class IterationTimes:
         """Time of the slowest stage, which equals an iteration of an ideal pipeline (equation 6)."""
         return max(self.stages().values(), default=0.0)
 
-    @property
-    def propagation(self) -> float:
-        """Time of the slowest trainer or of the slowest transfer, whichever is longer."""
-        return _slowest((self.transfer, *self.trainers)) or 0.0
-
     def scaled(self, factor: float) -> IterationTimes:
         """Return a copy with every time multiplied by ``factor``."""
 
@@ -209,29 +204,23 @@ class Cost(NamedTuple):
         return Cost(self.overhead * factor, self.per_unit * factor)
 
 
-def split_evenly(
-    total: int, costs: Sequence[Cost | None], group: Sequence[int] = (), group_per_seed: float = 0.0, least: int = 1
-) -> tuple[int, ...]:
-    """Split seeds between trainers so that the slowest finishes as early as possible; ``group`` shares one link."""
-    present = {index: cost for index, cost in enumerate(costs) if cost is not None}
-    if not present:
-        raise ValueError(f"no trainer for {total} seeds")
+def split_evenly(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
+    """Split seeds between trainers so that the slowest finishes as early as possible."""
+    if len(set(costs)) <= 1:
+        share, rest = divmod(total, max(1, len(costs)))
+        return tuple(share + (index < rest) for index in range(len(costs)))
 
-    def seeds_within(seconds: float) -> dict[int, float]:
-        seeds = {index: max(float(least), (seconds - cost.overhead) / cost.per_unit) for index, cost in present.items()}
-        link_seconds = sum(seeds[index] for index in group if index in seeds) * group_per_seed
-        if link_seconds > seconds:
-            seeds.update({index: seeds[index] * seconds / link_seconds for index in group if index in seeds})
-        return seeds
+    def seeds_within(seconds: float) -> list[float]:
+        return [max(0.0, (seconds - cost.overhead) / cost.per_unit) for cost in costs]
 
-    low, high = 0.0, min(cost.seconds(total) for cost in present.values()) + group_per_seed * total
+    low, high = 0.0, min(cost.seconds(total) for cost in costs)
     for _ in range(32):  # bisect the time in which all seeds can be processed
         middle = (low + high) / 2
-        low, high = (low, middle) if sum(seeds_within(middle).values()) >= total else (middle, high)
-    seeds = {index: max(least, int(number + 1e-6)) for index, number in seeds_within(high).items()}
-    while sum(seeds.values()) < total:  # give the remainder to the trainers that finish first
-        seeds[min(seeds, key=lambda index: present[index].seconds(seeds[index] + 1))] += 1
-    while sum(seeds.values()) > total:
-        reducible = [index for index in seeds if seeds[index] > least] or [index for index in seeds if seeds[index]]
-        seeds[max(reducible, key=lambda index: present[index].seconds(seeds[index]))] -= 1
-    return tuple(seeds.get(index, 0) for index in range(len(costs)))
+        low, high = (low, middle) if sum(seeds_within(middle)) >= total else (middle, high)
+    seeds = [int(number + 1e-6) for number in seeds_within(high)]
+    while sum(seeds) != total:  # the trainers that finish first take the remainder, those that finish last give it
+        step = 1 if sum(seeds) < total else -1
+        possible = [index for index in range(len(costs)) if seeds[index] + step >= 0]
+        ends = {index: costs[index].seconds(seeds[index] + (step > 0)) for index in possible}
+        seeds[(min if step > 0 else max)(ends, key=ends.__getitem__)] += step
+    return tuple(seeds)

@@ -14,7 +14,7 @@ from math import sqrt
 from typing import Any, NamedTuple
 
 from lightning_gnn.hyscale.planner.costs import FREE, NodeCosts
-from lightning_gnn.hyscale.planner.relaxation import best_seeds, candidates
+from lightning_gnn.hyscale.planner.relaxation import best_seeds, candidates, resource_seconds
 from lightning_gnn.hyscale.resource_manager.decisions import STAGE_NAMES, Decision, Recorder, describe_change, format_ms
 from lightning_gnn.hyscale.resource_manager.estimates import Estimate, Measurements
 from lightning_gnn.hyscale.resource_manager.mapping import Cost, IterationTimes, TaskMapping
@@ -50,8 +50,8 @@ def measured_costs(now: Estimate) -> NodeCosts:
     )
 
 
-def replan(now: Estimate, keeps_threads: bool = False) -> tuple[TaskMapping, float]:
-    """Return the best mapping for the estimated costs, and by what fraction it shortens the slowest stage."""
+def replan(now: Estimate, keeps_threads: bool = False) -> tuple[TaskMapping, float, float]:
+    """Return the best mapping for the estimated costs, its seconds per iteration, and those of the current one."""
     mapping, costs = now.mapping, measured_costs(now)
     total, cpu = mapping.total, mapping.cpu_trainers
     if keeps_threads:
@@ -59,11 +59,10 @@ def replan(now: Estimate, keeps_threads: bool = False) -> tuple[TaskMapping, flo
     else:
         found = candidates(costs, total, cpu, sum(mapping.threads))[0]
     share = found.mapping.accelerator_sampling
-    if costs.sample_accelerator is not None:
+    if costs.sample_accelerator is not None:  # a side without measurements could not be balanced
         share = min(max(share, MIN_SAMPLING_SHARE), 1 - MIN_SAMPLING_SHARE)
-    target = replace(found.mapping, accelerator_sampling=share)
-    seconds = now.bottleneck
-    return target, 1 - now.under(target).bottleneck / seconds if seconds else 0.0
+    current = max(resource_seconds(costs, False, mapping.seeds, mapping.threads, mapping.accelerator_fraction))
+    return replace(found.mapping, accelerator_sampling=share), found.seconds, current
 
 
 class _Move(NamedTuple):
@@ -150,15 +149,15 @@ class DynamicResourceManager(Recorder):
         if now.count < 2 * count and alike:
             return self._hold(f"{cause}; planned for it already")
         self._planned_with = now.count, seconds
-        target, gain = replan(now, keeps_threads=self._number < self._blocked_until)
-        if target == self.mapping or gain <= threshold:
+        target, predicted, current = replan(now, keeps_threads=self._number < self._blocked_until)
+        if target == self.mapping or predicted >= (1 - threshold) * current:
             return self._hold(f"{cause}; no change would shorten it by {threshold:.1%}")
         if target.threads != self.mapping.threads:
             self._pending_move = _Move(self.mapping, now.bottleneck)
         self._planned_with = 0, []
         action = "balance_work" if target.threads == self.mapping.threads else "balance_thread"
-        predicted = format_ms(now.under(target).bottleneck)
-        return self._change(target, action, f"{cause}; {describe_change(now.mapping, target)}, predicted {predicted}")
+        change = f"{describe_change(now.mapping, target)}, predicted {format_ms(predicted)}"
+        return self._change(target, action, f"{cause}; {change}")
 
     def _undo(self, now: Estimate) -> Decision | None:
         """Undo the last move of threads if it had no gain, and move none until twice as many observations."""
