@@ -84,9 +84,18 @@ class JudgedNode:
         self.events.start(self._train_collective(name, schedule, state, seconds))
 
     def add_staged(
-        self, name: str, threads: tuple[int, int], seconds: Seconds, fraction: float, takes_turns: bool, on_cpu: bool
+        self,
+        name: str,
+        threads: tuple[int, int],
+        seconds: Seconds,
+        fraction: float,
+        takes_turns: bool,
+        trainer: int = 0,
     ) -> None:
-        """Add a trainer with HyScale-GNN's stages, of which an accelerator samples a fraction of the mini-batches."""
+        """Add a trainer with HyScale-GNN's stages, of which an accelerator samples a fraction of the mini-batches.
+
+        ``trainer`` is the number of CPU threads that train, 0 on an accelerator.
+        """
         state: dict[str, Any] = {"next": 0, "in_flight": 0, "sample": [], "load": [], "dma": []}
 
         def here(number: int) -> bool:
@@ -96,22 +105,26 @@ class JudgedNode:
             for _ in range(count):
                 self.events.start(self._stage(name, stage, state, seconds, here))
         self.events.start(
-            self._train_staged(name, state, seconds, here if takes_turns else lambda number: False, on_cpu)
+            self._train_staged(name, state, seconds, here if takes_turns else lambda number: False, trainer)
         )
 
     # -- processes
 
-    def _core(self, seconds: float) -> Process:
+    def _core(self, seconds: float, threads: int = 1) -> Process:
+        """Run a job for as long as it takes on a core for each of its threads, or longer if others need the cores."""
         if not self._take_turns:
             yield seconds
             return
-        while seconds > 0:
+        left = seconds * threads
+        while left > 0:
             while not self._free_cores:
                 yield "core"
-            self._free_cores -= 1
-            yield min(seconds, TURN_S)
-            seconds -= TURN_S
-            self._free_cores += 1
+            taken = min(threads, self._free_cores)
+            self._free_cores -= taken
+            turn = min(left / taken, TURN_S)
+            yield turn
+            left -= taken * turn + 1e-12
+            self._free_cores += taken
             self.events.happens("core")
 
     def _worker(self, name: str, schedule: BatchSchedule, seconds: Seconds) -> Process:
@@ -183,7 +196,7 @@ class JudgedNode:
             self.events.happens(f"{name} {target}")
 
     def _train_staged(
-        self, name: str, state: dict[str, Any], seconds: Seconds, here: Callable[[int], bool], on_cpu: bool
+        self, name: str, state: dict[str, Any], seconds: Seconds, here: Callable[[int], bool], trainer: int
     ) -> Process:
         for number in range(self.iterations):
             while number not in state["dma"]:
@@ -192,8 +205,8 @@ class JudgedNode:
             state["in_flight"] -= 1
             self.events.happens(f"{name} room")
             step = seconds("model", number)
-            if on_cpu:
-                yield from self._core(step)
+            if trainer:
+                yield from self._core(step, trainer)
             else:
                 yield step + (seconds("gpu_batching", number) if here(number) else 0.0)
             yield from self._all_reduce()

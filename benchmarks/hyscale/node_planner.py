@@ -1,8 +1,8 @@
 """The planner of a whole node against each system alone, on machines of the papers and of ordinary users.
 
 A setting is a machine, a data set, a model and a batch size. All plans are judged by an independent discrete-event
-simulation (``node_events.py``) over iterations with random durations that no planner has seen. ``--sleeping`` runs
-plans with real threads whose stages sleep.
+simulation (``node_events.py``) over iterations with random durations that no planner has seen. ``--sleeping 100`` runs
+the plans of one setting for 100 iterations with real threads whose stages sleep (``sleeping_node.py``).
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import machine, parse, publish
+from benchmarks.harness import compare, machine, measure, parse, publish
 from benchmarks.hyscale.node_events import JudgedNode
+from benchmarks.hyscale.sleeping_node import SleepingNode
 from lightning_gnn.hyscale.performance_model.model import PerformanceModel
 from lightning_gnn.hyscale.performance_model.workload import Platform, Processor, Workload
 from lightning_gnn.hyscale.planner.costs import NodeCosts
 from lightning_gnn.hyscale.planner.search import NodePlan, plan_node
+from lightning_gnn.hyscale.planner.simulate import simulate_iterations
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 
-SIZES = {"settings": (200, 4), "iterations": (200, 60), "draws": (2, 1)}
+SIZES = {"settings": (200, 4), "iterations": (200, 60), "draws": (2, 1), "sleeping": (0, 0), "slower": (4, 1)}
 SPREADS = (0.0, 0.05, 0.15)
 PCIE_3, PCIE_4 = 12e9, 24e9  # bytes per second that transfers reach, of 16 and 32 nominal
 GATHERED = 0.8  # of a link's bandwidth that single rows reach
@@ -61,6 +64,7 @@ MACHINES = {
     "workstation: small GPU, 8 cores": _machine(8, 50, 60e9, (4.4, 192, 6), PCIE_3, sampling=20e6),
     "laptop: 8 cores, mobile GPU": _machine(8, 40, 50e9, (2.5, 112, 4), PCIE_3 / 4, sampling=10e6),
 }
+SLEEPING = "laptop: 8 cores, mobile GPU"
 DATA = {  # vertices, edges, training vertices, feature columns
     "products": (2_449_029, 123_718_280, 196_615, 100),
     "papers100M": (111_059_956, 1_615_685_872, 1_207_179, 128),
@@ -134,13 +138,13 @@ def _judge(costs: NodeCosts, mapping: TaskMapping, iterations: int, seed: int) -
         factors = np.maximum(generator.normal(1.0, costs.spread, (len(means), iterations + margin)), 0.01)
         drawn = {name: mean * row for (name, mean), row in zip(means.items(), factors, strict=True)}
         seconds = partial(_look_up, drawn)
-        sampler, loader, _ = mapping.rank_threads(index)
+        sampler, loader, trainer = mapping.rank_threads(index)
         is_cpu = index < mapping.cpu_trainers
         if mapping.buffers is not None and not is_cpu:
             node.add_collective(str(index), mapping.buffers, sampler + loader, seconds, margin)
         else:
             fraction = 0.0 if is_cpu else mapping.accelerator_fraction
-            node.add_staged(str(index), (sampler, loader), seconds, fraction, costs.takes_turns, is_cpu)
+            node.add_staged(str(index), (sampler, loader), seconds, fraction, costs.takes_turns, trainer * is_cpu)
     return node.seconds()
 
 
@@ -171,6 +175,10 @@ def contestants(setting: Setting) -> tuple[dict[str, tuple[int, TaskMapping]], N
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark; return the ratios of ours to the best system alone."""
     args = parse("node_planner", __doc__ or "", SIZES, argv)
+    if args.sleeping:
+        return sleep(
+            args.sleeping, args.slower, args.runs, args.out and args.out.with_name("node_planner_sleeping.json")
+        )
     described, source = machine(), random.Random(0)
     draws = [100 + each for each in range(args.draws)]
     rows: list[dict[str, Any]] = []
@@ -228,6 +236,40 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         },
     }  # fmt: skip
     return publish(result, args.out)
+
+
+def sleep(iterations: int, slower: int, runs: int, out: Path | None) -> dict[str, Any]:
+    """Run the systems of one setting with real threads, and compare their seconds with those predicted."""
+    work = Workload(
+        *DATA["Twitter"][:3], 1024, (25, 10), (DATA["Twitter"][3], 256, 64), update_inputs=2, degree_spread=1.2
+    )
+    setting = Setting(SLEEPING, PerformanceModel(MACHINES[SLEEPING], work), 0.05)
+    systems, _ = contestants(setting)
+    predicted, calls = {}, {}
+    for name, (cpu_trainers, mapping) in systems.items():
+        costs = setting.costs(cpu_trainers)
+        seconds = (simulate_iterations(costs, mapping, 400, seed) for seed in range(4))
+        predicted[name] = slower * statistics.fmean(seconds)
+        calls[name] = SleepingNode(costs, mapping, iterations, slower, stage_seconds).run
+    rows = measure(calls, runs)
+    measured = {row["name"]: row["median"] for row in rows}
+    orders = [sorted(each, key=each.__getitem__) for each in (predicted, measured)]
+    result = {
+        "benchmark": "node_planner_sleeping",
+        "title": f"A node with sleeping stages: {SLEEPING}, Twitter, SAGE",
+        "unit": "seconds of an iteration",
+        "settings": {"iterations": iterations, "slower": slower, "runs": runs, "spread": setting.spread},
+        "machine": machine(),
+        "rows": rows,
+        "comparisons": [compare(rows, "ours", name) for name in systems if name != "ours"],
+        "extra": {
+            "predicted_s": predicted,
+            "measured over predicted": {name: measured[name] / predicted[name] for name in systems},
+            "order predicted": orders[0],
+            "order measured": orders[1],
+        },
+    }
+    return publish(result, out)
 
 
 def _sources(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

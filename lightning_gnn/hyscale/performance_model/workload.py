@@ -159,7 +159,7 @@ class Workload:
 
     def hit_rate(self, cache_bytes: float) -> float:
         """Return the fraction of feature reads that a cache of the rows most read answers."""
-        return min(1.0, cache_bytes / (self.num_vertices * self.row_bytes)) ** (1 - self.read_skew)
+        return float(min(1.0, cache_bytes / (self.num_vertices * self.row_bytes)) ** (1 - self.read_skew))
 
     def sizes(self, seeds: float) -> BatchSizes:
         """Return the expected sizes of a mini-batch with ``seeds`` seeds."""

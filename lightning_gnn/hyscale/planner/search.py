@@ -42,7 +42,14 @@ class NodePlan:
         return max(0.0, self.seconds / self.bound - 1)
 
 
-def plan_node(costs: NodeCosts, total: int, cpu_trainers: int, num_threads: int, gpu_buffer_size: int = 10) -> NodePlan:
+def plan_node(
+    costs: NodeCosts,
+    total: int,
+    cpu_trainers: int,
+    num_threads: int,
+    gpu_buffer_size: int = 10,
+    only_collective: bool = False,
+) -> NodePlan:
     """Plan seeds, threads and preparation together.
 
     Args:
@@ -51,6 +58,7 @@ def plan_node(costs: NodeCosts, total: int, cpu_trainers: int, num_threads: int,
         cpu_trainers: Number of CPU trainers; the plan may leave them without seeds.
         num_threads: CPU threads to distribute.
         gpu_buffer_size: Maximum number of mini-batches that an accelerator prepares in a row.
+        only_collective: Whether accelerators must use collective batching, also if the CPU prepares everything.
 
     Raises:
         ValueError: There are no trainers, or fewer threads than tasks.
@@ -60,9 +68,10 @@ def plan_node(costs: NodeCosts, total: int, cpu_trainers: int, num_threads: int,
     check_trainers(cpu_trainers, costs.num_accelerators, num_threads)
     search = _LocalSearch(costs, gpu_buffer_size)
     found = candidates(costs, total, cpu_trainers, num_threads)
-    staged = [search.improve(one.mapping) for one in [one for one in found if not one.collective][:_STARTS]]
-    alone = {"hybrid training": min(staged, key=search.seconds)}
-    alone |= _alone(costs, total, cpu_trainers, num_threads, gpu_buffer_size)
+    alone = _alone(costs, total, cpu_trainers, num_threads, gpu_buffer_size)
+    if not only_collective:
+        staged = [one for one in found if not one.collective][:_STARTS]
+        alone["hybrid training"] = min((search.improve(one.mapping) for one in staged), key=search.seconds)
     # Together: from the closed forms, and from the best system alone.
     starts = [one for one in found if one.collective][:_STARTS]
     together = [search.improve(mapping) for one in starts for mapping in _start(costs, one, gpu_buffer_size)]

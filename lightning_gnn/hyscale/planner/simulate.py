@@ -6,7 +6,7 @@ always do. After each iteration, all trainers wait for the slowest one and for t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapreplace
 from statistics import fmean
 from typing import Protocol
@@ -17,7 +17,7 @@ from lightning_gnn.collective.batch_schedule import BatchSchedule
 from lightning_gnn.collective.simulate import MIN_DURATION_FRACTION, VirtualClock
 from lightning_gnn.hyscale.planner.costs import NodeCosts
 from lightning_gnn.hyscale.planner.relaxation import resource_seconds
-from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
+from lightning_gnn.hyscale.resource_manager.mapping import Cost, TaskMapping
 
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 _AHEAD = 6  # mini-batches in flight through HyScale-GNN's stages
@@ -40,13 +40,9 @@ def simulate_iterations(costs: NodeCosts, mapping: TaskMapping, iterations: int,
         seed: Draws the durations of all stages with the costs' spread; None: the means.
     """
     seconds, fraction = _simulate(costs, mapping, iterations, seed, 1.0)
-    cpu, active = mapping.cpu_trainers, [index for index, seeds in enumerate(mapping.seeds) if seeds]
-    threads = sum(sum(mapping.rank_threads(index)[: 2 + (index < cpu)]) for index in active)
-    if threads > costs.cores:  # they take turns, which slows them down as far as they keep the cores busy
-        busy = resource_seconds(costs, mapping.buffers is not None, mapping.seeds, None, fraction)[-1]
-        slowdown = max(busy / seconds, 1 + (threads / costs.cores - 1) * min(1.0, busy / seconds))
-        return _simulate(costs, mapping, iterations, seed, slowdown)[0]
-    return seconds
+    # Where there are more threads than cores, they take turns, and cannot do more than keep all cores busy.
+    busy = resource_seconds(costs, mapping.buffers is not None, mapping.seeds, None, fraction)[-1]
+    return seconds if busy <= seconds else _simulate(costs, mapping, iterations, seed, busy / seconds)[0]
 
 
 def _simulate(
@@ -76,7 +72,7 @@ def _simulate(
     return (end - start) / (iterations - first), fraction
 
 
-def _train_cost(costs: NodeCosts, mapping: TaskMapping, index: int) -> tuple[float, float]:
+def _train_cost(costs: NodeCosts, mapping: TaskMapping, index: int) -> Cost:
     cpu = mapping.cpu_trainers
     return costs.train_cpu(mapping.threads[2])[index] if index < cpu else costs.train[index - cpu]
 
@@ -128,7 +124,7 @@ class StagedClock:
 
     def __init__(
         self,
-        durations: dict[str, Sequence[float]],  # of the stages sample, load, dma and model, and of gpu_batching
+        durations: Mapping[str, Sequence[float]],  # of the stages sample, load, dma and model, and of gpu_batching
         threads: tuple[int, int, int],  # of sample, load and dma
         fraction: float = 0.0,  # of the mini-batches that the accelerator samples
         takes_turns: bool = True,  # whether it cannot train meanwhile
