@@ -24,7 +24,6 @@ REFUSALS = {
     "S": "mini-batch of edges, without seed nodes",
     "N": "mini-batches of seed nodes have no negative edges; use LinkDataModule",
     "F": "trains on full graphs, .*; use FullGraphDataModule",
-    "C": "both schedule the same cores and the same bus; train with NeighborDataModule",
     "D": "strategy=ascend_hybrid shards the graph",
     "H": "expected a homogeneous torch_geometric.data.Data, got HeteroData",
     "W": "the whole graph is the only batch",
@@ -56,11 +55,11 @@ TABLE = {
     "hyscale": """
         Neighbor           =  E  =  =  N
         PersistentSampler  =  E  =  =  N
-        Collective         C  C  C  C  N
+        Collective         =  E  =  =  N
         Partitioned        =  E  =  =  N
         Link               S  =  =  =  ~
         PersistentLink     S  =  =  =  ~
-        CollectiveLink     C  C  C  C  C
+        CollectiveLink     S  =  =  =  ~
         PartitionedLink    S  =  =  =  ~
         FullGraph          D  D  H  W  W
     """,
@@ -148,8 +147,11 @@ def make_strategy(strategy, place):
     """Make a strategy; for hyscale, two trainers with the same shares on every machine."""
     if strategy != "hyscale":
         return strategy
-    shares = [0.4, 0.6] if place == "npu" else [0.6, 0.4]  # CPU trainers first, which have the last ranks
-    return HyScaleStrategy(drm=False, shares=shares, cpu_trainers=0 if place == "npus" else 1)
+    # Shares list CPU trainers first, which have the last ranks. A CPU stands for each accelerator without a device.
+    cpu_trainers = 0 if place.endswith("s") else 1
+    devices = None if place.startswith("npu") else ["cpu"] * (2 - cpu_trainers)
+    shares = [0.4, 0.6] if cpu_trainers else [0.6, 0.4]
+    return HyScaleStrategy(drm=False, shares=shares, cpu_trainers=cpu_trainers, devices=devices)
 
 
 def train(kind, task, strategy, folder, place="cpu", rank=0):

@@ -5,6 +5,7 @@ The simulator and the loader drive the same object, one with a virtual clock, th
 
 from __future__ import annotations
 
+import sys
 from bisect import insort
 from typing import Literal, NamedTuple, Protocol
 
@@ -55,6 +56,7 @@ class BatchSchedule:
         lead: Minimum distance from training at which the CPU starts; ignored without a GPU.
         row: Length of the CPU's runs of consecutive mini-batches; 0 disables alternation.
         first: Number of mini-batches of the epoch that are already trained.
+        most_ahead: Maximum distance from training of the mini-batches in preparation; limits ``lead``.
 
     Raises:
         ValueError: Both buffers have size 0, or a number is negative.
@@ -73,12 +75,13 @@ class BatchSchedule:
         row: int = 0,
         *,
         first: int = 0,
+        most_ahead: int = sys.maxsize,
     ) -> None:
         if min(num_batches, first) < 0 or cpu_workers < 1:
             raise ValueError(
                 f"num_batches={num_batches} and first={first} must not be negative, and cpu_workers={cpu_workers} not 0"
             )
-        self.num_batches, self.head = num_batches, first
+        self.num_batches, self.head, self._most_ahead = num_batches, first, most_ahead
         self.resize(gpu_buffer_size, cpu_buffer_size, cpu_workers, lead, row)
         self.cpu_buffer: list[int] = []  # mini-batches in host memory, in epoch order
         self.gpu_buffer: dict[int, Route] = {}  # those on the device or in transfer, with the processor that prepares
@@ -94,8 +97,8 @@ class BatchSchedule:
                 f"gpu_buffer_size={gpu_buffer_size}, cpu_buffer_size={cpu_buffer_size}, lead={lead}, row={row} must "
                 "not be negative, and at least one buffer size must be positive"
             )
-        self.gpu_buffer_size, self.cpu_buffer_size = gpu_buffer_size, cpu_buffer_size
-        self.lead, self.row = (lead, row) if gpu_buffer_size else (0, 0)
+        self.gpu_buffer_size, self.cpu_buffer_size = min(gpu_buffer_size, self._most_ahead), cpu_buffer_size
+        self.lead, self.row = (min(lead, self._most_ahead - 1), row) if gpu_buffer_size else (0, 0)
         self._next_claim = self._cpu_run_length = 0
         self._host_capacity = cpu_buffer_size + cpu_workers - 1 if cpu_buffer_size else 0
 
@@ -103,10 +106,11 @@ class BatchSchedule:
 
     def claim(self) -> int | None:
         """Assign the next mini-batch to a CPU worker; return None if the buffer is full or none is left."""
-        if len(self.cpu_buffer) + len(self._in_progress) >= self._host_capacity:
-            return None
+        is_full = len(self.cpu_buffer) + len(self._in_progress) >= self._host_capacity
+        if is_full and (self.gpu_buffer_size or self.head in self._assigned):
+            return None  # without a GPU, which was there before a resize, the CPU must fill the gap at the head
         number = self._first_free(max(self.head + self.lead, self._next_claim))
-        if number == self.num_batches:
+        if number >= min(self.num_batches, self.head + self._most_ahead):
             return None
         if self.row:
             self._cpu_run_length = 1 + (self._cpu_run_length if number == self._next_claim else 0)

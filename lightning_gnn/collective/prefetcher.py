@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,7 @@ import torch
 from pytorch_lightning.utilities import rank_zero_warn
 
 from lightning_gnn.collective.batch_schedule import BatchSchedule, Sizes
-from lightning_gnn.collective.dispatcher import Dispatcher
+from lightning_gnn.collective.dispatcher import HOST_PER_WORKER, Dispatcher
 from lightning_gnn.collective.dual_buffer import DualBuffer
 from lightning_gnn.collective.plan import CollectivePlan, ScheduleName, StageTimes
 from lightning_gnn.collective.profile import Profiler
@@ -79,6 +80,8 @@ class CollectiveBatching:
         moves = route is not None or self.device.type != "cpu"
         self.ring = PinnedBufferRing(self.device) if moves else None
         self.routes = DeviceRoutes(self.device, self.ring)
+        self.is_managed, self.most_ahead = False, sys.maxsize
+        self.stall_timeout: float | None = None
         self._current_prefetcher: weakref.ReferenceType[CollectivePrefetcher] | None = None
 
     def __call__(self, loader: PipelineLoader, epoch: int, first: int) -> CollectivePrefetcher:
@@ -106,13 +109,22 @@ class CollectiveBatching:
 
     @property
     def measures(self) -> bool:
-        """Whether stages are measured, which requires both routes and no plan yet."""
-        return self.plan is None and self.route is not None and self.num_threads > 0
+        """Whether stages are measured to plan, which requires both routes and no plan yet."""
+        return not self.is_managed and self.plan is None and self.route is not None and self.num_threads > 0
 
     @property
     def trains_as_ready(self) -> bool:
         """Whether mini-batches are trained as they become ready; with a single route there is nothing to schedule."""
         return self.schedule == "paper" and self.route is not None
+
+    def needed_ahead(self, num_threads: int) -> int:
+        """Return how far ahead of training mini-batches are prepared without a limit on an automatic plan's buffers."""
+        on_gpu, lead = (self.gpu_buffer_size, 0) if self.plan is None else (self.plan.buffers[0], self.plan.ahead)
+        return max(2 * on_gpu, lead) + HOST_PER_WORKER * num_threads
+
+    def manage(self, most_ahead: int, stall_timeout: float) -> None:
+        """Let the caller set the plan and the threads, by :meth:`adopt` and :meth:`resize`."""
+        self.is_managed, self.most_ahead, self.stall_timeout, self.torch_threads = True, most_ahead, stall_timeout, None
 
     def buffers(self, num_batches: int) -> tuple[int, int, int, int]:
         """Return ``gbs``, ``cbs``, ``lead`` and ``row`` for the rest of an epoch of ``num_batches`` mini-batches."""
@@ -150,14 +162,19 @@ class CollectiveBatching:
         self.planning = None
         self.plan = plan if self.on_plan is None else self.on_plan(plan)
 
+    def resize(self, num_threads: int) -> None:
+        """Set the number of CPU workers and apply the current plan, also in a running epoch."""
+        self.num_threads = num_threads
+        if (current := self._get_current()) is not None:
+            current.resize()
+
     def end_model(self) -> None:
         """End the time measurement of the model step, such as before a validation."""
         self.routes.recorder.end_model()
 
     def stop(self) -> None:
         """End the current epoch and join its threads."""
-        current = None if self._current_prefetcher is None else self._current_prefetcher()
-        if current is not None:
+        if (current := self._get_current()) is not None:
             current.close()
 
     def close(self) -> None:
@@ -165,6 +182,9 @@ class CollectiveBatching:
         self.stop()
         if self.ring is not None:
             self.ring.clear()
+
+    def _get_current(self) -> CollectivePrefetcher | None:
+        return None if self._current_prefetcher is None else self._current_prefetcher()
 
 
 _JOIN_TIMEOUT_AFTER_ERROR_S = 1.0  # short, so that the error is raised promptly
@@ -203,6 +223,12 @@ class CollectivePrefetcher(Prefetcher):
             self.close(_JOIN_TIMEOUT_AFTER_ERROR_S)
             raise
 
+    def resize(self) -> None:
+        """Apply the plan and the number of threads."""
+        if self._workers is not None:
+            sizes = self._schedule_sizes()
+            self._workers.resize(sizes, self._num_threads(sizes))
+
     def close(self, patience: float = 10.0) -> None:
         """Stop preparing mini-batches and join the threads."""
         self._num_left = 0
@@ -230,7 +256,7 @@ class CollectivePrefetcher(Prefetcher):
             elif batching.profiler.epochs > 2 or (batching.profiler.epochs > 1 and batching.profiler.enough()):
                 batching.adopt(batching.plan_from(batching.profiler.stage_times(), self._num_batches))
         recorder = batching.routes.recorder
-        recorder.on_stage = batching.profiler.add if batching.measures else None
+        recorder.on_stage = batching.profiler.add if batching.measures or batching.is_managed else None
         recorder.begin()
 
         # Reserve cores for the workers.
@@ -238,15 +264,17 @@ class CollectivePrefetcher(Prefetcher):
             self._torch_threads = torch.get_num_threads()
             torch.set_num_threads(batching.torch_threads)
         sizes = self._schedule_sizes()
-        schedule: BatchSchedule | DualBuffer = BatchSchedule(self._num_batches, *sizes, first=first)
+        schedule: BatchSchedule | DualBuffer = BatchSchedule(
+            self._num_batches, *sizes, first=first, most_ahead=batching.most_ahead
+        )
         if batching.trains_as_ready:
             schedule = DualBuffer(left, *sizes)
         if batching.route is None:  # the lookahead requires that the CPU prepares all mini-batches
             tasks, after = loader.tasks(epoch, first), loader.next_epoch_tasks(epoch)
             self._window = loader.lookahead.begin(tasks, first, after)
-        threads = batching.num_threads if sizes[1] else 0
         self._host = HostRoute(loader.pipeline, batching.ring if batching.num_threads else None, self._window)
-        self._workers = Workers(loader.tasks(epoch, left[0]), self._host, schedule, threads, recorder)
+        tasks, threads = loader.tasks(epoch, left[0]), self._num_threads(sizes)
+        self._workers = Workers(tasks, self._host, schedule, threads, recorder, batching.stall_timeout)
 
     def _find_left(self, first: int) -> Sequence[int]:
         """Return the mini-batches left to train, ascending; raise a ValueError if the schedule cannot continue."""
@@ -274,12 +302,15 @@ class CollectivePrefetcher(Prefetcher):
             batching.ring.capacity = on_cpu + workers
         return on_gpu, on_cpu, workers, lead, row
 
+    def _num_threads(self, sizes: Sizes) -> int:
+        return self._batching.num_threads if sizes[1] else 0
+
     def _advance(self, workers: Workers) -> PreparedBatch:
         """Execute actions until a mini-batch is due for training."""
         batching = self._batching
         while True:
-            if batching.measures or batching.planning is not None:
-                self._update_plan(workers)
+            if batching.measures:
+                self._update_plan()
             step = workers.next()
             if step.kind == "train":
                 return self._take_for_training(workers, step.number)
@@ -290,7 +321,7 @@ class CollectivePrefetcher(Prefetcher):
             else:
                 self._load_on_device(workers, step.number)
 
-    def _update_plan(self, workers: Workers) -> None:
+    def _update_plan(self) -> None:
         """Start planning after enough measurements, and adopt the plan when it is ready."""
         batching = self._batching
         if batching.planning is None and batching.profiler.enough() and (times := batching.profiler.stage_times()):
@@ -298,7 +329,7 @@ class CollectivePrefetcher(Prefetcher):
             batching.start_planning(times, self._num_batches)
         if batching.planning is not None and batching.planning.done():
             batching.adopt(batching.planning.result())
-            workers.resize(self._schedule_sizes())
+            self.resize()
 
     def _load_on_device(self, workers: Workers, number: int) -> None:
         """Transfer a mini-batch to the device, or prepare it there."""

@@ -66,6 +66,11 @@ class Profiler:
         values = self.seconds(stage)
         return Duration(fmean(values) or (1e-9 if stage == "model" else 0.0), pstdev(values))
 
+    def pop(self) -> dict[str, float]:
+        """Remove and return the oldest duration of each stage that has one."""
+        self.collect()
+        return {stage: seconds.popleft() for stage, seconds in self._seconds.items() if seconds}
+
     def collect(self) -> None:
         """Read the durations of completed device work; call it regularly, since pending timestamps accumulate."""
         while self._pending and is_reached(self._pending[0][2]):

@@ -30,13 +30,14 @@ class Workers:
         schedule: BatchSchedule | DualBuffer,
         num_threads: int,
         recorder: Recorder,
+        stall_timeout: float | None = None,  # seconds without progress until TimeoutError; None: no limit
     ) -> None:
         self.schedule = schedule
         self.host: dict[int, HostBatch] = {}  # mini-batches ready in host memory, by number
         self.device: dict[int, DeviceBatch] = {}  # mini-batches on the device or in transfer, by number
         self._tasks, self._pulled = tasks, dict[int, BatchTask]()
         self._route, self._recorder = host, recorder
-        self._num_threads, self._num_busy = num_threads, 0
+        self._num_threads, self._num_busy, self._stall_timeout = num_threads, 0, stall_timeout
         self._assigned: deque[int] = deque()  # to workers that have not started yet
         self._num_finished = self._num_seen = 0
         self._pool = WorkerPool(self._claim, [THREAD_NAME], self._begin)
@@ -58,9 +59,12 @@ class Workers:
     def wait(self) -> None:
         """Wait until a worker has finished or failed since the last :meth:`next`."""
         with self._pool.lock:
-            self._pool.progress_condition.wait_for(
-                lambda: self._num_finished != self._num_seen or self._pool.error is not None
-            )
+            if not self._pool.progress_condition.wait_for(
+                lambda: self._num_finished != self._num_seen or self._pool.error is not None, self._stall_timeout
+            ):
+                raise TimeoutError(
+                    f"preparing mini-batches has made no progress for {self._stall_timeout:g} s; {self._pool.stacks()}"
+                )
 
     def task(self, number: int) -> BatchTask:
         """Return the task of a mini-batch."""
@@ -73,9 +77,11 @@ class Workers:
             self._pulled.pop(number, None)
             return self.device.pop(number)
 
-    def resize(self, sizes: Sizes) -> None:
-        """Change the sizes of the schedule; prepared mini-batches are retained."""
+    def resize(self, sizes: Sizes, num_threads: int) -> None:
+        """Change the sizes of the schedule and the number of threads; prepared mini-batches are retained."""
         with self._pool.lock:
+            self._num_threads = num_threads  # surplus threads stay idle
+            self._pool.grow(0, num_threads)
             self.schedule.resize(*sizes)
             self._assign()
 

@@ -9,22 +9,15 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 
-from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.datamodules.full_batch import FullBatch
 from lightning_gnn.hyscale.options import TrainerSet
 from lightning_gnn.hyscale.sharded_loader import is_shardable
-from lightning_gnn.loading.loaders import PipelineLoader
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def find_conflict(loader: object) -> str | None:
     """Return why several trainers cannot share a loader of this package, and what to use instead; None if they can."""
-    if isinstance(loader, PipelineLoader) and isinstance(loader.prefetcher, CollectiveBatching):
-        return (
-            "hyscale cannot be combined with CollectiveBatching, since both schedule the same cores and the same bus; "
-            "train with NeighborDataModule, or choose another strategy"
-        )
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, list) and any(isinstance(batch, FullBatch) for batch in dataset):
         return (

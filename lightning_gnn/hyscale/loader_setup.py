@@ -12,6 +12,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.checks import check_training, find_conflict, overrides_transfer
@@ -35,11 +36,13 @@ from lightning_gnn.hyscale.performance_model.calibrate import (
     restore_mapping,
     wanted_sampling,
 )
+from lightning_gnn.hyscale.preparation import PreparationPlanner
 from lightning_gnn.hyscale.resource_manager.controller import BalanceController
 from lightning_gnn.hyscale.sharded_loader import (
     ShardedBatchSampler,
     ShardedDataLoader,
     UnshardedDataLoader,
+    find_collective_batching,
     find_stream_prefetching,
     is_shardable,
     split_seeds,
@@ -112,7 +115,9 @@ class HyScaleLoaders:
         info, is_single_rank = self._info, self._info.is_single_rank
         if trains:
             # A single trainer shards nothing; its loader is changed only if staged prefetching applies.
-            if is_single_rank and (not info.trainers.num_accelerators or not is_shardable(dataloader)):
+            is_planned = isinstance(getattr(dataloader, "prefetcher", None), CollectiveBatching)
+            is_staged = info.trainers.num_accelerators and is_shardable(dataloader) and not is_planned
+            if is_single_rank and not is_staged:
                 if (conflict := find_conflict(dataloader)) is not None:
                     rank_zero_warn(f"a single trainer trains as without hyscale; several are refused: {conflict}")
                 return dataloader
@@ -147,24 +152,36 @@ class HyScaleLoaders:
             )
         transfer, on_accelerator = None, info.trainer >= info.trainers.num_cpu
         on_stream = find_stream_prefetching(dataloader) is not None
-        if on_stream and options.transfer_dtype is not None:
-            rank_zero_warn(f"transfer_dtype={options.transfer_dtype!r} has no effect: {SAMPLES_ON_GPU}")
-        is_needed = not on_stream and (info.device.type != "cpu" or options.transfer_dtype is not None)
+        collective = find_collective_batching(dataloader) if on_accelerator else None
+        prepares_itself = on_stream or collective is not None
+        if prepares_itself and options.transfer_dtype is not None:
+            reason = SAMPLES_ON_GPU if on_stream else "collective batching copies mini-batches unchanged"
+            rank_zero_warn(f"transfer_dtype={options.transfer_dtype!r} has no effect: {reason}")
+        is_needed = not prepares_itself and (info.device.type != "cpu" or options.transfer_dtype is not None)
         if on_accelerator and not has_own_hooks and is_needed:
             transfer = Transfer(info.device, options.transfer_dtype)
         # Sampling: CPU trainers do not sample on accelerators.
         wanted = wanted_sampling(options.accelerator_sampling, allowed_drm(options.drm))
         present, self._sampling = self._sampling, None
-        if isinstance(dataloader, PyGLoader) and on_accelerator:
+        if collective is not None and wanted not in ("auto", 0.0):
+            rank_zero_warn(f"accelerator_sampling={wanted} has no effect: the plan of collective batching decides that")
+        elif isinstance(dataloader, PyGLoader) and on_accelerator and collective is None:
             self._sampling = find_sampling(wanted, dataloader, info.trainers, present, info.device)
         # Shares: unchanged if training continues with another loader of equally large mini-batches.
         start, stop = info.node_slice(seeds_of_iteration(dataloader))
         if self.balance is None or self.balance.total != stop - start:
-            self.balance = self._make_controller(dataloader, module, wanted, stop - start)
+            self.balance = self._make_controller(dataloader, module, wanted, stop - start, collective)
         batches = self._make_batch_sampler(dataloader, module.trainer)
         threads = self.balance.rank_threads(info.trainer)
         if on_stream:
             self.loader = ShardedDataLoader(dataloader, batches, self._set_share, on_stream=True)
+        elif collective is not None:
+            collective.manage(self.balance.ahead, options.stall_timeout)
+            if collective.plan is None and measurements_decide() and self.balance.preparation is None:
+                trainer = module.trainer
+                self.balance.preparation = PreparationPlanner(collective, lambda: int(trainer.num_training_batches))
+            self.loader = ShardedDataLoader(dataloader, batches, self._set_share, collective=collective)
+            self.loader.resize(threads[:2])
         elif isinstance(dataloader, PipelineLoader):
             settings = PipelineSettings(options.prefetch, threads[:2], self._ahead, options.stall_timeout, self._dtype)
             staged = StagedBatching(batches, settings, transfer, self._sampling, self._get_accelerator_fraction)
@@ -214,6 +231,19 @@ class HyScaleLoaders:
         """Set this rank's share of the next mini-batch."""
         self.share = share
 
+    def begin_iteration(self) -> None:
+        """Apply the decisions that take effect in the next iteration."""
+        assert self.balance is not None
+        before = self.balance.threads, self.balance.shares
+        self.balance.begin()
+        preparation, collective = self.balance.preparation, None if self.loader is None else self.loader.collective
+        plan = None if preparation is None else preparation.take(self.balance.iteration)
+        if plan is not None and collective is not None:
+            collective.adopt(plan)
+            self.balance.preparation = None
+        if plan is not None or before != (self.balance.threads, self.balance.shares):
+            self.resize()
+
     def resize(self) -> None:
         """Apply this rank's current thread counts to the pipeline and to torch."""
         if self.balance is None or self.loader is None or self._info.is_single_rank:
@@ -262,7 +292,12 @@ class HyScaleLoaders:
     # -- initial mapping
 
     def _make_controller(
-        self, dataloader: DataLoader[Batch], module: pl.LightningModule, wanted: str | float, total: int
+        self,
+        dataloader: DataLoader[Batch],
+        module: pl.LightningModule,
+        wanted: str | float,
+        total: int,
+        collective: CollectiveBatching | None,  # prepares this rank's mini-batches
     ) -> BalanceController:
         """Return a controller with the user's mapping, else the checkpoint's, else the measured one if allowed."""
         options, info = self._options, self._info
@@ -274,7 +309,7 @@ class HyScaleLoaders:
                 f"hyscale: drm={drm!r} needs mini-batches of a known size with seeds for every node; it is disabled"
             )
             drm = False
-        num_workers = num_workers_of(dataloader)
+        num_workers = num_workers_of(dataloader) * (1 if collective is None else info.trainers.num_accelerators)
         shared = drm is not False or info.trainers.num_accelerators > 0  # feeding accelerators takes cores, too
         threads = options.first_threads(default_threads(num_workers, info.trainers, shared))
         automatic = not replays(drm) and options.automatic
@@ -286,7 +321,10 @@ class HyScaleLoaders:
         if info.local_rank == 0:
             mapping = self._choose_initial_mapping(dataloader, module, wanted, total, threads, automatic, state)
         prefetching = find_stream_prefetching(dataloader)
-        own = (mapping, 0 if prefetching is None else prefetching.most_ahead)
+        most_ahead = 0 if prefetching is None else prefetching.most_ahead
+        if collective is not None:
+            most_ahead = collective.needed_ahead(sum(threads[:2]) // info.trainers.num_accelerators)
+        own = (mapping, most_ahead, prefetching is not None or (collective is not None and not num_workers))
         ranks = [own] if self._group is None else self._group.all_gather_objects(own)
         first = info.global_rank - info.local_rank
         mapping = ranks[first][0]
@@ -304,8 +342,8 @@ class HyScaleLoaders:
         workers = num_workers * (getattr(dataloader, "prefetch_factor", None) or 2)
         staged = 2 * (options.prefetch + 1) + (sampling_share > 0)
         self._ahead = max(staged, sum(threads), 0 if isinstance(dataloader, PipelineLoader) else workers + 3)
-        ahead = max(self._ahead, *(most for _, most in ranks))
-        on_stream = [ranks[first + trainers.rank_of_trainer(i)][1] > 0 for i in range(len(trainers.devices))]
+        ahead = max(self._ahead, *(most for _, most, _ in ranks))
+        on_stream = [ranks[first + trainers.rank_of_trainer(i)][2] for i in range(len(trainers.devices))]
         balance = BalanceController(
             info.trainers, weights, threads, total, drm, options.decision_log, ahead, sampling_share,
             is_logging_rank=info.local_rank == 0, on_stream=on_stream,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, pairwise
+from functools import partial
+from itertools import chain, islice, pairwise
 from math import inf
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 from torch_geometric.data.data import BaseData
 
+from lightning_gnn.collective.prefetcher import CollectiveBatching, CollectivePrefetcher
 from lightning_gnn.gpu_sampling.stream_prefetcher import StreamPrefetching
 from lightning_gnn.hyscale.staged_prefetcher import BatchShare, StagedBatching
 from lightning_gnn.hyscale.transfer import Transfer
@@ -162,17 +164,20 @@ class ShardedDataLoader:
         transfer: Transfer | None = None,
         dtype: torch.dtype | None = None,  # target dtype of floating-point attributes
         on_stream: bool = False,  # the loader's own prefetcher runs this rank's tasks, on a stream of its GPU
+        collective: CollectiveBatching | None = None,  # runs this rank's tasks on CPU threads and its accelerator
     ) -> None:
         self.loader: Any = copy.copy(loader)
         vars(self.loader)["batch_sampler"] = batches  # bypasses DataLoader's check; it is read at every epoch
         self.loader.in_order = True  # shares are matched to mini-batches by order
-        self.batches, self.staged, self.transfer = batches, staged, transfer
-        if staged is not None or on_stream:
+        self.batches, self.staged, self.transfer, self.collective = batches, staged, transfer, collective
+        if staged is not None or on_stream or collective is not None:
             self.loader.first_batch = None  # the batch sampler skips batches itself
         if staged is not None:
             self.loader.prefetcher = staged
         elif on_stream:
             self.loader.tasks = lambda epoch, first=0, device=None: batches.tasks(epoch)
+        elif collective is not None:
+            self.loader.prefetcher = partial(_begin_collective, collective, batches)
         self._on_batch, self._dtype, self._on_stream = on_batch, dtype, on_stream
 
     def __len__(self) -> int:
@@ -193,6 +198,8 @@ class ShardedDataLoader:
             share = self.batches.shares.popleft()
             if self._on_stream:
                 share.seconds["prepare"] = self._preparation_seconds - before
+            elif self.collective is not None:
+                share.seconds.update(self.collective.profiler.pop())
             self._on_batch(share)
             return True
         return False
@@ -211,14 +218,29 @@ class ShardedDataLoader:
         """Set the threads of Sampling and Feature Loading, also in a running epoch; no effect on other loaders."""
         if self.staged is not None:
             self.staged.resize(threads)
+        elif self.collective is not None and self.loader.num_threads:
+            self.loader.num_threads = sum(threads)
+            self.collective.resize(sum(threads))
 
     def close(self) -> list[str]:
-        """Stop the staged threads, if any, and return the names of those that hang."""
+        """Stop the preparation threads, if any, and return the names of those that hang."""
+        if self.collective is not None:
+            self.collective.stop()
         return [] if self.staged is None else self.staged.close()
 
     def _convert_and_transfer(self, batch: Batch) -> Batch:
         assert self.transfer is not None
         return self.transfer(converted(batch, self._dtype)) if isinstance(batch, BaseData) else batch
+
+
+def _begin_collective(
+    batching: CollectiveBatching, batches: ShardedBatchSampler, loader: PipelineLoader, epoch: int, first: int
+) -> CollectivePrefetcher:
+    """Return the prefetcher of an epoch of shards; the batch sampler determines its first mini-batch."""
+    tasks = batches.tasks(epoch)
+    begun = list(islice(tasks, 1))  # in this thread, not in a worker: all ranks broadcast the order together
+    vars(loader)["tasks"] = lambda epoch, first=0, device=None: chain(begun, tasks)
+    return batching(loader, epoch, begun[0].index if begun else len(batches))
 
 
 class UnshardedDataLoader:
@@ -248,6 +270,12 @@ def find_stream_prefetching(loader: object) -> StreamPrefetching | None:
     if not isinstance(loader, PipelineLoader) or loader.pipeline.disk_tables:
         return None
     return loader.prefetcher if isinstance(loader.prefetcher, StreamPrefetching) else None
+
+
+def find_collective_batching(loader: object) -> CollectiveBatching | None:
+    """Return the batching of a loader whose mini-batches CPU threads and the training device prepare, or None."""
+    batching = loader.prefetcher if isinstance(loader, PipelineLoader) else None
+    return batching if isinstance(batching, CollectiveBatching) and batching.route is not None else None
 
 
 def is_shardable(loader: object) -> bool:

@@ -290,10 +290,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
         if self.balance is None or self._clock is None or self._loaders is None or self._training_sync is None:
             return
         self._clock.next_iteration(self._loaders.share)
-        before = self.balance.threads, self.balance.shares
-        self.balance.begin()
-        if before != (self.balance.threads, self.balance.shares):
-            self._loaders.resize()
+        self._loaders.begin_iteration()
         super().on_train_batch_start(batch, batch_idx)
         if self.balance.iteration % self.options.agree_every == 0:
             self.resync_parameters()

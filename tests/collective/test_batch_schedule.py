@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +16,8 @@ def cases(draw):
     return num_batches, *sizes, draw(st.integers(0, num_batches) | st.just(0))
 
 
-def make_buffer(case):
-    return BatchSchedule(*case[:6], first=case[6])
+def make_buffer(case, most_ahead=sys.maxsize):
+    return BatchSchedule(*case[:6], first=case[6], most_ahead=most_ahead)
 
 
 def drive(buffer, workers, source, between=lambda: None):
@@ -50,10 +52,10 @@ def drive(buffer, workers, source, between=lambda: None):
 
 
 @settings(max_examples=200)
-@given(cases(), st.randoms(use_true_random=False))
-def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
+@given(cases(), st.randoms(use_true_random=False), st.integers(1, 12) | st.just(sys.maxsize))
+def test_every_mini_batch_once_in_order_within_the_buffers(case, source, most_ahead):
     num_batches, gpu_buffer_size, cpu_buffer_size, workers, *_, first = case
-    buffer = make_buffer(case)
+    buffer = make_buffer(case, most_ahead)
     trained, on_device = [], {}
     for step in drive(buffer, workers, source):
         if step.kind in ("batch", "transfer"):
@@ -64,6 +66,7 @@ def test_every_mini_batch_once_in_order_within_the_buffers(case, source):
             assert on_device.pop(step.number) == step.route
             trained.append(step.number)
         assert on_device == buffer.gpu_buffer
+        assert max(buffer._assigned, default=0) < buffer.head + most_ahead
         assert len(on_device) <= gpu_buffer_size + BatchSchedule.AHEAD
         assert buffer.cpu_buffer == sorted(set(buffer.cpu_buffer))
         assert len(buffer.cpu_buffer) + len(buffer._in_progress) <= max(0, cpu_buffer_size + workers - 1)
@@ -79,13 +82,12 @@ def test_sizes_may_change_at_any_time(case, other, source):
     """Every mini-batch is still trained once and in order."""
     num_batches, _, _, workers, *_, first = case
     buffer = make_buffer(case)
-    sizes = [(max(1, each[1]), *each[2:6]) for each in (case, other)]  # the GPU must still prepare, or gaps would stay
+    sizes = [each[1:6] for each in (case, other)]
 
     def between():
         if source.random() < 0.1:
             buffer.resize(*source.choice(sizes))
 
-    buffer.resize(*sizes[0])
     trained = [step.number for step in drive(buffer, workers, source, between) if step.kind == "train"]
     assert trained == list(range(first, num_batches))
 

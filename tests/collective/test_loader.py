@@ -138,6 +138,32 @@ def test_the_loader_decides_as_the_simulator_does(plan, num_workers, seconds):
     assert clock.now == pytest.approx(expected.makespan)
 
 
+@settings(max_examples=30)
+@given(plans(), plans(), st.lists(st.integers(1, 4), min_size=len(PLAIN), max_size=len(PLAIN)), st.integers(1, 9))
+def test_plan_and_threads_change_within_an_epoch_and_no_task_is_taken_too_early(plan, other, threads, most_ahead):
+    loader, taken = make_loader(replace(plan, schedule="in_order")), []
+    tasks = loader.tasks
+    loader.tasks = lambda *options: (taken.append(task.index) or task for task in tasks(*options))
+    loader.prefetcher.manage(most_ahead, PATIENCE)
+    for number, batch in enumerate(loader):
+        assert_same(batch, PLAIN[number])
+        if number == len(PLAIN) // 2:
+            loader.prefetcher.adopt(replace(other, schedule="in_order"))
+        loader.prefetcher.resize(threads[number])
+        assert max(taken) <= number + most_ahead
+    assert taken == list(range(len(PLAIN)))
+    assert_all_free(loader)
+
+
+def test_a_worker_that_hangs_ends_a_managed_epoch():
+    release, hangs = threading.Event(), lambda batch: release.wait(PATIENCE) and batch
+    loader = make_loader(CollectivePlan("cpu", 1, 2), transform=hangs, thread_safe=True)
+    loader.prefetcher.manage(9, 0.05)
+    with pytest.raises(TimeoutError, match=r"no progress for 0.05 s; thread lightning-gnn-collective-\d:"):
+        next(iter(loader))
+    release.set()
+
+
 # -- planning
 
 

@@ -12,12 +12,12 @@ from pytorch_lightning.strategies.launchers.subprocess_script import _Subprocess
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gnn import FullGraphDataModule
-from lightning_gnn.collective import CollectiveBatching
 from lightning_gnn.hyscale.checks import check_precision
 from lightning_gnn.hyscale.options import TrainerSet
 from lightning_gnn.hyscale.resource_manager.decisions import Decision
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from lightning_gnn.nn import NodeClassifier
 from lightning_gnn.runtime.cores import num_cores
 from tests.full_graph.launch import run
 from tests.hyscale.training import SILENT, Plain, copy_state, fit, make_data, make_graph, make_hybrid
@@ -117,12 +117,6 @@ def test_a_precision_that_one_device_does_not_have(precision, device, message, m
     check_precision(Precision(), TrainerSet.of(1, [torch.device(device)]))
 
 
-def make_collective():
-    loader = make_data().train_dataloader()
-    loader.prefetcher = CollectiveBatching()
-    return loader
-
-
 def make_full_graph():
     data = FullGraphDataModule(make_graph())
     data.setup("fit")
@@ -189,7 +183,6 @@ REFUSED = {
     "no positions": ({"loader": lambda: DataLoader(Numbers(), 2)}, "of a map-style dataset.* it got DataLoader"),
     "no loader of torch's": ({"loader": lambda: [1, 2]}, "of a map-style dataset.* it got list"),
     "no length": ({"loader": lambda: DataLoader(range(10), batch_sampler=Endless())}, "give its batch_sampler a __len"),
-    "plans by itself": ({"loader": make_collective}, "both schedule the same cores"),
     "several loaders": (
         {"loader": lambda: {name: make_data().train_dataloader() for name in "ab"}},
         "one loader, but the DataModule returns several",
@@ -211,10 +204,10 @@ REFUSED = {
 
 
 def test_a_lone_trainer_says_that_several_would_be_refused():
-    loader = make_collective()
+    loader = make_full_graph()
     data = type("Own", (pl.LightningDataModule,), {"train_dataloader": lambda self: loader})()
-    with pytest.warns(UserWarning, match="a single trainer .* several are refused: .*both schedule the same cores"):
-        fit(Plain(), HyScaleStrategy(), data, epochs=1, filters=False)
+    with pytest.warns(UserWarning, match="a single trainer .* several are refused: .*yields the full graph"):
+        fit(NodeClassifier(Plain().net, 3), HyScaleStrategy(), data, epochs=1, filters=False)
 
 
 def attempt(folder, module=Plain, data=make_data, loader=None, drm=None, num_ranks=2, **options):

@@ -126,9 +126,9 @@ def make_row_function(times):
             return stage_row(share)
         sampled = share.sampled_on_accelerator
         if sampled is None:
-            return [share.seeds, -1, 1e-3 * times[0] * share.seeds, -1, 1e-5, -1, 1e-5 * share.seeds]
+            return [share.seeds, -1, 1e-3 * times[0] * share.seeds, -1, 1e-5, -1, 1e-5 * share.seeds, *[-1] * 4]
         cpu, there = (-1, 1e-3 * times[1] * share.seeds) if sampled else (1e-3 * times[0] * share.seeds, -1)
-        return [share.seeds, float(sampled), cpu, there, 1e-5, -1, 1e-5 * share.seeds]
+        return [share.seeds, float(sampled), cpu, there, 1e-5, -1, 1e-5 * share.seeds, *[-1] * 4]
 
     return row
 

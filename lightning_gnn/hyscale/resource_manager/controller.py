@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_gnn.collective.plan import PREPARATION_STAGES
 from lightning_gnn.hyscale.options import TrainerSet, is_adaptive, replays
 from lightning_gnn.hyscale.performance_model.calibrate import InitialMapping
+from lightning_gnn.hyscale.preparation import PreparationPlanner
 from lightning_gnn.hyscale.resource_manager.decisions import Decision, ReplayedDecisions, read_decisions
 from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager
@@ -25,8 +27,11 @@ from lightning_gnn.hyscale.staged_prefetcher import BatchShare
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 from lightning_gnn.runtime.timeline import StepTimer
 
-STEP_FIELDS = ("seeds", "sampled_on_accelerator", "sample", "sample_accelerator", "load", "transfer", "train")
-"""Fields that a rank sends about its last iteration: seeds, whether its accelerator sampled, then thread-seconds."""
+_MEASURED = ("sample", "sample_accelerator", "load", "transfer")
+_COLLECTIVE = PREPARATION_STAGES[:4]
+STEP_FIELDS = ("seeds", "sampled_on_accelerator", *_MEASURED, "train", *_COLLECTIVE)
+"""Fields that a rank sends about its last iteration: seeds, whether its accelerator sampled, thread-seconds of the
+pipeline's stages and of training, and seconds of the stages of collective batching, each for one mini-batch."""
 
 
 def stage_row(share: BatchShare | None, train: float = 0.0) -> list[float]:
@@ -34,9 +39,10 @@ def stage_row(share: BatchShare | None, train: float = 0.0) -> list[float]:
     if share is None:
         return [-1.0] * len(STEP_FIELDS)
     on_accelerator = -1.0 if share.sampled_on_accelerator is None else float(share.sampled_on_accelerator)
-    stages = [share.seconds.get(name, -1.0) for name in STEP_FIELDS[2:6]]
+    stages, collective = ([share.seconds.get(name, -1.0) for name in names] for names in (_MEASURED, _COLLECTIVE))
     # A training thread that prepares the mini-batches on its GPU cannot train meanwhile.
-    return [float(share.seeds), on_accelerator, *stages, train + share.seconds.get("prepare", 0.0)]
+    train += sum(share.seconds.get(name, 0.0) for name in ("prepare", "gpu_batching", "uva"))
+    return [float(share.seeds), on_accelerator, *stages, train, *collective]
 
 
 class StageClock:
@@ -101,6 +107,8 @@ class BalanceController:
         self.manager: DynamicResourceManager | PublishedResourceManager | ReplayedDecisions | None = None
         self.iteration = 0
         """Number of iterations started."""
+        self.preparation: PreparationPlanner | None = None
+        """Plans collective batching on this rank; None if there is nothing to plan."""
         self._log_path = None if record is None or not is_logging_rank else Path(record)
         self._is_logging_rank = is_logging_rank
         self._uses_threads = [not each for each in on_stream] or [True] * len(trainers.devices)
@@ -176,7 +184,15 @@ class BalanceController:
                 self._log_decision(decision)
         if is_measured:
             self.history.append((times, decision))
+            self._observe_preparation(rows)
         return decision
+
+    def _observe_preparation(self, rows: Sequence[Sequence[float]]) -> None:
+        if self.preparation is not None:
+            accelerators = range(self.trainers.num_cpu, len(rows))
+            workers = sum(sum(self.rank_threads(trainer)[:2]) for trainer in accelerators) // len(accelerators)
+            named = [dict(zip(STEP_FIELDS, rows[trainer], strict=True)) for trainer in accelerators]
+            self.preparation.observe([row for row in named if row["seeds"] > 0], workers, self.iteration)
 
     @property
     def _missing_times(self) -> IterationTimes:

@@ -1,0 +1,126 @@
+"""Accelerators prepare their shares by collective batching, and train the weights of the NeighborDataModule."""
+
+import os
+import threading
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_gnn import CollectiveDataModule
+from lightning_gnn.collective import CollectivePlan
+from lightning_gnn.collective.workers import THREAD_NAME
+from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from tests.full_graph.launch import run
+from tests.hyscale.test_exact import compare
+from tests.hyscale.test_resume import SaveAt, are_equal, slow_down_trainer, train
+from tests.hyscale.training import Plain, copy_state, fit, make_data, make_graph
+
+pytestmark = pytest.mark.slow
+
+PLANS = [CollectivePlan("collective", 2, 3, lead=3), CollectivePlan("gpu", 1, 0), CollectivePlan("cpu", 1, 2)]
+
+
+def make_plain(num_neighbors=(3,)):
+    return make_data(num_neighbors, batch_size=20)
+
+
+def make_collective(num_neighbors=(3,), **options):
+    sizes = {"gpu_route": "cpu", "num_workers": 2, "gpu_buffer_size": 2, "profile_batches": 1, "seed": 0}
+    return CollectiveDataModule(make_graph(), num_neighbors=[*num_neighbors], batch_size=20, **{**sizes, **options})
+
+
+def make_strategy(cpu_trainers, accelerators, **options):
+    """Return a strategy of CPU trainers, and of CPUs that stand for accelerators."""
+    shares = {2: [0.37, 0.63], 3: [0.2, 0.5, 0.3]}[cpu_trainers + accelerators]
+    fixed = {"drm": False, "shares": shares}
+    return HyScaleStrategy(cpu_trainers, devices=["cpu"] * accelerators, **{**fixed, **options})
+
+
+class Watch(pl.Callback):
+    """Records the step in which a measured plan takes effect."""
+
+    step = None
+
+    def on_train_batch_start(self, trainer, *_):
+        plan = trainer.datamodule.plan
+        if self.step is None and plan is not None and plan.times is not None:
+            self.step = trainer.global_step, str(plan)
+
+
+def train_all(rank, counts):
+    """Return which runs have other weights than with the NeighborDataModule, and the step of the measured plan."""
+    others, path = [], os.path.join(os.environ["RANK_FOLDER"], "middle.ckpt")
+
+    def check(name, expected, data=make_collective, options=(), callbacks=(), **more):
+        strategy, final = train(make_strategy(*counts, **dict(options)), callbacks, data=data, **more)
+        assert (strategy.loader.collective is not None) == (rank < counts[1])  # accelerators have the first ranks
+        if not are_equal(final, expected):
+            others.append(name)
+
+    def reference(**more):
+        return train(make_strategy(*counts, **dict(more.pop("options", ()))), data=make_plain, **more)[1]
+
+    expected, watch = reference(), Watch()
+    check("measured", expected, callbacks=[watch])
+    for plan in PLANS:
+        check(plan.mode, expected, lambda plan=plan: make_collective(plan=plan))
+    check("GPU only", expected, lambda: make_collective(num_workers=0))
+    train(make_strategy(*counts), [SaveAt(path, 13)], data=make_collective)
+    check("resumed", expected, path=path, seed=99)
+    check("validated", reference(val_check_interval=4), val_check_interval=4)
+    none = {"shares": [0.0, 1.0] if sum(counts) == 2 else [0.4, 0.0, 0.6]}
+    check("without seeds", reference(options=none), options=none)
+    fixed = Watch()
+    check("deterministic", expected, callbacks=[fixed], deterministic=True)
+    assert fixed.step is None
+    return others, watch.step
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (0, 2), (1, 2)], ids=str)
+def test_mini_batches_do_not_depend_on_who_prepares_them(counts):
+    ranks = run(train_all, sum(counts), counts)
+    assert [others for others, _ in ranks] == [[]] * len(ranks)
+    steps = {step for _, step in ranks[: counts[1]]}  # one plan, adopted by all accelerators in one step
+    assert len(steps) == 1
+    assert None not in steps
+
+
+def fail(batch):
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("a worker failed")
+    return batch
+
+
+def balance(rank, counts):
+    """Train while the shares change, then with failing workers and the published schedule; return the shares."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        slow_down_trainer(monkeypatch)
+        module = Plain()
+        options = {"drm": True, "shares": [0.5, 0.5], "threads": [1, 1, 1]}
+        trainer = fit(module, make_strategy(*counts, **options), make_collective([-1]), epochs=10)
+    with pytest.raises(ValueError, match="use one, or schedule='in_order'"):
+        fit(Plain(), make_strategy(*counts), make_collective(schedule="paper"))
+    with pytest.raises(ValueError, match="a worker failed"):
+        fit(Plain(), make_strategy(*counts), make_collective(plan=PLANS[2], transform=fail, thread_safe=True))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith((THREAD_NAME, "hyscale"))]
+    return copy_state(module), trainer.strategy.balance.mapping.seeds
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (0, 2)], ids=str)
+def test_shares_change_without_an_effect_on_the_weights(counts):
+    plain = Plain()
+    fit(plain, data=make_plain([-1]), epochs=10)
+    for state, seeds in run(balance, 2, counts):
+        compare(state, copy_state(plain))
+        assert seeds[0] > seeds[1]
+
+
+@pytest.mark.filterwarnings("error:.*hyscale")
+@pytest.mark.parametrize("accelerators", [0, 1])
+def test_a_lone_trainer_plans_by_itself(accelerators):
+    data, module, expected = make_collective(), Plain(), Plain()
+    fit(module, HyScaleStrategy(1 - accelerators, devices=["cpu"] * accelerators), data)
+    assert data.plan.times is not None
+    fit(expected, data=make_plain())
+    assert all(torch.equal(value, copy_state(expected)[name]) for name, value in copy_state(module).items())
