@@ -36,7 +36,7 @@ from lightning_gnn.hyscale.performance_model.calibrate import (
     restore_mapping,
     wanted_sampling,
 )
-from lightning_gnn.hyscale.preparation import PreparationPlanner
+from lightning_gnn.hyscale.planner.profile import NodePlanner, collective_plan
 from lightning_gnn.hyscale.resource_manager.controller import BalanceController
 from lightning_gnn.hyscale.sharded_loader import (
     ShardedBatchSampler,
@@ -177,9 +177,6 @@ class HyScaleLoaders:
             self.loader = ShardedDataLoader(dataloader, batches, self._set_share, on_stream=True)
         elif collective is not None:
             collective.manage(self.balance.ahead, options.stall_timeout)
-            if collective.plan is None and measurements_decide() and self.balance.preparation is None:
-                trainer = module.trainer
-                self.balance.preparation = PreparationPlanner(collective, lambda: int(trainer.num_training_batches))
             self.loader = ShardedDataLoader(dataloader, batches, self._set_share, collective=collective)
             self.loader.resize(threads[:2])
         elif isinstance(dataloader, PipelineLoader):
@@ -234,14 +231,13 @@ class HyScaleLoaders:
     def begin_iteration(self) -> None:
         """Apply the decisions that take effect in the next iteration."""
         assert self.balance is not None
-        before = self.balance.threads, self.balance.shares
+        before = self.balance.threads, self.balance.shares, self.balance.buffers
         self.balance.begin()
-        preparation, collective = self.balance.preparation, None if self.loader is None else self.loader.collective
-        plan = None if preparation is None else preparation.take(self.balance.iteration)
-        if plan is not None and collective is not None:
-            collective.adopt(plan)
-            self.balance.preparation = None
-        if plan is not None or before != (self.balance.threads, self.balance.shares):
+        after = self.balance.threads, self.balance.shares, self.balance.buffers
+        collective, buffers = None if self.loader is None else self.loader.collective, after[2]
+        if collective is not None and buffers is not None and buffers != before[2]:
+            collective.adopt(collective_plan(buffers, self.balance.stage_times))
+        if before != after:
             self.resize()
 
     def resize(self) -> None:
@@ -324,7 +320,11 @@ class HyScaleLoaders:
         most_ahead = 0 if prefetching is None else prefetching.most_ahead
         if collective is not None:
             most_ahead = collective.needed_ahead(sum(threads[:2]) // info.trainers.num_accelerators)
-        own = (mapping, most_ahead, prefetching is not None or (collective is not None and not num_workers))
+        on_stream = prefetching is not None or (collective is not None and not num_workers)
+        profile = None
+        if collective is not None and num_workers and collective.plan is None and measurements_decide():
+            profile = collective.gpu_buffer_size, collective.profiler.num_measurements
+        own = (mapping, most_ahead, on_stream, profile)
         ranks = [own] if self._group is None else self._group.all_gather_objects(own)
         first = info.global_rank - info.local_rank
         mapping = ranks[first][0]
@@ -342,13 +342,17 @@ class HyScaleLoaders:
         workers = num_workers * (getattr(dataloader, "prefetch_factor", None) or 2)
         staged = 2 * (options.prefetch + 1) + (sampling_share > 0)
         self._ahead = max(staged, sum(threads), 0 if isinstance(dataloader, PipelineLoader) else workers + 3)
-        ahead = max(self._ahead, *(most for _, most, _ in ranks))
-        on_stream = [ranks[first + trainers.rank_of_trainer(i)][2] for i in range(len(trainers.devices))]
+        ahead = max(self._ahead, *(most for _, most, _, _ in ranks))
+        on_streams = [ranks[first + trainers.rank_of_trainer(i)][2] for i in range(len(trainers.devices))]
         balance = BalanceController(
             info.trainers, weights, threads, total, drm, options.decision_log, ahead, sampling_share,
-            is_logging_rank=info.local_rank == 0, on_stream=on_stream,
+            is_logging_rank=info.local_rank == 0, on_stream=on_streams,
         )  # fmt: skip
         balance.load_state_dict(state)
+        # Accelerators are equal, so all ranks plan for the first one that profiles.
+        profile = next((profile for *_, profile in ranks[first : first + len(trainers.devices)] if profile), None)
+        if profile is not None and balance.buffers is None and not replays(drm):
+            balance.planner = NodePlanner(*profile, ahead)
         return balance
 
     def _choose_initial_mapping(

@@ -7,17 +7,16 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import torch
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_gnn.collective.plan import PREPARATION_STAGES
+from lightning_gnn.collective.plan import PREPARATION_STAGES, StageTimes
 from lightning_gnn.hyscale.options import TrainerSet, is_adaptive, replays
 from lightning_gnn.hyscale.performance_model.calibrate import InitialMapping
-from lightning_gnn.hyscale.preparation import PreparationPlanner
+from lightning_gnn.hyscale.planner.profile import NodePlanner
 from lightning_gnn.hyscale.resource_manager.decisions import Decision, ReplayedDecisions, read_decisions
 from lightning_gnn.hyscale.resource_manager.mapping import IterationTimes, TaskMapping
 from lightning_gnn.hyscale.resource_manager.published import PublishedResourceManager
@@ -107,8 +106,12 @@ class BalanceController:
         self.manager: DynamicResourceManager | PublishedResourceManager | ReplayedDecisions | None = None
         self.iteration = 0
         """Number of iterations started."""
-        self.preparation: PreparationPlanner | None = None
-        """Plans collective batching on this rank; None if there is nothing to plan."""
+        self.planner: NodePlanner | None = None
+        """Plans seeds, threads and collective batching from the first iterations; None if there is nothing to plan."""
+        self.buffers: tuple[int, int, int, int] | None = None
+        """Planned sizes of collective batching on each accelerator; None before planning."""
+        self.stage_times: StageTimes | None = None
+        """The profile that collective batching was planned from."""
         self._log_path = None if record is None or not is_logging_rank else Path(record)
         self._is_logging_rank = is_logging_rank
         self._uses_threads = [not each for each in on_stream] or [True] * len(trainers.devices)
@@ -168,6 +171,12 @@ class BalanceController:
         if self._planned:
             self._previous, self._current = self._current, self._planned[0][1]
             self._apply(self._current)
+        if self.planner is not None and (mapping := self.planner.take(self.iteration)) is not None:
+            self.stage_times, self.planner = self.planner.times, None
+            if isinstance(self.manager, DynamicResourceManager):
+                self._plan_change(self.manager.adopt(mapping))
+            else:
+                self.buffers = mapping.buffers
         self.iteration += 1
 
     def observe(self, rows: Sequence[Sequence[float]]) -> Decision | None:
@@ -180,19 +189,26 @@ class BalanceController:
         if self.manager is not None:
             decision = self.manager.observe(times)
             if decision.changed:
-                self._planned.append((self.iteration + self.ahead, decision.mapping))
-                self._log_decision(decision)
+                self._plan_change(decision)
         if is_measured:
             self.history.append((times, decision))
-            self._observe_preparation(rows)
+            self._observe_plan(rows)
         return decision
 
-    def _observe_preparation(self, rows: Sequence[Sequence[float]]) -> None:
-        if self.preparation is not None:
-            accelerators = range(self.trainers.num_cpu, len(rows))
-            workers = sum(sum(self.rank_threads(trainer)[:2]) for trainer in accelerators) // len(accelerators)
-            named = [dict(zip(STEP_FIELDS, rows[trainer], strict=True)) for trainer in accelerators]
-            self.preparation.observe([row for row in named if row["seeds"] > 0], workers, self.iteration)
+    def _plan_change(self, decision: Decision) -> None:
+        """Apply a decision at the first iteration that no rank can have started to prepare."""
+        self._planned.append((self.iteration + self.ahead, decision.mapping))
+        self._log_decision(decision)
+
+    def _observe_plan(self, rows: Sequence[Sequence[float]]) -> None:
+        if self.planner is None:
+            return
+        mapping, costs = self._current, None
+        if isinstance(self.manager, DynamicResourceManager):
+            costs = self.manager.costs()
+        mapping = mapping or self._fixed
+        named = (dict(zip(STEP_FIELDS, row, strict=True)) for row in rows[self.trainers.num_cpu :])
+        self.planner.observe([row for row in named if row["seeds"] > 0], mapping, costs, self.iteration)
 
     @property
     def _missing_times(self) -> IterationTimes:
@@ -202,18 +218,17 @@ class BalanceController:
         return IterationTimes(None, None, missing[:cpu], missing[cpu:])
 
     def rank_threads(self, trainer: int, mapping: TaskMapping | None = None) -> tuple[int, int, int]:
-        """Return one rank's sampling and feature loading threads, in proportion to its seeds, and training threads."""
-        sampling, loading, training = self.threads if mapping is None else mapping.threads
-        shares = self.shares if mapping is None else mapping.seeds
-        share = shares[trainer] / (sum(compress(shares, self._uses_threads)) or 1)
-        own = max(1, training // max(1, self.trainers.num_cpu)) if trainer < self.trainers.num_cpu else 1
-        return max(1, round(sampling * share)), max(1, round(loading * share)), own
+        """Return one rank's threads for sampling and feature loading, in proportion to its work, and for training."""
+        mapping = mapping or self._current or self._fixed
+        return mapping.rank_threads(trainer, self._uses_threads)
 
     def accelerator_fraction(self, trainer: int, mapping: TaskMapping | None = None) -> float:
         """Return the fraction of its own mini-batches that a trainer's accelerator samples."""
         # Only accelerator ranks sample on accelerators, so their fraction exceeds the share of all sampling.
         shares = self.shares if mapping is None else mapping.seeds
-        share = self.accelerator_sampling if mapping is None else mapping.accelerator_sampling
+        share = self.accelerator_sampling
+        if mapping is not None:
+            share = 0.0 if mapping.buffers is not None else mapping.accelerator_sampling
         accelerator_seeds = sum(shares[self.trainers.num_cpu :])
         if trainer < self.trainers.num_cpu or not accelerator_seeds:
             return 0.0
@@ -282,9 +297,16 @@ class BalanceController:
         self._current = self._previous = planned[0][1]
         self._apply(planned[0][1])
 
+    @property
+    def _fixed(self) -> TaskMapping:
+        """The mapping of a run without a manager."""
+        seeds = tuple(stop - start for start, stop in split_seeds(max(1, self.total), self.weights))
+        return TaskMapping(seeds, self.trainers.num_cpu, self.threads)
+
     def _apply(self, mapping: TaskMapping) -> None:
         self.threads = mapping.threads
-        self.accelerator_sampling = mapping.accelerator_sampling
+        self.accelerator_sampling = 0.0 if mapping.buffers is not None else mapping.accelerator_sampling
+        self.buffers = mapping.buffers
 
     def _log_decision(self, decision: Decision) -> None:
         if not self._is_logging_rank:

@@ -26,7 +26,9 @@ class Decision:
 
     mapping: TaskMapping
     explanation: str
-    action: str = "hold"  # ``start``, ``hold``, ``balance_work``, ``balance_thread`` or ``undo`` (threads go back)
+    action: str = (
+        "hold"  # ``start``, ``plan``, ``balance_work``, ``balance_thread``, ``undo`` (threads go back), ``hold``
+    )
     observation: int = 0
     changed: bool = False  # whether the mapping differs from the previous one
 

@@ -83,7 +83,7 @@ class Measurements:
 
 def _list_tasks(mapping: TaskMapping, times: IterationTimes) -> list[tuple[str, int, float, float | None]]:
     """Return name, CPU threads (0 on accelerators), work (seeds or a fraction) and seconds of stages and trainers."""
-    share, cpus = mapping.accelerator_sampling, mapping.cpu_trainers
+    share, cpus = 0.0 if mapping.buffers is not None else mapping.accelerator_sampling, mapping.cpu_trainers
     sampler, loader, trainer = mapping.threads
     return [
         ("Sampling on the CPU", sampler, 1 - share, times.sample_cpu),

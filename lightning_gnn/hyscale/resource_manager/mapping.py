@@ -100,10 +100,15 @@ class TaskMapping:
         if times.seeds is not None and len(times.seeds) != len(self.seeds):
             raise ValueError(f"times for seeds {times.seeds}, but the mapping has {len(self.seeds)} trainers")
 
+    @property
+    def samples_on_accelerators(self) -> bool:
+        """Whether accelerators sample for HyScale-GNN's stages; collective batching decides itself."""
+        return self.accelerator_sampling > 0 and self.buffers is None
+
     def check_same_work(self, saved: TaskMapping) -> None:
         """Raise ValueError if a saved mapping has other totals, trainers or sampling devices."""
         found, expected = (
-            (each.total, each.cpu_trainers, len(each.seeds), sum(each.threads), each.accelerator_sampling > 0)
+            (each.total, each.cpu_trainers, len(each.seeds), sum(each.threads), each.samples_on_accelerators)
             for each in (saved, self)
         )
         if found != expected:

@@ -31,7 +31,8 @@ def measured_costs(now: Estimate) -> NodeCosts:
     """Return the costs of a node as estimated from its last iterations."""
     mapping, times = now.mapping, now.times
     sampler, loader, trainer = mapping.threads
-    share, total, cpu = mapping.accelerator_sampling, mapping.total, mapping.cpu_trainers
+    total, cpu = mapping.total, mapping.cpu_trainers
+    share = 0.0 if mapping.buffers is not None else mapping.accelerator_sampling
     costs = [_UNMEASURED if cost is None else cost for cost in now.costs]
     load = Cost(0.0, (times.load or 0.0) * loader / total)
     on_accelerator = None
@@ -58,11 +59,12 @@ def replan(now: Estimate, keeps_threads: bool = False) -> tuple[TaskMapping, flo
         found = best_seeds(costs, False, total, cpu, mapping.threads)
     else:
         found = candidates(costs, total, cpu, sum(mapping.threads))[0]
-    share = found.mapping.accelerator_sampling
+    share = mapping.accelerator_sampling if mapping.buffers is not None else found.mapping.accelerator_sampling
     if costs.sample_accelerator is not None:  # a side without measurements could not be balanced
         share = min(max(share, MIN_SAMPLING_SHARE), 1 - MIN_SAMPLING_SHARE)
     current = max(resource_seconds(costs, False, mapping.seeds, mapping.threads, mapping.accelerator_fraction))
-    return replace(found.mapping, accelerator_sampling=share), found.seconds, current
+    target = replace(found.mapping, accelerator_sampling=share, buffers=mapping.buffers)
+    return target, found.seconds, current
 
 
 class _Move(NamedTuple):
@@ -91,6 +93,7 @@ class DynamicResourceManager(Recorder):
         super().__init__(mapping)
         self._in_flight: deque[TaskMapping] = deque([mapping], maxlen=lag + 1)
         self._measured = Measurements()
+        self._last: IterationTimes | None = None
         self._act_from = 0
         self._pending_move: _Move | None = None
         self._blocked_until = 0
@@ -115,6 +118,18 @@ class DynamicResourceManager(Recorder):
             self._act_from = self._number + len(self._in_flight)
         return decision
 
+    def costs(self) -> NodeCosts | None:
+        """Return the costs that the last iterations show; None before any."""
+        return None if self._last is None else measured_costs(self._measured.estimate(self.mapping, self._last))
+
+    def adopt(self, mapping: TaskMapping) -> Decision:
+        """Change to a mapping that was planned from a profile, and return the decision."""
+        cause = f"planned from the profile: {mapping}"
+        self._in_flight[-1] = mapping
+        self._act_from = self._number + len(self._in_flight)
+        self._pending_move, self._planned_with = None, (0, [])
+        return self._change(mapping, "plan", cause)
+
     def _add_measurement(self, times: IterationTimes, mapping: TaskMapping) -> str | IterationTimes:
         """Add a measurement and return it, or return the reason why it is ignored."""
         mapping.check(times)
@@ -128,6 +143,7 @@ class DynamicResourceManager(Recorder):
             if num_seeds and not seconds:
                 return f"trainer {index} has seeds but no measured time: ignored"
         self._measured.add(mapping, times)
+        self._last = times
         return times
 
     def _decide(self, last: IterationTimes) -> Decision:
