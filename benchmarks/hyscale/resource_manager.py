@@ -62,6 +62,10 @@ def _slow_accelerator(node: Node) -> Node:
     return replace(node, speeds=[*node.speeds[:-1], node.speeds[-1] * 0.4])
 
 
+def _half_pcie(node: Node) -> Node:
+    return replace(node, transfer=2 * node.transfer)
+
+
 _NODE = Node([400, 1000, 1000], sampling=0.8, loading=0.6, reference_threads=4, noise=NOISE)
 _GOOD, _BAD = TaskMapping((170, 427, 427), 1, (2, 2, 4)), TaskMapping((700, 200, 124), 1, (1, 1, 6))
 
@@ -91,6 +95,9 @@ SCENARIOS = {
         replace(_NODE, sampling=3.0, sampling_there=0.8), TaskMapping((170, 427, 427), 1, (2, 2, 4), 0.05)
     ),
     "slow link": Scenario(replace(_NODE, transfer=1 / 900), TaskMapping((170, 427, 427), 1, (2, 2, 4))),
+    "PCIe is halved for a while": Scenario(
+        replace(_NODE, transfer=1 / 1800), TaskMapping((170, 427, 427), 1, (2, 2, 4)), _half_pcie
+    ),
     "two CPU trainers": Scenario(
         replace(_NODE, speeds=[600, 200, 1000], cpu_trainers=2), TaskMapping((300, 300, 424), 2, (2, 2, 4))
     ),
