@@ -97,8 +97,17 @@ def balance(rank, counts):
     with pytest.MonkeyPatch.context() as monkeypatch:
         slow_down_trainer(monkeypatch)
         module = Plain()
-        options = {"drm": True, "shares": [0.5, 0.5], "threads": [1, 1, 1]}
-        trainer = fit(module, make_strategy(*counts, **options), make_collective([-1]), epochs=10)
+        log = os.path.join(os.environ["RANK_FOLDER"], "decisions.jsonl")
+        options = {"shares": [0.5, 0.5], "threads": [1, 1, 1]}
+        strategy = make_strategy(*counts, drm=True, decision_log=log, **options)
+        trainer = fit(module, strategy, make_collective([-1]), epochs=10)
+        planned = [decision for decision in strategy.balance.manager.log if decision.action == "plan"]
+        assert len(planned) == 1
+        assert planned[0].mapping.buffers is not None
+        # A replay adopts the plan of the node, and its buffers, where they were adopted.
+        again = make_strategy(*counts, drm=log, **options)
+        fit(Plain(), again, make_collective([-1]), epochs=10)
+        assert again.balance.buffers == strategy.balance.mapping.buffers
     with pytest.raises(ValueError, match="use one, or schedule='in_order'"):
         fit(Plain(), make_strategy(*counts), make_collective(schedule="paper"))
     with pytest.raises(ValueError, match="a worker failed"):
