@@ -27,7 +27,7 @@ from benchmarks.timed_epochs import TimedEpochs
 from lightning_gnn.full_graph.datamodule import FullGraphDataModule
 from lightning_gnn.nn import GAT, GCN, NodeClassifier
 from lightning_gnn.planning.limits import measure_limits
-from lightning_gnn.runtime.cores import num_cores
+from lightning_gnn.runtime.devices import num_cores
 
 SIZES = {"hidden": (256, 16), "heads": (4, 2), "shrink": (1, 40)}
 OURS = {"GCN": GCN, "GAT": GAT}

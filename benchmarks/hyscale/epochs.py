@@ -52,7 +52,7 @@ from benchmarks.scripts import Script
 from lightning_gnn.hyscale.performance_model.model import PerformanceModel
 from lightning_gnn.hyscale.resource_manager.controller import split_seeds
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
-from lightning_gnn.runtime.cores import num_cores
+from lightning_gnn.runtime.devices import num_cores
 
 SIZES = {
     "nodes": (200_000, 2_000),

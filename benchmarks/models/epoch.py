@@ -31,7 +31,7 @@ from benchmarks.timed_epochs import TimedBatches, TimedEpochs
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
 from lightning_gnn.planning.limits import MachineLimits, measure_limits
-from lightning_gnn.runtime.cores import num_cores
+from lightning_gnn.runtime.devices import num_cores
 
 CLASSES = 32
 FANOUTS = [25, 10]

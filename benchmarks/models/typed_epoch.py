@@ -32,7 +32,7 @@ from benchmarks.sampling.typed import mag
 from benchmarks.timed_epochs import TimedBatches, TimedEpochs
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.nn import HGT, RGAT, RGCN, HeteroGraphSAGE, NodeClassifier
-from lightning_gnn.runtime.cores import num_cores
+from lightning_gnn.runtime.devices import num_cores
 
 CLASSES = 349
 FANOUTS = [15, 10]

@@ -1,12 +1,11 @@
 """Build the data, DataModule, LightningModule and Trainer of a composed configuration."""
 
 from inspect import Parameter, signature
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from hydra.utils import instantiate, to_absolute_path
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.utilities import rank_zero_only
@@ -15,7 +14,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType
 
-from lightning_gnn.cli.command_line import check_writable
+from lightning_gnn.cli.command_line import absolute, check_writable
 from lightning_gnn.cli.predictions import check_format
 from lightning_gnn.cli.saved_run import KeepConfig
 from lightning_gnn.cli.splits import fill_splits, split_links
@@ -25,6 +24,7 @@ from lightning_gnn.nn.embeddings import TypeEmbeddings
 from lightning_gnn.nn.hetero.models import BACK
 from lightning_gnn.partitioned import PartitionedDataModule, PartitionedLinkDataModule
 from lightning_gnn.report.console import console
+from lightning_gnn.runtime.urls import cached_path, without_file_scheme
 
 MODES = ("train", "test", "predict")
 _NON_MODULE_KEYS = ("name", "metric", "mode", "split", "time", "embeddings")
@@ -42,7 +42,7 @@ def check_config(cfg: DictConfig) -> None:
     check_format(cfg.predictions)
     if cfg.ckpt_path is None and cfg.mode != "train":
         raise ValueError(f"mode={cfg.mode} needs a checkpoint; give ckpt_path=PATH")
-    if cfg.ckpt_path is not None and not (path := Path(to_absolute_path(str(cfg.ckpt_path)))).is_file():
+    if cfg.ckpt_path is not None and not (path := cached_path(absolute(str(cfg.ckpt_path)))).is_file():
         inside = [*path.glob("*.ckpt"), *path.glob("checkpoints/*.ckpt")]
         checkpoints = sorted(inside, key=lambda file: file.name != "best.ckpt")
         hint = f"a folder; give a file, such as {checkpoints[0]}" if checkpoints else "no such file"
@@ -63,7 +63,7 @@ def build_data(cfg: DictConfig) -> Data | HeteroData:
     """Load or generate the graph; a relative ``root`` is resolved against the directory the command was started in."""
     node = cfg.data.copy()
     if node.get("root") is not None:
-        node.root = to_absolute_path(node.root)
+        node.root = absolute(node.root)
     if "labels" in node and node.labels is None:
         node.labels = {"node": "classes", "multilabel": "several"}.get(cfg.task.name, "numbers")
     data: Data | HeteroData = build(node, "data")
@@ -105,7 +105,7 @@ def _is_partitioned(cfg: DictConfig) -> bool:
 
 def _build_partitioned(cfg: DictConfig, **arguments: Any) -> PartitionedDataModule | PartitionedLinkDataModule:
     node = cfg.datamodule.copy()
-    node.root = to_absolute_path(node.root)
+    node.root = absolute(node.root)
     datamodule: PartitionedDataModule | PartitionedLinkDataModule = build(node, "datamodule", **arguments)
     return datamodule
 
@@ -277,6 +277,8 @@ def build(node: DictConfig, name: str, **kwargs: Any) -> Any:
             raise ValueError(f"{name}.{ignored[0]}={node[ignored[0]]} has no effect, the command sets it; leave it out")
         partial = instantiate(node, _partial_=True, _convert_="all")
         arguments = partial.keywords | kwargs
+        if arguments.get("dirpath") is not None:  # Lightning would create a folder named "file:"
+            arguments["dirpath"] = without_file_scheme(arguments["dirpath"])
         parameters = signature(partial.func).parameters
         if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
             arguments = {key: value for key, value in arguments.items() if value is not None or key in parameters}

@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_module
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
+from hydra.utils import to_absolute_path
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,12 +26,14 @@ from pytorch_lightning.utilities import rank_zero_only
 from lightning_gnn.cli.saved_run import Rebuilt, rebuild
 from lightning_gnn.report.console import console, say
 from lightning_gnn.runtime.messages import REMOVED, removed
+from lightning_gnn.runtime.urls import is_url, without_file_scheme
 
 _CONF = "lightning_gnn.conf"
 _USER_ERRORS = (
     ValueError,
     TypeError,
     RuntimeError,
+    MemoryError,
     OSError,
     ImportError,
     HydraException,
@@ -149,11 +152,19 @@ def check_writable(directory: str | Path, name: str) -> None:
         raise ValueError(f"{name}={directory} cannot be used: {reason}; give another folder") from None
 
 
+def absolute(path: str) -> str:
+    """Return a path relative to the folder that the command was started in, or a URL, as an absolute path or URL."""
+    return path if is_url(path := without_file_scheme(path)) else to_absolute_path(path)
+
+
 def _compose_once(config_name: str, typed: argparse.Namespace) -> Rebuilt:
     """Rebuild the saved run, and compose a single run once to report mistakes in one line."""
     is_sweep = typed.multirun or any(item.startswith("hydra.mode=") for item in typed.overrides)
     searched = [] if typed.config_dir is None else [f"hydra.searchpath=[file://{Path(typed.config_dir).absolute()}]"]
     with raise_user_errors(), initialize_config_module(_CONF, version_base="1.3"):
+        for item in typed.overrides:
+            if item.startswith(("hydra.run.dir=", "hydra.sweep.dir=", "output_dir=")) and ":/" in item:
+                raise ValueError(f"{item} must be a local path; callbacks.best.dirpath=URL keeps checkpoints at a URL")
         try:
             rebuilt = rebuild(config_name, OverridesParser.create().parse_overrides(typed.overrides))
             if not is_sweep:

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
 from torch import Tensor
 
+from lightning_gnn.cli.command_line import absolute
 from lightning_gnn.datasets.hetero_folder import node_folder
 from lightning_gnn.runtime.files import whole_file
+from lightning_gnn.runtime.urls import cached_path
 
 FORMATS = ("npy", "parquet")
 Column = npt.NDArray[np.generic] | list[str]
@@ -82,9 +83,9 @@ def columns(
 def node_names(cfg: DictConfig, target: str | None, count: int) -> list[str] | None:
     """Read the names of nodes from ``ids.txt``, one per line, in a graph's folder; return None without the file."""
     root = cfg.data.get("root")
-    if root is None:
+    if root is None or str(cfg.data.get("_target_")).endswith("whole.outline"):  # partitions have no names
         return None
-    folder = Path(to_absolute_path(root))
+    folder = cached_path(absolute(root))
     path = (folder if target is None else node_folder(folder, target)) / "ids.txt"
     if not path.is_file():
         return None

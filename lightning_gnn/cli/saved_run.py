@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_gnn.runtime.checkpoint_io import damage_of
 from lightning_gnn.runtime.messages import REMOVED
+from lightning_gnn.runtime.urls import cached_path
 
 KEY = "lgnn"  # the checkpoint entry that holds it
 GROUPS = {
@@ -77,7 +78,7 @@ def rebuild(config_name: str, overrides: Sequence[Override]) -> Rebuilt:
     if typed[-1].is_sweep_override():
         return Rebuilt(config_name, "ckpt_path has several values: the configurations saved with them are not used")
     value = typed[-1].value()
-    path = Path(str(value)).expanduser()
+    path = cached_path(str(value)).expanduser()
     if value is None or not path.is_file():
         return Rebuilt(config_name)
     # Without a configuration, the run is built from the defaults, and a note says why.

@@ -32,7 +32,7 @@ def environment(trainer: pl.Trainer) -> dict[str, str]:
     """Return the versions, machine, thread counts and device of a run, by name."""
     import torch
 
-    from lightning_gnn.runtime.cores import num_cores
+    from lightning_gnn.runtime.devices import num_cores
 
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -25,7 +25,7 @@ from lightning_gnn.gpu_sampling.link_datamodule import PersistentLinkDataModule
 from lightning_gnn.gpu_sampling.placement import PlacedOnGPU
 from lightning_gnn.graph.stores import AttributeName, name_of, stores_of
 from lightning_gnn.loading.loaders import PipelineLoader
-from lightning_gnn.runtime.cores import num_cores
+from lightning_gnn.runtime.devices import num_cores
 from lightning_gnn.runtime.messages import removed, whole_number
 
 ROUTES = ("auto", "cpu")

@@ -18,6 +18,7 @@ from lightning_gnn.collective.batch_schedule import BatchSchedule
 from lightning_gnn.collective.dual_buffer import DualBuffer
 from lightning_gnn.runtime.files import read_text, read_yaml, write_whole
 from lightning_gnn.runtime.messages import aligned, removed
+from lightning_gnn.runtime.urls import cached_path, local_path
 
 Mode = Literal["collective", "cpu", "gpu"]
 ScheduleName = Literal["in_order", "paper"]
@@ -266,13 +267,13 @@ class CollectivePlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a YAML file."""
-        write_whole(path, self.to_yaml())
+        write_whole(local_path(path), self.to_yaml())
 
     @classmethod
     def load(cls, path: str | Path) -> CollectivePlan:
         """Read a plan from a YAML file; raise a ValueError with its path if it is invalid."""
         try:
-            return cls.from_yaml(read_text(path))
+            return cls.from_yaml(read_text(cached_path(path)))
         except ValueError as error:
             raise ValueError(f"{path} is not a valid plan of collective batching: {error}") from error
 

@@ -80,8 +80,8 @@ class StorageOptions(_OptionGroup):
             cached rows, mini-batches sampled ahead, and ready mini-batches.
         lookahead: With ``memory``, the number of mini-batches to sample ahead of reading, or their bytes
             (``"500MB"``); by default an eighth of the memory.
-        store: With ``memory``, the ``.npy`` file to read, or a dictionary of files by node type. By default the files
-            that ``x`` is memory-mapped from.
+        store: With ``memory``, the ``.npy`` file to read, or a dictionary of files by node type. A file at a URL is
+            fetched whole first. By default the files that ``x`` is memory-mapped from.
 
     Raises:
         ValueError: Two options exclude each other.

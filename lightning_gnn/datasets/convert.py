@@ -31,6 +31,7 @@ from lightning_gnn.datasets.topology_files import TOPOLOGY
 from lightning_gnn.features.arrays import save_arrays, write_blocks
 from lightning_gnn.graph.csc import index_dtype
 from lightning_gnn.runtime.files import write_whole
+from lightning_gnn.runtime.urls import local_path
 
 _NUMERIC = (*INTEGER_TYPES, "FLOAT", "DOUBLE", "BOOLEAN", "DECIMAL")
 _MAX_SHOWN = 12  # maximum number of feature names in a message
@@ -85,7 +86,7 @@ def convert_tables(
         ValueError: A file cannot be read or holds no rows, there are as many classes as nodes, an id is missing or
             occurs twice, an edge refers to an unknown node, type names mismatch, or a name is not a valid file name.
     """
-    out = Path(out)
+    out = local_path(out)
     folder = out.with_name(f"{out.name}.partial")
     if os.path.lexists(out):
         leftover = f" ({folder}, left over from its conversion, can be removed)" if folder.exists() else ""

@@ -15,6 +15,7 @@ from lightning_gnn.features.feature_file import refuse_rows
 from lightning_gnn.features.table import FeatureTable
 from lightning_gnn.graph.checks import check_node_data, check_nodes
 from lightning_gnn.graph.csc import CSCGraph, check_integers
+from lightning_gnn.runtime.urls import cached_path, local_path
 
 SPLITS = ("train", "val", "test")
 _EXPECTED = (
@@ -40,7 +41,7 @@ def load_folder(
     - ``train_mask.npy`` bool ``[N]`` or ``train_idx.npy`` int64 ``[n]``, and ``val_…`` (or ``valid_…``) and ``test_…``.
 
     Args:
-        root: The folder.
+        root: The folder, or its URL.
         mmap: Memory-map the arrays; writes never reach the files.
         check: Check all ids, in one pass over the topology and the splits; a large topology that passed is not
             checked again until its files change. Without the check, an id out of range crashes the sampler.
@@ -57,7 +58,7 @@ def load_folder(
         ValueError: A file is truncated, a shape or length is wrong, a node or edge id is out of range, a topology or a
             split is given twice, or the folder holds an ``x.rows`` file of an earlier release.
     """
-    root = Path(root)
+    root = cached_path(root)
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is not a folder; expected one with {_EXPECTED}")
     if is_hetero_folder(root):
@@ -89,7 +90,7 @@ def save_folder(data: Data, root: str | Path) -> Path:
     ``data`` has ``x`` float32, float16 or bfloat16 ``[N, F]``, a topology (``edge_index``, ``adj_t`` or ``graph``), and
     optionally ``y`` ``[N]`` and ``{train,val,test}_mask`` bool ``[N]`` or ``{train,val,test}_idx`` int64 ``[n]``.
     """
-    root = Path(root)
+    root = local_path(root)
     check_node_data(data)
     splits = [f"{split}_{suffix}" for split in SPLITS for suffix in ("mask", "idx") if f"{split}_{suffix}" in data]
     if unknown := set(data.keys()) - {"x", "y", "edge_index", "adj_t", "graph", "num_nodes", *splits}:

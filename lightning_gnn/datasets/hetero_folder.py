@@ -19,6 +19,7 @@ from lightning_gnn.features.table import FeatureTable
 from lightning_gnn.graph.checks import check_nodes
 from lightning_gnn.graph.csc import CSCGraph, check_edge_index, check_ids
 from lightning_gnn.runtime.files import read_json, read_text, write_whole
+from lightning_gnn.runtime.urls import cached_path, local_path
 
 NODES, EDGES, BETWEEN, TYPES = "nodes", "edges", "__", "types.json"
 _MAX_BYTES = 255  # maximum length of a file name on most file systems
@@ -46,7 +47,7 @@ def load_hetero_folder(root: str | Path, mmap: bool = True, check: bool = True) 
     ``{"nodes": [TYPE, …], "edges": [[SOURCE, RELATION, TARGET], …]}``.
 
     Args:
-        root: The folder.
+        root: The folder, or its URL.
         mmap: Memory-map the arrays; writes never reach the files.
         check: Check that ids are in range; a large topology that passed is not checked again until its files change.
 
@@ -57,7 +58,7 @@ def load_hetero_folder(root: str | Path, mmap: bool = True, check: bool = True) 
             given twice, the name of an edge folder matches no edge type or several, or ``types.json`` does not match
             the folders.
     """
-    root = Path(root)
+    root = cached_path(root)
     nodes, edges = _list_type_folders(root)
     data = HeteroData()
     for name, folder in nodes.items():
@@ -172,7 +173,7 @@ def save_hetero_folder(data: HeteroData, root: str | Path) -> Path:
         TypeError, ValueError: A folder cannot store an attribute or its name, or edges refer to unknown node types.
     """
     # Check everything before the first file is written.
-    root = Path(root)
+    root = local_path(root)
     if any((root / name).exists() for name in (NODES, EDGES, TYPES)):
         raise FileExistsError(f"{root} holds a graph already; choose an empty folder")
     nodes, edges = data.node_types, data.edge_types

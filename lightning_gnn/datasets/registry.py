@@ -33,6 +33,7 @@ from lightning_gnn.features.arrays import load_array
 from lightning_gnn.graph.checks import check_nodes
 from lightning_gnn.runtime.moved_names import find_moved
 from lightning_gnn.runtime.store import cache_root, checksum, is_writable, locked
+from lightning_gnn.runtime.urls import local_path
 
 T = TypeVar("T")
 __all__ = ["coauthor", "flickr", "mag240m", "ogb_mag", "ogbn", "planetoid", "reddit", "yelp"]
@@ -197,7 +198,7 @@ def ogbn(
     """
     if name not in _OGBN:
         raise ValueError(f"name={name!r} is not supported; use one of {', '.join(_OGBN)}")
-    root = Path(root)
+    root = local_path(root)
     # ogbn-papers100M is converted from the downloaded files, by one process at a time.
     if name == "ogbn-papers100M":
         folder = root / "ogbn_papers100M"
@@ -265,7 +266,7 @@ def mag240m(root: str | Path = "data/ogb") -> Data:
         FileNotFoundError: A file is missing.
         TypeError, ValueError: A file is damaged, or holds other arrays.
     """
-    source = Path(root) / "mag240m_kddcup2021"
+    source = local_path(root) / "mag240m_kddcup2021"
     _check_files(source, _MAG240M_FILES, f"{_MAG240M_URL} (200 GB)")
     features, labels, split, edges = (source / file for file in _MAG240M_FILES)
     x = load_features(features)
@@ -310,8 +311,9 @@ def _load(
                 raise _ReadOnlyError(f"{base} is read-only and lacks {self.processed_paths[0]}: {fix}")
             super()._download()
 
+    root = local_path(root)
     dataset = Checked.__new__(Checked)  # exists before __init__, so that errors can name its folders
-    with _lock_dataset(Path(root)), _restrict_unpickling(trust):
+    with _lock_dataset(root), _restrict_unpickling(trust):
         try:
             dataset.__init__(root=str(root), **options)  # type: ignore[misc]
             return extract(dataset)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from lightning_gnn.datasets.text_files import Layout, detect_layout, is_gzip, rewrite, truncate
 from lightning_gnn.features.arrays import load_array
 from lightning_gnn.runtime.files import write_whole
+from lightning_gnn.runtime.urls import local_path
 
 Columns = dict[str, npt.NDArray[Any]]
 TEXT = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".cites", ".content", ".dat", ".data")  # text files
@@ -283,8 +284,9 @@ class _HeaderError(Exception):
 
 def find_files(path: str | Path) -> list[Path]:
     """Return the files that match a path or glob pattern, sorted."""
-    if Path(path).exists():
-        return [Path(path)]
+    path = local_path(path)
+    if path.exists():
+        return [path]
     if not (files := sorted(map(Path, glob.glob(str(path), recursive=True)))):
         raise FileNotFoundError(f"{path} does not exist")
     return files

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_gnn.runtime.files import whole_file
 from lightning_gnn.runtime.memory_info import total_bytes
+from lightning_gnn.runtime.urls import cached_path
 
 Order = Literal["C", "F"]
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -48,7 +49,7 @@ def load_array(path: str | Path, mmap: bool = True) -> Tensor:
     With ``mmap``, the file is mapped copy-on-write: pages are loaded on first access, and writes stay in memory. If the
     system commits memory for mapped files and refuses the size, the file is mapped read-only, with a warning.
     """
-    path = Path(path)
+    path = cached_path(path)
     check_file(path)
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

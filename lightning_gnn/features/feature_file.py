@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_gnn.features.arrays import check_file, load_array
 from lightning_gnn.features.table import FEATURE_DTYPES
 from lightning_gnn.runtime.mapped_files import MappedFiles
+from lightning_gnn.runtime.urls import cached_path
 
 BLOCK_BYTES = 4096  # minimum size and alignment of direct reads
 
@@ -35,7 +36,7 @@ class FeatureFile:
     @classmethod
     def open(cls, path: str | Path) -> FeatureFile:
         """Read the header of a ``.npy`` file."""
-        path = Path(path)
+        path = cached_path(path)
         check_file(path)
         if path.suffix == ".rows":
             raise ValueError(rows_are_gone(path))

@@ -14,6 +14,7 @@ from lightning_gnn.features.arrays import expect_scattered_reads, load_array, re
 from lightning_gnn.features.hot_cache import RowCache
 from lightning_gnn.features.memory_pool import pool
 from lightning_gnn.features.pinned_memory import pin_host_memory
+from lightning_gnn.runtime.urls import local_path
 
 FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of unquantized tables
 GraphT = TypeVar("GraphT", Data, HeteroData)
@@ -176,7 +177,7 @@ class FeatureTable:
         Raises:
             OSError: The disk is full or cannot be written to. An existing file is then unchanged.
         """
-        path = Path(path)
+        path = local_path(path)
         name = path.stem if path.suffix == ".npy" else path.name
         save_arrays(path.parent, {name: self.values, f"{name}.scales": self.scales})
         return path.with_name(f"{name}.npy")

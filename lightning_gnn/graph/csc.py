@@ -22,6 +22,7 @@ from lightning_gnn.features.hot_cache import CachedAdjacency
 from lightning_gnn.features.pinned_memory import pin_host_memory
 from lightning_gnn.graph.edge_attributes import count_parallel, order_by_time, ordered_times, sum_weights, valid_weights
 from lightning_gnn.runtime.memory_info import total_bytes
+from lightning_gnn.runtime.urls import cached_path, local_path
 
 INT32_MAX = 2**31 - 1
 
@@ -283,7 +284,7 @@ class CSCGraph:
         """
         if self.time is not None or self.weight is not None or self.source_count is not None:
             raise ValueError("times, weights and types are not saved: save the plain graph, and add them after loading")
-        folder = Path(folder)
+        folder = local_path(folder)
         save_arrays(folder, {"indptr": self.indptr, "indices": self.indices, "edge_ids": self.edge_ids})
         if self.edge_ids is None:  # remove those of a graph that was saved here before
             (folder / "edge_ids.npy").unlink(missing_ok=True)
@@ -298,7 +299,7 @@ class CSCGraph:
             OSError, MemoryError: A file cannot be read, or is too large.
             TypeError, ValueError: A file is truncated, or :meth:`from_csc` rejects the arrays.
         """
-        folder = Path(folder)
+        folder = cached_path(folder)
         edge_ids = folder / "edge_ids.npy"
         arrays = (
             load_array(folder / "indptr.npy", mmap),

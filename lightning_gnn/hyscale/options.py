@@ -11,8 +11,9 @@ import torch
 from torch_geometric.loader import LinkLoader, NodeLoader
 
 from lightning_gnn.hyscale.transfer import TRANSFER_DTYPES
-from lightning_gnn.runtime.cores import num_cores
+from lightning_gnn.runtime.devices import num_cores
 from lightning_gnn.runtime.messages import removed, whole_number
+from lightning_gnn.runtime.urls import cached_path
 
 PyGLoader: TypeAlias = NodeLoader | LinkLoader  # base classes of this package's loaders, too
 _MAX_TIMEOUT_S = 1e8
@@ -173,7 +174,7 @@ class HyScaleOptions:
         # Check that the decision log exists now, not when its first decision is read.
         if not isinstance(drm, (bool, str, Path)):
             raise ValueError(f"drm must be True, False, 'paper' or the path of a decision log, but is {drm!r}")
-        if replays(drm) and not Path(drm).is_file():
+        if replays(drm) and not cached_path(drm).is_file():
             raise ValueError(
                 f"drm={str(drm)!r} is not a file; give a log written by decision_log=, or True, False or 'paper'"
             )

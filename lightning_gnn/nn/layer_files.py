@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_gnn.features.arrays import check_room, create_array, load_array
 from lightning_gnn.runtime.store import discard, scratch
+from lightning_gnn.runtime.urls import local_path
 
 
 class MemoryOutputs:
@@ -90,7 +91,7 @@ def layer_outputs(folder: str | Path | None, in_memory: bool) -> Iterator[Memory
 def _create_folder(stack: ExitStack, folder: str | Path | None) -> Path:
     """Create and return the folder for the files."""
     if folder is not None:
-        path = Path(folder)
+        path = local_path(folder)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             path /= f"rank_{torch.distributed.get_rank()}"
         path.mkdir(parents=True, exist_ok=True)

@@ -12,13 +12,15 @@ from torch_geometric.typing import NodeType
 from lightning_gnn.graph.csc import CSCGraph, index_dtype
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.runtime.memory_info import available_bytes
+from lightning_gnn.runtime.messages import shown
 
 METHODS = ("metis", "ldg", "random")
-"""Fewest cut edges, with several copies in memory; eight passes over the lists, in 18 bytes per node; at random."""
+"""Fewest cut edges, in several copies; eight passes, in 18 bytes per node (55 with the writing); at random."""
 MAX_PARTS = 1 << 15
 SLACK = 0.05  # allowed excess over the mean number of nodes, edges and seeds of a part
 _PASSES = 8  # passes of the stream: in the first one, most neighbors have no part yet
 _METIS_BYTES = 120  # peak memory of METIS including its input, per edge in both directions: measured and rounded up
+_LDG_BYTES, _LDG_SECONDS = 55, 0.44e-6  # of lgnn partition method=ldg, per node and per edge: measured
 
 
 def assign_nodes(
@@ -94,8 +96,9 @@ def _metis(indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray, parts: 
         ) from None
     need, free = 2 * _METIS_BYTES * indices.size, available_bytes() or 0
     if need > free:
-        needs = f"METIS needs about {need / 1e9:.0f} GB for {indices.size} edges"
-        raise MemoryError(f"{needs}, but {free / 1e9:.0f} GB are free; use method=ldg")
+        needs = f"METIS needs about {shown(need)} for {indices.size:,} edges, but {shown(free)} are free"
+        memory, seconds = shown(_LDG_BYTES * (indptr.size - 1)), max(1, _LDG_SECONDS * indices.size)
+        raise MemoryError(f"{needs}; method=ldg needs about {memory} more, and {seconds:.0f} s of a core")
     total = indptr.size - 1
     col = np.repeat(np.arange(total), np.diff(indptr))
     ends = np.concatenate([col * total + indices, indices.astype(np.int64) * total + col])

@@ -150,7 +150,7 @@ class _PartitionedMixin(MiniBatchDataModule):
         # If a part is damaged, do not raise yet: all ranks must learn of it in the all-gather below.
         try:
             shard, failure = Shard(self.partition, parts, self.topology == "parts"), None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             failure = error
         self._published = PublishedRows(self.partition.parts, ranks)
         exchange = RankRPC({} if failure is not None else {
@@ -333,7 +333,7 @@ class PartitionedDataModule(_PartitionedMixin, NeighborDataModule):
     bit those of one machine with the whole graph, for any number of parts and ranks.
 
     Args:
-        root: Folder of the partitioned graph.
+        root: Folder of the partitioned graph, or its URL.
         *args: Seeds for training, validation, testing and prediction, as for
             :class:`~lightning_gnn.NeighborDataModule`, by the ids of the whole graph; by default those of its masks.
         topology: With ``"parts"``, each rank has the in-edges of its nodes, and requests others hop by hop. With

@@ -30,6 +30,7 @@ from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.graph.stores import StoreType, of_edges, of_nodes, stores_of
 from lightning_gnn.runtime.files import read_json, read_text, write_whole
 from lightning_gnn.runtime.manifest import seal, verify
+from lightning_gnn.runtime.urls import cached_path, local_path, without_file_scheme
 from lightning_gnn.sampling.neighbor import topology_of
 
 FORMAT = 2
@@ -76,7 +77,7 @@ def write_partition(
     link_type: EdgeType | None = None,
 ) -> None:
     """Write a partitioned graph to a folder, given the part of each node by node type."""
-    folder = Path(folder)
+    folder = local_path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is not empty; give a new folder, or remove this one")
     graph = topology_of(data)
@@ -229,8 +230,8 @@ class Partition:
     """A partitioned graph with its common files open; parts are opened by :meth:`open`."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        common = self.folder / "common"
+        self.folder = without_file_scheme(folder).rstrip("/")
+        self.common = common = cached_path(f"{self.folder}/common")
         if not common.is_dir():
             raise FileNotFoundError(f"{self.folder} is not a partitioned graph; make one with lgnn partition")
         _verify(common, "every machine needs it: copy it again")
@@ -270,7 +271,7 @@ class Partition:
             return None
         name = _as_name(names[0])
         number = self.number.get(name, 0)
-        ids = load_array(self.folder / "common" / f"{stage}.{number}.npy", mmap=False)
+        ids = load_array(self.common / f"{stage}.{number}.npy", mmap=False)
         if stage in self.listed:
             return name, ids
         mask = torch.zeros(self.nodes[number].count, dtype=torch.bool)
@@ -279,7 +280,7 @@ class Partition:
 
     def links(self, name: str) -> Tensor | None:
         """Return a saved array of the edges to predict: edges, int64 ``[2, n]``, labels or times; None if missing."""
-        return load_array(self.folder / "common" / f"links.{name}.npy") if name in self.link_names else None
+        return load_array(self.common / f"links.{name}.npy") if name in self.link_names else None
 
     def first_edges(self, edge_type: int) -> np.ndarray:
         """Return the offset of each part's edges among all edges of a type, ordered by part, int64 ``[parts + 1]``."""
@@ -287,7 +288,7 @@ class Partition:
 
     def open(self, part: int) -> GraphPart:
         """Verify and open one part."""
-        root = self.folder / f"part-{part:05d}"
+        root = cached_path(f"{self.folder}/part-{part:05d}")
         if not root.is_dir():
             raise FileNotFoundError(f"{root} is not on this machine, whose rank needs it; copy it here")
         _verify(root, "copy it again, or partition the graph again")

@@ -7,7 +7,7 @@ import torch
 from pytorch_lightning.utilities import CombinedLoader
 
 from lightning_gnn.planning.limits import product_rate
-from lightning_gnn.runtime.cores import num_cores
+from lightning_gnn.runtime.devices import num_cores
 
 MIN_BF16_SPEEDUP = 1.3  # speedup of bfloat16 matrix products from which on bf16-mixed is suggested
 

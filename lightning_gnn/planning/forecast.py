@@ -10,7 +10,7 @@ import torch
 from lightning_gnn.planning.overlap import Rhythm, rhythm
 from lightning_gnn.planning.preparation import Preparation, ahead_of, prepare
 from lightning_gnn.planning.steps import TimedStep, time_steps, time_together
-from lightning_gnn.runtime.cores import is_busy, num_cores
+from lightning_gnn.runtime.devices import is_busy, num_cores
 
 MIN_GAIN = 0.05  # smaller gains, as a fraction of the epoch time, count as noise
 

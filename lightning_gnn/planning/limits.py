@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lightning_gnn.ops.gather.definition import gather_rows
-from lightning_gnn.runtime.cores import is_busy, num_cores
+from lightning_gnn.runtime.devices import is_busy, num_cores
 from lightning_gnn.runtime.files import read_json, read_text
 from lightning_gnn.runtime.store import checksum, find, get_or_create
 

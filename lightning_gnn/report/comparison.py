@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
@@ -27,11 +28,12 @@ _SWEEP_FILE = "multirun.yaml"  # holds the command line; its presence identifies
 class ComparisonTable(Callback):
     """Compares the runs of a sweep by their ``metrics.json``: one row per run, with mean and deviation over seeds.
 
-    Writes ``comparison.csv`` and ``report.html``; the command exits with code 1 if a run failed.
+    Writes ``comparison.csv`` and ``report.html``; the command exits with code 1 if a run failed. Workers that share the
+    folder of a sweep, each with its own ``hydra.sweep.subdir``, are compared together; their last one has all runs.
     """
 
     def __init__(self) -> None:
-        self._returned: dict[int, float] = {}
+        self._returned: dict[int | None, float] = {}
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: object) -> None:
         """Called by Hydra after a run, in the process that ran it."""
@@ -42,9 +44,14 @@ class ComparisonTable(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: object) -> None:
         """Called by Hydra after all runs."""
         directory = Path(config.hydra.sweep.dir)
+        sweep: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
         rows: list[Metrics] = []
         with reporting("the comparison", warn):
-            rows = compare(directory, self._returned)
+            found = runs_of_sweep(directory)
+            own = {name for name, run in found.items() if run.subdir == sweep["subdir"]}
+            runs = {name: run for name, run in found.items() if run.metrics or name in own}
+            returned = {name: self._returned[runs[name].job] for name in own if runs[name].job in self._returned}
+            rows = compare_runs(runs, returned)
         if not rows:
             return
         with reporting("the comparison's table", warn):
@@ -55,24 +62,22 @@ class ComparisonTable(Callback):
         with reporting(directory / "comparison.csv", warn):
             write_csv(rows, directory / "comparison.csv", _columns(rows))
         with reporting(directory / "report.html", warn):
-            write_comparison_page(directory / "report.html", rows, runs_of_sweep(directory), "Sweep")
-        if any(row["status"] != "ok" for row in rows):
+            write_comparison_page(directory / "report.html", rows, runs, "Sweep")
+        if any(row["status"] != "ok" and row["job"] in own for row in rows):
             sys.exit(1)
 
 
-def runs_of_sweep(directory: str | Path) -> dict[int, Run]:
-    """Return the runs below a sweep's directory by their job numbers."""
-    runs = {run.job: run for run in find_runs([directory]) if run.job is not None}
-    return dict(sorted(runs.items()))
+def runs_of_sweep(directory: str | Path) -> dict[Any, Run]:
+    """Return the runs below a sweep's directory by their job numbers; if workers share these, by folder, by start."""
+    found = [run for run in reversed(find_runs([directory])) if run.job is not None]
+    numbered = {run.job: run for run in found if run.job is not None}
+    if len(numbered) == len(found):
+        return dict(sorted(numbered.items()))
+    return {run.folder.relative_to(directory).as_posix(): run for run in found}
 
 
-def compare(directory: str | Path, returned: Mapping[int, float] = MappingProxyType({})) -> list[Metrics]:
-    """Compare the runs of a sweep; a run without ``metrics.json`` or with NaN in ``returned`` has failed."""
-    return compare_runs(runs_of_sweep(directory), returned)
-
-
-def compare_runs(runs: Mapping[Name, Run], returned: Mapping[int, float] = MappingProxyType({})) -> list[Metrics]:
-    """Return one row per run, in the order of ``runs``.
+def compare_runs(runs: Mapping[Name, Run], returned: Mapping[Name, float] = MappingProxyType({})) -> list[Metrics]:
+    """Return one row per run, in the order of ``runs``; one without ``metrics.json`` or with NaN returned has failed.
 
     A row has ``job``, ``status`` (``ok`` or ``failed``), the overrides that differ, the scores and speeds, ``error``,
     and ``<score>_mean``, ``<score>_std`` and ``runs`` over the runs that differ only in their seeds.
@@ -85,7 +90,7 @@ def compare_runs(runs: Mapping[Name, Run], returned: Mapping[int, float] = Mappi
     for (name, run), settings in zip(runs.items(), all_settings, strict=True):
         metrics: Metrics = run.metrics or {"error": "the run has written no metrics.json"}
         error, figures = metrics.get("error") or "", (*scores_of(metrics), *SPEEDS)
-        succeeded = isinstance(name, int) and not math.isnan(returned.get(name, math.nan))
+        succeeded = not math.isnan(returned.get(name, math.nan))
         row: Metrics = {"job": name, "status": "failed" if error and not succeeded else "ok"}
         row |= {key: settings[key] for key in varied}
         row |= {name: metrics[name] for name in figures if isinstance(metrics.get(name), (int, float))}

@@ -28,6 +28,7 @@ class Run:
     metrics: Metrics = field(default_factory=dict)
     job: int | None = None  # its number in a sweep, or None
     cwd: str = ""  # the directory it was started in; empty if unknown
+    subdir: str = ""  # hydra.sweep.subdir of its worker, not resolved; empty if unknown
 
     @property
     def seconds(self) -> float | None:
@@ -88,6 +89,7 @@ def read_run(folder: str | Path) -> Run:
         metrics,
         job if isinstance(job, int) else None,
         str(_lookup(settings, "hydra.runtime.cwd") or ""),
+        str(_lookup(settings, "hydra.sweep.subdir") or ""),
     )
 
 

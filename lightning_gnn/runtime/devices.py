@@ -1,7 +1,8 @@
-"""Device-dependent helpers: feature probes, streams, asynchronous copies, mixed precision."""
+"""Device-dependent helpers: cores, feature probes, streams, asynchronous copies, mixed precision."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 
 import torch
@@ -10,6 +11,16 @@ from torch import Tensor
 
 DEVICE_BACKENDS = {"cuda": "nccl", "npu": "hccl"}
 """Backends of ``torch.distributed`` for collectives among accelerators."""
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_busy() -> bool:
+    """Return whether the load average of the last minute is at least half of the cores."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] >= max(1.0, 0.5 * num_cores())
 
 
 def works(attempt: Callable[[], object]) -> bool:

@@ -33,6 +33,7 @@ KINDS = {
     "limits": "peak rates of this machine",
     "inference": "layer outputs of inference",
     "checks": "files whose ids were checked",
+    "remote": "copies of files at URLs",
     "twin": "the compiled CPU twin of the Ascend kernels",
     "npu": "the compiled NPU kernels",
     **dict.fromkeys(("first_layer", "datasets"), "unused files of an earlier release"),

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lightning_gnn.report.comparison import compare
+from lightning_gnn.report.comparison import compare_runs, runs_of_sweep
 from tests.cli.command import lgnn, metrics_of
 
 FAST = ["trainer.max_epochs=1", "logger=none"]
@@ -64,8 +64,8 @@ def test_in_a_sweep_the_runs_that_succeeded_count(tmp_path, capfd, monkeypatch):
     assert "could not be made" in err
     assert f"{tmp_path}/comparison.csv could not be made" in err
     assert f"{tmp_path}/report.html could not be made" in err
-    assert [row["status"] for row in compare(tmp_path, {0: 0.5, 1: 0.5})] == ["ok", "ok"]
-    assert [row["status"] for row in compare(tmp_path)] == ["ok", "failed"]
+    assert [row["status"] for row in compare_runs(runs_of_sweep(tmp_path), {0: 0.5, 1: 0.5})] == ["ok", "ok"]
+    assert [row["status"] for row in compare_runs(runs_of_sweep(tmp_path))] == ["ok", "failed"]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from lightning_gnn.compressed.graph import CompressedGraph
 from lightning_gnn.datasets import save_hetero_folder
 from lightning_gnn.datasets.folder import save_folder
 from lightning_gnn.datasets.synthetic_hetero import planted_papers
-from lightning_gnn.report.comparison import compare
+from lightning_gnn.report.comparison import compare_runs, runs_of_sweep
 from tests.cli.command import NODE, ROOT, TINY, fork, lgnn, load_weights, metrics_of, spawn
 
 LINK = [
@@ -266,7 +266,7 @@ def test_sweep_compares_and_a_failed_job_does_not_hide_the_others(tmp_path, capf
     shown = capfd.readouterr().out
     assert "failed" in shown
     assert "dropout is a probability" in shown
-    assert [row["status"] for row in compare(tmp_path)] == ["failed", "ok"]
+    assert [row["status"] for row in compare_runs(runs_of_sweep(tmp_path))] == ["failed", "ok"]
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_sweep_with_joblib(tmp_path):
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     run = spawn("-m", *NODE, *launcher, f"hydra.sweep.dir={tmp_path}", "seed=1,2", "trainer.max_epochs=1")
     assert run.returncode == 0, run.stderr
-    assert [row["status"] for row in compare(tmp_path)] == ["ok", "ok"]
+    assert [row["status"] for row in compare_runs(runs_of_sweep(tmp_path))] == ["ok", "ok"]
 
 
 @pytest.mark.slow
@@ -285,7 +285,7 @@ def test_sweep_with_optuna(tmp_path):
     intervals = ["task.lr=tag(log,interval(0.001,0.1))", "model.dropout=interval(0.0,0.5)"]
     run = spawn("-m", *NODE, *searched, *intervals, f"hydra.sweep.dir={tmp_path}", "trainer.max_epochs=1")
     assert run.returncode == 0, run.stderr
-    rows = compare(tmp_path)
+    rows = compare_runs(runs_of_sweep(tmp_path))
     assert [row["status"] for row in rows] == ["ok"] * 3
     assert len({row["task.lr"] for row in rows}) == 3
     assert all(0.001 <= float(row["task.lr"]) <= 0.1 for row in rows)

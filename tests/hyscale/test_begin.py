@@ -14,7 +14,7 @@ from lightning_gnn.hyscale.performance_model.calibrate import describe_workload,
 from lightning_gnn.hyscale.performance_model.model import PerformanceModel
 from lightning_gnn.hyscale.performance_model.workload import Platform, Processor
 from lightning_gnn.planning.hyscale import forecast, stages
-from lightning_gnn.runtime.cores import num_cores
+from lightning_gnn.runtime.devices import num_cores
 from tests.full_graph import launch
 from tests.hyscale.training import SILENT, Plain, copy_state, fit, make_data, make_graph, make_hybrid
 

@@ -18,7 +18,7 @@ from lightning_gnn.hyscale.resource_manager.decisions import Decision
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.nn import NodeClassifier
-from lightning_gnn.runtime.cores import num_cores
+from lightning_gnn.runtime.devices import num_cores
 from tests.full_graph.launch import run
 from tests.hyscale.training import SILENT, Plain, copy_state, fit, make_data, make_graph, make_hybrid
 from tests.patience import NEVER

@@ -239,3 +239,11 @@ def test_the_command(tmp_path, capsys):
     ):
         assert command.main(wrong) == 2
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_metis_beyond_the_memory_is_refused_beside_an_estimate_of_ldg(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("pymetis")
+    monkeypatch.setattr("lightning_gnn.partitioned.assign.available_bytes", lambda: 10**6)
+    assert command.main(["data.num_nodes=2000", "data.num_edges=20000", "parts=2", f"out={tmp_path / 'parts'}"]) == 2
+    need = "METIS needs about 4.8 MB for 20,000 edges, but 1 MB are free; method=ldg needs about 110 kB more"
+    assert capsys.readouterr().err.endswith(f"\nerror: {need}, and 1 s of a core\n")

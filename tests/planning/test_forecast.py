@@ -17,7 +17,7 @@ from lightning_gnn.nn import GAT, GCN, GraphSAGE, LinkPredictor, NodeClassifier
 from lightning_gnn.planning.forecast import CPUForecast, batches_of_epoch, measure_run
 from lightning_gnn.planning.preparation import Preparation, ahead_of, prepare
 from lightning_gnn.planning.steps import PARTS, TimedStep, product_flops, take_apart, time_together
-from lightning_gnn.runtime.cores import num_cores
+from lightning_gnn.runtime.devices import num_cores
 from tests.refusals import refuses
 
 DATA = planted_power_law(300, 2000, 3, 8, split=(0.5, 0.2, 0.2))

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from lightning_gnn.cli.commands import report as report_command
 from lightning_gnn.cli.commands import runs as runs_command
-from lightning_gnn.report.comparison import compare
+from lightning_gnn.report.comparison import compare_runs, runs_of_sweep
 from lightning_gnn.report.pages import write_run_page
 from lightning_gnn.report.runs import find_runs, read_curves, read_run
 from tests.cli.command import NODE, lgnn, metrics_of
@@ -192,7 +192,7 @@ def test_a_sweep(tmp_path, capfd):
     assert not failed.all("svg")
     shutil.rmtree(folder)
     assert lgnn(folder, "-m", *FAST, "model=gcn,sage", "seed=1,2", "model.hidden_channels=8") == 0
-    page, rows = read_page(folder), compare(folder)
+    page, rows = read_page(folder), compare_runs(runs_of_sweep(folder))
     cells = page.text("td")
     for row in rows:
         assert f"{row['test_acc']:.2%}" in cells

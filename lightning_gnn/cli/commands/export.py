@@ -9,16 +9,16 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from torch_geometric.data import HeteroData
 
 from lightning_gnn.cli.assemble import build_data, build_task, check_config
-from lightning_gnn.cli.command_line import UserError, raise_user_errors
+from lightning_gnn.cli.command_line import UserError, absolute, raise_user_errors
 from lightning_gnn.cli.saved_run import rebuild
 from lightning_gnn.nn.export import check_onnx, export_onnx, export_program
 from lightning_gnn.report.console import be_quiet, say
+from lightning_gnn.runtime.urls import cached_path
 
 _SUFFIXES = {"torch": ".pt2", "onnx": ".onnx"}
 _NUM_NODES, _NUM_EDGES = 100, 400  # size of the random graph on which the program is compared with its model
@@ -68,7 +68,7 @@ def write(cfg: DictConfig, path: Path, form: str, num_seeds: int | None) -> str:
         raise ValueError("lgnn export writes models of homogeneous graphs; serve heterogeneous ones as examples/ do")
     _, module = build_task(cfg, data)
     # Load the weights without executing pickled code.
-    checkpoint = torch.load(to_absolute_path(cfg.ckpt_path), map_location="cpu", weights_only=True)
+    checkpoint = torch.load(cached_path(absolute(cfg.ckpt_path)), map_location="cpu", weights_only=True)
     module.load_state_dict(checkpoint["state_dict"])
     if not isinstance(network := getattr(module, "model", None), torch.nn.Module):
         name = type(module).__name__

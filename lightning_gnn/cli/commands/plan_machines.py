@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import yaml
-from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
 from rich import box
 from rich.console import Console
@@ -17,6 +16,7 @@ from rich.table import Table
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NodeSamplerInput
 
+from lightning_gnn.cli.command_line import absolute
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.partitioned.assign import METHODS, assign_nodes
 from lightning_gnn.partitioned.datamodule import ORDERS, PartitionedDataModule, PartitionedLinkDataModule
@@ -74,7 +74,7 @@ def plan_machines(
         raise ValueError("plan.network samples the whole graph: give datamodule=neighbor, and plan.partition=FOLDER")
     if not found.preparation.known:
         raise ValueError("plan.network needs this package's loaders, whose requests it counts; leave it out")
-    partition = None if cfg.plan.partition is None else Partition(to_absolute_path(cfg.plan.partition))
+    partition = None if cfg.plan.partition is None else Partition(absolute(cfg.plan.partition))
     loader = datamodule.train_dataloader()
     graph = topology_of(data)
     is_hetero = isinstance(graph, HeteroCSCGraph)

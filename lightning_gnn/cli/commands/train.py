@@ -16,14 +16,13 @@ import torch
 from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import ModelCheckpoint, WeightAveraging
 from torch import Tensor
 
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
 from lightning_gnn.cli.assemble import build_data, build_task, build_trainer, check_config
-from lightning_gnn.cli.command_line import UserError, full_errors, raise_user_errors, start
+from lightning_gnn.cli.command_line import UserError, absolute, full_errors, raise_user_errors, start
 from lightning_gnn.cli.predictions import as_rows, node_names, write_npy, write_parquet
 from lightning_gnn.cli.versions import environment
 from lightning_gnn.collective.plan import CollectivePlan
@@ -34,6 +33,7 @@ from lightning_gnn.report import collect_metrics, print_table, reporting, write_
 from lightning_gnn.report.console import be_quiet, console, describe, say, warn
 from lightning_gnn.report.pages import write_run_page
 from lightning_gnn.report.runs import write_curves
+from lightning_gnn.runtime.urls import cached_path
 
 CallbackType = TypeVar("CallbackType", bound=pl.Callback)
 _CHECKPOINT_PATHS = ("best_model_path", "last_model_path")  # attributes of a checkpoint callback
@@ -81,7 +81,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
             console().print(summary, highlight=False, soft_wrap=True)
 
     # Train or predict while a lock keeps other runs out of the output folder.
-    ckpt_path = None if cfg.ckpt_path is None else to_absolute_path(cfg.ckpt_path)
+    ckpt_path = None if cfg.ckpt_path is None else str(cached_path(absolute(cfg.ckpt_path)))
     with _lock_folder(cfg.output_dir, trainer), _handle_interruption(trainer), raise_user_errors(only_ours=True):
         if cfg.mode == "predict":
             scores = _predict(cfg, trainer, module, datamodule, ckpt_path)

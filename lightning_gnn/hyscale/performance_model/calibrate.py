@@ -25,7 +25,7 @@ from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
 from lightning_gnn.loading.batch import BatchTask
 from lightning_gnn.loading.loaders import NodeLoader, PipelineLoader
 from lightning_gnn.ops import batch_key
-from lightning_gnn.runtime.cores import num_cores
+from lightning_gnn.runtime.devices import num_cores
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 
 _PROBE_KEY = batch_key(1)

@@ -25,6 +25,7 @@ from lightning_gnn.hyscale.sharded_loader import split_seeds
 from lightning_gnn.hyscale.staged_prefetcher import BatchShare
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 from lightning_gnn.runtime.timeline import StepTimer
+from lightning_gnn.runtime.urls import cached_path, local_path
 
 _MEASURED = ("sample", "sample_accelerator", "load", "transfer")
 _COLLECTIVE = PREPARATION_STAGES[:4]
@@ -112,7 +113,7 @@ class BalanceController:
         """Planned sizes of collective batching on each accelerator; None before planning."""
         self.stage_times: StageTimes | None = None
         """The profile that collective batching was planned from."""
-        self._log_path = None if record is None or not is_logging_rank else Path(record)
+        self._log_path = None if record is None or not is_logging_rank else local_path(record)
         self._is_logging_rank = is_logging_rank
         self._uses_threads = [not each for each in on_stream] or [True] * len(trainers.devices)
         self._planned: deque[tuple[int, TaskMapping]] = deque()
@@ -131,7 +132,7 @@ class BalanceController:
                 self.manager = DynamicResourceManager(begin, lag=ahead + 1)
         else:
             assert replays(drm)
-            self.manager = ReplayedDecisions(read_decisions(read_text(drm, LARGEST_JSON).splitlines()))
+            self.manager = ReplayedDecisions(read_decisions(read_text(cached_path(drm), LARGEST_JSON).splitlines()))
             begin = self.manager.mapping
             recorded = (len(begin.seeds), begin.cpu_trainers, begin.total)
             if recorded != (len(trainers.devices), trainers.num_cpu, total):

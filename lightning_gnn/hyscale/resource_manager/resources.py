@@ -1,6 +1,6 @@
 """Dynamic resource management of hybrid training (HyScale-GNN, section IV-A): replanning from measured stage times.
 
-Where algorithm 1 moves one unit of work per iteration (``published.py``), this manager plans anew by the closed forms
+Where algorithm 1 moves one unit of work per iteration (``published.py``), this manager plans again by the closed forms
 of ``planner/relaxation.py``, with the costs that the last iterations show. Damping, justified by
 ``benchmarks/hyscale/resource_manager.py``: a dead band that narrows with more measurements, and undoing useless moves.
 """
