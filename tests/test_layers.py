@@ -35,7 +35,7 @@ BELOW = {
     "planning": _GROUND | {"sampling", "loading", "partitioned", "hyscale", "report"},
     "report": {"runtime"},
     "registration": {"accelerators"},
-    "callbacks": {"runtime", "nn", "loading", "collective", "hyscale", "planning", "report"},
+    "callbacks": {"runtime", "distributed", "nn", "loading", "collective", "hyscale", "planning", "report"},
 }
 """Allowed imports of each package; the command may import all of them and is omitted."""
 MOST_LINES_OF_A_CLASS = 400

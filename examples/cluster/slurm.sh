@@ -5,14 +5,17 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --mem=64G
 #SBATCH --time=12:00:00
+#SBATCH --signal=SIGUSR1@90
 #SBATCH --requeue
 #SBATCH --open-mode=append
 # Starts a rank on each of two to four nodes, as many as there are; each takes its part of the graph:
 #
 #   sbatch slurm.sh train.py my_parts
 #
-# For GPUs add --gres=gpu:4 and --ntasks-per-node=4. Where a rank is lost, the others end, and the job goes into the
-# queue again, three times at most; then it may get another number of nodes, and goes on from the last checkpoint.
+# For GPUs add --gres=gpu:4 and --ntasks-per-node=4. 90 seconds before the time limit, the ranks write a checkpoint after
+# the same step and requeue the job: give more where a validation takes longer. Where a rank is lost, the others end, and
+# the job is requeued unless it has been three times. It may then get another number of nodes, and goes on from the last
+# checkpoint.
 set -euo pipefail
 if [ "$#" -lt 2 ]; then
     echo "usage: sbatch slurm.sh SCRIPT PARTS [OPTIONS of the script]" >&2

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from lightning_gnn.callbacks.best_checkpoint import BestCheckpoint
 from lightning_gnn.callbacks.epochs import EpochThroughput, LearningCurves, Throughput
-from lightning_gnn.callbacks.interrupt import BestCheckpoint, StopOnSignal
+from lightning_gnn.distributed.stop_on_signal import StopOnSignal
 from lightning_gnn.runtime.moved_names import find_moved
 
 __all__ = [

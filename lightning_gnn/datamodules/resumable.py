@@ -16,6 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_gnn.distributed.exceptions import is_handling_exception
+from lightning_gnn.distributed.stop_on_signal import StopOnSignal
 from lightning_gnn.loading.random_state import random_state, set_random_state
 from lightning_gnn.runtime.checkpoint_io import use_safe_files
 from lightning_gnn.runtime.precision import convert_batches
@@ -43,9 +44,10 @@ class ResumableDataModule(pl.LightningDataModule):
     """Whether the ranks of one machine share one copy of :meth:`large_arrays`."""
 
     def setup(self, stage: str) -> None:
-        """Enable atomic checkpoints and precision conversion of batches; share :meth:`large_arrays` across ranks."""
+        """Enable atomic checkpoints, stops by signals and precision conversion; share :meth:`large_arrays`."""
         self._resumed_at = None
         if self.trainer is not None:
+            StopOnSignal.add_to(self.trainer)
             use_safe_files(self.trainer)
             convert_batches(self.trainer)
         has_group = torch.distributed.is_available() and torch.distributed.is_initialized()

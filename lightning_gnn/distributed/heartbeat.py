@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
-import re
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # not in its __all__
+import psutil
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in its __all__
+
+from lightning_gnn.distributed.exceptions import end_process, is_communication_error
 
 HEARTBEAT_POLL_S = 0.25
 """Seconds between checks of the other ranks."""
@@ -27,51 +29,35 @@ _EXIT_GRACE_S = 3.0
 MIN_RENDEZVOUS = timedelta(minutes=30)
 """Minimum timeout for the initial rendezvous, equal to torch's default: imports, compilation and loading may take much
 longer than a collective."""
-_BACKEND_ERROR = re.compile(r"\bgloo/|\b(NCCL|HCCL) error|\bProcessGroup(Gloo|NCCL|HCCL)\b|\bHccl[A-Z]", re.ASCII)
-"""Matches the RuntimeErrors of ``torch.distributed`` backends; gloo's contain the path of its source file."""
 
 
-class Process(NamedTuple):
-    """Identifies the process of a rank."""
-
-    host: str
-    space: str  # boot id and PID namespace in which ``pid`` is valid
-    pid: int
-    started: str  # start time, which distinguishes it from a later process with the same pid
-
-    @classmethod
-    def this(cls) -> Process:
-        """Describe this process."""
-        try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            space = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-        except OSError:
-            space = ""
-        return cls(socket.gethostname(), space, os.getpid(), _state_and_start(os.getpid())[1])
-
-    def state(self, seen_from: Process) -> str:
-        """Return ``"gone"``, ``"stopped"``, ``"running"``, or ``"unknown"`` if another PID namespace hides it."""
-        if not self.space or self.space != seen_from.space:
-            return "unknown"
-        state, started = _state_and_start(self.pid)
-        return "gone" if state in "ZXx" or started != self.started else "stopped" if state in "Tt" else "running"
+_STATES = dict.fromkeys((psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD), "gone")
+_STATES |= dict.fromkeys((psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP), "stopped")
 
 
-def _state_and_start(pid: int) -> tuple[str, str]:
-    """Return a process's state and start time from Linux's ``/proc``; ``"X"`` if it does not exist."""
+def state_of(process: psutil.Process | None) -> str:
+    """Return ``"gone"``, ``"stopped"``, ``"running"``, or ``"unknown"`` for one that cannot be seen (None)."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if process is None:
+            return "unknown"
+        return _STATES.get(process.status(), "running") if process.is_running() else "gone"
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
+def pid_space() -> str:
+    """Return the boot and the PID namespace in which this process's id is valid, or an empty string."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     except OSError:
-        return "X", ""
-    return fields[0], fields[19]
+        return ""
 
 
 class Heartbeats:
     """Sends heartbeats of this rank through a store, and monitors those of the other ranks."""
 
-    # One thread writes and reads the store. A second thread monitors the ranks, because the store's host may be stopped
-    # and block the first one. After a failure, the main thread usually fails by itself in a collective. Otherwise the
-    # process is ended three seconds later.
+    # One thread writes and reads the store. A second one monitors the ranks, since a stopped store host may block the
+    # first. After a failure, the main thread usually fails in a collective; otherwise the process is ended after 3 s.
 
     def __init__(
         self, store: Store, rank: int, num_ranks: int, timeout: float, end: Callable[[str], None] | None = None
@@ -81,19 +67,23 @@ class Heartbeats:
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(max(MIN_RENDEZVOUS, timedelta(seconds=timeout)))
         self._end = end or end_process
-        self._mine = Process.this()
         self._others = [other for other in range(num_ranks) if other != rank]
-        self._processes: dict[int, Process] = {}
+        self._places: dict[int, str] = {}  # process and host of each rank, for messages
+        self._visible: dict[int, psutil.Process] = {}  # the ranks' processes that this one can see
         self._statuses: dict[int, dict[str, object]] = {}  # latest status of each other rank
         self._last_change: dict[int, float] = {}  # time of the latest status of each other rank
         self._gone: dict[int, float] = {}  # time at which each dead process was noticed
         self._last_read = 0.0  # start time of the last successful read of the store
-        self._is_store_broken = self._is_handled = self._is_running = False
+        self._is_store_broken = self._is_handled = False
         self._status: dict[str, object] = {"done": False, "failure": None}
         self._written_status = self._status
         self._first_failure: str | None = None
         self._work: tuple[str, float, int] | None = None  # name, start time and thread of the monitored call
         self._wake, self._stopped = threading.Event(), threading.Event()
+        self._threads = [
+            threading.Thread(target=loop, name=f"heartbeat {loop.__name__}", daemon=True)
+            for loop in (self._write_and_read, self._monitor)
+        ]
 
     @contextmanager
     def working(self, what: str | None) -> Iterator[None]:
@@ -111,57 +101,68 @@ class Heartbeats:
     @property
     def lost(self) -> bool:
         """Whether any rank is known to have failed, so that barriers would hang."""
-        return self._is_handled or (self._is_running and self._find_failure(self.timeout) is not None)
+        is_running = bool(self._last_change) and not self._stopped.is_set()
+        return self._is_handled or (is_running and self._find_failure(self.timeout) is not None)
 
     def start(self) -> None:
         """Start the heartbeats, and wait until all ranks have done so. Collective: every rank must call this."""
-        self._store.set(f"process/{self.rank}", json.dumps(self._mine))
+        self._store.set(f"process/{self.rank}", json.dumps((os.getpid(), socket.gethostname(), pid_space())))
         self._store.set(f"beat/{self.rank}", json.dumps(self._status))
-        for other in self._others:
-            self._processes[other] = Process(*json.loads(self._store.get(f"process/{other}")))
+        for other in [self.rank, *self._others]:
+            pid, host, space = json.loads(self._store.get(f"process/{other}"))
+            self._places[other] = f"process {pid} on {host}"
+            if space == pid_space() != "":
+                with suppress(psutil.NoSuchProcess):
+                    self._visible[other] = psutil.Process(pid)
             self._store.wait([f"beat/{other}"])
         # The timeouts start now that all ranks have sent their first heartbeat.
         self._last_change = dict.fromkeys(self._others, time.monotonic())
         self._last_read = time.monotonic()
         self._store.set_timeout(timedelta(seconds=max(1.0, self.timeout)))
-        self._is_running = True
-        for function in (self._write_and_read, self._monitor):
-            threading.Thread(target=function, name=f"heartbeat {function.__name__}", daemon=True).start()
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self._end_threads)
 
     def stop(self) -> None:
         """Announce that this rank has finished, so that its exit is not a failure."""
         self._stopped.set()
-        self._publish(done=True)
-        self._is_running = False
+        self._publish(is_final=False, done=True)
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        """End the threads, since one that returns from the store at the interpreter's exit would abort the process."""
+        self._stopped.set()
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(1.0)
+        atexit.unregister(self._end_threads)
 
     def handle_exception(self, exception: BaseException) -> None:
         """Add the failed rank to an exception's message, or notify the other ranks that this one has failed."""
-        text = next(iter(str(exception).splitlines()), "")
-        if not is_communication_error(exception):
-            self._publish_final(failure=f"{type(exception).__name__}: {text}")
-            return
-        self._is_handled = True
-        deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT_S
-        silence = min(self.timeout / 2, 3 * self.interval)
-        while (failure := self._first_failure or self._find_failure(silence)) is None and time.monotonic() < deadline:
-            time.sleep(HEARTBEAT_POLL_S / 2)
-        self._publish_final(done=True)  # this rank exits too, but did not cause the failure
-        if failure is not None:
+        text, failure = next(iter(str(exception).splitlines()), ""), None
+        if is_communication_error(exception):
+            self._is_handled = True
+            deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT_S
+            silence, closed = min(self.timeout / 2, 3 * self.interval), "time" not in text.lower()
+            while failure is None and time.monotonic() < deadline:
+                time.sleep(HEARTBEAT_POLL_S / 2)
+                failure = self._first_failure or self._find_failure(silence, closed)
+        if failure is not None:  # this rank exits too, but did not cause the failure
+            self._publish(done=True)
             exception.args = (f"{failure} (noticed on rank {self.rank}: {text})",)
+        else:
+            self._publish(failure=f"{type(exception).__name__}: {text}")
 
-    def _publish_final(self, **changes: object) -> None:
-        """Publish the final status, and wait until the other ranks have read it and know which rank failed first."""
-        self._is_handled = True
-        self._publish(**changes)
-        time.sleep(self.interval + HEARTBEAT_POLL_S)
-
-    def _publish(self, **changes: object) -> None:
-        """Update this rank's status, and wait up to one second until it is written."""
+    def _publish(self, is_final: bool = True, **changes: object) -> None:
+        """Update this rank's status until it is written; the final one until others know which rank failed first."""
+        self._is_handled |= is_final
         self._status = new_status = {**self._status, **changes}
         self._wake.set()
         deadline = time.monotonic() + 1.0
         while self._written_status is not new_status and not self._is_store_broken and time.monotonic() < deadline:
             time.sleep(0.01)
+        if is_final:
+            time.sleep(self.interval + HEARTBEAT_POLL_S)
 
     def _write_and_read(self) -> None:
         """Send heartbeats and read those of the others, until this rank has stopped."""
@@ -196,7 +197,7 @@ class Heartbeats:
                 frame = sys._current_frames().get(work[2])
                 stack = "" if frame is None else f":\n{''.join(traceback.format_stack(frame))}"
                 reason = f"hangs in {work[0]} for {now - work[1]:.0f} s"
-                self._publish_final(failure=reason)
+                self._publish(failure=reason)
                 self._end(f"rank {self.rank} {reason}{stack}")
                 return
             failure = self._find_failure(self.timeout)
@@ -204,18 +205,18 @@ class Heartbeats:
             self._first_failure = None if failure is None else self._first_failure or failure
             since = None if failure is None else since or now
             if since is not None and now - since >= min(_EXIT_GRACE_S, self.timeout / 2) and not self._is_handled:
-                self._publish(done=True)
+                self._publish(is_final=False, done=True)
                 self._end(f"rank {self.rank} exits because {self._first_failure}")
                 return
 
-    def _find_failure(self, timeout: float) -> str | None:
-        """Return a message that names a failed rank, or None."""
+    def _find_failure(self, timeout: float, closed: bool = False) -> str | None:
+        """Return a message that names a failed rank, or None; ``closed``: whether a connection was closed."""
         now = time.monotonic()
         for other in self._others:  # including ranks that have stopped since
             if (failure := self._statuses.get(other, {}).get("failure")) is not None:
                 return f"{self._describe(other)} failed: {failure}"
         present = [other for other in self._others if not self._statuses.get(other, {}).get("done")]
-        states = {other: self._processes[other].state(self._mine) for other in present}
+        states = {other: state_of(self._visible.get(other)) for other in present}
         gone = {other: self._gone.setdefault(other, now) for other in present if states[other] == "gone"}
         if gone:  # name the first one, since others may have exited because of it
             first = min(gone, key=gone.__getitem__)
@@ -231,27 +232,10 @@ class Heartbeats:
                 # Without the store, the heartbeats of all ranks are missing.
                 other, problem = 0, "does not answer, and it hosts the store of the ranks"
             else:
-                problem = "hangs, or its machine cannot be reached"
+                problem = "has closed its connection" if closed else "hangs, or its machine cannot be reached"
             silent_s = now - self._last_change.get(other, now)
             return f"{self._describe(other)} {problem}: no heartbeat for {silent_s:.0f} s"
         return None
 
     def _describe(self, rank: int) -> str:
-        process = self._processes.get(rank, self._mine)
-        return f"rank {rank} (process {process.pid} on {process.host})"
-
-
-def is_communication_error(exception: BaseException) -> bool:
-    """Whether an exception reports that another rank could not be reached."""
-    if isinstance(exception, DistError):
-        return True
-    text = next(iter(str(exception).splitlines()), "")
-    return type(exception) is RuntimeError and _BACKEND_ERROR.search(text) is not None
-
-
-def end_process(message: str) -> None:
-    """Write a message and end this process at once."""
-    # A thread cannot interrupt another one that waits inside a backend, so the whole process must exit.
-    sys.stderr.write(f"\n{message}\n")
-    sys.stderr.flush()
-    os._exit(1)
+        return f"rank {rank} ({self._places[rank]})"

@@ -11,6 +11,7 @@ from abc import ABC
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -22,12 +23,13 @@ from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.plugins import Precision
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in its __all__
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from typing_extensions import TypedDict, Unpack, override
 
-from lightning_gnn.distributed.exceptions import is_handling_exception
+from lightning_gnn.distributed.exceptions import end_process, is_handling_exception
 from lightning_gnn.distributed.heartbeat import MIN_RENDEZVOUS, Heartbeats
 from lightning_gnn.distributed.mixed_device_group import as_message
 from lightning_gnn.distributed.notebook_launcher import NotebookLauncher
@@ -145,7 +147,9 @@ class MonitoredRanks(ParallelStrategy, ABC):
             # A prefix per run, since the store may still contain heartbeats of the previous run.
             default = dist.distributed_c10d._get_default_store()
             store = PrefixStore(f"heartbeats {next(_RUNS)}", default)
-            self._heartbeats = Heartbeats(store, self.global_rank, self.world_size, silence)
+            trainer = getattr(self.lightning_module, "_trainer", None)
+            end = partial(end_process, trainer=trainer)
+            self._heartbeats = Heartbeats(store, self.global_rank, self.world_size, silence, end)
             self._heartbeats.start()
 
     @override
@@ -191,9 +195,11 @@ class MonitoredRanks(ParallelStrategy, ABC):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Add the rank that died to the message, or notify the other ranks that this one failed."""
-        self._failed = MonitoredRanks.any_failed = True
         if isinstance(self._launcher, NotebookLauncher):
             self._launcher.restore_callbacks()
+        if isinstance(exception, SIGTERMException):  # all ranks have agreed to stop
+            return
+        self._failed = MonitoredRanks.any_failed = True
         if self._heartbeats is not None:
             self._heartbeats.handle_exception(exception)
 

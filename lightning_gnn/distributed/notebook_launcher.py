@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from lightning_gnn.distributed.heartbeat import is_communication_error
+from lightning_gnn.distributed.exceptions import is_communication_error
 from lightning_gnn.runtime.mapped_files import LEAST, MappedFiles
 from lightning_gnn.runtime.shared_arrays import file_in_memory
 

@@ -8,16 +8,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
 from pytorch_lightning.core.optimizer import do_nothing_closure
 from pytorch_lightning.strategies import DDPStrategy, Strategy
 from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -32,9 +29,10 @@ from lightning_gnn.distributed.loss_weights import (
     get_weight,
 )
 from lightning_gnn.distributed.metric_sync import share_metrics_on_host
-from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup, accepts
+from lightning_gnn.distributed.mixed_device_group import MixedDeviceGroup
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks, RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary, StepSync
+from lightning_gnn.distributed.stop_on_signal import StopOnSignal
 from lightning_gnn.runtime.devices import match_device
 
 log = logging.getLogger(__name__)
@@ -134,6 +132,7 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         log.debug(f"{self.__class__.__name__}, {self.rank_name}: setting up the model")
+        StopOnSignal.add_to(trainer)
         if self._is_single_rank:
             Strategy.setup(self, trainer)  # DDP's would ask for a process group
             return
@@ -149,8 +148,6 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
             Strategy.setup(self, trainer)
             self.configure_ddp()
         share_metrics_on_host(self._module)
-        if not accepts(self.root_device):
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(_broadcast_sigterm, trainer)  # type: ignore[method-assign]
         assert self._group is not None
         self._remove_sync()
         name = self.strategy_name if self.shards_graph else None
@@ -374,12 +371,3 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
         if self._sync is not None:
             self._sync.metrics.remove()
             self._sync = None
-
-
-def _broadcast_sigterm(trainer: pl.Trainer) -> None:
-    """Do as Lightning in each step, on the host: it ignores a failure on this device, for which other ranks wait."""
-    message = torch.tensor([int(trainer.received_sigterm)])
-    dist.broadcast(message, 0)
-    if message.item():
-        dist.barrier()
-        raise SIGTERMException

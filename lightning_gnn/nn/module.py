@@ -128,7 +128,7 @@ class GNNModule(pl.LightningModule):
         # In evaluation, process a whole graph layer by layer, so that it does not have to fit on the device.
         settings = batch.get("inference") if isinstance(batch.edge_index, CompressedGraph | Elsewhere) else None
         if settings is not None and not self.training:
-            whole: Tensor = settings.run(self.model, x, batch.edge_index, stop=self._stop_at_signal, **extra)
+            whole: Tensor = settings.run(self.model, x, batch.edge_index, **extra)
             return whole
         # Reject layers that need an edge tensor, by name.
         if is_graph(batch.edge_index):
@@ -140,7 +140,7 @@ class GNNModule(pl.LightningModule):
         """Return the model's outputs by node type, from features and edges by type, as in PyG."""
         # In evaluation, process a whole graph layer by layer, so that it does not have to fit on the device.
         if (inference := getattr(batch, "inference", None)) is not None and not self.training:
-            return inference.run_types(self.model, self.embeddings, self._stop_at_signal)
+            return inference.run_types(self.model, self.embeddings)
         # Node types without features need trainable embeddings.
         features = batch.collect("x", True) | (self.embeddings(batch) if self.embeddings is not None else {})
         if featureless := [name for name in batch.node_types if name not in features]:
@@ -205,14 +205,6 @@ class GNNModule(pl.LightningModule):
         if devices <= set(FUSED_ON) and (reasons := unfused_layers(self.model)):
             which = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
             rank_zero_info(f"Layers that run as several PyG operators, slower than one fused operator: {which}")
-
-    def _stop_at_signal(self) -> None:
-        """Interrupt inference on a signal that a callback would handle only after the batch, possibly hours later."""
-        trainer = self._trainer
-        if trainer is None or trainer.world_size > 1 or trainer.state.fn == "fit":
-            return
-        if any(getattr(callback, "signal", None) is not None for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            raise KeyboardInterrupt
 
     def setup(self, stage: str) -> None:
         """Make the trainer convert PyG batches to its precision, like tensors."""

@@ -1,11 +1,13 @@
 """DataModules for partitioned graphs, with the mini-batches of a single machine that has the whole graph."""
 
+import atexit
 import itertools
 import os
 import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from pytorch_lightning.utilities import rank_zero_info
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from torch_geometric.data import Data, HeteroData
@@ -23,7 +26,8 @@ from lightning_gnn.datamodules.full_batch import inference_settings, only_batch
 from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.datamodules.node import NeighborDataModule, as_ids
 from lightning_gnn.datamodules.options import SamplingOptions
-from lightning_gnn.distributed.heartbeat import Heartbeats, end_process
+from lightning_gnn.distributed.exceptions import end_process
+from lightning_gnn.distributed.heartbeat import Heartbeats
 from lightning_gnn.distributed.monitored_ranks import MonitoredRanks
 from lightning_gnn.graph.stores import AttributeName, StoreType
 from lightning_gnn.loading.batch import Batch
@@ -206,7 +210,9 @@ class _PartitionedMixin(MiniBatchDataModule):
 
     def on_exception(self, exception: BaseException) -> None:
         """Add the lost rank to the message, or notify the other ranks of this rank's failure."""
-        if self._heartbeats is not None:
+        if isinstance(exception, SIGTERMException):  # all ranks have agreed to stop
+            atexit.register(self.teardown, "fit")  # after the loaders have been closed
+        elif self._heartbeats is not None:
             self._heartbeats.handle_exception(exception)
 
     def _watch_ranks(self) -> None:
@@ -219,7 +225,7 @@ class _PartitionedMixin(MiniBatchDataModule):
             f"partitioned {next(_STORE_IDS)}", dist.distributed_c10d._get_default_store()
         )
         # Without a Trainer, a rank may exit without teardown: then only calls to that rank must fail.
-        end = self._abort if self.trainer is None else None
+        end = self._abort if self.trainer is None else partial(end_process, trainer=self.trainer)
         self._heartbeats = Heartbeats(store, dist.get_rank(), dist.get_world_size(), self.silence, end)
         self._heartbeats.start()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -100,18 +100,13 @@ class PartitionedInference(FullInference):
             raise ValueError(f"{option}, where each rank holds its nodes' outputs in memory; leave folder out")
         return cls(**{field.name: getattr(settings, field.name) for field in fields(FullInference)}, **more)
 
-    def run(
-        self, model: nn.Module, x: object, graph: object, edge_weight: object = None,
-        stop: Callable[[], None] | None = None, **more: object,
-    ) -> Tensor:  # fmt: skip
+    def run(self, model: nn.Module, x: object, graph: object, edge_weight: object = None, **more: object) -> Tensor:
         """Return the wanted rows of ``model(x, graph)``, up to rounding. Collective: every rank must call this."""
-        return _HomogeneousPass(self, model, stop, edge_weight is not None).run()[None]
+        return _HomogeneousPass(self, model, edge_weight is not None).run()[None]
 
-    def run_types(
-        self, model: nn.Module, embeddings: TypeEmbeddings | None = None, stop: Callable[[], None] | None = None
-    ) -> dict[NodeType, Tensor]:
+    def run_types(self, model: nn.Module, embeddings: TypeEmbeddings | None = None) -> dict[NodeType, Tensor]:
         """Return the wanted rows by node type in a heterogeneous graph. Collective: every rank must call this."""
-        return _HeteroPass(self, model, stop, embeddings).run()
+        return _HeteroPass(self, model, embeddings).run()
 
 
 def check_model(model: nn.Module, partition: Partition, embeddings: TypeEmbeddings | None = None) -> None:
@@ -175,13 +170,12 @@ class _LayerwisePass:
     reached: Sequence[Mapping[int, Sequence[int]]]  # node types that each layer computes, with the edge types into them
     weighted = False  # whether edges have weights
 
-    def __init__(self, settings: PartitionedInference, model: nn.Module, stop: Callable[[], None] | None) -> None:
+    def __init__(self, settings: PartitionedInference, model: nn.Module) -> None:
         assert settings.remote is not None
         assert settings.published is not None
         if model.training:
             raise ValueError("exact inference is for evaluation; call model.eval() first")
-        self.settings, self.stop = settings, stop or (lambda: None)
-        self.remote, self.published = settings.remote, settings.published
+        self.settings, self.remote, self.published = settings, settings.remote, settings.published
         self.exchange, self.partition = settings.remote.exchange, settings.remote.partition
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
@@ -204,7 +198,6 @@ class _LayerwisePass:
                 for index, part in enumerate(self.parts):
                     for start, out in self._blocks(number, target, edge_types, part, self.own[target][index]):
                         rows[index][start : start + out.size(0)] = out.to("cpu", self.dtype)
-                        self.stop()
                 self._publish(("layer", number, target), target, rows)
             self.exchange.all_gather(None)  # barrier: no rank reads the previous layer from here on
             self._drop(number - 1)
@@ -292,10 +285,8 @@ class _LayerwisePass:
 class _HomogeneousPass(_LayerwisePass):
     """A pass over a homogeneous graph."""
 
-    def __init__(
-        self, settings: PartitionedInference, model: nn.Module, stop: Callable[[], None] | None, weighted: bool
-    ) -> None:
-        super().__init__(settings, model, stop)
+    def __init__(self, settings: PartitionedInference, model: nn.Module, weighted: bool) -> None:
+        super().__init__(settings, model)
         self.weighted = weighted
         self.layers = homogeneous_layers(model, self.partition)
         self.widths, self.widest = ([getattr(layer, key) for layer in self.layers] for key in ("width", "widest"))
@@ -368,11 +359,8 @@ class _HomogeneousPass(_LayerwisePass):
 class _HeteroPass(_LayerwisePass):
     """A pass over a heterogeneous graph, by target node type."""
 
-    def __init__(
-        self, settings: PartitionedInference, model: nn.Module, stop: Callable[[], None] | None,
-        embeddings: TypeEmbeddings | None,
-    ) -> None:  # fmt: skip
-        super().__init__(settings, model, stop)
+    def __init__(self, settings: PartitionedInference, model: nn.Module, embeddings: TypeEmbeddings | None) -> None:
+        super().__init__(settings, model)
         self.model = check_hetero_model(model, self.partition, embeddings)
         self.tables: Mapping[NodeType, Any] = {} if embeddings is None else dict(embeddings.tables.items())
         number = self.partition.number

@@ -53,7 +53,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, variant, step, w
     overrides = VARIANTS[variant]
     assert lgnn(tmp_path / "cut", *overrides, *signal_at(step, signal.SIGINT)) == 130
     assert not (tmp_path / "cut/metrics.json").exists()
-    assert lgnn(tmp_path / "resumed", *overrides, f"ckpt_path={tmp_path}/cut/checkpoints/interrupted.ckpt") == 0
+    assert lgnn(tmp_path / "resumed", *overrides, f"ckpt_path={tmp_path}/cut/checkpoints/last-interrupted.ckpt") == 0
     assert_same_weights(whole(variant), tmp_path / "resumed")
     assert metrics_of(whole(variant))["test_acc"] == metrics_of(tmp_path / "resumed")["test_acc"]
 
@@ -62,7 +62,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, variant, step, w
 @pytest.mark.parametrize("step", [5, 10])
 def test_interrupted_in_validation(tmp_path, whole, step):
     assert lgnn(tmp_path / "cut", *signal_at(step, signal.SIGINT, hook="on_validation_start")) == 130
-    assert lgnn(tmp_path / "resumed", f"ckpt_path={tmp_path}/cut/checkpoints/interrupted.ckpt") == 0
+    assert lgnn(tmp_path / "resumed", f"ckpt_path={tmp_path}/cut/checkpoints/last-interrupted.ckpt") == 0
     # After the last step, the resumed run only tests.
     assert_same_weights(whole(), tmp_path / ("cut" if step == 10 else "resumed"))
     assert metrics_of(whole())["test_acc"] == metrics_of(tmp_path / "resumed")["test_acc"]
@@ -75,7 +75,7 @@ def test_message_and_command_to_resume(tmp_path, capfd):
     assert "SIGTERM: stopping after this batch" in shown
     command = shlex.split(re.search(r"^ +(lgnn .*)$", shown, re.MULTILINE)[1])
     assert command[1 : 1 + len(NODE)] == NODE
-    assert command[-1] == f"ckpt_path='{tmp_path}/a dir/checkpoints/interrupted.ckpt'"
+    assert command[-1] == f"ckpt_path='{tmp_path}/a dir/checkpoints/last-interrupted.ckpt'"
     assert lgnn(tmp_path / "resumed", command[-1]) == 0
 
 
@@ -91,7 +91,7 @@ def test_message_and_command_to_resume(tmp_path, capfd):
 def test_a_second_signal_and_one_in_the_test_name_the_last_checkpoint(tmp_path, capfd, step, more, said):
     assert lgnn(tmp_path, *signal_at(step, signal.SIGINT, **more)) == 130
     assert said.format(tmp_path) in capfd.readouterr().err
-    assert not (tmp_path / "checkpoints/interrupted.ckpt").exists()
+    assert not (tmp_path / "checkpoints/last-interrupted.ckpt").exists()
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_interrupted_process(tmp_path):
     cut = fork(*NODE, f"hydra.run.dir={tmp_path}/cut", *signal_at(3, signal.SIGINT))
     assert cut.returncode == 130, cut.stderr
     assert "Traceback" not in cut.stderr
-    assert (tmp_path / "cut/checkpoints/interrupted.ckpt").is_file()
+    assert (tmp_path / "cut/checkpoints/last-interrupted.ckpt").is_file()
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_leaves_signals_alone_outside_the_main_thread(trainer):
 
     def start():
         stop.setup(trainer, None, "fit")
-        stop.on_train_start(trainer, None)
+        trainer._signal_connector.register_signal_handlers()
 
     thread = threading.Thread(target=start)
     thread.start()
@@ -141,7 +141,7 @@ def test_restores_the_handlers_after_a_run_and_after_an_error(trainer):
     stop = StopOnSignal()
     for end in (stop.teardown, stop.on_exception):
         stop.setup(trainer, None, "fit")
-        stop.on_train_start(trainer, None)
+        trainer._signal_connector.register_signal_handlers()
         assert signal.getsignal(signal.SIGINT) == stop._handle
         end(trainer, None, None)
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

@@ -92,6 +92,7 @@ class TwoDevices:
     world_size = 2
     lightning_module = None
     precision_plugin = Precision()
+    callbacks = (StopOnSignal(),)
 
     def __init__(self, name):
         self.strategy = type("Strategy", (), {"strategy_name": name})()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import torchmetrics
 from torch_geometric.loader import NeighborLoader
 
-from lightning_gnn.distributed.heartbeat import Process
+from lightning_gnn.distributed import heartbeat
 from lightning_gnn.pyg import enable_pyg_sampling
 from tests.full_graph.launch import observe, run
 from tests.hyscale.test_faults import RankLoss, train_for_ever
@@ -135,14 +135,14 @@ def test_two_nodes_resume_bit_for_bit(two_nodes):
 
 
 def train_elsewhere(rank, *args):
-    Process.state = lambda self, seen_from: "unknown"  # as for a process of another machine
+    heartbeat.state_of = lambda process: "unknown"  # as for a process of another machine
     train_for_ever(rank, *args)
 
 
-def test_a_node_that_is_killed_on_another_machine_is_named_by_its_silence():
+def test_a_node_that_is_killed_on_another_machine_is_named_by_its_connection():
     said = RankLoss(1, signal.SIGKILL, "training")
     found = observe(train_elsewhere, 2, "training", NEVER, during=said, lost=[1])
-    said.name(found, "hangs, or its machine cannot be reached")
+    said.assert_named(found, "has closed its connection")
 
 
 class Slow(pl.Callback):

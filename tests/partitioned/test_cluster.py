@@ -1,11 +1,15 @@
 """The scripts that start training on a cluster, run unchanged on processes of one machine."""
 
+import getpass
 import os
 import re
 import runpy
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,28 +17,34 @@ import torch
 
 from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.partitioned import partition_graph
-from tests.full_graph.launch import run
+from tests.full_graph.launch import free_port, run
 from tests.patience import PATIENCE
 
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 OPTIONS = ["--every", "2", "--epochs", "2", "--batch-size", "8", "--accelerator", "cpu"]
-KILLED = """
-import os, runpy, signal, sys
+DISTURBED = """
+import os, runpy, signal, subprocess, sys, time
 import pytorch_lightning as pl
 
-class Kill(pl.Callback):
+class Disturb(pl.Callback):
     def on_train_batch_start(self, trainer, *args):
-        if os.environ["RANK"] == "2" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and trainer.global_step == 11:
+        env = os.environ
+        if trainer.global_step == 11 and env.get("RANK") == "2" and env["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.global_step == 11 and env.get("SLURM_PROCID") == "1" and "SLURM_RESTART_COUNT" not in env:
+            # To all ranks, as --signal does before the time limit.
+            subprocess.run(["scancel", "--signal=USR1", env["SLURM_JOB_ID"]], check=True)
+            while all(getattr(callback, "signal", None) is None for callback in trainer.callbacks):
+                time.sleep(0.01)
 
 before = pl.Trainer.__init__
-def with_kill(self, *args, callbacks, **options):
-    before(self, *args, callbacks=[*callbacks, Kill()], **options)
-pl.Trainer.__init__ = with_kill
+def disturbed(self, *args, callbacks, **options):
+    before(self, *args, callbacks=[*callbacks, Disturb()], **options)
+pl.Trainer.__init__ = disturbed
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Runs a script, and kills its third rank in the middle of the second epoch of the first start."""
+"""Runs a script whose first start is disturbed at step 11: torchrun's third rank is killed, SLURM sends its signal."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +83,7 @@ def load_weights(folder):
 @pytest.mark.slow
 def test_torchrun_starts_again_what_has_lost_a_rank(parts, tmp_path):
     run(_train, 4, parts, "--checkpoints", str(tmp_path / "whole"), *OPTIONS)
-    (tmp_path / "killed.py").write_text(KILLED)
+    (tmp_path / "killed.py").write_text(DISTURBED)
     code, said = start(
         "torchrun.sh", tmp_path / "killed.py", CLUSTER / "train.py", parts, "--checkpoints", tmp_path / "killed",
         *OPTIONS, RANKS="4", RESTARTS="1",
@@ -123,3 +133,80 @@ def test_a_job_that_has_lost_a_rank_is_queued_again(tmp_path):
         code, said = start(script, "train.py", **env)
         assert code == 2
         assert "usage: " in said
+
+
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmdPort={other_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+AuthInfo=cred_expire=5
+StateSaveLocation={folder}
+SlurmdSpoolDir={folder}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/pgid
+SelectType=select/cons_tres
+NodeName={host} NodeAddr=127.0.0.1 CPUs=2
+PartitionName=all Nodes=ALL Default=YES
+"""
+"""Of a cluster of this machine alone."""
+DAEMONS = ("slurmctld", "slurmd")
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Start SLURM's own daemons; return the environment of its commands."""
+    path = f"{os.environ['PATH']}:/usr/sbin"
+    if missing := [name for name in (*DAEMONS, "sbatch", "srun") if shutil.which(name, path=path) is None]:
+        pytest.skip(f"SLURM is not installed (Debian: slurm-wlm): no {', '.join(missing)}")
+    config, host = tmp_path / "slurm.conf", socket.gethostname().partition(".")[0]
+    ports = {"port": free_port(), "other_port": free_port()}
+    config.write_text(CONFIG.format(host=host, user=getpass.getuser(), folder=tmp_path, **ports))
+    env = {**os.environ, "PATH": path, "SLURM_CONF": str(config), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "daemons").open("w") as said:
+        daemons = [subprocess.Popen([name, "-D"], env=env, stdout=said, stderr=said) for name in DAEMONS]
+    try:
+        wait_for(lambda: "idle" in ask(env, "sinfo", "-h", "-o", "%T") or any(daemon.poll() for daemon in daemons))
+        if any(daemon.poll() for daemon in daemons):
+            pytest.skip(f"SLURM does not start here: {(tmp_path / 'daemons').read_text()[-500:]}")
+        yield env
+        ask(env, "scancel", "--user", getpass.getuser())
+        wait_for(lambda: not ask(env, "squeue", "-h"))
+    finally:
+        for daemon in daemons:
+            daemon.terminate()
+            daemon.wait(PATIENCE)
+
+
+def ask(env, *command):
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE).stdout
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_slurms_signal_saves_and_requeues_a_job_of_two_ranks(slurm, parts, tmp_path):
+    (tmp_path / "disturbed.py").write_text(DISTURBED)
+    output, folder = tmp_path / "job", tmp_path / "requeued"
+    submit = ["sbatch", f"--output={output}", f"--chdir={tmp_path}", "--nodes=1-1", "--ntasks-per-node=2", "--mem=0"]
+    script = [CLUSTER / "slurm.sh", tmp_path / "disturbed.py", CLUSTER / "train.py"]
+    ask(slurm, *submit, "--cpus-per-task=1", *map(str, script), parts, "--checkpoints", str(folder), *OPTIONS)
+    wait_for(lambda: not ask(slurm, "squeue", "-h"))
+    said = output.read_text()
+    assert "DUE TO JOB REQUEUE" in said, said
+    assert re.search(r"Restored all states from the checkpoint at .*last-interrupted\.ckpt", said), said
+    assert torch.load(folder / "last-interrupted.ckpt", weights_only=True)["global_step"] == 12
+    run(_train, 2, parts, "--checkpoints", str(tmp_path / "whole"), *OPTIONS)
+    (steps, whole), (others, requeued) = (load_weights(tmp_path / name) for name in ("whole", "requeued"))
+    assert steps == others
+    assert all(torch.equal(requeued[name], value) for name, value in whole.items())

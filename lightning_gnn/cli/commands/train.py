@@ -221,7 +221,7 @@ def _handle_interruption(trainer: pl.Trainer) -> Iterator[None]:
     """After an interruption, print how to resume and exit with the signal's exit code."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit) as exit_:
         stop = _callback(trainer, StopOnSignal)
         if not trainer.interrupted and (stop is None or stop.signal is None):
             raise
@@ -229,13 +229,14 @@ def _handle_interruption(trainer: pl.Trainer) -> Iterator[None]:
         if trainer.is_global_zero:
             with reporting("the command that resumes", warn):
                 _print_how_to_resume(trainer, saved)
-        raise SystemExit(128 + (stop.signal if stop is not None and stop.signal else signal.SIGINT)) from None
+        code = getattr(exit_, "code", 1)
+        raise SystemExit(128 + signal.SIGINT if code == 1 else code) from None  # Lightning's code after Ctrl-C is 1
 
 
-def _print_how_to_resume(trainer: pl.Trainer, saved: Path | None) -> None:
+def _print_how_to_resume(trainer: pl.Trainer, saved: str | None) -> None:
     paths = {getattr(item, name, "") for item in trainer.checkpoint_callbacks for name in _CHECKPOINT_PATHS}
     files = [Path(path) for path in paths if path and Path(path).is_file()]
-    checkpoint = saved or max(files, key=lambda path: path.stat().st_mtime, default=None)
+    checkpoint = Path(saved) if saved else max(files, key=lambda path: path.stat().st_mtime, default=None)
     if checkpoint is None:
         say("Interrupted; no checkpoint was saved to resume from.", "yellow")
         return

@@ -1,0 +1,19 @@
+"""A checkpoint callback for runs that are resumed in another directory."""
+
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """A ``ModelCheckpoint`` that retains its best score when a run is resumed in another directory.
+
+    Lightning resets the score, so a resumed run could end with a worse checkpoint than an uninterrupted one. Takes the
+    same arguments.
+    """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the best score if the best checkpoint's file still exists."""
+        if Path(state_dict["best_model_path"]).is_file():
+            super().load_state_dict({**state_dict, "dirpath": self.dirpath})
