@@ -53,10 +53,11 @@ def rendezvous(rank: int, num_ranks: int, timeout: timedelta) -> Store:
     if os.environ.get("GROUP_WORLD_SIZE") == "1" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     if store.add(f"lightning_gnn/came/{next(_RENDEZVOUS_COUNTER)}/{rank}", 1) > 1:
+        fix = "restart all ranks together"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            fix = "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, for new stores"
         raise RuntimeError(
-            f"rank {rank} was given the store of an earlier start, and would connect to the addresses of its ranks: "
-            "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, so that each start creates "
-            "a new store"
+            f"rank {rank} was given the store of an earlier start, with the addresses of the ranks at that time; {fix}"
         )
     # torchrun's store does not wait until all ranks have connected.
     store.set(f"lightning_gnn/met/{rank}", "")

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
+from lightning_gnn.distributed.engines import check_num_ranks, find_engine
 from lightning_gnn.distributed.loss_weights import (
     LOSS_CHECKS,
     explain_weighting,
@@ -108,6 +109,17 @@ class WeightedDDPStrategy(MonitoredRanks, DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Sampler options that make all ranks iterate over the same order."""
         return {"num_replicas": 1, "rank": 0}
+
+    @override
+    def _configure_launcher(self) -> None:
+        if find_engine(self.cluster_environment)[0] != "Ray":  # whose workers prepare_trainer counts later
+            check_num_ranks(self)
+        super()._configure_launcher()
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        check_num_ranks(self)
+        super().connect(model)
 
     @override
     def setup_environment(self) -> None:

@@ -63,7 +63,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
 
     A single trainer behaves like the plain Trainer with prefetching. ``Trainer(deterministic=True)`` disables every
     choice based on measurements: equal shares, default threads, no load balancing. On several nodes, start one process
-    per trainer and node (torchrun, SLURM); ``batch_size`` counts the seeds of all nodes.
+    per trainer and node (torchrun, SLURM, Ray); ``batch_size`` counts the seeds of all nodes.
 
     Args:
         cpu_trainers: CPU trainers per node. ``Trainer(accelerator="cpu", devices=4)`` also sets four.
@@ -181,18 +181,6 @@ class HyScaleStrategy(WeightedDDPStrategy):
     @override
     def rank_name(self) -> str:
         return f"trainer {self.trainers.names[self.trainers.trainer_of_rank(self.local_rank)]}"
-
-    @override
-    def _configure_launcher(self) -> None:
-        processes = self.num_nodes * self.num_processes
-        if self.world_size != processes:  # Lightning's own message does not mention cpu_trainers
-            raise ValueError(
-                f"hyscale needs one process per trainer, {self.num_processes} per node "
-                f"({', '.join(self.trainers.names)}), {processes} in total, but {self.world_size} were started; start "
-                f"{self.num_processes} on each node (torchrun --nproc-per-node={self.num_processes}), or set "
-                "cpu_trainers or Trainer(devices=...)"
-            )
-        super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:

@@ -195,10 +195,10 @@ REFUSED = {
     "other trainers": ({"drm": Decision(TaskMapping((10, 10, 10), 3), "start", "start")}, "recorded with 3 trainers"),
     "too few processes": (
         {"num_ranks": 3},
-        r"one process per trainer, 3 per node \(0 \(CPU\), 1 \(CPU\), 2 \(CPU\)\), 3 in total, but 2 were started; "
-        r"start 3 on each node \(torchrun --nproc-per-node=3\)",
+        r"one rank per device, 3 per node \(cpu, cpu, cpu\), 3 in total, but 2 were started: "
+        r"start as many with torchrun \(--nproc-per-node=3\)",
     ),
-    "too many processes": ({"num_ranks": 1}, r"1 per node \(0 \(CPU\)\), 1 in total, but 2 were started"),
+    "too many processes": ({"num_ranks": 1}, r"1 per node \(cpu\), 1 in total, but 2 were started"),
     "other nodes": ({"num_nodes": 2}, "2 per node .* 4 in total, but 2 were started"),
 }
 

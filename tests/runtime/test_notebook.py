@@ -190,6 +190,7 @@ def test_who_starts_the_processes(cell, monkeypatch):
         refuses(ModuleNotFoundError, "install cloudpickle", trainer_of, "ascend_hybrid", 2)
     strategy = trainer_of("ascend_hybrid", 2).strategy
     assert isinstance(strategy.cluster_environment, LightningEnvironment)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     strategy.cluster_environment = TorchElasticEnvironment()  # torchrun has started the processes
     strategy._configure_launcher()
     assert type(strategy.launcher) is _SubprocessScriptLauncher
