@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.harness import machine, parse, publish
 from lightning_gnn import NeighborDataModule, PartitionedDataModule
@@ -101,10 +100,10 @@ class LimitedExchange(RankRPC):
 
     case: Case
 
-    def __init__(self, handlers: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         self.limited, self.batches = False, 0
         self.out = Bucket(self.case.bandwidth)
-        super().__init__(handlers)
+        super().__init__(*args)
 
     def call(self, name: str, arguments: Any) -> dict[int, Any]:
         """Sleep for the preparation of a mini-batch, which fetches rows once, and send the request."""
@@ -113,16 +112,24 @@ class LimitedExchange(RankRPC):
             time.sleep(self.case.prepare_s)
         return super().call(name, arguments)
 
-    def _send(self, message: Tensor, rank: int, tag: int) -> Any:
-        if self.limited:
-            self.out.pass_through(message.nbytes)
-        return super()._send(message, rank, tag)
+    def _connect(self, tls: Any) -> None:
+        super()._connect(tls)
+        for client in self._clients:
 
-    def _receive(self, size: int, dtype: torch.dtype, rank: int, tag: int) -> Tensor:
-        message = super()._receive(size, dtype, rank, tag)
-        if self.limited and tag % 2:  # a round trip, in the thread that serves the requesting rank
+            def get(request: bytes, get: Any = client.get) -> Any:
+                if self.limited:
+                    self.out.pass_through(len(request))
+                return get(request)
+
+            client.get = get  # type: ignore[method-assign]
+
+    def _respond(self, request: bytes) -> Any:
+        if self.limited:  # a round trip
             time.sleep(2 * self.case.latency)
-        return message
+        header, body = super()._respond(request)
+        if self.limited:
+            self.out.pass_through(len(header) + body.nbytes)
+        return header, body
 
     def reduce(self) -> None:
         """All-reduce gradients with a ring."""

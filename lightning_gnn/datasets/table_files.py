@@ -261,7 +261,7 @@ class TableFiles:
                 from pyarrow import dataset  # type: ignore[import-not-found,import-untyped,unused-ignore]
             except ImportError as error:
                 raise ModuleNotFoundError(_MISSING_PACKAGE.format(path, "pyarrow", error)) from None
-            self.connection.register("scanned", dataset.dataset(str(path), format="ipc"))
+            self.connection.register("scanned", dataset.dataset([*map(str, find_files(path))], format="ipc"))
             return "scanned"
         if ending == ".npy":
             array = load_array(Path(path)).numpy()

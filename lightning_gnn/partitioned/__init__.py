@@ -1,6 +1,7 @@
 """Training on a partitioned graph, one or more parts per rank, with the mini-batches of a single machine.
 
-Reading order: ``folder.py``, ``shard.py``, ``exchange.py``, ``remote.py``, ``sampler.py``, ``datamodule.py``.
+Reading order: ``folder.py``, ``shard.py``, ``exchange.py``, ``flight.py``, ``remote.py``, ``sampler.py``,
+``datamodule.py``.
 """
 
 from lightning_gnn.partitioned.datamodule import PartitionedDataModule, PartitionedLinkDataModule

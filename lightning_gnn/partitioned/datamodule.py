@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -69,6 +69,8 @@ class _PartitionedMixin(MiniBatchDataModule):
         cache: int | str = 0,
         count_batches: int = 100,
         silence: float = 60.0,
+        rpc_timeout: float = 300.0,
+        tls: Mapping[str, str | Path] | None = None,
         seed: int | None = None,
         num_workers: int = 1,
         **kwargs: Any,
@@ -87,8 +89,11 @@ class _PartitionedMixin(MiniBatchDataModule):
             raise TypeError(f"root is {type(root).__name__}; give the folder that lgnn partition has made")
         if count_batches < 1:
             raise ValueError(f"count_batches must be at least 1, but is {count_batches}")
-        if silence <= 0:
-            raise ValueError(f"silence must be more than 0 seconds, but is {silence}")
+        for name, seconds in (("silence", silence), ("rpc_timeout", rpc_timeout)):
+            if seconds <= 0:
+                raise ValueError(f"{name} must be more than 0 seconds, but is {seconds}")
+        if tls is not None and {*tls} != {"certificate", "key", "root"}:
+            raise ValueError(f"tls needs the paths certificate, key and root, but has {', '.join(tls) or 'none'}")
         self._elastic = Elastic() if elastic else None
         self.partition = Partition(root)
         if (full := inference_settings(kwargs.get("inference"))) is not None:
@@ -96,12 +101,12 @@ class _PartitionedMixin(MiniBatchDataModule):
             self.needs_all_ranks = True
         self.topology, self.order = topology, order
         self.cache, self.count_batches, self.silence = memory_bytes(cache, "cache"), count_batches, float(silence)
+        self.rpc_timeout, self.tls = float(rpc_timeout), tls
         self.connection = Connection()
         self.rows_read: Counter[str] = Counter()
         """Number of node rows read from local parts, other ranks and the cache, in completed runs."""
         self._has_seed = seed is not None
         self._heartbeats: Heartbeats | None = None
-        self._is_set_up = False  # whether all ranks have completed setup
         time_attr = kwargs.get("time_attr")
         whole = topology == "whole"
         data = with_topology(self.partition, time_attr) if whole else without_rows(self.partition)
@@ -160,7 +165,7 @@ class _PartitionedMixin(MiniBatchDataModule):
         exchange = RankRPC({} if failure is not None else {
             "published_rows": self._published.read,
             **{name: getattr(shard, name) for name in ("picks", "node_rows", "edge_rows")},
-        })  # fmt: skip
+        }, self.rpc_timeout, self.tls)  # fmt: skip
         self._exchange = exchange
         settings = {
             "partition": self.partition.id, "topology": self.topology, "order": self.order,
@@ -195,7 +200,6 @@ class _PartitionedMixin(MiniBatchDataModule):
             row_bytes = [remote.row_bytes(number) for number in range(len(counts))]
             remote.fill_cache(top_accessed_rows(counts, row_bytes, self.cache))
             rank_zero_info(f"cached rows of other parts: {remote.num_cached_rows}")
-        self._is_set_up = True
 
     def teardown(self, stage: str) -> None:
         """Disconnect from the other ranks once all are done. Collective: every rank must call this."""
@@ -217,24 +221,15 @@ class _PartitionedMixin(MiniBatchDataModule):
 
     def _watch_ranks(self) -> None:
         """Start heartbeats that detect a dead rank, unless the strategy has them."""
-        strategy = None if self.trainer is None else self.trainer.strategy
-        grouped = dist.is_available() and dist.is_initialized()
-        if not grouped or dist.get_world_size() == 1 or isinstance(strategy, MonitoredRanks):
+        trainer = self.trainer  # without one, requests have deadlines nevertheless
+        if trainer is None or trainer.world_size == 1 or isinstance(trainer.strategy, MonitoredRanks):
             return
         store = dist.PrefixStore(  # type: ignore[attr-defined]
             f"partitioned {next(_STORE_IDS)}", dist.distributed_c10d._get_default_store()
         )
-        # Without a Trainer, a rank may exit without teardown: then only calls to that rank must fail.
-        end = self._abort if self.trainer is None else partial(end_process, trainer=self.trainer)
+        end = partial(end_process, trainer=trainer)
         self._heartbeats = Heartbeats(store, dist.get_rank(), dist.get_world_size(), self.silence, end)
         self._heartbeats.start()
-
-    def _abort(self, why: str) -> None:
-        """Make waiting calls raise an error; during setup end the process, which may wait in a collective."""
-        if self._is_set_up and self.connection.remote is not None:
-            self.connection.remote.exchange.abort(why)
-        else:
-            end_process(why)
 
     @override
     def sampled_loader(self, stage: str, data: Batch, sampler: Any, *args: Any, **options: Any) -> Any:
@@ -351,6 +346,9 @@ class PartitionedDataModule(_PartitionedMixin, NeighborDataModule):
         cache: Bytes for caching the remote rows that the coming mini-batches read most often, such as ``"2GB"``.
         count_batches: Number of coming mini-batches to sample for selecting the cached rows.
         silence: Seconds without a heartbeat after which a rank counts as lost.
+        rpc_timeout: Seconds after which a request that a rank has not answered raises an error that names the rank.
+        tls: Paths of PEM files to encrypt the rows on the network: ``certificate`` of this machine's host name, its
+            ``key``, and ``root``, the certificate of the authority that issued those of all machines.
         seed: Random seed; by default that of rank 0.
         num_workers: Number of threads that prepare mini-batches, including the requests to other ranks.
         **kwargs: Further arguments of :class:`~lightning_gnn.NeighborDataModule`. Those that need the whole graph are

@@ -1,67 +1,91 @@
-"""One-sided remote procedure calls between ranks over a separate gloo process group."""
+"""One-sided remote procedure calls between ranks over Arrow Flight, without pickle."""
 
-import itertools
+import json
 import logging
-import pickle
+import math
+import os
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from datetime import timedelta
-from queue import SimpleQueue
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
+import psutil
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import DistNetworkError
 
+from lightning_gnn.distributed.heartbeat import MIN_RENDEZVOUS
+
 log = logging.getLogger(__name__)
-_NO_TIMEOUT = timedelta(days=365)  # a rank may send no request during a step; heartbeats detect dead ranks
-_CLOSE = -1
-_REQUESTS, _RESPONSES = 0, 2  # tags of headers; the bodies of call c > 0 have the tags 2 c + 1 and 2 c + 2
-_NUM_CALL_IDS = 1 << 28
 
 Handler = Callable[..., Any]
 
 
 class RankRPC:
-    """Calls handlers on other ranks, and serves their calls. Collective: every rank must create and close it."""
+    """Calls handlers on other ranks, and serves their calls. Collective: every rank must create and close it.
 
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
-        self._handlers = dict(handlers)
+    Arguments and results are nested lists and dicts of numbers, texts and arrays; remote calls turn tuples into lists.
+    A rank has ``timeout`` seconds to answer. ``tls`` has the paths ``certificate``, ``key`` and ``root`` of PEM files.
+    """
+
+    def __init__(
+        self, handlers: Mapping[str, Handler], timeout: float = 300.0, tls: Mapping[str, str | Path] | None = None
+    ) -> None:
+        self._handlers: dict[str, Handler] = {**handlers, "gathered": self._gathered}
         grouped = dist.is_available() and dist.is_initialized()
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         self.sent = self.received = 0  # bytes of requests and responses of this rank's calls
-        self._call_ids = itertools.count()
-        self._pending: dict[int, tuple[set[int], SimpleQueue[tuple[int, Tensor | str]]]] = {}
-        """For each pending call, the ranks that it was sent to, and the queue of their responses or error texts."""
         self._lock = threading.Lock()
-        self._unsent: list[Any] = []  # messages of failed calls: gloo may still read their memory
-        self._lost: dict[int, str] = {}
-        self._aborted: str | None = None
-        # One thread per rank: gloo's receive from any rank never returns if a rank died.
-        self._threads: list[threading.Thread] = []
-        self._open = True
-        self._group: Any = None
+        self._timeout, self._open = timeout, True
+        self._server: Any = None
+        self._values: list[Any] = []  # of this rank, for each all-gather
+        self._new_value = threading.Condition()
         if self.ranks > 1:
             log.debug(f"{type(self).__name__}: connecting {self.ranks} ranks")
-            self._group = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
-            for other in range(self.ranks):
-                for work, way in ((self._serve, "to"), (self._receive_responses, "of")) if other != self.rank else ():
-                    name = f"responses {way} rank {other}"
-                    self._threads.append(threading.Thread(target=work, args=(other,), name=name, daemon=True))
-                    self._threads[-1].start()
+            self._connect(tls or {})
+
+    def _connect(self, tls: Mapping[str, str | Path]) -> None:
+        """Start a server, and exchange the addresses and the secret of the job through torch's store."""
+        try:
+            from lightning_gnn.partitioned.flight import Client, Server
+        except ImportError as error:
+            fix = f"needs a package ({error}): pip install 'lightning-gnn[partition]'"
+            raise ModuleNotFoundError(f"a partitioned graph on {self.ranks} ranks {fix}") from None
+        # A separate connection, since a waiting call blocks all others on the same connection.
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        store.set_timeout(MIN_RENDEZVOUS)
+        prefix = f"rank RPC {store.add(f'rank RPCs of {self.rank}', 1)} "
+        if self.rank == 0:
+            store.set(f"{prefix}secret", secrets.token_hex())
+        secret, host = store.get(f"{prefix}secret").decode(), _host_address()
+        self._server = Server(host, secret, self._respond, tls)
+        store.set(f"{prefix}{self.rank}", json.dumps([socket.gethostname(), host, self._server.port]))
+        places = [json.loads(store.get(f"{prefix}{rank}")) for rank in range(self.ranks)]
+        self._clients = [Client(rank, place, secret, self._timeout, tls) for rank, place in enumerate(places)]
+        self._threads = ThreadPoolExecutor(8 * self.ranks, "lightning-gnn-call")
 
     def all_gather(self, value: object) -> list[Any]:
         """Return the values of all ranks. Collective: every rank must call this."""
-        if self.ranks == 1:
-            return [value]
-        values: list[Any] = [None] * self.ranks
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        with self._new_value:
+            self._values.append(value)
+            self._new_value.notify_all()
+        found: dict[int, Any] = {}
+        while missing := set(range(self.ranks)) - found.keys():  # a slow rank answers that it has no value yet
+            answers = self.call("gathered", dict.fromkeys(missing, (len(self._values) - 1,)))
+            found.update({rank: values[0] for rank, values in answers.items() if values})
+        return [found[rank] for rank in range(self.ranks)]
+
+    def _gathered(self, index: int) -> list[Any]:
+        """Return this rank's value for an all-gather in a list, which is empty after half of the timeout."""
+        with self._new_value:
+            self._new_value.wait_for(lambda: len(self._values) > index, self._timeout / 2)
+            return self._values[index : index + 1]
 
     def call(self, name: str, arguments: Mapping[int, tuple[object, ...]]) -> dict[int, Any]:
         """Call a handler on several ranks in parallel, on this rank directly; return the results. Thread-safe."""
@@ -69,140 +93,96 @@ class RankRPC:
         if not self._open:
             fix = "read lazy attributes of a mini-batch (such as e_id) while the Trainer runs"
             raise RuntimeError(f"the connection between the ranks is closed, so other parts cannot be read; {fix}")
-        # Register the call before sending requests, since a response may arrive at once.
         others = [rank for rank in arguments if rank != self.rank]
-        call_id, results, sent = 1 + next(self._call_ids) % _NUM_CALL_IDS, {}, []
-        responses: SimpleQueue[tuple[int, Tensor | str]] = SimpleQueue()
-        with self._lock:
-            self._pending[call_id] = set(others), responses
-            for rank in set(others) & self._lost.keys():
-                responses.put((rank, self._lost[rank]))
-            if self._aborted is not None and others:
-                raise DistNetworkError(self._aborted)
-        # Send all requests before waiting, so that the ranks work in parallel.
-        try:
-            for rank in others:
-                message = _pack((name, arguments[rank]))
-                self.sent += message.numel()
-                header = torch.tensor([call_id, message.numel()])
-                try:
-                    for tensor, tag in ((header, _REQUESTS), (message, 2 * call_id + 1)):
-                        sent.append((tensor, self._send(tensor, rank, tag)))
-                except RuntimeError as error:
-                    raise self._connection_error(rank, str(error)) from None
-            # Meanwhile, compute this rank's own result without a message.
-            if self.rank in arguments:
-                results[self.rank] = self._handlers[name](*arguments[self.rank])
-            # Responses are processed in the order of their arrival.
-            for _ in others:
-                rank, response = responses.get()
-                if self._aborted is not None:
-                    raise DistNetworkError(self._aborted)
-                if isinstance(response, str):
-                    raise self._connection_error(rank, response)
-                self.received += response.numel()
-                failed, results[rank] = pickle.loads(response.numpy().data)
-                if failed:
-                    raise RuntimeError(f"rank {rank} could not answer: {results[rank]}")
-        except BaseException:
-            # Keep the messages of a failed call alive: gloo reads their memory until they have been sent.
-            self._unsent.append(sent)
-            raise
-        finally:
-            with self._lock:
-                del self._pending[call_id]
-        # Return the results in the order of the arguments.
+        calls = {self._threads.submit(self._request, rank, name, arguments[rank]): rank for rank in others}
+        # Meanwhile, compute this rank's own result without a message.
+        results = {self.rank: self._handlers[name](*arguments[self.rank])} if self.rank in arguments else {}
+        results.update((calls[call], call.result()) for call in as_completed(calls))
         return {rank: results[rank] for rank in arguments}
 
-    def abort(self, why: str) -> None:
-        """Make all pending and future calls, of any thread, raise an error."""
+    def _request(self, rank: int, name: str, arguments: tuple[object, ...]) -> Any:
+        """Call a handler of another rank."""
+        header, body = _pack((name, arguments))
+        request = b"".join((header.encode(), b"\n", body.data))
+        answer = self._clients[rank].get(request)
         with self._lock:
-            self._aborted = why
-            for _, responses in self._pending.values():
-                responses.put((self.rank, why))
+            self.sent += len(request)
+            self.received += sum(map(len, answer))
+        failed, result = _unpack(*answer)
+        if failed:
+            raise RuntimeError(f"rank {rank} could not answer: {result}")
+        return result
+
+    def _respond(self, request: bytes) -> tuple[str, np.ndarray]:
+        """Answer the call of another rank."""
+        try:
+            end = request.index(b"\n")
+            # A copy, since Numba would compile its functions again for arrays that are read-only or not aligned.
+            name, arguments = _unpack(request[:end], memoryview(bytearray(request[end + 1 :])))
+            return _pack((False, self._handlers[name](*arguments)))
+        except Exception as error:  # raised by the caller
+            return _pack((True, f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:
         """Close the connection once all other ranks close it too. Collective: every rank must call this."""
+        if self._server is not None and self._open:
+            shutdown = threading.Thread(target=self._server.shutdown, name="shutdown of the server", daemon=True)
+            with suppress(DistNetworkError):  # a rank died, or has passed the second barrier and shut down
+                self.all_gather(None)  # no rank calls a handler from here on
+                self.all_gather(None)  # no rank waits for the first barrier from here on
+            shutdown.start()
+            shutdown.join(10)  # longer only if a rank died, to which an answer cannot be sent
         self._open = False
-        if self._aborted is not None:  # the threads wait for a dead rank: do not join them
-            self._threads.clear()
-            return
-        for other in range(self.ranks):
-            if other != self.rank:
-                with suppress(RuntimeError):  # the rank died
-                    self._send(torch.tensor([_CLOSE, 0]), other, _REQUESTS).wait()
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
-        if self._group is not None and not self._lost:
-            dist.destroy_process_group(self._group)
-        self._group = None
-
-    def _serve(self, caller: int) -> None:
-        while True:
-            try:
-                call_id, size = self._receive(2, torch.int64, caller, _REQUESTS).tolist()
-                if call_id == _CLOSE:
-                    self._send(torch.tensor([_CLOSE, 0]), caller, _RESPONSES).wait()
-                    return
-                message = self._receive(size, torch.uint8, caller, 2 * call_id + 1)
-                name, arguments = pickle.loads(message.numpy().data)
-                try:
-                    response = _pack((False, self._handlers[name](*arguments)))
-                except Exception as error:  # raised by the caller
-                    response = _pack((True, f"{type(error).__name__}: {error}"))
-                self._send(torch.tensor([call_id, response.numel()]), caller, _RESPONSES).wait()
-                self._send(response, caller, 2 * call_id + 2).wait()
-            except RuntimeError as error:
-                self._mark_lost(caller, str(error))
-                return
-
-    def _receive_responses(self, other: int) -> None:
-        """Receive the responses of a rank, and pass them to the pending calls."""
-        while True:
-            try:
-                call_id, size = self._receive(2, torch.int64, other, _RESPONSES).tolist()
-                if call_id == _CLOSE:
-                    return
-                response = self._receive(size, torch.uint8, other, 2 * call_id + 2)
-            except RuntimeError as error:
-                self._mark_lost(other, str(error))
-                return
-            with self._lock:
-                if call_id in self._pending:  # else the call has failed because of another rank
-                    self._pending[call_id][1].put((other, response))
-
-    def _mark_lost(self, rank: int, why: str) -> None:
-        with self._lock:
-            if rank not in self._lost:
-                self._lost[rank] = why
-                for ranks, responses in self._pending.values():
-                    if rank in ranks:
-                        responses.put((rank, why))
-
-    def _send(self, message: Tensor, rank: int, tag: int) -> Any:
-        return self._group.send([message], rank, tag)
-
-    def _receive(self, size: int, dtype: torch.dtype, rank: int, tag: int) -> Tensor:
-        message = torch.empty(size, dtype=dtype)
-        self._group.recv([message], rank, tag).wait()
-        return message
-
-    def _connection_error(self, rank: int, why: str) -> DistNetworkError:
-        self._mark_lost(rank, why)
-        text = next(iter(why.splitlines()), "")
-        return DistNetworkError(f"rank {rank} does not answer, its connection is closed ({text})")
 
 
-def _pack(value: object) -> Tensor:
-    return torch.from_numpy(np.frombuffer(bytearray(pickle.dumps(value, 5)), np.uint8))
+def _host_address() -> str:
+    """Return this machine's address as gloo chooses it: of an interface, of the host name, or loopback."""
+    if name := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return str(min(psutil.net_if_addrs()[name.split(",")[0]]).address)
+    with suppress(OSError):
+        return str(min(socket.getaddrinfo(socket.gethostname(), None))[4][0])
+    return "127.0.0.1"
+
+
+def _pack(value: object) -> tuple[str, np.ndarray]:
+    """Return a value as JSON, in which dtype and shape stand for each array, and the bytes of the arrays."""
+    arrays = []
+
+    def describe(item: Any) -> Any:
+        if isinstance(item, np.generic):
+            return item.item()
+        array = np.ascontiguousarray(item)
+        if array.dtype.hasobject:
+            raise TypeError(f"{type(item).__name__} cannot be sent to another rank")
+        arrays.append(array.reshape(-1).view(np.uint8))
+        return {"dtype": array.dtype.str, "shape": np.shape(item)}
+
+    header = json.dumps(value, default=describe, separators=(",", ":"))
+    return header, arrays[0] if len(arrays) == 1 else np.concatenate([*arrays, np.empty(0, np.uint8)])
+
+
+def _unpack(header: bytes, body: memoryview) -> Any:
+    """Return the value of a header and the bytes of its arrays, which are read-only."""
+    offset = 0
+
+    def read(array: dict[str, Any]) -> Any:
+        nonlocal offset
+        if array.keys() != {"dtype", "shape"}:
+            return array
+        dtype, count = np.dtype(array["dtype"]), math.prod(array["shape"])
+        values = np.frombuffer(body, dtype, count, offset) if count else np.empty(0, dtype)
+        offset += values.nbytes
+        return np.require(values.reshape(array["shape"]), requirements="A")
+
+    return json.loads(header, object_hook=read)
 
 
 def seconds_per_byte(size: int = 1 << 22) -> float:
     """Measure the seconds per byte to pack and unpack a message on this machine."""
-    rows, times = np.zeros(size, np.uint8), []
+    rows, times = np.zeros((2, size // 2), np.uint8), []
     for _ in range(5):
         start = time.perf_counter()
-        pickle.loads(_pack(rows).numpy().data).copy()  # received rows are copied to the output as well
+        header, body = _pack([*rows])
+        np.concatenate(_unpack(header.encode(), body.data))  # received rows are copied to the output as well
         times.append(time.perf_counter() - start)
     return median(times) / size

@@ -72,7 +72,7 @@ def write_partition(
     assignment: Mapping[NodeType | None, Tensor],
     parts: int,
     method: str = "given",
-    tell: Callable[[str], None] = lambda message: None,
+    progress: Callable[[str], None] = lambda message: None,
     links: Mapping[str, Tensor] | None = None,
     link_type: EdgeType | None = None,
 ) -> None:
@@ -102,7 +102,7 @@ def write_partition(
     identity = uuid.uuid4().hex
     try:
         for part in range(parts):
-            tell(f"part {part + 1} of {parts}")
+            progress(f"part {part + 1} of {parts}")
             own = [np.flatnonzero(owner == part) for owner in owners]
             root = folder / f"part-{part:05d}"
             for index, (name, ids) in enumerate(zip(sizes, own, strict=True)):

@@ -21,7 +21,7 @@ from lightning_gnn.nn.hetero.models import _HeteroGNN
 from lightning_gnn.nn.hetero.rows import LayerInput, TypedRows
 from lightning_gnn.nn.inference import FullInference, GraphBlock, Layer, layers_of
 from lightning_gnn.partitioned.folder import GraphPart, Partition
-from lightning_gnn.partitioned.remote import Remote
+from lightning_gnn.partitioned.remote import Remote, as_bytes
 from lightning_gnn.partitioned.shard import holders
 
 _MAX_BLOCK_EDGES = 1 << 24  # even if more fit the memory limit
@@ -51,9 +51,9 @@ class PublishedRows:
         """Remove published rows."""
         self._rows.pop(name, None)
 
-    def read(self, name: Hashable, ids: np.ndarray) -> np.ndarray:
+    def read(self, name: Sequence[Hashable], ids: np.ndarray) -> np.ndarray:
         """Return the published rows of nodes as bytes, ``[n, …]``; the RPC handler."""
-        ids_by_part, rows = self._rows[name]
+        ids_by_part, rows = self._rows[tuple(name)]  # a remote call has a list
         out = rows[0].new_empty((ids.size, *rows[0].shape[1:]))
         for part_ids, values in zip(ids_by_part, rows, strict=True):
             if part_ids.size:
@@ -245,7 +245,7 @@ class _LayerwisePass:
         responses = self.exchange.call("published_rows", requests)
         out = torch.empty((ids.size, width), dtype=self.dtype)
         for rank, indices in indices_of.items():
-            out[torch.from_numpy(indices)] = torch.from_numpy(responses[rank]).view(self.dtype)
+            as_bytes(out)[indices] = responses[rank]
         return out
 
     def _edges(

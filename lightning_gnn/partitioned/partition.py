@@ -37,7 +37,7 @@ def partition_graph(
     method: str = "metis",
     seed: int = 0,
     check_features: bool = True,
-    tell: Callable[[str], None] = lambda message: None,
+    progress: Callable[[str], None] = lambda message: None,
     links: Mapping[str, Tensor] | None = None,
     link_type: EdgeType | None = None,
     **gone: object,
@@ -55,7 +55,7 @@ def partition_graph(
             edge); with the writing of the parts, 55 bytes per node. ``"random"`` cuts the most edges.
         seed: Random seed.
         check_features: Check the features for NaN and infinity first.
-        tell: Called with a progress message before each step.
+        progress: Called with a progress message before each step.
         links: Edges to predict, which the graph need not contain, for
             :class:`~lightning_gnn.PartitionedLinkDataModule`: ``train``, ``val`` and ``test``, int64 ``[2, n]``; labels
             ``[n]`` of the latter two as ``val_labels`` and ``test_labels``; times ``[n]`` as ``train_time`` and so on.
@@ -89,9 +89,9 @@ def partition_graph(
     for name, store in stores_of(data):
         if not isinstance(name, tuple) and (ids := seeds_of(store, "train")) is not None:
             seeds[name] = ids
-    tell(f"assigning nodes to parts ({method})")
+    progress(f"assigning nodes to parts ({method})")
     assignment = assign_nodes(graph, parts, method, seeds, seed)
-    write_partition(data, folder, assignment, parts, method, tell, links, link_type)
+    write_partition(data, folder, assignment, parts, method, progress, links, link_type)
     relations: dict[EdgeType | None, CSCGraph] = graph.relations if isinstance(graph, HeteroCSCGraph) else {None: graph}
     edges, cut, total = np.zeros(parts, np.int64), 0, 0
     for name, relation in relations.items():

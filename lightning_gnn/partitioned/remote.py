@@ -57,7 +57,7 @@ class Remote:
             picks_of: list[list[tuple[np.ndarray, Picks]]] = [[] for _ in relations]
             for rank, response in responses.items():
                 for (number, indices), picks in zip(sent[rank], response, strict=True):
-                    picks_of[number].append((indices, picks))
+                    picks_of[number].append((indices, Picks(*picks)))
             # Restore the order of the frontier.
             return [
                 _concatenate(frontier[relation.target][0].size, picks)
@@ -128,7 +128,7 @@ class Remote:
             distinct, inverse = np.unique(ids[rows], return_inverse=True)
             requests.setdefault(rank, []).append((part, distinct))
             targets.setdefault(rank, []).append((rows, inverse))
-        flat = [_as_bytes(values) for values in into]
+        flat = [as_bytes(values) for values in into]
         responses = self.exchange.call(handler, {rank: (number, batch, keys) for rank, batch in requests.items()})
         for rank, parts in responses.items():
             for (rows, inverse), values in zip(targets[rank], parts, strict=True):
@@ -158,6 +158,7 @@ def _concatenate(count: int, picks_by_part: Sequence[tuple[np.ndarray, Picks]]) 
     return Picks(counts, source, place)
 
 
-def _as_bytes(rows: Tensor) -> np.ndarray:
+def as_bytes(rows: Tensor) -> np.ndarray:
+    """View rows as bytes, uint8 ``[n, bytes]``, for both reading and writing."""
     flat = rows.view(rows.size(0), -1) if rows.numel() else rows.new_empty((rows.size(0), 0))
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty((rows.size(0), 0), np.uint8)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.ops.sample.definition import describe
 from lightning_gnn.ops.sample.numba import Picks, pick_from_lists
-from lightning_gnn.ops.sample.relation import PickOptions, Relation, TimeWindow
+from lightning_gnn.ops.sample.relation import Labor, PickOptions, Relation, TimeWindow
 from lightning_gnn.partitioned.folder import Partition
 
 
@@ -50,6 +50,9 @@ class Shard:
         self, weighted: bool, requests: Sequence[tuple[Any, ...]], rule: PickOptions, times: TimeWindow | None
     ) -> list[Picks]:
         """Sample for each (part, edge type, nodes, trees, fanout, key); edges are numbered over all parts."""
+        # A remote call has lists instead of tuples.
+        labor = None if rule[-1] is None else Labor(*rule[-1])
+        rule, times = PickOptions(*rule)._replace(labor=labor), None if times is None else TimeWindow(*times)
         out = []
         for part, edge_type, nodes, trees, fanout, key in requests:
             relation, edge_ids = self._lists[part, edge_type, weighted]

@@ -49,8 +49,8 @@ class Work:
 class Traffic:
     """Average requests between ranks for a mini-batch."""
 
-    asked: np.ndarray  # bytes of the requests that each rank sends in each round, [rounds, ranks]
-    answered: np.ndarray  # bytes of the responses that it receives, [rounds, ranks]
+    request_bytes: np.ndarray  # bytes of the requests that each rank sends in each round, [rounds, ranks]
+    response_bytes: np.ndarray  # bytes of the responses that it receives, [rounds, ranks]
     sent: np.ndarray  # bytes of requests and responses that each rank sends in a step, [ranks]
     nodes: float  # nodes of a mini-batch
     remote_rows: float  # rows of these nodes that are requested from other ranks
@@ -64,7 +64,7 @@ class Traffic:
     @property
     def remote_bytes(self) -> float:
         """Bytes of requests and responses for a mini-batch, on average over the ranks."""
-        return float((self.asked + self.answered).sum() / self.ranks)
+        return float((self.request_bytes + self.response_bytes).sum() / self.ranks)
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def predict(traffic: Traffic, work: Work, network: Network) -> Prediction:
     """Predict the epoch time of the slowest rank; ranks synchronize in each step."""
     ranks, scale = traffic.ranks, min(1.0, traffic.nodes / work.nodes) if work.nodes else 1.0
     # Preparing: local work, and the latency and transfer of each round of requests.
-    exchanged = (traffic.asked + traffic.answered).sum(0)
-    rounds = ((traffic.asked + traffic.answered) > 0).sum(0)
+    exchanged = (traffic.request_bytes + traffic.response_bytes).sum(0)
+    rounds = ((traffic.request_bytes + traffic.response_bytes) > 0).sum(0)
     waiting = 2 * network.latency * rounds + exchanged / network.bandwidth
     local = work.slowdown * scale * work.prepare_s + work.message_s * exchanged
     preparing = local + waiting
@@ -96,7 +96,7 @@ def predict(traffic: Traffic, work: Work, network: Network) -> Prediction:
     reduced = 2 * (ranks - 1) / ranks * work.gradient_bytes
     reducing = reduced / network.bandwidth + 2 * (ranks - 1) * network.latency if work.gradient_bytes else 0.0
     training = work.slowdown * (scale * work.step_s + work.fixed_s) + reducing
-    transfer = (np.maximum(traffic.sent, traffic.answered.sum(0)) + reduced) / network.bandwidth
+    transfer = (np.maximum(traffic.sent, traffic.response_bytes.sum(0)) + reduced) / network.bandwidth
     if work.workers:
         # Threads wait for the slowest rank, which leaves the network idle: C threads on n machines use it for
         # C / (C + n - 1) of the time (Zahorjan et al.: Balanced Job Bound Analysis of Queueing Networks, CACM 1982).

@@ -18,7 +18,7 @@ from lightning_gnn.sampling.neighbor import Output
 
 Owners: TypeAlias = Mapping[NodeType | None, np.ndarray]  # owning rank of each node, by node type
 _CACHE_BATCHES = 4  # mini-batches to select the cached rows with, per mini-batch whose traffic is counted
-ENVELOPE = 420  # overhead of a message in bytes: names, sampling options, dtypes and shapes
+ENVELOPE = 210  # overhead of a message in bytes: names, sampling options, dtypes and shapes
 
 
 def row_bytes(data: Data | HeteroData) -> dict[Any, int]:
@@ -57,7 +57,7 @@ def count_traffic(
         without = next(rank for rank, rank_seeds in enumerate(own) if not len(rank_seeds))
         raise ValueError(f"rank {without} of {ranks} would have no training seeds")
     each, widths = max(2, -(-batches // ranks)), row_bytes(loader.data)
-    asked, answered, sent, nodes, rows = [], [], np.zeros(ranks), 0.0, 0.0
+    request_bytes, response_bytes, sent, nodes, rows = [], [], np.zeros(ranks), 0.0, 0.0
 
     def sample(rank: int, number: int, epoch: int) -> Output:
         start = number * size % len(own[rank])
@@ -76,11 +76,11 @@ def count_traffic(
             exchanged.append(batch_bytes)
             nodes, rows = nodes + count / (ranks * each), rows + remote / (ranks * each)
         mean = np.mean(exchanged, 0)  # [rounds, ranks, 2]
-        asked.append(mean[:, :, 0].sum(1))
-        answered.append(mean[:, :, 1].sum(1))
+        request_bytes.append(mean[:, :, 0].sum(1))
+        response_bytes.append(mean[:, :, 1].sum(1))
         sent += mean[:, :, 1].sum(0)
         sent[rank] += mean[:, :, 0].sum()
-    return Traffic(np.stack(asked, 1), np.stack(answered, 1), sent, nodes, rows, max(1.0, longest / size))
+    return Traffic(np.stack(request_bytes, 1), np.stack(response_bytes, 1), sent, nodes, rows, max(1.0, longest / size))
 
 
 def _select_cached(

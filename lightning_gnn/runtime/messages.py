@@ -72,6 +72,7 @@ REMOVED = {
     "partition.batch_size": _COUNTED,
     "partition.batches": _COUNTED,
     "partition.num_neighbors": _COUNTED,
+    "partition.tell": "it is progress= now",
     "plan.accelerators": _HERE,
     "plan.platform": _HERE,
     "plan.platform_file": _HERE,

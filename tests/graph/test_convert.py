@@ -195,6 +195,15 @@ def test_columns_are_known_in_whatever_case_and_masks_are_splits(tmp_path):
     assert_same_topology(found.graph, torch.tensor([[1, 0], [0, 2]]), 3)
 
 
+def test_a_pattern_selects_several_arrow_files(tmp_path):
+    feather, pa = pytest.importorskip("pyarrow.feather"), pytest.importorskip("pyarrow")
+    for part in range(3):
+        feather.write_feather(pa.table({"source": [part], "target": [0]}), tmp_path / f"edges{part}.arrow")
+        feather.write_feather(pa.table({"size": [0.5 * part]}), tmp_path / f"nodes{part}.feather")
+    convert_tables(tmp_path / "edges*.arrow", tmp_path / "graph", tmp_path / "nodes*.feather")
+    assert np.load(tmp_path / "graph" / "x.npy").tolist() == [[0.0], [0.5], [1.0]]
+
+
 def write_given(folder, name, text):
     """Write a table: values for Parquet, or space-separated lines of a CSV file."""
     if text is None:

@@ -20,6 +20,7 @@ from lightning_gnn.partitioned import partition_graph
 from tests.full_graph.launch import free_port, run
 from tests.patience import PATIENCE
 
+pytest.importorskip("pyarrow", reason="several ranks need the extra partition")
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 OPTIONS = ["--every", "2", "--epochs", "2", "--batch-size", "8", "--accelerator", "cpu"]
 DISTURBED = """

@@ -212,6 +212,8 @@ def test_a_part_that_is_none_and_a_folder_in_use_are_refused(tmp_path):
         ({"cache": "a lot"}, "cache must be a number of bytes"),
         ({"count_batches": 0}, "count_batches must be at least 1, but is 0"),
         ({"silence": 0}, "silence must be more than 0 seconds, but is 0"),
+        ({"rpc_timeout": 0}, "rpc_timeout must be more than 0 seconds, but is 0"),
+        ({"tls": {"key": "key.pem"}}, "tls needs the paths certificate, key and root, but has key"),
         ({"time_attr": "when"}, "neither nodes nor edges have times called 'when'"),
         ({"weight_attr": "x"}, "no edges have weights called 'x'"),
         ({"inference": FullInference("layers")}, r"FullInference\(folder='layers'\) does not work with a partitioned"),

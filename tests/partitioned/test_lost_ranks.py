@@ -116,7 +116,7 @@ def _read_without_trainer(rank, folder, number, said):
     """Iterate over loaders without a Trainer; rank 1 sends itself a signal."""
     os.dup2(os.open(f"{said}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    datamodule = PartitionedDataModule(folder, num_neighbors=[3, 3], batch_size=8, seed=7, silence=5.0)
+    datamodule = PartitionedDataModule(folder, num_neighbors=[3, 3], batch_size=8, seed=7, rpc_timeout=5.0)
     datamodule.setup("fit")
     if rank == 1 and number:
         os.kill(os.getpid(), number)

@@ -16,7 +16,7 @@ from tests.full_graph.launch import run
 from tests.sampling.cases import GRAPHS, NODE_CASES, make_options
 
 TRAFFIC = Traffic(
-    asked=np.array([[1e3, 2e3], [3e3, 4e3]]), answered=np.array([[10e3, 20e3], [30e3, 40e3]]),
+    request_bytes=np.array([[1e3, 2e3], [3e3, 4e3]]), response_bytes=np.array([[10e3, 20e3], [30e3, 40e3]]),
     sent=np.array([70e3, 40e3]), nodes=500.0, remote_rows=100.0, steps=10.5,
 )  # fmt: skip
 WORK = Work(
@@ -119,14 +119,14 @@ def test_what_is_counted_for_a_path():
     with pytest.raises(ValueError, match="rank 0 of 2 would have no training seeds"):
         count_traffic(loader, owner, 2, "local")
     found = count_traffic(loader, {None: np.array([0, 0, 1, 0])}, 2, "local")  # seed 3 is rank 0's, seed 2 rank 1's
-    assert found.asked.T.tolist() == [[0, 8 + ENVELOPE, 8 + ENVELOPE], [0, 8 + ENVELOPE, 16 + ENVELOPE]]
-    assert found.answered.T.tolist() == [[0, 24 + ENVELOPE, 20 + ENVELOPE], [0, 24 + ENVELOPE, 40 + ENVELOPE]]
+    assert found.request_bytes.T.tolist() == [[0, 8 + ENVELOPE, 8 + ENVELOPE], [0, 8 + ENVELOPE, 16 + ENVELOPE]]
+    assert found.response_bytes.T.tolist() == [[0, 24 + ENVELOPE, 20 + ENVELOPE], [0, 24 + ENVELOPE, 40 + ENVELOPE]]
     assert found.sent.tolist() == [
         16 + 2 * ENVELOPE + 64 + 2 * ENVELOPE, 24 + 2 * ENVELOPE + 44 + 2 * ENVELOPE,
     ]  # fmt: skip
     assert (found.remote_rows, found.nodes, found.steps) == (1.5, 3.0, 1.0)
     rows = count_traffic(loader, owner, 2, topology="whole")
-    assert rows.asked.shape == (1, 2)
+    assert rows.request_bytes.shape == (1, 2)
 
 
 def test_memory_of_a_machine(tmp_path):
