@@ -14,7 +14,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.storage import BaseStorage
 from torch_geometric.typing import EdgeType
 
-from lightning_gnn.cli.command_line import absolute, check_writable
+from lightning_gnn.cli.command_line import absolute, check_writable, raise_user_errors
 from lightning_gnn.cli.predictions import check_format
 from lightning_gnn.cli.saved_run import KeepConfig
 from lightning_gnn.cli.splits import fill_splits, split_links
@@ -264,6 +264,16 @@ def build_trainer(cfg: DictConfig) -> pl.Trainer:
     if "enable_checkpointing" not in cfg.trainer:
         arguments["enable_checkpointing"] = any(isinstance(item, Checkpoint) for item in callbacks)
     trainer: pl.Trainer = build(cfg.trainer, "trainer", **arguments)
+    return trainer
+
+
+def build_quiet_trainer(cfg: DictConfig, **more: Any) -> pl.Trainer:
+    """Build the configured Trainer without logger, checkpoints, progress bar and callbacks."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    arguments = {**quiet, "callbacks": None, "default_root_dir": cfg.output_dir, **more}
+    configured = OmegaConf.masked_copy(cfg.trainer, [key for key in cfg.trainer if key not in arguments])
+    with raise_user_errors():
+        trainer: pl.Trainer = build(configured, "trainer", **arguments)
     return trainer
 
 

@@ -1,27 +1,44 @@
-"""``lgnn plan strategy=hyscale``: predict a run on this machine by the performance model, with each stage's limit."""
+"""Predict a run by the performance model: the stages of ``strategy=hyscale``, and the joint plan of a node."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as pl
+import torch
 import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from lightning_gnn.hyscale.checks import check_training
-from lightning_gnn.hyscale.options import allowed_drm, default_threads, measurements_decide, replays, seeds_of_iteration
-from lightning_gnn.hyscale.performance_model.calibrate import find_sampling, model_of, wanted_sampling
+from lightning_gnn.hyscale.options import (
+    HyScaleOptions,
+    TrainerSet,
+    allowed_drm,
+    default_threads,
+    measurements_decide,
+    replays,
+    seeds_of_iteration,
+)
+from lightning_gnn.hyscale.performance_model.calibrate import (
+    describe_workload,
+    find_sampling,
+    model_of,
+    wanted_sampling,
+)
 from lightning_gnn.hyscale.performance_model.model import PerformanceModel
 from lightning_gnn.hyscale.performance_model.workload import Platform, Processor
+from lightning_gnn.hyscale.planner.search import NodePlan, plan_node
 from lightning_gnn.hyscale.resource_manager.decisions import read_decisions
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 from lightning_gnn.hyscale.sharded_loader import split_seeds
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.loading.loaders import num_workers_of
+from lightning_gnn.planning.forecast import MIN_GAIN
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 
 
@@ -30,18 +47,28 @@ class HybridForecast:
     """Predictions of the performance model for a run."""
 
     model: PerformanceModel
-    best: TaskMapping  # the fastest mapping according to the model
-    begin: TaskMapping  # the mapping that the run starts with
+    best: TaskMapping  # the fastest mapping of HyScale-GNN's stages according to the model
+    begin: TaskMapping | None  # the mapping that the run starts with; None without strategy=hyscale
+    plan: NodePlan | None = None  # the plan of the whole node; None if accelerators cannot prepare mini-batches
+    float16_s: float | None = None  # seconds of an iteration with transfer_dtype=float16, if it is shorter
+    origin: str = "measured"  # of the platform: measured or described
 
     def save(self, directory: str | Path) -> None:
         """Write ``plan.yaml`` to a directory."""
-        rows = {name: {"seconds": seconds, "bound_by": bound} for name, seconds, bound in stages(self.model, self.best)}
-        state = {
-            "best": self._to_dict(self.best),
-            "begin": self._to_dict(self.begin),
-            "stages_of_best": rows,
-            "platform": numbers_of(self.model.platform),
-        }
+        state: dict[str, Any] = {"platform": numbers_of(self.model.platform)}
+        if self.begin is not None:
+            rows = {name: {"seconds": sec, "bound_by": bound} for name, sec, bound in stages(self.model, self.best)}
+            mappings = {"best": self._to_dict(self.best), "begin": self._to_dict(self.begin)}
+            state = {**mappings, "stages_of_best": rows, **state}
+        if self.plan is not None:
+            plan, alone = self.plan, {name: each.to_dict() for name, each in self.plan.single.items()}
+            for name, seconds in plan.single_seconds.items():
+                alone[name] |= {"iteration_s": seconds}
+            state["node"] = {
+                **plan.mapping.to_dict(), "iteration_s": plan.seconds, "lower_bound_s": plan.bound, "gap": plan.gap,
+                "alone": alone, "float16_s": self.float16_s,
+            }  # fmt: skip
+        Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / "plan.yaml").write_text(yaml.safe_dump(state, sort_keys=False))
 
     def _to_dict(self, mapping: TaskMapping) -> dict[str, object]:
@@ -50,52 +77,122 @@ class HybridForecast:
         return {**mapping.to_dict(), **times, "mteps": model.mteps(mapping)}
 
 
-def forecast(datamodule: pl.LightningDataModule, module: pl.LightningModule, trainer: pl.Trainer) -> HybridForecast:
-    """Measure this machine, and predict the run by the performance model."""
+@dataclass(frozen=True)
+class Node:
+    """A node, measured or described, with the workload of a run."""
+
+    model: PerformanceModel
+    options: HyScaleOptions  # those of strategy=hyscale, else its defaults
+    trainers: TrainerSet
+    threads: tuple[int, int, int]  # that strategy=hyscale starts with
+    sampling: str | float  # the accelerators' share that the options give
+    origin: str
+
+    def num_threads(self, cpu_trainers: int) -> int:
+        """Return the CPU threads to distribute: those of the run, or one per core if it is not this run."""
+        is_run = self.origin == "measured" and cpu_trainers == self.trainers.num_cpu
+        return max(2 + cpu_trainers, sum(self.threads) if is_run else self.model.platform.cores)
+
+    def plan(self, cpu_trainers: int, gpu_buffer_size: int = 10, dtype: str | None = None) -> NodePlan:
+        """Plan seeds, threads and preparation together; features cross PCIe in ``dtype``, None: unchanged."""
+        model = self.model
+        if dtype is not None:
+            model = PerformanceModel(model.platform, replace(model.workload, transfer_dtype=dtype))
+        total, threads = model.workload.batch_size, self.num_threads(cpu_trainers)
+        return plan_node(model.node_costs(cpu_trainers), total, cpu_trainers, threads, gpu_buffer_size)
+
+    def forecast(self, cpu_trainers: int, plan: NodePlan | None, is_hybrid: bool = True) -> HybridForecast:
+        """Return the predictions for a number of CPU trainers."""
+        model, work, half = self.model, self.model.workload, None
+        best = model.best_mapping(cpu_trainers, self.num_threads(cpu_trainers))
+        if plan is not None and work.transfer_dtype is None and work.feature_bytes > 2:
+            # It rounds values, and collective batching copies mini-batches unchanged, so it is not part of a plan.
+            half = self.plan(cpu_trainers, dtype="float16").single_seconds["hybrid training"]
+            half = half if half <= (1 - MIN_GAIN) * plan.seconds else None
+        begin = best if is_hybrid else None
+        if is_hybrid and self.origin == "measured":
+            begin = _initial_mapping(self, best)
+        return HybridForecast(model, best, begin, plan, half, self.origin)
+
+
+def forecast(
+    datamodule: pl.LightningDataModule,
+    module: pl.LightningModule,
+    trainer: pl.Trainer,
+    machine: Platform | None = None,
+    gpu_buffer_size: int | None = None,
+) -> HybridForecast:
+    """Predict the run on this machine, or on a described one.
+
+    With ``gpu_buffer_size``, the most mini-batches that an accelerator prepares in a row, also plan the whole node.
+    """
+    node = measure_node(datamodule, module, trainer, machine, gpu_buffer_size is not None)
+    plan = None if gpu_buffer_size is None else node.plan(node.trainers.num_cpu, gpu_buffer_size)
+    return node.forecast(node.trainers.num_cpu, plan, isinstance(trainer.strategy, HyScaleStrategy))
+
+
+def measure_node(
+    datamodule: pl.LightningDataModule,
+    module: pl.LightningModule,
+    trainer: pl.Trainer,
+    machine: Platform | None = None,
+    gathers: bool = False,
+) -> Node:
+    """Measure the workload of a run and, unless it is described, this machine."""
     # Prepare the DataModule as the Trainer would.
-    strategy = trainer.strategy
-    assert isinstance(strategy, HyScaleStrategy)
+    is_hybrid = isinstance(trainer.strategy, HyScaleStrategy)
     datamodule.prepare_data()
     datamodule.setup("fit")
     loader = datamodule.train_dataloader()
     check_training(loader, module)
-    # Each node of the cluster trains on an equal part of a mini-batch.
-    total = seeds_of_iteration(loader) // trainer.num_nodes
+    options, trainers = options_of(trainer)
+    if machine is not None:
+        trainers = TrainerSet.of(options.cpu_trainers, [torch.device("cpu")] * machine.num_accelerators)
+    # Each node of the cluster trains on an equal part of a mini-batch; without hyscale, each accelerator on its own.
+    processes = 1 if is_hybrid else max(1, trainers.num_accelerators)
+    total = processes * seeds_of_iteration(loader) // (trainer.num_nodes if is_hybrid else 1)
     if total < 1:
         raise ValueError(
             f"the plan needs mini-batches of a known size, with a seed for each of {trainer.num_nodes} nodes"
         )
     # Measure the workload, the sampling of an accelerator and the platform.
-    options, trainers = strategy.options, strategy.trainers
     wanted = wanted_sampling(options.accelerator_sampling, options.drm)
-    sampling = find_sampling(wanted, loader, trainers)
-    model = model_of(trainers, loader, module, total, sampling, options.transfer_dtype)
+    if machine is not None:
+        workload = describe_workload(loader, module, total, options.transfer_dtype)[0]
+        model = None if workload is None else PerformanceModel(machine, workload)
+    else:
+        emulated = gathers and wanted == "auto" and all(device.type == "cpu" for device in trainers.accelerators)
+        sampling = find_sampling(1.0 if emulated else wanted, loader, trainers)
+        model = model_of(trainers, loader, module, total, sampling, options.transfer_dtype, gathers)
     if model is None:
         raise ValueError("the plan needs a loader with known fanouts, and node features data.x as one tensor")
     model.platform = replace(model.platform, num_nodes=trainer.num_nodes)
-    # Search for the best mapping of the number of threads that the run would use.
-    num_workers = num_workers_of(loader)
-    threads = options.first_threads(default_threads(num_workers, trainers, allowed_drm(options.drm) is not False))
-    best = model.best_mapping(trainers.num_cpu, max(sum(threads), 2 + trainers.num_cpu))
-    return HybridForecast(model, best, _initial_mapping(strategy, model.platform, best, threads, wanted))
+    # Plan for the number of threads that the run would use.
+    workers = processes * num_workers_of(loader)
+    threads = options.first_threads(default_threads(workers, trainers, allowed_drm(options.drm) is not False))
+    return Node(model, options, trainers, threads, wanted, "measured" if machine is None else "described")
 
 
-def _initial_mapping(
-    strategy: HyScaleStrategy,
-    platform: Platform,
-    best: TaskMapping,
-    threads: tuple[int, int, int],
-    sampling: str | float,
-) -> TaskMapping:
+def options_of(trainer: pl.Trainer) -> tuple[HyScaleOptions, TrainerSet]:
+    """Return the options and trainers of hyscale; of other strategies, its defaults and the accelerators."""
+    strategy = trainer.strategy
+    if isinstance(strategy, HyScaleStrategy):
+        return strategy.options, strategy.trainers
+    devices = getattr(strategy, "parallel_devices", None) or [strategy.root_device]
+    accelerators = tuple(device for device in devices if device.type != "cpu")
+    return HyScaleStrategy(cpu_trainers=0).options, TrainerSet(accelerators, 0)
+
+
+def _initial_mapping(node: Node, best: TaskMapping) -> TaskMapping:
     """Return the mapping that the strategy starts with: the one its options give, or the best one."""
-    options, trainers = strategy.options, strategy.trainers
+    options, trainers, threads, platform = node.options, node.trainers, node.threads, node.model.platform
     if replays(options.drm):
         return read_decisions(read_text(options.drm, LARGEST_JSON).splitlines())[0].mapping
     weights = options.first_weights(trainers)
     if options.automatic and measurements_decide() and trainers.num_cpu and trainers.num_accelerators:
         weights, threads = list(best.shares), options.first_threads(best.threads)
     seeds = tuple(stop - start for start, stop in split_seeds(best.total, weights))
-    rate = platform.accelerator_sampling * platform.num_accelerators
+    rate, sampling = platform.accelerator_sampling * platform.num_accelerators, node.sampling
     if isinstance(sampling, str):  # "auto": CPU and accelerators finish at the same time
         sampling = rate / (rate + platform.sampling * threads[0]) if rate else 0.0
     return TaskMapping(seeds, trainers.num_cpu, threads, sampling if rate else 0.0)
@@ -144,7 +241,7 @@ def _propagation_bound(model: PerformanceModel, processor: Processor, seeds: flo
 def print_forecast(found: HybridForecast, console: Console) -> None:
     """Print platform, best mapping, stages and initial mapping."""
     model, work = found.model, found.model.workload
-    table = _table("Machine, as measured", ["", ""])
+    table = _table(f"Machine, as {found.origin}", ["", ""])
     for name, value in numbers_of(model.platform).items():
         table.add_row(name, _format(name, value))
     console.print(table)
@@ -157,7 +254,15 @@ def print_forecast(found: HybridForecast, console: Console) -> None:
         f"{size.edges[0]:,.0f} edges, {kind}; widths {'-'.join(map(str, work.widths))}",
         highlight=False,
     )
+    if found.begin is not None:
+        _print_stages(found, found.begin, console)
+    if found.plan is not None:
+        _print_plan(found.plan, found.float16_s, console)
+
+
+def _print_stages(found: HybridForecast, begin: TaskMapping, console: Console) -> None:
     # Print the stages; those that bound the iteration are in bold.
+    model = found.model
     rows = stages(model, found.best)
     iteration = model.iteration_time(found.best)
     table = _table(f"Best mapping: {found.best}", ["stage", "ms", "of the iteration", "bound by"])
@@ -167,16 +272,34 @@ def print_forecast(found: HybridForecast, console: Console) -> None:
         table.add_row(*row, style="bold" if own > 0.999 * iteration else None)
     table.add_section()
     table.add_row("Iteration", f"{1e3 * iteration:.4g}", "", "the slowest stage; trainers, then their synchronization")
-    table.add_row("Epoch", f"{1e3 * model.epoch_time(found.best):.4g}", "", f"{work.num_train:,} seeds")
+    table.add_row("Epoch", f"{1e3 * model.epoch_time(found.best):.4g}", "", f"{model.workload.num_train:,} seeds")
     table.add_row("MTEPS", f"{model.mteps(found.best):.4g}", "", "million edges trained on per second")
     console.print(table)
     # The options of a run may give another initial mapping.
-    if found.begin == found.best:
+    if begin == found.best:
         console.print("The run starts with this mapping.", highlight=False)
     else:
         console.print(
-            f"The run starts with {found.begin}: an iteration of {1e3 * model.iteration_time(found.begin):.4g} ms, "
-            f"{model.mteps(found.begin):.4g} MTEPS.",
+            f"The run starts with {begin}: an iteration of {1e3 * model.iteration_time(begin):.4g} ms, "
+            f"{model.mteps(begin):.4g} MTEPS.",
+            highlight=False,
+        )
+
+
+def _print_plan(plan: NodePlan, float16_s: float | None, console: Console) -> None:
+    table = _table(f"Together: {plan.mapping}", ["system", "ms an iteration", "of the plan"])
+    for name, seconds in {"all together": plan.seconds, **plan.single_seconds}.items():
+        table.add_row(name, f"{1e3 * seconds:.4g}", f"{seconds / plan.seconds:.0%}")
+    console.print(table)
+    doing = "sample" if plan.mapping.buffers is None else "prepare"
+    console.print(
+        f"Accelerators {doing} {plan.mapping.accelerator_fraction:.0%} of their mini-batches. Predicted: "
+        f"{1e3 * plan.seconds:.4g} ms an iteration, lower bound {1e3 * plan.bound:.4g} ms, gap {plan.gap:.1%}.",
+        highlight=False,
+    )
+    if float16_s is not None:
+        console.print(
+            f"Other setting: trainer.strategy.transfer_dtype=float16 rounds features, {1e3 * float16_s:.4g} ms.",
             highlight=False,
         )
 
@@ -192,7 +315,8 @@ def _table(title: str, columns: list[str]) -> Table:
 def _format(name: str, value: float) -> str:
     if isinstance(value, int):
         return str(value)
-    return _rate(value, "FLOP/s" if name.endswith("flops") else "B/s" if name.endswith("bandwidth") else "edges/s")
+    units = {"flops": "FLOP/s", "bandwidth": "B/s", "memory": "B"}
+    return _rate(value, units.get(name.rpartition(".")[2].rpartition("_")[2], "edges/s"))
 
 
 def _rate(value: float, unit: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 OF_NEWER_TORCH = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 """Start of the warning that torch 2.13 issues whenever Lightning 2.6 combines loaders."""
 
-_HERE = "lgnn plan strategy=hyscale measures the machine that it runs on; leave it out, and plan on that machine"
+_HERE = "lgnn plan strategy=hyscale measures the machine that it runs on; plan.machine=FILE describes another"
 _TRACE = "Lightning's PyTorchProfiler writes a trace with named stages; see docs/how-to/profiling.md"
 _CACHES = "PersistentSamplerDataModule(cache_bytes=…) counts and plans; .plan_placement() returns the planned caches"
 _ROWS = "a graph is stored as plain rows, and chunks are made automatically for aggregation on an NPU; leave it out"

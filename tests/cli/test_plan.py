@@ -192,7 +192,6 @@ def test_an_interruption_ends_the_profile(tmp_path, capfd, monkeypatch):
     [
         (["strategy=ddp", "trainer.devices=2"], "predicts one process, but there are 2"),
         (["trainer.limit_train_batches=0"], "leaves nothing to train"),
-        ([HYBRID, "datamodule=collective"], "choose one of them"),
         ([HYBRID, "mode=test"], "plans training"),
         ([HYBRID, "-m"], "leave out -m"),
         ([HYBRID, "plan.platform_file=nowhere.yaml"], "plan.platform_file was removed: .*measures the machine"),

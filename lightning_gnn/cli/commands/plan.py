@@ -11,18 +11,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytorch_lightning as pl
 import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from hydra.utils import get_class
+from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities import CombinedLoader
 
-from lightning_gnn.cli.assemble import build, build_data, build_task, check_config
+from lightning_gnn.cli.assemble import build_data, build_quiet_trainer, build_task, check_config
+from lightning_gnn.cli.choose import choose, is_a, select_datamodule
 from lightning_gnn.cli.command_line import raise_user_errors, start
 from lightning_gnn.cli.commands.plan_cpu import plan_cpu
 from lightning_gnn.cli.commands.plan_machines import MACHINES, check_machine_options, plan_machines
@@ -34,8 +35,11 @@ from lightning_gnn.gpu_sampling.placement import PlacedOnGPU
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.loading.loaders import PipelineLoader
+from lightning_gnn.planning.choice import AutoDataModule
 from lightning_gnn.planning.hyscale import forecast, print_forecast
+from lightning_gnn.planning.machine import read_machine
 from lightning_gnn.report.console import be_quiet, console, describe
+from lightning_gnn.runtime.devices import num_cores
 
 
 def main() -> None:
@@ -63,12 +67,19 @@ def run(cfg: DictConfig) -> None:
         if cfg.torch_threads is not None:
             torch.set_num_threads(cfg.torch_threads)
         pl.seed_everything(cfg.seed, workers=True, verbose=False)
+        machine = None if cfg.plan.machine is None else read_machine(to_absolute_path(cfg.plan.machine))
         data = build_data(cfg)
-        datamodule, module = build_task(cfg, data)
+        if (choice := choose(cfg, data, machine)) is not None:
+            planner = "cpu" if choice.forecast is None else "hybrid"
+        measured, gpu_buffer_size = _without_gpu_route(cfg, machine is not None) if planner == "hybrid" else (cfg, None)
+        datamodule, module = build_task(measured, data)
         size = f"{data.num_nodes:,} nodes, {count_edges(data):,} edges"
         console().print(describe(cfg, module), size, sep=" · ", style="bold", highlight=False)
         if planner == "hybrid":
-            hybrid = forecast(datamodule, module, _trainer(cfg))
+            if choice is not None and choice.forecast is not None:
+                hybrid = choice.forecast()
+            else:
+                hybrid = forecast(datamodule, module, build_quiet_trainer(cfg), machine, gpu_buffer_size)
             print_forecast(hybrid, console())
             hybrid.save(cfg.output_dir)
     with raise_user_errors(only_ours=True), _restore_signal_handlers(), warnings.catch_warnings():
@@ -76,7 +87,8 @@ def run(cfg: DictConfig) -> None:
             _say(disk)
         if planner == "cpu":
             warnings.filterwarnings("ignore", "No GPU for the persistent sampler")  # each DataModule would repeat it
-            cpu_forecast = plan_cpu(cfg, data, datamodule, module, lambda config: partial(_trainer, config), console())
+            make_trainer = partial(partial, build_quiet_trainer)
+            cpu_forecast = plan_cpu(cfg, data, datamodule, module, make_trainer, console())
             if isinstance(datamodule, PlacedOnGPU):
                 _say("This plan is for a CPU; datamodule.device_memory=80GB plans the memory of a GPU.")
             if cfg.plan.network is not None:
@@ -90,7 +102,7 @@ def run(cfg: DictConfig) -> None:
             (_folder(cfg) / "plan.yaml").write_text(yaml.safe_dump(placement.to_dict(), sort_keys=False))
         if planner == "collective":
             assert isinstance(datamodule, CollectiveDataModule)
-            plan, device = profile(datamodule, module, partial(_trainer, cfg), cfg.plan.max_batches)
+            plan, device = profile(datamodule, module, partial(build_quiet_trainer, cfg), cfg.plan.max_batches)
             plan = datamodule.plan_with_cache(plan)
             _say(str(plan))
             if device.type == "cpu":
@@ -111,35 +123,37 @@ def _folder(cfg: DictConfig) -> Path:
     return folder
 
 
-def select_planner(cfg: DictConfig) -> Literal["hybrid", "collective", "placement", "cpu"]:
+def select_planner(cfg: DictConfig) -> Literal["auto", "hybrid", "collective", "placement", "cpu"]:
     """Return the planner for a configuration; ``"cpu"`` plans all runs without a more specific planner."""
     if cfg.mode != "train":
         raise ValueError(f"lgnn plan plans training, not mode={cfg.mode}; leave mode out")
+    if is_a(cfg.datamodule, AutoDataModule):
+        return "auto"
     strategy = OmegaConf.select(cfg, "trainer.strategy")
-    hybrid = strategy == "hyscale" or _is_a(strategy, HyScaleStrategy)
-    collective = _is_a(cfg.datamodule, CollectiveDataModule)
-    if hybrid and collective:
-        raise ValueError("strategy=hyscale and datamodule=collective plan the same cores and bus; choose one of them")
-    if hybrid or collective:
-        return "hybrid" if hybrid else "collective"
+    hybrid = strategy == "hyscale" or is_a(strategy, HyScaleStrategy)
+    collective = is_a(cfg.datamodule, PlacedOnGPU) and "gpu_route" in cfg.datamodule
+    if hybrid or (collective and cfg.plan.machine is not None):
+        return "hybrid"
+    if cfg.plan.machine is not None:
+        raise ValueError(
+            "plan.machine is for strategy=hyscale, datamodule=collective and datamodule=auto; leave it out"
+        )
+    if collective:
+        return "collective"
     has_memory = cfg.datamodule.get("device_memory") is not None
     on_gpu = torch.cuda.is_available() and cfg.trainer.get("accelerator") != "cpu"
-    return "placement" if _is_a(cfg.datamodule, PlacedOnGPU) and (has_memory or on_gpu) else "cpu"
+    return "placement" if is_a(cfg.datamodule, PlacedOnGPU) and (has_memory or on_gpu) else "cpu"
 
 
-def _is_a(node: object, cls: type) -> bool:
-    target = node.get("_target_") if isinstance(node, DictConfig) else None
-    return isinstance(target, str) and issubclass(get_class(target), cls)
-
-
-def _trainer(cfg: DictConfig, **more: Any) -> pl.Trainer:
-    """Build the configured Trainer without logger, checkpoints, progress bar and callbacks."""
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    arguments = {**quiet, "callbacks": None, "default_root_dir": cfg.output_dir, **more}
-    configured = OmegaConf.masked_copy(cfg.trainer, [key for key in cfg.trainer if key not in arguments])
-    with raise_user_errors():
-        trainer: pl.Trainer = build(configured, "trainer", **arguments)
-    return trainer
+def _without_gpu_route(cfg: DictConfig, described: bool) -> tuple[DictConfig, int | None]:
+    """Return a configuration whose mini-batches the CPU prepares, and how many a GPU would prepare in a row."""
+    if "gpu_route" not in cfg.datamodule:
+        return cfg, None
+    node, cfg = cfg.datamodule, cfg.copy()
+    select_datamodule(cfg, "link" if "neg_sampling" in node else "neighbor")
+    cfg.datamodule.num_workers = max(1, num_cores() - 1) if node.num_workers is None else node.num_workers
+    has_route = described or node.gpu_route == "cpu" or torch.cuda.is_available()
+    return cfg, node.gpu_buffer_size if has_route else None
 
 
 def profile(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_gnn.callbacks import LearningCurves, StopOnSignal, Throughput
 from lightning_gnn.cli.assemble import build_data, build_task, build_trainer, check_config
+from lightning_gnn.cli.choose import choose
 from lightning_gnn.cli.command_line import UserError, absolute, full_errors, raise_user_errors, start
 from lightning_gnn.cli.predictions import as_rows, node_names, write_npy, write_parquet
 from lightning_gnn.cli.versions import environment
@@ -69,6 +70,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
             torch.set_num_threads(cfg.torch_threads)
         pl.seed_everything(cfg.seed, workers=True, verbose=False)
         data = build_data(cfg)
+        choose(cfg, data)
         datamodule, module = build_task(cfg, data)
         trainer = build_trainer(cfg)
     # Print the heading before the first slow step.

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from pytorch_lightning.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.sampler import SamplerOutput
 
+from lightning_gnn.features.table import FeatureTable
 from lightning_gnn.gpu_sampling.pipeline import DevicePipeline
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling, can_sample_on
@@ -27,6 +28,7 @@ from lightning_gnn.loading.loaders import NodeLoader, PipelineLoader
 from lightning_gnn.ops import batch_key
 from lightning_gnn.runtime.devices import num_cores
 from lightning_gnn.runtime.files import LARGEST_JSON, read_text
+from lightning_gnn.runtime.memory_info import available_bytes
 
 _PROBE_KEY = batch_key(1)
 _DEFAULT_EDGES_PER_S = 5e6
@@ -90,13 +92,14 @@ def model_of(
     total: int,
     sampling: AcceleratorSampling | None = None,  # None if accelerators do not sample
     transfer_dtype: str | None = None,  # dtype of features during the transfer; None: unchanged
+    gathers: bool = False,  # whether accelerators also gather features
 ) -> PerformanceModel | None:
     """Return a calibrated performance model of this node and workload, or None if the workload is unknown."""
     workload, sampled_per_s = describe_workload(loader, module, total, transfer_dtype)
     if workload is None:
         return None
     accelerator_rate = 0.0 if sampling is None else measure_accelerator_rate(sampling, loader, total)
-    return PerformanceModel(measure_platform(trainers, sampled_per_s, accelerator_rate), workload)
+    return PerformanceModel(measure_platform(trainers, sampled_per_s, accelerator_rate, gathers), workload)
 
 
 def describe_workload(
@@ -178,8 +181,10 @@ def _time_sampling(sample: Callable[[], SamplerOutput]) -> tuple[SamplerOutput, 
     return out, max(1, out.row.numel()) / (time.perf_counter() - start)
 
 
-def measure_platform(trainers: TrainerSet, sampled_per_s: float, accelerator_rate: float = 0.0) -> Platform:
-    """Measure this node's compute, memory and PCIe rates, within tens of milliseconds."""
+def measure_platform(
+    trainers: TrainerSet, sampled_per_s: float, accelerator_rate: float = 0.0, gathers: bool = False
+) -> Platform:
+    """Measure this node's compute, memory and PCIe rates, and with ``gathers`` those of gathering on accelerators."""
     cpu = torch.device("cpu")
     accelerators = trainers.devices[trainers.num_cpu :]
     pcie = float("inf")
@@ -193,22 +198,36 @@ def measure_platform(trainers: TrainerSet, sampled_per_s: float, accelerator_rat
         core_bandwidth = _measure_processor(cpu).memory_bandwidth
     finally:
         torch.set_num_threads(previous_threads)
+    accelerator = _measure_processor(accelerators[0]) if accelerators else None
+    gather_bandwidth, memory = 0.0, 0
+    if gathers and accelerator is not None and accelerators[0].type == "cuda":
+        table, index = FeatureTable(torch.ones(_ROWS, _WIDTH)).pin_memory(), _scattered(accelerators[0])
+        gather_bandwidth = table.values.nbytes / _time_best(lambda: table.gather(index)[0, 0].item())
+        memory = available_bytes(accelerators[0]) or 0
+    elif gathers and accelerator is not None and accelerators[0].type == "cpu":  # an emulated accelerator
+        gather_bandwidth = accelerator.memory_bandwidth
     return Platform(
         cpu=all_cores,
         cores=num_cores(),
-        accelerator=_measure_processor(accelerators[0]) if accelerators else None,
+        accelerator=accelerator,
         num_accelerators=len(accelerators),
         pcie_bandwidth=pcie,
         sampling=sampled_per_s,
         accelerator_sampling=accelerator_rate,
         core_bandwidth=min(core_bandwidth, all_cores.memory_bandwidth),
+        gather_bandwidth=gather_bandwidth,
+        accelerator_memory=memory,
     )
+
+
+def _scattered(device: torch.device) -> Tensor:
+    return torch.arange(_ROWS, device=device) * 7919 % _ROWS
 
 
 def _measure_processor(device: torch.device) -> Processor:
     """Time a matrix product of a typical layer's size, and a gather of rows in scattered order."""
     x, weight = torch.ones(_ROWS, _WIDTH, device=device), torch.ones(_WIDTH, _WIDTH, device=device)
-    index = torch.arange(_ROWS, device=device) * 7919 % _ROWS
+    index = _scattered(device)
     product = _time_best(lambda: (x @ weight)[0, 0].item())
     gather = _time_best(lambda: x.index_select(0, index)[0, 0].item())
     return Processor(2 * _ROWS * _WIDTH * _WIDTH / product, x.nbytes / gather)

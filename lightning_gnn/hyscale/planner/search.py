@@ -19,7 +19,7 @@ from lightning_gnn.hyscale.planner.relaxation import (
 from lightning_gnn.hyscale.planner.simulate import simulate_iterations
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping, split_evenly
 
-_ITERATIONS, _FINAL_ITERATIONS, _FINAL_DRAWS = 80, 240, 4  # simulated iterations of a trial, and of a finalist
+_ITERATIONS, _FINAL_ITERATIONS, _FINAL_DRAWS = 80, 600, 2  # simulated iterations of a trial, and of a finalist
 _STARTS = 2  # starts of the local search for each kind of preparation
 _MOST_TRIALS = 150  # mappings that one local search tries
 _LEAST_GAIN = 0.002  # of a step of the local search
