@@ -9,34 +9,37 @@ MOST_LINES = {
     "(top)": 600,
     "accelerators": 300,
     "ascend_ops": 900,
-    "benchmarks": 10200,
+    "benchmarks": 11000,
     "callbacks": 350,
-    "cli": 3000,
-    "collective": 2250,
+    "cli": 3150,
+    "collective": 2300,
     "compressed": 1300,
     "datamodules": 1650,
     "datasets": 3050,
-    "distributed": 2150,
+    "distributed": 2400,
     "features": 2050,
     "full_graph": 1800,
     "gpu_sampling": 1750,
     "graph": 1300,
-    "hyscale": 3700,
+    "hyscale": 4500,
     "loading": 1850,
     "nn": 3950,
     "ops": 8350,
-    "partitioned": 2500,
-    "planning": 1400,
+    "partitioned": 2550,
+    "planning": 1750,
     "report": 800,
-    "runtime": 1950,
+    "runtime": 2050,
     "sampling": 1000,
-    "tests": 43100,
+    "tests": 44500,
     "triton_kernels": 3800,
 }
 """Limits per package, rounded up to 50 lines. Lower a number after a package shrinks; raise it with a reason.
 
 The published algorithms as options, and a page per paper, took 300 lines in collective, 150 in full_graph, at most 50
-in seven other packages, 1,100 in benchmarks and 800 in tests."""
+in seven other packages, 1,100 in benchmarks and 800 in tests. One planner for a node took 800 lines in hyscale, 350 in
+planning and 100 in cli, against 250 that it replaced, 800 in benchmarks (of which 350 are an independent simulation and
+sleeping threads) and 500 in tests. Engines (SLURM requeue, Ray, URLs, Arrow Flight with TLS) took 450 in seven packages and 900
+in tests."""
 
 
 def find_room(path):

@@ -33,7 +33,7 @@ from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 SIZES = {
     "settings": (200, 4),
     "iterations": (600, 60),
-    "draws": (2, 1),
+    "draws": (1, 1),
     "sleeping": (0, 0),
     "slower": (4, 1),
     "processes": (2, 1),

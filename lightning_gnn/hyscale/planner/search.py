@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
-from statistics import fmean
 
 from lightning_gnn.collective.dispatcher import HOST_PER_WORKER, MIN_GAIN, Dispatcher
 from lightning_gnn.collective.plan import Duration, StageTimes
@@ -19,7 +18,7 @@ from lightning_gnn.hyscale.planner.relaxation import (
 from lightning_gnn.hyscale.planner.simulate import simulate_iterations
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping, split_evenly
 
-_ITERATIONS, _FINAL_ITERATIONS, _FINAL_DRAWS = 80, 600, 2  # simulated iterations of a trial, and of a finalist
+_ITERATIONS, _FINAL_ITERATIONS = 80, 600  # simulated iterations of a trial, and of a finalist
 _STARTS = 2  # starts of the local search for each kind of preparation
 _MOST_TRIALS = 150  # mappings that one local search tries
 _LEAST_GAIN = 0.002  # of a step of the local search
@@ -76,12 +75,13 @@ def plan_node(
     starts = [one for one in found if one.collective][:_STARTS]
     together = [search.improve(mapping) for one in starts for mapping in _start(costs, one, gpu_buffer_size)]
     together.append(search.improve(min(alone.values(), key=search.seconds)))
-    # Compare on further draws, as the best of many mappings is partly luck; a system alone is preferred if as fast.
-    draws = list(range(1, 1 + _FINAL_DRAWS)) if costs.spread else [None]
+    # Compare on longer runs with other durations, as the best of many mappings is partly luck.
+    seed = 1 if costs.spread else None
     final = {
-        mapping: fmean(simulate_iterations(costs, mapping, _FINAL_ITERATIONS, seed) for seed in draws)
+        mapping: simulate_iterations(costs, mapping, _FINAL_ITERATIONS, seed)
         for mapping in {*together, *alone.values()}
     }
+    # A system alone is preferred if it is as fast.
     simple, best = (min(group, key=final.__getitem__) for group in (alone.values(), final))
     if final[best] > (1 - MIN_GAIN) * final[simple]:
         best = simple

@@ -21,6 +21,7 @@ from lightning_gnn.hyscale.resource_manager.mapping import Cost, TaskMapping
 
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 _AHEAD = 6  # mini-batches in flight through HyScale-GNN's stages
+_BUSY = 0.85  # fraction of all cores' time from which threads that take turns wait for each other
 _WARM_UP_FRACTION = 0.25  # of the simulated iterations, which fill the buffers
 
 
@@ -40,9 +41,13 @@ def simulate_iterations(costs: NodeCosts, mapping: TaskMapping, iterations: int,
         seed: Draws the durations of all stages with the costs' spread; None: the means.
     """
     seconds, fraction = _simulate(costs, mapping, iterations, seed, 1.0)
-    # Where there are more threads than cores, they take turns, and cannot do more than keep all cores busy.
-    busy = resource_seconds(costs, mapping.buffers is not None, mapping.seeds, None, fraction)[-1]
-    return seconds if busy <= seconds else _simulate(costs, mapping, iterations, seed, busy / seconds)[0]
+    # Threads cannot do more than keep all cores busy. More threads than cores also wait for each other.
+    busy = resource_seconds(costs, mapping.buffers is not None, mapping.seeds, None, fraction)[-1] / seconds
+    active = [index for index, number in enumerate(mapping.seeds) if number]
+    threads = sum(sum(mapping.rank_threads(index)[: 2 + (index < mapping.cpu_trainers)]) for index in active)
+    waiting = max(0.0, threads / costs.cores - 1) * min(1.0, max(0.0, (busy - _BUSY) / (1 - _BUSY)))
+    slowdown = max(busy, 1 + waiting)
+    return _simulate(costs, mapping, iterations, seed, slowdown)[0] if slowdown > 1 else seconds
 
 
 def _simulate(
