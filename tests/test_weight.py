@@ -38,8 +38,8 @@ MOST_LINES = {
 The published algorithms as options, and a page per paper, took 300 lines in collective, 150 in full_graph, at most 50
 in seven other packages, 1,100 in benchmarks and 800 in tests. One planner for a node took 800 lines in hyscale, 350 in
 planning and 100 in cli, against 250 that it replaced, 800 in benchmarks (of which 350 are an independent simulation and
-sleeping threads) and 500 in tests. Engines (SLURM requeue, Ray, URLs, Arrow Flight with TLS) took 450 in seven packages and 900
-in tests."""
+sleeping threads) and 500 in tests. Engines (SLURM requeue, Ray, URLs, Arrow Flight with TLS) took 450 in seven packages
+and 900 in tests."""
 
 
 def find_room(path):

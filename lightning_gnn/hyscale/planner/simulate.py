@@ -41,11 +41,14 @@ def simulate_iterations(costs: NodeCosts, mapping: TaskMapping, iterations: int,
         seed: Draws the durations of all stages with the costs' spread; None: the means.
     """
     seconds, fraction = _simulate(costs, mapping, iterations, seed, 1.0)
-    # Threads cannot do more than keep all cores busy. More threads than cores also wait for each other.
+    # Threads cannot do more than keep all cores busy. Workers of collective batching, which prepare ahead whenever they
+    # can, also keep others waiting if there are more threads than cores.
     busy = resource_seconds(costs, mapping.buffers is not None, mapping.seeds, None, fraction)[-1] / seconds
-    active = [index for index, number in enumerate(mapping.seeds) if number]
-    threads = sum(sum(mapping.rank_threads(index)[: 2 + (index < mapping.cpu_trainers)]) for index in active)
-    waiting = max(0.0, threads / costs.cores - 1) * min(1.0, max(0.0, (busy - _BUSY) / (1 - _BUSY)))
+    waiting = 0.0
+    if mapping.buffers is not None:
+        active = [index for index, number in enumerate(mapping.seeds) if number]
+        threads = sum(sum(mapping.rank_threads(index)[: 2 + (index < mapping.cpu_trainers)]) for index in active)
+        waiting = max(0.0, threads / costs.cores - 1) * min(1.0, max(0.0, (busy - _BUSY) / (1 - _BUSY)))
     slowdown = max(busy, 1 + waiting)
     return _simulate(costs, mapping, iterations, seed, slowdown)[0] if slowdown > 1 else seconds
 
