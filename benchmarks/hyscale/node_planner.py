@@ -172,8 +172,8 @@ def contestants(setting: Setting) -> tuple[dict[str, tuple[int, TaskMapping]], N
             plans[cpu_trainers] = plan_node(
                 setting.costs(cpu_trainers), setting.model.workload.batch_size, cpu_trainers, cores
             )
-    hybrid = 1 in plans and plans[1].seconds < (1 - MIN_HYBRID_GAIN) * plans[0].seconds
-    best = int(hybrid)
+    is_faster = 1 in plans and plans[1].seconds < (1 - MIN_HYBRID_GAIN) * plans[0].seconds
+    best = int(is_faster and plans[1].mapping.cpu_seeds > 0)  # a CPU trainer without seeds only takes threads
     found = {"ours": (best, plans[best].mapping)}
     found["HyScale alone"] = (1, plans[1].single["hybrid training"])
     found["equations 5 to 13"] = (1, setting.model.best_mapping(1, cores))
