@@ -73,8 +73,8 @@ MACHINES = {
     "workstation: small GPU, 8 cores": _machine(8, 50, 60e9, (4.4, 192, 6), PCIE_3, sampling=20e6),
     "laptop: 8 cores, mobile GPU": _machine(8, 40, 50e9, (2.5, 112, 4), PCIE_3 / 4, sampling=10e6),
 }
-MIN_HYBRID_GAIN = 0.01
-"""Gain from which a CPU trainer is added: a smaller one may be lost to threads that take turns."""
+MIN_HYBRID_GAIN = 0.003
+"""Gain from which a CPU trainer is added, as between the planner's own alternatives."""
 SLEEPING = "laptop: 8 cores, mobile GPU"
 DATA = {  # vertices, edges, training vertices, feature columns
     "products": (2_449_029, 123_718_280, 196_615, 100),

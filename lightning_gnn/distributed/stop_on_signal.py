@@ -13,10 +13,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from pytorch_lightning.core.optimizer import do_nothing_closure
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
+from lightning_gnn.distributed.mixed_device_group import as_message
 from lightning_gnn.runtime.checkpoint_io import use_safe_files
 
 
@@ -150,9 +152,10 @@ class StopOnSignal(pl.Callback):
     def _must_stop(self, trainer: pl.Trainer) -> bool:
         """Return whether any process has received a signal. Collective: every rank must call this."""
         number = self.signal or 0
-        if trainer.world_size > 1:
-            mine = torch.tensor(number, device=trainer.strategy.root_device)
-            number = int(trainer.strategy.reduce(mine, reduce_op="max"))
+        if trainer.world_size > 1:  # not Lightning's reduce, which also waits at a barrier
+            mine = as_message(torch.tensor(number, device=trainer.strategy.root_device))
+            dist.all_reduce(mine, dist.ReduceOp.MAX)
+            number = int(mine)
         self.signal = number or self.signal  # which may have arrived in the meantime
         return number > 0
 

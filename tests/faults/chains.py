@@ -1,6 +1,7 @@
 """Training runs that are interrupted and resumed repeatedly, and their expected results."""
 
 import functools
+import os
 import signal
 import tempfile
 
@@ -228,7 +229,7 @@ class Chain:
             self.kills += 1
             self.history.update(history.rows)
             path = self.tmp_path / "last.ckpt" if last is not None else stop.checkpoint
-            self.checkpoint = path if path is None or path.is_file() else None
+            self.checkpoint = path if path is None or os.path.isfile(path) else None
             return False
         self.history.update(history.rows)
         self.trainer, self.final, self.epochs = trainer, module, curves.epochs

@@ -38,13 +38,13 @@ class Outcome:
 
 def run(function, num_ranks, *args, limit=PATIENCE, during=None, nodes=1):
     """Call ``function(rank, *args)`` in each of ``num_ranks`` processes and return the results; raise if one fails."""
-    outcome = observe(function, num_ranks, *args, limit=limit, during=during, nodes=nodes)
+    outcome = observe(function, num_ranks, *args, limit=limit, during=during, nodes=nodes, stops_at_failure=True)
     failed = [f"rank {rank}: {error}" for rank, error in enumerate(outcome.errors) if error]
     assert not failed, "\n".join(failed)
     return outcome.results
 
 
-def observe(function, num_ranks, *args, limit=PATIENCE, during=None, lost=(), nodes=1):
+def observe(function, num_ranks, *args, limit=PATIENCE, during=None, lost=(), nodes=1, stops_at_failure=False):
     """Run a function as :func:`run` does, but return an :class:`Outcome`.
 
     Kills processes that run longer than ``limit`` seconds and fails. ``during`` is called with the processes and their
@@ -67,6 +67,9 @@ def observe(function, num_ranks, *args, limit=PATIENCE, during=None, lost=(), no
                 for rank, process in enumerate(processes):
                     if ended[rank] is None and not process.is_alive():
                         ended[rank] = time.monotonic()
+                if stops_at_failure and any(process.exitcode for process in processes):
+                    time.sleep(1.0)  # the others may write why
+                    break
                 assert time.monotonic() - began < limit, f"still running after {limit} s: {processes}"
                 time.sleep(0.02)
             outcome = Outcome(processes, folder, ended)
