@@ -288,7 +288,9 @@ def sleep(iterations: int, slower: int, runs: int, out: Path | None) -> dict[str
         "settings": {"iterations": iterations, "slower": slower, "runs": runs, "spread": setting.spread},
         "machine": machine(),
         "rows": rows,
-        "comparisons": [compare(rows, "ours", name) for name in systems if name != "ours"],
+        "comparisons": [
+            compare(rows, f"ours against {name}", ["ours"], [name], False) for name in systems if name != "ours"
+        ],
         "extra": {
             "predicted_s": predicted,
             "measured over predicted": {name: measured[name] / predicted[name] for name in systems},
