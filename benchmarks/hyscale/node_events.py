@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from lightning_gnn.collective.batch_schedule import BatchSchedule
+from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 
 Wait = float | str
 """Seconds to wait, or the name of the event to wait for."""
@@ -18,7 +19,6 @@ Process = Generator[Wait, None, None]
 Seconds = Callable[[str, int], float]  # of a stage of a mini-batch
 TURN_S = 1e-3
 """Seconds for which a thread keeps a core that others wait for."""
-GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 class Events:
@@ -88,18 +88,20 @@ class JudgedNode:
         name: str,
         threads: tuple[int, int],
         seconds: Seconds,
+        in_flight: int,
         fraction: float,
         takes_turns: bool,
         trainer: int = 0,
     ) -> None:
         """Add a trainer with HyScale-GNN's stages, of which an accelerator samples a fraction of the mini-batches.
 
-        ``trainer`` is the number of CPU threads that train, 0 on an accelerator.
+        ``in_flight`` is the maximum number of mini-batches in all stages. ``trainer`` is the number of CPU threads that
+        train, 0 on an accelerator.
         """
-        state: dict[str, Any] = {"next": 0, "in_flight": 0, "sample": [], "load": [], "dma": []}
+        state: dict[str, Any] = {"next": 0, "in_flight": 0, "most": in_flight, "sample": [], "load": [], "dma": []}
 
         def here(number: int) -> bool:
-            return number * GOLDEN_RATIO % 1.0 < fraction
+            return AcceleratorSampling.should_sample(number, fraction)
 
         for stage, count in (("sample", threads[0]), ("load", threads[1]), ("dma", 1)):
             for _ in range(count):
@@ -177,7 +179,7 @@ class JudgedNode:
         source, target = {"sample": ("", "sample"), "load": ("sample", "load"), "dma": ("load", "dma")}[stage]
         while True:
             if stage == "sample":
-                while state["in_flight"] >= 6 or state["next"] == self.iterations:
+                while state["in_flight"] >= state["most"] or state["next"] == self.iterations:
                     yield f"{name} room"
                 number, state["next"] = state["next"], state["next"] + 1
                 state["in_flight"] += 1

@@ -27,7 +27,7 @@ from lightning_gnn.hyscale.performance_model.model import PerformanceModel
 from lightning_gnn.hyscale.performance_model.workload import Platform, Processor, Workload
 from lightning_gnn.hyscale.planner.costs import NodeCosts
 from lightning_gnn.hyscale.planner.search import NodePlan, plan_node
-from lightning_gnn.hyscale.planner.simulate import simulate_iterations
+from lightning_gnn.hyscale.planner.simulate import MIN_IN_FLIGHT, simulate_iterations
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 
 SIZES = {
@@ -155,7 +155,8 @@ def _judge(costs: NodeCosts, mapping: TaskMapping, iterations: int, seed: int) -
             node.add_collective(str(index), mapping.buffers, sampler + loader, seconds, margin)
         else:
             fraction = 0.0 if is_cpu else mapping.accelerator_fraction
-            node.add_staged(str(index), (sampler, loader), seconds, fraction, costs.takes_turns, trainer * is_cpu)
+            in_flight, on_cpu = max(MIN_IN_FLIGHT, sum(mapping.threads)), trainer * is_cpu
+            node.add_staged(str(index), (sampler, loader), seconds, in_flight, fraction, costs.takes_turns, on_cpu)
     return node.seconds()
 
 

@@ -14,11 +14,11 @@ from benchmarks.collective.sleeping import SleepingMachine
 from lightning_gnn.collective.batch_schedule import BatchSchedule
 from lightning_gnn.collective.plan import PREPARATION_STAGES, Duration, StageTimes
 from lightning_gnn.collective.simulate import draw_durations
+from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.planner.costs import NodeCosts
+from lightning_gnn.hyscale.planner.simulate import MIN_IN_FLIGHT
 from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
 
-_AHEAD = 6
-_GOLDEN_RATIO = (5**0.5 - 1) / 2
 _STAGES = ("sample", "load", "dma")
 StageSeconds = Callable[[NodeCosts, TaskMapping, int], dict[str, float]]
 
@@ -88,8 +88,9 @@ class SleepingNode:
         names = dict(zip(("sample", "load", "dma", "gpu_batching", "model"), PREPARATION_STAGES, strict=True))
 
         def take(stage: str, number: int) -> float:
-            return drawn[names[stage]][number] if isinstance(drawn, dict) else drawn(names[stage], number)
+            return drawn(names[stage], number)
 
+        in_flight = max(MIN_IN_FLIGHT, sum(mapping.threads))
         sampler, loader, _ = mapping.rank_threads(index)
         pools = {name: ThreadPoolExecutor(count) for name, count in zip(_STAGES, (sampler, loader, 1), strict=True)}
         pools["gpu_batching"] = ThreadPoolExecutor(1)
@@ -97,19 +98,19 @@ class SleepingNode:
         def start(number: int) -> Future[None]:
             before: Future[None] | None = None
             for stage in _STAGES:
-                there = stage == "sample" and number * _GOLDEN_RATIO % 1.0 < fraction
+                there = stage == "sample" and AcceleratorSampling.should_sample(number, fraction)
                 name = "gpu_batching" if there else stage
                 before = pools[name].submit(self._after, before, take(name, number))
             assert before is not None
             return before
 
         try:
-            ready = [start(number) for number in range(min(_AHEAD, self.iterations))]
+            ready = [start(number) for number in range(min(in_flight, self.iterations))]
             for number in range(self.iterations):
                 ready[number].result()
-                if number + _AHEAD < self.iterations:
-                    ready.append(start(number + _AHEAD))
-                there = number * _GOLDEN_RATIO % 1.0 < fraction and costs.takes_turns
+                if number + in_flight < self.iterations:
+                    ready.append(start(number + in_flight))
+                there = AcceleratorSampling.should_sample(number, fraction) and costs.takes_turns
                 self._sleep(take("model", number) + (take("gpu_batching", number) if there else 0.0))
                 barrier.wait()
         finally:

@@ -177,6 +177,10 @@ class HyScaleLoaders:
             self.loader = ShardedDataLoader(dataloader, batches, self._set_share, on_stream=True)
         elif collective is not None:
             collective.manage(self.balance.ahead, options.stall_timeout)
+            if (
+                self.balance.buffers is not None and collective.plan is None
+            ):  # restored from a checkpoint, or planned with an earlier loader
+                collective.adopt(collective_plan(self.balance.buffers, self.balance.stage_times))
             self.loader = ShardedDataLoader(dataloader, batches, self._set_share, collective=collective)
             self.loader.resize(threads[:2])
         elif isinstance(dataloader, PipelineLoader):

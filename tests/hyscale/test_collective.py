@@ -10,6 +10,7 @@ import torch
 from lightning_gnn import CollectiveDataModule
 from lightning_gnn.collective import CollectivePlan
 from lightning_gnn.collective.workers import THREAD_NAME
+from lightning_gnn.hyscale.planner.profile import collective_plan
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from tests.full_graph.launch import run
 from tests.hyscale.test_exact import compare
@@ -114,6 +115,44 @@ def balance(rank, counts):
         fit(Plain(), make_strategy(*counts), make_collective(plan=PLANS[2], transform=fail, thread_safe=True))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith((THREAD_NAME, "hyscale"))]
     return copy_state(module), trainer.strategy.balance.mapping.seeds
+
+
+def resume_planned(rank):
+    """Resume a run that has planned; return the plan of this rank's loader before its first step."""
+    path = os.path.join(os.environ["RANK_FOLDER"], "planned.ckpt")
+    options = {"drm": True, "shares": [0.5, 0.5], "threads": [1, 1, 1]}
+    strategy, _ = train(make_strategy(1, 1, **options), [SaveAt(path, 56)], data=make_collective, max_epochs=20)
+    planned = strategy.balance.buffers
+    assert planned is not None
+    found = []
+
+    class First(pl.Callback):
+        def on_train_start(self, trainer, *_):
+            batching = trainer.strategy.loader.collective
+            found.append(trainer.strategy.balance.buffers)
+            found.append(None if batching is None else batching.plan)
+
+    train(make_strategy(1, 1, **options), [First()], data=make_collective, path=path, max_epochs=20)
+    return planned, found
+
+
+def test_a_resumed_run_continues_with_its_plan():
+    for rank, (planned, (restored, adopted)) in enumerate(run(resume_planned, 2)):
+        assert restored == planned
+        # The CPU trainer has stages instead.
+        assert adopted == (collective_plan(planned, None) if rank == 0 else None)
+
+
+def train_on_cpu_alone(rank):
+    strategy = make_strategy(1, 1, drm=True, shares=[1.0, 0.0], threads=[1, 1, 1])
+    trainer = fit(Plain(), strategy, make_collective([-1]), epochs=6)
+    return trainer.global_step, trainer.strategy.balance.mapping.seeds
+
+
+def test_an_accelerator_without_seeds_is_not_planned_for():
+    for steps, seeds in run(train_on_cpu_alone, 2):
+        assert steps > 0
+        assert sum(seeds) == 20
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (0, 2)], ids=str)

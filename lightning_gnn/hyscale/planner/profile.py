@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from statistics import fmean
 
 from lightning_gnn.collective.dispatcher import Dispatcher
 from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan, StageTimes
@@ -25,6 +26,7 @@ class NodePlanner:
     def __init__(self, gpu_buffer_size: int, num_measurements: int, ahead: int) -> None:
         self._gpu_buffer_size, self._ahead = gpu_buffer_size, ahead
         self._profiler = Profiler(num_measurements)
+        self._seeds: list[float] = []  # of the mini-batches measured, as shares may change meanwhile
         self._plan: Future[TaskMapping] | None = None
         self._begin = 0  # iteration in which the plan is adopted
         self.times: StageTimes | None = None
@@ -45,6 +47,7 @@ class NodePlanner:
         for row in rows:
             model = row["train"] - sum(max(0.0, row[stage]) for stage in ("gpu_batching", "uva"))
             seconds = {**row, "model": model}
+            self._seeds.append(row["seeds"])
             for stage in PREPARATION_STAGES:
                 if seconds[stage] >= 0:
                     self._profiler.add(stage, 0.0, seconds[stage])
@@ -53,7 +56,7 @@ class NodePlanner:
         self._profiler.cpu_workers = max(1, workers // len(accelerators))
         if self._profiler.enough() and (times := self._profiler.stage_times()) is not None:
             thread = ThreadPoolExecutor(1, "lightning-gnn-planner")
-            self._plan = thread.submit(_plan, times, mapping, costs, self._gpu_buffer_size)
+            self._plan = thread.submit(_plan, times, fmean(self._seeds), mapping, costs, self._gpu_buffer_size)
             thread.shutdown(wait=False)
             self._begin, self.times = iteration + self._ahead, times
 
@@ -62,12 +65,14 @@ class NodePlanner:
         return None if self._plan is None or iteration < self._begin else self._plan.result()
 
 
-def _plan(times: StageTimes, mapping: TaskMapping, costs: NodeCosts | None, gpu_buffer_size: int) -> TaskMapping:
+def _plan(
+    times: StageTimes, seeds: float, mapping: TaskMapping, costs: NodeCosts | None, gpu_buffer_size: int
+) -> TaskMapping:
+    """Plan from the stage times of an accelerator's mini-batches of ``seeds`` seeds."""
     if costs is None:  # MorphGL's dispatcher is the special case of one trainer with fixed seeds
         alone = Dispatcher(times, gpu_buffer_size, num_batches=_SIMULATED_BATCHES).plan()
         buffers = (*alone.buffers, alone.ahead, alone.row)
         return replace(mapping, accelerator_sampling=1 - alone.cpu_share, buffers=buffers)
-    seeds = mapping.accelerator_seeds / costs.num_accelerators
     profiled = {stage: Cost(0.0, getattr(times, stage).mean / seeds) for stage in PREPARATION_STAGES}
     # CPU trainers measure sampling and loading separately, the workers of accelerators only both.
     sampling, loading = costs.sample.per_unit, costs.load(1).per_unit

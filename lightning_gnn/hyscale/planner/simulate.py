@@ -15,12 +15,12 @@ import numpy as np
 
 from lightning_gnn.collective.batch_schedule import BatchSchedule
 from lightning_gnn.collective.simulate import MIN_DURATION_FRACTION, VirtualClock
+from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.planner.costs import NodeCosts
 from lightning_gnn.hyscale.planner.relaxation import resource_seconds
 from lightning_gnn.hyscale.resource_manager.mapping import Cost, TaskMapping
 
-_GOLDEN_RATIO = (5**0.5 - 1) / 2
-_AHEAD = 6  # mini-batches in flight through HyScale-GNN's stages
+MIN_IN_FLIGHT = 6  # mini-batches in HyScale-GNN's stages, at least; otherwise one for each thread of the node
 _BUSY = 0.85  # fraction of all cores' time from which threads that take turns wait for each other
 _WARM_UP_FRACTION = 0.25  # of the simulated iterations, which fill the buffers
 
@@ -107,7 +107,8 @@ def _make_clock(
     if mapping.buffers is None or is_cpu:
         durations = _draw(seconds, costs.spread, iterations, seed, index)
         fraction = 0.0 if is_cpu else mapping.accelerator_fraction
-        return StagedClock(durations, (sampler, loader, 1), fraction, costs.takes_turns)
+        in_flight = max(MIN_IN_FLIGHT, sum(mapping.threads))
+        return StagedClock(durations, (sampler, loader, 1), in_flight, fraction, costs.takes_turns)
     on_gpu, on_cpu, lead, row = mapping.buffers
     seconds["cpu_batching"] = seconds.pop("sample") + seconds.pop("load")
     if costs.gather_accelerator is not None:
@@ -134,11 +135,13 @@ class StagedClock:
         self,
         durations: Mapping[str, Sequence[float]],  # of the stages sample, load, dma and model, and of gpu_batching
         threads: tuple[int, int, int],  # of sample, load and dma
+        in_flight: int,  # maximum number of mini-batches in all stages
         fraction: float = 0.0,  # of the mini-batches that the accelerator samples
         takes_turns: bool = True,  # whether it cannot train meanwhile
     ) -> None:
         self.now = 0.0
-        self._durations, self._fraction, self._takes_turns = durations, fraction, takes_turns
+        self._durations, self._in_flight = durations, in_flight
+        self._fraction, self._takes_turns = fraction, takes_turns
         self._free = [[0.0] * count for count in threads]
         self._sampler_free = [0.0]
         self._begun: list[float] = []
@@ -146,9 +149,9 @@ class StagedClock:
     def train_next(self) -> bool:
         """Advance until the next mini-batch is trained."""
         number, durations = len(self._begun), self._durations
-        ready = self._begun[number - _AHEAD] if number >= _AHEAD else 0.0
+        ready = self._begun[number - self._in_flight] if number >= self._in_flight else 0.0
         step = durations["model"][number]
-        on_accelerator = number * _GOLDEN_RATIO % 1.0 < self._fraction
+        on_accelerator = AcceleratorSampling.should_sample(number, self._fraction)
         for stage, free in zip(("sample", "load", "dma"), self._free, strict=True):
             seconds = durations[stage][number]
             if stage == "sample" and on_accelerator:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_gnn.runtime.files import LARGEST_JSON, read_text
 from lightning_gnn.runtime.timeline import StepTimer
 from lightning_gnn.runtime.urls import cached_path, local_path
 
+_NOMINAL_SEEDS = 1 << 16
 _MEASURED = ("sample", "sample_accelerator", "load", "transfer")
 _COLLECTIVE = PREPARATION_STAGES[:4]
 STEP_FIELDS = ("seeds", "sampled_on_accelerator", *_MEASURED, "train", *_COLLECTIVE)
@@ -117,15 +119,17 @@ class BalanceController:
         self._is_logging_rank = is_logging_rank
         self._uses_threads = [not each for each in on_stream] or [True] * len(trainers.devices)
         self._planned: deque[tuple[int, TaskMapping]] = deque()
+        # The mapping of a run without a manager; for mini-batches of unknown sizes, with seeds in proportion.
+        seeds = tuple(stop - start for start, stop in split_seeds(total or _NOMINAL_SEEDS, weights))
+        self._fixed = TaskMapping(seeds, trainers.num_cpu, threads)
         self._current: TaskMapping | None = None
         self._previous: TaskMapping | None = None
         if drm is False:
             return
         if is_adaptive(drm):
-            seeds = tuple(stop - start for start, stop in split_seeds(total, weights))
             if sampling:  # both sides must sample a little, since a side without measurements cannot be balanced
                 sampling = min(max(sampling, MIN_SAMPLING_SHARE), 1 - MIN_SAMPLING_SHARE)
-            begin = TaskMapping(seeds, trainers.num_cpu, threads, sampling)
+            begin = replace(self._fixed, accelerator_sampling=sampling)
             if drm == "paper":
                 self.manager = PublishedResourceManager(begin)
             else:
@@ -297,12 +301,6 @@ class BalanceController:
         self._planned = deque(planned)
         self._current = self._previous = planned[0][1]
         self._apply(planned[0][1])
-
-    @property
-    def _fixed(self) -> TaskMapping:
-        """The mapping of a run without a manager."""
-        seeds = tuple(stop - start for start, stop in split_seeds(max(1, self.total), self.weights))
-        return TaskMapping(seeds, self.trainers.num_cpu, self.threads)
 
     def _apply(self, mapping: TaskMapping) -> None:
         self.threads = mapping.threads

@@ -45,7 +45,7 @@ def measured_costs(now: Estimate) -> NodeCosts:
         load=lambda threads: load.scaled(1 / threads),
         train_cpu=lambda threads: tuple(cost.scaled(trainer / threads) for cost in costs[:cpu]),
         train=tuple(costs[cpu:]),
-        transfer=Cost(0.0, times.transfer / max(mapping.seeds[cpu:])) if times.transfer else FREE,
+        transfer=Cost(0.0, times.transfer / max((1, *mapping.seeds[cpu:]))) if times.transfer else FREE,
         sample_accelerator=on_accelerator,
         takes_turns=False,  # the measured steps of an accelerator include the time that its sampling costs them
     )
