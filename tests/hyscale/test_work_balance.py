@@ -276,3 +276,10 @@ def test_seeds_are_cut_in_proportion(num_seeds, weights):
         assert abs(size - num_seeds * weight / sum(weights)) < len(weights) + 1
     assert split_seeds(sum(weights), weights) == split_seeds(sum(weights), [7 * weight for weight in weights])
     assert [stop - start for start, stop in split_seeds(sum(weights), weights)] == weights
+
+
+@pytest.mark.parametrize("total", [0, TOTAL])
+def test_threads_follow_the_shares_also_of_mini_batches_of_unknown_sizes(total):
+    balance = BalanceController(make_trainers(1, 1), [0.25, 0.75], (8, 4, 3), total, False, sampling=0.3)
+    assert [balance.rank_threads(trainer) for trainer in range(2)] == [(2, 1, 3), (6, 3, 1)]
+    assert [balance.accelerator_fraction(trainer) for trainer in range(2)] == pytest.approx([0.0, 0.4])

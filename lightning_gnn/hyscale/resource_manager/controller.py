@@ -121,7 +121,7 @@ class BalanceController:
         self._planned: deque[tuple[int, TaskMapping]] = deque()
         # The mapping of a run without a manager; for mini-batches of unknown sizes, with seeds in proportion.
         seeds = tuple(stop - start for start, stop in split_seeds(total or _NOMINAL_SEEDS, weights))
-        self._fixed = TaskMapping(seeds, trainers.num_cpu, threads)
+        self._fixed = TaskMapping(seeds, trainers.num_cpu, threads, sampling)
         self._current: TaskMapping | None = None
         self._previous: TaskMapping | None = None
         if drm is False:
@@ -229,15 +229,10 @@ class BalanceController:
 
     def accelerator_fraction(self, trainer: int, mapping: TaskMapping | None = None) -> float:
         """Return the fraction of its own mini-batches that a trainer's accelerator samples."""
-        # Only accelerator ranks sample on accelerators, so their fraction exceeds the share of all sampling.
-        shares = self.shares if mapping is None else mapping.seeds
-        share = self.accelerator_sampling
-        if mapping is not None:
-            share = 0.0 if mapping.buffers is not None else mapping.accelerator_sampling
-        accelerator_seeds = sum(shares[self.trainers.num_cpu :])
-        if trainer < self.trainers.num_cpu or not accelerator_seeds:
+        mapping = mapping or self._current or self._fixed
+        if trainer < self.trainers.num_cpu or mapping.buffers is not None:
             return 0.0
-        return min(1.0, share * sum(shares) / accelerator_seeds)
+        return mapping.accelerator_fraction
 
     def _compute_times(self, rows: Sequence[Sequence[float]]) -> IterationTimes:
         """Return the stage times of an iteration: for each stage, the longest of all ranks."""

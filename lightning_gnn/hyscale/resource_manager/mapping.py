@@ -67,7 +67,9 @@ class TaskMapping:
     @property
     def accelerator_fraction(self) -> float:
         """Fraction of their own mini-batches that accelerators sample, or prepare."""
-        return min(1.0, self.accelerator_sampling * self.total / (self.accelerator_seeds or self.total))
+        # Only accelerators prepare on accelerators, so their fraction exceeds the share of all mini-batches.
+        seeds = self.accelerator_seeds
+        return min(1.0, self.accelerator_sampling * self.total / seeds) if seeds else 0.0
 
     def rank_threads(self, trainer: int, uses_threads: Sequence[bool] | None = None) -> tuple[int, int, int]:
         """Return a trainer's threads for sampling and feature loading, in proportion to its work, and for training."""

@@ -161,8 +161,8 @@ class DynamicResourceManager(Recorder):
         # Planning takes milliseconds: only where twice as many measurements, or other times, can change its result.
         count, before = self._planned_with
         seconds = [each or 0.0 for each in (*now.stages.values(), *now.times.trainers)]
-        alike = all(abs(new - old) <= threshold * old for new, old in zip(seconds, before, strict=False))
-        if now.count < 2 * count and alike:
+        is_unchanged = all(abs(new - old) <= threshold * old for new, old in zip(seconds, before, strict=False))
+        if now.count < 2 * count and is_unchanged:
             return self._hold(f"{cause}; planned for it already")
         self._planned_with = now.count, seconds
         target, predicted, current = replan(now, keeps_threads=self._number < self._blocked_until)
