@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -77,13 +78,6 @@ class Clock:
 
     @contextlib.contextmanager
     def _watched(self, modules: Sequence[ModuleType], noted: list, timed: bool) -> Iterator[None]:
-        kernels = [
-            (module, name, kernel)
-            for module in modules
-            for name, kernel in vars(module).items()
-            if name.endswith("_kernel")
-        ]
-
         def launch(name: str, run: Callable[[], Any]) -> None:
             at = time.perf_counter() * 1e6
             if timed:
@@ -92,13 +86,20 @@ class Clock:
                 noted.append((name, at, lambda: 0.0))
                 run()
 
-        try:
-            for module, name, kernel in kernels:
-                setattr(module, name, _Watched(kernel, name, launch))
+        with contextlib.ExitStack() as stack:
+            for module in modules:
+                if hasattr(module, "Launch"):  # prepared launches, which hold their kernels
+                    call = module.Launch.__call__
+
+                    def called(self: Any, *args: Any, call: Callable[..., Any] = call) -> None:
+                        launch(self.kernel.__name__, lambda: call(self, *args))
+
+                    stack.enter_context(mock.patch.object(module.Launch, "__call__", called))
+                    continue
+                for name, kernel in [*vars(module).items()]:
+                    if name.endswith("_kernel"):
+                        stack.enter_context(mock.patch.object(module, name, _Watched(kernel, name, launch)))
             yield
-        finally:
-            for module, name, kernel in kernels:
-                setattr(module, name, kernel)
 
 
 class _Watched:

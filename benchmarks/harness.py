@@ -356,7 +356,7 @@ def machine() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         described["gpu"] = torch.cuda.get_device_name()
-    for package in ("torch", "numba", "pytorch-lightning", "torch-geometric", "pyg-lib", "torch-sparse"):
+    for package in ("torch", "triton", "numba", "pytorch-lightning", "torch-geometric", "pyg-lib", "torch-sparse"):
         try:
             described[package.replace("-", "_")] = version(package)
         except PackageNotFoundError:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 CHART = ROOT / "docs" / "images" / "results.svg"
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
+GPU_START, GPU_END = "<!-- gpu:start -->", "<!-- gpu:end -->"
 TOPICS = {
     "Sampling, CPU": ("sampling", "typed_sampling"),
     "Mini-batches, CPU": ("minibatch",),
@@ -47,7 +48,7 @@ HEADLINES = (
     "Hybrid training, accelerator 4x the CPU trainer, against the accelerator alone",
 )
 """Ten comparisons for the README, including unfavorable ones; epochs and fits come first."""
-_HEAD = ["| measured | ours | peer | ratio |", "|---|---|---|---|"]
+HEAD = ["| measured | ours | peer | ratio |", "|---|---|---|---|"]
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -89,12 +90,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         rows: dict[str, list[str]] = {name: [] for name in KINDS}
         for result in chosen:
             for comparison in result["comparisons"]:
-                rows[kind(comparison)].append(_line(result, comparison))
+                rows[kind(comparison)].append(line(result, comparison))
         counts = ", ".join(f"{len(rows[name])} {title.lower()}" for name, title in KINDS.items() if rows[name])
         parts += ['<details markdown="1">', f"<summary><b>{topic}</b>: {counts}</summary>", ""]
         for name, title in KINDS.items():
             if rows[name]:
-                parts += [f"**{title}**", "", *_HEAD, *rows[name], ""]
+                parts += [f"**{title}**", "", *HEAD, *rows[name], ""]
         parts += [*(f"- {result['title']}: {_machine(result)}" for result in chosen), "", "</details>", ""]
     return "\n".join(parts[:-1])
 
@@ -117,12 +118,12 @@ def headlines(results: Sequence[dict[str, Any]], chosen: Sequence[str] = HEADLIN
     found = {comparison["what"]: (result, comparison) for result in results for comparison in result["comparisons"]}
     if missing := [what for what in chosen if what not in found]:
         raise KeyError(f"no result has {missing[0]!r}; choose other HEADLINES")
-    lines = [_line(*found[what]) for what in chosen]
+    lines = [line(*found[what]) for what in chosen]
     machines = dict.fromkeys(_machine(found[what][0]) for what in chosen)
-    return "\n".join([*_HEAD, *lines, "", *(f"- {machine[0].upper()}{machine[1:]}" for machine in machines)])
+    return "\n".join([*HEAD, *lines, "", *(f"- {machine[0].upper()}{machine[1:]}" for machine in machines)])
 
 
-def _line(result: dict[str, Any], comparison: dict[str, Any]) -> str:
+def line(result: dict[str, Any], comparison: dict[str, Any]) -> str:
     """Return a row of the table."""
     if "missing" in comparison:
         return f"| {comparison['what']} | | {comparison['missing']} | |"
@@ -149,18 +150,29 @@ def _machine(result: dict[str, Any]) -> str:
     return f"medians of {runs} runs on {gpu}{machine['cores']} cores of {machine['cpu']}, {machine['os']}; {known}."
 
 
-def replaced(text: str, content: str) -> str:
+def replaced(text: str, content: str, start: str = START, end: str = END) -> str:
     """Return ``text`` with ``content`` between the markers."""
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"the file lacks {START} … {END}; add both lines where the table belongs")
-    return f"{before}{START}\n{content}\n{END}{after}"
+    before, found, rest = text.partition(start)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise ValueError(f"the file lacks {start} … {end}; add both lines where the table belongs")
+    return f"{before}{start}\n{content}\n{end}{after}"
+
+
+def gpu(folder: Path = RESULTS) -> str:
+    """Return what the files of ``make bench-gpu`` say."""
+    from benchmarks.gpu.page import quoted
+
+    files = {name: folder / f"gpu_{name}.json" for name in ("first", "persistent", "aggregate_blocks")}
+    found = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    return quoted(found.pop("first"), found)
 
 
 def pages(results: Sequence[dict[str, Any]]) -> dict[Path, str]:
-    """Return the pages with results, and the text for between their markers."""
-    return {PAGE: table(results), README: headlines(results)}
+    """Return the pages with results, complete with what the files say."""
+    page = replaced(PAGE.read_text(encoding="utf-8"), table(results))
+    readme = replaced(README.read_text(encoding="utf-8"), headlines(results))
+    return {PAGE: replaced(page, gpu(), GPU_START, GPU_END), README: readme}
 
 
 def main(argv: Sequence[str] | None = None) -> str:
@@ -172,8 +184,8 @@ def main(argv: Sequence[str] | None = None) -> str:
     if args.print:
         print(content)
         return content
-    for path, part in pages(results).items():
-        path.write_text(replaced(path.read_text(encoding="utf-8"), part), encoding="utf-8")
+    for path, text in pages(results).items():
+        path.write_text(text, encoding="utf-8")
     CHART.write_text(chart(results), encoding="utf-8")
     return content
 

@@ -28,76 +28,85 @@ def load(monkeypatch):
 
 @pytest.mark.slow
 @interpreted
-def test_the_first_page_about_a_gpu_is_filled(load):
-    gpu_first, contestants = load("gpu.first"), load("gpu.contestants")
-    contestants.BULKS = (2,)
-    first = contestants.First(
-        torch.device("cpu"), nodes=80, edges=400, features=3, fanouts=(2, 1), batch_size=4, batches=2, runs=1, warm=1,
-        small={"num_programs": 1, "num_warps": 1},
-    )  # fmt: skip
-    seen = []
-    found = gpu_first.run(first, lambda parts: seen.append(set(parts)), ranks=2, options={"bulk": 1, "prefetch": 0})
-    assert found["wrong"] is None
-    assert len(seen) == 5
-    assert set(found["shards"]) == set(load("gpu.shards").PLACES)
-    for part in gpu_first.PARTS:
-        failed = {name: figure["failed"] for name, figure in found[part].items() if "failed" in figure}
+def test_a_second_call_goes_on_where_the_first_one_ended(load, tmp_path, monkeypatch, capsys):
+    everything, one_graph, persistent = load("gpu.everything"), load("gpu.one_graph"), load("gpu.persistent")
+
+    def call(*options):
+        return everything.main(["--interpret", "--runs", "1", "--minutes", "600", "--out", str(tmp_path), *options])
+
+    call("--minutes", "0")  # too short for any part
+    assert not list(tmp_path.iterdir())
+    assert "left: check (about 2 minutes), samples" in (told := capsys.readouterr().out)
+    assert 'to go on: make bench-gpu ARGS="--minutes 3"' in told
+
+    call()
+    index = json.loads((tmp_path / "gpu_first.json").read_text())
+    assert all(entry["finished"] and entry["minutes"] > 0 for entry in index["measured"].values())
+    measured = {*everything.ONE_GRAPH, "aggregate_blocks", "persistent"}
+    assert index["measured"].keys() == measured
+    assert not index["parts"]["check"]["wrong"]
+    assert set(index["parts"]["shards"]) == set(load("gpu.shards").PLACES)
+    for part in everything.ONE_GRAPH.keys() - {"check"}:
+        failed = {name for name, figure in index["parts"][part].items() if "failed" in figure}
         apart = {"features dealt out", "both dealt out"} if part == "shards" else set()  # no peer access here
-        assert set(failed) == apart, part
-        assert all(figure["median"] > 0 for name, figure in found[part].items() if name not in failed)
-    machine = {"torch": "2", "torch_geometric": "2", "date": "today"}
-    text = load("gpu.page").page(machine, "", load("gpu.model").Batch((4, 8), (8,)), found, ["GraphBolt"])
+        assert failed == apart, part
+        assert all(figure["median"] > 0 for name, figure in index["parts"][part].items() if name not in failed)
+    text = (tmp_path / "gpu.md").read_text()
     assert text.index("## Verdicts") < text.index("## Roofline") < text.index("## Samples") < text.index("## Host")
     assert "the times mean nothing" in text
     assert "Fused or queue: **" in text
-    assert load("gpu.page").verdicts({"wrong": "WRONG SAMPLE"}) == ["**WRONG SAMPLE**: no figure below counts."]
+    assert "all is measured" in capsys.readouterr().out
 
-
-@pytest.mark.slow
-@interpreted
-def test_all_ways_of_sampling_on_a_gpu_are_measured(load, tmp_path, monkeypatch):
-    persistent, cells = load("gpu.persistent"), load("gpu.persistent_cells")
-    out = tmp_path / "gpu_persistent.json"
-    persistent.main(["--interpret", "--runs", "1", "--out", str(out)])
-    result = json.loads(out.read_text())
-    assert not result["times_mean_something"]
-    assert not result["skipped"]
-    assert len(result["cells"]) == 2
-    for cell in result["cells"]:
+    cells = json.loads((tmp_path / "gpu_persistent.json").read_text())
+    assert not cells["times_mean_something"]
+    assert not cells["skipped"]
+    for cell in cells["cells"]:
         assert not cell["failed"]
-        assert set(cell["whole_us"]) == {*MODES, "CPU and transfer"}
+        assert set(cell["whole_us"]) == {*MODES, persistent.CPU}
         assert set(cell["kernel_us"]) == set(MODES)
-    assert {"discover_kernel", "queue_kernel", "emit_kernel"} == set(result["cells"][0]["split"]["no_queue_kernel_us"])
-    assert {row["mode"] for row in result["launches"]} == {"fused", "persistent"}
-    assert all(us > 0 for row in result["launches"] for us in row["us"].values())
-    assert result["caches"]
-    assert "failed" not in json.dumps(result["caches"])
+    assert {"discover_kernel", "queue_kernel", "emit_kernel"} == set(cells["cells"][0]["split"]["no_queue_kernel_us"])
 
-    right = cells.Bench.sample
+    with monkeypatch.context() as patch:  # all is there
+        patch.setattr(everything.Everything, "measure", None)
+        call()
+    assert "measured before, so skipped: check, samples" in capsys.readouterr().out
 
-    def wrong(bench, mode, cell, turn):
-        out = right(bench, mode, cell, turn)
-        return (out[0].flip(0), *out[1:]) if mode == "fused" and turn == 1 else out
+    last = cells["cells"].pop()  # as if the time had been up before the last cell
+    (tmp_path / "gpu_persistent.json").write_text(json.dumps(cells))
+    index["measured"]["persistent"]["finished"] = False
+    (tmp_path / "gpu_first.json").write_text(json.dumps(index))
+    call()
+    again = json.loads((tmp_path / "gpu_persistent.json").read_text())["cells"]
+    assert again[:-1] == cells["cells"]
+    assert [again[-1][key] for key in ("hops", "fanout", "batch_size")] == [
+        last[key] for key in ("hops", "fanout", "batch_size")
+    ]
 
-    monkeypatch.setattr(cells.Bench, "sample", wrong)
-    with pytest.raises(SystemExit, match="samples differ"):
-        persistent.main(["--interpret", "--modes", "fused,hop_by_hop", "--runs", "1", "--out", str(out)])
-    failed = json.loads(out.read_text())["cells"][0]["failed"]
-    assert failed == {"fused": "WRONG SAMPLE: node of mini-batch 1 differs from the CPU's"}
+    right = one_graph.OneGraph.sample
+
+    def wrong(graph, sampler, turn):
+        out = right(graph, sampler, turn)
+        return (out[0].flip(0), *out[1:]) if sampler.mode == "fused" and turn == 1 else out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one_graph.OneGraph, "sample", wrong)
+        with pytest.raises(SystemExit, match=r"samples differ.*fused: WRONG SAMPLE: node of mini-batch 1 differs"):
+            call("--only", "check", "--fresh")
+    assert "differs from the CPU's**: no figure below counts." in (tmp_path / "gpu.md").read_text()
+    call("--only", "check")  # a check that failed is repeated
+    assert not json.loads((tmp_path / "gpu_first.json").read_text())["parts"]["check"]["wrong"]
 
 
 @pytest.mark.slow
 def test_it_needs_no_hydra():
-    code = "import sys; sys.modules['hydra'] = sys.modules['omegaconf'] = None; import benchmarks.gpu.everything, "
-    code += "benchmarks.gpu.first, benchmarks.gpu.page, benchmarks.gpu.persistent, benchmarks.sampling.minibatch, "
-    code += "benchmarks.models.epoch, benchmarks.ops.aggregate, benchmarks.full_graph.epochs, "
-    code += "benchmarks.hyscale.epochs, benchmarks.collective.epochs"
+    code = "import sys; sys.modules['hydra'] = sys.modules['omegaconf'] = None; "
+    code += "import benchmarks.gpu.everything as all, benchmarks.gpu.shards, benchmarks.gpu.aggregate_blocks; "
+    code += "[all.import_module(f'benchmarks.{name}') for name in all.SCRIPTS.values() if name != 'gpu.host']"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-@pytest.mark.parametrize("name", ["gpu.everything", "gpu.persistent"])
-def test_without_a_gpu_says_so_in_one_line(name, load, capsys):
-    assert not load(name).main([])
+def test_without_a_gpu_says_so_in_one_line(load, capsys):
+    assert not load("gpu.everything").main([])
     assert capsys.readouterr().out.count("\n") == 1

@@ -1,19 +1,18 @@
 """Blocks of the GPU aggregation (entries x columns, warps) against each other, and against torch's sparse product.
 
 Justifies ``block_shape`` of ``lightning_gnn.triton_kernels.aggregate``. Weighted sums on power-law graphs; microseconds
-per call by CUDA events, the median of five rounds of eight calls. Requires CUDA.
+per call by CUDA events, the median of the rounds.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.harness import machine, parse, publish
+from benchmarks.device_clock import Clock, rounds
 from lightning_gnn.datasets.synthetic import power_law_graph
 from lightning_gnn.triton_kernels import aggregate
 from lightning_gnn.triton_kernels.row_parts import build_parts
@@ -26,49 +25,34 @@ BLOCKS = (
 )  # fmt: skip
 
 
-def measure(call: Callable[[], object], runs: int) -> float:
-    """Return the microseconds per call."""
-    call()
-    torch.cuda.synchronize()
-    found = []
-    for _ in range(runs):
-        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        begin.record()
-        for _ in range(8):
-            call()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) / 8 * 1e3)
-    return round(statistics.median(found), 1)
-
-
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    args = parse("gpu_aggregate_blocks", __doc__, {}, argv, runs=5)
-    cells = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for nodes, edges in GRAPHS:
-            indptr, indices = (part.cuda() for part in power_law_graph(nodes, edges, seed=0))
-            rows, weight = build_parts(indptr, indices.int()), torch.rand(edges, device="cuda", dtype=dtype)
-            for columns in COLUMNS:
-                x = torch.rand(nodes, 1, columns, device="cuda").to(dtype)
-                out = torch.empty_like(x)
-                found = {}
-                for entries, width, warps in BLOCKS:
-                    if width < 2 * max(columns, 32):
-                        block = aggregate.Block(entries, 1, width, warps)
-                        call = partial(aggregate._sum_parts, x, rows.indices, weight[:, None], rows, False, out, block)
-                        found[f"{entries} x {width}, warps {warps}"] = measure(call, args.runs)
+def run(device: torch.device, runs: int, tiny: bool = False) -> dict[str, Any]:
+    """Measure all blocks for each dtype, graph and number of columns; ``tiny`` measures one of each."""
+    cells, clock, few = [], Clock(device), 1 if tiny else None
+    for dtype in (torch.float32, torch.bfloat16)[:few]:
+        for nodes, edges in ((20, 60),) if tiny else GRAPHS:
+            indptr, indices = (part.to(device) for part in power_law_graph(nodes, edges, seed=0))
+            rows, weight = build_parts(indptr, indices.int()), torch.rand(edges, device=device).to(dtype)
+            matrix = torch.sparse_csr_tensor(indptr.int(), indices.int(), weight, (nodes, nodes))
+            for columns in COLUMNS[:few]:
+                x = torch.rand(nodes, 1, columns, device=device).to(dtype)
+                given = x, rows.indices, weight[:, None], rows, False, torch.empty_like(x)
                 chosen = aggregate.block_shape(nodes, 1, columns, dtype, aggregate.cache_bytes(x.device))
-                cell = {"dtype": str(dtype)[6:], "nodes": nodes, "columns": columns, "us": found}
-                cell["chosen"] = f"{chosen.entries} x {chosen.width}, warps {chosen.warps}"
+                blocks = [block for block in BLOCKS[:few] if block[1] < 2 * max(columns, 32)]
+                best = (chosen.entries, chosen.width, chosen.warps)
+                calls = {
+                    name(*block): partial(aggregate._sum_parts, *given, aggregate.Block(block[0], 1, *block[1:]))
+                    for block in dict.fromkeys((best, *blocks))
+                }
                 if dtype == torch.float32:
-                    matrix = torch.sparse_csr_tensor(indptr.int(), indices.int(), weight, (nodes, nodes))
-                    cell["torch_sparse"] = measure(partial(torch.matmul, matrix, x[:, 0]), args.runs)
-                cells.append(cell)
-    title = "Blocks of the GPU aggregation"
-    result = {"benchmark": "gpu_aggregate_blocks", "title": title, "unit": "us", "machine": machine(), "rows": []}
-    return publish({**result, "comparisons": [], "cells": cells}, args.out)
+                    calls["torch_sparse"] = partial(torch.matmul, matrix, x[:, 0])
+                timed = {what: lambda turn, call=call: clock.device(call) for what, call in calls.items()}
+                found = {what: seen for what, seen in rounds(timed, runs + 1).items() if not isinstance(seen, str)}
+                us = {what: round(statistics.median(seen[1:]), 1) for what, seen in found.items()}
+                cell = {"dtype": str(dtype)[6:], "nodes": nodes, "columns": columns, "us": us, "chosen": name(*best)}
+                cells.append(cell | ({"torch_sparse": us.pop("torch_sparse")} if "torch_sparse" in us else {}))
+    return {"title": "Blocks of the GPU aggregation", "unit": "us", "rows": [], "comparisons": [], "cells": cells}
 
 
-if __name__ == "__main__":
-    main()
+def name(entries: int, width: int, warps: int) -> str:
+    """Name a block."""
+    return f"{entries} x {width}, warps {warps}"

@@ -6,7 +6,6 @@ One process per GPU prepares mini-batches of its own seeds, all at the same time
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.device_clock import failure
-from benchmarks.gpu.contestants import First
+from benchmarks.gpu.one_graph import OneGraph, figures
 
 PLACES = {
     "all on each GPU": {"topology": "device", "features": "device"},
@@ -30,14 +29,14 @@ PLACES = {
 LIMIT_S = 600
 
 
-def measure(first: First, ranks: int, options: dict[str, Any] | None = None) -> dict[str, Any]:
+def measure(graph: OneGraph, ranks: int, options: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the ms per mini-batch in each round and their median for each contestant, or its error."""
     sizes = {
-        name: getattr(first, name)
-        for name in ("nodes", "edges", "features", "fanouts", "batch_size", "batches", "warm", "runs")
+        name: getattr(graph, name)
+        for name in ("nodes", "edges", "features", "fanouts", "batch_size", "batches", "warm", "runs", "bulks")
     }
     with tempfile.TemporaryDirectory() as folder:
-        job = (folder, ranks, first.device.type, sizes, options or {})
+        job = (folder, ranks, graph.device.type, sizes, options or {})
         processes = mp.start_processes(_rank, job, ranks, join=False, start_method="spawn")
         deadline = time.monotonic() + LIMIT_S
         while not processes.join(timeout=5):
@@ -55,34 +54,30 @@ def _rank(rank: int, folder: str, ranks: int, kind: str, sizes: dict[str, Any], 
     store = dist.FileStore(f"{folder}/store", ranks)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-    first = First(device, **sizes)
-    figures: dict[str, Any] = {}
+    graph = OneGraph(device, **sizes)
+    found: dict[str, Any] = {}
     for name, places in PLACES.items():
-        seen = _everywhere(partial(_loader, first, ranks, places | options))
+        seen = _everywhere(partial(_loader, graph, ranks, places | options))
         values: list[float] = []
-        for turn in range(first.runs + 1):  # the first round compiles and warms up
+        for turn in range(graph.runs + 1):
             if isinstance(seen, str):
                 break
-            took = _everywhere(partial(first._iterate, lambda loader=seen: loader, turn))
+            took = _everywhere(partial(graph.iterate, lambda loader=seen: loader, turn))
             seen, values = (took, values) if isinstance(took, str) else (seen, [*values, _most(took)])
-        if isinstance(seen, str):
-            figures[name] = {"failed": seen}
-        else:
-            rounded = [float(f"{value:.4g}") for value in values[1:]]
-            figures[name] = {"values": rounded, "median": statistics.median(rounded)}
+        found[name] = seen if isinstance(seen, str) else values
         del seen
     if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(figures))
+        Path(folder, "found.json").write_text(json.dumps(figures(found)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _loader(first: First, ranks: int, options: dict[str, Any]) -> Any:
+def _loader(graph: OneGraph, ranks: int, options: dict[str, Any]) -> Any:
     from lightning_gnn import PersistentSamplerDataModule
 
-    shared = {"num_neighbors": list(first.fanouts), "batch_size": first.batch_size, "seed": 0, "device": first.device}
-    seeds = first.train_nodes.repeat(ranks)  # each rank takes its shard
-    return PersistentSamplerDataModule(first.data, seeds, **shared, **options).train_dataloader()
+    shared = {"num_neighbors": list(graph.fanouts), "batch_size": graph.batch_size, "seed": 0, "device": graph.device}
+    seeds = graph.train_nodes.repeat(ranks)  # each rank takes its shard
+    return PersistentSamplerDataModule(graph.data, seeds, **shared, **options).train_dataloader()
 
 
 def _everywhere(call: Callable[[], Any]) -> Any:

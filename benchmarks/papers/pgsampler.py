@@ -36,7 +36,7 @@ host after each, so the ratios compare designs, not systems. "Simulated" is the 
 The run stopped after 17 settings of ogbn-products; the other five graphs were not reached.
 
 `semantics="every_hop"` is the paper's. The GPU figures are of the default, which expands a node once. No GPU has run
-the kernel of every hop, or swept warps and fetch sizes (`python -m benchmarks.gpu.persistent --launches`).
+the kernel of every hop, or swept warps and fetch sizes (`make bench-gpu ARGS="--only samples,launches"`).
 """
 KERNELS = (
     "Another baseline: our kernels hop by hop read O(fanout) edges per row, and the fused ones reach 95 % of the "

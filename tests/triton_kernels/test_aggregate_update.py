@@ -69,30 +69,13 @@ def test_results_and_gradients_equal_the_reference(drawn, num_targets, size, dty
         torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=atol)
 
 
-@pytest.mark.medium
-def test_several_tiles_of_targets_and_of_columns():
-    generator = torch.Generator().manual_seed(0)
-    edge_index = torch.stack(
-        [torch.randint(200, (600,), generator=generator), torch.randint(100, (600,), generator=generator)]
-    ).to(DEVICE)
-    edges = edges_by_target(edge_index, 200, 100, None)
-    x, weight = draw(200, 150, dtype=torch.float32, seed=0), draw(1, 600, 150, dtype=torch.float32, seed=1)
-    weight = weight / 12
-    call = Update(edges, x, weight, weight, None, [100], [1], [0], True, True)
-    out, saved = aggregate_update_triton.aggregate_update(call, True)
-    exact, exact_saved = aggregate_update_reference.aggregate_update(call, True)
-    torch.testing.assert_close(out, exact, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(saved, exact_saved, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; the interpreter stands in")
 @pytest.mark.parametrize("shape", [(256, 256), (256, 47), (100, 256), (602, 41)])
-@pytest.mark.parametrize(("dtype", "tf32"), [*((dtype, False) for dtype in TOLERANCE), (torch.float32, True)])
-def test_a_mini_batch_on_a_gpu(shape, dtype, tf32, monkeypatch):
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_mini_batch_on_a_gpu(shape, dtype):
     from torch_geometric.nn import SAGEConv
 
-    monkeypatch.setattr(aggregate_update_triton, "_tf32", lambda: tf32)
     torch.manual_seed(0)
     num_sources, num_targets = 60_000, 10_000
     edge_index = torch.stack(
@@ -119,15 +102,4 @@ def test_a_mini_batch_on_a_gpu(shape, dtype, tf32, monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
     for got, want in zip(results, (wanted.detach(), *exact), strict=True):
         error = float((got.double() - want).norm() / want.norm())
-        assert error < (2e-3 if tf32 else TOLERANCE[dtype])
-
-
-@pytest.mark.slow
-def test_kernels_compile_for_a100_and_h100(compiled):
-    rows = compiled("compile_aggregate_update")
-    assert {row["sm"] for row in rows} == {80, 90}
-    for row in rows:
-        assert row.get("LOCAL", 0) == 0
-        assert row.get("STACK", 0) <= 16  # two registers, outside the loop over edges
-        assert row["shared"] <= 100 * 1024  # two programs per multiprocessor of an A100
-        assert any("mma" in name for name in row["instructions"])
+        assert error < TOLERANCE[dtype]
