@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.gpu.model`` prints it for mini-batches like those of ``benchmarks.gpu.persistent``, sampled one
 by one and in bulks. ``--write`` also compiles the kernels for sm_80 and sm_90 (minutes), and writes their resource
-usage with the roofline to benchmarks/results/gpu_model.json and into the guide. Accesses are counted per array, and a
-test compares the counts with Triton's interpreter. ``GPUS`` and the constants next to it define the assumptions.
+usage with the roofline to benchmarks/results/gpu_model.json and into the guide. Counted: accesses per array (a test
+compares them with Triton's interpreter and the compiled kernels), sectors per access, barriers. Assumed: ``GPUS`` to
+``SYNC_US``, one pass of all bytes through the memory, 4 programs per multiprocessor.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS
-from benchmarks.report import replaced
+from benchmarks.harness import RESULTS, replaced
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "pgsampler.md"
 FILE = RESULTS / "gpu_model.json"
 SECTOR = 32
-"""Bytes transferred for one random access."""
+"""Bytes transferred for one random access, or for several of a warp to the same sector."""
+COUNTED = json.loads((RESULTS / "gpu_counts.json").read_text())
+"""Barriers, accesses and sectors of the compiled kernels, by ``python -m tests.ptx.counts``."""
 GPUS = {  # GB/s of memory, published; multiprocessors
     "A100 80 GB": (2039, 108),
     "H100 SXM": (3350, 132),
@@ -134,9 +136,21 @@ def barriers(batch: Batch, queued: bool = False) -> int:
     return 2 * queued + 2 * (len(batch.edges) + 1) - 1 + (batch.parts > 1)
 
 
-def moved(counts: Counts) -> tuple[int, int]:
-    """Return the bytes of random accesses, one sector each, and those of contiguous accesses."""
-    random = sum(SECTOR * n for (_, array), n in counts.items() if array in RANDOM)
+def counted(mode: str = "fused") -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the accesses of compiled kernels in one case, and their sectors, by (load, store or atomic; array)."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for kernel in COUNTED[mode]["kernels"].values():
+        for name, (accesses, _, sectors) in kernel["accesses"].items():
+            key = tuple(name.split()[1:])
+            found[key] = accesses + found.get(key, (0, 0))[0], sectors + found.get(key, (0, 0))[1]
+    return found
+
+
+def moved(counts: Counts) -> tuple[float, int]:
+    """Return the bytes of random accesses, by counted sectors, and those of contiguous accesses."""
+    seen = counted()
+    each = {key: sectors / accesses for key, (accesses, sectors) in seen.items() if accesses}
+    random = sum(SECTOR * each.get(key, 1) * n for key, n in counts.items() if key[1] in RANDOM)
     side_by_side = sum(BYTES[array] * n for (_, array), n in counts.items() if array not in RANDOM)
     return random, side_by_side
 

@@ -59,28 +59,15 @@ class AccessCounter:
         return tensor
 
 
-class CountedTorch:
-    """Replaces ``torch`` where outputs are allocated, in the order node, edge_index, edge."""
-
-    NAMES = ("node_out", "edge_index_out", "edge_out")
-
-    def __init__(self, counting):
-        self.counting, self.made = counting, 0
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def empty(self, *args, **kwargs):
-        self.made += 1
-        return self.counting.name(self.NAMES[(self.made - 1) % 3], torch.empty(*args, **kwargs))
-
-    def cat(self, parts):
-        return self.counting.name("seeds", torch.cat(parts))
-
-
 class CountedSampler(TritonNeighborSampler):
     def _allocate(self, size, dtype):
         return torch.empty(size, dtype=dtype)
+
+    def outputs(self, *sizes):
+        made = super().outputs(*sizes)
+        for name, tensor in zip(("node_out", "edge_index_out", "edge_out"), made, strict=False):
+            self.counting.name(name, tensor)
+        return made
 
     def scratch(self, name, size, dtype, fill=None):
         known = name in self._buffers
@@ -101,12 +88,14 @@ def test_counts_are_those_of_the_interpreter(parts, mode, model, monkeypatch):
     indices = counting.name("indices", torch.tensor(indices, dtype=torch.int32))
     CountedSampler.counting = counting
     sampler = CountedSampler(indptr, indices, num_programs=2, num_warps=1, mode=mode)
-    outputs = CountedTorch(counting)
-    monkeypatch.setattr(module if parts == 1 else bulk_module, "torch", outputs)
     if parts == 1:
         seeds = counting.name("seeds", torch.tensor([3, 0, 40, 3]))
         made = [sampler.sample(seeds, [4, 3], 1)]
     else:
+        joined = bulk_module.joined
+        monkeypatch.setattr(
+            bulk_module, "joined", lambda s, seeds, *rest: joined(s, counting.name("seeds", seeds), *rest)
+        )
         made = sample_bulk(sampler, [torch.tensor([3, 0]), torch.tensor([7, 40, 5])], [4, 3], [1, 2])
     nodes = tuple(map(sum, zip(*(sample[4] for sample in made), strict=True)))
     edges = tuple(map(sum, zip(*(sample[5] for sample in made), strict=True)))
@@ -124,6 +113,20 @@ def test_counts_are_those_of_the_interpreter(parts, mode, model, monkeypatch):
         counting.counts = +counting.counts
     assert counting.counts == wanted
     assert model.barriers(batch, queued) == (7 if queued else 5 if parts == 1 else 6)
+
+
+@pytest.mark.parametrize("mode", ["fused", "bulk", "queue"])
+def test_counts_are_those_of_the_compiled_kernels(mode, model):
+    """Per array that has one name in the kernels; a bulk also searches for its parts."""
+    row = model.COUNTED[mode]
+    batch = model.Batch(tuple(row["nodes"]), tuple(row["edges"]), row["parts"])
+    kernel = row["kernels"]["queue_kernel" if mode == "queue" else "hop_kernel"]
+    assert kernel["releases"] == row["programs"] * model.barriers(batch, mode == "queue")
+    seen = model.counted(mode)
+    wanted = model.queue_counts(batch, 8) if mode == "queue" else model.hop_counts(batch, 8)
+    for key in (("atomic", "state"), ("load", "indptr"), ("load", "indices"), ("store", "src"), ("store", "eid")):
+        assert seen[key][0] == wanted[key]
+        assert 0 < seen[key][1] <= seen[key][0]
 
 
 def test_the_roofline_says_what_a_bulk_saves(model):
