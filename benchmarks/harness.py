@@ -35,6 +35,8 @@ RESULTS = Path(__file__).parent / "results"
 MISSING = "not installed"
 LEVEL = 0.95
 Rows = list[dict[str, Any]]
+START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
+TABLE_HEAD = ["| measured | ours | peer | ratio |", "|---|---|---|---|"]
 
 
 def parse(
@@ -199,16 +201,19 @@ def measure(contestants: dict[str, Callable[[], float] | None], runs: int, warmu
 
 
 def measure_isolated(
-    target: Callable[[dict[str, Any], Gate], None], specs: dict[str, dict[str, Any] | None], runs: int
+    target: Callable[[dict[str, Any], Gate], None],
+    specs: dict[str, dict[str, Any] | None],
+    runs: int,
+    others: dict[str, Isolated | None] | None = None,
 ) -> Rows:
-    """Measure contestants in one process each; a spec of None represents a peer that is not installed."""
+    """Measure contestants in one process each, and started ``others``; None is a peer that is not installed."""
     contestants: dict[str, Isolated | None] = {}
     try:
         for name, spec in specs.items():  # sequentially, as preparing a graph needs several times its memory
             contestants[name] = None if spec is None else Isolated(target, spec, runs + 1)
-        return measure(contestants, runs)
+        return measure(contestants | (others or {}), runs)
     finally:
-        for contestant in contestants.values():
+        for contestant in (contestants | (others or {})).values():
             if contestant is not None:
                 contestant.close()
 
@@ -254,6 +259,27 @@ def compare(
     values = [side.get("values", []) for side in (sides if higher_is_better else reversed(sides))]
     sure = ratio_of_rounds(*values)
     return result if sure is None else {**result, "interval": [shortened(sure.low), shortened(sure.high)]}
+
+
+def as_row(result: dict[str, Any], comparison: dict[str, Any]) -> str:
+    """Return a comparison as a row below :data:`TABLE_HEAD`."""
+    if "missing" in comparison:
+        return f"| {comparison['what']} | | {comparison['missing']} | |"
+    ours, peer = (
+        f"{float(f'{median:.3g}'):,g} {result['unit']} ({comparison[side]})"  # three digits, not in scientific notation
+        for side, median in zip(("ours", "peer"), comparison["medians"], strict=True)
+    )
+    sure = " ({:.3g} to {:.3g})".format(*comparison["interval"]) if "interval" in comparison else ""
+    return f"| {comparison['what']} | {ours} | {peer} | **{comparison['ratio']:.2g}x**{sure} |"
+
+
+def replaced(text: str, content: str, start: str = START, end: str = END) -> str:
+    """Return ``text`` with ``content`` between the markers."""
+    before, found, rest = text.partition(start)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise ValueError(f"the file lacks {start} … {end}; add both lines where the table belongs")
+    return f"{before}{start}\n{content}\n{end}{after}"
 
 
 def _rounded(value: Any) -> Any:

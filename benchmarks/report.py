@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import MISSING, RESULTS
+from benchmarks.harness import MISSING, RESULTS, TABLE_HEAD, as_row, replaced
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 CHART = ROOT / "docs" / "images" / "results.svg"
-START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 GPU_START, GPU_END = "<!-- gpu:start -->", "<!-- gpu:end -->"
 TOPICS = {
     "Sampling, CPU": ("sampling", "typed_sampling"),
@@ -48,7 +47,6 @@ HEADLINES = (
     "Hybrid training, accelerator 4x the CPU trainer, against the accelerator alone",
 )
 """Ten comparisons for the README, including unfavorable ones; epochs and fits come first."""
-HEAD = ["| measured | ours | peer | ratio |", "|---|---|---|---|"]
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -90,12 +88,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         rows: dict[str, list[str]] = {name: [] for name in KINDS}
         for result in chosen:
             for comparison in result["comparisons"]:
-                rows[kind(comparison)].append(line(result, comparison))
+                rows[kind(comparison)].append(as_row(result, comparison))
         counts = ", ".join(f"{len(rows[name])} {title.lower()}" for name, title in KINDS.items() if rows[name])
         parts += ['<details markdown="1">', f"<summary><b>{topic}</b>: {counts}</summary>", ""]
         for name, title in KINDS.items():
             if rows[name]:
-                parts += [f"**{title}**", "", *HEAD, *rows[name], ""]
+                parts += [f"**{title}**", "", *TABLE_HEAD, *rows[name], ""]
         parts += [*(f"- {result['title']}: {_machine(result)}" for result in chosen), "", "</details>", ""]
     return "\n".join(parts[:-1])
 
@@ -118,21 +116,9 @@ def headlines(results: Sequence[dict[str, Any]], chosen: Sequence[str] = HEADLIN
     found = {comparison["what"]: (result, comparison) for result in results for comparison in result["comparisons"]}
     if missing := [what for what in chosen if what not in found]:
         raise KeyError(f"no result has {missing[0]!r}; choose other HEADLINES")
-    lines = [line(*found[what]) for what in chosen]
+    lines = [as_row(*found[what]) for what in chosen]
     machines = dict.fromkeys(_machine(found[what][0]) for what in chosen)
-    return "\n".join([*HEAD, *lines, "", *(f"- {machine[0].upper()}{machine[1:]}" for machine in machines)])
-
-
-def line(result: dict[str, Any], comparison: dict[str, Any]) -> str:
-    """Return a row of the table."""
-    if "missing" in comparison:
-        return f"| {comparison['what']} | | {comparison['missing']} | |"
-    ours, peer = (
-        f"{float(f'{median:.3g}'):,g} {result['unit']} ({comparison[side]})"  # three digits, not in scientific notation
-        for side, median in zip(("ours", "peer"), comparison["medians"], strict=True)
-    )
-    sure = " ({:.3g} to {:.3g})".format(*comparison["interval"]) if "interval" in comparison else ""
-    return f"| {comparison['what']} | {ours} | {peer} | **{comparison['ratio']:.2g}x**{sure} |"
+    return "\n".join([*TABLE_HEAD, *lines, "", *(f"- {machine[0].upper()}{machine[1:]}" for machine in machines)])
 
 
 def _machine(result: dict[str, Any]) -> str:
@@ -148,15 +134,6 @@ def _machine(result: dict[str, Any]) -> str:
     known = ", ".join(f"{name} {value}" for name, value in versions.items() if value != MISSING)
     gpu = f"{machine['gpu']}, " if "gpu" in machine else ""
     return f"medians of {runs} runs on {gpu}{machine['cores']} cores of {machine['cpu']}, {machine['os']}; {known}."
-
-
-def replaced(text: str, content: str, start: str = START, end: str = END) -> str:
-    """Return ``text`` with ``content`` between the markers."""
-    before, found, rest = text.partition(start)
-    _, ended, after = rest.partition(end)
-    if not found or not ended:
-        raise ValueError(f"the file lacks {start} … {end}; add both lines where the table belongs")
-    return f"{before}{start}\n{content}\n{end}{after}"
 
 
 def gpu(folder: Path = RESULTS) -> str:

@@ -22,14 +22,14 @@ _LAST = 2000
 class Script(Isolated):
     """A contestant that runs a module with ``python -m``; Lightning starts its other ranks by running it again."""
 
-    def __init__(self, module: str, spec: dict[str, Any], folder: Path, name: str) -> None:
+    def __init__(self, module: str, spec: dict[str, Any], folder: Path, name: str, python: str | None = None) -> None:
         file, self._output = folder / f"{name}.json", folder / f"{name}.txt"
         file.write_text(json.dumps(spec))
         self._pipe, theirs = multiprocessing.Pipe()
         handle = theirs.fileno()
         with self._output.open("w") as output:
             self._script = subprocess.Popen(
-                [sys.executable, "-m", module, str(file), str(handle)],
+                [python or sys.executable, "-m", module, str(file), str(handle)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -42,6 +42,11 @@ class Script(Isolated):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def pid(self) -> int:
+        """Return the process."""
+        return self._script.pid
 
     def finish(self) -> None:
         """Wait until the contestant is prepared for its next turn, or has ended."""

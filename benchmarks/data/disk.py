@@ -2,7 +2,8 @@
 
 A graph with power-law degrees, GraphSAGE with 2 layers, fanouts 15 and 10. ``memory=`` is a half, a quarter and an
 eighth of the features' size. If the system permits it, each contestant runs in a cgroup with this memory limit (plus an
-allowance for the model and the topology, which stays in memory); the page cache of a memory map counts towards it. The
+allowance for the model and the topology, which stays in memory); the page cache of a memory map counts towards it.
+GraphBolt reads features from a memory map in its own environment, see ``benchmarks.graphbolt``. The
 figure is seconds per epoch, after a warm-up epoch. Reads are counted in blocks of 4096 bytes over the first epoch, from
 an empty cache, and compared with Belady's rule over the whole epoch, computed afterwards from the recorded trace. "By
 threads" does not use the system's read queue.
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from benchmarks import graphbolt
 from benchmarks.harness import Gate, compare, machine, measure_isolated, parse, publish
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.datasets.folder import load_folder
@@ -48,6 +50,7 @@ LARGE = {**SIZES, "nodes": (20_000_000, 4_000), "batch_size": (1024, 32), "train
 SHARES = {"1/2": 2, "1/4": 4, "1/8": 8}
 FANOUTS = [15, 10]
 CLASSES = 32
+GRAPHBOLT = "GraphBolt, memory map, 1/4 of memory"
 LEAST = 12_000_000
 """Minimum memory budget in bytes, which applies to quick runs."""
 ALLOWANCE, LARGE_ALLOWANCE = 256_000_000, 1_850_000_000
@@ -90,14 +93,15 @@ def forget_pages(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def limited(memory: int) -> bool:
-    """Limit this process to an additional amount of memory and page cache; return whether the system permits it."""
+def limited(memory: int, pid: int | None = None) -> bool:
+    """Limit a process to an additional amount of memory and page cache; return whether the system permits it."""
+    pid = pid or os.getpid()
     for root, limit in (("memory", "memory.limit_in_bytes"), ("unified", "memory.max"), (".", "memory.max")):
-        group = Path("/sys/fs/cgroup", root, f"benchmark-disk-{os.getpid()}")
+        group = Path("/sys/fs/cgroup", root, f"benchmark-disk-{pid}")
         try:
             group.mkdir()
             (group / limit).write_text(str(memory))
-            (group / "cgroup.procs").write_text(str(os.getpid()))
+            (group / "cgroup.procs").write_text(str(pid))
             return True
         except OSError:
             if group.is_dir():
@@ -162,6 +166,20 @@ def contestant(spec: dict[str, Any], gate: Gate) -> None:
             noted.update(vars(table.counts), cache_rows=table.cache_rows, direct=table.direct)
         out.write_text(json.dumps(noted))
         gate.report(seconds)
+
+
+def _graphbolt(folder: Path, args: Any, allowance: int, memory: int) -> dict[str, Any]:
+    """Start GraphBolt, with features in a memory map and the same limit of memory."""
+    if args.only not in GRAPHBOLT or graphbolt.python() is None:
+        return {GRAPHBOLT: None} if args.only in GRAPHBOLT else {}
+    own = folder / "graphbolt"
+    own.mkdir()
+    arrays = {name: torch.from_numpy(np.load(folder / f"{name}.npy")) for name in ("indptr", "indices")}
+    spec = {**args.sizes, "kind": "epoch", "folder": graphbolt.write_graph(own, **arrays), "fanouts": FANOUTS}
+    spec |= {"map": str(folder / "x.npy"), "classes": CLASSES, "num_workers": 1}
+    started = graphbolt.contestants(folder, {GRAPHBOLT: spec})
+    limited(memory + allowance, started[GRAPHBOLT].pid)
+    return started
 
 
 def optimum(trace: Sequence[np.ndarray], file: FeatureFile, slots: int) -> int:
@@ -242,7 +260,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         specs["memory map, 1/4 of memory"] = {**common, "kind": "map", "memory": quarter}
         specs = {key: {**spec, "name": key} for key, spec in specs.items() if args.only in key}
         forget_pages(folder)
-        rows = measure_isolated(contestant, specs, args.runs)
+        bolt = _graphbolt(folder, args, common["allowance"], quarter := max(size // 4, LEAST))
+        rows = measure_isolated(contestant, specs, args.runs, bolt)
+        for process in filter(None, bolt.values()):
+            forget_group(process.pid)
         noted = {
             key: json.loads(Path(spec["folder"], f"{key.replace('/', '-')}.json").read_text())
             for key, spec in specs.items()
@@ -284,6 +305,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             ["ours, disk, 1/4 of memory, by threads"],
             False,
         )
+    )
+    comparisons.append(
+        compare(rows, "disk against GraphBolt's memory map", ["ours, disk, 1/4 of memory"], [GRAPHBOLT], False)
     )
     comparisons.append(
         compare(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.gpu.model import GPUS, Batch, expected, hop_by_hop
-from benchmarks.report import HEAD, line
+from benchmarks.harness import TABLE_HEAD, as_row
 
 HEADS = {
     "samples": ("Samples", "From seeds to a sample on the device, without features; us per mini-batch."),
@@ -134,9 +134,11 @@ def page(index: dict[str, Any], others: dict[str, Any]) -> str:
             when = f"{where.get('gpu', 'no GPU')}, {where['date']}"
             lines += [f"## {head}", "", f"{what} {when}.", "", *table(parts[part]), ""]
     for found in others.values():
-        told = [line(found, compared) for compared in found.get("comparisons", ())]
+        told = [as_row(found, compared) for compared in found.get("comparisons", ())]
         rows = found.get("rows", ())
-        told = [*HEAD, *told] if told else [f"- {row['name']}: {row['median']:.4g} {found['unit']}" for row in rows]
+        told = (
+            [*TABLE_HEAD, *told] if told else [f"- {row['name']}: {row['median']:.4g} {found['unit']}" for row in rows]
+        )
         if told:
             lines += [f"## {found['title']}", "", f"{found['machine'].get('gpu', 'no GPU')}.", "", *told, ""]
     return "\n".join(lines)
@@ -150,6 +152,8 @@ def quoted(index: dict[str, Any], others: dict[str, Any]) -> str:
         if ours in ran and peer in ran:
             both = [ran[ours], ran[peer]]
             compared = {"what": what, "ours": ours, "peer": peer, "medians": both, "ratio": both[1] / both[0]}
-            rows.append(line({"unit": unit}, compared))
+            rows.append(as_row({"unit": unit}, compared))
     where = f"Measured on {last.get('gpu')} with {last['cores']} cores, torch {last['torch']}, {last['date']}."
-    return "\n".join([where, "", *HEAD, *rows, "", *(f"- {verdict}" for verdict in verdicts(index["parts"], others))])
+    return "\n".join(
+        [where, "", *TABLE_HEAD, *rows, "", *(f"- {verdict}" for verdict in verdicts(index["parts"], others))]
+    )

@@ -1,11 +1,12 @@
-"""A training epoch through ``pl.Trainer``: our DataModule and model against PyG's LightningNodeData, on the CPU.
+"""A training epoch through ``pl.Trainer``: our DataModule and model against PyG's and GraphBolt's, on the CPU.
 
 GraphSAGE, GCN and GAT (four heads) with 2 layers and 256 hidden channels, fanouts 25 and 10, batches of 1024 seeds.
 PyG runs as in its Lightning example, on all sampled nodes in each layer, and with ``trim_to_layer``, which our models
 apply automatically. Each contestant has its own process. A few mini-batches determine its best number of workers and of
 torch's threads, and for PyG the edge format (a tensor, ``EdgeIndex``, ``SparseTensor``, Intel's extension); the rounds
 use the best setting. The figure is seconds per epoch. Ours also runs in bfloat16 (``bf16-mixed``, 16-bit features).
-PyG's untrimmed variant, the slowest, is measured against ours in a few separate rounds.
+PyG's untrimmed variant, the slowest, is measured against ours in a few separate rounds. GraphBolt trains GraphSAGE of
+DGL's layers on its blocks in a plain loop, without a Trainer, in its own environment (``benchmarks.graphbolt``).
 """
 
 from __future__ import annotations
@@ -13,22 +14,25 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch_geometric.data import Data
 
-from benchmarks import peers
+from benchmarks import graphbolt, peers
 from benchmarks.harness import MISSING, Gate, Isolated, Rows, compare, machine, measure, parse, publish
 from benchmarks.roofline import roofline
 from benchmarks.sampling.minibatch import make_data
 from benchmarks.timed_epochs import TimedBatches, TimedEpochs
 from lightning_gnn.datamodules.node import NeighborDataModule
+from lightning_gnn.datasets.synthetic import power_law_graph
 from lightning_gnn.nn import GAT, GCN, GraphSAGE, NodeClassifier
 from lightning_gnn.planning.limits import MachineLimits, measure_limits
 from lightning_gnn.runtime.devices import num_cores
@@ -47,6 +51,7 @@ MODELS = {"SAGE": (GraphSAGE, {}), "GCN": (GCN, {}), "GAT": (GAT, {"heads": 4})}
 BF16 = {"precision": "bf16-mixed", "feature_dtype": "bfloat16"}
 OPTIONS: dict[str, dict[str, Any]] = {"": {}, ", bf16": BF16}
 """Our options, by the suffix of the name."""
+GRAPHBOLT = "GraphBolt, SAGE"
 TRIAL_BATCHES = 4
 """Number of mini-batches for choosing settings; the first is not counted."""
 PLAIN_RUNS = 2
@@ -185,11 +190,13 @@ def _chosen(specs: dict[str, dict[str, Any]], rounds: int) -> Iterator[list[Chos
             each.close()
 
 
-def _measured(specs: dict[str, dict[str, Any]], runs: int) -> Rows:
-    """Choose settings, and measure the best ones in turns."""
+def _measured(specs: dict[str, dict[str, Any]], runs: int, others: dict[str, Any] | None = None) -> Rows:
+    """Choose settings, and measure the best ones in turns with ``others``."""
     with _chosen(specs, runs + 1) as found:
-        rows = measure({each.name: each if each.runs else None for each in found}, runs)
-        for row, each, (name, spec) in zip(rows, found, specs.items(), strict=True):
+        rows = measure({**{each.name: each if each.runs else None for each in found}, **(others or {})}, runs)
+        for row in rows[len(found) :]:
+            row["contestant"], row["model"] = GRAPHBOLT, "SAGE"
+        for row, each, (name, spec) in zip(rows, found, specs.items(), strict=False):
             row["contestant"], row["model"] = name, spec["model"]
             row["tried_ms_per_batch"] = {
                 key: round(1e3 * value, 2) if math.isfinite(value) else "does not run"
@@ -198,6 +205,25 @@ def _measured(specs: dict[str, dict[str, Any]], runs: int) -> Rows:
             if not each.runs:
                 row["missing"] = "does not run"
     return rows
+
+
+@contextmanager
+def _graphbolt(sizes: dict[str, int], only: str) -> Iterator[dict[str, Any]]:
+    """Start GraphBolt's contestants, one per setting."""
+    with tempfile.TemporaryDirectory() as name:
+        specs = {}
+        if graphbolt.python() and only in GRAPHBOLT:
+            data = power_law_graph(sizes["nodes"], sizes["edges"], seed=0)
+            where = graphbolt.write_graph(Path(name), indptr=data[0], indices=data[1].int())
+            plain = {**sizes, "kind": "epoch", "folder": where, "fanouts": FANOUTS, "classes": CLASSES}
+            for chosen in ({"num_workers": 0, "torch_threads": num_cores()}, *settings("ours")):
+                specs[f"{GRAPHBOLT}, {_named(chosen)}"] = {**plain, **chosen}
+        bolt = graphbolt.contestants(Path(name), specs) if specs else {GRAPHBOLT: None}
+        try:
+            yield bolt
+        finally:
+            for process in filter(None, bolt.values()):
+                process.close()
 
 
 def run(
@@ -211,7 +237,8 @@ def run(
         rows += [{"name": name, "contestant": name, "model": model, "missing": MISSING} for name in absent]
         named = {name: spec for name, spec in named.items() if name not in absent}
         plain = f"PyG, {model}"
-        rows += _measured({name: spec for name, spec in named.items() if name != plain}, runs)
+        with _graphbolt(sizes, only) if model == "SAGE" and device == "cpu" else nullcontext({}) as bolt:
+            rows += _measured({name: spec for name, spec in named.items() if name != plain}, runs, bolt)
         if plain in named:
             own = f"ours, {model}"
             pair = {name: named[name] for name in (own, plain) if name in named}
@@ -239,6 +266,8 @@ def comparisons(rows: Rows, label: str, targets: bool = True) -> list[dict[str, 
         for what, left, right, target in pairs:
             text = f"{label}, {model}, against {what}"
             found.append(compare(rows, text, names(left), names(right), False, target))
+        if names(GRAPHBOLT):
+            found.append(compare(rows, f"{label}, {model}, against GraphBolt", names(own), names(GRAPHBOLT), False))
         for suffix in filter(None, OPTIONS):
             if left := names(own + suffix):
                 text = f"{label}, {model}{suffix}, against ours in float32"

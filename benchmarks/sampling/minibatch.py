@@ -1,21 +1,24 @@
-"""A complete mini-batch, sample and features: NeighborDataModule's loader against PyG's NeighborLoader, on the CPU.
+"""A complete mini-batch, sample and features: NeighborDataModule's loader against PyG's and GraphBolt's, on the CPU.
 
 The graph and the fanouts of ``benchmarks.sampling.neighbors``, 100 float32 features per node, unsorted edges. The
 figure is milliseconds per mini-batch in the steady state: the consumer does no work, workers run ahead, and the first
-and last mini-batches of each round are not counted. Each contestant has its own process.
+and last mini-batches of each round are not counted. Each contestant has its own process. GraphBolt's mini-batches have
+more edges for the same fanouts, as it samples every node again in each hop; their sizes are reported.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch_geometric.data import Data
 
-from benchmarks import peers
+from benchmarks import graphbolt, peers
 from benchmarks.harness import Gate, compare, machine, measure_isolated, parse, publish
 from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.datasets.synthetic import power_law_graph
@@ -36,6 +39,9 @@ CONTESTANTS = {
     "PyG, 0 workers": {"library": "pyg", "num_workers": 0},
     "PyG, 2 workers": {"library": "pyg", "num_workers": 2},
     "PyG, 2 workers that also load features": {"library": "pyg", "num_workers": 2, "filter_per_worker": True},
+    "GraphBolt, 0 workers": {"library": "graphbolt", "num_workers": 0},
+    "GraphBolt, 0 workers, 2 threads": {"library": "graphbolt", "num_workers": 0, "torch_threads": 2},
+    "GraphBolt, 2 workers": {"library": "graphbolt", "num_workers": 2},
 }
 
 
@@ -106,12 +112,25 @@ def _synchronize(device: str) -> None:
 def run(sizes: dict[str, int], runs: int, only: str = "", device: str = "cpu") -> list[dict[str, Any]]:
     """Run the contestants with ``only`` in their name; return their rows."""
     specs: dict[str, dict[str, Any] | None] = {}
+    bolt: dict[str, dict[str, Any]] = {}
     for name, chosen in CONTESTANTS.items():
         if only in name:
-            able = chosen["library"] == "ours" or peers.can_sample()
             spec = {**sizes, **chosen, "fanouts": [15, 10, 5], "margin": MARGIN, "device": device}
-            specs[name] = spec if able else None
-    return measure_isolated(contestant, specs, runs)
+            if chosen["library"] == "graphbolt":
+                bolt |= {name: {**spec, "kind": "minibatch"}} if device == "cpu" else {}
+            else:
+                specs[name] = spec if chosen["library"] == "ours" or peers.can_sample() else None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if bolt and graphbolt.python():
+            indptr, indices = power_law_graph(sizes["nodes"], sizes["edges"], seed=0)
+            where = graphbolt.write_graph(folder, indptr=indptr, indices=indices.int())
+            bolt = {name: {**spec, "folder": where} for name, spec in bolt.items()}
+        rows = measure_isolated(contestant, specs, runs, graphbolt.contestants(folder, bolt))
+        for number, spec in enumerate(bolt):
+            if graphbolt.python():
+                next(row for row in rows if row["name"] == spec)["sizes"] = graphbolt.facts(folder, number)
+    return rows
 
 
 def comparisons(rows: list[dict[str, Any]], label: str, target: float | None) -> list[dict[str, Any]]:
@@ -122,6 +141,9 @@ def comparisons(rows: list[dict[str, Any]], label: str, target: float | None) ->
                 target),
         compare(rows, f"{label}, no workers, against PyG's NeighborLoader", ["ours, 0 workers"], ["PyG, 0 workers"],
                 False),
+        compare(rows, f"{label}, two cores, against GraphBolt", ["ours, 2 workers"],
+                ["GraphBolt, 2 workers", "GraphBolt, 0 workers, 2 threads"], False),
+        compare(rows, f"{label}, one core, against GraphBolt", ["ours, 0 workers"], ["GraphBolt, 0 workers"], False),
     ]  # fmt: skip
 
 

@@ -1,23 +1,26 @@
-"""Heterogeneous, temporal, weighted and LABOR sampling: our operator against pyg-lib's, on one core.
+"""Heterogeneous, temporal, weighted and LABOR sampling: our operator against pyg-lib's and GraphBolt's, on one core.
 
 Four graphs: one of the shape of OGB-MAG (papers, authors, institutions, fields; seven edge types including reverse
 ones), one of users and items with rating times, a homogeneous one with weights, and a dense one with communities, for
 LABOR. Mini-batches of 1024 seeds, fanouts 10 and 10. The figure is millions of sampled edges per second. pyg-lib
-samples the same seeds from the same arrays, which it requires in int64. The numbers of nodes (in thousands) of a
+samples the same seeds from the same arrays, which it requires in int64. GraphBolt runs in its own environment, see
+``benchmarks.graphbolt``, without times, as its rule for them is another. The numbers of nodes (in thousands) of a
 mini-batch of the dense graph, sampled uniformly and by LABOR, are also reported.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import peers
+from benchmarks import graphbolt, peers
 from benchmarks.harness import compare, machine, measure, parse, publish
 from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
@@ -178,7 +181,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for name, (sample, batches) in samples.items()
         if args.only in name
     }
-    rows = measure(runs, args.runs)
+    with tempfile.TemporaryDirectory() as name:
+        bolt = _graphbolt(Path(name), args, papers, untimed, heavy)
+        try:
+            rows = measure(runs | bolt, args.runs)
+        finally:
+            for process in filter(None, bolt.values()):
+                process.close()
 
     def nodes(labor: Labor | None) -> float:
         counts = [sample_neighbors(dense, ids, FANOUTS, int(ids[0]), labor=labor).node.numel() for ids in of_dense]
@@ -194,6 +203,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ),
         compare(rows, f"Temporal sampling, {against}", ["ours, times"], ["pyg-lib, times"], True, 5),
         compare(rows, f"Weighted sampling, {against}", ["ours, weights"], ["pyg-lib, weights"], True),
+        *(
+            compare(rows, f"Sampling {what}, against GraphBolt", [f"ours, {what}"], [f"GraphBolt, {what}"], True)
+            for what in BOLT
+        ),
         compare(rows, "Weighted sampling against our uniform", ["ours, weights"], ["ours, uniform"], True, 0.5),
         compare(
             rows, "LABOR sampling against our uniform, dense graph", ["ours, LABOR, dense"], ["ours, uniform, dense"],
@@ -211,6 +224,35 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "extra": {"thousand_nodes_per_batch": {name: round(count, 1) for name, count in found.items()}},
     }
     return publish(result, args.out)
+
+
+BOLT = {"MAG": "paper", "users and items": "user", "weights": None}
+"""GraphBolt's graphs, with the node type of the seeds."""
+
+
+def _graphbolt(
+    folder: Path, args: Any, papers: HeteroCSCGraph, untimed: HeteroCSCGraph, heavy: CSCGraph
+) -> dict[str, Any]:
+    """Start GraphBolt's contestants."""
+    specs: dict[str, dict[str, Any]] = {}
+    for (what, kind), graph in zip(BOLT.items(), (papers, untimed, heavy), strict=True):
+        if args.only in f"GraphBolt, {what}" and graphbolt.python():
+            spec = {"kind": "sampling", "fanouts": FANOUTS, "batch_size": args.batch_size, "batches": args.batches}
+            spec["independent"] = True
+            if isinstance(graph, HeteroCSCGraph):
+                spec |= {
+                    "nodes": graph.sizes[str(kind)],
+                    "seed_type": kind,
+                    **graphbolt.write_typed(folder / what, graph),
+                }
+            else:
+                (folder / what).mkdir()
+                arrays = {"indptr": graph.indptr, "indices": graph.indices, "weight": graph.weight.float()}
+                spec |= {"nodes": graph.num_nodes, "weights": "weight"}
+                spec["folder"] = graphbolt.write_graph(folder / what, **arrays)
+            specs[f"GraphBolt, {what}"] = spec
+    missing = {f"GraphBolt, {what}": None for what in BOLT if args.only in f"GraphBolt, {what}"}
+    return missing | graphbolt.contestants(folder, specs)
 
 
 if __name__ == "__main__":
