@@ -3,7 +3,7 @@
 On a machine without a GPU both run on the CPU, and the second is named so; the mini-batches are the same in any case.
 
     python examples/gpu_sampling.py
-    python examples/gpu_sampling.py --num-nodes 1000000 --features pinned --cache-rows 100000
+    python examples/gpu_sampling.py --num-nodes 1000000 --features pinned --cache-bytes 50MB
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--num-nodes", type=int, default=20_000)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--features", choices=["auto", "device", "pinned"], default="auto")
-    parser.add_argument("--cache-rows", type=int, default=0, help="hot feature rows kept on the GPU, if pinned")
+    parser.add_argument("--cache-bytes", default="0", help="memory for hot rows of pinned features: 4GB, or auto")
     args = parser.parse_args()
 
     on_gpu = torch.cuda.is_available()
@@ -43,7 +43,7 @@ def main() -> None:
     contestants = {
         "CPU sampler": NeighborDataModule(data, **sizes),
         "GPU sampler" if on_gpu else "GPU sampler's stand-in on the CPU": PersistentSamplerDataModule(
-            data, **sizes, features=args.features, cache_rows=args.cache_rows if args.features != "device" else 0
+            data, **sizes, features=args.features, cache_bytes=args.cache_bytes
         ),
     }
     for name, datamodule in contestants.items():

@@ -65,7 +65,9 @@ class Bench:
 
     def datamodule(self, batch_size: int, cache_rows: int, gpu_buffer_size: int) -> CollectiveDataModule:
         """Return the DataModule that places the graph and creates the loaders."""
-        gpu: dict[str, Any] = {"topology": "pinned", "features": "pinned", "cache_rows": cache_rows}
+        nodes, row_bytes = self.sizes["nodes"], 4 * self.sizes["features"]
+        cache_bytes = cache_rows * row_bytes + 4 * nodes if cache_rows else 0  # with the lookup table
+        gpu: dict[str, Any] = {"topology": "pinned", "features": "pinned", "cache_bytes": cache_bytes}
         if self.device.type == "cpu":
             gpu = {"gpu_route": "cpu"}
         return CollectiveDataModule(

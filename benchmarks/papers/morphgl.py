@@ -26,7 +26,7 @@ from lightning_gnn.collective.plan import CollectivePlan, Duration, ScheduleName
 from lightning_gnn.collective.prefetcher import PLANNERS
 from lightning_gnn.collective.simulate import draw_durations, makespan, run_schedule, simulate_dual_buffer
 from lightning_gnn.datasets.synthetic import power_law_graph
-from lightning_gnn.gpu_sampling.access_counts import count_reads
+from lightning_gnn.gpu_sampling.placement import count_reads
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.runtime.timeline import Timeline
 from lightning_gnn.sampling.neighbor import NeighborSampler

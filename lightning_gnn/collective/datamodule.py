@@ -20,9 +20,8 @@ from lightning_gnn.collective.plan import CollectivePlan, Duration, ScheduleName
 from lightning_gnn.collective.prefetcher import PLANNERS, CollectiveBatching
 from lightning_gnn.datamodules.base import Loader
 from lightning_gnn.features.table import FeatureTable
-from lightning_gnn.gpu_sampling.datamodule import PersistentSamplerDataModule
+from lightning_gnn.gpu_sampling.datamodule import PersistentSamplerDataModule, PlacedOnGPU
 from lightning_gnn.gpu_sampling.link_datamodule import PersistentLinkDataModule
-from lightning_gnn.gpu_sampling.placement import PlacedOnGPU
 from lightning_gnn.graph.stores import AttributeName, name_of, stores_of
 from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.runtime.devices import num_cores

@@ -27,7 +27,7 @@ from lightning_gnn.loading.collate import Allocator
 from lightning_gnn.loading.pipeline import MiniBatchPipeline
 from lightning_gnn.loading.prefetch.lookahead import LookaheadWindow
 from lightning_gnn.nn.sampled_edges import moved
-from lightning_gnn.runtime.devices import record_stream, works
+from lightning_gnn.runtime.devices import new_stream, on_stream, record_stream, works
 from lightning_gnn.runtime.timeline import Clock, Recorder, profiled
 
 _HEADROOM_DIVISOR = 8  # buffers are allocated an eighth larger than needed, since mini-batches differ slightly in size
@@ -197,9 +197,7 @@ class DeviceRoutes:
         self.device = device
         self.ring = ring
         self.recorder = Recorder(Clock(device))
-        self._stream: torch.Stream | None = None
-        if device.type != "cpu" and works(lambda: torch.Stream(device).record_event().synchronize()):
-            self._stream = torch.Stream(device)
+        self._stream = new_stream(device)
         self._steps: deque[torch.Event] = deque()
         self._last_read: torch.Event | None = None
         self._last_transfer: torch.Event | None = None
@@ -241,7 +239,7 @@ class DeviceRoutes:
         if self._last_read is not None:
             self._stream.wait_event(self._last_read)
             self._last_read = None
-        with self._stream:
+        with on_stream(self._stream):
             start = self.recorder.now(self._stream)
             batch = self._copy_to_device(batch, slot, non_blocking=True)
             self.recorder.add("PCIe", "dma", number, start, self.recorder.now(self._stream))

@@ -4,7 +4,7 @@ Source: "PGSampler: Accelerating GPU-based Graph Sampling in GNN Systems via Wor
 removes duplicates and orders; a persistent queue of (node, hop) tasks is one of its modes. Samples equal the CPU's.
 
 Reading order: in ``triton_kernels/``, ``sample.py`` (the launch), ``hops.py``, ``queue.py`` and ``relations.py`` (edge
-types, times, weights, LABOR); then ``sampler.py``, ``placement.py`` (memory placement), ``budget.py``, ``shards.py``.
+types, times, weights, LABOR); then ``sampler.py``, ``placement.py`` (the plan of the memory), ``shards.py``.
 """
 
 from typing import TYPE_CHECKING

@@ -7,7 +7,7 @@ from typing import Any
 from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling
 
 from lightning_gnn.datamodules.link import LinkDataModule
-from lightning_gnn.gpu_sampling.placement import PlacedOnGPU
+from lightning_gnn.gpu_sampling.datamodule import PlacedOnGPU
 
 
 class PersistentLinkDataModule(PlacedOnGPU, LinkDataModule):

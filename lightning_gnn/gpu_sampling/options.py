@@ -25,19 +25,17 @@ class PlacementOptions:
             and ``"auto"`` plans for one GPU.
         features: The same for the features of any graph; all other node and edge attributes are stored on the device.
             With ``memory=``, features are read from disk through the host.
-        cache_rows: Feature rows, those of the nodes with most out-edges, to cache on the device if features are pinned.
-        cache_bytes: Instead, the maximum bytes (``4 << 30``, ``"4GB"``) for hot feature rows and, for uniform sampling
-            of homogeneous graphs, hot adjacency lists; ``"auto"`` uses all remaining memory. Pre-sampled mini-batches
-            determine which entries save most per byte (DUCATI's dual cache).
+        cache_bytes: Maximum bytes (``4 << 30``, ``"4GB"``) on the device for hot rows of pinned features and, for
+            uniform sampling of homogeneous graphs, hot adjacency lists; ``"auto"`` uses all remaining memory.
+            Pre-sampled mini-batches determine which entries save most per byte (DUCATI's dual cache).
         quantize: Store ``x`` as int8 with one scale per row, a quarter of float32, dequantized when gathered.
         mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, for uniform sampling of
             homogeneous graphs; all else runs hop by hop). The samples are equal.
         fetch_size: Number of tasks that a program of the persistent queue claims at a time.
-        num_warps, programs_per_sm: Warps of 32 threads per program, and the most programs per multiprocessor, of the
-            kernel that samples homogeneous graphs uniformly.
+        num_warps, programs_per_sm: Warps of 32 threads per program, and the most programs per multiprocessor.
         prefetch: Number of mini-batches prefetched on a separate stream; 0 prepares each one when it is needed.
-        bulk: Number of mini-batches per launch, for uniform sampling of homogeneous graphs with ``mode="fused"``;
-            reduced if they would take too much memory.
+        bulk: Number of mini-batches per launch, at most 32, for uniform sampling of homogeneous graphs with
+            ``mode="fused"``; reduced if they would take too much memory.
         device: Device for sampling; by default the trainer's device, or the current GPU.
         device_memory: Free bytes of the device (``"80GB"``); by default they are queried. If given,
             ``plan_placement`` does not need a GPU.
@@ -49,15 +47,14 @@ class PlacementOptions:
 
     topology: str = "auto"
     features: str = "auto"
-    cache_rows: int = 0
     cache_bytes: int | str = 0
     quantize: bool = False
     mode: str = "fused"
     fetch_size: int = 128
-    num_warps: int = 4
+    num_warps: int = 8
     programs_per_sm: int = 4
     prefetch: int = 2
-    bulk: int = 8
+    bulk: int = 16
     device: torch.device | str | None = None
     device_memory: int | str | None = None
     gpus: int | None = None
@@ -71,7 +68,7 @@ class PlacementOptions:
         check_place(self.features, "features")
         for name, value in launch_options(self.mode, self.fetch_size, self.num_warps, self.programs_per_sm).items():
             setattr(self, name, value)
-        for name, least in (("cache_rows", 0), ("prefetch", 0), ("bulk", 1)):
+        for name, least in (("prefetch", 0), ("bulk", 1)):
             setattr(self, name, whole_number(getattr(self, name), name, least))
         true_or_false(self.quantize, "quantize")
         self.cache_budget = None if self.cache_bytes == "auto" else memory_bytes(self.cache_bytes, "cache_bytes")
@@ -79,10 +76,6 @@ class PlacementOptions:
             self.memory_budget = memory_bytes(self.device_memory, "device_memory")
         if self.gpus is not None:
             self.gpus = whole_number(self.gpus, "gpus", 1)
-        if self.cache_rows and self.cache_budget != 0:
-            raise ValueError("set cache_rows or cache_bytes, not both: cache_bytes determines the number of rows")
-        if self.features in ("device", "shard") and self.cache_rows:
-            raise ValueError("cache_rows is for features='pinned' or 'auto'; on the device no row needs a cache")
         try:
             self.device = None if self.device is None else torch.device(self.device)
         except (RuntimeError, TypeError) as error:

@@ -5,6 +5,7 @@ The GPUs map each other's memory (torch's symmetric memory), and kernels read th
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from lightning_gnn.ops.gather.triton import gather_from_shards
 from lightning_gnn.runtime.shared_arrays import which_machine
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 ROW_SHIFT, LIST_SHIFT = 0, 10
 """log2 of the round-robin block size, in feature rows and in adjacency list entries. Hot rows are often adjacent, e.g.
 in graphs sorted by degree, so single rows balance the load; lists are read contiguously, so they need larger blocks."""
@@ -115,8 +117,8 @@ class LocalMachine:
         """Shard a host table ``[num_rows, num_columns]`` across the GPUs. Collective: every rank must call this."""
         layout = BlockCyclicLayout(table.size(0), self.size, shift)
         shape = (max(layout.size, 1), table.size(1))
-        local, addresses, barrier, mapping = allocate_symmetric(shape, table.dtype, self.device, self.group)
-        layout.copy_shard(table, self.rank, local)
+        local, addresses, barrier, mapping = allocate_symmetric(shape, table.dtype, self)
+        self.run_on_all(lambda: layout.copy_shard(table, self.rank, local))
         barrier()  # no rank may read before all shards are written
         return PeerShards(layout, local, torch.tensor(addresses, device=self.device), mapping)
 
@@ -126,18 +128,21 @@ class LocalMachine:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def broadcast_first(self, make: Callable[[], T]) -> T:
-        """Broadcast the result or ValueError of rank 0's ``make``. Collective: every rank must call this."""
-        result: T | ValueError | None = None
-        if self.rank == 0:
-            try:
-                result = make()
-            except ValueError as error:
-                result = error
-        result = self.gather(result)[0]
-        if isinstance(result, ValueError):
-            raise result
+    def run_on_all(self, step: Callable[[], T]) -> T:
+        """Return a step's result; if it fails on a rank, fail on all. Collective: every rank must call this."""
+        error, result = None, None
+        try:
+            result = step()
+        except Exception as caught:  # of any kind: the other ranks would wait for this one
+            error = caught
+        failed = self.gather(None if error is None else (isinstance(error, ValueError), f"{error}"))
+        if first := next(filter(None, failed), None):
+            raise (ValueError if first[0] else RuntimeError)(first[1]) from error
         return cast(T, result)
+
+    def broadcast_first(self, make: Callable[[], T]) -> T:
+        """Broadcast the result of rank 0's ``make``, or raise its error. Collective: every rank must call this."""
+        return cast(T, self.gather(self.run_on_all(lambda: make() if self.rank == 0 else None))[0])
 
 
 def rendezvous_on_machine(device: torch.device | None) -> LocalMachine | None:
@@ -183,22 +188,23 @@ def verify_peer_reads(machine: LocalMachine) -> bool:
         out = torch.empty_like(table, device=machine.device)
         shards.take(table.view(-1).to(machine.device), out)
         return torch.equal(out.cpu(), table)
-    except (RuntimeError, ValueError):
+    except Exception as error:  # a failed share has failed on all ranks, and the caller gathers the result of the read
+        log.debug(f"a sharded table cannot be read: {error}")
         return False
 
 
 def allocate_symmetric(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+    shape: Sequence[int], dtype: torch.dtype, machine: LocalMachine
 ) -> tuple[Tensor, list[int], Callable[[], None], object]:
     """Allocate symmetric memory: return the local tensor, all addresses, a barrier, and the mapping to retain."""
     import torch.distributed._symmetric_memory as memory
 
-    local = memory.empty(*shape, dtype=dtype, device=device)
-    handle = memory.rendezvous(local, group)
-    parts = [handle.get_buffer(rank, list(shape), dtype) for rank in range(handle.world_size)]
+    local = machine.run_on_all(lambda: memory.empty(*shape, dtype=dtype, device=machine.device))
+    handle = machine.run_on_all(lambda: memory.rendezvous(local, machine.group))
+    parts = machine.run_on_all(lambda: [handle.get_buffer(rank, list(shape), dtype) for rank in range(machine.size)])
 
     def barrier() -> None:
         handle.barrier()
-        torch.accelerator.synchronize(device)
+        torch.accelerator.synchronize(machine.device)
 
     return local, [part.data_ptr() for part in parts], barrier, handle

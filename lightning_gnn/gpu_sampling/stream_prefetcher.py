@@ -12,7 +12,7 @@ from lightning_gnn.gpu_sampling.pipeline import DevicePipeline, PendingLaunch
 from lightning_gnn.loading.batch import PreparedBatch, SampledBatch
 from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.loading.prefetch import Prefetcher
-from lightning_gnn.runtime.devices import current_stream, new_stream, record_stream
+from lightning_gnn.runtime.devices import current_stream, new_stream, on_stream, record_stream
 from lightning_gnn.sampling.deferred_edges import apply_now
 
 SAMPLING_GPU_FRACTION = 0.5  # maximum fraction of the GPU for sampling that overlaps training
@@ -92,12 +92,12 @@ class StreamPrefetcher(Prefetcher):
         self._steps.append(consumer.record_event())
         if len(self._steps) > self._depth:
             self._steps.popleft().synchronize()
-        with self._stream:
+        with on_stream(self._stream):
             self._advance(waits=True)
         result, completion = self._ready.popleft()
         if isinstance(result, BaseException):
             raise result
-        with self._stream:
+        with on_stream(self._stream):
             self._advance()
         consumer.wait_event(completion)
         # The prefetch stream allocated its memory: the allocator must not reuse it before the consumer is done.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 from torch_geometric.sampler import NodeSamplerInput, SamplerOutput
@@ -11,6 +9,7 @@ from torch_geometric.sampler import NodeSamplerInput, SamplerOutput
 from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler, find_gpu
 from lightning_gnn.hyscale.options import PyGLoader
 from lightning_gnn.loading.loaders import NodeLoader
+from lightning_gnn.runtime.devices import on_stream
 from lightning_gnn.sampling.neighbor import NeighborSampler, nonuniform_features
 
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
@@ -32,7 +31,6 @@ class AcceleratorSampling:
 
     def __init__(self, sampler: NeighborSampler, device: torch.device) -> None:
         self.sampler = sampler
-        self._device = device
         self._device_sampler = sampler if device.type == "cpu" else _copy_to_device(sampler, device)
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
@@ -44,9 +42,7 @@ class AcceleratorSampling:
 
     def sample(self, inputs: NodeSamplerInput, key: int) -> SamplerOutput:
         """Sample a mini-batch and return the sample in CPU memory."""
-        if self._stream is not None:
-            torch.accelerator.set_device_index(self._device)
-        with self._stream or nullcontext():
+        with on_stream(self._stream):
             out = self._device_sampler.sample_from_nodes(inputs, key=key)
             if self._stream is not None:
                 out = _copy_to_host(out)

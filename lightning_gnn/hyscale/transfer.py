@@ -10,7 +10,7 @@ from torch_geometric.data.data import BaseData
 from torch_geometric.data.storage import BaseStorage
 
 from lightning_gnn.nn.sampled_edges import moved
-from lightning_gnn.runtime.devices import record_stream, works
+from lightning_gnn.runtime.devices import new_stream, on_stream, record_stream, works
 
 TRANSFER_DTYPES = (None, "float16", "int8")
 _FEATURES = "x"
@@ -83,13 +83,12 @@ class Transfer:
         if not self._is_probed:
             self._is_probed = True
             self._can_pin = works(lambda: torch.empty(1).pin_memory())
-            if works(lambda: torch.Stream(self.device).record_event().synchronize()):
-                self._stream = torch.Stream(self.device)
+            self._stream = new_stream(self.device)
         if self._can_pin:
             batch = batch.apply(_pin)
         if self._stream is None:
             return batch.to(self.device)
-        with self._stream:
+        with on_stream(self._stream):
             batch = batch.to(self.device, non_blocking=True)
             done = self._stream.record_event()
         done.synchronize()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from pytorch_lightning.plugins import MixedPrecision, Precision
@@ -37,6 +38,22 @@ def new_stream(device: torch.device) -> torch.Stream | None:
     if device.type == "cpu" or not works(lambda: torch.Stream(device).record_event().synchronize()):
         return None
     return torch.Stream(device)
+
+
+@contextmanager
+def on_stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Make a stream current, and with it its device; None keeps the current one. Threads may share a stream."""
+    # ``with stream`` stores the previous stream in the object: older torch refuses to enter it twice.
+    if stream is None:
+        yield
+        return
+    index, previous = torch.accelerator.current_device_index(), current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(previous)
+        torch.accelerator.set_device_index(index)
 
 
 def current_stream(device: torch.device) -> torch.Stream:

@@ -24,7 +24,6 @@ PLANS = [COLLECTIVE, CollectivePlan("cpu", 1, 4), CollectivePlan("gpu", 1, 0)]
 PLACES = [
     {"topology": "device", "features": "device"},
     {"topology": "pinned", "features": "pinned"},
-    {"topology": "pinned", "features": "pinned", "cache_rows": 2000},
     {"topology": "pinned", "features": "pinned", "cache_bytes": 500_000},
 ]
 
@@ -102,7 +101,7 @@ def test_batches_that_are_kept_equal_those_of_the_cpu(data, epochs, places, plan
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.mode)
 def test_batches_of_every_kind_equal_those_of_the_cpu(options, plan):
     options = {"num_neighbors": [4, 3], "batch_size": 20, "seed": 3, **options}
-    places = {"topology": "pinned", "features": "pinned", "cache_rows": 50}
+    places = {"topology": "pinned", "features": "pinned", "cache_bytes": 20_000}
     ours = CollectiveDataModule(typed_data(), plan=plan, num_workers=2, **options, **places)
     theirs = NeighborDataModule(typed_data(), **options)
     for name in ("train_dataloader", "val_dataloader"):

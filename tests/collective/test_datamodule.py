@@ -78,7 +78,6 @@ def test_training_is_that_of_the_neighbor_datamodule_bit_for_bit(plan):
     "options",
     [
         {"topology": "device", "features": "device"},
-        {"topology": "pinned", "features": "pinned", "cache_rows": 20},
         {"topology": "pinned", "features": "pinned", "cache_bytes": 4000},
     ],
     ids=str,

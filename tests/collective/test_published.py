@@ -104,7 +104,7 @@ def test_no_plan_is_below_equation_6(source, schedule, number):
 
 def test_the_cache_is_sized_for_the_chosen_buffer():
     options = {"num_neighbors": [3], "batch_size": 40, "gpu_route": "auto", "bulk": 1, "cache_bytes": "auto",
-               "device_memory": 420_000, "topology": "pinned", "features": "pinned", "gpu_buffer_size": 10}  # fmt: skip
+               "device_memory": 330_000, "topology": "pinned", "features": "pinned", "gpu_buffer_size": 10}  # fmt: skip
     limit = make_datamodule("auto", **options)
     chosen = make_datamodule(CollectivePlan("collective", 1, 2), **options)
     limit._placement, placement = limit.plan_placement(), chosen.plan_placement()

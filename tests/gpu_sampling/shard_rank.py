@@ -3,10 +3,12 @@
 import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory
 
 from lightning_gnn import LinkDataModule, NeighborDataModule
 from lightning_gnn.gpu_sampling import PersistentLinkDataModule, PersistentSamplerDataModule, shards
@@ -26,7 +28,7 @@ KINDS = {
     "types": {"topology": "device", "features": "shard"},
     "links": ALL,
 }
-DEVICE_BYTES = 22_000
+DEVICE_BYTES = 17_000
 """Room for mini-batches only."""
 
 
@@ -63,30 +65,58 @@ def make_datamodules(kind, rank, options):
     return ours, NeighborDataModule(graph, **common)
 
 
-_numbers = itertools.count()
+class FileMemory:
+    """Stands in for symmetric memory: files that all processes map, each at another address."""
+
+    def __init__(self, swapped=False):
+        self.numbers, self.swapped = itertools.count(), swapped
+
+    def empty(self, *shape, dtype, device):
+        self.number, self.length = next(self.numbers), shape[0] * shape[1] * dtype.itemsize
+        self._file(dist.get_rank()).write_bytes(bytes(self.length))
+        return self.get_buffer(dist.get_rank(), shape, dtype)
+
+    def rendezvous(self, local, group):
+        dist.barrier(group)
+        # Like a faulty driver, swapped memory is that of another process.
+        order = range(dist.get_world_size(group))[:: -1 if self.swapped else 1]
+        self.parts = [self.get_buffer(rank, local.shape, local.dtype) for rank in order]
+        return SimpleNamespace(get_buffer=lambda rank, *_: self.parts[rank], barrier=dist.barrier, parts=self.parts)
+
+    def get_buffer(self, rank, shape, dtype):
+        part = torch.from_file(str(self._file(rank)), shared=True, size=self.length, dtype=torch.uint8)
+        return part.view(dtype).view(*shape)
+
+    def _file(self, rank):
+        return Path(os.environ["RANK_FOLDER"]) / f"{self.number}-{rank}"
 
 
-def map_files(shape, dtype, device, group):
-    """Replace symmetric memory by files that all processes map, each at another address."""
-    number = next(_numbers)
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    length = shape[0] * shape[1] * dtype.itemsize
-    files = [Path(os.environ["RANK_FOLDER"]) / f"{number}-{other}" for other in range(size)]
-    files[rank].write_bytes(bytes(length))
-    dist.barrier(group)
-    parts = [torch.from_file(str(file), shared=True, size=length, dtype=torch.uint8) for file in files]
-    return parts[rank].view(dtype).view(shape), [part.data_ptr() for part in parts], lambda: dist.barrier(group), parts
-
-
-def map_swapped_files(*arguments):
-    """Simulate a faulty driver: swap the memory of two processes."""
-    local, addresses, *rest = map_files(*arguments)
-    return local, addresses[::-1], *rest
-
-
-def read_by_address(symmetric=map_files):
+def read_by_address(swapped=False):
     """Let processes read each other's memory as GPUs with peer access do."""
-    shards.allocate_symmetric, shards.find_obstacle = symmetric, lambda device, devices: ""
+    memory = FileMemory(swapped)
+    _symmetric_memory.empty, _symmetric_memory.rendezvous = memory.empty, memory.rendezvous
+    shards.find_obstacle, torch.accelerator.synchronize = lambda device, devices: "", lambda device: None
+
+
+def share_with_failing_step(rank, folder, step):
+    """Return why no table is sharded, and the error of sharding one, if a step fails on rank 1."""
+    join(rank, folder)
+    read_by_address()
+    owner = {"copy_shard": shards.BlockCyclicLayout, "take": shards.PeerShards}.get(step, _symmetric_memory)
+    works = getattr(owner, step)
+
+    def fail(*args, **kwargs):
+        works(*args, **kwargs)
+        raise MemoryError("planted")
+
+    if rank == 1:
+        setattr(owner, step, fail)
+    machine = shards.rendezvous_on_machine(torch.device("cpu"))
+    try:
+        machine.share(torch.arange(6).view(-1, 1))
+    except RuntimeError as error:
+        return machine.obstacle, str(error), machine.gather(rank)
+    return machine.obstacle, "", machine.gather(rank)
 
 
 def compare_batches(rank, folder, kinds):
@@ -113,7 +143,7 @@ def explain_unsharded(rank, folder, fails):
     """Return by kind why tables were not sharded, and where they are stored; with ``fails``, reads are wrong."""
     join(rank, folder)
     if fails:
-        read_by_address(map_swapped_files)
+        read_by_address(swapped=True)
     refused = {}
     for kind in ("both", "features", "topology", "links"):
         try:

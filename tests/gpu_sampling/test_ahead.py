@@ -34,14 +34,15 @@ def kernels(request, monkeypatch):
 
     def launch(batch):
         simulator = Simulator.at_work
-        scratch = [batch.src, batch.col, batch.eid, batch.nodes, batch.rowptr, batch.state]
-        simulator.work([batch.seeds, batch.control, *scratch], [batch.sizes, *scratch], simulator.kernel_s)
+        own = batch.scratch
+        scratch = [own.src, own.col, own.eid, own.nodes, own.rowptr, own.state]
+        simulator.work([batch.seeds, own.control, *scratch], [own.sizes, *scratch], simulator.kernel_s)
         with simulator.pause():
             graph = CSCGraph.from_csc(*batch.sampler.graph[:2])
             parts = zip(pairwise(getattr(batch, "starts", [0, None])), getattr(batch, "keys", [batch.key]), strict=True)
             batch.made = [sample_neighbors(graph, batch.seeds[a:b], batch.fanouts, key) for (a, b), key in parts]
-            batch.sizes.zero_()
-            batch.sizes[1] = sum(made.node.numel() for made in batch.made)
+            own.sizes.zero_()
+            own.sizes[1] = sum(made.node.numel() for made in batch.made)
 
     def emit(batch, sizes):
         simulator = Simulator.at_work
@@ -49,7 +50,8 @@ def kernels(request, monkeypatch):
         found = []
         for made in batch.made:
             parts = [torch.empty_like(part) for part in made[:3]]
-            simulator.work([batch.nodes, batch.src, batch.eid, batch.col], parts, simulator.operator_s)
+            own = batch.scratch
+            simulator.work([own.nodes, own.src, own.eid, own.col], parts, simulator.operator_s)
             with simulator.pause():
                 for mine, part in zip(parts, made, strict=False):
                     mine.copy_(part)
@@ -161,7 +163,7 @@ class UnorderedStream:
         ([(Simulator, "record_stream", lambda self, tensor, stream: tensor)], "is freed, but main may still use it"),
         (
             [
-                (sample.AsyncHostCopy, "read", lambda self: self.words.tolist()),
+                (sample.AsyncHostCopy, "array", lambda self: self.words.numpy()),
                 (sample.AsyncHostCopy, "is_complete", lambda self: True),
             ],
             "the host looks into",

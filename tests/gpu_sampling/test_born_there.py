@@ -56,8 +56,8 @@ class Sampler(NeighborSampler):
     def bulk_size(self, wanted):
         return 1
 
-    def begin(self, seeds, keys, share, first):
-        assert seeds[0].device == GPU
+    def begin(self, seeds, sizes, keys, share, first):
+        assert seeds.device == GPU
         return self
 
     def is_ready(self):

@@ -39,7 +39,6 @@ def make_pair(*, ours, **options):
     "options",
     [
         {"topology": "device", "features": "device"},
-        {"topology": "pinned", "features": "pinned", "cache_rows": 20},
         {"topology": "pinned", "features": "pinned", "cache_bytes": 4000},
         {"topology": "pinned", "cache_bytes": "auto", "device_memory": "64kB", "bulk": 1},
         {"cache_bytes": "auto", "device_memory": "60kB", "bulk": 1, "prefetch": 0},
@@ -79,17 +78,19 @@ def test_any_bulk_gives_the_same_batches_also_from_its_middle(bulk):
     made = list(loader)
     assert assert_same_batches(made, [*theirs.train_dataloader()][1:]) > 2
     assert loader.times.batches == len(made)
+    # The first launch had room for its edges: it was not repeated with more memory.
+    assert loader.pipeline.sampler._kernel._start_capacity == ours.placement.start_edges
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["typed", "node times"])
 def test_hot_rows_change_nothing(case):
     graph = GRAPHS[NODE_CASES[case][0]]()
-    options, places = make_options(case, graph, 8), {"topology": "pinned", "features": "pinned", "cache_rows": 30}
+    options, places = make_options(case, graph, 8), {"topology": "pinned", "features": "pinned", "cache_bytes": 2000}
     loader = PersistentSamplerDataModule(graph, **options, **places, device=DEVICE).train_dataloader()
     tables = {name: table for name, table in loader.pipeline.tables.items() if table.cache is not None}
     assert set(tables) <= {"x", "half", ("paper", "x"), ("author", "x")}
-    assert sum(table.cache_rows for table in tables.values()) == 30
+    assert tables
     assert_same_batches(loader, NeighborDataModule(graph, **options).train_dataloader())
 
 
@@ -173,10 +174,8 @@ ON_DISK = "these options are for features in memory, but memory= reads them from
             (PersistentSamplerDataModule, options, message)
             for options, message in (
                 ({"features": "disk"}, "features='disk' is unknown"),
-                ({"cache_rows": -1}, "cache_rows must not be negative"),
-                ({"cache_rows": 1, "cache_bytes": 1}, "not both"),
+                ({"prefetch": -1}, "prefetch must not be negative"),
                 ({"device_memory": "big"}, "device_memory must be a number of bytes"),
-                ({"features": "shard", "cache_rows": 5}, "on the device no row needs a cache"),
                 ({"gpus": 0}, "gpus must be at least 1"),
                 ({"fetch_size": 0}, "fetch_size must be at least 1"),
                 ({"topology": "shard", "sampler": "labor"}, "topology='shard' does not go with sampler='labor'"),
@@ -186,7 +185,7 @@ ON_DISK = "these options are for features in memory, but memory= reads them from
                 ),
                 *(
                     ({"memory": "4MB", **option}, ON_DISK)
-                    for option in ({"quantize": True}, {"cache_rows": 5}, {"features": "shard"})
+                    for option in ({"quantize": True}, {"features": "shard"})
                 ),
             )
         ),

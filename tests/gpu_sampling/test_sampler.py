@@ -7,10 +7,9 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from lightning_gnn.datamodules.link import LinkDataModule
 from lightning_gnn.features import FeatureTable
-from lightning_gnn.gpu_sampling.sampler import PersistentNeighborSampler
+from lightning_gnn.gpu_sampling.sampler import MODES, PersistentNeighborSampler
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.sampling.neighbor import NeighborSampler
-from lightning_gnn.triton_kernels.sample import MODES
 from tests.batch_checks import assert_same_batches
 from tests.batching_data import small_data
 from tests.sampling.cases import GRAPHS, WRITES

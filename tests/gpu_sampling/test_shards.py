@@ -60,6 +60,16 @@ def test_gpus_that_do_not_read_each_other_share_no_table(tmp_path, fails, why):
         assert {*places.values()} == {"pinned"}  # as for one GPU
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("step", ["empty", "rendezvous", "copy_shard", "take"])
+@pytest.mark.filterwarnings("ignore:.*no table is sharded")
+def test_a_failure_on_one_rank_ends_on_all(tmp_path, step):
+    for obstacle, error, gathered in run(shard_rank.share_with_failing_step, 2, str(tmp_path), step):
+        assert "reads across them fail" in obstacle
+        assert error == ("" if step == "take" else "planted")
+        assert gathered == [0, 1]  # later collectives still match
+
+
 @pytest.mark.parametrize(
     ("devices", "reads", "message"),
     [
