@@ -127,7 +127,7 @@ class Simulator(TorchDispatchMode):
     def make_allocator(self, deal, ranks):
         """Return a replacement of ``shards.allocate_symmetric``; ``deal(rank, part)`` writes the part of a peer."""
 
-        def symmetric(shape, dtype, device, group):
+        def symmetric(shape, dtype, machine):
             with self.pause():
                 parts = [torch.empty(shape, dtype=dtype) for _ in range(ranks)]
             others = []
@@ -156,6 +156,7 @@ class Simulator(TorchDispatchMode):
         """Replace the device for loaders and Triton samplers on the CPU."""
         from triton.runtime import interpreter
 
+        from lightning_gnn.collective import routes
         from lightning_gnn.gpu_sampling import stream_prefetcher
         from lightning_gnn.triton_kernels.sample import DeviceSampler
 
@@ -178,6 +179,9 @@ class Simulator(TorchDispatchMode):
         with monkeypatch.context() as patch:
             for name in ("new_stream", "current_stream", "record_stream"):
                 patch.setattr(stream_prefetcher, name, getattr(self, name))
+            for module in (stream_prefetcher, routes):
+                patch.setattr(module, "on_stream", lambda stream: stream)
+            patch.setattr(torch.cuda, "stream", lambda stream: stream)
             patch.setattr(DeviceSampler, "current_stream", lambda sampler: self.current_stream())
             patch.setattr(interpreter.GridExecutor, "__call__", launch_kernel)
             patch.setattr(torch.Tensor, "numpy", wrap_access(numpy, True))

@@ -6,6 +6,8 @@ import triton.language as tl
 from lightning_gnn.triton_kernels.hashing import Array, Lanes, Scalar
 from lightning_gnn.triton_kernels.hops import CODE, EDGES, HALF, LOW, NODES, NUM_BATCHES, NUM_HOPS, NUM_NODES
 
+THREADS = 256  # per program of the kernels below: one element each
+
 # Layout of the row that describes one mini-batch in the table of a bulk launch.
 ROW = tl.constexpr(8)  # words per row
 NODE_OUT = tl.constexpr(0)  # addresses of the outputs
@@ -64,7 +66,7 @@ def level_of(sizes: Array, first: Scalar, control: Array, at: Lanes) -> Lanes:
 def emit_bulk_kernel(
     control: Array,  # int64 [CONTROL_SIZE]
     sizes: Array,  # int64
-    state: Array,  # int64 [num_batches * num_nodes of the graph]
+    state: Array,  # int64 [num_batches * num_nodes of the graph] or [slots]
     nodes: Array,  # int32 [num_sampled]
     src: Array,  # int32 [capacity]
     eid: Array,  # int32 or int64 [capacity]
@@ -74,6 +76,7 @@ def emit_bulk_kernel(
     num_seeds: Scalar,  # total over all mini-batches, as the next two
     num_nodes: Scalar,
     num_edges: Scalar,
+    HASHED: tl.constexpr,
     T: tl.constexpr,
 ) -> None:
     """Relabel the edges of the mini-batches of a bulk launch, and copy each mini-batch to its own tensors."""
@@ -94,7 +97,8 @@ def emit_bulk_kernel(
     on = i < num_edges
     pos = num_seeds + i
     u = tl.load(src + pos, mask=on, other=0)
-    batch = u // size
+    target = tl.load(col + pos, mask=on, other=0)
+    batch = (tl.load(nodes + target, mask=on, other=0) if HASHED else u) // size
     level = level_of(sizes, EDGES, control, pos)
     own = table + batch * ROW
     at = pos + tl.load(of_edges + level * batches + batch, mask=on, other=0)
@@ -102,7 +106,6 @@ def emit_bulk_kernel(
     word = tl.load(state + u, mask=on, other=0)
     found = (((word >> HALF) & CODE) >> 1).to(tl.int32)
     row = (word & LOW) + tl.load(of_nodes + found * batches + batch, mask=on, other=0)
-    target = tl.load(col + pos, mask=on, other=0)
     col_out = target + tl.load(of_nodes + (level - 1) * batches + batch, mask=on, other=0)
     out = tl.load(own + EDGE_INDEX_OUT, mask=on, other=0).to(tl.pointer_type(tl.int64))
     tl.store(out + at, row, mask=on)

@@ -17,7 +17,8 @@ batches, so a relaxed atomic minimum is the entire protocol::
 A sample of every hop (EVERY) expands all nodes found so far in each hop, with a key per hop: *settle* gives the rows of
 earlier levels new edge offsets, before those of the nodes that it finds.
 
-A disjoint sample has one node per (tree, node), found through a hash table; its slot replaces the node id. A bulk
+A disjoint sample has one node per (tree, node), found through a hash table; its slot replaces the node id. A table of
+nodes does the same where the words of all nodes exceed the L2 cache and the table fits into it (HASHED). A bulk
 launch samples several mini-batches: node v of mini-batch b has the number ``b * num_nodes + v``, so each level is
 sorted by mini-batch. Edge positions, local ids and nodes are int32, which halves the traffic of random accesses.
 Offsets into the graph's edges are int64, as is ``program * share``, which may exceed the end of an array.
@@ -30,8 +31,8 @@ from lightning_gnn.triton_kernels.hashing import (
     Array,
     Lanes,
     Scalar,
+    bounded,
     layer_key,
-    mix,
     node_key,
     pick_one,
     pick_row,
@@ -98,53 +99,55 @@ def word(stamp: Scalar, code: Lanes, low: Lanes) -> Lanes:
 def grid_barrier(bar: Array, target: Scalar) -> None:
     """Wait until the counter reaches the arrivals of all programs so far; all must be resident at once."""
     tl.debug_barrier()  # all threads' stores must precede the release by one thread; Triton adds no barrier here
-    # Release: this program's writes are visible to every program that acquires the sum. Acquire below: plain loads
-    # after the barrier see released data, not stale data in a cache of this multiprocessor.
+    # Release: this program's writes are visible to every program that acquires the sum.
     tl.atomic_add(bar, 1, sem="release", scope="gpu")
-    while tl.atomic_add(bar, 0, sem="acquire", scope="gpu") < target:  # the compiler would remove a loop of plain loads
+    # Relaxed: an acquire empties the L1 cache, which other programs of this multiprocessor still use. An atomic: the
+    # compiler would remove a loop of plain loads.
+    while tl.atomic_add(bar, 0, sem="relaxed", scope="gpu") < target:
+        pass
+    # Acquire: plain loads after the barrier see released data, not stale data in the L1 cache. It succeeds at once; the
+    # compiler would remove it if its result were unused.
+    while tl.atomic_add(bar, 0, sem="acquire", scope="gpu") < target:
         pass
     tl.debug_barrier()  # one thread has waited; the others continue only now
 
 
 @triton.jit
-def level_edges(sizes: Array, level: Scalar, pid: Scalar, programs: Scalar, T: tl.constexpr) -> tuple[Scalar, Scalar]:
-    """Return this program's contiguous range of a level's edge positions: whole tiles of T, except the last one."""
-    low = tl.load(sizes + EDGES + level).to(tl.int32)
-    high = tl.load(sizes + EDGES + 1 + level).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(high - low, programs), T) * T
-    # In 64 bits: the start of the last programs may exceed an int32.
-    begin = tl.minimum(low.to(tl.int64) + pid.to(tl.int64) * share, high).to(tl.int32)
-    return begin, tl.minimum(begin.to(tl.int64) + share, high).to(tl.int32)
-
-
-@triton.jit
 def level_rows(
-    sizes: Array, level: Scalar, pid: Scalar, programs: Scalar, EVERY: tl.constexpr = False
-) -> tuple[Scalar, Scalar]:
-    """Return this program's contiguous range of the rows that expand into a level."""
-    low = tl.load(sizes + NODES + level - 1).to(tl.int32)
-    high = tl.load(sizes + NODES + level).to(tl.int32)
+    sizes: Array, level: Scalar, pid: Scalar, programs: Scalar, R: tl.constexpr, EVERY: tl.constexpr = False
+) -> tuple[Scalar, Scalar, Scalar]:
+    """Return this program's first row of those that expand into a level, the rows per tile, and the end of the rows."""
+    low = tl.load(sizes + NODES + level - 1)
+    high = tl.load(sizes + NODES + level)
     if EVERY:  # all rows so far, unless an earlier level did not fit
         low = low * 0
         high = tl.where(tl.load(sizes + NEEDED) == 0, high, 0)
-    share = tl.cdiv(high - low, programs)
-    begin = tl.minimum(low.to(tl.int64) + pid.to(tl.int64) * share, high).to(tl.int32)
-    return begin, tl.minimum(begin.to(tl.int64) + share, high).to(tl.int32)
+    # Programs take tiles in turn: at any time, all of them work on the same few mini-batches of a bulk.
+    share = tl.minimum(tl.cdiv(high - low, programs), R)
+    return low + pid * share, share, high
 
 
 @triton.jit
-def find_slot(table: Array, slots: Scalar, tree: Lanes, node: Lanes, on: Lanes) -> Lanes:
-    """Find or insert (tree, node) in the open-addressing table int64 ``[slots]``, -1 where empty; return its slot."""
-    entry = (tree.to(tl.int64) << HALF) | node.to(tl.int64)
-    at = (mix(entry.to(tl.uint64)) & (slots - 1).to(tl.uint64)).to(tl.int32)
+def find_slot(table: Array, slots: Scalar, high: Lanes, node: Lanes, on: Lanes, STAMPED: tl.constexpr = False) -> Lanes:
+    """Find or insert (high, node) in the open-addressing table int64 ``[slots]``; return its slot.
+
+    A slot is empty if it contains -1 or, if STAMPED, an entry with another upper half: that of an older batch.
+    """
+    entry = (high.to(tl.int64) << HALF) | node.to(tl.int64)
+    at = bounded(entry.to(tl.uint64), slots)
     todo = on
     # Linear probing; the table has at least twice as many slots as entries, so probing always reaches an empty one.
     while tl.sum(todo.to(tl.int32), 0) > 0:
-        # Triton's compare-and-swap has no mask: finished lanes compare with a value that the table never contains.
-        # Relaxed, as an entry is one word and therefore never seen in part.
-        old = tl.atomic_cas(table + at, tl.where(todo, -1, -2).to(tl.int64), entry, sem="relaxed")
-        todo = todo & (old != -1) & (old != entry)
-        at = tl.where(todo, (at + 1) & (slots - 1), at)
+        # Volatile, as other programs insert concurrently; an entry is one word and therefore never seen in part.
+        old = tl.load(table + at, mask=todo, other=0, volatile=True)
+        empty = todo & ((old >> HALF) != high if STAMPED else old == -1)
+        todo = todo & (old != entry)
+        at = tl.where(todo & (empty == 0), tl.where(at + 1 < slots, at + 1, 0), at)
+        if tl.sum((todo & (empty == 0)).to(tl.int32), 0) == 0:
+            # All lanes have found their entry or an empty slot. Triton's compare-and-swap has no mask: finished lanes
+            # compare with a value that the table never contains.
+            now = tl.atomic_cas(table + at, tl.where(empty, old, -2), entry, sem="relaxed")
+            todo = todo & (now != old) & (now != entry)
     return at
 
 
@@ -160,7 +163,7 @@ def own_node(control: Array, u: Lanes) -> tuple[Lanes, Lanes]:
 def place_seeds(
     seeds: Array, control: Array, state: Array, src: Array, sizes: Array, table: Array, stamp: Scalar,
     num_seeds: Scalar, slots: Scalar, pid: Scalar, programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr,
-    T: tl.constexpr,
+    T: tl.constexpr, HASHED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Set up level 0: a seed's local id is its position; a duplicate gets the id of its first occurrence."""
     t = pid.to(tl.int64) * T
@@ -168,14 +171,14 @@ def place_seeds(
         i = (t + tl.arange(0, T)).to(tl.int32)
         on = i < num_seeds
         u = tl.load(seeds + i, mask=on, other=0).to(tl.int32)
-        if DISJOINT:
-            u = find_slot(table, slots, i, u, on)
         if BULK:
             num_nodes = tl.load(control + NUM_NODES).to(tl.int32)
             batch = 1
             while batch < tl.load(control + NUM_BATCHES):
                 u += tl.where(i >= tl.load(control + STARTS + batch), num_nodes, 0)
                 batch += 1
+        if DISJOINT or HASHED:
+            u = find_slot(table, slots, stamp if HASHED else i, u, on, HASHED)
         tl.store(src + i, u, mask=on)
         # Code 0 means assigned at level 0: no later bid is lower. Of a duplicated seed, the lower position remains.
         tl.atomic_min(state + u, word(stamp, i * 0, i), mask=on, sem="relaxed")
@@ -190,11 +193,11 @@ def place_seeds(
 @triton.jit
 def bid(
     u: Lanes, tree: Lanes, pos: Lanes, on: Lanes, state: Array, src: Array, table: Array, stamp: Scalar, level: Scalar,
-    slots: Scalar, DISJOINT: tl.constexpr,
+    slots: Scalar, DISJOINT: tl.constexpr, HASHED: tl.constexpr = False,
 ) -> None:  # fmt: skip
     """Record the sources of edges and bid for them; the lowest position wins."""
-    if DISJOINT:
-        u = find_slot(table, slots, tree, u, on)
+    if DISJOINT or HASHED:
+        u = find_slot(table, slots, stamp if HASHED else tree, u, on, HASHED)
     tl.store(src + pos, u, mask=on)
     # The previous value is not used, so no thread waits for a result.
     tl.atomic_min(state + u, word(stamp, pos * 0 + 2 * level + 1, pos), mask=on, sem="relaxed")
@@ -232,15 +235,15 @@ def expand_rows(
     trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, table: Array, sizes: Array, stamp: Scalar,
     key: Scalar, first_tree: Scalar, fanout: Scalar, replace: Scalar, slots: Scalar, level: Scalar, pid: Scalar,
     programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, SHARDS: tl.constexpr,
-    SHIFT: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, EVERY: tl.constexpr,
+    SHIFT: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, EVERY: tl.constexpr, HASHED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Expand by a fanout up to K: one thread picks for each row, then one thread per edge gathers and bids."""
-    low, high = level_rows(sizes, level, pid, programs, EVERY)
-    # First the picks, one row per thread: R rows at a time hide one another's loads of `indptr`.
-    t = low
+    t, share, high = level_rows(sizes, level, pid, programs, R, EVERY)
     while t < high:
-        i = t + tl.arange(0, R)
-        on = i < high
+        # First the picks, one row per thread: R rows at a time hide one another's loads of `indptr`.
+        stop = tl.minimum(t + share, high)
+        i = (t + tl.arange(0, R)).to(tl.int32)
+        on = i < stop
         v = tl.load(nodes + i, mask=on, other=0)
         own_key = key
         if BULK:
@@ -256,35 +259,35 @@ def expand_rows(
         for j in tl.static_range(K):
             tl.store(eid + at + j, begin + picks[j], mask=j < taken)
             tl.store(col + at + j, i, mask=j < taken)
-        t += R
-    tl.debug_barrier()  # one thread writes an edge id and another reads it
-    # Then the random accesses, one edge per thread: rows shorter than the fanout leave no thread idle, and the gathers
-    # of T edges are in flight together. The rows of a program have adjacent edges, so this is one flat range.
-    t = tl.load(rowptr + low)
-    end = tl.load(rowptr + high)
-    while t < end:
-        pos = t + tl.arange(0, T)
-        on = pos < end
-        e = tl.load(eid + pos, mask=on, other=0)
-        begin = e
-        copied = e
-        v = pos
-        before = pos * 0
-        if BULK or CACHED:  # cache hits: this program has just read these rows and written these edges
-            v = tl.load(nodes + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
-        if BULK:
-            before = v
-            batch, v = own_node(control, v)
-            before -= v
-        if CACHED:
-            begin = tl.load(indptr + v, mask=on, other=0)
-            copied = tl.load(offset + v, mask=on, other=-1)
-        u = neighbor(indices, hot, copied, begin, e, on, CACHED, SHARDS, SHIFT) + before
-        tree = pos
-        if DISJOINT:
-            tree = tl.load(trees + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
-        bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT)
-        t += T
+        tl.debug_barrier()  # one thread writes an edge id and another reads it
+        # Then the random accesses, one edge per thread: rows shorter than the fanout leave no thread idle, and the
+        # gathers of T edges are in flight together. Adjacent rows have adjacent edges, so this is one flat range.
+        first = tl.load(rowptr + t)
+        end = tl.load(rowptr + stop)
+        while first < end:
+            pos = first + tl.arange(0, T)
+            on = pos < end
+            e = tl.load(eid + pos, mask=on, other=0)
+            start = e
+            copied = e
+            v = pos
+            before = pos * 0
+            if BULK or CACHED:  # cache hits: this program has just read these rows and written these edges
+                v = tl.load(nodes + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
+            if BULK:
+                before = v
+                batch, v = own_node(control, v)
+                before -= v
+            if CACHED:
+                start = tl.load(indptr + v, mask=on, other=0)
+                copied = tl.load(offset + v, mask=on, other=-1)
+            u = neighbor(indices, hot, copied, start, e, on, CACHED, SHARDS, SHIFT) + before
+            tree = pos
+            if DISJOINT:
+                tree = tl.load(trees + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
+            bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT, HASHED)
+            first += T
+        t += programs * share
 
 
 @triton.jit
@@ -294,11 +297,11 @@ def replay_rows(
     programs: Scalar, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
     """Expand from the queue's samples, int32 ``[tickets, 2, K]``: offsets and sources."""
-    low, high = level_rows(sizes, level, pid, programs)
-    t = low
+    t, share, high = level_rows(sizes, level, pid, programs, R)
     while t < high:
-        i = t + tl.arange(0, R)
-        on = i < high
+        stop = tl.minimum(t + share, high)
+        i = (t + tl.arange(0, R)).to(tl.int32)
+        on = i < stop
         v = tl.load(nodes + i, mask=on, other=0)
         begin = tl.load(indptr + v, mask=on, other=0)
         degree = (tl.load(indptr + v + 1, mask=on, other=0) - begin).to(tl.int32)
@@ -315,15 +318,15 @@ def replay_rows(
                 tl.store(src + at + j + c, tl.load(row + K + j + c, mask=picked, other=0), mask=picked)
                 tl.store(col + at + j + c, i, mask=picked)
             j += 5
-        t += R
-    tl.debug_barrier()  # one thread writes a source and another reads it
-    t = tl.load(rowptr + low)
-    end = tl.load(rowptr + high)
-    while t < end:
-        pos = t + tl.arange(0, T)
-        on = pos < end
-        bid(tl.load(src + pos, mask=on, other=0), pos, pos, on, state, src, src, stamp, level, 1, False)
-        t += T
+        tl.debug_barrier()  # one thread writes a source and another reads it
+        first = tl.load(rowptr + t)
+        end = tl.load(rowptr + stop)
+        while first < end:
+            pos = first + tl.arange(0, T)
+            on = pos < end
+            bid(tl.load(src + pos, mask=on, other=0), pos, pos, on, state, src, src, stamp, level, 1, False)
+            first += T
+        t += programs * share
 
 
 @triton.jit
@@ -350,16 +353,17 @@ def expand_flat(
     trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, table: Array, sizes: Array, stamp: Scalar,
     key: Scalar, first_tree: Scalar, fanout: Scalar, replace: Scalar, slots: Scalar, level: Scalar, pid: Scalar,
     programs: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, SHARDS: tl.constexpr,
-    SHIFT: tl.constexpr, T: tl.constexpr, EVERY: tl.constexpr,
+    SHIFT: tl.constexpr, T: tl.constexpr, EVERY: tl.constexpr, HASHED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Expand to all neighbors or by a fanout above K: one thread per edge, so several programs share a hub."""
-    t, end = level_edges(sizes, level, pid, programs, T)
+    t = tl.load(sizes + EDGES + level) + pid * T
+    end = tl.load(sizes + EDGES + 1 + level)
     first = tl.load(sizes + NODES + level - 1).to(tl.int32)
     if EVERY:
         first = first * 0
     last = tl.load(sizes + NODES + level).to(tl.int32)
     while t < end:
-        pos = t + tl.arange(0, T)
+        pos = (t + tl.arange(0, T)).to(tl.int32)
         on = pos < end
         low = row_of(rowptr, pos, first, last, on)
         v = tl.load(nodes + low, mask=on, other=0)
@@ -384,8 +388,8 @@ def expand_flat(
         if CACHED:
             copied = tl.load(offset + v, mask=on, other=-1)
         u = neighbor(indices, hot, copied, begin, e, on, CACHED, SHARDS, SHIFT) + before
-        bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT)
-        t += T
+        bid(u, tree, pos, on, state, src, table, stamp, level, slots, DISJOINT, HASHED)
+        t += programs * T
 
 
 @triton.jit
@@ -426,6 +430,7 @@ def settle(
     indptr: Array, control: Array, state: Array, nodes: Array, trees: Array, rowptr: Array, src: Array, table: Array,
     sizes: Array, totals: Array, stamp: Scalar, capacity: Scalar, next_fanout: Scalar, replace: Scalar, level: Scalar,
     num_hops: Scalar, DISJOINT: tl.constexpr, BULK: tl.constexpr, T: tl.constexpr, EVERY: tl.constexpr,
+    HASHED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Find the edges that won their source; assign local ids and edge offsets to the sources, in the order of edges."""
     low = tl.load(sizes + EDGES + level).to(tl.int32)
@@ -457,12 +462,12 @@ def settle(
         won = on & ((level == 0) | (lowest == word(stamp, pos * 0 + 2 * level + 1, pos)))
         expands = won & (level < num_hops)  # nodes of the last hop are not expanded: their degrees are not read
         u = found
-        if EVERY:
-            u = tl.where(item < old, tl.load(nodes + item, mask=item < old, other=0), found)
-            expands = expands | (item < old)
-        if DISJOINT:
+        if DISJOINT or HASHED:
             entry = tl.load(table + found, mask=on, other=0)
             u = entry.to(tl.int32)  # the lower half is the node
+        if EVERY:
+            u = tl.where(item < old, tl.load(nodes + item, mask=item < old, other=0), u)
+            expands = expands | (item < old)
         v = u
         if BULK:
             v = u % tl.load(control + NUM_NODES).to(tl.int32)
@@ -509,15 +514,15 @@ def level_phase(
     # [SHARDS], addresses of the shards
     seeds: Array,  # int32 or int64 [num_seeds]
     control: Array,  # int64 [CONTROL_SIZE], layout above
-    state: Array,  # int64 [num_nodes], or [slots] if DISJOINT: word of each node
+    state: Array,  # int64 [num_nodes], or [slots] if DISJOINT or HASHED: word of each node
     nodes: Array,  # int32 [num_sampled], node of each local id
     trees: Array,  # int32 [num_sampled], seed of each local id; used if DISJOINT
     rowptr: Array,  # int32 [num_sampled + 1], first edge position of each local id
-    src: Array,  # int32 [capacity], source of each edge position: a node, or if DISJOINT a slot of the table
+    src: Array,  # int32 [capacity], source of each edge position: a node, or a slot of the table
     eid: Array,  # int32 or int64 [capacity], position in CSC order of each edge position
     col: Array,  # int32 [capacity], local id of the target of each edge position
-    table: Array,  # int64 [slots], (tree << HALF) | node or -1; used if DISJOINT
-    slots: Scalar,  # int32, a power of two
+    table: Array,  # int64 [slots], (tree << HALF) | node or -1; if HASHED (stamp << HALF) | node
+    slots: Scalar,  # int32
     stage: Array,  # int32 [queue_slots, 2, K], offsets and sources that each task sampled; read if STAGED
     ticket_of: Array,  # int32 [num_nodes], queue slot of the final task of each node; read if STAGED
     sizes: Array,  # int64 [SIZES_SIZE], layout above
@@ -536,6 +541,7 @@ def level_phase(
     SHARDS: tl.constexpr = 1,  # number of shards of indices
     SHIFT: tl.constexpr = 0,  # log2 of the entries per round-robin block, if SHARDS > 1
     EVERY: tl.constexpr = False,  # every node found so far expands in each hop; not DISJOINT, BULK or STAGED
+    HASHED: tl.constexpr = False,  # the table has one entry per node, and slots replace nodes; not DISJOINT or STAGED
 ) -> None:
     """Run one phase of one level. It reads what the previous phase wrote, so a grid barrier must separate them."""
     stamp = tl.load(control + STAMP)
@@ -548,7 +554,7 @@ def level_phase(
         if level == 0:
             num_seeds = tl.load(control + NUM_SEEDS)
             place_seeds(seeds, control, state, src, sizes, table, stamp, num_seeds, slots, pid, programs,
-                        DISJOINT, BULK, T)  # fmt: skip
+                        DISJOINT, BULK, T, HASHED)  # fmt: skip
         else:
             fanout = tl.load(control + FANOUT + level - 1).to(tl.int32)
             if (fanout >= 0) & (fanout <= K):
@@ -558,17 +564,17 @@ def level_phase(
                 else:
                     expand_rows(indptr, indices, offset, hot, control, state, nodes, trees, rowptr, src, eid, col,
                                 table, sizes, stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
-                                DISJOINT, BULK, CACHED, SHARDS, SHIFT, K, R, T, EVERY)  # fmt: skip
+                                DISJOINT, BULK, CACHED, SHARDS, SHIFT, K, R, T, EVERY, HASHED)  # fmt: skip
             else:
                 expand_flat(indptr, indices, offset, hot, control, state, nodes, trees, rowptr, src, eid, col,
                             table, sizes, stamp, key, first_tree, fanout, replace, slots, level, pid, programs,
-                            DISJOINT, BULK, CACHED, SHARDS, SHIFT, T, EVERY)  # fmt: skip
+                            DISJOINT, BULK, CACHED, SHARDS, SHIFT, T, EVERY, HASHED)  # fmt: skip
     else:
         num_hops = tl.load(control + NUM_HOPS).to(tl.int32)
         fanout = tl.load(control + FANOUT + level).to(tl.int32)
         capacity = tl.load(control + CAPACITY)
         settle(indptr, control, state, nodes, trees, rowptr, src, table, sizes, totals, stamp, capacity, fanout,
-               replace, level, num_hops, DISJOINT, BULK, T, EVERY)  # fmt: skip
+               replace, level, num_hops, DISJOINT, BULK, T, EVERY, HASHED)  # fmt: skip
 
 
 @triton.jit
@@ -607,6 +613,7 @@ def hop_kernel(
     sizes: Array, totals: Array, begin: Scalar, end: Scalar,
     DISJOINT: tl.constexpr, BULK: tl.constexpr, CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr, SHARDS: tl.constexpr = 1, SHIFT: tl.constexpr = 0, EVERY: tl.constexpr = False,
+    HASHED: tl.constexpr = False,
 ) -> None:  # fmt: skip
     """Run phases ``[begin, end)`` of ``2 * level + EXPAND`` or ``SETTLE``; a bulk launch ends with :func:`split`."""
     pid = tl.program_id(0)
@@ -625,7 +632,7 @@ def hop_kernel(
             if (phase % PHASES == what) & (at_end == 0):
                 level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, trees, rowptr, src, eid, col,
                             table, slots, src, src, sizes, totals, level, pid, programs, what,
-                            DISJOINT, BULK, CACHED, False, K, R, T, SHARDS, SHIFT, EVERY)  # fmt: skip
+                            DISJOINT, BULK, CACHED, False, K, R, T, SHARDS, SHIFT, EVERY, HASHED)  # fmt: skip
         phase += 1
         if phase < end:
             grid_barrier(control + BARRIER, (phase - begin).to(tl.int64) * programs)

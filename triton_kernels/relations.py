@@ -1,10 +1,14 @@
-"""Heterogeneous, temporal, weighted and LABOR sampling, edge type by edge type, in one cooperative launch.
+"""Heterogeneous, temporal, weighted and LABOR sampling, hop by hop, in one cooperative launch.
 
-A *stage* is one edge type in one hop, in the order of (hop, edge type); stages replace the levels of ``hops.py``. Node
-ids of all types are numbered consecutively, with one word for each; local ids are per type. Each stage runs six phases,
-each followed by a grid barrier: *measure* (which in-edges of a row are eligible, and how many it picks), *place* (edge
-positions of each row), *pick*, *bid*, *count* (edges that won their source), *assign* (local ids in the order of the
-winning edges). The kernel reads the parameters of each stage from ``control``.
+A hop runs three phases for all edge types together, each followed by a grid barrier: *measure* (which in-edges of a row
+are eligible, and the positions of those it picks), *pick* (pick the in-edges, and bid for their sources) and *settle*
+(number the sources, in the order of the edges that won). A phase is made of tiles: T rows or edges of one edge type,
+at least one each. Edge types are rows of a table, so neither the barriers nor the code depend on their number.
+
+Edge types are sorted by source type, then by number. Bids only compare edges with the same source type, so the lowest
+position is the first edge in the order of the definition. Measuring and settling sum the counts of earlier tiles by
+decoupled look-back, as in ``hops.py``; settling starts a new sum at the first tile of each source type. Node ids of all
+types are numbered consecutively, with one word for each; local ids are per type.
 """
 
 import triton
@@ -16,29 +20,37 @@ from lightning_gnn.triton_kernels.hops import (
     CAPACITY,
     FIRST_TREE,
     HALF,
+    LEVEL_BITS,
     LOW,
     REPLACE,
     STAMP,
     bid,
     find_slot,
     grid_barrier,
+    look_back,
     row_of,
+    say,
     word,
 )
 from lightning_gnn.triton_kernels.relation_picks import count_at_most, pick_by_variate, pick_by_weight
 
-# Further indices into `control` (see hops.py).
+# Further indices into `control` (see hops.py), int64: scalars, counters, sizes, tables, seeds and times.
 NUM_TYPES = tl.constexpr(1)
-NUM_STAGES = tl.constexpr(2)
+NUM_RELATIONS = tl.constexpr(2)
 OFTEN = tl.constexpr(7)  # LABOR: number of mini-batches per renewal of a variate
 BATCH = tl.constexpr(8)  # LABOR: number of the mini-batch
-UNTIL = tl.constexpr(9)  # address of each tree's latest eligible time
-AFTER = tl.constexpr(10)  # address of each tree's exclusive lower bound of times; 0 without a window
+UNTIL = tl.constexpr(9)  # index of the latest eligible time of each tree
+AFTER = tl.constexpr(10)  # index of the exclusive lower bound of times of each tree; 0 without a window
 NEWEST = tl.constexpr(11)  # 1 if only the newest eligible edges are taken
-TABLES = tl.constexpr(32)  # a row for each stage, then a row for each node type
+EDGES = tl.constexpr(12)  # index of the first edge position of each stage, and the end of the last one
+STAGES = tl.constexpr(13)  # index of the rows of stages, a stage being one edge type in one hop
+TYPES = tl.constexpr(14)  # index of the rows of node types, which the seeds of each type follow
+TILES = tl.constexpr(32)  # number of tiles that programs have taken to measure and to settle each hop
+NEEDED = tl.constexpr(96)  # 0, or the capacity that would have been needed; from here to the stages: sizes for the host
+NODES = tl.constexpr(97)  # number of nodes of each type: 0, before each hop, and after the last one
 
 # Layout of the row of a stage.
-STAGE_SIZE = tl.constexpr(16)
+STAGE_SIZE = tl.constexpr(17)
 OWN_KEY = tl.constexpr(0)
 FANOUT = tl.constexpr(1)
 INDPTR = tl.constexpr(2)  # address, as of all arrays below; 0 if absent
@@ -51,57 +63,104 @@ PARALLEL = tl.constexpr(8)
 SOURCE = tl.constexpr(9)  # source node type
 SOURCE_FIRST = tl.constexpr(10)  # number of its node 0
 SOURCE_AT = tl.constexpr(11)  # start of its sampled nodes
-TARGET_AT = tl.constexpr(12)  # start of the sampled nodes of the target type
-ROWS_FROM = tl.constexpr(13)  # index in `sizes` of the target type's node count before the previous hop, or -1 for 0
-ROWS_TO = tl.constexpr(14)  # index of its node count before this hop; the nodes between both are the rows
-EDGES = tl.constexpr(15)  # index in `sizes` of the edge count before this stage
+TARGET = tl.constexpr(12)  # target node type; the nodes that the previous hop added are the rows
+TARGET_AT = tl.constexpr(13)  # start of its sampled nodes
+OPENS = tl.constexpr(14)  # 1 if this edge type is the first one with its source type
+CLOSES = tl.constexpr(15)  # 1 if it is the last one
+ROWS_AT = tl.constexpr(16)  # place of the first row in the arrays of rows; written by the kernel
 
 # Layout of the row of a node type.
 TYPE_SIZE = tl.constexpr(4)
 TYPE_AT = tl.constexpr(0)  # start of the sampled nodes of this type
 TYPE_FIRST = tl.constexpr(1)  # number of its node 0
 SEEDS = tl.constexpr(2)  # number of seeds
+START = tl.constexpr(3)  # tree of the first seed
 
-# `sizes` is int64 [1 + (num_stages + 1) * (1 + num_types)]: 0, or the capacity that would have been needed; then the
-# number of edges, and of nodes of each type, before each stage and after the last one.
-NEEDED = tl.constexpr(0)
-
-PHASES = tl.constexpr(6)
+PHASES = tl.constexpr(3)
+MOST_TILES = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def rows_of(own: Array, sizes: Array) -> tuple[Scalar, Scalar]:
-    """Return the range of local ids that a stage expands: the nodes that the previous hop added."""
-    at = tl.load(own + ROWS_FROM)
-    low = tl.load(sizes + at, mask=at >= 0, other=0).to(tl.int32)
-    return low, tl.load(sizes + tl.load(own + ROWS_TO)).to(tl.int32)
+def rows_of(control: Array, own: Array, hop: Scalar) -> tuple[Lanes, Lanes]:
+    """Return the ranges of local ids that stages expand: the nodes that the previous hop added."""
+    num_types = tl.load(control + NUM_TYPES)
+    at = control + NODES + hop * num_types + tl.load(own + TARGET)
+    return tl.load(at).to(tl.int32), tl.load(at + num_types).to(tl.int32)
 
 
 @triton.jit
-def edges_of(own: Array, control: Array, sizes: Array) -> tuple[Scalar, Scalar]:
-    """Return the range of edge positions of a stage."""
-    at = sizes + tl.load(own + EDGES)
-    return tl.load(at).to(tl.int32), tl.load(at + 1 + tl.load(control + NUM_TYPES)).to(tl.int32)
+def edges_of(control: Array, stage: Lanes) -> tuple[Lanes, Lanes]:
+    """Return the ranges of edge positions of stages."""
+    at = control + tl.load(control + EDGES) + stage
+    return tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32)
 
 
 @triton.jit
-def share(low: Scalar, high: Scalar, pid: Scalar, programs: Scalar, T: tl.constexpr) -> tuple[Scalar, Scalar]:
-    """Return this program's contiguous part of an int32 range: whole tiles of T, except the last one."""
-    size = tl.cdiv(tl.cdiv(high - low, programs), T) * T
-    # In 64 bits: the start of the last programs may exceed an int32.
-    begin = tl.minimum(low.to(tl.int64) + pid.to(tl.int64) * size, high).to(tl.int32)
-    return begin, tl.minimum(begin.to(tl.int64) + size, high).to(tl.int32)
+def row_of_stage(control: Array, hop: Scalar, relation: Lanes) -> tuple[Lanes, Lanes]:
+    """Return the number of a stage, and the pointer to its row."""
+    stage = hop * tl.load(control + NUM_RELATIONS).to(tl.int32) + relation
+    return stage, control + tl.load(control + STAGES) + stage * STAGE_SIZE
+
+
+@triton.jit
+def relation_of(
+    control: Array, hop: Scalar, tile: Scalar, ROWS: tl.constexpr, T: tl.constexpr
+) -> tuple[Scalar, Scalar, Scalar]:
+    """Return the edge type of a tile of rows or of edges, its first tile, and the end of its tiles.
+
+    After the last tile, this is at least the number of edge types, and the number of tiles.
+    """
+    num_relations = tl.load(control + NUM_RELATIONS).to(tl.int32)
+    relation = tile * 0
+    first = tile * 0
+    stop = tile * 0 + MOST_TILES
+    before = tile * 0
+    number = 0
+    while number < num_relations:
+        own = number + tl.arange(0, T)
+        stage, row = row_of_stage(control, hop, tl.minimum(own, num_relations - 1))
+        if ROWS:
+            low, high = rows_of(control, row, hop)
+        else:
+            low, high = edges_of(control, stage)
+        tiles = tl.where(own < num_relations, tl.maximum(tl.cdiv(high - low, T), 1), 0)
+        ends = before + tl.cumsum(tiles, 0)
+        relation += tl.sum((ends <= tile).to(tl.int32), 0)
+        first = tl.maximum(first, tl.max(tl.where(ends <= tile, ends, 0), 0))
+        stop = tl.minimum(stop, tl.min(tl.where(ends > tile, ends, MOST_TILES), 0))
+        before += tl.sum(tiles, 0)
+        number += T
+    return relation, first, stop
+
+
+@triton.jit
+def take_tile(control: Array, hop: Scalar, SETTLE: tl.constexpr) -> Scalar:
+    """Take the next tile to measure or to settle; a program waits for earlier tiles only, which others have taken."""
+    return tl.atomic_add(control + TILES + 2 * hop + SETTLE, 1, sem="relaxed").to(tl.int32)
+
+
+@triton.jit
+def sum_before(totals: Array, tile: Scalar, key: Scalar, count: Scalar, start: Scalar, opens: Scalar) -> Scalar:
+    """Return ``start`` plus the counts of the tiles from the last one that opens a sum to the previous one."""
+    before = start
+    if opens == 0:
+        say(totals, tile, 2 * key, key * 0, count)
+        _, before = look_back(totals, tile, key)
+    # A tile that opens a sum publishes no count of its own: no program looks past it.
+    say(totals, tile, 2 * key + 1, key * 0, before + count)
+    return before
 
 
 @triton.jit
 def place_seeds(
-    control: Array, state: Array, nodes: Array, trees: Array, table: Array, slots: Scalar, sizes: Array, pid: Scalar,
+    control: Array, state: Array, nodes: Array, trees: Array, table: Array, slots: Scalar, pid: Scalar,
     programs: Scalar, DISJOINT: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Register the seeds, which ``nodes`` already contains; the first occurrence of a duplicate wins."""
+    """Register the seeds as the first nodes of their types; the first occurrence of a duplicate wins."""
     stamp = tl.load(control + STAMP)
     num_types = tl.load(control + NUM_TYPES).to(tl.int32)
-    own = control + TABLES + tl.load(control + NUM_STAGES) * STAGE_SIZE
+    own = control + tl.load(control + TYPES)
+    seeds = own + num_types * TYPE_SIZE
     number = 0
     while number < num_types:
         first = tl.load(own + TYPE_FIRST).to(tl.int32)
@@ -111,38 +170,49 @@ def place_seeds(
         while t < num_seeds:
             i = (t + tl.arange(0, T)).to(tl.int32)
             on = i < num_seeds
-            u = first + tl.load(nodes + at + i, mask=on, other=0)
+            v = tl.load(seeds + i, mask=on, other=0).to(tl.int32)
+            tl.store(nodes + at + i, v, mask=on)
+            u = first + v
             if DISJOINT:
-                u = find_slot(table, slots, tl.load(trees + at + i, mask=on, other=0), u, on)
-            # Code 0 means assigned before all stages: no later bid is lower.
+                tree = tl.load(own + START).to(tl.int32) + i
+                tl.store(trees + at + i, tree, mask=on)
+                u = find_slot(table, slots, tree, u, on)
+            # Code 0 means assigned before all hops: no later bid is lower.
             tl.atomic_min(state + u, word(stamp, i * 0, i), mask=on, sem="relaxed")
             t += programs * T
-        if pid == 0:
-            tl.store(sizes + 2 + number, num_seeds)
+        seeds += num_seeds
         own += TYPE_SIZE
         number += 1
-    if pid == 0:
-        tl.store(sizes + NEEDED, 0)
-        tl.store(sizes + 1, 0)
 
 
 @triton.jit
 def measure(
-    control: Array, nodes: Array, trees: Array, begins: Array, degrees: Array, sizes: Array, counts: Array,
-    stage: Scalar, pid: Scalar, programs: Scalar, TEMPORAL: tl.constexpr, R: tl.constexpr,
+    control: Array, nodes: Array, trees: Array, rowptr: Array, begins: Array, degrees: Array, totals: Array,
+    hop: Scalar, TEMPORAL: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Record the eligible in-edges of each row; count the edges that the rows of this program will pick."""
+    """Record the eligible in-edges of each row, and the positions of the edges that it picks, if they all fit."""
+    stamp = tl.load(control + STAMP)
     replace = tl.load(control + REPLACE).to(tl.int32)
-    own = control + TABLES + stage * STAGE_SIZE
-    fanout = tl.load(own + FANOUT).to(tl.int32)
-    indptr = tl.load(own + INDPTR).to(tl.pointer_type(tl.int64))
-    at = tl.load(own + TARGET_AT)
-    low, high = rows_of(own, sizes)
-    t, end = share(low, high, pid, programs, R)
-    total = tl.zeros([R], tl.int64)
-    while t < end:
-        i = t + tl.arange(0, R)
-        on = i < end
+    capacity = tl.load(control + CAPACITY)
+    num_relations = tl.load(control + NUM_RELATIONS).to(tl.int32)
+    edges = control + tl.load(control + EDGES)
+    relation, tiles, stop = relation_of(control, hop, hop * 0 + MOST_TILES, True, T)
+    first = tiles
+    stop = tiles * 0  # no tile yet
+    if tiles > tl.cdiv(capacity, T) + num_relations:  # the same in all programs: more rows than the capacity
+        tl.store(control + NEEDED, (tiles - num_relations).to(tl.int64) * T)
+        tiles = stop
+    tile = take_tile(control, hop, 0)
+    while tile < tiles:
+        if tile >= stop:
+            relation, first, stop = relation_of(control, hop, tile, True, T)
+        stage, own = row_of_stage(control, hop, relation)
+        fanout = tl.load(own + FANOUT).to(tl.int32)
+        indptr = tl.load(own + INDPTR).to(tl.pointer_type(tl.int64))
+        at = tl.load(own + TARGET_AT)
+        low, high = rows_of(control, own, hop)
+        i = low + (tile - first) * T + tl.arange(0, T)
+        on = i < high
         v = tl.load(nodes + at + i, mask=on, other=0)
         begin = tl.load(indptr + v, mask=on, other=0)
         degree = (tl.load(indptr + v + 1, mask=on, other=0) - begin).to(tl.int32)
@@ -150,337 +220,272 @@ def measure(
             if tl.load(own + TIME) != 0:
                 time = tl.load(own + TIME).to(tl.pointer_type(tl.int64))
                 tree = tl.load(trees + at + i, mask=on, other=0)
-                limits = tl.load(control + UNTIL).to(tl.pointer_type(tl.int64))
+                limits = control + tl.load(control + UNTIL)
                 last = count_at_most(time, begin, degree, tl.load(limits + tree, mask=on, other=0))
-                first = degree * 0
+                skipped = degree * 0
                 if tl.load(control + AFTER) != 0:
-                    limits = tl.load(control + AFTER).to(tl.pointer_type(tl.int64))
-                    first = tl.minimum(
-                        count_at_most(time, begin, degree, tl.load(limits + tree, mask=on, other=0)), last
-                    )
+                    limits = control + tl.load(control + AFTER)
+                    skipped = count_at_most(time, begin, degree, tl.load(limits + tree, mask=on, other=0))
+                    skipped = tl.minimum(skipped, last)
                 if (tl.load(control + NEWEST) != 0) & (fanout >= 0):
-                    first = tl.maximum(first, last - fanout)
-                begin += first
-                degree = last - first
-        tl.store(begins + i - low, begin, mask=on)
-        tl.store(degrees + i - low, degree, mask=on)
-        total += tl.where(on, width(degree, fanout, replace), 0)
-        t += R
-    tl.store(counts + pid, tl.sum(total, 0))
+                    skipped = tl.maximum(skipped, last - fanout)
+                begin += skipped
+                degree = last - skipped
+        picked = tl.where(on, width(degree, fanout, replace), 0).to(tl.int64)
+        count = tl.sum(picked, 0)
+        start = tl.load(edges + hop * num_relations)
+        before = sum_before(totals, tile, (stamp << LEVEL_BITS) | (2 * hop), count, start, tile == 0)
+        row = tile * T + tl.arange(0, T)
+        tl.store(rowptr + row, (before + tl.cumsum(picked, 0) - picked).to(tl.int32), mask=on)
+        tl.store(begins + row, begin, mask=on)
+        tl.store(degrees + row, degree, mask=on)
+        if tile == first:
+            tl.store(own + ROWS_AT, tile * T)
+            tl.store(edges + stage, before)
+        if tile == tiles - 1:
+            if before + count <= capacity:
+                tl.store(edges + stage + 1, before + count)
+            else:  # the host repeats the sample with more scratch memory; later hops have no rows
+                tl.store(control + NEEDED, before + count)
+        tile = take_tile(control, hop, 0)
 
 
 @triton.jit
-def place(
-    control: Array, rowptr: Array, degrees: Array, sizes: Array, counts: Array, stage: Scalar, pid: Scalar,
-    programs: Scalar, R: tl.constexpr, P: tl.constexpr,
+def bid_for(
+    control: Array, own: Array, state: Array, src: Array, table: Array, slots: Scalar, e: Lanes, pos: Lanes,
+    tree: Lanes, on: Lanes, hop: Scalar, DISJOINT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute the edge positions of each row, if the edges of all rows fit into the scratch memory."""
-    replace = tl.load(control + REPLACE).to(tl.int32)
-    own = control + TABLES + stage * STAGE_SIZE
-    fanout = tl.load(own + FANOUT).to(tl.int32)
-    low, high = rows_of(own, sizes)
-    t, end = share(low, high, pid, programs, R)
-    program = tl.arange(0, P)
-    totals = tl.load(counts + program, mask=program < programs, other=0)
-    before = sizes + tl.load(own + EDGES)
-    edge_begin = tl.load(before)
-    edge_end = edge_begin + tl.sum(totals, 0)
-    fits = edge_end <= tl.load(control + CAPACITY)  # the same in all programs
-    if fits:
-        e = (edge_begin + tl.sum(tl.where(program < pid, totals, 0), 0)).to(tl.int32)
-        while t < end:
-            i = t + tl.arange(0, R)
-            on = i < end
-            edges = tl.where(on, width(tl.load(degrees + i - low, mask=on, other=0), fanout, replace), 0)
-            tl.store(rowptr + i - low, e + tl.cumsum(edges, 0) - edges, mask=on)
-            e += tl.sum(edges, 0)
-            t += R
-    if pid == 0:  # writes the sizes for the next phases; no program reads them in this phase
-        after = before + 1 + tl.load(control + NUM_TYPES)
-        if fits:
-            tl.store(rowptr + high - low, edge_end.to(tl.int32))
-            tl.store(after, edge_end)
-        else:  # no edges in this stage: the host repeats the sample with more scratch memory
-            tl.store(after, edge_begin)
-            tl.store(sizes + NEEDED, tl.maximum(tl.load(sizes + NEEDED), edge_end))
+    """Gather the sources of picked edges and bid for them."""
+    indices = tl.load(own + INDICES).to(tl.pointer_type(tl.int32))
+    u = tl.load(indices + e.to(tl.int64) * tl.load(own + STRIDE), mask=on, other=0)
+    u += tl.load(own + SOURCE_FIRST).to(tl.int32)
+    bid(u, tree, pos, on, state, src, table, tl.load(control + STAMP), hop + 1, slots, DISJOINT)
 
 
 @triton.jit
 def pick(
-    control: Array, nodes: Array, trees: Array, rowptr: Array, begins: Array, degrees: Array, eid: Array, col: Array,
-    sizes: Array, stage: Scalar, pid: Scalar, programs: Scalar,
-    DISJOINT: tl.constexpr, WEIGHTED: tl.constexpr, LABOR: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+    control: Array, state: Array, nodes: Array, trees: Array, rowptr: Array, begins: Array, degrees: Array, src: Array,
+    eid: Array, col: Array, table: Array, slots: Scalar, hop: Scalar, pid: Scalar, programs: Scalar,
+    DISJOINT: tl.constexpr, WEIGHTED: tl.constexpr, LABOR: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Pick the edges: one per thread (uniform), one row per thread (by weight), or one row per program (by variate)."""
+    """Pick edges and bid for their sources: first one per thread, except those that are picked by row."""
     replace = tl.load(control + REPLACE).to(tl.int32)
     first_tree = tl.load(control + FIRST_TREE)
-    own = control + TABLES + stage * STAGE_SIZE
-    key = tl.load(own + OWN_KEY)
-    fanout = tl.load(own + FANOUT).to(tl.int32)
-    at = tl.load(own + TARGET_AT)
-    weighted = tl.load(own + WEIGHT) != 0
-    low, high = rows_of(own, sizes)
-    edge_begin, edge_end = edges_of(own, control, sizes)
-    t, end = share(edge_begin, edge_end, pid, programs, T)
-    while t < end:
-        pos = t + tl.arange(0, T)
-        on = pos < end
-        row = row_of(rowptr, pos, high * 0, high - low, on)
+    num_relations = tl.load(control + NUM_RELATIONS).to(tl.int32)
+    tile = pid
+    relation, first, stop = relation_of(control, hop, tile, False, T)
+    while relation < num_relations:
+        stage, own = row_of_stage(control, hop, relation)
+        fanout = tl.load(own + FANOUT).to(tl.int32)
+        at = tl.load(own + TARGET_AT)
+        rows_at = tl.load(own + ROWS_AT).to(tl.int32)
+        low, high = rows_of(control, own, hop)
+        edge_begin, edge_end = edges_of(control, stage)
+        pos = edge_begin + (tile - first) * T + tl.arange(0, T)
+        on = pos < edge_end
+        row = row_of(rowptr, pos, rows_at, rows_at + high - low, on)
+        i = low - rows_at + row
         begin = tl.load(begins + row, mask=on, other=0)
         degree = tl.load(degrees + row, mask=on, other=0)
         j = pos - tl.load(rowptr + row, mask=on, other=0)
-        later = on & (fanout >= 0) & ((degree > fanout) | (replace != 0))  # picked below
-        if LABOR:
-            tl.store(eid + pos, begin + j, mask=on & (later == 0))
-        else:
-            if weighted:
-                tl.store(eid + pos, begin + j, mask=on & (later == 0))
-            else:
-                v = tl.load(nodes + at + low + row, mask=on, other=0)
-                own_key = key
-                if DISJOINT:
-                    own_key = tree_key(key, first_tree + tl.load(trees + at + low + row, mask=on, other=0))
-                e = begin + pick_one(node_key(own_key, v), j, degree, fanout, replace, on)
-                tl.store(eid + pos, e, mask=on)
-        tl.store(col + pos, low + row, mask=on)
-        t += T
-    if (edge_end > edge_begin) & (fanout > 0):
-        if WEIGHTED:  # noqa: SIM102
-            if weighted:
-                pick_rows_by_weight(
-                    own, nodes, trees, rowptr, begins, degrees, eid, at, low, high, key, first_tree, fanout,
-                    replace, pid, programs, DISJOINT, R,
-                )  # fmt: skip
-        if LABOR:
-            pick_rows_by_variate(
-                control, own, trees, rowptr, begins, degrees, eid, at, low, high, key, first_tree, fanout, pid,
-                programs, DISJOINT, T,
-            )  # fmt: skip
-
-
-@triton.jit
-def pick_rows_by_weight(
-    own: Array, nodes: Array, trees: Array, rowptr: Array, begins: Array, degrees: Array, eid: Array,
-    at: Scalar, low: Scalar, high: Scalar, key: Scalar, first_tree: Scalar, fanout: Scalar, replace: Scalar,
-    pid: Scalar, programs: Scalar, DISJOINT: tl.constexpr, R: tl.constexpr,
-) -> None:  # fmt: skip
-    """Pick by weight for the rows that need random draws, one row per thread."""
-    weight = tl.load(own + WEIGHT).to(tl.pointer_type(tl.float64))
-    prefix = tl.load(own + PREFIX).to(tl.pointer_type(tl.float64))
-    rows = high - low
-    t = pid.to(tl.int64) * R
-    while t < rows:
-        row = (t + tl.arange(0, R)).to(tl.int32)
-        on = row < rows
-        begin = tl.load(begins + row, mask=on, other=0)
-        degree = tl.load(degrees + row, mask=on, other=0)
-        draws = on & (degree > 0) & ((degree > fanout) | (replace != 0))
-        own_key = key
-        if DISJOINT:
-            own_key = tree_key(key, first_tree + tl.load(trees + at + low + row, mask=on, other=0))
-        stream = node_key(own_key, tl.load(nodes + at + low + row, mask=on, other=0))
-        place = tl.load(rowptr + row, mask=on, other=0)
-        pick_by_weight(weight, prefix, eid, begin, degree, place, stream, fanout, replace, draws)
-        t += programs * R
-
-
-@triton.jit
-def pick_rows_by_variate(
-    control: Array, own: Array, trees: Array, rowptr: Array, begins: Array, degrees: Array, eid: Array, at: Scalar,
-    low: Scalar, high: Scalar, key: Scalar, first_tree: Scalar, fanout: Scalar, pid: Scalar, programs: Scalar,
-    DISJOINT: tl.constexpr, T: tl.constexpr,
-) -> None:  # fmt: skip
-    """Pick by variate for the rows with more edges than the fanout, one row per program at a time."""
-    indices = tl.load(own + INDICES).to(tl.pointer_type(tl.int32))
-    stride = tl.load(own + STRIDE).to(tl.int32)
-    parallel = tl.load(own + PARALLEL).to(tl.pointer_type(tl.int32))
-    has_parallel = tl.load(own + PARALLEL) != 0
-    often = tl.load(control + OFTEN)
-    batch = tl.load(control + BATCH)
-    row = pid.to(tl.int64)
-    while row < high - low:
-        degree = tl.load(degrees + row)
-        if degree > fanout:
-            own_key = key.to(tl.uint64)
-            if DISJOINT:
-                own_key = tree_key(key, first_tree + tl.load(trees + at + low + row))
-            pick_by_variate(
-                indices, stride, parallel, has_parallel, eid, tl.load(begins + row), degree, tl.load(rowptr + row),
-                fanout, own_key, often, batch, T,
-            )  # fmt: skip
-        row += programs
-
-
-@triton.jit
-def bid_all(
-    control: Array, state: Array, trees: Array, src: Array, eid: Array, col: Array, table: Array, slots: Scalar,
-    sizes: Array, stage: Scalar, pid: Scalar, programs: Scalar, DISJOINT: tl.constexpr, T: tl.constexpr,
-) -> None:  # fmt: skip
-    """Gather the sources of the edges and bid for them."""
-    stamp = tl.load(control + STAMP)
-    own = control + TABLES + stage * STAGE_SIZE
-    indices = tl.load(own + INDICES).to(tl.pointer_type(tl.int32))
-    stride = tl.load(own + STRIDE)
-    first = tl.load(own + SOURCE_FIRST).to(tl.int32)
-    at = tl.load(own + TARGET_AT)
-    edge_begin, edge_end = edges_of(own, control, sizes)
-    t, end = share(edge_begin, edge_end, pid, programs, T)
-    while t < end:
-        pos = t + tl.arange(0, T)
-        on = pos < end
-        u = first + tl.load(indices + tl.load(eid + pos, mask=on, other=0) * stride, mask=on, other=0)
+        tl.store(col + pos, i, mask=on)
         tree = pos
         if DISJOINT:
-            tree = tl.load(trees + at + tl.load(col + pos, mask=on, other=0), mask=on, other=0)
-        bid(u, tree, pos, on, state, src, table, stamp, stage + 1, slots, DISJOINT)
-        t += T
+            tree = tl.load(trees + at + i, mask=on, other=0)
+        if (tl.load(own + WEIGHT) == 0) & (not LABOR):
+            own_key = tl.load(own + OWN_KEY).to(tl.uint64)
+            if DISJOINT:
+                own_key = tree_key(own_key, first_tree + tree)
+            v = tl.load(nodes + at + i, mask=on, other=0)
+            j = pick_one(node_key(own_key, v), j, degree, fanout, replace, on)
+        else:
+            on = on & ((fanout < 0) | ((degree <= fanout) & (replace == 0)))
+        e = begin + j
+        tl.store(eid + pos, e, mask=on)
+        bid_for(control, own, state, src, table, slots, e, pos, tree, on, hop, DISJOINT)
+        tile += programs
+        if tile >= stop:
+            relation, first, stop = relation_of(control, hop, tile, False, T)
+    if WEIGHTED or LABOR:
+        pick_rows(control, state, nodes, trees, rowptr, begins, degrees, src, eid, table, slots, hop, pid, programs,
+                  DISJOINT, LABOR, T)  # fmt: skip
 
 
 @triton.jit
-def won_at(state: Array, u: Lanes, stamp: Scalar, stage: Scalar, pos: Lanes, on: Lanes) -> Lanes:
-    """Return which edges won their source. Assigning a local id changes the word, but never to the bid of a loser."""
-    return on & (tl.load(state + u, mask=on, other=0) == word(stamp, pos * 0 + 2 * stage + 3, pos))
-
-
-@triton.jit
-def count(
-    control: Array, state: Array, src: Array, sizes: Array, counts: Array, stage: Scalar, pid: Scalar,
-    programs: Scalar, T: tl.constexpr,
+def pick_rows(
+    control: Array, state: Array, nodes: Array, trees: Array, rowptr: Array, begins: Array, degrees: Array, src: Array,
+    eid: Array, table: Array, slots: Scalar, hop: Scalar, pid: Scalar, programs: Scalar,
+    DISJOINT: tl.constexpr, LABOR: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Count the edges of this program that won their source."""
-    stamp = tl.load(control + STAMP)
-    own = control + TABLES + stage * STAGE_SIZE
-    edge_begin, edge_end = edges_of(own, control, sizes)
-    t, end = share(edge_begin, edge_end, pid, programs, T)
-    total = tl.zeros([T], tl.int32)
-    while t < end:
-        pos = t + tl.arange(0, T)
-        on = pos < end
-        total += won_at(state, tl.load(src + pos, mask=on, other=0), stamp, stage, pos, on).to(tl.int32)
-        t += T
-    tl.store(counts + pid, tl.sum(total, 0).to(tl.int64))
+    """Pick and bid for the rows that need random draws: one per thread by weight, or one per program by variate."""
+    replace = tl.load(control + REPLACE).to(tl.int32)
+    first_tree = tl.load(control + FIRST_TREE)
+    num_relations = tl.load(control + NUM_RELATIONS).to(tl.int32)
+    TOGETHER: tl.constexpr = 1 if LABOR else T
+    t = pid.to(tl.int64) * TOGETHER
+    relation, first, stop = relation_of(control, hop, (t // T).to(tl.int32), True, T)
+    while relation < num_relations:
+        _, own = row_of_stage(control, hop, relation)
+        fanout = tl.load(own + FANOUT).to(tl.int32)
+        key = tl.load(own + OWN_KEY).to(tl.uint64)
+        at = tl.load(own + TARGET_AT)
+        low, high = rows_of(control, own, hop)
+        row = t.to(tl.int32) if LABOR else t.to(tl.int32) + tl.arange(0, T)
+        i = low + row - first * T
+        on = (i < high) & (fanout > 0)
+        begin = tl.load(begins + row, mask=on, other=0)
+        degree = tl.load(degrees + row, mask=on, other=0)
+        place = tl.load(rowptr + row, mask=on, other=0)
+        tree = i
+        if DISJOINT:
+            tree = tl.load(trees + at + i, mask=on, other=0)
+            key = tree_key(key, first_tree + tree)
+        if LABOR:
+            if on & (degree > fanout):
+                indices = tl.load(own + INDICES).to(tl.pointer_type(tl.int32))
+                stride = tl.load(own + STRIDE).to(tl.int32)
+                parallel = tl.load(own + PARALLEL).to(tl.pointer_type(tl.int32))
+                pick_by_variate(
+                    indices, stride, parallel, tl.load(own + PARALLEL) != 0, eid, begin, degree, place, fanout, key,
+                    tl.load(control + OFTEN), tl.load(control + BATCH), T,
+                )  # fmt: skip
+                tl.debug_barrier()  # one thread writes an edge id and another reads it
+                j = tl.arange(0, T)
+                while tl.min(j, 0) < fanout:
+                    taken = j < fanout
+                    e = tl.load(eid + place + j, mask=taken, other=0)
+                    bid_for(control, own, state, src, table, slots, e, place + j, tree + j * 0, taken, hop, DISJOINT)
+                    j += T
+        else:
+            on = on & (tl.load(own + WEIGHT) != 0) & (degree > 0) & ((degree > fanout) | (replace != 0))
+            weight = tl.load(own + WEIGHT).to(tl.pointer_type(tl.float64))
+            prefix = tl.load(own + PREFIX).to(tl.pointer_type(tl.float64))
+            stream = node_key(key, tl.load(nodes + at + i, mask=on, other=0))
+            pick_by_weight(weight, prefix, eid, begin, degree, place, stream, fanout, replace, on)
+            j = 0
+            while j < tl.where(tl.max(on.to(tl.int32), 0) > 0, fanout, 0):
+                e = tl.load(eid + place + j, mask=on, other=0)
+                bid_for(control, own, state, src, table, slots, e, place + j, tree, on, hop, DISJOINT)
+                j += 1
+        t += programs * TOGETHER
+        if (t // T).to(tl.int32) >= stop:
+            relation, first, stop = relation_of(control, hop, (t // T).to(tl.int32), True, T)
 
 
 @triton.jit
-def assign(
-    control: Array, state: Array, nodes: Array, trees: Array, src: Array, table: Array, sizes: Array, counts: Array,
-    stage: Scalar, pid: Scalar, programs: Scalar, DISJOINT: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
+def settle(
+    control: Array, state: Array, nodes: Array, trees: Array, src: Array, table: Array, totals: Array, hop: Scalar,
+    DISJOINT: tl.constexpr, T: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Assign local ids of their type to new sources, in the order of the winning edges."""
+    """Find the edges that won their source; assign local ids of their type to the sources, in the order of edges."""
     stamp = tl.load(control + STAMP)
-    num_types = tl.load(control + NUM_TYPES).to(tl.int32)
-    own = control + TABLES + stage * STAGE_SIZE
-    source = tl.load(own + SOURCE)
-    first = tl.load(own + SOURCE_FIRST).to(tl.int32)
-    at = tl.load(own + SOURCE_AT)
-    edge_begin, edge_end = edges_of(own, control, sizes)
-    t, end = share(edge_begin, edge_end, pid, programs, T)
-    program = tl.arange(0, P)
-    totals = tl.load(counts + program, mask=program < programs, other=0)
-    counted = sizes + tl.load(own + EDGES) + 1
-    known = tl.load(counted + source)
-    place = (known + tl.sum(tl.where(program < pid, totals, 0), 0)).to(tl.int32)
-    while t < end:
-        pos = t + tl.arange(0, T)
-        on = pos < end
+    num_types = tl.load(control + NUM_TYPES)
+    num_relations = tl.load(control + NUM_RELATIONS).to(tl.int32)
+    tile = take_tile(control, hop, 1)
+    relation, first, stop = relation_of(control, hop, tile, False, T)
+    while relation < num_relations:
+        stage, own = row_of_stage(control, hop, relation)
+        at = tl.load(own + SOURCE_AT)
+        edge_begin, edge_end = edges_of(control, stage)
+        pos = edge_begin + (tile - first) * T + tl.arange(0, T)
+        on = pos < edge_end
         u = tl.load(src + pos, mask=on, other=0)
-        won = won_at(state, u, stamp, stage, pos, on)
-        new = won.to(tl.int32)
-        i = place + tl.cumsum(new, 0) - new
+        # Assigning a local id changes the word of a source, but never to the bid of a loser.
+        won = on & (tl.load(state + u, mask=on, other=0) == word(stamp, pos * 0 + 2 * hop + 3, pos))
+        new = won.to(tl.int64)
+        count = tl.sum(new, 0)
+        known = control + NODES + (hop + 1) * num_types + tl.load(own + SOURCE)
+        opens = (tile == first) & (tl.load(own + OPENS) != 0)
+        before = sum_before(totals, tile, (stamp << LEVEL_BITS) | (2 * hop + 1), count, tl.load(known), opens)
+        i = (before + tl.cumsum(new, 0) - new).to(tl.int32)
         # A plain store, as a source has only one winner.
-        tl.store(state + u, word(stamp, i * 0 + 2 * stage + 2, i), mask=won)
+        tl.store(state + u, word(stamp, i * 0 + 2 * hop + 2, i), mask=won)
         if DISJOINT:
             entry = tl.load(table + u, mask=won, other=0)
             tl.store(trees + at + i, (entry >> HALF).to(tl.int32), mask=won)
             u = entry.to(tl.int32)  # the lower half is the node
-        tl.store(nodes + at + i, u - first, mask=won)
-        place += tl.sum(new, 0)
-        t += T
-    if pid == 0:
-        number = 0
-        while number < num_types:
-            there = tl.load(counted + number) + tl.where(source == number, tl.sum(totals, 0), 0)
-            tl.store(counted + 1 + num_types + number, there)
-            number += 1
+        tl.store(nodes + at + i, u - tl.load(own + SOURCE_FIRST).to(tl.int32), mask=won)
+        if (tile == stop - 1) & (tl.load(own + CLOSES) != 0):
+            tl.store(known + num_types, before + count)
+        tile = take_tile(control, hop, 1)
+        if tile >= stop:
+            relation, first, stop = relation_of(control, hop, tile, False, T)
 
 
 # Arguments that change from batch to batch are not specialized, as in hops.py.
 @triton.jit(do_not_specialize=["slots", "begin", "end"])
 def relation_kernel(
-    control: Array,  # int64 [TABLES + num_stages * STAGE_SIZE + num_types * TYPE_SIZE], layout above
+    control: Array,  # int64, layout above
     state: Array,  # int64 [nodes of all types], or [slots] if DISJOINT: word of each node
     nodes: Array,  # int32, sampled nodes of each type, with their ids in that type
     trees: Array,  # int32, their trees; used if DISJOINT
-    rowptr: Array,  # int32 [rows + 1], first edge position of each row of a stage
-    begins: Array,  # int64 [rows], first eligible in-edge of each row
-    degrees: Array,  # int32 [rows], number of eligible in-edges
+    rowptr: Array,  # int32 [tiles * T], first edge position of each row of a hop; the tiles of capacity, as below
+    begins: Array,  # int64 [tiles * T], first eligible in-edge of each row
+    degrees: Array,  # int32 [tiles * T], number of eligible in-edges
     src: Array,  # int32 [capacity], source of each edge position: a node, or if DISJOINT a slot of the table
     eid: Array,  # int32 or int64 [capacity], position in the CSC order of its edge type
     col: Array,  # int32 [capacity], local id of the target
     table: Array,  # int64 [slots], (tree << HALF) | node or -1; used if DISJOINT
     slots: Scalar,  # int32, a power of two
-    sizes: Array,  # int64, see above
-    counts: Array,  # int64 [programs], new edges or nodes of each program
-    begin: Scalar,  # int32, first phase to run: 0 for the seeds, 1 + 6 * stage + i for phase i of a stage
+    totals: Array,  # int64 [tiles, 2], the two words of each tile, as in hops.py
+    begin: Scalar,  # int32, first phase to run: 0 for the seeds, 1 + 3 * hop + i for phase i of a hop
     end: Scalar,  # int32, first phase not to run
     DISJOINT: tl.constexpr,  # one tree per seed
     TEMPORAL: tl.constexpr,  # edges of some edge type have times
-    WEIGHTED: tl.constexpr,  # edges of some edge type have weights
+    WEIGHTED: tl.constexpr,  # edges of some edge type have weights; not LABOR
     LABOR: tl.constexpr,  # pick by variates of the sources
-    R: tl.constexpr,  # rows per tile: one per thread
-    T: tl.constexpr,  # edges per tile
-    P: tl.constexpr,  # a power of two, at least the number of programs
+    T: tl.constexpr,  # rows or edges per tile: one per thread
 ) -> None:
-    """Sample stage by stage: phases ``[begin, end)`` of ``[0, 1 + 6 * num_stages)``."""
+    """Sample hop by hop: phases ``[begin, end)`` of ``[0, 1 + 3 * num_hops)``."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     phase = begin
     while phase < end:
+        hop = (phase - 1) // PHASES
+        what = (phase - 1) % PHASES
         if phase == 0:
-            place_seeds(control, state, nodes, trees, table, slots, sizes, pid, programs, DISJOINT, T)
-        else:
-            stage = (phase - 1) // PHASES
-            what = (phase - 1) % PHASES
-            if what == 0:
-                measure(control, nodes, trees, begins, degrees, sizes, counts, stage, pid, programs, TEMPORAL, R)
-            elif what == 1:
-                place(control, rowptr, degrees, sizes, counts, stage, pid, programs, R, P)
-            elif what == 2:
-                pick(control, nodes, trees, rowptr, begins, degrees, eid, col, sizes, stage, pid, programs,
-                     DISJOINT, WEIGHTED, LABOR, R, T)  # fmt: skip
-            elif what == 3:
-                bid_all(control, state, trees, src, eid, col, table, slots, sizes, stage, pid, programs, DISJOINT, T)
-            elif what == 4:
-                count(control, state, src, sizes, counts, stage, pid, programs, T)
+            place_seeds(control, state, nodes, trees, table, slots, pid, programs, DISJOINT, T)
+        elif what == 0:
+            measure(control, nodes, trees, rowptr, begins, degrees, totals, hop, TEMPORAL, T)
+        elif tl.load(control + NEEDED) == 0:  # only measuring writes it, so it is the same in all threads
+            if what == 1:
+                pick(control, state, nodes, trees, rowptr, begins, degrees, src, eid, col, table, slots, hop, pid,
+                     programs, DISJOINT, WEIGHTED, LABOR, T)  # fmt: skip
             else:
-                assign(control, state, nodes, trees, src, table, sizes, counts, stage, pid, programs, DISJOINT, T, P)
+                settle(control, state, nodes, trees, src, table, totals, hop, DISJOINT, T)
         phase += 1
         if phase < end:
             grid_barrier(control + BARRIER, (phase - begin).to(tl.int64) * programs)
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["num_stages"])
 def emit_relations_kernel(
     state: Array,  # int64, as above
+    nodes: Array,  # int32
+    trees: Array,  # int32; read if DISJOINT
     src: Array,  # int32 [capacity]
     eid: Array,  # int32 or int64 [capacity]
     col: Array,  # int32 [capacity]
-    places: Array,  # int64 [num_stages, 5]: first edge, edges, offset in the edge type; the edge type's offset, edges
-    edge_index_out: Array,  # int64 [2 * total], concatenated [2, m] of each edge type
-    edge_out: Array,  # int64 [total]
+    places: Array,  # int64 [num_stages + num_types, 5]: first edge or node, their number; where sources, targets and
+    # edges go, or nodes and trees
+    num_stages: Scalar,
+    out: Array,  # int64, all outputs
+    DISJOINT: tl.constexpr,
     T: tl.constexpr,
 ) -> None:
-    """Relabel the edges of one stage of a finished batch, and copy them to the output of their edge type."""
+    """Copy the edges of one stage of a finished batch to the output, relabeled, or the nodes of one type."""
     own = places + tl.program_id(1) * 5
     first = tl.load(own)
-    number = tl.load(own + 1)
-    to = tl.load(own + 2)
-    before = tl.load(own + 3)
-    edges = tl.load(own + 4)
     i = tl.program_id(0) * T + tl.arange(0, T)
-    on = i < number
-    u = tl.load(src + first + i, mask=on, other=0)
-    row = edge_index_out + 2 * before + to + i
-    tl.store(row, tl.load(state + u, mask=on, other=0) & LOW, mask=on)
-    tl.store(row + edges, tl.load(col + first + i, mask=on, other=0).to(tl.int64), mask=on)
-    tl.store(edge_out + before + to + i, tl.load(eid + first + i, mask=on, other=0).to(tl.int64), mask=on)
+    on = i < tl.load(own + 1)
+    to = out + tl.load(own + 2) + i
+    next_to = out + tl.load(own + 3) + i
+    if tl.program_id(1) < num_stages:
+        u = tl.load(src + first + i, mask=on, other=0)
+        tl.store(to, tl.load(state + u, mask=on, other=0) & LOW, mask=on)
+        tl.store(next_to, tl.load(col + first + i, mask=on, other=0).to(tl.int64), mask=on)
+        tl.store(out + tl.load(own + 4) + i, tl.load(eid + first + i, mask=on, other=0).to(tl.int64), mask=on)
+    else:
+        tl.store(to, tl.load(nodes + first + i, mask=on, other=0).to(tl.int64), mask=on)
+        if DISJOINT:
+            tl.store(next_to, tl.load(trees + first + i, mask=on, other=0).to(tl.int64), mask=on)

@@ -14,24 +14,25 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Protocol
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from lightning_gnn.triton_kernels import hops
-from lightning_gnn.triton_kernels.emit import emit_kernel
+from lightning_gnn.triton_kernels.emit import THREADS, emit_kernel
 from lightning_gnn.triton_kernels.hops import hop_kernel
 from lightning_gnn.triton_kernels.queue import FIRST_LEVEL, queue_kernel
 
-MODES = ("fused", "persistent")
-WARPS = (1, 2, 4, 8, 16, 32)
 INTERPRETED = not isinstance(hop_kernel, JITFunction)  # TRITON_INTERPRET is set: programs run sequentially on the CPU
-REGISTER_FANOUTS = (5, 10, 15, 20, 25, 32)  # kernels are compiled for the next larger one; above, O(k^2) hashes
+REGISTER_FANOUTS = (5, 10, 15)  # kernels are compiled for the next larger one; above, O(k) hashes per edge
 UNTOUCHED = 2**63 - 1
 _FIRST_STAMP = 2 ** (63 - hops.STAMP_SHIFT.value) - 2
 LARGEST = 2**31 - 2**16
+_MOST_PREPARED = 32  # shapes of batches whose launches are kept
 
+Words = np.ndarray[Any, np.dtype[np.int64]]
 Sample = tuple[Tensor, Tensor, Tensor, "Tensor | None", list[int], list[int]]
 
 
@@ -57,17 +58,19 @@ class DeviceSampler:
     PROGRAMS_PER_SM = 4
 
     def __init__(
-        self, device: torch.device, num_programs: int | None, num_warps: int, programs_per_sm: int = PROGRAMS_PER_SM
+        self,
+        device: torch.device,
+        num_programs: int | None,
+        num_warps: int,
+        programs_per_sm: int = PROGRAMS_PER_SM,
+        start_edges: int = START_EDGES,
     ) -> None:
-        if num_warps not in WARPS:
-            raise ValueError(f"num_warps is {num_warps}; choose one of {', '.join(map(str, WARPS))}")
-        if programs_per_sm < 1:
-            raise ValueError(f"programs_per_sm must be at least 1, but is {programs_per_sm}")
         self.device, self.num_programs, self.num_warps = device, num_programs, num_warps
         self.programs_per_sm = programs_per_sm
-        self._start_capacity = self.START_EDGES
+        self._start_capacity = start_edges
         self._stamp: int = _FIRST_STAMP + 1
         self._buffers: dict[str, Tensor] = {}
+        self._prepared: dict[tuple[object, ...], Prepared] = {}  # by the shape of batches; all use the buffers
         self._programs: dict[tuple[object, ...], int] = {}
         self._lock = threading.RLock()  # a bulk that is too large is sampled again in halves
         self._stream: Any = None
@@ -100,6 +103,7 @@ class DeviceSampler:
             old = self._buffers.pop(name, None)
             if old is not None and old.device.type == "cuda":  # this stream may still read an earlier batch
                 old.record_stream(torch.cuda.current_stream(old.device))
+            self._prepared.clear()
             self._buffers[name] = self._allocate(max(size, 1), dtype)
             if fill is not None:
                 self._buffers[name].fill_(fill)
@@ -110,9 +114,9 @@ class DeviceSampler:
         self._stamp -= 1
         if self._stamp < 1:
             self._stamp = _FIRST_STAMP
-            for name, fill in (("state", UNTOUCHED), ("slot_state", UNTOUCHED), ("queue", 0), ("totals", 0)):
-                if name in self._buffers:
-                    self._buffers[name].fill_(fill)
+            for name, buffer in self._buffers.items():
+                if name in ("state", "slot_state", "node_table", "queue", "totals"):
+                    buffer.fill_(0 if name in ("queue", "totals") else UNTOUCHED)
         return self._stamp
 
     @contextlib.contextmanager
@@ -135,7 +139,8 @@ class DeviceSampler:
         """Lock the scratch memory for a launch, after copying a pending mini-batch out of it."""
         with self._lock:
             if self._pending is not None:
-                with self._pending.stream or contextlib.nullcontext(), self.on_device():
+                stream = self._pending.stream
+                with torch.cuda.stream(stream) if stream else contextlib.nullcontext(), self.on_device():
                     self._pending.flush()
             with self.on_device():
                 yield
@@ -156,6 +161,12 @@ class DeviceSampler:
         if INTERPRETED:
             return 2
         return self._num_sms * self.programs_per_sm
+
+    @functools.cached_property
+    def l2_bytes(self) -> int:
+        """Size of the device's L2 cache in bytes; a CPU has no limit."""
+        on_gpu = self.device.type == "cuda"
+        return int(torch.cuda.get_device_properties(self.device).L2_cache_size) if on_gpu else LARGEST
 
     @functools.cached_property
     def _num_sms(self) -> int:
@@ -182,14 +193,41 @@ class DeviceSampler:
         return [(i, i + 1) for i in range(first, end)] if INTERPRETED and programs > 1 else [(first, end)]
 
 
+class Launch:
+    """A kernel with its arguments; later launches skip Triton's binding of arguments, which takes about 40 us."""
+
+    def __init__(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any], changing: tuple[int, ...]) -> None:
+        self.kernel, self.args, self.options, self.changing = kernel, args, options, changing
+        self._compiled: Any = None
+        if isinstance(kernel, JITFunction):
+            # Triton selects the variant for the types and the alignment of these arguments; changed ones must have the
+            # same. It converts pinned tensors at each launch, as a GPU may have another address for their memory.
+            self._compiled = kernel.warmup(*args, grid=(1,), **options)
+            constants = (options.get(param.name, param.default) for param in kernel.params[len(args) :])
+            self._arguments = [
+                arg.data_ptr() if isinstance(arg, Tensor) and not arg.is_pinned() else arg
+                for arg in (*args, *constants)
+            ]
+
+    def __call__(self, programs: int, *changed: Any) -> None:
+        """Launch with new values of the changing arguments."""
+        args = list(self.args if self._compiled is None else self._arguments)
+        for at, arg in zip(self.changing, changed, strict=True):
+            args[at] = arg
+        if self._compiled is None:
+            self.kernel[(programs,)](*args, **self.options)
+        else:
+            self._compiled[(programs, 1, 1)](*args)
+
+
 class TritonNeighborSampler(DeviceSampler):
     """Samples mini-batches of one homogeneous graph. Thread-safe; calls share scratch memory and run one at a time."""
 
     # Scratch memory: 8 bytes per node of the graph (12 if persistent); 12 bytes per edge a batch may have (16 in graphs
     # of 2^31 edges and more) and 8 per node; if persistent, 8 + 8 * max(fanouts) per task; if disjoint, none per node
-    # of the graph, but 36 to 68 more per edge. It starts with room for START_EDGES edges and grows on demand.
+    # of the graph, but 36 to 68 more per edge; if hashed, 32 per edge that a batch can have instead of 8 per node of
+    # the graph. It starts with room for start_edges edges and grows on demand.
 
-    MODES: tuple[str, ...] = MODES
     QUEUE_MODES: tuple[str, ...] = ("persistent",)
 
     def __init__(
@@ -197,24 +235,21 @@ class TritonNeighborSampler(DeviceSampler):
         indptr: Tensor,  # CSC offsets, int64 [num_nodes + 1], on the device or in pinned host memory
         indices: Tensor,  # source nodes, int32 or int64 [num_edges], on the device or in pinned host memory
         *,
-        mode: str = "fused",  # one of MODES; disjoint samples, and fanouts that queue_supports rejects, run hop by hop
+        mode: str = "fused",  # or "persistent": the queue, unless disjoint, with fanouts that it supports
         fetch_size: int = 128,  # tasks that a program claims at a time
         num_programs: int | None = None,  # per launch; None: as many as can be resident at once
-        num_warps: int = 4,
+        num_warps: int = 8,
         programs_per_sm: int = 4,  # upper limit of resident programs per multiprocessor, if num_programs is None
+        start_edges: int = DeviceSampler.START_EDGES,  # edges per launch that the first scratch memory has room for
         every_hop: bool = False,  # sample a node in every hop from its first on; excludes disjoint and bulk samples
         device: torch.device | str | None = None,  # None: the device of indices, or the accelerator if they are pinned
         cached: CachedLists | None = None,  # cached hot adjacency lists on the device, read instead of indices
         shards: Shards | None = None,  # shards of all GPUs, if indices is only this GPU's shard; excludes cached
     ) -> None:
-        if mode not in self.MODES:
-            raise ValueError(f"unknown sampling mode {mode!r}; choose one of {', '.join(self.MODES)}")
-        if fetch_size < 1:
-            raise ValueError(f"fetch_size is {fetch_size}, but a program must claim at least 1 task")
         if indptr.numel() > LARGEST:
             raise ValueError(f"the graph has {indptr.numel() - 1} nodes, but this sampler numbers them in 31 bits")
         place = torch.device(device) if device is not None else device_of(indices)
-        super().__init__(place, num_programs, num_warps, programs_per_sm)
+        super().__init__(place, num_programs, num_warps, programs_per_sm, start_edges)
         self.cached = cached is not None
         offset, hot = (indptr, indices) if cached is None else (cached.offset, cached.cached_indices)
         self.graph = (indptr, indices, offset, hot)
@@ -268,6 +303,20 @@ class TritonNeighborSampler(DeviceSampler):
     ) -> Batch:
         return Batch(self, seeds, fanouts, key, replace, disjoint, first_tree)
 
+    def outputs(self, nodes: int, edges: int, disjoint: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Allocate nodes, edge_index, edges and trees of a mini-batch, int64, at multiples of 16 bytes."""
+        # One allocation per mini-batch, which costs less than four, and not per bulk: a mini-batch that is kept or
+        # pickled does not contain the others.
+        even_nodes, even_edges = nodes + nodes % 2, edges + edges % 2
+        memory = self._allocate(even_nodes + 2 * edges + even_edges + nodes * disjoint, torch.int64)
+        edge = even_nodes + 2 * edges
+        return (
+            memory.as_strided((nodes,), (1,)),
+            memory.as_strided((2, edges), (edges, 1), even_nodes),
+            memory.as_strided((edges,), (1,), edge),
+            memory.as_strided((nodes,), (1,), edge + even_edges) if disjoint else None,
+        )
+
 
 class AsyncHostCopy(NamedTuple):
     """Asynchronous copy of words to the host."""
@@ -279,11 +328,15 @@ class AsyncHostCopy(NamedTuple):
         """Whether :meth:`read` would return without waiting."""
         return self.completion is None or bool(self.completion.query())
 
-    def read(self) -> list[int]:
-        """Wait for the copy and return its words."""
+    def array(self) -> Words:
+        """Wait for the copy and return its words; the next :meth:`DeviceSampler.fetch` overwrites them."""
         if self.completion is not None:
             self.completion.synchronize()
-        return [int(word) for word in self.words.tolist()]
+        return self.words.numpy()
+
+    def read(self) -> list[int]:
+        """Wait for the copy and return its words."""
+        return [int(word) for word in self.array().tolist()]
 
 
 class PendingLaunch:
@@ -338,6 +391,9 @@ class Batch:
         possible = possible and self.queue_slots <= LARGEST
         self.fetch_size = max(1, min(sampler.fetch_size, self.queue_slots))
         self.queued = possible and sampler.mode in sampler.QUEUE_MODES
+        # Two slots of 16 bytes per edge: at most half of them are used, as a node has an edge or is a seed.
+        words, slots = 8 * self.parts * sampler.num_nodes, 32 * self.bound
+        self.hashed = not (self.disjoint or self.queued) and slots <= sampler.l2_bytes < words
         self.limit = LARGEST >> 2 if self.disjoint else LARGEST  # the hash table has two to four slots per position
         self.capacity = min(self.bound, self.limit, max(sampler._start_capacity, self.num_seeds))
 
@@ -367,121 +423,134 @@ class Batch:
             raise ValueError(f"a batch of {num_seeds} seeds has at least {needed} edges; the limit is {self.limit}")
         self.capacity = min(self.bound, self.limit, max(needed + needed // 4, 2 * self.capacity))
         self.sampler._start_capacity = max(self.sampler._start_capacity, self.capacity)
+        del self.scratch  # so that each array is freed before its successor is allocated
 
     def finish(self) -> list[Sample]:
         """Wait for the sizes and return the samples of the started launch."""
-        sizes = self.fetched.read()
-        while needed := sizes[hops.NEEDED.value]:
+        while needed := int((sizes := self.fetched.array())[hops.NEEDED.value]):
             self.grow(needed)
             self.start()
-            sizes = self.fetched.read()
         return [self.emit(sizes)]
 
     def start(self) -> None:
         """Launch the sampling into the scratch memory and the copy of its sizes, ``fetched``."""
         s = self.sampler
-        words_of_nodes = self.parts * s.num_nodes
-        most_nodes = self.capacity if self.disjoint else min(self.capacity, words_of_nodes + self.num_seeds)
-        self.src = s.scratch("src", self.capacity, torch.int32)
-        self.col = s.scratch("col", self.capacity, torch.int32)
-        self.eid = s.scratch("eid", self.capacity, torch.int32 if s.num_edges < 2**31 else torch.int64)
-        self.nodes = s.scratch("nodes", most_nodes, torch.int32)
-        self.rowptr = s.scratch("rowptr", most_nodes + 1, torch.int32)
-        self.sizes = s.scratch("sizes", self.num_sizes, torch.int64)
-        self.control = s.scratch("control", hops.CONTROL_SIZE, torch.int64)
-        self.totals = s.scratch("totals", 2 * triton.cdiv(self.capacity, 64 * s.num_warps), torch.int64, 0)
-        self.trees, self.table, self.slots = self.nodes, self.sizes, 1
+        shape = (
+            self.capacity, self.num_seeds, self.seeds.dtype, *self.fanouts, self.replace, self.disjoint,
+            self.hashed, self.parts,
+        )  # fmt: skip
+        if shape not in s._prepared:
+            prepared = Prepared(self)
+            if len(s._prepared) == _MOST_PREPARED:
+                s._prepared.clear()
+            s._prepared[shape] = prepared
+        self.scratch = scratch = s._prepared[shape]
         if self.disjoint:
-            self.slots = triton.next_power_of_2(2 * self.capacity)
-            self.trees = s.scratch("trees", most_nodes, torch.int32)
-            self.table = s.scratch("table", self.slots, torch.int64)
-            self.table[: self.slots].fill_(-1)
-            self.state = s.scratch("slot_state", self.slots, torch.int64, UNTOUCHED)
-        else:
-            self.state = s.scratch("state", words_of_nodes, torch.int64, UNTOUCHED)
-        if self.queued:
-            self.queue = s.scratch("queue", self.queue_slots, torch.int64, 0)
-            self.stage = s.scratch("stage", self.queue_slots * 2 * self.K, torch.int32)
-            self.ticket_of = s.scratch("ticket_of", s.num_nodes, torch.int32)
-        host = s._host_control  # free for reuse: the sizes of the last batch were read, so its control copy has ended
-        words = host.numpy()
-        words[:] = 0  # including the counters
-        words[:6] = (s.next_stamp(), self.num_seeds, self.key, self.replace, self.num_hops, self.capacity)
-        words[6] = self.first_tree
-        words[hops.WORK.value] = (self.num_seeds << 32) | self.num_seeds  # the seeds are tasks from the start
-        words[hops.FANOUT.value : hops.FANOUT.value + self.num_hops] = self.fanouts
+            scratch.table.fill_(-1)
+        # Free for reuse: the sizes of the last batch were read, so the copy of its words has ended.
+        words = s._host_control.numpy()
+        words[:] = scratch.parameters
+        words[hops.STAMP.value], words[hops.KEY.value] = s.next_stamp(), self.key
+        words[hops.FIRST_TREE.value] = self.first_tree
         self.write_control(words)
-        self.control.copy_(host, non_blocking=True)
+        scratch.control.copy_(s._host_control, non_blocking=True)
         self.launch()
-        self.fetched = s.fetch(self.sizes[: self.num_sizes])
+        self.fetched = s.fetch(scratch.sizes)
 
     def write_control(self, words: Any) -> None:
         """Add to the kernel's control words, int64 ``[hops.CONTROL_SIZE]``."""
 
-    def launch(self) -> None:
-        """Launch the kernels that sample into the scratch memory."""
-        if self.queued:
-            self.launch_queue()
-        else:
-            self.launch_hops()
-
-    def hop_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arrays and options for launching a kernel that runs phases."""
-        s = self.sampler
-        args = (
-            *s.graph, self.seeds, self.control, self.state, self.nodes, self.trees, self.rowptr, self.src,
-            self.eid, self.col, self.table, self.slots, self.sizes, self.totals,
-        )  # fmt: skip
-        options = {
-            "DISJOINT": self.disjoint, "BULK": self.parts > 1, "CACHED": s.cached, "K": self.K, "R": 32 * s.num_warps,
-            "T": 64 * s.num_warps, "num_warps": s.num_warps, **s.shards,
-        }  # fmt: skip
-        return args, options
-
-    def launch_hops(self) -> None:
-        """Launch all hops as one cooperative kernel."""
-        args, options = self.hop_arguments()
-        options |= {"launch_cooperative_grid": True, "EVERY": self.sampler.every_hop}
-        end = hops.PHASES.value * (self.num_hops + 1) + (self.parts > 1)
-        variant = ("hop", self.disjoint, self.parts > 1, self.K, self.seeds.dtype)
-        programs = self.sampler.fit_grid(hop_kernel, variant, (*args, 0, end), options)
-        for begin, stop in self.sampler.split_phases(0, end, programs):
-            hop_kernel[(programs,)](*args, begin, stop, **options)
-
-    def launch_queue(self, first: int = 0) -> None:
-        """Launch the queue and the ordering as one cooperative kernel, starting at phase ``first``."""
-        s = self.sampler
-        args = (
-            *s.graph, self.seeds, self.control, self.state, self.nodes, self.rowptr, self.src, self.eid, self.col,
-            self.queue, self.stage, self.ticket_of, self.queue_slots, self.fetch_size, self.sizes, self.totals,
-        )  # fmt: skip
-        options = {
-            "CACHED": s.cached, "K": self.K, "CHUNK": chunk_size(self.K), "R": 32 * s.num_warps,
-            "T": 64 * s.num_warps, "num_warps": s.num_warps,
-            "launch_cooperative_grid": True, **s.shards,
-        }  # fmt: skip
-        end = FIRST_LEVEL.value + hops.PHASES.value * (self.num_hops + 1)
-        programs = s.fit_grid(queue_kernel, ("queue", self.K, self.seeds.dtype), (*args, first, end), options)
+    def launch(self, first: int = 0) -> None:
+        """Launch the cooperative kernel that samples into the scratch memory, starting at phase ``first``."""
+        s, sampling = self.sampler, self.scratch.sampling
+        end = (FIRST_LEVEL.value if self.queued else 0) + hops.PHASES.value * (self.num_hops + 1) + (self.parts > 1)
+        kind = "queue" if self.queued else "hop"
+        variant = (kind, self.disjoint, self.parts > 1, self.hashed, self.K, self.seeds.dtype)
+        programs = s.fit_grid(sampling.kernel, variant, sampling.args, sampling.options)
         for begin, stop in s.split_phases(first, end, programs):
-            queue_kernel[(programs,)](*args, begin, stop, **options)
+            sampling(programs, self.seeds, begin, stop)
 
-    def emit(self, sizes: list[int]) -> Sample:
+    def arguments(self, a: Prepared) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arrays and options for launching a kernel that runs phases: the queue's or that of the hops."""
+        s = self.sampler
+        options = {
+            "CACHED": s.cached, "K": self.K, "R": 32 * s.num_warps, "T": 32 * s.num_warps, "num_warps": s.num_warps
+        } | s.shards  # fmt: skip
+        if self.queued:
+            return (
+                *s.graph, self.seeds, a.control, a.state, a.nodes, a.rowptr, a.src, a.eid, a.col, a.queue, a.stage,
+                a.ticket_of, self.queue_slots, self.fetch_size, a.sizes, a.totals,
+            ), options | {"CHUNK": chunk_size(self.K)}  # fmt: skip
+        return (
+            *s.graph, self.seeds, a.control, a.state, a.nodes, a.trees, a.rowptr, a.src, a.eid, a.col, a.table, a.slots,
+            a.sizes, a.totals,
+        ), options | {"DISJOINT": self.disjoint, "BULK": self.parts > 1, "HASHED": self.hashed}  # fmt: skip
+
+    def emit(self, sizes: Words) -> Sample:
         """Copy the batch out of the scratch memory."""
-        nodes_at = sizes[: self.num_hops + 2]
-        edges_at = sizes[hops.EDGES.value + 1 : hops.EDGES.value + 2 + self.num_hops]
+        nodes_at = sizes[: self.num_hops + 2].tolist()
+        edges_at = sizes[hops.EDGES.value + 1 : hops.EDGES.value + 2 + self.num_hops].tolist()
         num_nodes, num_edges = nodes_at[-1], edges_at[-1] - self.num_seeds
-        device = self.sampler.device
-        node = torch.empty(num_nodes, dtype=torch.int64, device=device)
-        edge_index = torch.empty(2, num_edges, dtype=torch.int64, device=device)
-        edge = torch.empty(num_edges, dtype=torch.int64, device=device)
-        batch = torch.empty(num_nodes, dtype=torch.int64, device=device) if self.disjoint else None
-        emit_kernel[(triton.cdiv(max(num_nodes, num_edges), 1024),)](
-            self.state, self.nodes, self.trees, self.src, self.eid, self.col, node, node if batch is None else batch,
-            edge_index, edge, self.num_seeds, num_nodes, num_edges, DISJOINT=self.disjoint, T=1024,
-        )  # fmt: skip
+        node, edge_index, edge, trees = self.sampler.outputs(num_nodes, num_edges, self.disjoint)
+        programs = -(-max(num_nodes, num_edges) // THREADS)
+        trees_out = node if trees is None else trees
+        self.scratch.emission(programs, node, trees_out, edge_index, edge, num_nodes, num_edges)
         node_counts = [b - a for a, b in pairwise(nodes_at)]
         edge_counts = [b - a for a, b in pairwise(edges_at)]
-        return node, edge_index, edge, batch, node_counts, edge_counts
+        return node, edge_index, edge, trees, node_counts, edge_counts
+
+    def emit_launch(self, scratch: Prepared) -> Launch:
+        """Prepare the launch of :meth:`emit`."""
+        a, out = scratch, scratch.sizes  # any int64 array in place of the outputs
+        args = (a.state, a.nodes, a.trees, a.src, a.eid, a.col, out, out, out, out, self.num_seeds, 0, 0)
+        options = {"DISJOINT": self.disjoint, "T": THREADS, "num_warps": THREADS // 32}
+        return Launch(emit_kernel, args, options, (6, 7, 8, 9, 11, 12))
+
+
+class Prepared:
+    """Scratch memory for batches of one shape, and the launches that use it."""
+
+    def __init__(self, batch: Batch) -> None:
+        s, capacity, queued = batch.sampler, batch.capacity, batch.queued
+        words_of_nodes = batch.parts * s.num_nodes
+        most_nodes = capacity if batch.disjoint else min(capacity, words_of_nodes + batch.num_seeds)
+        self.src = s.scratch("src", capacity, torch.int32)
+        self.col = s.scratch("col", capacity, torch.int32)
+        self.eid = s.scratch("eid", capacity, torch.int32 if s.num_edges < 2**31 else torch.int64)
+        self.nodes = s.scratch("nodes", most_nodes, torch.int32)
+        self.rowptr = s.scratch("rowptr", most_nodes + 1, torch.int32)
+        self.sizes = s.scratch("sizes", batch.num_sizes, torch.int64)[: batch.num_sizes]
+        self.control = s.scratch("control", hops.CONTROL_SIZE, torch.int64)
+        self.totals = s.scratch("totals", 2 * triton.cdiv(capacity, 32 * s.num_warps), torch.int64, 0)
+        self.trees, self.table, self.slots = self.nodes, self.sizes, 1
+        if batch.disjoint:
+            self.slots = triton.next_power_of_2(2 * capacity)
+            self.trees = s.scratch("trees", most_nodes, torch.int32)
+            self.table = s.scratch("table", self.slots, torch.int64)[: self.slots]
+            self.state = s.scratch("slot_state", self.slots, torch.int64, UNTOUCHED)
+        elif batch.hashed:
+            self.slots = 2 * batch.bound
+            self.table = s.scratch("node_table", self.slots, torch.int64, UNTOUCHED)
+            self.state = s.scratch("slot_state", self.slots, torch.int64, UNTOUCHED)
+        else:
+            self.state = s.scratch("state", words_of_nodes, torch.int64, UNTOUCHED)
+        if queued:
+            self.queue = s.scratch("queue", batch.queue_slots, torch.int64, 0)
+            self.stage = s.scratch("stage", batch.queue_slots * 2 * batch.K, torch.int32)
+            self.ticket_of = s.scratch("ticket_of", s.num_nodes, torch.int32)
+        # Control words of a batch that starts, including its counters.
+        self.parameters = np.zeros(hops.CONTROL_SIZE, np.int64)
+        self.parameters[hops.NUM_SEEDS.value : hops.CAPACITY.value + 1] = (
+            batch.num_seeds, 0, batch.replace, batch.num_hops, capacity
+        )  # fmt: skip
+        self.parameters[hops.NUM_NODES.value], self.parameters[hops.NUM_BATCHES.value] = s.num_nodes, batch.parts
+        self.parameters[hops.WORK.value] = (batch.num_seeds << 32) | batch.num_seeds  # the seeds are the first tasks
+        self.parameters[hops.FANOUT.value : hops.FANOUT.value + batch.num_hops] = batch.fanouts
+        args, options = batch.arguments(self)
+        options |= {"launch_cooperative_grid": True} | ({} if queued else {"EVERY": s.every_hop})
+        kernel, at = queue_kernel if queued else hop_kernel, len(args)
+        self.sampling = Launch(kernel, (*args, 0, 0), options, (4, at, at + 1))  # seeds and the range of phases
+        self.emission = batch.emit_launch(self)
 
 
 def check_fanouts(fanouts: Sequence[int]) -> list[int]:
@@ -492,7 +561,7 @@ def check_fanouts(fanouts: Sequence[int]) -> list[int]:
 
 
 def queue_supports(fanouts: Sequence[int]) -> bool:
-    """Return whether the queue supports these fanouts: non-increasing, each -1 or at most 32."""
+    """Return whether the queue supports these fanouts: non-increasing, each -1 or at most 15."""
     as_numbers = [float("inf") if fanout < 0 else fanout for fanout in fanouts]
     shrinking = all(a >= b for a, b in pairwise(as_numbers))
     return shrinking and all(fanout <= REGISTER_FANOUTS[-1] for fanout in fanouts)

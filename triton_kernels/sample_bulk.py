@@ -7,17 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from lightning_gnn.triton_kernels import hops
-from lightning_gnn.triton_kernels.emit import EDGE_INDEX_OUT, EDGE_OUT, NODE_OUT, OWN_EDGES, ROW, emit_bulk_kernel
-from lightning_gnn.triton_kernels.sample import LARGEST, Batch, Sample, TritonNeighborSampler, check_fanouts
+from lightning_gnn.triton_kernels.emit import OWN_EDGES, ROW, THREADS, emit_bulk_kernel
+from lightning_gnn.triton_kernels.sample import (
+    LARGEST,
+    Batch,
+    Launch,
+    Prepared,
+    Sample,
+    TritonNeighborSampler,
+    Words,
+    check_fanouts,
+)
 
 
 def most_batches(sampler: TritonNeighborSampler) -> int:
@@ -48,18 +56,23 @@ def sample_bulk(
         return [sampler.sample(own, fanouts, key, replace) for own, key in zip(seeds, keys, strict=True)]
     with sampler.exclusive():
         sampler.share = 1.0
-        bulk = joined(sampler, seeds, fanouts, keys, replace)
+        bulk = joined(sampler, torch.cat(list(seeds)), [own.numel() for own in seeds], fanouts, keys, replace)
         bulk.start()
         return bulk.finish()
 
 
 def joined(
-    sampler: TritonNeighborSampler, seeds: Sequence[Tensor], fanouts: Sequence[int], keys: Sequence[int], replace: bool
+    sampler: TritonNeighborSampler,
+    seeds: Tensor,  # of all mini-batches, one after another
+    sizes: Sequence[int],  # number of seeds of each mini-batch
+    fanouts: Sequence[int],
+    keys: Sequence[int],
+    replace: bool,
 ) -> Bulk:
-    """Join mini-batches into one batch for ``sampler.begin``; arguments as for sample_bulk."""
-    starts = np.cumsum([0, *(own.numel() for own in seeds)]).tolist()
-    all_seeds = torch.cat(list(seeds)).to(sampler.device, non_blocking=True)
-    return Bulk(sampler, all_seeds, check_fanouts(fanouts), 0, replace, False, 0, len(seeds), keys, starts)
+    """Create the batch that ``sampler.begin`` launches for several mini-batches."""
+    on_device = seeds.to(sampler.device, non_blocking=True)
+    starts = [0, *accumulate(sizes)]
+    return Bulk(sampler, on_device, check_fanouts(fanouts), 0, replace, False, 0, len(sizes), keys, starts)
 
 
 @dataclass(eq=False)
@@ -70,18 +83,17 @@ class Bulk(Batch):  # type: ignore[misc]
     starts: list[int] = field(default_factory=list)  # offset of each mini-batch in seeds, and their total number
 
     def write_control(self, words: Any) -> None:
-        """Add the size of the graph, and the key and first seed of each mini-batch."""
-        words[hops.NUM_NODES.value], words[hops.NUM_BATCHES.value] = self.sampler.num_nodes, self.parts
+        """Add the key and the first seed of each mini-batch."""
         words[hops.KEYS.value : hops.KEYS.value + self.parts] = self.keys
         words[hops.STARTS.value : hops.STARTS.value + self.parts] = self.starts[:-1]
 
     def finish(self) -> list[Sample]:
         """Wait for the sizes and return the samples of the started launch."""
-        sizes = self.fetched.read()
-        while (needed := sizes[hops.NEEDED.value]) and needed <= self.limit:
+        while needed := int((sizes := self.fetched.array())[hops.NEEDED.value]):
+            if needed > self.limit:
+                break
             self.grow(needed)
             self.start()
-            sizes = self.fetched.read()
         if not needed:
             return self.emit_all(sizes)
         half = self.parts // 2  # sample in two halves: a single launch would exceed the maximum number of edges
@@ -92,40 +104,35 @@ class Bulk(Batch):  # type: ignore[misc]
             for sample in sample_bulk(self.sampler, own[part], self.fanouts, self.keys[part], self.replace)
         ]
 
-    def emit_all(self, sizes: list[int]) -> list[Sample]:
+    def emit_all(self, sizes: Words) -> list[Sample]:
         """Copy the mini-batches out of the scratch memory."""
-        levels, parts, device = self.num_hops + 1, self.parts, self.sampler.device
-        words = np.array(sizes)
-        num_nodes, last_edge = int(words[hops.NODES.value + levels]), int(words[hops.EDGES.value + levels])
-        node_at = words[hops.PARTS.value :][: levels * parts]
-        edge_at = np.concatenate(
-            [self.starts[:-1], words[hops.PARTS.value + levels * parts :][: self.num_hops * parts]]
-        )
-        # Count from one (level, mini-batch) to the next; they are ordered by level, then by mini-batch.
-        node_counts = np.diff(node_at, append=num_nodes).reshape(levels, parts)
-        edge_counts = np.diff(edge_at, append=last_edge).reshape(levels, parts)
-        edge_counts[0] = 0  # level 0 consists of seeds, not edges
-        table = self.sampler.host_words(parts * ROW.value + 2 * levels * parts)
-        rows = table.numpy()[: parts * ROW.value].reshape(parts, ROW.value)
-        shifts = table.numpy()[parts * ROW.value :].reshape(2, levels, parts)
-        for own, at, counts in zip(shifts, (node_at, edge_at), (node_counts, edge_counts), strict=True):
-            own[:] = np.cumsum(counts, 0) - counts - at.reshape(levels, parts)
-        # Allocate the outputs of each mini-batch, and write their addresses to the table.
-        samples: list[Sample] = []
-        for part in range(parts):
-            nodes, edges = node_counts[:, part].tolist(), edge_counts[1:, part].tolist()
-            node = torch.empty(sum(nodes), dtype=torch.int64, device=device)
-            edge_index = torch.empty(2, sum(edges), dtype=torch.int64, device=device)
-            edge = torch.empty(sum(edges), dtype=torch.int64, device=device)
-            row = rows[part]
-            row[NODE_OUT.value], row[EDGE_INDEX_OUT.value] = node.data_ptr(), edge_index.data_ptr()
-            row[EDGE_OUT.value], row[OWN_EDGES.value] = edge.data_ptr(), sum(edges)
-            samples.append((node, edge_index, edge, None, nodes, edges))
-        on_device = self.sampler.scratch("table of a bulk", table.numel(), torch.int64)
-        on_device[: table.numel()].copy_(table, non_blocking=True)
+        levels, parts, s = self.num_hops + 1, self.parts, self.sampler
+        num_nodes, last_edge = int(sizes[hops.NODES.value + levels]), int(sizes[hops.EDGES.value + levels])
+        # First node and first edge of each (level, mini-batch), ordered by level, then by mini-batch, and the ends.
+        at = np.empty((2, levels * parts + 1), np.int64)
+        own = sizes[hops.PARTS.value : hops.PARTS.value + (2 * levels - 1) * parts]
+        at[0, :-1], at[1, :parts], at[1, parts:-1] = own[: levels * parts], self.starts[:-1], own[levels * parts :]
+        at[:, -1] = num_nodes, last_edge
+        counts = np.diff(at).reshape(2, levels, parts)
+        counts[1, 0] = 0  # level 0 consists of seeds, not edges
+        ends = counts.cumsum(1)
+        table, of_rows = self.scratch.host_table.numpy(), parts * ROW.value  # free for reuse, as the control words
+        rows = table[:of_rows].reshape(parts, ROW.value)
+        table[of_rows:].reshape(counts.shape)[:] = ends - counts - at[:, :-1].reshape(counts.shape)
+        outputs = [s.outputs(*totals) for totals in ends[:, -1].T.tolist()]
+        rows[:, : OWN_EDGES.value] = [[out.data_ptr() for out in own[:3]] for own in outputs]
+        rows[:, OWN_EDGES.value] = ends[1, -1]
+        self.scratch.on_device.copy_(self.scratch.host_table, non_blocking=True)
         num_edges = last_edge - self.num_seeds
-        emit_bulk_kernel[(triton.cdiv(max(num_nodes, num_edges), 512),)](
-            self.control, self.sizes, self.state, self.nodes, self.src, self.eid, self.col, on_device,
-            self.num_seeds, num_nodes, num_edges, T=512,
-        )  # fmt: skip
-        return samples
+        self.scratch.emission(-(-max(num_nodes, num_edges) // THREADS), num_nodes, num_edges)
+        by_part = zip(outputs, counts[0].T.tolist(), counts[1, 1:].T.tolist(), strict=True)
+        return [(*own, nodes, edges) for own, nodes, edges in by_part]
+
+    def emit_launch(self, scratch: Prepared) -> Launch:
+        """Prepare the launch of :meth:`emit_all`, and its table."""
+        a, s = scratch, self.sampler
+        a.host_table = s.host_words(self.parts * (ROW.value + 2 * (self.num_hops + 1)))
+        a.on_device = s.scratch("table of a bulk", a.host_table.numel(), torch.int64)[: a.host_table.numel()]
+        args = (a.control, a.sizes, a.state, a.nodes, a.src, a.eid, a.col, a.on_device, self.num_seeds, 0, 0)
+        options = {"HASHED": self.hashed, "T": THREADS, "num_warps": THREADS // 32}
+        return Launch(emit_bulk_kernel, args, options, (9, 10))

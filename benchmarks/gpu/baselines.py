@@ -12,13 +12,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from lightning_gnn.triton_kernels import sample
+from lightning_gnn.gpu_sampling.sampler import MODES as SAMPLER_MODES
 from lightning_gnn.triton_kernels.hashing import Array, Scalar
 from lightning_gnn.triton_kernels.hops import EDGES, NEEDED, PHASES, level_phase
 from lightning_gnn.triton_kernels.queue import FIND_TICKETS, discover
 from lightning_gnn.triton_kernels.sample import Batch, TritonNeighborSampler, chunk_size
 
-MODES = (*sample.MODES, "no_queue", "hop_by_hop", "launches")
+MODES = (*SAMPLER_MODES, "no_queue", "hop_by_hop", "launches")
 
 
 @triton.jit(do_not_specialize=["seeds", "slots", "level"])
@@ -26,12 +26,12 @@ def phase_kernel(
     indptr: Array, indices: Array, offset: Array, hot: Array, seeds: Array, control: Array, state: Array, nodes: Array,
     trees: Array, rowptr: Array, src: Array, eid: Array, col: Array, table: Array, slots: Scalar,
     sizes: Array, totals: Array, level: Scalar, PHASE: tl.constexpr, DISJOINT: tl.constexpr, BULK: tl.constexpr,
-    CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+    CACHED: tl.constexpr, K: tl.constexpr, R: tl.constexpr, T: tl.constexpr, HASHED: tl.constexpr = False,
 ) -> None:  # fmt: skip
     """Run one phase of one level; consecutive launches on a stream act as a barrier."""
     level_phase(indptr, indices, offset, hot, seeds, control, state, nodes, trees, rowptr, src, eid, col, table,
                 slots, src, src, sizes, totals, level, tl.program_id(0), tl.num_programs(0), PHASE,
-                DISJOINT, BULK, CACHED, False, K, R, T)  # fmt: skip
+                DISJOINT, BULK, CACHED, False, K, R, T, HASHED=HASHED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seeds", "queue_slots", "fetch_size"])
@@ -52,7 +52,6 @@ def discover_kernel(
 class BaselineSampler(TritonNeighborSampler):
     """A sampler that also supports the baselines; ``mode`` is one of this file's ``MODES``."""
 
-    MODES = MODES
     QUEUE_MODES = ("persistent", "no_queue")
 
     def _batch(self, *args: Any) -> Batch:
@@ -60,7 +59,7 @@ class BaselineSampler(TritonNeighborSampler):
 
 
 class _Baseline(Batch):
-    def launch(self) -> None:
+    def launch(self, first: int = 0) -> None:
         if self.sampler.mode in ("hop_by_hop", "launches"):
             self._launch_phases()
         elif self.sampler.mode == "no_queue" and self.queued:
@@ -70,7 +69,7 @@ class _Baseline(Batch):
 
     def _launch_phases(self) -> None:
         with_host = self.sampler.mode == "hop_by_hop"
-        args, options = self.hop_arguments()
+        args, options = self.arguments(self.scratch)
         programs = most = self.sampler.most_programs()
         edges = self.num_seeds
         for level in range(self.num_hops + 1):
@@ -79,15 +78,15 @@ class _Baseline(Batch):
             for phase in range(PHASES.value):
                 phase_kernel[(programs,)](*args, level, PHASE=phase, **options)
             if with_host and level < self.num_hops:
-                sizes = self.sizes.tolist()  # the host synchronization of the baseline
+                sizes = self.scratch.sizes.tolist()  # the host synchronization of the baseline
                 if sizes[NEEDED.value]:
                     return
                 edges = sizes[EDGES.value + level + 2] - sizes[EDGES.value + level + 1]
 
     def _launch_claims(self) -> None:
-        s = self.sampler
+        s, a = self.sampler, self.scratch
         discover_kernel[(triton.cdiv(self.queue_slots, self.fetch_size),)](
-            *s.graph, self.seeds, self.control, self.state, self.queue, self.stage, self.queue_slots, self.fetch_size,
+            *s.graph, self.seeds, a.control, a.state, a.queue, a.stage, self.queue_slots, self.fetch_size,
             CACHED=s.cached, K=self.K, CHUNK=chunk_size(self.K), R=32 * s.num_warps, num_warps=s.num_warps,
         )  # fmt: skip
-        self.launch_queue(FIND_TICKETS.value)
+        super().launch(FIND_TICKETS.value)

@@ -25,7 +25,7 @@ LONG = (
     "state",
     "table",
     "sizes",
-    "counts",
+    "out",
     "totals",
     "queue",
     "offset",
@@ -34,12 +34,12 @@ LONG = (
 )
 OUTPUTS = ("node_out", "batch_out", "edge_index_out", "edge_out")
 INTS = ("nodes", "trees", "rowptr", "degrees", "src", "col", "mark", "stage", "ticket_of")
-TILES = {"R": 128, "T": 256}
-NUM_WARPS = 4
+TILES = {"R": 256, "T": 256}
+NUM_WARPS = 8
 SHARED = {80: 164, 90: 228}
 """KB of shared memory per multiprocessor; 65,536 registers and 64 warps on both."""
 _PLAIN = {"DISJOINT": False, "K": 10, **TILES}
-_TYPED = {**dict.fromkeys(("DISJOINT", "TEMPORAL", "WEIGHTED", "LABOR"), False), "P": 1024, **TILES}
+_TYPED = {**dict.fromkeys(("DISJOINT", "TEMPORAL", "WEIGHTED", "LABOR"), False), "T": 32 * NUM_WARPS}
 VARIANTS: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
     ("hop_kernel", "fanouts to 10"): (hop_kernel, _PLAIN),
     ("hop_kernel", "fanouts to 15"): (hop_kernel, {**_PLAIN, "K": 15}),
@@ -53,16 +53,16 @@ VARIANTS: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
     ("relation_kernel", "types, times"): (relation_kernel, {**_TYPED, "DISJOINT": True, "TEMPORAL": True}),
     ("relation_kernel", "types, weights"): (relation_kernel, {**_TYPED, "WEIGHTED": True}),
     ("relation_kernel", "types, LABOR"): (relation_kernel, {**_TYPED, "LABOR": True}),
-    ("emit_kernel", "one mini-batch"): (emit_kernel, {"DISJOINT": False, "T": 1024}),
-    ("emit_bulk_kernel", "bulk"): (emit_bulk_kernel, {"T": 512}),
-    ("emit_relations_kernel", "types"): (emit_relations_kernel, {"T": 1024}),
+    ("emit_kernel", "one mini-batch"): (emit_kernel, {"DISJOINT": False, "T": 256}),
+    ("emit_bulk_kernel", "bulk"): (emit_bulk_kernel, {"HASHED": False, "T": 256}),
+    ("emit_relations_kernel", "types"): (emit_relations_kernel, {"DISJOINT": False, "T": 32 * NUM_WARPS}),
 }
 
 
 def compiled(kernel: Any, constants: dict[str, Any], kind: str, capability: int) -> Any:
     """Compile a sampling kernel."""
     pointers = dict.fromkeys(LONG + OUTPUTS, "*i64") | dict.fromkeys(INTS, "*i32")
-    usual = {"CACHED": False, "BULK": False, "SHARDS": 1, "SHIFT": 0, "EVERY": False}
+    usual = {"CACHED": False, "BULK": False, "SHARDS": 1, "SHIFT": 0, "EVERY": False, "HASHED": False}
     constants = {name: value for name, value in usual.items() if name in kernel.arg_names} | constants
     shards = constants.get("SHARDS", 1)
     hot = f"*{kind}" if shards == 1 else "*i64" if shards > 1 else "*i32"

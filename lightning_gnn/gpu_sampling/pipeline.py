@@ -27,7 +27,7 @@ class PendingLaunch:
 
     tasks: list[BatchTask]
     samples: Any  # handle of the sampler's launch
-    ids: list[Tensor]  # seed positions of each mini-batch, int64 [batch_size], on the device
+    ids: Sequence[Tensor]  # seed positions of each mini-batch, int64 [batch_size], on the device
 
     def is_ready(self) -> bool:
         """Return whether :meth:`DevicePipeline.result` would return without waiting."""
@@ -59,10 +59,10 @@ class DevicePipeline(MiniBatchPipeline):
 
     def launch(self, tasks: Sequence[BatchTask], share: float = 1.0) -> PendingLaunch:
         """Launch the sampling of at most ``bulk_size`` mini-batches asynchronously on the current stream."""
-        seeds, ids = zip(*(self._seeds_on_device(task.seeds) for task in tasks), strict=True)
-        keys = [self.key(task) for task in tasks]
-        samples = self.sampler.begin(seeds, keys, share, tasks[0].seed_offset)  # disjoint trees: one task
-        return PendingLaunch(list(tasks), samples, list(ids))
+        seeds, ids = self._seeds_on_device([task.seeds for task in tasks])
+        sizes, keys = [len(task.seeds) for task in tasks], [self.key(task) for task in tasks]
+        samples = self.sampler.begin(seeds, sizes, keys, share, tasks[0].seed_offset)  # disjoint trees: one task
+        return PendingLaunch(list(tasks), samples, torch.split(ids, sizes))
 
     @profiled("sampling")
     def result(self, launch: PendingLaunch) -> list[SampledBatch]:
@@ -75,19 +75,23 @@ class DevicePipeline(MiniBatchPipeline):
             out.metadata = (ids, None)
         return [SampledBatch(task, out, self.key(task), seconds) for task, out in zip(launch.tasks, outs, strict=True)]
 
-    def _seeds_on_device(self, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Return the seeds at some positions and their ids, on the device."""
+    def _seeds_on_device(self, positions: list[Positions]) -> tuple[Tensor, Tensor]:
+        """Return the seeds at the positions of mini-batches and their ids, one after another, on the device."""
         if self._device_seeds is None:
             nodes = check_seeds(self.seeds.node, self.sampler.graph.num_nodes)
             ids = self.seeds.input_id
             self._device_seeds = nodes.to(self.device), None if ids is None else ids.to(self.device)
-        if isinstance(positions, Tensor) and not positions.is_cpu:
+        on_device = [own for own in positions if isinstance(own, Tensor) and not own.is_cpu]
+        if len(on_device) == len(positions):
+            at = torch.cat(on_device) if len(on_device) > 1 else on_device[0]
             nodes, ids = self._device_seeds
-            return nodes.index_select(0, positions), positions if ids is None else ids.index_select(0, positions)
-        inputs = self.seeds[positions]  # from a user's batch sampler: index on the CPU, which checks the range
-        if inputs.node.dim() != 1:
-            raise ValueError(f"seeds must have one dimension, but have the shape {list(inputs.node.shape)}")
-        return to_device_async(inputs.node, self.device), to_device_async(inputs.input_id, self.device)
+            return nodes.index_select(0, at), at if ids is None else ids.index_select(0, at)
+        inputs = [self.seeds[own] for own in positions]  # a user's batch sampler: index on the CPU, which checks ranges
+        for own in inputs:
+            if own.node.dim() != 1:
+                raise ValueError(f"seeds must have one dimension, but have the shape {list(own.node.shape)}")
+        nodes, ids = (torch.cat([getattr(own, name) for own in inputs]) for name in ("node", "input_id"))
+        return to_device_async(nodes, self.device), to_device_async(ids, self.device)
 
     def _to_device(self, value: Tensor) -> Tensor:
         if isinstance(value, Tensor) and value.is_cpu and not value.requires_grad:

@@ -3,7 +3,7 @@
 import re
 
 from benchmarks.gpu.baselines import discover_kernel, phase_kernel
-from benchmarks.gpu.kernel_usage import TILES, compiled, usage
+from benchmarks.gpu.kernel_usage import NUM_WARPS, TILES, compiled, usage
 from lightning_gnn.triton_kernels.emit import emit_bulk_kernel, emit_kernel
 from lightning_gnn.triton_kernels.hops import hop_kernel
 from lightning_gnn.triton_kernels.queue import queue_kernel
@@ -25,29 +25,32 @@ VARIANTS = [  # kernel, constants, dtype of indices and edge ids
     ),
     (hop_kernel, {"DISJOINT": False, "BULK": True, "K": 10, **TILES}, "i32"),
     (hop_kernel, {"DISJOINT": False, "K": 5, "EVERY": True, **TILES}, "i32"),
+    *(
+        (hop_kernel, {"DISJOINT": False, "K": 5, "HASHED": True, "BULK": bulk, **TILES}, "i32")
+        for bulk in (False, True)
+    ),
     *((queue_kernel, {"K": 5, "CHUNK": 5, **TILES, **lists}, "i32") for lists in LISTS),
     (queue_kernel, {"CACHED": True, "K": 10, "CHUNK": 10, **TILES}, "i32"),
     (hop_kernel, {"DISJOINT": False, "K": 15, **TILES}, "i32"),
     (queue_kernel, {"K": 15, "CHUNK": chunk_size(15), **TILES}, "i64"),
     (queue_kernel, {"K": 10, "CHUNK": 10, **TILES}, "i32"),
-    (discover_kernel, {"K": 10, "CHUNK": 10, "R": 128}, "i32"),
-    *((emit_kernel, {"DISJOINT": disjoint, "T": 1024}, "i32") for disjoint in (False, True)),
-    (emit_bulk_kernel, {"T": 512}, "i32"),
+    (discover_kernel, {"K": 10, "CHUNK": 10, "R": 256}, "i32"),
+    *((emit_kernel, {"DISJOINT": disjoint, "T": 256}, "i32") for disjoint in (False, True)),
+    *((emit_bulk_kernel, {"HASHED": hashed, "T": 256}, "i32") for hashed in (False, True)),
     *(
-        (relation_kernel, {**dict.fromkeys(KINDS, False), **kind, "P": 1024, **TILES}, dtype)
+        (relation_kernel, {**dict.fromkeys(KINDS, False), **kind, "T": 32 * NUM_WARPS}, dtype)
         for kind, dtype in (
             ({}, "i32"),
             ({"DISJOINT": True}, "i32"),
             ({"DISJOINT": True, "TEMPORAL": True}, "i64"),
             ({"WEIGHTED": True}, "i32"),
             ({"DISJOINT": True, "WEIGHTED": True}, "i32"),
-            ({"DISJOINT": True, "TEMPORAL": True, "WEIGHTED": True}, "i32"),
             ({"LABOR": True}, "i32"),
             ({"DISJOINT": True, "LABOR": True}, "i32"),
             ({"DISJOINT": True, "TEMPORAL": True, "LABOR": True}, "i32"),
         )
     ),
-    (emit_relations_kernel, {"T": 1024}, "i32"),
+    *((emit_relations_kernel, {"DISJOINT": disjoint, "T": 32 * NUM_WARPS}, "i32") for disjoint in (False, True)),
 ]
 
 

@@ -30,7 +30,7 @@ from lightning_gnn.triton_kernels import sample_relations
 from lightning_gnn.triton_kernels.sample_bulk import sample_bulk
 from tests.batch_checks import assert_equal
 from tests.patience import PATIENCE
-from tests.triton_kernels.sampling_cases import GRAPHS, assert_equal_to_reference, shard_table
+from tests.triton_kernels.sampling_cases import GRAPHS, SMALL_CACHE, assert_equal_to_reference, shard_table
 
 
 class Forked:
@@ -129,6 +129,9 @@ def main():
         wanted = sample_neighbors(CSCGraph(*sampler.graph[:2]), own, [3, 2], key, backend="reference")
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(made[:3], wanted[:3], strict=True))
     print("a bulk on random equal", flush=True)
+    sampler.l2_bytes = SMALL_CACHE
+    assert_equal_to_reference(sampler, GRAPHS["random"], [*range(50), *range(45)], [5, 3], key=11)
+    print("a table of nodes equal", flush=True)
     graph = CSCGraph(*sampler.graph[:2])
     for seeds, fanouts in (([3, 0, 40, 3], [4, 3, 2]), ([*range(50), *range(45)], [-1, 5, 2])):
         sampler = SharedSampler(*sampler.graph[:2], num_programs=3, num_warps=1, every_hop=True)

@@ -40,6 +40,16 @@ GRAPHS = {
 }
 
 
+class SmallCache(int):
+    """Size of an L2 cache that any table of nodes fits into, but no word of a node."""
+
+    def __lt__(self, words):
+        return True
+
+
+SMALL_CACHE = SmallCache(2**40)
+
+
 def assert_equal_to_reference(
     sampler, graph, seeds, fanouts, key=1, replace=False, disjoint=False, first_tree=0, dtype=torch.int64
 ):

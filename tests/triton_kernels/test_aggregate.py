@@ -188,7 +188,7 @@ def test_feature_slices_are_read_in_place():
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter stands in for a device that is there")
 def test_a_device_without_triton_is_refused(monkeypatch):
-    monkeypatch.setattr(aggregate_triton, "runs_on", lambda device: False)
+    monkeypatch.setattr(aggregate_triton, "runs_triton", lambda device: False)
     x = torch.ones(70, 1, 1)
     with pytest.raises(ValueError, match="backend='triton' needs a CUDA device"):
         aggregate_triton.aggregate(make_square_matrix(), x, None, "sum")

@@ -140,7 +140,7 @@ def test_an_index_out_of_range_reads_nothing(bad, cached):
 @pytest.mark.parametrize("shape", [(30,), (30, 5), (30, 2, 3), (30, 0)])
 def test_the_operator_on_cuda_equals_the_one_on_the_cpu(shape, with_kernel, monkeypatch):
     if not with_kernel:
-        monkeypatch.setattr(gather_triton, "triton_installed", lambda: False)
+        monkeypatch.setattr(gather_triton, "runs_triton", lambda device: False)
     table = torch.randn(shape)
     index = torch.randint(30, (17,), dtype=torch.int32)
     out = torch.empty(17, *shape[1:])
@@ -153,7 +153,7 @@ def test_the_operator_on_cuda_equals_the_one_on_the_cpu(shape, with_kernel, monk
 @pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
 def test_a_cached_table_gathers_the_same(kind, cache_rows, with_kernel, monkeypatch):
     if not with_kernel:
-        monkeypatch.setattr(gather_triton, "triton_installed", lambda: False)
+        monkeypatch.setattr(gather_triton, "runs_triton", lambda device: False)
     table = FeatureTable(torch.randn(30, 12).to(torch.float16 if kind == "float16" else torch.float32))
     table = table.quantized() if kind == "int8" else table
     cached = table.cached(top_accessed(torch.rand(30), cache_rows), "cpu")

@@ -1,5 +1,7 @@
 """Mini-batches that share a launch equal those sampled separately, bit for bit."""
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
 from lightning_gnn.triton_kernels.sample_bulk import most_batches, sample_bulk
 from tests.strategies import graphs
 from tests.triton_kernels.sampling_cases import GRAPHS
-from tests.triton_kernels.test_sample import AccessWatch, AllowingTorch, WatchedSampler, make_sampler
+from tests.triton_kernels.test_sample import AccessWatch, WatchedSampler, make_sampler
 
 pytestmark = pytest.mark.skipif(not module.INTERPRETED, reason="kernels are compiled here; the cuda tests check them")
 
@@ -74,10 +76,22 @@ def test_hot_lists_are_read_in_a_bulk_too():
 def test_one_host_synchronisation_for_all(monkeypatch):
     sampler = make_sampler(GRAPHS["path"])
     reads = []
-    original = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (reads.append(self), original(self))[1])
+    array = module.AsyncHostCopy.array
+    monkeypatch.setattr(module.AsyncHostCopy, "array", lambda self: (reads.append(self), array(self))[1])
+    monkeypatch.setattr(torch.Tensor, "tolist", None)
     sample_bulk(sampler, [torch.tensor([1]), torch.tensor([2])], [1], [1, 2])
     assert len(reads) == 1
+
+
+@pytest.mark.medium
+def test_a_mini_batch_that_is_pickled_does_not_contain_the_others():
+    made = sample_bulk(make_sampler(GRAPHS["path"]), [torch.tensor([1, 2, 3])] * 3, [1, 1], [1, 2, 3])
+    assert len({sample[0].untyped_storage().data_ptr() for sample in made}) == 3
+    for sample in made:
+        assert all(out.data_ptr() % 16 == 0 and out.is_contiguous() for out in sample[:3])
+        entries = sum(out.numel() for out in sample[:3])
+        assert all(8 * entries <= out.untyped_storage().nbytes() <= 8 * entries + 16 for out in sample[:3])
+        assert all(torch.equal(pickle.loads(pickle.dumps(out)), out) for out in sample[:3])
 
 
 @pytest.mark.slow
@@ -93,11 +107,6 @@ def test_what_does_not_fit_into_31_bits_is_sampled_in_parts(monkeypatch):
         sample_bulk(sampler, [torch.tensor([own]) for own in (1, 2)], [1, 1, 1], [4, 5])
 
 
-class AllowingMoreTorch(AllowingTorch):
-    def cat(self, *args, **kwargs):
-        return self.watch.allow(torch.cat(*args, **kwargs))
-
-
 @pytest.mark.slow
 def test_no_access_out_of_bounds(monkeypatch):
     watch = AccessWatch(monkeypatch)
@@ -106,7 +115,8 @@ def test_no_access_out_of_bounds(monkeypatch):
     sampler = WatchedSampler(indptr, indices, num_warps=1, num_programs=2)
     sampler.watch = watch
     sampler._start_capacity = 1
-    monkeypatch.setattr(bulk_module, "torch", AllowingMoreTorch(watch))
+    joined = bulk_module.joined
+    monkeypatch.setattr(bulk_module, "joined", lambda own, seeds, *args: joined(own, watch.allow(seeds), *args))
     last = indptr.numel() - 2
     assert_bulk_equals_reference(sampler, [torch.tensor([last]), torch.tensor([0, 0])], [2, 2], [1, 2])
     assert watch.accesses > 100

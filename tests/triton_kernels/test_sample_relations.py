@@ -7,6 +7,7 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 import triton
 import triton.language as tl  # noqa: F401 (Triton's interpreter needs it)
 
+from lightning_gnn.graph import HeteroCSCGraph
 from lightning_gnn.ops import Labor, sample_hetero_neighbors, sample_neighbors
 from lightning_gnn.ops.sample import reference
 from lightning_gnn.ops.sample import triton as operator
@@ -71,9 +72,9 @@ def test_words_are_cleared_when_the_stamps_run_out():
 
 @pytest.mark.medium
 def test_one_host_synchronisation_per_batch(monkeypatch):
-    reads, original = [], torch.Tensor.tolist
+    reads, array = [], module.AsyncHostCopy.array
     narrow(GRAPH, 1)
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: (reads.append(self), original(self))[1])
+    monkeypatch.setattr(module.AsyncHostCopy, "array", lambda self: (reads.append(self), array(self))[1])
     sample_hetero_neighbors(GRAPH, SEEDS, [2, 1], 3, backend="triton")
     assert len(reads) == 1
 
@@ -128,10 +129,30 @@ def test_no_access_out_of_bounds(kind, monkeypatch):
 
 def test_too_many_stages_are_refused():
     graph = long_lists(2, 3, 0)
-    with pytest.raises(ValueError, match="are 2047 sampling steps, but this sampler supports at most 2046"):
-        sample_neighbors(graph, torch.tensor([0]), [0] * 2047, labor=Labor(), backend="triton")
+    with pytest.raises(ValueError, match="specify 31 hops, but this sampler supports at most 30"):
+        sample_neighbors(graph, torch.tensor([0]), [0] * 31, labor=Labor(), backend="triton")
 
 
 def test_a_sampler_of_no_types():
     sampler = TritonRelationSampler([], CPU, num_programs=1, num_warps=1)
     assert sampler.sample([], [], [], [], Picking()) == ([], [], [], [], [], [])
+
+
+class CountingSampler(TritonRelationSampler):
+    """Counts the phases of its launches, which grid barriers separate on a GPU."""
+
+    def split_phases(self, *launch):
+        self.phases = super().split_phases(*launch)
+        return self.phases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("copies", "fanouts"), [(1, [2, 1, 3]), (13, [2])])
+def test_the_number_of_phases_depends_on_the_hops_only(copies, fanouts):
+    # 39 edge types are more than a tile has threads; type c is the source of none.
+    graph = random_types({"a": 12, "b": 9, "c": 5}, 6, ("ab", "ba", "ac"))
+    relations = {(s, f"{i}", t): part for (s, _, t), part in graph.relations.items() for i in range(copies)}
+    graph = HeteroCSCGraph.build(graph.sizes, relations)
+    sampler = narrow(graph, 2, CountingSampler)
+    sample_by_kernels(fanouts, 5, graph=graph)
+    assert len(sampler.phases) == 1 + 3 * len(fanouts)
