@@ -9,7 +9,7 @@ from torch_geometric.loader import LinkLoader, LinkNeighborLoader, NeighborLoade
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
 from lightning_gnn.ops import batch_key
-from lightning_gnn.ops.sample.triton import runs_on
+from lightning_gnn.ops.library import runs_triton
 from lightning_gnn.pyg import enable_pyg_sampling
 from lightning_gnn.sampling.neighbor import NeighborSampler
 from tests.batch_checks import assert_same_batches, check, check_hops
@@ -18,7 +18,7 @@ from tests.sampling.cases import GRAPHS, NODE_CASES, WRITES, make_options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = pytest.param(DEVICE, marks=[
-    pytest.mark.slow, pytest.mark.skipif(not runs_on(torch.device(DEVICE)), reason="neither a GPU nor Triton")
+    pytest.mark.slow, pytest.mark.skipif(not runs_triton(torch.device(DEVICE)), reason="neither a GPU nor Triton")
 ])  # fmt: skip
 """Device option as for data on a GPU; Triton's interpreter stands in for one."""
 

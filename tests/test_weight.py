@@ -9,9 +9,9 @@ MOST_LINES = {
     "(top)": 600,
     "accelerators": 300,
     "ascend_ops": 900,
-    "benchmarks": 11000,
-    "callbacks": 350,
-    "cli": 3150,
+    "benchmarks": 11450,
+    "callbacks": 250,
+    "cli": 3200,
     "collective": 2300,
     "compressed": 1300,
     "datamodules": 1650,
@@ -19,19 +19,19 @@ MOST_LINES = {
     "distributed": 2400,
     "features": 2050,
     "full_graph": 1800,
-    "gpu_sampling": 1750,
+    "gpu_sampling": 1650,
     "graph": 1300,
     "hyscale": 4500,
     "loading": 1850,
-    "nn": 3950,
-    "ops": 8350,
+    "nn": 3900,
+    "ops": 8400,
     "partitioned": 2550,
     "planning": 1750,
     "report": 800,
-    "runtime": 2050,
+    "runtime": 2100,
     "sampling": 1000,
-    "tests": 44500,
-    "triton_kernels": 3800,
+    "tests": 45850,
+    "triton_kernels": 3750,
 }
 """Limits per package, rounded up to 50 lines. Lower a number after a package shrinks; raise it with a reason.
 
@@ -39,7 +39,8 @@ The published algorithms as options, and a page per paper, took 300 lines in col
 in seven other packages, 1,100 in benchmarks and 800 in tests. One planner for a node took 800 lines in hyscale, 350 in
 planning and 100 in cli, against 250 that it replaced, 800 in benchmarks (of which 350 are an independent simulation and
 sleeping threads) and 500 in tests. Engines (SLURM requeue, Ray, URLs, Arrow Flight with TLS) took 450 in seven packages
-and 900 in tests."""
+and 900 in tests. An emulator of compiled GPU kernels took 1,100 in tests. Compiling kernels ahead and the fallbacks
+without a compiler took 200 in ops, cli and runtime, and GraphBolt as a peer 400 in benchmarks."""
 
 
 def find_room(path):

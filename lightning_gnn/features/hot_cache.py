@@ -7,7 +7,7 @@ with the GPU, SIGMOD 2023): both caches, and the split of one budget between the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -163,18 +163,6 @@ def _candidate_subsets(numbers: Sequence[int], weight: Callable[[int], float]) -
 def row_cost(row_bytes: int) -> int:
     """Return the bytes of the sectors that an accelerator reads for one row in host memory."""
     return math.ceil(row_bytes / SECTOR_BYTES) * SECTOR_BYTES
-
-
-def hottest_of_types(scores: Mapping[Any, Tensor], count: int) -> dict[Any, Tensor]:
-    """Return the ``count`` nodes with the highest scores over all node types, int64 by type, highest first."""
-    chosen, first = top_accessed(torch.cat([*scores.values()]), count), 0
-    out: dict[Any, Tensor] = {}
-    for name, type_scores in scores.items():
-        nodes = chosen[(chosen >= first) & (chosen < first + type_scores.numel())] - first
-        first += type_scores.numel()
-        if nodes.numel():
-            out[name] = nodes
-    return out
 
 
 def top_accessed(scores: Tensor, count: int) -> Tensor:

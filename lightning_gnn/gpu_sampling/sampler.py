@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace as changed
 from typing import Any, TypeVar
 
@@ -19,9 +19,9 @@ from lightning_gnn.gpu_sampling.shards import LIST_SHIFT, LocalMachine, PeerShar
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.hetero import HeteroCSCGraph
 from lightning_gnn.ops import NeighborSample, gather_rows
-from lightning_gnn.ops.library import require_triton
+from lightning_gnn.ops.library import runs_triton
 from lightning_gnn.ops.sample.definition import check_seeds
-from lightning_gnn.ops.sample.triton import begin_samples, most_batches, runs_on, triton_sampler
+from lightning_gnn.ops.sample.triton import begin_samples, most_batches, relation_sampler, triton_sampler
 from lightning_gnn.runtime.devices import to_device_async
 from lightning_gnn.runtime.messages import whole_number
 from lightning_gnn.sampling.edge_attributes import NodeTime
@@ -46,7 +46,7 @@ class PersistentNeighborSampler(NeighborSampler):
         mode: ``"fused"`` (hop by hop with grid barriers) or ``"persistent"`` (a task queue, for uniform sampling of
             homogeneous graphs; all else runs hop by hop). The samples are equal.
         fetch_size: Number of tasks that a program of the queue claims at a time.
-        num_warps: Warps of 32 threads per program of the kernel of a homogeneous graph, a power of two up to 32.
+        num_warps: Warps of 32 threads per program of the kernels, a power of two up to 32.
         programs_per_sm: Most programs per multiprocessor, up to 16; fewer where registers or threads do not suffice.
         hot_nodes: Nodes with adjacency lists to cache on the device if the topology is pinned.
         **options: Times, weights, LABOR, ``semantics``, subgraph types and ``exclude_seed_edges``, as for
@@ -83,7 +83,7 @@ class PersistentNeighborSampler(NeighborSampler):
         topology: str = "auto",
         mode: str = "fused",
         fetch_size: int = 128,
-        num_warps: int = 4,
+        num_warps: int = 8,
         programs_per_sm: int = 4,
         hot_nodes: Tensor | None = None,
         **options: Any,
@@ -107,16 +107,17 @@ class PersistentNeighborSampler(NeighborSampler):
         topology: str = "auto",
         mode: str = "fused",
         fetch_size: int = 128,
-        num_warps: int = 4,
+        num_warps: int = 8,
         programs_per_sm: int = 4,
         hot_nodes: Tensor | None = None,
         machine: LocalMachine | None = None,
+        start_edges: int = 1 << 22,  # edges per launch that the first scratch memory has room for
     ) -> None:
         """Copy the graph to the memory that its placement selects."""
         check_place(topology, "topology")
         if topology == "shard" and machine is None:
             raise ValueError("topology='shard' needs the other GPUs' processes: use PersistentSamplerDataModule")
-        launch = launch_options(mode, fetch_size, num_warps, programs_per_sm)
+        launch = launch_options(mode, fetch_size, num_warps, programs_per_sm) | {"start_edges": start_edges}
         host, whole = self.graph, self.whole_graph
         plain = isinstance(host, CSCGraph) and host.time is None and host.weight is None
         if hot_nodes is not None and not plain:
@@ -146,6 +147,9 @@ class PersistentNeighborSampler(NeighborSampler):
         if plain:
             launch["every_hop"] = self.semantics == "every_hop"
             self._kernel = triton_sampler(self.graph.indptr, self.graph.indices, self.device, cached=hot, **launch)
+        sizes = [host.num_nodes] if isinstance(host, CSCGraph) else list(host.sizes.values())
+        warps = {name: launch[name] for name in ("num_warps", "programs_per_sm")}
+        relation_sampler(self.graph, sizes, torch.empty(0, device=self.device).device, **warps)  # with its index
 
     def _shard(self, machine: LocalMachine, launch: dict[str, Any]) -> None:
         """Shard the edges across the GPUs of a machine, and replicate the offsets, which are read first."""
@@ -234,23 +238,28 @@ class PersistentNeighborSampler(NeighborSampler):
         """Whether :meth:`begin` is supported: uniform sampling of a homogeneous graph on a GPU."""
         return self._kernel is not None and {*nonuniform_features(self)} <= {"semantics='every_hop'"}
 
-    def begin(self, seeds: Sequence[Tensor], keys: Sequence[int], share: float = 1.0, first: int = 0) -> Any:
+    def begin(
+        self, seeds: Tensor, sizes: Sequence[int], keys: Sequence[int], share: float = 1.0, first: int = 0
+    ) -> Any:
         """Launch mini-batches asynchronously on the current stream; return a handle for :meth:`end`.
 
         Args:
-            seeds: Seeds of at most :meth:`bulk_size` mini-batches, int64 ``[batch_size]``, on the device; not checked.
+            seeds: Seeds of at most :meth:`bulk_size` mini-batches, one after another, int64 ``[sum(sizes)]``, on the
+                device; not checked.
+            sizes: Number of seeds of each mini-batch.
             keys: Key of each mini-batch.
             share: Maximum fraction of the GPU for the launch.
             first: Position of the first seed in the whole mini-batch, if ranks share one; for disjoint trees.
         """
         self._check_process()
-        return begin_samples(self._kernel, seeds, self.num_neighbors, keys, self.replace, self.disjoint, share, first)
+        rule = self.num_neighbors, keys, self.replace, self.disjoint
+        return begin_samples(self._kernel, seeds, sizes, *rule, share, first)
 
     def end(self, begun: Any) -> list[SamplerOutput]:
         """Return the mini-batches of a :meth:`begin`, for use on the stream of its launch."""
         return [self.as_output(NeighborSample(*sample)) for sample in begun.end()]
 
-    def bulk_size(self, wanted: int = 8) -> int:
+    def bulk_size(self, wanted: int = 16) -> int:
         """Return the best number of mini-batches per :meth:`begin`, at most ``wanted``: 1 if each needs a launch."""
         induced = self.subgraph_type == SubgraphType.induced
         if self._kernel is None or self.disjoint or self.labor is not None or induced:
@@ -261,6 +270,14 @@ class PersistentNeighborSampler(NeighborSampler):
             free = torch.cuda.mem_get_info(self._kernel.device)[0]
             most = min(most, free // 8 // (8 * max(self.graph.num_nodes, 1)))
         return int(max(1, most))
+
+    def compile_ahead(self, users: Iterable[PersistentNeighborSampler], bulk: int) -> None:
+        """Compile the kernels of samplers that share the kernel of this one, for bulks of at most ``bulk``."""
+        if self._kernel is not None:
+            from lightning_gnn.ops.sample.compile_ahead import compile_sampling
+
+            shapes = [(user.num_neighbors, user.disjoint, user.bulk_size(bulk)) for user in users]
+            compile_sampling(self._kernel, shapes)
 
     def original_positions(self, graph: CSCGraph, edge: Tensor) -> Tensor:
         """Convert positions in CSC order to positions in the user's ``edge_index``, on the device."""
@@ -280,7 +297,7 @@ def launch_options(mode: str, fetch_size: object, num_warps: object, programs_pe
     counts = {"fetch_size": fetch_size, "programs_per_sm": programs_per_sm, "num_warps": num_warps}
     numbers = {name: whole_number(value, name, 1) for name, value in counts.items()}
     if num_warps not in WARPS:
-        raise ValueError(f"num_warps={num_warps!r} is not a power of two up to 32, such as 4")
+        raise ValueError(f"num_warps={num_warps!r} is not a power of two up to 32, such as 8")
     return {"mode": mode, **numbers}
 
 
@@ -293,12 +310,9 @@ def check_shardable(*samplers: BaseSampler) -> None:
 
 def find_gpu(device: torch.device | str | None = None) -> torch.device | None:
     """Return ``device``, by default the current GPU, or None if Triton kernels cannot run there."""
-    has_cuda = torch.cuda.is_available()
     if device is None:
-        if not has_cuda:
+        if not torch.cuda.is_available():
             return None
         device = torch.device("cuda", torch.cuda.current_device())
     device = torch.device(device)
-    if device.type == "cuda" and has_cuda:
-        require_triton(f"sampling on {device}")  # fail before copying data, instead of falling back to the CPU
-    return device if runs_on(device) else None
+    return device if runs_triton(device) else None

@@ -81,8 +81,8 @@ def validate_options(
     options: dict[str, Any] = {}
     for name, value in kwargs.items():
         removal = removed(f"datamodule.{name}")
-        # Saved configurations contain None or False for unused options of earlier releases.
-        if name in WITHOUT_EFFECT or (removal is not None and (value is None or value is False)):
+        # Saved configurations contain None, False or 0 for unused options of earlier releases.
+        if name in WITHOUT_EFFECT or (removal is not None and value in (None, False)):
             continue
         if removal is not None:
             raise ValueError(f"{name}={value!r}{removal.removeprefix(f'datamodule.{name}')}")

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gnn.runtime.kernels import say_when_compiling
+from lightning_gnn.runtime.store import say_once
+
 library = torch.library.Library("lightning_gnn", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -73,22 +76,44 @@ def check_shapes(shapes: Mapping[str, tuple[Tensor | None, list[int]]]) -> None:
             raise ValueError(f"{name} must be {shape}, but is {list(tensor.shape)}")
 
 
+_EXTENSION = """
+#include <Python.h>
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "lightning_gnn_probe"};
+PyMODINIT_FUNC PyInit_lightning_gnn_probe(void) { return PyModule_Create(&module); }
+"""
+
+
 @functools.cache
-def triton_installed() -> bool:
-    """Return whether Triton is installed; CPU builds of torch do not include it."""
+def triton_obstacle() -> str | None:
+    """Return why Triton cannot be used, and what to install; None if it can. A GPU also needs a C compiler."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise  # a dependency of Triton is missing; falling back to a slower path would hide that
+        return "the package triton is not installed: pip install 'lightning-gnn[gpu]' (Linux only)"
+    if not torch.cuda.is_available():
+        return None
+    try:  # as Triton does at its first launch
+        from triton.runtime.build import compile_module_from_src
+
+        compile_module_from_src(_EXTENSION, "lightning_gnn_probe")
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return f"Triton cannot build its launcher: {reason} Install gcc and Python.h: apt install gcc python3-dev"
+    say_when_compiling()
+    return None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return whether Triton kernels run on a device: a GPU, or the CPU with Triton's interpreter."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        if (obstacle := triton_obstacle()) is not None:
+            say_once(f"No Triton kernels on the GPU, so that torch's slower operators run: {obstacle}")
+        return obstacle is None
+    if device.type != "cpu" or triton_obstacle() is not None:
         return False
-    return True
+    from triton import knobs
 
-
-def require_triton(feature: str) -> None:
-    """Raise a ValueError with installation instructions if Triton, which ``feature`` requires, is not installed."""
-    if not triton_installed():
-        raise ValueError(
-            f"{feature} requires the package triton, which CUDA builds of torch include; install it with "
-            "pip install 'lightning-gnn[gpu]' (Linux only)"
-        )
+    return bool(knobs.runtime.interpret)

@@ -1,4 +1,4 @@
-"""Cache folder of numba kernels, and a message while they are compiled.
+"""Cache folder of numba kernels, and a message while they or GPU kernels are compiled.
 
 Modules with cached kernels import this one first: numba refuses to define them without a writable cache folder.
 """
@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import numba
@@ -17,7 +18,7 @@ from numba.core import event
 
 from lightning_gnn.runtime.store import say_once
 
-_said = False
+_said = _said_of_gpu = False
 _count = 0
 
 
@@ -57,6 +58,39 @@ def _remove(folder: str, owner: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def say_when_compiling() -> None:
+    """Count the kernels that Triton compiles because they are not cached; print a message if one takes 3 s."""
+    from triton import knobs
+
+    timers = threading.local()  # of each compiling thread
+
+    def begin(**compilation: object) -> None:
+        timers.own = threading.Timer(3, _say_of_gpu)
+        timers.own.daemon = True
+        timers.own.start()
+
+    def end(*, cache_hit: bool, **compilation: object) -> None:
+        global _count
+        _count += not cache_hit
+        timers.own.cancel()
+
+    if knobs.runtime.jit_cache_hook is None and knobs.compilation.listener is None:  # else a profiler's
+        knobs.runtime.jit_cache_hook, knobs.compilation.listener = begin, end
+
+
+def _say_of_gpu() -> None:
+    global _said_of_gpu
+    if not _said_of_gpu and _is_first_rank():
+        print("compiling GPU kernels (once)…", file=sys.stderr, flush=True)
+    _said_of_gpu = True
+
+
+def _is_first_rank() -> bool:
+    from pytorch_lightning.utilities import rank_zero_only
+
+    return getattr(rank_zero_only, "rank", 0) in (0, None)
+
+
 class _Listener(event.Listener):
     """Counts the kernels that numba compiles; prints a message for the first one, on a terminal or in a notebook."""
 
@@ -69,9 +103,7 @@ class _Listener(event.Listener):
         if _said:
             return
         _said = True
-        from pytorch_lightning.utilities import rank_zero_only
-
-        if getattr(rank_zero_only, "rank", 0) in (0, None) and (sys.stderr.isatty() or "ipykernel" in sys.modules):
+        if _is_first_rank() and (sys.stderr.isatty() or "ipykernel" in sys.modules):
             print("compiling kernels…", file=sys.stderr, flush=True)
 
     def on_end(self, event: event.Event) -> None:

@@ -49,6 +49,7 @@ REMOVED = {
     "chunked.progress": _SIZED,
     "convert.rows": "features are written as x.npy, which datamodule.memory= reads from disk; leave it out",
     "data.memory": "datamodule.memory= alone keeps features on disk; leave it out",
+    "datamodule.cache_rows": "cache_bytes= limits the cache of hot rows and lists in bytes, or takes 'auto'; use it",
     "datamodule.cache_plan": "each run measures in its first epoch; plan= takes a file written by lgnn plan",
     "datamodule.cache_dir": "preparing a full graph is fast, so it is not cached; leave it out",
     "datamodule.inference.resume": "an interrupted inference='full' starts again; leave it out",

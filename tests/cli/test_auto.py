@@ -47,13 +47,13 @@ def test_a_choice_is_applied_and_given_to_other_ranks(tmp_path, monkeypatch):
     chosen = Choice(Option("hyscale", "collective", 1), "", {"datamodule.num_workers": 7})
     monkeypatch.setattr(cli_choose, "choose_run", lambda *given: chosen)
     monkeypatch.setattr(cli_choose, "build_task", lambda *given: (None, None))
-    monkeypatch.setattr(sys, "argv", ["lgnn", "seed=1", *AUTO, "+datamodule.cache_rows=5"])
+    monkeypatch.setattr(sys, "argv", ["lgnn", "seed=1", *AUTO, "+datamodule.cache_bytes=5"])
     cli_choose.choose(cfg, None)
     assert cfg.datamodule._target_ == "lightning_gnn.collective.CollectiveDataModule"
     assert (cfg.datamodule.num_workers, cfg.datamodule.batch_size, cfg.datamodule.gpu_buffer_size) == (7, 64, 10)
     assert cfg.trainer.strategy._target_ == "lightning_gnn.HyScaleStrategy"
     again = compose_config(*NODE, f"output_dir={tmp_path}", *sys.argv[1:])
-    again.datamodule.cache_rows, again.seed = cfg.datamodule.cache_rows, cfg.seed
+    again.datamodule.cache_bytes, again.seed = cfg.datamodule.cache_bytes, cfg.seed
     assert again == cfg
 
 

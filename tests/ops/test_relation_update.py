@@ -10,7 +10,7 @@ from lightning_gnn.ops.aggregate_update import triton as aggregate_update_triton
 from lightning_gnn.ops.aggregate_update.definition import Relation, relation_update
 from lightning_gnn.ops.aggregate_update.reference import ReluDropout, Update
 from lightning_gnn.ops.dropout import row_dropout
-from lightning_gnn.ops.library import triton_installed
+from lightning_gnn.ops.library import triton_obstacle
 from tests.ops.test_aggregate_update import execution, normal
 
 
@@ -140,7 +140,7 @@ def test_under_autocast_it_is_of_that_dtype():
 
 
 @pytest.mark.medium
-@pytest.mark.skipif(not triton_installed(), reason="Triton is not installed")
+@pytest.mark.skipif(triton_obstacle() is not None, reason="Triton is not installed")
 @pytest.mark.parametrize("mean", [True, False])
 def test_the_kernel_of_a_gpu_gives_the_same(mean, monkeypatch):
     """On the CPU in Triton's interpreter, on a GPU natively."""

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from lightning_gnn.graph import CSCGraph, HeteroCSCGraph
 from lightning_gnn.ops import Labor
+from lightning_gnn.ops.library import runs_triton
 from lightning_gnn.ops.sample import triton as operator
 from tests.batch_checks import assert_equal
 from tests.campaigns import SLICES, campaign
 from tests.ops.sample_cases import KINDS, few, hashing, long_lists, random_types, sample, samples, skewed_weights
 
 CPU = torch.device("cpu")
-interpreted = pytest.mark.skipif(not operator.runs_on(CPU), reason="no interpreter: the cuda tests check the kernels")
+interpreted = pytest.mark.skipif(not runs_triton(CPU), reason="no interpreter: the cuda tests check the kernels")
 
 
 def narrow(graph, num_programs, kind=None):

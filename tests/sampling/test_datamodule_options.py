@@ -145,7 +145,8 @@ MISTAKES = {
     (PersistentSamplerDataModule,): [
         ({"mode": "foo"}, ValueError, "unknown sampling mode 'foo'; choose one of fused, persistent"),
         ({"device": "foo"}, ValueError, "invalid device 'foo'"),
-        ({"cache_rows": "3"}, ValueError, "cache_rows must be a whole number, but is '3'"),
+        ({"cache_rows": 3}, ValueError, "cache_rows=3 was removed: cache_bytes= limits the cache"),
+        ({"bulk": "3"}, ValueError, "bulk must be a whole number, but is '3'"),
         ({"quantize": "no"}, ValueError, "quantize must be True or False, but is 'no'"),
     ],
 }  # fmt: skip

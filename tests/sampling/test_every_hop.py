@@ -14,7 +14,7 @@ from lightning_gnn import NeighborDataModule, NeighborSampler, PersistentNeighbo
 from lightning_gnn.nn import GAT, GCN, GIN, GraphSAGE, NodeClassifier
 from lightning_gnn.ops import sample_neighbors
 from lightning_gnn.ops.hashing import layer_key, node_key
-from lightning_gnn.ops.library import triton_installed
+from lightning_gnn.ops.library import triton_obstacle
 from lightning_gnn.ops.sample.reference import pick_uniform
 from lightning_gnn.sampling import layer_blocks
 from tests.batch_checks import assert_same_batches
@@ -22,7 +22,7 @@ from tests.batching_data import small_data
 from tests.refusals import refuses
 from tests.strategies import fanouts, graphs, keys, seeds_of
 
-BACKENDS = ("reference", "numba", *["triton"] * (triton_installed() and not torch.cuda.is_available()))
+BACKENDS = ("reference", "numba", *["triton"] * (triton_obstacle() is None and not torch.cuda.is_available()))
 
 
 def sample_plainly(indptr, indices, seeds, hops, key, replace):

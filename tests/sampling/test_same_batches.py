@@ -27,7 +27,7 @@ from lightning_gnn.collective.plan import CollectivePlan
 from lightning_gnn.collective.workers import THREAD_NAME
 from lightning_gnn.features import FeatureTable
 from lightning_gnn.ops import batch_key
-from lightning_gnn.ops.sample.triton import runs_on
+from lightning_gnn.ops.library import runs_triton
 from lightning_gnn.partitioned import partition_graph
 from lightning_gnn.partitioned.folder import write_partition
 from tests.batch_checks import assert_same_batches, check
@@ -39,7 +39,7 @@ PLANS = [COLLECTIVE, CollectivePlan("collective", 1, 3), CollectivePlan("cpu", 1
 PINNED = {"topology": "pinned", "features": "pinned", "cache_bytes": 800}
 STAGES = ("train", "val")
 with_kernels = [
-    pytest.mark.slow, pytest.mark.skipif(not runs_on(torch.device(DEVICE)), reason="neither a GPU nor Triton")
+    pytest.mark.slow, pytest.mark.skipif(not runs_triton(torch.device(DEVICE)), reason="neither a GPU nor Triton")
 ]  # fmt: skip
 
 

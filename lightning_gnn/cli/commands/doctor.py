@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,8 @@ def examine() -> list[Finding]:
         _torch_npu(),
         _npu(),
         _kernels(),
+        _compiler(_c_compiler(), "the GPU kernels", "apt install gcc"),
+        _python_h(),
         _compiler("g++", "the CPU twin of the Ascend C kernels; the NPU binding", "apt install g++"),
         _compiler("cmake", "the NPU binding", "pip install cmake"),
     ]
@@ -200,6 +203,18 @@ def _kernels() -> Finding:
         return Finding("Ascend C kernels", "present", detail, needed)
     names = [problem.split(" (")[0].replace(" or newer", "") for problem in problems]
     return Finding("Ascend C kernels", "missing", f"need {', '.join(names)}", needed, f"get {'; '.join(problems)}")
+
+
+def _c_compiler() -> str:
+    """Return the C compiler that Triton selects."""
+    return os.environ.get("CC") or ("gcc" if shutil.which("gcc") or not shutil.which("clang") else "clang")
+
+
+def _python_h() -> Finding:
+    path = Path(sysconfig.get_paths()["include"], "Python.h")
+    if path.is_file():
+        return Finding("Python.h", "present", str(path), "the GPU kernels")
+    return Finding("Python.h", "missing", f"not at {path}", "the GPU kernels", "apt install python3-dev")
 
 
 def _compiler(name: str, needed: str, advice: str) -> Finding:

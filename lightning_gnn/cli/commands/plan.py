@@ -31,7 +31,7 @@ from lightning_gnn.collective.datamodule import CollectiveDataModule
 from lightning_gnn.collective.plan import PREPARATION_STAGES, CollectivePlan
 from lightning_gnn.collective.prefetcher import CollectiveBatching
 from lightning_gnn.datamodules.base import MiniBatchDataModule
-from lightning_gnn.gpu_sampling.placement import PlacedOnGPU
+from lightning_gnn.gpu_sampling.datamodule import PlacedOnGPU
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.hyscale.strategy import HyScaleStrategy
 from lightning_gnn.loading.loaders import PipelineLoader

@@ -27,7 +27,7 @@ from lightning_gnn.cli.command_line import UserError, absolute, full_errors, rai
 from lightning_gnn.cli.predictions import as_rows, node_names, write_npy, write_parquet
 from lightning_gnn.cli.versions import environment
 from lightning_gnn.collective.plan import CollectivePlan
-from lightning_gnn.gpu_sampling.budget import Placement
+from lightning_gnn.gpu_sampling.placement import Placement
 from lightning_gnn.graph.csc import count_edges
 from lightning_gnn.planning.advice import advice
 from lightning_gnn.report import collect_metrics, print_table, reporting, write_metrics

@@ -10,7 +10,7 @@ import torch
 from lightning_gnn.ops.aggregate import numba, reference
 from lightning_gnn.ops.edge_softmax import numba as softmax_numba
 from lightning_gnn.ops.edge_softmax import reference as softmax_reference
-from lightning_gnn.ops.library import triton_installed
+from lightning_gnn.ops.library import runs_triton
 
 BACKENDS = ("numba", "triton", "reference", "ascend_twin")
 DEVICE = "device"  # selects the backend of the tensors' device
@@ -55,7 +55,7 @@ def functions_of(backend: str, device: torch.device) -> Any:
         return Chip(*chip_executor(device, backend))
     if device.type == "cpu" and backend != "triton":
         return NUMBA
-    if backend == "triton" or (device.type == "cuda" and triton_installed()):
+    if backend == "triton" or (device.type == "cuda" and runs_triton(device)):
         from lightning_gnn.ops.aggregate import triton
 
         return triton

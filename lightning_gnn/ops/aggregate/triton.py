@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gnn.ops.aggregate.matrix import Match, Matrix, Scores
-from lightning_gnn.ops.sample.triton import runs_on
+from lightning_gnn.ops.library import runs_triton
 
 if TYPE_CHECKING:
     from lightning_gnn.triton_kernels.row_parts import RowParts
@@ -37,7 +37,7 @@ def prepare(matrix: Matrix) -> RowParts:
 @contextlib.contextmanager
 def _launching(tensor: Tensor) -> Iterator[None]:
     """Check that kernels run on a tensor's device, and make that the current device."""
-    if not runs_on(tensor.device):
+    if not runs_triton(tensor.device):
         raise ValueError(
             "backend='triton' needs a CUDA device and the package triton (pip install 'lightning-gnn[gpu]'), but "
             f"the tensors are on {tensor.device}; leave the backend out"

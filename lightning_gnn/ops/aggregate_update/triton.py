@@ -6,12 +6,12 @@ from torch import Tensor
 
 from lightning_gnn.ops.aggregate.triton import _current_device
 from lightning_gnn.ops.aggregate_update import reference
-from lightning_gnn.ops.library import triton_installed
+from lightning_gnn.ops.library import runs_triton
 
 
 def sums(edges: list[Tensor], x: Tensor, mean: bool) -> Tensor:
     """Run :func:`reference.sums` on a GPU, without autograd."""
-    if not triton_installed():
+    if not runs_triton(x.device):
         return reference.sums(edges, x, mean)
     from lightning_gnn.triton_kernels import aggregate as kernels
 

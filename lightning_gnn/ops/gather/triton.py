@@ -1,11 +1,11 @@
-"""Gathering rows on CUDA: the Triton kernel where Triton is installed, torch's own operators elsewhere."""
+"""Gathering rows on CUDA: the Triton kernel where Triton can be used, torch's own operators elsewhere."""
 
 import torch
 from torch import Tensor
 
 from lightning_gnn.ops.gather.definition import check_arguments, check_index
 from lightning_gnn.ops.gather.reference import Gather, gather_torch, register
-from lightning_gnn.ops.library import require_triton, triton_installed
+from lightning_gnn.ops.library import runs_triton
 
 
 # The dispatcher prefers the accelerator, so that a call with a pinned table and a CUDA index runs this function too.
@@ -25,7 +25,7 @@ def gather_cuda(call: Gather, check: bool = False) -> None:
         return
     if check:
         check_index(index, table.size(0))
-    if not triton_installed():
+    if not runs_triton(out.device):
         gather_torch(call)
         return
     from lightning_gnn.triton_kernels.gather import gather
@@ -49,7 +49,6 @@ def gather_from_shards(
     local: Tensor, addresses: Tensor, num_rows: int, shift: int, index: Tensor, out: Tensor, scales: Tensor | None
 ) -> None:
     """Gather rows of a table sharded over GPUs in cyclic blocks of ``2^shift`` rows; ``index`` is not checked."""
-    require_triton("reading the memory of other GPUs")
     from lightning_gnn.triton_kernels.gather import gather
 
     with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]

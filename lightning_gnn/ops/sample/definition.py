@@ -42,10 +42,11 @@ from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.edge_attributes import time_limits
 from lightning_gnn.graph.remote import RemoteCSCGraph, RemoteHeteroCSCGraph, RemotePicker
 from lightning_gnn.ops.hashing import layer_key
+from lightning_gnn.ops.library import runs_triton
 from lightning_gnn.ops.sample.numba import sample_relations
 from lightning_gnn.ops.sample.reference import sample_reference
 from lightning_gnn.ops.sample.relation import Labor, PickOptions, Relation, Sampled, TimeWindow
-from lightning_gnn.ops.sample.triton import runs_on, sample_relations_triton, triton_sampler
+from lightning_gnn.ops.sample.triton import sample_relations_triton, triton_sampler
 from lightning_gnn.runtime.messages import removed
 
 BACKENDS = ("numba", "triton", "reference")
@@ -276,7 +277,7 @@ def check_device(backend: str | None, graphs: Sequence[CSCGraph]) -> None:
     if len(devices) > 1:
         raise ValueError(f"edge types are on different devices, {', '.join(sorted(map(str, devices)))}: use graph.to()")
     for device in devices:
-        if device.type != "cpu" and (backend in ("numba", "reference") or not runs_on(device)):
+        if device.type != "cpu" and (backend in ("numba", "reference") or not runs_triton(device)):
             raise ValueError(f"backend {backend or 'triton'} does not run on {device}: leave the graph on the CPU")
 
 

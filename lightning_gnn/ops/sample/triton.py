@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_gnn.ops.library import require_triton, triton_installed
+from lightning_gnn.ops.library import triton_obstacle
 from lightning_gnn.ops.sample.relation import PickOptions, Relation, TimeWindow, stage_key
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def triton_sampler(
     indptr: Tensor, indices: Tensor, device: torch.device | None = None, **options: Any
 ) -> TritonNeighborSampler:
     """Return the sampler of a graph on a GPU or in pinned memory, cached with the graph unless it has ``options``."""
-    require_triton("sampling on a GPU")
+    _check_triton()
     from lightning_gnn.triton_kernels.sample import TritonNeighborSampler
 
     if options:
@@ -37,6 +37,11 @@ def triton_sampler(
     return by_device[device]
 
 
+def _check_triton() -> None:
+    if (obstacle := triton_obstacle()) is not None:
+        raise ValueError(f"the graph cannot be sampled on a GPU: {obstacle}")
+
+
 def most_batches(sampler: TritonNeighborSampler) -> int:
     """Return the maximum number of mini-batches per launch."""
     from lightning_gnn.triton_kernels import sample_bulk as kernels
@@ -46,7 +51,8 @@ def most_batches(sampler: TritonNeighborSampler) -> int:
 
 def begin_samples(
     sampler: TritonNeighborSampler,
-    seeds: Sequence[Tensor],  # seeds of each mini-batch, on the device, not checked
+    seeds: Tensor,  # seeds of all mini-batches, one after another, on the device, not checked
+    sizes: Sequence[int],  # number of seeds of each mini-batch
     fanouts: Sequence[int],
     keys: Sequence[int],
     replace: bool,
@@ -57,9 +63,21 @@ def begin_samples(
     """Launch the sampling of mini-batches, in parallel if there are several, and return without waiting."""
     from lightning_gnn.triton_kernels.sample_bulk import joined
 
-    if len(seeds) > 1:
-        return sampler.begin(joined(sampler, seeds, fanouts, keys, replace), share)
-    return sampler.begin(sampler.batch(seeds[0], fanouts, keys[0], replace, disjoint, first_tree), share)
+    if len(sizes) > 1:
+        return sampler.begin(joined(sampler, seeds, sizes, fanouts, keys, replace), share)
+    return sampler.begin(sampler.batch(seeds, fanouts, keys[0], replace, disjoint, first_tree), share)
+
+
+def relation_sampler(
+    graph: object, num_nodes: Sequence[int], device: torch.device, **options: int
+) -> TritonRelationSampler:
+    """Return the sampler of a graph, cached with its scratch memory for the graph's lifetime; options renew it."""
+    from lightning_gnn.triton_kernels.sample_relations import TritonRelationSampler
+
+    by_device = _relation_samplers.setdefault(graph, {})
+    if device not in by_device or options:
+        by_device[device] = TritonRelationSampler(num_nodes, device, **options)
+    return by_device[device]
 
 
 def sample_relations_triton(
@@ -72,20 +90,16 @@ def sample_relations_triton(
     rule: PickOptions,
     times: TimeWindow | None,
 ) -> RelationSample:
-    """Sample one mini-batch of relations sorted by name; scratch memory is cached for the graph's lifetime."""
+    """Sample one mini-batch of relations sorted by name."""
+    _check_triton()
     # Triton is imported on use, because it is optional on machines without a GPU.
-    require_triton("sampling on a GPU")
     from lightning_gnn.triton_kernels.sample import device_of
-    from lightning_gnn.triton_kernels.sample_relations import Picking, RelationArrays, TritonRelationSampler
+    from lightning_gnn.triton_kernels.sample_relations import Picking, RelationArrays
 
     # The relations determine the device, or in a graph without relations, the seeds.
     on_device = [relation.indptr for relation in relations if relation.indptr.device.type != "cpu"]
     first = on_device[0] if on_device else relations[0].indices if relations else seeds[0]
-    device = device_of(first)
-    # Cache one sampler, with its scratch memory, per graph and device.
-    by_device = _relation_samplers.setdefault(graph, {})
-    if device not in by_device:
-        by_device[device] = TritonRelationSampler(num_nodes, device)
+    sampler = relation_sampler(graph, num_nodes, device_of(first))
     # Keys are derived on the CPU, exactly as the other backends do.
     hops = max((len(relation.fanouts) for relation in relations), default=0)
     keys = [
@@ -97,15 +111,4 @@ def sample_relations_triton(
     labor = None if rule.labor is None else (rule.labor.batch_dependency, rule.labor.batch)
     picking = Picking(rule.replace, rule.disjoint, rule.first_tree, rule.last, labor, until, after)
     arrays = [RelationArrays(*(getattr(own, name) for name in RelationArrays._fields)) for own in relations]
-    return by_device[device].sample(arrays, seeds, starts, keys, picking)
-
-
-def runs_on(device: torch.device) -> bool:
-    """Return whether Triton kernels run on a device: a GPU, or the CPU with Triton's interpreter."""
-    if not triton_installed():
-        return False
-    if device.type != "cpu":
-        return device.type == "cuda" and torch.cuda.is_available()
-    from lightning_gnn.triton_kernels.sample import INTERPRETED
-
-    return bool(INTERPRETED)
+    return sampler.sample(arrays, seeds, starts, keys, picking)
