@@ -162,8 +162,9 @@ def test_table_has_a_line_per_comparison(load):
     assert "| Other | | not installed | |" in content
     sure = report.table([{**result, "comparisons": [{**compared, "interval": [5.4, 6.6]}]}])
     assert "| 5 M/s (pyg-lib) | **6x** (5.4 to 6.6) |" in sure
-    text = f"before\n{report.START}\nold\n{report.END}\nafter"
-    assert report.replaced(text, content) == f"before\n{report.START}\n{content}\n{report.END}\nafter"
+    harness = load("harness")
+    text = f"before\n{harness.START}\nold\n{harness.END}\nafter"
+    assert report.replaced(text, content) == f"before\n{harness.START}\n{content}\n{harness.END}\nafter"
     refuses(ValueError, "both lines", report.replaced, "no markers", content)
     short = report.headlines([{**result, "comparisons": [compared, {**compared, "what": "Third"}]}], ["Third"])
     assert [line.split(" |")[0] for line in short.splitlines()[2:3]] == ["| Third"]

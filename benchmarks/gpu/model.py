@@ -324,7 +324,7 @@ def page(result: dict[str, Any]) -> str:
         '"One pass" is built; its saving is relative to\nthe design before it.\n\n'
         f"{judged_table(few)}\n\nThe queue, one mini-batch a launch, if no node is found late:\n\n"
         f"{queue_table([row for row in result['queue'] if row['gpu'] != 'H200'])}\n\n"
-        f"Compiled with Triton {result['triton']}, four warps a program:\n\n"
+        f"Compiled with Triton {result['triton']}, eight warps a program:\n\n"
         f"{kernel_table(result['kernels'])}"
     )
 

@@ -7,6 +7,8 @@ of the others, in JSON; 0 1 runs all.
 import json
 import os
 import random
+import signal
+import subprocess
 import sys
 import traceback
 
@@ -14,6 +16,7 @@ import torch
 
 from lightning_gnn.graph import CSCGraph
 from lightning_gnn.ops import Labor
+from lightning_gnn.ops.aggregate import backends
 from lightning_gnn.ops.aggregate import triton as aggregation
 from lightning_gnn.ops.aggregate.backends import REFERENCE
 from lightning_gnn.ops.aggregate.matrix import Matrix, Scores
@@ -31,7 +34,8 @@ from tests.triton_kernels.sampling_cases import shard_table
 CPU = torch.device("cpu")
 driver.install()
 sample.device_of = lambda indices: CPU
-aggregation.runs_on = lambda device: True
+for module in (aggregation, backends):
+    module.runs_triton = lambda device: True
 row_parts.MAX_ENTRIES = aggregate_kernels.MAX_ENTRIES = 16  # splits rows into parts
 torch.set_num_threads(1)
 
@@ -310,6 +314,8 @@ def run_case(name, seed, runs, stale=None):
         set_schedule(rng, stale)
         try:
             CASES[name](rng)
+        except subprocess.CalledProcessError:
+            raise  # of g++
         except Exception as failure:
             lines = traceback.format_exception(failure)
             return number + 1, "".join(lines) if not str(failure) else f"{type(failure).__name__}: {failure}"
@@ -328,7 +334,9 @@ def forked(function, *arguments):
     with os.fdopen(reading) as pipe:
         text = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    return json.loads(text) if status == 0 else [0, f"ended with status {status}"]
+    if status not in (0, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS):
+        raise RuntimeError(f"a process ended with status {status}, not by the kernel's fault")
+    return json.loads(text) if status == 0 else [0, f"ended by {signal.Signals(-status).name}"]
 
 
 def main():

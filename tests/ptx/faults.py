@@ -46,7 +46,8 @@ def compile_kernels(cases):
 
     driver.Settings.fault = keep
     for case in cases:
-        run_case(case, 0, 1)
+        if failure := run_case(case, 0, 1)[1]:
+            raise RuntimeError(failure)
     return {case: seen[KERNELS[case]] for case in cases}
 
 
@@ -76,19 +77,9 @@ def main():
     for case, name, source, changed in faults if number == "all" else one_slice(faults, int(number)):
         tries = int(runs) * (10 if name in PROTOCOL else 1)  # races are found by their barriers, not by luck
         done, how = forked(run_fault, case, changed, int(seed), tries)
-        print(
-            json.dumps(
-                {
-                    "case": case,
-                    "fault": name,
-                    "source": source,
-                    "runs": done,
-                    "found": how,
-                    "explained": UNSEEN.get(source),
-                }
-            ),
-            flush=True,
-        )
+        why = next((why for line, why in UNSEEN.items() if source.startswith(line)), None)
+        row = {"case": case, "fault": name, "source": source, "runs": done, "found": how, "explained": why}
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

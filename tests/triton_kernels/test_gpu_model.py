@@ -155,7 +155,7 @@ def test_the_guide_shows_the_table_of_the_file(model):
 def test_occupancy(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     resident = importlib.import_module("benchmarks.gpu.kernel_usage").resident
-    assert resident(128, 2048, 80) == 4
-    assert resident(96, 2048, 90) == 5
-    assert resident(16, 0, 80) == 16
+    assert resident(128, 2048, 80) == 2
+    assert resident(96, 2048, 90) == 2
+    assert resident(16, 0, 80) == 8
     assert resident(32, 40_000, 80) == 4
