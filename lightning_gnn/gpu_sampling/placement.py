@@ -19,6 +19,7 @@ from torch_geometric.sampler.base import SubgraphType
 from lightning_gnn.features.hot_cache import SECTOR_BYTES, Cacheable, CacheOrder, row_cost
 from lightning_gnn.features.table import FeatureTable
 from lightning_gnn.gpu_sampling.options import PlacementOptions
+from lightning_gnn.gpu_sampling.sampler import START_EDGES
 from lightning_gnn.gpu_sampling.shards import LIST_SHIFT, ROW_SHIFT, BlockCyclicLayout
 from lightning_gnn.graph.csc import CSCGraph
 from lightning_gnn.graph.stores import StoreType
@@ -33,7 +34,6 @@ MODEL_FRACTION = 0.25  # of the device's memory, reserved for the model and its 
 # machine's PCIe (450 and 50 GB/s, 300 and 25 GB/s).
 PEER_BYTE_COST = 0.1
 _MOST_BULK = 32  # mini-batches per launch
-_START_EDGES = 1 << 22  # initial scratch memory, in edges, of the kernels for types, times and weights
 _PLANNED_BATCHES, _CHECKED_BATCHES = 64, 8  # mini-batches that are pre-sampled for the plan, and for its hit rate
 _DEGREE_WEIGHT = 0.25  # weight of out-degrees in the expected reads of a row: most rows are not in the sample
 _SIZE_MARGIN = 1.25  # assumed size of a large mini-batch, relative to the mean
@@ -298,7 +298,7 @@ class Demand:
         if not self._is_uniform:
             total = graph.num_edges if is_single else sum(graph.num_edges.values())
             hops = len(self.sampler.num_neighbors) if isinstance(self.sampler.num_neighbors, list) else 1
-            capacity = max(capacity, min(_START_EDGES, int(hops * total + 2 * num_nodes)))
+            capacity = max(capacity, min(START_EDGES, int(hops * total + 2 * num_nodes)))
         words = 0 if disjoint else graph_nodes * (8 * bulk if self.placing.mode == "fused" else 12)
         scratch = words + (80 if disjoint else 12) * capacity + 8 * min(capacity, bulk * (graph_nodes + num_nodes))
         # A launch can end while half of the previous one waits.

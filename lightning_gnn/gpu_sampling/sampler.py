@@ -29,6 +29,7 @@ from lightning_gnn.sampling.neighbor import Fanouts, NeighborSampler, Output, no
 
 MODES = ("fused", "persistent")
 WARPS = (1, 2, 4, 8, 16, 32)
+START_EDGES = 1 << 22  # initial scratch memory of the kernels, in edges (DeviceSampler.START_EDGES)
 GraphT = TypeVar("GraphT", CSCGraph, HeteroCSCGraph)
 
 
@@ -111,7 +112,7 @@ class PersistentNeighborSampler(NeighborSampler):
         programs_per_sm: int = 4,
         hot_nodes: Tensor | None = None,
         machine: LocalMachine | None = None,
-        start_edges: int = 1 << 22,  # edges per launch that the first scratch memory has room for
+        start_edges: int = START_EDGES,  # edges per launch that the first scratch memory has room for
     ) -> None:
         """Copy the graph to the memory that its placement selects."""
         check_place(topology, "topology")
