@@ -74,10 +74,11 @@ def test_a_slow_rank_keeps_nobody_elses_answer_back(tmp_path):
 
 def _request_from_lost_rank(rank, folder):
     torch.distributed.init_process_group("gloo", rank=rank, world_size=3)
-    exchange = RankRPC({"vanish": lambda: os.kill(os.getpid(), signal.SIGKILL), "fail": lambda: 1 / 0})
+    handlers = {"vanish": lambda: os.kill(os.getpid(), signal.SIGKILL), "fail": lambda: 1 / 0, "rank": lambda: rank}
+    exchange = RankRPC(handlers)
     said = []
     if rank == ASKING:
-        for name, asked in (("fail", {1: ()}), ("vanish", {SLOW: ()}), ("fail", {SLOW: (), 1: ()})):
+        for name, asked in (("fail", {1: ()}), ("vanish", {SLOW: ()}), ("rank", {SLOW: (), 1: ()})):
             with pytest.raises(RuntimeError) as error:
                 exchange.call(name, asked)
             said.append(str(error.value))
