@@ -10,11 +10,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train lint check test test-all bench bench-gpu docs clean
 
+# pip would compile the modules on one core; files that are not of this Python version fail, as they do in pip.
 define install
 	$(PYTHON) -c 'import sys; sys.exit("lightning-gnn needs Python 3.10 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 10) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '$(1)'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '$(1)'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 endef
 
@@ -58,6 +60,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.collective.planner $(ARGS)
 	$(BIN)/python -m benchmarks.ops.aggregate $(ARGS)
 	$(BIN)/python -m benchmarks.ops.aggregate_update $(ARGS)
+	$(BIN)/python -m benchmarks.ops.gather $(ARGS)
 	$(BIN)/python -m benchmarks.hyscale.epochs $(ARGS)
 	$(BIN)/python -m benchmarks.hyscale.node_planner $(ARGS)
 	$(BIN)/python -m benchmarks.hyscale.node_planner --sleeping 100 $(ARGS)

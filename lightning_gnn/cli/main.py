@@ -1,9 +1,10 @@
 """The entry point of ``lgnn``: dispatch to a command, and import only what it needs."""
 
+import gc
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from importlib import import_module
 from io import StringIO
 
@@ -38,11 +39,24 @@ def main() -> None:
         with startup.ending_with_the_reader():
             _help(command)
     else:
-        module = import_module(f"lightning_gnn.cli.commands.{'plan' if command == 'plan' else 'train'}")
+        with _without_collections():
+            module = import_module(f"lightning_gnn.cli.commands.{'plan' if command == 'plan' else 'train'}")
         startup.done()
         prints_info = any(item.partition("=")[0] in _INFO_FLAGS for item in arguments)
         with startup.ending_with_the_reader() if prints_info else nullcontext():
             module.main()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Suspend Python's garbage collector, which takes a fifth of the time of imports and finds little."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _move_to_front(commands: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """Imports at startup, and Ctrl-C during imports, which ends the command at once even if code swallows it."""
 
 import ast
+import gc
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 import lightning_gnn
+from lightning_gnn.cli import main
 from tests.cli.command import ROOT
 from tests.patience import PATIENCE
 
@@ -84,6 +86,40 @@ print((brought, "npu" in AcceleratorRegistry,
         name: ("AscendHybridParallelStrategy", method)
         for name, method in zip(names[1:], ("popen", "spawn", "fork", "spawn"), strict=True)
     }
+
+
+@pytest.mark.slow
+def test_a_run_imports_nothing_that_only_other_commands_use():
+    code = """
+import sys
+import lightning_gnn.cli.commands.train
+print({*sys.modules})
+"""
+    imported = eval_last_line(code)
+    assert {"numba", "torch_geometric", "lightning_gnn.loading"} <= imported
+    assert imported.isdisjoint({"duckdb", "pyarrow", "pymetis", "fastapi", "ray", "IPython", "joblib", "onnx"})
+    assert imported.isdisjoint({"lightning_gnn.report.charts", "lightning_gnn.cli.commands.warmup"})
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_rests_during_imports_and_is_as_before_when_they_fail(enabled, monkeypatch):
+    seen = []
+
+    def fail(name):
+        seen.append((name, gc.isenabled()))
+        raise ImportError("broken")
+
+    monkeypatch.setattr(main, "import_module", fail)
+    monkeypatch.setattr(sys, "argv", ["lgnn"])
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ImportError, match="broken"):
+            main.main()
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen == [("lightning_gnn.cli.commands.train", False)]
 
 
 HEAVY = {"torch", "pytorch_lightning", "torch_geometric", "numpy", "numba", "matplotlib"}
