@@ -1,7 +1,7 @@
-"""Accuracy of training in bfloat16.
+"""Accuracy of training in 16 bits.
 
 Test accuracy after the same number of epochs, with the same seeds: in float32, with features stored in bfloat16
-(``feature_dtype="bfloat16"``), and also trained in bfloat16 (``Trainer(precision="bf16-mixed")``); GraphSAGE on
+or float16 (``feature_dtype=``), and also trained in bfloat16 (``Trainer(precision="bf16-mixed")``); GraphSAGE on
 mini-batches, and GCN on the full graph.
 """
 
@@ -25,6 +25,7 @@ SIZES = {"nodes": (20_000, 400), "edges": (200_000, 4_000), "epochs": (10, 1), "
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {"feature_dtype": None, "precision": "32-true"},
     "bfloat16 features": {"feature_dtype": "bfloat16", "precision": "32-true"},
+    "float16 features": {"feature_dtype": "float16", "precision": "32-true"},
     "bfloat16": {"feature_dtype": "bfloat16", "precision": "bf16-mixed"},
 }
 FANOUTS = [25, 10]
