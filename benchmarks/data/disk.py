@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,6 @@ from lightning_gnn.datamodules.node import NeighborDataModule
 from lightning_gnn.datasets.folder import load_folder
 from lightning_gnn.features import DiskFeatures, disk_reads
 from lightning_gnn.features.arrays import advise, save_arrays, write_blocks
-from lightning_gnn.features.disk_cache import NEVER
 from lightning_gnn.features.feature_file import FeatureFile
 from lightning_gnn.nn import GraphSAGE
 
@@ -187,37 +187,73 @@ def optimum(trace: Sequence[np.ndarray], file: FeatureFile, slots: int) -> int:
 
     Of the cached rows and those in the blocks just read, it retains the ones that are needed soonest.
     """
-    coming = np.full(file.num_rows, NEVER, np.int64)
-    after = []
-    for number in reversed(range(len(trace))):
-        after.append(coming[trace[number]])
-        coming[trace[number]] = number
-    kept, there, blocks = np.empty(0, np.int64), np.zeros(file.num_rows, bool), 0
-    for rows in trace:
-        coming[rows] = after.pop()
-        missing = rows[~there[rows]]
-        begin = file.offset + missing * file.row_bytes
-        first, last = begin // 4096, (begin + file.row_bytes - 1) // 4096
-        widest = int((last - first).max(initial=0)) + 1
-        read = np.unique(np.concatenate([np.minimum(first + step, last) for step in range(widest)]))
-        blocks += read.size
-        at_hand = np.concatenate([kept, missing, _beside(read, file)])
-        at_hand = np.unique(at_hand[coming[at_hand] != NEVER])
-        if at_hand.size > slots:
-            at_hand = at_hand[np.argpartition(coming[at_hand], slots)[:slots]]
-        there[kept] = False
-        kept = at_hand
-        there[kept] = True
-    return blocks
+    trace = [np.unique(rows) for rows in trace]
+    starts = np.cumsum([0, *map(len, trace)])
+    rows = np.concatenate([np.empty(0, np.int32), *trace], dtype=np.int32, casting="same_kind")
+    return int(_count_optimal_reads(rows, starts, file.num_rows, file.offset, file.row_bytes, slots))
 
 
-def _beside(blocks: np.ndarray, file: FeatureFile) -> np.ndarray:
-    """Return the rows that blocks contain completely; a row may extend into the next block."""
-    low = (blocks * 4096 - file.offset) // file.row_bytes
-    rows = np.unique(low[:, None] + np.arange(4096 // file.row_bytes + 2))
-    rows = rows[(rows >= 0) & (rows < file.num_rows)]
-    begin = file.offset + rows * file.row_bytes
-    return rows[np.isin(begin // 4096, blocks) & np.isin((begin + file.row_bytes - 1) // 4096, blocks)]
+@numba.njit(nogil=True, cache=True)
+def _count_optimal_reads(
+    rows: np.ndarray, starts: np.ndarray, num_rows: int, offset: int, row_bytes: int, slots: int
+) -> int:
+    # `coming` is the next mini-batch that needs a row, `after` the one after each read.
+    num_batches = never = starts.size - 1
+    coming, after = np.full(num_rows, never, np.int32), np.empty(rows.size, np.int32)
+    for batch in range(num_batches - 1, -1, -1):
+        for i in range(starts[batch], starts[batch + 1]):
+            after[i] = coming[rows[i]]
+            coming[rows[i]] = batch
+    is_cached, num_cached = np.zeros(num_rows, np.bool_), 0
+    needed_in = np.zeros(num_batches + 1, np.int64)  # number of cached rows by the mini-batch that needs them next
+    read_in = np.full((offset + num_rows * row_bytes) // 4096 + 2, -1, np.int32)  # last mini-batch that read a block
+    num_blocks = 0
+    for batch in range(num_batches):
+        blocks = []
+        for i in range(starts[batch], starts[batch + 1]):
+            row = np.int64(rows[i])
+            begin = offset + row * row_bytes
+            if is_cached[row]:
+                is_cached[row] = False
+                num_cached -= 1
+                needed_in[batch] -= 1
+            else:
+                for block in range(begin // 4096, (begin + row_bytes - 1) // 4096 + 1):
+                    if read_in[block] != batch:
+                        read_in[block] = batch
+                        blocks.append(block)
+            coming[row] = after[i]
+            if after[i] < never:
+                is_cached[row] = True
+                num_cached += 1
+                needed_in[after[i]] += 1
+        num_blocks += len(blocks)
+        # Rows in these blocks are at hand too if the blocks contain them completely.
+        for block in blocks:
+            low = max((block * 4096 - offset) // row_bytes, 0)
+            for row in range(low, min((block * 4096 + 4095 - offset) // row_bytes + 1, num_rows)):
+                begin = offset + row * row_bytes
+                if is_cached[row] or coming[row] == never:
+                    continue
+                whole = True
+                for touched in range(begin // 4096, (begin + row_bytes - 1) // 4096 + 1):
+                    whole = whole and read_in[touched] == batch
+                if whole:
+                    is_cached[row] = True
+                    num_cached += 1
+                    needed_in[coming[row]] += 1
+        # Evict the rows that are needed last.
+        latest = num_batches - 1
+        while num_cached > slots:
+            while needed_in[latest] == 0:
+                latest -= 1
+            for i in range(starts[latest], starts[latest + 1]):
+                row = np.int64(rows[i])
+                if is_cached[row] and coming[row] == latest and num_cached > slots:
+                    is_cached[row] = False
+                    num_cached -= 1
+                    needed_in[latest] -= 1
+    return num_blocks
 
 
 def trace_of(spec: dict[str, Any]) -> list[np.ndarray]:

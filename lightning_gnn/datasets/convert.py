@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,9 +28,11 @@ from lightning_gnn.datasets.synthetic import Labels
 from lightning_gnn.datasets.table_files import Columns, TableFiles, as_name, as_text, find_files, listed
 from lightning_gnn.datasets.text_files import check_content
 from lightning_gnn.datasets.topology_files import TOPOLOGY
-from lightning_gnn.features.arrays import save_arrays, write_blocks
+from lightning_gnn.features.arrays import as_numpy, save_arrays, write_blocks
+from lightning_gnn.features.table import FEATURE_DTYPES, check_finite_rows
 from lightning_gnn.graph.csc import index_dtype
 from lightning_gnn.runtime.files import write_whole
+from lightning_gnn.runtime.messages import shown
 from lightning_gnn.runtime.urls import local_path
 
 _NUMERIC = (*INTEGER_TYPES, "FLOAT", "DOUBLE", "BOOLEAN", "DECIMAL")
@@ -39,6 +41,9 @@ _NUMBERS_PER_BLOCK = 1 << 22  # numbers written at a time, at least one row
 _MIN_CODE, _MAX_CODES, _MAX_CLASS_NUMBER = 1 << 16, 1000, 1 << 24
 """Smallest value of a label that may be a code, maximum number of codes, and limit of labels that are class numbers."""
 Tables: TypeAlias = str | Path | Mapping[str, str | Path]
+_MIN_ANNOUNCED = 20_000_000  # minimum number of edges and node attributes for an estimate of the cost
+_SECONDS_PER_EDGE, _SECONDS_PER_VALUE = 0.45e-6, 0.045e-6  # with two cores, measured
+_BYTES_PER_EDGE, _BYTES_PER_VALUE, _SORTED_BYTES = 32, 6, 24  # in the database and the folder; sorted out of core
 _DATABASE_MEMORY_FRACTION = 0.6  # the rest of `memory` buffers rows between the database and the files
 
 
@@ -51,6 +56,7 @@ def convert_tables(
     random_features: int = 0,
     random_labels: int = 0,
     say: MessageSink = lambda message: None,
+    feature_dtype: str = "float32",
 ) -> dict[str, int]:
     """Convert edge and node tables to a folder for :func:`~lightning_gnn.datasets.folder.load_folder`.
 
@@ -75,6 +81,7 @@ def convert_tables(
         random_labels: Number of classes for random labels if the tables have no labels; each split then gets a tenth
             of the nodes.
         say: Called with a message for each step.
+        feature_dtype: ``"float32"``, or ``"float16"`` or ``"bfloat16"``, which store features in half of the bytes.
 
     Returns:
         The number of nodes of each node type, then the number of edges of each edge type.
@@ -86,6 +93,8 @@ def convert_tables(
         ValueError: A file cannot be read or holds no rows, there are as many classes as nodes, an id is missing or
             occurs twice, an edge refers to an unknown node, type names mismatch, or a name is not a valid file name.
     """
+    if getattr(torch, feature_dtype, None) not in FEATURE_DTYPES:
+        raise ValueError(f"feature_dtype={feature_dtype!r} is unknown; use float32, float16 or bfloat16")
     out = local_path(out)
     folder = out.with_name(f"{out.name}.partial")
     if os.path.lexists(out):
@@ -100,12 +109,16 @@ def convert_tables(
     files = {str(path): _fingerprint_files(path) for path in (*of_edges, *tables.values())}
     random_options = random_features, random_labels
     inputs = [sorted((str(edge_type), str(path)) for edge_type, path in names.items()) for names in (edges, tables)]
-    fingerprint = [5, *inputs, undirected, *random_options, files]
-    database = TableFiles(folder / "database", int(memory * _DATABASE_MEMORY_FRACTION), fingerprint, folder / "graph")
+    fingerprint = [6, *inputs, undirected, *random_options, feature_dtype, files]
+    budget = int(memory * _DATABASE_MEMORY_FRACTION)
+    database = TableFiles(folder / "database", budget, fingerprint, folder / "graph", say)
     if database.resumed:
         say("resuming an interrupted conversion")
     try:
+        if published is None and not database.resumed:
+            _announce_cost(database, edges.values(), tables.values(), budget, say)
         conversion = _Conversion(database, folder / "graph", edges, tables, is_homogeneous, published, say)
+        conversion.feature_dtype = getattr(torch, feature_dtype)
         counts = conversion.run(undirected, *random_options)
     finally:
         database.close()
@@ -115,6 +128,29 @@ def convert_tables(
     (folder / "graph").rename(out)
     shutil.rmtree(folder)
     return counts
+
+
+def _announce_cost(
+    database: TableFiles, edges: Iterable[str | Path], tables: Iterable[str | Path], memory: int, say: MessageSink
+) -> None:
+    """Report the expected size, time and disk space of a large conversion."""
+    num_edges = sum(database.estimate(path)[0] for path in edges)
+    shapes = [database.estimate(path) for path in tables]
+    num_values = sum(rows * columns for rows, columns in shapes)
+    if num_edges + num_values < _MIN_ANNOUNCED:
+        return
+    seconds = num_edges * _SECONDS_PER_EDGE + num_values * _SECONDS_PER_VALUE
+    size = num_edges * _BYTES_PER_EDGE + num_values * _BYTES_PER_VALUE
+    if num_edges * _SORTED_BYTES > memory:
+        size += num_edges * _SORTED_BYTES
+    free = shutil.disk_usage(database.folder).free
+    num_rows, warning = sum(rows for rows, _ in shapes), ": probably too little" if free < size else ""
+    say(f"about {num_edges:,} edges and {num_rows:,} rows of nodes: {_shown_time(seconds)} with two cores")
+    say(f"about {shown(size)} of disk are needed meanwhile, and {shown(free)} are free{warning}")
+
+
+def _shown_time(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def _by_type(source: Tables, nodes: Tables | None) -> tuple[dict[EdgeType, str | Path], dict[str, str | Path], bool]:
@@ -143,6 +179,8 @@ def _fingerprint_files(path: str | Path) -> list[Any]:
 
 class _Conversion(NamedTables):
     """One resumable conversion; each step skips the tables and files that exist already."""
+
+    feature_dtype = torch.float32
 
     def run(self, undirected: bool, random_features: int, random_labels: int) -> dict[str, int]:
         """Run all steps."""
@@ -258,7 +296,14 @@ class _Conversion(NamedTables):
         else:
             rows = max(1, _NUMBERS_PER_BLOCK // width)
             blocks = self._iter_features(table, columns, used, rows) if used else _draw_features(count, width, rows)
-            write_blocks(folder / "x.npy", np.float32, (count, width), blocks)
+            empty = as_numpy(torch.empty(0, dtype=self.feature_dtype))
+            write_blocks(folder / "x.npy", empty.dtype, (count, width), map(self._as_feature_dtype, blocks))
+
+    def _as_feature_dtype(self, block: np.ndarray) -> np.ndarray:
+        values = torch.from_numpy(block).to(self.feature_dtype)
+        if self.feature_dtype == torch.float16:
+            check_finite_rows(values, "a block of features", fix="float16 ends at 65504; use feature_dtype=bfloat16")
+        return as_numpy(values)
 
     def _count_features(self, name: str, column: str, sql_type: str) -> int:
         """Return the number of features in a column, 0 if it is not numeric."""

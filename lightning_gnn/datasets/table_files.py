@@ -4,6 +4,7 @@ import glob
 import gzip
 import json
 import shutil
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +23,18 @@ Columns = dict[str, npt.NDArray[Any]]
 TEXT = (".csv", ".tsv", ".txt", ".edges", ".edgelist", ".cites", ".content", ".dat", ".data")  # text files
 _PARQUET, _ARROW = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
 _COMPRESSED = (".gz", ".zst")
+_SAMPLE_BYTES = 1 << 20  # bytes of a text file from which its number of rows is estimated
+_SECONDS_PER_REPORT = 5.0  # seconds between two looks at the progress of a query
+_MIN_REPORTED_ROWS = 1 << 24  # minimum rows of a table whose reading is reported in tenths
 _MISSING_PACKAGE = '{} needs {} ({}): pip install "lightning-gnn[convert]"'
 
 
 class TableFiles:
     """An on-disk database of tables; an interrupted conversion with the same inputs resumes from it."""
 
-    def __init__(self, folder: Path, memory: int, fingerprint: object, output: Path) -> None:
+    def __init__(
+        self, folder: Path, memory: int, fingerprint: object, output: Path, say: Callable[[str], None]
+    ) -> None:
         try:
             import duckdb
         except ImportError as error:
@@ -52,10 +58,25 @@ class TableFiles:
         self.connection = duckdb.connect(str(path))
         self.connection.execute(f"SET memory_limit = '{memory >> 20}MiB'")
         self.connection.execute(f"SET temp_directory = {as_text(folder / 'spill')}")
-        self.connection.execute("SET enable_progress_bar = false")
+        # DuckDB measures its progress only with the progress bar, which is not printed.
+        self.connection.execute("SET enable_progress_bar = true; SET enable_progress_bar_print = false")
+        self._say, self._closed = say, threading.Event()
+        self._reporter = threading.Thread(target=self._report_progress, name="lightning-gnn-progress", daemon=True)
+        self._reporter.start()
+
+    def _report_progress(self) -> None:
+        """Report each tenth of a query that takes long."""
+        reported = 0
+        while not self._closed.wait(_SECONDS_PER_REPORT):
+            tenths = int(self.connection.query_progress()) // 10
+            if 0 < tenths < 10 and tenths != reported:
+                self._say(f"  {10 * tenths} %")
+            reported = tenths
 
     def close(self) -> None:
         """Close the database."""
+        self._closed.set()
+        self._reporter.join()
         self.connection.close()
 
     def query(self, sql: str) -> list[tuple[Any, ...]]:
@@ -72,6 +93,24 @@ class TableFiles:
             if name == "OutOfMemoryException" or (name == "IOException" and "No space left" in message):
                 raise OSError(f"{message}; free disk space, or increase memory=, and repeat the call") from None
             raise ValueError(message) from None
+
+    def estimate(self, path: str | Path) -> tuple[int, int]:
+        """Estimate the numbers of rows and columns of a table before it is read; 0 if the format does not allow it."""
+        files = find_files(path)
+        ending = _get_extension(files[0])
+        if ending in _PARQUET:
+            scan = f"parquet_file_metadata([{', '.join(map(as_text, files))}])"
+            ((rows,),) = self.query(f"SELECT sum(num_rows) FROM {scan}")
+            return int(rows), len(self.query(f"DESCRIBE SELECT * FROM read_parquet({as_text(files[0])})"))
+        if ending == ".npy":
+            return max(load_array(files[0]).shape), 2
+        if ending not in TEXT or files[0].suffix.lower() in _COMPRESSED:
+            return 0, 0
+        with files[0].open("rb") as file:
+            sample = file.read(_SAMPLE_BYTES)
+        lines = max(sample.count(b"\n"), 1)
+        columns = max(sample.count(separator) for separator in (b",", b";", b"\t", b" ")) // lines + 1
+        return sum(file.stat().st_size for file in files) * lines // max(len(sample), 1), columns
 
     def make(self, name: str, sql: str) -> None:
         """Create a table unless it exists."""
@@ -246,7 +285,10 @@ class TableFiles:
     def blocks(self, name: str, columns: Mapping[str, str], rows: int) -> Iterator[Columns]:
         """Yield the rows of a table in blocks, in order."""
         chosen = ", ".join(f"{expression} AS {as_name(column)}" for column, expression in columns.items())
-        for start in range(0, self.count(name), rows):
+        count = self.count(name)
+        for start in range(0, count, rows):
+            if start and count >= _MIN_REPORTED_ROWS and 10 * start // count != 10 * (start - rows) // count:
+                self._say(f"  {100 * start // count} %")
             within = f"rowid BETWEEN {start} AND {start + rows - 1}"
             # A multithreaded scan preserves the order of rows.
             with self._translate_errors():

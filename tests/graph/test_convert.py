@@ -3,7 +3,9 @@
 import csv
 import gzip
 import os
+import shutil
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -161,6 +163,42 @@ def tables(tmp_path):
 
 def read_files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_features_in_half_of_the_bytes(tmp_path, tables, dtype):
+    source, nodes = tables
+    convert_tables(source, tmp_path / "graph", nodes, feature_dtype=dtype)
+    found = load_folder(tmp_path / "graph").x
+    assert found.dtype == getattr(torch, dtype)
+    assert torch.equal(found, torch.arange(50.0).view(-1, 1).to(found.dtype))
+    assert (tmp_path / "graph" / "x.npy").stat().st_size == 128 + 100
+
+
+def test_features_that_overflow_are_refused(tmp_path, tables):
+    source, nodes = tables
+    write(nodes, ["id", "label", "a"], [(f"n{n}", n % 3, 1e5 * n) for n in range(50)])
+    refuses(ValueError, "ends at 65504; use feature_dtype=bfloat16", convert_tables, source, tmp_path / "graph", nodes,
+            feature_dtype="float16")  # fmt: skip
+    refuses(ValueError, "use float32, float16 or bfloat16", convert_tables, source, tmp_path / "graph", nodes,
+            feature_dtype="int8")  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", [".csv", ".parquet"])
+def test_the_cost_of_a_large_conversion_is_announced(tmp_path, ending, monkeypatch):
+    monkeypatch.setattr(convert, "_MIN_ANNOUNCED", 0)
+    monkeypatch.setattr(table_files, "_MIN_REPORTED_ROWS", 100)
+    monkeypatch.setattr(convert, "_NUMBERS_PER_BLOCK", 50)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**15))
+    edges = [(10 + n % 20, 10 + n % 7) for n in range(1000)]
+    source = write(tmp_path / f"edges{ending}", ["source", "target"], edges)
+    nodes = write(tmp_path / f"nodes{ending}", ["id", "a"], [(10 + n, 10 + n) for n in range(20)])
+    said = []
+    convert_tables(source, tmp_path / "graph", nodes, say=said.append)
+    assert said[0].startswith("about 1,00")  # 1,000 edges, or one more of a text file
+    assert said[1].startswith("about 32.")
+    assert said[1].endswith(" kB of disk are needed meanwhile, and 1e+03 TB are free")
+    assert [message for message in said if message.endswith(" %")] == [f"  {n}0 %" for n in range(1, 10)]
 
 
 def test_files_that_changed_are_read_anew(tmp_path, tables):

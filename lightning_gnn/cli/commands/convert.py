@@ -25,6 +25,7 @@ _SETTINGS = """settings:
   memory=4GB               memory that the process may use; the rest is stored on disk meanwhile
   undirected=false         add the reverse of each edge, and keep each edge once
   random_features=0        number of random features for nodes without features
+  feature_dtype=float32    or float16 or bfloat16: store features in half of the bytes
   random_labels=0          number of classes of random labels, with splits, for nodes without labels
 Files are text (.csv, .tsv, .txt, .edges, .edgelist, .cites, .content, .dat, .data; also .gz and .zst), .parquet,
 .arrow, or .npy of edges; a pattern such as 'part-*.parquet' matches several. The command prints how it reads a text.
@@ -46,6 +47,7 @@ class _Settings:
     undirected: bool = False
     random_features: int = 0
     random_labels: int = 0
+    feature_dtype: str = "float32"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chosen = parse_settings(_Settings, settings, "lgnn convert")
             counts = convert_tables(
                 chosen.source, chosen.out, chosen.nodes, memory_bytes(chosen.memory, "memory"), chosen.undirected,
-                chosen.random_features, chosen.random_labels, print_with_time(),
+                chosen.random_features, chosen.random_labels, print_with_time(), chosen.feature_dtype,
             )  # fmt: skip
     except UserError as error:
         say(f"error: {error}", "red")
