@@ -9,19 +9,19 @@ MOST_LINES = {
     "(top)": 600,
     "accelerators": 300,
     "ascend_ops": 900,
-    "benchmarks": 11450,
+    "benchmarks": 12100,
     "callbacks": 250,
     "cli": 3200,
     "collective": 2300,
     "compressed": 1300,
     "datamodules": 1650,
-    "datasets": 3050,
-    "distributed": 2400,
+    "datasets": 3150,
+    "distributed": 2450,
     "features": 2050,
     "full_graph": 1800,
     "gpu_sampling": 1650,
     "graph": 1300,
-    "hyscale": 4500,
+    "hyscale": 4650,
     "loading": 1850,
     "nn": 3900,
     "ops": 8400,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "report": 800,
     "runtime": 2100,
     "sampling": 1000,
-    "tests": 45850,
+    "tests": 46050,
     "triton_kernels": 3750,
 }
 """Limits per package, rounded up to 50 lines. Lower a number after a package shrinks; raise it with a reason.
@@ -40,7 +40,9 @@ in seven other packages, 1,100 in benchmarks and 800 in tests. One planner for a
 planning and 100 in cli, against 250 that it replaced, 800 in benchmarks (of which 350 are an independent simulation and
 sleeping threads) and 500 in tests. Engines (SLURM requeue, Ray, URLs, Arrow Flight with TLS) took 450 in seven packages
 and 900 in tests. An emulator of compiled GPU kernels took 1,100 in tests. Compiling kernels ahead and the fallbacks
-without a compiler took 200 in ops, cli and runtime, and GraphBolt as a peer 400 in benchmarks."""
+without a compiler took 200 in ops, cli and runtime, and GraphBolt as a peer 400 in benchmarks. Leaving CPU trainers out
+that do not pay took 150 in hyscale, 50 in distributed and 100 in tests. Start-up by phase, the machine's limit of
+gathering and a graph of a billion edges took 650 in benchmarks, the cost of a conversion 100 in datasets."""
 
 
 def find_room(path):

@@ -34,6 +34,8 @@ class MetricSync:
         self._sharded_strategy = sharded_strategy
         self._step: str | None = None
         self._share = 0
+        self.has_unsynced = False
+        """Whether a step logged a value that Lightning reduces itself, at the end of an epoch."""
         module.__dict__["log"] = self.log
 
     def remove(self) -> None:
@@ -56,6 +58,7 @@ class MetricSync:
         reduction = _REDUCTIONS.get(getattr(reduce, "__name__", str(reduce)))
         value = arguments["value"]
         if self._step is None or reduction is None or isinstance(value, Metric | MetricCollection | dict):
+            self.has_unsynced |= self._step is not None
             self._original(**arguments)
             return
         if isinstance(value, Tensor) and value.numel() != 1:

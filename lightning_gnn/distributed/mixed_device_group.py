@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch import Tensor
 from lightning_gnn.runtime.devices import DEVICE_BACKENDS
 
 _T = TypeVar("_T")
+MAX_SENT = 2
+"""Maximum number of steps by which ranks that only receive may be behind."""
 
 
 def accepts(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
@@ -22,6 +25,12 @@ def accepts(device: torch.device, group: dist.ProcessGroup | None = None) -> boo
 def as_message(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return a tensor for a collective: copied to the host if the group does not accept its device."""
     return tensor if accepts(tensor.device, group) else tensor.cpu()
+
+
+def count_collectives() -> int:
+    """Return the number of collectives of the default group so far."""
+    group: Any = dist.group.WORLD
+    return int(group._get_sequence_number_for_group())
 
 
 class MixedDeviceGroup:
@@ -39,17 +48,22 @@ class MixedDeviceGroup:
         self._accelerators: dist.ProcessGroup | None = None
         self._bridge: dist.ProcessGroup | None = None
         self._leader = 0
+        self._others = [other for other in range(self.size) if other not in accelerators]
+        self.only_accelerators = False
+        """Whether only accelerators have gradients: they send the sum to the CPU ranks without waiting for them."""
+        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
         if 1 < len(accelerators) < self.size:
             backend = DEVICE_BACKENDS.get(devices[accelerators[0]].type, "gloo")
-            others = [other for other in range(self.size) if other not in accelerators]
             self._leader = accelerators[0]
             group = dist.new_group(list(accelerators), backend=backend)
-            self._bridge = dist.new_group(sorted([self._leader, *others]), backend="gloo")
+            self._bridge = dist.new_group(sorted([self._leader, *self._others]), backend="gloo")
             self._accelerators = group if rank in accelerators else None
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """All-reduce a dense or sparse tensor in place. Collective: every rank must call this."""
-        if self._accelerators is not None and not tensor.is_sparse:
+        if self.only_accelerators and not tensor.is_sparse:
+            self._sum_accelerators(tensor)
+        elif self._accelerators is not None and not tensor.is_sparse:
             dist.all_reduce(tensor, group=self._accelerators)
             if self.rank == self._leader:
                 self._all_reduce_on_host(tensor)
@@ -58,6 +72,23 @@ class MixedDeviceGroup:
             self._all_reduce_on_host(tensor)
         else:
             dist.all_reduce(tensor)
+
+    def _sum_accelerators(self, tensor: Tensor) -> None:
+        """All-reduce over the accelerators; the CPU ranks get the result, and must not have contributed to it."""
+        if self._accelerators is not None:
+            dist.all_reduce(tensor, group=self._accelerators)
+        if self.rank == self._leader:
+            host = tensor.cpu()
+            self._sent.extend((dist.isend(host, other), host) for other in self._others)
+            while len(self._sent) > MAX_SENT * len(self._others):
+                work, _ = self._sent.popleft()
+                if work is not None:
+                    work.wait()
+        elif self.rank in self._others:
+            host = tensor.cpu()
+            dist.recv(host, self._leader)
+            if host is not tensor:
+                tensor.copy_(host)
 
     def _all_reduce_on_host(self, tensor: Tensor) -> None:
         """All-reduce over the bridge group (leader and CPU ranks), or over all ranks if it does not exist."""

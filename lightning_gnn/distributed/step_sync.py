@@ -165,7 +165,8 @@ class StepSync:
 
     def apply_step(self, step: str, summaries: list[StepSummary]) -> None:
         """Log reduced values, synchronize buffers, and weight losses. Collective: every rank must call this."""
-        metrics = [[float(value) for value in one.metrics] for one in summaries]
+        # Ranks without a share have no values; nor have they sent a row if only accelerators reduce.
+        metrics = [[float(value) for value in one.metrics] for one in summaries if one.share]
         if any(one.has_new_metrics for one in summaries):
             self.metrics.exchange_names()
             metrics = self._group.all_gather_floats(self.metrics.row())

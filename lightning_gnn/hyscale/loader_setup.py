@@ -185,7 +185,10 @@ class HyScaleLoaders:
             self.loader.resize(threads[:2])
         elif isinstance(dataloader, PipelineLoader):
             settings = PipelineSettings(options.prefetch, threads[:2], self._ahead, options.stall_timeout, self._dtype)
-            staged = StagedBatching(batches, settings, transfer, self._sampling, self._get_accelerator_fraction)
+            is_left_out = self._is_left_out if not on_accelerator else lambda: False
+            staged = StagedBatching(
+                batches, settings, transfer, self._sampling, self._get_accelerator_fraction, is_left_out
+            )
             self.loader = ShardedDataLoader(dataloader, batches, self._set_share, staged, dtype=self._dtype)
         else:
             transfer = transfer if options.prefetch else None
@@ -227,6 +230,10 @@ class HyScaleLoaders:
         """Return the fraction of this rank's mini-batches that its accelerator samples."""
         assert self.balance is not None
         return self.balance.accelerator_fraction(self._info.trainer)
+
+    def _is_left_out(self) -> bool:
+        """Return whether the CPU trainers have no seeds for the rest of the run."""
+        return self.balance is not None and self.balance.leaves_out_cpu
 
     def _set_share(self, share: BatchShare) -> None:
         """Set this rank's share of the next mini-batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import torch
 
 from lightning_gnn.hyscale.accelerator_sampling import AcceleratorSampling
 from lightning_gnn.hyscale.transfer import Transfer
-from lightning_gnn.loading.batch import BatchTask, PreparedBatch, SampledBatch
+from lightning_gnn.loading.batch import BatchTask, LoaderStats, PreparedBatch, SampledBatch
 from lightning_gnn.loading.loaders import PipelineLoader
 from lightning_gnn.loading.pipeline import MiniBatchPipeline
 from lightning_gnn.loading.prefetch import Prefetcher
@@ -31,6 +32,7 @@ class BatchShare:
     total: int  # seeds of all ranks
     seconds: dict[str, float] = field(default_factory=dict)  # thread-seconds per stage
     sampled_on_accelerator: bool | None = None  # None if accelerators do not sample
+    is_left_out: bool = False  # whether this rank has no seeds for the rest of the run
 
 
 class ShardedTasks(Protocol):
@@ -74,9 +76,10 @@ class StagedBatching:
         transfer: Transfer | None = None,  # moves mini-batches to a device; None leaves that to the training thread
         sampling: AcceleratorSampling | None = None,
         share: Callable[[], float] = lambda: 0.0,  # returns the fraction of mini-batches that the accelerator samples
+        is_left_out: Callable[[], bool] = lambda: False,  # returns whether this rank has no seeds for the rest
     ) -> None:
         self.batches, self.settings, self.transfer, self.sampling = batches, settings, transfer, sampling
-        self.share = share
+        self.share, self.is_left_out = share, is_left_out
         self.hung: list[StagePipeline] = []
         """Pipelines of previous epochs with threads that could not be stopped."""
         self._current: weakref.ReferenceType[StagedPrefetcher] | None = None
@@ -117,7 +120,7 @@ class StagedPrefetcher(Prefetcher):
         self._steps = self._stages.steps(prefetch)
         # Lightning fetches one more mini-batch from loaders without a length.
         self._ahead = self._settings.ahead if batching.batches.is_sized else max(1, self._settings.ahead - 1)
-        self._items = _make_items(batching.batches, self._stages, batching.share, loader.lookahead, epoch)
+        self._items = _make_items(batching, self._stages, loader.lookahead, epoch)
         self._pipeline: StagePipeline | None = None
         if prefetch:
             self._pipeline = StagePipeline(
@@ -159,15 +162,15 @@ class StagedPrefetcher(Prefetcher):
         return [*accelerator, *self._settings.threads, 1][: len(self._steps)]
 
 
-def _make_items(
-    batches: ShardedTasks, stages: _Stages, sampling_share: Callable[[], float], lookahead: Lookahead, epoch: int
-) -> Iterator[Item]:
+def _make_items(batching: StagedBatching, stages: _Stages, lookahead: Lookahead, epoch: int) -> Iterator[Item]:
     """Yield the pipeline's input items, and start lookahead sampling if rows are on disk."""
     # No lookahead if an accelerator samples: the CPU would sample its mini-batches a second time.
+    batches = batching.batches
     for index, task in enumerate(batches.tasks(epoch)):
         share = batches.shares[-1]
+        share.is_left_out = not share.seeds and batching.is_left_out()
         if stages.sampling is not None:
-            share.sampled_on_accelerator = stages.sampling.should_sample(share.number, sampling_share())
+            share.sampled_on_accelerator = stages.sampling.should_sample(share.number, batching.share())
         elif not index and (upcoming := batches.upcoming(epoch, task.index)) is not None:
             stages.window = lookahead.begin(upcoming, task.index)
         yield Item(task, share)
@@ -188,6 +191,7 @@ class _Stages:
         self._pipeline, self._dtype, self._transfer, self.sampling = pipeline, dtype, transfer, sampling
         self._has_deferred_work = pipeline.has_deferred_work
         self.window: LookaheadWindow | None = None
+        self._spare: PreparedBatch | None = None  # of one seed, for every iteration of a rank that is left out
 
     def steps(self, prefetch: int) -> list[list[tuple[str, StageFunction]]]:
         """Return the named functions of each existing stage."""
@@ -209,18 +213,28 @@ class _Stages:
         key = self._pipeline.key(task)
         return SampledBatch(task, self.sampling.sample(self._pipeline.inputs(task), key), key)
 
-    def _sample(self, task: BatchTask | SampledBatch, share: BatchShare) -> SampledBatch:
+    def _sample(self, task: BatchTask | SampledBatch, share: BatchShare) -> SampledBatch | PreparedBatch:
+        spare = self._spare
+        if spare is not None and share.is_left_out and isinstance(task, BatchTask):
+            return replace(spare, batch=copy.copy(spare.batch), task=task, stats=LoaderStats())
         if isinstance(task, SampledBatch):
             return task  # already sampled by the accelerator
         if self.window is not None:
             return self.window.sampled(task.index, task)
         return self._pipeline.sample(task)
 
-    def _load(self, sampled: SampledBatch, share: BatchShare) -> PreparedBatch:
+    def _load(self, sampled: SampledBatch | PreparedBatch, share: BatchShare) -> PreparedBatch:
+        if isinstance(sampled, PreparedBatch):
+            return sampled
         if self.window is not None:
             self.window.read(share.number)
         prepared = self._pipeline.gather(sampled)
-        return prepared if self._has_deferred_work else replace(prepared, batch=converted(prepared.batch, self._dtype))
+        if self._has_deferred_work:
+            return prepared
+        prepared = replace(prepared, batch=converted(prepared.batch, self._dtype))
+        if share.is_left_out and self.window is None and self._transfer is None:
+            self._spare = replace(prepared, batch=copy.copy(prepared.batch))
+        return prepared
 
     @profiled("transfer")
     def _run_transfer(self, prepared: PreparedBatch, share: BatchShare) -> PreparedBatch:

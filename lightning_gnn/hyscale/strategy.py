@@ -17,10 +17,12 @@ from pytorch_lightning.trainer.states import RunningStage
 from pytorch_lightning.utilities import rank_zero_warn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torchmetrics import Metric
 from typing_extensions import Unpack, override
 
 from lightning_gnn.datamodules.base import MiniBatchDataModule
 from lightning_gnn.distributed.exceptions import is_handling_exception
+from lightning_gnn.distributed.mixed_device_group import count_collectives
 from lightning_gnn.distributed.monitored_ranks import RankOptions
 from lightning_gnn.distributed.step_sync import BatchWeight, StepSummary
 from lightning_gnn.distributed.weighted_ddp import WeightedDDPStrategy
@@ -154,6 +156,7 @@ class HyScaleStrategy(WeightedDDPStrategy):
         self._rng: RankRNG | None = None
         self._clock: StageClock | None = None
         self._is_observed = False
+        self._has_collectives = False  # whether training_step calls collectives, or logs values that need one
         self._threads_before_training = torch.get_num_threads()
         self._restored: dict[str, Any] = {}
         if kwargs.get("checkpoint_io") is None:
@@ -269,6 +272,8 @@ class HyScaleStrategy(WeightedDDPStrategy):
         streams = [each for each in self._restored.pop("random", None) or [] if isinstance(each, Tensor)]
         self._rng = RankRNG(seed, self.global_rank, streams[self.global_rank : self.global_rank + 1])
         super().on_train_start()
+        # Metrics synchronize across ranks, so every rank must make the same calls.
+        self._has_collectives = any(isinstance(part, Metric) for part in self._module.modules())
         self._clock = StageClock(self.root_device)
         self._loaders.resize()
 
@@ -279,10 +284,28 @@ class HyScaleStrategy(WeightedDDPStrategy):
             return
         self._clock.next_iteration(self._loaders.share)
         self._loaders.begin_iteration()
+        assert self._group is not None
+        self._group.only_accelerators = self.num_nodes == 1 and self.balance.only_accelerators
         super().on_train_batch_start(batch, batch_idx)
         if self.balance.iteration % self.options.agree_every == 0:
             self.resync_parameters()
         self._is_observed = False
+
+    @override
+    def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
+        """Run the module's step; a CPU trainer that is left out only gets the other ranks' gradients."""
+        sync, balance = self._training_sync, self.balance
+        if sync is None or balance is None or self.root_device.type != "cpu":
+            return super().training_step(*args, **kwargs)
+        is_left_out = balance.leaves_out_cpu and not self.batch_weight().local
+        if is_left_out and self._module.automatic_optimization and not self._has_collectives:
+            with sync.collect("training_step", self.batch_weight()):
+                sync.record_loss(None, None)
+            return torch.zeros((), requires_grad=True)
+        before = count_collectives()
+        output = super().training_step(*args, **kwargs)
+        self._has_collectives |= count_collectives() != before or sync.metrics.has_unsynced
+        return output
 
     @override
     def batch_weight(self) -> BatchWeight:
@@ -334,6 +357,8 @@ class HyScaleStrategy(WeightedDDPStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        if self._group is not None:
+            self._group.only_accelerators = False
         self._stop()
 
     @override

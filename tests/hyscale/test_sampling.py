@@ -121,14 +121,14 @@ def train(rank, share, record=None, replay=None, times=None):
 def make_row_function(times):
     """Return a function for stage rows with these milliseconds per seed for sampling on CPU and accelerator."""
 
-    def row(share, train=0.0):
+    def row(share, train=0.0, iteration=-1.0):
         if share is None:
             return stage_row(share)
         sampled = share.sampled_on_accelerator
         if sampled is None:
-            return [share.seeds, -1, 1e-3 * times[0] * share.seeds, -1, 1e-5, -1, 1e-5 * share.seeds, *[-1] * 4]
+            return [share.seeds, -1, 1e-3 * times[0] * share.seeds, -1, 1e-5, -1, 1e-5 * share.seeds, *[-1] * 5]
         cpu, there = (-1, 1e-3 * times[1] * share.seeds) if sampled else (1e-3 * times[0] * share.seeds, -1)
-        return [share.seeds, float(sampled), cpu, there, 1e-5, -1, 1e-5 * share.seeds, *[-1] * 4]
+        return [share.seeds, float(sampled), cpu, there, 1e-5, -1, 1e-5 * share.seeds, *[-1] * 5]
 
     return row
 

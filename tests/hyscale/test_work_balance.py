@@ -47,9 +47,9 @@ class Rank:
 def make_row(seeds, seconds, there=-1.0):
     """Return the row of a rank that needs these seconds per seed in each of its stages."""
     if seeds == 0:
-        return [0.0, there, *[-1.0] * 4, 0.0, *[-1.0] * 4]
+        return [0.0, there, *[-1.0] * 4, 0.0, *[-1.0] * 5]
     stages = [*[seeds * seconds / 10] * 2, seeds * seconds / 20, -1.0, seeds * seconds]
-    return [float(seeds), there, *stages, *[-1.0] * 4]
+    return [float(seeds), there, *stages, seeds * seconds, *[-1.0] * 4]
 
 
 def train(ranks, iterations, ahead, depths, seconds, sizes=lambda number: TOTAL, begin=0):
@@ -254,12 +254,14 @@ def test_the_clock_counts_a_ranks_own_work(monkeypatch):
     step(BatchShare(0, 8, 10, {"sample": 2.0, "load": 3.0}), [1.0, 4.0], 7.0)
     assert clock.row == [-1.0] * len(STEP_FIELDS)
     step(BatchShare(1, 0, 10, {"sample": 1.0}, sampled_on_accelerator=True), [0.5], 0.25)
-    assert clock.row == [8.0, -1.0, 2.0, -1.0, 3.0, -1.0, 5.0, *[-1.0] * 4]
+    assert clock.row == [8.0, -1.0, 2.0, -1.0, 3.0, -1.0, 5.0, 19.0, *[-1.0] * 4]
     step(BatchShare(2, 5, 10), [], 0)
-    assert clock.row == [0.0, 1.0, 1.0, -1.0, -1.0, -1.0, 0.5, *[-1.0] * 4]
+    assert clock.row == [0.0, 1.0, 1.0, -1.0, -1.0, -1.0, 0.5, 0.75, *[-1.0] * 4]
     step(BatchShare(3, 5, 10, {"gpu_batching": 1.0, "uva": 2.0}), [0.5], 0)
     step(BatchShare(4, 5, 10), [], 0)
-    assert clock.row == [5.0, -1.0, -1.0, -1.0, -1.0, -1.0, 3.5, -1.0, -1.0, 1.0, 2.0]
+    assert clock.row == [5.0, -1.0, -1.0, -1.0, -1.0, -1.0, 3.5, 0.5, -1.0, -1.0, 1.0, 2.0]
+    step(BatchShare(0, 5, 10), [], 0)
+    assert clock.row[STEP_FIELDS.index("iteration")] == -1.0  # the time between epochs does not count
 
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any))

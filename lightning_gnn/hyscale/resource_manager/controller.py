@@ -31,12 +31,13 @@ from lightning_gnn.runtime.urls import cached_path, local_path
 _NOMINAL_SEEDS = 1 << 16
 _MEASURED = ("sample", "sample_accelerator", "load", "transfer")
 _COLLECTIVE = PREPARATION_STAGES[:4]
-STEP_FIELDS = ("seeds", "sampled_on_accelerator", *_MEASURED, "train", *_COLLECTIVE)
+STEP_FIELDS = ("seeds", "sampled_on_accelerator", *_MEASURED, "train", "iteration", *_COLLECTIVE)
 """Fields that a rank sends about its last iteration: seeds, whether its accelerator sampled, thread-seconds of the
-pipeline's stages and of training, and seconds of the stages of collective batching, each for one mini-batch."""
+pipeline's stages and of training, seconds until the next iteration, and seconds of the stages of collective batching,
+each for one mini-batch."""
 
 
-def stage_row(share: BatchShare | None, train: float = 0.0) -> list[float]:
+def stage_row(share: BatchShare | None, train: float = 0.0, iteration: float = -1.0) -> list[float]:
     """Return a rank's values of :data:`STEP_FIELDS` for its last iteration; -1 for missing values."""
     if share is None:
         return [-1.0] * len(STEP_FIELDS)
@@ -44,7 +45,7 @@ def stage_row(share: BatchShare | None, train: float = 0.0) -> list[float]:
     stages, collective = ([share.seconds.get(name, -1.0) for name in names] for names in (_MEASURED, _COLLECTIVE))
     # A training thread that prepares the mini-batches on its GPU cannot train meanwhile.
     train += sum(share.seconds.get(name, 0.0) for name in ("prepare", "gpu_batching", "uva"))
-    return [float(share.seeds), on_accelerator, *stages, train, *collective]
+    return [float(share.seeds), on_accelerator, *stages, train, iteration, *collective]
 
 
 class StageClock:
@@ -53,7 +54,7 @@ class StageClock:
     def __init__(self, device: torch.device) -> None:
         self._timer = None if device.type == "cpu" else StepTimer(device)
         self._share: BatchShare | None = None
-        self._seconds = 0.0
+        self._seconds = self._start = 0.0
         self.row = stage_row(None)
         """This rank's values of :data:`STEP_FIELDS` for the last iteration."""
 
@@ -72,8 +73,12 @@ class StageClock:
 
     def next_iteration(self, share: BatchShare) -> None:
         """Finish the current iteration and start one with this share."""
-        self.row = stage_row(self._share, self._seconds if self._timer is None else self._timer.read(self._seconds))
-        self._share, self._seconds = share, 0.0
+        start, iteration = time.perf_counter(), -1.0
+        if self._share is not None and share.number > self._share.number:  # otherwise an epoch has ended
+            iteration = start - self._start
+        train = self._seconds if self._timer is None else self._timer.read(self._seconds)
+        self.row = stage_row(self._share, train, iteration)
+        self._share, self._seconds, self._start = share, 0.0, start
 
 
 class BalanceController:
@@ -156,6 +161,18 @@ class BalanceController:
     def mapping(self) -> TaskMapping | None:
         """The manager's current mapping; None without a manager."""
         return None if self.manager is None else self.manager.mapping
+
+    @property
+    def only_accelerators(self) -> bool:
+        """Whether the node has CPU trainers without any seeds in the current iteration."""
+        mapping = self._current or self._fixed
+        return mapping.cpu_trainers > 0 and not mapping.cpu_seeds
+
+    @property
+    def leaves_out_cpu(self) -> bool:
+        """Whether the CPU trainers get no seeds for the rest of the run."""
+        manager = self.manager
+        return self.planner is None and isinstance(manager, DynamicResourceManager) and manager.leaves_out_cpu
 
     @property
     def shares(self) -> Sequence[float]:
@@ -263,6 +280,7 @@ class BalanceController:
             train_accelerator=train[cpu:],
             transfer=max(transfer, default=None),
             seeds=seeds,
+            iteration=named[-1]["iteration"] if named[-1]["iteration"] > 0 else None,  # of an accelerator, if any
         )
 
     def state_dict(self) -> dict[str, Any]:

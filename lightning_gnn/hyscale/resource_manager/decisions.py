@@ -27,7 +27,9 @@ class Decision:
     mapping: TaskMapping
     explanation: str
     action: str = (
-        "hold"  # ``start``, ``plan``, ``balance_work``, ``balance_thread``, ``undo`` (threads go back), ``hold``
+        # ``start``, ``plan``, ``balance_work``, ``balance_thread``, ``undo`` (threads go back), ``hold``; of the CPU
+        # trainers: ``take_out`` (for a trial), ``bring_back``, ``leave_out``
+        "hold"
     )
     observation: int = 0
     changed: bool = False  # whether the mapping differs from the previous one

@@ -151,11 +151,13 @@ class IterationTimes:
     train_accelerator: tuple[float | None, ...] = ()  # propagation of each accelerator
     transfer: float | None = None  # Data Transfer of the slowest accelerator
     sample_accelerator: float | None = None  # sampling on the slowest accelerator
+    iteration: float | None = None  # from the start of this iteration to that of the next; None if an epoch ended
     # seeds of each trainer during the measurement; None: those of the mapping one pipeline depth (in observations) ago
     seeds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for seconds in (self.sample_cpu, self.load, self.transfer, self.sample_accelerator, *self.trainers):
+        stages = self.sample_cpu, self.load, self.transfer, self.sample_accelerator, self.iteration
+        for seconds in (*stages, *self.trainers):
             if seconds is not None and not 0 <= seconds < float("inf"):
                 raise ValueError(f"stage times must be finite and not negative: {self}")
 

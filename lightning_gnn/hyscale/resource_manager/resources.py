@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from math import sqrt
+from statistics import median
 from typing import Any, NamedTuple
 
 from lightning_gnn.hyscale.planner.costs import FREE, NodeCosts
@@ -23,6 +24,10 @@ MIN_SAMPLING_SHARE = 0.01
 """Minimum sampling share of the CPU and of the accelerators while the sampling is balanced."""
 DEAD_BAND = 0.12
 """Minimum relative gain of a change after one measurement; after n measurements, ``DEAD_BAND / sqrt(n)``."""
+TRIAL = 5
+"""Iterations with the CPU trainers that are compared with as many without them; the first of each is ignored."""
+MIN_HYBRID_GAIN = 0.03
+"""Minimum relative gain of an iteration's time for which the CPU trainers are kept."""
 _UNMEASURED = Cost(1e6, 1.0)
 """Cost of a trainer that has not been measured: it gets no seeds."""
 
@@ -51,10 +56,11 @@ def measured_costs(now: Estimate) -> NodeCosts:
     )
 
 
-def replan(now: Estimate, keeps_threads: bool = False) -> tuple[TaskMapping, float, float]:
+def replan(now: Estimate, keeps_threads: bool = False, cpu_trains: bool = True) -> tuple[TaskMapping, float, float]:
     """Return the best mapping for the estimated costs, its seconds per iteration, and those of the current one."""
-    mapping, costs = now.mapping, measured_costs(now)
+    mapping = now.mapping
     total, cpu = mapping.total, mapping.cpu_trainers
+    costs = measured_costs(now if cpu_trains else replace(now, costs=(*(None,) * cpu, *now.costs[cpu:])))
     if keeps_threads:
         found = best_seeds(costs, False, total, cpu, mapping.threads)
     else:
@@ -65,6 +71,10 @@ def replan(now: Estimate, keeps_threads: bool = False) -> tuple[TaskMapping, flo
     current = max(resource_seconds(costs, False, mapping.seeds, mapping.threads, mapping.accelerator_fraction))
     target = replace(found.mapping, accelerator_sampling=share, buffers=mapping.buffers)
     return target, found.seconds, current
+
+
+def _no_seconds() -> tuple[deque[float], deque[float]]:
+    return deque(maxlen=TRIAL), deque(maxlen=TRIAL)
 
 
 class _Move(NamedTuple):
@@ -98,6 +108,10 @@ class DynamicResourceManager(Recorder):
         self._pending_move: _Move | None = None
         self._blocked_until = 0
         self._planned_with: tuple[int, list[float]] = (0, [])  # measurements and stage times of the last planning
+        # Seconds of iterations without and with CPU trainers; the mapping to return to; whether CPU trainers pay.
+        self._seconds = _no_seconds()
+        self._before_trial: TaskMapping | None = None
+        self._cpu_pays: bool | None = None if 0 < mapping.cpu_trainers < len(mapping.seeds) else True
 
     def observe(self, times: IterationTimes) -> Decision:
         """Process the times of one iteration and return a decision.
@@ -112,11 +126,16 @@ class DynamicResourceManager(Recorder):
         old = self._in_flight[0]
         self._in_flight.append(self.mapping)
         reason = self._add_measurement(times, old)
-        decision = self._hold(reason) if isinstance(reason, str) else self._decide(reason)
+        decision = self._hold(reason) if isinstance(reason, str) else self._try_without_cpu(times, reason)
         if decision.changed:
             self._in_flight[-1] = decision.mapping
             self._act_from = self._number + len(self._in_flight)
         return decision
+
+    @property
+    def leaves_out_cpu(self) -> bool:
+        """Whether the trial showed that the CPU trainers do not pay: they get no seeds any more."""
+        return self._cpu_pays is False
 
     def costs(self) -> NodeCosts | None:
         """Return the costs that the last iterations show; None before any."""
@@ -128,6 +147,8 @@ class DynamicResourceManager(Recorder):
         self._in_flight[-1] = mapping
         self._act_from = self._number + len(self._in_flight)
         self._pending_move, self._planned_with = None, (0, [])
+        self._seconds, self._before_trial = _no_seconds(), None
+        self._cpu_pays = None if 0 < mapping.cpu_trainers < len(mapping.seeds) else True
         return self._change(mapping, "plan", cause)
 
     def _add_measurement(self, times: IterationTimes, mapping: TaskMapping) -> str | IterationTimes:
@@ -145,6 +166,34 @@ class DynamicResourceManager(Recorder):
         self._measured.add(mapping, times)
         self._last = times
         return times
+
+    def _try_without_cpu(self, times: IterationTimes, last: IterationTimes) -> Decision:
+        """Compare iterations with and without the CPU trainers once, which no stage time shows; then decide."""
+        mapping, seconds = self.mapping, self._seconds
+        if self._cpu_pays is not None or (self._before_trial is None and times.iteration is None):
+            return self._decide(last)
+        for each in {mapping, self._before_trial or mapping}:  # those of the trial are still in preparation at first
+            if times.iteration is not None and times.seeds == each.seeds:
+                seconds[each.cpu_seeds > 0].append(times.iteration)
+        if self._before_trial is not None:
+            if len(seconds[0]) < TRIAL:
+                return self._hold("a trial without the CPU trainers")
+            alone, together = (median(list(each)[1:] or [0.0]) for each in seconds)
+            self._cpu_pays = together < (1 - MIN_HYBRID_GAIN) * alone
+            cause = f"{format_ms(alone)} an iteration without the CPU trainers, {format_ms(together)} with them"
+            action, target = ("bring_back", self._before_trial) if self._cpu_pays else ("leave_out", mapping)
+            return self._change(target, action, f"{cause}; {describe_change(mapping, target)}")
+        if self._number - self.log[-1].observation < TRIAL or not mapping.cpu_seeds:
+            decision = self._decide(last)
+            if decision.changed:
+                self._seconds = _no_seconds()
+            return decision
+        now = self._measured.estimate(mapping, last)
+        if not now.count:
+            return self._hold("not every task of this mapping has been measured")
+        self._before_trial, self._pending_move = mapping, None
+        target, _, _ = replan(now, cpu_trains=False)
+        return self._change(target, "take_out", f"a trial; {describe_change(mapping, target)}")
 
     def _decide(self, last: IterationTimes) -> Decision:
         if self._number < self._act_from:
@@ -165,7 +214,9 @@ class DynamicResourceManager(Recorder):
         if now.count < 2 * count and is_unchanged:
             return self._hold(f"{cause}; planned for it already")
         self._planned_with = now.count, seconds
-        target, predicted, current = replan(now, keeps_threads=self._number < self._blocked_until)
+        # A useless move of threads before the trial could not be undone in time.
+        keeps_threads = (self._cpu_pays is None and last.iteration is not None) or self._number < self._blocked_until
+        target, predicted, current = replan(now, keeps_threads, self._cpu_pays is not False)
         if target == self.mapping or predicted >= (1 - threshold) * current:
             return self._hold(f"{cause}; no change would shorten it by {threshold:.1%}")
         if target.threads != self.mapping.threads:
@@ -195,6 +246,7 @@ class DynamicResourceManager(Recorder):
             "moved": None if moved is None else [moved.previous.to_dict(), moved.seconds],
             "blocked_until": self._blocked_until,
             "planned_with": list(self._planned_with),
+            "trial": [*map(list, self._seconds), self._before_trial and self._before_trial.to_dict(), self._cpu_pays],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -203,6 +255,9 @@ class DynamicResourceManager(Recorder):
         self._in_flight.clear()
         self._in_flight.extend(map(TaskMapping.from_dict, state["in_flight"]))
         self._measured.load_state(state["history"])
+        without, together, before, self._cpu_pays = state["trial"]
+        self._seconds = deque(without, TRIAL), deque(together, TRIAL)
+        self._before_trial = None if before is None else TaskMapping.from_dict(before)
         move, self._blocked_until = state["moved"], int(state["blocked_until"])
         self._act_from = state["act_from"]
         self._planned_with = int(state["planned_with"][0]), list(state["planned_with"][1])

@@ -1,0 +1,131 @@
+"""CPU trainers that slow accelerators down are left out after a trial, and cost nothing from then on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torchmetrics
+
+from lightning_gnn.hyscale.resource_manager.controller import BalanceController
+from lightning_gnn.hyscale.resource_manager.mapping import TaskMapping
+from lightning_gnn.hyscale.resource_manager.resources import DynamicResourceManager
+from lightning_gnn.hyscale.strategy import HyScaleStrategy
+from tests.full_graph.launch import run
+from tests.hyscale.closed_loop import Node
+from tests.hyscale.closed_loop import run as simulate
+from tests.hyscale.training import Plain, copy_state, fit
+
+LAG, ITERATIONS = 6, 60
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize("speeds", [[4e3, 1.2e4], [2e4, 1e4, 1e4, 1e4, 1e4]])
+@pytest.mark.parametrize("drag", [1.0, 2.0])
+def test_a_trial_shows_within_20_iterations_whether_the_cpu_pays(speeds, drag, noise):
+    accelerators = [256] * (len(speeds) - 1)
+    start = TaskMapping((100, *accelerators), 1, (2, 2, 2))
+    manager = DynamicResourceManager(start, lag=LAG)
+    node = Node(speeds, drag=drag, noise=noise, reference_threads=2)
+    held, _ = simulate(manager, node, ITERATIONS, LAG)
+    log = [(decision.action, decision.observation) for decision in manager.log]
+    assert dict(log)["take_out"] + LAG <= 20
+    out = [not mapping.cpu_seeds for mapping in held]
+    assert all(out[20:]) if drag > 1 else not any(out[30:])
+    assert ("leave_out" if drag > 1 else "bring_back") in dict(log)
+    best = sum(speeds[drag > 1 :])
+    assert sum(map(node.seconds, held[-20:])) / 20 <= 1.05 * start.total / best
+
+
+def test_a_saved_trial_goes_on():
+    speeds, manager = [4e3, 1.2e4], DynamicResourceManager(TaskMapping((100, 300), 1), lag=LAG)
+    _, in_flight = simulate(manager, Node(speeds, drag=2.0), 14, LAG)
+    other = DynamicResourceManager(TaskMapping((200, 200), 1), lag=LAG)
+    other.load_state_dict(manager.state_dict())
+    for each in (manager, other):
+        simulate(each, Node(speeds, drag=2.0), 20, in_flight=in_flight.copy())
+    assert other.state_dict() == manager.state_dict()
+    assert other.leaves_out_cpu
+
+
+class Counting(Plain):
+    """Counts its steps, and logs its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def training_step(self, batch, index):
+        self.steps += 1
+        loss = super().training_step(batch, index)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=batch.batch_size)
+        self.log("least", loss, on_step=False, on_epoch=True, reduce_fx="min")
+        return loss
+
+
+class Gathering(Counting):
+    """Calls a collective in each step."""
+
+    def training_step(self, batch, index):
+        self.all_gather(torch.ones(1))
+        return super().training_step(batch, index)
+
+
+class Measured(Counting):
+    """Computes a metric over all ranks at the end of each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = torchmetrics.CatMetric()
+
+    def training_step(self, batch, index):
+        self.seen.update(batch.y[: batch.batch_size].float())
+        return super().training_step(batch, index)
+
+    def on_train_epoch_end(self):
+        self.seen.compute()
+        self.seen.reset()
+
+
+def train_beside_a_slow_cpu(rank, accelerators):
+    """Train with times that show that the CPU slows the accelerators down; return the weights, steps and logs."""
+    compute, found = BalanceController._compute_times, []
+
+    def slow(self, rows):
+        times = compute(self, rows)
+        trained = [1e-3 * seeds or None for seeds in times.seeds]
+        return replace(
+            times, sample_cpu=1e-5, load=1e-5, train_cpu=tuple(trained[:1]), train_accelerator=tuple(trained[1:]),
+            iteration=1.0 + times.train_cpu[0] if times.train_cpu[0] else 1.0,
+        )  # fmt: skip
+
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(BalanceController, "_compute_times", slow)
+        for kind in (Counting, Gathering, Measured):
+            module = kind()
+            options = {"cpu_share": 0.3, "threads": (1, 1, 1), "agree_every": 1000}
+            strategy = HyScaleStrategy(1, devices=["cpu"] * accelerators, **options)
+            trainer = fit(module, strategy, epochs=12)
+            actions = [decision.action for decision in strategy.balance.manager.log]
+            logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            found.append((copy_state(module), module.steps, logged, actions))
+    return found
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("accelerators", [1, 2])
+def test_weights_and_logs_are_those_of_one_device_without_the_cpu(accelerators):
+    ranks = run(train_beside_a_slow_cpu, accelerators + 1, accelerators)
+    for number, kind in enumerate((Counting, Gathering, Measured)):
+        plain = kind()
+        logged = {name: float(value) for name, value in fit(plain, epochs=12).callback_metrics.items()}
+        for weights, steps, logs, actions in (rank[number] for rank in ranks):
+            assert "leave_out" in actions
+            assert logs["loss_epoch"] == pytest.approx(logged["loss_epoch"], rel=1e-6)
+            assert logs["least"] <= logged["least"] + 1e-6
+            for name, value in copy_state(plain).items():
+                assert torch.allclose(weights[name].double(), value.double(), atol=1e-9), name
+            assert steps == plain.steps or (kind is Counting and steps < plain.steps)
+        *others, cpu = (rank[number] for rank in ranks)
+        assert all(steps == plain.steps for _, steps, _, _ in others)
+        assert (cpu[1] < plain.steps) == (kind is Counting)
+        assert all(logs == pytest.approx(cpu[2], rel=1e-6) for _, _, logs, _ in others)  # the CPU rank's are float32
