@@ -78,7 +78,7 @@ class MixedDeviceGroup:
         if self._accelerators is not None:
             dist.all_reduce(tensor, group=self._accelerators)
         if self.rank == self._leader:
-            host = tensor.cpu()
+            host = tensor.to("cpu", copy=True)  # the caller changes its tensor before the ranks have received it
             self._sent.extend((dist.isend(host, other), host) for other in self._others)
             while len(self._sent) > MAX_SENT * len(self._others):
                 work, _ = self._sent.popleft()
