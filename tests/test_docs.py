@@ -28,10 +28,12 @@ from torch_geometric.loader import LinkLoader as PyGLinkLoader
 from torch_geometric.loader import NodeLoader as PyGNodeLoader
 
 import lightning_gnn
+from lightning_gnn import NeighborDataModule
 from lightning_gnn.cli.main import PRINTING
 from lightning_gnn.datamodules.base import MiniBatchDataModule
 from lightning_gnn.datasets.synthetic import planted_power_law
 from lightning_gnn.nn import GraphSAGE, NodeClassifier
+from lightning_gnn.planning.choice import AutoDataModule
 from lightning_gnn.runtime.messages import keywords_of
 
 ROOT = Path(__file__).parent.parent
@@ -251,6 +253,8 @@ def check_command(words):
         cfg = compose(config, [*chosen.values(), "output_dir=out"], return_hydra_config=launched)
         for node in (cfg.data, cfg.model, cfg.datamodule, cfg.trainer, *cfg.callbacks.values()):
             target = get_object(node._target_)
+            if target is AutoDataModule:
+                target = NeighborDataModule  # the first that it may choose
             parameters = inspect.signature(target).parameters
             taken = list_options(target) if isinstance(target, type) else {*parameters}
             if node is cfg.model and any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
