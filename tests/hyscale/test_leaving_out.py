@@ -45,6 +45,8 @@ def test_a_saved_trial_goes_on():
         simulate(each, Node(speeds, drag=2.0), 20, in_flight=in_flight.copy())
     assert other.state_dict() == manager.state_dict()
     assert other.leaves_out_cpu
+    other.load_state_dict({key: value for key, value in manager.state_dict().items() if key != "trial"})
+    assert not other.leaves_out_cpu, "a checkpoint from before the trial keeps its CPU trainers"
 
 
 class Counting(Plain):

@@ -255,7 +255,8 @@ class DynamicResourceManager(Recorder):
         self._in_flight.clear()
         self._in_flight.extend(map(TaskMapping.from_dict, state["in_flight"]))
         self._measured.load_state(state["history"])
-        without, together, before, self._cpu_pays = state["trial"]
+        # A checkpoint from before the trial existed keeps its CPU trainers.
+        without, together, before, self._cpu_pays = state.get("trial", ([], [], None, True))
         self._seconds = deque(without, TRIAL), deque(together, TRIAL)
         self._before_trial = None if before is None else TaskMapping.from_dict(before)
         move, self._blocked_until = state["moved"], int(state["blocked_until"])
