@@ -1,6 +1,7 @@
 """Eviction policy of the disk cache: Belady's rule over a window of announced reads.
 
 Rows that no announced read needs are evicted first (least recently used), then those whose next read is furthest away.
+Free slots also take rows that were read only because they share a block with others. These are evicted before all.
 """
 
 from dataclasses import dataclass, field
@@ -108,6 +109,11 @@ class BeladyCache:
         order = np.argsort(self.next_read[rows], kind="stable")
         _assign_slots(rows[order], self._first, self.announced, self._round, self._stamp, self.next_read, self._state)
         return self._round
+
+    def fill(self, low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> None:
+        """Assign free slots, with the last stamp, to unannounced rows ``low[k]`` to ``high[k] - 1``, int64 ``[n]``."""
+        if self._counts[0] < self.num_slots:
+            _fill_free_slots(low, high, self._round, self._stamp, self.next_read, self._state)
 
     @property
     def stamps(self) -> _Ints:
@@ -246,3 +252,20 @@ def _assign_slots(
         _append(target, _list_index(read, lists), links, ends)
         counts[1] += read == NEVER
     counts[0] = used
+
+
+@_njit
+def _fill_free_slots(
+    low: npt.NDArray[np.int64], high: npt.NDArray[np.int64], stamp: int, stamps: _Ints, next_read: _Ints, state: _Slots
+) -> None:
+    slot, row_of, links, ends, counts = state
+    for k in range(low.size):
+        for row in range(low[k], high[k]):
+            target = counts[0]
+            if target == row_of.size:
+                return
+            if slot[row] < 0 and next_read[row] == NEVER:
+                slot[row], row_of[target], stamps[target] = target, row, stamp
+                # Reversed arrays make it the first of its list, which is the next to be evicted.
+                _append(target, ends.shape[1] - 1, links[::-1], ends[::-1])
+                counts += 1  # a used slot, and one in the list of NEVER

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnn.features.disk_cache import NEVER, BeladyCache, location_bytes
-from lightning_gnn.features.disk_reads import DirectReader, Ranges, copy_rows, extra_rows, layout_of, reader_bytes
+from lightning_gnn.features.disk_reads import DirectReader, Ranges, copy_rows, extra_rows, reader_bytes
 from lightning_gnn.features.feature_file import FeatureFile
 from lightning_gnn.features.memory_pool import pool
 from lightning_gnn.runtime.messages import memory_bytes, shown
@@ -190,12 +190,12 @@ class DiskFeatures:
         to_cache = rows[first]
         # Also cache rows in the same blocks that later mini-batches need, since reading them costs nothing more.
         if cache.announced:
-            extra = extra_rows(
-                ranges.first, ranges.blocks, ranges.rows, rows, cache.slot, cache.next_read, NEVER, layout_of(file)
-            )
+            extra = extra_rows(ranges.rows, ranges.low, ranges.high, rows, cache.slot, cache.next_read, NEVER)
             to_cache = np.concatenate([to_cache, extra])
         # Assign the slots before the read, which copies rows to their slots directly.
         stamp = cache.keep(to_cache)
+        # As long as slots are free, also cache the rows in the same blocks that no announced mini-batch needs.
+        cache.fill(ranges.low, ranges.high)
         before = reader.blocks_read, reader.reads
         reader.read(ranges, rows, misses, out, cache.slot, cache.stamps, stamp, self._slot_bytes)
         self.counts.blocks += reader.blocks_read - before[0]

@@ -39,12 +39,17 @@ class Ranges:
     first: npt.NDArray[np.int64]  # first block of each range, counted from the beginning of the file, int64 [n]
     blocks: npt.NDArray[np.int64]  # number of blocks of each range, int64 [n]
     rows: npt.NDArray[np.int64]  # offsets of each range's rows among the requested rows, int64 [n + 1]
+    low: npt.NDArray[np.int64]  # first row that each range contains completely, int64 [n]
+    high: npt.NDArray[np.int64]  # end of those rows, int64 [n]
 
     @classmethod
     def of(cls, file: FeatureFile, rows: npt.NDArray[np.int64]) -> Ranges:
         """Return the ranges that cover ``rows``, ascending int64 ``[n]``."""
         most = max(AT_ONCE // BLOCK_BYTES, 1)
-        return cls(*_merge(rows, file.offset, file.row_bytes, most))
+        first, blocks, begins = _merge(rows, file.offset, file.row_bytes, most)
+        begin, end = first * BLOCK_BYTES - file.offset, (first + blocks) * BLOCK_BYTES - file.offset
+        low, high = np.maximum(-(-begin // file.row_bytes), 0), np.minimum(end // file.row_bytes, file.num_rows)
+        return cls(first, blocks, begins, low, high)
 
 
 class _Job(NamedTuple):
@@ -54,6 +59,8 @@ class _Job(NamedTuple):
     first: npt.NDArray[np.int64]
     blocks: npt.NDArray[np.int64]
     begins: npt.NDArray[np.int64]
+    low: npt.NDArray[np.int64]
+    high: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
     out: npt.NDArray[np.uint8]
@@ -121,7 +128,7 @@ class DirectReader:
         num_jobs = min(self._num_threads if self._queued else self._num_threads * _JOBS_PER_THREAD, ranges.first.size)
         cuts = np.searchsorted(ends, np.linspace(0, ends[-1], num_jobs + 1)[1:-1])
         bounds = [0, *np.unique(cuts).tolist(), ranges.first.size]
-        request = (ranges.first, ranges.blocks, ranges.rows, rows, places)
+        request = (ranges.first, ranges.blocks, ranges.rows, ranges.low, ranges.high, rows, places)
         job = _Job(self._descriptor, *request, out, slot, stamps, stamp, slot_bytes, layout_of(self.file))
         jobs = [self._threads.submit(self._read, first, last, job) for first, last in pairwise(bounds) if last > first]
         failed = [error for job in jobs if (error := job.exception()) is not None]  # waits for all jobs
@@ -238,24 +245,22 @@ def _merge(
 
 @_njit
 def extra_rows(
-    first: npt.NDArray[np.int64],
-    blocks: npt.NDArray[np.int64],
     begins: npt.NDArray[np.int64],
+    low: npt.NDArray[np.int64],
+    high: npt.NDArray[np.int64],
     rows: npt.NDArray[np.int64],
     slot: npt.NDArray[np.int32],
     next_read: npt.NDArray[np.int32],
     never: int,
-    layout: Layout,
 ) -> npt.NDArray[np.int64]:
     """Return the announced, uncached rows that the ranges contain in addition to ``rows``, unique int64 ``[n]``."""
     # The array of found rows doubles as needed; `seen` prevents a row from being found in two overlapping ranges.
     found = np.empty(1024, np.int64)
     n, seen = 0, -1
     # Each range consists of whole blocks, and so can contain rows that were not requested.
-    for k in range(first.size):
-        low, high = _complete_rows(first[k], blocks[k], layout)
+    for k in range(low.size):
         i = begins[k]
-        for row in range(max(low, seen + 1), high):
+        for row in range(max(low[k], seen + 1), high[k]):
             seen = row
             # Skip rows that are requested, already cached, or not needed by any announced mini-batch.
             while i < begins[k + 1] and rows[i] < row:
@@ -269,14 +274,6 @@ def extra_rows(
             n += 1
     result: npt.NDArray[np.int64] = found[:n].copy()  # so that the larger array can be freed
     return result
-
-
-@_njit
-def _complete_rows(first: int, blocks: int, layout: Layout) -> tuple[int, int]:
-    """Return the first row that the blocks contain completely, and the end of those rows."""
-    offset, row_bytes, num_rows = layout
-    begin, end = first * BLOCK_BYTES - offset, (first + blocks) * BLOCK_BYTES - offset
-    return max(-(-begin // row_bytes), 0), min(end // row_bytes, num_rows)
 
 
 @_njit
@@ -355,7 +352,8 @@ def _copy_range_out(job: _Job, buffer: npt.NDArray[np.uint8], k: int, got: int) 
     """Copy a range's rows to ``out`` and the cache; return 0, :data:`REFUSED`, or :data:`SHORT` plus the bytes read."""
     width, address = job.out.shape[1], buffer.ctypes.data
     start, size = job.first[k] * BLOCK_BYTES, job.blocks[k] * BLOCK_BYTES
-    needed = 0  # bytes of the range that the requested rows need; the loop below reads those still missing
+    # Bytes of the range that requested and cached rows need; the loop below reads those still missing.
+    needed = _row_offset(job.high[k], job.layout) - start
     for i in range(job.begins[k], job.begins[k + 1]):
         needed = max(needed, _row_offset(job.rows[i], job.layout) + width - start)
     got = max(got, 0)
@@ -371,13 +369,11 @@ def _copy_range_out(job: _Job, buffer: npt.NDArray[np.uint8], k: int, got: int) 
     for i in range(job.begins[k], job.begins[k + 1]):
         position = _row_offset(job.rows[i], job.layout) - start
         _memcpy(job.out.ctypes.data + job.places[i] * width, address + position, width)
-    low, high = _complete_rows(job.first[k], job.blocks[k], job.layout)
-    for row in range(low, high):
+    for row in range(job.low[k], job.high[k]):
         slot = job.slot[row]
         if slot >= 0 and job.stamps[slot] == job.stamp:
             position = _row_offset(row, job.layout) - start
-            if position + width <= got:
-                _memcpy(job.slot_bytes.ctypes.data + slot * width, address + position, width)
+            _memcpy(job.slot_bytes.ctypes.data + slot * width, address + position, width)
     return 0
 
 

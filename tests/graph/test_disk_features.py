@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_gnn.ops  # noqa: F401  registers the operators
+from benchmarks.data.disk import optimum
 from lightning_gnn.features import DiskFeatures, FeatureTable, disk_reads, read_queue
 from lightning_gnn.features.disk_cache import NEVER, BeladyCache
 from lightning_gnn.features.feature_file import BLOCK_BYTES, FeatureFile
@@ -177,10 +178,10 @@ def count_misses(reads, slots):
     return misses
 
 
-@given(st.lists(st.lists(st.integers(0, 30), max_size=12), max_size=25), st.integers(1, 20), st.integers(1, 40))
-def test_what_is_kept_follows_beladys_rule(reads, slots, known):
+@given(st.lists(st.lists(st.integers(0, 30), max_size=12), max_size=25), *map(st.integers, [1, 1, 1], [20, 40, 6]))
+def test_what_is_kept_follows_beladys_rule(reads, slots, known, rows_per_block):
     where = BeladyCache(31, slots, 64)
-    misses, announced = 0, 0
+    misses, announced, spare = 0, 0, np.zeros(31, bool)  # spare rows are cached, but have not been requested
     for number, read in enumerate(reads):
         while announced < min(len(reads), number + known):
             where.announce(np.array(reads[announced], np.int64))
@@ -188,7 +189,13 @@ def test_what_is_kept_follows_beladys_rule(reads, slots, known):
         where.advance()
         missing = np.array(sorted({row for row in read if where.slot[row] < 0}), np.int64)
         misses += missing.size
+        before, spare[read] = where.slot >= 0, False
         where.keep(missing)
+        kept = where.slot >= 0
+        assert not (before & ~kept & ~spare).any() or (where.next_read[spare & kept] < NEVER).all(), "spare go first"
+        where.fill(missing, np.minimum(missing + rows_per_block, 31))
+        assert (where.slot[kept] >= 0).all(), "spare rows evict no others"
+        spare = np.where(kept, spare, where.slot >= 0)
         occupied = np.flatnonzero(where.slot >= 0)
         assert len({*where.slot[occupied].tolist()}) == occupied.size == where._state.counts[0] <= slots
         for row in range(31):
@@ -198,19 +205,62 @@ def test_what_is_kept_follows_beladys_rule(reads, slots, known):
         assert misses == count_misses(reads, slots)
 
 
+def gather_announced(table, reads, lookahead):
+    """Gather rows with a window of announced reads, and return them as one tensor."""
+    gathered = []
+    for number, read in enumerate(reads):
+        if lookahead:
+            for later in reads[number + lookahead - 1 if number else 0 : number + lookahead]:
+                table.announce(later)
+            table.advance()
+        gathered.append(table.gather(read))
+    return torch.cat(gathered)
+
+
 def test_rows_of_a_window_are_read_once_where_memory_suffices(tmp_path):
     x = draw_numbers(4000, 300)
     table = open_table(save_array(x, tmp_path / "x.npy"), 1000)
     reads = [torch.randint(0, 4000, (50,), generator=torch.Generator().manual_seed(i % 7)) for i in range(14)]
-    table.claim()
-    for read in reads:
-        table.announce(read)
-    for read in reads:
-        table.advance()
-        assert torch.equal(table.gather(read), x[read])
+    assert torch.equal(gather_announced(table, reads, 14), x[torch.cat(reads)])
     begin = table.file.offset + torch.cat(reads).unique() * table.row_bytes
     blocks = torch.cat([begin // BLOCK_BYTES, (begin + table.row_bytes - 1) // BLOCK_BYTES]).unique().numel()
     assert table.counts.blocks < 1.5 * blocks, "rows of blocks read for other rows are cached"
+
+
+@pytest.mark.medium
+@given(data=st.data())
+def test_each_block_is_read_once_where_all_rows_fit(data):
+    columns = data.draw(st.sampled_from([1, 8, 32, 50, 600, 1025]))
+    rows = data.draw(st.integers(1, min(400, 60_000 // columns)))  # fewer blocks than one range may have
+    some = st.lists(st.integers(0, rows - 1), max_size=40).map(lambda read: torch.tensor(read, dtype=torch.int64))
+    reads, x = data.draw(st.lists(some, min_size=1, max_size=12)), draw_numbers(rows, columns)
+    with TemporaryDirectory() as folder:
+        table = open_table(save_array(x, Path(folder, "x.npy")), rows)
+        assert torch.equal(gather_announced(table, reads, data.draw(st.integers(0, 5))), x[torch.cat(reads)])
+        table.close()
+    # A row in two blocks is complete in neither, so the optimal reader also reads a block again for it.
+    assert table.counts.blocks == optimum([read.numpy() for read in reads], table.file, rows)
+    begin = table.file.offset + torch.cat(reads) * table.row_bytes
+    assert columns not in (1, 8, 32) or table.counts.blocks == (begin // BLOCK_BYTES).unique().numel()
+
+
+@pytest.mark.parametrize("lookahead", [0, 4, 30])
+def test_filling_free_slots_reads_no_more_blocks(tmp_path, lookahead):
+    path, random = save_array(draw_numbers(2000, 50), tmp_path / "x.npy"), torch.Generator().manual_seed(0)
+    reads = [(torch.rand(60, generator=random) ** 3 * 2000).long() * 7 % 2000 for _ in range(60)]
+    for slots in (64, 400, 1000, 2000):
+        table, before = open_table(path, slots), open_table(path, slots)
+        gather_announced(table, reads, lookahead)
+        with patch.object(BeladyCache, "fill"):
+            gather_announced(before, reads, lookahead)
+        assert table.counts.blocks <= before.counts.blocks
+
+
+def test_rows_that_a_truncated_file_lacks_are_not_cached(tmp_path):
+    table = open_table(save_array(draw_numbers(100, 32), tmp_path / "x.npy"), 100)
+    os.truncate(tmp_path / "x.npy", table.file.offset + 20 * table.row_bytes)
+    with pytest.raises(ValueError, match=r"x\.npy was truncated"):
+        gather_announced(table, [torch.tensor([3]), torch.tensor([25])], 2)
 
 
 def test_other_files_are_refused(tmp_path):
